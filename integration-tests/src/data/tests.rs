@@ -274,6 +274,17 @@ fn fingerprint_changes_with_any_token() {
 }
 
 #[test]
+fn fingerprint_does_not_depend_on_the_path() {
+    let fingerprint = |names: [&str; 3]| {
+        let files = Files::new();
+        names.into_iter().for_each(|name| drop(files.write(name, name.as_bytes())));
+        open(files.0.path()).fingerprint()
+    };
+    assert_eq!(fingerprint(["a", "B", "c"]), fingerprint(["c", "a", "B"]));
+    assert_ne!(fingerprint(["a", "B", "c"]), fingerprint(["a", "B", "d"]));
+}
+
+#[test]
 fn current_folder_is_the_default() {
     // Tests run in the crate's folder, which has text.
     let data = Dataset::open(&DataSource::default()).unwrap();

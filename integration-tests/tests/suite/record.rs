@@ -137,13 +137,41 @@ fn foreign_files_of_a_record_are_kept() {
     std::fs::write(dir.join("m"), "notes\n").unwrap();
     std::fs::write(dir.join("r/run.json"), "{\"run\": \"another\"}").unwrap();
     std::fs::write(dir.join("r/summary.txt"), "mine").unwrap();
-    let out = resume(dir, &["c", "--steps", "4"]);
+    let out = resume(dir, &["c", "--steps", "4", "--metrics", "/dev/null"]);
+    assert!(!out.contains("note: no metrics: ") && out.contains("note: no report: "), "{out}");
+
+    // A folder with the run's id, made by another: a link in it would lead elsewhere.
+    succeeds(&run_tiny(dir, &["--checkpoint", "d", "--metrics", "n", "--report", "s"]));
+    std::fs::write(dir.join("n"), "notes\n").unwrap();
+    std::fs::remove_file(dir.join("s/loss.svg")).unwrap();
+    std::os::unix::fs::symlink("../n", dir.join("s/loss.svg")).unwrap();
+    let out = resume(dir, &["d", "--steps", "4"]);
     for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
         let line = out.lines().find(|line| line.starts_with(&format!("note: no {what}: "))).unwrap_or_default();
         assert!(line.ends_with(&format!("pass {flag}")), "{out}");
     }
-    assert_eq!(std::fs::read(dir.join("m")).unwrap(), b"notes\n");
+    for name in ["m", "n"] {
+        assert_eq!(std::fs::read(dir.join(name)).unwrap(), b"notes\n");
+    }
     assert_eq!(std::fs::read(dir.join("r/summary.txt")).unwrap(), b"mine");
+}
+
+/// A rank of another launcher reads the device before the ranks connect. Without a writer, opening a pipe waits without end.
+#[test]
+fn resume_does_not_wait_for_a_pipe() {
+    let dir = temp();
+    let dir = dir.path();
+    std::fs::create_dir_all(dir.join("step-00000001")).unwrap();
+    for pipe in ["latest", "step-00000001/run.json"] {
+        assert!(std::process::Command::new("mkfifo").arg(dir.join(pipe)).status().unwrap().success());
+        let mut rank = std::process::Command::new("timeout");
+        rank.arg("60").arg(crate::place::zero().get_program()).args(["train", "--resume"]).arg(dir);
+        let launcher = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")];
+        rank.envs(launcher).env("MASTER_PORT", "1").env_remove("OMPI_COMM_WORLD_SIZE");
+        fails(&rank.output().unwrap(), 2, &["on the host ranks cannot communicate"]);
+        std::fs::remove_file(dir.join(pipe)).unwrap();
+        std::fs::write(dir.join("latest"), "step-00000001 0123456789abcdef\n").unwrap();
+    }
 }
 
 #[test]

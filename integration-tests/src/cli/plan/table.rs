@@ -59,7 +59,8 @@ fn heading(report: &Report) -> String {
     text += "\n";
     // A round number of decimal gigabytes, as in the name of a card.
     if let Some(memory) = report.gpu_memory_bytes.filter(|bytes| bytes.is_multiple_of(1_000_000_000)) {
-        let (decimal, binary) = (memory / 1_000_000_000, HumanBytes(memory));
+        let decimal = memory / 1_000_000_000;
+        let binary = HumanBytes(memory);
         let _ = writeln!(
             text,
             "{decimal}GB is read as {} bytes ({binary}); a card sold as {decimal}GB has about {decimal} GiB: \

@@ -76,7 +76,8 @@ pub(super) fn offload_notice(setup: &RunSetup) -> Option<String> {
     };
     let mut without = setup.settings.clone();
     without.offload.params = Home::Device;
-    let (with, without) = (need(&setup.settings)?, need(&without)?);
+    let with = need(&setup.settings)?;
+    let without = need(&without)?;
     (with >= without).then(|| {
         format!(
             "--offload-params nvme saves no memory here: a rank needs {} with it and {} without, since its buffers are \

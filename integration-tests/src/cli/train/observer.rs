@@ -165,9 +165,12 @@ fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
     }
 }
 
-/// Whether `dir` has a report of one of `runs`: one that they wrote on this machine.
+/// Whether `dir` has a report of one of `runs`: one that they wrote on this machine. Links are not theirs, and writing to
+/// them would write elsewhere.
 pub(super) fn is_report_of(dir: &Path, runs: &[&str]) -> bool {
-    report_run(dir).is_some_and(|run| runs.contains(&run.as_str()))
+    let is_link = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink());
+    let has_links = is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name)));
+    !has_links && report_run(dir).is_some_and(|run| runs.contains(&run.as_str()))
 }
 
 /// The run whose report is in `dir`.

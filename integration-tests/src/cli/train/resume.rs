@@ -184,7 +184,7 @@ impl Resumed {
         for ((what, flag, old), (_, _, new)) in was.zip(outputs(now)) {
             if let (Some(old), None) = (old, new) {
                 notices.push(format!(
-                    "no {what}: {old} of the resumed run is not of that run on this machine, or this is a new run: pass {flag}"
+                    "no {what}: the resumed run wrote {old}, but it has none of its own there now, or this is a new run; pass {flag}"
                 ));
             }
         }
@@ -237,19 +237,20 @@ impl Resumed {
     /// nothing in its folder, but the folder may be that of another machine or user.
     ///
     /// # Errors
-    /// Exit code 2: the folder does not exist, or belongs to another user.
+    /// Exit code 2: the folder does not exist, or is neither this user's nor for the temporary files of all users.
     pub(super) fn check_scratch(&self, args: &TrainArgs, offload: &OffloadSettings) -> Result<(), CliError> {
         let Some(record) = &self.record else { return Ok(()) };
-        let (flags, recorded) = (&args.offload, &record.offload);
+        let flags = &args.offload;
+        let recorded = &record.offload;
         let homes = [
             ("--offload", flags.offload.is_some(), &recorded.optimizer, &offload.optimizer),
             ("--offload-params", flags.offload_params.is_some(), &recorded.params, &offload.params),
         ];
         for (flag, is_named, recorded, now) in homes {
             let Home::Nvme(dir) = recorded else { continue };
-            let is_own =
-                || dir.metadata().is_ok_and(|m| m.is_dir() && m.uid() == rustix::process::geteuid().as_raw());
-            if !is_named && recorded == now && !is_own() {
+            let user = rustix::process::geteuid().as_raw();
+            let is_usable = || dir.metadata().is_ok_and(|m| m.is_dir() && is_for_user(m.uid(), m.mode(), user));
+            if !is_named && recorded == now && !is_usable() {
                 return Err(CliError::Usage(format!(
                     "the resumed run had scratch files in {}, which is no folder of yours on this machine: pass \
                      {flag} nvme:DIR, or {flag} none",
@@ -326,6 +327,13 @@ impl Resumed {
     }
 }
 
+/// Whether a folder of `owner` and with the bits `mode` is the user's, or for the temporary files of all users, as /tmp is.
+fn is_for_user(owner: u32, mode: u32, user: u32) -> bool {
+    /// Everyone may add files, and remove only their own.
+    const TEMPORARY: u32 = libc::S_ISVTX | libc::S_IWOTH;
+    owner == user || mode & TEMPORARY == TEMPORARY
+}
+
 /// Why a rank could not open the checkpoint.
 enum NotOpened {
     /// Rank 0 found none.
@@ -379,4 +387,17 @@ fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
     }
     let notice = |(name, reason)| format!("{name} is passed over, because it is not whole: {reason}");
     Ok((reader, passed_over.into_iter().map(notice).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recorded_scratch_folders_are_the_users() {
+        assert!(is_for_user(7, 0o40_700, 7));
+        assert!(is_for_user(0, 0o41_777, 7), "/tmp");
+        assert!(!is_for_user(0, 0o40_755, 7));
+        assert!(!is_for_user(8, 0o40_777, 7), "its owner may replace what is there");
+    }
 }
