@@ -25,7 +25,7 @@ enum Command {
     /// Train a GPT-2 on several ranks
     Train(Box<train::TrainArgs>),
     /// Show the memory and traffic of each stage, and which stages fit
-    Plan(plan::PlanArgs),
+    Plan(Box<plan::PlanArgs>),
     /// Inspect, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
 }

@@ -34,7 +34,7 @@ pub(super) fn counted(n: u64, thing: &str) -> String {
 }
 
 /// The narrowest terminal with room for the bar beside its text.
-const BAR_COLUMNS: u16 = 100;
+const BAR_COLUMNS: u16 = 132;
 
 /// A progress bar over `steps` on standard error, in one line of the terminal.
 pub(super) fn progress_bar(steps: u64) -> ProgressBar {
@@ -48,6 +48,26 @@ pub(super) fn progress_bar(steps: u64) -> ProgressBar {
 /// Shows that `step` is done; `text` are its figures, `left` the time until the end.
 pub(super) fn show_progress(bar: &ProgressBar, step: u64, text: &str, left: Duration) {
     bar.set_position(step);
-    let (steps, elapsed, left) = (bar.length().unwrap_or(step), HumanDuration(bar.elapsed()), HumanDuration(left));
-    bar.set_message(format!("step {step}/{steps}  {text}  {elapsed:#} (eta {left:#})"));
+    bar.set_message(progress(step, bar.length().unwrap_or(step), text, bar.elapsed(), left));
+}
+
+/// The text of a step. What matters most is first, since the end is cut at the edge of a narrow terminal.
+fn progress(step: u64, steps: u64, text: &str, elapsed: Duration, left: Duration) -> String {
+    let [elapsed, left] = [elapsed, left].map(HumanDuration);
+    format!("step {step}/{steps}  {left:#} left  {text}  after {elapsed:#}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn remaining_time_fits_a_narrow_terminal() {
+        let [elapsed, left] = [90_000, 7200].map(Duration::from_secs);
+        let figures = "loss 10.1234  validation 10.1234  1,234,567 tokens/s  12,345,678,901 tokens";
+        let text = progress(100_000, 1_000_000, figures, elapsed, left);
+        assert_eq!(text, format!("step 100000/1000000  2h left  {figures}  after 25h"));
+        let loss = text.find("validation").unwrap();
+        assert!(loss < 80, "{text}");
+    }
 }

@@ -44,11 +44,35 @@ pub enum DataError {
         /// Its length.
         bytes: u64,
     },
+    /// A file or folder of a data folder could not be read: on one machine of several the data would differ.
+    #[error(
+        "{}: failed to read: {source}; a run reads all of a data folder: make this readable, move it out of the folder, or \
+         pass other --data",
+        path.display()
+    )]
+    Unreadable {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A symbolic link of a data folder to a file that does not exist.
+    #[error(
+        "{}: a symbolic link to a file that does not exist here: restore the file, or remove the link", path.display()
+    )]
+    DanglingLink {
+        /// The link.
+        path: PathBuf,
+    },
     /// A folder without text files.
-    #[error("{}: no text file in this folder (hidden, git-ignored, binary and large files are skipped)", path.display())]
+    #[error(
+        "{}: no text file in this folder{}", path.display(), left_out.iter().map(|s| format!("; {s}")).collect::<String>()
+    )]
     NoText {
         /// The folder.
         path: PathBuf,
+        /// The largest file that is not text, and why.
+        left_out: Option<String>,
     },
     /// The user named no data, and the current folder has too little text.
     #[error(

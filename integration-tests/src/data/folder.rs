@@ -1,33 +1,148 @@
 //! The text files of a folder, in an order that does not depend on the machine.
+//!
+//! The entries of a folder are ordered by the bytes of their names, and what is not data is decided by names and contents
+//! alone: equal folders give equal texts, whatever their paths, the locale or the order in which files were written. A file
+//! that cannot be read is an error, since on one machine of a cluster it would give other data.
 
+use std::cmp::Reverse;
+use std::fmt;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use ignore::{DirEntry, WalkBuilder};
+use indicatif::HumanCount;
 
 use super::{DataError, outputs};
 
-/// Larger files are skipped: they are rarely written by a person.
-const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Larger files of the default folder are left out: they are rarely written by a person.
+const MAX_DEFAULT_FILE_BYTES: u64 = 1 << 20;
 
 /// A file with a 0 among its first bytes is considered binary.
 const PROBE_BYTES: usize = 8192;
+
+/// Maximum number of files that [`Documents::notices`] names.
+const NAMED_FILES: usize = 10;
+
+/// Names of version control, whose contents differ between clones of the same files.
+const VERSION_CONTROL: [&str; 4] = [".git", ".hg", ".svn", ".jj"];
+
+/// Which files of a folder are data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// The folder is the default: without hidden files, files that a `.gitignore` of the folder names, build folders
+    /// (`target`, or with a `CACHEDIR.TAG`) and files above 1 MiB. More files than this are an error.
+    Default { most_files: usize },
+    /// The user named the folder: all text files.
+    Whole,
+}
+
+/// Why a file or folder is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reason {
+    Large,
+    Binary,
+    NotUtf8 { at: usize },
+    Link,
+    NoFile,
+    Output,
+    OutputFolder,
+    VersionControl,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Large => write!(f, "above 1 MiB"),
+            Self::Binary => write!(f, "binary"),
+            Self::NotUtf8 { at } => write!(f, "not UTF-8 at byte {at}: convert it, such as with iconv"),
+            Self::Link => write!(f, "a symbolic link"),
+            Self::NoFile => write!(f, "neither a file nor a folder"),
+            Self::Output => write!(f, "written by a run"),
+            Self::OutputFolder => write!(f, "a checkpoint or a model"),
+            Self::VersionControl => write!(f, "version control"),
+        }
+    }
+}
+
+/// A file or folder that is not data.
+#[derive(Debug)]
+struct LeftOut {
+    path: PathBuf,
+    reason: Reason,
+    bytes: u64,
+}
 
 /// The text files of a folder.
 #[derive(Default)]
 pub(super) struct Documents {
     /// Paths and texts, by path.
     pub(super) texts: Vec<(PathBuf, String)>,
-    /// Number of skipped files: binary, large, or not readable.
-    pub(super) skipped_files: usize,
+    left_out: Vec<LeftOut>,
 }
 
-/// Reads every text file under `root`. With a `limit`, a folder of more files is an error.
+impl Documents {
+    /// Number of files and folders that are not data.
+    pub(super) fn left_out(&self) -> usize {
+        self.left_out.len()
+    }
+
+    /// The largest files and folders below `root` that are not data, and the sum of the others, one line each.
+    pub(super) fn notices(&mut self, root: &Path) -> Vec<String> {
+        self.left_out.sort_by(|a, b| (Reverse(a.bytes), &a.path).cmp(&(Reverse(b.bytes), &b.path)));
+        let (named, others) = self.left_out.split_at(self.left_out.len().min(NAMED_FILES));
+
+        let mut lines: Vec<String> = named.iter().map(|left| left.describe(root)).collect();
+        if !others.is_empty() {
+            let bytes = others.iter().map(|left| left.bytes).sum();
+            let count = others.len() as u64;
+            lines.push(format!("left out of the data: {} more, {} bytes", HumanCount(count), HumanCount(bytes)));
+        }
+        lines
+    }
+}
+
+impl LeftOut {
+    fn describe(&self, root: &Path) -> String {
+        let path = self.path.strip_prefix(root).unwrap_or(&self.path);
+        format!("left out of the data: {}, {} bytes ({})", path.display(), HumanCount(self.bytes), self.reason)
+    }
+}
+
+/// Reads the text files under `root` that are data in `scope`.
 ///
-/// Skips hidden files, files ignored by the folder's `.gitignore` files, build folders (`target`, or with a
-/// `CACHEDIR.TAG`), symbolic links, files above 1 MiB, files that are not UTF-8 text, and what runs write.
-pub(super) fn read(root: &Path, limit: Option<usize>) -> Result<Documents, DataError> {
-    let (mut documents, mut files) = (Documents::default(), 0);
+/// In any scope, symbolic links, binary files, files that are not UTF-8, version control, and what runs write are left out.
+///
+/// # Errors
+/// A file or folder that cannot be read, a symbolic link to nothing, too many files, or no text.
+pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
+    let mut documents = Documents::default();
+    let files = match scope {
+        Scope::Default { most_files } => default_files(root, most_files)?,
+        Scope::Whole => whole_files(root, &mut documents.left_out)?,
+    };
+    for path in files {
+        match read_file(&path, scope)? {
+            Content::Text(text) => documents.texts.push((path, text)),
+            Content::Blank => {}
+            Content::Other { reason, bytes } => documents.left_out.push(LeftOut { path, reason, bytes }),
+        }
+    }
+
+    if scope != Scope::Whole {
+        // A run's own outputs are left out of the default folder without mention: each run adds some.
+        documents.left_out.retain(|left| left.reason != Reason::Output);
+    }
+    if documents.texts.is_empty() {
+        let notices = documents.notices(root);
+        return Err(DataError::NoText { path: root.to_owned(), left_out: notices.into_iter().next() });
+    }
+    Ok(documents)
+}
+
+/// The files of the default folder, in order.
+fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
+    let mut files = Vec::new();
     let walk = WalkBuilder::new(root)
         .parents(false)
         .git_global(false)
@@ -38,27 +153,21 @@ pub(super) fn read(root: &Path, limit: Option<usize>) -> Result<Documents, DataE
         .filter_entry(|entry| entry.depth() == 0 || !is_skipped_folder(entry))
         .build();
     for entry in walk {
-        let Ok(entry) = entry else {
-            documents.skipped_files += 1;
-            continue;
-        };
-        if !entry.file_type().is_some_and(|t| t.is_file()) {
-            continue;
+        let entry = entry.map_err(|error| unreadable(root, error))?;
+        // A .gitignore that cannot be read; an invalid pattern in it is the same everywhere.
+        if let Some(error) = entry.error().filter(|error| error.is_io()) {
+            return Err(unreadable(root, error.clone()));
         }
-        files += 1;
-        if let Some(limit) = limit.filter(|limit| files > *limit) {
-            return Err(DataError::TooManyHere { path: root.to_owned(), limit });
+        match entry.file_type() {
+            Some(kind) if kind.is_symlink() => check_link(entry.path())?,
+            Some(kind) if kind.is_file() => files.push(entry.into_path()),
+            _ => {}
         }
-        match read_text(&entry) {
-            Some(text) if text.trim().is_empty() || outputs::is_output_file(entry.path(), &text) => {}
-            Some(text) => documents.texts.push((entry.into_path(), text)),
-            None => documents.skipped_files += 1,
+        if files.len() > most {
+            return Err(DataError::TooManyHere { path: root.to_owned(), limit: most });
         }
     }
-    if documents.texts.is_empty() {
-        return Err(DataError::NoText { path: root.to_owned() });
-    }
-    Ok(documents)
+    Ok(files)
 }
 
 /// Whether an entry is a folder of build files, a checkpoint or a model.
@@ -67,31 +176,147 @@ fn is_skipped_folder(entry: &DirEntry) -> bool {
     entry.file_type().is_some_and(|t| t.is_dir()) && (is_build() || outputs::is_output_folder(entry.path()))
 }
 
-/// The file's text; `None` if it is too large, not text or not readable.
-fn read_text(entry: &DirEntry) -> Option<String> {
-    match entry.metadata().ok()?.len() {
+fn unreadable(root: &Path, error: ignore::Error) -> DataError {
+    let path = path_of(&error).unwrap_or(root).to_owned();
+    let text = error.to_string();
+    let source = error.into_io_error().unwrap_or_else(|| io::Error::other(text));
+    DataError::Unreadable { path, source }
+}
+
+/// The path that an error of the walk is about.
+fn path_of(error: &ignore::Error) -> Option<&Path> {
+    match error {
+        ignore::Error::WithPath { path, .. } => Some(path),
+        ignore::Error::WithLineNumber { err, .. } | ignore::Error::WithDepth { err, .. } => path_of(err),
+        ignore::Error::Partial(errors) => errors.iter().find_map(path_of),
+        _ => None,
+    }
+}
+
+/// All files under `root`, in order. Adds what is no file of data to `left_out`.
+fn whole_files(root: &Path, left_out: &mut Vec<LeftOut>) -> Result<Vec<PathBuf>, DataError> {
+    let mut files = Vec::new();
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let failed = |source| DataError::Unreadable { path: folder.clone(), source };
+        for entry in fs::read_dir(&folder).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let path = entry.path();
+            let kind = entry.file_type().map_err(|source| DataError::Unreadable { path: path.clone(), source })?;
+            let reason = if VERSION_CONTROL.iter().any(|name| entry.file_name() == *name) {
+                Reason::VersionControl
+            } else if kind.is_symlink() {
+                check_link(&path)?;
+                Reason::Link
+            } else if kind.is_dir() && outputs::is_output_folder(&path) {
+                Reason::OutputFolder
+            } else if kind.is_dir() {
+                folders.push(path);
+                continue;
+            } else if kind.is_file() {
+                files.push(path);
+                continue;
+            } else {
+                Reason::NoFile
+            };
+            let bytes = if kind.is_dir() { bytes_below(&path) } else { file_bytes(&path) };
+            left_out.push(LeftOut { path, reason, bytes });
+        }
+    }
+
+    files.sort();
+    Ok(files)
+}
+
+/// Checks that a symbolic link, which is not followed, leads somewhere: a link to nothing is a file that is missing here.
+fn check_link(path: &Path) -> Result<(), DataError> {
+    match fs::metadata(path) {
+        Ok(_) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(DataError::DanglingLink { path: path.to_owned() }),
+        Err(source) => Err(DataError::Unreadable { path: path.to_owned(), source }),
+    }
+}
+
+/// The bytes of a file, for information.
+fn file_bytes(path: &Path) -> u64 {
+    fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map_or(0, |metadata| metadata.len())
+}
+
+/// The bytes of all files below a folder, for information.
+fn bytes_below(folder: &Path) -> u64 {
+    let mut bytes = 0;
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => folders.push(entry.path()),
+                _ => bytes += file_bytes(&entry.path()),
+            }
+        }
+    }
+    bytes
+}
+
+/// The content of a file.
+enum Content {
+    Text(String),
+    /// Nothing to train on.
+    Blank,
+    Other {
+        reason: Reason,
+        bytes: u64,
+    },
+}
+
+fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
+    let failed = |source| DataError::Unreadable { path: path.to_owned(), source };
+    let bytes = fs::symlink_metadata(path).map_err(failed)?.len();
+    let other = |reason| Ok(Content::Other { reason, bytes });
+    if bytes == 0 {
         // Also a file of /proc, whose read may wait.
-        0 => return Some(String::new()),
-        1..=MAX_FILE_BYTES => {}
-        _ => return None,
+        return Ok(Content::Blank);
     }
-    let bytes = fs::read(entry.path()).ok()?;
-    if bytes[..bytes.len().min(PROBE_BYTES)].contains(&0) {
-        return None;
+    if scope != Scope::Whole && bytes > MAX_DEFAULT_FILE_BYTES {
+        return other(Reason::Large);
     }
-    let mut text = String::from_utf8(bytes).ok()?;
+
+    let content = fs::read(path).map_err(failed)?;
+    if content[..content.len().min(PROBE_BYTES)].contains(&0) {
+        return other(Reason::Binary);
+    }
+    let mut text = match String::from_utf8(content) {
+        Ok(text) => text,
+        Err(error) => return other(Reason::NotUtf8 { at: error.utf8_error().valid_up_to() }),
+    };
+
+    if text.trim().is_empty() {
+        return Ok(Content::Blank);
+    }
+    if outputs::is_output_file(path, &text) {
+        return other(Reason::Output);
+    }
     if !text.ends_with('\n') {
         text.push('\n');
     }
-    Some(text)
+    Ok(Content::Text(text))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const DEFAULT: Scope = Scope::Default { most_files: 1000 };
+
+    /// The texts of a folder, by their paths below it, and the notices.
+    fn read_below(root: &Path, scope: Scope) -> (Vec<(String, String)>, Vec<String>) {
+        let mut documents = read(root, scope).unwrap();
+        let below = |path: &Path| path.strip_prefix(root).unwrap().display().to_string();
+        let texts = documents.texts.iter().map(|(path, text)| (below(path), text.clone())).collect();
+        (texts, documents.notices(root))
+    }
+
     #[test]
-    fn text_files_are_sorted_and_others_skipped() {
+    fn default_folder_is_filtered() {
         let dir = tempfile::tempdir().unwrap();
         let write = |path: &str, bytes: &[u8]| {
             let path = dir.path().join(path);
@@ -113,14 +338,130 @@ mod tests {
         write("deep/x.txt", b"no");
         write("binary", b"no\0");
         write("latin1.txt", b"caf\xe9");
-        write("large.txt", &vec![b'x'; MAX_FILE_BYTES as usize + 1]);
-        write("limit.txt", &vec![b'y'; MAX_FILE_BYTES as usize]);
+        write("large.txt", &vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1]);
+        write("limit.txt", &vec![b'y'; MAX_DEFAULT_FILE_BYTES as usize]);
         std::os::unix::fs::symlink(dir.path().join("a.md"), dir.path().join("link.md")).unwrap();
 
-        let documents = read(dir.path(), None).unwrap();
+        let documents = read(dir.path(), DEFAULT).unwrap();
         let starts: Vec<&str> = documents.texts.iter().map(|(_, text)| &text[..6]).collect();
         assert_eq!(starts, ["first\n", "second", "yyyyyy", "third\n"]);
-        assert_eq!(documents.skipped_files, 3, "binary, latin1.txt, large.txt");
+        assert_eq!(documents.left_out(), 3, "binary, latin1.txt, large.txt");
+    }
+
+    #[test]
+    fn named_folder_is_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, bytes: &[u8]| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, bytes).unwrap();
+        };
+        let large = vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1];
+        write("large.txt", &large);
+        write(".gitignore", b"ignored.txt\n");
+        write("ignored.txt", b"ignored");
+        write(".hidden", b"hidden");
+        write("target/a.txt", b"built");
+        write("cache/CACHEDIR.TAG", b"tag");
+        write("blank.txt", b" \n");
+        write("binary", &[7, 0, 7, 7]);
+        write("latin1.txt", b"caf\xe9");
+        write(".git/HEAD", b"ref: x");
+        write("checkpoint/manifest.json", b"{\"format\": \"zero-ckpt\"}");
+        write("latest", b"step-00000003 0123456789abcdef\n");
+        std::os::unix::fs::symlink("large.txt", dir.path().join("link")).unwrap();
+
+        let (texts, notices) = read_below(dir.path(), Scope::Whole);
+        let names: Vec<&str> = texts.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(
+            names,
+            [".gitignore", ".hidden", "cache/CACHEDIR.TAG", "ignored.txt", "large.txt", "target/a.txt"]
+        );
+        assert_eq!(texts[4].1.len(), large.len() + 1);
+        assert_eq!(
+            notices,
+            [
+                "latest, 31 bytes (written by a run)",
+                "checkpoint, 23 bytes (a checkpoint or a model)",
+                ".git, 6 bytes (version control)",
+                "binary, 4 bytes (binary)",
+                "latin1.txt, 4 bytes (not UTF-8 at byte 3: convert it, such as with iconv)",
+                "link, 0 bytes (a symbolic link)",
+            ]
+            .map(|line| format!("left out of the data: {line}"))
+        );
+    }
+
+    #[test]
+    fn largest_left_out_files_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("a.txt"), "text").unwrap();
+        for bytes in 1..=12 {
+            fs::write(dir.path().join(format!("{bytes}")), vec![0; bytes]).unwrap();
+        }
+        let (_, notices) = read_below(dir.path(), Scope::Whole);
+        assert_eq!(notices.len(), NAMED_FILES + 1);
+        assert_eq!(notices[0], "left out of the data: 12, 12 bytes (binary)");
+        assert_eq!(notices[NAMED_FILES], "left out of the data: 2 more, 3 bytes");
+    }
+
+    /// The order of creation and the folder's path change neither texts nor notices.
+    #[test]
+    fn equal_folders_have_equal_texts() {
+        let names = ["b.txt", "a/b", "a.txt", "\u{e9}.txt", "Z", "a b", "z", "binary"];
+        let folder = |names: &mut dyn Iterator<Item = &&str>| {
+            let dir = tempfile::tempdir().unwrap();
+            fs::create_dir(dir.path().join("a")).unwrap();
+            for name in names {
+                let text = if *name == "binary" { "\0" } else { *name };
+                fs::write(dir.path().join(name), text).unwrap();
+            }
+            dir
+        };
+        let one = folder(&mut names.iter());
+        let other = folder(&mut names.iter().rev());
+        for scope in [DEFAULT, Scope::Whole] {
+            let read = read_below(one.path(), scope);
+            assert_eq!(read, read_below(other.path(), scope));
+            let order: Vec<&str> = read.0.iter().map(|(name, _)| name.as_str()).collect();
+            assert_eq!(order, ["Z", "a/b", "a b", "a.txt", "b.txt", "z", "\u{e9}.txt"]);
+        }
+    }
+
+    #[test]
+    fn unreadable_entry_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("a.txt"), "text").unwrap();
+        let link = dir.path().join("missing.txt");
+        std::os::unix::fs::symlink("/nowhere/missing.txt", &link).unwrap();
+        for scope in [DEFAULT, Scope::Whole] {
+            let error = read(dir.path(), scope).err().unwrap();
+            assert!(matches!(&error, DataError::DanglingLink { path } if *path == link), "{error}");
+            // A file that is gone after it was listed.
+            let error = read_file(&dir.path().join("gone"), scope).err().unwrap();
+            assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+        }
+        let error = whole_files(&dir.path().join("gone"), &mut Vec::new()).unwrap_err();
+        assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+        let error = default_files(&dir.path().join("gone"), 10).unwrap_err();
+        assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+    }
+
+    /// A pipe has no writer, so opening one would wait.
+    #[test]
+    fn pipes_are_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("a.txt"), "text").unwrap();
+        fs::write(dir.path().join("loss.svg"), "text").unwrap();
+        let sub = dir.path().join("sub");
+        fs::create_dir(&sub).unwrap();
+        for pipe in [sub.join("manifest.json"), dir.path().join("summary.json")] {
+            let status = std::process::Command::new("mkfifo").arg(pipe).status().unwrap();
+            assert!(status.success());
+        }
+        for scope in [DEFAULT, Scope::Whole] {
+            assert_eq!(read(dir.path(), scope).unwrap().texts.len(), 2);
+        }
     }
 
     #[test]
@@ -148,10 +489,10 @@ mod tests {
         write("other/manifest.json", "second");
         write("other/summary.txt", "third\n");
         write("steps.jsonl", "{\"step\": 4}\n");
-        let documents = read(dir.path(), None).unwrap();
+        let documents = read(dir.path(), DEFAULT).unwrap();
         let names: Vec<_> = documents.texts.iter().map(|(path, _)| path.strip_prefix(dir.path()).unwrap()).collect();
         assert_eq!(names, ["a.txt", "other/manifest.json", "other/summary.txt", "steps.jsonl"].map(Path::new));
-        assert_eq!(documents.skipped_files, 0);
+        assert_eq!(documents.left_out(), 0);
     }
 
     #[test]
@@ -160,7 +501,9 @@ mod tests {
         let target = dir.path().join("target");
         fs::create_dir(&target).unwrap();
         fs::write(target.join("a.txt"), "text").unwrap();
-        assert_eq!(read(&target, None).unwrap().texts, [(target.join("a.txt"), "text\n".to_owned())]);
+        for scope in [DEFAULT, Scope::Whole] {
+            assert_eq!(read(&target, scope).unwrap().texts, [(target.join("a.txt"), "text\n".to_owned())]);
+        }
     }
 
     #[test]
@@ -169,8 +512,8 @@ mod tests {
         for name in ["a", "b", "c"] {
             fs::write(dir.path().join(name), name).unwrap();
         }
-        assert_eq!(read(dir.path(), Some(3)).unwrap().texts.len(), 3);
-        let error = read(dir.path(), Some(2)).err().unwrap().to_string();
+        assert_eq!(read(dir.path(), Scope::Default { most_files: 3 }).unwrap().texts.len(), 3);
+        let error = read(dir.path(), Scope::Default { most_files: 2 }).err().unwrap().to_string();
         assert!(error.contains("more than 2 files: pass --data"), "{error}");
     }
 
@@ -178,10 +521,11 @@ mod tests {
     fn folder_without_text_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("binary"), b"\0").unwrap();
-        let error = read(dir.path(), None).err().unwrap().to_string();
-        assert!(
-            error.ends_with("no text file in this folder (hidden, git-ignored, binary and large files are skipped)")
-        );
-        assert!(error.starts_with(&dir.path().display().to_string()));
+        let error = read(dir.path(), Scope::Whole).err().unwrap().to_string();
+        let expected = "no text file in this folder; left out of the data: binary, 1 bytes (binary)";
+        assert_eq!(error, format!("{}: {expected}", dir.path().display()));
+        let empty = tempfile::tempdir().unwrap();
+        let error = read(empty.path(), Scope::Whole).err().unwrap().to_string();
+        assert!(error.ends_with(": no text file in this folder"), "{error}");
     }
 }

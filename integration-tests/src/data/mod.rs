@@ -10,6 +10,9 @@
 //! | a text file | its bytes, or by a tokenizer | random windows |
 //! | a folder | all its text files, by path, without what runs write | random windows |
 //!
+//! A folder that the user names is read whole, and [`Dataset::notices`] names the files that are not text. The current
+//! folder, which is the default, is read without hidden, git-ignored, built and large files.
+//!
 //! ```
 //! use integration_tests::data::{BatchAt, DataSource, Dataset};
 //!
@@ -51,6 +54,7 @@ pub use error::DataError;
 pub use order::BatchAt;
 pub use tokenize::tokenizer_in;
 
+use folder::{Documents, Scope};
 use order::Order;
 use tokenize::TextTokenizer;
 use tokens::{TokenStats, Tokens};
@@ -72,12 +76,24 @@ pub struct DataSource {
     /// A tokenizer for text: a Hugging Face `tokenizer.json`, GPT-2's `vocab.json` or `merges.txt`, or a folder with
     /// either; `None` for one token per byte. Not used for token files.
     pub tokenizer: Option<PathBuf>,
+    /// The files of the folder `path` that are data.
+    pub files: FolderFiles,
+}
+
+/// The files of a folder that are data; of the current folder as the default, always [`FolderFiles::AsDefault`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FolderFiles {
+    /// All text files.
+    #[default]
+    All,
+    /// Those of the default folder: not hidden, git-ignored, in a build folder or above 1 MiB.
+    AsDefault,
 }
 
 impl DataSource {
     /// A file or folder, text as bytes.
     pub fn at(path: impl Into<PathBuf>) -> Self {
-        Self { path: Some(path.into()), tokenizer: None }
+        Self { path: Some(path.into()), ..Self::default() }
     }
 
     /// Sets the tokenizer for text.
@@ -95,18 +111,30 @@ struct Opened {
     description: String,
     /// Of a folder, the first token of each file, in order.
     files: Vec<(u64, PathBuf)>,
+    /// What is left out of the data.
+    notices: Vec<String>,
 }
 
 impl Opened {
-    fn new(tokens: Tokens, order: Order, path: &Path, description: String, files: Vec<(u64, PathBuf)>) -> Self {
-        Self { tokens: Arc::new(tokens), order, name: path.display().to_string(), description, files }
+    fn new(tokens: Tokens, order: Order, path: &Path, description: String) -> Self {
+        let name = path.display().to_string();
+        Self { tokens: Arc::new(tokens), order, name, description, files: Vec::new(), notices: Vec::new() }
     }
 
     /// The data set of the tokens in `range`.
     fn part(&self, range: Range<u64>, name: String, description: String) -> Result<Dataset, DataError> {
         let TokenStats { counts, fingerprint } = self.tokens.stats(range.clone())?;
-        let (tokens, order, files) = (Arc::clone(&self.tokens), self.order, self.files.clone());
-        Ok(Dataset { tokens, range, order, counts, fingerprint, name, description, files })
+        Ok(Dataset {
+            tokens: Arc::clone(&self.tokens),
+            range,
+            order: self.order,
+            counts,
+            fingerprint,
+            name,
+            description,
+            files: self.files.clone(),
+            notices: self.notices.clone(),
+        })
     }
 }
 
@@ -124,6 +152,8 @@ pub struct Dataset {
     /// Of a folder, the first token of each file, in order.
     files: Vec<(u64, PathBuf)>,
     description: String,
+    /// What is left out of the data.
+    notices: Vec<String>,
 }
 
 impl fmt::Debug for Dataset {
@@ -175,42 +205,26 @@ impl Dataset {
         if path.is_file() && is_token_file(path) {
             let tokens = Tokens::open(path)?;
             let text = format!("{}: {} tokens, in order", path.display(), HumanCount(tokens.len()));
-            return Ok(Opened::new(tokens, Order::InOrder, path, text, Vec::new()));
+            return Ok(Opened::new(tokens, Order::InOrder, path, text));
         }
         let tokenizer = source.tokenizer.as_deref().map(TextTokenizer::open).transpose()?;
-        let (what, bytes, (tokens, files)) = if path.is_dir() {
-            let limit = source.path.is_none().then_some(MAX_DEFAULT_FILES);
-            let documents = match folder::read(path, limit) {
-                Err(DataError::NoText { .. }) if source.path.is_none() => folder::Documents::default(),
-                Err(DataError::TooManyHere { limit, .. }) => {
-                    let path = std::env::current_dir().unwrap_or_else(|_| here.to_owned());
-                    return Err(DataError::TooManyHere { path, limit });
-                }
-                other => other?,
-            };
-            let bytes: u64 = documents.texts.iter().map(|(_, text)| text.len() as u64).sum();
-            if source.path.is_none() && bytes < MIN_DEFAULT_BYTES {
-                let path = std::env::current_dir().unwrap_or_else(|_| here.to_owned());
-                return Err(DataError::TooLittleHere { path, bytes, needed: MIN_DEFAULT_BYTES });
-            }
-            let what = match (documents.texts.len(), documents.skipped_files) {
-                (n, 0) => format!("{} text files", HumanCount(n as u64)),
-                (n, skipped) => format!("{} text files ({skipped} others skipped)", HumanCount(n as u64)),
-            };
-            (what, bytes, from_texts(documents.texts, tokenizer.as_ref())?)
-        } else {
-            let content = fs::read(path).map_err(|source| DataError::Read { path: path.to_owned(), source })?;
-            if content.is_empty() {
-                return Err(DataError::Empty { path: path.to_owned() });
-            }
-            ("text".to_owned(), content.len() as u64, (from_bytes(path, content, tokenizer.as_ref())?, Vec::new()))
-        };
-        let by = match &tokens {
-            Tokens::Bytes(_) => "read as bytes".to_owned(),
-            other => format!("{} tokens", HumanCount(other.len())),
-        };
-        let text = format!("{}: {what}, {} bytes, {by}", path.display(), HumanCount(bytes));
-        Ok(Opened::new(tokens, Order::Random, path, text, files))
+        if path.is_dir() {
+            return read_folder(path, source, tokenizer.as_ref());
+        }
+
+        let content = fs::read(path).map_err(|source| DataError::Read { path: path.to_owned(), source })?;
+        if content.is_empty() {
+            return Err(DataError::Empty { path: path.to_owned() });
+        }
+        let bytes = content.len() as u64;
+        let tokens = from_bytes(path, content, tokenizer.as_ref())?;
+        let description = describe_text(path, "text", bytes, &tokens);
+        Ok(Opened::new(tokens, Order::Random, path, description))
+    }
+
+    /// What is left out of the data, one line each; empty unless the data is a folder that the user named.
+    pub fn notices(&self) -> &[String] {
+        &self.notices
     }
 
     /// Number of tokens.
@@ -308,6 +322,47 @@ impl Dataset {
         self.tokens.read(start, inputs)?;
         self.tokens.read(start + 1, targets)
     }
+}
+
+/// Reads the texts of a folder, which may be the default.
+fn read_folder(path: &Path, source: &DataSource, tokenizer: Option<&TextTokenizer>) -> Result<Opened, DataError> {
+    let is_default = source.path.is_none();
+    let here = || std::env::current_dir().unwrap_or_else(|_| path.to_owned());
+    let scope = match source.files {
+        _ if is_default => Scope::Default { most_files: MAX_DEFAULT_FILES },
+        FolderFiles::AsDefault => Scope::Default { most_files: usize::MAX },
+        FolderFiles::All => Scope::Whole,
+    };
+    let mut documents = match folder::read(path, scope) {
+        Err(DataError::NoText { .. }) if is_default => Documents::default(),
+        Err(DataError::TooManyHere { limit, .. }) => return Err(DataError::TooManyHere { path: here(), limit }),
+        other => other?,
+    };
+    let bytes: u64 = documents.texts.iter().map(|(_, text)| text.len() as u64).sum();
+    if is_default && bytes < MIN_DEFAULT_BYTES {
+        return Err(DataError::TooLittleHere { path: here(), bytes, needed: MIN_DEFAULT_BYTES });
+    }
+
+    let mut what = format!("{} text file", HumanCount(documents.texts.len() as u64));
+    if documents.texts.len() != 1 {
+        what.push('s');
+    }
+    if documents.left_out() > 0 {
+        what = format!("{what} ({} left out)", HumanCount(documents.left_out() as u64));
+    }
+    let notices = if scope == Scope::Whole { documents.notices(path) } else { Vec::new() };
+    let (tokens, files) = from_texts(documents.texts, tokenizer)?;
+    let description = describe_text(path, &what, bytes, &tokens);
+    Ok(Opened { files, notices, ..Opened::new(tokens, Order::Random, path, description) })
+}
+
+/// One line of text about texts of `bytes` bytes.
+fn describe_text(path: &Path, what: &str, bytes: u64, tokens: &Tokens) -> String {
+    let by = match tokens {
+        Tokens::Bytes(_) => "read as bytes".to_owned(),
+        other => format!("{} tokens", HumanCount(other.len())),
+    };
+    format!("{}: {what}, {} bytes, {by}", path.display(), HumanCount(bytes))
 }
 
 /// Whether a file of this name has tokens instead of text.

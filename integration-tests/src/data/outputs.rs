@@ -2,7 +2,7 @@
 //! on, and with them the data of the current folder would differ from one run to the next.
 
 use std::fs;
-use std::io::Read;
+use std::io::{BufReader, Read};
 use std::path::Path;
 
 use serde_json::Value;
@@ -18,7 +18,7 @@ pub(super) fn is_output_folder(dir: &Path) -> bool {
 }
 
 fn is_checkpoint(dir: &Path) -> bool {
-    let Ok(file) = fs::File::open(dir.join("manifest.json")) else { return false };
+    let Some(file) = open_file(&dir.join("manifest.json")) else { return false };
     let mut start = Vec::new();
     let read = file.take(MANIFEST_PROBE_BYTES).read_to_end(&mut start);
     read.is_ok() && String::from_utf8_lossy(&start).contains("\"zero-ckpt\"")
@@ -61,9 +61,18 @@ fn is_in_report(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let is_reports =
         ["summary.txt", "summary.json", "run.json", "trace.json"].contains(&name) || name.ends_with(".svg");
-    let summary = || fs::read(path.with_file_name("summary.json")).ok();
+    let summary = || {
+        let file = open_file(&path.with_file_name("summary.json"))?;
+        serde_json::from_reader::<_, Value>(BufReader::new(file)).ok()
+    };
     is_reports
-        && summary().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok()).is_some_and(|summary| {
+        && summary().is_some_and(|summary| {
             ["unigram_loss", "memory_by_rank", "steps"].iter().all(|key| summary.get(key).is_some())
         })
+}
+
+/// Opens a regular file; opening a pipe would wait for its writer.
+fn open_file(path: &Path) -> Option<fs::File> {
+    let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
+    if is_file { fs::File::open(path).ok() } else { None }
 }

@@ -134,7 +134,7 @@ fn folder_concatenates_its_text_files() {
     assert_eq!(data.len_tokens(), 12);
     let (inputs, _) = batch(&data, BatchAt { micro_batch: 1, seq_len: 11, ..AT });
     assert_eq!(inputs, b"hello\nworld".map(u32::from));
-    let expected = format!("{}: 2 text files (1 others skipped), 12 bytes, read as bytes", files.0.path().display());
+    let expected = format!("{}: 2 text files (1 left out), 12 bytes, read as bytes", files.0.path().display());
     assert_eq!(data.describe(), expected);
 }
 
@@ -271,6 +271,17 @@ fn fingerprint_changes_with_any_token() {
     assert_eq!(of(b"some text"), of(b"some text"));
     assert_ne!(of(b"some text"), of(b"some tent"));
     assert_ne!(of(b"some text"), of(b"some text "));
+}
+
+#[test]
+fn fingerprint_does_not_depend_on_the_path() {
+    let fingerprint = |names: [&str; 3]| {
+        let files = Files::new();
+        names.into_iter().for_each(|name| drop(files.write(name, name.as_bytes())));
+        open(files.0.path()).fingerprint()
+    };
+    assert_eq!(fingerprint(["a", "B", "c"]), fingerprint(["c", "a", "B"]));
+    assert_ne!(fingerprint(["a", "B", "c"]), fingerprint(["a", "B", "d"]));
 }
 
 #[test]

@@ -103,6 +103,21 @@ pub enum HfError {
         /// The file with the head.
         path: PathBuf,
     },
+    /// A weight is not a finite number, so that no loss would be.
+    #[error(
+        "{}: tensor {name:?} has {value} at element {at}: these weights cannot be trained; use another copy or an earlier \
+         checkpoint", path.display()
+    )]
+    NotFinite {
+        /// The file, or the checkpoint.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// The position in the tensor.
+        at: u64,
+        /// The value.
+        value: f32,
+    },
     /// The model has no such parameter.
     #[error("the model has no parameter {name:?}")]
     UnknownParameter {
@@ -233,14 +248,32 @@ impl HfFolder {
     /// Reads elements `range` of parameter `name` to `out`.
     ///
     /// # Errors
-    /// No such parameter, a range outside it, another length of `out`, or a failed read.
+    /// No such parameter, a range outside it, another length of `out`, a failed read, or a value that is not finite.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), HfError> {
+        let start = range.start;
         match &self.source {
             Source::Files { weights, stored } => {
                 let stored = stored.get(name).ok_or_else(|| HfError::UnknownParameter { name: name.to_owned() })?;
-                Ok(weights.read(stored, range, out)?)
+                weights.read(stored, range, out)?;
             }
-            Source::Checkpoint(reader) => Ok(reader.read_param(MASTER, name, range, out)?),
+            Source::Checkpoint(reader) => reader.read_param(MASTER, name, range, out)?,
+        }
+        match out.iter().position(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(at) => Err(HfError::NotFinite {
+                path: self.file_of(name),
+                name: name.to_owned(),
+                at: start + at as u64,
+                value: out[at],
+            }),
+        }
+    }
+
+    /// The file of a parameter, or the checkpoint.
+    fn file_of(&self, name: &str) -> PathBuf {
+        match &self.source {
+            Source::Files { weights, .. } => find(weights, name).map_or(&*self.path, |(_, file)| file).to_owned(),
+            Source::Checkpoint(reader) => reader.path().to_owned(),
         }
     }
 }

@@ -23,7 +23,7 @@ use zero_shard::{ParamSpec, UnitSpec};
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum ConfigError {
     /// No preset has this name.
-    #[error("no model preset {0:?}; the presets are {presets}", presets = PRESETS.join(", "))]
+    #[error("no model preset {0:?}{meant}; the presets are {presets}", meant = meant(.0), presets = PRESETS.join(", "))]
     UnknownPreset(String),
     /// The named size is 0.
     #[error("the model's {0} is 0; it must be at least 1")]
@@ -102,6 +102,24 @@ const MAX_LAYERS: usize = 1 << 16;
 
 /// Names of the presets, smallest first.
 pub const PRESETS: [&str; 5] = ["nano", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b"];
+
+/// The names of presets on Hugging Face's hub.
+const HUB_NAMES: [(&str, &str); 5] = [
+    ("gpt2", "gpt2-124m"),
+    ("gpt2-small", "gpt2-124m"),
+    ("gpt2-medium", "gpt2-350m"),
+    ("gpt2-large", "gpt2-774m"),
+    ("gpt2-xl", "gpt2-1.5b"),
+];
+
+/// A question about the preset that a name may mean; empty if none is near.
+fn meant(name: &str) -> String {
+    let name = name.to_lowercase();
+    let known = HUB_NAMES.iter().find(|(hub, _)| *hub == name.trim_start_matches("openai-community/"));
+    let similar = || PRESETS.into_iter().find(|preset| !name.is_empty() && preset.starts_with(&name));
+    let preset = known.map(|(_, preset)| *preset).or_else(similar);
+    preset.map(|preset| format!("; did you mean {preset}?")).unwrap_or_default()
+}
 
 /// The shape of a GPT-2 model.
 #[derive(Clone, Debug, PartialEq)]

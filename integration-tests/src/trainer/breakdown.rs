@@ -2,9 +2,10 @@
 //!
 //! Every instant of the step counts for exactly one part, so that the parts sum to the wall time:
 //! 1. If the compute stream runs an operation, for the phase of that operation.
-//! 2. Otherwise, if the communication stream runs one, for exposed communication of that kind. A collective includes
+//! 2. Otherwise, if the host updates parameters that are offloaded, for the optimizer.
+//! 3. Otherwise, if the communication stream runs one, for exposed communication of that kind. A collective includes
 //!    its wait for other ranks.
-//! 3. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else: host wait.
+//! 4. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else: host wait.
 
 use std::ops::{Index, IndexMut, Range};
 use std::time::Duration;
@@ -26,6 +27,9 @@ pub struct Breakdown {
     pub units: UnitsMs,
     /// Time in which the communication stream was busy, hidden behind compute or not.
     pub comm: CommMs,
+    /// The host's update of offloaded state and its reads from files, hidden behind compute or not, in milliseconds.
+    #[serde(default)]
+    pub update_ms: f64,
     /// Model FLOPs per second of all ranks, in units of 10^12.
     pub tflops: f64,
     /// Model FLOPs utilization; null if the peak rate of the device is not known.
@@ -144,6 +148,15 @@ impl Part {
         }
     }
 
+    /// On the stream of the host's update: statistics, the update, and the transfers that it waits for.
+    fn of_update(span: &OpSpan) -> Self {
+        match span.phase {
+            phase::CHECKPOINT => Self::Checkpoint,
+            phase::VALIDATION => Self::Validation,
+            _ => Self::Optimizer,
+        }
+    }
+
     fn of_comm(span: &OpSpan) -> Self {
         match (span.phase, span.label) {
             (phase::CHECKPOINT, _) => Self::Checkpoint,
@@ -189,6 +202,8 @@ type Work = (Duration, Duration, Part);
 /// The names of a rank's tracks in the timeline.
 pub(super) struct Tracks<'a> {
     pub(super) compute: &'a str,
+    /// The host's update of offloaded state; the track of what it reads has this name and `read`.
+    pub(super) update: &'a str,
     pub(super) comm: &'a str,
     pub(super) host: &'a str,
 }
@@ -197,12 +212,14 @@ impl Breakdown {
     /// The breakdown of the time `wall`.
     pub(super) fn of(spans: &[OpSpan], tracks: &Tracks<'_>, wall: Range<Duration>) -> Self {
         let layers = [
-            layer(spans, tracks.compute, &wall, Part::of_compute),
-            layer(spans, tracks.comm, &wall, Part::of_comm),
-            layer(spans, tracks.host, &wall, Part::of_host),
+            layer(spans, &[tracks.compute], &wall, Part::of_compute),
+            layer(spans, &[tracks.update, &format!("{} read", tracks.update)], &wall, Part::of_update),
+            layer(spans, &[tracks.comm], &wall, Part::of_comm),
+            layer(spans, &[tracks.host], &wall, Part::of_host),
         ];
         let times = partition(&layers, wall.clone());
-        let comm = |part| layers[1].iter().filter(|work| work.2 == part).map(|(start, end, _)| *end - *start).sum();
+        let update = layers[1].iter().map(|(start, end, _)| *end - *start).sum();
+        let comm = |part| layers[2].iter().filter(|work| work.2 == part).map(|(start, end, _)| *end - *start).sum();
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let units = [0, 1, 2].map(|kind| PassMs {
             forward_ms: ms(times[Part::Forward(kind)]),
@@ -232,16 +249,17 @@ impl Breakdown {
                 gather_ms: ms(comm(Part::Gather)),
                 control_ms: ms(comm(Part::Control)),
             },
+            update_ms: ms(update),
             tflops: 0.0,
             mfu: None,
         }
     }
 }
 
-/// The work on one track within `wall`, in order and disjoint. A track runs one operation at a time; measured on a
+/// The work on some tracks within `wall`, in order and disjoint. A track runs one operation at a time; measured on a
 /// device, neighbours may overlap by the resolution of its clock.
-fn layer(spans: &[OpSpan], track: &str, wall: &Range<Duration>, part: fn(&OpSpan) -> Part) -> Vec<Work> {
-    let on_track = spans.iter().filter(|span| &*span.stream == track && span.label != "wait");
+fn layer(spans: &[OpSpan], tracks: &[&str], wall: &Range<Duration>, part: fn(&OpSpan) -> Part) -> Vec<Work> {
+    let on_track = spans.iter().filter(|span| tracks.contains(&&*span.stream) && span.label != "wait");
     let mut works: Vec<Work> = on_track.map(|s| (s.start.max(wall.start), s.end.min(wall.end), part(s))).collect();
     works.sort_by_key(|(start, end, _)| (*start, *end));
     let mut reached = wall.start;
@@ -254,7 +272,7 @@ fn layer(spans: &[OpSpan], track: &str, wall: &Range<Duration>, part: fn(&OpSpan
 }
 
 /// Assigns every instant of `wall` to the part of the first layer that works then, or to [`Part::HostWait`].
-fn partition(layers: &[Vec<Work>; 3], wall: Range<Duration>) -> Times {
+fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
     let mut times = Times::default();
     let mut rests = layers.each_ref().map(Vec::as_slice);
     let mut now = wall.start;
@@ -285,7 +303,7 @@ mod tests {
 
     use super::*;
 
-    const TRACKS: Tracks<'_> = Tracks { compute: "compute", comm: "comm", host: "host" };
+    const TRACKS: Tracks<'_> = Tracks { compute: "compute", update: "update", comm: "comm", host: "host" };
 
     fn span(track: &str, phase: &'static str, label: &'static str, start: u64, end: u64) -> OpSpan {
         let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
@@ -330,18 +348,45 @@ mod tests {
         assert_eq!(breakdown.comm, CommMs { reduce_ms: 15.0, gather_ms: 9.0, control_ms: 9.0 });
     }
 
+    /// The part of an update that no compute hides is the optimizer's, a collective at the same time or not.
+    #[test]
+    fn update_on_the_host_is_counted() {
+        let spans = [
+            span("compute", phase::BACKWARD[0], "backward", 0, 10),
+            span("update", phase::GRADIENTS, "statistics", 5, 12),
+            span("comm", phase::DECISION, "all_gather", 12, 13),
+            span("update read", phase::OPTIMIZER, "swap read", 13, 20),
+            span("update", phase::OPTIMIZER, "wait", 13, 17),
+            span("update", phase::OPTIMIZER, "adam", 17, 33),
+            span("comm", phase::OPTIMIZER, "all_gather", 30, 40),
+            span("compute", phase::FORWARD[0], "forward", 25, 28),
+        ];
+        let breakdown = Breakdown::of(&spans, &TRACKS, wall(0, 40));
+        let expected = PartsMs {
+            backward_ms: 10.0,
+            forward_ms: 3.0,
+            optimizer_ms: 19.0,
+            exposed_control_ms: 1.0,
+            exposed_gather_ms: 7.0,
+            ..PartsMs::default()
+        };
+        assert_eq!(breakdown.parts, expected);
+        assert_eq!(breakdown.comm, CommMs { reduce_ms: 0.0, gather_ms: 10.0, control_ms: 1.0 });
+        assert_eq!(breakdown.update_ms, 27.0);
+    }
+
     proptest! {
         /// The oracle looks at each millisecond by itself.
         #[test]
         fn parts_sum_to_the_wall_time(
-            spans in prop::collection::vec((0usize..3, 0usize..6, 0u64..60, 0u64..20), 0..30),
+            spans in prop::collection::vec((0usize..4, 0usize..6, 0u64..60, 0u64..20), 0..30),
             from in 0u64..40,
             length in 0u64..40,
         ) {
             let phases = [phase::FORWARD[1], phase::DECISION, phase::DATA, phase::CHECKPOINT, phase::GRADIENTS, ""];
-            let tracks = ["compute", "comm", "host"];
+            let tracks = ["compute", "update", "comm", "host"];
             // A track runs one operation at a time.
-            let mut reached = [0; 3];
+            let mut reached = [0; 4];
             let spans: Vec<OpSpan> = spans
                 .into_iter()
                 .map(|(track, phase, gap, length)| {
@@ -352,9 +397,10 @@ mod tests {
                 .collect();
             let wall = wall(from, from + length);
             let layers = [
-                layer(&spans, "compute", &wall, Part::of_compute),
-                layer(&spans, "comm", &wall, Part::of_comm),
-                layer(&spans, "host", &wall, Part::of_host),
+                layer(&spans, &["compute"], &wall, Part::of_compute),
+                layer(&spans, &["update"], &wall, Part::of_update),
+                layer(&spans, &["comm"], &wall, Part::of_comm),
+                layer(&spans, &["host"], &wall, Part::of_host),
             ];
             let times = partition(&layers, wall.clone());
             prop_assert_eq!(times.0.iter().sum::<Duration>(), wall.end - wall.start, "exactly");
@@ -363,6 +409,7 @@ mod tests {
                 let at = Duration::from_millis(ms);
                 let running = |track: &str| spans.iter().find(|s| &*s.stream == track && s.start <= at && at < s.end);
                 let part = running("compute").map(Part::of_compute)
+                    .or_else(|| running("update").map(Part::of_update))
                     .or_else(|| running("comm").map(Part::of_comm))
                     .or_else(|| running("host").map(Part::of_host))
                     .unwrap_or(Part::HostWait);

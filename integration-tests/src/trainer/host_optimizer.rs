@@ -214,11 +214,16 @@ impl<D: Device> Optimizer<D> {
     }
 }
 
+/// The name of a rank's stream of updates on the host.
+pub(super) fn update_track(rank: usize) -> String {
+    format!("rank {rank} update")
+}
+
 impl<D: Device> HostOptimizer<D> {
     fn new(rank: &Rank<D>, segments: Vec<Segment>, on_device: Option<Vec<AnySlice>>) -> Result<Self, TrainError> {
         let index = rank.comm.rank();
         let Rank { settings, host, .. } = rank;
-        let stream = host.plain.device().create_stream(&format!("rank {index} update"))?;
+        let stream = host.plain.device().create_stream(&update_track(index))?;
         let copies = rank.pool.device().create_stream(&format!("rank {index} copies"))?;
         // Before the state, whose first use of the disk would delay pinning.
         let params = HostParams::new(rank, &stream, &segments, on_device)?;

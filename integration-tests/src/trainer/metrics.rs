@@ -9,7 +9,7 @@ use super::breakdown::Breakdown;
 use super::validation::Validation;
 
 /// One step on one rank; loss and norm are the same on all.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Completed steps, including this one.
     pub step: u64,

@@ -16,7 +16,7 @@ use super::breakdown::{Breakdown, Tracks};
 use super::dense::Dense;
 use super::exchange::RankExchange;
 use super::flags::{self, Flags};
-use super::host_optimizer::Optimizer;
+use super::host_optimizer::{self, Optimizer};
 use super::memory_trace::{MemoryRecord, live};
 use super::metrics::{CommBytes, MemoryBytes, NvmeBytes, StepMetrics};
 use super::phase::{self, Phased, run_in};
@@ -325,7 +325,9 @@ impl<D: Device> Runner<'_, D> {
         }
 
         let host = phase::host_track(rank.comm.rank());
-        let tracks = Tracks { compute: rank.compute.name(), comm: rank.comm_stream.name(), host: &host };
+        let update = host_optimizer::update_track(rank.comm.rank());
+        let tracks =
+            Tracks { compute: rank.compute.name(), update: &update, comm: rank.comm_stream.name(), host: &host };
         let names = [tracks.compute, tracks.comm, tracks.host];
         let (spans, end) = (rank.timeline.take(), rank.timeline.now());
         let of_training =

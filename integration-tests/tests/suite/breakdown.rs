@@ -108,3 +108,17 @@ fn report_shows_memory_and_its_peak() {
         }
     }
 }
+
+/// The host's update is counted, be it hidden or not; parameters on NVMe need buffers that a small model does not repay.
+#[test]
+fn offload_is_measured() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("s")).unwrap();
+    let offload = ["--offload", "nvme:s", "--offload-params", "nvme:s"];
+    let out = run(dir.path(), &[&offload[..], &["--breakdown", "--metrics", "m", "--checkpoint", "c"]].concat());
+    assert!(out.contains("  host's update, all of it"), "{out}");
+    assert!(out.contains("note: --offload-params nvme saves no memory here: a rank needs "), "{out}");
+    for step in &lines(&dir.path().join("m"))[1..] {
+        assert!(step["breakdown"]["update_ms"].as_f64().unwrap() > 0.0, "{step}");
+    }
+}

@@ -58,6 +58,33 @@ pub(crate) fn temp() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
+/// A folder that the user names is data, all of it, and what is no text is named.
+#[test]
+fn named_folder_is_read_whole() {
+    let dir = temp();
+    let path = |name: &str| dir.path().join(name);
+    std::fs::create_dir(path("corpus")).unwrap();
+    std::fs::write(path("corpus/large.txt"), "a line of text\n".repeat(80_000)).unwrap();
+    std::fs::write(path("corpus/latin1.txt"), b"caf\xe9").unwrap();
+    std::fs::write(path("corpus/.gitignore"), "large.txt\n").unwrap();
+    let args = ["train", "--data", "corpus", "--ranks", "1", "--steps", "0", "--no-checkpoint"];
+    let out = succeeds(&zero(dir.path(), &args));
+    assert!(out.contains("data: corpus: 2 text files (1 left out), 1,200,010 bytes, read as bytes"), "{out}");
+    assert!(out.contains("note: left out of the data: latin1.txt, 4 bytes (not UTF-8 at byte 3"), "{out}");
+    // A file that is missing on one machine would be other data.
+    std::os::unix::fs::symlink("nowhere", path("corpus/b.txt")).unwrap();
+    fails(&zero(dir.path(), &args), 2, &["corpus/b.txt: a symbolic link to a file that does not exist"]);
+}
+
+#[test]
+fn preset_is_suggested() {
+    let dir = temp();
+    for (name, meant) in [("gpt2", "gpt2-124m"), ("gpt2-xl", "gpt2-1.5b"), ("Nan", "nano")] {
+        let error = format!("no model preset \"{name}\"; did you mean {meant}?");
+        fails(&zero(dir.path(), &["train", "--model", name]), 2, &[&error]);
+    }
+}
+
 #[test]
 fn metrics_have_stable_keys() {
     let dir = temp();

@@ -107,13 +107,19 @@ fn default_data_is_the_same_again() {
     let run = |more: &[&str]| succeeds(&zero(dir.path(), &[&small[..], more].concat()));
     let data = |out: &str| out.lines().find(|line| line.starts_with("data: ")).unwrap().to_owned();
     let first = data(&run(&["2", "--metrics", "m.jsonl", "--report", "report", "--checkpoint", "runs/a"]));
-    assert!(first.starts_with("data: .: 1 text files, "), "{first}");
+    assert!(first.starts_with("data: .: 1 text file, "), "{first}");
     assert_eq!(data(&run(&["2", "--report", "."])), first);
     assert!(dir.path().join("checkpoints/step-00000002").is_dir());
     succeeds(&zero(dir.path(), &["ckpt", "export", "runs/a", "exported"]));
     let resumed = run(&["3", "--resume", "runs/a"]);
     assert_eq!(data(&resumed), first);
     assert!(!resumed.contains("the data differs"), "{resumed}");
+    // The default folder of the run, from another one: still without hidden files.
+    std::fs::write(dir.path().join(".hidden"), "hidden").unwrap();
+    std::fs::create_dir(dir.path().join("elsewhere")).unwrap();
+    let args = ["train", "--resume", "../runs/a", "--steps", "4"];
+    let elsewhere = succeeds(&zero(&dir.path().join("elsewhere"), &args));
+    assert!(elsewhere.contains(": 1 text file, ") && !elsewhere.contains("the data differs"), "{elsewhere}");
     // The default folder is in use; another is named.
     let third = run(&["2"]);
     assert!(third.contains("checkpoint: checkpoints-2/step-00000002\n"), "{third}");

@@ -49,7 +49,7 @@ fn failed_metrics_save_and_end_the_run() {
 fn missing_metrics_lines_are_noted() {
     let dir = temp();
     succeeds(&run_tiny(dir.path(), &["--steps", "2", "--metrics", "m", "--checkpoint", "c"]));
-    succeeds(&zero(dir.path(), &["train", "--resume", "c", "--steps", "5"]));
+    succeeds(&zero(dir.path(), &["train", "--resume", "c", "--steps", "5", "--metrics", "other"]));
     let out = succeeds(&zero(dir.path(), &["train", "--resume", "c", "--steps", "6", "--metrics", "m"]));
     assert!(out.contains("note: m: it has no lines of steps 3 to 5\n"), "{out}");
     assert_eq!(lines(&dir.path().join("m")), 3);
@@ -83,6 +83,35 @@ fn diverged_run_fails_and_keeps_its_checkpoint() {
     let error = ["step 5: the loss is not finite, and the last 4 steps were skipped", "not saved", "lower --lr"];
     fails(&output, 1, &error);
     assert_eq!(checkpoints(&dir.path().join("c")), ["step-00000001"]);
+}
+
+/// The loss is finite, but no gradient is: nothing is learned.
+#[test]
+fn run_that_ends_with_skipped_steps_fails() {
+    let dir = temp();
+    let output = run_tiny(dir.path(), &["--checkpoint", "c", "--lr", "1e4", "--steps", "8"]);
+    let error = ["step 8: the last 7 steps were skipped", "the checkpoint has the weights of step 1", "lower --lr"];
+    fails(&output, 1, &error);
+    assert_eq!(checkpoints(&dir.path().join("c")), ["step-00000008"]);
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named() {
+    let dir = temp();
+    let model = dir.path().join("model");
+    fs::create_dir(&model).unwrap();
+    fs::copy(format!("{}/config.json", data("model")), model.join("config.json")).unwrap();
+    let mut weights = fs::read(format!("{}/model.safetensors", data("model"))).unwrap();
+    let last = weights.len() - 4;
+    weights[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    fs::write(model.join("model.safetensors"), weights).unwrap();
+    let output = zero(dir.path(), &tiny("model", &data("tokens.u16.bin"), &["--checkpoint", "c"]));
+    fails(
+        &output,
+        1,
+        &["model/model.safetensors: tensor \"transformer.", "has NaN at element ", "cannot be trained"],
+    );
+    assert_eq!(checkpoints(&dir.path().join("c")), [] as [String; 0]);
 }
 
 /// The evaluation takes minutes; the interrupt ends it without a result.

@@ -96,6 +96,84 @@ fn resume_needs_no_flag() {
     }
 }
 
+/// Neither `--metrics` nor `--report` is repeated, and the report is that of the whole run.
+#[test]
+fn resume_continues_metrics_and_report() {
+    let dir = temp();
+    let dir = dir.path();
+    std::fs::create_dir(dir.join("elsewhere")).unwrap();
+    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m", "--report", "r"]));
+    let out = resume(&dir.join("elsewhere"), &["../c", "--steps", "5"]);
+    assert_eq!(differences(&out), ["steps 3 -> 5"], "{out}");
+    for (name, path) in [("metrics", "m"), ("report", "r")] {
+        let line = format!("\n{name}: {}\n", dir.join(path).canonicalize().unwrap().display());
+        assert!(out.contains(&line), "{line} is not in: {out}");
+    }
+    let steps = |text: &str| -> Vec<u64> {
+        text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap()).collect()
+    };
+    let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
+    assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
+    let drawn = |name: &str| -> Vec<u64> {
+        let summary: Value = serde_json::from_str(&read(name)).unwrap();
+        summary["steps"].as_array().unwrap().iter().map(|step| step["step"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(drawn("r/summary.json"), [1, 2, 3, 4, 5]);
+
+    // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one alone.
+    let out = resume(dir, &["c", "--steps", "6", "--checkpoint", "d"]);
+    assert!(out.contains("note: no metrics: ") && out.contains("note: no report: "), "{out}");
+    assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
+    resume(dir, &["c", "--steps", "6", "--metrics", "n", "--report", "s"]);
+    assert_eq!((steps(&read("n")), drawn("s/summary.json")), (vec![6], vec![6]));
+}
+
+/// A record may be from elsewhere: its paths are used only where the run itself has written.
+#[test]
+fn foreign_files_of_a_record_are_kept() {
+    let dir = temp();
+    let dir = dir.path();
+    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m", "--report", "r"]));
+    std::fs::write(dir.join("m"), "notes\n").unwrap();
+    std::fs::write(dir.join("r/run.json"), "{\"run\": \"another\"}").unwrap();
+    std::fs::write(dir.join("r/summary.txt"), "mine").unwrap();
+    let out = resume(dir, &["c", "--steps", "4", "--metrics", "/dev/null"]);
+    assert!(!out.contains("note: no metrics: ") && out.contains("note: no report: "), "{out}");
+
+    // A folder with the run's id, made by another: a link in it would lead elsewhere.
+    succeeds(&run_tiny(dir, &["--checkpoint", "d", "--metrics", "n", "--report", "s"]));
+    std::fs::write(dir.join("n"), "notes\n").unwrap();
+    std::fs::remove_file(dir.join("s/loss.svg")).unwrap();
+    std::os::unix::fs::symlink("../n", dir.join("s/loss.svg")).unwrap();
+    let out = resume(dir, &["d", "--steps", "4"]);
+    for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
+        let line = out.lines().find(|line| line.starts_with(&format!("note: no {what}: "))).unwrap_or_default();
+        assert!(line.ends_with(&format!("pass {flag}")), "{out}");
+    }
+    for name in ["m", "n"] {
+        assert_eq!(std::fs::read(dir.join(name)).unwrap(), b"notes\n");
+    }
+    assert_eq!(std::fs::read(dir.join("r/summary.txt")).unwrap(), b"mine");
+}
+
+/// A rank of another launcher reads the device before the ranks connect. Without a writer, opening a pipe waits without end.
+#[test]
+fn resume_does_not_wait_for_a_pipe() {
+    let dir = temp();
+    let dir = dir.path();
+    std::fs::create_dir_all(dir.join("step-00000001")).unwrap();
+    for pipe in ["latest", "step-00000001/run.json"] {
+        assert!(std::process::Command::new("mkfifo").arg(dir.join(pipe)).status().unwrap().success());
+        let mut rank = std::process::Command::new("timeout");
+        rank.arg("60").arg(crate::place::zero().get_program()).args(["train", "--resume"]).arg(dir);
+        let launcher = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")];
+        rank.envs(launcher).env("MASTER_PORT", "1").env_remove("OMPI_COMM_WORLD_SIZE");
+        fails(&rank.output().unwrap(), 2, &["on the host ranks cannot communicate"]);
+        std::fs::remove_file(dir.join(pipe)).unwrap();
+        std::fs::write(dir.join("latest"), "step-00000001 0123456789abcdef\n").unwrap();
+    }
+}
+
 #[test]
 fn changed_settings_are_printed() {
     let dir = temp();
@@ -240,7 +318,7 @@ fn readme_line_resumes_at_another_stage() {
     train(dir, &["--steps", "2", "--checkpoint", "runs/a", "--metrics", "a.jsonl"]);
     let out = resume(dir, &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"]);
     assert!(out.contains("ZeRO stage 1, 3 ranks"), "{out}");
-    assert!(out.contains("a.jsonl: continue it with --metrics"), "{out}");
+    assert_eq!(curve(dir, "a.jsonl").len(), 4);
     assert_eq!(record(dir, "runs/a", 4)["batch"]["ranks"], 3);
 }
 
@@ -346,7 +424,7 @@ fn offload_is_taken_up() {
     assert_eq!(record(dir, "a", 5).get("offload"), None);
     std::fs::remove_dir(dir.join("two")).unwrap();
     let gone = zero(dir, &["train", "--resume", "a/step-00000004", "--steps", "5", "--checkpoint", "b"]);
-    fails(&gone, 2, &["--offload nvme:/", "/two", "create the folder"]);
+    fails(&gone, 2, &["scratch files in /", "/two", "no folder of yours on this machine: pass --offload nvme:DIR"]);
 }
 
 #[test]

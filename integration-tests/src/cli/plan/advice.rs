@@ -1,10 +1,10 @@
 //! The recommended stage, and the changes that make one fit.
 
 use indicatif::{HumanBytes, HumanCount};
-use zero_shard::{ShardError, ZeroStage, largest};
+use zero_shard::{ShardError, Sharding, ZeroStage, largest};
 
 use super::request::Request;
-use super::stage::{Stage, evaluate};
+use super::stage::{self, Stage, evaluate};
 use crate::trainer::Home;
 
 /// The highest number of GPUs that is recommended.
@@ -53,8 +53,11 @@ pub(super) fn advice(request: &Request, stages: &[Stage], chosen: Option<u8>) ->
     }
     let most = stages.iter().filter_map(|s| s.largest_model_params).max().unwrap_or(0);
     lines.push(match most {
-        0 => "Activations, buckets and gathered units alone exceed the memory of a GPU.".to_owned(),
-        most => format!("The largest model that fits without changes has {} parameters.", HumanCount(most)),
+        0 => "Activations alone exceed the memory of a GPU.".to_owned(),
+        most => format!(
+            "The largest model that fits without changes has {} parameters (a transformer of typical shape).",
+            HumanCount(most)
+        ),
     });
     Ok(lines)
 }
@@ -74,6 +77,9 @@ fn changes(request: &Request) -> Vec<Change> {
         let accum = request.grad_accum.saturating_mul(request.micro_batch);
         add(format!("--micro-batch 1 --grad-accum {accum}"), &|r| (r.micro_batch, r.grad_accum) = (1, accum));
     }
+    if let Some(elems) = smaller_bucket(request) {
+        add(format!("--bucket-elems {elems}"), &|r| *r = with_bucket(r, elems));
+    }
     if request.offload.optimizer == Home::Device {
         add("--offload cpu".to_owned(), &|r| r.offload.optimizer = Home::Host);
     }
@@ -87,6 +93,24 @@ fn changes(request: &Request) -> Vec<Change> {
         });
     }
     changes
+}
+
+/// The smallest bucket that is recommended, in elements. Smaller ones save little.
+const MIN_BUCKET_ELEMS: u64 = 1 << 20;
+
+/// The largest bucket, a power of two, that is smaller than that of the request and fits, or else the smallest one.
+fn smaller_bucket(request: &Request) -> Option<u64> {
+    let layout = stage::layout(request, Sharding::Flat).ok()?;
+    let largest_unit = layout.primary().units().iter().map(|unit| unit.padded_elems).max()?;
+    let now = request.settings(ZeroStage::Three, largest_unit).bucket_capacity_elems as u64;
+    let smaller = (MIN_BUCKET_ELEMS.ilog2()..u64::BITS).map(|power| 1u64 << power).take_while(|elems| *elems < now);
+    let all: Vec<u64> = smaller.collect();
+    let fitting = all.iter().rev().find(|elems| fits(&with_bucket(request, **elems)).unwrap_or(false));
+    fitting.or(all.first()).copied()
+}
+
+fn with_bucket(request: &Request, elems: u64) -> Request {
+    Request { bucket_elems: Some(elems), trims_bucket: false, ..request.clone() }
 }
 
 /// The shortest sequence of changes that fits, if no single change does.
@@ -103,7 +127,7 @@ fn combined(request: &Request) -> Result<Option<String>, ShardError> {
 }
 
 fn fits(request: &Request) -> Result<bool, ShardError> {
-    Ok(evaluate(request, ZeroStage::Three)?.fits == Some(true))
+    stage::fits(request, ZeroStage::Three)
 }
 
 /// The text of a change, with the host memory that it needs.

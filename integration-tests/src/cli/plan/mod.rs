@@ -2,6 +2,7 @@
 //! make one fit. The arithmetic is zero-shard's; the activations of a GPT-2 are exact, others an estimate.
 
 mod advice;
+mod largest;
 mod report;
 mod request;
 mod stage;
@@ -23,7 +24,7 @@ pub(in crate::cli) use stage::evaluate;
 
 /// Show the memory and traffic of each ZeRO stage, and which stages fit
 #[derive(Args, Clone, Debug, Default)]
-#[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params"])))]
+#[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params", "layers"])))]
 pub struct PlanArgs {
     /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face GPT-2 folder
     #[arg(long, value_name = "PRESET|HF_DIR")]
@@ -31,10 +32,28 @@ pub struct PlanArgs {
     /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]
     pub params: Option<u64>,
+    /// Layers of a GPT-2 of any shape, with --hidden
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "hidden")]
+    pub layers: Option<u64>,
+    /// Width of a layer
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    pub hidden: Option<u64>,
+    /// Attention heads of a layer; they divide --hidden [default: --hidden / 64]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    pub heads: Option<u64>,
+    /// Key and value heads of a layer; a GPT-2 has as many as --heads, others are refused
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    pub kv_heads: Option<u64>,
+    /// Width within the feed-forward [default: 4 times --hidden]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    pub ffn: Option<u64>,
+    /// Tokens of the vocabulary [default: 50257]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    pub vocab: Option<u64>,
     /// GPUs of all nodes, one rank each
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub gpus: u64,
-    /// Memory of one GPU, such as 24GiB or 80GB
+    /// Memory of one GPU, such as 24GiB or 80GB (1 GB = 10^9 bytes; a card sold as 24 GB has about 24GiB)
     #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
     pub gpu_memory: Option<u64>,
     /// Nodes (machines) that hold the GPUs
@@ -77,6 +96,9 @@ pub struct PlanArgs {
     /// Terabytes that a drive is rated to write in its life (TBW of its data sheet)
     #[arg(long, value_name = "TB", default_value_t = 600.0, value_parser = parse_above_0)]
     pub drive_tbw: f64,
+    /// Speed at which the drive of a node reads, and at which it writes, in GB/s: a step takes no less than its transfers
+    #[arg(long, value_name = "GB/S", default_value_t = 7.0, value_parser = parse_above_0)]
+    pub drive_gb_per_s: f64,
     /// Print JSON, with exact bytes
     #[arg(long)]
     pub json: bool,

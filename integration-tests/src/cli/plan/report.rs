@@ -4,6 +4,7 @@ use serde::Serialize;
 use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 
 use super::advice;
+use super::largest::largest_model_params;
 use super::request::Request;
 use super::stage::{Stage, evaluate, layout};
 use crate::trainer::{Home, OffloadSettings};
@@ -28,6 +29,8 @@ pub(super) struct Report {
     pub(super) peak_tflops: f64,
     /// The assumed life of a drive: terabytes written.
     pub(super) drive_tbw: f64,
+    /// The assumed speed of a drive.
+    pub(super) drive_gb_per_s: f64,
     pub(super) stages: Vec<Stage>,
     /// Distributions of stage 3 over several nodes; empty for one node.
     pub(super) topologies: Vec<Topology>,
@@ -59,8 +62,11 @@ pub(super) struct Topology {
 
 impl Report {
     pub(super) fn new(request: &Request) -> Result<Self, ShardError> {
-        let stages = ZeroStage::ALL.map(|stage| evaluate(request, stage));
-        let stages = stages.into_iter().collect::<Result<Vec<_>, _>>()?;
+        let stage = |stage| {
+            let largest_model_params = largest_model_params(request, stage);
+            evaluate(request, stage).map(|figures| Stage { largest_model_params, ..figures })
+        };
+        let stages = ZeroStage::ALL.into_iter().map(stage).collect::<Result<Vec<_>, _>>()?;
         let layout = layout(request, Sharding::Flat)?;
         let recommended = advice::recommended(&stages);
         Ok(Self {
@@ -84,6 +90,7 @@ impl Report {
             offload: request.offload.clone(),
             peak_tflops: request.peak_tflops,
             drive_tbw: request.drive_tbw,
+            drive_gb_per_s: request.drive_bytes_per_s / 1e9,
             topologies: topologies(request)?,
             recommended_stage: recommended,
             advice: advice::advice(request, &stages, recommended)?,

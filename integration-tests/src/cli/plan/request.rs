@@ -65,7 +65,14 @@ pub(in crate::cli) struct Request {
     pub(super) peak_tflops: f64,
     /// The rated life of a drive: terabytes written.
     pub(super) drive_tbw: f64,
+    /// The speed at which a drive reads and at which it writes.
+    pub(super) drive_bytes_per_s: f64,
+    /// The configuration file, some of whose sizes depend on the width of the model.
+    pub(super) file: Option<Box<DsConfig>>,
 }
+
+/// The most GPUs of a node that a plan accepts; more were not meant to be on one.
+const MAX_GPUS_OF_NODE: u64 = 1024;
 
 impl Request {
     /// Builds the request and the warnings about ignored settings.
@@ -76,6 +83,14 @@ impl Request {
             let (gpus, nodes) = (args.gpus, args.nodes);
             return Err(CliError::Usage(format!(
                 "--gpus {gpus} --nodes {nodes}: expected the same number of GPUs, at least 1, on each node"
+            )));
+        }
+        let of_node = args.gpus / args.nodes;
+        if of_node > MAX_GPUS_OF_NODE {
+            return Err(CliError::Usage(format!(
+                "--gpus {} --nodes {}: on how many nodes are they? {of_node} GPUs are too many for one (at most \
+                 {MAX_GPUS_OF_NODE}); pass --nodes",
+                args.gpus, args.nodes
             )));
         }
         check_positive(&[
@@ -117,15 +132,34 @@ impl Request {
             sub_group_elems: sub_group,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
-            bucket_elems: args.bucket_elems.or(zero.map(|z| z.reduce_bucket_elems)),
-            prefetch_elems: zero.map(|z| if z.overlaps_at(3) { z.prefetch_bucket_elems } else { 0 }),
-            max_live_elems: zero.map_or(u64::MAX, |z| z.max_live_elems),
-            persistence_threshold_elems: zero.map_or(0, |z| z.persistence_threshold_elems),
+            bucket_elems: args.bucket_elems,
+            prefetch_elems: None,
+            max_live_elems: u64::MAX,
+            persistence_threshold_elems: 0,
             configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
             peak_tflops: args.peak_tflops,
             drive_tbw: args.drive_tbw,
+            drive_bytes_per_s: args.drive_gb_per_s * 1e9,
+            file: file.map(Box::new),
         };
-        Ok((request, notices))
+        Ok((request.with_sizes_of_file(), notices))
+    }
+
+    /// Sets the sizes of the configuration file, for the width of this model.
+    fn with_sizes_of_file(mut self) -> Self {
+        let Some(zero) = self.file.as_ref().map(|file| file.zero_for(self.model.shape.hidden)) else { return self };
+        if self.trims_bucket {
+            self.bucket_elems = Some(zero.reduce_bucket_elems);
+        }
+        self.prefetch_elems = Some(if zero.overlaps_at(3) { zero.prefetch_bucket_elems } else { 0 });
+        self.max_live_elems = zero.max_live_elems;
+        self.persistence_threshold_elems = zero.persistence_threshold_elems;
+        self
+    }
+
+    /// The same run of a transformer of typical shape with `params` parameters.
+    pub(super) fn with_about(&self, params: u64) -> Self {
+        Self { model: ModelSize::with_about(params), ..self.clone() }.with_sizes_of_file()
     }
 
     /// The request of a run of `settings` on GPUs with `gpu_memory_bytes` of memory each.
@@ -163,6 +197,8 @@ impl Request {
             configured_stage: Some(settings.stage),
             peak_tflops: 1.0,
             drive_tbw: 1.0,
+            drive_bytes_per_s: 1.0,
+            file: None,
         }
     }
 
@@ -236,8 +272,61 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Optio
             Ok((ModelSize::of(name, &config), Some(config.n_positions as u64)))
         }
         (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
-        (None, None) => Err(CliError::Usage("expected --model or --params".to_owned())),
+        (None, None) => {
+            let config = shape(args)?;
+            Ok((ModelSize::of("gpt2", &config), Some(config.n_positions as u64)))
+        }
     }
+}
+
+/// Width of an attention head, unless --heads is given.
+const HEAD_WIDTH: u64 = 64;
+
+/// The GPT-2 of the shape that the flags give, with positions for --seq-len.
+fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
+    let (Some(layers), Some(hidden)) = (args.layers, args.hidden) else {
+        return Err(CliError::Usage("expected --model, --params, or --layers and --hidden".to_owned()));
+    };
+    check_positive(&[
+        ("--layers", Some(layers)),
+        ("--hidden", Some(hidden)),
+        ("--heads", args.heads),
+        ("--kv-heads", args.kv_heads),
+        ("--ffn", args.ffn),
+        ("--vocab", args.vocab),
+        ("--seq-len", args.seq_len),
+    ])?;
+    let heads = match args.heads {
+        Some(heads) => heads,
+        None if hidden.is_multiple_of(HEAD_WIDTH) => hidden / HEAD_WIDTH,
+        None => {
+            return Err(CliError::Usage(format!(
+                "--hidden {hidden}: not a multiple of {HEAD_WIDTH}, the usual width of a head; pass --heads"
+            )));
+        }
+    };
+    if let Some(kv_heads) = args.kv_heads.filter(|kv_heads| *kv_heads != heads) {
+        return Err(CliError::Usage(format!(
+            "--kv-heads {kv_heads}: the models here are GPT-2s, each of whose {heads} heads has its own keys and values \
+             (no grouped-query attention); remove --kv-heads, or pass --params for an estimate"
+        )));
+    }
+
+    let size = |flag: &str, value: u64| {
+        usize::try_from(value).map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
+    };
+    let gpt2 = GptConfig::preset("gpt2-124m").map_err(CliError::usage)?;
+    let config = GptConfig {
+        vocab_size: args.vocab.map_or(Ok(gpt2.vocab_size), |vocab| size("--vocab", vocab))?,
+        n_positions: args.seq_len.map_or(Ok(gpt2.n_positions), |seq_len| size("--seq-len", seq_len))?,
+        n_embd: size("--hidden", hidden)?,
+        n_layer: size("--layers", layers)?,
+        n_head: size("--heads", heads)?,
+        n_inner: size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?,
+        ..gpt2
+    };
+    config.validate().map_err(|e| CliError::Usage(format!("--layers {layers} --hidden {hidden}: {e}")))?;
+    Ok(config)
 }
 
 impl ModelSize {

@@ -48,7 +48,7 @@ pub(in crate::cli) struct Stage {
     pub(super) sent: Sent,
     /// Whether `gpu.total_bytes` fits the memory of the GPU; `None` if that is unknown.
     pub(super) fits: Option<bool>,
-    /// Parameters of the largest model that fits with these activations, buckets and gathered units.
+    /// Parameters of the largest transformer of typical shape that fits; see [`super::largest`].
     pub(super) largest_model_params: Option<u64>,
 }
 
@@ -123,6 +123,18 @@ pub(in crate::cli) fn evaluate(request: &Request, stage: ZeroStage) -> Result<St
     }
 }
 
+/// Whether the run fits a GPU at `stage`, as [`evaluate`] has it; false if its memory is unknown.
+pub(super) fn fits(request: &Request, stage: ZeroStage) -> Result<bool, ShardError> {
+    let Some(memory) = request.gpu_memory_bytes else { return Ok(false) };
+    let layout = layout(request, Sharding::Flat)?;
+    let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
+    let state = layout.state_bytes(stage, &settings.widths())?;
+    // Without a request, it is recomputed where the model does not fit otherwise.
+    let recompute_gelu = request.recompute_gelu.unwrap_or(!request.checkpointing);
+    let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
+    Ok(model.footprint(&state)?.device.total_bytes()? <= memory)
+}
+
 fn evaluate_with(request: &Request, stage: ZeroStage, recompute_gelu: bool) -> Result<Stage, ShardError> {
     let layout = layout(request, Sharding::Flat)?;
     let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
@@ -136,7 +148,6 @@ fn evaluate_with(request: &Request, stage: ZeroStage, recompute_gelu: bool) -> R
     let (transfers, wear) = transfers(request, &settings, layout.primary(), model.host_activations_bytes);
     let traffic = layout.step_traffic(stage, &widths, settings.reductions(), Routing::TwoLevel)?;
     let total_bytes = gpu.total_bytes()?;
-    let largest_model = |memory| model.largest_model_elems(request.gpus, memory);
     Ok(Stage {
         stage: stage.number(),
         configured: request.configured_stage == Some(stage),
@@ -178,7 +189,7 @@ fn evaluate_with(request: &Request, stage: ZeroStage, recompute_gelu: bool) -> R
             node_egress_bytes: traffic.group_egress_bytes,
         },
         fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
-        largest_model_params: request.gpu_memory_bytes.map(largest_model).transpose()?,
+        largest_model_params: None,
     })
 }
 
@@ -268,13 +279,14 @@ fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
 fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
     let sum = |units: &[usize]| units.iter().fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]));
-    let (kept, others): (Vec<usize>, Vec<usize>) =
-        (0..elems.len()).partition(|&unit| elems[unit] <= request.persistence_threshold_elems);
-    let needed = |unit| layout.units_needed_by(unit).into_iter().filter(|unit| others.contains(unit)).collect();
+    let is_kept = |unit: usize| elems[unit] <= request.persistence_threshold_elems;
+    let kept: Vec<usize> = (0..elems.len()).filter(|&unit| is_kept(unit)).collect();
+    let needed = |unit| layout.units_needed_by(unit).into_iter().filter(|&unit| !is_kept(unit)).collect();
     let forward: Vec<Vec<usize>> = (0..elems.len()).map(needed).collect();
+    let kept_elems = sum(&kept);
     let uses: Vec<&[usize]> = forward.iter().chain(forward.iter().rev()).map(Vec::as_slice).collect();
     let live = uses.iter().enumerate().map(|(at, now)| {
-        let alone = sum(&kept).saturating_add(sum(now));
+        let alone = kept_elems.saturating_add(sum(now));
         let last = if request.prefetch_elems.is_some() { uses.len() } else { uses.len().min(at + 2) };
         let mut ahead: Vec<usize> = Vec::new();
         for &unit in uses[at + 1..last].iter().copied().flatten().filter(|unit| !now.contains(unit)) {

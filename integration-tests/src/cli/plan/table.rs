@@ -56,7 +56,19 @@ fn heading(report: &Report) -> String {
     if report.activation_checkpointing {
         text += ", activation checkpointing";
     }
-    text + "\n"
+    text += "\n";
+    // A round number of decimal gigabytes, as in the name of a card.
+    if let Some(memory) = report.gpu_memory_bytes.filter(|bytes| bytes.is_multiple_of(1_000_000_000)) {
+        let decimal = memory / 1_000_000_000;
+        let binary = HumanBytes(memory);
+        let _ = writeln!(
+            text,
+            "{decimal}GB is read as {} bytes ({binary}); a card sold as {decimal}GB has about {decimal} GiB: \
+             --gpu-memory {decimal}GiB",
+            HumanCount(memory)
+        );
+    }
+    text
 }
 
 fn stages(report: &Report) -> String {
@@ -131,13 +143,17 @@ On cores: one process with all ranks on this machine's cores, saving checkpoints
         let ((first, wear), (last, _)) = (same[0], same[same.len() - 1]);
         let stages =
             if first == last { format!("Stage {first}") } else { format!("Each of stages {first} to {last}") };
+        let by = if wear.waits_for_drive { "the drive" } else { "compute" };
         let _ = writeln!(
             text,
             "{stages} writes at most {:.1} TB a day to the drive of a node: {:.1} days of a life of {} TB (assumed: \
-             --drive-tbw).",
+             --drive-tbw).\nThat is with steps of {:.3} s, the time of {by}, and a drive of {} GB/s (assumed: \
+             --drive-gb-per-s).",
             wear.written_bytes_per_day / 1e12,
             wear.rated_days,
-            report.drive_tbw
+            report.drive_tbw,
+            wear.step_s,
+            report.drive_gb_per_s
         );
     }
     text

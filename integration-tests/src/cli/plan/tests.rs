@@ -1,7 +1,9 @@
 use clap::{Parser, error::ErrorKind};
 use serde_json::Value;
 
-use super::{PlanArgs, plan, run, table};
+use super::largest::largest_model_params;
+use super::stage::evaluate;
+use super::{PlanArgs, Request, plan, run, table};
 use crate::cli::CliError;
 
 #[derive(Parser)]
@@ -113,8 +115,115 @@ fn changes_are_proposed_if_nothing_fits() {
         json(&format!("--params 7.5e9 --gpus {gpus} --nodes {nodes} --gpu-memory 24GB"))["stages"][3]["fits"].clone()
     };
     assert_eq!((fits(gpus, gpus / 4), fits(gpus - 4, gpus / 4 - 1)), (Value::Bool(true), Value::Bool(false)));
-    let shown = text("--params 1T --gpus 1 --gpu-memory 1GB");
-    assert!(shown.contains("Activations, buckets and gathered units alone exceed the memory of a GPU"), "{shown}");
+    let shown = text("--params 1T --gpus 1 --gpu-memory 1MiB");
+    assert!(shown.contains("Activations alone exceed the memory of a GPU"), "{shown}");
+    // Where smaller buckets are enough, the largest that is; twice that does not fit.
+    let line = "--params 30e9 --gpus 64 --nodes 8 --gpu-memory 14GiB --activation-checkpointing";
+    let shown = text(line);
+    let elems = shown.split("Stage 3 fits with --bucket-elems ").nth(1).unwrap_or_else(|| panic!("{shown}"));
+    let elems: u64 = elems.split('.').next().unwrap().parse().unwrap();
+    let fits = |elems: u64| json(&format!("{line} --bucket-elems {elems}"))["stages"][3]["fits"].clone();
+    assert_eq!((fits(elems), fits(2 * elems)), (Value::Bool(true), Value::Bool(false)));
+}
+
+/// The largest model has the buckets of its own run, not those of the model that was asked for.
+#[test]
+fn largest_model_does_not_depend_on_the_asked_one() {
+    let largest = |line: &str| json(line)["stages"][3]["largest_model_params"].as_u64().unwrap();
+    let small = largest("--params 1e9 --gpus 8 --gpu-memory 24GiB");
+    assert!(small > 8_000_000_000, "{small}");
+    assert_eq!(largest("--params 70e9 --gpus 8 --gpu-memory 24GiB"), small);
+    let many = largest("--params 1e12 --gpus 1024 --gpu-memory 80GB --activation-checkpointing");
+    assert!(many > 700_000_000_000, "{many}");
+    // Of a DeepSpeed file with a small bucket, the bucket is that of the file.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ds.json");
+    let content =
+        r#"{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9}}"#;
+    std::fs::write(&file, content).unwrap();
+    let line = format!("--gpus 8 --gpu-memory 24GiB --config {}", file.display());
+    let size = largest(&format!("--params 1e9 {line}"));
+    let fits = |params: u64| json(&format!("--params {params} {line}"))["stages"][3]["fits"].clone();
+    assert_eq!((fits(size), fits(size + size / 10)), (Value::Bool(true), Value::Bool(false)));
+}
+
+proptest::proptest! {
+    #![proptest_config(proptest::prelude::ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn largest_model_fits_and_a_tenth_more_does_not(
+        nodes in 1u64..200, of_node in 1u64..9, memory in 20u32..38, more in 0u64..1000, stage in 0u64..4,
+        dtype in 0usize..2, offload in 0usize..4, checkpointing: bool, micro_batch in 1u64..9,
+    ) {
+        let gpus = nodes * of_node;
+        let memory = (1u64 << memory) / 1000 * (1000 + more);
+        let dtype = ["fp32", "bf16"][dtype];
+        let offload = ["", "--offload cpu", "--offload nvme:/d --moments bf16", "--offload-params cpu"][offload];
+        let checkpointing = if checkpointing { "--activation-checkpointing" } else { "" };
+        let line = format!(
+            "--params 1e9 --gpus {gpus} --nodes {nodes} --gpu-memory {memory} --dtype {dtype} --micro-batch {micro_batch} \
+             {offload} {checkpointing}"
+        );
+        let stage = zero_shard::ZeroStage::from_number(stage).unwrap();
+        let (request, _) = Request::new(&args(&line)).unwrap();
+        let fits = |params: u64| evaluate(&request.with_about(params), stage).unwrap().fits;
+        match largest_model_params(&request, stage).unwrap() {
+            0 => proptest::prop_assert_eq!(fits(1), Some(false)),
+            params => {
+                proptest::prop_assert_eq!(fits(params), Some(true), "{} with {}", line, params);
+                proptest::prop_assert_eq!(fits(params + params.div_ceil(10)), Some(false), "{} with {}", line, params);
+            }
+        }
+    }
+}
+
+/// Parameters and activations of any shape are those of a GPT-2 of that shape.
+#[test]
+fn shape_is_planned_exactly() {
+    let preset = json("--model gpt2-124m --gpus 2");
+    let shape = json("--layers 12 --hidden 768 --gpus 2");
+    assert_eq!(shape["stages"], preset["stages"]);
+    assert_eq!(shape["model"]["params"], 124_439_808u64);
+    assert_eq!(shape["model"]["assumed_shape"], false);
+    let figures = |line: &str| {
+        let report = json(&format!("--layers 12 --hidden 768 --gpus 2 {line}"));
+        (
+            report["model"]["params"].as_u64().unwrap(),
+            report["stages"][0]["gpu"]["activations_bytes"].as_u64().unwrap(),
+        )
+    };
+    let base = figures("--heads 12 --kv-heads 12 --ffn 3072 --vocab 50257");
+    assert_eq!(base, figures(""));
+    let (params, activations) = figures("--ffn 4096");
+    assert_eq!(params - base.0, 12 * 1024 * (2 * 768 + 1));
+    assert!(activations > base.1);
+    assert_eq!(figures("--vocab 60257").0 - base.0, 10_000 * 768);
+    assert_eq!(figures("--heads 6").0, base.0);
+    // A position for each token of a sequence.
+    assert_eq!(figures("--seq-len 2048").0 - base.0, 1024 * 768);
+}
+
+#[test]
+fn gigabytes_of_a_card_are_explained() {
+    let shown = text("--model nano --gpus 1 --gpu-memory 24GB");
+    let part =
+        "24GB is read as 24,000,000,000 bytes (22.35 GiB); a card sold as 24GB has about 24 GiB: --gpu-memory 24GiB";
+    assert!(shown.contains(part), "{shown}");
+    assert!(!text("--model nano --gpus 1 --gpu-memory 24GiB").contains("is read as"));
+}
+
+/// A step takes no less than the drive needs for its transfers.
+#[test]
+fn wear_is_limited_by_the_drive() {
+    let line = "--params 1e9 --gpus 8 --offload nvme:/d --peak-tflops 1000";
+    let of = |more: &str| json(&format!("{line} {more}"))["stages"][1]["wear"].clone();
+    let wear = of("");
+    assert_eq!(wear["waits_for_drive"], true);
+    let a_day = wear["written_bytes_per_day"].as_f64().unwrap();
+    assert!((a_day / (7e9 * 86_400.0) - 1.0).abs() < 1e-9, "{a_day}");
+    assert_eq!(of("--drive-gb-per-s 1e6")["waits_for_drive"], false);
+    let shown = text(line);
+    assert!(shown.contains("the time of the drive, and a drive of 7 GB/s (assumed: --drive-gb-per-s)"), "{shown}");
 }
 
 #[test]
@@ -221,13 +330,14 @@ fn hiding_bandwidth_is_the_formula() {
     let tokens = 8192.0;
     // 24 bytes of state a parameter; 8 FLOPs by 24 bytes. The update's window is a forward, 2 of 8 FLOPs.
     let ait = 8.0 * tokens / 24.0;
-    let (nvme, wear) = transfers(&format!("{line} --offload nvme:/d --peak-tflops 100"), 1, "nvme");
+    let (nvme, wear) =
+        transfers(&format!("{line} --offload nvme:/d --peak-tflops 100 --drive-gb-per-s 1000"), 1, "nvme");
     near(&nvme, &[12.0, 12.0, ait, 1e14 / ait, 4e14 / ait]);
     let a_day = 12e9 / (8.0 * 1e9 * tokens / 1e14) * 86_400.0;
     near(&wear, &[a_day, 600e12 / a_day]);
     let (link, _) = transfers(&format!("{line} --offload nvme:/d"), 1, "gpu");
     near(&link[..2], &[2.0, 2.0]);
-    let small = "--offload nvme:/d --masters remainder --moments bf16 --drive-tbw 1200";
+    let small = "--offload nvme:/d --masters remainder --moments bf16 --drive-tbw 1200 --drive-gb-per-s 1000";
     let (nvme, wear) = transfers(&format!("{line} {small}"), 1, "nvme");
     near(&nvme[..2], &[6.0, 6.0]);
     near(&wear[1..], &[1200e12 / wear[0]]);
@@ -284,6 +394,15 @@ fn wrong_use_is_an_error() {
         ("--model nano --gpus 0", "--gpus 0 --nodes 1"),
         ("--model nano --gpus 6 --nodes 4", "--gpus 6 --nodes 4"),
         ("--model nano --gpus 6 --nodes 0", "--gpus 6 --nodes 0"),
+        ("--params 1e12 --gpus 100000000", "--gpus 100000000 --nodes 1: on how many nodes are they?"),
+        (
+            "--layers 2 --hidden 100 --gpus 1",
+            "--hidden 100: not a multiple of 64, the usual width of a head; pass --heads",
+        ),
+        ("--layers 2 --hidden 128 --heads 3 --gpus 1", "not divisible by its n_head 3 heads"),
+        ("--layers 2 --hidden 128 --kv-heads 1 --gpus 1", "--kv-heads 1: the models here are GPT-2s"),
+        ("--layers 0 --hidden 128 --gpus 1", "--layers 0: expected at least 1"),
+        ("--layers 1000000 --hidden 128 --gpus 1", "n_layer is 1000000"),
         ("--model nano --gpus 1 --seq-len 0", "expected 1 to 256"),
         ("--model nano --gpus 1 --seq-len 257", "expected 1 to 256"),
         ("--model nano --gpus 1 --micro-batch 0", "--micro-batch 0: expected at least 1"),
@@ -302,6 +421,9 @@ fn wrong_use_is_an_error() {
         ("--gpus 4", ErrorKind::MissingRequiredArgument),
         ("--model nano", ErrorKind::MissingRequiredArgument),
         ("--model nano --params 1e9 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--params 1e9 --layers 2 --hidden 128 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--layers 2 --gpus 1", ErrorKind::MissingRequiredArgument),
+        ("--model nano --heads 2 --gpus 1", ErrorKind::MissingRequiredArgument),
         ("--params none --gpus 1", ErrorKind::ValueValidation),
         ("--params 0 --gpus 1", ErrorKind::ValueValidation),
         ("--params 1e9 --gpus 1 --gpu-memory 24X", ErrorKind::ValueValidation),

@@ -33,9 +33,14 @@ pub(super) struct Transfers {
     pub(super) hiding_bytes_per_s: f64,
 }
 
-/// The wear of a drive that the GPUs of a node share, if the step takes as long as its compute.
+/// The wear of a drive that the GPUs of a node share, if a step takes as long as its compute, or as the drive needs for
+/// its transfers.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Wear {
+    /// The time of a step.
+    pub(super) step_s: f64,
+    /// Whether the drive takes longer than compute.
+    pub(super) waits_for_drive: bool,
     pub(super) written_bytes_per_day: f64,
     /// Days until the rated bytes are written.
     pub(super) rated_days: f64,
@@ -117,9 +122,12 @@ pub(super) fn transfers(
     });
     let tiers: Vec<Transfers> = tiers.collect();
     let wear = tiers.iter().find(|t| t.tier == "nvme").map(|nvme| {
-        let of_node = nvme.written_bytes as f64 * (request.gpus / request.nodes) as f64;
-        let written_bytes_per_day = of_node / compute_s * SECONDS_A_DAY;
-        Wear { written_bytes_per_day, rated_days: request.drive_tbw * 1e12 / written_bytes_per_day }
+        let gpus = (request.gpus / request.nodes) as f64;
+        let drive_s = nvme.read_bytes.max(nvme.written_bytes) as f64 * gpus / request.drive_bytes_per_s;
+        let step_s = compute_s.max(drive_s);
+        let written_bytes_per_day = nvme.written_bytes as f64 * gpus / step_s * SECONDS_A_DAY;
+        let rated_days = request.drive_tbw * 1e12 / written_bytes_per_day;
+        Wear { step_s, waits_for_drive: drive_s > compute_s, written_bytes_per_day, rated_days }
     });
     (tiers, wear)
 }

@@ -31,7 +31,7 @@ use crate::trainer::RankExchange;
 use crate::workload::Weights;
 
 /// The parts of `run.json` that may differ between ranks: files of one machine, and what other settings decide.
-const OF_ONE_RANK: [&str; 11] = [
+const OF_ONE_RANK: [&str; 12] = [
     "run",
     "resumed_runs",
     "model.name",
@@ -42,6 +42,7 @@ const OF_ONE_RANK: [&str; 11] = [
     "device",
     "gpu",
     "metrics",
+    "report",
     "auto",
 ];
 

@@ -14,7 +14,8 @@ pub struct TrainArgs {
     /// A DeepSpeed configuration file; flags override it
     #[arg(long, value_name = "DS.json")]
     pub config: Option<PathBuf>,
-    /// A text file, a folder of texts, or u16 tokens (.bin) [default: the texts in the current folder]
+    /// A text file, a folder of texts, which is read whole, or u16 tokens (.bin) [default: the texts in the current folder
+    /// without hidden, git-ignored, built and large files]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
     /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, a Hugging Face GPT-2 folder, or a folder of checkpoints
@@ -95,11 +96,12 @@ pub struct TrainArgs {
     /// Fail if the newest checkpoint of --resume is damaged, instead of resuming from an older one
     #[arg(long, requires = "resume")]
     pub resume_exact: bool,
-    /// Write one JSON object per step; a resumed run appends to its file
+    /// Write one JSON object per step, with nested figures also under flat keys such as memory.peak_bytes; a resumed run
+    /// appends to its file, without this flag as well
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
     /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over its last step, and a
-    /// timeline of that step here
+    /// timeline of that step here; a resumed run goes on, and draws the whole run from its metrics
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
     /// The offload.

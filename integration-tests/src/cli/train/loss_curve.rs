@@ -12,8 +12,10 @@ const VALIDATION: RGBColor = RGBColor(225, 120, 0);
 const UNIGRAM: RGBColor = RGBColor(200, 40, 40);
 /// The smoothed loss is drawn from this number of steps on.
 const SMOOTHED_STEPS: usize = 20;
-/// The smoothed loss averages over this part of the run.
+/// The smoothed loss is a fit to this part of the run on each side.
 const SMOOTHED_PART: usize = 25;
+/// Points of the smoothed loss; more would only take time.
+const SMOOTHED_POINTS: usize = 2000;
 /// Losses above this multiple of the largest usual one are cut.
 const OUTLIER: f64 = 3.0;
 
@@ -45,7 +47,7 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
     note(finite.iter().filter(|p| p.1 > most).count(), "above the picture");
     let mut legend = vec![(if smooth.is_empty() { SMOOTH } else { RAW }, "training loss".to_owned())];
     if !smooth.is_empty() {
-        legend.push((SMOOTH, format!("mean of about {} steps", width(usual.len()))));
+        legend.push((SMOOTH, format!("smoothed over about {} steps", width(usual.len()))));
     }
     if !validation.is_empty() {
         legend.push((VALIDATION, "validation loss".to_owned()));
@@ -95,20 +97,41 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
     })
 }
 
-/// The steps over which the smoothed loss averages.
+/// The steps on each side over which the smoothed loss is a fit.
 fn width(steps: usize) -> usize {
     (steps / SMOOTHED_PART).max(5)
 }
 
-/// The exponential mean, without the bias of its start.
+/// The value of a line that is fitted to the neighbours of each point, nearer ones with more weight (Cleveland 1979, with
+/// triangular weights). A mean of earlier losses would lag a falling curve, and a mean around a step ends before the ends.
 fn smoothed(points: &[Point]) -> Vec<Point> {
-    let keep = 1.0 - 1.0 / width(points.len()) as f64;
-    let (mut sum, mut weight) = (0.0, 0.0);
-    let mut add = |&(step, loss): &Point| {
-        (sum, weight) = (keep * sum + loss, keep * weight + 1.0);
-        (step, sum / weight)
-    };
-    points.iter().map(&mut add).collect()
+    let width = width(points.len());
+    let every = points.len().div_ceil(SMOOTHED_POINTS).max(1);
+    let last = points.len().saturating_sub(1);
+    let drawn = (0..points.len()).filter(|at| at % every == 0 || *at == last);
+    drawn.map(|at| (points[at].0, fitted(points, at, width))).collect()
+}
+
+/// The value at point `at` of the line through the points that are at most `width` away, by weighted least squares.
+fn fitted(points: &[Point], at: usize, width: usize) -> f64 {
+    let near = &points[at.saturating_sub(width)..points.len().min(at + width + 1)];
+    let (x, y) = points[at];
+    // Relative to the point, for the sake of rounding.
+    let relative = |point: &Point| (point.0 as f64 - x as f64, point.1 - y);
+    let reach = near.iter().map(|point| relative(point).0.abs()).fold(0.0, f64::max) + 1.0;
+    let [mut w, mut wx, mut wy, mut wxx, mut wxy] = [0.0; 5];
+    for (dx, dy) in near.iter().map(relative) {
+        let weight = 1.0 - dx.abs() / reach;
+        w += weight;
+        wx += weight * dx;
+        wy += weight * dy;
+        wxx += weight * dx * dx;
+        wxy += weight * dx * dy;
+    }
+    let spread = w * wxx - wx * wx;
+    // A single point, or several of one step, have no line.
+    let offset = if spread > 0.0 { (wxx * wy - wx * wxy) / spread } else { wy / w };
+    y + offset
 }
 
 /// The least and the largest drawn loss: all of them, except single outliers above.
@@ -157,7 +180,7 @@ mod tests {
             let validation: Vec<Point> = raw.iter().step_by(9).map(|p| (p.0, p.1 * 1.1)).collect();
             let svg = curve(&raw, &validation, 3.4).unwrap();
             assert!(svg.contains("</svg>") && !svg.contains("NaN") && !svg.contains("inf"), "{name}: {svg}");
-            assert_eq!(svg.contains("mean of about"), raw.len() >= SMOOTHED_STEPS, "{name}");
+            assert_eq!(svg.contains("smoothed over about"), raw.len() >= SMOOTHED_STEPS, "{name}");
             if let Ok(dir) = std::env::var("PICTURES") {
                 std::fs::write(format!("{dir}/loss-{name}.svg"), svg).unwrap();
             }
@@ -165,10 +188,20 @@ mod tests {
         assert!(curve(&ramp(5), &[], f64::NAN).is_ok());
     }
 
+    /// The smoothed curve neither lags the losses nor leads them, at the ends either.
     #[test]
-    fn a_mean_of_equal_losses_is_equal() {
-        let points: Vec<Point> = (1..100).map(|i| (i, 2.5)).collect();
-        assert!(smoothed(&points).iter().all(|p| (p.1 - 2.5).abs() < 1e-12));
+    fn smoothed_losses_do_not_lag() {
+        for n in [1, 2, 20, 100, 5000] {
+            let line: Vec<Point> = (1..=n).map(|i| (i, 10.0 - i as f64 * 1e-3)).collect();
+            let smooth = smoothed(&line);
+            for (step, loss) in &smooth {
+                assert!((loss - (10.0 - *step as f64 * 1e-3)).abs() < 1e-9, "{n}: {loss} at {step}");
+            }
+            assert_eq!((smooth[0].0, smooth[smooth.len() - 1].0), (1, n));
+        }
+        // Noise is averaged: its effect is a fraction of its size.
+        let noisy: Vec<Point> = (1..=1000).map(|i| (i, if i % 2 == 0 { 3.0 } else { 2.0 })).collect();
+        assert!(smoothed(&noisy).iter().all(|point| (point.1 - 2.5).abs() < 0.1));
     }
 
     #[test]

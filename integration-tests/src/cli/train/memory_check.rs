@@ -9,7 +9,7 @@ use super::memory_limits::{Kind, Limit, cache_bytes, limits};
 use super::run_setup::RunSetup;
 use crate::cli::CliError;
 use crate::model::gpt2::passes;
-use crate::trainer::RankBytes;
+use crate::trainer::{Home, RankBytes, Settings};
 
 /// Stack of a thread (Rust's default), its guard pages and its alternative stack for signals.
 const THREAD_BYTES: u64 = (2 << 20) + (64 << 10);
@@ -60,6 +60,32 @@ pub(super) fn check(setup: &RunSetup, ranks: usize, limit_bytes: Option<u64>) ->
     let need = RankBytes::new(&setup.settings, &setup.layout, &passes, activations, saves);
     let limits: Vec<Limit> = limits(Path::new("/")).into_iter().chain(limit_bytes.map(of_flag)).collect();
     checked(setup, ranks, need, &limits)
+}
+
+/// A note if parameters on NVMe need more memory of a rank on the host than they save: buffers of the largest unit's shard
+/// take the place of all shards.
+pub(super) fn offload_notice(setup: &RunSetup) -> Option<String> {
+    if setup.device.is_some() || !matches!(setup.settings.offload.params, Home::Nvme(_)) {
+        return None;
+    }
+    let workload = &setup.workload;
+    let activations = workload.options.activations_bytes(&workload.config);
+    let (passes, saves) = (passes(&workload.config), setup.options.checkpoint.is_some());
+    let need = |settings: &Settings| {
+        RankBytes::new(settings, &setup.layout, &passes, activations, saves).map(|bytes| bytes.total())
+    };
+    let mut without = setup.settings.clone();
+    without.offload.params = Home::Device;
+    let with = need(&setup.settings)?;
+    let without = need(&without)?;
+    (with >= without).then(|| {
+        format!(
+            "--offload-params nvme saves no memory here: a rank needs {} with it and {} without, since its buffers are \
+             larger than the parameters of a rank",
+            HumanBytes(with),
+            HumanBytes(without)
+        )
+    })
 }
 
 /// Rejects a run on GPUs whose host memory does not fit: that of `ranks` ranks on this machine, one of which is this

@@ -4,13 +4,14 @@
 //! wrote, and a line that a crash cut short are removed: the lines to keep are written to a new file, which replaces
 //! the old one by a rename.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::cli::CliError;
 use crate::error::TrainError;
@@ -35,6 +36,34 @@ struct NewLine<'a> {
     #[serde(flatten)]
     metrics: &'a StepMetrics,
     run: &'a str,
+    /// The nested figures once more, under keys such as `memory.peak_bytes`, for tables.
+    #[serde(flatten)]
+    flat: BTreeMap<String, Value>,
+}
+
+impl<'a> NewLine<'a> {
+    fn new(metrics: &'a StepMetrics, run: &'a str) -> Self {
+        let mut flat = BTreeMap::new();
+        if let Ok(Value::Object(figures)) = serde_json::to_value(metrics) {
+            figures
+                .into_iter()
+                .filter(|(_, value)| value.is_object())
+                .for_each(|(key, value)| add_flat(key, value, &mut flat));
+        }
+        Self { metrics, run, flat }
+    }
+}
+
+/// Adds the figures in `value`, with the keys on the way to them.
+fn add_flat(key: String, value: Value, flat: &mut BTreeMap<String, Value>) {
+    match value {
+        Value::Object(figures) => {
+            figures.into_iter().for_each(|(inner, value)| add_flat(format!("{key}.{inner}"), value, flat));
+        }
+        figure => {
+            flat.insert(key, figure);
+        }
+    }
 }
 
 /// A line in an existing file. The keys identify the lines of this program, of any version.
@@ -69,6 +98,39 @@ pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Resul
         notes.push(format!("{name}: it has no lines of steps {} to {first_step}", last + 1));
     }
     Ok(notes)
+}
+
+/// Whether `path` is a metrics file in which every line is of one of `runs`, and at least one line is: a file that those runs
+/// wrote on this machine.
+pub(super) fn is_of_runs(path: &Path, runs: &[&str]) -> bool {
+    if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_file()) {
+        return false;
+    }
+    let Ok(text) = fs::read(path) else { return false };
+    let Ok(lines) = parse(&text) else { return false };
+    !lines.is_empty() && lines.iter().all(|(line, _)| line.run.as_deref().is_some_and(|run| runs.contains(&run)))
+}
+
+/// The steps up to `last` of a metrics file, in order; none if it cannot be read.
+pub(super) fn steps_until(path: &Path, last: u64) -> Vec<StepMetrics> {
+    let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
+    let text = if is_file { fs::read(path).unwrap_or_default() } else { Vec::new() };
+    let lines = parse(&text).unwrap_or_default();
+    let texts = lines.into_iter().filter(|(line, _)| line.step <= last).map(|(_, text)| text);
+    let mut steps: Vec<StepMetrics> = texts.filter_map(parse_step).collect();
+    steps.sort_by_key(|step| step.step);
+    steps
+}
+
+/// The metrics of a line, in which a loss that is not finite is null.
+pub(super) fn parse_step(text: &str) -> Option<StepMetrics> {
+    let mut line: Value = serde_json::from_str(text).ok()?;
+    let is_finite = line["loss"].is_number();
+    if !is_finite {
+        line["loss"] = 0.0.into();
+    }
+    let step: StepMetrics = serde_json::from_value(line).ok()?;
+    Some(if is_finite { step } else { StepMetrics { loss: f64::NAN, ..step } })
 }
 
 /// As [`check_lines`], for a run with these options.
@@ -156,7 +218,7 @@ impl MetricsFile {
             Some(file) => file,
             closed => closed.insert(start(&self.path, metrics.step).map_err(error)?),
         };
-        serde_json::to_writer(&mut *file, &NewLine { metrics, run: &self.run }).map_err(|e| error(e.into()))?;
+        serde_json::to_writer(&mut *file, &NewLine::new(metrics, &self.run)).map_err(|e| error(e.into()))?;
         // A reader that follows the file sees only complete lines.
         file.write_all(b"\n").and_then(|()| file.flush()).map_err(error)
     }
@@ -263,5 +325,37 @@ mod tests {
         drop(start(&path, 2).unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), lines(1..=1, "aa"));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn nested_figures_are_also_flat() {
+        let metrics = StepMetrics { step: 7, loss: f64::NAN, ..StepMetrics::default() };
+        let text = serde_json::to_string(&NewLine::new(&metrics, "aa")).unwrap();
+        assert!(text.starts_with(START), "{text}");
+        let line: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(line["memory.peak_bytes"], line["memory"]["peak_bytes"]);
+        assert_eq!(line["comm_bytes.all_gather"], line["comm_bytes"]["all_gather"]);
+        assert!(line["overlap.compute_ms"].is_number() && line["run"] == "aa");
+        // Read again, for a picture of the whole run.
+        let step = parse_step(&text).unwrap();
+        assert!(step.step == 7 && step.loss.is_nan());
+    }
+
+    #[test]
+    fn owner_of_a_file_is_its_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m");
+        assert!(!is_of_runs(&path, &["aa"]));
+        fs::write(&path, lines(1..=2, "aa") + &lines(3..=3, "bb")).unwrap();
+        assert!(is_of_runs(&path, &["bb", "aa"]));
+        assert!(!is_of_runs(&path, &["aa"]));
+        fs::write(&path, "").unwrap();
+        assert!(!is_of_runs(&path, &["aa"]));
+        fs::write(&path, "notes\n").unwrap();
+        assert!(!is_of_runs(&path, &["aa"]));
+        fs::write(&path, lines(1..=2, "aa")).unwrap();
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink("m", &link).unwrap();
+        assert!(!is_of_runs(&link, &["aa"]), "a link may lead anywhere");
     }
 }

@@ -9,8 +9,9 @@ use std::time::Duration;
 use indicatif::{HumanCount, HumanDuration, ProgressBar};
 
 use super::memory_limits::resident_peak_bytes;
-use super::metrics_file::MetricsFile;
-use super::record::RUN_JSON;
+use super::memory_picture::Besides;
+use super::metrics_file::{self, MetricsFile};
+use super::record::{RUN_JSON, read_small};
 use super::run_setup::RunSetup;
 use super::utilization::Utilization;
 use super::{loss_curve, memory_picture};
@@ -33,6 +34,8 @@ pub(super) struct Observer {
     pub(super) utilization: Option<Utilization>,
     /// The metrics of all steps so far.
     pub(super) seen: Vec<StepMetrics>,
+    /// For the report, the steps before those of this process, which the resumed run wrote.
+    earlier: Vec<StepMetrics>,
 }
 
 impl Observer {
@@ -48,7 +51,16 @@ impl Observer {
         let bar = progress_bar(setup.options.steps);
         let utilization = setup.options.breakdown.then(|| Utilization::new(setup)).transpose()?;
         let cancel = Arc::clone(&setup.options.cancel);
-        Ok(Self { bar, metrics, failure: None, cancel, validation: String::new(), utilization, seen: Vec::new() })
+        Ok(Self {
+            bar,
+            metrics,
+            failure: None,
+            cancel,
+            validation: String::new(),
+            utilization,
+            seen: Vec::new(),
+            earlier: earlier_steps(setup),
+        })
     }
 
     pub(super) fn step(&mut self, metrics: &StepMetrics) {
@@ -89,6 +101,7 @@ impl Observer {
     pub(super) fn write_report(&self, setup: &RunSetup, ranks: &[RankSummary], table: &str) -> Result<(), CliError> {
         let Some(dir) = &setup.report else { return Ok(()) };
         let trace = ranks.first().and_then(|rank| rank.memory.as_ref());
+        let steps = [self.earlier.as_slice(), &self.seen].concat();
         let summary = serde_json::json!({
             "model": setup.model_name,
             "ranks": setup.ranks,
@@ -100,12 +113,12 @@ impl Observer {
             "utilization": self.utilization.as_ref().map(Utilization::to_json),
             "process_peak_bytes": resident_peak_bytes(),
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
-            "steps": self.seen,
+            "steps": steps,
         });
         let timeline = zero_comm::overlap::chrome_trace(ranks.first().map_or(&[], |r| r.last_spans.as_slice()));
         let validation: Vec<(u64, f64)> =
-            self.seen.iter().filter_map(|step| Some((step.step, step.validation?.loss))).collect();
-        let curve = loss_curve::svg(&self.seen, &validation, setup.workload.data.unigram_loss())?;
+            steps.iter().filter_map(|step| Some((step.step, step.validation?.loss))).collect();
+        let curve = loss_curve::svg(&steps, &validation, setup.workload.data.unigram_loss())?;
         let files = [
             ("summary.txt", table.to_owned()),
             ("summary.json", format!("{summary:#}\n")),
@@ -113,7 +126,9 @@ impl Observer {
             ("loss.svg", curve),
             ("trace.json", timeline),
         ];
-        let memory = trace.map(memory_picture::svg).transpose()?.flatten().map(|svg| ("memory.svg", svg));
+        let besides = besides(setup, ranks);
+        let memory = trace.map(|trace| memory_picture::svg(trace, besides)).transpose()?.flatten();
+        let memory = memory.map(|svg| ("memory.svg", svg));
         for (name, text) in files.into_iter().chain(memory) {
             let path = dir.join(name);
             fs::write(&path, text)
@@ -121,6 +136,47 @@ impl Observer {
         }
         Ok(())
     }
+}
+
+/// The memory that the trace of rank 0 does not have.
+fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
+    let memory = ranks.first().and_then(|rank| rank.last.as_ref()).map(|last| last.memory).unwrap_or_default();
+    match &setup.device {
+        None => Besides { copy_bytes: memory.staging_bytes, host_bytes: 0 },
+        Some(_) => Besides { copy_bytes: 0, host_bytes: memory.host_bytes + memory.staging_bytes },
+    }
+}
+
+/// For a report of the whole run, the steps before the first one: those in the metrics file or, without one, those in the
+/// report that this run continues.
+fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
+    let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else { return Vec::new() };
+    match &setup.metrics {
+        Some(path) => metrics_file::steps_until(path, setup.first_step),
+        None => {
+            let path = report.join("summary.json");
+            let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
+            let summary = if is_file { fs::read(path).unwrap_or_default() } else { Vec::new() };
+            let summary: serde_json::Value = serde_json::from_slice(&summary).unwrap_or_default();
+            let steps = summary["steps"].as_array().into_iter().flatten();
+            let steps = steps.filter_map(|step| metrics_file::parse_step(&step.to_string()));
+            steps.filter(|step| step.step <= setup.first_step).collect()
+        }
+    }
+}
+
+/// Whether `dir` has a report of one of `runs`: one that they wrote on this machine. Links are not theirs, and writing to
+/// them would write elsewhere.
+pub(super) fn is_report_of(dir: &Path, runs: &[&str]) -> bool {
+    let is_link = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink());
+    let has_links = is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name)));
+    !has_links && report_run(dir).is_some_and(|run| runs.contains(&run.as_str()))
+}
+
+/// The run whose report is in `dir`.
+fn report_run(dir: &Path) -> Option<String> {
+    let record: serde_json::Value = serde_json::from_slice(&read_small(&dir.join(RUN_JSON))?).ok()?;
+    record["run"].as_str().map(str::to_owned)
 }
 
 /// The files of a report.
@@ -134,10 +190,8 @@ const FILES: [&str; 6] = ["summary.txt", "summary.json", RUN_JSON, "loss.svg", "
 pub(super) fn check_report(dir: &Path, runs: &[&str]) -> Result<(), CliError> {
     let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else { return Ok(()) };
     let dir_name = dir.display();
-    let record = fs::read(dir.join(RUN_JSON)).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let record: serde_json::Value = record.unwrap_or_default();
-    match record["run"].as_str() {
-        Some(run) if runs.contains(&run) => Ok(()),
+    match report_run(dir) {
+        Some(run) if runs.contains(&run.as_str()) => Ok(()),
         Some(run) => Err(CliError::Usage(format!(
             "--report {dir_name}: the folder holds the report of another run ({run}); name another folder"
         ))),

@@ -91,6 +91,11 @@ pub(super) fn text(setup: &RunSetup) -> String {
         let keep = options.keep_last.map(|n| format!(", the newest {n} kept")).unwrap_or_default();
         line("checkpoints", format!("{}, {every}at the end{keep}", dir.display()));
     }
+    for (name, path) in [("metrics", &setup.metrics), ("report", &setup.report)] {
+        if let Some(path) = path {
+            line(name, path.display().to_string());
+        }
+    }
     // One line for each block of the configuration.
     let mut autos: Vec<_> = record.auto.iter().collect();
     autos.sort_by_key(|&(key, _)| block_of(key));

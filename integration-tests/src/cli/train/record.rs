@@ -1,7 +1,11 @@
 //! `run.json`: everything that decides the numbers of a run. Each checkpoint contains it, and `--resume` takes it up.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::OpenOptions;
 use std::hash::{BuildHasher, RandomState};
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -66,8 +70,11 @@ pub(super) struct RunRecord {
     /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default before each checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) check_replicas: Option<u64>,
-    /// The absolute path of the metrics file, for information: it is a file of one machine.
+    /// The absolute path of the metrics file, which is a file of one machine.
     pub(super) metrics: Option<String>,
+    /// The absolute path of the folder of the report, on one machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) report: Option<String>,
     /// Evaluations on other data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) validation: Option<ValidationRecord>,
@@ -179,7 +186,28 @@ pub(super) fn new_run_id() -> String {
     format!("{:016x}", RandomState::new().hash_one(std::process::id()))
 }
 
+/// Maximum length of a file that [`read_small`] reads.
+const SMALL_FILE_BYTES: u64 = 4 << 20;
+
+/// Reads a small file whose content nobody has verified; `None` if it is missing, long or no regular file. Never waits for
+/// the writer of a pipe.
+pub(super) fn read_small(path: &Path) -> Option<Vec<u8>> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    let metadata = file.metadata().ok()?;
+    if !metadata.is_file() || metadata.len() > SMALL_FILE_BYTES {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    let read = file.take(SMALL_FILE_BYTES + 1).read_to_end(&mut bytes).ok()?;
+    (read as u64 <= SMALL_FILE_BYTES).then_some(bytes)
+}
+
 impl RunRecord {
+    /// The ids of this run and of those that it resumed.
+    pub(super) fn runs(&self) -> Vec<&str> {
+        std::iter::once(&self.run).chain(&self.resumed_runs).map(String::as_str).collect()
+    }
+
     /// Parses the document of a checkpoint.
     pub(super) fn parse(document: Value) -> Result<Self, String> {
         match document["format"].as_u64() {
@@ -199,8 +227,17 @@ impl RunRecord {
     /// The settings that differ in `now`, each as `name old -> new`.
     pub(super) fn differences(&self, now: &Self) -> Vec<String> {
         // Model and data are checked separately, and the others identify the run.
-        const NO_SETTINGS: [&str; 8] =
-            ["format", "run", "resumed_runs", "model", "data.fingerprint", "data.default", "metrics", "auto"];
+        const NO_SETTINGS: [&str; 9] = [
+            "format",
+            "run",
+            "resumed_runs",
+            "model",
+            "data.fingerprint",
+            "data.default",
+            "metrics",
+            "report",
+            "auto",
+        ];
         let mut out = Vec::new();
         let (mut was, mut is) = (self.document(), now.document());
         // One line each, in the words of the block of settings.
@@ -280,6 +317,20 @@ mod tests {
             differences(constant, warmup),
             ["params.warmup_steps none -> 10", "type Constant -> LinearWarmup"]
         );
+    }
+
+    /// A pipe has no writer, so opening it would wait without end.
+    #[test]
+    fn only_small_regular_files_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        std::fs::write(path("file"), "text").unwrap();
+        assert_eq!(read_small(&path("file")).unwrap(), b"text");
+        assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+        std::fs::File::create(path("long")).unwrap().set_len(SMALL_FILE_BYTES + 1).unwrap();
+        for name in ["missing", "pipe", "long", ".", "/dev/zero"] {
+            assert!(read_small(&path(name)).is_none(), "{name}");
+        }
     }
 
     #[test]

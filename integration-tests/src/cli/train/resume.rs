@@ -5,6 +5,7 @@
 //! launcher it is rank 0, which broadcasts the checkpoint once the ranks are connected.
 
 use std::fmt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -14,12 +15,13 @@ use zero_shard::Layout;
 
 use super::agreement::StartExchange;
 use super::args::{DeviceChoice, TrainArgs};
-use super::record::{RUN_JSON, RunRecord, compare, new_run_id};
+use super::record::{RUN_JSON, RunRecord, compare, new_run_id, read_small};
 use super::settings::Base;
+use super::{metrics_file, observer};
 use crate::cli::{CliError, DTypeFlag};
 use crate::config::{BatchKeys, DsConfig};
 use crate::model::config::GptConfig;
-use crate::trainer::TrainerState;
+use crate::trainer::{Home, OffloadSettings, TrainerState};
 
 /// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
 const SELECTED_VARIABLE: &str = "ZERO_SELECTED_CHECKPOINT";
@@ -170,8 +172,16 @@ impl Resumed {
         }
         let changed = self.record.as_ref().map(|record| record.differences(now)).unwrap_or_default();
         notices.extend(changed.into_iter().map(|change| format!("differs from the checkpoint: {change}")));
-        if let Some(file) = self.record.as_ref().and_then(|r| r.metrics.as_ref()).filter(|_| now.metrics.is_none()) {
-            notices.push(format!("no metrics are written; the resumed run wrote {file}: continue it with --metrics"));
+        let outputs = |record: &RunRecord| {
+            [("metrics", "--metrics", record.metrics.clone()), ("report", "--report", record.report.clone())]
+        };
+        let was = self.record.iter().flat_map(outputs);
+        for ((what, flag, old), (_, _, new)) in was.zip(outputs(now)) {
+            if let (Some(old), None) = (old, new) {
+                notices.push(format!(
+                    "no {what}: the resumed run wrote {old}, but it has none of its own there now, or this is a new run; pass {flag}"
+                ));
+            }
         }
         notices
     }
@@ -191,12 +201,60 @@ impl Resumed {
         filled.checkpoint_every.get_or_insert(record.checkpoint_every);
         filled.keep_last = filled.keep_last.or(record.keep_last);
         filled.check_replicas = filled.check_replicas.or(record.check_replicas);
+        self.fill_outputs(record, &mut filled);
         record.validation.iter().for_each(|validation| validation.fill(&mut filled));
         // A run that used a GPU may continue on a machine without one.
         if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {
             filled.device = DeviceChoice::Cpu;
         }
         filled
+    }
+
+    /// Sets the metrics file and the report that the run goes on writing, if it continues as itself. Paths of a record are
+    /// not trusted, since the checkpoint may be from elsewhere: only what the recorded run has written is written again.
+    fn fill_outputs(&self, record: &RunRecord, args: &mut TrainArgs) {
+        let folder = args.checkpoint.as_deref().filter(|_| !args.no_checkpoint);
+        if self.run_ids(folder).0 != record.run {
+            return;
+        }
+        let runs = record.runs();
+        let own = |path: &Option<String>, is_own: fn(&Path, &[&str]) -> bool| {
+            path.as_ref().map(PathBuf::from).filter(|path| is_own(path, &runs))
+        };
+        if args.metrics.is_none() {
+            args.metrics = own(&record.metrics, metrics_file::is_of_runs);
+        }
+        if args.report.is_none() {
+            args.report = own(&record.report, observer::is_report_of);
+        }
+    }
+
+    /// Checks the folders of scratch files that the record has and no flag names. A scratch file has no name and changes
+    /// nothing in its folder, but the folder may be that of another machine or user.
+    ///
+    /// # Errors
+    /// Exit code 2: the folder does not exist, or is neither this user's nor for the temporary files of all users.
+    pub(super) fn check_scratch(&self, args: &TrainArgs, offload: &OffloadSettings) -> Result<(), CliError> {
+        let Some(record) = &self.record else { return Ok(()) };
+        let flags = &args.offload;
+        let recorded = &record.offload;
+        let homes = [
+            ("--offload", flags.offload.is_some(), &recorded.optimizer, &offload.optimizer),
+            ("--offload-params", flags.offload_params.is_some(), &recorded.params, &offload.params),
+        ];
+        for (flag, is_named, recorded, now) in homes {
+            let Home::Nvme(dir) = recorded else { continue };
+            let user = rustix::process::geteuid().as_raw();
+            let is_usable = || dir.metadata().is_ok_and(|m| m.is_dir() && is_for_user(m.uid(), m.mode(), user));
+            if !is_named && recorded == now && !is_usable() {
+                return Err(CliError::Usage(format!(
+                    "the resumed run had scratch files in {}, which is no folder of yours on this machine: pass \
+                     {flag} nvme:DIR, or {flag} none",
+                    dir.display()
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The settings that a configuration file may override.
@@ -265,6 +323,13 @@ impl Resumed {
     }
 }
 
+/// Whether a folder of `owner` and with the bits `mode` is the user's, or for the temporary files of all users, as /tmp is.
+fn is_for_user(owner: u32, mode: u32, user: u32) -> bool {
+    /// Everyone may add files, and remove only their own.
+    const TEMPORARY: u32 = libc::S_ISVTX | libc::S_IWOTH;
+    owner == user || mode & TEMPORARY == TEMPORARY
+}
+
 /// Why a rank could not open the checkpoint.
 enum NotOpened {
     /// Rank 0 found none.
@@ -297,10 +362,10 @@ pub(super) fn is_deferred(args: &TrainArgs, ranks: usize) -> bool {
 /// the ranks need the device to connect, after which rank 0 verifies the checkpoint.
 pub(super) fn recorded_device(args: &TrainArgs) -> Option<DeviceChoice> {
     let dir = args.resume.as_ref().filter(|_| args.device == DeviceChoice::Auto)?;
-    let latest = std::fs::read_to_string(dir.join("latest")).ok();
+    let latest = read_small(&dir.join("latest")).and_then(|bytes| String::from_utf8(bytes).ok());
     let latest = latest.as_deref().and_then(|line| line.split(' ').next()).filter(|name| !name.contains('/'));
     let checkpoint = latest.map_or_else(|| dir.clone(), |name| dir.join(name));
-    let document = serde_json::from_slice(&std::fs::read(checkpoint.join(RUN_JSON)).ok()?).ok()?;
+    let document = serde_json::from_slice(&read_small(&checkpoint.join(RUN_JSON))?).ok()?;
     RunRecord::parse(document).ok().map(|record| record.device)
 }
 
@@ -318,4 +383,17 @@ fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
     }
     let notice = |(name, reason)| format!("{name} is passed over, because it is not whole: {reason}");
     Ok((reader, passed_over.into_iter().map(notice).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recorded_scratch_folders_are_the_users() {
+        assert!(is_for_user(7, 0o40_700, 7));
+        assert!(is_for_user(0, 0o41_777, 7), "/tmp");
+        assert!(!is_for_user(0, 0o40_755, 7));
+        assert!(!is_for_user(8, 0o40_777, 7), "its owner may replace what is there");
+    }
 }

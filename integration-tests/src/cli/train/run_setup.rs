@@ -18,12 +18,12 @@ use super::settings::{
     RunShape, check_graphs, checkpoints_activations, raise_live_limit, resolved_autos, settings, stage,
 };
 use super::validation::Rows;
-use super::{checks, metrics_file, observer, save_folder, unused_keys, validation};
+use super::{checks, memory_check, metrics_file, observer, save_folder, unused_keys, validation};
 use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::offload::resolve_folders;
 use crate::cli::{CliError, DTypeFlag, plan};
 use crate::config::DsConfig;
-use crate::data::{DataSource, is_token_file};
+use crate::data::{DataSource, FolderFiles, is_token_file};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{ReplicaChecks, RunOptions, SHARD_ALIGN_ELEMS, Settings};
@@ -97,7 +97,7 @@ impl RunSetup {
         }
         let source = data_source(args, recorded, folder.as_ref())?;
         let (data, held_out) = validation::open(args, &source)?;
-        notices.extend(validation::notice(&data, held_out.as_ref()));
+        notices.extend(validation::notices(&data, held_out.as_ref()));
         let initial = match (recorded, &folder) {
             (Some(recorded), _) => recorded.model.weights.clone(),
             (None, Some(folder)) => absolute(folder.path()),
@@ -112,6 +112,7 @@ impl RunSetup {
         // A run that recorded graphs may continue on the host.
         settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
+        resumed.map_or(Ok(()), |resumed| resumed.check_scratch(args, &settings.offload))?;
         resolve_folders(&mut settings.offload)?;
         let groups = settings.groups.resolve(&layout).map_err(CliError::usage)?;
         if device.is_some() && args.bucket_elems.is_none() {
@@ -189,7 +190,7 @@ impl RunSetup {
             },
             data: DataRecord {
                 path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
-                default: source.path.is_none(),
+                default: source.path.is_none() || source.files == FolderFiles::AsDefault,
                 tokenizer: source.tokenizer.as_deref().map(absolute),
                 fingerprint: format!("{:016x}", data.fingerprint()),
                 tokens: data.len_tokens(),
@@ -217,6 +218,7 @@ impl RunSetup {
             keep_last: args.keep_last,
             check_replicas: args.check_replicas,
             metrics: args.metrics.as_deref().map(absolute),
+            report: args.report.as_deref().map(absolute),
             validation: validation_record,
             auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
         };
@@ -274,6 +276,7 @@ impl RunSetup {
             report: args.report.clone(),
             notices,
         };
+        setup.notices.extend(memory_check::offload_notice(&setup));
         setup.check_outputs()?;
         Ok(setup)
     }
@@ -320,7 +323,7 @@ fn data_source(
     }
     let tokenizer = args.tokenizer.clone().or_else(|| folder.and_then(HfFolder::tokenizer));
     let Some(recorded) = recorded.map(|record| &record.data) else {
-        return Ok(DataSource { path: args.data.clone(), tokenizer });
+        return Ok(DataSource { path: args.data.clone(), tokenizer, files: FolderFiles::All });
     };
     let path = match &args.data {
         Some(path) => Some(path.clone()),
@@ -344,7 +347,9 @@ fn data_source(
         }
         (tokenizer, _) => tokenizer,
     };
-    Ok(DataSource { path, tokenizer })
+    let is_default = recorded.default && args.data.is_none();
+    let files = if is_default { FolderFiles::AsDefault } else { FolderFiles::All };
+    Ok(DataSource { path, tokenizer, files })
 }
 
 /// The absolute path, for a record that is read in another current folder.

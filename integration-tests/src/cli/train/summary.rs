@@ -72,12 +72,41 @@ pub(super) fn closing(
     out
 }
 
-/// An error if the last steps were skipped and the loss is not finite, under a loss scale that does not change.
+/// A run that ends with this many skipped steps has diverged, if a lower loss scale could not help: a skipped step changes
+/// no weight, so one batch may be an outlier, but not several in a row.
+const DIVERGED_STEPS: usize = 3;
+
+/// An error if the run ended with at least [`DIVERGED_STEPS`] skipped steps under the least loss scale, or with one without
+/// a finite loss under a loss scale that does not change. Steps that are skipped while the loss scale falls, as at the
+/// start of a run in fp16, do not count.
 pub(super) fn diverged(setup: &RunSetup, steps: &[StepMetrics]) -> Option<String> {
-    let is_static = matches!(setup.settings.optimizer.loss_scaling, LossScaling::Static { .. });
-    let skipped = steps.iter().rev().take_while(|step| step.skipped).count();
-    let last = steps.last().filter(|last| is_static && skipped > 0 && !last.loss.is_finite())?;
-    let saves = if setup.options.checkpoint.is_some() { ", and its weights are not saved" } else { "" };
+    let least_scale = match &setup.settings.optimizer.loss_scaling {
+        LossScaling::Dynamic(dynamic) => Some(dynamic.min_scale),
+        _ => None,
+    };
+    let saves = setup.options.checkpoint.is_some();
+    divergence(steps, least_scale, saves)
+}
+
+/// As [`diverged`]; `least_scale` is that of a dynamic loss scale.
+fn divergence(steps: &[StepMetrics], least_scale: Option<f64>, saves: bool) -> Option<String> {
+    let is_hopeless = |step: &&StepMetrics| step.skipped && least_scale.is_none_or(|least| step.loss_scale <= least);
+    let skipped = steps.iter().rev().take_while(is_hopeless).count();
+    let last = steps.last().filter(|_| skipped > 0)?;
+    if last.loss.is_finite() || least_scale.is_some() {
+        let weights = match (saves, last.step - skipped as u64) {
+            (false, _) => String::new(),
+            (true, step) => format!("; the checkpoint has the weights of step {step}"),
+        };
+        return (skipped >= DIVERGED_STEPS).then(|| {
+            format!(
+                "step {}: the last {skipped} steps were skipped, because their gradients were not finite: training \
+                 diverged{weights}; start again, or resume from an earlier checkpoint, with a lower --lr or with --clip",
+                last.step
+            )
+        });
+    }
+    let saves = if saves { ", and its weights are not saved" } else { "" };
     Some(format!(
         "step {}: the loss is not finite, and the last {} skipped: training diverged{saves}; start again, or resume from \
          an earlier checkpoint, with a lower --lr or with --clip",
@@ -243,6 +272,7 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
         row(name, of);
     }
     row("all", |b| b.wall_ms);
+    row("host's update, all of it", |b| b.update_ms);
     let _ = writeln!(out, "{}", utilization.describe(tflops));
 }
 
@@ -271,4 +301,42 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 
 fn bytes(n: u64) -> String {
     HumanBytes(n).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps with these losses, loss scales and whether they were skipped.
+    fn steps(all: &[(f64, f64, bool)]) -> Vec<StepMetrics> {
+        let step = |(i, &(loss, loss_scale, skipped)): (usize, &(f64, f64, bool))| StepMetrics {
+            step: i as u64 + 1,
+            loss,
+            loss_scale,
+            skipped,
+            ..StepMetrics::default()
+        };
+        all.iter().enumerate().map(step).collect()
+    }
+
+    #[test]
+    fn skipped_end_is_divergence() {
+        let applied = (2.0, 1.0, false);
+        let skipped = (2e9, 1.0, true);
+        let message = |all: &[(f64, f64, bool)], least| divergence(&steps(all), least, true);
+        let error = message(&[applied, skipped, skipped, skipped], None).unwrap();
+        assert!(error.starts_with("step 4: the last 3 steps were skipped"), "{error}");
+        assert!(error.contains("the checkpoint has the weights of step 1"), "{error}");
+        assert!(message(&[(2.0, 1.0, false), skipped, skipped, skipped], Some(1.0)).is_some());
+        let error = message(&[applied, (f64::NAN, 1.0, true)], None).unwrap();
+        assert!(error.contains("the loss is not finite") && error.contains("not saved"), "{error}");
+
+        // One or two outliers, and steps that were skipped earlier.
+        assert_eq!(message(&[applied, skipped, skipped], None), None);
+        assert_eq!(message(&[skipped, skipped, skipped, applied], None), None);
+        // A loss scale that falls, as at the start of a run in fp16.
+        let falling = [65536.0, 32768.0, 16384.0, 8192.0, 4096.0].map(|scale| (5.0, scale, true));
+        assert_eq!(message(&falling, Some(1.0)), None);
+        assert_eq!(message(&[], None), None);
+    }
 }

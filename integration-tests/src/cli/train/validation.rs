@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
 use crate::cli::CliError;
-use crate::data::{DataError, DataSource, Dataset};
+use crate::data::{DataError, DataSource, Dataset, FolderFiles};
 use crate::trainer::ValidationOptions;
 
 /// The validation of a run, as `run.json` stores it.
@@ -67,7 +67,7 @@ pub(super) fn open(args: &TrainArgs, source: &DataSource) -> Result<(Dataset, Op
         (None, None) => return Ok((Dataset::open(source).map_err(CliError::usage)?, None)),
         (None, Some(split)) => Dataset::open_split(source, split).map_err(CliError::usage)?,
         (Some(path), None) => {
-            let other = DataSource { path: Some(path.clone()), ..source.clone() };
+            let other = DataSource { path: Some(path.clone()), files: FolderFiles::All, ..source.clone() };
             let validation =
                 Dataset::open(&other).map_err(|e| CliError::Usage(format!("--val-data {}: {e}", path.display())))?;
             (Dataset::open(source).map_err(CliError::usage)?, validation)
@@ -149,10 +149,16 @@ pub(super) fn describe(options: &ValidationOptions, seq_len: usize) -> String {
     format!("{}; {} of them {when}", options.data.describe(), HumanCount(options.windows * seq_len as u64))
 }
 
-/// A note if the validation data is the training data.
-pub(super) fn notice(training: &Dataset, validation: Option<&Arc<Dataset>>) -> Option<String> {
-    let same = validation.is_some_and(|v| v.fingerprint() == training.fingerprint());
-    same.then(|| "the validation data is the training data: its loss does not show overfitting".to_owned())
+/// Notes about files that are left out, and a note if the validation data is the training data.
+pub(super) fn notices(training: &Dataset, validation: Option<&Arc<Dataset>>) -> Vec<String> {
+    let mut notices = training.notices().to_vec();
+    let Some(validation) = validation else { return notices };
+    // Those of a part of the training data are the same.
+    notices.extend(validation.notices().iter().filter(|notice| !training.notices().contains(notice)).cloned());
+    if validation.fingerprint() == training.fingerprint() {
+        notices.push("the validation data is the training data: its loss does not show overfitting".to_owned());
+    }
+    notices
 }
 
 #[cfg(test)]

@@ -1,0 +1,93 @@
+//! The largest model that fits.
+
+use zero_shard::{TransformerShape, ZeroStage};
+
+use super::request::Request;
+use super::stage::fits;
+
+/// Returns the most parameters of a transformer of typical shape that fits at `stage`, with the buckets and gathered units
+/// that a run of that model has; 0 if none fits, and `None` if the memory of a GPU is unknown. 1.1 times as many do not fit.
+///
+/// With more layers, a layer has a smaller part of the parameters, so memory does not always rise with their number. But it
+/// does rise among models of equal shape, and from the smallest model of one shape to that of the next.
+pub(super) fn largest_model_params(request: &Request, stage: ZeroStage) -> Option<u64> {
+    request.gpu_memory_bytes?;
+    // A size that overflows 64 bits does not fit.
+    let fits = |params: u64| params <= MAX_PARAMS && fits(&request.with_about(params), stage).unwrap_or(false);
+
+    let layers = galloping(|layers| fits(least_params(layers)));
+    let mut params = match layers {
+        0 => 0,
+        layers => {
+            let least = least_params(layers);
+            let more = galloping(|more| {
+                let params = least.saturating_add(more);
+                TransformerShape::with_about(params).layers == layers && fits(params)
+            });
+            least + more
+        }
+    };
+    // The limits of a configuration are not proportional to the model.
+    while fits(a_tenth_more(params)) {
+        params = a_tenth_more(params);
+    }
+    Some(params)
+}
+
+/// As many as `--params` accepts.
+const MAX_PARAMS: u64 = 1_000_000_000_000_000_000;
+
+fn a_tenth_more(params: u64) -> u64 {
+    params.saturating_add((params / 10).max(1))
+}
+
+/// The fewest parameters whose typical shape has `layers` layers.
+fn least_params(layers: u64) -> u64 {
+    let fewer = zero_shard::largest(|params| TransformerShape::with_about(params).layers < layers);
+    // No number of parameters has fewer than one layer.
+    if layers <= 1 { 1 } else { fewer + 1 }
+}
+
+/// The greatest n for which the monotone predicate `holds` is true, or 0. It is called with numbers of at most twice that,
+/// since a predicate may cost as much as its number.
+fn galloping(mut holds: impl FnMut(u64) -> bool) -> u64 {
+    let mut low = 0;
+    let mut high = 1;
+    while holds(high) {
+        low = high;
+        match high.checked_mul(2) {
+            Some(next) => high = next,
+            None => return low,
+        }
+    }
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if holds(middle) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn galloping_finds_every_limit() {
+        for limit in (0..100).chain([u64::MAX / 3, 1 << 40]) {
+            assert_eq!(galloping(|n| n <= limit), limit);
+        }
+    }
+
+    #[test]
+    fn least_params_are_the_first_of_their_shape() {
+        for layers in 2..40 {
+            let least = least_params(layers);
+            assert_eq!(TransformerShape::with_about(least).layers, layers);
+            assert_eq!(TransformerShape::with_about(least - 1).layers, layers - 1);
+        }
+    }
+}
