@@ -2,6 +2,12 @@
 
 pub(crate) mod agreement;
 pub(crate) mod assemble;
+pub(crate) mod description;
+pub(crate) mod job;
+pub(crate) mod meta;
+pub(crate) mod shared;
+pub(crate) mod staged_name;
+pub(crate) mod sweep;
 pub(crate) mod background;
 pub(crate) mod import;
 pub(crate) mod replace;
