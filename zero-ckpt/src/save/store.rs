@@ -446,7 +446,12 @@ impl Store {
         let manifest = with_files(manifest, staged, &path)?;
         let encoded = manifest.encode()?;
 
-        let save = staged.first().map(|file| file.save).unwrap_or(SaveId { run: 0, session: self.session, number: 0 });
+        let own = SaveId { run: self.run_checksum(), session: self.session, number: 0 };
+        let save = match place {
+            Place::Move => staged.first().map_or(own, |file| file.save),
+            // The directory of the staged files' own save may exist, and hold them.
+            Place::Copy(_) => own,
+        };
         let ready_name = StagedName { step: manifest.step, kind: Kind::Ready, save }.to_string();
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);

@@ -12,3 +12,4 @@ mod on_ranks;
 mod properties;
 mod reshard;
 mod runs;
+mod staged;
