@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::Device;
 use zero_ckpt::{
-    BackgroundStore, CkptError, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype, StateSpec, Store,
+    BackgroundStore, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype, StateSpec, Store,
     StoreOptions,
 };
 use zero_optim::StateKind;
@@ -49,11 +49,7 @@ impl Saver {
         let model = ModelSpec::from(&*rank.layout);
         let check = |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
         let exchange = &mut RankExchange::of(rank);
-        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check);
-        let store = store.map_err(|error| match error {
-            CkptError::NotShared { .. } => TrainError::Usage(format!("--checkpoint {}: {error}", dir.display())),
-            other => other.into(),
-        })?;
+        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check)?;
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(store, Arc::clone(&rank.layout), states(), 1)?),

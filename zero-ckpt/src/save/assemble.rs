@@ -235,8 +235,7 @@ fn read_whole(
     let path = dir.path().join(name);
     let bad = |why: &str| CkptError::BadSafetensors { path: path.clone(), why: why.into() };
     let pieces = shard_pieces(layout, rank)?;
-    let file_layout =
-        FileLayout::new(&probe.states, pieces.clone()).ok_or_else(|| bad("sizes exceed 64 bits"))?;
+    let file_layout = FileLayout::new(&probe.states, pieces.clone()).ok_or_else(|| bad("sizes exceed 64 bits"))?;
     let header = encode_header(layout, (rank, probe.step), &probe.states, &file_layout)?;
     let front_bytes = header.len() as u64 + file_layout.table_bytes();
     let expected_bytes = front_bytes + file_layout.state_bytes();
@@ -254,7 +253,16 @@ fn read_whole(
     probe.files = vec![record];
     ShardFile::open(dir, probe, 0)?.verify(dir)?;
     let states = probe.states.clone();
-    Ok(StagedFile { rank, step: probe.step, file: name.to_owned(), bytes: expected_bytes, front_crc64, states, pieces, save })
+    Ok(StagedFile {
+        rank,
+        step: probe.step,
+        file: name.to_owned(),
+        bytes: expected_bytes,
+        front_crc64,
+        states,
+        pieces,
+        save,
+    })
 }
 
 /// A save of which all files are whole.
@@ -279,7 +287,8 @@ impl Complete<'_> {
         options.run = description.manifest.run.clone();
         let store = Store::create(into, 0, options)?;
         store.check_runs()?;
-        let newest = store.published().iter().map(|entry| entry.name.clone()).filter(|name| *name >= step_name(step)).max();
+        let newest =
+            store.published().iter().map(|entry| entry.name.clone()).filter(|name| *name >= step_name(step)).max();
         if let Some(newest) = newest {
             let expected = format!("one without checkpoints of step {step} or later; name a new directory first");
             return Err(CkptError::argument(into.display().to_string(), expected, newest));

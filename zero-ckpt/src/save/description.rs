@@ -100,7 +100,8 @@ impl Store {
         let documents = encode_documents(meta)?;
         let run = self.run().map(str::to_owned);
         let manifest = manifest_without_files(meta, layout, file.states.clone(), run, &documents);
-        let documents = documents.into_iter().map(|(_, bytes)| String::from_utf8_lossy(&bytes).into_owned()).collect();
+        let documents =
+            documents.into_iter().map(|(_, bytes)| String::from_utf8_lossy(&bytes).into_owned()).collect();
         let resumed_runs = self.resumed_runs().to_vec();
         let encoded = Description { manifest, documents, resumed_runs, best: meta.best }.encode()?;
         let name = StagedName { step: file.step, kind: Kind::Description, save: file.save };

@@ -478,14 +478,7 @@ impl Store {
 
     /// Moves the files of a checkpoint that could not be published back to their staged names, and removes what was
     /// written with them. Keeps what cannot be moved.
-    fn put_back(
-        &self,
-        ready: &Dir,
-        ready_name: &str,
-        staged: &[StagedFile],
-        manifest: &Manifest,
-        place: &Place<'_>,
-    ) {
+    fn put_back(&self, ready: &Dir, ready_name: &str, staged: &[StagedFile], manifest: &Manifest, place: &Place<'_>) {
         for (staged, file) in staged.iter().zip(&manifest.files) {
             let _ = match place {
                 Place::Move => ready.rename(&file.name, &self.staging, &staged.file),

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use zero_ckpt::{
-    assemble, BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, StateDtype, StateSpec, Store,
-    StoreOptions,
+    BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, StateDtype, StateSpec, Store,
+    StoreOptions, assemble,
 };
 use zero_shard::Layout;
 

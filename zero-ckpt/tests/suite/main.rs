@@ -8,6 +8,7 @@ mod crash;
 mod damage;
 mod disk;
 mod exchange;
+mod faults;
 mod on_ranks;
 mod properties;
 mod reshard;

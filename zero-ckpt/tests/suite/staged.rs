@@ -130,8 +130,10 @@ fn folders_of_machines_are_assembled_together() {
     assert!(alone.contains("the files of 2 of 3 ranks are missing: 1, 2"), "{alone}");
     let alone = assemble(&b, &NONE).unwrap_err().to_string();
     assert!(alone.contains("description, which rank 0 writes beside its file, is missing"), "{alone}");
-    assert_eq!(assemble(dir.path().join("nothing"), &NONE).unwrap_err().to_string(),
-        "no staged save can be assembled; there are no staged files");
+    assert_eq!(
+        assemble(dir.path().join("nothing"), &NONE).unwrap_err().to_string(),
+        "no staged save can be assembled; there are no staged files"
+    );
 
     // Into a new folder, of folders or of their .staging, one of them given twice.
     let out = dir.path().join("out");
@@ -286,7 +288,8 @@ fn wait_until(ends: impl Fn() -> bool) -> bool {
 fn waiting_ranks_exchange_messages() {
     let (dir, layout) = (tempfile::tempdir().unwrap(), layout(3, 4));
     let (calls, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let (calls, done): (&'static AtomicUsize, &'static AtomicUsize) = (Box::leak(calls.into()), Box::leak(done.into()));
+    let (calls, done): (&'static AtomicUsize, &'static AtomicUsize) =
+        (Box::leak(calls.into()), Box::leak(done.into()));
     on_ranks(3, |rank, world| {
         let store = Store::create_on_ranks(dir.path(), rank, run("a"), &mut world.rank(rank), |_| Ok(())).unwrap();
         let store = store.observe(move |at| {
