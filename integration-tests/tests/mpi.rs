@@ -114,6 +114,98 @@ fn a_killed_rank_ends_the_run() {
     }
 }
 
+/// `mpirun` of `ranks` processes, of which the last runs in the working folder `last`, as if on another machine. `prefix`
+/// is put before its command.
+fn two_machines(ranks: usize, (first, last): (&Path, &Path), prefix: &[&str], args: &[String]) -> Command {
+    let mut command = mpirun(ranks - 1, first);
+    command.args(args).current_dir(first).arg(":").args(["-n", "1", "--wdir", &last.display().to_string()]);
+    command.args(prefix).arg(place::zero().get_program()).args(args);
+    command
+}
+
+/// A checkpoint folder that ranks do not share, or that one cannot open, fails before the first step.
+#[test]
+fn unshared_checkpoint_folder_is_refused_at_the_start() {
+    if !has_mpirun() {
+        return;
+    }
+    for ranks in [2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        [&a, &b].map(|folder| std::fs::create_dir(folder).unwrap());
+        let metrics = dir.path().join("metrics");
+        let last = ranks - 1;
+        let path = metrics.display().to_string();
+        let args = train(ranks, &["--steps", "2", "--checkpoint", "ckpt", "--metrics", &path]);
+        let refused = || {
+            let output = two_machines(ranks, (&a, &b), &[], &args).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(std::fs::read_to_string(&metrics).unwrap_or_default(), "", "a step ran");
+            assert!(!text.contains("panicked"), "{text}");
+            assert_eq!(output.status.code(), Some(1), "{text}");
+            text
+        };
+        let text = refused();
+        let named = format!("rank {last}: its checkpoint folder {}", b.join("ckpt").display());
+        assert!(
+            text.contains(&named) && text.contains("of rank 0; all ranks must save into one directory"),
+            "{text}"
+        );
+
+        std::fs::remove_dir_all(b.join("ckpt")).unwrap();
+        std::fs::write(b.join("ckpt"), "a file").unwrap();
+        let text = refused();
+        assert!(text.contains(&format!("rank {last}: cannot create ckpt")), "{text}");
+    }
+}
+
+/// The last rank may write no file of more than 4,096 bytes: the others' staged files stay, and their errors name them.
+#[test]
+fn failed_save_keeps_staged_files() {
+    if !has_mpirun() {
+        return;
+    }
+    use rustix::process::{Pid, Resource, Rlimit, prlimit};
+    for ranks in [2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
+        let (ckpt, metrics) = (path("ckpt"), path("metrics"));
+        let flags = ["--steps", "1000000", "--checkpoint", &ckpt, "--checkpoint-every", "2", "--metrics", &metrics];
+        let args = train(ranks, &flags);
+        let mut command = two_machines(ranks, (dir.path(), dir.path()), &["env", "--ignore-signal=XFSZ"], &args);
+        let run = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !dir.path().join("ckpt/latest").exists() {
+            assert!(Instant::now() < deadline, "the run did not save");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let found = Command::new("pgrep").args(["-P", &run.id().to_string()]).output().unwrap();
+        let of_rank = |process: &&str| {
+            let variables = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+            let last = format!("OMPI_COMM_WORLD_RANK={}", ranks - 1);
+            variables.split(|byte| *byte == 0).any(|variable| variable == last.as_bytes())
+        };
+        let processes = String::from_utf8(found.stdout).unwrap();
+        let last: i32 = processes.lines().find(of_rank).expect("the last rank runs").parse().unwrap();
+        let limit = Rlimit { current: Some(4096), maximum: None };
+        prlimit(Pid::from_raw(last), Resource::Fsize, limit).unwrap();
+
+        let output = run.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(
+            text.contains(&format!("rank {}: cannot write", ranks - 1)) && text.contains("File too large"),
+            "{text}"
+        );
+        let kept = text.split("is kept: ").nth(1).and_then(|rest| rest.split(';').next());
+        assert!(kept.is_some_and(|path| Path::new(path).exists()), "{text}");
+        succeeds(&place::zero().args(["ckpt", "verify", &ckpt]).output().unwrap());
+        let assembled = place::zero().args(["ckpt", "assemble", &ckpt]).output().unwrap();
+        let text = String::from_utf8_lossy(&assembled.stderr);
+        assert!(text.contains(&format!("the files of 1 of {ranks} ranks are missing: {}", ranks - 1)), "{text}");
+    }
+}
+
 /// Every rank takes up the settings and the id of the run.
 #[test]
 fn a_resume_needs_no_flag() {

@@ -202,6 +202,35 @@ pub enum CkptError {
         /// Its error.
         message: String,
     },
+    /// A rank does not see the directory that rank 0 saves into.
+    #[error(
+        "rank {rank}: {message}; all ranks must save into one directory that they share: name a path on a file system that \
+         every machine mounts"
+    )]
+    NotShared {
+        /// The rank.
+        rank: u64,
+        /// Its directory and that of rank 0.
+        message: String,
+    },
+    /// A save failed after this rank had staged its file, which is kept.
+    #[error(
+        "{error}; this rank's staged file is kept: {}; if those of all ranks are, `zero ckpt assemble` \
+         (zero_ckpt::assemble) makes a checkpoint of them",
+        path.display()
+    )]
+    Kept {
+        /// The reason of the failure.
+        error: Box<CkptError>,
+        /// The staged file, or the directory into which rank 0 has moved it.
+        path: PathBuf,
+    },
+    /// No save of which all files are staged can be assembled.
+    #[error("no staged save can be assembled{}", Reasons(reasons))]
+    NotAssembled {
+        /// The defect of each save or directory.
+        reasons: Vec<String>,
+    },
     /// A frame received from a rank is malformed.
     #[error("malformed frame from rank {rank}: {why}")]
     BadFrame {

@@ -107,6 +107,8 @@ pub(crate) enum Message<T> {
     Failed(u64),
     /// There is no result yet; another message follows.
     Pending,
+    /// A rank is not ready yet: all ranks gather their records again, and another message follows.
+    Gather,
 }
 
 impl<T> Message<T> {

@@ -34,9 +34,10 @@ pub use load::resharding::View;
 pub use load::resolve::{Resolved, has_checkpoints, resolve};
 pub use load::verify::VerifyReport;
 pub use save::agreement::{PublishedCheckpoint, StagedFile};
-pub use save::assemble::SaveMeta;
+pub use save::assemble::{Assembled, assemble};
 pub use save::background::{BackgroundStore, Fence, StagingSlice};
 pub use save::import::import;
+pub use save::meta::SaveMeta;
 pub use save::shard_data::ShardData;
 #[cfg(feature = "testing")]
 pub use save::store::SavePoint;

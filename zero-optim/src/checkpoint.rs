@@ -101,11 +101,13 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<PublishedCheckpoint, CheckpointError> {
         let mut meta = meta.dtype(self.stored_dtype());
         let states = self.add_progress(&mut meta.trainer).and_then(|()| self.shard_states(stream, own, limit));
-        let staged = match &states {
-            Ok(states) => stage(store, meta.step, own.layout, own.rank, states),
+        // Staged on a thread, while this one tells the other ranks of its progress.
+        let (step, layout, rank) = (meta.step, own.layout, own.rank);
+        let stage = || match &states {
+            Ok(states) => stage(store, step, layout, rank, states),
             Err(error) => Err(CkptError::Snapshot { message: error.to_string() }),
         };
-        let published = store.finish(&meta, own.layout, staged, exchange);
+        let published = store.save_with(&meta, layout, stage, exchange);
         states.and_then(|_| Ok(published?))
     }
 

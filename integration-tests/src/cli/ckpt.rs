@@ -1,17 +1,20 @@
-//! `zero ckpt`: inspects and verifies checkpoints and converts them to and from Hugging Face folders.
+//! `zero ckpt`: inspects and verifies checkpoints, assembles them of staged files, and converts them to and from Hugging Face
+//! folders.
 
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use indicatif::HumanCount;
-use zero_ckpt::{ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, has_checkpoints, resolve};
+use zero_ckpt::{
+    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble, has_checkpoints, resolve,
+};
 
 use super::CliError;
 use super::flags::{DTypeFlag, parse_bytes};
 use super::output::{print_note, print_text};
 use crate::hf::HfFolder;
 
-/// Inspect, verify, export or import checkpoints
+/// Inspect, verify, assemble, export or import checkpoints
 #[derive(Args, Debug)]
 pub struct CkptArgs {
     #[command(subcommand)]
@@ -35,6 +38,16 @@ enum Command {
     Verify {
         /// A directory of checkpoints (checks the newest, and older ones until one is whole) or one checkpoint in it
         checkpoint: PathBuf,
+    },
+    /// Make a checkpoint of the files that the ranks of a failed save staged, such as on machines without a shared folder
+    ///
+    /// Takes the latest save of which the files of all ranks are there and whole, and names what others lack. Nothing is
+    /// removed: files are linked into the checkpoint, or copied from another file system.
+    Assemble {
+        /// The --checkpoint folders of all ranks, or copies of them (their .staging is enough); the checkpoint is made in
+        /// the first one, which may be new
+        #[arg(required = true, value_name = "DIR")]
+        folders: Vec<PathBuf>,
     },
     /// Write the weights as a Hugging Face folder of safetensors files
     Export {
@@ -79,6 +92,10 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
             }
         }
         Command::Verify { checkpoint } => verify(&checkpoint),
+        Command::Assemble { folders } => match &folders[..] {
+            [into, from @ ..] => assemble_into(into, from),
+            [] => Err(CliError::Usage("name the folders of the ranks".to_owned())),
+        },
         Command::Export { checkpoint, out, best, dtype, max_shard_size, state } => {
             let reader = open(&checkpoint, best)?;
             let dtype = match dtype {
@@ -132,6 +149,21 @@ fn verify(path: &Path) -> Result<(), CliError> {
         defects.join("; "),
         store_dir.display()
     )))
+}
+
+/// Makes a checkpoint in `into` of the staged files there and in `from`.
+fn assemble_into(into: &Path, from: &[PathBuf]) -> Result<(), CliError> {
+    let Assembled { checkpoint, passed_over, .. } = assemble(into, from).map_err(CliError::failure)?;
+    for defect in passed_over {
+        print_note(format_args!("passed over: {defect}"));
+    }
+    let (path, dir) = (into.join(&checkpoint.name), into.display());
+    print_text(format!(
+        "{}: assembled of the files of all ranks, {} bytes, all checksums match; `zero train --resume {dir}` continues from \
+         it\n",
+        path.display(),
+        HumanCount(checkpoint.bytes)
+    ))
 }
 
 /// Imports a Hugging Face folder, after checking it against its configuration. Units are those of the trainer.

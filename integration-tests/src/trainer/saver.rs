@@ -5,6 +5,9 @@
 //! When all are, the save advances without waiting for a disk; a failure is reported then, on all ranks.
 //!
 //! State on NVMe is not copied: training waits while it is streamed into the file.
+//!
+//! While a rank writes or rank 0 publishes, waiting ranks exchange that there is progress, so that no collective waits for a
+//! disk. Old checkpoints are deleted after the result is sent, on a thread of rank 0.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,12 +42,14 @@ fn states() -> Vec<StateSpec> {
 }
 
 impl Saver {
-    /// Opens `dir`, which must not hold checkpoints of other runs, and allocates a staging buffer.
+    /// Opens `dir`, which all ranks must share and which must not hold checkpoints of other runs, and allocates a staging
+    /// buffer. Collective: a wrong directory fails on all ranks at the start of training and not at the first save.
     pub(super) fn new<D: Device>(rank: &Rank<D>, dir: &Path, options: StoreOptions) -> Result<Self, TrainError> {
-        let store = Store::create(dir, rank.comm.rank() as u64, options)?;
-        // Checked here so that a wrong directory fails at the start of training and not at the first save.
-        store.check_runs()?;
-        store.check_model(&ModelSpec::from(&*rank.layout))?;
+        let options = options.stall_limit(rank.settings.limit);
+        let model = ModelSpec::from(&*rank.layout);
+        let check = |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
+        let exchange = &mut RankExchange::of(rank);
+        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check)?;
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(store, Arc::clone(&rank.layout), states(), 1)?),
@@ -72,8 +77,8 @@ impl Saver {
             })?),
             Saves::Streamed(store) => {
                 let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
-                let staged = store.stage_streamed(meta.step, &rank.layout, states(), fill);
-                let published = store.finish(&meta, &rank.layout, staged, &mut RankExchange::of(rank))?;
+                let stage = || store.stage_streamed(meta.step, &rank.layout, states(), fill);
+                let published = store.save_with(&meta, &rank.layout, stage, &mut RankExchange::of(rank))?;
                 self.published(&published);
                 Ok(())
             }
@@ -123,6 +128,14 @@ impl Saver {
         self.best = published.best.as_ref().map(|name| self.dir.join(name));
     }
 
+    /// Waits until old checkpoints are deleted.
+    fn finish_removals(&self) -> Vec<String> {
+        match &self.store {
+            Saves::Background(background) => background.finish_removals(),
+            Saves::Streamed(store) => store.finish_removals(),
+        }
+    }
+
     /// The newest checkpoint of this run.
     pub(super) fn newest(&self) -> Option<&Path> {
         self.newest.as_deref()
@@ -131,5 +144,14 @@ impl Saver {
     /// The checkpoint of the lowest validation loss, if it is in this directory.
     pub(super) fn best(&self) -> Option<&Path> {
         self.best.as_deref()
+    }
+}
+
+impl Drop for Saver {
+    /// Reports what could not be deleted after the last save.
+    fn drop(&mut self) {
+        for notice in self.finish_removals() {
+            tracing::warn!("old checkpoints in {}: {notice}", self.dir.display());
+        }
     }
 }

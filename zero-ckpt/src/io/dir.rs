@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
@@ -172,12 +173,32 @@ impl Dir {
         fs::unlinkat(&self.fd, name, AtFlags::empty()).map_err(CkptError::os("remove", self.path.join(name)))
     }
 
-    /// Removes a file, or a directory with its contents. Of a link, removes the link only.
-    pub(crate) fn remove(&self, name: &str) -> Result<(), CkptError> {
+    /// Removes an empty directory.
+    pub(crate) fn remove_empty_dir(&self, name: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        fs::unlinkat(&self.fd, name, AtFlags::REMOVEDIR).map_err(CkptError::os("remove", self.path.join(name)))
+    }
+
+    /// Removes a file, or a directory with its contents. Of a link, removes the link only. Adds 1 to `progress` for each
+    /// removed entry.
+    pub(crate) fn remove(&self, name: &str, progress: &AtomicU64) -> Result<(), CkptError> {
         self.check(name)?;
         let failed = CkptError::os("remove", self.path.join(name));
         let name = CString::new(name).map_err(|_| self.unsafe_name(name, "is not a plain file name"))?;
-        remove_at(self.fd.as_fd(), &name).map_err(failed)
+        remove_at(self.fd.as_fd(), &name, progress).map_err(failed)
+    }
+
+    /// Gives the regular file `name` the second name `to_dir/to`; copies and syncs it if the file system cannot.
+    pub(crate) fn link_or_copy(&self, name: &str, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
+        self.check(name)?;
+        to_dir.check(to)?;
+        if fs::linkat(&self.fd, name, &to_dir.fd, to, AtFlags::empty()).is_ok() {
+            return Ok(());
+        }
+        let (mut from, _) = self.open_file(name, false)?;
+        let mut copy = to_dir.create_file(to, false)?;
+        let copied = std::io::copy(&mut from, &mut copy).and_then(|_| copy.sync_all());
+        copied.map_err(CkptError::io("copy to", to_dir.path.join(to)))
     }
 
     /// Whether an entry has this name.
@@ -219,14 +240,15 @@ fn names_of(dir: BorrowedFd<'_>) -> Result<Vec<CString>, Errno> {
     names.filter(|name| !matches!(name.as_deref().map(CStr::to_bytes), Ok(b"." | b".."))).collect()
 }
 
-fn remove_at(dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
+fn remove_at(dir: BorrowedFd<'_>, name: &CStr, progress: &AtomicU64) -> Result<(), Errno> {
+    progress.fetch_add(1, Ordering::Relaxed);
     match fs::unlinkat(dir, name, AtFlags::empty()) {
         // The errors for a directory: EISDIR on Linux, EPERM in POSIX.
         Err(errno @ (Errno::ISDIR | Errno::PERM)) => {
             let within = fs::openat(dir, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty());
             let within = within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;
             for name in names_of(within.as_fd())? {
-                remove_at(within.as_fd(), &name)?;
+                remove_at(within.as_fd(), &name, progress)?;
             }
             fs::unlinkat(dir, name, AtFlags::REMOVEDIR)
         }
@@ -293,9 +315,11 @@ mod tests {
         std::fs::rename(&other, &at).unwrap();
 
         assert_eq!(dir.names().unwrap(), ["own", "tree"]);
-        dir.remove("tree").unwrap();
-        dir.remove("own").unwrap();
-        assert!(dir.remove("own").is_err());
+        let progress = AtomicU64::new(0);
+        dir.remove("tree", &progress).unwrap();
+        dir.remove("own", &progress).unwrap();
+        assert!(dir.remove("own", &progress).is_err());
+        assert!(progress.into_inner() >= 5);
         dir.open_or_create_file("new").unwrap();
         assert_eq!(dir.names().unwrap(), ["new"]);
         assert!(at.join("tree/deep/another's").exists() && at.join("another's").exists() && !at.join("new").exists());

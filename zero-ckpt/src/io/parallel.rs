@@ -21,6 +21,9 @@ const THREADS: u64 = 4;
 /// Bytes that a thread writes at a time; a multiple of [`BLOCK_BYTES`].
 const WRITE_BYTES: u64 = 4 << 20;
 
+/// Bytes after which buffered writes are synced.
+const SYNC_BYTES: u64 = 1 << 30;
+
 /// Bytes that a thread reads at a time; a multiple of [`BLOCK_BYTES`]. The fresh pages of larger buffers cost more than
 /// their fewer requests save.
 const READ_BYTES: u64 = 1 << 20;
@@ -92,8 +95,8 @@ impl Source for Slices<'_> {
 }
 
 /// Writes `source` at `offset`, a multiple of [`PAGE_BYTES`], and returns the checksum of each of its blocks. The
-/// last page is padded with zeros; the caller truncates the file.
-pub(crate) fn write(file: &File, offset: u64, source: &dyn Source) -> io::Result<Vec<u64>> {
+/// last page is padded with zeros; the caller truncates the file. Adds the written bytes to `progress`.
+pub(crate) fn write(file: &File, offset: u64, source: &dyn Source, progress: &AtomicU64) -> io::Result<Vec<u64>> {
     let len = source.len();
     let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();
     in_parallel(chunks(0..len, WRITE_BYTES), threads_for(len), |range, buffer| {
@@ -113,7 +116,9 @@ pub(crate) fn write(file: &File, offset: u64, source: &dyn Source) -> io::Result
         for (entry, block) in checksums[first..].iter().zip(bytes[..n].chunks(BLOCK_BYTES as usize)) {
             entry.store(checksum(block), Ordering::Relaxed);
         }
-        write_at(file, bytes, offset + range.start)
+        write_at(file, bytes, offset + range.start)?;
+        let before = progress.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        sync_buffered(file, before..before + bytes.len() as u64)
     })?;
     Ok(checksums.into_iter().map(AtomicU64::into_inner).collect())
 }
@@ -125,6 +130,14 @@ pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()>
         Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => file.write_all_at(bytes, offset),
         other => other,
     }
+}
+
+/// Without direct I/O, syncs the file each time that the written bytes pass a multiple of [`SYNC_BYTES`]: the last sync of
+/// a large file would otherwise make no progress for minutes.
+fn sync_buffered(file: &File, written: Range<u64>) -> io::Result<()> {
+    let is_due = written.start / SYNC_BYTES < written.end / SYNC_BYTES;
+    let is_direct = || rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.intersects(DIRECT));
+    if is_due && !is_direct() { file.sync_data() } else { Ok(()) }
 }
 
 /// Reads at least `need` bytes into a page-aligned buffer that may reach past the end of the file.

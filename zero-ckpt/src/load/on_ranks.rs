@@ -81,7 +81,7 @@ impl Reader {
                 Message::Pending => {}
                 Message::Done(selection) => return Ok(Self::open_selected(path, &selection)?),
                 Message::Error(message) => return Err(CkptError::Rank { rank: 0, message }.into()),
-                Message::Failed(_) => {
+                Message::Failed(_) | Message::Gather => {
                     return Err(CkptError::BadFrame { rank: 0, why: "it names no checkpoint".into() }.into());
                 }
             }

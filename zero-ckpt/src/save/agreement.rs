@@ -1,14 +1,28 @@
 //! The agreement of the ranks in a save: every rank's record goes to rank 0, which publishes and broadcasts the outcome.
 //!
+//! ```text
+//! all ranks    gather: "staged", "failed", or "staging, N bytes so far"
+//! rank 0       broadcast, as long as a rank stages: "gather again"
+//!              broadcast, as long as it publishes: "pending"
+//!              broadcast the outcome; a failed rank broadcasts its error
+//! ```
+//!
+//! So no rank waits for a message for longer than the interval of [`Watch::period`], however long the disks take. Rank 0
+//! ends the save if a rank makes no progress for [`StoreOptions::stall_limit`](crate::StoreOptions); a process that is
+//! stopped or dead is found by the communicator's own limit.
+//!
 //! A record has a fixed length: rank 0 knows the pieces and states of every rank from the layout and from its own file,
 //! and a record has their checksum. The message of a failed rank is broadcast by that rank itself.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use zero_shard::Layout;
 
+use super::job::{Job, Watch};
+use super::staged_name::{Kind, SaveId, StagedName};
 use crate::exchange::{Exchange, MESSAGE_BYTES, Message, RECORD_BYTES, broadcast, shorten};
 use crate::format::blocks::{checksum, shard_pieces};
-use crate::format::catalog::step_name;
 use crate::{CkptError, Piece, SaveMeta, StateSpec, Store};
 
 /// A rank's staged file.
@@ -29,6 +43,7 @@ pub struct StagedFile {
     pub states: Vec<StateSpec>,
     /// The elements in it, of each state.
     pub pieces: Vec<Piece>,
+    pub(crate) save: SaveId,
 }
 
 /// The record of a published checkpoint, equal on all ranks.
@@ -46,7 +61,7 @@ pub struct PublishedCheckpoint {
     pub bytes: u64,
     /// The name of the checkpoint that `best` names.
     pub best: Option<String>,
-    /// Failures that do not affect the checkpoint, such as in removing an old one.
+    /// Failures in removing old checkpoints after earlier saves, which affect no checkpoint.
     pub notices: Vec<String>,
 }
 
@@ -61,18 +76,280 @@ impl PublishedCheckpoint {
     }
 }
 
-/// A rank's part in the second exchange of a save.
-pub(crate) enum Outcome {
-    /// Rank 0: the result of the publication.
-    Published(Result<PublishedCheckpoint, CkptError>),
-    /// Another rank: the error of its staging, if that failed.
-    Staged(Option<CkptError>),
+/// A published checkpoint, and the saves that it supersedes on each rank.
+pub(crate) struct Publication {
+    pub(crate) checkpoint: PublishedCheckpoint,
+    /// The name of the checkpoint of [`SaveMeta::superseded`].
+    pub(crate) superseded: Option<String>,
+    /// The number of this save in each session of a rank; one session if [`Store::create_on_ranks`] opened the stores.
+    pub(crate) numbers: BTreeMap<u64, u32>,
+}
+
+type Staged = Result<StagedFile, CkptError>;
+
+/// A rank's publication, on a thread.
+pub(crate) type Publishing = Job<Result<Publication, CkptError>>;
+
+/// A save in progress on this rank.
+pub(crate) struct Save {
+    step: u64,
+    staging: Job<Staged>,
+    /// The result of the staging, once that has ended.
+    staged: Option<Staged>,
+    phase: Phase,
+    watch: Watch,
+}
+
+enum Phase {
+    /// This rank has sent no record.
+    Staging,
+    /// Rank 0: another rank stages; all gather again.
+    Gathering,
+    /// Rank 0: a thread publishes.
+    Publishing(Publishing),
+    /// Other ranks: the next message is rank 0's.
+    Following,
+}
+
+/// The records of a gather, on rank 0.
+enum Gathered {
+    /// No rank stages any longer.
+    All(Vec<Staged>),
+    /// The progress of each rank that still stages.
+    Staging(Vec<(usize, u64)>),
+}
+
+impl Save {
+    pub(crate) fn new(store: &Store, step: u64, staging: Job<Staged>) -> Self {
+        Self { step, staging, staged: None, phase: Phase::Staging, watch: Watch::new(store.stall_limit()) }
+    }
+
+    /// Whether [`Save::advance`] would not wait for a thread of this rank.
+    pub(crate) fn is_ready(&self) -> bool {
+        match &self.phase {
+            Phase::Staging | Phase::Gathering => self.staged.is_some() || self.staging.has_ended(),
+            Phase::Publishing(job) => job.has_ended(),
+            Phase::Following => true,
+        }
+    }
+
+    /// The first call sends this rank's record and returns `None`; rank 0 then calls `publish`, which starts the
+    /// publication, if all ranks have staged. The second ends with the outcome.
+    pub(crate) fn advance(
+        &mut self,
+        store: &Store,
+        layout: &Layout,
+        exchange: &mut impl Exchange,
+        publish: &mut dyn FnMut(Vec<Staged>) -> Publishing,
+    ) -> Result<Option<PublishedCheckpoint>, CkptError> {
+        let result = match self.phase {
+            Phase::Staging => self.gather(store, layout, exchange, publish).map(|()| None),
+            _ => self.agree(store, layout, exchange, publish).map(Some),
+        };
+        result.map_err(|error| self.keep(store, error))
+    }
+
+    /// Calls [`Save::advance`] until there is an outcome.
+    pub(crate) fn complete(
+        &mut self,
+        store: &Store,
+        layout: &Layout,
+        exchange: &mut impl Exchange,
+        publish: &mut dyn FnMut(Vec<Staged>) -> Publishing,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        loop {
+            if let Some(published) = self.advance(store, layout, exchange, publish)? {
+                return Ok(published);
+            }
+        }
+    }
+
+    /// Waits for the threads of this rank while they make progress.
+    pub(crate) fn wait_for_threads(&mut self, store: &Store) {
+        if self.staged.is_none() && self.staging.wait_while_progressing(store.stall_limit(), || store.progress()) {
+            self.staged = Some(self.staging.take().and_then(|staged| staged));
+        }
+        if let Phase::Publishing(job) = &self.phase {
+            job.wait_while_progressing(store.stall_limit(), || store.progress());
+        }
+    }
+
+    fn gather(
+        &mut self,
+        store: &Store,
+        layout: &Layout,
+        exchange: &mut impl Exchange,
+        publish: &mut dyn FnMut(Vec<Staged>) -> Publishing,
+    ) -> Result<(), CkptError> {
+        if self.staged.is_none() && self.staging.wait(self.watch.period()) {
+            self.staged = Some(self.staging.take().and_then(|staged| staged));
+        }
+        let record = match &self.staged {
+            Some(staged) => staged_record(store.rank(), staged.as_ref().ok()),
+            None => record(PENDING, store.rank(), [store.progress()]),
+        };
+        let gathered = exchange.gather(&record).map_err(|e| CkptError::Exchange { message: e.to_string() })?;
+        if store.rank() > 0 {
+            self.phase = Phase::Following;
+            return Ok(());
+        }
+        self.phase = match self.read(store, layout, &gathered) {
+            Ok(Gathered::All(all)) => Phase::Publishing(publish(all)),
+            Ok(Gathered::Staging(progress)) => match self.stalled(&progress) {
+                Some(error) => Phase::Publishing(Job::ended(Err(error))),
+                None => Phase::Gathering,
+            },
+            Err(error) => Phase::Publishing(Job::ended(Err(error))),
+        };
+        Ok(())
+    }
+
+    /// The error of the first rank without progress.
+    fn stalled(&mut self, progress: &[(usize, u64)]) -> Option<CkptError> {
+        self.watch.tick();
+        let stalled = |(rank, bytes): &(usize, u64)| self.watch.is_stalled(*rank, *bytes).then_some((*rank, *bytes));
+        let stalled: Vec<_> = progress.iter().filter_map(stalled).collect();
+        let (rank, bytes) = *stalled.first()?;
+        Some(stall_error(rank as u64, &format!("has written nothing for step {}", self.step), &self.watch, bytes))
+    }
+
+    fn agree(
+        &mut self,
+        store: &Store,
+        layout: &Layout,
+        exchange: &mut impl Exchange,
+        publish: &mut dyn FnMut(Vec<Staged>) -> Publishing,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        loop {
+            match &self.phase {
+                Phase::Staging => self.gather(store, layout, exchange, publish)?,
+                Phase::Gathering => {
+                    broadcast(&Message::<PublishedCheckpoint>::Gather, 0, exchange)?;
+                    self.gather(store, layout, exchange, publish)?;
+                }
+                Phase::Publishing(job) if job.wait(self.watch.period()) => {
+                    let outcome = job.take().and_then(|outcome| outcome);
+                    return self.announce(store, outcome, exchange);
+                }
+                Phase::Publishing(_) if self.watch.tick().is_stalled(0, store.progress()) => {
+                    let error = stall_error(0, "makes no progress in publishing", &self.watch, store.progress());
+                    return self.announce(store, Err(error), exchange);
+                }
+                Phase::Publishing(_) => drop(broadcast(&Message::<PublishedCheckpoint>::Pending, 0, exchange)?),
+                Phase::Following => match broadcast(&Message::Pending, 0, exchange)? {
+                    Message::Pending => {}
+                    Message::Gather => self.gather(store, layout, exchange, publish)?,
+                    Message::Done(published) => return Ok(published),
+                    Message::Error(message) => return Err(rank_error(message)),
+                    Message::Failed(rank) => return Err(self.failure_of(rank, store, exchange)?),
+                },
+            }
+        }
+    }
+
+    /// Rank 0: broadcasts the outcome, and then removes old checkpoints.
+    fn announce(
+        &self,
+        store: &Store,
+        outcome: Result<Publication, CkptError>,
+        exchange: &mut impl Exchange,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        match outcome {
+            Ok(publication) => {
+                let checkpoint = publication.checkpoint.clone().fit();
+                let sent = broadcast(&Message::Done(checkpoint.clone()), 0, exchange);
+                sent.map_err(|error| CkptError::Exchange {
+                    message: format!("{error}; {} is published all the same", checkpoint.name),
+                })?;
+                store.prune(&publication);
+                Ok(checkpoint)
+            }
+            Err(CkptError::Rank { rank, message }) if message.is_empty() => {
+                broadcast(&Message::<PublishedCheckpoint>::Failed(rank), 0, exchange)?;
+                Err(self.failure_of(rank, store, exchange)?)
+            }
+            Err(error) => {
+                broadcast(&Message::<PublishedCheckpoint>::error(&error), 0, exchange)?;
+                Err(error)
+            }
+        }
+    }
+
+    /// The error of `rank`, which broadcasts it.
+    fn failure_of(&self, rank: u64, store: &Store, exchange: &mut impl Exchange) -> Result<CkptError, CkptError> {
+        let own = self.staged.as_ref().and_then(|staged| staged.as_ref().err()).filter(|_| store.rank() == rank);
+        failure_of(rank, own, exchange)
+    }
+
+    /// Adds to `error` where this rank's staged file is. Waits for threads of this rank while they make progress.
+    fn keep(&mut self, store: &Store, error: CkptError) -> CkptError {
+        self.wait_for_threads(store);
+        let staged = self.staged.as_ref().and_then(|staged| staged.as_ref().ok());
+        match staged.and_then(|file| store.kept(file)) {
+            Some(path) => CkptError::Kept { error: Box::new(error), path },
+            None => error,
+        }
+    }
+
+    /// Reads the gathered records, on rank 0. A rank that failed is [`CkptError::Rank`] without a message.
+    fn read(&self, store: &Store, layout: &Layout, gathered: &[u8]) -> Result<Gathered, CkptError> {
+        let records = records(gathered, Some(layout.world_size()))?;
+        let pending = records.iter().enumerate().filter(|(_, record)| word(record, 0) == PENDING);
+        let pending: Vec<_> = pending.map(|(rank, record)| (rank, word(record, 2))).collect();
+        if !pending.is_empty() {
+            return Ok(Gathered::Staging(pending));
+        }
+        let own = match &self.staged {
+            Some(Ok(file)) => Ok(file),
+            Some(Err(error)) => Err(shorten(&error.to_string())),
+            None => Err("internal error: rank 0 sent the record of a file that it has not staged".into()),
+        };
+        let read = |(rank, record): (usize, &[u8; RECORD_BYTES])| match (rank as u64, &own) {
+            (0, Ok(file)) => Ok((*file).clone()),
+            (0, Err(message)) => Err(CkptError::Rank { rank: 0, message: message.clone() }),
+            (rank, own) => {
+                let (file, crc64) = from_record(record, rank, store.run_checksum())?;
+                let Ok(own) = own else { return Ok(file) };
+                let pieces = shard_pieces(layout, rank)?;
+                if content_checksum(&own.states, &pieces) != crc64 {
+                    let why = format!("rank {rank} saved other states, or another layout, than rank 0");
+                    return Err(CkptError::Mismatch { why });
+                }
+                Ok(StagedFile { states: own.states.clone(), pieces, ..file })
+            }
+        };
+        Ok(Gathered::All(records.iter().enumerate().map(read).collect()))
+    }
 }
 
 impl Store {
-    /// The second half of [`Store::save`]: sends the records of the staged files to rank 0, which publishes, and
-    /// distributes the outcome. A rank that could not stage its file passes its error as `staged`, so that all ranks
-    /// receive it and no rank waits.
+    /// Saves as [`Store::save`], with the file that `stage` stages, on another thread: while it runs, this thread tells the
+    /// other ranks of its progress. `stage` returns what [`Store::stage`] or [`Store::stage_streamed`] returns, or the
+    /// error that kept it from staging, which all ranks receive.
+    ///
+    /// # Errors
+    /// As [`Store::save`].
+    pub fn save_with(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        stage: impl FnOnce() -> Result<StagedFile, CkptError> + Send,
+        exchange: &mut impl Exchange,
+    ) -> Result<PublishedCheckpoint, CkptError> {
+        std::thread::scope(|scope| {
+            let stage = move || {
+                let staged = stage().inspect_err(|_| self.count_failed_save());
+                self.describe(meta, layout, staged)
+            };
+            let mut save = Save::new(self, meta.step, Job::start_scoped(scope, stage));
+            let publish = &mut |all| Job::start_scoped(scope, move || self.publish_files(meta, layout, all));
+            save.complete(self, layout, exchange, publish)
+        })
+    }
+
+    /// The second half of [`Store::save`], for a rank that has staged its file. A rank that could not stage passes its error
+    /// as `staged`, so that all ranks receive it and no rank waits. Prefer [`Store::save_with`]: the other ranks' waits for
+    /// this call must stay within their communicator's limit.
     ///
     /// # Errors
     /// As [`Store::save`].
@@ -83,150 +360,99 @@ impl Store {
         staged: Result<StagedFile, CkptError>,
         exchange: &mut impl Exchange,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        let all = self.share_staged(layout, &staged, exchange)?;
-        let outcome = match all {
-            Some(all) => Outcome::Published(self.publish(meta, layout, all)),
-            None => Outcome::Staged(staged.err()),
-        };
-        self.share_outcome(outcome, exchange)
+        self.save_with(meta, layout, || staged, exchange)
     }
+}
 
-    /// The first exchange: returns the staged files of all ranks, in rank order, on rank 0. A rank that failed is
-    /// [`CkptError::Rank`] without a message there.
-    pub(crate) fn share_staged(
-        &self,
-        layout: &Layout,
-        staged: &Result<StagedFile, CkptError>,
-        exchange: &mut impl Exchange,
-    ) -> Result<Option<Vec<Result<StagedFile, CkptError>>>, CkptError> {
-        let discard = |_: &CkptError| staged.iter().for_each(|file| self.discard(file));
-        let gathered = exchange.gather(&to_record(self.rank(), staged.as_ref().ok()));
-        let gathered = gathered.map_err(|e| CkptError::Exchange { message: e.to_string() }).inspect_err(discard)?;
-        if self.rank() > 0 {
-            return Ok(None);
-        }
-        let (records, rest) = gathered.as_chunks::<RECORD_BYTES>();
-        if records.len() as u64 != layout.world_size() || !rest.is_empty() {
-            let expected = layout.world_size().saturating_mul(RECORD_BYTES as u64);
-            return Err(CkptError::argument("bytes of the gathered records", expected, gathered.len()))
-                .inspect_err(discard);
-        }
-        let own = staged.as_ref().ok().map(|file| file.states.as_slice());
-        let read = |(rank, record): (usize, &[u8; RECORD_BYTES])| match rank {
-            0 => match staged {
-                Ok(file) => Ok(file.clone()),
-                Err(error) => Err(CkptError::Rank { rank: 0, message: shorten(&error.to_string()) }),
-            },
-            rank => {
-                let (file, crc64) = from_record(record, rank as u64)?;
-                let Some(states) = own else { return Ok(file) };
-                let pieces = shard_pieces(layout, rank as u64)?;
-                if content_checksum(states, &pieces) != crc64 {
-                    self.discard(&file);
-                    let why = format!("rank {rank} saved other states, or another layout, than rank 0");
-                    return Err(CkptError::Mismatch { why });
-                }
-                Ok(StagedFile { states: states.to_vec(), pieces, ..file })
-            }
-        };
-        Ok(Some(records.iter().enumerate().map(read).collect()))
+/// The error that `rank` broadcasts after [`Message::Failed`]; `own` is this rank's if it is that rank.
+pub(crate) fn failure_of(
+    rank: u64,
+    own: Option<&CkptError>,
+    exchange: &mut impl Exchange,
+) -> Result<CkptError, CkptError> {
+    let own = own.map_or_else(|| Message::<()>::Error("no error message".into()), |own| Message::error(own));
+    match broadcast(&own, rank, exchange)? {
+        Message::Error(message) => Ok(CkptError::Rank { rank, message }),
+        _ => Err(CkptError::BadFrame { rank, why: "it is no error".into() }),
     }
+}
 
-    /// The second exchange: returns rank 0's outcome on every rank.
-    pub(crate) fn share_outcome(
-        &self,
-        outcome: Outcome,
-        exchange: &mut impl Exchange,
-    ) -> Result<PublishedCheckpoint, CkptError> {
-        let (message, failure) = match outcome {
-            Outcome::Published(Ok(published)) => (Message::Done(published.fit()), None),
-            Outcome::Published(Err(CkptError::Rank { rank, message })) if message.is_empty() => {
-                (Message::Failed(rank), None)
-            }
-            Outcome::Published(Err(error)) => (Message::error(&error), Some(error)),
-            Outcome::Staged(failure) => (Message::Pending, failure),
-        };
-        match broadcast(&message, 0, exchange)? {
-            Message::Done(published) => Ok(published),
-            // On rank 0 it is the error itself; in the message of another rank's failure its rank is named already.
-            Message::Error(message) => {
-                Err(failure.filter(|_| self.rank() == 0).unwrap_or_else(|| rank_error(message)))
-            }
-            Message::Failed(rank) => {
-                let own = failure.filter(|_| self.rank() == rank).as_ref().map(Message::error);
-                let own = own.unwrap_or_else(|| Message::<()>::Error("no error message".into()));
-                match broadcast(&own, rank, exchange)? {
-                    Message::Error(message) => Err(CkptError::Rank { rank, message }),
-                    _ => Err(CkptError::BadFrame { rank, why: "it is no error".into() }),
-                }
-            }
-            Message::Pending => Err(CkptError::BadFrame { rank: 0, why: "it has no outcome".into() }),
-        }
-    }
+/// The error of a rank that makes no progress.
+pub(crate) fn stall_error(rank: u64, what: &str, watch: &Watch, progress: u64) -> CkptError {
+    let seconds = watch.limit().as_secs_f64();
+    let message = format!(
+        "{what} for {seconds} s ({progress} bytes and files in this run so far): its file system does not answer; \
+         check the disk of that machine"
+    );
+    CkptError::Rank { rank, message }
 }
 
 /// The first word of a record.
 const STAGED: u64 = u64::from_le_bytes(*b"zckpt ok");
-const FAILED: u64 = u64::from_le_bytes(*b"zckpt no");
-
-/// The name of a staged file.
-pub(crate) fn staged_name(step: u64, rank: u64, random: u64) -> String {
-    format!("{}.rank-{rank:05}.{random:016x}", step_name(step))
-}
+pub(crate) const FAILED: u64 = u64::from_le_bytes(*b"zckpt no");
+pub(crate) const PENDING: u64 = u64::from_le_bytes(*b"zckpt ..");
+pub(crate) const OPENED: u64 = u64::from_le_bytes(*b"zckpt op");
 
 /// Checksum of the states and pieces of a file.
 fn content_checksum(states: &[StateSpec], pieces: &[Piece]) -> u64 {
     checksum(&serde_json::to_vec(&(states, pieces)).unwrap_or_default())
 }
 
-/// Encodes the record of a rank: eight little-endian numbers of 64 bits. `None` if the rank failed.
-fn to_record(rank: u64, staged: Option<&StagedFile>) -> [u8; RECORD_BYTES] {
-    let random = |file: &StagedFile| {
-        let digits = file.file.rsplit('.').next().unwrap_or_default();
-        u64::from_str_radix(digits, 16).unwrap_or_default()
-    };
-    let words = match staged {
-        Some(file) => {
-            let content = content_checksum(&file.states, &file.pieces);
-            [STAGED, rank, file.step, random(file), file.bytes, file.front_crc64, content, 0]
-        }
-        None => [FAILED, rank, 0, 0, 0, 0, 0, 0],
-    };
+/// Encodes a record: its kind, its rank and up to six further little-endian numbers of 64 bits.
+pub(crate) fn record<const N: usize>(kind: u64, rank: u64, rest: [u64; N]) -> [u8; RECORD_BYTES] {
     let mut record = [0; RECORD_BYTES];
+    let words = [kind, rank].into_iter().chain(rest);
     record.as_chunks_mut::<8>().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
     record
 }
 
+/// Number `index` of a record.
+pub(crate) fn word(record: &[u8; RECORD_BYTES], index: usize) -> u64 {
+    record.as_chunks::<8>().0.get(index).map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+/// Splits what rank 0 has gathered. `world_size` is the number of ranks, if it is known.
+pub(crate) fn records(gathered: &[u8], world_size: Option<u64>) -> Result<&[[u8; RECORD_BYTES]], CkptError> {
+    let (records, rest) = gathered.as_chunks::<RECORD_BYTES>();
+    if world_size.is_some_and(|ranks| ranks != records.len() as u64) || !rest.is_empty() {
+        let expected = world_size.unwrap_or_default().saturating_mul(RECORD_BYTES as u64);
+        return Err(CkptError::argument("bytes of the gathered records", expected, gathered.len()));
+    }
+    for (rank, record) in records.iter().enumerate() {
+        let bad = |why: String| CkptError::BadFrame { rank: rank as u64, why };
+        if ![STAGED, FAILED, PENDING, OPENED].contains(&word(record, 0)) {
+            return Err(bad("it is no record of a save".into()));
+        }
+        if word(record, 1) != rank as u64 {
+            return Err(bad(format!("it names rank {}", word(record, 1))));
+        }
+    }
+    Ok(records)
+}
+
+/// The record of a rank whose staging has ended; `None` if it failed.
+fn staged_record(rank: u64, staged: Option<&StagedFile>) -> [u8; RECORD_BYTES] {
+    let Some(file) = staged else { return record(FAILED, rank, []) };
+    let content = content_checksum(&file.states, &file.pieces);
+    let SaveId { session, number, .. } = file.save;
+    record(STAGED, rank, [file.step, session, number.into(), file.bytes, file.front_crc64, content])
+}
+
 /// Decodes the record of `rank`: its file, without states and pieces, and their checksum.
-fn from_record(record: &[u8; RECORD_BYTES], rank: u64) -> Result<(StagedFile, u64), CkptError> {
-    let bad = |why: String| CkptError::BadFrame { rank, why };
-    let mut words = record.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
-    let mut next = || words.next().unwrap_or_default();
-    let (kind, named) = (next(), next());
-    if ![STAGED, FAILED].contains(&kind) {
-        return Err(bad("it is no record of a staged file".into()));
-    }
-    if named != rank {
-        return Err(bad(format!("it names rank {named}")));
-    }
-    if kind == FAILED {
+fn from_record(record: &[u8; RECORD_BYTES], rank: u64, run: u32) -> Result<(StagedFile, u64), CkptError> {
+    if word(record, 0) == FAILED {
         return Err(CkptError::Rank { rank, message: String::new() });
     }
-    let (step, random) = (next(), next());
-    let file = StagedFile {
-        rank,
-        step,
-        file: staged_name(step, rank, random),
-        bytes: next(),
-        front_crc64: next(),
-        states: Vec::new(),
-        pieces: Vec::new(),
-    };
-    Ok((file, next()))
+    let [step, session, number, bytes, front_crc64, content] = [2, 3, 4, 5, 6, 7].map(|index| word(record, index));
+    let number = u32::try_from(number).map_err(|e| CkptError::BadFrame { rank, why: e.to_string() })?;
+    let save = SaveId { run, session, number };
+    let file = StagedName { step, kind: Kind::File(rank), save }.to_string();
+    let file = StagedFile { rank, step, file, bytes, front_crc64, states: Vec::new(), pieces: Vec::new(), save };
+    Ok((file, content))
 }
 
 /// Parses an error that rank 0 forwarded: "rank 2: no space" becomes an error of rank 2.
-fn rank_error(message: String) -> CkptError {
+pub(crate) fn rank_error(message: String) -> CkptError {
     let rank = message.strip_prefix("rank ").and_then(|m| m.split_once(": "));
     match rank.and_then(|(r, rest)| Some((r.parse().ok()?, rest))) {
         Some((rank, rest)) => CkptError::Rank { rank, message: rest.into() },
@@ -238,25 +464,29 @@ fn rank_error(message: String) -> CkptError {
 mod tests {
     use super::*;
     use crate::StateDtype;
+    use crate::format::catalog::step_name;
 
     #[test]
     fn record_round_trips() {
+        let save = SaveId { run: 9, session: 0xdead_beef, number: u32::MAX };
         let staged = StagedFile {
             rank: 3,
             step: u64::MAX,
-            file: staged_name(u64::MAX, 3, 0xdead_beef),
+            file: StagedName { step: u64::MAX, kind: Kind::File(3), save }.to_string(),
             bytes: 1,
             front_crc64: 7,
             states: vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }],
             pieces: vec![Piece(u64::MAX, u64::MAX - 1, u64::MAX); 3],
+            save,
         };
-        let record = to_record(3, Some(&staged));
-        let (read, content) = from_record(&record, 3).unwrap();
+        let record = staged_record(3, Some(&staged));
+        let (read, content) = from_record(&record, 3, 9).unwrap();
         assert_eq!(content, content_checksum(&staged.states, &staged.pieces));
         assert_eq!(read, StagedFile { states: vec![], pieces: vec![], ..staged });
-        assert!(matches!(from_record(&record, 2), Err(CkptError::BadFrame { rank: 2, .. })));
-        assert!(matches!(from_record(&[0; RECORD_BYTES], 3), Err(CkptError::BadFrame { .. })));
-        let failed = from_record(&to_record(3, None), 3);
+        assert!(matches!(records(&record, None), Err(CkptError::BadFrame { rank: 0, .. })));
+        assert!(matches!(records(&[0; RECORD_BYTES], None), Err(CkptError::BadFrame { .. })));
+        assert!(matches!(records(&record[1..], None), Err(CkptError::BadArgument { .. })));
+        let failed = from_record(&staged_record(3, None), 3, 9);
         assert!(matches!(failed, Err(CkptError::Rank { rank: 3, message }) if message.is_empty()));
     }
 

@@ -15,13 +15,13 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use zero_shard::Layout;
 
-use super::agreement::{Outcome, PublishedCheckpoint, StagedFile};
-use super::assemble::check_pieces;
+use super::agreement::{PublishedCheckpoint, Save, StagedFile};
+use super::job::Job;
+use super::meta::check_pieces;
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
@@ -51,18 +51,6 @@ pub struct StagingSlice<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// The progress of a save on this rank.
-enum Phase {
-    /// A thread writes the staging buffer to a file.
-    Staging(Task<(PageBuffer, Result<StagedFile, CkptError>)>),
-    /// Staging failed before a thread was started.
-    Failed(CkptError),
-    /// Rank 0: a thread publishes.
-    Publishing(Task<Result<PublishedCheckpoint, CkptError>>),
-    /// Other ranks: rank 0 publishes. With the error of this rank's staging, if that failed.
-    AwaitingOutcome(Option<CkptError>),
-}
-
 /// A [`Store`] that saves in the background. All ranks call `begin`, `advance` and `complete` in the same order.
 pub struct BackgroundStore {
     store: Arc<Store>,
@@ -70,9 +58,10 @@ pub struct BackgroundStore {
     states: Vec<StateSpec>,
     file: FileLayout,
     limit: usize,
-    free: Vec<PageBuffer>,
+    /// Buffers that no save uses.
+    free: Arc<Mutex<Vec<PageBuffer>>>,
     /// The saves that have begun and are not complete, oldest first.
-    in_flight: VecDeque<(SaveMeta, Phase)>,
+    in_flight: VecDeque<(Arc<SaveMeta>, Save)>,
 }
 
 impl BackgroundStore {
@@ -100,6 +89,7 @@ impl BackgroundStore {
             buffer.ok_or(CkptError::OutOfMemory { bytes })
         };
         let free = (0..limit).map(allocate).collect::<Result<_, _>>()?;
+        let free = Arc::new(Mutex::new(free));
         Ok(Self { store: Arc::new(store), layout, states, file, limit, free, in_flight: VecDeque::new() })
     }
 
@@ -117,35 +107,42 @@ impl BackgroundStore {
         if self.in_flight.len() >= self.limit {
             return Err(CkptError::InFlight { limit: self.limit });
         }
-        let phase = self.begin_staging(meta.step, copy).unwrap_or_else(Phase::Failed);
-        self.in_flight.push_back((meta, phase));
+        let meta = Arc::new(meta);
+        let staging = self.begin_staging(&meta, copy).unwrap_or_else(|error| Job::ended(Err(error)));
+        let save = Save::new(&self.store, meta.step, staging);
+        self.in_flight.push_back((meta, save));
         Ok(())
     }
 
     fn begin_staging(
         &mut self,
-        step: u64,
+        meta: &Arc<SaveMeta>,
         copy: impl FnOnce(Vec<StagingSlice<'_>>) -> Result<Fence, String>,
-    ) -> Result<Phase, CkptError> {
-        // A buffer is missing only if its thread panicked.
-        let mut buffer = self.free.pop().ok_or_else(thread_panicked)?;
+    ) -> Result<Job<Result<StagedFile, CkptError>>, CkptError> {
+        let number = self.store.number_save();
+        let buffer = lock(&self.free).pop();
+        let mut buffer = buffer.ok_or_else(|| CkptError::Snapshot {
+            message: "the staging buffer of an earlier save that failed is still in use".into(),
+        })?;
         let slices = staging_slices(&self.layout, self.store.rank(), &self.file, &self.states, buffer.bytes_mut());
         let fence = match copy(slices) {
             Ok(fence) => fence,
             Err(message) => {
-                self.free.push(buffer);
+                lock(&self.free).push(buffer);
                 return Err(CkptError::Snapshot { message });
             }
         };
-        let (store, layout) = (Arc::clone(&self.store), Arc::clone(&self.layout));
+        let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), Arc::clone(meta));
         let (states, pieces) = (self.states.clone(), self.file.pieces.clone());
-        let stage = move || {
+        let borrowed = Borrowed { buffer: Some(buffer), free: Arc::clone(&self.free) };
+        Ok(Job::start(move || {
+            let source = Slices::new(vec![borrowed.bytes()]);
+            let save = (meta.step, number);
             let staged = fence()
                 .map_err(|message| CkptError::Snapshot { message })
-                .and_then(|()| store.stage_source(step, &layout, states, pieces, &Slices::new(vec![buffer.bytes()])));
-            (buffer, staged)
-        };
-        Ok(Phase::Staging(Task::start(stage)))
+                .and_then(|()| store.stage_source(save, &layout, states, pieces, &source));
+            store.describe(&meta, &layout, staged)
+        }))
     }
 
     /// [`BackgroundStore::begin`] for state in host memory.
@@ -190,44 +187,27 @@ impl BackgroundStore {
     /// Whether [`BackgroundStore::advance`] would not wait for this rank's thread. Call `advance` once it is true on
     /// all ranks.
     pub fn ready(&self) -> bool {
-        self.in_flight.front().is_some_and(|(_, phase)| match phase {
-            Phase::Staging(task) => task.is_finished(),
-            Phase::Publishing(task) => task.is_finished(),
-            Phase::Failed(_) | Phase::AwaitingOutcome(_) => true,
-        })
+        self.in_flight.front().is_some_and(|(_, save)| save.is_ready())
     }
 
     /// Advances the oldest save in flight: the first call gathers the records of the staged files, after which rank 0
-    /// publishes in the background (returns `None`); the second broadcasts the outcome. Waits for this rank's thread.
+    /// publishes in the background (returns `None`); the second broadcasts the outcome. If a rank is not ready, the ranks
+    /// wait for it, and exchange their progress at least every 500 ms.
     ///
     /// # Errors
     /// [`CkptError::NothingInFlight`], or an error of [`Store::save`], which is the same on all ranks and ends the
     /// save.
     pub fn advance(&mut self, exchange: &mut impl Exchange) -> Result<Option<PublishedCheckpoint>, CkptError> {
-        let (meta, phase) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
-        let staged = match phase {
-            Phase::Staging(task) => task.join().and_then(|(buffer, staged)| {
-                self.free.push(buffer);
-                staged
-            }),
-            Phase::Failed(error) => Err(error),
-            Phase::Publishing(task) => {
-                let outcome = task.join().and_then(|outcome| outcome);
-                return self.store.share_outcome(Outcome::Published(outcome), exchange).map(Some);
-            }
-            Phase::AwaitingOutcome(failure) => {
-                return self.store.share_outcome(Outcome::Staged(failure), exchange).map(Some);
-            }
+        let (meta, mut save) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
+        let publish = &mut |all| {
+            let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), Arc::clone(&meta));
+            Job::start(move || store.publish_files(&meta, &layout, all))
         };
-        let phase = match self.store.share_staged(&self.layout, &staged, exchange)? {
-            Some(all) => {
-                let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), meta.clone());
-                Phase::Publishing(Task::start(move || store.publish(&meta, &layout, all)))
-            }
-            None => Phase::AwaitingOutcome(staged.err()),
-        };
-        self.in_flight.push_front((meta, phase));
-        Ok(None)
+        let published = save.advance(&self.store, &self.layout, exchange, publish)?;
+        if published.is_none() {
+            self.in_flight.push_front((meta, save));
+        }
+        Ok(published)
     }
 
     /// Completes the oldest save in flight together with the other ranks; waits until it is published.
@@ -241,66 +221,44 @@ impl BackgroundStore {
             }
         }
     }
+
+    /// See [`Store::finish_removals`].
+    pub fn finish_removals(&self) -> Vec<String> {
+        self.store.finish_removals()
+    }
 }
 
 impl Drop for BackgroundStore {
-    /// Waits for the threads and removes staged files that are not published.
+    /// Waits for the threads while they make progress. Staged files that are not published stay.
     fn drop(&mut self) {
-        for (_, phase) in self.in_flight.drain(..) {
-            match phase {
-                Phase::Staging(task) => {
-                    if let Ok((_, Ok(file))) = task.join() {
-                        self.store.discard(&file);
-                    }
-                }
-                Phase::Publishing(task) => drop(task.join()),
-                Phase::Failed(_) | Phase::AwaitingOutcome(_) => {}
-            }
+        for (_, save) in &mut self.in_flight {
+            save.wait_for_threads(&self.store);
         }
     }
 }
 
-/// Work on a new thread, or its result if no thread could be started.
-enum Task<T> {
-    Running(JoinHandle<Option<T>>),
-    Done(Option<T>),
+/// A staging buffer in use. Its drop returns it, except after a panic: copies into it may still be in progress.
+struct Borrowed {
+    buffer: Option<PageBuffer>,
+    free: Arc<Mutex<Vec<PageBuffer>>>,
 }
 
-impl<T: Send + 'static> Task<T> {
-    /// Runs `work` on a new thread, or here if none can be started: a late save is better than a lost one.
-    fn start(work: impl FnOnce() -> T + Send + 'static) -> Self {
-        // If no thread starts, its closure is dropped; so the work stays here until the thread takes it.
-        let work = Arc::new(Mutex::new(Some(work)));
-        let of_thread = Arc::clone(&work);
-        let thread = std::thread::Builder::new().name("zero-ckpt-save".into());
-        match thread.spawn(move || take(&of_thread).map(|work| work())) {
-            Ok(thread) => Self::Running(thread),
-            Err(_) => Self::Done(take(&work).map(|work| work())),
+impl Borrowed {
+    fn bytes(&self) -> &[u8] {
+        self.buffer.as_ref().map(PageBuffer::bytes).unwrap_or_default()
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            lock(&self.free).extend(self.buffer.take());
         }
     }
-
-    fn is_finished(&self) -> bool {
-        match self {
-            Self::Running(thread) => thread.is_finished(),
-            Self::Done(_) => true,
-        }
-    }
-
-    fn join(self) -> Result<T, CkptError> {
-        let result = match self {
-            Self::Running(thread) => thread.join().ok().flatten(),
-            Self::Done(result) => result,
-        };
-        result.ok_or_else(thread_panicked)
-    }
 }
 
-fn thread_panicked() -> CkptError {
-    CkptError::Snapshot { message: "the thread that saves has panicked".into() }
-}
-
-fn take<F>(work: &Mutex<Option<F>>) -> Option<F> {
-    work.lock().unwrap_or_else(PoisonError::into_inner).take()
+fn lock(buffers: &Mutex<Vec<PageBuffer>>) -> MutexGuard<'_, Vec<PageBuffer>> {
+    buffers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Splits a staging buffer into the slices to fill, in the order of the file.

@@ -63,7 +63,7 @@ pub fn import(
     let tokenizer = beside(TOKENIZER)?.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
     let documents = tokenizer.into_iter().collect();
     let meta = SaveMeta { model_config, documents, ..SaveMeta::default() };
-    let staged = store.stage_source(meta.step, &layout, states, shard_pieces(&layout, 0)?, &source);
+    let staged = store.stage_next(meta.step, &layout, states, shard_pieces(&layout, 0)?, &source);
     store.publish(&meta, &layout, vec![staged])
 }
 

@@ -3,8 +3,14 @@
 pub(crate) mod agreement;
 pub(crate) mod assemble;
 pub(crate) mod background;
+pub(crate) mod description;
 pub(crate) mod import;
+pub(crate) mod job;
+pub(crate) mod meta;
 pub(crate) mod replace;
 pub(crate) mod shard_data;
+pub(crate) mod shared;
+pub(crate) mod staged_name;
 pub(crate) mod store;
 mod streamed;
+pub(crate) mod sweep;

@@ -37,8 +37,9 @@ pub(crate) fn replace(
     moved.inspect_err(|_| drop(dir.rename(&backup, dir, name)))
 }
 
-/// Restores or removes all backups, the newest first. Keeps a backup that is the only copy or cannot be renamed.
-pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) {
+/// Restores all backups, the newest first, or moves them into `staging`, and returns their names there. Keeps a backup that
+/// is the only copy or cannot be renamed.
+pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) -> Vec<String> {
     let sequence = |name: &str| {
         let complete = dir.open_dir(name).and_then(|d| Reader::open_one(d, Vec::new()));
         complete.ok().map(|reader| reader.manifest().sequence)
@@ -48,14 +49,16 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) {
     let backups = names.iter().filter_map(|backup| backup_of(backup).map(|name| (sequence(backup), backup, name)));
     let mut backups: Vec<_> = backups.collect();
     backups.sort_unstable();
+    let mut hidden = Vec::new();
     for (complete, backup, name) in backups.into_iter().rev() {
         if complete.is_some() && !dir.has(name) {
             let _ = dir.rename(backup, dir, name).and_then(|()| dir.sync());
         } else if sequence(name).is_some() {
-            // First hides it by one rename, so that no reader opens it partly removed.
-            let _ = dir.rename(backup, staging, backup).and_then(|()| staging.remove(backup));
+            // Hides it by one rename, so that no reader opens it partly removed.
+            hidden.extend(dir.rename(backup, staging, backup).is_ok().then(|| backup.to_owned()));
         }
     }
+    hidden
 }
 
 #[cfg(test)]
@@ -82,7 +85,10 @@ mod tests {
         shard.storage_f32("master", &values).unwrap();
         let store = Store::create(path, 0, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
         let meta = SaveMeta { step, ..SaveMeta::default() };
-        store.observe(at).save(&meta, &shard, &mut crate::SingleRank)
+        let store = store.observe(at);
+        // On this thread, to which `WITHOUT_EXCHANGE` applies.
+        let staged = store.stage(step, &shard);
+        store.publish(&meta, &layout, vec![staged])
     }
 
     /// The step and value that a reader finds.
@@ -102,8 +108,9 @@ mod tests {
         names
     }
 
+    /// The points of this thread.
     fn points() -> impl Iterator<Item = SavePoint> {
-        SavePoint::ALL.into_iter().chain([SavePoint::BackedUp])
+        SavePoint::ALL.into_iter().filter(|at| *at != SavePoint::Pruned).chain([SavePoint::BackedUp])
     }
 
     #[test]
@@ -120,7 +127,7 @@ mod tests {
                 save(dir.path(), (20, 3.0), move |at| assert_ne!(at, stop, "stopped on purpose"))
             }));
             assert!(stopped.is_err(), "{stop:?}");
-            let renamed = matches!(stop, SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruned);
+            let renamed = matches!(stop, SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruning);
             assert_eq!(found(dir.path()), (20, if renamed { 3.0 } else { 2.0 }), "stopped at {stop:?}");
 
             // The next run restores the backup before it saves, and does not remove the only copy.

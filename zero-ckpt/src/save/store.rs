@@ -1,32 +1,38 @@
 //! Saving: every rank stages its file, then rank 0 publishes all files atomically.
 //!
 //! ```text
-//! each rank   stage     DIR/.staging/step-00000030.rank-00002.<random>   written, synced
-//! all ranks   gather    the records of the staged files, to rank 0
-//! rank 0      publish   DIR/.staging/step-00000030.<random>/             files moved in, manifest written, synced
+//! each rank   stage     DIR/.staging/step-00000030.rank-00002.<save>     written, synced
+//! rank 0      describe  DIR/.staging/step-00000030.save.<save>           written, synced; for `assemble`
+//! all ranks   gather    the records of the staged files, to rank 0; again while a rank stages (see `agreement`)
+//! rank 0      publish   DIR/.staging/step-00000030.ready.<save>/         files moved in, manifest written, synced
 //!                       DIR/step-00000030/                               renamed (see `replace`), directory synced
 //!                       DIR/latest                                       one rename, directory synced
-//!                       old checkpoints beyond the last k                renamed to .staging, then removed
 //! rank 0      broadcast the outcome; a failed rank broadcasts its error
+//! rank 0      prune     old checkpoints beyond the last k                renamed to .staging, then removed (see `sweep`)
 //! ```
 //!
-//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. The next
-//! publication of the same or a later step removes the staged files of the crashed run.
+//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. If a save fails or
+//! crashes, staged files stay: `assemble` makes a checkpoint of them. The next publication of the same or a later step of
+//! the same run, or of one that resumed it, removes them.
 
-use std::path::Path;
-use std::sync::Mutex;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use zero_shard::Layout;
 
-use super::agreement::{PublishedCheckpoint, StagedFile, staged_name};
-use super::assemble::{SaveMeta, encode_documents, manifest_of};
+use super::agreement::{Publication, PublishedCheckpoint, StagedFile};
 use super::background::StagingSlice;
+use super::job::Job;
+use super::meta::{SaveMeta, encode_documents, manifest_without_files, with_files};
 use super::replace;
+use super::staged_name::{Kind, SaveId, StagedName, run_checksum};
 use super::streamed::Streamed;
-use crate::exchange::shorten;
 use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
 use crate::format::catalog::{
-    self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, random_number, step_name, step_of,
+    self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, random_number, step_name,
 };
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, Manifest, check_size};
@@ -59,6 +65,8 @@ pub enum SavePoint {
     Renamed,
     /// Rank 0: `latest` names it.
     LatestMoved,
+    /// Rank 0: the outcome is sent, old checkpoints are removed next.
+    Pruning,
     /// Rank 0: old checkpoints are removed.
     Pruned,
 }
@@ -66,7 +74,7 @@ pub enum SavePoint {
 #[cfg(any(test, feature = "testing"))]
 impl SavePoint {
     /// The points of every save, in order.
-    pub const ALL: [SavePoint; 9] = [
+    pub const ALL: [SavePoint; 10] = [
         SavePoint::FileCreated,
         SavePoint::StateWritten,
         SavePoint::FileSynced,
@@ -75,12 +83,16 @@ impl SavePoint {
         SavePoint::ManifestSynced,
         SavePoint::Renamed,
         SavePoint::LatestMoved,
+        SavePoint::Pruning,
         SavePoint::Pruned,
     ];
 }
 
+/// The default of [`StoreOptions::stall_limit`].
+const STALL_LIMIT: Duration = Duration::from_secs(600);
+
 /// Options of a [`Store`].
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StoreOptions {
     /// Number of newest checkpoints to keep of this run and those that it resumed; `None` keeps all.
@@ -89,9 +101,18 @@ pub struct StoreOptions {
     pub run: Option<String>,
     /// The runs that this one resumed. An empty name means checkpoints without a run.
     pub resumed_runs: Vec<String>,
+    /// The time without progress after which a save fails, 600 s by default: with no byte written by a rank, or no file
+    /// published. At most the time limit of the communicator, of which a quarter is the longest interval between messages.
+    pub stall_limit: Duration,
 }
 
-setters!(StoreOptions { resumed_runs: Vec<String> });
+impl Default for StoreOptions {
+    fn default() -> Self {
+        Self { keep_last: None, run: None, resumed_runs: Vec::new(), stall_limit: STALL_LIMIT }
+    }
+}
+
+setters!(StoreOptions { resumed_runs: Vec<String>, stall_limit: Duration });
 
 impl StoreOptions {
     /// Sets `keep_last`.
@@ -128,7 +149,7 @@ impl StoreOptions {
             return Err(CkptError::argument(what, "a directory of checkpoints", "a checkpoint"));
         }
         let (entries, unreadable) = catalog::list(dir)?;
-        let another = entries.iter().rfind(|e| !self.owns(e)).map(|e| (&e.name, e.run.clone()));
+        let another = entries.iter().rfind(|e| !self.owns(e.run.as_deref())).map(|e| (&e.name, e.run.clone()));
         // Damaged checkpoints beside readable ones of this run are assumed to be of this run.
         let unknown = unreadable.last().filter(|_| entries.is_empty()).map(|u| (&u.name, None));
         match another.or(unknown) {
@@ -137,30 +158,39 @@ impl StoreOptions {
         }
     }
 
-    /// Whether this run or one that it resumed saved the checkpoint.
-    fn owns(&self, entry: &Entry) -> bool {
-        let run = entry.run.as_deref();
+    /// Whether `run`, of a checkpoint, is this run or one that it resumed.
+    fn owns(&self, run: Option<&str>) -> bool {
         run == self.run.as_deref() || self.resumed_runs.iter().any(|resumed| resumed == run.unwrap_or_default())
     }
 }
 
-type Observer = Box<dyn Fn(SavePoint) + Send + Sync>;
+pub(crate) type Observer = Arc<dyn Fn(SavePoint) + Send + Sync>;
 
 /// A rank's access to the directory that a run saves into.
 pub struct Store {
     dir: Dir,
-    staging: Dir,
+    staging: Arc<Dir>,
     rank: u64,
     options: StoreOptions,
     observer: Option<Observer>,
+    /// See [`SaveId`].
+    session: u64,
+    /// The number of the next save, equal on all ranks.
+    next_save: AtomicU32,
+    /// Bytes written and files published or removed so far.
+    progress: Arc<AtomicU64>,
     /// Rank 0: the published checkpoints, oldest save first.
     published: Mutex<Vec<Entry>>,
+    /// Removals of old checkpoints; each returns its failures.
+    sweeps: Mutex<Vec<Job<Vec<String>>>>,
+    /// Failures to hide old checkpoints.
+    notices: Mutex<Vec<String>>,
     _lock: Option<Lock>,
 }
 
 impl Store {
     /// Opens `path` to save as `rank`; creates it if missing. Rank 0 locks the directory until the store is dropped
-    /// or the process ends.
+    /// or the process ends. Ranks in several processes open it by [`Store::create_on_ranks`].
     ///
     /// # Errors
     /// The directory cannot be created or written, or another run has locked it ([`CkptError::Busy`]).
@@ -169,19 +199,33 @@ impl Store {
         let lock = if rank == 0 { Lock::acquire(&dir)? } else { None };
         let staging = dir.create_dir(STAGING)?;
         if rank == 0 {
-            replace::resolve_backups(&dir, &staging);
+            // The next publication deletes those that are moved.
+            let _ = replace::resolve_backups(&dir, &staging);
         }
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
         let _ = staging.remove_file(&probe);
         let published = if rank == 0 { catalog::list(&dir)?.0 } else { Vec::new() };
-        Ok(Self { dir, staging, rank, options, observer: None, published: Mutex::new(published), _lock: lock })
+        Ok(Self {
+            dir,
+            staging: Arc::new(staging),
+            rank,
+            options,
+            observer: None,
+            session: random_number(),
+            next_save: AtomicU32::new(0),
+            progress: Arc::default(),
+            published: Mutex::new(published),
+            sweeps: Mutex::default(),
+            notices: Mutex::default(),
+            _lock: lock,
+        })
     }
 
     /// Calls `observer` at each point of the protocol.
     #[cfg(any(test, feature = "testing"))]
     pub fn observe(mut self, observer: impl Fn(SavePoint) + Send + Sync + 'static) -> Self {
-        self.observer = Some(Box::new(observer));
+        self.observer = Some(Arc::new(observer));
         self
     }
 
@@ -201,7 +245,7 @@ impl Store {
     /// # Errors
     /// [`CkptError::AnotherModel`] with the first difference.
     pub fn check_model(&self, model: &ModelSpec) -> Result<(), CkptError> {
-        let published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let published = self.published();
         match published.last().and_then(|e| Some((e, e.model.difference(model)?))) {
             Some((entry, difference)) => {
                 Err(CkptError::AnotherModel { path: self.dir.path().join(&entry.name), difference })
@@ -222,18 +266,19 @@ impl Store {
     /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and return the same
     /// result: the published checkpoint, or the error of the first rank that failed.
     ///
-    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank other than 0 failed.
+    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank other than 0 failed; and
+    /// again at least every 500 ms while a rank writes.
     ///
     /// # Errors
-    /// The error of any rank, as [`CkptError::Rank`], or a failed exchange.
+    /// The error of any rank, as [`CkptError::Rank`], or a failed exchange; as [`CkptError::Kept`] if this rank's file is
+    /// staged, which stays.
     pub fn save(
         &self,
         meta: &SaveMeta,
         shard: &ShardData<'_>,
         exchange: &mut impl Exchange,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        let staged = self.stage(meta.step, shard);
-        self.finish(meta, shard.layout(), staged, exchange)
+        self.save_with(meta, shard.layout(), || self.stage(meta.step, shard), exchange)
     }
 
     /// Writes this rank's file into the staging directory and syncs it.
@@ -244,7 +289,7 @@ impl Store {
         if shard.rank() != self.rank {
             return Err(CkptError::argument("rank of the shard", self.rank, shard.rank()));
         }
-        self.stage_source(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source())
+        self.stage_next(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source())
     }
 
     /// As [`Store::stage`], with state that is not in memory as a whole: `fill` writes the bytes of each slice, which lie
@@ -261,17 +306,42 @@ impl Store {
     ) -> Result<StagedFile, CkptError> {
         states.sort_by_key(file_order);
         let source = Streamed::new(layout, self.rank, &states, fill);
-        let staged = self.stage_source(step, layout, states.clone(), shard_pieces(layout, self.rank)?, &source);
+        let staged = self.stage_next(step, layout, states.clone(), shard_pieces(layout, self.rank)?, &source);
         match source.into_failure() {
             Some(message) => Err(CkptError::Snapshot { message }),
             None => staged,
         }
     }
 
-    /// Stages a file with the state bytes of `source`.
-    pub(crate) fn stage_source(
+    /// Stages the file of the next save. A failed one does not count: [`Store::count_failed_save`] does.
+    pub(crate) fn stage_next(
         &self,
         step: u64,
+        layout: &Layout,
+        states: Vec<StateSpec>,
+        pieces: Vec<Piece>,
+        source: &dyn Source,
+    ) -> Result<StagedFile, CkptError> {
+        let number = self.next_save.load(Ordering::Relaxed);
+        let staged = self.stage_source((step, number), layout, states, pieces, source)?;
+        self.next_save.store(number + 1, Ordering::Relaxed);
+        Ok(staged)
+    }
+
+    /// Numbers the next save.
+    pub(crate) fn number_save(&self) -> u32 {
+        self.next_save.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Counts a save that this rank could not stage, so that the numbers stay equal on all ranks.
+    pub(crate) fn count_failed_save(&self) {
+        self.number_save();
+    }
+
+    /// Stages a file with the state bytes of `source`, for the save `number` of `step`.
+    pub(crate) fn stage_source(
+        &self,
+        (step, number): (u64, u32),
         layout: &Layout,
         states: Vec<StateSpec>,
         pieces: Vec<Piece>,
@@ -280,22 +350,12 @@ impl Store {
         let file_layout = FileLayout::new(&states, pieces)
             .filter(|file| file.state_bytes() == source.len())
             .ok_or_else(|| CkptError::argument("bytes of state", "the sum of all pieces", source.len()))?;
-        let metadata = [
-            ("format", "zero-ckpt shard".to_string()),
-            ("version", FORMAT_VERSION.to_string()),
-            ("rank", self.rank.to_string()),
-            ("world_size", layout.world_size().to_string()),
-            ("step", step.to_string()),
-        ];
-        let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
-        let header = file_layout.header(&states, |u| layout.units()[u as usize].name.as_str(), metadata);
-        let header = header.encode(PAGE_BYTES as u64, file_layout.table_bytes());
-        // Eight bytes are the length field.
-        check_size("the header of a shard file", header.len() as u64 - 8, MAX_HEADER_BYTES)?;
+        let header = encode_header(layout, (self.rank, step), &states, &file_layout)?;
         let front_bytes = header.len() as u64 + file_layout.table_bytes();
         let bytes = front_bytes + file_layout.state_bytes();
 
-        let name = staged_name(step, self.rank, random_number());
+        let save = SaveId { run: self.run_checksum(), session: self.session, number };
+        let name = StagedName { step, kind: Kind::File(self.rank), save }.to_string();
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, true)?;
         self.at(SavePoint::FileCreated);
@@ -305,7 +365,7 @@ impl Store {
                 Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => return Err(e.into()),
                 _ => {}
             }
-            let table = parallel::write(&file, front_bytes, source)?;
+            let table = parallel::write(&file, front_bytes, source, &self.progress)?;
             let mut front = PageBuffer::new(front_bytes as usize);
             let (head, tail) = front.bytes_mut().split_at_mut(header.len());
             head.copy_from_slice(&header);
@@ -323,17 +383,12 @@ impl Store {
         })?;
         self.at(SavePoint::FileSynced);
         let FileLayout { pieces, .. } = file_layout;
-        Ok(StagedFile { rank: self.rank, step, file: name, bytes, front_crc64: crc, states, pieces })
+        Ok(StagedFile { rank: self.rank, step, file: name, bytes, front_crc64: crc, states, pieces, save })
     }
 
-    /// Removes a staged file.
-    pub fn discard(&self, staged: &StagedFile) {
-        let _ = self.staging.remove_file(&staged.file);
-    }
-
-    /// On rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint and names it in `latest`.
-    /// On an error before the checkpoint has its final name, removes the staged files; earlier checkpoints do not
-    /// change.
+    /// On rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint, names it in `latest` and removes
+    /// old checkpoints. On an error before the checkpoint has its final name, the staged files stay, and earlier checkpoints
+    /// do not change.
     ///
     /// # Errors
     /// The error of the first failed rank, staged files that do not form one checkpoint, another model in this
@@ -344,53 +399,68 @@ impl Store {
         layout: &Layout,
         staged: Vec<Result<StagedFile, CkptError>>,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        let (mut good, mut failure) = (Vec::new(), None);
-        for result in staged {
-            match result {
-                Ok(file) => good.push(file),
-                Err(error) => failure = failure.or(Some(error)),
-            }
-        }
-        let result = failure.map_or(Ok(()), Err).and_then(|()| self.publish_files(meta, layout, &good));
-        if result.is_err() {
-            good.iter().for_each(|file| self.discard(file));
-        }
-        result
+        let publication = self.publish_files(meta, layout, staged)?;
+        self.prune(&publication);
+        Ok(publication.checkpoint)
     }
 
-    fn publish_files(
+    /// [`Store::publish`] without the removals.
+    pub(crate) fn publish_files(
         &self,
         meta: &SaveMeta,
         layout: &Layout,
+        staged: Vec<Result<StagedFile, CkptError>>,
+    ) -> Result<Publication, CkptError> {
+        let staged = staged.into_iter().collect::<Result<Vec<_>, _>>()?;
+        let states = staged.first().map(|file| file.states.clone()).unwrap_or_default();
+        let documents = encode_documents(meta)?;
+        let manifest = manifest_without_files(meta, layout, states, self.options.run.clone(), &documents);
+        for file in &staged {
+            self.check_staged(file)?;
+            self.progress.fetch_add(1, Ordering::Relaxed);
+        }
+        let checkpoint = self.publish_manifest(manifest, &staged, &documents, meta.best, Place::Move)?;
+        let superseded = meta.superseded.map(step_name);
+        let numbers: BTreeMap<u64, u32> = staged.iter().map(|file| (file.save.session, file.save.number)).collect();
+        Ok(Publication { checkpoint, superseded, numbers })
+    }
+
+    /// Publishes a checkpoint of `manifest` and the staged files.
+    pub(crate) fn publish_manifest(
+        &self,
+        mut manifest: Manifest,
         staged: &[StagedFile],
+        documents: &[(String, Vec<u8>)],
+        best: Option<u64>,
+        place: Place<'_>,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        let model = ModelSpec::from(layout);
-        self.check_model(&model)?;
-        let mut published = self.published.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
-        let name = step_name(meta.step);
+        self.check_model(&manifest.model)?;
+        let mut published = self.published();
+        manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
+        let name = step_name(manifest.step);
         let path = self.dir.path().join(&name);
         let replaced = published.iter().find(|e| e.name == name || backup_of(&e.name) == Some(&name));
-        if let Some(another) = replaced.filter(|e| !self.options.owns(e)) {
+        if let Some(another) = replaced.filter(|e| !self.options.owns(e.run.as_deref())) {
             return Err(CkptError::AnotherRun { path, run: another.run.clone() });
         }
-        let documents = encode_documents(meta)?;
-        let identity = (model, sequence, self.options.run.clone());
-        let manifest = manifest_of(meta, layout, identity, staged, &documents, &path)?;
+        let manifest = with_files(manifest, staged, &path)?;
         let encoded = manifest.encode()?;
-        for file in staged {
-            self.check_staged(file)?;
-        }
 
-        let dir_name = format!("{name}.{}", random());
-        let ready = self.staging.create_dir(&dir_name)?;
+        let own = SaveId { run: self.run_checksum(), session: self.session, number: 0 };
+        let save = match place {
+            Place::Move => staged.first().map_or(own, |file| file.save),
+            // The directory of the staged files' own save may exist, and hold them.
+            Place::Copy(_) => own,
+        };
+        let ready_name = StagedName { step: manifest.step, kind: Kind::Ready, save }.to_string();
+        let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
         let assembled = self
-            .assemble(&ready, staged, &documents, (&manifest, &encoded))
-            .and_then(|()| replace::replace(&self.staging, &dir_name, &self.dir, &name, backed_up));
+            .assemble(&ready, staged, documents, (&manifest, &encoded), &place)
+            .and_then(|()| replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up));
         if let Err(error) = assembled {
-            let _ = self.staging.remove(&dir_name);
+            self.put_back(&ready, &ready_name, staged, &manifest, &place);
             return Err(error);
         }
         // The checkpoint is complete and has its final name: later errors do not undo it.
@@ -398,13 +468,34 @@ impl Store {
         self.at(SavePoint::Renamed);
         self.point(LATEST, &name)?;
         self.at(SavePoint::LatestMoved);
+        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
+        let (step, sequence) = (manifest.step, manifest.sequence);
         published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
         published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
-        let best = self.update_best(meta.best, &published)?;
-        let notices = self.prune(&mut published, meta, best.as_deref());
-        self.at(SavePoint::Pruned);
-        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
-        Ok(PublishedCheckpoint { name, step: meta.step, sequence, bytes, best, notices })
+        let best = self.update_best(best, &published)?;
+        Ok(PublishedCheckpoint { name, step, sequence, bytes, best, notices: self.take_notices() })
+    }
+
+    /// Moves the files of a checkpoint that could not be published back to their staged names, and removes what was
+    /// written with them. Keeps what cannot be moved.
+    fn put_back(&self, ready: &Dir, ready_name: &str, staged: &[StagedFile], manifest: &Manifest, place: &Place<'_>) {
+        for (staged, file) in staged.iter().zip(&manifest.files) {
+            let _ = match place {
+                Place::Move => ready.rename(&file.name, &self.staging, &staged.file),
+                Place::Copy(_) => ready.remove_file(&file.name),
+            };
+        }
+        for document in manifest.documents.iter().map(|document| document.name.as_str()).chain([MANIFEST_NAME]) {
+            let _ = ready.remove_file(document);
+        }
+        let _ = self.staging.remove_empty_dir(ready_name);
+    }
+
+    /// Where a failed save has left the staged file of this rank: the file, or the directory that rank 0 has moved it into.
+    pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
+        let ready = StagedName { step: staged.step, kind: Kind::Ready, save: staged.save }.to_string();
+        let name = [&staged.file, &ready].into_iter().find(|name| self.staging.has(name))?;
+        Some(self.staging.path().join(name))
     }
 
     /// Checks that this machine sees the staged file with its full length.
@@ -429,9 +520,14 @@ impl Store {
         staged: &[StagedFile],
         documents: &[(String, Vec<u8>)],
         (manifest, encoded): (&Manifest, &[u8]),
+        place: &Place<'_>,
     ) -> Result<(), CkptError> {
-        for (staged, file) in staged.iter().zip(&manifest.files) {
-            self.staging.rename(&staged.file, ready, &file.name)?;
+        for (rank, (staged, file)) in staged.iter().zip(&manifest.files).enumerate() {
+            match place {
+                Place::Move => self.staging.rename(&staged.file, ready, &file.name)?,
+                Place::Copy(dirs) => dirs[rank].link_or_copy(&staged.file, ready, &file.name)?,
+            }
+            self.progress.fetch_add(1, Ordering::Relaxed);
         }
         self.at(SavePoint::FilesMoved);
         documents.iter().try_for_each(|(name, bytes)| ready.write_new(name, bytes))?;
@@ -461,44 +557,116 @@ impl Store {
         }
     }
 
-    /// Removes the superseded checkpoint, this run's checkpoints beyond the last `keep_last` except `best`, the one that
-    /// this save replaced, and staged files of steps up to this one, which crashed runs left. Returns the failures.
-    fn prune(&self, published: &mut Vec<Entry>, meta: &SaveMeta, best: Option<&str>) -> Vec<String> {
-        let mut notices = Vec::new();
-        let own = published.iter().filter(|e| self.options.owns(e)).count();
-        let mut excess = self.options.keep_last.map_or(0, |keep| own.saturating_sub(keep.max(1)));
-        let superseded = meta.superseded.map(step_name);
-        published.retain(|entry| {
-            if !self.options.owns(entry) {
-                return true;
-            }
-            let due = excess > 0 || superseded.as_ref() == Some(&entry.name);
-            excess = excess.saturating_sub(1);
-            if !due || best == Some(&entry.name) {
-                return true;
-            }
-            // First hides it by one rename, so that no reader opens it partly removed.
-            let old = format!("{}.old.{}", entry.name, random());
-            let gone = self.dir.rename(&entry.name, &self.staging, &old).and_then(|()| self.staging.remove(&old));
-            notices.extend(gone.err().map(|e| e.to_string()));
-            false
-        });
-        replace::resolve_backups(&self.dir, &self.staging);
-        for name in self.staging.names().unwrap_or_default() {
-            let of_step = name.split('.').next().and_then(step_of);
-            let leftover = ["latest.", "best.", "probe."].iter().any(|prefix| name.starts_with(prefix));
-            if leftover || of_step.is_some_and(|s| s <= meta.step) {
-                let _ = self.staging.remove(&name);
-            }
-        }
-        notices.iter_mut().for_each(|n| *n = shorten(n));
-        notices.truncate(3);
-        notices
-    }
-
-    fn at(&self, point: SavePoint) {
+    pub(crate) fn at(&self, point: SavePoint) {
         if let Some(observer) = &self.observer {
             observer(point);
         }
     }
+
+    /// Makes this store one of `session`, with the run of rank 0.
+    pub(crate) fn join(&mut self, session: u64, run: Option<String>) {
+        self.session = session;
+        self.options.run = run;
+    }
+
+    pub(crate) fn session(&self) -> u64 {
+        self.session
+    }
+
+    pub(crate) fn run(&self) -> Option<&str> {
+        self.options.run.as_deref()
+    }
+
+    pub(crate) fn run_checksum(&self) -> u32 {
+        run_checksum(self.run())
+    }
+
+    pub(crate) fn resumed_runs(&self) -> &[String] {
+        &self.options.resumed_runs
+    }
+
+    pub(crate) fn owns(&self, run: Option<&str>) -> bool {
+        self.options.owns(run)
+    }
+
+    pub(crate) fn keep_last(&self) -> Option<usize> {
+        self.options.keep_last
+    }
+
+    pub(crate) fn stall_limit(&self) -> Duration {
+        self.options.stall_limit
+    }
+
+    pub(crate) fn progress(&self) -> u64 {
+        self.progress.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn shared_progress(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.progress)
+    }
+
+    pub(crate) fn dir(&self) -> &Dir {
+        &self.dir
+    }
+
+    pub(crate) fn staging(&self) -> &Dir {
+        &self.staging
+    }
+
+    pub(crate) fn shared_staging(&self) -> Arc<Dir> {
+        Arc::clone(&self.staging)
+    }
+
+    pub(crate) fn observer(&self) -> Option<Observer> {
+        self.observer.clone()
+    }
+
+    pub(crate) fn published(&self) -> MutexGuard<'_, Vec<Entry>> {
+        self.published.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn sweeps(&self) -> MutexGuard<'_, Vec<Job<Vec<String>>>> {
+        self.sweeps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn notices(&self) -> MutexGuard<'_, Vec<String>> {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Store {
+    /// Waits until removed checkpoints are deleted, while that makes progress.
+    fn drop(&mut self) {
+        let _ = self.finish_removals();
+    }
+}
+
+/// How staged files get into a checkpoint.
+pub(crate) enum Place<'a> {
+    /// By a rename in the staging directory.
+    Move,
+    /// By a link or copy from the directory of each rank's file, which stays.
+    Copy(&'a [&'a Dir]),
+}
+
+/// The first bytes of a rank's file: the header, padded so that the state starts at a page.
+pub(crate) fn encode_header(
+    layout: &Layout,
+    (rank, step): (u64, u64),
+    states: &[StateSpec],
+    file_layout: &FileLayout,
+) -> Result<Vec<u8>, CkptError> {
+    let metadata = [
+        ("format", "zero-ckpt shard".to_string()),
+        ("version", FORMAT_VERSION.to_string()),
+        ("rank", rank.to_string()),
+        ("world_size", layout.world_size().to_string()),
+        ("step", step.to_string()),
+    ];
+    let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
+    let header = file_layout.header(states, |u| layout.units()[u as usize].name.as_str(), metadata);
+    let header = header.encode(PAGE_BYTES as u64, file_layout.table_bytes());
+    // Eight bytes are the length field.
+    check_size("the header of a shard file", header.len() as u64 - 8, MAX_HEADER_BYTES)?;
+    Ok(header)
 }

@@ -80,7 +80,7 @@ fn killed_save_leaves_old_or_new() {
         }
         killed(dir.path(), point, rank, 30, 30);
 
-        let published = matches!(at, SavePoint::LatestMoved | SavePoint::Pruned);
+        let published = matches!(at, SavePoint::LatestMoved | SavePoint::Pruning | SavePoint::Pruned);
         let expected = if published { 30 } else { 20 };
         let reader = Reader::open(dir.path()).unwrap();
         assert_eq!(reader.manifest().step, expected, "killed at {at:?} of rank {rank}");
@@ -104,6 +104,12 @@ fn killed_save_leaves_old_or_new() {
     }
 }
 
+/// The points at which the new checkpoint does not have its name.
+fn points_before_rename() -> &'static [SavePoint] {
+    let renamed = SavePoint::ALL.iter().position(|at| *at == SavePoint::Renamed).unwrap();
+    &SavePoint::ALL[..renamed]
+}
+
 #[test]
 fn killed_overwrite_leaves_old_or_new() {
     for (point, rank) in points() {
@@ -112,7 +118,7 @@ fn killed_overwrite_leaves_old_or_new() {
         let layout = layout(RANKS, 4);
         save(dir.path(), &layout, 10, 1, &options()).into_iter().for_each(|r| drop(r.unwrap()));
         killed(dir.path(), point, rank, 10, 2);
-        let renamed = matches!(at, SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruned);
+        let renamed = !points_before_rename().contains(&at);
         let reader = Reader::open(dir.path()).unwrap();
         assert!(reader.verify().problems.is_empty(), "killed at {at:?}");
         assert_holds(&reader, &layout, if renamed { 2 } else { 1 });

@@ -61,9 +61,9 @@ fn another_runs_checkpoints_are_kept() {
     }
     assert_eq!(steps(dir.path()), [5, 10, 20]);
     let replaced = save(dir.path(), &meta(10), &other).unwrap_err();
-    assert!(matches!(replaced, CkptError::AnotherRun { .. }), "{replaced}");
+    let CkptError::Kept { error, .. } = &replaced else { panic!("{replaced}") };
+    assert!(matches!(**error, CkptError::AnotherRun { .. }), "{error}");
     assert_eq!(Reader::open(at(&dir, 10, "")).unwrap().manifest().run.as_deref(), Some("a"));
-    assert!(fs::read_dir(dir.path().join(".staging")).unwrap().next().is_none());
 
     let heir = other.run("c").resumed_runs(vec!["a".into(), "b".into()]);
     heir.check_runs(dir.path()).unwrap();
@@ -123,6 +123,13 @@ fn best_is_named_and_never_pruned() {
     // The best step is in another directory, or is not known.
     assert_eq!((save(8, Some(99), None), best().unwrap()), (vec![7, 8], 7));
     assert_eq!((save(9, None, None), best().unwrap()), (vec![7, 8, 9], 7));
+}
+
+#[test]
+fn superseded_step_is_not_the_saved_one() {
+    let dir = saved(&[1], &run("a"));
+    save(dir.path(), &meta(2).superseded(Some(2)), &run("a")).unwrap();
+    assert_eq!((steps(dir.path()), Reader::open(dir.path()).unwrap().manifest().step), (vec![1, 2], 2));
 }
 
 #[test]
