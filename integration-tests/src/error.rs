@@ -84,7 +84,7 @@ pub enum TrainError {
     /// Two ranks that hold the same parameters hold different ones.
     #[error(
         "step {step}: rank {rank} holds other parameters than rank {reference}, unit {unit} first: a card, its memory or a link \
-         is faulty; check the machines of both, and resume from the newest checkpoint"
+         is faulty; check the machines of both, and resume from an earlier checkpoint"
     )]
     Replicas {
         /// The step after which they were compared.

@@ -5,8 +5,8 @@
 //! settings and names the first that differs.
 //!
 //! ```text
-//! all ranks                 8 bytes of hash, or the failure of a rank that could not start
-//! if the hashes differ      the settings of two ranks, or the message of the rank that failed
+//! all ranks                 whether they could start, and 8 bytes of hash
+//! if the hashes differ      the settings of two ranks, or the error of the rank that failed; nothing from the others
 //! ```
 //!
 //! Most ranks are right: the *reference* is the lowest rank of the largest group with equal settings, and the error names the
@@ -85,7 +85,7 @@ impl<N: Into<String>, V: Display> FromIterator<(N, V)> for RankSettings {
     }
 }
 
-/// Why the ranks do not agree. All ranks return the same error, except for a failed exchange.
+/// The first difference between ranks, or the failure of one. All ranks return the same, except for a failed exchange.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AgreementError {
@@ -132,81 +132,113 @@ fn value(value: Option<&String>) -> &str {
     value.map_or("not set", String::as_str)
 }
 
-/// The first bytes of a message.
-const AGREES: u8 = b'A';
-const FAILED: u8 = b'F';
 /// Characters of an error that the other ranks receive.
 const MAX_MESSAGE_CHARS: usize = 2000;
 
-/// Returns an error on all ranks if the settings of two ranks differ. All ranks call it. A rank that could not start passes
-/// its error, which the others receive, so that none of them waits. `exchange` sends a message of any length to all ranks and
-/// returns the messages of all ranks, in rank order, such as `Communicator::exchange` of zero-comm.
+/// The first message of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Summary {
+    /// The hash of its settings.
+    Settings(u64),
+    /// It could not start; the hash of its error.
+    Failed(u64),
+}
+
+impl Summary {
+    const BYTES: usize = 1 + size_of::<u64>();
+
+    fn encode(self) -> [u8; Self::BYTES] {
+        let (kind, hash) = match self {
+            Self::Settings(hash) => (b'S', hash),
+            Self::Failed(hash) => (b'F', hash),
+        };
+        let mut bytes = [kind; Self::BYTES];
+        bytes[1..].copy_from_slice(&hash.to_le_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let (kind, hash) = bytes.split_first()?;
+        let hash = u64::from_le_bytes(hash.try_into().ok()?);
+        match kind {
+            b'S' => Some(Self::Settings(hash)),
+            b'F' => Some(Self::Failed(hash)),
+            _ => None,
+        }
+    }
+}
+
+/// Returns an error on all ranks if the settings of two ranks differ. All ranks call it, each with its own `rank`. A rank that
+/// could not start passes its error, which the others receive, so that none of them waits. `exchange` sends a message of any
+/// length to all ranks and returns the messages of all ranks, in rank order, such as `Communicator::exchange` of zero-comm.
 ///
 /// # Errors
 /// See [`AgreementError`].
 pub fn agree<E: Display>(
+    rank: usize,
     settings: Result<&RankSettings, &dyn Display>,
     mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
 ) -> Result<(), AgreementError> {
-    let mut exchange =
-        |message: &[u8]| exchange(message).map_err(|error| AgreementError::Exchange { message: error.to_string() });
-    let (state, own) = match settings {
-        Ok(settings) => (AGREES, settings.encode()),
-        Err(error) => (FAILED, error.to_string().chars().take(MAX_MESSAGE_CHARS).collect::<String>().into_bytes()),
+    let mut exchange = |message: &[u8]| {
+        exchange(message).map_err(|error| AgreementError::Exchange { message: error.to_string() })
     };
-    let mut first = vec![state];
-    first.extend(hash(&own).to_le_bytes());
+    let (own, summary) = match settings {
+        Ok(settings) => {
+            let own = settings.encode();
+            let summary = Summary::Settings(hash(&own));
+            (own, summary)
+        }
+        Err(error) => {
+            let own: Vec<u8> = error.to_string().chars().take(MAX_MESSAGE_CHARS).collect::<String>().into_bytes();
+            let summary = Summary::Failed(hash(&own));
+            (own, summary)
+        }
+    };
 
-    let hashes = exchange(&first)?;
-    let unexpected = hashes.iter().position(|sent| sent.len() != first.len() || ![AGREES, FAILED].contains(&sent[0]));
-    if let Some(rank) = unexpected {
-        return Err(AgreementError::Unexpected { rank });
-    }
-    if hashes.iter().all(|sent| *sent == first) && state == AGREES {
-        return Ok(());
-    }
+    let summaries = exchange(&summary.encode())?;
+    let decode = |(rank, bytes): (usize, &Vec<u8>)| Summary::decode(bytes).ok_or(AgreementError::Unexpected { rank });
+    let summaries = summaries.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
+    let Some(disagreement) = Disagreement::of(&summaries) else { return Ok(()) };
 
-    let dispute = Dispute::of(&hashes);
-    let speaks = dispute.speakers().any(|rank| hashes.get(rank) == Some(&first));
-    let messages = exchange(if speaks { &own } else { &[] })?;
-    Err(dispute.error(&messages))
+    let messages = exchange(if disagreement.is_between(rank) { &own } else { &[] })?;
+    Err(disagreement.error(&messages))
 }
 
-/// The ranks of a disagreement.
-enum Dispute {
+/// The ranks whose messages the error needs.
+#[derive(Clone, Copy, Debug)]
+enum Disagreement {
     Failed { rank: usize },
     Differs { rank: usize, reference: usize },
 }
 
-impl Dispute {
-    /// `hashes` are the first messages of all ranks, which are not all equal, or of a rank that failed.
-    fn of(hashes: &[Vec<u8>]) -> Self {
-        if let Some(rank) = hashes.iter().position(|sent| sent[0] == FAILED) {
-            return Self::Failed { rank };
+impl Disagreement {
+    /// `None` if all ranks have the same settings.
+    fn of(summaries: &[Summary]) -> Option<Self> {
+        if let Some(rank) = summaries.iter().position(|summary| matches!(summary, Summary::Failed(_))) {
+            return Some(Self::Failed { rank });
         }
-        let mut sizes = BTreeMap::<&[u8], usize>::new();
-        for sent in hashes {
-            *sizes.entry(sent).or_default() += 1;
+        let mut sizes = BTreeMap::new();
+        for summary in summaries {
+            *sizes.entry(summary).or_insert(0_usize) += 1;
         }
-        let largest = sizes.values().copied().max();
-        let reference = hashes.iter().position(|sent| sizes.get(&**sent).copied() == largest).unwrap_or(0);
-        let rank = hashes.iter().position(|sent| *sent != hashes[reference]).unwrap_or(reference);
-        Self::Differs { rank, reference }
+        let largest = sizes.values().max()?;
+        let reference = summaries.iter().position(|summary| sizes[summary] == *largest)?;
+        let rank = summaries.iter().position(|summary| *summary != summaries[reference])?;
+        Some(Self::Differs { rank, reference })
     }
 
-    /// The ranks whose messages decide.
-    fn speakers(&self) -> impl Iterator<Item = usize> {
-        let (rank, reference) = match *self {
-            Self::Failed { rank } => (rank, None),
-            Self::Differs { rank, reference } => (rank, Some(reference)),
-        };
-        [rank].into_iter().chain(reference)
+    /// Whether `own` is one of the ranks.
+    fn is_between(self, own: usize) -> bool {
+        match self {
+            Self::Failed { rank } => rank == own,
+            Self::Differs { rank, reference } => rank == own || reference == own,
+        }
     }
 
-    fn error(&self, messages: &[Vec<u8>]) -> AgreementError {
+    fn error(self, messages: &[Vec<u8>]) -> AgreementError {
         let message = |rank: usize| messages.get(rank).map_or(&[][..], Vec::as_slice);
         let decoded = |rank| RankSettings::decode(message(rank)).ok_or(AgreementError::Unexpected { rank });
-        match *self {
+        match self {
             Self::Failed { rank } => {
                 AgreementError::Failed { rank, message: String::from_utf8_lossy(message(rank)).into_owned() }
             }
@@ -221,17 +253,19 @@ impl Dispute {
 /// The first difference of two lists in the same order, of which each may lack settings of the other.
 fn first_difference(rank: usize, got: &RankSettings, reference: usize, expected: &RankSettings) -> AgreementError {
     let same = got.iter().zip(expected.iter()).take_while(|(got, expected)| got == expected).count();
-    let setting = match (got.iter().nth(same), expected.iter().nth(same)) {
-        (Some((name, _)), _) if expected.get(name).is_none() => name,
-        (_, Some((name, _))) | (Some((name, _)), None) => name,
+    let (setting, got, expected) = match (got.iter().nth(same), expected.iter().nth(same)) {
+        (Some((name, got)), Some((other, expected))) if name == other => (name, Some(got), Some(expected)),
+        (Some((name, got)), _) if expected.get(name).is_none() => (name, Some(got), None),
+        (_, Some((name, expected))) => (name, got.get(name), Some(expected)),
+        (Some((name, got)), None) => (name, Some(got), expected.get(name)),
         (None, None) => return AgreementError::Unexpected { rank },
     };
     AgreementError::Differs {
         rank,
         reference,
         setting: setting.to_owned(),
-        got: got.get(setting).map(str::to_owned),
-        expected: expected.get(setting).map(str::to_owned),
+        got: got.map(str::to_owned),
+        expected: expected.map(str::to_owned),
     }
 }
 
@@ -242,7 +276,8 @@ fn hash(bytes: &[u8]) -> u64 {
 
 impl<D: Device> ShardedAdamW<D> {
     /// The settings that all ranks share: types, hyperparameters, learning rate and schedule, clipping, loss scale, the rules
-    /// of groups, the names of the units, and the progress. A program adds its own: seed, data, micro-batches.
+    /// of groups, the names of the units, and the progress. Not which elements a group has, and not the sizes of shards, both
+    /// of which differ between ranks. A program adds its own: seed, data, micro-batches, the assignment of groups.
     pub fn settings(&self) -> RankSettings {
         let config = self.controller.config();
         let hyper = &config.hyper;
@@ -270,16 +305,17 @@ impl<D: Device> ShardedAdamW<D> {
         settings
     }
 
-    /// Returns an error on all ranks if the [`settings`](Self::settings) of two ranks differ. All ranks call it, after they
-    /// have loaded their state and before the first step. `exchange` is as in [`agree`].
+    /// Returns an error on all ranks if the [`settings`](Self::settings) of two ranks differ. All ranks call it, each with its
+    /// own `rank`, after they have loaded their state and before the first step. `exchange` is as in [`agree`].
     ///
     /// # Errors
     /// See [`AgreementError`].
     pub fn agree<E: Display>(
         &self,
+        rank: usize,
         exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<(), AgreementError> {
-        agree(Ok(&self.settings()), exchange)
+        agree(rank, Ok(&self.settings()), exchange)
     }
 }
 
@@ -298,7 +334,7 @@ mod tests {
         let sent = Mutex::new(vec![Vec::new(); ranks.len()]);
         let run = |rank: usize| {
             let own = &ranks[rank];
-            agree(own.as_ref().map_err(|message| message as &dyn Display), |message: &[u8]| {
+            agree(rank, own.as_ref().map_err(|message| message as &dyn Display), |message: &[u8]| {
                 sent.lock().unwrap()[rank] = message.to_vec();
                 barrier.wait();
                 let all = sent.lock().unwrap().clone();
@@ -378,12 +414,33 @@ mod tests {
         assert_eq!(all.to_string(), "rank 0: no data");
     }
 
+    /// However many ranks there are: the settings of two of them, and no other message but the summaries.
+    #[test]
+    fn two_ranks_send_their_settings() {
+        let own = settings(&[1; 100]);
+        let mut sent = Vec::new();
+        for rank in 0..5 {
+            let mut calls = 0;
+            let result = agree(rank, Ok(&own), |message: &[u8]| {
+                sent.push((rank, message.len()));
+                calls += 1;
+                Ok::<_, String>(match calls {
+                    1 => (0..5_u64).map(|r| Summary::Settings(u64::from(r == 3)).encode().to_vec()).collect(),
+                    _ => vec![own.encode(); 5],
+                })
+            });
+            assert!(result.is_err());
+        }
+        let long: Vec<usize> = sent.iter().filter(|(_, bytes)| *bytes > Summary::BYTES).map(|(rank, _)| *rank).collect();
+        assert_eq!(long, [0, 3]);
+    }
+
     #[test]
     fn other_messages_and_failed_exchanges_are_errors() {
         let own = settings(&[1]);
-        let other = agree(Ok(&own), |message: &[u8]| Ok::<_, String>(vec![message.to_vec(), b"else".to_vec()]));
+        let other = agree(0, Ok(&own), |message: &[u8]| Ok::<_, String>(vec![message.to_vec(), b"else".to_vec()]));
         assert_eq!(other, Err(AgreementError::Unexpected { rank: 1 }));
-        let lost = agree(Ok(&own), |_: &[u8]| Err::<Vec<Vec<u8>>, _>("unplugged"));
+        let lost = agree(0, Ok(&own), |_: &[u8]| Err::<Vec<Vec<u8>>, _>("unplugged"));
         assert_eq!(lost.unwrap_err().to_string(), "failed to compare the settings of the ranks: unplugged");
     }
 }

@@ -52,7 +52,7 @@ pub(super) fn check<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>, step: u
         checksums.push(&unit.name, format_args!("{checksum:016x}"));
     }
     let exchange = RankExchange::of(rank);
-    agree(Ok(&checksums), |message: &[u8]| exchange.exchange(message)).map_err(|error| match error {
+    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| exchange.exchange(message)).map_err(|error| match error {
         AgreementError::Differs { rank, reference, setting: unit, .. } => {
             TrainError::Replicas { step, rank, reference, unit }
         }

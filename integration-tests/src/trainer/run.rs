@@ -232,6 +232,9 @@ impl<D: Device> Runner<'_, D> {
         if let Some(saver) = &mut saver {
             // No step ran: save the resumed state to the new directory, sharded for these ranks.
             if summary.last.is_none() && !options.saves_in_place() {
+                if options.check_replicas.is_due(summary.step, true) {
+                    replicas::check(rank, stage, summary.step)?;
+                }
                 self.save(stage, saver, &before, evaluations.best, None)?;
             }
             saver.complete(rank)?;
