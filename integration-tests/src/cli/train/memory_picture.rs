@@ -31,12 +31,12 @@ const PHASES: [(&str, RGBColor); 3] = [
 const POINTS: usize = 2000;
 
 /// Memory that a trace does not have.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Besides {
     /// The copy of the state for a checkpoint, in the memory of the trace: drawn during the whole step.
     pub(super) copy_bytes: u64,
-    /// State, transfers and copies in host memory beside a GPU, at most: named only.
-    pub(super) host_bytes: u64,
+    /// What is not drawn, as text, such as `3 GiB in host memory`; empty if all is.
+    pub(super) undrawn: String,
 }
 
 /// Draws the trace; `None` if it is empty.
@@ -46,8 +46,8 @@ pub(super) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String
     let peak_bytes = peak.total_bytes() + besides.copy_bytes;
     let moment = trace.peak_moment().unwrap_or_default();
     let mut note = format!("rank 0, last step; peak {} {moment}", bytes(peak_bytes));
-    if besides.host_bytes > 0 {
-        note = format!("{note}; {} in host memory", bytes(besides.host_bytes));
+    if !besides.undrawn.is_empty() {
+        note = format!("{note}; not drawn: {}", besides.undrawn);
     }
     let legend = legend(trace, &peak.bytes, besides.copy_bytes);
 
@@ -160,7 +160,7 @@ mod tests {
         };
         let points = vec![point(0, 0), point(2, 1 << 20), point(6, 0)];
         let trace = MemoryTrace { step: Duration::from_millis(9), points };
-        let copy = Besides { copy_bytes: 2 << 20, host_bytes: 0 };
+        let copy = Besides { copy_bytes: 2 << 20, undrawn: String::new() };
         let svg = svg(&trace, copy).unwrap().unwrap();
         for part in [
             "peak 6.00 MiB",
@@ -174,8 +174,8 @@ mod tests {
         for part in ["gradients", "optimizer", "buckets", "workspace", "backward", "host memory"] {
             assert!(!svg.contains(part), "{part:?} is in: {svg}");
         }
-        let host = Besides { copy_bytes: 0, host_bytes: 5 << 20 };
+        let host = Besides { copy_bytes: 0, undrawn: "5 GiB in host memory".to_owned() };
         let svg = super::svg(&trace, host).unwrap().unwrap();
-        assert!(svg.contains("peak 4.00 MiB") && svg.contains("5.00 MiB in host memory"), "{svg}");
+        assert!(svg.contains("peak 4.00 MiB") && svg.contains("; not drawn: 5 GiB in host memory"), "{svg}");
     }
 }

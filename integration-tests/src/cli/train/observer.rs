@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use indicatif::{HumanCount, HumanDuration, ProgressBar};
+use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar};
 
 use super::memory_limits::resident_peak_bytes;
 use super::memory_picture::Besides;
@@ -141,10 +141,12 @@ impl Observer {
 /// The memory that the trace of rank 0 does not have.
 fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
     let memory = ranks.first().and_then(|rank| rank.last.as_ref()).map(|last| last.memory).unwrap_or_default();
-    match &setup.device {
-        None => Besides { copy_bytes: memory.staging_bytes, host_bytes: 0 },
-        Some(_) => Besides { copy_bytes: 0, host_bytes: memory.host_bytes + memory.staging_bytes },
-    }
+    let (copy_bytes, undrawn_bytes, what) = match &setup.device {
+        None => (memory.staging_bytes, memory.host_bytes, "of offload"),
+        Some(_) => (0, memory.host_bytes + memory.staging_bytes, "in host memory"),
+    };
+    let undrawn = if undrawn_bytes == 0 { String::new() } else { format!("{} {what}", HumanBytes(undrawn_bytes)) };
+    Besides { copy_bytes, undrawn }
 }
 
 /// For a report of the whole run, the steps before the first one: those in the metrics file or, without one, those in the
