@@ -179,9 +179,8 @@ pub fn agree<E: Display>(
     settings: Result<&RankSettings, &dyn Display>,
     mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
 ) -> Result<(), AgreementError> {
-    let mut exchange = |message: &[u8]| {
-        exchange(message).map_err(|error| AgreementError::Exchange { message: error.to_string() })
-    };
+    let mut exchange =
+        |message: &[u8]| exchange(message).map_err(|error| AgreementError::Exchange { message: error.to_string() });
     let (own, summary) = match settings {
         Ok(settings) => {
             let own = settings.encode();
@@ -431,7 +430,8 @@ mod tests {
             });
             assert!(result.is_err());
         }
-        let long: Vec<usize> = sent.iter().filter(|(_, bytes)| *bytes > Summary::BYTES).map(|(rank, _)| *rank).collect();
+        let long: Vec<usize> =
+            sent.iter().filter(|(_, bytes)| *bytes > Summary::BYTES).map(|(rank, _)| *rank).collect();
         assert_eq!(long, [0, 3]);
     }
 

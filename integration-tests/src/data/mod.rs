@@ -52,7 +52,7 @@ use indicatif::HumanCount;
 
 pub use error::DataError;
 pub use order::BatchAt;
-pub use tokenize::tokenizer_in;
+pub use tokenize::{tokenizer_checksum, tokenizer_in};
 
 use folder::{Documents, Scope};
 use order::Order;

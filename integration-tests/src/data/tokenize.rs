@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crc_fast::{CrcAlgorithm, Digest};
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
@@ -40,6 +41,55 @@ fn gpt2(vocab: &Path, merges: &Path) -> tokenizers::Result<Tokenizer> {
     Ok(tokenizer)
 }
 
+/// The files of a tokenizer.
+enum TokenizerFiles {
+    Json(PathBuf),
+    Gpt2 { vocab: PathBuf, merges: PathBuf },
+}
+
+impl TokenizerFiles {
+    /// Those of a file, or of a folder: its `tokenizer.json`, or else GPT-2's two.
+    fn find(path: &Path) -> Result<Self, DataError> {
+        let error = |message: &str| DataError::Tokenizer { path: path.to_owned(), message: message.to_owned() };
+        if !path.exists() {
+            return Err(DataError::Missing { path: path.to_owned() });
+        }
+        let pair = |dir: &Path| gpt2_files(dir).map(|(vocab, merges)| Self::Gpt2 { vocab, merges });
+
+        if path.is_dir() {
+            let json = path.join(TOKENIZER_FILE);
+            let found = if json.is_file() { Some(Self::Json(json)) } else { pair(path) };
+            return found.ok_or_else(|| error("the folder has neither tokenizer.json nor vocab.json and merges.txt"));
+        }
+        if GPT2_FILES.as_flattened().iter().any(|name| path.ends_with(name)) {
+            let found = path.parent().and_then(pair);
+            return found.ok_or_else(|| error("vocab.json and merges.txt must be in the same folder"));
+        }
+        Ok(Self::Json(path.to_owned()))
+    }
+
+    fn paths(&self) -> Vec<&Path> {
+        match self {
+            Self::Json(file) => vec![file],
+            Self::Gpt2 { vocab, merges } => vec![vocab, merges],
+        }
+    }
+}
+
+/// The checksum of the files that [`super::DataSource::tokenizer`] reads.
+///
+/// # Errors
+/// There is no tokenizer, or a failed read.
+pub fn tokenizer_checksum(path: &Path) -> Result<u64, DataError> {
+    let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+    for file in TokenizerFiles::find(path)?.paths() {
+        let bytes = std::fs::read(file).map_err(|source| DataError::Read { path: file.to_owned(), source })?;
+        digest.update(&(bytes.len() as u64).to_le_bytes());
+        digest.update(&bytes);
+    }
+    Ok(digest.finalize())
+}
+
 /// A tokenizer and its file.
 pub(super) struct TextTokenizer {
     path: PathBuf,
@@ -48,22 +98,14 @@ pub(super) struct TextTokenizer {
 
 impl TextTokenizer {
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
-        let error = |message: String| DataError::Tokenizer { path: path.to_owned(), message };
-        if !path.exists() {
-            return Err(DataError::Missing { path: path.to_owned() });
-        }
-        let (dir, is_dir) = if path.is_dir() { (path, true) } else { (path.parent().unwrap_or(path), false) };
-        let is_half = GPT2_FILES.as_flattened().iter().any(|name| path.ends_with(name));
-        let inner = match gpt2_files(dir) {
-            _ if is_dir && dir.join(TOKENIZER_FILE).is_file() => Tokenizer::from_file(dir.join(TOKENIZER_FILE)),
-            Some((vocab, merges)) if is_dir || is_half => gpt2(&vocab, &merges),
-            _ if is_dir => {
-                return Err(error(format!("the folder has neither {TOKENIZER_FILE} nor vocab.json and merges.txt")));
-            }
-            None if is_half => return Err(error("vocab.json and merges.txt must be in the same folder".to_owned())),
-            _ => Tokenizer::from_file(path),
+        let opened = match TokenizerFiles::find(path)? {
+            TokenizerFiles::Json(file) => Tokenizer::from_file(file),
+            TokenizerFiles::Gpt2 { vocab, merges } => gpt2(&vocab, &merges),
         };
-        let mut inner = inner.map_err(|e| error(format!("not a tokenizer: {}", one_line(&e.to_string()))))?;
+        let mut inner = opened.map_err(|e| DataError::Tokenizer {
+            path: path.to_owned(),
+            message: format!("not a tokenizer: {}", one_line(&e.to_string())),
+        })?;
         // A file may set padding and truncation for single sentences; a corpus must have neither.
         inner.with_padding(None);
         let _ = inner.with_truncation(None);

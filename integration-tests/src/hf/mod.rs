@@ -13,6 +13,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -289,9 +290,7 @@ impl HfFolder {
         match &self.source {
             Source::Checkpoint(reader) => digest.update(&reader.selection().crc64.to_le_bytes()),
             Source::Files { weights, .. } => {
-                // Another one after each boot. Without it, no other process is known to be on this machine.
-                let boot = fs::read("/proc/sys/kernel/random/boot_id");
-                digest.update(&boot.unwrap_or_else(|_| std::process::id().to_le_bytes().to_vec()));
+                digest.update(&machine());
                 for metadata in weights.files().filter_map(|file| fs::metadata(file).ok()) {
                     let numbers = [metadata.dev(), metadata.ino(), metadata.len()];
                     digest.update(bytemuck::cast_slice(&numbers));
@@ -302,39 +301,50 @@ impl HfFolder {
         digest.finalize()
     }
 
-    /// The checksum of part `part` of `parts` of the weights, as fp32 in the order of the model; their exclusive or is that
-    /// of all weights. A checkpoint was verified when it was opened: its manifest has the checksums of its files.
+    /// The checksum of part `part` of `parts` of the weights, as fp32 in the order of the model. Their wrapping sum is that
+    /// of all weights, in any division.
     ///
     /// # Errors
     /// A failed read.
     pub fn checksum(&self, part: usize, parts: usize) -> Result<u64, HfError> {
-        let weights = match &self.source {
-            Source::Checkpoint(reader) if part == 0 => return Ok(reader.selection().crc64),
-            Source::Checkpoint(_) => return Ok(0),
-            Source::Files { .. } => self.config.units().into_iter().flat_map(|unit| unit.params),
-        };
         let mut values = Vec::new();
-        let mut checksum = 0;
-        let mut index: u64 = 0;
-        for param in weights {
-            let elems: u64 = param.shape.iter().product();
-            for start in (0..elems).step_by(HASHED_ELEMS as usize) {
-                let own = index % parts as u64 == part as u64;
-                index += 1;
-                if !own {
-                    continue;
-                }
-                let end = elems.min(start + HASHED_ELEMS);
-                values.resize((end - start) as usize, 0.0_f32);
-                self.read(&param.name, start..end, &mut values)?;
-                let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
-                digest.update(&index.to_le_bytes());
-                digest.update(bytemuck::cast_slice(&values));
-                checksum ^= digest.finalize();
+        let mut checksum: u64 = 0;
+        for (index, (name, range)) in self.chunks().enumerate() {
+            if index % parts != part {
+                continue;
             }
+            values.resize((range.end - range.start) as usize, 0.0_f32);
+            self.read(&name, range, &mut values)?;
+            let crc64 = crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytemuck::cast_slice(&values));
+            checksum = checksum.wrapping_add(placed(index as u64, crc64));
         }
         Ok(checksum)
     }
+
+    /// Ranges of the parameters that cover all of them, in order.
+    fn chunks(&self) -> impl Iterator<Item = (String, Range<u64>)> {
+        self.config.units().into_iter().flat_map(|unit| unit.params).flat_map(|param| {
+            let elems: u64 = param.shape.iter().product();
+            let starts = (0..elems).step_by(HASHED_ELEMS as usize);
+            starts.map(move |start| (param.name.clone(), start..elems.min(start + HASHED_ELEMS)))
+        })
+    }
+}
+
+/// Bytes that differ between machines, and on a machine between boots.
+fn machine() -> Vec<u8> {
+    let random = || RandomState::new().hash_one(std::process::id()).to_le_bytes().to_vec();
+    // Without it, no other process is known to be on this machine.
+    fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_else(|_| random())
+}
+
+/// Mixes the checksum of a chunk with its place (the finalizer of SplitMix64). A CRC is linear: without it, two chunks that
+/// change places, or the same bits of two chunks that change, would leave the sum as it is.
+fn placed(index: u64, crc64: u64) -> u64 {
+    let mut mixed = crc64.wrapping_add((index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
 }
 
 /// Finds a parameter, stored with or without the prefix `transformer.`.

@@ -52,13 +52,15 @@ pub(super) fn check<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>, step: u
         checksums.push(&unit.name, format_args!("{checksum:016x}"));
     }
     let exchange = RankExchange::of(rank);
-    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| exchange.exchange(message)).map_err(|error| match error {
-        AgreementError::Differs { rank, reference, setting: unit, .. } => {
-            TrainError::Replicas { step, rank, reference, unit }
-        }
-        // The failure of the group is the cause.
-        error => rank.comm.failure().map_or_else(|| TrainError::Agreement(error), TrainError::Comm),
-    })
+    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| exchange.exchange(message)).map_err(
+        |error| match error {
+            AgreementError::Differs { rank, reference, setting: unit, .. } => {
+                TrainError::Replicas { step, rank, reference, unit }
+            }
+            // The failure of the group is the cause.
+            error => rank.comm.failure().map_or_else(|| TrainError::Agreement(error), TrainError::Comm),
+        },
+    )
 }
 
 /// The checksum of a slice, in compute-stream order.

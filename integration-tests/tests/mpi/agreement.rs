@@ -46,6 +46,21 @@ impl Machine {
         bytes[at] ^= 1;
         fs::write(self.path(name), bytes).unwrap();
     }
+
+    /// Exchanges the weights of the first two blocks, by their names in the header.
+    fn swap_blocks(&self) {
+        let file = self.path("model/model.safetensors");
+        let mut bytes = fs::read(&file).unwrap();
+        let header = 8..8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        for at in header {
+            match &bytes[at..at + 4] {
+                b".h.0" => bytes[at + 3] = b'1',
+                b".h.1" => bytes[at + 3] = b'0',
+                _ => {}
+            }
+        }
+        fs::write(file, bytes).unwrap();
+    }
 }
 
 /// A byte-level BPE of the characters and one merge.
@@ -125,14 +140,16 @@ enum Change {
     Flags(&'static [&'static str]),
     /// A byte of a file, in the last place of a text or, if that is empty, the first.
     Byte(&'static str, &'static str),
+    /// Two tensors of equal shape change places.
+    Swapped,
     /// A folder that is missing.
     Missing(&'static str),
 }
 
-use Change::{Byte, Flags, Missing};
+use Change::{Byte, Flags, Missing, Swapped};
 
 /// Changes, with the data that they need and what the error names.
-const CHANGES: [(Change, Data, &str); 36] = [
+const CHANGES: &[(Change, Data, &str)] = &[
     (Flags(&["--lr", "0.01"]), Data::Tokens, ": --lr (optimizer.lr) is "),
     (Flags(&["--seed", "1"]), Data::Text, ": --seed (seed) is "),
     (Flags(&["--weight-decay", "0.5"]), Data::Tokens, ": --weight-decay (optimizer.hyper.weight_decay) is "),
@@ -155,12 +172,20 @@ const CHANGES: [(Change, Data, &str); 36] = [
     ),
     (Flags(&["--bucket-elems", "4096"]), Data::Tokens, ": --bucket-elems (communication.bucket_elems) is "),
     (Flags(&["--no-overlap"]), Data::Text, ": --no-overlap (communication.overlap) is "),
-    (Flags(&["--reduce-every-micro-batch"]), Data::Tokens, ": --reduce-every-micro-batch ("),
+    (
+        Flags(&["--reduce-every-micro-batch"]),
+        Data::Tokens,
+        ": --reduce-every-micro-batch (communication.sums_locally) is ",
+    ),
     (Flags(&["--no-decay-1d"]), Data::Tokens, "--no-decay-1d (param_groups.no_decay_1d) is "),
     (Flags(&["--warmup-steps", "1"]), Data::Text, "--warmup-steps, --min-lr or --decay-steps (optimizer.schedule."),
     (Flags(&["--schedule", "cosine"]), Data::Tokens, ": --schedule, --warmup-steps,"),
     (Flags(&["--offload", "cpu"]), Data::Tokens, ": --offload (offload.optimizer) is "),
+    (Flags(&["--masters", "remainder"]), Data::Text, ": --masters (offload.format.remainder) is "),
+    (Flags(&["--moments", "bf16"]), Data::Tokens, ": --moments (offload.format.bf16_moments) is "),
     (Flags(&["--check-replicas", "1"]), Data::Tokens, ": --check-replicas (check_replicas) is "),
+    (Flags(&["--val-data", "tokens.bin"]), Data::Tokens, ": --val-data (validation.fingerprint) is "),
+    (Swapped, Data::Text, ": --model (checksum of the weights) is "),
     (Flags(&["--val-split", "0.2"]), Data::Text, ": --val-split (validation.split) is "),
     (Flags(&["--model", "nano"]), Data::Text, ": --model (model.config."),
     (Flags(&["--ranks", "9"]), Data::Text, "--ranks 9: mpirun started "),
@@ -182,20 +207,28 @@ fn choose(seed: u64, place: u64, n: usize) -> usize {
     (((mixed ^ (mixed >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 33) % n as u64) as usize
 }
 
+/// The flags of all ranks under which a change acts.
+fn common(change: Change) -> Vec<&'static str> {
+    let more: &[&str] = match change {
+        Byte("ds.json", _) => &["--config", "ds.json"],
+        Byte("tokenizer.json", _) => &["--tokenizer", "tokenizer.json"],
+        Flags(["--masters", ..]) => &["--dtype", "bf16"],
+        Flags(["--moments", ..]) => &["--offload", "cpu"],
+        Flags(["--check-replicas", ..]) => &["--stage", "2"],
+        Flags(["--reduce-every-micro-batch"]) => &["--stage", "1", "--grad-accum", "2"],
+        _ => &[],
+    };
+    [&COMMON, more].concat()
+}
+
 /// Starts a run with `change` on one of `ranks` ranks.
 fn is_refused(seed: u64, ranks: usize, rank: usize, (change, data, error): (Change, Data, &str)) {
-    let mut common = COMMON.to_vec();
-    if matches!(change, Byte("ds.json", _)) {
-        common.extend(["--config", "ds.json"]);
-    }
-    if matches!(change, Byte("tokenizer.json", _)) {
-        common.extend(["--tokenizer", "tokenizer.json"]);
-    }
-    let mut run = Run::new(ranks, seed, data, &common);
+    let mut run = Run::new(ranks, seed, data, &common(change));
     let machine = &run.machines[rank];
     match change {
         Flags(flags) => set(&mut run.flags[rank], flags),
         Byte(name, text) => machine.flip(name, text),
+        Swapped => machine.swap_blocks(),
         Missing(name) => fs::remove_dir_all(machine.path(name)).unwrap(),
     }
     // Of two ranks, rank 0 is right, unless rank 1 is the one that cannot start.
@@ -220,7 +253,7 @@ fn set(flags: &mut Vec<String>, more: &[&str]) {
     }
 }
 
-/// Each kind of setting and file once, then random ones.
+/// Some kinds of changes; with as many runs as kinds all of them, then kinds, ranks and places by chance.
 #[test]
 fn ranks_that_differ_are_refused_before_the_first_step() {
     if !has_mpirun() {
@@ -230,9 +263,12 @@ fn ranks_that_differ_are_refused_before_the_first_step() {
     for seed in 0..runs {
         let ranks = 2 + choose(seed, 0, 3);
         let rank = choose(seed, 1, ranks);
-        // Every kind occurs in as many runs as there are kinds.
-        let change = CHANGES[(seed as usize * 7) % CHANGES.len()];
-        is_refused(seed, ranks, rank, change);
+        let kind = match (seed as usize) < CHANGES.len() {
+            // 7 has no factor in common with their number.
+            true => seed as usize * 7 % CHANGES.len(),
+            false => choose(seed, 2, CHANGES.len()),
+        };
+        is_refused(seed, ranks, rank, CHANGES[kind]);
     }
 }
 

@@ -11,10 +11,9 @@
 //!
 //! Paths, the id of the run, its outputs, threads and limits may differ.
 
-use std::path::Path;
 use std::time::Duration;
 
-use crc_fast::{CrcAlgorithm, Digest};
+use crc_fast::CrcAlgorithm;
 use serde_json::Value;
 use zero_alloc::Pool;
 use zero_alloc::device::Device;
@@ -24,14 +23,15 @@ use zero_shard::Layout;
 
 use super::args::TrainArgs;
 use super::record::{PROGRAM, RunRecord};
+use super::resume;
 use super::run_setup::RunSetup;
 use crate::cli::CliError;
 use crate::hf::HfFolder;
-use crate::trainer::RankExchange;
+use crate::trainer::{Home, RankExchange, Settings};
 use crate::workload::Weights;
 
-/// The parts of `run.json` that may differ between ranks: files of one machine, and what other settings decide.
-const OF_ONE_RANK: [&str; 12] = [
+/// The parts of `run.json` that are not compared: they belong to one machine, identify the run, or follow from others.
+const NOT_COMPARED: &[&str] = &[
     "run",
     "resumed_runs",
     "model.name",
@@ -48,7 +48,7 @@ const OF_ONE_RANK: [&str; 12] = [
 
 /// The settings of a run in the order in which they are compared, with their flags. A name stands for all below it, unless a
 /// longer one is listed too. A setting that others are derived from comes before them.
-const ORDER: [(&str, &str); 47] = [
+const ORDER: &[(&str, &str)] = &[
     ("program", ""),
     ("format", ""),
     ("batch.ranks", "--ranks"),
@@ -87,49 +87,58 @@ const ORDER: [(&str, &str); 47] = [
     ("optimizer.hyper.weight_decay", "--weight-decay"),
     ("optimizer.schedule", "--schedule, --warmup-steps, --min-lr or --decay-steps"),
     ("optimizer.max_grad_norm", "--clip"),
-    ("optimizer", ""),
-    ("communication.reduce_every_micro_batch", "--reduce-every-micro-batch"),
+    ("optimizer.loss_scaling", "fp16 of --config"),
+    ("optimizer", "optimizer of --config"),
+    ("communication.sums_locally", "--reduce-every-micro-batch"),
     ("communication.bucket_elems", "--bucket-elems"),
     ("communication.overlap", "--no-overlap"),
-    ("communication", ""),
+    ("communication.cuda_graph", "--cuda-graph"),
+    ("communication", "zero_optimization of --config"),
     ("checkpoint", "--checkpoint or --no-checkpoint"),
     ("checkpoint_every", "--checkpoint-every"),
     ("keep_last", "--keep-last"),
     ("check_replicas", "--check-replicas"),
 ];
 
-/// What decides the numbers and the collectives of a run besides its record.
-pub(super) struct Unrecorded {
+/// The settings of a run besides its record.
+pub(super) struct Unrecorded<'a> {
+    pub(super) settings: &'a Settings,
+    pub(super) layout: &'a Layout,
     /// Whether rows are consecutive tokens, as those of a file of tokens.
     pub(super) in_order: bool,
     /// The checksum of the tokenizer's files, if a tokenizer made the tokens.
     pub(super) tokenizer: Option<u64>,
-    /// The checksum of the sharding of all units.
-    pub(super) layout: u64,
-    /// Whether the weights are those of a folder.
+    /// Whether a folder has the initial weights.
     pub(super) loads_weights: bool,
-    /// The flag `--recompute-gelu`; by default the memory of each GPU decides.
+    /// The setting for GPUs, if it is one; by default the memory of each decides.
     pub(super) recompute_gelu: Option<bool>,
     /// Whether the run saves checkpoints.
     pub(super) saves: bool,
 }
 
 /// The settings that must be equal on all ranks.
-pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded) -> RankSettings {
+pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded<'_>) -> RankSettings {
+    let Unrecorded { settings, layout, .. } = unrecorded;
     let mut document = record.document();
     let checksum = |sum: u64| Value::String(format!("{sum:016x}"));
     document["data"]["order"] = Value::from(if unrecorded.in_order { "consecutive" } else { "random" });
     document["data"]["tokenizer"] = unrecorded.tokenizer.map_or(Value::Null, checksum);
     document["model"]["source"] = Value::from(if unrecorded.loads_weights { "a folder" } else { "initial weights" });
-    document["layout"] = checksum(unrecorded.layout);
-    document["recompute_gelu"] = unrecorded.recompute_gelu.map_or(Value::Null, Value::Bool);
+    let units = format!("{:?}", layout.units());
+    document["layout"] = checksum(crc_fast::checksum(CrcAlgorithm::Crc64Nvme, units.as_bytes()));
     document["checkpoint"] = Value::Bool(unrecorded.saves);
-    let homes = [("optimizer", &record.offload.optimizer), ("params", &record.offload.params)];
-    for (name, home) in homes {
-        // Without the folder, which is one of the machine.
-        let home = home.to_string();
-        document["offload"][name] = Value::from(home.split(':').next());
+
+    // What acts, in place of what was requested.
+    document["recompute_gelu"] = unrecorded.recompute_gelu.map_or(Value::Null, Value::Bool);
+    document["communication"]["reduce_every_micro_batch"] = Value::Null;
+    document["communication"]["sums_locally"] = Value::Bool(settings.sums_locally());
+    if settings.stage.shards_params() {
+        document["check_replicas"] = Value::Null;
     }
+    // The record leaves out the default. Folders are those of one machine.
+    document["offload"] = serde_json::to_value(&record.offload).unwrap_or_default();
+    document["offload"]["optimizer"] = Value::from(tier(&record.offload.optimizer));
+    document["offload"]["params"] = Value::from(tier(&record.offload.params));
 
     let mut leaves = Vec::new();
     flatten("", &document, &mut leaves);
@@ -137,9 +146,18 @@ pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded) -> RankSetti
     leaves.into_iter().map(|(name, value)| (label(&name), value)).collect()
 }
 
-/// Appends the numbers, strings, flags and lists below `path`, without those of one rank.
+/// A place of offloaded state, without its folder.
+fn tier(home: &Home) -> &'static str {
+    match home {
+        Home::Device => "none",
+        Home::Host => "cpu",
+        Home::Nvme(_) => "nvme",
+    }
+}
+
+/// Appends the numbers, strings, flags and lists below `path` that are compared. What is not set has no entry.
 fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
-    if OF_ONE_RANK.contains(&path) {
+    if NOT_COMPARED.contains(&path) {
         return;
     }
     match value {
@@ -149,7 +167,7 @@ fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
                 flatten(&below, value, leaves);
             }
         }
-        Value::Null => leaves.push((path.to_owned(), "not set".to_owned())),
+        Value::Null => {}
         Value::String(text) => leaves.push((path.to_owned(), text.clone())),
         other => leaves.push((path.to_owned(), other.to_string())),
     }
@@ -198,11 +216,6 @@ impl<'a, D: Device> StartExchange<'a, D> {
         RankExchange::new(self.comm, &self.pool, &self.stream, self.limit)
     }
 
-    /// Ends the other ranks.
-    pub(super) fn abort(&self, reason: &str) {
-        self.comm.abort(reason);
-    }
-
     /// Checks that all ranks run this program, and that all resume or none does. `own` is the error of a rank that cannot
     /// start.
     pub(super) fn agree_on_start(&self, args: &TrainArgs, own: Result<(), CliError>) -> Result<(), CliError> {
@@ -210,20 +223,19 @@ impl<'a, D: Device> StartExchange<'a, D> {
         settings.push("program", PROGRAM);
         settings.push("--resume", if args.resume.is_some() { "given" } else { "not given" });
         settings.push("--resume-exact", args.resume_exact);
-        self.agree(own.map(|()| settings)).map(drop)
+        settings.push("a checkpoint chosen by a launcher", resume::is_selected());
+        self.agree(own, |()| settings)
+    }
+
+    /// Passes the failure of a rank to all ranks.
+    pub(super) fn agree_on_success<T>(&self, own: Result<T, CliError>) -> Result<T, CliError> {
+        self.agree(own, |_| RankSettings::new())
     }
 
     /// Checks that the settings, the data and the weights of all ranks are equal.
     pub(super) fn agree_on_setup(&self, setup: Result<RunSetup, CliError>) -> Result<RunSetup, CliError> {
-        let (setup, agreed) = match setup {
-            Ok(setup) => (Ok(()), Some(setup)),
-            Err(error) => (Err(error), None),
-        };
-        let settings = agreed.as_ref().map(|setup| setup.agreed.clone()).unwrap_or_default();
-        self.agree(setup.map(|()| settings))?;
-        // A rank without a setup has failed above.
-        let setup = agreed.ok_or_else(|| CliError::Failure("internal error: a setup is missing".to_owned()))?;
-        if let Weights::Folder(folder) = &setup.workload.weights {
+        let setup = self.agree(setup, |setup| setup.agreed.clone())?;
+        if let (Weights::Folder(folder), None) = (&setup.workload.weights, &setup.options.resume) {
             self.agree_on_weights(folder)?;
         }
         Ok(setup)
@@ -231,7 +243,7 @@ impl<'a, D: Device> StartExchange<'a, D> {
 
     /// Compares the weights of the ranks' folders. Ranks that read the same files share the work.
     fn agree_on_weights(&self, folder: &HfFolder) -> Result<(), CliError> {
-        let identities = self.words(folder.identity())?;
+        let identities = self.exchange_u64(folder.identity())?;
         let same = |rank: &usize| identities[*rank] == identities[self.rank()];
         let sharers: Vec<usize> = (0..identities.len()).filter(same).collect();
         if sharers.len() == identities.len() {
@@ -240,71 +252,51 @@ impl<'a, D: Device> StartExchange<'a, D> {
         let part = sharers.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
         let own = folder.checksum(part, sharers.len());
 
-        let parts = self.words(*own.as_ref().unwrap_or(&0))?;
-        let checksum = sharers.iter().fold(0, |sum, rank| sum ^ parts[*rank]);
-        let mut settings = RankSettings::new();
-        settings.push("--model (checksum of the weights)", format_args!("{checksum:016x}"));
-        self.agree(own.map(|_| settings).map_err(CliError::usage))
+        let parts = self.exchange_u64(*own.as_ref().unwrap_or(&0))?;
+        let checksum = sharers.iter().fold(0_u64, |sum, rank| sum.wrapping_add(parts[*rank]));
+        self.agree(own.map(drop).map_err(CliError::usage), |()| {
+            [("--model (checksum of the weights)", format!("{checksum:016x}"))].into_iter().collect()
+        })
     }
 
-    /// The word of each rank.
-    fn words(&self, own: u64) -> Result<Vec<u64>, CliError> {
+    /// The number that each rank sends.
+    fn exchange_u64(&self, own: u64) -> Result<Vec<u64>, CliError> {
         let messages = self.messages().exchange(&own.to_le_bytes()).map_err(CliError::failure)?;
-        let word = |message: &Vec<u8>| message.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
-        let words: Option<Vec<u64>> = messages.iter().map(word).collect();
-        words.ok_or_else(|| {
+        let number = |message: &Vec<u8>| Some(u64::from_le_bytes(message.as_slice().try_into().ok()?));
+        let numbers: Option<Vec<u64>> = messages.iter().map(number).collect();
+        numbers.ok_or_else(|| {
             CliError::Failure("a rank sent a message of another kind while the run started".to_owned())
         })
     }
 
-    /// Returns the error of the lowest rank that has one, or of the first setting that differs.
-    fn agree(&self, settings: Result<RankSettings, CliError>) -> Result<(), CliError> {
+    /// Returns `own` if all ranks succeeded with equal settings; otherwise the error of the lowest rank that failed, or the
+    /// first setting that differs.
+    fn agree<T>(&self, own: Result<T, CliError>, settings: impl FnOnce(&T) -> RankSettings) -> Result<T, CliError> {
         if self.comm.world_size() == 1 {
-            return settings.map(drop);
+            return own;
         }
         let messages = self.messages();
         let exchange = |message: &[u8]| messages.exchange(message);
-        let agreed = match &settings {
-            Ok(settings) => agree(Ok(settings), exchange),
-            Err(error) => agree(Err(error), exchange),
+        let agreed = match &own {
+            Ok(own) => agree(self.rank(), Ok(&settings(own)), exchange),
+            Err(error) => agree(self.rank(), Err(error), exchange),
         };
-        match (agreed, settings) {
-            (Ok(()), settings) => settings.map(drop),
-            (Err(AgreementError::Failed { rank, .. }), Err(own)) if rank == self.rank() => Err(own),
-            (Err(error @ (AgreementError::Failed { .. } | AgreementError::Differs { .. })), _) => {
-                Err(CliError::usage(error))
-            }
-            (Err(error), _) => Err(CliError::failure(error)),
+        let error = match (agreed, own) {
+            (Ok(()), own) => return own,
+            (Err(AgreementError::Failed { rank, .. }), Err(own)) if rank == self.rank() => return Err(own),
+            (Err(error), _) => error,
+        };
+        let of_rank = match &error {
+            AgreementError::Failed { rank, .. } | AgreementError::Differs { rank, .. } => *rank,
+            _ => return Err(CliError::failure(error)),
+        };
+        // Of many ranks with one error, two print it.
+        match self.rank() {
+            0 => Err(CliError::usage(error)),
+            rank if rank == of_rank => Err(CliError::usage(error)),
+            _ => Err(CliError::OfOtherRanks(error.to_string())),
         }
     }
-}
-
-/// The checksum of a layout.
-pub(super) fn layout_checksum(layout: &Layout) -> u64 {
-    crc_fast::checksum(CrcAlgorithm::Crc64Nvme, format!("{:?}", layout.units()).as_bytes())
-}
-
-/// The names of a tokenizer's files in a folder.
-const TOKENIZER_FILES: [&str; 5] = ["tokenizer.json", "vocab.json", "merges.txt", "encoder.json", "vocab.bpe"];
-
-/// The checksum of the tokenizer's files: those of the folder `path`, or the file `path`, and its folder's if it is one of
-/// several.
-pub(super) fn tokenizer_checksum(path: &Path) -> Result<u64, CliError> {
-    let is_alone = path.is_file() && !TOKENIZER_FILES[1..].iter().any(|name| path.ends_with(name));
-    let dir = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
-    let files = match is_alone {
-        true => vec![path.to_owned()],
-        false => TOKENIZER_FILES.map(|name| dir.join(name)).into_iter().filter(|file| file.is_file()).collect(),
-    };
-
-    let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
-    for file in files {
-        let bytes = std::fs::read(&file)
-            .map_err(|error| CliError::Usage(format!("{}: failed to read the tokenizer: {error}", file.display())))?;
-        digest.update(&(bytes.len() as u64).to_le_bytes());
-        digest.update(&bytes);
-    }
-    Ok(digest.finalize())
 }
 
 #[cfg(test)]
@@ -314,7 +306,7 @@ mod tests {
     #[test]
     fn longest_name_decides_the_place() {
         assert_eq!(label("optimizer.lr"), "--lr (optimizer.lr)");
-        assert_eq!(label("optimizer.hyper.decoupled"), "optimizer.hyper.decoupled");
+        assert_eq!(label("optimizer.hyper.decoupled"), "optimizer of --config (optimizer.hyper.decoupled)");
         assert_eq!(label("data.fingerprint"), "--data (data.fingerprint)");
         assert_eq!(label("checkpoint"), "--checkpoint or --no-checkpoint (checkpoint)");
         assert_eq!(label("a setting of a later version"), "a setting of a later version");
@@ -323,24 +315,5 @@ mod tests {
         assert!(place("batch.micro_batch") < place("batch.step_tokens"));
         assert!(place("validation.split") < place("data.tokens") && place("data.tokens") < place("data.fingerprint"));
         assert!(place("checkpoint_every") > place("checkpoint"));
-    }
-
-    #[test]
-    fn tokenizer_is_its_files() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
-        write("vocab.json", "{}");
-        write("merges.txt", "a b");
-        let checksum = |name: &str| tokenizer_checksum(&dir.path().join(name)).unwrap();
-        let folder = checksum("");
-        assert_eq!(
-            [checksum("vocab.json"), checksum("merges.txt")],
-            [folder; 2],
-            "half of a tokenizer means both files"
-        );
-        write("merges.txt", "a c");
-        assert_ne!(checksum(""), folder);
-        write("alone.json", "{}");
-        assert_ne!(checksum("alone.json"), checksum(""));
     }
 }

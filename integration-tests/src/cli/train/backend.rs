@@ -56,6 +56,16 @@ fn choose_on(
         _ => {}
     }
     let required = args.device == DeviceChoice::Cuda || args.comm == CommChoice::Nccl;
+    let launched = launched();
+    // The other ranks of a launcher may have GPUs, and then wait for this one.
+    let is_one_of_many = matches!(&launched, Ok(Some(ranks)) if ranks.world_size > 1);
+    let on_host = |reason: &str| {
+        match is_one_of_many {
+            true => tracing::warn!("training on the host: {reason}; --device cuda makes this an error"),
+            false => tracing::debug!("training on the host: {reason}"),
+        }
+        Ok(Backend::Host)
+    };
     let flag = if args.device == DeviceChoice::Cuda { "--device cuda" } else { "--comm nccl requires --device cuda" };
     let gpus = match (machine.gpus)() {
         Ok(0) => Err("the driver reports no GPU".to_owned()),
@@ -69,12 +79,9 @@ fn choose_on(
     let gpus = match gpus {
         Ok(gpus) => gpus,
         Err(reason) if required => return Err(CliError::Usage(format!("{flag}: {reason}"))),
-        Err(reason) => {
-            tracing::debug!("training on the host: {reason}");
-            return Ok(Backend::Host);
-        }
+        Err(reason) => return on_host(&reason),
     };
-    let launched = launched()?;
+    let launched = launched?;
     let ranks = ranks(args, launched.as_ref(), gpus)?;
     let here = launched.as_ref().map_or(ranks, |l| l.local_rank + 1);
     if here > gpus && !args.share_gpus && !own_gpu_each(launched.as_ref(), gpus) {
@@ -93,8 +100,7 @@ fn choose_on(
         if required {
             return Err(CliError::Usage(format!("{flag} with {ranks} ranks: {reason}")));
         }
-        tracing::debug!("training on the host: {reason}");
-        return Ok(Backend::Host);
+        return on_host(&reason);
     }
     Ok(Backend::Cuda { gpus, launched })
 }

@@ -81,32 +81,24 @@ fn run_rank(
             _ => Ok(Arc::new(Solo::new(device.clone()))),
         }
     };
-    let agree_on_start = |comm: &Arc<dyn Communicator<CudaDevice>>| {
-        StartExchange::new(&**comm, device.clone(), args.time_limit)?.agree_on_start(args, Ok(()))
-    };
-    let mut connected = None;
-    let mut found = None;
-    if args.resume.is_some() && resumed.is_none() {
-        let comm = connect()?;
-        agree_on_start(&comm)?;
-        found = Resumed::open_on_ranks(args, &StartExchange::new(&*comm, device.clone(), args.time_limit)?)?;
-        connected = Some(comm);
-    }
-    let filled = found.as_ref().map(|found| found.fill(args));
-    let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let setup = setup_of_rank(args, resumed, &device, launched, gpus, cores);
+    let rank_setup = RankSetup { device: &device, launched, gpus, cores };
+    let is_deferred = args.resume.is_some() && resumed.is_none();
+    // Otherwise a rank that cannot start ends before it connects: its launcher ends the others, which wait for it.
+    let early = if is_deferred { None } else { Some(rank_setup.make(args, resumed)?) };
 
-    let (comm, setup) = match connected {
-        Some(comm) => (comm, setup),
+    let comm = connect()?;
+    let start = StartExchange::new(&*comm, device.clone(), args.time_limit)?;
+    start.agree_on_start(args, Ok(()))?;
+    let setup = match early {
+        Some(setup) => Ok(setup),
         None => {
-            // A rank that cannot start ends here: its launcher ends the others, which wait for it to connect.
-            let setup = setup?;
-            let comm = connect()?;
-            agree_on_start(&comm)?;
-            (comm, Ok(setup))
+            let found = Resumed::open_on_ranks(args, &start)?;
+            let filled = found.as_ref().map(|found| found.fill(args));
+            rank_setup.make(filled.as_ref().unwrap_or(args), found.as_ref())
         }
     };
-    let mut setup = StartExchange::new(&*comm, device.clone(), args.time_limit)?.agree_on_setup(setup)?;
+    let mut setup = start.agree_on_setup(setup)?;
+    drop(start);
 
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
@@ -125,30 +117,35 @@ fn run_rank(
     })
 }
 
-/// The settings of a rank on `device`, one of `gpus` GPUs of this machine, with `cores` cores of its own.
-fn setup_of_rank(
-    args: &TrainArgs,
-    resumed: Option<&Resumed>,
-    device: &CudaDevice,
-    launched: Option<&Ranks>,
+/// The machine of a rank.
+struct RankSetup<'a> {
+    device: &'a CudaDevice,
+    launched: Option<&'a Ranks>,
+    /// GPUs of this machine.
     gpus: usize,
+    /// Cores of the rank, if it is bound to some.
     cores: Option<usize>,
-) -> Result<RunSetup, CliError> {
-    let (world_size, local_rank) = launched.map_or((1, 0), |ranks| (ranks.world_size, ranks.local_rank));
-    let sharers = if args.share_gpus { ranks_here(launched, local_rank, gpus).div_ceil(gpus) as u64 } else { 1 };
-    let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
-    let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
+}
 
-    let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
-    if let (Some(cores), None) = (cores, args.threads) {
-        setup.workload.threads = cores;
+impl RankSetup<'_> {
+    fn make(&self, args: &TrainArgs, resumed: Option<&Resumed>) -> Result<RunSetup, CliError> {
+        let Self { device, launched, gpus, cores } = *self;
+        let (world_size, local_rank) = launched.map_or((1, 0), |ranks| (ranks.world_size, ranks.local_rank));
+        let sharers = if args.share_gpus { ranks_here(launched, local_rank, gpus).div_ceil(gpus) as u64 } else { 1 };
+        let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
+        let gpu = Gpu { name: device.name().to_owned(), memory_bytes };
+
+        let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
+        if let (Some(cores), None) = (cores, args.threads) {
+            setup.workload.threads = cores;
+        }
+        memory_check::check_host_of_gpus(&setup, world_size.min(gpus), args.memory_limit)?;
+        // The note is printed by rank 0, whether or not that rank shares its GPU.
+        if args.share_gpus && world_size > gpus {
+            setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
+        }
+        Ok(setup)
     }
-    memory_check::check_host_of_gpus(&setup, world_size.min(gpus), args.memory_limit)?;
-    // The note is printed by rank 0, whether or not that rank shares its GPU.
-    if args.share_gpus && world_size > gpus {
-        setup.notices.push("ranks share GPUs: timings are not meaningful".to_owned());
-    }
-    Ok(setup)
 }
 
 /// The ranks of this machine; of several machines each GPU is assumed to have one.

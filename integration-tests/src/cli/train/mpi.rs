@@ -28,6 +28,13 @@ pub(super) fn launched_ranks(args: &TrainArgs) -> usize {
 pub(super) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
     let launched = mpi_ranks() > 1;
     match args.comm {
+        CommChoice::Threads if launched => {
+            tracing::warn!(
+                "--comm threads: a launcher started {} processes, and each of them trains the whole run by itself",
+                mpi_ranks()
+            );
+            Ok(false)
+        }
         CommChoice::Threads | CommChoice::Nccl => Ok(false),
         CommChoice::Mpi => Ok(true),
         // Without MPI every process of mpirun would train the whole run by itself.

@@ -73,10 +73,10 @@ impl Resumed {
         Self::new(reader, notices).map(Some)
     }
 
-    /// Opens the checkpoint of `--resume` on all ranks; rank 0 finds it.
+    /// Opens the checkpoint of `--resume` on all ranks; rank 0 finds it. The error of a rank reaches all of them.
     ///
     /// # Errors
-    /// As [`Resumed::open`], on all ranks; or a failed exchange.
+    /// As [`Resumed::open`]; or a failed exchange.
     pub(super) fn open_on_ranks<D: Device>(
         args: &TrainArgs,
         start: &StartExchange<'_, D>,
@@ -89,16 +89,11 @@ impl Resumed {
             Ok(found.0)
         };
         let opened = Reader::open_on_ranks(dir, start.rank() as u64, &mut start.messages(), find);
-        let reader = opened.map_err(|error| match error {
+        let opened = opened.map_err(|error| match error {
             NotOpened::Here(error) => error,
-            // The error of rank 0, which all ranks receive.
-            NotOpened::Checkpoint(error @ CkptError::Rank { .. }) => CliError::usage(error),
-            NotOpened::Checkpoint(error) => {
-                start.abort(&error.to_string());
-                CliError::failure(error)
-            }
-        })?;
-        Self::new(reader, notices).map(Some)
+            NotOpened::Checkpoint(error) => CliError::usage(error),
+        });
+        start.agree_on_success(opened.and_then(|reader| Self::new(reader, notices))).map(Some)
     }
 
     fn new(reader: Reader, mut notices: Vec<String>) -> Result<Self, CliError> {
@@ -352,10 +347,15 @@ impl From<CkptError> for NotOpened {
     }
 }
 
+/// Whether a launcher has found the checkpoint for this process.
+pub(super) fn is_selected() -> bool {
+    Selected::from_env().is_some()
+}
+
 /// Whether another process finds the checkpoint of `--resume` for this one: rank 0 of the `ranks` processes that another
 /// launcher has started.
 pub(super) fn is_deferred(args: &TrainArgs, ranks: usize) -> bool {
-    args.resume.is_some() && ranks > 1 && Selected::from_env().is_none()
+    args.resume.is_some() && ranks > 1 && !is_selected()
 }
 
 /// The device that the run of `--resume` recorded, from its newest checkpoint. Reads one small file and verifies nothing:

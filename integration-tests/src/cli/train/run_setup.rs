@@ -8,7 +8,7 @@ use std::sync::Arc;
 use zero_optim::RankSettings;
 use zero_shard::Layout;
 
-use super::agreement::{self, Unrecorded, layout_checksum, tokenizer_checksum};
+use super::agreement::{self, Unrecorded};
 use super::args::TrainArgs;
 use super::record::{
     BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id,
@@ -23,7 +23,7 @@ use crate::cli::flags::{check_seq_len, find_model};
 use crate::cli::offload::resolve_folders;
 use crate::cli::{CliError, DTypeFlag, plan};
 use crate::config::DsConfig;
-use crate::data::{DataSource, FolderFiles, is_token_file};
+use crate::data::{DataSource, FolderFiles, is_token_file, tokenizer_checksum};
 use crate::hf::HfFolder;
 use crate::model::gpt2::Gpt2Options;
 use crate::trainer::{ReplicaChecks, RunOptions, SHARD_ALIGN_ELEMS, Settings};
@@ -223,12 +223,14 @@ impl RunSetup {
             auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
         };
         let in_order = source.path.as_deref().is_some_and(|path| path.is_file() && is_token_file(path));
+        let tokenizer = source.tokenizer.as_deref().filter(|_| !in_order);
         let unrecorded = Unrecorded {
+            settings: &settings,
+            layout: &layout,
             in_order,
-            tokenizer: source.tokenizer.as_deref().filter(|_| !in_order).map(tokenizer_checksum).transpose()?,
-            layout: layout_checksum(&layout),
-            loads_weights: matches!(weights, Weights::Folder(_)),
-            recompute_gelu: args.recompute_gelu.or(base.recompute_gelu),
+            tokenizer: tokenizer.map(tokenizer_checksum).transpose().map_err(CliError::usage)?,
+            loads_weights: resumed.is_none() && matches!(weights, Weights::Folder(_)),
+            recompute_gelu: device.as_ref().and_then(|_| args.recompute_gelu.or(base.recompute_gelu)),
             saves: checkpoint.is_some(),
         };
         let agreed = agreement::settings(&record, &unrecorded);
