@@ -157,7 +157,8 @@ fn assemble_into(into: &Path, from: &[PathBuf]) -> Result<(), CliError> {
     for defect in passed_over {
         print_note(format_args!("passed over: {defect}"));
     }
-    let (path, dir) = (into.join(&checkpoint.name), into.display());
+    let path = into.join(&checkpoint.name);
+    let dir = into.display();
     print_text(format!(
         "{}: assembled of the files of all ranks, {} bytes, all checksums match; `zero train --resume {dir}` continues from \
          it\n",

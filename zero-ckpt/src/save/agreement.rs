@@ -370,7 +370,7 @@ pub(crate) fn failure_of(
     own: Option<&CkptError>,
     exchange: &mut impl Exchange,
 ) -> Result<CkptError, CkptError> {
-    let own = own.map_or_else(|| Message::<()>::Error("no error message".into()), |own| Message::error(own));
+    let own = own.map_or_else(|| Message::<()>::Error("no error message".into()), Message::error);
     match broadcast(&own, rank, exchange)? {
         Message::Error(message) => Ok(CkptError::Rank { rank, message }),
         _ => Err(CkptError::BadFrame { rank, why: "it is no error".into() }),
