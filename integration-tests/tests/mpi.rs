@@ -132,7 +132,7 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
     for ranks in [2, 3] {
         let dir = tempfile::tempdir().unwrap();
         let (a, b) = (dir.path().join("a"), dir.path().join("b"));
-        [&a, &b].map(|folder| std::fs::create_dir(folder).unwrap());
+        [&a, &b].into_iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
         let metrics = dir.path().join("metrics");
         let last = ranks - 1;
         let path = metrics.display().to_string();
@@ -141,7 +141,7 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
             let output = two_machines(ranks, (&a, &b), &[], &args).output().unwrap();
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(std::fs::read_to_string(&metrics).unwrap_or_default(), "", "a step ran");
-            assert!(!text.contains("panicked"), "{text}");
+            assert!(!text.contains("panicked") && !text.contains("rank 0: rank"), "{text}");
             assert_eq!(output.status.code(), Some(1), "{text}");
             text
         };
@@ -203,6 +203,70 @@ fn failed_save_keeps_staged_files() {
         let assembled = place::zero().args(["ckpt", "assemble", &ckpt]).output().unwrap();
         let text = String::from_utf8_lossy(&assembled.stderr);
         assert!(text.contains(&format!("the files of 1 of {ranks} ranks are missing: {}", ranks - 1)), "{text}");
+    }
+}
+
+/// The time limit of the communicator of [`slow_save_rank`].
+const SLOW_LIMIT: Duration = Duration::from_secs(4);
+
+/// A rank of [`slow_save_outlasts_the_time_limit`], which names its folder in the environment: the last rank stages its file
+/// for longer than the communicator's limit, in steps that it reports.
+#[test]
+fn slow_save_rank() {
+    let Ok(dir) = std::env::var("ZERO_SLOW_SAVE") else { return };
+    use integration_tests::trainer::RankExchange;
+    use zero_alloc::Pool;
+    use zero_alloc::device::Device as _;
+    use zero_alloc::host::HostDevice;
+    use zero_ckpt::{SaveMeta, StateDtype, StateSpec, Store, StoreOptions};
+    use zero_comm::{CommOptions, Communicator as _, mpi::MpiWorld};
+    use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+    let world = MpiWorld::init(CommOptions::default().limit(SLOW_LIMIT)).unwrap();
+    let comm = world.comm();
+    let device = HostDevice::new();
+    let stream = device.create_stream("save").unwrap();
+    let pool = Pool::new(device, usize::MAX);
+    let exchange = &mut RankExchange::new(&*comm, &pool, &stream, SLOW_LIMIT * 2);
+    let (rank, ranks) = (comm.rank() as u64, comm.world_size() as u64);
+    let units = [UnitSpec::new("head", [ParamSpec::new("w", [30])])];
+    let layout = Layout::new(&units, ranks, 1).unwrap();
+    let options = StoreOptions::default().stall_limit(Duration::from_secs(60));
+    let store = Store::create_on_ranks(dir, rank, options, exchange, |_| Ok(())).unwrap();
+    let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
+    let stage = || {
+        store.stage_streamed(1, &layout, states, |slice| {
+            if rank + 1 == ranks {
+                std::thread::sleep(SLOW_LIMIT * 2);
+            }
+            slice.bytes.fill(rank as u8);
+            Ok(())
+        })
+    };
+    store.save_with(&SaveMeta::default().step(1), &layout, stage, exchange).unwrap();
+}
+
+/// Ranks that are apart by more than the time limit of the communicator save all the same.
+#[test]
+fn slow_save_outlasts_the_time_limit() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut runs = [2, 3].map(|ranks| {
+        let ckpt = dir.path().join(ranks.to_string());
+        let tmp = dir.path().join(format!("tmp-{ranks}"));
+        std::fs::create_dir(&tmp).unwrap();
+        let mut command = Command::new("mpirun");
+        command.env("OMPI_MCA_orte_tmpdir_base", &tmp).env("ZERO_SLOW_SAVE", &ckpt);
+        command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
+        command.arg(std::env::current_exe().unwrap()).args(["--exact", "slow_save_rank"]);
+        (command.stdout(Stdio::null()).spawn().unwrap(), ckpt)
+    });
+    for (run, ckpt) in &mut runs {
+        assert!(run.wait().unwrap().success());
+        let ckpt = ckpt.display().to_string();
+        succeeds(&place::zero().args(["ckpt", "verify", &ckpt]).output().unwrap());
     }
 }
 

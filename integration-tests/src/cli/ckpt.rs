@@ -157,7 +157,8 @@ fn assemble_into(into: &Path, from: &[PathBuf]) -> Result<(), CliError> {
     for defect in passed_over {
         print_note(format_args!("passed over: {defect}"));
     }
-    let (path, dir) = (into.join(&checkpoint.name), into.display());
+    let path = into.join(&checkpoint.name);
+    let dir = into.display();
     print_text(format!(
         "{}: assembled of the files of all ranks, {} bytes, all checksums match; `zero train --resume {dir}` continues from \
          it\n",
@@ -256,5 +257,31 @@ mod tests {
         let error = zero_ckpt(&["verify".as_ref(), &store]).unwrap_err().to_string();
         assert!(error.contains("shard-00000-of-00001.safetensors: damaged: bytes"), "{error}");
         assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
+    }
+
+    #[test]
+    fn assemble_makes_a_whole_checkpoint() {
+        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
+        use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+        let dir = tempfile::tempdir().unwrap();
+        let (taken, new) = (dir.path().join("taken"), dir.path().join("new"));
+        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let save = |run: &str| {
+            let store = Store::create(&taken, 0, StoreOptions::default().run(run)).unwrap();
+            let mut shard = ShardData::new(&layout, 0).unwrap();
+            shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
+            store.save(&SaveMeta::default().step(4), &shard, &mut SingleRank)
+        };
+        save("a").unwrap();
+        // Refused, because the checkpoint of step 4 is of another run.
+        let error = save("b").unwrap_err().to_string();
+        assert!(error.contains("another run (a)") && error.contains("zero ckpt assemble"), "{error}");
+        let error = zero_ckpt(&["assemble".as_ref(), &taken]).unwrap_err().to_string();
+        assert!(error.contains("another run (a)"), "{error}");
+        zero_ckpt(&["assemble".as_ref(), &new, &taken]).unwrap();
+        zero_ckpt(&["verify".as_ref(), &new]).unwrap();
+        assert_eq!(Reader::open(&new).unwrap().manifest().run.as_deref(), Some("b"));
+        zero_ckpt(&["verify".as_ref(), &taken]).unwrap();
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::Device;
 use zero_ckpt::{
-    BackgroundStore, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype, StateSpec, Store,
+    BackgroundStore, CkptError, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype, StateSpec, Store,
     StoreOptions,
 };
 use zero_optim::StateKind;
@@ -41,6 +41,22 @@ fn states() -> Vec<StateSpec> {
     StateKind::ALL.map(spec).to_vec()
 }
 
+/// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that rank's, and others as they are.
+fn of_rank(error: CkptError) -> CkptError {
+    let rank = match &error {
+        CkptError::NotShared { rank, .. } => Some(*rank),
+        CkptError::Kept { error, .. } => match **error {
+            CkptError::Rank { rank, .. } => Some(rank),
+            _ => None,
+        },
+        _ => None,
+    };
+    let Some(rank) = rank else { return error };
+    let text = error.to_string();
+    let message = text.strip_prefix(&format!("rank {rank}: ")).unwrap_or(&text).to_owned();
+    CkptError::Rank { rank, message }
+}
+
 impl Saver {
     /// Opens `dir`, which all ranks must share and which must not hold checkpoints of other runs, and allocates a staging
     /// buffer. Collective: a wrong directory fails on all ranks at the start of training and not at the first save.
@@ -49,7 +65,8 @@ impl Saver {
         let model = ModelSpec::from(&*rank.layout);
         let check = |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
         let exchange = &mut RankExchange::of(rank);
-        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check)?;
+        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check);
+        let store = store.map_err(of_rank)?;
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(store, Arc::clone(&rank.layout), states(), 1)?),
@@ -78,7 +95,8 @@ impl Saver {
             Saves::Streamed(store) => {
                 let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
                 let stage = || store.stage_streamed(meta.step, &rank.layout, states(), fill);
-                let published = store.save_with(&meta, &rank.layout, stage, &mut RankExchange::of(rank))?;
+                let published = store.save_with(&meta, &rank.layout, stage, &mut RankExchange::of(rank));
+                let published = published.map_err(of_rank)?;
                 self.published(&published);
                 Ok(())
             }
@@ -102,7 +120,7 @@ impl Saver {
     pub(super) fn advance<D: Device>(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         if let Saves::Background(background) = &mut self.store
             && background.in_flight() > 0
-            && let Some(published) = background.advance(&mut RankExchange::of(rank))?
+            && let Some(published) = background.advance(&mut RankExchange::of(rank)).map_err(of_rank)?
         {
             self.published(&published);
         }
@@ -114,7 +132,7 @@ impl Saver {
         if let Saves::Background(background) = &mut self.store
             && background.in_flight() > 0
         {
-            let published = background.complete(&mut RankExchange::of(rank))?;
+            let published = background.complete(&mut RankExchange::of(rank)).map_err(of_rank)?;
             self.published(&published);
         }
         Ok(())

@@ -17,6 +17,7 @@ use crate::format::tensor_folder::check_range;
 use crate::io::counts;
 use crate::io::dir::Dir;
 use crate::io::parallel::{chunks_to_read, in_parallel, threads_for};
+use crate::load::resolve::staged_hint;
 use crate::load::shard_file::{ShardFile, open_checked};
 use crate::{CkptError, ModelSpec, StateDtype, View};
 
@@ -74,6 +75,7 @@ impl Reader {
                 Err(e) => notices.push(e.to_string()),
             }
         }
+        notices.extend(staged_hint(&root));
         Err(CkptError::NoCheckpoint { dir: root.path().into(), reasons: notices })
     }
 

@@ -2,9 +2,10 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use crate::format::catalog::{self, backup_of, step_of};
+use crate::format::catalog::{self, STAGING, backup_of, step_of};
 use crate::format::manifest::MANIFEST_NAME;
 use crate::io::dir::Dir;
+use crate::save::staged_name::StagedName;
 use crate::{CkptError, Reader};
 
 /// The result of [`resolve`].
@@ -48,7 +49,17 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         return Ok(Resolved { store_dir: path.to_owned(), reader, passed_over });
     }
     let reasons = passed_over.into_iter().chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
-    Err(CkptError::NoCheckpoint { dir: path.to_owned(), reasons: reasons.map(|(_, reason)| reason).collect() })
+    let reasons = reasons.map(|(_, reason)| reason).chain(staged_hint(&root)).collect();
+    Err(CkptError::NoCheckpoint { dir: path.to_owned(), reasons })
+}
+
+/// What to do with the staged files of a failed save, if there are any.
+pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
+    let names = root.open_dir(STAGING).and_then(|staging| staging.names()).unwrap_or_default();
+    let is_staged = names.iter().any(|name| StagedName::parse(name).is_some());
+    let hint =
+        "a failed save has left files in its .staging: `zero ckpt assemble` makes a checkpoint of those of all ranks";
+    is_staged.then(|| hint.to_owned())
 }
 
 /// Whether the directory `path` holds checkpoints, complete or not. False if it does not exist.

@@ -9,8 +9,9 @@ use zero_shard::Layout;
 use super::agreement::{PublishedCheckpoint, StagedFile};
 use super::description::Description;
 use super::meta::shard_name;
+use super::publish::Place;
 use super::staged_name::{Kind, SaveId, StagedName};
-use super::store::{Place, encode_header};
+use super::store::encode_header;
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
 use crate::format::catalog::{STAGING, step_name};
 use crate::format::manifest::{FileRecord, Manifest};
@@ -161,7 +162,9 @@ impl Found {
             )]);
         }
         let mut probe = manifest.clone();
-        let (mut staged, mut dirs, mut defects) = (Vec::new(), Vec::new(), Vec::new());
+        let mut staged = Vec::new();
+        let mut dirs = Vec::new();
+        let mut defects = Vec::new();
         for (rank, locations) in files.range(ranks) {
             match self.whole(&mut probe, &layout, (*rank, save), locations) {
                 Ok((file, dir)) => {
@@ -218,7 +221,8 @@ impl Found {
 /// The rank in the final name of a shard file.
 fn rank_of(name: &str) -> Option<u64> {
     let (rank, world_size) = name.strip_prefix("shard-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
-    let (rank, world_size) = (rank.parse().ok()?, world_size.parse().ok()?);
+    let rank = rank.parse().ok()?;
+    let world_size = world_size.parse().ok()?;
     (shard_name(rank, world_size) == name).then_some(rank)
 }
 

@@ -132,7 +132,9 @@ impl BackgroundStore {
                 return Err(CkptError::Snapshot { message });
             }
         };
-        let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), Arc::clone(meta));
+        let store = Arc::clone(&self.store);
+        let layout = Arc::clone(&self.layout);
+        let meta = Arc::clone(meta);
         let (states, pieces) = (self.states.clone(), self.file.pieces.clone());
         let borrowed = Borrowed { buffer: Some(buffer), free: Arc::clone(&self.free) };
         Ok(Job::start(move || {
@@ -200,7 +202,9 @@ impl BackgroundStore {
     pub fn advance(&mut self, exchange: &mut impl Exchange) -> Result<Option<PublishedCheckpoint>, CkptError> {
         let (meta, mut save) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
         let publish = &mut |all| {
-            let (store, layout, meta) = (Arc::clone(&self.store), Arc::clone(&self.layout), Arc::clone(&meta));
+            let store = Arc::clone(&self.store);
+            let layout = Arc::clone(&self.layout);
+            let meta = Arc::clone(&meta);
             Job::start(move || store.publish_files(&meta, &layout, all))
         };
         let published = save.advance(&self.store, &self.layout, exchange, publish)?;

@@ -90,7 +90,7 @@ impl Store {
         match staged {
             Ok(file) if self.rank() == 0 => {
                 let described = self.write_description(meta, layout, &file);
-                described.inspect_err(|_| drop(self.staging().remove_file(&file.file))).map(|()| file)
+                described.inspect_err(|_| drop(self.staging.remove_file(&file.file))).map(|()| file)
             }
             other => other,
         }
@@ -98,13 +98,13 @@ impl Store {
 
     fn write_description(&self, meta: &SaveMeta, layout: &Layout, file: &StagedFile) -> Result<(), CkptError> {
         let documents = encode_documents(meta)?;
-        let run = self.run().map(str::to_owned);
+        let run = self.options.run.clone();
         let manifest = manifest_without_files(meta, layout, file.states.clone(), run, &documents);
         let documents =
             documents.into_iter().map(|(_, bytes)| String::from_utf8_lossy(&bytes).into_owned()).collect();
-        let resumed_runs = self.resumed_runs().to_vec();
+        let resumed_runs = self.options.resumed_runs.clone();
         let encoded = Description { manifest, documents, resumed_runs, best: meta.best }.encode()?;
         let name = StagedName { step: file.step, kind: Kind::Description, save: file.save };
-        self.staging().write_new(&name.to_string(), &encoded)
+        self.staging.write_new(&name.to_string(), &encoded)
     }
 }

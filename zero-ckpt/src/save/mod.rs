@@ -7,6 +7,7 @@ pub(crate) mod description;
 pub(crate) mod import;
 pub(crate) mod job;
 pub(crate) mod meta;
+pub(crate) mod publish;
 pub(crate) mod replace;
 pub(crate) mod shard_data;
 pub(crate) mod shared;

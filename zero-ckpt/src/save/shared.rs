@@ -101,16 +101,16 @@ fn lead(
     let (store, opened) = opened?;
     let agreed = broadcast(&Message::Done(opened.clone()), 0, exchange)
         .and_then(|_| lead_agreement(&opened, &mut Watch::new(limit), exchange));
-    let _ = store.staging().remove_file(&opened.file);
+    let _ = store.staging.remove_file(&opened.file);
     agreed.map(|()| store)
 }
 
 /// Writes the file that the others look for.
 fn announced(store: Store) -> Result<(Store, Opened), CkptError> {
     let file = format!("{SHARED}{}", random());
-    store.staging().write_new(&file, b"")?;
-    let (session, run) = (store.session(), store.run().map(str::to_owned));
-    let opened = Opened { file, session, run, dir: absolute(store.path()) };
+    store.staging.write_new(&file, b"")?;
+    let dir = absolute(store.path());
+    let opened = Opened { file, session: store.session, run: store.options.run.clone(), dir };
     Ok((store, opened))
 }
 
@@ -196,7 +196,7 @@ fn follow(
 /// Checks that this rank sees the file of rank 0.
 fn look_for(store: &Store, rank: u64, of_rank_0: &Opened) -> Result<(), CkptError> {
     for _ in 0..LOOKS {
-        if store.staging().has(&of_rank_0.file) {
+        if store.staging.has(&of_rank_0.file) {
             return Ok(());
         }
         std::thread::sleep(LOOK_EVERY);

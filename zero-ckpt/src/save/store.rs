@@ -15,27 +15,24 @@
 //! crashes, staged files stay: `assemble` makes a checkpoint of them. The next publication of the same or a later step of
 //! the same run, or of one that resumed it, removes them.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use zero_shard::Layout;
 
-use super::agreement::{Publication, PublishedCheckpoint, StagedFile};
+use super::agreement::{PublishedCheckpoint, StagedFile};
 use super::background::StagingSlice;
 use super::job::Job;
-use super::meta::{SaveMeta, encode_documents, manifest_without_files, with_files};
+use super::meta::SaveMeta;
 use super::replace;
 use super::staged_name::{Kind, SaveId, StagedName, run_checksum};
 use super::streamed::Streamed;
 use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
-use crate::format::catalog::{
-    self, BEST, Entry, LATEST, STAGING, backup_of, pointer_line, random, random_number, step_name,
-};
+use crate::format::catalog::{self, Entry, STAGING, random, random_number};
 use crate::format::header::MAX_HEADER_BYTES;
-use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, Manifest, check_size};
+use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, check_size};
 use crate::io::dir::Dir;
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
@@ -159,7 +156,7 @@ impl StoreOptions {
     }
 
     /// Whether `run`, of a checkpoint, is this run or one that it resumed.
-    fn owns(&self, run: Option<&str>) -> bool {
+    pub(super) fn owns(&self, run: Option<&str>) -> bool {
         run == self.run.as_deref() || self.resumed_runs.iter().any(|resumed| resumed == run.unwrap_or_default())
     }
 }
@@ -168,17 +165,17 @@ pub(crate) type Observer = Arc<dyn Fn(SavePoint) + Send + Sync>;
 
 /// A rank's access to the directory that a run saves into.
 pub struct Store {
-    dir: Dir,
-    staging: Arc<Dir>,
+    pub(super) dir: Dir,
+    pub(super) staging: Arc<Dir>,
     rank: u64,
-    options: StoreOptions,
-    observer: Option<Observer>,
+    pub(super) options: StoreOptions,
+    pub(super) observer: Option<Observer>,
     /// See [`SaveId`].
-    session: u64,
+    pub(super) session: u64,
     /// The number of the next save, equal on all ranks.
     next_save: AtomicU32,
     /// Bytes written and files published or removed so far.
-    progress: Arc<AtomicU64>,
+    pub(super) progress: Arc<AtomicU64>,
     /// Rank 0: the published checkpoints, oldest save first.
     published: Mutex<Vec<Entry>>,
     /// Removals of old checkpoints; each returns its failures.
@@ -386,177 +383,6 @@ impl Store {
         Ok(StagedFile { rank: self.rank, step, file: name, bytes, front_crc64: crc, states, pieces, save })
     }
 
-    /// On rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint, names it in `latest` and removes
-    /// old checkpoints. On an error before the checkpoint has its final name, the staged files stay, and earlier checkpoints
-    /// do not change.
-    ///
-    /// # Errors
-    /// The error of the first failed rank, staged files that do not form one checkpoint, another model in this
-    /// directory, a checkpoint of this step by another run, or a failed system call.
-    pub fn publish(
-        &self,
-        meta: &SaveMeta,
-        layout: &Layout,
-        staged: Vec<Result<StagedFile, CkptError>>,
-    ) -> Result<PublishedCheckpoint, CkptError> {
-        let publication = self.publish_files(meta, layout, staged)?;
-        self.prune(&publication);
-        Ok(publication.checkpoint)
-    }
-
-    /// [`Store::publish`] without the removals.
-    pub(crate) fn publish_files(
-        &self,
-        meta: &SaveMeta,
-        layout: &Layout,
-        staged: Vec<Result<StagedFile, CkptError>>,
-    ) -> Result<Publication, CkptError> {
-        let staged = staged.into_iter().collect::<Result<Vec<_>, _>>()?;
-        let states = staged.first().map(|file| file.states.clone()).unwrap_or_default();
-        let documents = encode_documents(meta)?;
-        let manifest = manifest_without_files(meta, layout, states, self.options.run.clone(), &documents);
-        for file in &staged {
-            self.check_staged(file)?;
-            self.progress.fetch_add(1, Ordering::Relaxed);
-        }
-        let checkpoint = self.publish_manifest(manifest, &staged, &documents, meta.best, Place::Move)?;
-        let superseded = meta.superseded.map(step_name);
-        let numbers: BTreeMap<u64, u32> = staged.iter().map(|file| (file.save.session, file.save.number)).collect();
-        Ok(Publication { checkpoint, superseded, numbers })
-    }
-
-    /// Publishes a checkpoint of `manifest` and the staged files.
-    pub(crate) fn publish_manifest(
-        &self,
-        mut manifest: Manifest,
-        staged: &[StagedFile],
-        documents: &[(String, Vec<u8>)],
-        best: Option<u64>,
-        place: Place<'_>,
-    ) -> Result<PublishedCheckpoint, CkptError> {
-        self.check_model(&manifest.model)?;
-        let mut published = self.published();
-        manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
-        let name = step_name(manifest.step);
-        let path = self.dir.path().join(&name);
-        let replaced = published.iter().find(|e| e.name == name || backup_of(&e.name) == Some(&name));
-        if let Some(another) = replaced.filter(|e| !self.options.owns(e.run.as_deref())) {
-            return Err(CkptError::AnotherRun { path, run: another.run.clone() });
-        }
-        let manifest = with_files(manifest, staged, &path)?;
-        let encoded = manifest.encode()?;
-
-        let own = SaveId { run: self.run_checksum(), session: self.session, number: 0 };
-        let save = match place {
-            Place::Move => staged.first().map_or(own, |file| file.save),
-            // The directory of the staged files' own save may exist, and hold them.
-            Place::Copy(_) => own,
-        };
-        let ready_name = StagedName { step: manifest.step, kind: Kind::Ready, save }.to_string();
-        let ready = self.staging.create_dir(&ready_name)?;
-        self.at(SavePoint::DirCreated);
-        let backed_up = || self.at(SavePoint::BackedUp);
-        let assembled = self
-            .assemble(&ready, staged, documents, (&manifest, &encoded), &place)
-            .and_then(|()| replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up));
-        if let Err(error) = assembled {
-            self.put_back(&ready, &ready_name, staged, &manifest, &place);
-            return Err(error);
-        }
-        // The checkpoint is complete and has its final name: later errors do not undo it.
-        self.dir.sync()?;
-        self.at(SavePoint::Renamed);
-        self.point(LATEST, &name)?;
-        self.at(SavePoint::LatestMoved);
-        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
-        let (step, sequence) = (manifest.step, manifest.sequence);
-        published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
-        published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
-        let best = self.update_best(best, &published)?;
-        Ok(PublishedCheckpoint { name, step, sequence, bytes, best, notices: self.take_notices() })
-    }
-
-    /// Moves the files of a checkpoint that could not be published back to their staged names, and removes what was
-    /// written with them. Keeps what cannot be moved.
-    fn put_back(&self, ready: &Dir, ready_name: &str, staged: &[StagedFile], manifest: &Manifest, place: &Place<'_>) {
-        for (staged, file) in staged.iter().zip(&manifest.files) {
-            let _ = match place {
-                Place::Move => ready.rename(&file.name, &self.staging, &staged.file),
-                Place::Copy(_) => ready.remove_file(&file.name),
-            };
-        }
-        for document in manifest.documents.iter().map(|document| document.name.as_str()).chain([MANIFEST_NAME]) {
-            let _ = ready.remove_file(document);
-        }
-        let _ = self.staging.remove_empty_dir(ready_name);
-    }
-
-    /// Where a failed save has left the staged file of this rank: the file, or the directory that rank 0 has moved it into.
-    pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
-        let ready = StagedName { step: staged.step, kind: Kind::Ready, save: staged.save }.to_string();
-        let name = [&staged.file, &ready].into_iter().find(|name| self.staging.has(name))?;
-        Some(self.staging.path().join(name))
-    }
-
-    /// Checks that this machine sees the staged file with its full length.
-    fn check_staged(&self, staged: &StagedFile) -> Result<(), CkptError> {
-        let rank = staged.rank;
-        let (_, got_bytes) = self.staging.open_file(&staged.file, false).map_err(|e| CkptError::Mismatch {
-            why: format!("rank 0 does not see the file of rank {rank}; use a directory that all ranks share ({e})"),
-        })?;
-        match got_bytes == staged.bytes {
-            true => Ok(()),
-            false => Err(CkptError::WrongLength {
-                path: self.staging.path().join(&staged.file),
-                expected_bytes: staged.bytes,
-                got_bytes,
-            }),
-        }
-    }
-
-    fn assemble(
-        &self,
-        ready: &Dir,
-        staged: &[StagedFile],
-        documents: &[(String, Vec<u8>)],
-        (manifest, encoded): (&Manifest, &[u8]),
-        place: &Place<'_>,
-    ) -> Result<(), CkptError> {
-        for (rank, (staged, file)) in staged.iter().zip(&manifest.files).enumerate() {
-            match place {
-                Place::Move => self.staging.rename(&staged.file, ready, &file.name)?,
-                Place::Copy(dirs) => dirs[rank].link_or_copy(&staged.file, ready, &file.name)?,
-            }
-            self.progress.fetch_add(1, Ordering::Relaxed);
-        }
-        self.at(SavePoint::FilesMoved);
-        documents.iter().try_for_each(|(name, bytes)| ready.write_new(name, bytes))?;
-        ready.write_new(MANIFEST_NAME, encoded)?;
-        ready.sync()?;
-        self.at(SavePoint::ManifestSynced);
-        Ok(())
-    }
-
-    /// Atomically makes `pointer`, `latest` or `best`, name the checkpoint `name`.
-    fn point(&self, pointer: &str, name: &str) -> Result<(), CkptError> {
-        let file = format!("{pointer}.{}", random());
-        self.staging.write_new(&file, pointer_line(name).as_bytes())?;
-        self.staging.rename(&file, &self.dir, pointer).inspect_err(|_| {
-            let _ = self.staging.remove_file(&file);
-        })?;
-        self.dir.sync()
-    }
-
-    /// Makes `best` name the checkpoint of step `best`, if that is published here. Returns the name in `best`.
-    fn update_best(&self, best: Option<u64>, published: &[Entry]) -> Result<Option<String>, CkptError> {
-        let was = catalog::read_pointer(&self.dir, BEST).ok();
-        let now = best.map(step_name).filter(|name| published.iter().any(|e| e.name == *name));
-        match now {
-            Some(name) if was.as_ref() != Some(&name) => self.point(BEST, &name).map(|()| Some(name)),
-            _ => Ok(was),
-        }
-    }
-
     pub(crate) fn at(&self, point: SavePoint) {
         if let Some(observer) = &self.observer {
             observer(point);
@@ -569,28 +395,8 @@ impl Store {
         self.options.run = run;
     }
 
-    pub(crate) fn session(&self) -> u64 {
-        self.session
-    }
-
-    pub(crate) fn run(&self) -> Option<&str> {
-        self.options.run.as_deref()
-    }
-
     pub(crate) fn run_checksum(&self) -> u32 {
-        run_checksum(self.run())
-    }
-
-    pub(crate) fn resumed_runs(&self) -> &[String] {
-        &self.options.resumed_runs
-    }
-
-    pub(crate) fn owns(&self, run: Option<&str>) -> bool {
-        self.options.owns(run)
-    }
-
-    pub(crate) fn keep_last(&self) -> Option<usize> {
-        self.options.keep_last
+        run_checksum(self.options.run.as_deref())
     }
 
     pub(crate) fn stall_limit(&self) -> Duration {
@@ -599,26 +405,6 @@ impl Store {
 
     pub(crate) fn progress(&self) -> u64 {
         self.progress.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn shared_progress(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.progress)
-    }
-
-    pub(crate) fn dir(&self) -> &Dir {
-        &self.dir
-    }
-
-    pub(crate) fn staging(&self) -> &Dir {
-        &self.staging
-    }
-
-    pub(crate) fn shared_staging(&self) -> Arc<Dir> {
-        Arc::clone(&self.staging)
-    }
-
-    pub(crate) fn observer(&self) -> Option<Observer> {
-        self.observer.clone()
     }
 
     pub(crate) fn published(&self) -> MutexGuard<'_, Vec<Entry>> {
@@ -639,14 +425,6 @@ impl Drop for Store {
     fn drop(&mut self) {
         let _ = self.finish_removals();
     }
-}
-
-/// How staged files get into a checkpoint.
-pub(crate) enum Place<'a> {
-    /// By a rename in the staging directory.
-    Move,
-    /// By a link or copy from the directory of each rank's file, which stays.
-    Copy(&'a [&'a Dir]),
 }
 
 /// The first bytes of a rank's file: the header, padded so that the state starts at a page.

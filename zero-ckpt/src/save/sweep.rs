@@ -34,7 +34,7 @@ impl Store {
         for name in due {
             // Hides it by one rename, so that no reader opens it partly removed.
             let old = format!("{name}.old.{}", random());
-            match self.dir().rename(&name, self.staging(), &old) {
+            match self.dir.rename(&name, &self.staging, &old) {
                 Ok(()) => {
                     published.retain(|entry| entry.name != name);
                     hidden.push(old);
@@ -42,14 +42,14 @@ impl Store {
                 Err(error) => self.notices().push(error.to_string()),
             }
         }
-        hidden.extend(replace::resolve_backups(self.dir(), self.staging()));
-        let leftovers = self.staging().names().unwrap_or_default();
+        hidden.extend(replace::resolve_backups(&self.dir, &self.staging));
+        let leftovers = self.staging.names().unwrap_or_default();
         hidden.extend(leftovers.into_iter().filter(|name| self.is_superseded(name, publication)));
         hidden.sort_unstable();
         hidden.dedup();
 
-        let sweep = Sweep { staging: self.shared_staging(), names: hidden, progress: self.shared_progress() };
-        let observer = self.observer();
+        let sweep = Sweep { staging: Arc::clone(&self.staging), names: hidden, progress: Arc::clone(&self.progress) };
+        let observer = self.observer.clone();
         self.sweeps().push(Job::start(move || {
             let notices = sweep.run();
             if let Some(observer) = observer {
@@ -62,8 +62,8 @@ impl Store {
     /// The checkpoints to remove.
     fn due(&self, publication: &Publication, published: &[crate::format::catalog::Entry]) -> Vec<String> {
         let Publication { checkpoint, superseded, .. } = publication;
-        let own: Vec<_> = published.iter().filter(|entry| self.owns(entry.run.as_deref())).collect();
-        let excess = self.keep_last().map_or(0, |keep| own.len().saturating_sub(keep.max(1)));
+        let own: Vec<_> = published.iter().filter(|entry| self.options.owns(entry.run.as_deref())).collect();
+        let excess = self.options.keep_last.map_or(0, |keep| own.len().saturating_sub(keep.max(1)));
         let is_due = |(index, name): &(usize, &String)| *index < excess || superseded.as_ref() == Some(*name);
         let kept = |name: &String| *name == checkpoint.name || checkpoint.best.as_ref() == Some(name);
         let names = own.iter().map(|entry| &entry.name).enumerate();
@@ -87,7 +87,7 @@ impl Store {
 
     /// Whether [`SaveId::run`](super::staged_name::SaveId::run) is of this run or of one that it resumed.
     fn owns_checksum(&self, run: u32) -> bool {
-        let resumed = self.resumed_runs().iter().map(|run| run_checksum(Some(run)));
+        let resumed = self.options.resumed_runs.iter().map(|run| run_checksum(Some(run)));
         resumed.chain([self.run_checksum()]).any(|own| own == run)
     }
 

@@ -95,6 +95,8 @@ fn assembled_checkpoint_is_the_published_one() {
             let path = error.split("is kept: ").nth(1).and_then(|rest| rest.split(';').next());
             assert!(path.is_some_and(|path| Path::new(path).exists()), "{stop:?}: {error}");
         }
+        let hint = Reader::open(dir.path()).err().unwrap().to_string();
+        assert!(hint.contains("zero ckpt assemble"), "{hint}");
         let before = staged(dir.path());
         let assembled = assemble(dir.path(), &NONE).unwrap();
         assert_eq!((assembled.checkpoint.step, assembled.passed_over.len()), (7, 0));
