@@ -132,7 +132,9 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
     for ranks in [2, 3] {
         let dir = tempfile::tempdir().unwrap();
         let (a, b) = (dir.path().join("a"), dir.path().join("b"));
-        [&a, &b].into_iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
+        for folder in [&a, &b] {
+            std::fs::create_dir(folder).unwrap();
+        }
         let metrics = dir.path().join("metrics");
         let last = ranks - 1;
         let path = metrics.display().to_string();

@@ -26,9 +26,6 @@ pub enum CliError {
     /// A failure caused by that of another process: exit code 1. The launcher reports the cause instead.
     #[error("{0}")]
     Echo(String),
-    /// Wrong use that other ranks print: exit code 2.
-    #[error("{0}")]
-    OfOtherRanks(String),
     /// A signal ended the run early, after it saved: exit code 128 + signal, as shells have it.
     #[error("ended by signal {signal}")]
     Interrupted {
@@ -41,20 +38,20 @@ impl CliError {
     /// The process's exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage(_) | Self::OfOtherRanks(_) => 2,
+            Self::Usage(_) => 2,
             Self::Failure(_) | Self::Echo(_) => 1,
             Self::Interrupted { signal } => 128_u8.saturating_add(u8::try_from(*signal).unwrap_or(u8::MAX)),
         }
     }
 
     /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. Prints
-    /// nothing for an interruption, and nothing that other ranks print.
+    /// nothing for an interruption.
     pub fn report(&self) {
         // Another rank may have requested the end because of its own failure.
-        let is_quiet = matches!(self, Self::Interrupted { .. } | Self::OfOtherRanks(_));
-        let echo = is_quiet || matches!(self, Self::Echo(_));
+        let interrupted = matches!(self, Self::Interrupted { .. });
+        let echo = interrupted || matches!(self, Self::Echo(_));
         let report = Report { code: self.exit_code(), echo, message: self.to_string() };
-        if !report.deliver() && !is_quiet {
+        if !report.deliver() && !interrupted {
             output::print_note(format_args!("error: {self}"));
         }
     }

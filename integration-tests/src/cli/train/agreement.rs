@@ -281,20 +281,14 @@ impl<'a, D: Device> StartExchange<'a, D> {
             Ok(own) => agree(self.rank(), Ok(&settings(own)), exchange),
             Err(error) => agree(self.rank(), Err(error), exchange),
         };
-        let error = match (agreed, own) {
-            (Ok(()), own) => return own,
-            (Err(AgreementError::Failed { rank, .. }), Err(own)) if rank == self.rank() => return Err(own),
-            (Err(error), _) => error,
-        };
-        let of_rank = match &error {
-            AgreementError::Failed { rank, .. } | AgreementError::Differs { rank, .. } => *rank,
-            _ => return Err(CliError::failure(error)),
-        };
-        // Of many ranks with one error, two print it.
-        match self.rank() {
-            0 => Err(CliError::usage(error)),
-            rank if rank == of_rank => Err(CliError::usage(error)),
-            _ => Err(CliError::OfOtherRanks(error.to_string())),
+        match (agreed, own) {
+            (Ok(()), own) => own,
+            (Err(AgreementError::Failed { rank, .. }), Err(own)) if rank == self.rank() => Err(own),
+            // All ranks print it: a launcher may end the others as soon as one has ended.
+            (Err(error @ (AgreementError::Failed { .. } | AgreementError::Differs { .. })), _) => {
+                Err(CliError::usage(error))
+            }
+            (Err(error), _) => Err(CliError::failure(error)),
         }
     }
 }

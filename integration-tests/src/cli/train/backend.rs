@@ -1,5 +1,7 @@
 //! Selects the host or CUDA, by the flags and by the libraries and GPUs of this machine.
 
+use std::path::Path;
+
 use zero_alloc::cuda::CudaDevice;
 use zero_comm::nccl::{self, Ranks};
 use zero_kernels::cuda::Nvrtc;
@@ -7,6 +9,9 @@ use zero_kernels::cuda::Nvrtc;
 use super::args::{CommChoice, DeviceChoice, TrainArgs};
 use crate::cli::CliError;
 use crate::cuda::matmul;
+
+/// Exists where the kernel's driver for NVIDIA GPUs is loaded.
+const NVIDIA_DEVICE: &str = "/dev/nvidiactl";
 
 /// The device type of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,10 +62,10 @@ fn choose_on(
     }
     let required = args.device == DeviceChoice::Cuda || args.comm == CommChoice::Nccl;
     let launched = launched();
-    // The other ranks of a launcher may have GPUs, and then wait for this one.
+    // The other ranks of a launcher may use GPUs, and then wait for this one.
     let is_one_of_many = matches!(&launched, Ok(Some(ranks)) if ranks.world_size > 1);
     let on_host = |reason: &str| {
-        match is_one_of_many {
+        match is_one_of_many && Path::new(NVIDIA_DEVICE).exists() {
             true => tracing::warn!("training on the host: {reason}; --device cuda makes this an error"),
             false => tracing::debug!("training on the host: {reason}"),
         }
