@@ -157,7 +157,8 @@ fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
     let start = |(rank, more): (usize, &&[&str])| {
         let mut command = zero(dir, &[&["--device", "cuda", "--share-gpus"], *more].concat());
-        let (rank, ranks) = (rank.to_string(), flags.len().to_string());
+        let rank = rank.to_string();
+        let ranks = flags.len().to_string();
         command.env("RANK", &rank).env("LOCAL_RANK", &rank).env("WORLD_SIZE", ranks).env("MASTER_PORT", &port);
         command.env("MASTER_ADDR", "127.0.0.1").env("NCCL_MULTI_RANK_GPU_ENABLE", "1").spawn().unwrap()
     };

@@ -131,7 +131,8 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
     }
     for ranks in [2, 3] {
         let dir = tempfile::tempdir().unwrap();
-        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        let a = dir.path().join("a");
+        let b = dir.path().join("b");
         for folder in [&a, &b] {
             std::fs::create_dir(folder).unwrap();
         }
@@ -171,7 +172,8 @@ fn failed_save_keeps_staged_files() {
     for ranks in [2, 3] {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
-        let (ckpt, metrics) = (path("ckpt"), path("metrics"));
+        let ckpt = path("ckpt");
+        let metrics = path("metrics");
         let flags = ["--steps", "1000000", "--checkpoint", &ckpt, "--checkpoint-every", "2", "--metrics", &metrics];
         let args = train(ranks, &flags);
         let mut command = two_machines(ranks, (dir.path(), dir.path()), &["env", "--ignore-signal=XFSZ"], &args);
@@ -230,7 +232,8 @@ fn slow_save_rank() {
     let stream = device.create_stream("save").unwrap();
     let pool = Pool::new(device, usize::MAX);
     let exchange = &mut RankExchange::new(&*comm, &pool, &stream, SLOW_LIMIT * 2);
-    let (rank, ranks) = (comm.rank() as u64, comm.world_size() as u64);
+    let rank = comm.rank() as u64;
+    let ranks = comm.world_size() as u64;
     let units = [UnitSpec::new("head", [ParamSpec::new("w", [30])])];
     let layout = Layout::new(&units, ranks, 1).unwrap();
     let options = StoreOptions::default().stall_limit(Duration::from_secs(60));

@@ -129,7 +129,8 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
 
 /// Calls on two streams while rank 0's first call is late: those a period later have its tags.
 fn reuse_tags(comm: &Comm, streams: &Streams) {
-    let (rank, n) = (comm.rank(), comm.world_size());
+    let rank = comm.rank();
+    let n = comm.world_size();
     let mut values: Vec<_> = (0..4 * TAG_PERIOD).map(|call| vec![(rank + call) as f32; 100]).collect();
     if rank == 0 {
         // Enough for the other stream to pass the first call, if nothing held it.
@@ -160,7 +161,8 @@ fn rank_main(what: &str) -> ExitCode {
     };
     let comm: Comm = world.comm();
     let streams = Streams::new(comm.rank());
-    let (rank, n) = (comm.rank(), comm.world_size());
+    let rank = comm.rank();
+    let n = comm.world_size();
     match what {
         "conformance" => {
             let plan = Plan::default().seed(n as u64).cases(60);

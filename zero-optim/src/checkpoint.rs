@@ -102,7 +102,9 @@ impl<D: Device> ShardedAdamW<D> {
         let mut meta = meta.dtype(self.stored_dtype());
         let states = self.add_progress(&mut meta.trainer).and_then(|()| self.shard_states(stream, own, limit));
         // Staged on a thread, while this one tells the other ranks of its progress.
-        let (step, layout, rank) = (meta.step, own.layout, own.rank);
+        let step = meta.step;
+        let layout = own.layout;
+        let rank = own.rank;
         let stage = || match &states {
             Ok(states) => stage(store, step, layout, rank, states),
             Err(error) => Err(CkptError::Snapshot { message: error.to_string() }),

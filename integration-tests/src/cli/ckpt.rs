@@ -265,7 +265,8 @@ mod tests {
         use zero_shard::{Layout, ParamSpec, UnitSpec};
 
         let dir = tempfile::tempdir().unwrap();
-        let (taken, new) = (dir.path().join("taken"), dir.path().join("new"));
+        let taken = dir.path().join("taken");
+        let new = dir.path().join("new");
         let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
         let save = |run: &str| {
             let store = Store::create(&taken, 0, StoreOptions::default().run(run)).unwrap();

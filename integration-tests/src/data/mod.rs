@@ -111,7 +111,7 @@ struct Opened {
     description: String,
     /// Of a folder, the first token of each file, in order.
     files: Vec<(u64, PathBuf)>,
-    /// What is left out of the data.
+    /// The files left out of the data.
     notices: Vec<String>,
 }
 
@@ -152,7 +152,7 @@ pub struct Dataset {
     /// Of a folder, the first token of each file, in order.
     files: Vec<(u64, PathBuf)>,
     description: String,
-    /// What is left out of the data.
+    /// The files left out of the data.
     notices: Vec<String>,
 }
 
@@ -222,7 +222,7 @@ impl Dataset {
         Ok(Opened::new(tokens, Order::Random, path, description))
     }
 
-    /// What is left out of the data, one line each; empty unless the data is a folder that the user named.
+    /// The files left out of the data, one line each; empty unless the data is a folder that the user named.
     pub fn notices(&self) -> &[String] {
         &self.notices
     }

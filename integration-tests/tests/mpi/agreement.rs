@@ -15,7 +15,7 @@ struct Machine {
 }
 
 impl Machine {
-    /// Copies model, tokens, text and configuration to a folder of its own, in the order of `seed`.
+    /// Copies model, tokens, text and configuration to a new folder, in the order of `seed`.
     fn new(parent: &Path, rank: usize, seed: u64) -> Self {
         let root = parent.join(format!("machine-{rank}"));
         fs::create_dir_all(root.join("text")).unwrap();
@@ -89,7 +89,7 @@ enum Data {
     Text,
 }
 
-/// A run whose ranks are on machines of their own.
+/// A run with a machine for each rank.
 struct Run {
     folder: tempfile::TempDir,
     machines: Vec<Machine>,
@@ -114,7 +114,7 @@ impl Run {
         Self { flags: flags.collect(), folder, machines }
     }
 
-    /// Starts all ranks; each has a locale, a time zone and a folder of its own.
+    /// Starts all ranks, with different locales, time zones and folders.
     fn start(&self) -> Output {
         let mut command = Command::new("mpirun");
         command.env("OMPI_MCA_orte_tmpdir_base", self.folder.path());

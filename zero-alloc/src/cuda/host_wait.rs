@@ -91,7 +91,8 @@ pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> R
         wait_here(stream, event, limit);
         return Ok(());
     };
-    let (stream_name, sticky) = (stream.shared_name(), stream.sticky());
+    let stream_name = stream.shared_name();
+    let sticky = stream.sticky();
     let wait = Arc::new(HostWait {
         context: Arc::clone(context),
         word,
@@ -117,7 +118,8 @@ pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> R
 
 /// Waits on the calling thread. A failure poisons the stream, as that of a wait in the stream does.
 fn wait_here(stream: &CudaStream, event: &HostEvent, limit: Duration) {
-    let (stream_name, sticky) = (stream.shared_name(), stream.sticky());
+    let stream_name = stream.shared_name();
+    let sticky = stream.sticky();
     let position = sticky.position();
     if let Err(error) = run_named(stream_name, LABEL, || event.synchronize(limit)) {
         sticky.fail(stream_name, LABEL, position, error);

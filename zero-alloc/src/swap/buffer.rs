@@ -59,7 +59,7 @@ impl SwapBuffer {
     /// Its bytes.
     ///
     /// # Safety
-    /// As for [`Block::slice`], where the last handle of the memory stands for the block.
+    /// As for [`Block::slice`], with the last handle of the memory in place of the block.
     pub unsafe fn slice(&self) -> AnySlice {
         self.bytes
     }

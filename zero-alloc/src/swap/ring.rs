@@ -18,7 +18,7 @@ pub(super) struct Ring {
     fd: RawFd,
     /// Registered pieces of buffers, by their index: address and length in bytes.
     pieces: Vec<(usize, usize)>,
-    /// The buffers of the pieces. Dropped after `ring`, whose end takes back their registration.
+    /// The buffers of the pieces. Dropped after `ring`, whose end unregisters them.
     buffers: Vec<SwapBuffer>,
 }
 

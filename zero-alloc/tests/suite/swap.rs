@@ -348,7 +348,8 @@ fn registration_is_optional() {
     for engine in engines() {
         let dir = folder();
         let file = file(dir.path(), 16, options(engine));
-        let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
+        let lane = file.lane().expect("a lane");
+        let stream = stream("swap");
         let (from, mut to) = (Buffer::filled(16, 3), Buffer::new(16));
         // More buffers than the kernel registers.
         lane.register(&vec![from.0.clone(); 20_000]);
@@ -371,7 +372,8 @@ fn registered_memory_outlives_its_other_handles() {
     for engine in engines() {
         let dir = folder();
         let file = file(dir.path(), 256, options(engine));
-        let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
+        let lane = file.lane().expect("a lane");
+        let stream = stream("swap");
         let pool = Pool::new(HostDevice::new(), 1 << 30);
         let allocate = || SwapBuffer::allocate(&pool, 256 * PAGE, Purpose::Workspace, &stream).expect("memory");
         lane.register(&[allocate()]);
@@ -435,8 +437,10 @@ fn refused_io_uring_is_replaced_and_named() {
         let file = file(dir.path(), 16, options(SwapEngine::Auto));
         let notices = file.notices();
         assert!(notices[0].contains("4 threads a lane") && notices[0].contains("seccomp"), "{notices:?}");
-        let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
-        let (from, mut to) = (Buffer::filled(16, 7), Buffer::new(16));
+        let lane = file.lane().expect("a lane");
+        let stream = stream("swap");
+        let from = Buffer::filled(16, 7);
+        let mut to = Buffer::new(16);
         lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
         lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
         stream.synchronize(LIMIT).expect("transferred");
@@ -457,10 +461,12 @@ fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
         let error = ring_only.lane().expect_err("no rings but io_uring's").to_string();
         assert!(error.contains("make a lane") && error.contains("ulimit -l"), "{error}");
 
-        let (lane, stream) = (auto.lane().expect("threads"), stream("swap"));
+        let lane = auto.lane().expect("threads");
+        let stream = stream("swap");
         let notices = auto.notices();
         assert!(notices[0].contains("4 threads a lane") && notices[0].contains("raise ulimit -l"), "{notices:?}");
-        let (from, mut to) = (Buffer::filled(16, 7), Buffer::new(16));
+        let from = Buffer::filled(16, 7);
+        let mut to = Buffer::new(16);
         lane.register(std::slice::from_ref(&from.0));
         lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
         lane.read(&stream, &[(0, to.slice())]).expect("enqueued");

@@ -53,7 +53,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
     Err(CkptError::NoCheckpoint { dir: path.to_owned(), reasons })
 }
 
-/// What to do with the staged files of a failed save, if there are any.
+/// The remedy for the staged files of a failed save, if there are any.
 pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
     let names = root.open_dir(STAGING).and_then(|staging| staging.names()).unwrap_or_default();
     let is_staged = names.iter().any(|name| StagedName::parse(name).is_some());

@@ -74,7 +74,7 @@ pub fn assemble<P: AsRef<Path>>(into: impl AsRef<Path>, from: &[P]) -> Result<As
     Ok(Assembled { checkpoint, passed_over: reasons })
 }
 
-/// What a user calls a save: its step and the ends of its files' names.
+/// The name of a save for a user: its step and the ends of its files' names.
 fn save_name(step: u64, save: SaveId) -> String {
     let name = StagedName { step, kind: Kind::Description, save }.to_string();
     name.replacen(".save.", ".*.", 1)

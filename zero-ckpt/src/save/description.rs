@@ -17,7 +17,7 @@ use crate::{CkptError, SaveMeta, Store};
 const FORMAT_NAME: &str = "zero-ckpt staged save";
 const VERSION: u64 = 1;
 
-/// What a manifest needs besides the staged files.
+/// The content of a manifest besides the staged files.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Description {

@@ -131,7 +131,7 @@ impl Store {
         let _ = self.staging.remove_empty_dir(ready_name);
     }
 
-    /// Where a failed save has left the staged file of this rank: the file, or the directory that rank 0 has moved it into.
+    /// The place in which a failed save has left the staged file of this rank: the file, or the directory that rank 0 has moved it into.
     pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
         let ready = StagedName { step: staged.step, kind: Kind::Ready, save: staged.save }.to_string();
         let name = [&staged.file, &ready].into_iter().find(|name| self.staging.has(name))?;

@@ -1,6 +1,6 @@
 //! Removal of old checkpoints and of superseded staged files, after the outcome of a save is sent.
 //!
-//! What is removed is decided and hidden by renames at once. The files are deleted on a thread, because that can take
+//! Checkpoints to remove are chosen and hidden by renames at once. The files are deleted on a thread, because that can take
 //! minutes, in which the other ranks would wait for rank 0.
 //!
 //! Never removed: checkpoints and staged files of other runs, staged files of later steps, those of saves of this process

@@ -179,7 +179,8 @@ fn dropped_store_keeps_staged_files() {
 
 #[test]
 fn saves_of_one_step_keep_each_others_files() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(2, 4));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(2, 4);
     on_all_ranks(dir.path(), &layout, 2, |store, rank, world| {
         for _ in 0..2 {
             begin(store, &layout, rank, 7).unwrap();

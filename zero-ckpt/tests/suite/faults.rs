@@ -30,7 +30,7 @@ const LONG: Duration = Duration::from_secs(120);
 /// Precedes the result in the output of a rank.
 const OUTCOME: &str = "outcome of the rank: ";
 
-/// Where a fault happens.
+/// The moment of a fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum At {
     /// In the copy of [`BackgroundStore::begin`].
@@ -258,7 +258,8 @@ impl Scenario {
 
     /// Causes the fault, and waits until all ranks have ended.
     fn cause(&mut self, limit: Duration) {
-        let (dir, go) = (self.path("ckpt"), self.path("go"));
+        let dir = self.path("ckpt");
+        let go = self.path("go");
         let mode = |mode: u32| {
             for folder in [&dir.join(".staging"), &dir] {
                 fs::set_permissions(folder, fs::Permissions::from_mode(mode)).unwrap();

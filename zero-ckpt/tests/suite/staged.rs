@@ -26,7 +26,8 @@ fn run(name: &str) -> StoreOptions {
 fn on_ranks<T: Send>(ranks: u64, work: impl Fn(u64, &World) -> T + Sync) -> Vec<T> {
     let world = World::new(ranks);
     std::thread::scope(|scope| {
-        let (world, work) = (&world, &work);
+        let world = &world;
+        let work = &work;
         let ranks: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || work(rank, world))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
@@ -73,7 +74,8 @@ fn staged(dir: &Path) -> Vec<String> {
 }
 
 fn assert_equal(a: &Path, b: &Path) {
-    let (a, b) = (Reader::open(a).unwrap(), Reader::open(b).unwrap());
+    let a = Reader::open(a).unwrap();
+    let b = Reader::open(b).unwrap();
     assert_eq!(a.manifest(), b.manifest());
     let files = a.manifest().files.iter().map(|file| &file.name);
     for name in files.chain(a.manifest().documents.iter().map(|document| &document.name)) {
@@ -114,7 +116,8 @@ fn assembled_checkpoint_is_the_published_one() {
 /// The folders of two machines: rank 0's has the description and its file, the other one the files of ranks 1 and 2.
 fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
-    let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+    let a = dir.path().join("a");
+    let b = dir.path().join("b");
     save(&a, &layout(3, 4), step, &run("a"), Some(SavePoint::DirCreated));
     fs::create_dir_all(b.join(".staging")).unwrap();
     for name in staged(&a) {
@@ -239,7 +242,8 @@ fn all_ranks_learn_that_the_folder_is_not_shared() {
         for error in open(&folder) {
             let text = error.to_string();
             assert!(matches!(error, CkptError::NotShared { rank, .. } if rank == last), "{text}");
-            let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+            let a = dir.path().join("a");
+            let b = dir.path().join("b");
             let folders = format!("folder {} is not the folder {} of rank 0", b.display(), a.display());
             assert!(text.starts_with(&format!("rank {last}: its checkpoint {folders}")), "{text}");
         }
@@ -288,8 +292,10 @@ fn wait_until(ends: impl Fn() -> bool) -> bool {
 /// Rank 0 deletes only once the others have the outcome.
 #[test]
 fn waiting_ranks_exchange_messages() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(3, 4));
-    let (calls, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(3, 4);
+    let calls = AtomicUsize::new(0);
+    let done = AtomicUsize::new(0);
     let (calls, done): (&'static AtomicUsize, &'static AtomicUsize) =
         (Box::leak(calls.into()), Box::leak(done.into()));
     on_ranks(3, |rank, world| {
@@ -315,7 +321,8 @@ fn waiting_ranks_exchange_messages() {
 /// A rank whose disk does not answer, here its observer, is named by all ranks; its file is kept once it is written.
 #[test]
 fn rank_without_progress_is_named() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(3, 4));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(3, 4);
     let failed: &'static AtomicUsize = Box::leak(AtomicUsize::new(0).into());
     let errors = on_ranks(3, |rank, world| {
         let options = run("a").stall_limit(Duration::from_millis(200));

@@ -106,8 +106,10 @@ impl Operation {
                 return Err(error);
             }
             if time.elapsed() >= self.world.limit {
-                let (sequence, call) = (self.sequence, self.call());
-                let (rank, limit) = (self.members.rank, self.world.limit);
+                let sequence = self.sequence;
+                let call = self.call();
+                let rank = self.members.rank;
+                let limit = self.world.limit;
                 return Err(self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: previous }));
             }
             pause.sleep(false);

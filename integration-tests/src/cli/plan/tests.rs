@@ -126,7 +126,7 @@ fn changes_are_proposed_if_nothing_fits() {
     assert_eq!((fits(elems), fits(2 * elems)), (Value::Bool(true), Value::Bool(false)));
 }
 
-/// The largest model has the buckets of its own run, not those of the model that was asked for.
+/// The largest model has its run's buckets, not those of the requested model.
 #[test]
 fn largest_model_does_not_depend_on_the_asked_one() {
     let largest = |line: &str| json(line)["stages"][3]["largest_model_params"].as_u64().unwrap();

@@ -46,7 +46,7 @@ const NOT_COMPARED: &[&str] = &[
     "auto",
 ];
 
-/// The settings of a run in the order in which they are compared, with their flags. A name stands for all below it, unless a
+/// The settings of a run in the order in which they are compared, with their flags. A name covers all below it, unless a
 /// longer one is listed too. A setting that others are derived from comes before them.
 const ORDER: &[(&str, &str)] = &[
     ("program", ""),
@@ -128,7 +128,7 @@ pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded<'_>) -> RankS
     document["layout"] = checksum(crc_fast::checksum(CrcAlgorithm::Crc64Nvme, units.as_bytes()));
     document["checkpoint"] = Value::Bool(unrecorded.saves);
 
-    // What acts, in place of what was requested.
+    // The settings that act, in place of those that were requested.
     document["recompute_gelu"] = unrecorded.recompute_gelu.map_or(Value::Null, Value::Bool);
     document["communication"]["reduce_every_micro_batch"] = Value::Null;
     document["communication"]["sums_locally"] = Value::Bool(settings.sums_locally());
@@ -173,7 +173,7 @@ fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
     }
 }
 
-/// The position in [`ORDER`] of the longest name that stands for `name`; behind all if there is none.
+/// The position in [`ORDER`] of the longest name that covers `name`; the end if no name does.
 fn place(name: &str) -> usize {
     let covers =
         |listed: &str| name.strip_prefix(listed).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
@@ -304,7 +304,7 @@ mod tests {
         assert_eq!(label("data.fingerprint"), "--data (data.fingerprint)");
         assert_eq!(label("checkpoint"), "--checkpoint or --no-checkpoint (checkpoint)");
         assert_eq!(label("a setting of a later version"), "a setting of a later version");
-        // What others are derived from comes first.
+        // A setting precedes those that are derived from it.
         assert!(place("model.config.n_embd") < place("layout"));
         assert!(place("batch.micro_batch") < place("batch.step_tokens"));
         assert!(place("validation.split") < place("data.tokens") && place("data.tokens") < place("data.fingerprint"));

@@ -27,7 +27,7 @@ pub(super) fn numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
     ])
 }
 
-/// What the ranks of a run are.
+/// The kind of ranks of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ranks {
     /// Threads of this process.

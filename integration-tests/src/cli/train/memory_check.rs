@@ -56,7 +56,8 @@ pub(in crate::cli) fn rank_overhead_bytes(threads: u64) -> u64 {
 pub(super) fn check(setup: &RunSetup, ranks: usize, limit_bytes: Option<u64>) -> Result<(), CliError> {
     let workload = &setup.workload;
     let activations = workload.options.activations_bytes(&workload.config);
-    let (passes, saves) = (passes(&workload.config), setup.options.checkpoint.is_some());
+    let passes = passes(&workload.config);
+    let saves = setup.options.checkpoint.is_some();
     let need = RankBytes::new(&setup.settings, &setup.layout, &passes, activations, saves);
     let limits: Vec<Limit> = limits(Path::new("/")).into_iter().chain(limit_bytes.map(of_flag)).collect();
     checked(setup, ranks, need, &limits)
@@ -70,7 +71,8 @@ pub(super) fn offload_notice(setup: &RunSetup) -> Option<String> {
     }
     let workload = &setup.workload;
     let activations = workload.options.activations_bytes(&workload.config);
-    let (passes, saves) = (passes(&workload.config), setup.options.checkpoint.is_some());
+    let passes = passes(&workload.config);
+    let saves = setup.options.checkpoint.is_some();
     let need = |settings: &Settings| {
         RankBytes::new(settings, &setup.layout, &passes, activations, saves).map(|bytes| bytes.total())
     };

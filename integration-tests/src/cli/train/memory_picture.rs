@@ -35,7 +35,7 @@ const POINTS: usize = 2000;
 pub(super) struct Besides {
     /// The copy of the state for a checkpoint, in the memory of the trace: drawn during the whole step.
     pub(super) copy_bytes: u64,
-    /// What is not drawn, as text, such as `3 GiB in host memory`; empty if all is.
+    /// The parts that are not drawn, as text, such as `3 GiB in host memory`; empty if all is.
     pub(super) undrawn: String,
 }
 
@@ -57,7 +57,8 @@ pub(super) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String
         .find(|(_, divisor)| peak_bytes as f64 >= *divisor)
         .unwrap_or(("bytes", 1.0));
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    let (end, top) = (ms(trace.step).max(1e-3), (peak_bytes as f64 / divisor).max(1e-3));
+    let end = ms(trace.step).max(1e-3);
+    let top = (peak_bytes as f64 / divisor).max(1e-3);
     let points = thinned(&trace.points);
     let drawn = picture::draw("Memory", &note, &legend, |area| {
         let mut chart = ChartBuilder::on(area)

@@ -31,7 +31,9 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
         let call = checked.call();
-        let (collective, is_control, recv) = (call.collective, call.control, checked.recv());
+        let collective = call.collective;
+        let is_control = call.control;
+        let recv = checked.recv();
         self.inner.enqueue(stream, checked)?;
         let Some((damaged, number)) = self.damaged else { return Ok(()) };
         if collective != damaged || is_control || self.received.fetch_add(1, Ordering::Relaxed) != number {
@@ -74,7 +76,8 @@ fn run(case: &Case, options: &RunOptions, rank: usize, damaged: (Collective, usi
                 damaged: (index == rank).then_some(damaged),
                 received: AtomicUsize::new(0),
             };
-            let (workload, settings) = (&workload, case.settings());
+            let workload = &workload;
+            let settings = case.settings();
             scope.spawn(move || {
                 let mut observe = |_: &StepMetrics| Ok(());
                 let run = run_as_rank(Arc::new(link), 1, &settings, workload, options, &mut observe);

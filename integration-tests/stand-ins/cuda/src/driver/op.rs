@@ -132,7 +132,8 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
         }
         Op::Kernel(kernel) => kernel(&space::now()),
         Op::Host { function, data, counted } => {
-            let (function, data) = (*function, *data);
+            let function = *function;
+            let data = *data;
             // SAFETY: the caller of cuLaunchHostFunc guarantees that the function may be called with this argument.
             let call = move || in_host_function(|| unsafe { function(data as *mut libc::c_void) });
             if *counted {
