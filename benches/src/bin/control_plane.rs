@@ -3,7 +3,7 @@
 //!
 //! The coordinator runs alone in a second process. This process has one connection for each rank, all on one thread: the
 //! clients speak the protocol, but run no collectives. Each reports as often as a rank's watcher does. The program
-//! prints a row of the table in benches/README.md and fails if a count breaks its law:
+//! prints a table (benches/README.md has the newest figures) and fails if a count breaks its law:
 //!
 //! - all ranks join, and agree on all calls;
 //! - a rank sends one report an interval, of at most [`REPORT_BYTES`]; only rank 0 also sends the calls;

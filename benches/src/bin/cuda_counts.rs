@@ -1,5 +1,5 @@
 //! The work of one training step on a GPU, counted without a GPU: launches, copies, matrix products and collectives, with
-//! the bytes that each moves. README.md has the tables.
+//! the bytes that each moves. benches/notes/2026-11-23.md has the tables.
 //!
 //! `with-stand-ins cuda_counts MODEL BATCH SEQ RANKS STAGES [FLAGS OF zero train]`, for example
 //! `integration-tests/stand-ins/with-stand-ins target/release/cuda_counts gpt2-1.5b 8 1024 8 1,2,3`.

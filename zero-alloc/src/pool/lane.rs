@@ -4,8 +4,8 @@
 //! that allocates on one thread has deterministic placement. A thread that finds the lock held allocates its next
 //! [`TURNS`] small blocks from its lane: from chunks of the pool's memory that the lane divides itself, with its own
 //! free ranges and hazards, behind a lock that is hardly contended. With one lock instead, two threads on two streams ran
-//! at 0.28 of one thread's speed each, and at 0.16 with an operation between (`benches/README.md`); probably because each
-//! reused memory that the other's stream had just freed, and waited for it.
+//! at 0.28 of one thread's speed each, and at 0.16 with an operation between (`benches/notes/2026-11-23.md`); probably
+//! because each reused memory that the other's stream had just freed, and waited for it.
 //!
 //! Lock order: lanes by index, then the pool's state.
 
