@@ -141,8 +141,9 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// The device has no stream left.
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
 
-    /// Makes a stream whose operations start before waiting ones of other streams, if the device has priorities: that of
-    /// collectives beside compute. A collective then starts when one block of compute ends, not behind all waiting ones.
+    /// Makes a stream whose operations start before waiting ones of other streams, if the device has
+    /// priorities: that of collectives beside compute. A collective then starts when one block of compute ends,
+    /// not behind all waiting ones.
     ///
     /// # Errors
     /// As [`Self::create_stream`].
