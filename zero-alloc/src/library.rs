@@ -1,4 +1,6 @@
 //! Shared libraries that are loaded at run time: the CUDA driver here; NVRTC, NCCL and cuBLASLt in other crates.
+//!
+//! `ZERO_NCCL`, `ZERO_NVRTC` and `ZERO_CUBLASLT` name a library's path in place of the usual names.
 
 use std::fmt;
 use std::mem::ManuallyDrop;

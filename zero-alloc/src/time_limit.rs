@@ -1,7 +1,7 @@
 //! Time limits that do not count the time during which the process is stopped (SIGSTOP, Ctrl-Z, a debugger).
 //!
-//! The system's clock goes on while a process is stopped. So a wait is cut into slices, and the time between two checks
-//! counts at most as one slice.
+//! The system's clock goes on while a process is stopped: every rank would miss its limit when it continues. So
+//! a wait is cut into slices, and the time between two checks counts at most as one slice.
 
 use std::time::{Duration, Instant};
 

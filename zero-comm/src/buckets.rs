@@ -23,6 +23,11 @@
 //!
 //! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers; a
 //! bucket that is overwritten before its last reader ends; an error path that omits either wait.
+//!
+//! Why packing is here, for which this crate depends on zero-kernels (casts) and zero-shard (cuts): a framework
+//! with an allocation for each parameter passes slices with offsets, and each gradient is copied once, into the
+//! bucket. One launch packs all segments of a bucket. Where a bucket has room for the largest unit, as the
+//! trainer's have on GPUs, a unit is one launch and one collective.
 
 use std::collections::VecDeque;
 use std::fmt;

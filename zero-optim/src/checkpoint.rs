@@ -1,4 +1,9 @@
 //! Checkpoints of an optimizer, through zero-ckpt: the state of all kinds and the progress.
+//!
+//! Why the optimizer reads and writes its own state: where a kind of state is depends on the dtype and the
+//! groups. The masters of fp32 training and of frozen elements are the parameters, and frozen moments have no
+//! memory; a checkpoint has zeros for them, so that it loads with other groups. `read_state` and `write_state`
+//! know this; `save`, `load` and a trainer's background save are loops over them.
 
 use std::ops::Range;
 use std::time::Duration;

@@ -2,6 +2,10 @@
 //! rules for host and device, and records to outcomes with unit names.
 //!
 //! Every rank computes the step from the same statistics in rank order, so all ranks agree bit for bit.
+//!
+//! Why the norm has the same bits at all stages: each rank contributes the sum of squares of its own shard, in
+//! fp64 and in an order fixed by the length; at stage 0, where it has all gradients, that of the shard that it
+//! would own. The contributions are added in rank order.
 
 use serde::{Deserialize, Serialize};
 use zero_kernels::step::{self, StepConfig, StepRates, StepRecord, StepState};

@@ -3,6 +3,12 @@
 //! Groups share one loss scale, one decision, one norm and one state. The *elements* are those of all segments, end to
 //! end. Runs map ranges of them to groups; neighbours with equal rules become one **piece**, and each piece is a launch
 //! or a part of one. Adam is element-wise, so the cuts do not change the results.
+//!
+//! Why not an optimizer for each group: those have several loss scales that must agree, votes on a skipped step
+//! to merge, and state that no checkpoint takes as one. Here each distinct set of learning rate and betas has
+//! its own scalars in one upload, and weight decay is an argument of the launch. Frozen elements have no state;
+//! their gradients are set to zero before the statistics, so that each unit still has one entry, which names it
+//! in an overflow on any rank.
 
 use std::ops::Range;
 

@@ -16,7 +16,8 @@ pub struct Segment {
     pub state: Range<usize>,
     /// This rank's shard, relative to the segment's start. Gradient statistics cover only these elements.
     pub own_shard: Range<usize>,
-    /// Elements that the slices of its parameter may leave out.
+    /// Elements that the slices of its parameter may leave out. Why a number: a forgotten parameter is an
+    /// error, not padding.
     pub padding: usize,
 }
 

@@ -7,6 +7,9 @@
 //! flat gradient    | ..aaa... | ..bbb... | ..ccc... |     shards of ranks 0, 1, 2; the piece 2..5 of each
 //! bucket           | aaa | bbb | ccc |
 //! ```
+//!
+//! A gradient larger than a bucket is split. A bucket does not span units, so a unit is reduced as soon as its
+//! own backward is done.
 
 use std::ops::Range;
 

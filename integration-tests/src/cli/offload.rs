@@ -1,4 +1,7 @@
 //! The flags and settings of offload, for `zero train` and `zero plan`.
+//!
+//! A flag that the run cannot follow is an error. What the configuration file or a resumed run offloads, and
+//! this run cannot, is dropped and named, so that one configuration serves several stages.
 
 use clap::{Args, ValueEnum};
 use zero_alloc::device::DType;

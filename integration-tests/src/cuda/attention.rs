@@ -61,8 +61,10 @@ struct Tiles {
     dkv: [usize; 3],
 }
 
-/// For a shape the first entry of its head dimension is used whose file `OpKernels` loads on the device's architecture:
-/// kernels for newer devices come before those that they replace.
+/// For a shape the first entry of its head dimension is used whose file `OpKernels` loads on the device's
+/// architecture: kernels for newer devices come before those that they replace. A version with `wgmma` would be
+/// another entry and file. It needs a target of one architecture only (sm_90a), which `Arch`, a number that
+/// newer devices run too, cannot name.
 const FLASH: [Tiles; 3] = [
     Tiles { family: "flash", d: 32, forward: [128, 4, 64], dq: [BACKWARD_ROWS, 4, 32], dkv: [BACKWARD_ROWS, 4, 32] },
     Tiles { family: "flash", d: 64, forward: [128, 4, 64], dq: [BACKWARD_ROWS, 4, 32], dkv: [BACKWARD_ROWS, 4, 32] },

@@ -1,4 +1,8 @@
 //! Launches of column_sums.cu: the gradients of biases.
+//!
+//! Why most sums over rows are not computed here: kernels that read or write the rows anyway take them along.
+//! Attention's backward sums the gradient of qkv, that of layer norm the gradient of the residual stream. Their
+//! blocks write their sums, which `sum_partials` adds up in order.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};

@@ -2,6 +2,10 @@
 //!
 //! Shapes: x, y, dx, dy `[rows, n]` and gain, bias `[n]` in the kernels' type; stats `[rows, 2]`, dgain, dbias `[n]`
 //! in fp32.
+//!
+//! Why a warp computes a row: it needs no barrier. Columns are summed in shared memory, because registers would
+//! hold those of narrow rows only. Backward also writes the norm's output, which the gradient of the weights
+//! reads, instead of a second forward.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};

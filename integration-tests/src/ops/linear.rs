@@ -1,6 +1,9 @@
 //! Matrix products of a linear layer `y = x w + bias`.
 //!
 //! Shapes: x `[rows, k]`, w `[k, n]` (as GPT-2's Conv1D stores it), y `[rows, n]`, all row-major.
+//!
+//! faer reads the second operand of a row-major product down its columns: one cache line an element if it is
+//! the transpose of a tensor. So weight gradients, and attention, transpose that operand first.
 
 use faer::{Accum, MatMut, MatRef, Par};
 use multiversion::multiversion;

@@ -11,6 +11,8 @@
 //!
 //! `READY` belongs to the step for which the host set it: which word a step copies is decided when the copy is enqueued, and
 //! of the words only the bit `STOP` changes, once.
+//!
+//! A failed write of the metrics is a request to stop, too: the run saves before it fails.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

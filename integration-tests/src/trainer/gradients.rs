@@ -10,6 +10,15 @@
 //! storage, later ones add in fp32. [`Place`] says where backward leaves the gradient. If the host updates and the device
 //! is a GPU, the storage is in pinned memory; with parameters on NVMe it is a scratch file. A reduced unit then leaves the
 //! device through one of two transfer buffers, and the host adds.
+//!
+//! Why fp32 scratch: passes add to it, and the sum is rounded once, when it is cast into a bucket. It is as
+//! large as the largest unit, with a tied embedding two units; the memory formula does not have it, so it is
+//! counted as workspace. A gradient that one pass makes in the only micro-batch needs neither zeroing nor
+//! scratch nor cast, so a model may write it to the bucket, rounded in the same way: blocks of GPT-2 on CUDA
+//! do. The host computes in fp32 and adds in place.
+//!
+//! Frozen units are not reduced, and backward ends at the first unit that trains; a frozen unit above it
+//! computes its gradient in scratch, too.
 
 use std::ops::Range;
 

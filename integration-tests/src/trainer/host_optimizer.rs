@@ -9,6 +9,15 @@
 //! compute  | ... backward 1 |        | forward 0 | forward 1 | ...
 //! update   | statistics     | decide | adam 0 | adam 1 | adam 2 | ...
 //! ```
+//!
+//! The optimizer is a `ShardedAdamW<HostDevice>` on whatever device the model runs: one set of rules and one
+//! code of checkpoints. Offload differs only in where gradients (`gradients.rs`), parameters (`host_params.rs`)
+//! and state (zero-optim's `tier.rs`) are. If the device is the host, gradients and parameters stay where they
+//! are and only the streams differ, so all of it is tested without a GPU.
+//!
+//! Why the update does not begin before the norm is known: it would need a rollback, which is not exact. What
+//! the next forward does not hide is exposed; to hide it behind backward, too, gradients would have to be a
+//! step old.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,4 +1,9 @@
 //! The places of a run's optimizer state, parameters and activation checkpoints.
+//!
+//! Parameters off the device imply that the host updates: the optimizer state then is at least in host memory.
+//! With parameters on NVMe the gradients are there, too: they are as large, so if the parameters do not fit, the
+//! gradients would not. Parameters are then read three times a step (two gathers, and the updates that need old
+//! values) and written once.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -175,7 +180,10 @@ impl OffloadSettings {
         self.updates_on_host() || self.activations
     }
 
-    /// The most units that are gathered ahead from parameters on NVMe; each needs a buffer of the largest shard.
+    /// The most units that are gathered ahead from parameters on NVMe; each needs a buffer of the largest
+    /// shard. Why the number does not follow from the bandwidth: the reads of one unit fill the disk's queue,
+    /// so more units are read no faster. In modelled time four units ahead gain nothing over one
+    /// (`one_unit_ahead_is_enough`).
     pub fn units_ahead(prefetch: &PrefetchOptions, layout: &Layout) -> usize {
         let largest = layout.units().iter().map(|u| u.padded_elems as usize).max().unwrap_or(0).max(1);
         // One unit is gathered ahead even if it is larger than the limit of elements.

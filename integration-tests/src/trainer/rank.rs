@@ -55,9 +55,15 @@ impl Settings {
         self.limit.saturating_mul(2)
     }
 
-    /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step. Stages 2 and 3 keep only a shard of
-    /// the sum, with an optimizer on the host gradients leave the device after each micro-batch, and the sum of many micro-batches
-    /// could overflow fp16 in the collective, where each of them does not.
+    /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step, as DDP and DeepSpeed
+    /// do: 2 Ψ elements a step, however many micro-batches it has. The storage of stages 0 and 1 is the place
+    /// of the sum, so no scratch is needed. Otherwise every micro-batch is reduced: with A of them (A + 1) Ψ
+    /// elements at stage 2, 3 A Ψ at stage 3. The orders of summation differ, so with A > 1 stages 0 and 1 have
+    /// the bits of stages 2 and 3 only under `--reduce-every-micro-batch`.
+    ///
+    /// Why not always: stages 2 and 3 keep only a shard of the sum; with an optimizer on the host gradients
+    /// leave the device after each micro-batch; and the sum of many micro-batches could overflow fp16 in the
+    /// collective, where each of them does not.
     pub fn sums_locally(&self) -> bool {
         let possible = !self.stage.shards_grads() && !self.offload.updates_on_host() && self.dtype != DType::F16;
         possible && self.grad_accum_steps > 1 && !self.reduce_every_micro_batch

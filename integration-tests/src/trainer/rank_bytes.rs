@@ -1,4 +1,8 @@
 //! The memory of a rank on the host, computed before it starts.
+//!
+//! Why here: `RankBytes` counts a rank whose device is the host, and what a GPU's rank has in host memory;
+//! zero-shard's `MemoryModel` counts the GPU. `zero plan` and the check before a run use the same two, so a run
+//! is refused by the number that the plan shows.
 
 use serde::Serialize;
 use zero_alloc::device::DType;

@@ -33,7 +33,9 @@ use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// Under a static loss scale, this many skipped steps in a row mean that the weights are not finite.
+/// Under a static loss scale, this many skipped steps in a row mean that the weights are not finite: skipping
+/// does not repair weights that produce infinite gradients. Until then no checkpoint deletes older ones, and
+/// weights whose loss is not finite are not saved.
 const MAX_SKIPPED: u64 = 100;
 
 /// The results of one step.

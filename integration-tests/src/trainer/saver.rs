@@ -4,7 +4,8 @@
 //! worker writes and syncs the file. In every step the ranks exchange whether they are ready to advance the save.
 //! When all are, the save advances without waiting for a disk; a failure is reported then, on all ranks.
 //!
-//! State on NVMe is not copied: training waits while it is streamed into the file.
+//! State on NVMe is not copied, which would take as much memory as all of it: training waits while it is streamed into
+//! the file, a few MB of one kind at a time.
 //!
 //! While a rank writes or rank 0 publishes, waiting ranks exchange that there is progress, so that no collective waits for a
 //! disk. Old checkpoints are deleted after the result is sent, on a thread of rank 0.

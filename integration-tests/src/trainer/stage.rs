@@ -1,4 +1,8 @@
 //! The interface of a ZeRO stage, and the parts of a step that all stages share.
+//!
+//! Why the stages run the micro-batches: at stage 3 one step of the prefetcher covers all of them, so that
+//! units that are kept within a step are gathered once. In a recorded step the `Reduced` values are those of
+//! the recording: an event of a finished recording orders nothing, and the recorder orders the parts.
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_optim::{DeviceStepConfig, Divisor, Segment, ShardedAdamW, StepOutcome, UnitSlices};

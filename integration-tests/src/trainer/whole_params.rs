@@ -2,6 +2,9 @@
 //!
 //! After a step the shards are gathered unit by unit on the communication stream; the next forward waits
 //! for each unit just before its first use, so that the gather overlaps the forward of earlier units.
+//!
+//! If the host updates, a unit is gathered when a forward needs it, so that every rank enqueues its collectives
+//! in the order of the passes.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device, Stream};

@@ -1,4 +1,9 @@
 //! Errors of the six crates: no text is printed twice along a chain of sources, and causes are reachable.
+//!
+//! An error's text is the whole message, with its cause, and `source()` never returns what the text contains:
+//! programs that print the chain would print it twice, and those that print one error would lose it. Variants
+//! that wrap an error are transparent, and the causes of others are fields. `DeviceError::cause` returns the
+//! `CommError` of a collective that failed on a stream.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,21 @@
 //! Which public types of the six crates other crates may construct or match without a wildcard.
+//!
+//! The rule: public types that will grow are `#[non_exhaustive]`. Those are errors, options, reports, saved
+//! state, inputs, and enums that will get members (`DType`, schedules, collectives). Users make options by
+//! `new` with what is required, or by `Default`, and by-value setters named like the fields, which stay public.
+//! In another crate the wildcard arm of a match returns an error.
+//!
+//! A type is closed if its members are its definition: ids, ranges and pieces (`ParamId`, `Move`), descriptions
+//! of a model and of a file's tensors (`ParamSpec`, `TensorEntry`), structs that kernels read (`StepScalars`),
+//! arguments and hyperparameters of one algorithm (`AdamArgs`, DeepSpeed's schedules), and complete sets
+//! (`ZeroStage`, `Tier`, `StepOutcome`, whose variants grow). fp8 will be two members of `DType`: zero-alloc
+//! does not compile until its methods know them, zero-comm refuses them until `CommDType` and so each back end
+//! knows them, kernels and optimizer return errors that name the dtype.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// By crate, the types that are closed on purpose: their members are their definition. The rule is in ARCHITECTURE.md
-/// under "Public types that will grow".
+/// By crate, the types that are closed on purpose: their members are their definition.
 const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",

@@ -11,6 +11,10 @@
 //! - [`Module`], [`Function`]: kernels. [`Graph`]: a recorded sequence of operations, enqueued as one.
 //! - [`PinnedMemory`]: host memory that the device accesses directly. [`bind_to_node`]: cores near the device.
 //! - [`interop`]: conversion from and to a framework's raw handles.
+//!
+//! What this crate cannot track is `unsafe`: a launch, whose memory pools do not know, and the loading of
+//! machine code, whose sizes the driver believes. Kernels with safe launches, as those of zero-kernels, are in
+//! modules that are never unloaded.
 
 mod clock;
 mod device;

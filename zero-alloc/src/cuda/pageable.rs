@@ -2,6 +2,8 @@
 //!
 //! The driver's own copies of such memory would wait inside the call, holding locks (see `staging`), so a copy looks its
 //! slices up here. Without such ranges that is one load.
+//!
+//! Why one id for both: callers need no second path for memory that could not be pinned.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

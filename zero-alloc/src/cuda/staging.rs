@@ -9,7 +9,7 @@
 //!
 //! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded
 //! its limit becomes free when the point is reached; if it is still in flight on drop, it is leaked. The buffers of a
-//! dropped device stay with its context, for the next device.
+//! dropped device stay with its context, for the next device: freeing them may wait for the whole device.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

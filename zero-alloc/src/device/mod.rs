@@ -59,6 +59,9 @@ pub enum DeviceKind {
 /// This device's copies and its streams' operations can read and write them; host code can only if they are host
 /// memory, which is initialised (to any bytes). `id` never changes, and operations of devices with this id can access
 /// the bytes; it is [`DeviceId::HOST`] or [`DeviceId::PINNED`] only if host code can too.
+///
+/// Why initialised: safe code can then have the memory as `&mut [T]` in place of `MaybeUninit`. A closure that leaves
+/// elements out is sound, and `copy_from_slice` is all that it needs.
 pub unsafe trait Memory: Debug + Send + Sync {
     /// The id of the memory that `allocate` returns and `virtual_memory` maps.
     fn id(&self) -> DeviceId;
@@ -138,8 +141,9 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// The device has no stream left.
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
 
-    /// Makes a stream whose operations start before waiting ones of other streams, such as for collectives beside compute, if
-    /// the device has priorities.
+    /// Makes a stream whose operations start before waiting ones of other streams, if the device has
+    /// priorities: that of collectives beside compute. A collective then starts when one block of compute ends,
+    /// not behind all waiting ones.
     ///
     /// # Errors
     /// As [`Self::create_stream`].

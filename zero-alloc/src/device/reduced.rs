@@ -1,4 +1,9 @@
 //! A gradient that was reduced over ranks, and the event after which it is complete.
+//!
+//! Why a type: a forgotten wait for the gradients corrupted training without an error. An optimizer that
+//! accepts only `Reduced` waits for its event, in the statistics and in the update. A later micro-batch
+//! consumes the value that it adds to, so an old sum cannot be used. The type is here and not in zero-comm, so
+//! that zero-optim does not depend on zero-comm.
 
 use std::fmt;
 

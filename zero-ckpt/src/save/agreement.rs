@@ -13,6 +13,9 @@
 //!
 //! A record has a fixed length: rank 0 knows the pieces and states of every rank from the layout and from its own file,
 //! and a record has their checksum. The message of a failed rank is broadcast by that rank itself.
+//!
+//! Why records and not descriptions: a save sends 64 bytes a rank to rank 0 and 4,096 bytes back. Gathers of
+//! whole descriptions took 51 MB each at 4,096 ranks and 100 units.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,7 @@
 //! The completion of an asynchronous abort.
+//!
+//! Why asynchronous: the work of one communicator may wait on a stream behind that of another, so all are
+//! aborted at the same time; and a graph that still holds collectives blocks an abort until it is destroyed.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};

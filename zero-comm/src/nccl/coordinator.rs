@@ -16,6 +16,15 @@
 //!
 //! The cost of a message does not depend on the number of ranks, except of those that end the world. Minima over ranks
 //! are computed at each [`tick`](Coordinator::tick).
+//!
+//! Why hashes: steps of one second with 3,000 calls are 1,030 messages in and 260 out a second at 1,024 ranks,
+//! and 4,080 and 1,050 at 4,096 (`benches/README.md`). With a message a call, 4,096 ranks sent 12.3 million
+//! messages of 0.2 GB. A split or a registration answers each rank with its own outcome, some 10 bytes, instead
+//! of the entries of all ranks.
+//!
+//! Why a certain failure waits for its text: a rank may end, or report a hung collective, between the
+//! difference of its hash and the answer with its calls. Later failures are held back until it has answered, is
+//! lost, or six ticks have passed; the error has what is known then.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};

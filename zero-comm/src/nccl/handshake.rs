@@ -10,6 +10,9 @@
 //! Numbers are little-endian `u32`. A MAC is HMAC-SHA-256 under the token, truncated to 16 bytes. A recorded hello is
 //! useless, because its sender cannot answer the new nonce. Later frames are neither encrypted nor authenticated one
 //! by one, like NCCL's own data: the token keeps out other programs and jobs, not someone who alters packets.
+//!
+//! Why: without it, whoever reached rank 0's port could join as a rank and receive NCCL's unique id, or end the
+//! rendezvous with one packet; and a program that listens in rank 0's place could pass for it.
 
 use hmac::{Hmac, Mac as _};
 use sha2::Sha256;

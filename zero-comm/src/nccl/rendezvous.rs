@@ -1,4 +1,9 @@
 //! The rendezvous: all ranks connect to the coordinator at rank 0's address.
+//!
+//! Why a rank whose connection is dropped tries again: rank 0 closes a connection for a wrong token as soon as
+//! it has the first frame, and for lack of places at the earliest after 0.1 s. So a rank gives up after eight
+//! drops that came sooner (1.6 s), and repeats all others until its limit. What ended its last connection is
+//! its error, even if rank 0 has ended since.
 
 use std::io::{self, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};

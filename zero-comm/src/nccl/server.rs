@@ -9,6 +9,9 @@
 //! A peer has a buffer of bytes that it has not read yet. It is lost if that exceeds
 //! [`MAX_OUTPUT_BYTES`](super::wire::MAX_OUTPUT_BYTES), if it reads nothing for [`WRITE_LIMIT`], or if it sends
 //! nothing within the [`silence_limit`]. No other thread shares this state.
+//!
+//! Why one event loop: a thread for each rank needed a stack and two descriptors, and a rank that did not read
+//! blocked all others under a lock.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, Write};

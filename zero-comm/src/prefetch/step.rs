@@ -1,4 +1,9 @@
 //! A step of a prefetcher.
+//!
+//! Why a step is a guard: a forgotten start let gathers read parameters that the optimizer still wrote, a
+//! forgotten end kept old ones, and neither was an error. This value is the only one that gathers, and its drop
+//! ends the step. It borrows the prefetcher, so who runs several micro-batches in a step holds one guard over
+//! all of them.
 
 use zero_alloc::device::Device;
 

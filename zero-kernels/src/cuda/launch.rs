@@ -11,7 +11,10 @@ use crate::kernels::AdamConstants;
 use crate::step::RankStats;
 use crate::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments, check};
 
-/// The most ranges of one launch (`RANGES` of cuda/prelude.cuh).
+/// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel parameters, 3 KiB:
+/// the statistics of 128 units take two launches, with the bits of one unit after the other. Why not a table in
+/// device memory: it would need an upload, and a recorded graph would read whatever the table has when it is
+/// replayed.
 pub(super) const RANGES: usize = 128;
 
 /// `Range` of cuda/prelude.cuh.

@@ -1,9 +1,13 @@
 //! candle's side: where gradients leave candle's backward, and where updated parameters enter its tensors.
 //!
-//! candle has no hook on the gradient of a variable. The result of a `CustomOp1` has one: its `bwd` is called with the
-//! gradient while `backward` runs, and may return `None`, so that candle keeps nothing. Every trained parameter is
-//! therefore such a result. The argument of the operation, the **anchor**, is a variable of one element, which only
-//! makes candle track the result; the parameter's elements are those of the result, and no other copy exists.
+//! candle has no hook on the gradient of a variable, which leaves `backward` only at its end. The result of a
+//! `CustomOp1` has one: its `bwd` is called with the gradient while `backward` runs, and may return `None`, so
+//! that candle keeps nothing. Every trained parameter is therefore such a result. The argument of the
+//! operation, the **anchor**, is a variable of one element, which only makes candle track the result; the
+//! parameter's elements are those of the result, and no other copy exists.
+//!
+//! Parameters are written in place, under nested in-place operations: the only exclusive access that candle
+//! grants.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -16,7 +16,9 @@ use crate::model::gpt2::GpuBytes;
 use crate::model::gpt2::cuda::writes_grad;
 use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems, scratch_elems, wide_moments};
 
-/// Memory of a GPU that is left for the CUDA context and its libraries by the default of `recompute_gelu`.
+/// Memory of a GPU that is left for the CUDA context and its libraries by the default of `recompute_gelu`. The default
+/// depends on the total memory of the card: its free memory differs from start to start. `run.json` records the choice,
+/// and a resumed run keeps it.
 const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// Figures of one stage for one GPU.

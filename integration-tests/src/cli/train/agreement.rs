@@ -10,6 +10,11 @@
 //! ```
 //!
 //! Paths, the id of the run, its outputs, threads and limits may differ.
+//!
+//! Why: two ranks with other learning rates, seeds, data or weights train without an error, since collectives
+//! compare counts and types only, and at stages 2 and 3 a checkpoint has shards of both. The weights of a
+//! model's folder are hashed only where ranks read different files, each rank of a machine a part; machines
+//! that share a network folder read it once each.
 
 use std::time::Duration;
 

@@ -3,6 +3,10 @@
 //! One process finds the checkpoint, for which it reads every byte; the others open the same one. Under this program's
 //! launcher that process is the launcher, which passes the checkpoint to its ranks in [`SELECTED_VARIABLE`]. Under another
 //! launcher it is rank 0, which broadcasts the checkpoint once the ranks are connected.
+//!
+//! Loading verifies again what each rank reads, so a resume reads a checkpoint twice. If the newest checkpoint
+//! is damaged, the one before it is taken. While rank 0 verifies it sends a message twice a second, so that no
+//! wait of the others ends.
 
 use std::fmt;
 use std::os::unix::fs::MetadataExt;

@@ -1,4 +1,11 @@
 //! The folder that a run saves into.
+//!
+//! Why a folder belongs to a run: a folder of checkpoints, a metrics file and a report are refused to another
+//! run before any work; a lock on the metrics file excludes runs that start together. A resumed run that saves
+//! to the same folder keeps its id; into another one it gets a new id and lists the old. A run without
+//! `--checkpoint` selects a free folder, so that the first command of the README works twice and the earlier
+//! result stays. A run of one process creates that folder at once, so that runs that start together get one
+//! each.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

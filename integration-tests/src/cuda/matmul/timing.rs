@@ -1,4 +1,12 @@
 //! The choice of algorithms by their time on the device.
+//!
+//! Why by time: cuBLASLt's estimate knows no addend, and whether it splits the long sums of weight gradients
+//! decides over a sixth of a step. Why once on a machine: the order of a product's sums, and with it the bits,
+//! must not change from run to run; what cannot be kept is not used. Ranks on different machines need not
+//! exchange choices: each has other data, and gradients are summed afterwards, so replicas stay equal. A
+//! product that adds is measured on a temporary block, any other on its own result, which it overwrites anyway.
+//! Nothing is measured while a graph is recorded, nor by `Matmul::new` without `with_timing`: tests of bits use
+//! that.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -14,7 +14,9 @@ use crate::model::gpt2::{Gpt2Options, GpuBytes};
 
 /// Buffers that share a block start at multiples of this many bytes.
 const ALIGN_BYTES: usize = 256;
-/// Maximum bytes of logits in memory at once.
+/// Maximum bytes of logits in memory at once. The number of parts depends on the model and the batch alone: the
+/// gradient of the head's matrix is a sum over parts, so with the memory of the device its bits would depend on
+/// the card.
 const LOGITS_BYTES: usize = 256 << 20;
 /// Minimum elements of the gradient of the head's input that are computed at once: a tile of 128 x 256 for each of the
 /// 132 multiprocessors of an H100 or H200. Fewer would leave some idle.

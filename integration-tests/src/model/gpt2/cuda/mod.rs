@@ -16,6 +16,11 @@
 //!
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's pinned memory, if the
 //! device is several micro-batches behind.
+//!
+//! GELU's output takes no memory where it is recomputed: it is in the buffer of the gradient that backward
+//! writes after its last use, in forward and in backward. cuBLASLt's fused GELU reads the fp32 sum, the
+//! recomputed one its 16-bit rounding, so low bits of one gradient differ. A forward without the fusion would
+//! have equal bits and cost more than the recomputation.
 
 mod batch;
 mod block;
