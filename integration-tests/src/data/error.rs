@@ -76,8 +76,8 @@ pub enum DataError {
     },
     /// The user named no data, and the current folder has too little text.
     #[error(
-        "the current folder {} has only {} bytes of text ({} needed): \
-         pass --data with a text file, a folder or tokens.bin", path.display(), HumanCount(*bytes), HumanCount(*needed)
+        "the current folder {} has only {} bytes of text ({} needed){}: pass --data with a text file, a folder or tokens.bin",
+        path.display(), HumanCount(*bytes), HumanCount(*needed), left_out.as_ref().map(|line| format!("; {line}")).unwrap_or_default()
     )]
     TooLittleHere {
         /// The current folder.
@@ -86,6 +86,8 @@ pub enum DataError {
         bytes: u64,
         /// Required bytes.
         needed: u64,
+        /// The largest file that is left out.
+        left_out: Option<String>,
     },
     /// The user named no data, and the current folder has too many files.
     #[error(

@@ -5,9 +5,10 @@
 //! that cannot be read is an error, since on one machine of a cluster it would give other data.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use ignore::{DirEntry, WalkBuilder};
@@ -19,7 +20,7 @@ use super::{DataError, outputs};
 const MAX_DEFAULT_FILE_BYTES: u64 = 1 << 20;
 
 /// A file with a 0 among its first bytes is considered binary.
-const PROBE_BYTES: usize = 8192;
+const PROBE_BYTES: u64 = 8192;
 
 /// Maximum number of files that [`Documents::notices`] names.
 const NAMED_FILES: usize = 10;
@@ -43,11 +44,26 @@ enum Reason {
     Large,
     Binary,
     NotUtf8 { at: usize },
-    Link,
+    FolderLink,
     NoFile,
     Output,
     OutputFolder,
     VersionControl,
+}
+
+impl Reason {
+    /// The kind of file, for a sum.
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Large => "above 1 MiB",
+            Self::Binary => "binary",
+            Self::NotUtf8 { .. } => "not UTF-8",
+            Self::FolderLink => "links to folders",
+            Self::NoFile => "neither files nor folders",
+            Self::Output | Self::OutputFolder => "written by runs",
+            Self::VersionControl => "version control",
+        }
+    }
 }
 
 impl fmt::Display for Reason {
@@ -56,10 +72,10 @@ impl fmt::Display for Reason {
             Self::Large => write!(f, "above 1 MiB"),
             Self::Binary => write!(f, "binary"),
             Self::NotUtf8 { at } => write!(f, "not UTF-8 at byte {at}: convert it, such as with iconv"),
-            Self::Link => write!(f, "a symbolic link"),
+            Self::FolderLink => write!(f, "a symbolic link to a folder: pass the folder"),
             Self::NoFile => write!(f, "neither a file nor a folder"),
             Self::Output => write!(f, "written by a run"),
-            Self::OutputFolder => write!(f, "a checkpoint or a model"),
+            Self::OutputFolder => write!(f, "checkpoints or a model"),
             Self::VersionControl => write!(f, "version control"),
         }
     }
@@ -95,8 +111,13 @@ impl Documents {
         let mut lines: Vec<String> = named.iter().map(|left| left.describe(root)).collect();
         if !others.is_empty() {
             let bytes = others.iter().map(|left| left.bytes).sum();
-            let count = others.len() as u64;
-            lines.push(format!("left out of the data: {} more, {} bytes", HumanCount(count), HumanCount(bytes)));
+            let mut reasons = BTreeMap::<&str, u64>::new();
+            others.iter().for_each(|left| *reasons.entry(left.reason.kind()).or_default() += 1);
+            let reasons: Vec<String> =
+                reasons.into_iter().map(|(kind, count)| format!("{} {kind}", HumanCount(count))).collect();
+            let count = HumanCount(others.len() as u64);
+            let bytes = HumanCount(bytes);
+            lines.push(format!("left out of the data: {count} more, {bytes} bytes ({})", reasons.join(", ")));
         }
         lines
     }
@@ -111,7 +132,8 @@ impl LeftOut {
 
 /// Reads the text files under `root` that are data in `scope`.
 ///
-/// In any scope, symbolic links, binary files, files that are not UTF-8, version control, and what runs write are left out.
+/// In any scope, symbolic links to folders, binary files, files that are not UTF-8, version control, and what runs write are
+/// left out; in the default folder symbolic links to files, too.
 ///
 /// # Errors
 /// A file or folder that cannot be read, a symbolic link to nothing, too many files, or no text.
@@ -159,7 +181,7 @@ fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
             return Err(unreadable(root, error.clone()));
         }
         match entry.file_type() {
-            Some(kind) if kind.is_symlink() => check_link(entry.path())?,
+            Some(kind) if kind.is_symlink() => drop(check_link(entry.path())?),
             Some(kind) if kind.is_file() => files.push(entry.into_path()),
             _ => {}
         }
@@ -203,11 +225,16 @@ fn whole_files(root: &Path, left_out: &mut Vec<LeftOut>) -> Result<Vec<PathBuf>,
             let entry = entry.map_err(failed)?;
             let path = entry.path();
             let kind = entry.file_type().map_err(|source| DataError::Unreadable { path: path.clone(), source })?;
+            let target = if kind.is_symlink() { Some(check_link(&path)?) } else { None };
             let reason = if VERSION_CONTROL.iter().any(|name| entry.file_name() == *name) {
                 Reason::VersionControl
-            } else if kind.is_symlink() {
-                check_link(&path)?;
-                Reason::Link
+            } else if outputs::is_of_saves(&path) {
+                Reason::Output
+            } else if target.as_ref().is_some_and(fs::Metadata::is_dir) {
+                Reason::FolderLink
+            } else if target.as_ref().is_some_and(fs::Metadata::is_file) {
+                files.push(path);
+                continue;
             } else if kind.is_dir() && outputs::is_output_folder(&path) {
                 Reason::OutputFolder
             } else if kind.is_dir() {
@@ -228,10 +255,10 @@ fn whole_files(root: &Path, left_out: &mut Vec<LeftOut>) -> Result<Vec<PathBuf>,
     Ok(files)
 }
 
-/// Checks that a symbolic link, which is not followed, leads somewhere: a link to nothing is a file that is missing here.
-fn check_link(path: &Path) -> Result<(), DataError> {
+/// The target of a symbolic link. A link to nothing is a file that is missing here.
+fn check_link(path: &Path) -> Result<fs::Metadata, DataError> {
     match fs::metadata(path) {
-        Ok(_) => Ok(()),
+        Ok(target) => Ok(target),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Err(DataError::DanglingLink { path: path.to_owned() }),
         Err(source) => Err(DataError::Unreadable { path: path.to_owned(), source }),
     }
@@ -270,7 +297,7 @@ enum Content {
 
 fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
     let failed = |source| DataError::Unreadable { path: path.to_owned(), source };
-    let bytes = fs::symlink_metadata(path).map_err(failed)?.len();
+    let bytes = fs::metadata(path).map_err(failed)?.len();
     let other = |reason| Ok(Content::Other { reason, bytes });
     if bytes == 0 {
         // Also a file of /proc, whose read may wait.
@@ -280,10 +307,17 @@ fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
         return other(Reason::Large);
     }
 
-    let content = fs::read(path).map_err(failed)?;
-    if content[..content.len().min(PROBE_BYTES)].contains(&0) {
+    // A large binary file is not read whole.
+    let mut file = fs::File::open(path).map_err(failed)?;
+    let mut content = Vec::new();
+    file.by_ref().take(PROBE_BYTES).read_to_end(&mut content).map_err(failed)?;
+    if content.contains(&0) {
         return other(Reason::Binary);
     }
+    let rest = usize::try_from(bytes).unwrap_or(usize::MAX).saturating_sub(content.len());
+    content.try_reserve(rest).map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
+    file.read_to_end(&mut content).map_err(failed)?;
+
     let mut text = match String::from_utf8(content) {
         Ok(text) => text,
         Err(error) => return other(Reason::NotUtf8 { at: error.utf8_error().valid_up_to() }),
@@ -369,24 +403,28 @@ mod tests {
         write(".git/HEAD", b"ref: x");
         write("checkpoint/manifest.json", b"{\"format\": \"zero-ckpt\"}");
         write("latest", b"step-00000003 0123456789abcdef\n");
+        write("run/.lock", b"process 7\n");
+        write("run/.staging/step-00000003.save", b"{}");
         std::os::unix::fs::symlink("large.txt", dir.path().join("link")).unwrap();
+        std::os::unix::fs::symlink("target", dir.path().join("folder link")).unwrap();
 
         let (texts, notices) = read_below(dir.path(), Scope::Whole);
         let names: Vec<&str> = texts.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(
             names,
-            [".gitignore", ".hidden", "cache/CACHEDIR.TAG", "ignored.txt", "large.txt", "target/a.txt"]
+            [".gitignore", ".hidden", "cache/CACHEDIR.TAG", "ignored.txt", "large.txt", "link", "target/a.txt"]
         );
         assert_eq!(texts[4].1.len(), large.len() + 1);
         assert_eq!(
             notices,
             [
                 "latest, 31 bytes (written by a run)",
-                "checkpoint, 23 bytes (a checkpoint or a model)",
+                "checkpoint, 23 bytes (checkpoints or a model)",
+                "run, 12 bytes (checkpoints or a model)",
                 ".git, 6 bytes (version control)",
                 "binary, 4 bytes (binary)",
                 "latin1.txt, 4 bytes (not UTF-8 at byte 3: convert it, such as with iconv)",
-                "link, 0 bytes (a symbolic link)",
+                "folder link, 0 bytes (a symbolic link to a folder: pass the folder)",
             ]
             .map(|line| format!("left out of the data: {line}"))
         );
@@ -402,7 +440,7 @@ mod tests {
         let (_, notices) = read_below(dir.path(), Scope::Whole);
         assert_eq!(notices.len(), NAMED_FILES + 1);
         assert_eq!(notices[0], "left out of the data: 12, 12 bytes (binary)");
-        assert_eq!(notices[NAMED_FILES], "left out of the data: 2 more, 3 bytes");
+        assert_eq!(notices[NAMED_FILES], "left out of the data: 2 more, 3 bytes (2 binary)");
     }
 
     /// The order of creation and the folder's path change neither texts nor notices.
@@ -445,6 +483,19 @@ mod tests {
         assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
         let error = default_files(&dir.path().join("gone"), 10).unwrap_err();
         assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+    }
+
+    /// The folder of the checkpoints of a run can be that of the data.
+    #[test]
+    fn saves_beside_the_data_do_not_change_it() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("a.txt"), "text").unwrap();
+        let before = read_below(dir.path(), Scope::Whole).0;
+        fs::create_dir(dir.path().join(".staging")).unwrap();
+        for (name, text) in [(".lock", "process 7\n"), (".staging/step-00000001.save", "{}")] {
+            fs::write(dir.path().join(name), text).unwrap();
+        }
+        assert_eq!(read_below(dir.path(), Scope::Whole).0, before);
     }
 
     /// A pipe has no writer, so opening one would wait.

@@ -340,7 +340,8 @@ fn read_folder(path: &Path, source: &DataSource, tokenizer: Option<&TextTokenize
     };
     let bytes: u64 = documents.texts.iter().map(|(_, text)| text.len() as u64).sum();
     if is_default && bytes < MIN_DEFAULT_BYTES {
-        return Err(DataError::TooLittleHere { path: here(), bytes, needed: MIN_DEFAULT_BYTES });
+        let left_out = documents.notices(path).into_iter().next();
+        return Err(DataError::TooLittleHere { path: here(), bytes, needed: MIN_DEFAULT_BYTES, left_out });
     }
 
     let mut what = format!("{} text file", HumanCount(documents.texts.len() as u64));

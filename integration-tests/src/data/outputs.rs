@@ -12,9 +12,23 @@ const MANIFEST_PROBE_BYTES: u64 = 256;
 /// The first lines of a log, after notes, name the model.
 const LOG_LINES: usize = 40;
 
-/// Whether a folder is a checkpoint or a Hugging Face model.
+/// The folder of staged files and the lock, beside the checkpoints of a run.
+const STAGING: &str = ".staging";
+const LOCK: &str = ".lock";
+
+/// Whether a folder is a checkpoint, a folder of checkpoints or a Hugging Face model.
 pub(super) fn is_output_folder(dir: &Path) -> bool {
-    is_checkpoint(dir) || is_model(dir)
+    is_checkpoint(dir) || holds_checkpoints(dir) || is_model(dir)
+}
+
+fn holds_checkpoints(dir: &Path) -> bool {
+    dir.join(STAGING).is_dir() && dir.join(LOCK).is_file()
+}
+
+/// Whether the lock or the staged files of a run that saves to the folder of `path`.
+pub(super) fn is_of_saves(path: &Path) -> bool {
+    let is_named = |name: &str| path.file_name().is_some_and(|own| own == name);
+    (is_named(STAGING) || is_named(LOCK)) && path.parent().is_some_and(holds_checkpoints)
 }
 
 fn is_checkpoint(dir: &Path) -> bool {
@@ -52,8 +66,16 @@ fn is_metrics(text: &str) -> bool {
 /// The output of `zero train` in a file: the block of settings or, on standard error, the progress.
 fn is_log(text: &str) -> bool {
     let is_step = |line: &str| line.starts_with("step ") && line.contains(": loss ") && line.contains(" tokens/s");
-    text.lines().next().is_some_and(is_step)
-        || text.lines().take(LOG_LINES).any(|line| line.contains(" parameters in ") && line.contains(", ZeRO stage "))
+    text.lines().next().is_some_and(is_step) || text.lines().take(LOG_LINES).any(is_model_line)
+}
+
+/// Whether a line is as `nano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread`.
+fn is_model_line(line: &str) -> bool {
+    let Some((model, rest)) = line.split_once(" parameters in ") else { return false };
+    let Some((dtype, rest)) = rest.split_once(", ZeRO stage ") else { return false };
+    let count = model.rsplit_once(": ").map_or("", |(_, count)| count);
+    let is_count = !count.is_empty() && count.bytes().all(|byte| byte.is_ascii_digit() || byte == b',');
+    is_count && ["fp32", "bf16", "fp16"].contains(&dtype) && rest.contains(" rank")
 }
 
 /// `--report`: files beside its `summary.json`.

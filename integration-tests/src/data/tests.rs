@@ -289,7 +289,8 @@ fn current_folder_is_the_default() {
     // Tests run in the crate's folder, which has text.
     let data = Dataset::open(&DataSource::default()).unwrap();
     assert!(data.describe().starts_with(".: "), "{}", data.describe());
-    let error = DataError::TooLittleHere { path: "/home/a".into(), bytes: 12, needed: 65536 }.to_string();
+    let error =
+        DataError::TooLittleHere { path: "/home/a".into(), bytes: 12, needed: 65536, left_out: None }.to_string();
     let expected = "the current folder /home/a has only 12 bytes of text (65,536 needed): \
                     pass --data with a text file, a folder or tokens.bin";
     assert_eq!(error, expected);

@@ -52,7 +52,6 @@ pub(super) struct Operation {
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        self.pending.remove(self.sequence);
         let (sequence, call, rank) = (self.sequence, self.call(), self.members.rank);
         if !self.begun {
             let stream = std::mem::take(&mut self.stream);
@@ -60,6 +59,8 @@ impl Drop for Operation {
         } else if std::thread::panicking() {
             self.fail(rank, CommError::Panicked { sequence, call, rank });
         }
+        // Only now may a later collective use the tags: it finds the failure first.
+        self.pending.remove(self.sequence);
     }
 }
 
