@@ -334,6 +334,28 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore)]
+    fn changed_file_is_not_linked() {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = Dir::open(tmp.path()).unwrap();
+        let path = tmp.path().join("a");
+        let checked = || {
+            std::fs::write(&path, "checked").unwrap();
+            FileId::of(&dir.open_file("a", false).unwrap().0).unwrap()
+        };
+        dir.link_or_copy("a", &checked(), &dir, "same").unwrap();
+        let id = checked();
+        std::fs::write(&path, "longer than before").unwrap();
+        let written = dir.link_or_copy("a", &id, &dir, "written");
+        assert!(matches!(written, Err(CkptError::Mismatch { .. })), "{written:?}");
+        let id = checked();
+        std::fs::rename(&path, tmp.path().join("moved")).unwrap();
+        checked();
+        let replaced = dir.link_or_copy("a", &id, &dir, "replaced");
+        assert!(matches!(replaced, Err(CkptError::Mismatch { .. })), "{replaced:?}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
     fn replaced_directory_is_not_touched() {
         let tmp = tempfile::tempdir().unwrap();
         let (at, other) = (tmp.path().join("dir"), tmp.path().join("other"));

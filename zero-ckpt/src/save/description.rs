@@ -168,6 +168,24 @@ mod tests {
         error.to_string()
     }
 
+    /// The description of a save is written while an earlier one of its session is in flight, which is then published.
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn earlier_save_in_flight_is_not_newer() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0; 15]).unwrap();
+        let store = Store::create(dir.path(), 0, crate::StoreOptions::default()).unwrap();
+        let meta = |step| SaveMeta::default().step(step);
+        let stage = |step| store.describe(&meta(step), &layout, store.stage(step, &shard));
+        let earlier = stage(7);
+        stage(8).unwrap();
+        store.publish(&meta(7), &layout, vec![earlier]).unwrap();
+        store.finish_removals();
+        assert_eq!(assemble(dir.path().join("new"), &[dir.path()]).unwrap().checkpoint.step, 8);
+    }
+
     /// The cost of an error does not depend on the number of ranks that a file names: its list is short and made at once.
     #[test]
     #[cfg_attr(miri, ignore)]
