@@ -58,7 +58,7 @@ fn replaced_checkpoint_is_no_staged_save() {
             let ready = staging.join(description.replace(".save.", ".ready."));
             let refused = |moved: &str| {
                 let new = tempfile::tempdir().unwrap();
-                let assembled = assemble(new.path(), &[dir.path()]);
+                let assembled = assemble_step(new.path(), &[dir.path()], 7);
                 assert!(assembled.is_err(), "{context}, {moved}: {assembled:?}");
             };
             refused("as left");
