@@ -34,7 +34,7 @@ pub use load::resharding::View;
 pub use load::resolve::{Resolved, has_checkpoints, resolve};
 pub use load::verify::VerifyReport;
 pub use save::agreement::{PublishedCheckpoint, StagedFile};
-pub use save::assemble::{Assembled, assemble};
+pub use save::assemble::{Assembled, assemble, assemble_step};
 pub use save::background::{BackgroundStore, Fence, StagingSlice};
 pub use save::import::import;
 pub use save::meta::SaveMeta;

@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use common::{STATES, World, bits, loaded, meta, storage};
 use zero_ckpt::{
     CkptError, Exchange, ExportOptions, IoCounts, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES, Reader, ShardData,
-    Store, StoreOptions, io_counts, resolve,
+    SingleRank, Store, StoreOptions, assemble, io_counts, resolve,
 };
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
@@ -200,4 +200,26 @@ fn export_syncs_its_directories() {
         exported.unwrap();
         assert_eq!(accessed.dir_syncs, 2, "{out}");
     }
+}
+
+/// Files that were copied from another machine may still be in memory only.
+#[test]
+fn assembled_files_are_synced() {
+    let _one = one_at_a_time();
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(1);
+    let states = STATES.map(|state| storage(&layout, 0, state, 7));
+    let mut shard = ShardData::new(&layout, 0).unwrap();
+    for (state, values) in STATES.iter().zip(&states) {
+        shard.storage_f32(state, values).unwrap();
+    }
+    let save = |run: &str| {
+        let store = Store::create(dir.path(), 0, StoreOptions::default().run(run)).unwrap();
+        store.save(&meta(7), &shard, &mut SingleRank)
+    };
+    save("a").unwrap();
+    // Refused, because the checkpoint of this step is of another run; its file stays staged.
+    save("b").unwrap_err();
+    let (assembled, counts) = counted(|| assemble(dir.path().join("new"), &[dir.path()]));
+    assert_eq!((assembled.unwrap().checkpoint.step, counts.file_syncs), (7, 1));
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 use indicatif::HumanCount;
 use zero_ckpt::{
-    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble, has_checkpoints, resolve,
+    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble, assemble_step,
+    has_checkpoints, resolve,
 };
 
 use super::CliError;
@@ -41,9 +42,12 @@ enum Command {
     },
     /// Make a checkpoint of the files that the ranks of a failed save staged, such as on machines without a shared folder
     ///
-    /// Takes the latest save of which the files of all ranks are there and whole, and names what others lack. Nothing is
-    /// removed: files are linked into the checkpoint, or copied from another file system.
+    /// Takes the save that was staged last of those of which the files of all ranks are there and whole, and names what the
+    /// others lack. Nothing is removed: files are linked into the checkpoint, or copied from another file system.
     Assemble {
+        /// Take a save of this step, also if a checkpoint was published after it was staged
+        #[arg(long)]
+        step: Option<u64>,
         /// The --checkpoint folders of all ranks, or copies of them (their .staging is enough); the checkpoint is made in
         /// the first one, which may be new
         #[arg(required = true, value_name = "DIR")]
@@ -92,8 +96,8 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
             }
         }
         Command::Verify { checkpoint } => verify(&checkpoint),
-        Command::Assemble { folders } => match &folders[..] {
-            [into, from @ ..] => assemble_into(into, from),
+        Command::Assemble { step, folders } => match &folders[..] {
+            [into, from @ ..] => assemble_into(into, from, step),
             [] => Err(CliError::Usage("name the folders of the ranks".to_owned())),
         },
         Command::Export { checkpoint, out, best, dtype, max_shard_size, state } => {
@@ -132,7 +136,10 @@ fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
 }
 
 fn verify(path: &Path) -> Result<(), CliError> {
-    let Resolved { store_dir, reader, passed_over, .. } = resolve(path).map_err(CliError::failure)?;
+    let Resolved { store_dir, reader, passed_over, staged, .. } = resolve(path).map_err(CliError::failure)?;
+    if let Some(staged) = staged {
+        print_note(staged);
+    }
     let manifest = reader.manifest();
     let bytes: u64 = manifest.files.iter().map(|f| f.bytes).chain(manifest.documents.iter().map(|d| d.bytes)).sum();
     let (whole, files) = (reader.path().display(), manifest.files.len() + manifest.documents.len());
@@ -151,9 +158,13 @@ fn verify(path: &Path) -> Result<(), CliError> {
     )))
 }
 
-/// Makes a checkpoint in `into` of the staged files there and in `from`.
-fn assemble_into(into: &Path, from: &[PathBuf]) -> Result<(), CliError> {
-    let Assembled { checkpoint, passed_over, .. } = assemble(into, from).map_err(CliError::failure)?;
+/// Makes a checkpoint in `into` of the staged files there and in `from`: of the last save, or of one of `step`.
+fn assemble_into(into: &Path, from: &[PathBuf], step: Option<u64>) -> Result<(), CliError> {
+    let assembled = match step {
+        Some(step) => assemble_step(into, from, step),
+        None => assemble(into, from),
+    };
+    let Assembled { checkpoint, passed_over, .. } = assembled.map_err(CliError::failure)?;
     for defect in passed_over {
         print_note(format_args!("passed over: {defect}"));
     }
@@ -280,7 +291,9 @@ mod tests {
         assert!(error.contains("another run (a)") && error.contains("zero ckpt assemble"), "{error}");
         let error = zero_ckpt(&["assemble".as_ref(), &taken]).unwrap_err().to_string();
         assert!(error.contains("another run (a)"), "{error}");
-        zero_ckpt(&["assemble".as_ref(), &new, &taken]).unwrap();
+        let error = zero_ckpt(&["assemble".as_ref(), "--step".as_ref(), "5".as_ref(), &new, &taken]).unwrap_err();
+        assert!(error.to_string().contains("there are no staged files of step 5"), "{error}");
+        zero_ckpt(&["assemble".as_ref(), "--step".as_ref(), "4".as_ref(), &new, &taken]).unwrap();
         zero_ckpt(&["verify".as_ref(), &new]).unwrap();
         assert_eq!(Reader::open(&new).unwrap().manifest().run.as_deref(), Some("b"));
         zero_ckpt(&["verify".as_ref(), &taken]).unwrap();

@@ -15,6 +15,8 @@ mod counted {
         pub written_bytes: u64,
         /// Directories synced.
         pub dir_syncs: u64,
+        /// Files linked or copied into a checkpoint and synced.
+        pub file_syncs: u64,
     }
 
     impl std::ops::Sub for IoCounts {
@@ -26,11 +28,12 @@ mod counted {
                 read_bytes: self.read_bytes - earlier.read_bytes,
                 written_bytes: self.written_bytes - earlier.written_bytes,
                 dir_syncs: self.dir_syncs - earlier.dir_syncs,
+                file_syncs: self.file_syncs - earlier.file_syncs,
             }
         }
     }
 
-    static COUNTS: [AtomicU64; 4] = [const { AtomicU64::new(0) }; 4];
+    static COUNTS: [AtomicU64; 5] = [const { AtomicU64::new(0) }; 5];
 
     pub(crate) fn add(index: usize, n: u64) {
         COUNTS[index].fetch_add(n, Relaxed);
@@ -38,8 +41,9 @@ mod counted {
 
     /// The file accesses of this process so far.
     pub fn io_counts() -> IoCounts {
-        let [opens, read_bytes, written_bytes, dir_syncs] = COUNTS.each_ref().map(|count| count.load(Relaxed));
-        IoCounts { opens, read_bytes, written_bytes, dir_syncs }
+        let counts = COUNTS.each_ref().map(|count| count.load(Relaxed));
+        let [opens, read_bytes, written_bytes, dir_syncs, file_syncs] = counts;
+        IoCounts { opens, read_bytes, written_bytes, dir_syncs, file_syncs }
     }
 }
 
@@ -66,4 +70,8 @@ pub(crate) fn wrote(bytes: usize) {
 
 pub(crate) fn synced_dir() {
     add(3, 1);
+}
+
+pub(crate) fn synced_file() {
+    add(4, 1);
 }

@@ -7,6 +7,7 @@ use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -28,6 +29,24 @@ const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags:
 thread_local! {
     /// Simulates, on this thread, a file system that cannot exchange two names (NFS).
     pub(crate) static WITHOUT_EXCHANGE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// A file and the state of its content.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct FileId {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    /// Seconds and nanoseconds.
+    modified: (i64, i64),
+}
+
+impl FileId {
+    pub(crate) fn of(file: &File) -> std::io::Result<Self> {
+        let meta = file.metadata()?;
+        let modified = (meta.mtime(), meta.mtime_nsec());
+        Ok(Self { device: meta.dev(), inode: meta.ino(), bytes: meta.len(), modified })
+    }
 }
 
 /// An open directory.
@@ -188,15 +207,29 @@ impl Dir {
         remove_at(self.fd.as_fd(), &name, progress).map_err(failed)
     }
 
-    /// Gives the regular file `name` the second name `to_dir/to`; copies and syncs it if the file system cannot.
-    pub(crate) fn link_or_copy(&self, name: &str, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
+    /// Gives the regular file `name` the second name `to_dir/to`; copies it if the file system cannot. Syncs the content.
+    ///
+    /// # Errors
+    /// [`CkptError::Mismatch`] if the file is not `id`, which was checked, or has been written since; or a failed system call.
+    pub(crate) fn link_or_copy(&self, name: &str, id: &FileId, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
         self.check(name)?;
         to_dir.check(to)?;
+        let check_id = |file: &File| {
+            let path = self.path.join(name);
+            let got = FileId::of(file).map_err(CkptError::io("examine", &path))?;
+            let why = || format!("{} has changed since it was checked; a run may be saving there", path.display());
+            if got == *id { Ok(()) } else { Err(CkptError::Mismatch { why: why() }) }
+        };
         if fs::linkat(&self.fd, name, &to_dir.fd, to, AtFlags::empty()).is_ok() {
-            return Ok(());
+            let (link, _) = to_dir.open_file(to, false)?;
+            check_id(&link)?;
+            counts::synced_file();
+            return link.sync_all().map_err(CkptError::io("sync", to_dir.path.join(to)));
         }
         let (mut from, _) = self.open_file(name, false)?;
+        check_id(&from)?;
         let mut copy = to_dir.create_file(to, false)?;
+        counts::synced_file();
         let copied = std::io::copy(&mut from, &mut copy).and_then(|_| copy.sync_all());
         copied.map_err(CkptError::io("copy to", to_dir.path.join(to)))
     }
@@ -297,6 +330,28 @@ mod tests {
         }
         assert!(dir.open_dir("linkdir").is_err());
         assert!(dir.has("link") && !dir.has("nothing"));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn changed_file_is_not_linked() {
+        let tmp = tempfile::tempdir().unwrap();
+        let dir = Dir::open(tmp.path()).unwrap();
+        let path = tmp.path().join("a");
+        let checked = || {
+            std::fs::write(&path, "checked").unwrap();
+            FileId::of(&dir.open_file("a", false).unwrap().0).unwrap()
+        };
+        dir.link_or_copy("a", &checked(), &dir, "same").unwrap();
+        let id = checked();
+        std::fs::write(&path, "longer than before").unwrap();
+        let written = dir.link_or_copy("a", &id, &dir, "written");
+        assert!(matches!(written, Err(CkptError::Mismatch { .. })), "{written:?}");
+        let id = checked();
+        std::fs::rename(&path, tmp.path().join("moved")).unwrap();
+        checked();
+        let replaced = dir.link_or_copy("a", &id, &dir, "replaced");
+        assert!(matches!(replaced, Err(CkptError::Mismatch { .. })), "{replaced:?}");
     }
 
     #[test]

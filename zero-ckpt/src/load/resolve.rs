@@ -6,6 +6,7 @@ use crate::format::catalog::{self, STAGING, backup_of, step_of};
 use crate::format::manifest::MANIFEST_NAME;
 use crate::io::dir::Dir;
 use crate::save::staged_name::StagedName;
+use crate::save::staged_search::newer_staged;
 use crate::{CkptError, Reader};
 
 /// The result of [`resolve`].
@@ -17,6 +18,8 @@ pub struct Resolved {
     pub reader: Reader,
     /// Name and defect of each newer checkpoint that is not whole, newest first.
     pub passed_over: Vec<(String, String)>,
+    /// The remedy for a newer save of which all files are staged, if there is one and `path` is a directory of checkpoints.
+    pub staged: Option<String>,
 }
 
 /// Opens the newest **whole** checkpoint of the directory `path`: the one that was saved last among those of which
@@ -31,7 +34,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
     if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
         let reader = whole(root)?;
-        return Ok(Resolved { store_dir: reader.store_dir()?, reader, passed_over: Vec::new() });
+        return Ok(Resolved { store_dir: reader.store_dir()?, reader, passed_over: Vec::new(), staged: None });
     }
     let (entries, unreadable) = catalog::list(&root)?;
     let mut passed_over = Vec::new();
@@ -46,7 +49,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         // When an unreadable one was saved is not known; its step decides.
         let newer = unreadable.into_iter().filter(|u| step(&u.name) > Some(reader.manifest.step));
         passed_over.extend(newer.map(|u| (u.name, u.reason)));
-        return Ok(Resolved { store_dir: path.to_owned(), reader, passed_over });
+        return Ok(Resolved { store_dir: path.to_owned(), reader, passed_over, staged: newer_staged(path) });
     }
     let reasons = passed_over.into_iter().chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
     let reasons = reasons.map(|(_, reason)| reason).chain(staged_hint(&root)).collect();

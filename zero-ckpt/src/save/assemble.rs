@@ -1,6 +1,5 @@
 //! A checkpoint of the staged files that a failed save has left, in one or several directories.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -8,19 +7,16 @@ use zero_shard::Layout;
 
 use super::agreement::{PublishedCheckpoint, StagedFile};
 use super::description::Description;
-use super::meta::shard_name;
 use super::publish::Place;
-use super::staged_name::{Kind, SaveId, StagedName};
+use super::staged_name::SaveId;
+use super::staged_search::{Described, Found, Key, Location, save_name};
 use super::store::encode_header;
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
-use crate::format::catalog::{STAGING, step_name};
+use crate::format::catalog::{backup_of, step_of};
 use crate::format::manifest::{FileRecord, Manifest};
-use crate::io::dir::Dir;
+use crate::io::dir::{Dir, FileId};
 use crate::load::shard_file::ShardFile;
 use crate::{CkptError, Store, StoreOptions};
-
-/// Missing ranks that an error lists.
-const MAX_LISTED: usize = 8;
 
 /// The result of [`assemble`].
 #[derive(Debug)]
@@ -28,276 +24,246 @@ const MAX_LISTED: usize = 8;
 pub struct Assembled {
     /// The checkpoint.
     pub checkpoint: PublishedCheckpoint,
-    /// The defects of staged saves of later steps.
+    /// The other staged saves, each with its defects, or that it is complete.
     pub passed_over: Vec<String>,
 }
 
 /// Makes a checkpoint in the directory `into` of files that a failed save has staged, as the save would have: the shard
 /// files are the same bytes, and the manifest differs in nothing. `from` are the directories that ranks saved into, or their
-/// `.staging`, or copies of them; `into` is searched too. Of several saves it takes the complete one of the latest step.
+/// `.staging`, or copies of them; `into` is searched too. Of several complete saves it takes the one that was staged last,
+/// unless a checkpoint was published after that; see [`assemble_step`].
 ///
-/// Reads and checks every byte. Files are linked into the checkpoint, or copied from another file system; no staged file is
-/// changed or removed.
+/// Reads and checks every byte. Files are linked into the checkpoint and synced, or copied from another file system; no
+/// staged file is changed or removed.
 ///
 /// # Errors
-/// [`CkptError::NotAssembled`] with what is missing, damaged or ambiguous; `into` holds checkpoints of another run or model,
-/// or one of the same or a later step ([`CkptError::BadArgument`]); or a failed system call.
+/// [`CkptError::NotAssembled`] with what is missing, damaged or ambiguous, or the checkpoint of `into` of the same or a
+/// later step; `into` holds checkpoints of another run or model; or a failed system call.
 pub fn assemble<P: AsRef<Path>>(into: impl AsRef<Path>, from: &[P]) -> Result<Assembled, CkptError> {
-    let into = into.as_ref();
+    assemble_chosen(into.as_ref(), from, None)
+}
+
+/// As [`assemble`], of a save of `step`, also if a checkpoint was published after it was staged: the user may have
+/// continued from an older checkpoint since, and wants this branch all the same.
+///
+/// # Errors
+/// As [`assemble`].
+pub fn assemble_step<P: AsRef<Path>>(into: impl AsRef<Path>, from: &[P], step: u64) -> Result<Assembled, CkptError> {
+    assemble_chosen(into.as_ref(), from, Some(step))
+}
+
+fn assemble_chosen<P: AsRef<Path>>(into: &Path, from: &[P], step: Option<u64>) -> Result<Assembled, CkptError> {
     let mut found = Found::default();
     found.search(into)?;
     for path in from {
         found.search(path.as_ref())?;
     }
-    let saves: BTreeSet<(u64, SaveId)> = found.descriptions.keys().chain(found.files.keys()).copied().collect();
+
     let mut reasons = Vec::new();
     let mut complete: Vec<Complete<'_>> = Vec::new();
-    for &(step, save) in saves.iter().rev() {
-        if complete.first().is_some_and(|complete| complete.step() > step) {
-            break;
-        }
-        match found.complete(step, save) {
+    for key in found.saves().into_iter().rev().filter(|key| step.is_none_or(|step| key.0 == step)) {
+        match complete_save(&found, key) {
             Ok(save) => complete.push(save),
-            Err(defects) => reasons.push(format!("{}: {}", save_name(step, save), defects.join(", "))),
+            Err(defects) => reasons.push(format!("{}: {}", save_name(key), defects.join(", "))),
         }
     }
-    if saves.is_empty() {
-        reasons.push("there are no staged files".into());
+    if complete.is_empty() && reasons.is_empty() {
+        let of = step.map_or_else(String::new, |step| format!(" of step {step}"));
+        reasons.push(format!("there are no staged files{of}"));
     }
-    if complete.len() > 1 {
-        let names: Vec<_> = complete.iter().map(|save| save_name(save.step(), save.save)).collect();
-        reasons = vec![format!("several saves are complete, move the others away: {}", names.join(", "))];
-        complete.clear();
+
+    let Some(save) = take_newest(complete, &mut reasons) else { return Err(CkptError::NotAssembled { reasons }) };
+    let newer = if step.is_none() { found.published_after(&save.described) } else { None };
+    match save.publish(into, newer.as_deref()) {
+        Ok(checkpoint) => Ok(Assembled { checkpoint, passed_over: reasons }),
+        Err(CkptError::NotAssembled { reasons: refusal }) => {
+            reasons.splice(0..0, refusal);
+            Err(CkptError::NotAssembled { reasons })
+        }
+        Err(error) => Err(error),
     }
-    let Some(save) = complete.pop() else { return Err(CkptError::NotAssembled { reasons }) };
-    let checkpoint = save.publish(into)?;
-    Ok(Assembled { checkpoint, passed_over: reasons })
 }
 
-/// The name of a save for a user: its step and the ends of its files' names.
-fn save_name(step: u64, save: SaveId) -> String {
-    let name = StagedName { step, kind: Kind::Description, save }.to_string();
-    name.replacen(".save.", ".*.", 1)
+/// Returns the save that was staged last. Adds the others to `reasons`, or all of them if none is known to be the last.
+fn take_newest<'a>(mut complete: Vec<Complete<'a>>, reasons: &mut Vec<String>) -> Option<Complete<'a>> {
+    if complete.is_empty() {
+        return None;
+    }
+    let is_last = |save: &Complete<'_>| {
+        let others = complete.iter().filter(|other| other.described.key != save.described.key);
+        others.into_iter().all(|other| other.described.is_before(&save.described))
+    };
+    let last = complete.iter().position(is_last).map(|index| complete.remove(index));
+    let names = complete.iter().map(|save| save_name(save.described.key));
+    if last.is_some() {
+        reasons.extend(names.map(|name| format!("{name}: complete, but staged before")));
+    } else {
+        let names: Vec<_> = names.collect();
+        reasons.push(format!(
+            "several saves are complete, and which one was staged last is not known; name a step \
+             (`zero ckpt assemble --step`), or move the others away: {}",
+            names.join(", ")
+        ));
+    }
+    last
 }
 
-/// A staged file, in an open directory.
-#[derive(Clone)]
-struct Location {
-    /// Index in [`Found::dirs`].
-    dir: usize,
+/// Checks every byte of a save; returns what is missing, damaged or ambiguous.
+fn complete_save(found: &Found, key: Key) -> Result<Complete<'_>, Vec<String>> {
+    let described = found.described(key)?;
+    let mut whole = Whole {
+        dirs: &found.dirs,
+        description: &described.description,
+        probe: described.description.manifest.clone(),
+        layout: &described.layout,
+        save: key.1,
+    };
+    let mut files = Vec::new();
+    let mut defects = Vec::new();
+    for (rank, locations) in described.files.range(0..described.layout.world_size()) {
+        match whole.find(*rank, locations) {
+            Ok(file) => files.push(file),
+            Err(error) => defects.push(error),
+        }
+    }
+    if !defects.is_empty() {
+        return Err(defects);
+    }
+    let (staged, sources) = files.into_iter().unzip();
+    Ok(Complete { described, staged, sources })
+}
+
+/// A checked file that is linked or copied into a checkpoint.
+pub(crate) struct CheckedSource<'a> {
+    dir: &'a Dir,
     name: String,
+    id: FileId,
 }
 
-/// The entries of all staging directories.
-#[derive(Default)]
-struct Found {
-    dirs: Vec<Dir>,
-    descriptions: BTreeMap<(u64, SaveId), Vec<Location>>,
-    /// The files of each rank.
-    files: BTreeMap<(u64, SaveId), BTreeMap<u64, Vec<Location>>>,
+impl CheckedSource<'_> {
+    pub(crate) fn link_or_copy(&self, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
+        self.dir.link_or_copy(&self.name, &self.id, to_dir, to)
+    }
 }
 
-impl Found {
-    /// Adds the staged files of `path` and of its `.staging`. A directory that does not exist has none.
-    fn search(&mut self, path: &Path) -> Result<(), CkptError> {
-        let dir = match Dir::open(path) {
-            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-            other => other?,
-        };
-        if dir.has(STAGING) {
-            self.add(dir.open_dir(STAGING)?)?;
-        }
-        self.add(dir)
-    }
+/// Finds the whole files of a save.
+struct Whole<'f, 'd> {
+    dirs: &'f [Dir],
+    description: &'d Description,
+    /// The manifest of the save, with one file at a time.
+    probe: Manifest,
+    layout: &'d Layout,
+    save: SaveId,
+}
 
-    fn add(&mut self, dir: Dir) -> Result<(), CkptError> {
-        let index = self.dirs.len();
-        let mut moved = Vec::new();
-        for name in dir.names()? {
-            let Some(StagedName { step, kind, save }) = StagedName::parse(&name) else { continue };
-            match kind {
-                Kind::File(rank) => self.add_file((step, save), rank, Location { dir: index, name }),
-                Kind::Description => {
-                    self.descriptions.entry((step, save)).or_default().push(Location { dir: index, name });
-                }
-                Kind::Ready => moved.push(((step, save), dir.open_dir(&name)?)),
-            }
-        }
-        self.dirs.push(dir);
-        for (key, dir) in moved {
-            let index = self.dirs.len();
-            for name in dir.names()? {
-                if let Some(rank) = rank_of(&name) {
-                    self.add_file(key, rank, Location { dir: index, name });
-                }
-            }
-            self.dirs.push(dir);
-        }
-        Ok(())
-    }
-
-    fn add_file(&mut self, save: (u64, SaveId), rank: u64, location: Location) {
-        self.files.entry(save).or_default().entry(rank).or_default().push(location);
-    }
-
-    /// Checks every byte of a save; returns what is missing, damaged or ambiguous.
-    fn complete(&self, step: u64, save: SaveId) -> Result<Complete<'_>, Vec<String>> {
-        let description = self.description(step, save).map_err(|error| vec![error])?;
-        let manifest = &description.manifest;
-        let layout = Layout::new(&manifest.model.units, manifest.layout.world_size, manifest.layout.align_elems)
-            .map_err(|e| vec![format!("its description has an invalid layout: {e}")])?;
-        let none = BTreeMap::new();
-        let files = self.files.get(&(step, save)).unwrap_or(&none);
-        let ranks = 0..layout.world_size();
-        let missing: Vec<String> =
-            ranks.clone().filter(|rank| !files.contains_key(rank)).map(|rank| rank.to_string()).collect();
-        if !missing.is_empty() {
-            let listed = missing[..missing.len().min(MAX_LISTED)].join(", ");
-            let more = missing.len().saturating_sub(MAX_LISTED);
-            let more = if more > 0 { format!(" and {more} others") } else { String::new() };
-            return Err(vec![format!(
-                "the files of {} of {} ranks are missing: {listed}{more}",
-                missing.len(),
-                ranks.end
-            )]);
-        }
-        let mut probe = manifest.clone();
-        let mut staged = Vec::new();
-        let mut dirs = Vec::new();
-        let mut defects = Vec::new();
-        for (rank, locations) in files.range(ranks) {
-            match self.whole(&mut probe, &layout, (*rank, save), locations) {
-                Ok((file, dir)) => {
-                    staged.push(file);
-                    dirs.push(dir);
-                }
-                Err(error) => defects.push(error),
-            }
-        }
-        if defects.is_empty() { Ok(Complete { description, save, staged, dirs }) } else { Err(defects) }
-    }
-
-    fn description(&self, step: u64, save: SaveId) -> Result<Description, String> {
-        let locations = self.descriptions.get(&(step, save)).map(Vec::as_slice).unwrap_or_default();
-        let missing = "its description, which rank 0 writes beside its file, is missing".to_owned();
-        let mut result = Err(missing);
-        for Location { dir, name } in locations {
-            result = Description::read(&self.dirs[*dir], name, step).map_err(|error| error.to_string());
-            if result.is_ok() {
-                break;
-            }
-        }
-        result
-    }
-
+impl<'f> Whole<'f, '_> {
     /// The whole one among copies of a rank's file. Copies that differ are an error.
-    fn whole(
-        &self,
-        probe: &mut Manifest,
-        layout: &Layout,
-        (rank, save): (u64, SaveId),
-        locations: &[Location],
-    ) -> Result<(StagedFile, &Dir), String> {
-        let mut whole: Option<(StagedFile, &Dir)> = None;
+    fn find(&mut self, rank: u64, locations: &[Location]) -> Result<(StagedFile, CheckedSource<'f>), String> {
+        let mut whole: Option<(StagedFile, CheckedSource<'f>)> = None;
         let mut defect = None;
         for Location { dir, name } in locations {
             let dir = &self.dirs[*dir];
-            match read_whole(dir, name, probe, layout, rank, save) {
-                Ok(file) => match &whole {
+            match self.read(dir, name, rank) {
+                Ok((file, id)) => match &whole {
                     Some((other, _)) if other.front_crc64 != file.front_crc64 => {
                         let path = dir.path().join(name);
                         return Err(format!("{} is another file of rank {rank}; move one away", path.display()));
                     }
                     Some(_) => {}
-                    None => whole = Some((file, dir)),
+                    None => whole = Some((file, CheckedSource { dir, name: name.clone(), id })),
                 },
-                Err(error) => defect = defect.or(Some(error.to_string())),
+                Err(error) => defect = defect.or(Some(describe(&error))),
             }
         }
         whole.ok_or_else(|| defect.unwrap_or_default())
     }
+
+    /// Reads and checks every byte of a staged file: its header is the one that the rank writes, the blocks match the
+    /// checksums behind it, and rank 0's file is the one that the description was written for.
+    fn read(&mut self, dir: &Dir, name: &str, rank: u64) -> Result<(StagedFile, FileId), CkptError> {
+        let path = dir.path().join(name);
+        let probe = &mut self.probe;
+        let bad = |why: &str| CkptError::BadSafetensors { path: path.clone(), why: why.into() };
+        let pieces = shard_pieces(self.layout, rank)?;
+        let file_layout =
+            FileLayout::new(&probe.states, pieces.clone()).ok_or_else(|| bad("sizes exceed 64 bits"))?;
+        let header = encode_header(self.layout, (rank, probe.step), &probe.states, &file_layout)?;
+        let front_bytes = header.len() as u64 + file_layout.table_bytes();
+        let bytes = front_bytes + file_layout.state_bytes();
+
+        let (file, got_bytes) = dir.open_file(name, false)?;
+        if got_bytes != bytes {
+            return Err(CkptError::WrongLength { path, expected_bytes: bytes, got_bytes });
+        }
+        let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
+        let mut front = vec![0; front_bytes as usize];
+        file.read_exact_at(&mut front, 0).map_err(CkptError::io("read", &path))?;
+        if !front.starts_with(&header) {
+            return Err(bad(
+                "its header is not that of the save: the file is damaged, unfinished or of another save",
+            ));
+        }
+        let front_crc64 = checksum(&front);
+        if rank == 0 && front_crc64 != self.description.front_crc64 {
+            return Err(bad("its checksums are not those in the description: it is damaged or of another save"));
+        }
+
+        probe.files = vec![FileRecord { name: name.to_owned(), bytes, front_crc64, pieces: pieces.clone() }];
+        ShardFile::open(dir, probe, 0)?.verify(dir)?;
+        let (step, states, save) = (probe.step, probe.states.clone(), self.save);
+        Ok((StagedFile { rank, step, file: name.to_owned(), bytes, front_crc64, states, pieces, save }, id))
+    }
 }
 
-/// The rank in the final name of a shard file.
-fn rank_of(name: &str) -> Option<u64> {
-    let (rank, world_size) = name.strip_prefix("shard-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
-    let rank = rank.parse().ok()?;
-    let world_size = world_size.parse().ok()?;
-    (shard_name(rank, world_size) == name).then_some(rank)
-}
-
-/// Reads and checks every byte of a staged file: its header is the one that the rank writes, and the blocks match the
-/// checksums behind it.
-fn read_whole(
-    dir: &Dir,
-    name: &str,
-    probe: &mut Manifest,
-    layout: &Layout,
-    rank: u64,
-    save: SaveId,
-) -> Result<StagedFile, CkptError> {
-    let path = dir.path().join(name);
-    let bad = |why: &str| CkptError::BadSafetensors { path: path.clone(), why: why.into() };
-    let pieces = shard_pieces(layout, rank)?;
-    let file_layout = FileLayout::new(&probe.states, pieces.clone()).ok_or_else(|| bad("sizes exceed 64 bits"))?;
-    let header = encode_header(layout, (rank, probe.step), &probe.states, &file_layout)?;
-    let front_bytes = header.len() as u64 + file_layout.table_bytes();
-    let expected_bytes = front_bytes + file_layout.state_bytes();
-    let (file, got_bytes) = dir.open_file(name, false)?;
-    if got_bytes != expected_bytes {
-        return Err(CkptError::WrongLength { path, expected_bytes, got_bytes });
-    }
-    let mut front = vec![0; front_bytes as usize];
-    file.read_exact_at(&mut front, 0).map_err(CkptError::io("read", &path))?;
-    if !front.starts_with(&header) {
-        return Err(bad("its header is not that of the save: the file is damaged, unfinished or of another save"));
-    }
-    let front_crc64 = checksum(&front);
-    let record = FileRecord { name: name.to_owned(), bytes: expected_bytes, front_crc64, pieces: pieces.clone() };
-    probe.files = vec![record];
-    ShardFile::open(dir, probe, 0)?.verify(dir)?;
-    let states = probe.states.clone();
-    Ok(StagedFile {
-        rank,
-        step: probe.step,
-        file: name.to_owned(),
-        bytes: expected_bytes,
-        front_crc64,
-        states,
-        pieces,
-        save,
-    })
+/// The text of an error; of a file that has disappeared since its name was read, with the likely reason.
+fn describe(error: &CkptError) -> String {
+    let is_missing = matches!(error, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound);
+    let hint = if is_missing { "; a run may be saving there right now: wait for its end" } else { "" };
+    format!("{error}{hint}")
 }
 
 /// A save of which all files are whole.
 struct Complete<'a> {
-    description: Description,
-    save: SaveId,
-    /// The file of each rank, and its directory.
+    described: Described,
+    /// The file of each rank.
     staged: Vec<StagedFile>,
-    dirs: Vec<&'a Dir>,
+    sources: Vec<CheckedSource<'a>>,
 }
 
 impl Complete<'_> {
-    fn step(&self) -> u64 {
-        self.description.manifest.step
-    }
-
-    /// Publishes the checkpoint in `into`.
-    fn publish(self, into: &Path) -> Result<PublishedCheckpoint, CkptError> {
-        let Self { description, staged, dirs, .. } = self;
-        let step = description.manifest.step;
+    /// Publishes the checkpoint in `into`. Refuses if a checkpoint there is of the same or a later step, or if there is a
+    /// checkpoint `newer` than the save.
+    fn publish(self, into: &Path, newer: Option<&Path>) -> Result<PublishedCheckpoint, CkptError> {
+        let Self { described: Described { key, description, .. }, staged, sources } = self;
         let mut options = StoreOptions::default().resumed_runs(description.resumed_runs.clone());
         options.run = description.manifest.run.clone();
         let store = Store::create(into, 0, options)?;
         store.check_runs()?;
-        let newest =
-            store.published().iter().map(|entry| entry.name.clone()).filter(|name| *name >= step_name(step)).max();
-        if let Some(newest) = newest {
-            let expected = format!("one without checkpoints of step {step} or later; name a new directory first");
-            return Err(CkptError::argument(into.display().to_string(), expected, newest));
+
+        let refused = |why: String| CkptError::NotAssembled { reasons: vec![format!("{} {why}", save_name(key))] };
+        let step = key.0;
+        let published: Vec<String> = store.published().iter().map(|entry| entry.name.clone()).collect();
+        let latest = published.into_iter().max_by_key(|name| published_step(name));
+        if let Some(latest) = latest.filter(|name| published_step(name) >= Some(step)) {
+            let into = into.display();
+            return Err(refused(format!(
+                "is complete, but {into} has {latest}, of the same or a later step; name a new folder first: \
+                 `zero ckpt assemble NEW {into}`"
+            )));
+        }
+        if let Some(newer) = newer {
+            return Err(refused(format!(
+                "is complete, but {} was published after it was staged; to take it all the same, name its step: \
+                 `zero ckpt assemble --step {step}` (zero_ckpt::assemble_step)",
+                newer.display()
+            )));
         }
         let documents = description.documents();
-        store.publish_manifest(description.manifest, &staged, &documents, description.best, Place::Copy(&dirs))
+        store.publish_manifest(description.manifest, &staged, &documents, description.best, Place::Copy(&sources))
     }
+}
+
+/// The step of a published checkpoint or backup.
+fn published_step(name: &str) -> Option<u64> {
+    step_of(backup_of(name).unwrap_or(name))
 }

@@ -2,6 +2,8 @@
 //!
 //! [`assemble`](crate::assemble) makes the manifest of it that the publication would have written.
 
+use std::sync::atomic::Ordering;
+
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use zero_shard::Layout;
@@ -10,12 +12,12 @@ use super::agreement::StagedFile;
 use super::meta::{encode_documents, manifest_without_files};
 use super::staged_name::{Kind, StagedName};
 use crate::format::blocks::checksum;
-use crate::format::manifest::{MAX_MANIFEST_BYTES, Manifest, check_size, hex64};
+use crate::format::manifest::{DocumentRecord, MAX_MANIFEST_BYTES, Manifest, check_size, hex64};
 use crate::io::dir::Dir;
 use crate::{CkptError, SaveMeta, Store};
 
 const FORMAT_NAME: &str = "zero-ckpt staged save";
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// The content of a manifest besides the staged files.
 #[derive(Serialize, Deserialize)]
@@ -27,6 +29,13 @@ pub(crate) struct Description {
     pub(crate) documents: Vec<String>,
     pub(crate) resumed_runs: Vec<String>,
     pub(crate) best: Option<u64>,
+    /// Checksum of the header and table of rank 0's file.
+    #[serde(with = "hex64")]
+    pub(crate) front_crc64: u64,
+    /// The sequence of the newest checkpoint in the directory, when this was written.
+    pub(crate) published: u64,
+    /// The names of the descriptions in the staging directory, when this was written.
+    pub(crate) staged: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -65,10 +74,21 @@ impl Description {
         if description.manifest.step != step {
             return Err(bad(format!("its name has step {step}, its content {}", description.manifest.step)));
         }
-        if description.documents.len() != description.manifest.documents.len() {
+        let records = &description.manifest.documents;
+        let is_recorded = |(record, text): (&DocumentRecord, &String)| {
+            (record.bytes, record.crc64) == (text.len() as u64, checksum(text.as_bytes()))
+        };
+        let documents = &description.documents;
+        if documents.len() != records.len() || !records.iter().zip(documents).all(is_recorded) {
             return Err(bad("it has other documents than its manifest".into()));
         }
         Ok(description)
+    }
+
+    /// Whether `manifest` is that of this save.
+    pub(crate) fn fits(&self, manifest: Manifest) -> bool {
+        let is_later = manifest.sequence > self.published;
+        is_later && Manifest { files: Vec::new(), sequence: 0, ..manifest } == self.manifest
     }
 
     /// The documents by name.
@@ -103,8 +123,94 @@ impl Store {
         let documents =
             documents.into_iter().map(|(_, bytes)| String::from_utf8_lossy(&bytes).into_owned()).collect();
         let resumed_runs = self.options.resumed_runs.clone();
-        let encoded = Description { manifest, documents, resumed_runs, best: meta.best }.encode()?;
+        let mut staged = self.staging.names()?;
+        staged.retain(|name| StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description));
+        let description = Description {
+            manifest,
+            documents,
+            resumed_runs,
+            best: meta.best,
+            front_crc64: file.front_crc64,
+            published: self.newest_sequence.load(Ordering::Relaxed),
+            staged,
+        };
         let name = StagedName { step: file.step, kind: Kind::Description, save: file.save };
-        self.staging.write_new(&name.to_string(), &encoded)
+        self.staging.write_new(&name.to_string(), &description.encode()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zero_shard::{ParamSpec, UnitSpec};
+
+    use super::*;
+    use crate::{ShardData, StateDtype, assemble};
+
+    /// Stages step 7 with a document as the only rank; then changes the description.
+    fn change(path: &std::path::Path, change: impl FnOnce(&mut Description)) {
+        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0; 15]).unwrap();
+        let store = Store::create(path, 0, crate::StoreOptions::default()).unwrap();
+        let document = ("run.json".to_owned(), serde_json::json!({"lr": 0.1}));
+        let meta = SaveMeta::default().step(7).dtype(StateDtype::F32).documents([document].into());
+        let file = store.describe(&meta, &layout, store.stage(7, &shard)).unwrap();
+        let name = StagedName { step: 7, kind: Kind::Description, save: file.save }.to_string();
+        let mut description = Description::read(&store.staging, &name, 7).unwrap();
+        change(&mut description);
+        store.staging.remove_file(&name).unwrap();
+        store.staging.write_new(&name, &description.encode().unwrap()).unwrap();
+    }
+
+    fn error(path: &std::path::Path) -> String {
+        let error = assemble(path.join("new"), &[path]).unwrap_err();
+        assert!(matches!(error, CkptError::NotAssembled { .. }), "{error}");
+        error.to_string()
+    }
+
+    /// The description of a save is written while an earlier one of its session is in flight, which is then published.
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn earlier_save_in_flight_is_not_newer() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0; 15]).unwrap();
+        let store = Store::create(dir.path(), 0, crate::StoreOptions::default()).unwrap();
+        let meta = |step| SaveMeta::default().step(step);
+        let stage = |step| store.describe(&meta(step), &layout, store.stage(step, &shard));
+        let earlier = stage(7);
+        stage(8).unwrap();
+        store.publish(&meta(7), &layout, vec![earlier]).unwrap();
+        store.finish_removals();
+        assert_eq!(assemble(dir.path().join("new"), &[dir.path()]).unwrap().checkpoint.step, 8);
+    }
+
+    /// The cost of an error does not depend on the number of ranks that a file names: its list is short and made at once.
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn many_missing_ranks_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        change(dir.path(), |description| description.manifest.layout.world_size = 1_000_000_000_000);
+        let text = error(dir.path());
+        let count =
+            "the files of 999999999999 of 1000000000000 ranks are missing: 1, 2, 3, 4, 5, 6, 7, 8 and 999999999991";
+        assert!(text.contains(count), "{text}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn changed_document_is_rejected() {
+        let dir = tempfile::tempdir().unwrap();
+        change(dir.path(), |description| description.documents[0] = description.documents[0].replace("0.1", "0.2"));
+        assert!(error(dir.path()).contains("it has other documents than its manifest"));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn file_of_another_save_is_rejected() {
+        let dir = tempfile::tempdir().unwrap();
+        change(dir.path(), |description| description.front_crc64 ^= 1);
+        assert!(error(dir.path()).contains("its checksums are not those in the description"));
     }
 }

@@ -12,6 +12,7 @@ pub(crate) mod replace;
 pub(crate) mod shard_data;
 pub(crate) mod shared;
 pub(crate) mod staged_name;
+pub(crate) mod staged_search;
 pub(crate) mod store;
 mod streamed;
 pub(crate) mod sweep;

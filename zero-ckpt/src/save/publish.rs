@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use zero_shard::Layout;
 
 use super::agreement::{Publication, PublishedCheckpoint, StagedFile};
+use super::assemble::CheckedSource;
 use super::meta::{SaveMeta, encode_documents, manifest_without_files, with_files};
 use super::replace;
 use super::staged_name::{Kind, SaveId, StagedName};
@@ -20,8 +21,8 @@ use crate::io::dir::Dir;
 pub(crate) enum Place<'a> {
     /// By a rename in the staging directory.
     Move,
-    /// By a link or copy from the directory of each rank's file, which stays.
-    Copy(&'a [&'a Dir]),
+    /// By a link or copy of the file of each rank, which stays.
+    Copy(&'a [CheckedSource<'a>]),
 }
 
 impl Store {
@@ -110,6 +111,7 @@ impl Store {
         let bytes = manifest.files.iter().map(|f| f.bytes).sum();
         let step = manifest.step;
         let sequence = manifest.sequence;
+        self.newest_sequence.store(sequence, Ordering::Relaxed);
         published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
         published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
         let best = self.update_best(best, &published)?;
@@ -131,7 +133,8 @@ impl Store {
         let _ = self.staging.remove_empty_dir(ready_name);
     }
 
-    /// The place in which a failed save has left the staged file of this rank: the file, or the directory that rank 0 has moved it into.
+    /// The place in which a failed save has left the staged file of this rank: the file, or the directory that rank 0 has
+    /// moved it into. `None` once the checkpoint has its final name.
     pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
         let ready = StagedName { step: staged.step, kind: Kind::Ready, save: staged.save }.to_string();
         let name = [&staged.file, &ready].into_iter().find(|name| self.staging.has(name))?;
@@ -165,7 +168,7 @@ impl Store {
         for (rank, (staged, file)) in staged.iter().zip(&manifest.files).enumerate() {
             match place {
                 Place::Move => self.staging.rename(&staged.file, ready, &file.name)?,
-                Place::Copy(dirs) => dirs[rank].link_or_copy(&staged.file, ready, &file.name)?,
+                Place::Copy(sources) => sources[rank].link_or_copy(ready, &file.name)?,
             }
             self.progress.fetch_add(1, Ordering::Relaxed);
         }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! no checkpoint has the name        one rename
-//! the file system can exchange      an atomic exchange, which leaves the old checkpoint in .staging
+//! the file system can exchange      an atomic exchange; the old checkpoint is then .staging/step-00000030.old.<random>
 //! it cannot (NFS)                   one rename to a backup, DIR/step-00000030.old.<random>; another into place
 //! ```
 //!
@@ -26,6 +26,9 @@ pub(crate) fn replace(
         return staging.rename(from, dir, name);
     }
     if staging.exchange(from, dir, name)? {
+        // `from` would name the old checkpoint as the files of the new save. If this fails, `assemble` still finds that its
+        // manifest is not that of the save.
+        let _ = staging.rename(from, staging, &backup_name(name));
         return Ok(());
     }
     let backup = backup_name(name);

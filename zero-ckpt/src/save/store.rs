@@ -176,6 +176,8 @@ pub struct Store {
     next_save: AtomicU32,
     /// Bytes written and files published or removed so far.
     pub(super) progress: Arc<AtomicU64>,
+    /// Rank 0: the sequence of the newest checkpoint.
+    pub(super) newest_sequence: AtomicU64,
     /// Rank 0: the published checkpoints, oldest save first.
     published: Mutex<Vec<Entry>>,
     /// Removals of old checkpoints; each returns its failures.
@@ -212,6 +214,7 @@ impl Store {
             session: random_number(),
             next_save: AtomicU32::new(0),
             progress: Arc::default(),
+            newest_sequence: AtomicU64::new(published.last().map_or(0, |entry| entry.sequence)),
             published: Mutex::new(published),
             sweeps: Mutex::default(),
             notices: Mutex::default(),

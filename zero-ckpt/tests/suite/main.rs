@@ -1,6 +1,7 @@
 //! Integration tests of zero-ckpt.
 #![cfg(not(miri))]
 
+mod assemble;
 mod background;
 mod common;
 mod corpus;

@@ -16,14 +16,14 @@ use crate::common::{STATES, World, assert_holds, layout, meta, storage};
 /// Far more than any step of a test takes.
 const LONG: Duration = Duration::from_secs(60);
 
-const NONE: [&Path; 0] = [];
+pub(crate) const NONE: [&Path; 0] = [];
 
-fn run(name: &str) -> StoreOptions {
+pub(crate) fn run(name: &str) -> StoreOptions {
     StoreOptions::default().run(name)
 }
 
 /// Runs `work` on a thread for each rank.
-fn on_ranks<T: Send>(ranks: u64, work: impl Fn(u64, &World) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_ranks<T: Send>(ranks: u64, work: impl Fn(u64, &World) -> T + Sync) -> Vec<T> {
     let world = World::new(ranks);
     std::thread::scope(|scope| {
         let world = &world;
@@ -39,7 +39,17 @@ fn save_shard(
     meta: &SaveMeta,
     exchange: &mut impl Exchange,
 ) -> Result<PublishedCheckpoint, CkptError> {
-    let states = STATES.map(|state| storage(layout, store.rank(), state, meta.step));
+    save_seed(store, layout, (meta, meta.step), exchange)
+}
+
+/// Saves the state of `seed`.
+pub(crate) fn save_seed(
+    store: &Store,
+    layout: &Layout,
+    (meta, seed): (&SaveMeta, u64),
+    exchange: &mut impl Exchange,
+) -> Result<PublishedCheckpoint, CkptError> {
+    let states = STATES.map(|state| storage(layout, store.rank(), state, seed));
     let mut shard = ShardData::new(layout, store.rank()).unwrap();
     for (state, values) in STATES.iter().zip(&states) {
         shard.storage_f32(state, values).unwrap();
@@ -48,7 +58,13 @@ fn save_shard(
 }
 
 /// All ranks save `step`; rank 0 panics at `stop`.
-fn save(dir: &Path, layout: &Layout, step: u64, options: &StoreOptions, stop: Option<SavePoint>) -> Vec<String> {
+pub(crate) fn save(
+    dir: &Path,
+    layout: &Layout,
+    step: u64,
+    options: &StoreOptions,
+    stop: Option<SavePoint>,
+) -> Vec<String> {
     let outcomes = on_ranks(layout.world_size(), |rank, world| {
         let exchange = &mut world.rank(rank);
         let store = Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(())).unwrap();
@@ -62,11 +78,11 @@ fn save(dir: &Path, layout: &Layout, step: u64, options: &StoreOptions, stop: Op
     outcomes.into_iter().filter_map(|outcome| outcome.err()).map(|error| error.to_string()).collect()
 }
 
-fn document_meta(step: u64) -> SaveMeta {
+pub(crate) fn document_meta(step: u64) -> SaveMeta {
     meta(step).documents([("run.json".to_owned(), serde_json::json!({"lr": 0.1}))].into()).best(Some(step))
 }
 
-fn staged(dir: &Path) -> Vec<String> {
+pub(crate) fn staged(dir: &Path) -> Vec<String> {
     let names = fs::read_dir(dir.join(".staging")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<_> = names.collect();
     names.sort();
@@ -106,7 +122,7 @@ fn assembled_checkpoint_is_the_published_one() {
         assert_eq!(Reader::open_best(dir.path()).unwrap().manifest().step, 7);
         assert_eq!(staged(dir.path()), before, "nothing is removed");
         let again = assemble(dir.path(), &NONE).unwrap_err().to_string();
-        assert!(again.contains("without checkpoints of step 7 or later"), "{again}");
+        assert!(again.contains("has step-00000007, of the same or a later step; name a new folder first"), "{again}");
         // The next save of the run removes what the checkpoint supersedes.
         assert!(save(dir.path(), &layout, 8, &run("a"), None).is_empty());
         assert_eq!(staged(dir.path()), [""; 0], "{stop:?}");
@@ -114,7 +130,7 @@ fn assembled_checkpoint_is_the_published_one() {
 }
 
 /// The folders of two machines: rank 0's has the description and its file, the other one the files of ranks 1 and 2.
-fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
+pub(crate) fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let a = dir.path().join("a");
     let b = dir.path().join("b");
@@ -156,7 +172,7 @@ fn different_saves_are_not_mixed() {
     let mixed = assemble(&a, &[&other_b]).unwrap_err().to_string();
     assert!(mixed.contains("the files of 2 of 3 ranks are missing"), "{mixed}");
     let both = assemble(&a, &[&b, &other_a, &other_b]).unwrap_err().to_string();
-    assert!(both.contains("several saves are complete"), "{both}");
+    assert!(both.contains("several saves are complete, and which one was staged last is not known"), "{both}");
     // A renamed file of another step is not taken for one of this save.
     let (_later_dir, _, later_b) = two_machines(8);
     let own = staged(&b);

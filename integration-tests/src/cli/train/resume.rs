@@ -375,7 +375,7 @@ pub(super) fn recorded_device(args: &TrainArgs) -> Option<DeviceChoice> {
 
 /// Finds the checkpoint `path`, or the newest whole one in it, and verifies every byte; returns it with notes.
 fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
-    let Resolved { reader, passed_over, .. } = resolve(path).map_err(|e| {
+    let Resolved { reader, passed_over, staged, .. } = resolve(path).map_err(|e| {
         // A damaged checkpoint that --resume names.
         let folder = path.parent().filter(|folder| has_checkpoints(folder).unwrap_or(false));
         let hint = folder.map(|f| format!("; --resume {} takes the newest whole checkpoint", f.display()));
@@ -386,7 +386,7 @@ fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
         return Err(CliError::Usage(format!("--resume-exact: the newest checkpoint {name} is not whole: {reason}")));
     }
     let notice = |(name, reason)| format!("{name} is passed over, because it is not whole: {reason}");
-    Ok((reader, passed_over.into_iter().map(notice).collect()))
+    Ok((reader, passed_over.into_iter().map(notice).chain(staged).collect()))
 }
 
 #[cfg(test)]
