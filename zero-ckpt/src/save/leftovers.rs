@@ -177,7 +177,8 @@ impl Store {
             let text = others.text("of other runs");
             self.removals.notice(format!("{text}; delete them if those runs will not be resumed"));
         }
-        if !due.is_empty() {
+        // Without a lock, a file may be of a run that saves here now.
+        if !due.is_empty() && self.is_locked() {
             self.remove_staged(due);
         }
     }

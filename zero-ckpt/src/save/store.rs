@@ -201,7 +201,8 @@ pub struct Store {
     published: Mutex<Vec<Entry>>,
     /// Old checkpoints and staged files that a thread deletes.
     pub(super) removals: Removals,
-    _lock: Option<Lock>,
+    /// Rank 0: the lock of the directory, if its file system has locks.
+    lock: Option<Lock>,
 }
 
 impl Store {
@@ -236,7 +237,7 @@ impl Store {
             progress: Arc::default(),
             published: Mutex::new(published),
             removals: Removals::default(),
-            _lock: lock,
+            lock,
         })
     }
 
@@ -442,6 +443,11 @@ impl Store {
 
     pub(crate) fn progress(&self) -> u64 {
         self.progress.load(Ordering::Relaxed)
+    }
+
+    /// Whether no other run saves into the directory as long as this store is open.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.lock.is_some()
     }
 
     pub(crate) fn published(&self) -> MutexGuard<'_, Vec<Entry>> {

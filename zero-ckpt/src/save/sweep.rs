@@ -49,6 +49,13 @@ impl Removals {
         self.lock().notices.push(notice);
     }
 
+    /// Adds names to the queue; returns whether the caller must start a thread, which then counts as running.
+    fn add(&self, names: Vec<String>) -> bool {
+        let mut queue = self.lock();
+        queue.names.extend(names);
+        !std::mem::replace(&mut queue.running, true)
+    }
+
     /// Deletes the entries in the queue, and calls `done` after each round, until no name is left.
     fn run(&self, remove: impl Fn(&str) -> Result<(), CkptError>, done: impl Fn()) {
         loop {
@@ -102,9 +109,7 @@ impl Store {
 
     /// Deletes entries of the staging directory on a thread; starts one if none runs.
     pub(crate) fn remove_staged(&self, names: Vec<String>) {
-        let mut queue = self.removals.lock();
-        queue.names.extend(names);
-        if std::mem::replace(&mut queue.running, true) {
+        if !self.removals.add(names) {
             return;
         }
         let removals = self.removals.clone();
@@ -119,7 +124,7 @@ impl Store {
                 }
             });
         });
-        queue.job = Some(job);
+        self.removals.lock().job = Some(job);
     }
 
     /// The checkpoints to remove.
@@ -158,18 +163,25 @@ impl Store {
     /// A thread that makes no progress is waited for once: the next call does not wait for it again.
     pub fn finish_removals(&self) -> Vec<String> {
         let job = self.removals.lock().job.take();
-        if job.is_some_and(|job| !job.wait_while_progressing(self.stall_limit(), || self.progress())) {
-            let folder = self.staging.path().display();
-            let seconds = self.stall_limit().as_secs_f64();
-            self.removals.notice(format!(
-                "deleting old checkpoints in {folder} makes no progress for {seconds} s: its file system does not answer; a \
-                 later save into this directory deletes what is left"
-            ));
+        if let Some(job) = job {
+            let ended = job.wait_while_progressing(self.stall_limit(), || self.progress());
+            let failure =
+                if ended { job.take().err().map(|error| error.to_string()) } else { Some(self.hung_removals()) };
+            failure.into_iter().for_each(|failure| self.removals.notice(failure));
         }
-        if let Some(moved) = self.dir.moved() {
+        if let Some(moved) = self.dir.moved().filter(|_| self.rank() == 0) {
             self.removals.notice(moved.to_string());
         }
         self.take_notices()
+    }
+
+    fn hung_removals(&self) -> String {
+        let folder = self.staging.path().display();
+        let seconds = self.stall_limit().as_secs_f64();
+        format!(
+            "deleting old checkpoints in {folder} makes no progress for {seconds} s: its file system does not answer; a later \
+             save into this directory deletes what is left"
+        )
     }
 
     /// Removes and returns the notices since the last save: failures of removals, staged saves that were found when the
