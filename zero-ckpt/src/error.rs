@@ -17,6 +17,47 @@ pub enum CkptError {
         /// The system's error.
         error: std::io::Error,
     },
+    /// The file system has no space for a rank's file.
+    #[error(
+        "cannot write {}: {error}; this rank's file needs {bytes} bytes, and the folder {} has {free_bytes} bytes free: free \
+         space there, or save into another folder",
+        path.display(), folder.display()
+    )]
+    NoSpace {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        bytes: u64,
+        /// The directory of checkpoints.
+        folder: PathBuf,
+        /// Free bytes there, without those of the file, which is removed.
+        free_bytes: u64,
+        /// The system's error.
+        error: std::io::Error,
+    },
+    /// The directory was moved or replaced since it was opened.
+    #[error(
+        "{} was moved or replaced since this run opened it, and is now {now}; move it back, or resume from there",
+        path.display()
+    )]
+    Moved {
+        /// The path by which it was opened.
+        path: PathBuf,
+        /// Its path now, or what is known of it.
+        now: String,
+    },
+    /// A save failed after its checkpoint was published.
+    #[error(
+        "{name} is published, but {what}: {error}; the checkpoint is complete: `zero train --resume` (zero_ckpt::resolve) finds it"
+    )]
+    Published {
+        /// The name of the checkpoint.
+        name: String,
+        /// The failed action: "`latest` could not be updated".
+        what: &'static str,
+        /// The failure.
+        error: Box<CkptError>,
+    },
     /// The directory has no complete checkpoint.
     #[error("{}: no complete checkpoint{}", dir.display(), Reasons(reasons))]
     NoCheckpoint {
@@ -285,6 +326,14 @@ impl CkptError {
     pub(crate) fn os(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(rustix::io::Errno) -> CkptError {
         let make = Self::io(action, path);
         move |errno| make(errno.into())
+    }
+
+    /// The message of a failed exchange.
+    pub(crate) fn into_exchange_message(self) -> String {
+        match self {
+            CkptError::Exchange { message } => message,
+            other => other.to_string(),
+        }
     }
 
     pub(crate) fn argument(

@@ -37,6 +37,7 @@ pub use save::agreement::{PublishedCheckpoint, StagedFile};
 pub use save::assemble::{Assembled, assemble, assemble_step};
 pub use save::background::{BackgroundStore, Fence, StagingSlice};
 pub use save::import::import;
+pub use save::leftovers::{StagedSaves, staged_saves};
 pub use save::meta::SaveMeta;
 pub use save::shard_data::ShardData;
 #[cfg(feature = "testing")]

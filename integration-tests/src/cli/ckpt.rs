@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 use indicatif::HumanCount;
 use zero_ckpt::{
     Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble, assemble_step,
-    has_checkpoints, resolve,
+    has_checkpoints, resolve, staged_saves,
 };
 
 use super::CliError;
@@ -89,6 +89,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
     match args.command {
         Command::Inspect { checkpoint, best, json } => {
             let reader = open(&checkpoint, best)?;
+            note_staged_saves(&reader.store_dir().map_err(CliError::failure)?);
             if json {
                 print_text(serde_json::to_string_pretty(reader.manifest()).map_err(CliError::failure)? + "\n")
             } else {
@@ -135,11 +136,21 @@ fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
     Ok(reader)
 }
 
+/// Prints what failed saves have left in the directory of checkpoints `dir`.
+fn note_staged_saves(dir: &Path) {
+    match staged_saves(dir) {
+        Ok(found) if found.saves > 0 => print_note(found),
+        Ok(_) => {}
+        Err(error) => print_note(error),
+    }
+}
+
 fn verify(path: &Path) -> Result<(), CliError> {
     let Resolved { store_dir, reader, passed_over, staged, .. } = resolve(path).map_err(CliError::failure)?;
     if let Some(staged) = staged {
         print_note(staged);
     }
+    note_staged_saves(&store_dir);
     let manifest = reader.manifest();
     let bytes: u64 = manifest.files.iter().map(|f| f.bytes).chain(manifest.documents.iter().map(|d| d.bytes)).sum();
     let (whole, files) = (reader.path().display(), manifest.files.len() + manifest.documents.len());

@@ -68,6 +68,9 @@ impl Saver {
         let exchange = &mut RankExchange::of(rank);
         let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check);
         let store = store.map_err(of_rank)?;
+        for notice in store.take_notices() {
+            tracing::warn!("checkpoints in {}: {notice}", dir.display());
+        }
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(store, Arc::clone(&rank.layout), states(), 1)?),
@@ -167,10 +170,10 @@ impl Saver {
 }
 
 impl Drop for Saver {
-    /// Reports what could not be deleted after the last save.
+    /// Reports what could not be deleted after the last save, and whether the folder was moved.
     fn drop(&mut self) {
         for notice in self.finish_removals() {
-            tracing::warn!("old checkpoints in {}: {notice}", self.dir.display());
+            tracing::warn!("checkpoints in {}: {notice}", self.dir.display());
         }
     }
 }

@@ -6,7 +6,7 @@
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -53,6 +53,8 @@ impl FileId {
 pub(crate) struct Dir {
     fd: OwnedFd,
     path: PathBuf,
+    /// `path`, whatever the working directory becomes.
+    absolute: PathBuf,
 }
 
 impl Dir {
@@ -60,13 +62,42 @@ impl Dir {
     pub(crate) fn open(path: &Path) -> Result<Self, CkptError> {
         counts::opened();
         let fd = fs::open(path, DIR_FLAGS, Mode::empty()).map_err(CkptError::os("open", path))?;
-        Ok(Self { fd, path: path.to_path_buf() })
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        Ok(Self { fd, path: path.to_path_buf(), absolute })
     }
 
     /// Opens the directory; creates it and its parents if missing.
     pub(crate) fn create(path: &Path) -> Result<Self, CkptError> {
         std::fs::create_dir_all(path).map_err(CkptError::io("create", path))?;
         Self::open(path)
+    }
+
+    /// The error if `path` does not name this directory any longer. Not for a path that cannot be examined now.
+    pub(crate) fn moved(&self) -> Option<CkptError> {
+        let own = fs::fstat(&self.fd).ok()?;
+        match fs::stat(&self.absolute) {
+            Ok(other) if (own.st_dev, own.st_ino) == (other.st_dev, other.st_ino) => return None,
+            Ok(_) | Err(Errno::NOENT | Errno::NOTDIR) => {}
+            Err(_) => return None,
+        }
+        let now = std::fs::read_link(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
+        let now = now.map_or_else(|_| "in another place".to_owned(), |now| now.display().to_string());
+        Some(CkptError::Moved { path: self.path.clone(), now })
+    }
+
+    /// Free bytes of the file system.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        fs::fstatvfs(&self.fd).map_or(0, |system| system.f_bavail.saturating_mul(system.f_frsize))
+    }
+
+    /// The bytes of a file, or of the files in a directory.
+    pub(crate) fn bytes_of(&self, name: &str) -> u64 {
+        let Ok(stat) = fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) else { return 0 };
+        if fs::FileType::from_raw_mode(stat.st_mode) != fs::FileType::Directory {
+            return stat.st_size as u64;
+        }
+        let within = self.open_dir(name).and_then(|dir| Ok((dir.names()?, dir)));
+        within.map_or(0, |(names, dir)| names.iter().map(|name| dir.bytes_of(name)).sum())
     }
 
     /// The path by which it was opened.
@@ -81,7 +112,7 @@ impl Dir {
         counts::opened();
         let fd = fs::openat(&self.fd, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty())
             .map_err(CkptError::os("open", &path))?;
-        Ok(Self { fd, path })
+        Ok(Self { fd, absolute: self.absolute.join(name), path })
     }
 
     /// Opens a subdirectory; creates it if missing.
@@ -281,7 +312,11 @@ fn remove_at(dir: BorrowedFd<'_>, name: &CStr, progress: &AtomicU64) -> Result<(
             let within = fs::openat(dir, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty());
             let within = within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;
             for name in names_of(within.as_fd())? {
-                remove_at(within.as_fd(), &name, progress)?;
+                match remove_at(within.as_fd(), &name, progress) {
+                    // Another process removes it too.
+                    Ok(()) | Err(Errno::NOENT) => {}
+                    Err(errno) => return Err(errno),
+                }
             }
             fs::unlinkat(dir, name, AtFlags::REMOVEDIR)
         }

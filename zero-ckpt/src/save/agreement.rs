@@ -24,7 +24,7 @@ use zero_shard::Layout;
 
 use super::job::{Job, Watch};
 use super::staged_name::{Kind, SaveId, StagedName};
-use crate::exchange::{Exchange, MESSAGE_BYTES, Message, RECORD_BYTES, broadcast, shorten};
+use crate::exchange::{Exchange, MESSAGE_BYTES, Message, RECORD_BYTES, broadcast};
 use crate::format::blocks::{checksum, shard_pieces};
 use crate::{CkptError, Piece, SaveMeta, StateSpec, Store};
 
@@ -64,7 +64,8 @@ pub struct PublishedCheckpoint {
     pub bytes: u64,
     /// The name of the checkpoint that `best` names.
     pub best: Option<String>,
-    /// Failures in removing old checkpoints after earlier saves, which affect no checkpoint.
+    /// Failures in removing old checkpoints after earlier saves, and other notices; see [`Store::take_notices`]. They affect no
+    /// checkpoint.
     pub notices: Vec<String>,
 }
 
@@ -235,7 +236,9 @@ impl Save {
                     return self.announce(store, outcome, exchange);
                 }
                 Phase::Publishing(_) if self.watch.tick().is_stalled(0, store.progress()) => {
-                    let error = stall_error(0, "makes no progress in publishing", &self.watch, store.progress());
+                    let what =
+                        format!("makes no progress in publishing step {}, which may still be published,", self.step);
+                    let error = stall_error(0, &what, &self.watch, store.progress());
                     return self.announce(store, Err(error), exchange);
                 }
                 Phase::Publishing(_) => drop(broadcast(&Message::<PublishedCheckpoint>::Pending, 0, exchange)?),
@@ -262,7 +265,11 @@ impl Save {
                 let checkpoint = publication.checkpoint.clone().fit();
                 let sent = broadcast(&Message::Done(checkpoint.clone()), 0, exchange);
                 sent.map_err(|error| CkptError::Exchange {
-                    message: format!("{error}; {} is published all the same", checkpoint.name),
+                    message: format!(
+                        "{}; {} is published all the same",
+                        error.into_exchange_message(),
+                        checkpoint.name
+                    ),
                 })?;
                 store.prune(&publication);
                 Ok(checkpoint)
@@ -278,10 +285,14 @@ impl Save {
         }
     }
 
-    /// The error of `rank`, which broadcasts it.
+    /// The error of `rank`, which could not stage and broadcasts it. Removes this rank's files: the save can never be whole.
     fn failure_of(&self, rank: u64, store: &Store, exchange: &mut impl Exchange) -> Result<CkptError, CkptError> {
         let own = self.staged.as_ref().and_then(|staged| staged.as_ref().err()).filter(|_| store.rank() == rank);
-        failure_of(rank, own, exchange)
+        let error = failure_of(rank, own, exchange);
+        if let Some(Ok(file)) = &self.staged {
+            store.discard(file);
+        }
+        error
     }
 
     /// Adds to `error` where this rank's staged file is. Waits for threads of this rank while they make progress.
@@ -289,7 +300,11 @@ impl Save {
         self.wait_for_threads(store);
         let staged = self.staged.as_ref().and_then(|staged| staged.as_ref().ok());
         match staged.and_then(|file| store.kept(file)) {
-            Some(path) => CkptError::Kept { error: Box::new(error), path },
+            Some(path) => {
+                // Only a save that failed needs its names to outlast a power failure; if this fails, they may.
+                let _ = store.staging.sync();
+                CkptError::Kept { error: Box::new(error), path }
+            }
             None => error,
         }
     }
@@ -302,17 +317,13 @@ impl Save {
         if !pending.is_empty() {
             return Ok(Gathered::Staging(pending));
         }
-        let own = match &self.staged {
-            Some(Ok(file)) => Ok(file),
-            Some(Err(error)) => Err(shorten(&error.to_string())),
-            None => Err("internal error: rank 0 sent the record of a file that it has not staged".into()),
-        };
-        let read = |(rank, record): (usize, &[u8; RECORD_BYTES])| match (rank as u64, &own) {
-            (0, Ok(file)) => Ok((*file).clone()),
-            (0, Err(message)) => Err(CkptError::Rank { rank: 0, message: message.clone() }),
+        let own = self.staged.as_ref().and_then(|staged| staged.as_ref().ok());
+        let read = |(rank, record): (usize, &[u8; RECORD_BYTES])| match (rank as u64, own) {
+            (0, Some(file)) => Ok(file.clone()),
+            (0, None) => Err(CkptError::Rank { rank: 0, message: String::new() }),
             (rank, own) => {
                 let (file, crc64) = from_record(record, rank, store.run_checksum())?;
-                let Ok(own) = own else { return Ok(file) };
+                let Some(own) = own else { return Ok(file) };
                 let pieces = shard_pieces(layout, rank)?;
                 if content_checksum(&own.states, &pieces) != crc64 {
                     let why = format!("rank {rank} saved other states, or another layout, than rank 0");
@@ -339,15 +350,14 @@ impl Store {
         stage: impl FnOnce() -> Result<StagedFile, CkptError> + Send,
         exchange: &mut impl Exchange,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        std::thread::scope(|scope| {
-            let stage = move || {
-                let staged = stage().inspect_err(|_| self.count_failed_save());
-                self.describe(meta, layout, staged)
-            };
+        let published = std::thread::scope(|scope| {
+            let stage = move || self.describe(meta, layout, stage());
             let mut save = Save::new(self, meta.step, Job::start_scoped(scope, stage));
             let publish = &mut |all| Job::start_scoped(scope, move || self.publish_files(meta, layout, all));
             save.complete(self, layout, exchange, publish)
-        })
+        });
+        self.end_numbered_save();
+        published
     }
 
     /// The second half of [`Store::save`], for a rank that has staged its file. A rank that could not stage passes its error
@@ -467,6 +477,7 @@ pub(crate) fn rank_error(message: String) -> CkptError {
 mod tests {
     use super::*;
     use crate::StateDtype;
+    use crate::exchange::shorten;
     use crate::format::catalog::step_name;
 
     #[test]

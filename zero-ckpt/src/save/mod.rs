@@ -6,6 +6,7 @@ pub(crate) mod background;
 pub(crate) mod description;
 pub(crate) mod import;
 pub(crate) mod job;
+pub(crate) mod leftovers;
 pub(crate) mod meta;
 pub(crate) mod publish;
 pub(crate) mod replace;

@@ -74,6 +74,9 @@ impl Store {
         best: Option<u64>,
         place: Place<'_>,
     ) -> Result<PublishedCheckpoint, CkptError> {
+        if let Some(moved) = self.dir.moved() {
+            return Err(moved);
+        }
         self.check_model(&manifest.model)?;
         let mut published = self.published();
         manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
@@ -104,18 +107,31 @@ impl Store {
             return Err(error);
         }
         // The checkpoint is complete and has its final name: later errors do not undo it.
-        self.dir.sync()?;
-        self.at(SavePoint::Renamed);
-        self.point(LATEST, &name)?;
-        self.at(SavePoint::LatestMoved);
         let bytes = manifest.files.iter().map(|f| f.bytes).sum();
         let step = manifest.step;
         let sequence = manifest.sequence;
         self.newest_sequence.store(sequence, Ordering::Relaxed);
         published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
         published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
-        let best = self.update_best(best, &published)?;
+
+        let best = self.point_to(&name, best, &published)?;
+        if let Some(moved) = self.dir.moved() {
+            self.removals.notice(moved.to_string());
+        }
         Ok(PublishedCheckpoint { name, step, sequence, bytes, best, notices: self.take_notices() })
+    }
+
+    /// Makes the new name durable, and `latest` and `best` name the checkpoint. Returns the name in `best`.
+    fn point_to(&self, name: &str, best: Option<u64>, published: &[Entry]) -> Result<Option<String>, CkptError> {
+        let but = |what: &'static str| {
+            let name = name.to_owned();
+            move |error| CkptError::Published { name, what, error: Box::new(error) }
+        };
+        self.dir.sync().map_err(but("its folder could not be synced"))?;
+        self.at(SavePoint::Renamed);
+        self.point(LATEST, name).map_err(but("`latest` could not be updated"))?;
+        self.at(SavePoint::LatestMoved);
+        self.update_best(best, published).map_err(but("`best` could not be updated"))
     }
 
     /// Moves the files of a checkpoint that could not be published back to their staged names, and removes what was
@@ -198,5 +214,36 @@ impl Store {
             Some(name) if was.as_ref() != Some(&name) => self.point(BEST, &name).map(|()| Some(name)),
             _ => Ok(was),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+    use super::*;
+    use crate::{ShardData, StoreOptions};
+
+    /// A file system that is slow, but answers, is not taken for one that does not.
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn every_point_of_a_publication_is_progress() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0; 3]).unwrap();
+        let seen: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+        let progress = Arc::clone(&store.progress);
+        let record = Arc::clone(&seen);
+        let store = store.observe(move |_| record.lock().unwrap().push(progress.load(Ordering::Relaxed)));
+        let staged = store.stage(1, &shard);
+        store.publish_files(&SaveMeta::default().step(1), &layout, vec![staged]).unwrap();
+        let seen = seen.lock().unwrap();
+        // Three points of the staging and five of the publication.
+        assert_eq!(seen.len(), 8);
+        assert!(seen.is_sorted_by(|earlier, later| earlier < later), "{seen:?}");
     }
 }

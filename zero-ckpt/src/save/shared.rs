@@ -4,7 +4,8 @@
 //! rank 0         opens, writes DIR/.staging/shared.<random>, broadcasts that name and its session
 //! other ranks    open, look for that file
 //! all ranks      gather: "opened", "failed", or "pending"
-//! rank 0         broadcasts "gather again", or the outcome; a failed rank broadcasts its error
+//! rank 0         broadcasts "gather again", or that a rank failed, which broadcasts its error
+//! rank 0         removes incomplete saves, and broadcasts "pending" meanwhile; broadcasts the outcome
 //! ```
 
 use std::path::Path;
@@ -51,6 +52,9 @@ impl Store {
     /// The stores of all ranks then have one session and the run of rank 0, which [`assemble`](crate::assemble) needs
     /// to tell the files of a save. Every rank sends messages while it opens, so that the time limit of the communicator need
     /// not cover that; [`StoreOptions::stall_limit`] does.
+    ///
+    /// Then rank 0 removes the staged files of saves of this run, and of those that it resumed, that no checkpoint can be made
+    /// of. [`Store::take_notices`] returns what else is staged: complete saves, and those of other runs.
     ///
     /// # Errors
     /// All ranks return the error of the first rank that failed, as [`CkptError::Rank`], or [`CkptError::NotShared`];
@@ -100,9 +104,26 @@ fn lead(
     });
     let (store, opened) = opened?;
     let agreed = broadcast(&Message::Done(opened.clone()), 0, exchange)
-        .and_then(|_| lead_agreement(&opened, &mut Watch::new(limit), exchange));
+        .and_then(|_| lead_agreement(&mut Watch::new(limit), exchange));
     let _ = store.staging.remove_file(&opened.file);
-    agreed.map(|()| store)
+    agreed?;
+    clean(&store, opened, &mut Watch::new(limit), exchange)?;
+    Ok(store)
+}
+
+/// Removes incomplete saves, and broadcasts "pending" while that makes progress and then the outcome. The first save may need
+/// their space.
+fn clean(store: &Store, opened: Opened, watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
+    std::thread::scope(|scope| {
+        let find = Job::start_scoped(scope, || store.remove_incomplete_saves());
+        while !find.wait(watch.period()) || !store.wait_for_removals(watch.period()) {
+            if watch.tick().is_stalled(0, store.progress()) {
+                break;
+            }
+            broadcast(&Message::<Opened>::Pending, 0, exchange)?;
+        }
+        broadcast(&Message::Done(opened), 0, exchange).map(drop)
+    })
 }
 
 /// Writes the file that the others look for.
@@ -114,8 +135,8 @@ fn announced(store: Store) -> Result<(Store, Opened), CkptError> {
     Ok((store, opened))
 }
 
-/// Gathers until all ranks have opened the directory, and broadcasts the outcome.
-fn lead_agreement(opened: &Opened, watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
+/// Gathers until all ranks have opened the directory; broadcasts the error if one could not.
+fn lead_agreement(watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
     loop {
         let gathered = exchange.gather(&record(OPENED, 0, [])).map_err(exchange_error)?;
         let records = match records(&gathered, None) {
@@ -136,7 +157,7 @@ fn lead_agreement(opened: &Opened, watch: &mut Watch, exchange: &mut impl Exchan
         }
         match (pending.is_empty(), failed) {
             (false, _) => drop(broadcast(&Message::<Opened>::Gather, 0, exchange)?),
-            (true, None) => return broadcast(&Message::Done(opened.clone()), 0, exchange).map(drop),
+            (true, None) => return Ok(()),
             (true, Some(rank)) => {
                 broadcast(&Message::<Opened>::Failed(rank as u64), 0, exchange)?;
                 return Err(refusal_of(rank as u64, None, exchange)?);
@@ -179,7 +200,13 @@ fn follow(
                 None => record(PENDING, rank, []),
             };
             exchange.gather(&record).map_err(exchange_error)?;
-            match broadcast(&Message::<Opened>::Pending, 0, exchange)? {
+            let answer = loop {
+                match broadcast(&Message::<Opened>::Pending, 0, exchange)? {
+                    Message::Pending => {}
+                    answer => break answer,
+                }
+            };
+            match answer {
                 Message::Gather => {}
                 Message::Error(message) => return Err(rank_error(message)),
                 Message::Failed(failed) => {

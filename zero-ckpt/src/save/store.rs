@@ -11,12 +11,15 @@
 //! rank 0      prune     old checkpoints beyond the last k                renamed to .staging, then removed (see `sweep`)
 //! ```
 //!
-//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. If a save fails or
-//! crashes, staged files stay: `assemble` makes a checkpoint of them. The next publication of the same or a later step of
-//! the same run, or of one that resumed it, removes them.
+//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. If a save fails after
+//! all ranks have staged, or crashes, staged files stay: `assemble` makes a checkpoint of them. The next publication of the
+//! same or a later step of the same run, or of one that resumed it, removes them.
+//!
+//! Staged files of which no checkpoint can be made do not stay, or a full disk would stay full: if a rank could not stage,
+//! every rank removes its own file, and the next opening removes incomplete saves of its own runs (see `leftovers`).
 
-use std::path::Path;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -24,16 +27,16 @@ use zero_shard::Layout;
 
 use super::agreement::{PublishedCheckpoint, StagedFile};
 use super::background::StagingSlice;
-use super::job::Job;
 use super::meta::SaveMeta;
 use super::replace;
 use super::staged_name::{Kind, SaveId, StagedName, run_checksum};
 use super::streamed::Streamed;
+use super::sweep::Removals;
 use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
 use crate::format::catalog::{self, Entry, STAGING, random, random_number};
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, check_size};
-use crate::io::dir::Dir;
+use crate::io::dir::{Dir, is_plain};
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 use crate::io::parallel::{self, Source};
@@ -98,8 +101,8 @@ pub struct StoreOptions {
     pub run: Option<String>,
     /// The runs that this one resumed. An empty name means checkpoints without a run.
     pub resumed_runs: Vec<String>,
-    /// The time without progress after which a save fails, 600 s by default: with no byte written by a rank, or no file
-    /// published. At most the time limit of the communicator, of which a quarter is the longest interval between messages.
+    /// The time without progress after which a save fails, 600 s by default: with no byte written by a rank, or no step of
+    /// the publication done. At most the time limit of the communicator, of which a quarter is the longest interval between messages.
     pub stall_limit: Duration,
 }
 
@@ -155,6 +158,22 @@ impl StoreOptions {
         }
     }
 
+    /// Readers reject other names, and the ranks' messages have no room for a long one.
+    fn check_run_name(&self) -> Result<(), CkptError> {
+        match self.run.as_deref().filter(|run| !is_plain(run)) {
+            None => Ok(()),
+            Some(run) => {
+                let expected = "a plain name of 1 to 200 letters, digits, `.`, `_`, `-`";
+                let shown: String = run.chars().take(80).collect();
+                Err(CkptError::argument(
+                    "the name of the run",
+                    expected,
+                    format_args!("{shown:?}, {} bytes", run.len()),
+                ))
+            }
+        }
+    }
+
     /// Whether `run`, of a checkpoint, is this run or one that it resumed.
     pub(super) fn owns(&self, run: Option<&str>) -> bool {
         run == self.run.as_deref() || self.resumed_runs.iter().any(|resumed| resumed == run.unwrap_or_default())
@@ -174,17 +193,18 @@ pub struct Store {
     pub(super) session: u64,
     /// The number of the next save, equal on all ranks.
     next_save: AtomicU32,
+    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] or [`Store::finish`] ends.
+    is_numbered: AtomicBool,
     /// Bytes written and files published or removed so far.
     pub(super) progress: Arc<AtomicU64>,
     /// Rank 0: the sequence of the newest checkpoint.
     pub(super) newest_sequence: AtomicU64,
     /// Rank 0: the published checkpoints, oldest save first.
     published: Mutex<Vec<Entry>>,
-    /// Removals of old checkpoints; each returns its failures.
-    sweeps: Mutex<Vec<Job<Vec<String>>>>,
-    /// Failures to hide old checkpoints.
-    notices: Mutex<Vec<String>>,
-    _lock: Option<Lock>,
+    /// Old checkpoints and staged files that a thread deletes.
+    pub(super) removals: Removals,
+    /// Rank 0: the lock of the directory, if its file system has locks.
+    lock: Option<Lock>,
 }
 
 impl Store {
@@ -192,8 +212,10 @@ impl Store {
     /// or the process ends. Ranks in several processes open it by [`Store::create_on_ranks`].
     ///
     /// # Errors
-    /// The directory cannot be created or written, or another run has locked it ([`CkptError::Busy`]).
+    /// The directory cannot be created or written, another run has locked it ([`CkptError::Busy`]), or the name of the
+    /// run is not a plain name.
     pub fn create(path: impl AsRef<Path>, rank: u64, options: StoreOptions) -> Result<Self, CkptError> {
+        options.check_run_name()?;
         let dir = Dir::create(path.as_ref())?;
         let lock = if rank == 0 { Lock::acquire(&dir)? } else { None };
         let staging = dir.create_dir(STAGING)?;
@@ -213,12 +235,12 @@ impl Store {
             observer: None,
             session: random_number(),
             next_save: AtomicU32::new(0),
+            is_numbered: AtomicBool::new(false),
             progress: Arc::default(),
             newest_sequence: AtomicU64::new(published.last().map_or(0, |entry| entry.sequence)),
             published: Mutex::new(published),
-            sweeps: Mutex::default(),
-            notices: Mutex::default(),
-            _lock: lock,
+            removals: Removals::default(),
+            lock,
         })
     }
 
@@ -266,12 +288,13 @@ impl Store {
     /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and return the same
     /// result: the published checkpoint, or the error of the first rank that failed.
     ///
-    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank other than 0 failed; and
-    /// again at least every 500 ms while a rank writes.
+    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank could not stage; and again
+    /// at least every 500 ms while a rank writes.
     ///
     /// # Errors
     /// The error of any rank, as [`CkptError::Rank`], or a failed exchange; as [`CkptError::Kept`] if this rank's file is
-    /// staged, which stays.
+    /// staged, which stays. If a rank could not stage, no file of this save stays. [`CkptError::Published`] on rank 0 if the
+    /// checkpoint is published all the same.
     pub fn save(
         &self,
         meta: &SaveMeta,
@@ -313,7 +336,7 @@ impl Store {
         }
     }
 
-    /// Stages the file of the next save. A failed one does not count: [`Store::count_failed_save`] does.
+    /// Stages the file of the next save.
     pub(crate) fn stage_next(
         &self,
         step: u64,
@@ -322,10 +345,9 @@ impl Store {
         pieces: Vec<Piece>,
         source: &dyn Source,
     ) -> Result<StagedFile, CkptError> {
-        let number = self.next_save.load(Ordering::Relaxed);
-        let staged = self.stage_source((step, number), layout, states, pieces, source)?;
-        self.next_save.store(number + 1, Ordering::Relaxed);
-        Ok(staged)
+        let number = self.number_save();
+        self.is_numbered.store(true, Ordering::Relaxed);
+        self.stage_source((step, number), layout, states, pieces, source)
     }
 
     /// Numbers the next save.
@@ -333,9 +355,11 @@ impl Store {
         self.next_save.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Counts a save that this rank could not stage, so that the numbers stay equal on all ranks.
-    pub(crate) fn count_failed_save(&self) {
-        self.number_save();
+    /// Numbers the save that ends, unless its staging has, so that the numbers stay equal on all ranks whatever failed.
+    pub(crate) fn end_numbered_save(&self) {
+        if !self.is_numbered.swap(false, Ordering::Relaxed) {
+            self.number_save();
+        }
     }
 
     /// Stages a file with the state bytes of `source`, for the save `number` of `step`.
@@ -377,16 +401,30 @@ impl Store {
             file.sync_all()?;
             Ok(crc)
         };
-        let crc = write().map_err(|e| {
+        let crc = write().map_err(|error| {
             let _ = self.staging.remove_file(&name);
-            CkptError::io("write", path)(e)
+            self.write_error(path, bytes, error)
         })?;
         self.at(SavePoint::FileSynced);
         let FileLayout { pieces, .. } = file_layout;
         Ok(StagedFile { rank: self.rank, step, file: name, bytes, front_crc64: crc, states, pieces, save })
     }
 
+    /// The error of a staged file of `bytes` that could not be written.
+    fn write_error(&self, path: PathBuf, bytes: u64, error: std::io::Error) -> CkptError {
+        use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+        match error.kind() {
+            StorageFull | QuotaExceeded => {
+                let folder = self.dir.path().to_owned();
+                CkptError::NoSpace { path, bytes, folder, free_bytes: self.staging.free_bytes(), error }
+            }
+            _ => CkptError::io("write", path)(error),
+        }
+    }
+
+    /// Counts as progress, calls the observer.
     pub(crate) fn at(&self, point: SavePoint) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
         if let Some(observer) = &self.observer {
             observer(point);
         }
@@ -410,16 +448,13 @@ impl Store {
         self.progress.load(Ordering::Relaxed)
     }
 
+    /// Whether no other run saves into the directory as long as this store is open.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.lock.is_some()
+    }
+
     pub(crate) fn published(&self) -> MutexGuard<'_, Vec<Entry>> {
         self.published.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn sweeps(&self) -> MutexGuard<'_, Vec<Job<Vec<String>>>> {
-        self.sweeps.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn notices(&self) -> MutexGuard<'_, Vec<String>> {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

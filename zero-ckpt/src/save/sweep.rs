@@ -1,13 +1,15 @@
 //! Removal of old checkpoints and of superseded staged files, after the outcome of a save is sent.
 //!
 //! Checkpoints to remove are chosen and hidden by renames at once. The files are deleted on a thread, because that can take
-//! minutes, in which the other ranks would wait for rank 0.
+//! minutes, in which the other ranks would wait for rank 0. One thread deletes at a time: while it runs, later saves add their
+//! names to its queue.
 //!
 //! Never removed: checkpoints and staged files of other runs, staged files of later steps, those of saves of this process
 //! that are still in flight, and names that this crate does not write.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::agreement::Publication;
 use super::job::Job;
@@ -17,11 +19,68 @@ use super::staged_name::{StagedName, run_checksum};
 use super::store::SavePoint;
 use crate::exchange::shorten;
 use crate::format::catalog::{backup_of, random};
-use crate::io::dir::Dir;
 use crate::{CkptError, Store};
 
 /// Failures to report at most.
 const MAX_NOTICES: usize = 3;
+
+/// Entries of the staging directory to delete, shared with the thread that deletes them.
+#[derive(Clone, Default)]
+pub(crate) struct Removals(Arc<Mutex<Queue>>);
+
+#[derive(Default)]
+struct Queue {
+    names: BTreeSet<String>,
+    /// Whether a thread deletes. Set and cleared under the lock under which names are added and found to be empty, so that
+    /// every name has a thread.
+    running: bool,
+    /// The thread, until it has been waited for.
+    job: Option<Job<()>>,
+    /// Failures, and other notices of the next save.
+    notices: Vec<String>,
+}
+
+impl Removals {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn notice(&self, notice: String) {
+        self.lock().notices.push(notice);
+    }
+
+    /// Adds names to the queue; returns whether the caller must start a thread, which then counts as running.
+    fn add(&self, names: Vec<String>) -> bool {
+        let mut queue = self.lock();
+        queue.names.extend(names);
+        !std::mem::replace(&mut queue.running, true)
+    }
+
+    /// Deletes the entries in the queue, and calls `done` after each round, until no name is left.
+    fn run(&self, remove: impl Fn(&str) -> Result<(), CkptError>, done: impl Fn()) {
+        loop {
+            let names = std::mem::take(&mut self.lock().names);
+            for name in &names {
+                if let Err(error) = remove(name)
+                    && !is_missing(&error)
+                {
+                    self.notice(error.to_string());
+                }
+            }
+            done();
+
+            let mut queue = self.lock();
+            if queue.names.is_empty() {
+                queue.running = false;
+                return;
+            }
+        }
+    }
+}
+
+fn is_missing(error: &CkptError) -> bool {
+    matches!(error, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound)
+}
 
 impl Store {
     /// Removes the superseded checkpoint, this run's checkpoints beyond the last `keep_last` except `best` and the one just
@@ -39,24 +98,33 @@ impl Store {
                     published.retain(|entry| entry.name != name);
                     hidden.push(old);
                 }
-                Err(error) => self.notices().push(error.to_string()),
+                Err(error) => self.removals.notice(error.to_string()),
             }
         }
         hidden.extend(replace::resolve_backups(&self.dir, &self.staging));
         let leftovers = self.staging.names().unwrap_or_default();
         hidden.extend(leftovers.into_iter().filter(|name| self.is_superseded(name, publication)));
-        hidden.sort_unstable();
-        hidden.dedup();
+        self.remove_staged(hidden);
+    }
 
-        let sweep = Sweep { staging: Arc::clone(&self.staging), names: hidden, progress: Arc::clone(&self.progress) };
+    /// Deletes entries of the staging directory on a thread; starts one if none runs.
+    pub(crate) fn remove_staged(&self, names: Vec<String>) {
+        if !self.removals.add(names) {
+            return;
+        }
+        let removals = self.removals.clone();
+        let staging = Arc::clone(&self.staging);
+        let progress = Arc::clone(&self.progress);
         let observer = self.observer.clone();
-        self.sweeps().push(Job::start(move || {
-            let notices = sweep.run();
-            if let Some(observer) = observer {
-                observer(SavePoint::Pruned);
-            }
-            notices
-        }));
+        let job = Job::start(move || {
+            let remove = |name: &str| staging.remove(name, &progress);
+            removals.run(remove, || {
+                if let Some(observer) = &observer {
+                    observer(SavePoint::Pruned);
+                }
+            });
+        });
+        self.removals.lock().job = Some(job);
     }
 
     /// The checkpoints to remove.
@@ -86,51 +154,53 @@ impl Store {
     }
 
     /// Whether [`SaveId::run`](super::staged_name::SaveId::run) is of this run or of one that it resumed.
-    fn owns_checksum(&self, run: u32) -> bool {
+    pub(crate) fn owns_checksum(&self, run: u32) -> bool {
         let resumed = self.options.resumed_runs.iter().map(|run| run_checksum(Some(run)));
         resumed.chain([self.run_checksum()]).any(|own| own == run)
     }
 
-    /// Waits until removed checkpoints are deleted, while that makes progress, and returns the failures since the last save.
+    /// Waits until removed checkpoints are deleted, while that makes progress, and returns the notices since the last save.
+    /// A thread that makes no progress is waited for once: the next call does not wait for it again.
     pub fn finish_removals(&self) -> Vec<String> {
-        let sweeps = std::mem::take(&mut *self.sweeps());
-        for sweep in &sweeps {
-            sweep.wait_while_progressing(self.stall_limit(), || self.progress());
+        let job = self.removals.lock().job.take();
+        if let Some(job) = job {
+            let ended = job.wait_while_progressing(self.stall_limit(), || self.progress());
+            let failure =
+                if ended { job.take().err().map(|error| error.to_string()) } else { Some(self.hung_removals()) };
+            failure.into_iter().for_each(|failure| self.removals.notice(failure));
         }
-        *self.sweeps() = sweeps;
+        if let Some(moved) = self.dir.moved().filter(|_| self.rank() == 0) {
+            self.removals.notice(moved.to_string());
+        }
         self.take_notices()
     }
 
-    /// The failures of removals that have ended.
-    pub(crate) fn take_notices(&self) -> Vec<String> {
-        let mut notices = std::mem::take(&mut *self.notices());
-        self.sweeps().retain(|sweep| {
-            if sweep.has_ended() {
-                notices.extend(sweep.take().unwrap_or_else(|error| vec![error.to_string()]));
-                return false;
-            }
-            true
-        });
+    fn hung_removals(&self) -> String {
+        let folder = self.staging.path().display();
+        let seconds = self.stall_limit().as_secs_f64();
+        format!(
+            "deleting old checkpoints in {folder} makes no progress for {seconds} s: its file system does not answer; a later \
+             save into this directory deletes what is left"
+        )
+    }
+
+    /// Removes and returns the notices since the last save: failures of removals, staged saves that were found when the
+    /// directory was opened, and a directory that was moved.
+    pub fn take_notices(&self) -> Vec<String> {
+        let mut notices = std::mem::take(&mut self.removals.lock().notices);
         notices.iter_mut().for_each(|notice| *notice = shorten(notice));
         notices.truncate(MAX_NOTICES);
         notices
     }
-}
 
-/// Entries of the staging directory to delete.
-struct Sweep {
-    staging: Arc<Dir>,
-    names: Vec<String>,
-    progress: Arc<AtomicU64>,
-}
-
-impl Sweep {
-    /// Deletes them; returns the failures.
-    fn run(self) -> Vec<String> {
-        let remove = |name: &String| self.staging.remove(name, &self.progress).err();
-        let is_missing =
-            |e: &CkptError| matches!(e, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound);
-        let failures = self.names.iter().filter_map(remove).filter(|error| !is_missing(error));
-        failures.map(|error| error.to_string()).collect()
+    /// Waits for at most `limit` until nothing is left to delete; returns whether that is so.
+    pub(crate) fn wait_for_removals(&self, limit: Duration) -> bool {
+        let job = self.removals.lock().job.take();
+        let Some(job) = job else { return true };
+        let ended = job.wait(limit);
+        if !ended {
+            self.removals.lock().job = Some(job);
+        }
+        ended
     }
 }

@@ -53,6 +53,7 @@ fn full_disk_fails_the_save_on_all_ranks() {
     save_with(&stores, &layout, 1, 1).into_iter().for_each(|r| drop(r.unwrap()));
     let filler = disk.path().join("filler");
     let (mut failed, mut saved) = (0, 0);
+    let mut unstaged = 0;
     // Each round has one more free page, so that the save runs out of space at every point.
     for leave in 0..14 {
         // Fills the disk, then frees pages.
@@ -78,13 +79,19 @@ fn full_disk_fails_the_save_on_all_ranks() {
         // If only `latest` did not fit, the new checkpoint is already complete.
         let step = reader.manifest().step;
         assert_holds(&reader, &layout, step);
+        if texts.iter().all(|text| text.contains("this rank's file needs ")) {
+            unstaged += 1;
+            let folder = format!("and the folder {} has ", dir.display());
+            assert!(texts.iter().all(|text| text.contains(&folder)), "{texts:?}");
+            assert_eq!(staged(&dir), Vec::<PathBuf>::new(), "the save can never be whole");
+        }
         // An error names the staged file of its rank, which stays.
         for text in texts.iter().filter(|text| text.contains("is kept")) {
             let path = text.split("is kept: ").nth(1).and_then(|rest| rest.split(';').next()).unwrap();
             assert!(Path::new(path).exists(), "{text}");
         }
     }
-    assert!(failed > 3 && saved == 1, "{failed} failed, {saved} saved");
+    assert!(failed > 3 && saved == 1 && unstaged > 0, "{failed} failed, {saved} saved, {unstaged} not staged");
 }
 
 #[test]

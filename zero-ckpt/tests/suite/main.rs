@@ -10,6 +10,7 @@ mod damage;
 mod disk;
 mod exchange;
 mod faults;
+mod leftovers;
 mod on_ranks;
 mod properties;
 mod reshard;
