@@ -184,6 +184,9 @@ pub struct TrainArgs {
     /// Whether the run that `--resume` continues recorded CUDA graphs; no flag.
     #[arg(skip)]
     pub recorded_graphs: bool,
+    /// Whether `metrics` is the file of the run that `--resume` continues; no flag.
+    #[arg(skip)]
+    pub recorded_metrics: bool,
 }
 
 /// Schedules of the learning rate.
