@@ -97,7 +97,7 @@ pub struct TrainArgs {
     #[arg(long, requires = "resume")]
     pub resume_exact: bool,
     /// Write one JSON object per step, with nested figures also under flat keys such as memory.peak_bytes; a resumed run
-    /// appends to its file, without this flag as well
+    /// appends to its file, without this flag as well unless that removes lines or the folder of checkpoints is a copy
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
     /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over its last step, and a
