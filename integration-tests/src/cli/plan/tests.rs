@@ -162,7 +162,7 @@ fn advice_has_no_needless_change() {
     assert_eq!(advised, [["--activation-checkpointing", "--offload-params cpu"]]);
 }
 
-/// The time of a plan, without a clock: one of 10^12 parameters visits about 10^5 units.
+/// The time of a plan, without a clock.
 #[test]
 fn huge_questions_end_soon() {
     for line in [
@@ -174,7 +174,7 @@ fn huge_questions_end_soon() {
         UNITS_VISITED.set(0);
         plan(&args(line)).unwrap();
         let visited = UNITS_VISITED.get();
-        assert!(visited < 3_000_000, "{line}: {visited} units");
+        assert!(visited < 2_000_000, "{line}: {visited} units");
     }
 }
 
