@@ -4,6 +4,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 use clap::ValueEnum;
+use indicatif::HumanBytes;
 use parse_size::parse_size;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
@@ -43,6 +44,8 @@ impl From<DTypeFlag> for DType {
 
 /// The least memory of a GPU, and the fewest parameters of a model, that can be meant: less has lost its unit.
 const MIN_GPU_BYTES: u64 = 1 << 20;
+/// The most memory of a GPU that can be meant.
+const MAX_GPU_BYTES: u64 = 1 << 50;
 const MIN_PARAMS: u64 = 1000;
 
 /// Parses a whole number.
@@ -53,6 +56,10 @@ pub(super) fn parse_whole<T: FromStr>(text: &str) -> Result<T, String> {
 /// Parses the memory of a GPU: `24GiB` or `80GB`.
 pub(super) fn parse_gpu_memory(text: &str) -> Result<u64, String> {
     match parse_bytes(text)? {
+        0 => Err("a GPU has memory; expected a size such as 24GiB".to_owned()),
+        bytes if bytes > MAX_GPU_BYTES => {
+            Err(format!("{bytes} bytes are too many for a GPU; expected at most {}", HumanBytes(MAX_GPU_BYTES)))
+        }
         bytes if bytes < MIN_GPU_BYTES => {
             let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
             Err(format!("{bytes} bytes are too few for a GPU; did you mean {digits}GiB?"))
@@ -142,8 +149,9 @@ mod tests {
             assert!(parse_bytes(text).is_err(), "{text}");
         }
         assert_eq!(parse_gpu_memory("24GiB"), Ok(24 << 30));
-        for text in ["80", "0", "81920", "80KiB"] {
+        for text in ["80", "81920", "80KiB", "2PiB"] {
             assert!(parse_gpu_memory(text).is_err_and(|e| e.contains("for a GPU")), "{text}");
         }
+        assert!(parse_gpu_memory("0").is_err_and(|e| !e.contains("did you mean")));
     }
 }

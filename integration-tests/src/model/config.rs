@@ -118,7 +118,7 @@ fn meant(name: &str) -> String {
     let known = HUB_NAMES.iter().find(|(hub, _)| *hub == name.trim_start_matches("openai-community/"));
     let similar = || PRESETS.into_iter().find(|preset| !name.is_empty() && preset.starts_with(&name));
     let preset = known.map(|(_, preset)| *preset).or_else(similar);
-    preset.map(|preset| format!("; did you mean {preset}?")).unwrap_or_default()
+    preset.map(|preset| format!(" (did you mean {preset}?)")).unwrap_or_default()
 }
 
 /// The shape of a GPT-2 model.

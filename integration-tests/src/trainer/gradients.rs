@@ -29,7 +29,7 @@ use zero_comm::{BucketOptions, Buckets, Filling, SumInto};
 use zero_shard::Layout;
 
 use super::host_optimizer::{HostOptimizer, Optimizer};
-use super::rank::{Rank, Settings, complete_after, first_trained};
+use super::rank::{Rank, Settings, first_trained};
 use super::storage::Storage;
 use super::unit_file::UnitFile;
 use crate::error::TrainError;
@@ -478,10 +478,10 @@ pub(super) fn places(
     let is_result = layout.world_size() == 1
         && (settings.dtype, settings.grad_accum_steps) == (DType::F32, 1)
         && !settings.offload.updates_on_host();
+    let adding = adding_passes(passes, units.len());
     // One bucket at a time is written.
     let is_written = |pass: usize, unit: usize| {
-        let alone =
-            passes.iter().filter(|pass| pass.grads.contains(&unit)).count() == 1 && passes[pass].grads == [unit];
+        let alone = adding[unit].count == 1 && passes[pass].grads == [unit];
         alone && settings.grad_accum_steps == 1 && fits(unit) && writes(pass, unit)
     };
     let (mut places, mut sizes, mut free) = (vec![None; units.len()], Vec::<usize>::new(), Vec::new());
@@ -505,11 +505,36 @@ pub(super) fn places(
                 }
             });
         }
-        free.extend(complete_after(passes, pass).filter_map(|unit| match places[unit] {
+        let complete = passes[pass].grads.iter().filter(|unit| adding[**unit].first == pass);
+        free.extend(complete.filter_map(|&unit| match places[unit] {
             Some(Place::Scratch(slot)) => Some(slot),
             _ => None,
         }));
     }
     // Units without a pass have no gradient.
     (places.into_iter().map(|place| place.unwrap_or(Place::Storage)).collect(), sizes)
+}
+
+/// The passes that add to the gradient of a unit.
+#[derive(Clone, Copy, Debug, Default)]
+struct AddingPasses {
+    /// The first one, after whose backward the gradient is complete.
+    first: usize,
+    count: usize,
+}
+
+/// The passes that add to the gradient of each of `units` units.
+///
+/// Why in one go: a search of all passes for each unit takes minutes in a plan of ten thousand layers.
+fn adding_passes(passes: &[Pass], units: usize) -> Vec<AddingPasses> {
+    let mut adding = vec![AddingPasses::default(); units];
+    for (at, pass) in passes.iter().enumerate().rev() {
+        for (i, &unit) in pass.grads.iter().enumerate() {
+            if !pass.grads[..i].contains(&unit) {
+                adding[unit].first = at;
+                adding[unit].count += 1;
+            }
+        }
+    }
+    adding
 }

@@ -80,7 +80,7 @@ fn named_folder_is_read_whole() {
 fn preset_is_suggested() {
     let dir = temp();
     for (name, meant) in [("gpt2", "gpt2-124m"), ("gpt2-xl", "gpt2-1.5b"), ("Nan", "nano")] {
-        let error = format!("no model preset \"{name}\"; did you mean {meant}?");
+        let error = format!("no model preset \"{name}\" (did you mean {meant}?); the presets are");
         fails(&zero(dir.path(), &["train", "--model", name]), 2, &[&error]);
     }
 }

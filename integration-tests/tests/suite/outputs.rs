@@ -76,6 +76,15 @@ fn report_of_another_run_is_refused() {
 }
 
 #[test]
+fn report_among_checkpoints_is_refused() {
+    let dir = temp();
+    fails(&run_tiny(dir.path(), &["--report", "c", "--checkpoint", "c"]), 2, &["--report c", "for checkpoints"]);
+    let out = succeeds(&run_tiny(dir.path(), &["--checkpoint", "c", "--ranks", "1", "--check-replicas", "2"]));
+    assert!(out.contains("note: --check-replicas has no effect: this run has one rank"), "{out}");
+    fails(&run_tiny(dir.path(), &["--report", "c", "--checkpoint", "d"]), 2, &["--report c", "for checkpoints"]);
+}
+
+#[test]
 fn diverged_run_fails_and_keeps_its_checkpoint() {
     let dir = temp();
     let saves = ["--checkpoint", "c", "--checkpoint-every", "1", "--keep-last", "1"];

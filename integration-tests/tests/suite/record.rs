@@ -88,7 +88,7 @@ fn resume_needs_no_flag() {
         assert_eq!(curve(dir, "whole"), [curve(dir, "first"), curve(dir, "rest")].concat(), "stage {stage}");
         assert!(weights(dir, "a") == weights(dir, "b"), "stage {stage}: final weights");
         let (whole, mut rest) = (record(dir, "a", 6), record(dir, "b", 6));
-        for key in ["run", "metrics"] {
+        for key in ["run", "checkpoint_dir", "metrics"] {
             assert_ne!(whole[key], rest[key]);
             rest[key] = whole[key].clone();
         }
@@ -126,6 +126,49 @@ fn resume_continues_metrics_and_report() {
     assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
     resume(dir, &["c", "--steps", "6", "--metrics", "n", "--report", "s"]);
     assert_eq!((steps(&read("n")), drawn("s/summary.json")), (vec![6], vec![6]));
+}
+
+/// A run that resumes a copy of the folder continues from an earlier step with the same id.
+#[test]
+fn resumed_copy_leaves_files_of_the_original() {
+    let dir = temp();
+    let dir = dir.path();
+    let outputs = ["--checkpoint-every", "2", "--metrics", "m", "--report", "r"];
+    succeeds(&run_tiny(dir, &[&outputs[..], &["--checkpoint", "o", "--steps", "4"]].concat()));
+    assert!(std::process::Command::new("cp").args(["-r", "o", "copy"]).current_dir(dir).status().unwrap().success());
+    std::fs::remove_dir_all(dir.join("copy/step-00000004")).unwrap();
+    let read = || ["m", "r/summary.json", "r/run.json"].map(|name| std::fs::read(dir.join(name)).unwrap());
+    let before = read();
+    let notes = |out: &str, part: &str| {
+        for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
+            let line = out.lines().find(|line| line.starts_with(&format!("note: no {what}: "))).unwrap_or_default();
+            assert!(line.contains(part) && line.ends_with(&format!("pass {flag}")), "{out}");
+        }
+    };
+    let out = resume(dir, &["copy/step-00000002", "--steps", "3", "--lr", "0.5"]);
+    notes(&out, "was copied or moved");
+    assert!(read() == before);
+
+    // In its own folder, from an earlier step.
+    let out = resume(dir, &["o/step-00000002", "--steps", "3"]);
+    notes(&out, "which would be removed");
+    assert!(read() == before);
+}
+
+/// Another process holds the lock; the run goes on without metrics.
+#[test]
+fn locked_metrics_of_a_record_are_optional() {
+    let dir = temp();
+    let dir = dir.path();
+    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m"]));
+    let before = std::fs::read(dir.join("m")).unwrap();
+    let file = std::fs::File::open(dir.join("m")).unwrap();
+    file.lock().unwrap();
+    let output = zero(dir, &["train", "--resume", "c", "--steps", "4"]);
+    succeeds(&output);
+    let notes = String::from_utf8_lossy(&output.stderr);
+    assert!(notes.contains("note: no metrics: --metrics ") && notes.contains("another run is writing"), "{notes}");
+    assert_eq!(std::fs::read(dir.join("m")).unwrap(), before);
 }
 
 /// A record may be from elsewhere: its paths are used only where the run itself has written.

@@ -20,11 +20,9 @@ pub(super) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
         0 => 0,
         layers => {
             let least = least_params(layers);
-            let more = galloping(|more| {
-                let params = least.saturating_add(more);
-                TransformerShape::with_about(params).layers == layers && fits(params)
-            });
-            least + more
+            // The models of this number of layers.
+            let more = least_params(layers + 1) - least;
+            least + bisect(0, more, least / PRECISION, |more| fits(least + more))
         }
     };
     // The limits of a configuration are not proportional to the model.
@@ -33,6 +31,9 @@ pub(super) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
     }
     Some(params)
 }
+
+/// Among models of equal shape the result is exact to this part of it, so that a search of large models ends soon.
+const PRECISION: u64 = 1_000_000;
 
 /// As many as `--params` accepts.
 const MAX_PARAMS: u64 = 1_000_000_000_000_000_000;
@@ -60,7 +61,13 @@ fn galloping(mut holds: impl FnMut(u64) -> bool) -> u64 {
             None => return low,
         }
     }
-    while high - low > 1 {
+    bisect(low, high, 1, holds)
+}
+
+/// A number of `low..high` for which the monotone predicate `holds` is true, at most `precision` below the greatest one, and
+/// the greatest one itself if `precision` is 0 or 1. The predicate is true for `low`, and not called with `low` or `high`.
+fn bisect(mut low: u64, mut high: u64, precision: u64, mut holds: impl FnMut(u64) -> bool) -> u64 {
+    while high - low > precision.max(1) {
         let middle = low + (high - low) / 2;
         if holds(middle) {
             low = middle;

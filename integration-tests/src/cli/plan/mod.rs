@@ -36,19 +36,24 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "hidden")]
     pub layers: Option<u64>,
     /// Width of a layer
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
+        conflicts_with_all = ["model", "params"])]
     pub hidden: Option<u64>,
     /// Attention heads of a layer; they divide --hidden [default: --hidden / 64]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
+        conflicts_with_all = ["model", "params"])]
     pub heads: Option<u64>,
     /// Key and value heads of a layer; a GPT-2 has as many as --heads, others are refused
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
+        conflicts_with_all = ["model", "params"])]
     pub kv_heads: Option<u64>,
     /// Width within the feed-forward [default: 4 times --hidden]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
+        conflicts_with_all = ["model", "params"])]
     pub ffn: Option<u64>,
     /// Tokens of the vocabulary [default: 50257]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers")]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
+        conflicts_with_all = ["model", "params"])]
     pub vocab: Option<u64>,
     /// GPUs of all nodes, one rank each
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]

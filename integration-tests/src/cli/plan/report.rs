@@ -6,7 +6,7 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 use super::advice;
 use super::largest::largest_model_params;
 use super::request::Request;
-use super::stage::{Stage, evaluate, layout};
+use super::stage::{Stage, evaluate_on, layout};
 use crate::trainer::{Home, OffloadSettings};
 
 /// The input of the plan and its results.
@@ -62,12 +62,12 @@ pub(super) struct Topology {
 
 impl Report {
     pub(super) fn new(request: &Request) -> Result<Self, ShardError> {
+        let layout = layout(request, Sharding::Flat)?;
         let stage = |stage| {
             let largest_model_params = largest_model_params(request, stage);
-            evaluate(request, stage).map(|figures| Stage { largest_model_params, ..figures })
+            evaluate_on(request, &layout, stage).map(|figures| Stage { largest_model_params, ..figures })
         };
         let stages = ZeroStage::ALL.into_iter().map(stage).collect::<Result<Vec<_>, _>>()?;
-        let layout = layout(request, Sharding::Flat)?;
         let recommended = advice::recommended(&stages);
         Ok(Self {
             model: Model {
@@ -93,7 +93,7 @@ impl Report {
             drive_gb_per_s: request.drive_bytes_per_s / 1e9,
             topologies: topologies(request)?,
             recommended_stage: recommended,
-            advice: advice::advice(request, &stages, recommended)?,
+            advice: advice::advice(request, &layout, &stages, recommended)?,
             stages,
         })
     }

@@ -1,5 +1,6 @@
 //! The input of a plan: flags override the configuration file, which overrides the defaults.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::DType;
@@ -35,7 +36,8 @@ pub(super) struct ModelSize {
 /// The run to plan.
 #[derive(Clone, Debug)]
 pub(in crate::cli) struct Request {
-    pub(super) model: ModelSize,
+    /// Shared by the many requests of a search; a model may have thousands of units.
+    pub(super) model: Arc<ModelSize>,
     pub(super) gpus: u64,
     pub(super) nodes: u64,
     pub(super) gpu_memory_bytes: Option<u64>,
@@ -118,7 +120,7 @@ impl Request {
         };
         let sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX).max(MIN_SUB_GROUP_ELEMS);
         let request = Self {
-            model,
+            model: Arc::new(model),
             gpus: args.gpus,
             nodes: args.nodes,
             gpu_memory_bytes: args.gpu_memory,
@@ -159,7 +161,7 @@ impl Request {
 
     /// The same run of a transformer of typical shape with `params` parameters.
     pub(super) fn with_about(&self, params: u64) -> Self {
-        Self { model: ModelSize::with_about(params), ..self.clone() }.with_sizes_of_file()
+        Self { model: Arc::new(ModelSize::with_about(params)), ..self.clone() }.with_sizes_of_file()
     }
 
     /// The request of a run of `settings` on GPUs with `gpu_memory_bytes` of memory each.
@@ -172,7 +174,7 @@ impl Request {
     ) -> Self {
         let prefetch = &settings.prefetch;
         Self {
-            model: ModelSize::of("model", config),
+            model: Arc::new(ModelSize::of("model", config)),
             gpus: gpus as u64,
             nodes: 1,
             gpu_memory_bytes: Some(gpu_memory_bytes),

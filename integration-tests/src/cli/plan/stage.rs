@@ -103,8 +103,21 @@ pub(super) struct Sent {
     pub(super) node_egress_bytes: u64,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// The units of all layouts and evaluations of this thread, a measure of the time that they take.
+    pub(super) static UNITS_VISITED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+#[cfg(test)]
+fn count_units(request: &Request) {
+    UNITS_VISITED.set(UNITS_VISITED.get() + request.model.units.len());
+}
+
 /// The layout of the model over the GPUs.
 pub(super) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout, ShardError> {
+    #[cfg(test)]
+    count_units(request);
     let grid = Grid::new(request.gpus, request.gpus / request.nodes)?;
     GridLayout::new(&request.model.units, grid, sharding, request.model.options.clone())
 }
@@ -112,14 +125,19 @@ pub(super) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout
 /// Computes the figures of `stage`. If the request does not say whether to recompute GELU's output, it is recomputed where
 /// the memory of the GPU is too small otherwise.
 pub(in crate::cli) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
-    let kept = evaluate_with(request, stage, request.recompute_gelu.unwrap_or(false))?;
+    evaluate_on(request, &layout(request, Sharding::Flat)?, stage)
+}
+
+/// As [`evaluate`], on the flat `layout` of the request.
+pub(super) fn evaluate_on(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Result<Stage, ShardError> {
+    let kept = evaluate_with(request, layout, stage, request.recompute_gelu.unwrap_or(false))?;
     match request.gpu_memory_bytes {
         Some(memory)
             if request.recompute_gelu.is_none()
                 && !request.checkpointing
                 && kept.gpu.total_bytes.saturating_add(CONTEXT_BYTES) > memory =>
         {
-            evaluate_with(request, stage, true)
+            evaluate_with(request, layout, stage, true)
         }
         _ => Ok(kept),
     }
@@ -127,8 +145,12 @@ pub(in crate::cli) fn evaluate(request: &Request, stage: ZeroStage) -> Result<St
 
 /// Whether the run fits a GPU at `stage`, as [`evaluate`] has it; false if its memory is unknown.
 pub(super) fn fits(request: &Request, stage: ZeroStage) -> Result<bool, ShardError> {
+    fits_on(request, &layout(request, Sharding::Flat)?, stage)
+}
+
+/// As [`fits`], on the flat `layout` of the request.
+pub(super) fn fits_on(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Result<bool, ShardError> {
     let Some(memory) = request.gpu_memory_bytes else { return Ok(false) };
-    let layout = layout(request, Sharding::Flat)?;
     let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
     let state = layout.state_bytes(stage, &settings.widths())?;
     // Without a request, it is recomputed where the model does not fit otherwise.
@@ -137,8 +159,12 @@ pub(super) fn fits(request: &Request, stage: ZeroStage) -> Result<bool, ShardErr
     Ok(model.footprint(&state)?.device.total_bytes()? <= memory)
 }
 
-fn evaluate_with(request: &Request, stage: ZeroStage, recompute_gelu: bool) -> Result<Stage, ShardError> {
-    let layout = layout(request, Sharding::Flat)?;
+fn evaluate_with(
+    request: &Request,
+    layout: &GridLayout,
+    stage: ZeroStage,
+    recompute_gelu: bool,
+) -> Result<Stage, ShardError> {
     let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
     let widths = settings.widths();
     let state = layout.state_bytes(stage, &widths)?;
@@ -201,6 +227,8 @@ fn memory_model(
     layout: &Layout,
     recompute_gelu: bool,
 ) -> Result<MemoryModel, ShardError> {
+    #[cfg(test)]
+    count_units(request);
     let (widths, offload) = (settings.widths(), &settings.offload);
     let mut placement = Placement::offload_optimizer(offload.optimizer.tier());
     placement.params = offload.params.tier();
@@ -286,29 +314,38 @@ fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let needed = |unit| layout.units_needed_by(unit).into_iter().filter(|&unit| !is_kept(unit)).collect();
     let forward: Vec<Vec<usize>> = (0..elems.len()).map(needed).collect();
     let kept_elems = sum(&kept);
+    let all_elems = elems.iter().fold(0, |sum: u64, &unit| sum.saturating_add(unit));
     let uses: Vec<&[usize]> = forward.iter().chain(forward.iter().rev()).map(Vec::as_slice).collect();
-    let live = uses.iter().enumerate().map(|(at, now)| {
+    let mut most = 0;
+    // The use before which each unit was last listed as gathered ahead.
+    let mut listed_at = vec![usize::MAX; elems.len()];
+    for (at, now) in uses.iter().enumerate() {
         let alone = kept_elems.saturating_add(sum(now));
         let last = if request.prefetch_elems.is_some() { uses.len() } else { uses.len().min(at + 2) };
-        let mut ahead: Vec<usize> = Vec::new();
+        let mut ahead: u64 = 0;
         for &unit in uses[at + 1..last].iter().copied().flatten().filter(|unit| !now.contains(unit)) {
-            let with = sum(&ahead).saturating_add(elems[unit]);
-            let fits = match request.prefetch_elems {
-                None => ahead.is_empty(),
-                Some(limit) => limit > 0 && (ahead.is_empty() || with <= limit),
-            };
-            if ahead.contains(&unit) {
+            if listed_at[unit] == at {
                 continue;
             }
+            let with = ahead.saturating_add(elems[unit]);
+            let fits = match request.prefetch_elems {
+                None => ahead == 0,
+                Some(limit) => limit > 0 && (ahead == 0 || with <= limit),
+            };
             if !fits || alone.saturating_add(with) > request.max_live_elems {
                 break;
             }
-            ahead.push(unit);
+            listed_at[unit] = at;
+            ahead = with;
         }
         // Kept units are freed before the limit is exceeded by anything but the use itself.
-        alone.saturating_add(sum(&ahead)).min(request.max_live_elems.max(sum(now)))
-    });
-    live.max().unwrap_or(0)
+        let live = alone.saturating_add(ahead).min(request.max_live_elems.max(sum(now)));
+        most = most.max(live);
+        if most == all_elems {
+            break;
+        }
+    }
+    most
 }
 
 /// Bytes of flat fp32 gradients.

@@ -2,7 +2,7 @@ use clap::{Parser, error::ErrorKind};
 use serde_json::Value;
 
 use super::largest::largest_model_params;
-use super::stage::evaluate;
+use super::stage::{UNITS_VISITED, evaluate};
 use super::{PlanArgs, Request, plan, run, table};
 use crate::cli::CliError;
 
@@ -145,6 +145,63 @@ fn largest_model_does_not_depend_on_the_asked_one() {
     let size = largest(&format!("--params 1e9 {line}"));
     let fits = |params: u64| json(&format!("--params {params} {line}"))["stages"][3]["fits"].clone();
     assert_eq!((fits(size), fits(size + size / 10)), (Value::Bool(true), Value::Bool(false)));
+}
+
+/// The changes of each sentence of advice.
+fn advised(line: &str) -> Vec<Vec<String>> {
+    let report = json(line);
+    let sentences = report["advice"].as_array().unwrap().iter().filter_map(Value::as_str);
+    let flags = sentences.filter_map(|sentence| sentence.strip_prefix("Stage 3 fits with "));
+    let flags = flags.map(|flags| flags.split(" (").next().unwrap().trim_end_matches('.'));
+    flags.map(|flags| flags.split(", ").map(str::to_owned).collect()).collect()
+}
+
+#[test]
+fn advice_has_no_needless_change() {
+    let advised = advised("--params 70e9 --gpus 8 --gpu-memory 24GiB");
+    assert_eq!(advised, [["--activation-checkpointing", "--offload-params cpu"]]);
+}
+
+/// The time of a plan, without a clock.
+#[test]
+fn huge_questions_end_soon() {
+    for line in [
+        "--params 1e18 --gpus 8 --gpu-memory 80GiB",
+        "--params 1e16 --gpus 8 --gpu-memory 80GiB",
+        "--params 1e18 --gpus 65536 --nodes 64 --gpu-memory 1PiB --offload-params cpu",
+        "--params 1e9 --gpus 1024000000 --nodes 1000000 --gpu-memory 1PiB",
+    ] {
+        UNITS_VISITED.set(0);
+        plan(&args(line)).unwrap();
+        let visited = UNITS_VISITED.get();
+        assert!(visited < 2_000_000, "{line}: {visited} units");
+    }
+}
+
+proptest::proptest! {
+    #![proptest_config(proptest::prelude::ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn advice_fits_and_is_minimal(
+        params in 1u64..400, gpus in 1u64..17, memory in 4u64..80, micro_batch in 1u64..9,
+    ) {
+        let line = format!("--params {params}e9 --gpus {gpus} --gpu-memory {memory}GiB");
+        let rows = format!("--micro-batch {micro_batch}");
+        let fits = |changes: &[String]| {
+            // A change replaces the flag of the question.
+            let changes = changes.join(" ");
+            let rows = if changes.contains("--micro-batch") { "" } else { &rows };
+            json(&format!("{line} {rows} {changes}"))["stages"][3]["fits"].as_bool().unwrap()
+        };
+        for changes in advised(&format!("{line} {rows}")) {
+            proptest::prop_assert!(fits(&changes), "{} {} {:?}", line, rows, changes);
+            for left_out in 0..changes.len() {
+                let mut fewer = changes.clone();
+                fewer.remove(left_out);
+                proptest::prop_assert!(!fits(&fewer), "{} {} {:?}", line, rows, fewer);
+            }
+        }
+    }
 }
 
 proptest::proptest! {
@@ -423,7 +480,15 @@ fn wrong_use_is_an_error() {
         ("--model nano --params 1e9 --gpus 1", ErrorKind::ArgumentConflict),
         ("--params 1e9 --layers 2 --hidden 128 --gpus 1", ErrorKind::ArgumentConflict),
         ("--layers 2 --gpus 1", ErrorKind::MissingRequiredArgument),
-        ("--model nano --heads 2 --gpus 1", ErrorKind::MissingRequiredArgument),
+        ("--hidden 2 --gpus 1", ErrorKind::MissingRequiredArgument),
+        ("--params 1e12 --hidden 2 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--model gpt2-124m --hidden 2 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--model nano --heads 2 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--params 1e9 --kv-heads 2 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--params 1e9 --ffn 2 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--params 1e9 --vocab 2 --gpus 1", ErrorKind::ArgumentConflict),
+        ("--params 1e9 --gpus 1 --gpu-memory 0", ErrorKind::ValueValidation),
+        ("--params 1e9 --gpus 1 --gpu-memory 2PiB", ErrorKind::ValueValidation),
         ("--params none --gpus 1", ErrorKind::ValueValidation),
         ("--params 0 --gpus 1", ErrorKind::ValueValidation),
         ("--params 1e9 --gpus 1 --gpu-memory 24X", ErrorKind::ValueValidation),

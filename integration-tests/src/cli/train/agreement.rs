@@ -46,6 +46,7 @@ const NOT_COMPARED: &[&str] = &[
     "validation.data",
     "device",
     "gpu",
+    "checkpoint_dir",
     "metrics",
     "report",
     "auto",

@@ -97,7 +97,7 @@ pub struct TrainArgs {
     #[arg(long, requires = "resume")]
     pub resume_exact: bool,
     /// Write one JSON object per step, with nested figures also under flat keys such as memory.peak_bytes; a resumed run
-    /// appends to its file, without this flag as well
+    /// appends to its file, without this flag as well unless that removes lines or the folder of checkpoints is a copy
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
     /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over its last step, and a
@@ -184,6 +184,9 @@ pub struct TrainArgs {
     /// Whether the run that `--resume` continues recorded CUDA graphs; no flag.
     #[arg(skip)]
     pub recorded_graphs: bool,
+    /// Whether `metrics` is the file of the run that `--resume` continues; no flag.
+    #[arg(skip)]
+    pub recorded_metrics: bool,
 }
 
 /// Schedules of the learning rate.

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::cli::CliError;
+use crate::cli::output::counted;
 use crate::error::TrainError;
 use crate::trainer::{RunOptions, StepMetrics};
 
@@ -100,15 +101,28 @@ pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Resul
     Ok(notes)
 }
 
-/// Whether `path` is a metrics file in which every line is of one of `runs`, and at least one line is: a file that those runs
-/// wrote on this machine.
-pub(super) fn is_of_runs(path: &Path, runs: &[&str]) -> bool {
+/// Checks that a run resumed at `step` may continue the metrics file that its record names, and no flag: at least one line
+/// is there, every line is of one of `runs`, and none is of a later step, since continuing would remove it.
+///
+/// # Errors
+/// The reason.
+pub(super) fn check_recorded(path: &Path, runs: &[&str], step: u64) -> Result<(), String> {
+    // A link may lead anywhere.
     if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_file()) {
-        return false;
+        return Err("no file is there now".to_owned());
     }
-    let Ok(text) = fs::read(path) else { return false };
-    let Ok(lines) = parse(&text) else { return false };
-    !lines.is_empty() && lines.iter().all(|(line, _)| line.run.as_deref().is_some_and(|run| runs.contains(&run)))
+    let text = fs::read(path).map_err(|e| format!("the file cannot be read: {e}"))?;
+    let lines = parse(&text).map_err(|_| "the file is no metrics file now".to_owned())?;
+    let is_own = |line: &Line| line.run.as_deref().is_some_and(|run| runs.contains(&run));
+    if lines.is_empty() || !lines.iter().all(|(line, _)| is_own(line)) {
+        return Err("the file has lines of another run, or no lines".to_owned());
+    }
+    match lines.iter().filter(|(line, _)| line.step > step).count() {
+        0 => Ok(()),
+        later => {
+            Err(format!("the file has {} after step {step}, which would be removed", counted(later as u64, "line")))
+        }
+    }
 }
 
 /// The steps up to `last` of a metrics file, in order; none if it cannot be read.
@@ -342,20 +356,22 @@ mod tests {
     }
 
     #[test]
-    fn owner_of_a_file_is_its_run() {
+    fn recorded_file_is_the_runs_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m");
-        assert!(!is_of_runs(&path, &["aa"]));
+        let check = |runs: &[&str], step| check_recorded(&path, runs, step);
+        assert_eq!(check(&["aa"], 3).unwrap_err(), "no file is there now");
         fs::write(&path, lines(1..=2, "aa") + &lines(3..=3, "bb")).unwrap();
-        assert!(is_of_runs(&path, &["bb", "aa"]));
-        assert!(!is_of_runs(&path, &["aa"]));
+        check(&["bb", "aa"], 3).unwrap();
+        assert_eq!(check(&["bb", "aa"], 2).unwrap_err(), "the file has 1 line after step 2, which would be removed");
+        check(&["aa"], 3).unwrap_err();
         fs::write(&path, "").unwrap();
-        assert!(!is_of_runs(&path, &["aa"]));
+        check(&["aa"], 3).unwrap_err();
         fs::write(&path, "notes\n").unwrap();
-        assert!(!is_of_runs(&path, &["aa"]));
+        assert_eq!(check(&["aa"], 3).unwrap_err(), "the file is no metrics file now");
         fs::write(&path, lines(1..=2, "aa")).unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink("m", &link).unwrap();
-        assert!(!is_of_runs(&link, &["aa"]), "a link may lead anywhere");
+        check_recorded(&link, &["aa"], 3).unwrap_err();
     }
 }

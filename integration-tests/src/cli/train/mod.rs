@@ -65,8 +65,8 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     }
     let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
     memory_check::check(&setup, setup.ranks, args.memory_limit)?;
-    if let (None, Some((folder, _))) = (&args.checkpoint, &mut setup.options.checkpoint) {
-        save_folder::reserve(folder, &mut setup.notices)?;
+    if args.checkpoint.is_none() {
+        setup.reserve_folder()?;
     }
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar};
+use zero_ckpt::has_checkpoints;
 
 use super::memory_limits::resident_peak_bytes;
 use super::memory_picture::Besides;
 use super::metrics_file::{self, MetricsFile};
 use super::record::{RUN_JSON, read_small};
-use super::run_setup::RunSetup;
+use super::run_setup::{RunSetup, absolute};
 use super::utilization::Utilization;
 use super::{loss_curve, memory_picture};
 use crate::cli::CliError;
@@ -41,7 +42,7 @@ pub(super) struct Observer {
 impl Observer {
     pub(super) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let metrics = match &setup.metrics {
-            Some(path) if setup.first_step < setup.options.steps => Some(MetricsFile::new(path, &setup.options)?),
+            Some(path) if setup.first_step < setup.options.steps => open_metrics(path, setup)?,
             _ => None,
         };
         if let Some(dir) = &setup.report {
@@ -138,6 +139,17 @@ impl Observer {
     }
 }
 
+/// Opens the metrics file. One that no flag names is optional: another process may be writing to it.
+fn open_metrics(path: &Path, setup: &RunSetup) -> Result<Option<MetricsFile>, CliError> {
+    match MetricsFile::new(path, &setup.options) {
+        Err(error) if setup.recorded_metrics => {
+            print_note(format_args!("note: no metrics: {error}"));
+            Ok(None)
+        }
+        opened => opened.map(Some),
+    }
+}
+
 /// The memory that the trace of rank 0 does not have.
 fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
     let memory = ranks.first().and_then(|rank| rank.last.as_ref()).map(|last| last.memory).unwrap_or_default();
@@ -155,24 +167,37 @@ fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
     let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else { return Vec::new() };
     match &setup.metrics {
         Some(path) => metrics_file::steps_until(path, setup.first_step),
-        None => {
-            let path = report.join("summary.json");
-            let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-            let summary = if is_file { fs::read(path).unwrap_or_default() } else { Vec::new() };
-            let summary: serde_json::Value = serde_json::from_slice(&summary).unwrap_or_default();
-            let steps = summary["steps"].as_array().into_iter().flatten();
-            let steps = steps.filter_map(|step| metrics_file::parse_step(&step.to_string()));
-            steps.filter(|step| step.step <= setup.first_step).collect()
-        }
+        None => reported_steps(report).filter(|step| step.step <= setup.first_step).collect(),
     }
 }
 
-/// Whether `dir` has a report of one of `runs`: one that they wrote on this machine. Links are not theirs, and writing to
-/// them would write elsewhere.
-pub(super) fn is_report_of(dir: &Path, runs: &[&str]) -> bool {
+/// The steps of the report in `dir`.
+fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
+    let path = dir.join("summary.json");
+    let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
+    let summary = if is_file { fs::read(path).unwrap_or_default() } else { Vec::new() };
+    let mut summary: serde_json::Value = serde_json::from_slice(&summary).unwrap_or_default();
+    let steps = summary.get_mut("steps").and_then(|steps| steps.as_array_mut()).map(std::mem::take);
+    steps.unwrap_or_default().into_iter().filter_map(|step| metrics_file::parse_step(&step.to_string()))
+}
+
+/// Checks that a run resumed at `step` may replace the report in `dir` that its record names, and no flag: the report is of
+/// one of `runs`, on this machine, and has no later step. Links are not theirs, and writing to them would write elsewhere.
+///
+/// # Errors
+/// The reason.
+pub(super) fn check_recorded_report(dir: &Path, runs: &[&str], step: u64) -> Result<(), String> {
     let is_link = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink());
-    let has_links = is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name)));
-    !has_links && report_run(dir).is_some_and(|run| runs.contains(&run.as_str()))
+    if is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name))) {
+        return Err("links are there now".to_owned());
+    }
+    if !report_run(dir).is_some_and(|run| runs.contains(&run.as_str())) {
+        return Err("no report of it is there now".to_owned());
+    }
+    match reported_steps(dir).map(|step| step.step).max().filter(|last| *last > step) {
+        None => Ok(()),
+        Some(last) => Err(format!("the report has steps after {step}, up to {last}, which would be removed")),
+    }
 }
 
 /// The run whose report is in `dir`.
@@ -184,14 +209,20 @@ fn report_run(dir: &Path) -> Option<String> {
 /// The files of a report.
 const FILES: [&str; 6] = ["summary.txt", "summary.json", RUN_JSON, "loss.svg", "trace.json", "memory.svg"];
 
-/// Checks that the run may write its report to `dir`: no file of these names is there, or they are the report of one of
-/// `runs`.
+/// Checks that the run, which saves to `checkpoints`, may write its report to `dir`: it is no folder of checkpoints, and no
+/// file of a report is there, or they are the report of one of `runs`.
 ///
 /// # Errors
 /// Exit code 2; the folder stays as it is.
-pub(super) fn check_report(dir: &Path, runs: &[&str]) -> Result<(), CliError> {
-    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else { return Ok(()) };
+pub(super) fn check_report(dir: &Path, checkpoints: Option<&Path>, runs: &[&str]) -> Result<(), CliError> {
     let dir_name = dir.display();
+    let saves_here = checkpoints.is_some_and(|checkpoints| absolute(checkpoints) == absolute(dir));
+    if saves_here || has_checkpoints(dir).map_err(CliError::usage)? {
+        return Err(CliError::Usage(format!(
+            "--report {dir_name}: the folder is for checkpoints; name another folder"
+        )));
+    }
+    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else { return Ok(()) };
     match report_run(dir) {
         Some(run) if runs.contains(&run.as_str()) => Ok(()),
         Some(run) => Err(CliError::Usage(format!(

@@ -14,7 +14,7 @@ pub(super) fn text(setup: &RunSetup) -> String {
     let (model, data, batch) = (&record.model, &record.data, record.batch);
     let mut out = String::new();
     let mut line = |name: &str, text: String| {
-        let _ = writeln!(out, "{name}: {text}");
+        let _ = writeln!(out, "{}: {}", printable(name), printable(&text));
     };
     for notice in &setup.notices {
         line("note", notice.clone());
@@ -106,6 +106,12 @@ pub(super) fn text(setup: &RunSetup) -> String {
     out
 }
 
+/// The text in one line, without the control characters that a `run.json` from elsewhere may have.
+fn printable(text: &str) -> String {
+    let escaped = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escaped).collect()
+}
+
 /// The block of a configuration key: `zero_optimization` of `zero_optimization.stage`; empty for a key of the file.
 fn block_of(key: &str) -> &str {
     key.split_once('.').map_or("", |(block, _)| block)
@@ -139,5 +145,15 @@ pub(super) fn loss_scale(scaling: &LossScaling) -> String {
             }
         ),
         other => format!("{other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        assert_eq!(printable("a b/µ\n\u{1b}[2J"), "a b/µ\\n\\u{1b}[2J");
     }
 }

@@ -70,6 +70,10 @@ pub(super) struct RunRecord {
     /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default before each checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) check_replicas: Option<u64>,
+    /// The absolute path of the folder of checkpoints, on one machine: a copy of the folder is not that folder. `None`: none
+    /// is saved, or an older version wrote the record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) checkpoint_dir: Option<String>,
     /// The absolute path of the metrics file, which is a file of one machine.
     pub(super) metrics: Option<String>,
     /// The absolute path of the folder of the report, on one machine.
@@ -227,13 +231,14 @@ impl RunRecord {
     /// The settings that differ in `now`, each as `name old -> new`.
     pub(super) fn differences(&self, now: &Self) -> Vec<String> {
         // Model and data are checked separately, and the others identify the run.
-        const NO_SETTINGS: [&str; 9] = [
+        const NO_SETTINGS: [&str; 10] = [
             "format",
             "run",
             "resumed_runs",
             "model",
             "data.fingerprint",
             "data.default",
+            "checkpoint_dir",
             "metrics",
             "report",
             "auto",

@@ -171,15 +171,12 @@ impl Resumed {
         }
         let changed = self.record.as_ref().map(|record| record.differences(now)).unwrap_or_default();
         notices.extend(changed.into_iter().map(|change| format!("differs from the checkpoint: {change}")));
-        let outputs = |record: &RunRecord| {
-            [("metrics", "--metrics", record.metrics.clone()), ("report", "--report", record.report.clone())]
-        };
-        let was = self.record.iter().flat_map(outputs);
-        for ((what, flag, old), (_, _, new)) in was.zip(outputs(now)) {
-            if let (Some(old), None) = (old, new) {
-                notices.push(format!(
-                    "no {what}: the resumed run wrote {old}, but it has none of its own there now, or this is a new run; pass {flag}"
-                ));
+        for output in Output::ALL {
+            let Some(old) = self.record.as_ref().and_then(|record| output.path(record)) else { continue };
+            if output.path(now).is_none() {
+                let (what, flag) = output.name();
+                let why = self.check_output(output, &now.run).err().unwrap_or_else(|| "it was in use".to_owned());
+                notices.push(format!("no {what}: the resumed run wrote {old}, but {why}; pass {flag}"));
             }
         }
         notices
@@ -209,22 +206,46 @@ impl Resumed {
         filled
     }
 
-    /// Sets the metrics file and the report that the run goes on writing, if it continues as itself. Paths of a record are
-    /// not trusted, since the checkpoint may be from elsewhere: only what the recorded run has written is written again.
+    /// Sets the metrics file and the report that the run goes on writing, where no flag names them.
     fn fill_outputs(&self, record: &RunRecord, args: &mut TrainArgs) {
         let folder = args.checkpoint.as_deref().filter(|_| !args.no_checkpoint);
-        if self.run_ids(folder).0 != record.run {
-            return;
-        }
-        let runs = record.runs();
-        let own = |path: &Option<String>, is_own: fn(&Path, &[&str]) -> bool| {
-            path.as_ref().map(PathBuf::from).filter(|path| is_own(path, &runs))
+        let run = self.run_ids(folder).0;
+        let recorded = |output: Output| {
+            let path = output.path(record).filter(|_| self.check_output(output, &run).is_ok());
+            path.map(PathBuf::from)
         };
         if args.metrics.is_none() {
-            args.metrics = own(&record.metrics, metrics_file::is_of_runs);
+            args.metrics = recorded(Output::Metrics);
+            args.recorded_metrics = args.metrics.is_some();
         }
         if args.report.is_none() {
-            args.report = own(&record.report, observer::is_report_of);
+            args.report = recorded(Output::Report);
+        }
+    }
+
+    /// Checks that `run` may go on writing an output that the record names.
+    ///
+    /// Why so strict: the paths are those of one machine and the checkpoint may be from elsewhere, such as a copy of the
+    /// folder, in which another run continues from the same step. So only the run itself, in its own folder, continues its
+    /// files, and only if nothing in them would be lost.
+    ///
+    /// # Errors
+    /// The reason.
+    fn check_output(&self, output: Output, run: &str) -> Result<(), String> {
+        let Some(record) = &self.record else { return Ok(()) };
+        let Some(path) = output.path(record).map(Path::new) else { return Ok(()) };
+        if run != record.run {
+            return Err("this is a new run".to_owned());
+        }
+        let identity = |dir: &Path| dir.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()));
+        let recorded = record.checkpoint_dir.as_deref().ok_or("the checkpoint does not record its folder")?;
+        let saved_to = identity(Path::new(recorded));
+        if saved_to.is_none() || saved_to != identity(&self.store_dir) {
+            return Err(format!("it saved to {recorded}, so this folder of checkpoints was copied or moved"));
+        }
+        match output {
+            Output::Metrics => metrics_file::check_recorded(path, &record.runs(), self.step()),
+            Output::Report => observer::check_recorded_report(path, &record.runs(), self.step()),
         }
     }
 
@@ -319,6 +340,33 @@ impl Resumed {
         Err(CliError::Usage(format!(
             "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
         )))
+    }
+}
+
+/// What a run writes besides checkpoints.
+#[derive(Clone, Copy, Debug)]
+enum Output {
+    Metrics,
+    Report,
+}
+
+impl Output {
+    const ALL: [Self; 2] = [Self::Metrics, Self::Report];
+
+    /// The name and the flag.
+    fn name(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Metrics => ("metrics", "--metrics"),
+            Self::Report => ("report", "--report"),
+        }
+    }
+
+    /// The path in a record.
+    fn path(self, record: &RunRecord) -> Option<&str> {
+        match self {
+            Self::Metrics => record.metrics.as_deref(),
+            Self::Report => record.report.as_deref(),
+        }
     }
 }
 

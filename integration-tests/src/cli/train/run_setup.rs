@@ -53,6 +53,8 @@ pub(super) struct RunSetup {
     /// The completed steps at the start.
     pub(super) first_step: u64,
     pub(super) metrics: Option<PathBuf>,
+    /// Whether `metrics` is that of the resumed run, and no flag's.
+    pub(super) recorded_metrics: bool,
     pub(super) report: Option<PathBuf>,
     /// Notes for the user, one line each.
     pub(super) notices: Vec<String>,
@@ -88,6 +90,15 @@ impl RunSetup {
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
         if let Some(resumed) = resumed {
             resumed.check_model(&model_name, &config, &layout)?;
+        }
+        let is_own_flag = args.check_replicas != recorded.and_then(|record| record.check_replicas);
+        if args.check_replicas.is_some_and(|steps| steps > 0) && is_own_flag {
+            let why = match (ranks, stage.shards_params()) {
+                (1, _) => Some("this run has one rank"),
+                (_, true) => Some("at stage 3 each rank holds other parameters"),
+                _ => None,
+            };
+            notices.extend(why.map(|why| format!("--check-replicas has no effect: {why}")));
         }
         if args.share_gpus && device.is_none() {
             notices.push("--share-gpus has no effect: this run uses no GPU".to_owned());
@@ -217,6 +228,7 @@ impl RunSetup {
             checkpoint_every,
             keep_last: args.keep_last,
             check_replicas: args.check_replicas,
+            checkpoint_dir: checkpoint.as_deref().map(absolute),
             metrics: args.metrics.as_deref().map(absolute),
             report: args.report.as_deref().map(absolute),
             validation: validation_record,
@@ -275,12 +287,22 @@ impl RunSetup {
             agreed,
             first_step: resumed.map_or(0, Resumed::step),
             metrics: args.metrics.clone(),
+            recorded_metrics: args.recorded_metrics,
             report: args.report.clone(),
             notices,
         };
         setup.notices.extend(memory_check::offload_notice(&setup));
         setup.check_outputs()?;
         Ok(setup)
+    }
+
+    /// Reserves the folder of checkpoints that no flag names; see [`save_folder::reserve`].
+    pub(super) fn reserve_folder(&mut self) -> Result<(), CliError> {
+        let Some((folder, _)) = &mut self.options.checkpoint else { return Ok(()) };
+        save_folder::reserve(folder, &mut self.notices)?;
+        self.record.checkpoint_dir = Some(absolute(folder));
+        self.options.documents.insert(RUN_JSON.to_owned(), self.record.document());
+        Ok(())
     }
 
     /// Checks that the run may write to the folders of checkpoints and of the report, and to the metrics file.
@@ -292,7 +314,8 @@ impl RunSetup {
             self.notices.extend(metrics_file::check(path, &self.options, self.first_step)?);
         }
         if let Some(dir) = &self.report {
-            observer::check_report(dir, &self.options.runs())?;
+            let checkpoints = self.options.checkpoint.as_ref().map(|(dir, _)| dir.as_path());
+            observer::check_report(dir, checkpoints, &self.options.runs())?;
         }
         Ok(())
     }
