@@ -110,7 +110,8 @@ impl Store {
         match staged {
             Ok(file) if self.rank() == 0 => {
                 let described = self.write_description(meta, layout, &file);
-                described.inspect_err(|_| drop(self.staging.remove_file(&file.file))).map(|()| file)
+                // A description that did not fit is there in part.
+                described.inspect_err(|_| self.discard(&file)).map(|()| file)
             }
             other => other,
         }
