@@ -181,7 +181,9 @@ fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
             return Err(unreadable(root, error.clone()));
         }
         match entry.file_type() {
-            Some(kind) if kind.is_symlink() => drop(check_link(entry.path())?),
+            Some(kind) if kind.is_symlink() => {
+                check_link(entry.path())?;
+            }
             Some(kind) if kind.is_file() => files.push(entry.into_path()),
             _ => {}
         }
