@@ -210,7 +210,9 @@ impl<'f> Whole<'f, '_> {
 
         probe.files = vec![FileRecord { name: name.to_owned(), bytes, front_crc64, pieces: pieces.clone() }];
         ShardFile::open(dir, probe, 0)?.verify(dir)?;
-        let (step, states, save) = (probe.step, probe.states.clone(), self.save);
+        let step = probe.step;
+        let states = probe.states.clone();
+        let save = self.save;
         Ok((StagedFile { rank, step, file: name.to_owned(), bytes, front_crc64, states, pieces, save }, id))
     }
 }

@@ -8,7 +8,7 @@ use zero_ckpt::{Reader, SaveMeta, SavePoint, Store, assemble, assemble_step, res
 use crate::common::{assert_holds, layout};
 use crate::staged::{NONE, document_meta, on_ranks, run, save, save_seed, staged};
 
-/// What happens to rank 0 at a point of the save.
+/// The fate of rank 0 at a point of the save.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     /// It ends without any cleanup.

@@ -1,4 +1,4 @@
-//! What a save leaves behind: files of a failed one, old checkpoints that are deleted slowly, a checkpoint whose save failed
+//! The files that a save leaves: those of a failed one, old checkpoints that are deleted slowly, a checkpoint whose save failed
 //! after it was published, a folder that was moved.
 
 use std::fs;
@@ -40,7 +40,9 @@ fn on_ranks<T: Send>(
     let layout = layout(ranks, 4);
     let world = World::new(ranks);
     std::thread::scope(|scope| {
-        let (world, work, layout) = (&world, &work, &layout);
+        let world = &world;
+        let work = &work;
+        let layout = &layout;
         let rank = |rank| {
             scope.spawn(move || {
                 let exchange = &mut world.rank(rank);
@@ -100,7 +102,9 @@ fn failed_staging_leaves_no_files() {
         let world = World::new(3);
         std::thread::scope(|scope| {
             for rank in 0..3 {
-                let (dir, layout, world) = (dir.path(), &layout, &world);
+                let dir = dir.path();
+                let layout = &layout;
+                let world = &world;
                 scope.spawn(move || {
                     let exchange = &mut world.rank(rank);
                     let store = Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
@@ -215,7 +219,8 @@ fn moved_folder_is_reported() {
     let moved = root.path().join("moved");
     let in_time: &'static AtomicBool = Box::leak(AtomicBool::new(false).into());
     let store = Store::create(&dir, 0, run("a")).unwrap();
-    let (from, to) = (dir.clone(), moved.clone());
+    let from = dir.clone();
+    let to = moved.clone();
     let store = store.observe(move |at| {
         if at == SavePoint::ManifestSynced && in_time.load(Ordering::Relaxed) {
             fs::rename(&from, &to).unwrap();
@@ -272,7 +277,9 @@ fn failed_stage_keeps_numbers_equal() {
         let world = World::new(2);
         std::thread::scope(|scope| {
             for rank in 0..2 {
-                let (dir, layout, world) = (dir.path(), &layout, &world);
+                let dir = dir.path();
+                let layout = &layout;
+                let world = &world;
                 scope.spawn(move || {
                     let exchange = &mut world.rank(rank);
                     let store = Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
