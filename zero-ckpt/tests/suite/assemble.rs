@@ -73,7 +73,7 @@ fn replaced_checkpoint_is_no_staged_save() {
     }
 }
 
-/// Step 8 is staged, the user continues from step 4, publishes step 6 and fails at step 7, in a branch of its own.
+/// Step 8 is staged, the user continues from step 4, publishes step 6 and fails at step 7, in another branch.
 #[test]
 fn newest_branch_is_assembled() {
     let dir = tempfile::tempdir().unwrap();

@@ -343,7 +343,7 @@ impl Resumed {
     }
 }
 
-/// What a run writes besides checkpoints.
+/// The outputs of a run besides checkpoints.
 #[derive(Clone, Copy, Debug)]
 enum Output {
     Metrics,
