@@ -1,20 +1,25 @@
-//! Compares collectives over threads with the machine's copy bandwidth, PyTorch's gloo and Open MPI, in one run.
+//! Compares collectives over threads with the machine's copy bandwidth, PyTorch's gloo and Open
+//! MPI, in one run.
 //!
 //! `cargo bench -p benches --bench collectives [-- --quick | --large] [--no-peer] [--op NAME] [--dtype NAME]`
 //!
-//! `GB/s` counts the **bytes that must move**, over all N ranks with whole buffers of S bytes: reduce-scatter reads N
-//! S and writes S; all-gather in place reads S and writes (N-1) S; all-reduce in place reads and writes N S.
+//! `GB/s` counts the **bytes that must move**, over all N ranks with whole buffers of S bytes:
+//! reduce-scatter reads N S and writes S; all-gather in place reads S and writes (N-1) S;
+//! all-reduce in place reads and writes N S.
 //!
-//! - **copy**: N threads with separate memory copy the same number of bytes in all (read plus written), by `memcpy`
-//!   or with non-temporal stores, whichever is faster. Small sizes are copied from cache to cache.
-//! - **loop**: for reduce-scatter, a plain loop with the same reads and writes, `out[i] = a[i] + b[i] + ...`, without
-//!   synchronization: the limit of the memory for this access pattern.
-//! - **barrier**: a collective that moves no bytes: the cost of synchronizing the ranks, which each collective pays
-//!   twice.
+//! - **copy**: N threads with separate memory copy the same number of bytes in all (read plus
+//!   written), by `memcpy` or with non-temporal stores, whichever is faster. Small sizes are copied
+//!   from cache to cache.
+//! - **loop**: for reduce-scatter, a plain loop with the same reads and writes,
+//!   `out[i] = a[i] + b[i] + ...`, without synchronization: the limit of the memory for this access
+//!   pattern.
+//! - **barrier**: a collective that moves no bytes: the cost of synchronizing the ranks, which each
+//!   collective pays twice.
 //!
-//! Rounds of all of these alternate. The best round of each counts, from the first thread's start to the last one's
-//! end. The peers run before: gloo by `benches/peers/gloo_collectives.py` (`python3` with torch), Open MPI by
-//! `benches/peers/mpi_collectives.c` (`mpicc`, `mpirun`). A missing peer is reported.
+//! Rounds of all of these alternate. The best round of each counts, from the first thread's start
+//! to the last one's end. The peers run before: gloo by `benches/peers/gloo_collectives.py`
+//! (`python3` with torch), Open MPI by `benches/peers/mpi_collectives.c` (`mpicc`, `mpirun`). A
+//! missing peer is reported.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -55,12 +60,24 @@ impl Rank {
         let stream = device.create_stream("comm").expect("a stream");
         let pool = Pool::new(device.clone(), usize::MAX);
         let len = bytes / dtype.size_bytes();
-        let block = |len| pool.allocate(len, dtype, Purpose::Workspace, &stream).expect("memory");
+        let block = |len| {
+            pool.allocate(len, dtype, Purpose::Workspace, &stream)
+                .expect("memory")
+        };
         let blocks = [block(len), block(len / comm.world_size())];
         // SAFETY: the blocks outlive the streams' work, which every round waits for.
         let [whole, part] = [0, 1].map(|i| unsafe { blocks[i].slice() });
-        device.fill_zero(&stream, whole).and_then(|()| device.fill_zero(&stream, part)).expect("zeros");
-        Self { comm, stream, whole, part, _blocks: blocks }
+        device
+            .fill_zero(&stream, whole)
+            .and_then(|()| device.fill_zero(&stream, part))
+            .expect("zeros");
+        Self {
+            comm,
+            stream,
+            whole,
+            part,
+            _blocks: blocks,
+        }
     }
 
     fn run(&self, op: &str, repeat: u32) {
@@ -68,10 +85,18 @@ impl Rank {
         let own = rank * self.whole.len() / n..(rank + 1) * self.whole.len() / n;
         for _ in 0..repeat {
             match op {
-                "reduce_scatter" => self.comm.reduce_scatter(&self.stream, self.whole, self.part, ReduceOp::Sum),
-                "all_gather" => self.comm.all_gather(&self.stream, self.whole.slice(own.clone()), self.whole),
+                "reduce_scatter" => {
+                    self.comm
+                        .reduce_scatter(&self.stream, self.whole, self.part, ReduceOp::Sum)
+                }
+                "all_gather" => {
+                    self.comm
+                        .all_gather(&self.stream, self.whole.slice(own.clone()), self.whole)
+                }
                 "barrier" => self.comm.barrier(&self.stream),
-                _ => self.comm.all_reduce(&self.stream, self.whole, self.whole, ReduceOp::Max),
+                _ => self
+                    .comm
+                    .all_reduce(&self.stream, self.whole, self.whole, ReduceOp::Max),
             }
             .expect("the collective is enqueued");
         }
@@ -83,7 +108,11 @@ impl Rank {
 #[multiversion(targets = "simd")]
 fn plain_sum(inputs: &[Vec<f32>], out: &mut [f32]) {
     match inputs {
-        [a, b] => out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a + b),
+        [a, b] => out
+            .iter_mut()
+            .zip(a)
+            .zip(b)
+            .for_each(|((out, a), b)| *out = a + b),
         [a, b, c, d] => {
             let all = out.iter_mut().zip(a).zip(b).zip(c).zip(d);
             all.for_each(|((((out, a), b), c), d)| *out = a + b + c + d);
@@ -97,7 +126,12 @@ fn plain_sum(inputs: &[Vec<f32>], out: &mut [f32]) {
 fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
     let head = to.as_ptr().align_offset(size_of::<__m128i>()).min(to.len());
-    for (from, to) in from[head..].as_chunks::<16>().0.iter().zip(to[head..].as_chunks_mut::<16>().0) {
+    for (from, to) in from[head..]
+        .as_chunks::<16>()
+        .0
+        .iter()
+        .zip(to[head..].as_chunks_mut::<16>().0)
+    {
         // SAFETY: 16 bytes.
         let value = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
         // SAFETY: 16 bytes, aligned since they follow `head`.
@@ -120,7 +154,10 @@ struct Rounds {
 
 impl Rounds {
     fn new(n: usize) -> Self {
-        Self { barrier: Barrier::new(n), span: Mutex::new(None) }
+        Self {
+            barrier: Barrier::new(n),
+            span: Mutex::new(None),
+        }
     }
 
     fn time(&self, work: impl FnOnce()) -> Duration {
@@ -139,8 +176,9 @@ impl Rounds {
         end - start
     }
 
-    /// Returns the best seconds of each contender. They run in turn until `budget` is spent; the repetitions of a
-    /// turn grow until it is long enough to time. All threads see the same times, so they make the same decisions.
+    /// Returns the best seconds of each contender. They run in turn until `budget` is spent; the
+    /// repetitions of a turn grow until it is long enough to time. All threads see the same times,
+    /// so they make the same decisions.
     fn compete(&self, budget: Duration, contenders: &mut [&mut dyn FnMut(u32)]) -> Vec<f64> {
         let mut state = vec![(1u32, f64::INFINITY); contenders.len()];
         let mut spent = Duration::ZERO;
@@ -172,7 +210,8 @@ fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Durat
         std::thread::spawn(move || {
             let rank = Rank::new(comm, dtype, bytes);
             let copied = moved(op, n, bytes) / n / 2;
-            let (from, mut to, mut past) = (vec![1u8; copied], vec![2u8; copied], vec![3u8; copied]);
+            let (from, mut to, mut past) =
+                (vec![1u8; copied], vec![2u8; copied], vec![3u8; copied]);
             let inputs = vec![vec![1f32; bytes / 4 / n]; n];
             let mut out = vec![0f32; bytes / 4 / n];
             let times = rounds.compete(
@@ -216,7 +255,13 @@ fn peer(name: &str, command: &mut Command) -> Seconds {
     let output = match command.output() {
         Ok(output) if output.status.success() => output,
         Ok(output) => {
-            println!("{name} is missing: {}", String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or(""));
+            println!(
+                "{name} is missing: {}",
+                String::from_utf8_lossy(&output.stderr)
+                    .lines()
+                    .last()
+                    .unwrap_or("")
+            );
             return Seconds::new();
         }
         Err(error) => {
@@ -226,10 +271,18 @@ fn peer(name: &str, command: &mut Command) -> Seconds {
     };
     let parse = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let [op, ranks, bytes, seconds] = words[..] else { return None };
-        Some(((op.to_owned(), ranks.parse().ok()?, bytes.parse().ok()?), seconds.parse().ok()?))
+        let [op, ranks, bytes, seconds] = words[..] else {
+            return None;
+        };
+        Some((
+            (op.to_owned(), ranks.parse().ok()?, bytes.parse().ok()?),
+            seconds.parse().ok()?,
+        ))
     };
-    String::from_utf8_lossy(&output.stdout).lines().filter_map(parse).collect()
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(parse)
+        .collect()
 }
 
 fn gloo(sizes: &[String]) -> Seconds {
@@ -240,10 +293,23 @@ fn gloo(sizes: &[String]) -> Seconds {
 fn open_mpi(sizes: &[String]) -> Seconds {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/mpi_collectives.c");
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mpi_collectives");
-    let _no_lines = peer("mpicc", Command::new("mpicc").arg("-O2").arg(source).arg("-o").arg(&program));
+    let _no_lines = peer(
+        "mpicc",
+        Command::new("mpicc")
+            .arg("-O2")
+            .arg(source)
+            .arg("-o")
+            .arg(&program),
+    );
     let run = |n: &str| {
         let launch = ["--allow-run-as-root", "--oversubscribe", "-n", n];
-        peer("Open MPI", Command::new("mpirun").args(launch).arg(&program).args(sizes))
+        peer(
+            "Open MPI",
+            Command::new("mpirun")
+                .args(launch)
+                .arg(&program)
+                .args(sizes),
+        )
     };
     [run("2"), run("4")].into_iter().flatten().collect()
 }
@@ -269,18 +335,34 @@ fn main() {
     let texts: Vec<String> = sizes.iter().map(ToString::to_string).collect();
     // The peers support only fp32.
     let peers = !flag("--no-peer") && dtype == DType::F32;
-    let (gloo, mpi) = if peers { (gloo(&texts), open_mpi(&texts)) } else { Default::default() };
-    println!("| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | x gloo | x Open MPI |");
+    let (gloo, mpi) = if peers {
+        (gloo(&texts), open_mpi(&texts))
+    } else {
+        Default::default()
+    };
+    println!(
+        "| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | x gloo | x Open MPI |"
+    );
     println!("|---|---|---|---|---|---|---|---|---|---|");
     let only = value("--op");
-    for op in OPS.into_iter().filter(|&op| only.as_deref().is_none_or(|only| only == op)) {
+    for op in OPS
+        .into_iter()
+        .filter(|&op| only.as_deref().is_none_or(|only| only == op))
+    {
         for n in [2, 4] {
             for &bytes in &sizes {
                 let [time, copy, plain, barrier] = measure(op, dtype, n, bytes, budget);
                 let rate = moved(op, n, bytes) as f64 / 1e9 / time;
                 let key = (op.to_owned(), n, bytes);
-                let beside = |peer: &Seconds| peer.get(&key).map_or("-".into(), |p| format!("{:.1}", p / time));
-                let of_loop = if op == "reduce_scatter" { format!("{:.2}", plain / time) } else { "-".to_owned() };
+                let beside = |peer: &Seconds| {
+                    peer.get(&key)
+                        .map_or("-".into(), |p| format!("{:.1}", p / time))
+                };
+                let of_loop = if op == "reduce_scatter" {
+                    format!("{:.2}", plain / time)
+                } else {
+                    "-".to_owned()
+                };
                 println!(
                     "| {op} | {n} | {bytes} | {:.1} | {rate:.1} | {:.2} | {of_loop} | {:.1} | {} | {} |",
                     time * 1e6,

@@ -1,5 +1,5 @@
-//! zero-shard with 100,000 parameters over 4,096 ranks. Goals: a layout in under 50 ms, and lookups in time
-//! logarithmic in the number of parameters. `cargo bench -p benches --bench shard_layout`.
+//! zero-shard with 100,000 parameters over 4,096 ranks. Goals: a layout in under 50 ms, and lookups
+//! in time logarithmic in the number of parameters. `cargo bench -p benches --bench shard_layout`.
 
 use std::hint::black_box;
 
@@ -10,7 +10,10 @@ use zero_shard::{Layout, ParamSpec, UnitSpec, reshard_rank};
 fn units(params: usize) -> Vec<UnitSpec> {
     let unit = |u: usize| {
         let params = (0..100u64).map(|p| {
-            ParamSpec::new(format!("model.decoder.layers.{u}.experts.{p}.linear.weight"), [p * 7 % 13 * 64, 1024])
+            ParamSpec::new(
+                format!("model.decoder.layers.{u}.experts.{p}.linear.weight"),
+                [p * 7 % 13 * 64, 1024],
+            )
         });
         UnitSpec::new(format!("layer.{u}"), params.collect::<Vec<_>>())
     };
@@ -19,9 +22,12 @@ fn units(params: usize) -> Vec<UnitSpec> {
 
 fn layout(c: &mut Criterion) {
     let units_100k = units(100_000);
-    c.bench_function("layout of 100,000 parameters for 4,096 ranks (limit 50 ms)", |b| {
-        b.iter_with_large_drop(|| Layout::new(black_box(&units_100k), 4096, 128).unwrap());
-    });
+    c.bench_function(
+        "layout of 100,000 parameters for 4,096 ranks (limit 50 ms)",
+        |b| {
+            b.iter_with_large_drop(|| Layout::new(black_box(&units_100k), 4096, 128).unwrap());
+        },
+    );
     // A lower bound: a layout stores every name and shape.
     c.bench_function("copying the 100,000 names and shapes", |b| {
         b.iter_with_large_drop(|| black_box(&units_100k).clone());
@@ -42,10 +48,16 @@ fn layout(c: &mut Criterion) {
 
 fn plans(c: &mut Criterion) {
     let units = units(100_000);
-    let (from, to) = (Layout::new(&units, 4096, 128).unwrap(), Layout::new(&units, 1024, 64).unwrap());
-    c.bench_function("one rank's reshard plan, 4,096 to 1,024 ranks, 100,000 parameters", |b| {
-        b.iter(|| reshard_rank(black_box(&from), &to, 517).unwrap());
-    });
+    let (from, to) = (
+        Layout::new(&units, 4096, 128).unwrap(),
+        Layout::new(&units, 1024, 64).unwrap(),
+    );
+    c.bench_function(
+        "one rank's reshard plan, 4,096 to 1,024 ranks, 100,000 parameters",
+        |b| {
+            b.iter(|| reshard_rank(black_box(&from), &to, 517).unwrap());
+        },
+    );
 }
 
 criterion_group!(benches, layout, plans);

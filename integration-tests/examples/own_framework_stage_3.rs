@@ -1,5 +1,6 @@
-//! A framework that allocates its own memory trains an MLP at stage 3 in bf16, with parameter groups; four ranks save a
-//! checkpoint, two resume it. What it writes for ZeRO is between "glue" and "end of glue".
+//! A framework that allocates its own memory trains an MLP at stage 3 in bf16, with parameter
+//! groups; four ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue"
+//! and "end of glue".
 
 use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};
 
@@ -25,55 +26,108 @@ const LIMIT: Duration = Duration::from_secs(60);
 // glue
 /// The framework's memory, for the crates.
 fn view<T: Element>(memory: &mut [T]) -> AnySlice {
-    // SAFETY: the memory outlives `WaitOnDrop`; within a step, streams and events order the accesses.
-    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }.erase()
+    // SAFETY: the memory outlives `WaitOnDrop`; within a step, streams and events order the
+    // accesses.
+    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }
+        .erase()
 }
 // end of glue
 
-/// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the losses.
+/// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the
+/// losses.
 fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     // glue: what each rank owns
     let (ranks, rank, id) = (comm.world_size(), comm.rank(), comm.rank() as u64);
     let param = |name: String, elems: usize| ParamSpec::new(name, [elems as u64]);
     let unit = |i: usize| {
         let weight = param(format!("{i}.weight"), WIDTHS[i] * WIDTHS[i + 1]);
-        UnitSpec::new(format!("layer {i}"), [weight, param(format!("{i}.bias"), WIDTHS[i + 1])])
+        UnitSpec::new(
+            format!("layer {i}"),
+            [weight, param(format!("{i}.bias"), WIDTHS[i + 1])],
+        )
     };
     let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
     let units = layout.units();
     let range = |range: Range<u64>| range.start as usize..range.end as usize;
     // end of glue
 
-    // This rank's shards of the parameters and of the sums of gradients, and the padded gradients of each layer.
+    // This rank's shards of the parameters and of the sums of gradients, and the padded gradients
+    // of each layer.
     let initial = |i: u64| bf16::from_f32(((i * 37) % 19) as f32 / 19.0 - 0.5);
-    let mut shards: Vec<Vec<bf16>> = units.iter().map(|u| u.shard(id).map(initial).collect()).collect();
-    let mut grads: Vec<Vec<f32>> = units.iter().map(|u| vec![0.0; u.padded_elems as usize]).collect();
+    let mut shards: Vec<Vec<bf16>> = units
+        .iter()
+        .map(|u| u.shard(id).map(initial).collect())
+        .collect();
+    let mut grads: Vec<Vec<f32>> = units
+        .iter()
+        .map(|u| vec![0.0; u.padded_elems as usize])
+        .collect();
     let mut sums: Vec<Vec<f32>> = shards.iter().map(|shard| vec![0.0; shard.len()]).collect();
 
     // glue: streams, buckets, and the optimizer of this rank's shards
     let shards: Vec<_> = shards.iter_mut().map(|shard| view(shard)).collect();
     let own: Vec<_> = shards.iter().map(|shard| [(*shard, 0)]).collect();
     let sums: Vec<_> = sums.iter_mut().map(|sum| view(sum)).collect();
-    let (device, comm) = (HostDevice::new(), Arc::new(comm) as Arc<dyn Communicator<HostDevice>>);
-    let (compute, comm_stream) = (device.create_stream("compute")?, device.create_stream("comm")?);
+    let (device, comm) = (
+        HostDevice::new(),
+        Arc::new(comm) as Arc<dyn Communicator<HostDevice>>,
+    );
+    let (compute, comm_stream) = (
+        device.create_stream("compute")?,
+        device.create_stream("comm")?,
+    );
     let _wait = WaitOnDrop::new(comm.clone(), [compute.clone(), comm_stream.clone()], LIMIT);
     let (pool, kernels) = (Pool::new(device, 1 << 20), Arc::new(HostKernels::new(1)?));
     let options = BucketOptions::new(64, DType::Bf16);
-    let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options)?;
-    let exchange = |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
-    let rules = vec![GroupRules::default(), GroupRules::default().weight_decay(0.0)]; // of weights, of biases
+    let buckets = Buckets::new(
+        &pool,
+        comm.clone(),
+        compute.clone(),
+        comm_stream.clone(),
+        options,
+    )?;
+    let exchange =
+        |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
+    let rules = vec![
+        GroupRules::default(),
+        GroupRules::default().weight_decay(0.0),
+    ]; // of weights, of biases
     let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let config = OptimizerConfig::default().lr(0.02);
-    let segments = units.iter().map(|u| Segment::shard(&u.name, range(u.shard_range()))).collect();
-    let mut optim =
-        ShardedAdamW::with_groups(&pool, kernels.clone(), &compute, config, DType::Bf16, segments, &groups)?;
-    let own_params = RankParams { layout: &layout, rank: id, params: &own };
+    let segments = units
+        .iter()
+        .map(|u| Segment::shard(&u.name, range(u.shard_range())))
+        .collect();
+    let mut optim = ShardedAdamW::with_groups(
+        &pool,
+        kernels.clone(),
+        &compute,
+        config,
+        DType::Bf16,
+        segments,
+        &groups,
+    )?;
+    let own_params = RankParams {
+        layout: &layout,
+        rank: id,
+        params: &own,
+    };
     match steps.start {
         0 => optim.init_masters(&compute, &own)?,
         _ => optim.load(&compute, &Reader::open(dir)?, &own_params, LIMIT)?,
     }
-    let (streams, options) = ((compute.clone(), comm_stream.clone()), PrefetchOptions::default());
-    let mut prefetcher = Prefetcher::new(pool.clone(), comm.clone(), streams.0, streams.1, shards, options);
+    let (streams, options) = (
+        (compute.clone(), comm_stream.clone()),
+        PrefetchOptions::default(),
+    );
+    let mut prefetcher = Prefetcher::new(
+        pool.clone(),
+        comm.clone(),
+        streams.0,
+        streams.1,
+        shards,
+        options,
+    );
     // end of glue
 
     let ((inputs, targets), mut losses) = (data(rank, ranks), Vec::new());
@@ -87,22 +141,40 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
             gathered.reshard(unit);
         }
         // end of glue
-        let mut dy: Vec<f32> = outputs[LAYERS].iter().zip(&targets).map(|(y, target)| 2.0 * (y - target)).collect();
+        let mut dy: Vec<f32> = outputs[LAYERS]
+            .iter()
+            .zip(&targets)
+            .map(|(y, target)| 2.0 * (y - target))
+            .collect();
         let loss = dy.iter().map(|dy| f64::from(dy * dy) / 4.0).sum::<f64>() / ROWS as f64;
         let mut reduced = Vec::new();
         for (layer, grads) in grads.iter_mut().enumerate().rev() {
             // glue: the layer is summed over ranks while backward goes on
-            let (unit, outputs) = (gathered.unshard(layer)?, [&*outputs[layer], &outputs[layer + 1], &dy]);
+            let (unit, outputs) = (
+                gathered.unshard(layer)?,
+                [&*outputs[layer], &outputs[layer + 1], &dy],
+            );
             dy = unit.read(LIMIT, |params| backward(layer, params, outputs, grads))?;
             gathered.reshard(unit);
-            reduced.insert(0, buckets.reduce_unit(&*kernels, &[(view(grads), 0)], SumInto::Write(sums[layer]))?);
+            reduced.insert(
+                0,
+                buckets.reduce_unit(&*kernels, &[(view(grads), 0)], SumInto::Write(sums[layer]))?,
+            );
             // end of glue
         }
         // glue: the step
         gathered.end();
-        let slices: Vec<_> = reduced.iter().zip(&own).map(|(grad, param)| UnitSlices { grad, param }).collect();
+        let slices: Vec<_> = reduced
+            .iter()
+            .zip(&own)
+            .map(|(grad, param)| UnitSlices { grad, param })
+            .collect();
         let inputs = StepInputs::new(loss, Divisor::Sum(ROWS as f64));
-        losses.push(optim.step_with(&compute, &slices, inputs, exchange, LIMIT)?.loss());
+        losses.push(
+            optim
+                .step_with(&compute, &slices, inputs, exchange, LIMIT)?
+                .loss(),
+        );
         // end of glue
     }
 
@@ -111,7 +183,14 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         SaveMeta::default().step(steps.end).stage(ZeroStage::Three),
         Store::create(dir, id, StoreOptions::default())?,
     );
-    optim.save(&compute, &store, meta, &own_params, &mut ExchangeFn::new(id, exchange), LIMIT)?;
+    optim.save(
+        &compute,
+        &store,
+        meta,
+        &own_params,
+        &mut ExchangeFn::new(id, exchange),
+        LIMIT,
+    )?;
     // end of glue
     Ok(losses)
 }
@@ -121,8 +200,15 @@ pub(crate) fn on_ranks(ranks: usize, dir: &Path, steps: Range<u64>) -> Result<Ve
     let comms = World::new(ranks, CommOptions::default())?;
     let train = |comm| train(comm, dir, steps.clone());
     std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| train(comm))).collect();
-        ranks.into_iter().map(|rank| rank.join().map_err(|_| "a rank panicked")?).next_back().ok_or("no ranks")?
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(|| train(comm)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().map_err(|_| "a rank panicked")?)
+            .next_back()
+            .ok_or("no ranks")?
     })
 }
 

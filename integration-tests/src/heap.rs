@@ -3,7 +3,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::Write;
 
-/// The system's allocator. Where it refuses memory the process ends with an error; Rust would abort it.
+/// The system's allocator. Where it refuses memory the process ends with an error; Rust would abort
+/// it.
 pub(super) struct Heap;
 
 // SAFETY: the system's allocator.
@@ -53,8 +54,8 @@ fn refused(bytes: usize) -> ! {
     unsafe { libc::_exit(1) }
 }
 
-/// Lets all threads share one heap. By default glibc reserves 64 MiB of addresses for each of up to 8 threads a core,
-/// and keeps what each has freed.
+/// Lets all threads share one heap. By default glibc reserves 64 MiB of addresses for each of up to
+/// 8 threads a core, and keeps what each has freed.
 pub(super) fn share() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: sets a number, before any other thread exists.

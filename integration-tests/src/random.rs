@@ -1,10 +1,10 @@
 //! Counter-based random numbers: number `i` of stream `key` is a pure function of both.
 //!
-//! There is no state between draws: a rank generates its part of a parameter, or its rows of a batch, without the
-//! rest, and a resumed run draws the same numbers as an uninterrupted one.
+//! There is no state between draws: a rank generates its part of a parameter, or its rows of a
+//! batch, without the rest, and a resumed run draws the same numbers as an uninterrupted one.
 //!
-//! The function is Philox4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-//! easy as 1, 2, 3", SC 2011), tested against the authors' known answers.
+//! The function is Philox4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
+//! numbers: as easy as 1, 2, 3", SC 2011), tested against the authors' known answers.
 
 /// A stream of random numbers, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,13 +18,31 @@ impl Counter {
         // Seed and name pass through the generator, so that similar seeds have unrelated keys.
         let name = fnv1a(purpose.as_bytes());
         let seed_key = [seed as u32, (seed >> 32) as u32];
-        let mixed = philox([name as u32, (name >> 32) as u32, purpose.len() as u32, 0x5a45_524f], seed_key);
-        Self { key: [mixed[0], mixed[1]] }
+        let mixed = philox(
+            [
+                name as u32,
+                (name >> 32) as u32,
+                purpose.len() as u32,
+                0x5a45_524f,
+            ],
+            seed_key,
+        );
+        Self {
+            key: [mixed[0], mixed[1]],
+        }
     }
 
     /// Four numbers, each uniform over all of `u32`, for the counter `(high, low)`.
     pub fn four(&self, high: u64, low: u64) -> [u32; 4] {
-        philox([low as u32, (low >> 32) as u32, high as u32, (high >> 32) as u32], self.key)
+        philox(
+            [
+                low as u32,
+                (low >> 32) as u32,
+                high as u32,
+                (high >> 32) as u32,
+            ],
+            self.key,
+        )
     }
 
     /// A number below `bound` (0 if `bound` is 0), uniform to within one part in 2^64 / `bound`.
@@ -34,7 +52,8 @@ impl Counter {
         ((u128::from(x) * u128::from(bound)) >> 64) as u64
     }
 
-    /// Four independent standard normal numbers: elements `4 * group .. 4 * group + 4` of a sequence.
+    /// Four independent standard normal numbers: elements `4 * group .. 4 * group + 4` of a
+    /// sequence.
     pub fn four_normals(&self, group: u64) -> [f32; 4] {
         let [a, b, c, d] = self.four(0, group);
         let (x, y) = box_muller(a, b);
@@ -55,7 +74,9 @@ fn box_muller(a: u32, b: u32) -> (f32, f32) {
 
 /// FNV-1a, 64 bits.
 fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, &b| {
+        (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 /// Philox4x32-10.
@@ -69,7 +90,10 @@ fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
             (left >> 32) as u32 ^ counter[3] ^ key[1],
             left as u32,
         ];
-        key = [key[0].wrapping_add(0x9e37_79b9), key[1].wrapping_add(0xbb67_ae85)];
+        key = [
+            key[0].wrapping_add(0x9e37_79b9),
+            key[1].wrapping_add(0xbb67_ae85),
+        ];
     }
     counter
 }
@@ -80,10 +104,19 @@ mod tests {
 
     #[test]
     fn known_answers_of_random123() {
-        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
-        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
         assert_eq!(
-            philox([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            philox([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
+        assert_eq!(
+            philox([u32::MAX; 4], [u32::MAX; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        assert_eq!(
+            philox(
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0]
+            ),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
     }
@@ -92,7 +125,10 @@ mod tests {
     fn normals_have_the_right_moments() {
         let counter = Counter::new(7, "a parameter");
         let n = 100_000;
-        let all: Vec<f64> = (0..n / 4).flat_map(|g| counter.four_normals(g)).map(f64::from).collect();
+        let all: Vec<f64> = (0..n / 4)
+            .flat_map(|g| counter.four_normals(g))
+            .map(f64::from)
+            .collect();
         let mean = all.iter().sum::<f64>() / n as f64;
         let moment = |k| all.iter().map(|x| (x - mean).powi(k)).sum::<f64>() / n as f64;
         // Four standard errors of each estimate: sqrt(Var / n) is 0.0032, 0.0045, 0.0077 and 0.031.

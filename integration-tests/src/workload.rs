@@ -49,7 +49,11 @@ macro_rules! workload {
                 gpt2::passes(&self.config)
             }
 
-            fn model(&self, pool: &Pool<$device>, compute: &$stream) -> Result<Box<dyn Model<$device>>, TrainError> {
+            fn model(
+                &self,
+                pool: &Pool<$device>,
+                compute: &$stream,
+            ) -> Result<Box<dyn Model<$device>>, TrainError> {
                 self.$model(pool, compute)
             }
 
@@ -57,7 +61,12 @@ macro_rules! workload {
                 self.initial_weights()
             }
 
-            fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+            fn batch(
+                &self,
+                at: BatchAt,
+                inputs: &mut [u32],
+                targets: &mut [u32],
+            ) -> Result<(), TrainError> {
                 Ok(self.data.batch(at, inputs, targets)?)
             }
 
@@ -83,7 +92,13 @@ impl GptWorkload {
         compute: &HostStream,
     ) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
         let threads = Threads::new(self.threads)?;
-        Ok(Box::new(Gpt2::new(self.config.clone(), self.options.clone(), pool, compute, threads)?))
+        Ok(Box::new(Gpt2::new(
+            self.config.clone(),
+            self.options.clone(),
+            pool,
+            compute,
+            threads,
+        )?))
     }
 
     fn on_cuda(
@@ -91,19 +106,27 @@ impl GptWorkload {
         pool: &Pool<CudaDevice>,
         compute: &CudaStream,
     ) -> Result<Box<dyn Model<CudaDevice>>, TrainError> {
-        Ok(Box::new(CudaGpt2::new(self.config.clone(), self.options.clone(), pool, compute)?))
+        Ok(Box::new(CudaGpt2::new(
+            self.config.clone(),
+            self.options.clone(),
+            pool,
+            compute,
+        )?))
     }
 
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
         Ok(match &self.weights {
             Weights::Initial(seed) => {
-                // Without this pool, rayon would start its global pool, with a thread for each core.
+                // Without this pool, rayon would start its global pool, with a thread for each
+                // core.
                 let threads = Threads::new(self.threads)?;
                 Box::new(move |name, range, out| {
                     Ok(threads.run(|| self.config.fill_initial(*seed, name, range, out))?)
                 })
             }
-            Weights::Folder(folder) => Box::new(|name, range, out| Ok(folder.read(name, range, out)?)),
+            Weights::Folder(folder) => {
+                Box::new(|name, range, out| Ok(folder.read(name, range, out)?))
+            }
         })
     }
 }

@@ -1,6 +1,6 @@
-//! The work of a training step, counted by the stand-ins for the libraries of a GPU machine: launches, copies, matrix
-//! products and collectives, with their bytes. Large models run in the stand-ins' dry mode. On a GPU these tests are
-//! skipped.
+//! The work of a training step, counted by the stand-ins for the libraries of a GPU machine:
+//! launches, copies, matrix products and collectives, with their bytes. Large models run in the
+//! stand-ins' dry mode. On a GPU these tests are skipped.
 
 #[path = "common/place.rs"]
 mod place;
@@ -29,9 +29,23 @@ fn skipped() -> bool {
 /// Rank 0's counts of a run, and the metrics of its last step.
 fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
     let mut command = place::zero();
-    command.args(["train", "--device", "cuda", "--dtype", "bf16", "--no-checkpoint", "--no-matmul-timing"]);
-    command.args(["--metrics", "metrics", "--ranks", ranks]).args(args).current_dir(dir).stdin(Stdio::null());
-    command.env("ZERO_STANDIN_DEVICES", ranks).env("ZERO_STANDIN_COUNTS", "counts");
+    command.args([
+        "train",
+        "--device",
+        "cuda",
+        "--dtype",
+        "bf16",
+        "--no-checkpoint",
+        "--no-matmul-timing",
+    ]);
+    command
+        .args(["--metrics", "metrics", "--ranks", ranks])
+        .args(args)
+        .current_dir(dir)
+        .stdin(Stdio::null());
+    command
+        .env("ZERO_STANDIN_DEVICES", ranks)
+        .env("ZERO_STANDIN_COUNTS", "counts");
     if dry {
         command.env("ZERO_STANDIN_DRY", "1");
     }
@@ -39,18 +53,33 @@ fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
         let _absent = std::fs::remove_file(dir.join(old));
     }
     let output = command.output().unwrap();
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{args:?}: {}\n{out}{err}", output.status);
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(
+        output.status.success(),
+        "{args:?}: {}\n{out}{err}",
+        output.status
+    );
     let metrics = std::fs::read_to_string(dir.join("metrics")).unwrap();
-    (parse(dir), serde_json::from_str(metrics.lines().last().unwrap()).unwrap())
+    (
+        parse(dir),
+        serde_json::from_str(metrics.lines().last().unwrap()).unwrap(),
+    )
 }
 
 fn parse(dir: &Path) -> Counts {
     let text = std::fs::read_to_string(dir.join("counts")).unwrap();
     let row = |line: &str| {
-        let [kind, name, numbers @ ..] = &line.split(',').collect::<Vec<_>>()[..] else { panic!("{line}") };
+        let [kind, name, numbers @ ..] = &line.split(',').collect::<Vec<_>>()[..] else {
+            panic!("{line}")
+        };
         let numbers: Vec<u64> = numbers.iter().map(|n| n.parse().unwrap()).collect();
-        (((*kind).to_owned(), (*name).to_owned()), numbers.try_into().unwrap())
+        (
+            ((*kind).to_owned(), (*name).to_owned()),
+            numbers.try_into().unwrap(),
+        )
     };
     text.lines().skip(1).map(row).collect()
 }
@@ -58,10 +87,28 @@ fn parse(dir: &Path) -> Counts {
 /// The third step's counts of GPT-2 124M in the dry mode, and its metrics.
 fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
     let dir = TempDir::new().unwrap();
-    let tokens: Vec<u8> = (0..400_000u32).flat_map(|i| ((i * 7919 % 50_257) as u16).to_le_bytes()).collect();
+    let tokens: Vec<u8> = (0..400_000u32)
+        .flat_map(|i| ((i * 7919 % 50_257) as u16).to_le_bytes())
+        .collect();
     std::fs::write(dir.path().join("tokens.bin"), tokens).unwrap();
-    let sizes = ["--model", "gpt2-124m", "--data", "tokens.bin", "--seq-len", "1024", "--micro-batch", batch];
-    let run = |steps| train(dir.path(), true, ranks, &[&sizes[..], &["--stage", stage, "--steps", steps]].concat());
+    let sizes = [
+        "--model",
+        "gpt2-124m",
+        "--data",
+        "tokens.bin",
+        "--seq-len",
+        "1024",
+        "--micro-batch",
+        batch,
+    ];
+    let run = |steps| {
+        train(
+            dir.path(),
+            true,
+            ranks,
+            &[&sizes[..], &["--stage", stage, "--steps", steps]].concat(),
+        )
+    };
     let ((two, _), (mut three, metrics)) = (run("2"), run("3"));
     // The number of events depends on what has completed.
     three.retain(|(kind, _), _| kind != "event");
@@ -75,11 +122,16 @@ fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
 
 /// The sum of all rows of `kind` whose names start with `name`.
 fn sum(counts: &Counts, kind: &str, name: &str) -> [u64; 4] {
-    let rows = counts.iter().filter(|((of, n), _)| of == kind && n.starts_with(name));
-    rows.fold([0; 4], |sum, (_, row)| std::array::from_fn(|i| sum[i] + row[i]))
+    let rows = counts
+        .iter()
+        .filter(|((of, n), _)| of == kind && n.starts_with(name));
+    rows.fold([0; 4], |sum, (_, row)| {
+        std::array::from_fn(|i| sum[i] + row[i])
+    })
 }
 
-/// Parameters of GPT-2 124M, and its units: two embeddings with the head, 12 blocks, the last layer norm.
+/// Parameters of GPT-2 124M, and its units: two embeddings with the head, 12 blocks, the last layer
+/// norm.
 const PARAMS: u64 = 124_439_808;
 const UNITS: u64 = 14;
 
@@ -91,7 +143,18 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
     }
     let (model, tokens) = (place::data("model"), place::data("tokens.u16.bin"));
     let [model, tokens] = [&model, &tokens].map(|path| path.to_str().unwrap());
-    let sizes = ["--model", model, "--data", tokens, "--seq-len", "32", "--micro-batch", "2", "--steps", "3"];
+    let sizes = [
+        "--model",
+        model,
+        "--data",
+        tokens,
+        "--seq-len",
+        "32",
+        "--micro-batch",
+        "2",
+        "--steps",
+        "3",
+    ];
     for (ranks, stage) in [("1", "0"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")] {
         let dir = TempDir::new().unwrap();
         let args = [&sizes[..], &["--stage", stage]].concat();
@@ -101,9 +164,15 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
             counts.retain(|(kind, _), _| kind != "event");
             counts
         });
-        assert!(sum(&full, "product", "")[0] > 0 && sum(&full, "kernel", "")[1] > 0, "{full:?}");
+        assert!(
+            sum(&full, "product", "")[0] > 0 && sum(&full, "kernel", "")[1] > 0,
+            "{full:?}"
+        );
         for (key, row) in &full {
-            let (row, dry) = (&mut row.clone(), &mut dry.get(key).copied().unwrap_or_default());
+            let (row, dry) = (
+                &mut row.clone(),
+                &mut dry.get(key).copied().unwrap_or_default(),
+            );
             if key.1.starts_with("embedding_tokens") {
                 // Its bytes depend on the tokens; the dry mode takes those of the first batch.
                 row[1..].fill(0);
@@ -127,20 +196,38 @@ fn cuda_step_of_one_rank_has_few_launches() {
         // Four a block forward, and twice as many backward; three for each part of the logits.
         let products = sum(&step, "product", "");
         let of_head = products[0] - 12 * 12;
-        assert!(of_head > 0 && of_head.is_multiple_of(3), "stage {stage}: {of_head}");
-        // A forward and two backward products of each weight, at two operations a term; the vocabulary is padded.
+        assert!(
+            of_head > 0 && of_head.is_multiple_of(3),
+            "stage {stage}: {of_head}"
+        );
+        // A forward and two backward products of each weight, at two operations a term; the
+        // vocabulary is padded.
         let weights = 12 * 12 * 768 * 768 + 768 * 50_304;
-        assert_eq!(products[3], 3 * 2 * 32 * 1024 * weights, "stage {stage}: operations");
+        assert_eq!(
+            products[3],
+            3 * 2 * 32 * 1024 * weights,
+            "stage {stage}: operations"
+        );
         let launches = sum(&step, "kernel", "")[0];
-        assert!(launches <= MOST_LAUNCHES, "stage {stage}: {launches} launches: {step:#?}");
+        assert!(
+            launches <= MOST_LAUNCHES,
+            "stage {stage}: {launches} launches: {step:#?}"
+        );
         let kernels = sum(&step, "kernel", "");
         let moved = (kernels[1] + kernels[2]) / 1_000_000_000;
-        assert!(moved <= MOST_GB, "stage {stage}: {moved} GB of kernels: {step:#?}");
+        assert!(
+            moved <= MOST_GB,
+            "stage {stage}: {moved} GB of kernels: {step:#?}"
+        );
         // The step's outcome. Nothing waits for the host to run a function.
         assert_eq!(sum(&step, "copy", "device to host")[0], 1, "stage {stage}");
         assert_eq!(sum(&step, "host function", "")[0], 0, "stage {stage}");
         // One rank reduces its gradients where they are; stage 3 gathers units by copies.
-        assert_eq!(sum(&step, "copy", "device to device")[0] > 0, stage == "3", "stage {stage}");
+        assert_eq!(
+            sum(&step, "copy", "device to device")[0] > 0,
+            stage == "3",
+            "stage {stage}"
+        );
     }
 }
 
@@ -156,8 +243,8 @@ fn cuda_ranks_send_each_unit_once() {
     if skipped() {
         return;
     }
-    // Gathers: the updated parameters, at stage 3 all units in forward and all but the last again in backward; and the
-    // statistics of the step.
+    // Gathers: the updated parameters, at stage 3 all units in forward and all but the last again
+    // in backward; and the statistics of the step.
     let mut at_stage_2 = Vec::new();
     for (stage, ranks, reduced, gathered, psis) in [
         ("1", "4", UNITS, UNITS + 1, 2),
@@ -166,25 +253,53 @@ fn cuda_ranks_send_each_unit_once() {
         ("2", "2", UNITS, UNITS + 1, 2),
     ] {
         let (step, metrics) = step_of_124m(stage, ranks, "8");
-        // Blocks write into their buckets. Of the two other units one launch packs the shards of all ranks.
-        assert_eq!(sum(&step, "kernel", "pack_")[0], 2, "stage {stage}, {ranks} ranks: {step:#?}");
+        // Blocks write into their buckets. Of the two other units one launch packs the shards of
+        // all ranks.
+        assert_eq!(
+            sum(&step, "kernel", "pack_")[0],
+            2,
+            "stage {stage}, {ranks} ranks: {step:#?}"
+        );
         let launches = sum(&step, "kernel", "")[0];
-        assert!(launches <= MOST_LAUNCHES_OF_RANKS, "stage {stage}, {ranks} ranks: {launches} launches: {step:#?}");
+        assert!(
+            launches <= MOST_LAUNCHES_OF_RANKS,
+            "stage {stage}, {ranks} ranks: {launches} launches: {step:#?}"
+        );
         at_stage_2.extend((stage == "2").then_some(launches));
-        let (scatter, gather) =
-            (sum(&step, "collective", "ncclReduceScatter"), sum(&step, "collective", "ncclAllGather"));
+        let (scatter, gather) = (
+            sum(&step, "collective", "ncclReduceScatter"),
+            sum(&step, "collective", "ncclAllGather"),
+        );
         assert_eq!(scatter[0], reduced, "stage {stage}: reduce-scatters");
         assert_eq!(gather[0], gathered, "stage {stage}: all-gathers");
-        assert_eq!(sum(&step, "collective", "")[0], reduced + gathered, "stage {stage}");
+        assert_eq!(
+            sum(&step, "collective", "")[0],
+            reduced + gathered,
+            "stage {stage}"
+        );
         let sent = &metrics["comm_bytes"];
-        assert_eq!(scatter[1], sent["reduce_scatter"].as_u64().unwrap(), "stage {stage}");
+        assert_eq!(
+            scatter[1],
+            sent["reduce_scatter"].as_u64().unwrap(),
+            "stage {stage}"
+        );
         // Without the gather of statistics.
-        assert!(gather[1] - sent["all_gather"].as_u64().unwrap() < 4096, "stage {stage}");
-        // Of each pass over the parameters a rank sends the shards of the others; padding is below 1%.
+        assert!(
+            gather[1] - sent["all_gather"].as_u64().unwrap() < 4096,
+            "stage {stage}"
+        );
+        // Of each pass over the parameters a rank sends the shards of the others; padding is below
+        // 1%.
         let ranks: u64 = ranks.parse().unwrap();
         let law = psis * 2 * PARAMS * (ranks - 1) / ranks;
         let sent = scatter[1] + gather[1];
-        assert!(sent.abs_diff(law) < law / 100, "stage {stage}: {sent} bytes, and not {law}");
+        assert!(
+            sent.abs_diff(law) < law / 100,
+            "stage {stage}: {sent} bytes, and not {law}"
+        );
     }
-    assert_eq!(at_stage_2[0], at_stage_2[1], "launches of four ranks and of two");
+    assert_eq!(
+        at_stage_2[0], at_stage_2[1],
+        "launches of four ranks and of two"
+    );
 }

@@ -1,6 +1,6 @@
-//! Every kernel of the transformer compiles for every architecture without register spills, and exports its entries.
-//! Requires NVRTC but no GPU. Without NVRTC the tests print SKIPPED, or fail if `ZERO_REQUIRE_NVRTC` is set
-//! (.ci/steps/80-cuda-compile sets it).
+//! Every kernel of the transformer compiles for every architecture without register spills, and
+//! exports its entries. Requires NVRTC but no GPU. Without NVRTC the tests print SKIPPED, or fail
+//! if `ZERO_REQUIRE_NVRTC` is set (.ci/steps/80-cuda-compile sets it).
 
 use std::io::Write;
 
@@ -29,11 +29,18 @@ fn transformer_kernels_compile_without_spilling() {
         return;
     };
     let dtypes = [DType::F32, DType::Bf16, DType::F16];
-    let files: Vec<_> = dtypes.iter().flat_map(|&d| kernel_files(d).unwrap().iter().map(move |f| (d, f))).collect();
+    let files: Vec<_> = dtypes
+        .iter()
+        .flat_map(|&d| kernel_files(d).unwrap().iter().map(move |f| (d, f)))
+        .collect();
     std::thread::scope(|scope| {
         for archs in [&ARCHS[..2], &ARCHS[2..]] {
             let (nvrtc, files) = (&nvrtc, &files);
-            scope.spawn(move || archs.iter().for_each(|&a| files.iter().for_each(|(d, f)| check(nvrtc, a, *d, f))));
+            scope.spawn(move || {
+                archs
+                    .iter()
+                    .for_each(|&a| files.iter().for_each(|(d, f)| check(nvrtc, a, *d, f)))
+            });
         }
     });
 }
@@ -43,16 +50,34 @@ fn check(nvrtc: &Nvrtc, arch: Arch, dtype: DType, file: &KernelFile) {
         return;
     }
     let what = format!("{} {dtype} {arch}", file.source.name);
-    let compiled = nvrtc.compile(&file.source, Target::Cubin(arch), true).unwrap();
+    let compiled = nvrtc
+        .compile(&file.source, Target::Cubin(arch), true)
+        .unwrap();
     assert_eq!(&compiled.image[..4], b"\x7fELF", "{what}");
-    assert!(!compiled.log.contains("warning"), "{what}: {}", compiled.log);
+    assert!(
+        !compiled.log.contains("warning"),
+        "{what}: {}",
+        compiled.log
+    );
     for entry in file.entries {
         // A whole string in the ELF file's string table.
         let needle = [b"\0", entry.as_bytes(), b"\0"].concat();
-        assert!(compiled.image.windows(needle.len()).any(|w| w == needle), "{what}: no {entry}");
+        assert!(
+            compiled.image.windows(needle.len()).any(|w| w == needle),
+            "{what}: no {entry}"
+        );
     }
-    let spills: Vec<&str> = compiled.log.lines().filter(|l| l.contains("spill stores")).collect();
-    assert_eq!(spills.len(), file.entries.len(), "{what}: a report for each kernel: {}", compiled.log);
+    let spills: Vec<&str> = compiled
+        .log
+        .lines()
+        .filter(|l| l.contains("spill stores"))
+        .collect();
+    assert_eq!(
+        spills.len(),
+        file.entries.len(),
+        "{what}: a report for each kernel: {}",
+        compiled.log
+    );
     for line in spills {
         let clean = line.contains(" 0 bytes spill stores") && line.contains(" 0 bytes spill loads");
         assert!(clean, "{what}: {line}\n{}", compiled.log);

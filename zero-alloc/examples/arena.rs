@@ -18,7 +18,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let state = pool.allocate(1 << 20, DType::F32, Purpose::Optimizer, &stream)?;
     let mut activations = Vec::new();
     for layer in 1..=12 {
-        activations.push(pool.allocate_movable(layer * 40_000, DType::Bf16, Purpose::Activations, &stream)?);
+        activations.push(pool.allocate_movable(
+            layer * 40_000,
+            DType::Bf16,
+            Purpose::Activations,
+            &stream,
+        )?);
     }
     let mut history = vec![("full", pool.map())];
 
@@ -49,7 +54,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Draws memory maps over time as SVG: a column for each map, offsets in MiB upwards, free memory in grey.
+/// Draws memory maps over time as SVG: a column for each map, offsets in MiB upwards, free memory
+/// in grey.
 fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
     let colour = |purpose: Option<Purpose>| match purpose {
         Some(purpose) => Palette99::pick(purpose as usize).to_rgba(),
@@ -71,20 +77,31 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
         .disable_mesh()
         .x_labels(2 * history.len() + 1)
         .x_label_formatter(&|x| match x.fract() {
-            0.5 => history.get(*x as usize).map_or(String::new(), |(label, _)| (*label).to_owned()),
+            0.5 => history
+                .get(*x as usize)
+                .map_or(String::new(), |(label, _)| (*label).to_owned()),
             _ => String::new(),
         })
         .y_desc("offset, MiB")
         .draw()?;
     for (i, (_, map)) in history.iter().enumerate() {
         chart.draw_series(map.spans.iter().map(|span| {
-            let corners = [(i as f64 + 0.1, mib(span.start)), (i as f64 + 0.9, mib(span.start + span.bytes))];
+            let corners = [
+                (i as f64 + 0.1, mib(span.start)),
+                (i as f64 + 0.9, mib(span.start + span.bytes)),
+            ];
             Rectangle::new(corners, colour(span.purpose).filled())
         }))?;
     }
     for (i, purpose) in Purpose::ALL.map(Some).into_iter().chain([None]).enumerate() {
-        let (y, name) = (20 + 20 * i as i32, purpose.map_or("free".to_owned(), |purpose| format!("{purpose:?}")));
-        legend.draw(&Rectangle::new([(0, y), (12, y + 12)], colour(purpose).filled()))?;
+        let (y, name) = (
+            20 + 20 * i as i32,
+            purpose.map_or("free".to_owned(), |purpose| format!("{purpose:?}")),
+        );
+        legend.draw(&Rectangle::new(
+            [(0, y), (12, y + 12)],
+            colour(purpose).filled(),
+        ))?;
         legend.draw(&Text::new(name, (18, y), ("sans-serif", 14)))?;
     }
     root.present()?;

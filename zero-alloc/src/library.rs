@@ -1,4 +1,5 @@
-//! Shared libraries that are loaded at run time: the CUDA driver here; NVRTC, NCCL and cuBLASLt in other crates.
+//! Shared libraries that are loaded at run time: the CUDA driver here; NVRTC, NCCL and cuBLASLt in
+//! other crates.
 //!
 //! `ZERO_NCCL`, `ZERO_NVRTC` and `ZERO_CUBLASLT` name a library's path in place of the usual names.
 
@@ -24,8 +25,8 @@ impl Search {
         self.paths_with(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
 
-    /// [`Search::paths`] for libraries that run on a driver of CUDA's `major` version: those whose names have a newer
-    /// major version come last, because such a driver cannot run them.
+    /// [`Search::paths`] for libraries that run on a driver of CUDA's `major` version: those whose
+    /// names have a newer major version come last, because such a driver cannot run them.
     pub fn paths_for_driver(&self, major: Option<u32>) -> Vec<String> {
         let mut paths = self.paths();
         if let Some(major) = major {
@@ -40,10 +41,21 @@ impl Search {
         }
         let mut paths: Vec<String> = self.names.iter().map(|&name| name.to_owned()).collect();
         if self.in_toolkit {
-            let (folder, usual) =
-                if cfg!(windows) { ("bin", None) } else { ("lib64", Some("/usr/local/cuda".to_owned())) };
-            for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| variable(name)).chain(usual) {
-                paths.extend(self.names.iter().map(|name| format!("{home}/{folder}/{name}")));
+            let (folder, usual) = if cfg!(windows) {
+                ("bin", None)
+            } else {
+                ("lib64", Some("/usr/local/cuda".to_owned()))
+            };
+            for home in ["CUDA_HOME", "CUDA_PATH"]
+                .iter()
+                .filter_map(|name| variable(name))
+                .chain(usual)
+            {
+                paths.extend(
+                    self.names
+                        .iter()
+                        .map(|name| format!("{home}/{folder}/{name}")),
+                );
             }
         }
         paths
@@ -54,11 +66,19 @@ impl Search {
 fn major_version(path: &str) -> Option<u32> {
     match path.rsplit_once(".so.") {
         Some((_, version)) => version.split('.').next()?.parse().ok(),
-        None => path.split_once("64_")?.1.split('_').next()?.parse::<u32>().ok().map(|version| version / 10),
+        None => path
+            .split_once("64_")?
+            .1
+            .split('_')
+            .next()?
+            .parse::<u32>()
+            .ok()
+            .map(|version| version / 10),
     }
 }
 
-/// A loaded library. It is never unloaded, because its functions may be in use and its threads may run.
+/// A loaded library. It is never unloaded, because its functions may be in use and its threads may
+/// run.
 pub struct Library {
     path: String,
     handle: ManuallyDrop<libloading::Library>,
@@ -90,13 +110,19 @@ impl Library {
     /// No path loads; the error has each path with the loader's message.
     ///
     /// # Safety
-    /// Loading runs the library's initializers, so `paths` must name libraries that are safe to load.
+    /// Loading runs the library's initializers, so `paths` must name libraries that are safe to
+    /// load.
     pub unsafe fn open(paths: &[impl AsRef<str>]) -> Result<Self, Vec<String>> {
         let mut tried = Vec::new();
         for path in paths.iter().map(AsRef::as_ref) {
             // SAFETY: the caller's promise.
             match unsafe { libloading::Library::new(path) } {
-                Ok(library) => return Ok(Self { path: path.to_owned(), handle: ManuallyDrop::new(library) }),
+                Ok(library) => {
+                    return Ok(Self {
+                        path: path.to_owned(),
+                        handle: ManuallyDrop::new(library),
+                    });
+                }
                 Err(error) => tried.push(format!("{path} ({})", message(&error))),
             }
         }
@@ -118,11 +144,13 @@ impl Library {
     pub unsafe fn function<F: Copy>(&self, name: &'static str) -> Result<F, MissingFunction> {
         // SAFETY: the caller's promise.
         let found = unsafe { self.handle.get::<F>(name.as_bytes()) };
-        found.map(|function| *function).map_err(|error| MissingFunction {
-            library: self.path.clone(),
-            function: name,
-            message: message(&error),
-        })
+        found
+            .map(|function| *function)
+            .map_err(|error| MissingFunction {
+                library: self.path.clone(),
+                function: name,
+                message: message(&error),
+            })
     }
 }
 
@@ -135,7 +163,11 @@ fn message(error: &libloading::Error) -> String {
 mod tests {
     use super::*;
 
-    const SEARCH: Search = Search { variable: "ZERO_X", names: &["libx.so.2", "libx.so"], in_toolkit: false };
+    const SEARCH: Search = Search {
+        variable: "ZERO_X",
+        names: &["libx.so.2", "libx.so"],
+        in_toolkit: false,
+    };
 
     #[test]
     fn variable_overrides_the_search() {
@@ -147,34 +179,63 @@ mod tests {
     #[test]
     #[cfg(unix)]
     fn toolkit_is_searched_last() {
-        let search = Search { in_toolkit: true, ..SEARCH };
+        let search = Search {
+            in_toolkit: true,
+            ..SEARCH
+        };
         let at_home = |name: &str| (name == "CUDA_HOME").then(|| "/cuda".to_owned());
-        let usual = ["/usr/local/cuda/lib64/libx.so.2", "/usr/local/cuda/lib64/libx.so"];
-        assert_eq!(search.paths_with(|_| None), [&["libx.so.2", "libx.so"], &usual[..]].concat());
+        let usual = [
+            "/usr/local/cuda/lib64/libx.so.2",
+            "/usr/local/cuda/lib64/libx.so",
+        ];
+        assert_eq!(
+            search.paths_with(|_| None),
+            [&["libx.so.2", "libx.so"], &usual[..]].concat()
+        );
         let home = ["/cuda/lib64/libx.so.2", "/cuda/lib64/libx.so"];
-        assert_eq!(search.paths_with(at_home), [&["libx.so.2", "libx.so"], &home[..], &usual[..]].concat());
+        assert_eq!(
+            search.paths_with(at_home),
+            [&["libx.so.2", "libx.so"], &home[..], &usual[..]].concat()
+        );
     }
 
     #[test]
     fn libraries_newer_than_the_driver_come_last() {
-        let search = Search { names: &["libx.so.13", "libx.so.12", "libx.so"], ..SEARCH };
+        let search = Search {
+            names: &["libx.so.13", "libx.so.12", "libx.so"],
+            ..SEARCH
+        };
         let order = |major| search.paths_for_driver(major);
         assert_eq!(order(Some(12)), ["libx.so.12", "libx.so", "libx.so.13"]);
         for major in [None, Some(13), Some(14)] {
             assert_eq!(order(major), search.paths());
         }
-        let search = Search { names: &["x64_130_0.dll", "x64_120_0.dll"], ..SEARCH };
-        assert_eq!(search.paths_for_driver(Some(12)), ["x64_120_0.dll", "x64_130_0.dll"]);
+        let search = Search {
+            names: &["x64_130_0.dll", "x64_120_0.dll"],
+            ..SEARCH
+        };
+        assert_eq!(
+            search.paths_for_driver(Some(12)),
+            ["x64_120_0.dll", "x64_130_0.dll"]
+        );
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn failed_paths_are_in_the_error() {
         // SAFETY: there are no such libraries.
-        let tried = unsafe { Library::open(&["libno-such.so.1", "libnor-this.so"]) }.err().unwrap();
-        assert!(tried[0].starts_with("libno-such.so.1 (") && tried[1].starts_with("libnor-this.so ("), "{tried:?}");
+        let tried = unsafe { Library::open(&["libno-such.so.1", "libnor-this.so"]) }
+            .err()
+            .unwrap();
+        assert!(
+            tried[0].starts_with("libno-such.so.1 (") && tried[1].starts_with("libnor-this.so ("),
+            "{tried:?}"
+        );
         // SAFETY: nothing is loaded.
-        assert_eq!(unsafe { Library::open(&[] as &[&str]) }.err(), Some(Vec::new()));
+        assert_eq!(
+            unsafe { Library::open(&[] as &[&str]) }.err(),
+            Some(Vec::new())
+        );
     }
 
     #[test]
@@ -191,6 +252,11 @@ mod tests {
         assert_eq!(unsafe { abs(-5) }, 5);
         // SAFETY: there is no such function.
         let error = unsafe { library.function::<Abs>("cuInit") }.unwrap_err();
-        assert!(error.to_string().starts_with("libc.so.6 has no function cuInit ("), "{error}");
+        assert!(
+            error
+                .to_string()
+                .starts_with("libc.so.6 has no function cuInit ("),
+            "{error}"
+        );
     }
 }

@@ -18,15 +18,18 @@ pub(crate) use loom_locks::{Condvar, Mutex, MutexGuard, thread_number};
 
 #[cfg(loom)]
 mod loom_locks {
-    //! parking_lot's interface over loom's types. Time does not pass in a model: a limit of zero expires whenever a
-    //! thread waits with it, and no other limit expires.
+    //! parking_lot's interface over loom's types. Time does not pass in a model: a limit of zero
+    //! expires whenever a thread waits with it, and no other limit expires.
 
     use std::ops::{Deref, DerefMut};
     use std::time::Instant;
 
     /// Tests name each thread with its number.
     pub(crate) fn thread_number() -> usize {
-        loom::thread::current().name().and_then(|name| name.parse().ok()).unwrap_or(0)
+        loom::thread::current()
+            .name()
+            .and_then(|name| name.parse().ok())
+            .unwrap_or(0)
     }
 
     #[derive(Debug, Default)]
@@ -86,7 +89,11 @@ mod loom_locks {
             guard.0 = Some(self.0.wait(held).expect("no thread of a model panics"));
         }
 
-        pub(crate) fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> Waited {
+        pub(crate) fn wait_until<T>(
+            &self,
+            guard: &mut MutexGuard<'_, T>,
+            deadline: Instant,
+        ) -> Waited {
             let expired = deadline <= Instant::now();
             if !expired {
                 self.wait(guard);

@@ -1,15 +1,17 @@
-//! Time limits that do not count the time during which the process is stopped (SIGSTOP, Ctrl-Z, a debugger).
+//! Time limits that do not count the time during which the process is stopped (SIGSTOP, Ctrl-Z, a
+//! debugger).
 //!
-//! The system's clock goes on while a process is stopped: every rank would miss its limit when it continues. So
-//! a wait is cut into slices, and the time between two checks counts at most as one slice.
+//! The system's clock goes on while a process is stopped: every rank would miss its limit when it
+//! continues. So a wait is cut into slices, and the time between two checks counts at most as one
+//! slice.
 
 use std::time::{Duration, Instant};
 
 /// The longest slice.
 const SLICE: Duration = Duration::from_secs(1);
 
-/// The limit of a wait. The waiter checks it at least once per [`TimeLimit::slice`]; a stop of the process then
-/// counts at most as one slice, a quarter of the limit or less.
+/// The limit of a wait. The waiter checks it at least once per [`TimeLimit::slice`]; a stop of the
+/// process then counts at most as one slice, a quarter of the limit or less.
 #[derive(Clone, Debug)]
 pub struct TimeLimit {
     limit: Duration,
@@ -21,7 +23,12 @@ pub struct TimeLimit {
 impl TimeLimit {
     /// A limit that starts now. `Duration::MAX` never passes.
     pub fn new(limit: Duration) -> Self {
-        Self { limit, slice: (limit / 4).min(SLICE), counted: Duration::ZERO, checked: Instant::now() }
+        Self {
+            limit,
+            slice: (limit / 4).min(SLICE),
+            counted: Duration::ZERO,
+            checked: Instant::now(),
+        }
     }
 
     /// The whole limit.
@@ -50,7 +57,9 @@ impl TimeLimit {
     }
 
     fn elapsed_at(&mut self, now: Instant) -> Duration {
-        self.counted = self.counted.saturating_add(now.saturating_duration_since(self.checked).min(self.slice));
+        self.counted = self
+            .counted
+            .saturating_add(now.saturating_duration_since(self.checked).min(self.slice));
         self.checked = now;
         self.counted
     }
@@ -80,7 +89,10 @@ mod tests {
     #[test]
     fn short_and_endless_limits() {
         let mut short = TimeLimit::new(Duration::from_secs(1));
-        assert_eq!(short.elapsed_at(short.checked + Duration::from_secs(60)), Duration::from_millis(250));
+        assert_eq!(
+            short.elapsed_at(short.checked + Duration::from_secs(60)),
+            Duration::from_millis(250)
+        );
         assert!(TimeLimit::new(Duration::ZERO).has_passed());
         let mut endless = TimeLimit::new(Duration::MAX);
         assert!(!endless.has_passed());

@@ -26,8 +26,20 @@ pub struct OpSpan {
 
 impl OpSpan {
     /// An operation of no phase, enqueued when it started.
-    pub fn new(label: &'static str, stream: impl Into<Arc<str>>, start: Duration, end: Duration) -> Self {
-        Self { label, phase: "", enqueued: start, stream: stream.into(), start, end }
+    pub fn new(
+        label: &'static str,
+        stream: impl Into<Arc<str>>,
+        start: Duration,
+        end: Duration,
+    ) -> Self {
+        Self {
+            label,
+            phase: "",
+            enqueued: start,
+            stream: stream.into(),
+            start,
+            end,
+        }
     }
 }
 setters!(OpSpan { phase: &'static str, enqueued: Duration });
@@ -43,18 +55,42 @@ pub(crate) struct Enqueued {
 impl Enqueued {
     /// An operation that is enqueued now, for `timeline` if there is one.
     pub(crate) fn new(label: &'static str, timeline: Option<&Timeline>) -> Self {
-        let Some(timeline) = timeline else { return Self { label, ..Self::default() } };
-        Self { label, phase: *timeline.0.phase.lock(), at: timeline.now() }
+        let Some(timeline) = timeline else {
+            return Self {
+                label,
+                ..Self::default()
+            };
+        };
+        Self {
+            label,
+            phase: *timeline.0.phase.lock(),
+            at: timeline.now(),
+        }
     }
 
     pub(crate) fn span(self, stream: &Arc<str>, start: Duration, end: Duration) -> OpSpan {
-        let Self { label, phase, at: enqueued } = self;
-        OpSpan { label, phase, enqueued, stream: Arc::clone(stream), start, end }
+        let Self {
+            label,
+            phase,
+            at: enqueued,
+        } = self;
+        OpSpan {
+            label,
+            phase,
+            enqueued,
+            stream: Arc::clone(stream),
+            start,
+            end,
+        }
     }
 }
 
-/// The span of an operation that may not have run yet. `poll` returns `None` if the span will never be known.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a device measures spans later"))]
+/// The span of an operation that may not have run yet. `poll` returns `None` if the span will never
+/// be known.
+#[cfg_attr(
+    not(feature = "cuda"),
+    allow(dead_code, reason = "only a device measures spans later")
+)]
 pub(crate) trait Pending: Send {
     fn poll(&self) -> Poll<Option<OpSpan>>;
 }
@@ -69,15 +105,22 @@ struct Inner {
 
 /// Collects [`OpSpan`]s of all streams that were created with it. Clones share the spans.
 ///
-/// A device passes it to its streams: [`HostDevice::with_timeline`](crate::host::HostDevice::with_timeline),
-/// `CudaDevice::with_timeline`. Waits for events are recorded as `"wait"`, which separates idle time from work.
+/// A device passes it to its streams:
+/// [`HostDevice::with_timeline`](crate::host::HostDevice::with_timeline),
+/// `CudaDevice::with_timeline`. Waits for events are recorded as `"wait"`, which separates idle
+/// time from work.
 #[derive(Clone)]
 pub struct Timeline(Arc<Inner>);
 
 impl Default for Timeline {
     fn default() -> Self {
         let (phase, spans, pending) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self(Arc::new(Inner { origin: Instant::now(), phase, spans, pending }))
+        Self(Arc::new(Inner {
+            origin: Instant::now(),
+            phase,
+            spans,
+            pending,
+        }))
     }
 }
 
@@ -119,7 +162,8 @@ impl Timeline {
         self.0.pending.lock().push(span);
     }
 
-    /// All spans so far, in the order of their ends. Operations that a device has not run yet appear in a later call.
+    /// All spans so far, in the order of their ends. Operations that a device has not run yet
+    /// appear in a later call.
     pub fn spans(&self) -> Vec<OpSpan> {
         self.settle();
         self.0.spans.lock().clone()
@@ -171,7 +215,10 @@ mod tests {
 
     #[test]
     fn pending_spans_appear_in_order_of_ends() {
-        let (timeline, states) = (Timeline::new(), [0, 0, 0].map(|s| Arc::new(AtomicU8::new(s))));
+        let (timeline, states) = (
+            Timeline::new(),
+            [0, 0, 0].map(|s| Arc::new(AtomicU8::new(s))),
+        );
         for state in &states {
             timeline.expect(Box::new(Later(Arc::clone(state))));
         }

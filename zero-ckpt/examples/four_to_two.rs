@@ -6,7 +6,10 @@ use std::error::Error;
 use std::path::Path;
 use std::sync::{Arc, Barrier, Mutex};
 
-use zero_ckpt::{BackgroundStore, Exchange, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store, StoreOptions};
+use zero_ckpt::{
+    BackgroundStore, Exchange, Reader, SaveMeta, ShardData, StateDtype, StateSpec, Store,
+    StoreOptions,
+};
 use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 /// The memory that the ranks share, in place of a communicator.
@@ -24,7 +27,11 @@ impl Threads<'_> {
         let lost = |_| "a rank has panicked".to_string();
         shared.parts.lock().map_err(lost)?[*rank as usize] = bytes.to_vec();
         shared.barrier.wait();
-        let all = shared.parts.lock().map_err(|_| "a rank has panicked")?.clone();
+        let all = shared
+            .parts
+            .lock()
+            .map_err(|_| "a rank has panicked")?
+            .clone();
         shared.barrier.wait();
         Ok(all)
     }
@@ -44,13 +51,27 @@ impl Exchange for Threads<'_> {
 }
 
 fn units() -> Vec<UnitSpec> {
-    (0..3).map(|i| UnitSpec::new(format!("h.{i}"), [ParamSpec::new(format!("h.{i}.w"), [100, 33])])).collect()
+    (0..3)
+        .map(|i| {
+            UnitSpec::new(
+                format!("h.{i}"),
+                [ParamSpec::new(format!("h.{i}.w"), [100, 33])],
+            )
+        })
+        .collect()
 }
 
-fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn Error + Send + Sync>> {
+fn rank_saves(
+    dir: &Path,
+    rank: u64,
+    shared: &Shared,
+) -> Result<String, Box<dyn Error + Send + Sync>> {
     let layout = Arc::new(Layout::new(&units(), 4, 64)?);
     let store = Store::create(dir, rank, StoreOptions::default().keep_last(2))?;
-    let states = vec![StateSpec { name: "master".into(), dtype: StateDtype::F32 }];
+    let states = vec![StateSpec {
+        name: "master".into(),
+        dtype: StateDtype::F32,
+    }];
     let mut store = BackgroundStore::new(store, Arc::clone(&layout), states, 1)?;
 
     let mut master = vec![rank as f32; layout.shard_elems() as usize];
@@ -58,7 +79,11 @@ fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn 
     shard.storage_f32("master", &master)?;
     let trainer = serde_json::json!({ "seed": 1, "tokens_seen": 4096 });
     store.begin_copy(
-        SaveMeta::default().step(10).stage(ZeroStage::Three).dtype(StateDtype::BF16).trainer(trainer),
+        SaveMeta::default()
+            .step(10)
+            .stage(ZeroStage::Three)
+            .dtype(StateDtype::BF16)
+            .trainer(trainer),
         &shard,
     )?;
     master.fill(-1.0); // training continues; the snapshot holds step 10
@@ -67,10 +92,15 @@ fn rank_saves(dir: &Path, rank: u64, shared: &Shared) -> Result<String, Box<dyn 
 
 fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
-    let shared = Shared { parts: Mutex::new(vec![Vec::new(); 4]), barrier: Barrier::new(4) };
+    let shared = Shared {
+        parts: Mutex::new(vec![Vec::new(); 4]),
+        barrier: Barrier::new(4),
+    };
     std::thread::scope(|scope| {
         let (dir, shared) = (dir.path(), &shared);
-        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || rank_saves(dir, rank, shared))).collect();
+        let ranks: Vec<_> = (0..4)
+            .map(|rank| scope.spawn(move || rank_saves(dir, rank, shared)))
+            .collect();
         for (rank, saved) in ranks.into_iter().enumerate() {
             match saved.join() {
                 Ok(saved) => println!("rank {rank}: {saved:?}"),
@@ -85,8 +115,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     for rank in 0..2 {
         let mut mine = vec![0.0; two.shard_elems() as usize];
         reader.view(&two)?.read_storage("master", rank, &mut mine)?;
-        println!("rank {rank} of 2 holds {} elements, from {} to {}", mine.len(), mine[0], mine[mine.len() - 1]);
+        println!(
+            "rank {rank} of 2 holds {} elements, from {} to {}",
+            mine.len(),
+            mine[0],
+            mine[mine.len() - 1]
+        );
     }
-    println!("every byte as saved: {}", reader.verify().problems.is_empty());
+    println!(
+        "every byte as saved: {}",
+        reader.verify().problems.is_empty()
+    );
     Ok(())
 }

@@ -287,7 +287,9 @@ pub enum CkptError {
         message: String,
     },
     /// All staging buffers are in use.
-    #[error("{limit} saves are in flight, one for each staging buffer; complete one before the next")]
+    #[error(
+        "{limit} saves are in flight, one for each staging buffer; complete one before the next"
+    )]
     InFlight {
         /// Number of staging buffers.
         limit: usize,
@@ -318,12 +320,22 @@ impl std::fmt::Display for Reasons<'_> {
 }
 
 impl CkptError {
-    pub(crate) fn io(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> CkptError {
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl AsRef<Path>,
+    ) -> impl FnOnce(std::io::Error) -> CkptError {
         let path = path.as_ref().to_path_buf();
-        move |error| CkptError::Io { action, path, error }
+        move |error| CkptError::Io {
+            action,
+            path,
+            error,
+        }
     }
 
-    pub(crate) fn os(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(rustix::io::Errno) -> CkptError {
+    pub(crate) fn os(
+        action: &'static str,
+        path: impl AsRef<Path>,
+    ) -> impl FnOnce(rustix::io::Errno) -> CkptError {
         let make = Self::io(action, path);
         move |errno| make(errno.into())
     }
@@ -341,6 +353,10 @@ impl CkptError {
         expected: impl std::fmt::Display,
         got: impl std::fmt::Display,
     ) -> CkptError {
-        CkptError::BadArgument { what: what.into(), expected: expected.to_string(), got: got.to_string() }
+        CkptError::BadArgument {
+            what: what.into(),
+            expected: expected.to_string(),
+            got: got.to_string(),
+        }
     }
 }

@@ -1,7 +1,8 @@
-//! The messages between ranks: a record of fixed length from every rank to rank 0, and one message to all ranks.
+//! The messages between ranks: a record of fixed length from every rank to rank 0, and one message
+//! to all ranks.
 //!
-//! This crate has no network: the caller's communicator carries them. Their sizes depend neither on the model nor, for
-//! all ranks but rank 0, on the number of ranks.
+//! This crate has no network: the caller's communicator carries them. Their sizes depend neither on
+//! the model nor, for all ranks but rank 0, on the number of ranks.
 
 use std::convert::Infallible;
 use std::fmt::Display;
@@ -20,14 +21,15 @@ pub const MESSAGE_BYTES: usize = 4096;
 /// Maximum characters of an error in a message; each takes at most 6 bytes in JSON.
 const MAX_ERROR_CHARS: usize = 600;
 
-/// The exchange between the ranks, over the caller's communicator. All ranks make the same calls in the same order.
+/// The exchange between the ranks, over the caller's communicator. All ranks make the same calls in
+/// the same order.
 pub trait Exchange {
     /// A failure of the communicator.
     type Error: Display;
 
-    /// Sends this rank's record of [`RECORD_BYTES`] bytes to rank 0. On rank 0 returns the records of all ranks,
-    /// concatenated in rank order; what the other ranks return is ignored. A gather to rank 0 moves the least; an
-    /// all-gather is correct too.
+    /// Sends this rank's record of [`RECORD_BYTES`] bytes to rank 0. On rank 0 returns the records
+    /// of all ranks, concatenated in rank order; what the other ranks return is ignored. A gather
+    /// to rank 0 moves the least; an all-gather is correct too.
     ///
     /// # Errors
     /// The communicator failed.
@@ -56,8 +58,8 @@ impl Exchange for SingleRank {
     }
 }
 
-/// The [`Exchange`] by a function that sends a message to all ranks and returns the messages of all ranks, in rank order, such
-/// as `Communicator::exchange` of zero-comm.
+/// The [`Exchange`] by a function that sends a message to all ranks and returns the messages of all
+/// ranks, in rank order, such as `Communicator::exchange` of zero-comm.
 #[derive(Clone, Copy, Debug)]
 pub struct ExchangeFn<F> {
     rank: u64,
@@ -124,16 +126,28 @@ pub(crate) fn broadcast<T: Serialize + for<'de> Deserialize<'de>>(
     exchange: &mut impl Exchange,
 ) -> Result<Message<T>, CkptError> {
     let mut bytes = encode(message)?;
-    exchange.broadcast(&mut bytes, root).map_err(|e| CkptError::Exchange { message: e.to_string() })?;
-    serde_json::from_slice(&bytes).map_err(|e| CkptError::BadFrame { rank: root, why: short(&e.to_string()) })
+    exchange
+        .broadcast(&mut bytes, root)
+        .map_err(|e| CkptError::Exchange {
+            message: e.to_string(),
+        })?;
+    serde_json::from_slice(&bytes).map_err(|e| CkptError::BadFrame {
+        rank: root,
+        why: short(&e.to_string()),
+    })
 }
 
 /// JSON, padded with spaces to [`MESSAGE_BYTES`].
 fn encode<T: Serialize>(message: &Message<T>) -> Result<Vec<u8>, CkptError> {
-    let mut bytes =
-        serde_json::to_vec(message).map_err(|e| CkptError::Exchange { message: format!("invalid message: {e}") })?;
+    let mut bytes = serde_json::to_vec(message).map_err(|e| CkptError::Exchange {
+        message: format!("invalid message: {e}"),
+    })?;
     if bytes.len() > MESSAGE_BYTES {
-        return Err(CkptError::argument("bytes of a message", format!("at most {MESSAGE_BYTES}"), bytes.len()));
+        return Err(CkptError::argument(
+            "bytes of a message",
+            format!("at most {MESSAGE_BYTES}"),
+            bytes.len(),
+        ));
     }
     bytes.resize(MESSAGE_BYTES, b' ');
     Ok(bytes)
@@ -147,7 +161,11 @@ pub(crate) fn shorten(message: &str) -> String {
     }
     let half = MAX_ERROR_CHARS / 2;
     let (head, tail) = (&chars[..half], &chars[chars.len() - half + 5..]);
-    format!("{} ... {}", head.iter().collect::<String>(), tail.iter().collect::<String>())
+    format!(
+        "{} ... {}",
+        head.iter().collect::<String>(),
+        tail.iter().collect::<String>()
+    )
 }
 
 #[cfg(test)]
@@ -156,7 +174,9 @@ mod tests {
 
     #[test]
     fn functions_gather_and_broadcast() {
-        let mut one = ExchangeFn::new(1, |own: &[u8]| Ok::<_, String>(vec![b"root".to_vec(), own.to_vec()]));
+        let mut one = ExchangeFn::new(1, |own: &[u8]| {
+            Ok::<_, String>(vec![b"root".to_vec(), own.to_vec()])
+        });
         assert_eq!(one.gather(b"mine").unwrap(), b"rootmine");
         let mut message = *b"1234";
         one.broadcast(&mut message, 0).unwrap();
@@ -169,14 +189,24 @@ mod tests {
 
     #[test]
     fn any_error_fits_a_message() {
-        for text in ["\u{1}".repeat(5000), "\u{10ffff}".repeat(5000), format!("a{}z", "\"\n".repeat(5000))] {
-            let Message::Error(read) =
-                broadcast(&Message::<()>::error(&text), 0, &mut SingleRank).expect("the message fits")
+        for text in [
+            "\u{1}".repeat(5000),
+            "\u{10ffff}".repeat(5000),
+            format!("a{}z", "\"\n".repeat(5000)),
+        ] {
+            let Message::Error(read) = broadcast(&Message::<()>::error(&text), 0, &mut SingleRank)
+                .expect("the message fits")
             else {
                 panic!("another message")
             };
-            assert!(read.contains(" ... ") && read.chars().count() == MAX_ERROR_CHARS, "{read}");
-            assert_eq!((read.chars().next(), read.chars().last()), (text.chars().next(), text.chars().last()));
+            assert!(
+                read.contains(" ... ") && read.chars().count() == MAX_ERROR_CHARS,
+                "{read}"
+            );
+            assert_eq!(
+                (read.chars().next(), read.chars().last()),
+                (text.chars().next(), text.chars().last())
+            );
         }
     }
 
@@ -194,6 +224,9 @@ mod tests {
             }
         }
         let error = broadcast(&Message::<()>::Pending, 3, &mut Noise).unwrap_err();
-        assert!(matches!(error, CkptError::BadFrame { rank: 3, .. }), "{error}");
+        assert!(
+            matches!(error, CkptError::BadFrame { rank: 3, .. }),
+            "{error}"
+        );
     }
 }

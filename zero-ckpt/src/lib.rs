@@ -5,7 +5,9 @@
 compile_error!("zero-ckpt stores little-endian elements and supports little-endian machines only");
 
 #[cfg(not(unix))]
-compile_error!("zero-ckpt needs a Unix system: it opens files relative to a directory's descriptor");
+compile_error!(
+    "zero-ckpt needs a Unix system: it opens files relative to a directory's descriptor"
+);
 
 #[macro_use]
 mod setters;

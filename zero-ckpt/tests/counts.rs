@@ -1,5 +1,6 @@
-//! The files that a save and a resume of 1,024 ranks open, and the bytes that they read, write and exchange. Only counts
-//! are compared, no times. `ZERO_RANKS` sets another number of ranks; with `--nocapture` the figures are printed.
+//! The files that a save and a resume of 1,024 ranks open, and the bytes that they read, write and
+//! exchange. Only counts are compared, no times. `ZERO_RANKS` sets another number of ranks; with
+//! `--nocapture` the figures are printed.
 //!
 //! Counts are those of the process, so this program has few tests, one at a time.
 #![cfg(not(miri))]
@@ -14,8 +15,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::{STATES, World, bits, loaded, meta, storage};
 use zero_ckpt::{
-    CkptError, Exchange, ExportOptions, IoCounts, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES, Reader, ShardData,
-    SingleRank, Store, StoreOptions, assemble, io_counts, resolve,
+    CkptError, Exchange, ExportOptions, IoCounts, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES,
+    Reader, ShardData, SingleRank, Store, StoreOptions, assemble, io_counts, resolve,
 };
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
@@ -58,11 +59,17 @@ fn save(stores: &[Store], layout: &Layout, step: u64) -> (u64, u64) {
     std::thread::scope(|scope| {
         let small = |store| {
             let save = &save;
-            std::thread::Builder::new().stack_size(1 << 19).spawn_scoped(scope, move || save(store)).unwrap()
+            std::thread::Builder::new()
+                .stack_size(1 << 19)
+                .spawn_scoped(scope, move || save(store))
+                .unwrap()
         };
         let ranks: Vec<_> = stores.iter().map(small).collect();
         let received: Vec<u64> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        (received[0], received[1..].iter().copied().max().unwrap_or(0))
+        (
+            received[0],
+            received[1..].iter().copied().max().unwrap_or(0),
+        )
     })
 }
 
@@ -102,32 +109,57 @@ fn files_of(reader: &Reader, to: &Layout, rank: u64) -> BTreeSet<usize> {
         piece.1.max(shard.start) < piece.2.min(shard.end)
     };
     let files = reader.manifest().files.iter().enumerate();
-    files.filter(|(_, file)| file.pieces.iter().any(overlaps)).map(|(index, _)| index).collect()
+    files
+        .filter(|(_, file)| file.pieces.iter().any(overlaps))
+        .map(|(index, _)| index)
+        .collect()
 }
 
 fn ranks() -> u64 {
-    std::env::var("ZERO_RANKS").ok().and_then(|ranks| ranks.parse().ok()).unwrap_or(1024)
+    std::env::var("ZERO_RANKS")
+        .ok()
+        .and_then(|ranks| ranks.parse().ok())
+        .unwrap_or(1024)
 }
 
 #[test]
 fn ranks_open_only_what_they_read() {
     let _one = one_at_a_time();
     let memory = Path::new("/dev/shm");
-    let dir = tempfile::tempdir_in(if memory.is_dir() { memory } else { Path::new("/tmp") }).unwrap();
+    let dir = tempfile::tempdir_in(if memory.is_dir() {
+        memory
+    } else {
+        Path::new("/tmp")
+    })
+    .unwrap();
     let (from, to) = (layout(ranks()), layout(ranks() * 5 / 8));
     let n = from.world_size();
     let options = || StoreOptions::default().keep_last(2);
-    let (stores, creating) =
-        counted(|| (0..n).map(|rank| Store::create(dir.path(), rank, options()).unwrap()).collect::<Vec<_>>());
+    let (stores, creating) = counted(|| {
+        (0..n)
+            .map(|rank| Store::create(dir.path(), rank, options()).unwrap())
+            .collect::<Vec<_>>()
+    });
     let mut saves = Vec::new();
     for step in 1..=3 {
         let (received, accessed) = counted(|| save(&stores, &from, step));
-        assert_eq!(received, (n * RECORD_BYTES as u64 + MESSAGE_BYTES as u64, MESSAGE_BYTES as u64));
+        assert_eq!(
+            received,
+            (
+                n * RECORD_BYTES as u64 + MESSAGE_BYTES as u64,
+                MESSAGE_BYTES as u64
+            )
+        );
         saves.push(accessed);
     }
     println!("{n} ranks open the store: {} opens", creating.opens);
-    println!("a save: {:?}; rank 0 receives {} bytes, another rank {MESSAGE_BYTES}", saves[2], n * 64 + 4096);
-    // A rank creates its file, and rank 0 opens it once; neither grows with the number of earlier checkpoints.
+    println!(
+        "a save: {:?}; rank 0 receives {} bytes, another rank {MESSAGE_BYTES}",
+        saves[2],
+        n * 64 + 4096
+    );
+    // A rank creates its file, and rank 0 opens it once; neither grows with the number of earlier
+    // checkpoints.
     assert!(
         creating.opens <= 4 * n + 10 && saves.iter().all(|save| save.opens <= 2 * n + 20),
         "{creating:?} {saves:?}"
@@ -137,49 +169,84 @@ fn ranks_open_only_what_they_read() {
     // Rank 0 verifies every byte.
     let mut exchange = Recorded::default();
     let find = || Ok::<_, CkptError>(resolve(dir.path())?.reader);
-    let (reader, checking) = counted(|| Reader::open_on_ranks(dir.path(), 0, &mut exchange, find).unwrap());
-    let manifest_bytes = std::fs::metadata(reader.path().join(MANIFEST_NAME)).unwrap().len();
+    let (reader, checking) =
+        counted(|| Reader::open_on_ranks(dir.path(), 0, &mut exchange, find).unwrap());
+    let manifest_bytes = std::fs::metadata(reader.path().join(MANIFEST_NAME))
+        .unwrap()
+        .len();
     let state_bytes: u64 = reader.manifest().files.iter().map(|file| file.bytes).sum();
     println!(
         "{n} files of {state_bytes} bytes in all, a manifest of {manifest_bytes}; rank 0 checks all: {checking:?}"
     );
     assert!(checking.opens <= 3 * n + 20, "{checking:?}");
-    assert!(checking.read_bytes <= state_bytes + 3 * 2 * manifest_bytes, "{checking:?}");
-    assert!(exchange.sent.iter().all(|message| message.len() == MESSAGE_BYTES));
+    assert!(
+        checking.read_bytes <= state_bytes + 3 * 2 * manifest_bytes,
+        "{checking:?}"
+    );
+    assert!(
+        exchange
+            .sent
+            .iter()
+            .all(|message| message.len() == MESSAGE_BYTES)
+    );
 
     // Every rank of another world size loads its shard.
     let (mut total, mut most) = (IoCounts::default(), 0);
     for rank in 0..to.world_size() {
         let load = || {
-            let mut received = Recorded { received: Some(0), ..exchange.clone() };
+            let mut received = Recorded {
+                received: Some(0),
+                ..exchange.clone()
+            };
             let reader = match rank {
                 0 => Reader::open_selected(dir.path(), &reader.selection()).unwrap(),
                 rank => Reader::open_on_ranks(dir.path(), rank, &mut received, find).unwrap(),
             };
             let states = STATES.map(|state| {
                 let mut out = vec![f32::NAN; to.shard_elems() as usize];
-                reader.view(&to).unwrap().read_storage(state, rank, &mut out).unwrap();
+                reader
+                    .view(&to)
+                    .unwrap()
+                    .read_storage(state, rank, &mut out)
+                    .unwrap();
                 out
             });
             (reader, states)
         };
         let ((reader, states), accessed) = counted(load);
         for (state, values) in STATES.iter().zip(&states) {
-            assert_eq!(bits(values), loaded(&to, rank, state, 3), "rank {rank}, {state}");
+            assert_eq!(
+                bits(values),
+                loaded(&to, rank, state, 3),
+                "rank {rank}, {state}"
+            );
         }
         let files = files_of(&reader, &to, rank);
         // Two directories and the manifest; then each file that the rank reads, once.
-        assert_eq!(accessed.opens, 3 + files.len() as u64, "rank {rank}: {accessed:?}");
-        let file_bytes: u64 = files.iter().map(|file| reader.manifest().files[*file].bytes).sum();
+        assert_eq!(
+            accessed.opens,
+            3 + files.len() as u64,
+            "rank {rank}: {accessed:?}"
+        );
+        let file_bytes: u64 = files
+            .iter()
+            .map(|file| reader.manifest().files[*file].bytes)
+            .sum();
         // Small files: the whole state is one block, which is read once for each state.
         let states = STATES.len() as u64;
-        assert!(accessed.read_bytes <= manifest_bytes + states * file_bytes, "rank {rank}: {accessed:?}");
+        assert!(
+            accessed.read_bytes <= manifest_bytes + states * file_bytes,
+            "rank {rank}: {accessed:?}"
+        );
         most = most.max(accessed.opens);
         total.opens += accessed.opens;
         total.read_bytes += accessed.read_bytes;
     }
     let m = to.world_size();
-    println!("{m} ranks resume: {} opens, at most {most} a rank; {} bytes read", total.opens, total.read_bytes);
+    println!(
+        "{m} ranks resume: {} opens, at most {most} a rank; {} bytes read",
+        total.opens, total.read_bytes
+    );
     // Shards of a unit overlap at most n + m - 1 times.
     let units = to.units().len() as u64;
     assert!(total.opens <= 3 * m + units * (n + m - 1), "{total:?}");
@@ -193,10 +260,12 @@ fn export_syncs_its_directories() {
     let stores = [Store::create(dir.path().join("store"), 0, StoreOptions::default()).unwrap()];
     save(&stores, &layout, 1);
     let reader = Reader::open(dir.path().join("store")).unwrap();
-    // A new directory: itself and the one that it is in. An existing one: before and after config.json is moved into it.
+    // A new directory: itself and the one that it is in. An existing one: before and after
+    // config.json is moved into it.
     std::fs::create_dir(dir.path().join("old")).unwrap();
     for out in ["new", "old"] {
-        let (exported, accessed) = counted(|| reader.export(dir.path().join(out), &ExportOptions::default()));
+        let (exported, accessed) =
+            counted(|| reader.export(dir.path().join(out), &ExportOptions::default()));
         exported.unwrap();
         assert_eq!(accessed.dir_syncs, 2, "{out}");
     }
@@ -221,5 +290,8 @@ fn assembled_files_are_synced() {
     // Refused, because the checkpoint of this step is of another run; its file stays staged.
     save("b").unwrap_err();
     let (assembled, counts) = counted(|| assemble(dir.path().join("new"), &[dir.path()]));
-    assert_eq!((assembled.unwrap().checkpoint.step, counts.file_syncs), (7, 1));
+    assert_eq!(
+        (assembled.unwrap().checkpoint.step, counts.file_syncs),
+        (7, 1)
+    );
 }

@@ -1,7 +1,7 @@
 //! Gradient buckets: gradients are reduced through a constant amount of memory.
 //!
-//! A **bucket** is a block of `capacity_elems` elements of the reduction's dtype, allocated by [`Buckets::new`] as
-//! [`Purpose::Buckets`]. Its states are types:
+//! A **bucket** is a block of `capacity_elems` elements of the reduction's dtype, allocated by
+//! [`Buckets::new`] as [`Purpose::Buckets`]. Its states are types:
 //!
 //! ```text
 //! free --begin--> Filling --reduce_scatter, all_reduce--> InFlight --finish--> free, and Done
@@ -9,25 +9,29 @@
 //! ```
 //!
 //! - [`Filling`]: producers write to the bucket; their streams are recorded.
-//! - [`InFlight`]: the collective is enqueued on the communication stream, behind all producers. Operations that the
-//!   caller enqueues on that stream next see the result.
-//! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose producers' streams wait
-//!   for its last use. The host never waits.
+//! - [`InFlight`]: the collective is enqueued on the communication stream, behind all producers.
+//!   Operations that the caller enqueues on that stream next see the result.
+//! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose
+//!   producers' streams wait for its last use. The host never waits.
 //!
-//! [`Buckets::reduce_unit`] (stages 1 to 3 of ZeRO) and [`Buckets::all_reduce_unit`] (stage 0) do all of this for the
-//! gradient of a unit: they cut it into pieces, each the same range of every rank's shard (`zero_shard::bucket_pieces`),
-//! pack each into a bucket and store its sum. A caller with other packing chooses the elements of each bucket itself.
+//! [`Buckets::reduce_unit`] (stages 1 to 3 of ZeRO) and [`Buckets::all_reduce_unit`] (stage 0) do
+//! all of this for the gradient of a unit: they cut it into pieces, each the same range of every
+//! rank's shard (`zero_shard::bucket_pieces`), pack each into a bucket and store its sum. A caller
+//! with other packing chooses the elements of each bucket itself.
 //!
-//! With one rank, no bucket is needed where the sum has the reduction's dtype or all parts have it: the compute stream then packs
-//! the gradient straight into its destination, with the same single rounding.
+//! With one rank, no bucket is needed where the sum has the reduction's dtype or all parts have it:
+//! the compute stream then packs the gradient straight into its destination, with the same single
+//! rounding.
 //!
-//! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of several producers; a
-//! bucket that is overwritten before its last reader ends; an error path that omits either wait.
+//! Hazards, each with a test in `tests/suite/buckets.rs`: a reduction that waits for only one of
+//! several producers; a bucket that is overwritten before its last reader ends; an error path that
+//! omits either wait.
 //!
-//! Why packing is here, for which this crate depends on zero-kernels (casts) and zero-shard (cuts): a framework
-//! with an allocation for each parameter passes slices with offsets, and each gradient is copied once, into the
-//! bucket. One launch packs all segments of a bucket. Where a bucket has room for the largest unit, as the
-//! trainer's have on GPUs, a unit is one launch and one collective.
+//! Why packing is here, for which this crate depends on zero-kernels (casts) and zero-shard (cuts):
+//! a framework with an allocation for each parameter passes slices with offsets, and each gradient
+//! is copied once, into the bucket. One launch packs all segments of a bucket. Where a bucket has
+//! room for the largest unit, as the trainer's have on GPUs, a unit is one launch and one
+//! collective.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -36,7 +40,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Element, Reduced, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceKind, Element, Reduced, Stream,
+};
 use zero_alloc::{AllocError, Block, Pool, Purpose};
 use zero_kernels::{KernelError, Kernels, Segments};
 use zero_shard::bucket_pieces;
@@ -107,23 +113,33 @@ pub enum BucketError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BucketOptions {
-    /// Number of buckets; one is filled while the others are in flight. Default: 2. One rank may have none.
+    /// Number of buckets; one is filled while the others are in flight. Default: 2. One rank may
+    /// have none.
     pub count: usize,
     /// Capacity of each.
     pub capacity_elems: usize,
     /// The dtype of the reduction.
     pub dtype: DType,
-    /// Whether compute overlaps with buckets in flight. If not, [`InFlight::finish`] makes the compute stream wait.
+    /// Whether compute overlaps with buckets in flight. If not, [`InFlight::finish`] makes the
+    /// compute stream wait.
     pub overlap: bool,
 }
 
 impl BucketOptions {
     /// Two buckets that overlap with compute.
     pub const fn new(capacity_elems: usize, dtype: DType) -> Self {
-        Self { count: 2, capacity_elems, dtype, overlap: true }
+        Self {
+            count: 2,
+            capacity_elems,
+            dtype,
+            overlap: true,
+        }
     }
 }
-setters!(BucketOptions { count: usize, overlap: bool });
+setters!(BucketOptions {
+    count: usize,
+    overlap: bool
+});
 
 struct Bucket<D: Device> {
     block: Block<D>,
@@ -144,9 +160,9 @@ impl<D: Device> Bucket<D> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SumInto<D: Device> {
-    /// The sum replaces the elements: the first micro-batch of a step. They are written after all work on the compute
-    /// stream and on the communication stream, which the caller makes wait for other streams that read an earlier sum
-    /// ([`Reduced::wait_for_readers`]).
+    /// The sum replaces the elements: the first micro-batch of a step. They are written after all
+    /// work on the compute stream and on the communication stream, which the caller makes wait for
+    /// other streams that read an earlier sum ([`Reduced::wait_for_readers`]).
     Write(AnySlice),
     /// The sum is added to that of earlier micro-batches, in fp32.
     Add(Reduced<D>),
@@ -161,19 +177,32 @@ struct Sum {
 }
 
 impl Sum {
-    fn new<D: Device>(comm_stream: &D::Stream, into: SumInto<D>, scatter: bool) -> Result<Self, DeviceError> {
+    fn new<D: Device>(
+        comm_stream: &D::Stream,
+        into: SumInto<D>,
+        scatter: bool,
+    ) -> Result<Self, DeviceError> {
         Ok(match into {
-            SumInto::Write(sum) => Self { sum, add: false, scatter },
+            SumInto::Write(sum) => Self {
+                sum,
+                add: false,
+                scatter,
+            },
             SumInto::Add(earlier) => {
                 earlier.wait_for_readers(comm_stream)?;
-                Self { sum: earlier.wait_on(comm_stream)?, add: true, scatter }
+                Self {
+                    sum: earlier.wait_on(comm_stream)?,
+                    add: true,
+                    scatter,
+                }
             }
         })
     }
 
     fn reduced<D: Device>(&self, done: D::Event) -> Reduced<D> {
-        // SAFETY: the sum is written before the event, behind the communication stream, which waits for the readers of the
-        // earlier sum. The maker of `sum` orders all other writes, and those of `SumInto::Write` after such readers.
+        // SAFETY: the sum is written before the event, behind the communication stream, which waits
+        // for the readers of the earlier sum. The maker of `sum` orders all other writes, and those
+        // of `SumInto::Write` after such readers.
         unsafe { Reduced::new(self.sum, done) }
     }
 }
@@ -192,13 +221,18 @@ pub struct Buckets<D: Device>(Arc<Shared<D>>);
 
 impl<D: Device> fmt::Debug for Buckets<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buckets({:?}, {} free)", self.0.options, self.0.free.lock().len())
+        write!(
+            f,
+            "Buckets({:?}, {} free)",
+            self.0.options,
+            self.0.free.lock().len()
+        )
     }
 }
 
 impl<D: Device> Buckets<D> {
-    /// Allocates the buckets; later operations allocate no device memory. `compute` is the first producer's stream,
-    /// `comm_stream` that of the collectives ([`Device::create_urgent_stream`]).
+    /// Allocates the buckets; later operations allocate no device memory. `compute` is the first
+    /// producer's stream, `comm_stream` that of the collectives ([`Device::create_urgent_stream`]).
     ///
     /// # Errors
     /// No buckets, less than one element per rank, or the allocation failed.
@@ -209,18 +243,37 @@ impl<D: Device> Buckets<D> {
         comm_stream: D::Stream,
         options: BucketOptions,
     ) -> Result<Self, BucketError> {
-        let BucketOptions { count, capacity_elems, dtype, .. } = options;
+        let BucketOptions {
+            count,
+            capacity_elems,
+            dtype,
+            ..
+        } = options;
         let world_size = comm.world_size();
         if count == 0 && world_size > 1 || capacity_elems < world_size {
-            return Err(BucketError::TooSmall { count, capacity_elems, world_size });
+            return Err(BucketError::TooSmall {
+                count,
+                capacity_elems,
+                world_size,
+            });
         }
         let mut free = VecDeque::with_capacity(count);
         for _ in 0..count {
             let block = pool.allocate(capacity_elems, dtype, Purpose::Buckets, &compute)?;
-            free.push_back(Bucket { block, last_uses: Vec::new() });
+            free.push_back(Bucket {
+                block,
+                last_uses: Vec::new(),
+            });
         }
         let device = pool.device().clone();
-        Ok(Self(Arc::new(Shared { device, comm, compute, comm_stream, options, free: Mutex::new(free) })))
+        Ok(Self(Arc::new(Shared {
+            device,
+            comm,
+            compute,
+            comm_stream,
+            options,
+            free: Mutex::new(free),
+        })))
     }
 
     /// The options of [`Buckets::new`].
@@ -233,32 +286,51 @@ impl<D: Device> Buckets<D> {
         &self.0.comm_stream
     }
 
-    /// Returns a free bucket for `elems` elements. The compute stream, its first producer, waits for its last use.
+    /// Returns a free bucket for `elems` elements. The compute stream, its first producer, waits
+    /// for its last use.
     ///
     /// # Errors
     /// The bucket is too small, all buckets are in use, or a stream returned an error.
     pub fn begin(&self, elems: usize) -> Result<Filling<D>, BucketError> {
-        let BucketOptions { count, capacity_elems, .. } = self.0.options;
+        let BucketOptions {
+            count,
+            capacity_elems,
+            ..
+        } = self.0.options;
         if elems > capacity_elems {
-            return Err(BucketError::TooLong { elems, capacity_elems });
+            return Err(BucketError::TooLong {
+                elems,
+                capacity_elems,
+            });
         }
-        let bucket = self.0.free.lock().pop_front().ok_or(BucketError::NoneFree { count })?;
-        // SAFETY: only unsafe methods return the slice. Their callers use it only on streams that are recorded in the
-        // block before the bucket is free again or dropped.
+        let bucket = self
+            .0
+            .free
+            .lock()
+            .pop_front()
+            .ok_or(BucketError::NoneFree { count })?;
+        // SAFETY: only unsafe methods return the slice. Their callers use it only on streams that
+        // are recorded in the block before the bucket is free again or dropped.
         let slice = unsafe { bucket.block.slice() }.slice(0..elems);
-        let mut filling = Filling { bucket: Some(bucket), slice, producers: Vec::new(), shared: Arc::clone(&self.0) };
+        let mut filling = Filling {
+            bucket: Some(bucket),
+            slice,
+            producers: Vec::new(),
+            shared: Arc::clone(&self.0),
+        };
         filling.add_producer(&self.0.compute)?;
         Ok(filling)
     }
 
-    /// Sums the gradients of a unit over all ranks; each rank keeps its shard of the sum. `into` has the length of a shard,
-    /// the unit `world_size` times as many elements. `parts` are the gradient's slices with their offsets in the unit,
-    /// ascending and without overlap, in fp32, bf16 or fp16; elements between them are zero. The compute stream packs
-    /// them into buckets, and only then may change them.
+    /// Sums the gradients of a unit over all ranks; each rank keeps its shard of the sum. `into`
+    /// has the length of a shard, the unit `world_size` times as many elements. `parts` are the
+    /// gradient's slices with their offsets in the unit, ascending and without overlap, in fp32,
+    /// bf16 or fp16; elements between them are zero. The compute stream packs them into buckets,
+    /// and only then may change them.
     ///
     /// # Errors
-    /// A part is outside the unit or overlaps another, a dtype or a device does not match, all buckets are in use, or a
-    /// stream returned an error.
+    /// A part is outside the unit or overlaps another, a dtype or a device does not match, all
+    /// buckets are in use, or a stream returned an error.
     pub fn reduce_unit(
         &self,
         kernels: &dyn Kernels<D>,
@@ -268,7 +340,8 @@ impl<D: Device> Buckets<D> {
         self.reduce(kernels, parts, into, true)
     }
 
-    /// As [`Self::reduce_unit`], but every rank keeps the whole sum: `into` has the length of the unit.
+    /// As [`Self::reduce_unit`], but every rank keeps the whole sum: `into` has the length of the
+    /// unit.
     ///
     /// # Errors
     /// As [`Self::reduce_unit`].
@@ -288,23 +361,38 @@ impl<D: Device> Buckets<D> {
         into: SumInto<D>,
         scatter: bool,
     ) -> Result<Reduced<D>, BucketError> {
-        let Shared { comm, comm_stream, options, .. } = &*self.0;
+        let Shared {
+            comm,
+            comm_stream,
+            options,
+            ..
+        } = &*self.0;
         let to = Sum::new(comm_stream, into, scatter)?;
         let (ranks, len) = (comm.world_size(), to.sum.len());
         // An all-reduce has one segment; its cuts are those of a reduce-scatter.
         let segments = if scatter { ranks } else { 1 };
         let capacity_elems = options.capacity_elems / ranks * ranks;
         check_parts(parts, segments * len)?;
-        let (narrow, exact) =
-            (to.sum.dtype() == options.dtype, |(part, _): &(AnySlice, usize)| part.dtype() == options.dtype);
+        let (narrow, exact) = (
+            to.sum.dtype() == options.dtype,
+            |(part, _): &(AnySlice, usize)| part.dtype() == options.dtype,
+        );
         if ranks == 1 && (narrow && !to.add || parts.iter().all(exact)) {
             return self.store(kernels, parts, &to);
         }
         let range = |range: Range<u64>| range.start as usize..range.end as usize;
         let mut done = None;
         for piece in bucket_pieces(len as u64, segments as u64, capacity_elems as u64) {
-            let (of_shard, filling) = (range(piece.in_shard.clone()), self.begin(piece.elems() as usize)?);
-            let part = Segments { start: of_shard.start, len: of_shard.len(), stride: len, count: segments };
+            let (of_shard, filling) = (
+                range(piece.in_shard.clone()),
+                self.begin(piece.elems() as usize)?,
+            );
+            let part = Segments {
+                start: of_shard.start,
+                len: of_shard.len(),
+                stride: len,
+                count: segments,
+            };
             kernels.pack(&self.0.compute, parts, part, filling.slice)?;
             done = Some(filling.sum(kernels, &to, of_shard)?);
         }
@@ -318,18 +406,33 @@ impl<D: Device> Buckets<D> {
         parts: &[(AnySlice, usize)],
         to: &Sum,
     ) -> Result<Reduced<D>, BucketError> {
-        let Shared { compute, comm_stream, .. } = &*self.0;
-        // The first wait makes the communication stream a part of a recording of the compute stream.
+        let Shared {
+            compute,
+            comm_stream,
+            ..
+        } = &*self.0;
+        // The first wait makes the communication stream a part of a recording of the compute
+        // stream.
         comm_stream.wait(&compute.record()?)?;
         compute.wait(&comm_stream.record()?)?;
         let len = to.sum.len();
         if to.add {
             let sum = to.sum.typed()?;
-            parts
-                .iter()
-                .try_for_each(|&(part, at)| kernels.accumulate(compute, part, sum.slice(at..at + part.len())))?;
+            parts.iter().try_for_each(|&(part, at)| {
+                kernels.accumulate(compute, part, sum.slice(at..at + part.len()))
+            })?;
         } else {
-            kernels.pack(compute, parts, Segments { start: 0, len, stride: len, count: 1 }, to.sum)?;
+            kernels.pack(
+                compute,
+                parts,
+                Segments {
+                    start: 0,
+                    len,
+                    stride: len,
+                    count: 1,
+                },
+                to.sum,
+            )?;
         }
         Ok(to.reduced(compute.record()?))
     }
@@ -349,7 +452,13 @@ fn check_parts(parts: &[(AnySlice, usize)], len: usize) -> Result<(), BucketErro
     for (index, &(part, start)) in parts.iter().enumerate() {
         let end = start.saturating_add(part.len());
         if start < free || end > len {
-            return Err(BucketError::Part { index, start, end, free, len });
+            return Err(BucketError::Part {
+                index,
+                start,
+                end,
+                free,
+                len,
+            });
         }
         free = end;
     }
@@ -368,7 +477,13 @@ pub struct Filling<D: Device> {
 
 impl<D: Device> fmt::Debug for Filling<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Filling({} x {}, {:?})", self.slice.len(), self.shared.options.dtype, self.producers)
+        write!(
+            f,
+            "Filling({} x {}, {:?})",
+            self.slice.len(),
+            self.shared.options.dtype,
+            self.producers
+        )
     }
 }
 
@@ -381,8 +496,8 @@ impl<D: Device> Drop for Filling<D> {
                 // A stream that returns an error is closed, and writes no more.
                 let _closed = bucket.record_use(producer);
             }
-            // Each producer waits for the earlier uses, so its event covers them; without a producer, they are still
-            // the last.
+            // Each producer waits for the earlier uses, so its event covers them; without a
+            // producer, they are still the last.
             if bucket.last_uses.is_empty() {
                 bucket.last_uses = before;
             }
@@ -402,7 +517,8 @@ impl<D: Device> Filling<D> {
         self.slice.is_empty()
     }
 
-    /// Adds a stream that writes to the bucket: it waits for the bucket's last use, and the launch waits for it.
+    /// Adds a stream that writes to the bucket: it waits for the bucket's last use, and the launch
+    /// waits for it.
     ///
     /// # Errors
     /// The stream returned an error.
@@ -418,18 +534,20 @@ impl<D: Device> Filling<D> {
         Ok(())
     }
 
-    /// The bucket's elements. For a reduce-scatter, rank q's segment starts at `q * len / world_size`.
+    /// The bucket's elements. For a reduce-scatter, rank q's segment starts at
+    /// `q * len / world_size`.
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the compute stream or on streams added by
-    /// [`Filling::add_producer`], before this `Filling` is launched or dropped; none is enqueued while
-    /// [`Filling::write`] runs.
+    /// [`Filling::add_producer`], before this `Filling` is launched or dropped; none is enqueued
+    /// while [`Filling::write`] runs.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
     }
 
-    /// Waits at most `limit` for the producers, and so for the bucket's last use, then calls `write` with the bucket's
-    /// elements in host memory. Their values are unspecified before; on other devices a copy is transferred afterwards.
+    /// Waits at most `limit` for the producers, and so for the bucket's last use, then calls
+    /// `write` with the bucket's elements in host memory. Their values are unspecified before; on
+    /// other devices a copy is transferred afterwards.
     ///
     /// # Errors
     /// The bucket has another dtype, a producer failed, or the limit passed.
@@ -438,13 +556,18 @@ impl<D: Device> Filling<D> {
         limit: Duration,
         write: impl FnOnce(&mut [T]) -> R,
     ) -> Result<R, DeviceError> {
-        let (slice, Shared { device, compute, .. }) = (self.slice.typed::<T>()?, &*self.shared);
+        let (
+            slice,
+            Shared {
+                device, compute, ..
+            },
+        ) = (self.slice.typed::<T>()?, &*self.shared);
         for producer in &self.producers {
             producer.synchronize(limit)?;
         }
         if device.kind() == DeviceKind::Host {
-            // SAFETY: host memory of a pool, which `Memory` promises to be initialised. Only producers use it before the
-            // launch, which is borrowed, and they have ended.
+            // SAFETY: host memory of a pool, which `Memory` promises to be initialised. Only
+            // producers use it before the launch, which is borrowed, and they have ended.
             return Ok(write(unsafe { slice.as_host_mut() }));
         }
         let mut copy = vec![T::zeroed(); slice.len()];
@@ -453,12 +576,17 @@ impl<D: Device> Filling<D> {
         Ok(result)
     }
 
-    /// Sums the bucket, to which producers wrote the gradient of a whole unit in the unit's order, over all ranks. Each
-    /// rank keeps its shard of the sum: `into` has `len / world_size` elements.
+    /// Sums the bucket, to which producers wrote the gradient of a whole unit in the unit's order,
+    /// over all ranks. Each rank keeps its shard of the sum: `into` has `len / world_size`
+    /// elements.
     ///
     /// # Errors
     /// The length or the device of `into` does not match, or a stream returned an error.
-    pub fn reduce_unit(self, kernels: &dyn Kernels<D>, into: SumInto<D>) -> Result<Reduced<D>, BucketError> {
+    pub fn reduce_unit(
+        self,
+        kernels: &dyn Kernels<D>,
+        into: SumInto<D>,
+    ) -> Result<Reduced<D>, BucketError> {
         self.reduce(kernels, into, true)
     }
 
@@ -466,34 +594,70 @@ impl<D: Device> Filling<D> {
     ///
     /// # Errors
     /// As [`Self::reduce_unit`].
-    pub fn all_reduce_unit(self, kernels: &dyn Kernels<D>, into: SumInto<D>) -> Result<Reduced<D>, BucketError> {
+    pub fn all_reduce_unit(
+        self,
+        kernels: &dyn Kernels<D>,
+        into: SumInto<D>,
+    ) -> Result<Reduced<D>, BucketError> {
         self.reduce(kernels, into, false)
     }
 
-    fn reduce(self, kernels: &dyn Kernels<D>, into: SumInto<D>, scatter: bool) -> Result<Reduced<D>, BucketError> {
+    fn reduce(
+        self,
+        kernels: &dyn Kernels<D>,
+        into: SumInto<D>,
+        scatter: bool,
+    ) -> Result<Reduced<D>, BucketError> {
         let to = Sum::new(&self.shared.comm_stream, into, scatter)?;
-        let segments = if scatter { self.shared.comm.world_size() } else { 1 };
+        let segments = if scatter {
+            self.shared.comm.world_size()
+        } else {
+            1
+        };
         if to.sum.len() * segments != self.len() {
             let (what, expected, got) = ("reduce_unit: into", self.len() / segments, to.sum.len());
-            return Err(KernelError::LengthMismatch { what, expected, got }.into());
+            return Err(KernelError::LengthMismatch {
+                what,
+                expected,
+                got,
+            }
+            .into());
         }
         let done = self.sum(kernels, &to, 0..to.sum.len())?;
         Ok(to.reduced(done))
     }
 
     /// Enqueues the sum of the bucket over ranks and its storing in elements `of_sum` of `to`.
-    fn sum(self, kernels: &dyn Kernels<D>, to: &Sum, of_sum: Range<usize>) -> Result<D::Event, BucketError> {
+    fn sum(
+        self,
+        kernels: &dyn Kernels<D>,
+        to: &Sum,
+        of_sum: Range<usize>,
+    ) -> Result<D::Event, BucketError> {
         let (sum, shared) = (to.sum.slice(of_sum), Arc::clone(&self.shared));
-        let Shared { comm_stream, options, .. } = &*shared;
+        let Shared {
+            comm_stream,
+            options,
+            ..
+        } = &*shared;
         let in_flight = if !to.add && sum.dtype() == options.dtype {
             match to.scatter {
                 true => self.reduce_scatter_into(sum, ReduceOp::Sum)?,
-                false => self.launch(|comm, stream, slice| comm.all_reduce(stream, slice, sum, ReduceOp::Sum))?,
+                false => self.launch(|comm, stream, slice| {
+                    comm.all_reduce(stream, slice, sum, ReduceOp::Sum)
+                })?,
             }
         } else {
-            let in_flight =
-                if to.scatter { self.reduce_scatter(ReduceOp::Sum)? } else { self.all_reduce(ReduceOp::Sum)? };
-            let reduced = if to.scatter { in_flight.own_segment() } else { in_flight.slice };
+            let in_flight = if to.scatter {
+                self.reduce_scatter(ReduceOp::Sum)?
+            } else {
+                self.all_reduce(ReduceOp::Sum)?
+            };
+            let reduced = if to.scatter {
+                in_flight.own_segment()
+            } else {
+                in_flight.slice
+            };
             if to.add {
                 kernels.accumulate(comm_stream, reduced, sum.typed()?)?;
             } else {
@@ -512,40 +676,61 @@ impl<D: Device> Filling<D> {
         for producer in &self.producers {
             shared.comm_stream.wait(&producer.record()?)?;
         }
-        // From here on the communication stream may use the bucket, even if the call returns an error.
+        // From here on the communication stream may use the bucket, even if the call returns an
+        // error.
         let (bucket, slice) = (self.bucket.take(), self.slice);
-        let in_flight = InFlight { bucket, slice, consumers: Vec::new(), shared: Arc::clone(&shared) };
-        // Behind all producers; later uses of the bucket wait for the event that `InFlight` records at its end.
+        let in_flight = InFlight {
+            bucket,
+            slice,
+            consumers: Vec::new(),
+            shared: Arc::clone(&shared),
+        };
+        // Behind all producers; later uses of the bucket wait for the event that `InFlight` records
+        // at its end.
         collective(&*shared.comm, &shared.comm_stream, slice)?;
         Ok(in_flight)
     }
 
-    /// Reduce-scatters the bucket; the communication stream writes this rank's segment of the result into `shard`
-    /// (`shard.len() * world_size == len`).
+    /// Reduce-scatters the bucket; the communication stream writes this rank's segment of the
+    /// result into `shard` (`shard.len() * world_size == len`).
     ///
     /// # Errors
     /// Counts or dtypes do not match, or a stream returned an error.
-    pub fn reduce_scatter_into(self, shard: AnySlice, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
+    pub fn reduce_scatter_into(
+        self,
+        shard: AnySlice,
+        op: ReduceOp,
+    ) -> Result<InFlight<D>, BucketError> {
         self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, shard, op))
     }
 
-    /// Reduce-scatters the bucket; this rank's segment of the result stays in it ([`InFlight::segment`]). The caller
-    /// adds it to an accumulated gradient by an operation on the communication stream.
+    /// Reduce-scatters the bucket; this rank's segment of the result stays in it
+    /// ([`InFlight::segment`]). The caller adds it to an accumulated gradient by an operation on
+    /// the communication stream.
     ///
     /// # Errors
     /// The number of ranks does not divide the length, or a stream returned an error.
     pub fn reduce_scatter(self, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
-        let (rank, n, len) = (self.shared.comm.rank(), self.shared.comm.world_size(), self.len());
+        let (rank, n, len) = (
+            self.shared.comm.rank(),
+            self.shared.comm.world_size(),
+            self.len(),
+        );
         if !len.is_multiple_of(n) {
             let collective = crate::Collective::ReduceScatter;
-            return Err(CommError::NotDivisible { collective, len, world_size: n }.into());
+            return Err(CommError::NotDivisible {
+                collective,
+                len,
+                world_size: n,
+            }
+            .into());
         }
         let own = rank * (len / n)..(rank + 1) * (len / n);
         self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, slice.slice(own), op))
     }
 
-    /// All-reduces the bucket; the result stays in it ([`InFlight::slice`]). The caller copies it by an operation on
-    /// the communication stream.
+    /// All-reduces the bucket; the result stays in it ([`InFlight::slice`]). The caller copies it
+    /// by an operation on the communication stream.
     ///
     /// # Errors
     /// A stream returned an error.
@@ -566,7 +751,12 @@ pub struct InFlight<D: Device> {
 
 impl<D: Device> fmt::Debug for InFlight<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "InFlight({} x {})", self.slice.len(), self.shared.options.dtype)
+        write!(
+            f,
+            "InFlight({} x {})",
+            self.slice.len(),
+            self.shared.options.dtype
+        )
     }
 }
 
@@ -579,14 +769,19 @@ impl<D: Device> Drop for InFlight<D> {
 
 impl<D: Device> InFlight<D> {
     fn retire(&mut self) -> Result<Option<D::Event>, DeviceError> {
-        let Some(mut bucket) = self.bucket.take() else { return Ok(None) };
+        let Some(mut bucket) = self.bucket.take() else {
+            return Ok(None);
+        };
         let before = std::mem::take(&mut bucket.last_uses);
         let event = bucket.record_use(&self.shared.comm_stream);
         if event.is_err() {
             bucket.last_uses.extend(before);
         }
         // All of them, also after an error: none may lose its memory.
-        let consumers = self.consumers.iter().map(|consumer| bucket.record_use(consumer).map(drop));
+        let consumers = self
+            .consumers
+            .iter()
+            .map(|consumer| bucket.record_use(consumer).map(drop));
         let consumed = consumers.fold(Ok(()), Result::and);
         self.shared.free.lock().push_back(bucket);
         consumed.and(event).map(Some)
@@ -595,8 +790,8 @@ impl<D: Device> InFlight<D> {
     /// The whole bucket after the collective.
     ///
     /// # Safety
-    /// The slice is used only by operations enqueued on the communication stream or on streams added by
-    /// [`InFlight::add_consumer`], before this `InFlight` is finished or dropped.
+    /// The slice is used only by operations enqueued on the communication stream or on streams
+    /// added by [`InFlight::add_consumer`], before this `InFlight` is finished or dropped.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
     }
@@ -610,11 +805,15 @@ impl<D: Device> InFlight<D> {
     }
 
     fn own_segment(&self) -> AnySlice {
-        let (rank, len) = (self.shared.comm.rank(), self.slice.len() / self.shared.comm.world_size());
+        let (rank, len) = (
+            self.shared.comm.rank(),
+            self.slice.len() / self.shared.comm.world_size(),
+        );
         self.slice.slice(rank * len..(rank + 1) * len)
     }
 
-    /// Adds a stream that reads the bucket: it waits for the result, and the bucket's next use waits for it.
+    /// Adds a stream that reads the bucket: it waits for the result, and the bucket's next use
+    /// waits for it.
     ///
     /// # Errors
     /// A stream returned an error.
@@ -626,8 +825,9 @@ impl<D: Device> InFlight<D> {
         Ok(())
     }
 
-    /// Frees the bucket. Its next use waits for the operations enqueued so far on the communication stream and on the
-    /// consumers' streams. Without overlap, the compute stream waits for the communication stream.
+    /// Frees the bucket. Its next use waits for the operations enqueued so far on the communication
+    /// stream and on the consumers' streams. Without overlap, the compute stream waits for the
+    /// communication stream.
     ///
     /// # Errors
     /// A stream returned an error.

@@ -1,4 +1,5 @@
-//! A collective call as plain data, which ranks compare, and the checks and counts that all back ends share.
+//! A collective call as plain data, which ranks compare, and the checks and counts that all back
+//! ends share.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,8 +13,8 @@ use zero_alloc::device::{AnySlice, DType, DeviceId};
 use crate::comm_dtype::CommDType;
 use crate::{Collective, CommError, ReduceOp, Traffic};
 
-/// The range of part `index` if `len` elements are cut into `parts` parts whose lengths differ by at most 1, longer
-/// parts first.
+/// The range of part `index` if `len` elements are cut into `parts` parts whose lengths differ by
+/// at most 1, longer parts first.
 ///
 /// # Panics
 /// `parts` is 0.
@@ -48,7 +49,8 @@ impl Segments {
         }
     }
 
-    /// The segments of all ranks, in order: N additions, where [`range`](Self::range) of each rank needs N^2 / 2.
+    /// The segments of all ranks, in order: N additions, where [`range`](Self::range) of each rank
+    /// needs N^2 / 2.
     pub fn ranges(&self, world_size: usize) -> impl Iterator<Item = Range<usize>> + '_ {
         let mut start = 0;
         (0..world_size).map(move |rank| {
@@ -72,7 +74,8 @@ impl Segments {
     }
 }
 
-/// A rank's call of a collective. All ranks must make equal calls; a difference is a [`CommError::Mismatch`].
+/// A rank's call of a collective. All ranks must make equal calls; a difference is a
+/// [`CommError::Mismatch`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Call {
@@ -92,12 +95,15 @@ pub struct Call {
 }
 
 impl Call {
-    /// The dtype. A call is made by [`Group::check`] or received from another rank, so it has no other.
+    /// The dtype. A call is made by [`Group::check`] or received from another rank, so it has no
+    /// other.
     pub(crate) fn comm_dtype(&self) -> CommDType {
-        CommDType::try_from(self.dtype).unwrap_or_else(|dtype| unreachable!("a call of {dtype} was not refused"))
+        CommDType::try_from(self.dtype)
+            .unwrap_or_else(|dtype| unreachable!("a call of {dtype} was not refused"))
     }
 
-    /// Upper bound of the bytes of a serialized call of `world_size` ranks; an integer has at most 10.
+    /// Upper bound of the bytes of a serialized call of `world_size` ranks; an integer has at most
+    /// 10.
     #[cfg(feature = "mpi")]
     pub(crate) const fn max_serialized_bytes(world_size: usize) -> usize {
         32 + 10 * world_size
@@ -119,7 +125,8 @@ impl fmt::Display for Call {
             Segments::Uneven(counts) => write!(f, " of {counts:?} x {}", self.dtype)?,
             Segments::Balanced(len) => write!(f, " of {len} x {}", self.dtype)?,
         }
-        self.root.map_or(Ok(()), |root| write!(f, " from rank {root}"))
+        self.root
+            .map_or(Ok(()), |root| write!(f, " from rank {root}"))
     }
 }
 
@@ -133,8 +140,9 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// Checks that a communicator can run the call: it was checked for this `group`, since its buffers have the
-    /// lengths of that group only, and its buffers are in memory of `device`. Every back end calls this first.
+    /// Checks that a communicator can run the call: it was checked for this `group`, since its
+    /// buffers have the lengths of that group only, and its buffers are in memory of `device`.
+    /// Every back end calls this first.
     ///
     /// # Errors
     /// [`CommError::AnotherGroup`], [`DeviceError::AnotherDevice`].
@@ -182,7 +190,12 @@ impl Group {
     ///
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
-    pub fn reduce_scatter(self, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<Checked, CommError> {
+    pub fn reduce_scatter(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<Checked, CommError> {
         let segments = Segments::Even(recv.len());
         self.check(Collective::ReduceScatter, Some(op), segments, send, recv)
     }
@@ -207,14 +220,25 @@ impl Group {
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
     pub fn all_gather(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
-        self.check(Collective::AllGather, None, Segments::Even(send.len()), send, recv)
+        self.check(
+            Collective::AllGather,
+            None,
+            Segments::Even(send.len()),
+            send,
+            recv,
+        )
     }
 
     /// Checks an all-gather with segments of `counts`.
     ///
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
-    pub fn all_gather_uneven(self, send: AnySlice, recv: AnySlice, counts: &[usize]) -> Result<Checked, CommError> {
+    pub fn all_gather_uneven(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        counts: &[usize],
+    ) -> Result<Checked, CommError> {
         let segments = self.uneven(Collective::AllGather, counts)?;
         self.check(Collective::AllGather, None, segments, send, recv)
     }
@@ -245,8 +269,19 @@ impl Group {
     ///
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
-    pub fn all_reduce(self, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<Checked, CommError> {
-        self.check(Collective::AllReduce, Some(op), Segments::Balanced(send.len()), send, recv)
+    pub fn all_reduce(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<Checked, CommError> {
+        self.check(
+            Collective::AllReduce,
+            Some(op),
+            Segments::Balanced(send.len()),
+            send,
+            recv,
+        )
     }
 
     /// Checks a broadcast.
@@ -255,10 +290,18 @@ impl Group {
     /// There is no such root.
     pub fn broadcast(self, buffer: AnySlice, root: usize) -> Result<Checked, CommError> {
         if root >= self.world_size {
-            return Err(CommError::NoSuchRoot { root, world_size: self.world_size });
+            return Err(CommError::NoSuchRoot {
+                root,
+                world_size: self.world_size,
+            });
         }
-        let mut checked =
-            self.check(Collective::Broadcast, None, Segments::Balanced(buffer.len()), buffer, buffer)?;
+        let mut checked = self.check(
+            Collective::Broadcast,
+            None,
+            Segments::Balanced(buffer.len()),
+            buffer,
+            buffer,
+        )?;
         checked.call.root = Some(root);
         Ok(checked)
     }
@@ -270,23 +313,50 @@ impl Group {
     pub fn all_to_all(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
         let (len, world_size) = (send.len(), self.world_size);
         if !len.is_multiple_of(world_size) {
-            return Err(CommError::NotDivisible { collective: Collective::AllToAll, len, world_size });
+            return Err(CommError::NotDivisible {
+                collective: Collective::AllToAll,
+                len,
+                world_size,
+            });
         }
-        self.check(Collective::AllToAll, None, Segments::Even(len / world_size), send, recv)
+        self.check(
+            Collective::AllToAll,
+            None,
+            Segments::Even(len / world_size),
+            send,
+            recv,
+        )
     }
 
     /// A barrier, which needs no check.
     pub fn barrier(self) -> Checked {
         // SAFETY: an empty slice is never dereferenced, so its pointer may be null.
-        let none = unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8, DeviceId::HOST) };
+        let none =
+            unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8, DeviceId::HOST) };
         let (collective, segments) = (Collective::Barrier, Segments::Even(0));
-        let call = Call { collective, op: None, dtype: DType::U8, segments, root: None, control: false };
-        Checked { group: self, call, send: none, recv: none }
+        let call = Call {
+            collective,
+            op: None,
+            dtype: DType::U8,
+            segments,
+            root: None,
+            control: false,
+        };
+        Checked {
+            group: self,
+            call,
+            send: none,
+            recv: none,
+        }
     }
 
     fn uneven(self, collective: Collective, counts: &[usize]) -> Result<Segments, CommError> {
         if counts.len() != self.world_size {
-            return Err(CommError::RankCounts { collective, expected: self.world_size, got: counts.len() });
+            return Err(CommError::RankCounts {
+                collective,
+                expected: self.world_size,
+                got: counts.len(),
+            });
         }
         // No buffer is longer than this; the bound keeps sums of counts from overflowing.
         let total = counts.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
@@ -306,27 +376,51 @@ impl Group {
     ) -> Result<Checked, CommError> {
         use Collective::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
         if send.dtype() != recv.dtype() {
-            return Err(CommError::DTypes { collective, send: send.dtype(), recv: recv.dtype() });
+            return Err(CommError::DTypes {
+                collective,
+                send: send.dtype(),
+                recv: recv.dtype(),
+            });
         }
-        CommDType::try_from(send.dtype()).map_err(|dtype| CommError::DType { collective, dtype })?;
-        let (whole, own) = (segments.total(self.world_size), segments.range(self.rank, self.world_size));
+        CommDType::try_from(send.dtype())
+            .map_err(|dtype| CommError::DType { collective, dtype })?;
+        let (whole, own) = (
+            segments.total(self.world_size),
+            segments.range(self.rank, self.world_size),
+        );
         let (in_send, in_recv, send_name, recv_name) = match collective {
-            ReduceScatter => (whole, own.len(), "reduce_scatter, send", "reduce_scatter, recv"),
+            ReduceScatter => (
+                whole,
+                own.len(),
+                "reduce_scatter, send",
+                "reduce_scatter, recv",
+            ),
             AllGather => (own.len(), whole, "all_gather, send", "all_gather, recv"),
             AllReduce => (whole, whole, "all_reduce, send", "all_reduce, recv"),
             AllToAll => (whole, whole, "all_to_all, send", "all_to_all, recv"),
             Broadcast => (whole, whole, "broadcast", "broadcast"),
             Barrier => (0, 0, "barrier", "barrier"),
         };
-        for (what, expected, got) in [(send_name, in_send, send.len()), (recv_name, in_recv, recv.len())] {
+        for (what, expected, got) in [
+            (send_name, in_send, send.len()),
+            (recv_name, in_recv, recv.len()),
+        ] {
             if expected != got {
-                return Err(CommError::Count { what, expected, got });
+                return Err(CommError::Count {
+                    what,
+                    expected,
+                    got,
+                });
             }
         }
         if let (Some(op), DType::U8) = (op, send.dtype())
             && op == ReduceOp::Avg
         {
-            return Err(CommError::Unsupported { collective, op, dtype: DType::U8 });
+            return Err(CommError::Unsupported {
+                collective,
+                op,
+                dtype: DType::U8,
+            });
         }
         let in_place = match collective {
             ReduceScatter => send.slice(own).as_ptr() == recv.as_ptr(),
@@ -337,17 +431,32 @@ impl Group {
         if !in_place && overlap(send, recv) {
             return Err(CommError::Overlap { collective });
         }
-        let call = Call { collective, op, dtype: send.dtype(), segments, root: None, control: false };
-        Ok(Checked { group: self, call, send, recv })
+        let call = Call {
+            collective,
+            op,
+            dtype: send.dtype(),
+            segments,
+            root: None,
+            control: false,
+        };
+        Ok(Checked {
+            group: self,
+            call,
+            send,
+            recv,
+        })
     }
 
     /// Adds the bytes that this rank must send in `call` to `traffic`.
     pub fn count(self, call: &Call, traffic: &mut Traffic) {
         let Self { rank, world_size } = self;
         let bytes = |elems: usize| (elems * call.dtype.size_bytes()) as u64;
-        let (whole, own) = (call.segments.total(world_size), call.segments.range(rank, world_size).len());
-        // A reduce-scatter sends every other segment to its rank; an all-gather sends this rank's segment to every
-        // other.
+        let (whole, own) = (
+            call.segments.total(world_size),
+            call.segments.range(rank, world_size).len(),
+        );
+        // A reduce-scatter sends every other segment to its rank; an all-gather sends this rank's
+        // segment to every other.
         let (scattered, gathered) = (bytes(whole - own), bytes(own * (world_size - 1)));
         match call.collective {
             Collective::AllGather if call.control => traffic.control_bytes += gathered,
@@ -373,9 +482,11 @@ mod tests {
     #[test]
     fn ranges_are_those_of_each_rank() {
         for n in [1, 2, 7] {
-            for segments in
-                [Segments::Even(3), Segments::Balanced(17), Segments::Uneven((0..n).map(|q| q % 3).collect())]
-            {
+            for segments in [
+                Segments::Even(3),
+                Segments::Balanced(17),
+                Segments::Uneven((0..n).map(|q| q % 3).collect()),
+            ] {
                 let each: Vec<_> = (0..n).map(|rank| segments.range(rank, n)).collect();
                 assert_eq!(segments.ranges(n).collect::<Vec<_>>(), each);
                 assert_eq!(each.last().map(|last| last.end), Some(segments.total(n)));

@@ -1,5 +1,5 @@
-//! The dtypes that collectives transmit. A back end matches on [`CommDType`], so that it does not compile until it
-//! supports each of them.
+//! The dtypes that collectives transmit. A back end matches on [`CommDType`], so that it does not
+//! compile until it supports each of them.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, ser};
 use zero_alloc::device::DType;
@@ -44,7 +44,9 @@ impl From<CommDType> for DType {
 
 pub(crate) fn serialize<S: Serializer>(dtype: &DType, serializer: S) -> Result<S::Ok, S::Error> {
     let dtype = CommDType::try_from(*dtype);
-    dtype.map_err(|dtype| ser::Error::custom(format!("no collective transmits {dtype}")))?.serialize(serializer)
+    dtype
+        .map_err(|dtype| ser::Error::custom(format!("no collective transmits {dtype}")))?
+        .serialize(serializer)
 }
 
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<DType, D::Error> {

@@ -1,8 +1,8 @@
 //! The contract of collectives: their counts, rank offsets and in-place rules.
 //!
-//! All ranks of a communicator call the same collectives in the same order, each rank on its own stream. A call
-//! enqueues and returns; the operation runs in stream order, and its failure poisons the stream.
-//! The host back ends add fp16 and bf16 in fp32, in rank order, and round once.
+//! All ranks of a communicator call the same collectives in the same order, each rank on its own
+//! stream. A call enqueues and returns; the operation runs in stream order, and its failure poisons
+//! the stream. The host back ends add fp16 and bf16 in fp32, in rank order, and round once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,8 +57,14 @@ pub enum Collective {
 
 impl Collective {
     /// All collectives.
-    pub const ALL: [Self; 6] =
-        [Self::ReduceScatter, Self::AllGather, Self::AllReduce, Self::Broadcast, Self::AllToAll, Self::Barrier];
+    pub const ALL: [Self; 6] = [
+        Self::ReduceScatter,
+        Self::AllGather,
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::AllToAll,
+        Self::Barrier,
+    ];
 
     /// The name of its method: `reduce_scatter`, `all_gather`, ...
     pub const fn name(self) -> &'static str {
@@ -73,12 +79,14 @@ impl Collective {
     }
 }
 
-/// Bytes that this rank has sent, by collective, as a bandwidth-optimal algorithm sends them. With S bytes in the
-/// whole buffer and N ranks: (N-1)/N x S for reduce-scatter, all-gather and all-to-all, twice that for all-reduce;
-/// for broadcast S (N-1)/N on every rank (scatter and all-gather, the root's scatter included).
+/// Bytes that this rank has sent, by collective, as a bandwidth-optimal algorithm sends them. With
+/// S bytes in the whole buffer and N ranks: (N-1)/N x S for reduce-scatter, all-gather and
+/// all-to-all, twice that for all-reduce; for broadcast S (N-1)/N on every rank (scatter and
+/// all-gather, the root's scatter included).
 ///
-/// If N does not divide S, segments are as equal as possible ([`Segments::Balanced`](crate::Segments)), and the bytes
-/// are those of this rank's segment: exact integers whose sum over the ranks is N times the formula.
+/// If N does not divide S, segments are as equal as possible
+/// ([`Segments::Balanced`](crate::Segments)), and the bytes are those of this rank's segment: exact
+/// integers whose sum over the ranks is N times the formula.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
@@ -136,16 +144,18 @@ impl std::ops::Add for Traffic {
     }
 }
 
-/// One rank's handle of a group of ranks. `send` and `recv` follow NCCL: counts are in elements. In place means that
-/// `recv` is this rank's segment of `send` (reduce_scatter), `send` is this rank's segment of `recv` (all_gather), or
-/// both are the same (all_reduce); any other overlap is an error.
+/// One rank's handle of a group of ranks. `send` and `recv` follow NCCL: counts are in elements. In
+/// place means that `recv` is this rank's segment of `send` (reduce_scatter), `send` is this rank's
+/// segment of `recv` (all_gather), or both are the same (all_reduce); any other overlap is an
+/// error.
 ///
-/// A back end implements [`group`](Self::group), its rank and world size, and [`enqueue`](Self::enqueue), which runs
-/// a checked call; the collectives are default methods.
+/// A back end implements [`group`](Self::group), its rank and world size, and
+/// [`enqueue`](Self::enqueue), which runs a checked call; the collectives are default methods.
 ///
 /// # Safety
-/// `group` never changes. `enqueue` uses the call's buffers only in operations that it enqueues on `stream`, which end
-/// before later operations of the stream begin: callers free or reuse the buffers behind that point.
+/// `group` never changes. `enqueue` uses the call's buffers only in operations that it enqueues on
+/// `stream`, which end before later operations of the stream begin: callers free or reuse the
+/// buffers behind that point.
 pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// This rank and the number of ranks.
     fn group(&self) -> Group;
@@ -156,19 +166,25 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// The stream returned an error.
     fn enqueue(&self, stream: &D::Stream, checked: Checked) -> Result<(), CommError>;
 
-    /// Splits the communicator: ranks that pass the same `color` form a new one, in the order of `key`, then of their
-    /// ranks in this one. Returns `None` if `color` is `None`. Every rank must call it; the host waits for the other
-    /// ranks, within the time limit. The new communicator counts traffic separately. A failure of this communicator
-    /// fails the new one; the reverse holds for `mpi` and not for `threads`.
+    /// Splits the communicator: ranks that pass the same `color` form a new one, in the order of
+    /// `key`, then of their ranks in this one. Returns `None` if `color` is `None`. Every rank must
+    /// call it; the host waits for the other ranks, within the time limit. The new communicator
+    /// counts traffic separately. A failure of this communicator fails the new one; the reverse
+    /// holds for `mpi` and not for `threads`.
     ///
     /// # Errors
     /// A rank failed, or did not call `split` within the limit.
-    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<D>>>, CommError>;
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<D>>>, CommError>;
 
     /// Bytes sent so far; a collective counts when it is enqueued.
     fn traffic(&self) -> Traffic;
 
-    /// Fails every running and later collective, on all ranks, with an error that names this rank and `reason`.
+    /// Fails every running and later collective, on all ranks, with an error that names this rank
+    /// and `reason`.
     fn abort(&self, reason: &str);
 
     /// The first failure of the group, equal on all ranks: the cause of a poisoned stream.
@@ -184,7 +200,8 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         self.group().world_size
     }
 
-    /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`; `send.len() == recv.len() * world_size`.
+    /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`;
+    /// `send.len() == recv.len() * world_size`.
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.
@@ -198,8 +215,9 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
     }
 
-    /// Reduce-scatter with a segment of `counts[q]` elements for rank q; `send` is the concatenation of the segments;
-    /// `recv.len() == counts[rank]`. All ranks pass the same counts; a count may be 0.
+    /// Reduce-scatter with a segment of `counts[q]` elements for rank q; `send` is the
+    /// concatenation of the segments; `recv.len() == counts[rank]`. All ranks pass the same counts;
+    /// a count may be 0.
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.
@@ -211,14 +229,23 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         counts: &[usize],
         op: ReduceOp,
     ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().reduce_scatter_uneven(send, recv, counts, op)?)
+        self.enqueue(
+            stream,
+            self.group().reduce_scatter_uneven(send, recv, counts, op)?,
+        )
     }
 
-    /// `recv[q * send.len() + i] = send_q[i]` for all ranks q; `recv.len() == send.len() * world_size`.
+    /// `recv[q * send.len() + i] = send_q[i]` for all ranks q;
+    /// `recv.len() == send.len() * world_size`.
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+    fn all_gather(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+    ) -> Result<(), CommError> {
         self.enqueue(stream, self.group().all_gather(send, recv)?)
     }
 
@@ -237,22 +264,29 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
     }
 
-    /// [`all_gather`](Self::all_gather) of a few bytes of control data (norms, losses, flags), counted in
-    /// [`Traffic::control_bytes`].
+    /// [`all_gather`](Self::all_gather) of a few bytes of control data (norms, losses, flags),
+    /// counted in [`Traffic::control_bytes`].
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.
-    fn control_all_gather(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+    fn control_all_gather(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+    ) -> Result<(), CommError> {
         self.enqueue(stream, self.group().control_all_gather(send, recv)?)
     }
 
-    /// Sends `message` to all ranks and returns the messages of all ranks, in rank order: for votes and agreements.
-    /// Messages may be empty and of different lengths, at most 1 GiB. Blocks the host: each wait for `stream` takes at most
-    /// `limit`. Up to 120 bytes take one all-gather of control data, longer messages a second one. Memory for all messages is
-    /// allocated from `pool` for the duration of the call.
+    /// Sends `message` to all ranks and returns the messages of all ranks, in rank order: for votes
+    /// and agreements. Messages may be empty and of different lengths, at most 1 GiB. Blocks the
+    /// host: each wait for `stream` takes at most `limit`. Up to 120 bytes take one all-gather of
+    /// control data, longer messages a second one. Memory for all messages is allocated from `pool`
+    /// for the duration of the call.
     ///
     /// # Errors
-    /// A rank failed, memory is exhausted, or the limit passed. On an error the ranks may be in different calls: abort.
+    /// A rank failed, memory is exhausted, or the limit passed. On an error the ranks may be in
+    /// different calls: abort.
     fn exchange(
         &self,
         pool: &Pool<D>,
@@ -267,7 +301,13 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_reduce(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice, op: ReduceOp) -> Result<(), CommError> {
+    fn all_reduce(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
         self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
     }
 
@@ -275,7 +315,12 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
     ///
     /// # Errors
     /// There is no such root, or the stream returned an error.
-    fn broadcast(&self, stream: &D::Stream, buffer: AnySlice, root: usize) -> Result<(), CommError> {
+    fn broadcast(
+        &self,
+        stream: &D::Stream,
+        buffer: AnySlice,
+        root: usize,
+    ) -> Result<(), CommError> {
         self.enqueue(stream, self.group().broadcast(buffer, root)?)
     }
 
@@ -283,7 +328,12 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
     ///
     /// # Errors
     /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_to_all(&self, stream: &D::Stream, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+    fn all_to_all(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+    ) -> Result<(), CommError> {
         self.enqueue(stream, self.group().all_to_all(send, recv)?)
     }
 

@@ -1,10 +1,11 @@
 //! The conformance suite of [`Communicator`]: random calls, compared with a naive reference.
 //!
-//! Every rank calls [`check`] with the same seed. Shapes and values are drawn from the seed alone, so each rank
-//! knows what every other rank sends, computes its own expected result element by element, and reports the
-//! first difference. It runs on any back end.
+//! Every rank calls [`check`] with the same seed. Shapes and values are drawn from the seed alone,
+//! so each rank knows what every other rank sends, computes its own expected result element by
+//! element, and reports the first difference. It runs on any back end.
 //!
-//! Each buffer is enclosed in canary bytes, which detect writes out of bounds. A write into `send` is detected too.
+//! Each buffer is enclosed in canary bytes, which detect writes out of bounds. A write into `send`
+//! is detected too.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -45,11 +46,23 @@ pub struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         let limit = Duration::from_secs(60);
-        Self { seed: 1, cases: 60, max_segment_elems: 6000, sums: Sums::RankOrder, limit }
+        Self {
+            seed: 1,
+            cases: 60,
+            max_segment_elems: 6000,
+            sums: Sums::RankOrder,
+            limit,
+        }
     }
 }
 
-setters!(Plan { seed: u64, cases: usize, max_segment_elems: usize, sums: Sums, limit: Duration });
+setters!(Plan {
+    seed: u64,
+    cases: usize,
+    max_segment_elems: usize,
+    sums: Sums,
+    limit: Duration
+});
 
 /// An element type of the suite, with plain functions to draw and combine values.
 trait Case: Element + PartialEq + Debug {
@@ -62,7 +75,8 @@ trait Case: Element + PartialEq + Debug {
 /// A float of varied size and sign, or a small integer.
 fn draw_f32(bits: u64, sums: Sums) -> f32 {
     let small = (bits % 17) as f32 - 8.0;
-    let any = (bits as u32 as f32 / u32::MAX as f32 - 0.5) * 2f32.powi((bits >> 32) as i32 % 14 - 4);
+    let any =
+        (bits as u32 as f32 / u32::MAX as f32 - 0.5) * 2f32.powi((bits >> 32) as i32 % 14 - 4);
     if sums == Sums::RankOrder { any } else { small }
 }
 
@@ -72,7 +86,10 @@ fn combine_f32(op: ReduceOp, values: impl Iterator<Item = f32>) -> f32 {
         ReduceOp::Sum => values.iter().skip(1).fold(values[0], |sum, v| sum + v),
         ReduceOp::Avg => combine_f32(ReduceOp::Sum, values.iter().copied()) / values.len() as f32,
         ReduceOp::Max if values.iter().any(|v| v.is_nan()) => f32::NAN,
-        ReduceOp::Max => values.iter().skip(1).fold(values[0], |a, &b| if a >= b { a } else { b }),
+        ReduceOp::Max => values
+            .iter()
+            .skip(1)
+            .fold(values[0], |a, &b| if a >= b { a } else { b }),
     }
 }
 
@@ -98,7 +115,11 @@ case_16_bit!(f16, bf16);
 impl Case for f32 {
     fn draw(bits: u64, sums: Sums) -> Self {
         let odd = sums == Sums::RankOrder && bits.is_multiple_of(50);
-        if odd { Self::from_bits((bits >> 24) as u32) } else { draw_f32(bits, sums) }
+        if odd {
+            Self::from_bits((bits >> 24) as u32)
+        } else {
+            draw_f32(bits, sums)
+        }
     }
     fn combine(op: ReduceOp, values: &[Self]) -> Self {
         combine_f32(op, values.iter().copied())
@@ -110,7 +131,12 @@ impl Case for f32 {
 
 impl Case for f64 {
     fn draw(bits: u64, sums: Sums) -> Self {
-        f64::from(draw_f32(bits, sums)) * if sums == Sums::RankOrder { 1.000_000_001 } else { 1.0 }
+        f64::from(draw_f32(bits, sums))
+            * if sums == Sums::RankOrder {
+                1.000_000_001
+            } else {
+                1.0
+            }
     }
     fn combine(op: ReduceOp, values: &[Self]) -> Self {
         match op {
@@ -168,14 +194,33 @@ impl Shape {
         let length = |what: u64| pick(what, most + 1);
         let dtype = [DType::U8, DType::F16, DType::Bf16, DType::F32, DType::F64][pick(1, 5)];
         let op = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max][pick(2, 3)];
-        let op = if dtype == DType::U8 && op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        let op = if dtype == DType::U8 && op == ReduceOp::Avg {
+            ReduceOp::Sum
+        } else {
+            op
+        };
         use Collective::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
-        let collective = [ReduceScatter, AllGather, AllReduce, Broadcast, AllToAll, Barrier][pick(3, 6)];
+        let collective = [
+            ReduceScatter,
+            AllGather,
+            AllReduce,
+            Broadcast,
+            AllToAll,
+            Barrier,
+        ][pick(3, 6)];
         let uneven = pick(4, 2) == 0;
         let segments = match collective {
             ReduceScatter | AllGather if uneven => {
                 // About a third of the segments are empty.
-                (0..world_size as u64).map(|q| if pick(100 + q, 3) == 0 { 0 } else { length(200 + q) }).collect()
+                (0..world_size as u64)
+                    .map(|q| {
+                        if pick(100 + q, 3) == 0 {
+                            0
+                        } else {
+                            length(200 + q)
+                        }
+                    })
+                    .collect()
             }
             _ => Vec::new(),
         };
@@ -187,7 +232,16 @@ impl Shape {
         };
         let in_place = collective != AllToAll && pick(6, 2) == 0;
         let control = collective == AllGather && !uneven && pick(7, 3) == 0;
-        Self { collective, op, dtype, segments, root: pick(8, world_size), in_place, control, seed }
+        Self {
+            collective,
+            op,
+            dtype,
+            segments,
+            root: pick(8, world_size),
+            in_place,
+            control,
+            seed,
+        }
     }
 }
 
@@ -218,29 +272,58 @@ fn text<T, E: ToString>(result: Result<T, E>) -> Result<T, String> {
 impl<D: Device> Rank<'_, D> {
     fn buffer<T: Element>(&self, values: &[T], margin: usize) -> Result<Buffer<D>, String> {
         let len = values.len() + 2 * margin;
-        let block = text(self.pool.allocate(len, T::DTYPE, Purpose::Workspace, self.stream))?;
+        let block = text(
+            self.pool
+                .allocate(len, T::DTYPE, Purpose::Workspace, self.stream),
+        )?;
         // SAFETY: `Buffer` keeps the block, and every call is waited for before it is dropped.
         let whole = unsafe { block.slice() };
         let mut bytes = vec![CANARY; len * size_of::<T>()];
         bytes[margin * size_of::<T>()..][..size_of_val(values)].copy_from_slice(bytes_of(values));
-        text(self.pool.device().upload(self.stream, &bytes, whole, self.plan.limit))?;
-        Ok(Buffer { slice: whole.slice(margin..margin + values.len()), whole, margin, _block: block })
+        text(
+            self.pool
+                .device()
+                .upload(self.stream, &bytes, whole, self.plan.limit),
+        )?;
+        Ok(Buffer {
+            slice: whole.slice(margin..margin + values.len()),
+            whole,
+            margin,
+            _block: block,
+        })
     }
 
     /// Compares the buffer with `expected`; if `canaries`, also checks the bytes around it.
-    fn expect<T: Case>(&self, what: &str, buffer: &Buffer<D>, expected: &[T], canaries: bool) -> Outcome {
+    fn expect<T: Case>(
+        &self,
+        what: &str,
+        buffer: &Buffer<D>,
+        expected: &[T],
+        canaries: bool,
+    ) -> Outcome {
         let mut bytes = vec![0u8; buffer.whole.len_bytes()];
-        text(self.pool.device().download(self.stream, buffer.whole, &mut bytes, self.plan.limit))?;
+        text(
+            self.pool
+                .device()
+                .download(self.stream, buffer.whole, &mut bytes, self.plan.limit),
+        )?;
         let edge = buffer.margin * size_of::<T>();
         let (before, rest) = bytes.split_at(edge);
         let (values, after) = rest.split_at(size_of_val(expected));
         if canaries && before.iter().chain(after).any(|&byte| byte != CANARY) {
             return Err(format!("{what}: a write beside the buffer"));
         }
-        for (i, (bytes, want)) in values.chunks_exact(size_of::<T>()).zip(expected).enumerate() {
+        for (i, (bytes, want)) in values
+            .chunks_exact(size_of::<T>())
+            .zip(expected)
+            .enumerate()
+        {
             let same = bytes == bytes_of(std::slice::from_ref(want));
             let got = || bytemuck_read::<T>(bytes);
-            if !(same || want.is_nan() && got().is_nan() || self.plan.sums == Sums::AnyOrder && got() == *want) {
+            if !(same
+                || want.is_nan() && got().is_nan()
+                || self.plan.sums == Sums::AnyOrder && got() == *want)
+            {
                 return Err(format!("{what}[{i}]: got {:?}, expected {want:?}", got()));
             }
         }
@@ -253,12 +336,25 @@ impl<D: Device> Rank<'_, D> {
         let (whole, own) = (shape.segments.total(n), shape.segments.range(rank, n));
         let margin = (random(shape.seed, 9) % 5) as usize;
         let sent = |q: usize| -> Vec<T> {
-            let len = if shape.collective == AllGather { shape.segments.range(q, n).len() } else { whole };
-            (0..len as u64).map(|i| T::draw(random(shape.seed ^ ((q as u64 + 1) << 48), i), self.plan.sums)).collect()
+            let len = if shape.collective == AllGather {
+                shape.segments.range(q, n).len()
+            } else {
+                whole
+            };
+            (0..len as u64)
+                .map(|i| {
+                    T::draw(
+                        random(shape.seed ^ ((q as u64 + 1) << 48), i),
+                        self.plan.sums,
+                    )
+                })
+                .collect()
         };
         let all: Vec<Vec<T>> = (0..n).map(sent).collect();
         let reduced = |range: std::ops::Range<usize>| -> Vec<T> {
-            range.map(|i| T::combine(shape.op, &all.iter().map(|s| s[i]).collect::<Vec<T>>())).collect()
+            range
+                .map(|i| T::combine(shape.op, &all.iter().map(|s| s[i]).collect::<Vec<T>>()))
+                .collect()
         };
         let expected: Vec<T> = match shape.collective {
             ReduceScatter => reduced(own.clone()),
@@ -289,7 +385,9 @@ impl<D: Device> Rank<'_, D> {
                 comm.reduce_scatter_uneven(stream, from, to, counts, shape.op)
             }
             (ReduceScatter, _) => comm.reduce_scatter(stream, from, to, shape.op),
-            (AllGather, Segments::Uneven(counts)) => comm.all_gather_uneven(stream, from, to, counts),
+            (AllGather, Segments::Uneven(counts)) => {
+                comm.all_gather_uneven(stream, from, to, counts)
+            }
             (AllGather, _) if shape.control => comm.control_all_gather(stream, from, to),
             (AllGather, _) => comm.all_gather(stream, from, to),
             (AllReduce, _) => comm.all_reduce(stream, from, to, shape.op),
@@ -306,10 +404,15 @@ impl<D: Device> Rank<'_, D> {
             Broadcast => self.expect("buffer", &send, &expected, true),
             ReduceScatter if shape.in_place => {
                 // The back end may overwrite the other segments of `send`.
-                let own_part = Buffer { margin: send.margin + own.start, ..send };
+                let own_part = Buffer {
+                    margin: send.margin + own.start,
+                    ..send
+                };
                 self.expect("recv", &own_part, &expected, false)
             }
-            AllReduce if shape.in_place => self.expect("buffer", &send, &written(all[rank].clone(), 0..whole), true),
+            AllReduce if shape.in_place => {
+                self.expect("buffer", &send, &written(all[rank].clone(), 0..whole), true)
+            }
             AllGather if shape.in_place => self.expect("recv", &recv, &expected, true),
             _ => {
                 self.expect("send", &send, &all[rank], true)?;
@@ -320,7 +423,13 @@ impl<D: Device> Rank<'_, D> {
 
     /// Compares the counted bytes with an independent computation.
     fn expect_traffic<T: Element>(&self, shape: &Shape, before: Traffic) -> Outcome {
-        let Group { rank, world_size: n } = Group { rank: self.comm.rank(), world_size: self.comm.world_size() };
+        let Group {
+            rank,
+            world_size: n,
+        } = Group {
+            rank: self.comm.rank(),
+            world_size: self.comm.world_size(),
+        };
         let own = match &shape.segments {
             Segments::Even(len) => *len,
             Segments::Uneven(counts) => counts[rank],
@@ -332,14 +441,22 @@ impl<D: Device> Rank<'_, D> {
         match shape.collective {
             Collective::ReduceScatter => expected.reduce_scatter_bytes += bytes(others),
             Collective::AllToAll => expected.all_to_all_bytes += bytes(others),
-            Collective::AllGather if shape.control => expected.control_bytes += bytes(own * (n - 1)),
+            Collective::AllGather if shape.control => {
+                expected.control_bytes += bytes(own * (n - 1))
+            }
             Collective::AllGather => expected.all_gather_bytes += bytes(own * (n - 1)),
             Collective::Broadcast => expected.broadcast_bytes += bytes(own * (n - 1)),
-            Collective::AllReduce => expected.all_reduce_bytes += bytes(others) + bytes(own * (n - 1)),
+            Collective::AllReduce => {
+                expected.all_reduce_bytes += bytes(others) + bytes(own * (n - 1))
+            }
             Collective::Barrier => {}
         }
         let got = self.comm.traffic();
-        if got == expected { Ok(()) } else { Err(format!("traffic: got {got:?}, expected {expected:?}")) }
+        if got == expected {
+            Ok(())
+        } else {
+            Err(format!("traffic: got {got:?}, expected {expected:?}"))
+        }
     }
 }
 
@@ -363,8 +480,11 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
             other => Err(format!("the suite has no values of {other}")),
         };
         result.map_err(|error| {
-            let message =
-                format!("case {case} on rank {} of {}: {shape:?}: {error}", rank.comm.rank(), rank.comm.world_size());
+            let message = format!(
+                "case {case} on rank {} of {}: {shape:?}: {error}",
+                rank.comm.rank(),
+                rank.comm.world_size()
+            );
             rank.comm.abort(&message);
             message
         })?;
@@ -375,36 +495,70 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
 /// Messages of all lengths around those that one all-gather carries, empty ones included.
 fn exchanges_messages<D: Device>(rank: &Rank<'_, D>) -> Outcome {
     for len in [0usize, 1, 119, 121, 300] {
-        let of = |q: usize| vec![q as u8 ^ len as u8; if q.is_multiple_of(2) { len } else { len / 2 }];
-        let Rank { comm, pool, stream, plan } = rank;
+        let of =
+            |q: usize| vec![q as u8 ^ len as u8; if q.is_multiple_of(2) { len } else { len / 2 }];
+        let Rank {
+            comm,
+            pool,
+            stream,
+            plan,
+        } = rank;
         let got = text(comm.exchange(pool, stream, &of(comm.rank()), plan.limit))?;
         let expected: Vec<_> = (0..comm.world_size()).map(of).collect();
         if got != expected {
-            return Err(format!("exchange of {len} bytes: expected {expected:?}, got {got:?}"));
+            return Err(format!(
+                "exchange of {len} bytes: expected {expected:?}, got {got:?}"
+            ));
         }
     }
     Ok(())
 }
 
 /// A call that was checked for another group has buffers of other lengths.
-fn refuses_calls_of_other_groups<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
+fn refuses_calls_of_other_groups<D: Device>(
+    comm: &dyn Communicator<D>,
+    stream: &D::Stream,
+) -> Outcome {
     let Group { rank, world_size } = comm.group();
-    for other in [Group { rank, world_size: world_size + 1 }, Group { rank: rank + 1, world_size: world_size + 1 }] {
+    for other in [
+        Group {
+            rank,
+            world_size: world_size + 1,
+        },
+        Group {
+            rank: rank + 1,
+            world_size: world_size + 1,
+        },
+    ] {
         match comm.enqueue(stream, other.barrier()) {
             Err(CommError::AnotherGroup { .. }) => {}
-            other => return Err(format!("a call of another group: expected an error, got {other:?}")),
+            other => {
+                return Err(format!(
+                    "a call of another group: expected an error, got {other:?}"
+                ));
+            }
         }
     }
     Ok(())
 }
 
 /// Memory that the communicator's device cannot access.
-fn refuses_memory_of_other_devices<D: Device>(comm: &dyn Communicator<D>, stream: &D::Stream) -> Outcome {
+fn refuses_memory_of_other_devices<D: Device>(
+    comm: &dyn Communicator<D>,
+    stream: &D::Stream,
+) -> Outcome {
     let device = DeviceId::new(DeviceKind::Simulated).map_err(|e| e.to_string())?;
     let n = comm.world_size();
     let slice = |address, len| {
         // SAFETY: the calls are refused, so nothing accesses it.
-        unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(address), len, DType::U8, device) }
+        unsafe {
+            AnySlice::from_raw_parts(
+                std::ptr::without_provenance_mut(address),
+                len,
+                DType::U8,
+                device,
+            )
+        }
     };
     let (whole, part) = (slice(1 << 30, n), slice(1 << 20, 1));
     for refused in [
@@ -416,35 +570,66 @@ fn refuses_memory_of_other_devices<D: Device>(comm: &dyn Communicator<D>, stream
     ] {
         match refused {
             Err(CommError::Device(DeviceError::AnotherDevice { got, .. })) if got == device => {}
-            other => return Err(format!("memory of another device: expected an error, got {other:?}")),
+            other => {
+                return Err(format!(
+                    "memory of another device: expected an error, got {other:?}"
+                ));
+            }
         }
     }
     Ok(())
 }
 
-/// Runs `plan.cases` random calls on `comm`, then a quarter as many on each of three splits of it. All ranks call it
-/// with the same plan.
+/// Runs `plan.cases` random calls on `comm`, then a quarter as many on each of three splits of it.
+/// All ranks call it with the same plan.
 ///
 /// # Errors
-/// The first difference from the reference, or the first error of a call, with case, rank and shape.
-pub fn check<D: Device>(device: &D, comm: &dyn Communicator<D>, stream: &D::Stream, plan: Plan) -> Outcome {
+/// The first difference from the reference, or the first error of a call, with case, rank and
+/// shape.
+pub fn check<D: Device>(
+    device: &D,
+    comm: &dyn Communicator<D>,
+    stream: &D::Stream,
+    plan: Plan,
+) -> Outcome {
     refuses_calls_of_other_groups(comm, stream)?;
     refuses_memory_of_other_devices(comm, stream)?;
     let pool = Pool::new(device.clone(), usize::MAX);
-    let all = Rank { comm, pool: pool.clone(), stream, plan };
+    let all = Rank {
+        comm,
+        pool: pool.clone(),
+        stream,
+        plan,
+    };
     check_all(&all)?;
     exchanges_messages(&all)?;
     let (rank, n) = (comm.rank(), comm.world_size());
     for (turn, colors) in [1, 2, 3].into_iter().enumerate() {
         // The last rank of a larger world passes no color; keys reverse the order of ranks.
         let color = (n < 3 || rank + 1 < n).then_some((rank % colors) as u64);
-        let Some(child) = text(comm.split(color, (n - rank) as u64))? else { continue };
-        let expected_rank = (rank + 1..if n < 3 { n } else { n - 1 }).filter(|q| q % colors == rank % colors).count();
+        let Some(child) = text(comm.split(color, (n - rank) as u64))? else {
+            continue;
+        };
+        let expected_rank = (rank + 1..if n < 3 { n } else { n - 1 })
+            .filter(|q| q % colors == rank % colors)
+            .count();
         if child.rank() != expected_rank {
-            return Err(format!("split in {colors}: rank {rank} became {}, not {expected_rank}", child.rank()));
+            return Err(format!(
+                "split in {colors}: rank {rank} became {}, not {expected_rank}",
+                child.rank()
+            ));
         }
-        let plan = Plan { seed: random(plan.seed, 1000 + turn as u64), cases: plan.cases / 4, ..plan };
-        check_all(&Rank { comm: &*child, pool: pool.clone(), stream, plan })?;
+        let plan = Plan {
+            seed: random(plan.seed, 1000 + turn as u64),
+            cases: plan.cases / 4,
+            ..plan
+        };
+        check_all(&Rank {
+            comm: &*child,
+            pool: pool.clone(),
+            stream,
+            plan,
+        })?;
     }
     Ok(())
 }

@@ -9,13 +9,15 @@ use zero_alloc::device::{DType, DeviceError};
 use crate::{Call, Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.
-// Ranks send each other the variants up to `Peer`. Variants with `serde(skip)` must follow them: serde counts skipped
-// variants when it serializes, but not when it deserializes.
+// Ranks send each other the variants up to `Peer`. Variants with `serde(skip)` must follow them:
+// serde counts skipped variants when it serializes, but not when it deserializes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
     /// Two ranks made different calls.
-    #[error("collective {sequence}: rank {rank} called {call}, but rank {other_rank} called {other_call}")]
+    #[error(
+        "collective {sequence}: rank {rank} called {call}, but rank {other_rank} called {other_call}"
+    )]
     Mismatch {
         /// The number of the call, from 0.
         sequence: u64,
@@ -57,7 +59,9 @@ pub enum CommError {
         done: u64,
     },
     /// A rank's stream failed before it ran a collective.
-    #[error("collective {sequence}, {call}: stream {stream} of rank {rank} failed before running it")]
+    #[error(
+        "collective {sequence}, {call}: stream {stream} of rank {rank} failed before running it"
+    )]
     Skipped {
         /// The number of the call, from 0.
         sequence: u64,

@@ -22,7 +22,11 @@ pub(crate) fn exchange<D: Device>(
     limit: Duration,
 ) -> Result<Vec<Vec<u8>>, CommError> {
     if message.len() > MAX_BYTES {
-        return Err(CommError::Count { what: "exchange: message", expected: MAX_BYTES, got: message.len() });
+        return Err(CommError::Count {
+            what: "exchange: message",
+            expected: MAX_BYTES,
+            got: message.len(),
+        });
     }
     let (rank, ranks) = (comm.rank(), comm.world_size());
     let (start, rest) = message.split_at(message.len().min(INLINE_BYTES));
@@ -41,7 +45,9 @@ pub(crate) fn exchange<D: Device>(
         len.copy_from_slice(&frame[..8]);
         let len = usize::try_from(u64::from_le_bytes(len)).unwrap_or(usize::MAX);
         if len > MAX_BYTES {
-            let message = format!("exchange: received a message length of {len} bytes, the maximum is {MAX_BYTES}");
+            let message = format!(
+                "exchange: received a message length of {len} bytes, the maximum is {MAX_BYTES}"
+            );
             return Err(CommError::Peer { rank, message });
         }
         messages.push(frame[8..8 + len.min(INLINE_BYTES)].to_vec());
@@ -50,14 +56,22 @@ pub(crate) fn exchange<D: Device>(
     if counts.iter().all(|count| *count == 0) {
         return Ok(messages);
     }
-    let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
-    let total = total.ok_or(CommError::CountsTooLarge { collective: Collective::AllGather })?;
+    let total = counts
+        .iter()
+        .try_fold(0usize, |sum, count| sum.checked_add(*count));
+    let total = total.ok_or(CommError::CountsTooLarge {
+        collective: Collective::AllGather,
+    })?;
     let mut all = vec![0; total];
     let before: usize = counts[..rank].iter().sum();
     let own = before..before + rest.len();
     all[own.clone()].copy_from_slice(rest);
     through_device(comm, pool, stream, &mut all, limit, |all| {
-        comm.enqueue(stream, comm.group().control_all_gather_uneven(all.slice(own), all, &counts)?)
+        comm.enqueue(
+            stream,
+            comm.group()
+                .control_all_gather_uneven(all.slice(own), all, &counts)?,
+        )
     })?;
     let mut left = &all[..];
     for (message, count) in messages.iter_mut().zip(counts) {

@@ -35,7 +35,8 @@ pub use error::CommError;
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{
-    OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher, ShardSource, Unsharded,
+    OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher,
+    ShardSource, Unsharded,
 };
 pub use solo::Solo;
 pub use wait_on_drop::WaitOnDrop;

@@ -1,11 +1,12 @@
 //! Non-temporal stores, which bypass the cache.
 //!
-//! An ordinary store to a line that is not in the cache first reads the line from memory. A result larger than the
-//! cache is evicted before its reader needs it, so bypassing the cache saves that read: a third of the memory traffic
-//! of an all-gather between two ranks, a quarter of a reduce-scatter's (`benches`, `collectives`).
+//! An ordinary store to a line that is not in the cache first reads the line from memory. A result
+//! larger than the cache is evicted before its reader needs it, so bypassing the cache saves that
+//! read: a third of the memory traffic of an all-gather between two ranks, a quarter of a
+//! reduce-scatter's (`benches`, `collectives`).
 
-/// Stores are non-temporal if all ranks together move at least this many bytes, about the size of a large last-level
-/// cache.
+/// Stores are non-temporal if all ranks together move at least this many bytes, about the size of a
+/// large last-level cache.
 pub(crate) const THRESHOLD_BYTES: usize = 24 << 20;
 
 /// The alignment of [`lines`]'s target.
@@ -13,7 +14,11 @@ pub(crate) const LINE_BYTES: usize = 64;
 
 /// Copies `from` to `to`, of the same length.
 pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
-    let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len()).min(from.len());
+    let head = to
+        .as_ptr()
+        .align_offset(LINE_BYTES)
+        .min(to.len())
+        .min(from.len());
     let (from_head, from) = from.split_at(head);
     let (to_head, to) = to.split_at_mut(head);
     to_head.copy_from_slice(from_head);
@@ -26,8 +31,8 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     fence();
 }
 
-/// Copies `from` to `to`, of the same length: with non-temporal stores if `to` is aligned whole lines, otherwise with
-/// ordinary stores. Call [`fence`] before another thread reads `to`.
+/// Copies `from` to `to`, of the same length: with non-temporal stores if `to` is aligned whole
+/// lines, otherwise with ordinary stores. Call [`fence`] before another thread reads `to`.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
@@ -36,11 +41,18 @@ pub(crate) fn lines(from: &[u8], to: &mut [u8]) {
     if !to.as_ptr().addr().is_multiple_of(LINE_BYTES) || !to.len().is_multiple_of(LINE_BYTES) {
         return to.copy_from_slice(from);
     }
-    // The stores of a line are consecutive, so that the processor combines them into one write to memory.
-    for (from, to) in from.as_chunks::<STORE_BYTES>().0.iter().zip(to.as_chunks_mut::<STORE_BYTES>().0) {
+    // The stores of a line are consecutive, so that the processor combines them into one write to
+    // memory.
+    for (from, to) in from
+        .as_chunks::<STORE_BYTES>()
+        .0
+        .iter()
+        .zip(to.as_chunks_mut::<STORE_BYTES>().0)
+    {
         // SAFETY: `from` has the `STORE_BYTES` bytes that are loaded; the load needs no alignment.
         let value = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
-        // SAFETY: `to` has the `STORE_BYTES` bytes that are stored, and is aligned because the line is.
+        // SAFETY: `to` has the `STORE_BYTES` bytes that are stored, and is aligned because the line
+        // is.
         unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), value) };
     }
 }
@@ -84,7 +96,12 @@ mod tests {
                 let mut target = vec![0xa5u8; 400];
                 copy(&source[from..from + len], &mut target[to..to + len]);
                 assert_eq!(target[to..to + len], source[from..from + len]);
-                assert!(target[..to].iter().chain(&target[to + len..]).all(|&b| b == 0xa5));
+                assert!(
+                    target[..to]
+                        .iter()
+                        .chain(&target[to + len..])
+                        .all(|&b| b == 0xa5)
+                );
             }
         }
     }

@@ -6,7 +6,8 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommOptions {
-    /// The time limit of every wait for another rank. If it passes, the world fails. Default: 10 minutes.
+    /// The time limit of every wait for another rank. If it passes, the world fails. Default: 10
+    /// minutes.
     pub limit: Duration,
 }
 
@@ -14,6 +15,8 @@ setters!(CommOptions { limit: Duration });
 
 impl Default for CommOptions {
     fn default() -> Self {
-        Self { limit: Duration::from_secs(600) }
+        Self {
+            limit: Duration::from_secs(600),
+        }
     }
 }

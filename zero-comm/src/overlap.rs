@@ -1,8 +1,9 @@
 //! The overlap of communication and compute in a recorded step, and the step as a Chrome trace.
 //!
-//! T_step is the time of the step; T_compute is the time during which compute ran; T_comm is the time during which
-//! communication ran. The **overlap fraction** is `1 - (T_step - T_compute) / T_comm`, at least 0: 1 if communication
-//! adds no time, 0 if compute waits for all of it. **Exposed** communication is the time during which only communication ran.
+//! T_step is the time of the step; T_compute is the time during which compute ran; T_comm is the
+//! time during which communication ran. The **overlap fraction** is
+//! `1 - (T_step - T_compute) / T_comm`, at least 0: 1 if communication adds no time, 0 if compute
+//! waits for all of it. **Exposed** communication is the time during which only communication ran.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -28,23 +29,34 @@ pub struct Overlap {
 }
 
 impl Overlap {
-    /// Computes the times of `spans`; waits do not count. Spans of the stream `comm_stream` are communication, all
-    /// others are compute.
+    /// Computes the times of `spans`; waits do not count. Spans of the stream `comm_stream` are
+    /// communication, all others are compute.
     pub fn of(spans: &[OpSpan], comm_stream: &str) -> Self {
         let work = || spans.iter().filter(|s| s.label != WAIT);
-        let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) = work().partition(|s| &*s.stream == comm_stream);
+        let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) =
+            work().partition(|s| &*s.stream == comm_stream);
         let (comm, compute) = (merged(&comm), merged(&compute));
         let start = work().map(|s| s.start).min().unwrap_or_default();
         let end = work().map(|s| s.end).max().unwrap_or_default();
         let (comm_time, compute_time) = (length(&comm), length(&compute));
         let exposed = comm_time - common(&comm, &compute);
-        Self { step: end - start, compute: compute_time, comm: comm_time, exposed }
+        Self {
+            step: end - start,
+            compute: compute_time,
+            comm: comm_time,
+            exposed,
+        }
     }
 
-    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication, and 0 if compute is idle for longer than T_comm.
+    /// `1 - (T_step - T_compute) / T_comm`; 1 without communication, and 0 if compute is idle for
+    /// longer than T_comm.
     pub fn fraction(&self) -> f64 {
         let waited = self.step.saturating_sub(self.compute).as_secs_f64();
-        if self.comm.is_zero() { 1.0 } else { (1.0 - waited / self.comm.as_secs_f64()).max(0.0) }
+        if self.comm.is_zero() {
+            1.0
+        } else {
+            (1.0 - waited / self.comm.as_secs_f64()).max(0.0)
+        }
     }
 }
 
@@ -78,7 +90,8 @@ fn common(a: &[Interval], b: &[Interval]) -> Duration {
     sum
 }
 
-/// Formats spans as Chrome trace JSON for Perfetto and chrome://tracing: one process, one track per stream.
+/// Formats spans as Chrome trace JSON for Perfetto and chrome://tracing: one process, one track per
+/// stream.
 pub fn chrome_trace(spans: &[OpSpan]) -> String {
     let mut lines: BTreeMap<&str, usize> = BTreeMap::new();
     for span in spans {
@@ -88,17 +101,25 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
     let mut events = Vec::with_capacity(spans.len() + lines.len());
     for (stream, line) in &lines {
         let name = quoted(stream);
-        events.push(format!(r#"{{"name":"thread_name","ph":"M","pid":0,"tid":{line},"args":{{"name":{name}}}}}"#));
+        events.push(format!(
+            r#"{{"name":"thread_name","ph":"M","pid":0,"tid":{line},"args":{{"name":{name}}}}}"#
+        ));
     }
     for span in spans {
         let micros = |d: Duration| d.as_secs_f64() * 1e6;
         let (name, phase, line) = (quoted(span.label), quoted(span.phase), lines[&*span.stream]);
-        let (start, length) = (micros(span.start), micros(span.end.saturating_sub(span.start)));
+        let (start, length) = (
+            micros(span.start),
+            micros(span.end.saturating_sub(span.start)),
+        );
         events.push(format!(
             r#"{{"name":{name},"cat":{phase},"ph":"X","pid":0,"tid":{line},"ts":{start:.3},"dur":{length:.3}}}"#
         ));
     }
-    format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
+    format!(
+        "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n",
+        events.join(",\n")
+    )
 }
 
 /// Quotes `text` as a JSON string.
@@ -141,22 +162,45 @@ mod tests {
         ];
         let overlap = Overlap::of(&spans, "comm");
         let ms = Duration::from_millis;
-        assert_eq!(overlap, Overlap { step: ms(23), compute: ms(16), comm: ms(11), exposed: ms(4 + 3) });
+        assert_eq!(
+            overlap,
+            Overlap {
+                step: ms(23),
+                compute: ms(16),
+                comm: ms(11),
+                exposed: ms(4 + 3)
+            }
+        );
         assert!((overlap.fraction() - (1.0 - 7.0 / 11.0)).abs() < 1e-12);
         assert_eq!(Overlap::of(&[], "comm").fraction(), 1.0);
-        // Compute is idle for longer than communication runs, as in a first step that waits for its data.
-        let idle = [span("comm", "all_gather", 0, 2), span("compute", "forward", 90, 100)];
+        // Compute is idle for longer than communication runs, as in a first step that waits for its
+        // data.
+        let idle = [
+            span("comm", "all_gather", 0, 2),
+            span("compute", "forward", 90, 100),
+        ];
         assert_eq!(Overlap::of(&idle, "comm").fraction(), 0.0);
     }
 
     #[test]
     fn trace_is_valid_json() {
-        let trace = chrome_trace(&[span("rank 0 \"comm\"\n", "all_gather", 1, 3), span("b\\c", "x", 2, 2)]);
+        let trace = chrome_trace(&[
+            span("rank 0 \"comm\"\n", "all_gather", 1, 3),
+            span("b\\c", "x", 2, 2),
+        ]);
         let json: serde_json::Value = serde_json::from_str(&trace).expect("valid JSON");
         let events = json["traceEvents"].as_array().expect("a list");
         assert_eq!(events.len(), 4);
-        assert!(events.iter().any(|e| e["args"]["name"] == "rank 0 \"comm\"\n"));
-        assert!(events.iter().any(|e| e["name"] == "all_gather" && e["ts"] == 1000.0 && e["dur"] == 2000.0));
+        assert!(
+            events
+                .iter()
+                .any(|e| e["args"]["name"] == "rank 0 \"comm\"\n")
+        );
+        assert!(
+            events
+                .iter()
+                .any(|e| e["name"] == "all_gather" && e["ts"] == 1000.0 && e["dur"] == 2000.0)
+        );
     }
 
     proptest! {

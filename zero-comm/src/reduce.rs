@@ -1,14 +1,16 @@
 //! Combining the elements of all ranks on the host, in rank order: `((x0 op x1) op x2) op ...`.
 //!
-//! All back ends that reduce on the host call [`Reducible::reduce`], so their results are bit-identical.
-//! 16-bit types are widened to fp32, combined there and rounded once, to nearest even.
+//! All back ends that reduce on the host call [`Reducible::reduce`], so their results are
+//! bit-identical. 16-bit types are widened to fp32, combined there and rounded once, to nearest
+//! even.
 //!
-//! The kernel reads all inputs in parallel, in blocks of [`BLOCK`] elements whose result stays in registers until it
-//! is stored. Memory accesses are one sequential stream per rank, and each byte is read or written once. Software
-//! prefetch covers page boundaries, where hardware prefetchers stop.
+//! The kernel reads all inputs in parallel, in blocks of [`BLOCK`] elements whose result stays in
+//! registers until it is stored. Memory accesses are one sequential stream per rank, and each byte
+//! is read or written once. Software prefetch covers page boundaries, where hardware prefetchers
+//! stop.
 //!
-//! `multiversion` compiles the loops for several instruction sets and selects one at run time. No sum is contracted
-//! or reordered, so all versions are bit-identical.
+//! `multiversion` compiles the loops for several instruction sets and selects one at run time. No
+//! sum is contracted or reordered, so all versions are bit-identical.
 
 use half::{bf16, f16};
 use multiversion::multiversion;
@@ -16,7 +18,8 @@ use zero_alloc::device::Element;
 
 use crate::{ReduceOp, nontemporal};
 
-/// Elements reduced at a time if the result is copied to several outputs, so that it stays in the first-level cache.
+/// Elements reduced at a time if the result is copied to several outputs, so that it stays in the
+/// first-level cache.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
 
 /// Elements whose result is in registers; a whole number of cache lines for every type.
@@ -36,8 +39,8 @@ pub(crate) enum Store {
 
 /// An element that can be combined.
 pub(crate) trait Reducible: Element + Default {
-    /// `out[i]` = the elements `i` of all inputs, combined in order. There is at least one input; all lengths are
-    /// equal.
+    /// `out[i]` = the elements `i` of all inputs, combined in order. There is at least one input;
+    /// all lengths are equal.
     fn reduce(op: ReduceOp, inputs: &[&[Self]], out: &mut [Self], store: Store);
 }
 
@@ -55,7 +58,12 @@ trait Lane: Element + Default {
 
 /// Reduces one block, in rank order; `of(rank)` is the input of a rank.
 #[inline(always)]
-fn block<'a, T: Lane>(op: ReduceOp, ranks: usize, of: impl Fn(usize) -> &'a [T; BLOCK], out: &mut [T; BLOCK]) {
+fn block<'a, T: Lane>(
+    op: ReduceOp,
+    ranks: usize,
+    of: impl Fn(usize) -> &'a [T; BLOCK],
+    out: &mut [T; BLOCK],
+) {
     let mut acc = [T::Acc::default(); BLOCK];
     T::start(of(0), &mut acc);
     for rank in 1..ranks {
@@ -72,7 +80,10 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
     // Non-temporal stores write whole lines; the part before the first is a partial block.
     let head = match store {
         Store::Cached => 0,
-        Store::PastCache => out.as_ptr().align_offset(nontemporal::LINE_BYTES).min(out.len()),
+        Store::PastCache => out
+            .as_ptr()
+            .align_offset(nontemporal::LINE_BYTES)
+            .min(out.len()),
     };
     let (out_head, out) = out.split_at_mut(head);
     partial(op, inputs, 0, out_head);
@@ -82,16 +93,28 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
         let at = head + i * BLOCK;
         for input in inputs {
             for line in (0..BLOCK * size_of::<T>()).step_by(nontemporal::LINE_BYTES) {
-                nontemporal::prefetch(input.as_ptr().wrapping_add(at).wrapping_byte_add(line + AHEAD_BYTES));
+                nontemporal::prefetch(
+                    input
+                        .as_ptr()
+                        .wrapping_add(at)
+                        .wrapping_byte_add(line + AHEAD_BYTES),
+                );
             }
         }
         let zeros = &[T::default(); BLOCK];
         let mut result = *zeros;
         // All inputs have the length of the output, so the block exists.
-        block(op, inputs.len(), |rank| inputs[rank][at..].first_chunk().unwrap_or(zeros), &mut result);
+        block(
+            op,
+            inputs.len(),
+            |rank| inputs[rank][at..].first_chunk().unwrap_or(zeros),
+            &mut result,
+        );
         match store {
             Store::Cached => *out = result,
-            Store::PastCache => nontemporal::lines(bytemuck::cast_slice(&result), bytemuck::cast_slice_mut(out)),
+            Store::PastCache => {
+                nontemporal::lines(bytemuck::cast_slice(&result), bytemuck::cast_slice_mut(out))
+            }
         }
     }
     partial(op, inputs, whole, tail);
@@ -100,7 +123,8 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
     }
 }
 
-/// Reduces less than a block, from element `at`. It is padded with zeros, whose results are dropped.
+/// Reduces less than a block, from element `at`. It is padded with zeros, whose results are
+/// dropped.
 #[inline(always)]
 fn partial<T: Lane>(op: ReduceOp, inputs: &[&[T]], at: usize, out: &mut [T]) {
     if out.is_empty() {
@@ -160,7 +184,11 @@ macro_rules! lane {
             #[inline(always)]
             fn fold(op: ReduceOp, from: &[Self; BLOCK], acc: &mut [$acc; BLOCK]) {
                 for (a, &x) in acc.iter_mut().zip(from) {
-                    *a = if op == ReduceOp::Max { greater(*a, ($widen)(x)) } else { ($add)(*a, ($widen)(x)) };
+                    *a = if op == ReduceOp::Max {
+                        greater(*a, ($widen)(x))
+                    } else {
+                        ($add)(*a, ($widen)(x))
+                    };
                 }
             }
 
@@ -184,7 +212,14 @@ lane!(f32, f32, |x| x, |a, x| a + x, |a, n| a / n as f32, |a| a);
 lane!(f64, f64, |x| x, |a, x| a + x, |a, n| a / n as f64, |a| a);
 // The check of a call rejects averages of bytes.
 lane!(u8, u8, |x| x, u8::wrapping_add, |a, _| a, |a| a);
-lane!(bf16, f32, widen_bf16, |a, x| a + x, |a, n| a / n as f32, round_bf16);
+lane!(
+    bf16,
+    f32,
+    widen_bf16,
+    |a, x| a + x,
+    |a, n| a / n as f32,
+    round_bf16
+);
 
 /// bfloat16 is the upper half of an fp32.
 #[inline(always)]
@@ -198,10 +233,21 @@ fn round_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
     let nearest = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let quiet = (bits >> 16) | 0x40;
-    bf16::from_bits(if x.is_nan() { quiet as u16 } else { nearest as u16 })
+    bf16::from_bits(if x.is_nan() {
+        quiet as u16
+    } else {
+        nearest as u16
+    })
 }
 
-lane!(f16, f32, widen_f16, |a, x| a + x, |a, n| a / n as f32, round_f16);
+lane!(
+    f16,
+    f32,
+    widen_f16,
+    |a, x| a + x,
+    |a, n| a / n as f32,
+    round_f16
+);
 
 /// Bit masks of binary16, and fp32 constants for its conversion.
 mod f16_parts {
@@ -225,7 +271,11 @@ fn widen_f16(x: f16) -> f32 {
     let bits = u32::from(x.to_bits());
     let magnitude = (bits & !SIGN) << EXTRA_DIGITS;
     let finite = (f32::from_bits(magnitude) * f32::from_bits(REBIAS)).to_bits();
-    let magnitude = if bits & EXPONENT == EXPONENT { magnitude | f32::INFINITY.to_bits() } else { finite };
+    let magnitude = if bits & EXPONENT == EXPONENT {
+        magnitude | f32::INFINITY.to_bits()
+    } else {
+        finite
+    };
     f32::from_bits(magnitude | (bits & SIGN) << 16)
 }
 
@@ -239,11 +289,17 @@ fn round_f16(x: f32) -> f16 {
     let half_less_one = (1 << (EXTRA_DIGITS - 1)) - 1;
     let nearest = magnitude.wrapping_add(half_less_one + ((magnitude >> EXTRA_DIGITS) & 1));
     let normal = nearest.wrapping_sub(112 << 23) >> EXTRA_DIGITS;
-    // The unit in the last place of fp32's 0.5 equals that of binary16's subnormal numbers, so this sum rounds to
-    // them.
-    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    // The unit in the last place of fp32's 0.5 equals that of binary16's subnormal numbers, so this
+    // sum rounds to them.
+    let subnormal = (f32::from_bits(magnitude) + 0.5)
+        .to_bits()
+        .wrapping_sub(0.5f32.to_bits());
     let special = if x.is_nan() { NAN } else { EXPONENT };
-    let finite = if magnitude < LEAST_NORMAL { subnormal } else { normal };
+    let finite = if magnitude < LEAST_NORMAL {
+        subnormal
+    } else {
+        normal
+    };
     f16::from_bits((sign | if magnitude >= BEYOND { special } else { finite }) as u16)
 }
 
@@ -263,7 +319,11 @@ mod tests {
             _ => a + b,
         };
         let all = values[1..].iter().fold(values[0], |a, &b| combine(a, b));
-        if op == ReduceOp::Avg { all / values.len() as f32 } else { all }
+        if op == ReduceOp::Avg {
+            all / values.len() as f32
+        } else {
+            all
+        }
     }
 
     fn check<T: Reducible + PartialEq + std::fmt::Debug>(
@@ -273,7 +333,10 @@ mod tests {
         to_f32: impl Fn(T) -> f32,
         from_f32: impl Fn(f32) -> T,
     ) {
-        let inputs: Vec<Vec<T>> = bits.iter().map(|bits| bits.iter().map(|&b| of(b)).collect()).collect();
+        let inputs: Vec<Vec<T>> = bits
+            .iter()
+            .map(|bits| bits.iter().map(|&b| of(b)).collect())
+            .collect();
         let inputs: Vec<&[T]> = inputs.iter().map(|input| &input[..]).collect();
         let mut out = vec![T::default(); inputs[0].len()];
         T::reduce(op, &inputs, &mut out, Store::Cached);
@@ -283,14 +346,22 @@ mod tests {
             let place = &mut past[offset..offset + out.len()];
             T::reduce(op, &inputs, place, Store::PastCache);
             // The payload of a NaN sum depends on the processor.
-            let same = |(&a, &b): (&T, &T)| bytes_of(&a) == bytes_of(&b) || to_f32(a).is_nan() && to_f32(b).is_nan();
-            assert!(place.iter().zip(&out).all(same), "{op:?} at {offset}: {place:?}, not {out:?}");
+            let same = |(&a, &b): (&T, &T)| {
+                bytes_of(&a) == bytes_of(&b) || to_f32(a).is_nan() && to_f32(b).is_nan()
+            };
+            assert!(
+                place.iter().zip(&out).all(same),
+                "{op:?} at {offset}: {place:?}, not {out:?}"
+            );
         }
         for (i, &got) in out.iter().enumerate() {
             let values: Vec<f32> = inputs.iter().map(|input| to_f32(input[i])).collect();
             let expected = from_f32(plain(op, &values));
             let both_nan = to_f32(got).is_nan() && to_f32(expected).is_nan();
-            assert!(got == expected || both_nan, "{op:?} of {values:?}: got {got:?}, expected {expected:?}");
+            assert!(
+                got == expected || both_nan,
+                "{op:?} of {values:?}: got {got:?}, expected {expected:?}"
+            );
         }
     }
 
@@ -316,13 +387,28 @@ mod tests {
         for bits in (0..=u16::MAX).step_by(if cfg!(miri) { 977 } else { 1 }) {
             let x = f16::from_bits(bits);
             let wide = widen_f16(x);
-            assert!(wide.to_bits() == x.to_f32().to_bits() || wide.is_nan() && x.is_nan(), "{bits:x}");
-            assert!(round_f16(wide) == x || x.is_nan() && round_f16(wide).is_nan(), "{bits:x}");
+            assert!(
+                wide.to_bits() == x.to_f32().to_bits() || wide.is_nan() && x.is_nan(),
+                "{bits:x}"
+            );
+            assert!(
+                round_f16(wide) == x || x.is_nan() && round_f16(wide).is_nan(),
+                "{bits:x}"
+            );
             // Near this number, and near the midpoint between it and the next.
             let middle = wide.to_bits() ^ (1 << 12);
-            for near in [wide.to_bits(), middle].into_iter().flat_map(|b| b.saturating_sub(2)..=b.saturating_add(2)) {
-                let (got, expected) = (round_f16(f32::from_bits(near)), f16::from_f32(f32::from_bits(near)));
-                assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(), "{near:x}");
+            for near in [wide.to_bits(), middle]
+                .into_iter()
+                .flat_map(|b| b.saturating_sub(2)..=b.saturating_add(2))
+            {
+                let (got, expected) = (
+                    round_f16(f32::from_bits(near)),
+                    f16::from_f32(f32::from_bits(near)),
+                );
+                assert!(
+                    got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
+                    "{near:x}"
+                );
             }
         }
     }

@@ -1,4 +1,5 @@
-//! A communicator over a simulated slow link, for tests and demonstrations of overlap on one machine.
+//! A communicator over a simulated slow link, for tests and demonstrations of overlap on one
+//! machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,12 +22,14 @@ pub struct Link {
 impl Link {
     /// Time to send `bytes`.
     pub fn time(self, bytes: u64) -> Duration {
-        self.latency + Duration::try_from_secs_f64(bytes as f64 / self.bytes_per_second).unwrap_or(Duration::MAX)
+        self.latency
+            + Duration::try_from_secs_f64(bytes as f64 / self.bytes_per_second)
+                .unwrap_or(Duration::MAX)
     }
 }
 
-/// Another communicator behind a simulated [`Link`]. Before each collective, an operation labelled `link` sleeps for
-/// the time that the link needs for the bytes that the rank sends.
+/// Another communicator behind a simulated [`Link`]. Before each collective, an operation labelled
+/// `link` sleeps for the time that the link needs for the bytes that the rank sends.
 pub struct SlowComm {
     inner: Arc<dyn Communicator<HostDevice>>,
     link: Link,
@@ -34,7 +37,13 @@ pub struct SlowComm {
 
 impl std::fmt::Debug for SlowComm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SlowComm(rank {} of {}, {:?})", self.inner.rank(), self.inner.world_size(), self.link)
+        write!(
+            f,
+            "SlowComm(rank {} of {}, {:?})",
+            self.inner.rank(),
+            self.inner.world_size(),
+            self.link
+        )
     }
 }
 
@@ -63,9 +72,18 @@ unsafe impl Communicator<HostDevice> for SlowComm {
         self.inner.enqueue(stream, checked)
     }
 
-    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
         let child = self.inner.split(color, key)?;
-        Ok(child.map(|inner| Arc::new(Self { inner, link: self.link }) as Arc<dyn Communicator<HostDevice>>))
+        Ok(child.map(|inner| {
+            Arc::new(Self {
+                inner,
+                link: self.link,
+            }) as Arc<dyn Communicator<HostDevice>>
+        }))
     }
 
     fn traffic(&self) -> Traffic {

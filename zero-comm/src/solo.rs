@@ -24,14 +24,20 @@ impl<D> fmt::Debug for Solo<D> {
 impl<D: Device> Solo<D> {
     /// Creates the communicator of the only rank, on `device`.
     pub fn new(device: D) -> Self {
-        Self { device, failure: Mutex::new(None) }
+        Self {
+            device,
+            failure: Mutex::new(None),
+        }
     }
 }
 
 // SAFETY: a call is a copy on the stream.
 unsafe impl<D: Device> Communicator<D> for Solo<D> {
     fn group(&self) -> Group {
-        Group { rank: 0, world_size: 1 }
+        Group {
+            rank: 0,
+            world_size: 1,
+        }
     }
 
     fn enqueue(&self, stream: &D::Stream, checked: Checked) -> Result<(), CommError> {
@@ -46,7 +52,11 @@ unsafe impl<D: Device> Communicator<D> for Solo<D> {
         Ok(())
     }
 
-    fn split(&self, color: Option<u64>, _key: u64) -> Result<Option<Arc<dyn Communicator<D>>>, CommError> {
+    fn split(
+        &self,
+        color: Option<u64>,
+        _key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<D>>>, CommError> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
@@ -59,7 +69,10 @@ unsafe impl<D: Device> Communicator<D> for Solo<D> {
     }
 
     fn abort(&self, reason: &str) {
-        self.failure.lock().get_or_insert(CommError::Aborted { rank: 0, reason: reason.to_owned() });
+        self.failure.lock().get_or_insert(CommError::Aborted {
+            rank: 0,
+            reason: reason.to_owned(),
+        });
     }
 
     fn failure(&self) -> Option<CommError> {
@@ -79,7 +92,10 @@ mod tests {
         let stream = device.create_stream("comm").unwrap();
         solo.barrier(&stream).unwrap();
         solo.abort("on purpose");
-        let aborted = CommError::Aborted { rank: 0, reason: "on purpose".to_owned() };
+        let aborted = CommError::Aborted {
+            rank: 0,
+            reason: "on purpose".to_owned(),
+        };
         assert_eq!(solo.barrier(&stream), Err(aborted.clone()));
         assert_eq!(solo.failure(), Some(aborted.clone()));
         assert_eq!(solo.split(Some(0), 0).err(), Some(aborted));

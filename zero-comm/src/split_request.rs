@@ -13,8 +13,13 @@ pub(crate) struct SplitRequest {
 
 /// The ranks of `color`, in the order of their keys, then of their ranks.
 pub(crate) fn members(requests: &[SplitRequest], color: u64) -> Vec<usize> {
-    let of_color = requests.iter().enumerate().filter(|(_, request)| request.color == Some(color));
-    let mut members: Vec<(u64, usize)> = of_color.map(|(rank, request)| (request.key, rank)).collect();
+    let of_color = requests
+        .iter()
+        .enumerate()
+        .filter(|(_, request)| request.color == Some(color));
+    let mut members: Vec<(u64, usize)> = of_color
+        .map(|(rank, request)| (request.key, rank))
+        .collect();
     members.sort_unstable();
     members.into_iter().map(|(_, rank)| rank).collect()
 }

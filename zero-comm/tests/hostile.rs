@@ -1,8 +1,10 @@
-//! A hostile client against the rendezvous and against a running world, over sockets of this machine.
+//! A hostile client against the rendezvous and against a running world, over sockets of this
+//! machine.
 //!
-//! Rank 0, which contains the coordinator, is a child process, so that its memory, threads and descriptors can be
-//! counted. The other ranks and the strangers are threads of the test. A stranger's bytes depend on its seed only. The
-//! job's own memory is bounded too: it makes a fixed number of calls.
+//! Rank 0, which contains the coordinator, is a child process, so that its memory, threads and
+//! descriptors can be counted. The other ranks and the strangers are threads of the test. A
+//! stranger's bytes depend on its seed only. The job's own memory is bounded too: it makes a fixed
+//! number of calls.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -74,7 +76,9 @@ fn differ(rank: &Rank, index: usize) -> CommError {
 #[test]
 #[ignore = "the other tests start it"]
 fn rank_0() {
-    let Ok(port) = std::env::var(PORT) else { return };
+    let Ok(port) = std::env::var(PORT) else {
+        return;
+    };
     let rank = Rank::join(&rank_of(0, port.parse().unwrap(), TOKEN), LONG).unwrap();
     println!("\n{PREFIX}joined");
     for line in std::io::stdin().lines() {
@@ -108,8 +112,14 @@ struct RankZero {
 impl RankZero {
     fn start(port: u16) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "--nocapture", "rank_0"]).env(PORT, port.to_string());
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        command
+            .args(["--ignored", "--exact", "--nocapture", "rank_0"])
+            .env(PORT, port.to_string());
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         let (sender, lines) = channel();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         std::thread::spawn(move || {
@@ -123,16 +133,24 @@ impl RankZero {
         let sampler = std::thread::spawn(move || {
             let mut most = Use::default();
             while let Ok(status) = std::fs::read_to_string(format!("{process}/status")) {
-                let threads = status.lines().find_map(|line| line.strip_prefix("Threads:")?.trim().parse().ok());
+                let threads = status
+                    .lines()
+                    .find_map(|line| line.strip_prefix("Threads:")?.trim().parse().ok());
                 // A zombie has no descriptors.
-                let descriptors = std::fs::read_dir(format!("{process}/fd")).map_or(0, Iterator::count);
+                let descriptors =
+                    std::fs::read_dir(format!("{process}/fd")).map_or(0, Iterator::count);
                 most.threads = most.threads.max(threads.unwrap_or(0));
                 most.descriptors = most.descriptors.max(descriptors);
                 std::thread::sleep(Duration::from_millis(1));
             }
             most
         });
-        Self { stdin: child.stdin.take(), child, lines, sampler }
+        Self {
+            stdin: child.stdin.take(),
+            child,
+            lines,
+            sampler,
+        }
     }
 
     fn send(&mut self, line: &str) {
@@ -148,7 +166,10 @@ impl RankZero {
         drop(self.stdin.take());
         let heap_bytes = self.receive().parse().unwrap();
         assert!(self.child.wait().unwrap().success());
-        Use { heap_bytes, ..self.sampler.join().unwrap() }
+        Use {
+            heap_bytes,
+            ..self.sampler.join().unwrap()
+        }
     }
 }
 
@@ -161,7 +182,13 @@ struct Job {
 impl Job {
     /// Joins the ranks from 1 on, which connect to `port`, but rank 1 to `port_of_1`.
     fn join(mut rank_0: RankZero, port: u16, port_of_1: u16) -> Self {
-        let join = |rank| Rank::join(&rank_of(rank, if rank == 1 { port_of_1 } else { port }, TOKEN), LONG).unwrap();
+        let join = |rank| {
+            Rank::join(
+                &rank_of(rank, if rank == 1 { port_of_1 } else { port }, TOKEN),
+                LONG,
+            )
+            .unwrap()
+        };
         let ranks = on_threads(1..WORLD_SIZE, join);
         assert_eq!(rank_0.receive(), "joined");
         Self { rank_0, ranks }
@@ -187,10 +214,20 @@ impl Job {
     /// Ends all ranks with a mismatch, which all must name.
     fn differ(mut self) -> Use {
         self.rank_0.send("differ");
-        let errors = on_threads(self.ranks.iter().enumerate(), |(index, rank)| differ(rank, index + 1));
+        let errors = on_threads(self.ranks.iter().enumerate(), |(index, rank)| {
+            differ(rank, index + 1)
+        });
         let first = self.rank_0.receive();
-        assert!(errors.iter().all(|error| error.to_string() == first), "{first} {errors:?}");
-        let CommError::Mismatch { rank, other_rank, .. } = errors[0] else { panic!("{first}") };
+        assert!(
+            errors.iter().all(|error| error.to_string() == first),
+            "{first} {errors:?}"
+        );
+        let CommError::Mismatch {
+            rank, other_rank, ..
+        } = errors[0]
+        else {
+            panic!("{first}")
+        };
         assert!((rank == 2) != (other_rank == 2), "{first}");
         drop(self.ranks);
         self.rank_0.end()
@@ -198,11 +235,20 @@ impl Job {
 }
 
 /// Runs `body` on a thread for each item.
-fn on_threads<T: Send, R: Send>(items: impl IntoIterator<Item = T>, body: impl Fn(T) -> R + Sync) -> Vec<R> {
+fn on_threads<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    body: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
     std::thread::scope(|scope| {
         let body = &body;
-        let threads: Vec<_> = items.into_iter().map(|item| scope.spawn(move || body(item))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        let threads: Vec<_> = items
+            .into_iter()
+            .map(|item| scope.spawn(move || body(item)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
     })
 }
 
@@ -297,11 +343,24 @@ enum Kind {
 }
 
 use Kind::{
-    Damaged, Http, Huge, NoToken, Noise, Replay, ReplayThenNoise, Silent, Slow, Truncated, Unread, WrongToken,
+    Damaged, Http, Huge, NoToken, Noise, Replay, ReplayThenNoise, Silent, Slow, Truncated, Unread,
+    WrongToken,
 };
 
-const KINDS: [Kind; 12] =
-    [Noise, Http, Truncated, Damaged, Huge, Slow, Silent, WrongToken, NoToken, Replay, ReplayThenNoise, Unread];
+const KINDS: [Kind; 12] = [
+    Noise,
+    Http,
+    Truncated,
+    Damaged,
+    Huge,
+    Slow,
+    Silent,
+    WrongToken,
+    NoToken,
+    Replay,
+    ReplayThenNoise,
+    Unread,
+];
 
 #[derive(Clone, Copy, Debug)]
 struct Stranger {
@@ -312,12 +371,25 @@ struct Stranger {
 impl Stranger {
     /// Strangers of all kinds.
     fn all(seed: u64, each: usize) -> Vec<Self> {
-        let one = |index| Self { kind: KINDS[index % KINDS.len()], seed: seed << 32 | index as u64 };
+        let one = |index| Self {
+            kind: KINDS[index % KINDS.len()],
+            seed: seed << 32 | index as u64,
+        };
         (0..each * KINDS.len()).map(one).collect()
     }
 
-    /// Connects, waits for `go`, and talks to the coordinator until it closes the connection or `over` is true. Returns the bytes received.
-    fn run(self, port: u16, capture: &[u8], Signals { connected, go, over }: &Signals) -> Vec<u8> {
+    /// Connects, waits for `go`, and talks to the coordinator until it closes the connection or
+    /// `over` is true. Returns the bytes received.
+    fn run(
+        self,
+        port: u16,
+        capture: &[u8],
+        Signals {
+            connected,
+            go,
+            over,
+        }: &Signals,
+    ) -> Vec<u8> {
         let random = &mut Random(self.seed);
         // Nothing listens before rank 0 starts, and perhaps nothing once the world is complete.
         let mut stream = loop {
@@ -331,8 +403,12 @@ impl Stranger {
         while !go.load(Ordering::Relaxed) && !over.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(2));
         }
-        stream.set_write_timeout(Some(Duration::from_millis(20))).unwrap();
-        stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+        stream
+            .set_write_timeout(Some(Duration::from_millis(20)))
+            .unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_millis(20)))
+            .unwrap();
         let first = &capture[..4 + u32::from_le_bytes(*capture.first_chunk().unwrap()) as usize];
         let send = |bytes: &[u8]| {
             let mut sent = 0;
@@ -383,11 +459,21 @@ impl Stranger {
             }
             Silent => {}
             WrongToken | NoToken => {
-                let token = if self.kind == NoToken { "none" } else { OTHER_TOKEN };
-                send(&first_frame(&rank_of(1 + random.below(WORLD_SIZE - 1), port, token)));
+                let token = if self.kind == NoToken {
+                    "none"
+                } else {
+                    OTHER_TOKEN
+                };
+                send(&first_frame(&rank_of(
+                    1 + random.below(WORLD_SIZE - 1),
+                    port,
+                    token,
+                )));
                 send(&capture[first.len()..]);
             }
-            Replay => drop(send(&capture[..first.len() + random.below(capture.len() - first.len() + 1)])),
+            Replay => drop(send(
+                &capture[..first.len() + random.below(capture.len() - first.len() + 1)],
+            )),
             ReplayThenNoise => {
                 send(first);
                 send(&random.noise());
@@ -418,8 +504,15 @@ impl Stranger {
             Replay | ReplayThenNoise => 4 + testing::MAX_HELLO_BYTES,
             _ => 0,
         };
-        assert!(received.len() <= most, "{self:?} received {} bytes: {received:?}", received.len());
-        assert!(!received.windows(ID.len()).any(|bytes| bytes == ID), "{self:?} received the id");
+        assert!(
+            received.len() <= most,
+            "{self:?} received {} bytes: {received:?}",
+            received.len()
+        );
+        assert!(
+            !received.windows(ID.len()).any(|bytes| bytes == ID),
+            "{self:?} received the id"
+        );
     }
 }
 
@@ -443,9 +536,15 @@ impl Wave {
         let (signals, capture) = (Arc::new(Signals::default()), Arc::new(capture.to_vec()));
         let start = |stranger: Stranger| {
             let (signals, capture) = (Arc::clone(&signals), Arc::clone(&capture));
-            (stranger, std::thread::spawn(move || stranger.run(port, &capture, &signals)))
+            (
+                stranger,
+                std::thread::spawn(move || stranger.run(port, &capture, &signals)),
+            )
         };
-        Self { threads: strangers.into_iter().map(start).collect(), signals }
+        Self {
+            threads: strangers.into_iter().map(start).collect(),
+            signals,
+        }
     }
 
     fn start(strangers: Vec<Stranger>, port: u16, capture: &[u8]) -> Self {
@@ -487,8 +586,8 @@ fn undisturbed() -> (Use, Vec<u8>) {
     (used, bytes)
 }
 
-/// Strangers that come before, during and after the rendezvous change nothing: all ranks join, step by step all
-/// collectives and splits end, and a mismatch is still named.
+/// Strangers that come before, during and after the rendezvous change nothing: all ranks join, step
+/// by step all collectives and splits end, and a mismatch is still named.
 #[test]
 fn strangers_change_nothing() {
     let (alone, capture) = undisturbed();
@@ -506,20 +605,30 @@ fn strangers_change_nothing() {
         waiting.go();
         let late = Wave::start(Stranger::all(seed * 4 + 3, 2), port, &capture);
         job.steps(STEPS / 2);
-        let used = if seed % 2 == 0 { job.end() } else { job.differ() };
-        [early, waiting, during, late].into_iter().for_each(Wave::end);
+        let used = if seed % 2 == 0 {
+            job.end()
+        } else {
+            job.differ()
+        };
+        [early, waiting, during, late]
+            .into_iter()
+            .for_each(Wave::end);
         check_use(alone, used);
     }
 }
 
-/// More silent connections than there are places, and more that come again and again, do not keep a rank out. The
-/// silent ones are closed.
+/// More silent connections than there are places, and more that come again and again, do not keep a
+/// rank out. The silent ones are closed.
 #[test]
 fn crowd_keeps_no_rank_out() {
     let (alone, capture) = undisturbed();
     let port = free_port();
-    let silent =
-        |seed| (0..2 * testing::places(WORLD_SIZE) as u64).map(move |i| Stranger { kind: Silent, seed: seed + i });
+    let silent = |seed| {
+        (0..2 * testing::places(WORLD_SIZE) as u64).map(move |i| Stranger {
+            kind: Silent,
+            seed: seed + i,
+        })
+    };
     let crowd = Wave::start(silent(0).collect(), port, &capture);
     let rank_0 = RankZero::start(port);
     crowd.wait_until_connected();
@@ -554,7 +663,10 @@ fn silent_connections_are_closed() {
     for stream in &mut silent {
         stream.set_read_timeout(Some(LONG)).unwrap();
         let closed = stream.read(&mut [0]);
-        assert!(matches!(closed, Ok(0)) || closed.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset));
+        assert!(
+            matches!(closed, Ok(0))
+                || closed.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset)
+        );
     }
     Job::join(rank_0, port, port).end();
 }
@@ -563,7 +675,10 @@ fn silent_connections_are_closed() {
 fn check_use(alone: Use, used: Use) {
     let connections = testing::places(WORLD_SIZE);
     assert!(used.threads <= alone.threads, "{used:?} {alone:?}");
-    assert!(used.descriptors <= alone.descriptors + connections, "{used:?} {alone:?}");
+    assert!(
+        used.descriptors <= alone.descriptors + connections,
+        "{used:?} {alone:?}"
+    );
     // Calls that wait for a report differ from run to run.
     let calls = STEPS * CALLS * 1024;
     let most = alone.heap_bytes + calls + connections * testing::STRANGER_BYTES;

@@ -1,6 +1,8 @@
-//! The MPI back end as real processes: this program starts itself under `mpirun` and checks the output.
+//! The MPI back end as real processes: this program starts itself under `mpirun` and checks the
+//! output.
 //!
-//! `cargo test -p zero-comm --features mpi --test mpi` needs `mpirun`; without it, it prints that and passes.
+//! `cargo test -p zero-comm --features mpi --test mpi` needs `mpirun`; without it, it prints that
+//! and passes.
 
 mod common;
 
@@ -51,16 +53,25 @@ fn digest(comm: &Comm, streams: &Streams) -> u64 {
     let mut narrow: Vec<bf16> = (0..5000).map(|i| bf16::from_f32(draw(i))).collect();
     let (in_wide, in_narrow) = (view(&mut wide), view(&mut narrow));
     for op in [ReduceOp::Sum, ReduceOp::Avg] {
-        comm.all_reduce(&streams.comm, in_wide, in_wide, op).unwrap();
-        comm.all_reduce(&streams.comm, in_narrow, in_narrow, op).unwrap();
+        comm.all_reduce(&streams.comm, in_wide, in_wide, op)
+            .unwrap();
+        comm.all_reduce(&streams.comm, in_narrow, in_narrow, op)
+            .unwrap();
     }
     streams.synchronize();
-    let bits = wide.iter().map(|v| v.to_bits()).chain(narrow.iter().map(|v| u32::from(v.to_bits())));
-    bits.fold(0xcbf2_9ce4_8422_2325, |hash, bits| (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3))
+    let bits = wide
+        .iter()
+        .map(|v| v.to_bits())
+        .chain(narrow.iter().map(|v| u32::from(v.to_bits())));
+    bits.fold(0xcbf2_9ce4_8422_2325, |hash, bits| {
+        (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 fn kill_this_process() -> ! {
-    let _never = Command::new("kill").args(["-9", &std::process::id().to_string()]).status();
+    let _never = Command::new("kill")
+        .args(["-9", &std::process::id().to_string()])
+        .status();
     loop {
         std::thread::sleep(Duration::from_secs(1));
     }
@@ -92,7 +103,11 @@ fn misbehave(
         "dtype" => call(comm, streams, which, send_bytes, recv_bytes, LEN)?,
         "kind" | "order" => call(comm, streams, another(which), send, recv, LEN)?,
         "abort" => comm.abort("on purpose"),
-        "poison" => stream.enqueue("bad", || Err(DeviceError::Closed { stream: "on purpose".to_owned() }))?,
+        "poison" => stream.enqueue("bad", || {
+            Err(DeviceError::Closed {
+                stream: "on purpose".to_owned(),
+            })
+        })?,
         "panic" => stream.enqueue("bad", || panic!("on purpose"))?,
         _ => {}
     }
@@ -103,7 +118,12 @@ fn misbehave(
 fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Result<(), CommError> {
     let (mut send, mut recv) = (vec![1f32; LEN * 4], vec![1f32; LEN * 4]);
     let (mut send_bytes, mut recv_bytes) = (vec![1u8; LEN * 4], vec![1u8; LEN * 4]);
-    let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
+    let buffers = [
+        view(&mut send),
+        view(&mut recv),
+        view(&mut send_bytes),
+        view(&mut recv_bytes),
+    ];
     comm.barrier(&streams.comm)?;
     if kind == "killed-after" {
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
@@ -119,7 +139,8 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
     if kind == "killed-during" {
-        // A barrier ends when all ranks have reached it, so the other ranks fail only in the next collective.
+        // A barrier ends when all ranks have reached it, so the other ranks fail only in the next
+        // collective.
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
     }
     let ended = streams.comm.synchronize(LIMIT);
@@ -131,7 +152,9 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
 fn reuse_tags(comm: &Comm, streams: &Streams) {
     let rank = comm.rank();
     let n = comm.world_size();
-    let mut values: Vec<_> = (0..4 * TAG_PERIOD).map(|call| vec![(rank + call) as f32; 100]).collect();
+    let mut values: Vec<_> = (0..4 * TAG_PERIOD)
+        .map(|call| vec![(rank + call) as f32; 100])
+        .collect();
     if rank == 0 {
         // Enough for the other stream to pass the first call, if nothing held it.
         let late = || {
@@ -141,19 +164,32 @@ fn reuse_tags(comm: &Comm, streams: &Streams) {
         streams.compute.enqueue("late", late).unwrap();
     }
     for (call, values) in values.iter_mut().enumerate() {
-        let stream = if call == 0 { &streams.compute } else { &streams.comm };
+        let stream = if call == 0 {
+            &streams.compute
+        } else {
+            &streams.comm
+        };
         let buffer = view(values);
-        comm.all_reduce(stream, buffer, buffer, ReduceOp::Max).unwrap();
+        comm.all_reduce(stream, buffer, buffer, ReduceOp::Max)
+            .unwrap();
     }
     streams.synchronize();
     for (call, values) in values.iter().enumerate() {
         let expected = (n - 1 + call) as f32;
-        assert!(values.iter().all(|&v| v == expected), "call {call}: expected {expected}, got {}", values[0]);
+        assert!(
+            values.iter().all(|&v| v == expected),
+            "call {call}: expected {expected}, got {}",
+            values[0]
+        );
     }
 }
 
 fn rank_main(what: &str) -> ExitCode {
-    let limit = if matches!(what, "conformance" | "digest" | "tags") { LIMIT } else { FAULT_LIMIT };
+    let limit = if matches!(what, "conformance" | "digest" | "tags") {
+        LIMIT
+    } else {
+        FAULT_LIMIT
+    };
     let options = CommOptions::default().limit(limit);
     let world = match what {
         "tags" => MpiWorld::init_with_tags_up_to(options, SMALL_TAG_BOUND).unwrap(),
@@ -170,9 +206,14 @@ fn rank_main(what: &str) -> ExitCode {
             // Calls on two streams.
             let mut values = vec![vec![rank as f32; 1000]; 20];
             for (i, values) in values.iter_mut().enumerate() {
-                let stream = if i % 3 == rank % 3 { &streams.compute } else { &streams.comm };
+                let stream = if i % 3 == rank % 3 {
+                    &streams.compute
+                } else {
+                    &streams.comm
+                };
                 let buffer = view(values);
-                comm.all_reduce(stream, buffer, buffer, ReduceOp::Max).unwrap();
+                comm.all_reduce(stream, buffer, buffer, ReduceOp::Max)
+                    .unwrap();
             }
             streams.synchronize();
             assert!(values.iter().flatten().all(|&v| v == (n - 1) as f32));
@@ -184,8 +225,8 @@ fn rank_main(what: &str) -> ExitCode {
             reuse_tags(&comm, &streams);
             println!("rank {rank} conforms");
         }
-        // Runs until scripts/two-hosts cuts the link. Writes the error to a file, since the connection to mpirun is
-        // cut too.
+        // Runs until scripts/two-hosts cuts the link. Writes the error to a file, since the
+        // connection to mpirun is cut too.
         "until-cut" => {
             let file = std::env::var("ZERO_TEST_FILE").expect("where to write");
             let mut values = vec![1f32; 100_000];
@@ -200,13 +241,20 @@ fn rank_main(what: &str) -> ExitCode {
                 }
             }
             let error = comm.failure().expect("the cut is seen");
-            std::fs::write(format!("{file}.saw.{rank}"), format!("rank {rank} saw: {error}\n")).unwrap();
+            std::fs::write(
+                format!("{file}.saw.{rank}"),
+                format!("rank {rank} saw: {error}\n"),
+            )
+            .unwrap();
             return ExitCode::FAILURE;
         }
         "digest" => println!("rank {rank} digest {:x}", digest(&comm, &streams)),
         fault_at => {
             let (kind, name) = fault_at.split_once('@').unwrap();
-            let which = Collective::ALL.into_iter().find(|which| which.name() == name).unwrap();
+            let which = Collective::ALL
+                .into_iter()
+                .find(|which| which.name() == name)
+                .unwrap();
             let error = fault(kind, which, &comm, &streams).expect_err("the world fails");
             println!("rank {rank} saw: {error}");
             // Time for the other ranks to print their errors, before the launcher ends them.
@@ -222,7 +270,12 @@ fn rank_main(what: &str) -> ExitCode {
 fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
     let program = std::env::current_exe().unwrap();
     let mut command = Command::new("mpirun");
-    command.args(["--allow-run-as-root", "--oversubscribe", "-n", &n.to_string()]);
+    command.args([
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        &n.to_string(),
+    ]);
     if recovery {
         // Otherwise the launcher ends all ranks when one is killed.
         command.arg("--enable-recovery");
@@ -230,13 +283,20 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
     // Launchers that share a folder sometimes remove it while another makes it.
     let folder = tempfile::tempdir().unwrap();
     command.env("OMPI_MCA_orte_tmpdir_base", folder.path());
-    command.arg(program).args(["--rank", what]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .arg(program)
+        .args(["--rank", what])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let begun = Instant::now();
     let child = command.spawn().unwrap();
     let (pid, done) = (child.id(), Arc::new(zero_alloc::host::Monitor::new(false)));
     let watched = Arc::clone(&done);
     std::thread::spawn(move || {
-        if watched.wait_until(LIMIT, String::new, |done| done.then_some(())).is_err() {
+        if watched
+            .wait_until(LIMIT, String::new, |done| done.then_some(()))
+            .is_err()
+        {
             let _gone = Command::new("kill").args(["-9", &pid.to_string()]).status();
         }
     });
@@ -246,8 +306,15 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
 }
 
 fn expect(ok: bool, what: &str, output: &Output) {
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(ok, "{what}: {}\n--- stdout\n{out}\n--- stderr\n{err}", output.status);
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(
+        ok,
+        "{what}: {}\n--- stdout\n{out}\n--- stderr\n{err}",
+        output.status
+    );
 }
 
 /// Checks that all remaining ranks name the right cause, in time.
@@ -265,8 +332,12 @@ fn check_fault(kind: &str, which: Collective) {
         "abort" => "rank 1 aborted: on purpose".to_owned(),
         _ => "rank 1 failed before running it".to_owned(),
     };
-    let named = |line: &str| line.contains(&text) && (kind == "abort" || line.contains(which.name()));
-    let failed = out.lines().filter(|line| line.contains("saw:") && named(line)).count();
+    let named =
+        |line: &str| line.contains(&text) && (kind == "abort" || line.contains(which.name()));
+    let failed = out
+        .lines()
+        .filter(|line| line.contains("saw:") && named(line))
+        .count();
     // The stalled rank still sleeps when mpirun ends it.
     let survivors = if killed || kind == "stalled" { 2 } else { 3 };
     let within = time < FAULT_LIMIT + Duration::from_secs(20);
@@ -283,32 +354,53 @@ fn main() -> ExitCode {
     {
         return rank_main(what);
     }
-    if Command::new("mpirun").arg("--version").stdout(Stdio::null()).status().is_err() {
+    if Command::new("mpirun")
+        .arg("--version")
+        .stdout(Stdio::null())
+        .status()
+        .is_err()
+    {
         println!("skipped: mpirun is missing");
         return ExitCode::SUCCESS;
     }
     for n in [1, 2, 3, 4] {
         let (output, _) = launch(n, "conformance", false);
         let out = String::from_utf8_lossy(&output.stdout);
-        expect(output.status.success() && out.matches("conforms").count() == n, "conformance", &output);
+        expect(
+            output.status.success() && out.matches("conforms").count() == n,
+            "conformance",
+            &output,
+        );
         println!("ok: conformance on {n} processes");
     }
     let (output, _) = launch(3, "tags", false);
     let out = String::from_utf8_lossy(&output.stdout);
-    expect(output.status.success() && out.matches("conforms").count() == 3, "tags", &output);
+    expect(
+        output.status.success() && out.matches("conforms").count() == 3,
+        "tags",
+        &output,
+    );
     println!("ok: conformance with tags up to {SMALL_TAG_BOUND}");
     for n in [2, 4] {
-        let over_threads = common::on_ranks(n, CommOptions::default(), |comm, streams| digest(&comm, streams));
+        let over_threads = common::on_ranks(n, CommOptions::default(), |comm, streams| {
+            digest(&comm, streams)
+        });
         let (output, _) = launch(n, "digest", false);
         let out = String::from_utf8_lossy(&output.stdout);
         let same = (0..n).all(|r| out.contains(&format!("rank {r} digest {:x}", over_threads[r])));
-        expect(output.status.success() && same, "the bits of threads", &output);
+        expect(
+            output.status.success() && same,
+            "the bits of threads",
+            &output,
+        );
         println!("ok: {n} processes give the bits of {n} threads");
     }
-    let cases: Vec<(&str, Collective)> =
-        FAULTS.iter().flat_map(|&f| Collective::ALL.map(|which| (f, which))).collect();
-    // Two cases run concurrently, since most of their time is waiting for a limit. More would delay the healthy
-    // ranks.
+    let cases: Vec<(&str, Collective)> = FAULTS
+        .iter()
+        .flat_map(|&f| Collective::ALL.map(|which| (f, which)))
+        .collect();
+    // Two cases run concurrently, since most of their time is waiting for a limit. More would delay
+    // the healthy ranks.
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -324,7 +416,11 @@ fn main() -> ExitCode {
     });
     let (output, time) = launch(3, "killed-before@all_reduce", false);
     let named = String::from_utf8_lossy(&output.stderr).contains("signal 9");
-    expect(!output.status.success() && named, "killed, without recovery", &output);
+    expect(
+        !output.status.success() && named,
+        "killed, without recovery",
+        &output,
+    );
     println!("ok: mpirun by itself ends all after {time:.1?}");
     ExitCode::SUCCESS
 }

@@ -1,7 +1,7 @@
 //! Ranks as processes over NCCL: this program starts itself once per rank and checks the output.
 //!
-//! On a machine with fewer GPUs than ranks, ranks share a GPU, which NCCL allows since 2.30. Without NCCL the tests
-//! print that they are skipped, or fail if `ZERO_REQUIRE_NCCL` is set, as by
+//! On a machine with fewer GPUs than ranks, ranks share a GPU, which NCCL allows since 2.30.
+//! Without NCCL the tests print that they are skipped, or fail if `ZERO_REQUIRE_NCCL` is set, as by
 //! integration-tests/stand-ins/with-stand-ins.
 
 #[path = "nccl/rank.rs"]
@@ -28,7 +28,9 @@ fn skipped(test: &str, why: &str) -> bool {
 fn library(test: &str) -> bool {
     match nccl::version() {
         Ok(version) => println!("NCCL {version}"),
-        Err(error @ CommError::NoLibrary { .. }) if std::env::var_os("ZERO_REQUIRE_NCCL").is_none() => {
+        Err(error @ CommError::NoLibrary { .. })
+            if std::env::var_os("ZERO_REQUIRE_NCCL").is_none() =>
+        {
             return skipped(test, &error.to_string());
         }
         Err(error) => panic!("{error}"),
@@ -54,18 +56,45 @@ fn finish(mut child: Child, deadline: Instant) -> Output {
 /// Runs `case` as `n` processes; returns their outputs and the time.
 fn launch(n: usize, case: &str, more: &[(&str, &str)]) -> (Vec<Output>, Duration) {
     let begun = Instant::now();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let spawn = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "--nocapture", "cuda_rank_of_a_world"]);
-        command.env(rank::CASE, case).env("RANK", rank.to_string()).env("WORLD_SIZE", n.to_string());
-        command.env("LOCAL_RANK", rank.to_string()).env("MASTER_ADDR", "127.0.0.1");
-        command.env("MASTER_PORT", port.to_string()).env("RUST_BACKTRACE", "0");
-        command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "8").env("NCCL_GRAPH_REGISTER", "0");
-        command.envs(more.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        command.args([
+            "--ignored",
+            "--exact",
+            "--nocapture",
+            "cuda_rank_of_a_world",
+        ]);
+        command
+            .env(rank::CASE, case)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", n.to_string());
+        command
+            .env("LOCAL_RANK", rank.to_string())
+            .env("MASTER_ADDR", "127.0.0.1");
+        command
+            .env("MASTER_PORT", port.to_string())
+            .env("RUST_BACKTRACE", "0");
+        command
+            .env("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+            .env("NCCL_MAX_CTAS", "8")
+            .env("NCCL_GRAPH_REGISTER", "0");
+        command
+            .envs(more.iter().copied())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
     };
     let children: Vec<Child> = (0..n).map(spawn).collect();
-    let outputs = children.into_iter().map(|child| finish(child, begun + PROCESS_LIMIT)).collect();
+    let outputs = children
+        .into_iter()
+        .map(|child| finish(child, begun + PROCESS_LIMIT))
+        .collect();
     (outputs, begun.elapsed())
 }
 
@@ -74,7 +103,10 @@ fn expect(ok: bool, case: &str, outputs: &[Output]) {
         .iter()
         .enumerate()
         .map(|(rank, o)| {
-            let (out, err) = (String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr));
+            let (out, err) = (
+                String::from_utf8_lossy(&o.stdout),
+                String::from_utf8_lossy(&o.stderr),
+            );
             format!("--- rank {rank}: {}\n{out}{err}", o.status)
         })
         .collect();
@@ -103,7 +135,11 @@ fn cuda_nccl_conforms() {
     for n in 1..=4 {
         let (outputs, time) = launch(n, "conformance", &[]);
         let conform = |(rank, output)| prints(output, &format!("rank {rank} conforms"));
-        expect(outputs.iter().enumerate().all(conform), "conformance", &outputs);
+        expect(
+            outputs.iter().enumerate().all(conform),
+            "conformance",
+            &outputs,
+        );
         println!("{n} ranks conform after {time:.1?}");
     }
 }
@@ -116,7 +152,13 @@ fn cuda_nccl_16_bit_sums_are_within_tolerance() {
     }
     for n in 2..=4 {
         let (outputs, _) = launch(n, "sums", &[]);
-        expect(outputs.iter().all(|o| o.status.success() && prints(o, "within")), "sums", &outputs);
+        expect(
+            outputs
+                .iter()
+                .all(|o| o.status.success() && prints(o, "within")),
+            "sums",
+            &outputs,
+        );
     }
 }
 
@@ -128,7 +170,13 @@ fn cuda_nccl_registers_shareable_pools() {
     }
     for n in 2..=3 {
         let (outputs, _) = launch(n, "registers", &[]);
-        expect(outputs.iter().all(|o| o.status.success() && prints(o, "registered")), "registers", &outputs);
+        expect(
+            outputs
+                .iter()
+                .all(|o| o.status.success() && prints(o, "registered")),
+            "registers",
+            &outputs,
+        );
     }
 }
 
@@ -139,7 +187,13 @@ fn cuda_nccl_works_without_shareable_memory() {
         return;
     }
     let (outputs, _) = launch(2, "registers-nothing", &[("ZERO_STANDIN_SHARING", "0")]);
-    expect(outputs.iter().all(|o| o.status.success() && prints(o, "registered nothing")), "nothing", &outputs);
+    expect(
+        outputs
+            .iter()
+            .all(|o| o.status.success() && prints(o, "registered nothing")),
+        "nothing",
+        &outputs,
+    );
 }
 
 #[test]
@@ -149,7 +203,13 @@ fn cuda_nccl_failure_keeps_registered_memory() {
         return;
     }
     let (outputs, _) = launch(2, "keeps-registered", &[]);
-    expect(outputs.iter().all(|o| o.status.success() && prints(o, "kept its memory")), "kept", &outputs);
+    expect(
+        outputs
+            .iter()
+            .all(|o| o.status.success() && prints(o, "kept its memory")),
+        "kept",
+        &outputs,
+    );
 }
 
 /// Every fault ends all remaining processes within the limit, with an error that names the cause.
@@ -160,7 +220,8 @@ fn cuda_nccl_faults_end_all_ranks() {
         return;
     }
     let faults = [
-        // The connection of a killed process ends with or without an error; both messages name the rank.
+        // The connection of a killed process ends with or without an error; both messages name the
+        // rank.
         ("killed-before", "rank 1"),
         ("killed-during", "rank 1"),
         ("killed-after", "rank 1"),
@@ -179,10 +240,17 @@ fn cuda_nccl_faults_end_all_ranks() {
     ];
     for (kind, text) in faults {
         let (outputs, time) = launch(3, kind, &[]);
-        let failed = outputs.iter().filter(|o| prints(o, "saw:") && prints(o, text)).count();
+        let failed = outputs
+            .iter()
+            .filter(|o| prints(o, "saw:") && prints(o, text))
+            .count();
         let one_ends = kind.starts_with("killed") || ["leaves", "split"].contains(&kind);
         let survivors = if one_ends { 2 } else { 3 };
-        expect(failed == survivors && time < rank::FAULT_LIMIT + Duration::from_secs(60), kind, &outputs);
+        expect(
+            failed == survivors && time < rank::FAULT_LIMIT + Duration::from_secs(60),
+            kind,
+            &outputs,
+        );
         println!("{kind}: {failed} ranks failed with '{text}' after {time:.1?}");
     }
 }
@@ -193,8 +261,16 @@ fn cuda_nccl_library_errors_end_all_ranks() {
     if !stand_in("cuda_nccl_library_errors_end_all_ranks") {
         return;
     }
-    let (outputs, _) = launch(3, "abort-by-library", &[("ZERO_STANDIN_NCCL_ERROR_AT", "1:1")]);
+    let (outputs, _) = launch(
+        3,
+        "abort-by-library",
+        &[("ZERO_STANDIN_NCCL_ERROR_AT", "1:1")],
+    );
     // Either the call or the watcher sees it first.
     let failed = |o: &Output| prints(o, "saw: rank 1: ") && prints(o, ": unhandled system error");
-    expect(outputs.iter().all(failed), "an error of the library", &outputs);
+    expect(
+        outputs.iter().all(failed),
+        "an error of the library",
+        &outputs,
+    );
 }

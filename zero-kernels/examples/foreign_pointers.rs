@@ -1,7 +1,7 @@
 //! The fused step on a framework's device pointers and stream: `fused_step` is the whole interface.
 //!
-//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; prints an error without
-//! them.
+//! Here the "framework" is a few allocations and a raw stream handle. Needs a GPU and NVRTC; prints
+//! an error without them.
 
 use std::error::Error;
 use std::ffi::c_void;
@@ -21,20 +21,28 @@ struct Tensor {
 
 impl Tensor {
     /// # Safety
-    /// The memory holds `elems` values of `T` on the device while launches use it, and streams order the accesses.
+    /// The memory holds `elems` values of `T` on the device while launches use it, and streams
+    /// order the accesses.
     unsafe fn view<T>(self, device: &CudaDevice) -> DeviceSlice<T> {
         // SAFETY: the caller guarantees memory and order.
         unsafe { DeviceSlice::from_raw_parts(self.pointer.cast(), self.elems, device.id()) }
     }
 }
 
-const HYPER: AdamHyper =
-    AdamHyper { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
+const HYPER: AdamHyper = AdamHyper {
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    decoupled: true,
+    bias_correction: true,
+};
 
 /// One AdamW step: fp32 master and moments, bf16 gradient in, bf16 parameter out.
 ///
 /// # Safety
-/// As for [`Tensor::view`], of fp32, bf16 and [`StepScalars`] in this order; `stream` is a stream of the device.
+/// As for [`Tensor::view`], of fp32, bf16 and [`StepScalars`] in this order; `stream` is a stream
+/// of the device.
 unsafe fn fused_step(
     (device, kernels): (&CudaDevice, &CudaKernels),
     [master, first_moment, second_moment, grad, param, scalars]: [Tensor; 6],
@@ -49,7 +57,15 @@ unsafe fn fused_step(
     let [grad, param] = [grad, param].map(|t| unsafe { t.view::<half::bf16>(device) }.erase());
     // SAFETY: as above.
     let scalars = unsafe { scalars.view::<StepScalars>(device) };
-    let args = AdamArgs { master, first_moment, second_moment, grad, param_out: Some(param), scalars, hyper: HYPER };
+    let args = AdamArgs {
+        master,
+        first_moment,
+        second_moment,
+        grad,
+        param_out: Some(param),
+        scalars,
+        hyper: HYPER,
+    };
     kernels.adam(&stream, args)
 }
 
@@ -68,7 +84,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // The framework's memory: master 1, moments 0, gradient 0.5, and the scalars of step 1.
     let (master, moment) = (vec![1f32; elems], vec![0f32; elems]);
-    let (grad, param) = (vec![half::bf16::from_f32(0.5); elems], vec![half::bf16::ZERO; elems]);
+    let (grad, param) = (
+        vec![half::bf16::from_f32(0.5); elems],
+        vec![half::bf16::ZERO; elems],
+    );
     let scalars = StepScalars::new(1, 1e-2, &HYPER, 1.0);
     let images: [&[u8]; 6] = [
         bytemuck::cast_slice(&master),
@@ -82,20 +101,34 @@ fn main() -> Result<(), Box<dyn Error>> {
     for image in images {
         let memory = device.allocate(image.len())?;
         // SAFETY: allocated above with this size.
-        let bytes = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), image.len(), DType::U8, device.id()) };
+        let bytes = unsafe {
+            AnySlice::from_raw_parts(memory.as_ptr(), image.len(), DType::U8, device.id())
+        };
         device.upload(&framework_stream, image, bytes, limit)?;
         tensors.push((memory, bytes));
     }
     let lens = [elems, elems, elems, elems, elems, 1];
-    let tensor = |i: usize| Tensor { pointer: tensors[i].0.as_ptr().cast(), elems: lens[i] };
+    let tensor = |i: usize| Tensor {
+        pointer: tensors[i].0.as_ptr().cast(),
+        elems: lens[i],
+    };
 
     // SAFETY: the memory above, used on this one stream, which is drained below.
     unsafe {
-        fused_step((&device, &kernels), [0, 1, 2, 3, 4, 5].map(tensor), interop::raw_stream(&framework_stream))
+        fused_step(
+            (&device, &kernels),
+            [0, 1, 2, 3, 4, 5].map(tensor),
+            interop::raw_stream(&framework_stream),
+        )
     }?;
 
     let mut param = param;
-    device.download(&framework_stream, tensors[4].1, bytemuck::cast_slice_mut(&mut param), limit)?;
+    device.download(
+        &framework_stream,
+        tensors[4].1,
+        bytemuck::cast_slice_mut(&mut param),
+        limit,
+    )?;
     framework_stream.synchronize(limit)?;
     println!("{}: {elems} parameters, 1 -> {}", device.name(), param[0]);
     for (memory, bytes) in tensors {

@@ -1,4 +1,5 @@
-//! The fused step on plain vectors and a host stream, as a framework that manages its own memory would call it.
+//! The fused step on plain vectors and a host stream, as a framework that manages its own memory
+//! would call it.
 
 use std::time::Duration;
 
@@ -12,8 +13,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let len = 1 << 20;
     let (mut master, mut m, mut v) = (vec![1f32; len], vec![0f32; len], vec![0f32; len]);
     let (mut grad, mut param) = (vec![bf16::from_f32(0.01); len], vec![bf16::ZERO; len]);
-    let hyper =
-        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
+    let hyper = AdamHyper {
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        decoupled: true,
+        bias_correction: true,
+    };
     let mut scalars = [StepScalars::new(1, 1e-3, &hyper, 1.0)];
     let mut stats = [GradStats::default()];
 
@@ -29,11 +36,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         hyper,
     };
     let mut scratch = vec![0f64; kernels.stats_scratch_elems(&[len])];
-    kernels.grad_stats(&stream, &[args.grad], typed(&mut scratch), typed(&mut stats))?;
+    kernels.grad_stats(
+        &stream,
+        &[args.grad],
+        typed(&mut scratch),
+        typed(&mut stats),
+    )?;
     kernels.adam(&stream, args)?;
     stream.synchronize(Duration::from_secs(10))?;
 
-    println!("gradient norm {:.4}, {} elements not finite", stats[0].sum_sq.sqrt(), stats[0].nonfinite);
+    println!(
+        "gradient norm {:.4}, {} elements not finite",
+        stats[0].sum_sq.sqrt(),
+        stats[0].nonfinite
+    );
     println!("weights 1 -> {} (fp32), {} (bf16)", master[0], param[0]);
     Ok(())
 }

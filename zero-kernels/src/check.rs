@@ -1,5 +1,5 @@
-//! The argument checks of every launch, on any device: lengths, device, alignment, overlap. Dtypes are checked when a
-//! kernel is selected.
+//! The argument checks of every launch, on any device: lengths, device, alignment, overlap. Dtypes
+//! are checked when a kernel is selected.
 
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 
@@ -7,7 +7,15 @@ use crate::step::RankStats;
 use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments};
 
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected == got { Ok(()) } else { Err(KernelError::LengthMismatch { what, expected, got }) }
+    if expected == got {
+        Ok(())
+    } else {
+        Err(KernelError::LengthMismatch {
+            what,
+            expected,
+            got,
+        })
+    }
 }
 
 /// Rejects dtypes that no kernel computes with.
@@ -33,13 +41,27 @@ impl Extent {
     fn any(what: &'static str, slice: AnySlice) -> Self {
         let (start, align_bytes) = (slice.as_ptr() as usize, slice.dtype().size_bytes());
         let end = start.saturating_add(slice.len_bytes());
-        Self { what, elems: slice.len(), device: slice.device(), start, end, align_bytes }
+        Self {
+            what,
+            elems: slice.len(),
+            device: slice.device(),
+            start,
+            end,
+            align_bytes,
+        }
     }
 
     fn typed<T>(what: &'static str, slice: DeviceSlice<T>) -> Self {
         let (start, elems) = (slice.as_ptr() as usize, slice.len());
         let end = start.saturating_add(elems.saturating_mul(size_of::<T>()));
-        Self { what, elems, device: slice.device(), start, end, align_bytes: align_of::<T>() }
+        Self {
+            what,
+            elems,
+            device: slice.device(),
+            start,
+            end,
+            align_bytes: align_of::<T>(),
+        }
     }
 
     fn has(&self, elems: usize) -> Result<(), KernelError> {
@@ -47,26 +69,47 @@ impl Extent {
     }
 
     fn has_at_least(&self, elems: usize) -> Result<(), KernelError> {
-        if self.elems >= elems { Ok(()) } else { self.has(elems) }
+        if self.elems >= elems {
+            Ok(())
+        } else {
+            self.has(elems)
+        }
     }
 }
 
-/// Rejects arguments in memory that `device` cannot access, misaligned ones, and written ones that overlap another: the
-/// host makes `&mut` slices of them.
+/// Rejects arguments in memory that `device` cannot access, misaligned ones, and written ones that
+/// overlap another: the host makes `&mut` slices of them.
 fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Result<(), KernelError> {
     for e in written.iter().chain(read) {
         if !device.accesses(e.device) && e.elems > 0 {
-            return Err(DeviceError::AnotherDevice { what: e.what, expected: device, got: e.device }.into());
+            return Err(DeviceError::AnotherDevice {
+                what: e.what,
+                expected: device,
+                got: e.device,
+            }
+            .into());
         }
         if e.start < e.end && !e.start.is_multiple_of(e.align_bytes) {
-            let Extent { what, start: address, align_bytes, .. } = *e;
-            return Err(KernelError::Misaligned { what, address, align_bytes });
+            let Extent {
+                what,
+                start: address,
+                align_bytes,
+                ..
+            } = *e;
+            return Err(KernelError::Misaligned {
+                what,
+                address,
+                align_bytes,
+            });
         }
     }
     for (i, a) in written.iter().enumerate() {
         for b in written[i + 1..].iter().chain(read) {
             if a.start < b.end && b.start < a.end {
-                return Err(KernelError::Overlap { first: a.what, second: b.what });
+                return Err(KernelError::Overlap {
+                    first: a.what,
+                    second: b.what,
+                });
             }
         }
     }
@@ -75,16 +118,28 @@ fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Resul
 
 pub(crate) fn adam(device: DeviceId, args: &AdamArgs) -> Result<(), KernelError> {
     let master = Extent::typed("adam: master", args.master);
-    let param_out = args.param_out.map_or(master, |param| Extent::any("adam: param_out", param));
+    let param_out = args
+        .param_out
+        .map_or(master, |param| Extent::any("adam: param_out", param));
     let written = [
         master,
         Extent::typed("adam: first_moment", args.first_moment),
         Extent::typed("adam: second_moment", args.second_moment),
         param_out,
     ];
-    let written = if args.param_out.is_some() { &written[..] } else { &written[..3] };
-    let read = [Extent::any("adam: grad", args.grad), Extent::typed("adam: scalars", args.scalars)];
-    written.iter().chain(&read[..1]).try_for_each(|e| e.has(master.elems))?;
+    let written = if args.param_out.is_some() {
+        &written[..]
+    } else {
+        &written[..3]
+    };
+    let read = [
+        Extent::any("adam: grad", args.grad),
+        Extent::typed("adam: scalars", args.scalars),
+    ];
+    written
+        .iter()
+        .chain(&read[..1])
+        .try_for_each(|e| e.has(master.elems))?;
     read[1].has(1)?;
     check_extents(device, written, &read)
 }
@@ -96,16 +151,25 @@ pub(crate) fn adam_remainder(device: DeviceId, args: &RemainderArgs) -> Result<(
         Extent::typed("adam_remainder: first_moment", args.first_moment),
         Extent::typed("adam_remainder: second_moment", args.second_moment),
     ];
-    let read =
-        [Extent::any("adam_remainder: grad", args.grad), Extent::typed("adam_remainder: scalars", args.scalars)];
-    written.iter().chain(&read[..1]).try_for_each(|e| e.has(args.param.len()))?;
+    let read = [
+        Extent::any("adam_remainder: grad", args.grad),
+        Extent::typed("adam_remainder: scalars", args.scalars),
+    ];
+    written
+        .iter()
+        .chain(&read[..1])
+        .try_for_each(|e| e.has(args.param.len()))?;
     read[1].has(1)?;
     check_extents(device, &written, &read)
 }
 
 pub(crate) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice) -> Result<(), KernelError> {
     same_len("cast: dst", src.len(), dst.len())?;
-    check_extents(device, &[Extent::any("cast: dst", dst)], &[Extent::any("cast: src", src)])
+    check_extents(
+        device,
+        &[Extent::any("cast: dst", dst)],
+        &[Extent::any("cast: src", src)],
+    )
 }
 
 pub(crate) fn pack(
@@ -114,7 +178,11 @@ pub(crate) fn pack(
     segments: Segments,
     dst: AnySlice,
 ) -> Result<(), KernelError> {
-    same_len("pack: dst", segments.elems().unwrap_or(usize::MAX), dst.len())?;
+    same_len(
+        "pack: dst",
+        segments.elems().unwrap_or(usize::MAX),
+        dst.len(),
+    )?;
     let mut free = 0;
     for (index, (part, at)) in parts.iter().enumerate() {
         if *at < free {
@@ -122,15 +190,28 @@ pub(crate) fn pack(
         }
         free = at.saturating_add(part.len());
     }
-    parts.iter().try_for_each(|(part, _)| float("pack: part", part.dtype()))?;
+    parts
+        .iter()
+        .try_for_each(|(part, _)| float("pack: part", part.dtype()))?;
     float("pack: dst", dst.dtype())?;
-    let read: Vec<Extent> = parts.iter().map(|(part, _)| Extent::any("pack: part", *part)).collect();
+    let read: Vec<Extent> = parts
+        .iter()
+        .map(|(part, _)| Extent::any("pack: part", *part))
+        .collect();
     check_extents(device, &[Extent::any("pack: dst", dst)], &read)
 }
 
-pub(crate) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
+pub(crate) fn accumulate(
+    device: DeviceId,
+    grad: AnySlice,
+    acc: DeviceSlice<f32>,
+) -> Result<(), KernelError> {
     same_len("accumulate: acc", grad.len(), acc.len())?;
-    check_extents(device, &[Extent::typed("accumulate: acc", acc)], &[Extent::any("accumulate: grad", grad)])
+    check_extents(
+        device,
+        &[Extent::typed("accumulate: acc", acc)],
+        &[Extent::any("accumulate: grad", grad)],
+    )
 }
 
 pub(crate) fn grad_stats(
@@ -140,11 +221,19 @@ pub(crate) fn grad_stats(
     scratch_elems: usize,
     out: DeviceSlice<GradStats>,
 ) -> Result<(), KernelError> {
-    let written = [Extent::typed("grad_stats: out", out), Extent::typed("grad_stats: scratch", scratch)];
-    grads.iter().try_for_each(|grad| float("grad_stats: grad", grad.dtype()))?;
+    let written = [
+        Extent::typed("grad_stats: out", out),
+        Extent::typed("grad_stats: scratch", scratch),
+    ];
+    grads
+        .iter()
+        .try_for_each(|grad| float("grad_stats: grad", grad.dtype()))?;
     written[0].has(grads.len())?;
     written[1].has_at_least(scratch_elems)?;
-    let read: Vec<Extent> = grads.iter().map(|grad| Extent::any("grad_stats: grad", *grad)).collect();
+    let read: Vec<Extent> = grads
+        .iter()
+        .map(|grad| Extent::any("grad_stats: grad", *grad))
+        .collect();
     check_extents(device, &written, &read)
 }
 
@@ -161,7 +250,10 @@ pub(crate) fn rank_stats(
         Extent::typed("rank_stats: flags", flags),
         Extent::typed("rank_stats: units", units),
     ];
-    read[..2].iter().chain(&written).try_for_each(|e| e.has(1))?;
+    read[..2]
+        .iter()
+        .chain(&written)
+        .try_for_each(|e| e.has(1))?;
     check_extents(device, &written, &read)
 }
 

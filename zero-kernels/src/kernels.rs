@@ -1,5 +1,5 @@
-//! The trait [`Kernels`], its arguments and its errors. Each operation is enqueued on an explicit stream; the call
-//! returns before it runs.
+//! The trait [`Kernels`], its arguments and its errors. Each operation is enqueued on an explicit
+//! stream; the call returns before it runs.
 
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -48,7 +48,9 @@ pub enum KernelError {
         second: &'static str,
     },
     /// A part of a unit starts before the end of the one before it.
-    #[error("pack: part {index} starts before the end of the part before it; pass parts in ascending order")]
+    #[error(
+        "pack: part {index} starts before the end of the part before it; pass parts in ascending order"
+    )]
     PartOrder {
         /// Position of the part.
         index: usize,
@@ -70,7 +72,8 @@ pub enum KernelError {
     Device(#[from] DeviceError),
 }
 
-/// Sum of squares and non-finite count of a gradient. The gradient is still scaled and summed over ranks.
+/// Sum of squares and non-finite count of a gradient. The gradient is still scaled and summed over
+/// ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct GradStats {
@@ -80,7 +83,8 @@ pub struct GradStats {
     pub nonfinite: u64,
 }
 
-/// The scalars of all Adam launches of one step. They are in device memory, so that a step needs no host wait.
+/// The scalars of all Adam launches of one step. They are in device memory, so that a step needs no
+/// host wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepScalars {
@@ -105,13 +109,28 @@ pub struct StepScalars {
 impl StepScalars {
     /// The scalars of Adam's step `t`, counted from 1, at learning rate `lr`.
     pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
-        let rates = StepRates { lr, beta1: hyper.beta1, beta2: hyper.beta2 };
+        let rates = StepRates {
+            lr,
+            beta1: hyper.beta1,
+            beta2: hyper.beta2,
+        };
         Self::with_rates(t, &rates, hyper.bias_correction, grad_scale)
     }
 
-    pub(crate) fn with_rates(t: u64, rates: &StepRates, bias_correction: bool, grad_scale: f64) -> Self {
+    pub(crate) fn with_rates(
+        t: u64,
+        rates: &StepRates,
+        bias_correction: bool,
+        grad_scale: f64,
+    ) -> Self {
         let &StepRates { lr, beta1, beta2 } = rates;
-        let correction = |beta| if bias_correction { 1.0 - power(beta, t) } else { 1.0 };
+        let correction = |beta| {
+            if bias_correction {
+                1.0 - power(beta, t)
+            } else {
+                1.0
+            }
+        };
         Self {
             grad_scale: grad_scale as f32,
             lr: lr as f32,
@@ -126,7 +145,10 @@ impl StepScalars {
 
     /// The scalars of a skipped step.
     pub fn skipped() -> Self {
-        Self { skip: 1, ..Self::default() }
+        Self {
+            skip: 1,
+            ..Self::default()
+        }
     }
 }
 
@@ -153,8 +175,8 @@ fn yes() -> bool {
 }
 
 impl AdamHyper {
-    /// The values that no schedule changes, rounded as all back ends use them. Values derived from the betas are in
-    /// [`StepScalars`].
+    /// The values that no schedule changes, rounded as all back ends use them. Values derived from
+    /// the betas are in [`StepScalars`].
     pub(crate) fn constants(&self) -> AdamConstants {
         AdamConstants {
             eps: self.eps as f32,
@@ -193,8 +215,8 @@ pub struct AdamArgs {
     pub hyper: AdamHyper,
 }
 
-/// The arguments of [`Kernels::adam_remainder`]: weights stored as a bf16 parameter and a 16-bit remainder. All
-/// slices have the same length.
+/// The arguments of [`Kernels::adam_remainder`]: weights stored as a bf16 parameter and a 16-bit
+/// remainder. All slices have the same length.
 #[derive(Clone, Copy, Debug)]
 pub struct RemainderArgs {
     /// The parameter, updated.
@@ -220,8 +242,8 @@ pub struct AdvanceArgs {
     pub ranks: DeviceSlice<RankStats>,
     /// One element, read.
     pub config: DeviceSlice<StepConfig>,
-    /// The schedule's values from [`StepConfig::first_position`] on, for each position one entry for each of
-    /// `scalars`; read.
+    /// The schedule's values from [`StepConfig::first_position`] on, for each position one entry
+    /// for each of `scalars`; read.
     pub rates: DeviceSlice<StepRates>,
     /// One element, updated.
     pub state: DeviceSlice<StepState>,
@@ -231,8 +253,9 @@ pub struct AdvanceArgs {
     pub records: DeviceSlice<StepRecord>,
 }
 
-/// The elements of a unit that [`Kernels::pack`] writes: `count` segments of `len` elements, such as the same range of each
-/// rank's shard. Segment `q` starts at element `start + q * stride` of the unit.
+/// The elements of a unit that [`Kernels::pack`] writes: `count` segments of `len` elements, such
+/// as the same range of each rank's shard. Segment `q` starts at element `start + q * stride` of
+/// the unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segments {
     /// Start of the first segment.
@@ -254,15 +277,16 @@ impl Segments {
     }
 }
 
-/// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments: lengths, dtypes,
-/// alignment, and that no written slice overlaps another argument. Empty ranges are allowed.
+/// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments:
+/// lengths, dtypes, alignment, and that no written slice overlaps another argument. Empty ranges
+/// are allowed.
 ///
-/// No operation allocates device memory or waits for the host, so a step can be recorded into a graph. Each returns
-/// an error if the arguments are invalid or the stream fails.
+/// No operation allocates device memory or waits for the host, so a step can be recorded into a
+/// graph. Each returns an error if the arguments are invalid or the stream fails.
 ///
 /// # Safety
-/// An operation uses its arguments' memory only on the stream, and reads and writes as documented: callers free or reuse
-/// the memory behind that point.
+/// An operation uses its arguments' memory only on the stream, and reads and writes as documented:
+/// callers free or reuse the memory behind that point.
 pub unsafe trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///
@@ -270,8 +294,8 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
     /// See [`KernelError`].
     fn adam(&self, stream: &D::Stream, args: AdamArgs) -> Result<(), KernelError>;
 
-    /// One fused Adam step over a flat range of parameters with remainders: the same bits as [`Self::adam`] with fp32
-    /// masters.
+    /// One fused Adam step over a flat range of parameters with remainders: the same bits as
+    /// [`Self::adam`] with fp32 masters.
     ///
     /// # Errors
     /// See [`KernelError`].
@@ -281,11 +305,17 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
     ///
     /// # Errors
     /// See [`KernelError`].
-    fn cast(&self, stream: &D::Stream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError>;
+    fn cast(
+        &self,
+        stream: &D::Stream,
+        src: AnySlice,
+        dst: AnySlice,
+        scale: f32,
+    ) -> Result<(), KernelError>;
 
-    /// Packs `segments` of a unit into `dst`, one behind the other, as [`Self::cast`] with scale 1. `parts` are slices of the
-    /// unit with their offsets in it, in ascending order; elements in no part are 0. On a GPU one launch packs up to 128 parts
-    /// of one dtype.
+    /// Packs `segments` of a unit into `dst`, one behind the other, as [`Self::cast`] with scale 1.
+    /// `parts` are slices of the unit with their offsets in it, in ascending order; elements in no
+    /// part are 0. On a GPU one launch packs up to 128 parts of one dtype.
     ///
     /// # Errors
     /// See [`KernelError`].
@@ -301,14 +331,21 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
     ///
     /// # Errors
     /// See [`KernelError`].
-    fn accumulate(&self, stream: &D::Stream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError>;
+    fn accumulate(
+        &self,
+        stream: &D::Stream,
+        grad: AnySlice,
+        acc: DeviceSlice<f32>,
+    ) -> Result<(), KernelError>;
 
-    /// Elements of scratch that [`Self::grad_stats`] needs for gradients of up to `lens` elements; 0 on the host.
+    /// Elements of scratch that [`Self::grad_stats`] needs for gradients of up to `lens` elements;
+    /// 0 on the host.
     fn stats_scratch_elems(&self, lens: &[usize]) -> usize;
 
-    /// Writes the statistics of each gradient to its element of `out`: the same bits for the same values, at any alignment,
-    /// with any number of threads, and alone or beside others. `scratch` has at least [`Self::stats_scratch_elems`] elements
-    /// and is in use until the launches have run. On a GPU two launches serve up to 128 gradients of one dtype.
+    /// Writes the statistics of each gradient to its element of `out`: the same bits for the same
+    /// values, at any alignment, with any number of threads, and alone or beside others. `scratch`
+    /// has at least [`Self::stats_scratch_elems`] elements and is in use until the launches have
+    /// run. On a GPU two launches serve up to 128 gradients of one dtype.
     ///
     /// # Errors
     /// See [`KernelError`].
@@ -320,8 +357,8 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError>;
 
-    /// Writes this rank's [`RankStats`] to `out[0]`, from the statistics of its units, in unit order, its loss
-    /// and 64 flag bits.
+    /// Writes this rank's [`RankStats`] to `out[0]`, from the statistics of its units, in unit
+    /// order, its loss and 64 flag bits.
     ///
     /// # Errors
     /// See [`KernelError`].

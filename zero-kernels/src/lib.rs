@@ -11,6 +11,7 @@ pub mod step;
 
 pub use float::Float;
 pub use kernels::{
-    AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments, StepScalars,
+    AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments,
+    StepScalars,
 };
 pub use step::RankStats;

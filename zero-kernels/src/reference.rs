@@ -1,5 +1,5 @@
-//! The test oracles: each operation as a plain loop with the signature of its [`host`](crate::host) version.
-//! Conversions are those of crate `half`.
+//! The test oracles: each operation as a plain loop with the signature of its [`host`](crate::host)
+//! version. Conversions are those of crate `half`.
 
 use half::{bf16, f16};
 use zero_alloc::device::DType;
@@ -88,7 +88,9 @@ pub fn pack<S: Float, D: Float>(
     same_len("pack: dst", segments.len * segments.count, dst.len())?;
     for (i, dst) in dst.iter_mut().enumerate() {
         let elem = segments.start + i / segments.len * segments.stride + i % segments.len;
-        let part = parts.iter().find(|(part, at)| (*at..at + part.len()).contains(&elem));
+        let part = parts
+            .iter()
+            .find(|(part, at)| (*at..at + part.len()).contains(&elem));
         *dst = narrow(part.map_or(0.0, |(part, at)| widen(part[elem - at])));
     }
     Ok(())
@@ -106,7 +108,8 @@ pub fn accumulate<G: Float>(grad: &[G], acc: &mut [f32]) -> Result<(), KernelErr
     Ok(())
 }
 
-/// See [`crate::host::grad_stats`]: the same sum in plain order, so equal to within fp64 rounding only.
+/// See [`crate::host::grad_stats`]: the same sum in plain order, so equal to within fp64 rounding
+/// only.
 pub fn grad_stats<G: Float>(grad: &[G]) -> GradStats {
     let mut stats = GradStats::default();
     for &g in grad {

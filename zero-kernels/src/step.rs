@@ -1,8 +1,10 @@
-//! The rules of a step: gradient norm, clipping, overflow, loss scale and step counts, as plain data and arithmetic.
+//! The rules of a step: gradient norm, clipping, overflow, loss scale and step counts, as plain
+//! data and arithmetic.
 //!
-//! [`advance_step`] is the only Rust version; zero-optim calls it on the host. The kernel in cuda/step.cu has the
-//! same structs and the same operations in the same order, so its results are equal bit for bit, and a step on a GPU
-//! needs no host wait. With `S` the loss scale of the step's backward, `N` ranks and `A` micro-batches:
+//! [`advance_step`] is the only Rust version; zero-optim calls it on the host. The kernel in
+//! cuda/step.cu has the same structs and the same operations in the same order, so its results are
+//! equal bit for bit, and a step on a GPU needs no host wait. With `S` the loss scale of the step's
+//! backward, `N` ranks and `A` micro-batches:
 //!
 //! ```text
 //! grad_norm  = sqrt(sum over ranks of sum_sq) / (S * N * A)
@@ -10,23 +12,26 @@
 //! grad_scale = clip / (S * N * A)
 //! ```
 //!
-//! A [divisor](StepConfig::divisor) of the caller replaces `N * A`. Parameter groups share all of this; each set of
-//! learning rate and betas has its own [`StepScalars`].
+//! A [divisor](StepConfig::divisor) of the caller replaces `N * A`. Parameter groups share all of
+//! this; each set of learning rate and betas has its own [`StepScalars`].
 //!
-//! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows DeepSpeed's
-//! `DynamicLossScaler` (0.19.8):
+//! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows
+//! DeepSpeed's `DynamicLossScaler` (0.19.8):
 //!
-//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the hysteresis is reduced by
+//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the
+//!   hysteresis is reduced by
 //!   1. With a hysteresis of 0 in the settings the scale never halves.
-//! - **good step**: after `window` good steps since the last overflow, and every `window` after that, the scale
-//!   doubles and the hysteresis is reset. With `consecutive_hysteresis` every good step resets it.
+//! - **good step**: after `window` good steps since the last overflow, and every `window` after
+//!   that, the scale doubles and the hysteresis is reset. With `consecutive_hysteresis` every good
+//!   step resets it.
 //!
-//! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was a scale that
-//! changed between backward and step.
+//! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was
+//! a scale that changed between backward and step.
 
 use crate::{GradStats, StepScalars};
 
-/// A rank's contribution to a step: gradient statistics of its shards, loss and flags. Plain bytes for an all-gather.
+/// A rank's contribution to a step: gradient statistics of its shards, loss and flags. Plain bytes
+/// for an all-gather.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct RankStats {
@@ -48,7 +53,13 @@ impl RankStats {
 
     /// Combines the statistics of a rank's units, in order, with its loss. The flags are 0.
     pub fn new(units: &[GradStats], loss: f64) -> Self {
-        let mut stats = Self { sum_sq: 0.0, nonfinite: 0, first_bad_unit: Self::NO_UNIT, loss, flags: 0 };
+        let mut stats = Self {
+            sum_sq: 0.0,
+            nonfinite: 0,
+            first_bad_unit: Self::NO_UNIT,
+            loss,
+            flags: 0,
+        };
         for (unit, of_unit) in units.iter().enumerate() {
             stats.sum_sq += of_unit.sum_sq;
             stats.nonfinite += of_unit.nonfinite;
@@ -89,8 +100,8 @@ pub struct StepConfig {
     pub consecutive_hysteresis: u32,
     /// Nonzero if an overflow at the minimum scale halts the run.
     pub fail_at_min: u32,
-    /// The sums of gradients over ranks are divided by this, for example the step's tokens; 0: by ranks x
-    /// micro-batches.
+    /// The sums of gradients over ranks are divided by this, for example the step's tokens; 0: by
+    /// ranks x micro-batches.
     pub divisor: f64,
 }
 
@@ -138,11 +149,16 @@ impl StepState {
 
     /// The state before the first step.
     pub fn new(loss_scale: f64, hysteresis: u32) -> Self {
-        Self { loss_scale, hysteresis_left: hysteresis, halted: Self::RUNNING, ..bytemuck::Zeroable::zeroed() }
+        Self {
+            loss_scale,
+            hysteresis_left: hysteresis,
+            halted: Self::RUNNING,
+            ..bytemuck::Zeroable::zeroed()
+        }
     }
 
-    /// Counts a step and updates the loss scale. Returns false, with nothing changed, if gradients overflowed at the
-    /// minimum scale and [`StepConfig::fail_at_min`] is set.
+    /// Counts a step and updates the loss scale. Returns false, with nothing changed, if gradients
+    /// overflowed at the minimum scale and [`StepConfig::fail_at_min`] is set.
     pub fn count_step(&mut self, config: &StepConfig, overflow: bool) -> bool {
         if config.dynamic != 0 {
             if overflow {
@@ -178,8 +194,8 @@ impl StepState {
     }
 }
 
-/// The record of one step. The kernel writes it to a ring, and the host reads it later. The step that halts a run
-/// writes a record; later steps write none.
+/// The record of one step. The kernel writes it to a ring, and the host reads it later. The step
+/// that halts a run writes a record; later steps write none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepRecord {
@@ -209,15 +225,18 @@ pub struct StepRecord {
     pub iteration: u64,
     /// Nonzero if Adam's update was skipped.
     pub skipped: u32,
-    /// The reason why this step halted the run ([`StepState::AT_MINIMUM`], [`StepState::NO_RATE`]), or 0.
+    /// The reason why this step halted the run ([`StepState::AT_MINIMUM`], [`StepState::NO_RATE`]),
+    /// or 0.
     pub halted: u32,
 }
 
 const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepConfig>() == 64);
-const _: () = assert!(size_of::<StepState>() == 56 && size_of::<StepRecord>() == 104 && size_of::<StepRates>() == 24);
+const _: () = assert!(
+    size_of::<StepState>() == 56 && size_of::<StepRecord>() == 104 && size_of::<StepRates>() == 24
+);
 
-/// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so the same bits, on
-/// every machine and device (library `pow` functions differ in the last place).
+/// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so
+/// the same bits, on every machine and device (library `pow` functions differ in the last place).
 pub fn power(base: f64, exponent: u64) -> f64 {
     let mut result = 1.0;
     for bit in (0..u64::BITS - exponent.leading_zeros()).rev() {
@@ -229,13 +248,14 @@ pub fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// Advances `state` by one step, given the statistics of all ranks in rank order, and writes the `scalars` of the
-/// step's Adam launches. Returns the step's record, or `None` if the run was halted before.
+/// Advances `state` by one step, given the statistics of all ranks in rank order, and writes the
+/// `scalars` of the step's Adam launches. Returns the step's record, or `None` if the run was
+/// halted before.
 ///
-/// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state records which
-/// steps were skipped: for each position one entry for each element of `scalars`. The first is that of the record's
-/// learning rate. Outside this table, and on an overflow at the minimum scale, the run is *halted*: this step
-/// and all later ones are skipped.
+/// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state
+/// records which steps were skipped: for each position one entry for each element of `scalars`. The
+/// first is that of the record's learning rate. Outside this table, and on an overflow at the
+/// minimum scale, the run is *halted*: this step and all later ones are skipped.
 pub fn advance_step(
     ranks: &[RankStats],
     config: &StepConfig,
@@ -262,7 +282,11 @@ pub fn advance_step(
         ..StepRecord::default()
     };
     let index = state.schedule_position.checked_sub(config.first_position);
-    let now = index.and_then(|i| rates.chunks_exact(scalars.len().max(1)).nth(usize::try_from(i).ok()?));
+    let now = index.and_then(|i| {
+        rates
+            .chunks_exact(scalars.len().max(1))
+            .nth(usize::try_from(i).ok()?)
+    });
     if let Some(now) = now {
         record.lr = now[0].lr;
         if bad_rank.is_some() {
@@ -276,7 +300,11 @@ pub fn advance_step(
                 state.loss_scale * ranks.len() as f64 * f64::from(config.micro_batches)
             };
             let (grad_norm, max) = (sum_sq.sqrt() / divisor, config.max_grad_norm);
-            let clip = if max > 0.0 && grad_norm > max { max / (grad_norm + 1e-6) } else { 1.0 };
+            let clip = if max > 0.0 && grad_norm > max {
+                max / (grad_norm + 1e-6)
+            } else {
+                1.0
+            };
             let (t, correct) = (state.adam_steps + 1, config.bias_correction != 0);
             for (scalars, rates) in scalars.iter_mut().zip(now) {
                 *scalars = StepScalars::with_rates(t, rates, correct, clip / divisor);

@@ -1,14 +1,19 @@
-//! Two ranks, taking turns on one thread, train y = a x + b with sharded AdamW; each stores half of the state. Shared
-//! arrays replace the collectives (reduce-scatter, all-gather).
+//! Two ranks, taking turns on one thread, train y = a x + b with sharded AdamW; each stores half of
+//! the state. Shared arrays replace the collectives (reduce-scatter, all-gather).
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Reduced, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Reduced, Stream,
+};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
-use zero_optim::{Divisor, GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW, UnitSlices};
+use zero_optim::{
+    Divisor, GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW,
+    UnitSlices,
+};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -17,12 +22,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device, 1 << 20);
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 10 };
-    let config = OptimizerConfig::default().lr(0.1).schedule(schedule).max_grad_norm(1.0);
+    let config = OptimizerConfig::default()
+        .lr(0.1)
+        .schedule(schedule)
+        .max_grad_norm(1.0);
     let mut ranks = Vec::new();
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
         let segments = vec![Segment::shard("line", 0..1)];
-        ranks.push(ShardedAdamW::new(&pool, kernels, &stream, config.clone(), DType::F32, segments)?);
+        ranks.push(ShardedAdamW::new(
+            &pool,
+            kernels,
+            &stream,
+            config.clone(),
+            DType::F32,
+            segments,
+        )?);
     }
 
     let mut params = [0f32; 2]; // a belongs to rank 0, b to rank 1
@@ -43,8 +58,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             stats.push(optim.rank_stats(&stream, loss[rank], LIMIT)?);
         }
         for (rank, optim) in ranks.iter_mut().enumerate() {
-            let (grad, param) = (reduced(&mut grads[rank], &stream)?, [(one(&mut params[rank]), 0)]);
-            let units = [UnitSlices { grad: &grad, param: &param }];
+            let (grad, param) = (
+                reduced(&mut grads[rank], &stream)?,
+                [(one(&mut params[rank]), 0)],
+            );
+            let units = [UnitSlices {
+                grad: &grad,
+                param: &param,
+            }];
             let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
             let outcome = optim.step(&stream, &units, gathered, LIMIT)?;
             stream.synchronize(LIMIT)?;

@@ -11,13 +11,14 @@
 //! | stats_scratch | [`Kernels::stats_scratch_elems`] of all units | `Workspace` | on a GPU |
 //! | scalars | 32 bytes for each set of learning rate and betas | `Workspace` | always |
 //!
-//! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0), without frozen ones.
-//! The optimizer does not depend on the stage: the caller passes **segments**, one per unit, and at each step one gradient
-//! and the slices of one parameter per segment, anywhere in device memory.
+//! The state elements are those of this rank's shards (stages 1 to 3) or of all units (stage 0),
+//! without frozen ones. The optimizer does not depend on the stage: the caller passes **segments**,
+//! one per unit, and at each step one gradient and the slices of one parameter per segment,
+//! anywhere in device memory.
 //!
-//! Why fp32 training has no separate masters: the parameter, or its shard, is the master. The optimizer then
-//! keeps 8 bytes a parameter in place of 12, and parameters, gradients and state are 16 bytes a parameter in
-//! either case.
+//! Why fp32 training has no separate masters: the parameter, or its shard, is the master. The
+//! optimizer then keeps 8 bytes a parameter in place of 12, and parameters, gradients and state are
+//! 16 bytes a parameter in either case.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -25,7 +26,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Reduced, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Reduced, Stream,
+};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 
@@ -68,13 +71,17 @@ pub struct StepInputs {
 impl StepInputs {
     /// This rank's part of the loss, the divisor of the gradients, and no flags.
     pub const fn new(loss: f64, divisor: Divisor) -> Self {
-        Self { loss, flags: 0, divisor }
+        Self {
+            loss,
+            flags: 0,
+            divisor,
+        }
     }
 }
 setters!(StepInputs { flags: u64 });
 
-/// AdamW over this rank's part of the state. A call on another stream than the last call's makes that stream wait for
-/// the optimizer's earlier work.
+/// AdamW over this rank's part of the state. A call on another stream than the last call's makes
+/// that stream wait for the optimizer's earlier work.
 pub struct ShardedAdamW<D: Device> {
     pub(crate) device: D,
     pub(crate) kernels: Arc<dyn Kernels<D>>,
@@ -119,7 +126,12 @@ enum MasterBlock<D: Device> {
 
 impl<D: Device> Resident<D> {
     /// Allocates the state and enqueues zeroing the moments.
-    fn new(pool: &Pool<D>, stream: &D::Stream, elems: usize, masters: Format) -> Result<Self, OptimError> {
+    fn new(
+        pool: &Pool<D>,
+        stream: &D::Stream,
+        elems: usize,
+        masters: Format,
+    ) -> Result<Self, OptimError> {
         let allocate = |dtype| pool.allocate(elems, dtype, Purpose::Optimizer, stream);
         let masters = match masters {
             Format::Params => MasterBlock::Params,
@@ -130,7 +142,11 @@ impl<D: Device> Resident<D> {
         for block in [&first_moment, &second_moment] {
             pool.device().fill_zero(stream, view(block))?;
         }
-        Ok(Self { masters, first_moment, second_moment })
+        Ok(Self {
+            masters,
+            first_moment,
+            second_moment,
+        })
     }
 
     /// The range `state` of the storage, for the optimizer's launches.
@@ -140,7 +156,9 @@ impl<D: Device> Resident<D> {
             masters: match &self.masters {
                 MasterBlock::Params => Masters::Params,
                 MasterBlock::Fp32(block) => Masters::Fp32(fp32(block)?),
-                MasterBlock::Remainders(block) => Masters::Remainders(rest(view(block).slice(state.clone()))),
+                MasterBlock::Remainders(block) => {
+                    Masters::Remainders(rest(view(block).slice(state.clone())))
+                }
             },
             first_moment: fp32(&self.first_moment)?,
             second_moment: fp32(&self.second_moment)?,
@@ -168,7 +186,9 @@ impl<D: Device> State<D> {
                 MasterBlock::Params => None,
                 MasterBlock::Fp32(block) | MasterBlock::Remainders(block) => Some(block),
             };
-            masters.into_iter().chain([&mut r.first_moment, &mut r.second_moment])
+            masters
+                .into_iter()
+                .chain([&mut r.first_moment, &mut r.second_moment])
         })
     }
 
@@ -192,8 +212,8 @@ impl<D: Device> fmt::Debug for ShardedAdamW<D> {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Allocates the state for `segments` and enqueues zeroing the moments on `stream`. Masters are undefined until
-    /// [`Self::init_masters`].
+    /// Allocates the state for `segments` and enqueues zeroing the moments on `stream`. Masters are
+    /// undefined until [`Self::init_masters`].
     ///
     /// # Errors
     /// A setting is outside its range, the segments do not tile the state, or an allocation failed.
@@ -205,12 +225,21 @@ impl<D: Device> ShardedAdamW<D> {
         param_dtype: DType,
         segments: Vec<Segment>,
     ) -> Result<Self, OptimError> {
-        Self::with_groups(pool, kernels, stream, config, param_dtype, segments, &ParamGroups::default())
+        Self::with_groups(
+            pool,
+            kernels,
+            stream,
+            config,
+            param_dtype,
+            segments,
+            &ParamGroups::default(),
+        )
     }
 
-    /// As [`Self::new`], with parameter groups: one loss scale, one decision, one norm over all trained gradients, and
-    /// one state, without elements for frozen parameters. With equal rules the launches and bits are those of
-    /// [`Self::new`]. All ranks pass the same rules; the runs are those of this rank's elements.
+    /// As [`Self::new`], with parameter groups: one loss scale, one decision, one norm over all
+    /// trained gradients, and one state, without elements for frozen parameters. With equal rules
+    /// the launches and bits are those of [`Self::new`]. All ranks pass the same rules; the runs
+    /// are those of this rank's elements.
     ///
     /// # Errors
     /// As [`Self::new`], or the runs do not tile the elements of the segments.
@@ -223,21 +252,41 @@ impl<D: Device> ShardedAdamW<D> {
         segments: Vec<Segment>,
         groups: &ParamGroups,
     ) -> Result<Self, OptimError> {
-        let masters = if param_dtype == DType::F32 { Format::Params } else { Format::Fp32 };
-        Self::with_state(pool, kernels, stream, config, param_dtype, segments, groups, |groups, _| {
-            Ok(State::Resident(Resident::new(pool, stream, groups.state_elems, masters)?))
-        })
+        let masters = if param_dtype == DType::F32 {
+            Format::Params
+        } else {
+            Format::Fp32
+        };
+        Self::with_state(
+            pool,
+            kernels,
+            stream,
+            config,
+            param_dtype,
+            segments,
+            groups,
+            |groups, _| {
+                Ok(State::Resident(Resident::new(
+                    pool,
+                    stream,
+                    groups.state_elems,
+                    masters,
+                )?))
+            },
+        )
     }
 
-    /// As [`Self::with_groups`] for bf16 parameters, with masters as a 16-bit remainder beside each parameter: 10 bytes of
-    /// state an element in place of 12, and 26 bytes of traffic an update in place of 28. Parameter and remainder together
-    /// have the bits of the fp32 master, and its updates are the same; checkpoints load into either.
+    /// As [`Self::with_groups`] for bf16 parameters, with masters as a 16-bit remainder beside each
+    /// parameter: 10 bytes of state an element in place of 12, and 26 bytes of traffic an update in
+    /// place of 28. Parameter and remainder together have the bits of the fp32 master, and its
+    /// updates are the same; checkpoints load into either.
     ///
-    /// The parameter is the master rounded to nearest, as without remainders, but a master exactly halfway between two
-    /// parameters rounds away from zero and not to even. To even is impossible: 65,537 masters round to a parameter
-    /// whose last bit is even, and 16 bits tell 65,536 apart.
+    /// The parameter is the master rounded to nearest, as without remainders, but a master exactly
+    /// halfway between two parameters rounds away from zero and not to even. To even is impossible:
+    /// 65,537 masters round to a parameter whose last bit is even, and 16 bits tell 65,536 apart.
     ///
-    /// [`Self::init_masters`] accepts bf16 weights only; [`Self::write_state`] sets the parameters with the masters.
+    /// [`Self::init_masters`] accepts bf16 weights only; [`Self::write_state`] sets the parameters
+    /// with the masters.
     ///
     /// # Errors
     /// As [`Self::with_groups`], or the parameters are not bf16.
@@ -253,9 +302,23 @@ impl<D: Device> ShardedAdamW<D> {
         if param_dtype != DType::Bf16 {
             return Err(OptimError::Remainders { dtype: param_dtype });
         }
-        Self::with_state(pool, kernels, stream, config, param_dtype, segments, groups, |groups, _| {
-            Ok(State::Resident(Resident::new(pool, stream, groups.state_elems, Format::Remainders)?))
-        })
+        Self::with_state(
+            pool,
+            kernels,
+            stream,
+            config,
+            param_dtype,
+            segments,
+            groups,
+            |groups, _| {
+                Ok(State::Resident(Resident::new(
+                    pool,
+                    stream,
+                    groups.state_elems,
+                    Format::Remainders,
+                )?))
+            },
+        )
     }
 
     /// The optimizer with the state that `make` creates.
@@ -288,7 +351,12 @@ impl<D: Device> ShardedAdamW<D> {
             // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
             stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
             stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
-            scalars: pool.allocate(8 * groups.rates.len(), DType::F32, Purpose::Workspace, stream)?,
+            scalars: pool.allocate(
+                8 * groups.rates.len(),
+                DType::F32,
+                Purpose::Workspace,
+                stream,
+            )?,
             device_steps: None,
             names: segments.iter().map(|s| s.name.clone()).collect(),
             segments,
@@ -302,7 +370,8 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(optim)
     }
 
-    /// Orders `stream` behind the optimizer's work on other streams, and makes it the stream of the last launch.
+    /// Orders `stream` behind the optimizer's work on other streams, and makes it the stream of the
+    /// last launch.
     pub(crate) fn enter(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
         if stream.id() != self.stream.id() {
             let before = self.stream.record()?;
@@ -315,7 +384,8 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// The pieces of unit `unit`, in order: ranges with equal rules, and their places in the state storage.
+    /// The pieces of unit `unit`, in order: ranges with equal rules, and their places in the state
+    /// storage.
     ///
     /// # Panics
     /// There is no such unit.
@@ -339,8 +409,9 @@ impl<D: Device> ShardedAdamW<D> {
         &self.segments
     }
 
-    /// Enqueues copying each unit's weights (fp32 initial weights, or the parameters) to the master weights. The
-    /// slices of a unit are as in [`UnitSlices::param`]. A no-op in fp32 training, where the parameter is the master.
+    /// Enqueues copying each unit's weights (fp32 initial weights, or the parameters) to the master
+    /// weights. The slices of a unit are as in [`UnitSlices::param`]. A no-op in fp32 training,
+    /// where the parameter is the master.
     ///
     /// # Errors
     /// The slices do not match the segments, or the stream failed.
@@ -357,8 +428,9 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Enqueues writing the parameters from the masters, rounded to their dtype. The slices of a unit are as in
-    /// [`UnitSlices::param`]. Call it after loading a checkpoint. A no-op in fp32 training.
+    /// Enqueues writing the parameters from the masters, rounded to their dtype. The slices of a
+    /// unit are as in [`UnitSlices::param`]. Call it after loading a checkpoint. A no-op in fp32
+    /// training.
     ///
     /// # Errors
     /// The slices do not match the segments, or the stream failed.
@@ -402,7 +474,13 @@ impl<D: Device> ShardedAdamW<D> {
         if self.param_dtype == DType::F32 || !to_masters && self.state.has_remainders() {
             return Ok(());
         }
-        let Self { state, groups, kernels, device, .. } = self;
+        let Self {
+            state,
+            groups,
+            kernels,
+            device,
+            ..
+        } = self;
         let copy = |slice: AnySlice, master: AnySlice| match to_masters {
             true => kernels.cast(stream, slice, master, 1.0),
             false => kernels.cast(stream, master, slice, 1.0),
@@ -414,9 +492,13 @@ impl<D: Device> ShardedAdamW<D> {
                     let (of_range, of_piece) = piece.overlap(&range);
                     match piece.masters {
                         Masters::Params => {}
-                        Masters::Fp32(master) => copy(slice.slice(of_range), master.slice(of_piece).erase())?,
+                        Masters::Fp32(master) => {
+                            copy(slice.slice(of_range), master.slice(of_piece).erase())?
+                        }
                         Masters::Remainders(_) if slice.dtype() != DType::Bf16 => {
-                            return Err(OptimError::Remainders { dtype: slice.dtype() });
+                            return Err(OptimError::Remainders {
+                                dtype: slice.dtype(),
+                            });
                         }
                         Masters::Remainders(rest) => {
                             device.fill_zero(stream, rest_bytes(rest.slice(of_piece)))?;
@@ -441,11 +523,15 @@ impl<D: Device> ShardedAdamW<D> {
 
     /// The segment of unit `unit`.
     pub(crate) fn segment(&self, unit: usize) -> Result<&Segment, OptimError> {
-        self.segments.get(unit).ok_or(OptimError::NoUnit { unit, units: self.segments.len() })
+        self.segments.get(unit).ok_or(OptimError::NoUnit {
+            unit,
+            units: self.segments.len(),
+        })
     }
 
-    /// Sets the base learning rate of the next steps; schedules with absolute rates keep those. Not part of
-    /// the progress in a checkpoint. Before further device steps call [`Self::prepare_device_steps`] again.
+    /// Sets the base learning rate of the next steps; schedules with absolute rates keep those. Not
+    /// part of the progress in a checkpoint. Before further device steps call
+    /// [`Self::prepare_device_steps`] again.
     ///
     /// # Errors
     /// The rate is negative or not finite, or device steps have unread outcomes.
@@ -459,9 +545,9 @@ impl<D: Device> ShardedAdamW<D> {
         self.controller.loss_scale()
     }
 
-    /// Enqueues computing the statistics of this rank's shards of the gradients, one per unit; `stream` waits for them.
-    /// Gradients of frozen elements are set to zero first, so that they do not count.
-    /// Gradients that may still be in flight do not compile:
+    /// Enqueues computing the statistics of this rank's shards of the gradients, one per unit;
+    /// `stream` waits for them. Gradients of frozen elements are set to zero first, so that they do
+    /// not count. Gradients that may still be in flight do not compile:
     ///
     /// ```compile_fail,E0277
     /// # use zero_alloc::{device::{AnySlice, Device}, host::HostDevice};
@@ -486,7 +572,11 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// The gradients do not match the segments, or the stream failed.
-    pub fn enqueue_stats(&mut self, stream: &D::Stream, grads: &[impl Borrow<Reduced<D>>]) -> Result<(), OptimError> {
+    pub fn enqueue_stats(
+        &mut self,
+        stream: &D::Stream,
+        grads: &[impl Borrow<Reduced<D>>],
+    ) -> Result<(), OptimError> {
         self.check_grads(grads.iter().map(Borrow::borrow))?;
         self.enter(stream)?;
         let shards: Vec<AnySlice> = (0..)
@@ -497,8 +587,8 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(self.kernels.grad_stats(stream, &shards, scratch, stats)?)
     }
 
-    /// [`Self::enqueue_stats`] of one unit: for an optimizer that works while backward does. Each unit's are enqueued once
-    /// a step, in any order.
+    /// [`Self::enqueue_stats`] of one unit: for an optimizer that works while backward does. Each
+    /// unit's are enqueued once a step, in any order.
     ///
     /// # Errors
     /// There is no such unit, the gradient does not match its segment, or the stream failed.
@@ -512,21 +602,33 @@ impl<D: Device> ShardedAdamW<D> {
         self.enter(stream)?;
         let shard = self.trained_shard(stream, unit, grad)?;
         let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
-        Ok(self.kernels.grad_stats(stream, &[shard], scratch, stats.slice(unit..unit + 1))?)
+        Ok(self
+            .kernels
+            .grad_stats(stream, &[shard], scratch, stats.slice(unit..unit + 1))?)
     }
 
-    /// Makes `stream` wait for the gradient of a unit and set its frozen elements to zero. Returns this rank's shard of it,
-    /// without elements if the unit is frozen.
-    fn trained_shard(&self, stream: &D::Stream, unit: usize, grad: &Reduced<D>) -> Result<AnySlice, OptimError> {
+    /// Makes `stream` wait for the gradient of a unit and set its frozen elements to zero. Returns
+    /// this rank's shard of it, without elements if the unit is frozen.
+    fn trained_shard(
+        &self,
+        stream: &D::Stream,
+        unit: usize,
+        grad: &Reduced<D>,
+    ) -> Result<AnySlice, OptimError> {
         let slice = grad.wait_on(stream)?;
         if self.is_frozen(unit) {
             return Ok(slice.slice(0..0));
         }
-        let frozen: Vec<_> = self.pieces(unit).iter().filter(|piece| piece.state.is_none()).collect();
+        let frozen: Vec<_> = self
+            .pieces(unit)
+            .iter()
+            .filter(|piece| piece.state.is_none())
+            .collect();
         if !frozen.is_empty() {
             grad.wait_for_readers(stream)?;
             for piece in frozen {
-                self.device.fill_zero(stream, slice.slice(piece.elems.clone()))?;
+                self.device
+                    .fill_zero(stream, slice.slice(piece.elems.clone()))?;
             }
             grad.record_write(stream)?;
         }
@@ -537,20 +639,30 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// # Errors
     /// An operation on the stream failed, or the limit passed.
-    pub fn rank_stats(&mut self, stream: &D::Stream, loss: f64, limit: Duration) -> Result<RankStats, OptimError> {
+    pub fn rank_stats(
+        &mut self,
+        stream: &D::Stream,
+        loss: f64,
+        limit: Duration,
+    ) -> Result<RankStats, OptimError> {
         self.enter(stream)?;
         let mut stats = vec![GradStats::default(); self.segments.len()];
-        self.device.download(stream, view(&self.stats), bytemuck::cast_slice_mut(&mut stats), limit)?;
+        self.device.download(
+            stream,
+            view(&self.stats),
+            bytemuck::cast_slice_mut(&mut stats),
+            limit,
+        )?;
         Ok(RankStats::new(&stats, loss))
     }
 
-    /// Computes the step from the statistics of all ranks and enqueues the update of parameters and state. A skipped
-    /// step enqueues nothing.
+    /// Computes the step from the statistics of all ranks and enqueues the update of parameters and
+    /// state. A skipped step enqueues nothing.
     ///
     /// # Errors
-    /// If the slices do not match the segments, gradients overflowed with the loss scale at its minimum, or the
-    /// scalars did not reach the device within `limit`, nothing has changed, and the step may be retried. If the
-    /// stream failed at a launch, some units may have been updated.
+    /// If the slices do not match the segments, gradients overflowed with the loss scale at its
+    /// minimum, or the scalars did not reach the device within `limit`, nothing has changed, and
+    /// the step may be retried. If the stream failed at a launch, some units may have been updated.
     pub fn step(
         &mut self,
         stream: &D::Stream,
@@ -562,13 +674,15 @@ impl<D: Device> ShardedAdamW<D> {
         let controller = self.controller.clone();
         let outcome = self.decide(stream, gathered, limit)?;
         if !outcome.is_skipped() {
-            self.enqueue_adam(stream, units).inspect_err(|_| self.controller = controller)?;
+            self.enqueue_adam(stream, units)
+                .inspect_err(|_| self.controller = controller)?;
         }
         Ok(outcome)
     }
 
-    /// The decision of [`Self::step`] alone: unless it is to skip, [`Self::enqueue_unit_update`] of every unit follows, in
-    /// the order in which the next forward reads them, so that it can begin behind the first.
+    /// The decision of [`Self::step`] alone: unless it is to skip, [`Self::enqueue_unit_update`] of
+    /// every unit follows, in the order in which the next forward reads them, so that it can begin
+    /// behind the first.
     ///
     /// # Errors
     /// As [`Self::step`]; then nothing has changed.
@@ -580,9 +694,15 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<StepOutcome, OptimError> {
         self.enter(stream)?;
         let mut controller = self.controller.clone();
-        let (scalars, outcome) = controller.advance(gathered.ranks, gathered.divisor, &self.names)?;
+        let (scalars, outcome) =
+            controller.advance(gathered.ranks, gathered.divisor, &self.names)?;
         if !outcome.is_skipped() {
-            self.device.upload(stream, bytemuck::cast_slice(&scalars), view(&self.scalars), limit)?;
+            self.device.upload(
+                stream,
+                bytemuck::cast_slice(&scalars),
+                view(&self.scalars),
+                limit,
+            )?;
         }
         self.controller = controller;
         Ok(outcome)
@@ -604,13 +724,13 @@ impl<D: Device> ShardedAdamW<D> {
         self.enqueue_updates(stream, [(unit, slices)].into_iter())
     }
 
-    /// The four parts of a step in one call: statistics, exchange, decision and update. `exchange` sends a message to all
-    /// ranks and returns the messages of all ranks, in rank order, such as `Communicator::exchange` of zero-comm. All ranks
-    /// call it.
+    /// The four parts of a step in one call: statistics, exchange, decision and update. `exchange`
+    /// sends a message to all ranks and returns the messages of all ranks, in rank order, such as
+    /// `Communicator::exchange` of zero-comm. All ranks call it.
     ///
     /// # Errors
-    /// Those of [`Self::enqueue_stats`], [`Self::rank_stats`], `exchange` and [`Self::step`]. If this rank fails before or
-    /// in the exchange, the others wait for it: abort the communicator.
+    /// Those of [`Self::enqueue_stats`], [`Self::rank_stats`], `exchange` and [`Self::step`]. If
+    /// this rank fails before or in the exchange, the others wait for it: abort the communicator.
     pub fn step_with<E: From<OptimError>>(
         &mut self,
         stream: &D::Stream,
@@ -622,26 +742,48 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_units(units)?;
         let grads: Vec<&Reduced<D>> = units.iter().map(|unit| unit.grad).collect();
         self.enqueue_stats(stream, &grads)?;
-        let own = RankStats { flags: inputs.flags, ..self.rank_stats(stream, inputs.loss, limit)? };
+        let own = RankStats {
+            flags: inputs.flags,
+            ..self.rank_stats(stream, inputs.loss, limit)?
+        };
         let mut ranks = Vec::new();
         for (rank, message) in exchange(bytemuck::bytes_of(&own))?.iter().enumerate() {
             let stats = bytemuck::try_pod_read_unaligned(message);
             let (expected, got) = (size_of::<RankStats>(), message.len());
-            ranks.push(stats.map_err(|_| OptimError::StatsLen { rank, expected, got })?);
+            ranks.push(stats.map_err(|_| OptimError::StatsLen {
+                rank,
+                expected,
+                got,
+            })?);
         }
-        Ok(self.step(stream, units, GatheredStats { ranks: &ranks, divisor: inputs.divisor }, limit)?)
+        Ok(self.step(
+            stream,
+            units,
+            GatheredStats {
+                ranks: &ranks,
+                divisor: inputs.divisor,
+            },
+            limit,
+        )?)
     }
 
-    /// The state of one kind over the whole state storage, which [`Self::pieces`] maps to units; `None` for the masters
-    /// of fp32 training, for remainders, and for state in another format or on NVMe ([`Self::offloaded`]).
+    /// The state of one kind over the whole state storage, which [`Self::pieces`] maps to units;
+    /// `None` for the masters of fp32 training, for remainders, and for state in another format or
+    /// on NVMe ([`Self::offloaded`]).
     ///
     /// # Safety
-    /// The optimizer's stream or events order accesses with those of the optimizer. They end before the optimizer is
-    /// dropped, or [`Self::record_use`] records them.
+    /// The optimizer's stream or events order accesses with those of the optimizer. They end before
+    /// the optimizer is dropped, or [`Self::record_use`] records them.
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
-        let State::Resident(resident) = &self.state else { return None };
-        let PieceState { masters, first_moment, second_moment, .. } =
-            resident.piece(0..self.groups.state_elems).ok()?;
+        let State::Resident(resident) = &self.state else {
+            return None;
+        };
+        let PieceState {
+            masters,
+            first_moment,
+            second_moment,
+            ..
+        } = resident.piece(0..self.groups.state_elems).ok()?;
         match (kind, masters) {
             (StateKind::Master, Masters::Fp32(masters)) => Some(masters),
             (StateKind::Master, _) => None,
@@ -650,12 +792,15 @@ impl<D: Device> ShardedAdamW<D> {
         }
     }
 
-    /// Records that work enqueued on `stream` so far may access the state, so that it is freed only after that work.
+    /// Records that work enqueued on `stream` so far may access the state, so that it is freed only
+    /// after that work.
     ///
     /// # Errors
     /// The stream is closed.
     pub fn record_use(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
-        self.state.blocks().try_for_each(|block| block.record_use(stream))
+        self.state
+            .blocks()
+            .try_for_each(|block| block.record_use(stream))
     }
 
     /// The settings.
@@ -668,8 +813,8 @@ impl<D: Device> ShardedAdamW<D> {
         self.controller.progress()
     }
 
-    /// Restores the progress of a checkpoint. [`Self::write_state`] writes masters and moments. Before further
-    /// device steps call [`Self::prepare_device_steps`] again.
+    /// Restores the progress of a checkpoint. [`Self::write_state`] writes masters and moments.
+    /// Before further device steps call [`Self::prepare_device_steps`] again.
     ///
     /// # Errors
     /// The progress is invalid or contradicts the settings.
@@ -686,39 +831,69 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        let (at, sets) = (view(&self.scalars).as_ptr().cast::<StepScalars>(), self.groups.rates.len());
-        // SAFETY: the block has the size and alignment of a `StepScalars` per set of rates; the rest as for `view`.
+        let (at, sets) = (
+            view(&self.scalars).as_ptr().cast::<StepScalars>(),
+            self.groups.rates.len(),
+        );
+        // SAFETY: the block has the size and alignment of a `StepScalars` per set of rates; the
+        // rest as for `view`.
         unsafe { DeviceSlice::from_raw_parts(at, sets, self.device.id()) }
     }
 
     pub(crate) fn stats_slice(&self) -> DeviceSlice<GradStats> {
-        // SAFETY: the block has the size and alignment of a `GradStats` per unit; the rest as for `view`.
+        // SAFETY: the block has the size and alignment of a `GradStats` per unit; the rest as for
+        // `view`.
         unsafe {
-            DeviceSlice::from_raw_parts(view(&self.stats).as_ptr().cast(), self.segments.len(), self.device.id())
+            DeviceSlice::from_raw_parts(
+                view(&self.stats).as_ptr().cast(),
+                self.segments.len(),
+                self.device.id(),
+            )
         }
     }
 
     pub(crate) fn check_units(&self, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
         self.check_grads(units.iter().map(|u| u.grad))?;
         self.check_count("params", units.len())?;
-        self.segments.iter().zip(units).try_for_each(|(segment, unit)| self.check_params(segment, unit.param))
+        self.segments
+            .iter()
+            .zip(units)
+            .try_for_each(|(segment, unit)| self.check_params(segment, unit.param))
     }
 
     /// Checks the slices of a unit's parameter.
-    pub(crate) fn check_params(&self, segment: &Segment, param: &[(AnySlice, usize)]) -> Result<(), OptimError> {
+    pub(crate) fn check_params(
+        &self,
+        segment: &Segment,
+        param: &[(AnySlice, usize)],
+    ) -> Result<(), OptimError> {
         segment.check_slices("params", param)?;
-        match param.iter().map(|(slice, _)| slice.dtype()).find(|dtype| *dtype != self.param_dtype) {
+        match param
+            .iter()
+            .map(|(slice, _)| slice.dtype())
+            .find(|dtype| *dtype != self.param_dtype)
+        {
             Some(got) => {
                 let (unit, expected) = (segment.name.clone(), self.param_dtype);
-                Err(OptimError::SliceDType { unit, what: "params", expected, got })
+                Err(OptimError::SliceDType {
+                    unit,
+                    what: "params",
+                    expected,
+                    got,
+                })
             }
             None => Ok(()),
         }
     }
 
-    fn check_grads<'a>(&self, grads: impl ExactSizeIterator<Item = &'a Reduced<D>>) -> Result<(), OptimError> {
+    fn check_grads<'a>(
+        &self,
+        grads: impl ExactSizeIterator<Item = &'a Reduced<D>>,
+    ) -> Result<(), OptimError> {
         self.check_count("grads", grads.len())?;
-        (0..).zip(grads).try_for_each(|(unit, grad)| self.check_grad(unit, grad))
+        (0..)
+            .zip(grads)
+            .try_for_each(|(unit, grad)| self.check_grad(unit, grad))
     }
 
     fn check_grad(&self, unit: usize, grad: &Reduced<D>) -> Result<(), OptimError> {
@@ -727,24 +902,48 @@ impl<D: Device> ShardedAdamW<D> {
             return Ok(());
         }
         let (expected, got) = (segment.len(), grad.len());
-        Err(OptimError::SliceLen { unit: segment.name.clone(), what: "grads", expected, got })
+        Err(OptimError::SliceLen {
+            unit: segment.name.clone(),
+            what: "grads",
+            expected,
+            got,
+        })
     }
 
     pub(crate) fn check_count(&self, what: &'static str, got: usize) -> Result<(), OptimError> {
         let expected = self.segments.len();
-        if got == expected { Ok(()) } else { Err(OptimError::SliceCount { what, expected, got }) }
+        if got == expected {
+            Ok(())
+        } else {
+            Err(OptimError::SliceCount {
+                what,
+                expected,
+                got,
+            })
+        }
     }
 
-    fn check_pieces(&self, what: &'static str, units: &[impl AsRef<[(AnySlice, usize)]>]) -> Result<(), OptimError> {
+    fn check_pieces(
+        &self,
+        what: &'static str,
+        units: &[impl AsRef<[(AnySlice, usize)]>],
+    ) -> Result<(), OptimError> {
         self.check_count(what, units.len())?;
-        self.segments.iter().zip(units).try_for_each(|(segment, unit)| segment.check_slices(what, unit.as_ref()))
+        self.segments
+            .iter()
+            .zip(units)
+            .try_for_each(|(segment, unit)| segment.check_slices(what, unit.as_ref()))
     }
 }
 
 impl<D: Device> Drop for ShardedAdamW<D> {
     fn drop(&mut self) {
         self.free_device_steps();
-        for block in self.state.blocks().chain([&mut self.stats, &mut self.stats_scratch, &mut self.scalars]) {
+        for block in
+            self.state
+                .blocks()
+                .chain([&mut self.stats, &mut self.stats_scratch, &mut self.scalars])
+        {
             // A closed stream runs no more work.
             let _ = block.record_use(&self.stream);
         }
@@ -753,21 +952,33 @@ impl<D: Device> Drop for ShardedAdamW<D> {
 
 /// The 16-bit values as remainders.
 fn rest(values: AnySlice) -> DeviceSlice<i16> {
-    debug_assert_eq!(values.dtype(), DType::F16, "remainders are allocated as fp16");
-    // SAFETY: the same memory as integers of the same size, for which the maker of `values` made the same promises.
+    debug_assert_eq!(
+        values.dtype(),
+        DType::F16,
+        "remainders are allocated as fp16"
+    );
+    // SAFETY: the same memory as integers of the same size, for which the maker of `values` made
+    // the same promises.
     unsafe { DeviceSlice::from_raw_parts(values.as_ptr().cast(), values.len(), values.device()) }
 }
 
 /// The 16-bit values as bytes.
 pub(crate) fn rest_bytes(rest: DeviceSlice<i16>) -> AnySlice {
     // SAFETY: the same memory as bytes, for which the maker of `rest` made the same promises.
-    unsafe { AnySlice::from_raw_parts(rest.as_ptr().cast(), 2 * rest.len(), DType::U8, rest.device()) }
+    unsafe {
+        AnySlice::from_raw_parts(
+            rest.as_ptr().cast(),
+            2 * rest.len(),
+            DType::U8,
+            rest.device(),
+        )
+    }
 }
 
 /// The block as a slice, for the optimizer's launches.
 pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
-    // SAFETY: the optimizer owns the block, and uses it in methods with `&mut self` only, each after `enter`: so its
-    // launches on all streams are in one order. Its drop records the last stream, which is behind all others. Slices go
-    // to callers through unsafe methods only.
+    // SAFETY: the optimizer owns the block, and uses it in methods with `&mut self` only, each
+    // after `enter`: so its launches on all streams are in one order. Its drop records the last
+    // stream, which is behind all others. Slices go to callers through unsafe methods only.
     unsafe { block.slice() }
 }

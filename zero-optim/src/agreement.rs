@@ -1,16 +1,18 @@
 //! The agreement of ranks on their settings, before the first step.
 //!
-//! Ranks of different processes read their settings from different command lines and files. Collectives compare counts and
-//! dtypes, not learning rates: ranks that differ train on, each updating its shard by its own rules. [`agree`] compares all
-//! settings and names the first that differs.
+//! Ranks of different processes read their settings from different command lines and files.
+//! Collectives compare counts and dtypes, not learning rates: ranks that differ train on, each
+//! updating its shard by its own rules. [`agree`] compares all settings and names the first that
+//! differs.
 //!
 //! ```text
 //! all ranks                 whether they could start, and 8 bytes of hash
 //! if the hashes differ      the settings of two ranks, or the error of the rank that failed; nothing from the others
 //! ```
 //!
-//! Most ranks are right: the *reference* is the lowest rank of the largest group with equal settings, and the error names the
-//! lowest rank outside of it. Of two ranks, rank 0 is the reference.
+//! Most ranks are right: the *reference* is the lowest rank of the largest group with equal
+//! settings, and the error names the lowest rank outside of it. Of two ranks, rank 0 is the
+//! reference.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -20,7 +22,8 @@ use zero_alloc::device::Device;
 
 use crate::ShardedAdamW;
 
-/// The settings of a rank, in the order in which they are compared: those that others are derived from come first.
+/// The settings of a rank, in the order in which they are compared: those that others are derived
+/// from come first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankSettings {
     settings: Vec<(String, String)>,
@@ -39,11 +42,15 @@ impl RankSettings {
 
     /// Names and values.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+        self.settings
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
     fn get(&self, name: &str) -> Option<&str> {
-        self.iter().find(|(other, _)| *other == name).map(|(_, value)| value)
+        self.iter()
+            .find(|(other, _)| *other == name)
+            .map(|(_, value)| value)
     }
 
     /// Each text as its length in 8 bytes and its bytes.
@@ -80,12 +87,15 @@ fn take_text(bytes: &mut &[u8]) -> Option<String> {
 impl<N: Into<String>, V: Display> FromIterator<(N, V)> for RankSettings {
     fn from_iter<I: IntoIterator<Item = (N, V)>>(settings: I) -> Self {
         let mut own = Self::new();
-        settings.into_iter().for_each(|(name, value)| own.push(name, value));
+        settings
+            .into_iter()
+            .for_each(|(name, value)| own.push(name, value));
         own
     }
 }
 
-/// The first difference between ranks, or the failure of one. All ranks return the same, except for a failed exchange.
+/// The first difference between ranks, or the failure of one. All ranks return the same, except for
+/// a failed exchange.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AgreementError {
@@ -115,7 +125,9 @@ pub enum AgreementError {
         message: String,
     },
     /// A rank sent a message of another kind.
-    #[error("rank {rank} did not send its settings: all ranks call `agree`, and run the same version of the program")]
+    #[error(
+        "rank {rank} did not send its settings: all ranks call `agree`, and run the same version of the program"
+    )]
     Unexpected {
         /// The rank.
         rank: usize,
@@ -168,9 +180,10 @@ impl Summary {
     }
 }
 
-/// Returns an error on all ranks if the settings of two ranks differ. All ranks call it, each with its own `rank`. A rank that
-/// could not start passes its error, which the others receive, so that none of them waits. `exchange` sends a message of any
-/// length to all ranks and returns the messages of all ranks, in rank order, such as `Communicator::exchange` of zero-comm.
+/// Returns an error on all ranks if the settings of two ranks differ. All ranks call it, each with
+/// its own `rank`. A rank that could not start passes its error, which the others receive, so that
+/// none of them waits. `exchange` sends a message of any length to all ranks and returns the
+/// messages of all ranks, in rank order, such as `Communicator::exchange` of zero-comm.
 ///
 /// # Errors
 /// See [`AgreementError`].
@@ -179,8 +192,11 @@ pub fn agree<E: Display>(
     settings: Result<&RankSettings, &dyn Display>,
     mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, E>,
 ) -> Result<(), AgreementError> {
-    let mut exchange =
-        |message: &[u8]| exchange(message).map_err(|error| AgreementError::Exchange { message: error.to_string() });
+    let mut exchange = |message: &[u8]| {
+        exchange(message).map_err(|error| AgreementError::Exchange {
+            message: error.to_string(),
+        })
+    };
     let (own, summary) = match settings {
         Ok(settings) => {
             let own = settings.encode();
@@ -188,18 +204,35 @@ pub fn agree<E: Display>(
             (own, summary)
         }
         Err(error) => {
-            let own: Vec<u8> = error.to_string().chars().take(MAX_MESSAGE_CHARS).collect::<String>().into_bytes();
+            let own: Vec<u8> = error
+                .to_string()
+                .chars()
+                .take(MAX_MESSAGE_CHARS)
+                .collect::<String>()
+                .into_bytes();
             let summary = Summary::Failed(hash(&own));
             (own, summary)
         }
     };
 
     let summaries = exchange(&summary.encode())?;
-    let decode = |(rank, bytes): (usize, &Vec<u8>)| Summary::decode(bytes).ok_or(AgreementError::Unexpected { rank });
-    let summaries = summaries.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
-    let Some(disagreement) = Disagreement::of(&summaries) else { return Ok(()) };
+    let decode = |(rank, bytes): (usize, &Vec<u8>)| {
+        Summary::decode(bytes).ok_or(AgreementError::Unexpected { rank })
+    };
+    let summaries = summaries
+        .iter()
+        .enumerate()
+        .map(decode)
+        .collect::<Result<Vec<_>, _>>()?;
+    let Some(disagreement) = Disagreement::of(&summaries) else {
+        return Ok(());
+    };
 
-    let messages = exchange(if disagreement.is_between(rank) { &own } else { &[] })?;
+    let messages = exchange(if disagreement.is_between(rank) {
+        &own
+    } else {
+        &[]
+    })?;
     Err(disagreement.error(&messages))
 }
 
@@ -213,7 +246,10 @@ enum Disagreement {
 impl Disagreement {
     /// `None` if all ranks have the same settings.
     fn of(summaries: &[Summary]) -> Option<Self> {
-        if let Some(rank) = summaries.iter().position(|summary| matches!(summary, Summary::Failed(_))) {
+        if let Some(rank) = summaries
+            .iter()
+            .position(|summary| matches!(summary, Summary::Failed(_)))
+        {
             return Some(Self::Failed { rank });
         }
         let mut sizes = BTreeMap::new();
@@ -221,8 +257,12 @@ impl Disagreement {
             *sizes.entry(summary).or_insert(0_usize) += 1;
         }
         let largest = sizes.values().max()?;
-        let reference = summaries.iter().position(|summary| sizes[summary] == *largest)?;
-        let rank = summaries.iter().position(|summary| *summary != summaries[reference])?;
+        let reference = summaries
+            .iter()
+            .position(|summary| sizes[summary] == *largest)?;
+        let rank = summaries
+            .iter()
+            .position(|summary| *summary != summaries[reference])?;
         Some(Self::Differs { rank, reference })
     }
 
@@ -236,11 +276,13 @@ impl Disagreement {
 
     fn error(self, messages: &[Vec<u8>]) -> AgreementError {
         let message = |rank: usize| messages.get(rank).map_or(&[][..], Vec::as_slice);
-        let decoded = |rank| RankSettings::decode(message(rank)).ok_or(AgreementError::Unexpected { rank });
+        let decoded =
+            |rank| RankSettings::decode(message(rank)).ok_or(AgreementError::Unexpected { rank });
         match self {
-            Self::Failed { rank } => {
-                AgreementError::Failed { rank, message: String::from_utf8_lossy(message(rank)).into_owned() }
-            }
+            Self::Failed { rank } => AgreementError::Failed {
+                rank,
+                message: String::from_utf8_lossy(message(rank)).into_owned(),
+            },
             Self::Differs { rank, reference } => match (decoded(rank), decoded(reference)) {
                 (Ok(got), Ok(expected)) => first_difference(rank, &got, reference, &expected),
                 (Err(error), _) | (_, Err(error)) => error,
@@ -249,11 +291,23 @@ impl Disagreement {
     }
 }
 
-/// The first difference of two lists in the same order, of which each may lack settings of the other.
-fn first_difference(rank: usize, got: &RankSettings, reference: usize, expected: &RankSettings) -> AgreementError {
-    let same = got.iter().zip(expected.iter()).take_while(|(got, expected)| got == expected).count();
+/// The first difference of two lists in the same order, of which each may lack settings of the
+/// other.
+fn first_difference(
+    rank: usize,
+    got: &RankSettings,
+    reference: usize,
+    expected: &RankSettings,
+) -> AgreementError {
+    let same = got
+        .iter()
+        .zip(expected.iter())
+        .take_while(|(got, expected)| got == expected)
+        .count();
     let (setting, got, expected) = match (got.iter().nth(same), expected.iter().nth(same)) {
-        (Some((name, got)), Some((other, expected))) if name == other => (name, Some(got), Some(expected)),
+        (Some((name, got)), Some((other, expected))) if name == other => {
+            (name, Some(got), Some(expected))
+        }
         (Some((name, got)), _) if expected.get(name).is_none() => (name, Some(got), None),
         (_, Some((name, expected))) => (name, got.get(name), Some(expected)),
         (Some((name, got)), None) => (name, Some(got), expected.get(name)),
@@ -270,13 +324,16 @@ fn first_difference(rank: usize, got: &RankSettings, reference: usize, expected:
 
 /// FNV-1a of 64 bits.
 fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// The settings that all ranks share: types, hyperparameters, learning rate and schedule, clipping, loss scale, the rules
-    /// of groups, the names of the units, and the progress. Not which elements a group has, and not the sizes of shards, both
-    /// of which differ between ranks. A program adds its own: seed, data, micro-batches, the assignment of groups.
+    /// The settings that all ranks share: types, hyperparameters, learning rate and schedule,
+    /// clipping, loss scale, the rules of groups, the names of the units, and the progress. Not
+    /// which elements a group has, and not the sizes of shards, both of which differ between ranks.
+    /// A program adds its own: seed, data, micro-batches, the assignment of groups.
     pub fn settings(&self) -> RankSettings {
         let config = self.controller.config();
         let hyper = &config.hyper;
@@ -304,8 +361,9 @@ impl<D: Device> ShardedAdamW<D> {
         settings
     }
 
-    /// Returns an error on all ranks if the [`settings`](Self::settings) of two ranks differ. All ranks call it, each with its
-    /// own `rank`, after they have loaded their state and before the first step. `exchange` is as in [`agree`].
+    /// Returns an error on all ranks if the [`settings`](Self::settings) of two ranks differ. All
+    /// ranks call it, each with its own `rank`, after they have loaded their state and before the
+    /// first step. `exchange` is as in [`agree`].
     ///
     /// # Errors
     /// See [`AgreementError`].
@@ -333,26 +391,42 @@ mod tests {
         let sent = Mutex::new(vec![Vec::new(); ranks.len()]);
         let run = |rank: usize| {
             let own = &ranks[rank];
-            agree(rank, own.as_ref().map_err(|message| message as &dyn Display), |message: &[u8]| {
-                sent.lock().unwrap()[rank] = message.to_vec();
-                barrier.wait();
-                let all = sent.lock().unwrap().clone();
-                barrier.wait();
-                Ok::<_, String>(all)
-            })
+            agree(
+                rank,
+                own.as_ref().map_err(|message| message as &dyn Display),
+                |message: &[u8]| {
+                    sent.lock().unwrap()[rank] = message.to_vec();
+                    barrier.wait();
+                    let all = sent.lock().unwrap().clone();
+                    barrier.wait();
+                    Ok::<_, String>(all)
+                },
+            )
         };
 
         let results: Vec<_> = std::thread::scope(|scope| {
             let run = &run;
-            let threads: Vec<_> = (0..ranks.len()).map(|rank| scope.spawn(move || run(rank))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            let threads: Vec<_> = (0..ranks.len())
+                .map(|rank| scope.spawn(move || run(rank)))
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .collect()
         });
-        assert!(results.iter().all(|result| *result == results[0]), "{results:?}");
+        assert!(
+            results.iter().all(|result| *result == results[0]),
+            "{results:?}"
+        );
         results[0].clone()
     }
 
     fn settings(values: &[u8]) -> RankSettings {
-        values.iter().enumerate().map(|(index, value)| (format!("setting {index}"), value)).collect()
+        values
+            .iter()
+            .enumerate()
+            .map(|(index, value)| (format!("setting {index}"), value))
+            .collect()
     }
 
     proptest! {
@@ -401,19 +475,31 @@ mod tests {
              same settings and files"
         );
         let none = agree_on_threads(&[Ok(settings(&[])), Ok(settings(&[7]))]).unwrap_err();
-        assert!(none.to_string().contains("setting 0 is 7 on rank 1 and not set on rank 0"), "{none}");
+        assert!(
+            none.to_string()
+                .contains("setting 0 is 7 on rank 1 and not set on rank 0"),
+            "{none}"
+        );
     }
 
     #[test]
     fn failure_of_a_rank_reaches_all() {
         let failed = |message: &str| Err(message.to_owned());
-        let error = agree_on_threads(&[Ok(settings(&[1])), failed("no data"), failed("no model")]).unwrap_err();
-        assert_eq!(error, AgreementError::Failed { rank: 1, message: "no data".into() });
+        let error = agree_on_threads(&[Ok(settings(&[1])), failed("no data"), failed("no model")])
+            .unwrap_err();
+        assert_eq!(
+            error,
+            AgreementError::Failed {
+                rank: 1,
+                message: "no data".into()
+            }
+        );
         let all = agree_on_threads(&[failed("no data"), failed("no data")]).unwrap_err();
         assert_eq!(all.to_string(), "rank 0: no data");
     }
 
-    /// However many ranks there are: the settings of two of them, and no other message but the summaries.
+    /// However many ranks there are: the settings of two of them, and no other message but the
+    /// summaries.
     #[test]
     fn two_ranks_send_their_settings() {
         let own = settings(&[1; 100]);
@@ -424,23 +510,33 @@ mod tests {
                 sent.push((rank, message.len()));
                 calls += 1;
                 Ok::<_, String>(match calls {
-                    1 => (0..5_u64).map(|r| Summary::Settings(u64::from(r == 3)).encode().to_vec()).collect(),
+                    1 => (0..5_u64)
+                        .map(|r| Summary::Settings(u64::from(r == 3)).encode().to_vec())
+                        .collect(),
                     _ => vec![own.encode(); 5],
                 })
             });
             assert!(result.is_err());
         }
-        let long: Vec<usize> =
-            sent.iter().filter(|(_, bytes)| *bytes > Summary::BYTES).map(|(rank, _)| *rank).collect();
+        let long: Vec<usize> = sent
+            .iter()
+            .filter(|(_, bytes)| *bytes > Summary::BYTES)
+            .map(|(rank, _)| *rank)
+            .collect();
         assert_eq!(long, [0, 3]);
     }
 
     #[test]
     fn other_messages_and_failed_exchanges_are_errors() {
         let own = settings(&[1]);
-        let other = agree(0, Ok(&own), |message: &[u8]| Ok::<_, String>(vec![message.to_vec(), b"else".to_vec()]));
+        let other = agree(0, Ok(&own), |message: &[u8]| {
+            Ok::<_, String>(vec![message.to_vec(), b"else".to_vec()])
+        });
         assert_eq!(other, Err(AgreementError::Unexpected { rank: 1 }));
         let lost = agree(0, Ok(&own), |_: &[u8]| Err::<Vec<Vec<u8>>, _>("unplugged"));
-        assert_eq!(lost.unwrap_err().to_string(), "failed to compare the settings of the ranks: unplugged");
+        assert_eq!(
+            lost.unwrap_err().to_string(),
+            "failed to compare the settings of the ranks: unplugged"
+        );
     }
 }

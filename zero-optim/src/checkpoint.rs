@@ -1,9 +1,10 @@
 //! Checkpoints of an optimizer, through zero-ckpt: the state of all kinds and the progress.
 //!
-//! Why the optimizer reads and writes its own state: where a kind of state is depends on the dtype and the
-//! groups. The masters of fp32 training and of frozen elements are the parameters, and frozen moments have no
-//! memory; a checkpoint has zeros for them, so that it loads with other groups. `read_state` and `write_state`
-//! know this; `save`, `load` and a trainer's background save are loops over them.
+//! Why the optimizer reads and writes its own state: where a kind of state is depends on the dtype
+//! and the groups. The masters of fp32 training and of frozen elements are the parameters, and
+//! frozen moments have no memory; a checkpoint has zeros for them, so that it loads with other
+//! groups. `read_state` and `write_state` know this; `save`, `load` and a trainer's background save
+//! are loops over them.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -11,7 +12,9 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 use zero_alloc::device::{AnySlice, DType, Device};
-use zero_ckpt::{CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StateDtype, Store, View};
+use zero_ckpt::{
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StateDtype, Store, View,
+};
 use zero_shard::{Layout, UnitLayout};
 
 use crate::{OptimError, Progress, ShardedAdamW, StateKind, StateRange};
@@ -19,7 +22,8 @@ use crate::{OptimError, Progress, ShardedAdamW, StateKind, StateRange};
 /// The key of the progress in the checkpoint's trainer document.
 const PROGRESS: &str = "progress";
 
-/// Elements of state in host memory at a time while it is loaded: a unit may be larger than all other host memory.
+/// Elements of state in host memory at a time while it is loaded: a unit may be larger than all
+/// other host memory.
 const CHUNK_ELEMS: usize = 4 << 20;
 
 /// The parameters of one rank and their layout.
@@ -38,7 +42,9 @@ pub struct RankParams<'a, P> {
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The optimizer has no segment for each unit of the layout.
-    #[error("the layout has {units} units, the optimizer {segments}; pass the layout that its segments were made of")]
+    #[error(
+        "the layout has {units} units, the optimizer {segments}; pass the layout that its segments were made of"
+    )]
     Units {
         /// Units of the layout.
         units: usize,
@@ -87,14 +93,16 @@ pub enum CheckpointError {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Saves weights, moments and progress through `store`, together with the other ranks, at any stage. `meta` is the same
-    /// on all ranks; its dtype is replaced by that of the parameters. [`SaveMeta::trainer`] is null or a JSON object of the
-    /// caller's, to which the key `progress` is added. Needs host memory for this rank's shard of the state, 12 bytes an
-    /// element. To save in the background, pass [`Self::read_state`] to [`zero_ckpt::BackgroundStore`].
+    /// Saves weights, moments and progress through `store`, together with the other ranks, at any
+    /// stage. `meta` is the same on all ranks; its dtype is replaced by that of the parameters.
+    /// [`SaveMeta::trainer`] is null or a JSON object of the caller's, to which the key `progress`
+    /// is added. Needs host memory for this rank's shard of the state, 12 bytes an element. To save
+    /// in the background, pass [`Self::read_state`] to [`zero_ckpt::BackgroundStore`].
     ///
     /// # Errors
-    /// The layout or the slices do not match the segments, the trainer's value is not an object, a stream failed, or the
-    /// error of any rank as [`Store::save`] returns it: a rank that fails sends its error to the others.
+    /// The layout or the slices do not match the segments, the trainer's value is not an object, a
+    /// stream failed, or the error of any rank as [`Store::save`] returns it: a rank that fails
+    /// sends its error to the others.
     pub fn save(
         &mut self,
         stream: &D::Stream,
@@ -105,27 +113,33 @@ impl<D: Device> ShardedAdamW<D> {
         limit: Duration,
     ) -> Result<PublishedCheckpoint, CheckpointError> {
         let mut meta = meta.dtype(self.stored_dtype());
-        let states = self.add_progress(&mut meta.trainer).and_then(|()| self.shard_states(stream, own, limit));
+        let states = self
+            .add_progress(&mut meta.trainer)
+            .and_then(|()| self.shard_states(stream, own, limit));
         // Staged on a thread, while this one tells the other ranks of its progress.
         let step = meta.step;
         let layout = own.layout;
         let rank = own.rank;
         let stage = || match &states {
             Ok(states) => stage(store, step, layout, rank, states),
-            Err(error) => Err(CkptError::Snapshot { message: error.to_string() }),
+            Err(error) => Err(CkptError::Snapshot {
+                message: error.to_string(),
+            }),
         };
         let published = store.save_with(&meta, layout, stage, exchange);
         states.and_then(|_| Ok(published?))
     }
 
-    /// Loads weights, moments and progress from a checkpoint of any world size, stage and dtype, and enqueues
-    /// [`Self::write_params`]. The loss scale of a checkpoint of another dtype is not taken over. No communication. The
-    /// caller's own part of the trainer's value is in [`Reader::manifest`].
+    /// Loads weights, moments and progress from a checkpoint of any world size, stage and dtype,
+    /// and enqueues [`Self::write_params`]. The loss scale of a checkpoint of another dtype is not
+    /// taken over. No communication. The caller's own part of the trainer's value is in
+    /// [`Reader::manifest`].
     ///
     /// # Errors
-    /// If the layout or the slices do not match the segments, the checkpoint is of another model, or its progress is
-    /// missing, damaged or contradicts the settings, nothing has changed. If a state is missing or damaged, or the stream
-    /// failed, a part of the state may have been overwritten.
+    /// If the layout or the slices do not match the segments, the checkpoint is of another model,
+    /// or its progress is missing, damaged or contradicts the settings, nothing has changed. If a
+    /// state is missing or damaged, or the stream failed, a part of the state may have been
+    /// overwritten.
     pub fn load(
         &mut self,
         stream: &D::Stream,
@@ -142,13 +156,19 @@ impl<D: Device> ShardedAdamW<D> {
         let progress = self.progress_in(reader)?;
         self.controller.clone().restore(&progress)?;
         for (unit, (first, param)) in starts.iter().zip(own.params).enumerate() {
-            self.load_from(stream, (reader, own.layout), (unit, *first), param.as_ref(), limit)?;
+            self.load_from(
+                stream,
+                (reader, own.layout),
+                (unit, *first),
+                param.as_ref(),
+                limit,
+            )?;
         }
         Ok(self.restore(&progress)?)
     }
 
-    /// [`Self::load`] of one unit alone, without the progress: for parameters that are not all in memory at once. `own` is
-    /// the layout and the rank; its `params` are those of the unit only.
+    /// [`Self::load`] of one unit alone, without the progress: for parameters that are not all in
+    /// memory at once. `own` is the layout and the rank; its `params` are those of the unit only.
     ///
     /// # Errors
     /// As [`Self::load`], or there is no such unit.
@@ -162,10 +182,17 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), CheckpointError> {
         let starts = self.starts(own)?;
         self.check_params(self.segment(unit)?, own.params)?;
-        self.load_from(stream, (reader, own.layout), (unit, starts[unit]), own.params, limit)
+        self.load_from(
+            stream,
+            (reader, own.layout),
+            (unit, starts[unit]),
+            own.params,
+            limit,
+        )
     }
 
-    /// The part of [`Self::load`] that comes with [`Self::load_unit`] of every unit: the step counts and the loss scale.
+    /// The part of [`Self::load`] that comes with [`Self::load_unit`] of every unit: the step
+    /// counts and the loss scale.
     ///
     /// # Errors
     /// The progress is missing, damaged or contradicts the settings; then nothing has changed.
@@ -195,7 +222,13 @@ impl<D: Device> ShardedAdamW<D> {
                 values.resize(elems.len(), 0.0);
                 let flat = first + elems.start as u64..first + elems.end as u64;
                 read_flat(&view, kind, (unit, placed), flat, &mut values)?;
-                self.write_state(stream, &StateRange { kind, unit, elems }, param, &values, limit)?;
+                self.write_state(
+                    stream,
+                    &StateRange { kind, unit, elems },
+                    param,
+                    &values,
+                    limit,
+                )?;
             }
         }
         Ok(self.write_unit_params(stream, unit, param)?)
@@ -205,21 +238,27 @@ impl<D: Device> ShardedAdamW<D> {
     fn starts<P>(&self, own: &RankParams<'_, P>) -> Result<Vec<u64>, CheckpointError> {
         let (units, segments) = (own.layout.units(), self.segments());
         if units.len() != segments.len() {
-            return Err(CheckpointError::Units { units: units.len(), segments: segments.len() });
+            return Err(CheckpointError::Units {
+                units: units.len(),
+                segments: segments.len(),
+            });
         }
         let start = |(unit, segment): (&UnitLayout, &crate::Segment)| {
             let (expected, shard) = (unit.shard(own.rank), &segment.own_shard);
             let start = expected.start.checked_sub(shard.start as u64);
             let fits = |start: &u64| start + segment.len() as u64 <= unit.padded_elems;
             let same = shard.len() as u64 == unit.shard_elems && own.rank < own.layout.world_size();
-            start.filter(fits).filter(|_| same).ok_or_else(|| CheckpointError::Segment {
-                unit: unit.name.clone(),
-                rank: own.rank,
-                expected,
-                padded_elems: unit.padded_elems,
-                segment_elems: segment.len(),
-                own_shard: shard.clone(),
-            })
+            start
+                .filter(fits)
+                .filter(|_| same)
+                .ok_or_else(|| CheckpointError::Segment {
+                    unit: unit.name.clone(),
+                    rank: own.rank,
+                    expected,
+                    padded_elems: unit.padded_elems,
+                    segment_elems: segment.len(),
+                    own_shard: shard.clone(),
+                })
         };
         units.iter().zip(segments).map(start).collect()
     }
@@ -237,14 +276,26 @@ impl<D: Device> ShardedAdamW<D> {
         let mut states = [const { Vec::new() }; 3];
         for (kind, storage) in StateKind::ALL.into_iter().zip(&mut states) {
             let bytes = 4 * elems as u64;
-            storage.try_reserve_exact(elems).map_err(|_| CkptError::OutOfMemory { bytes })?;
+            storage
+                .try_reserve_exact(elems)
+                .map_err(|_| CkptError::OutOfMemory { bytes })?;
             storage.resize(elems, 0.0);
             let mut rest = storage.as_mut_slice();
             for (unit, param) in own.params.iter().enumerate() {
                 let shard = self.segments()[unit].own_shard.clone();
                 let (now, later) = rest.split_at_mut(shard.len());
                 rest = later;
-                self.read_state(stream, &StateRange { kind, unit, elems: shard }, param.as_ref(), now, limit)?;
+                self.read_state(
+                    stream,
+                    &StateRange {
+                        kind,
+                        unit,
+                        elems: shard,
+                    },
+                    param.as_ref(),
+                    now,
+                    limit,
+                )?;
             }
         }
         Ok(states)
@@ -263,20 +314,29 @@ impl<D: Device> ShardedAdamW<D> {
         if trainer.is_null() {
             *trainer = Value::Object(serde_json::Map::new());
         }
-        let progress = serde_json::to_value(self.progress()).map_err(|_| CheckpointError::TrainerValue)?;
-        match trainer.as_object_mut().map(|object| object.insert(PROGRESS.to_owned(), progress)) {
+        let progress =
+            serde_json::to_value(self.progress()).map_err(|_| CheckpointError::TrainerValue)?;
+        match trainer
+            .as_object_mut()
+            .map(|object| object.insert(PROGRESS.to_owned(), progress))
+        {
             Some(None) => Ok(()),
             _ => Err(CheckpointError::TrainerValue),
         }
     }
 
-    /// The progress in a checkpoint. A loss scale is valid for its dtype only, so that of another dtype is replaced.
+    /// The progress in a checkpoint. A loss scale is valid for its dtype only, so that of another
+    /// dtype is replaced.
     fn progress_in(&self, reader: &Reader) -> Result<Progress, CheckpointError> {
-        let fail = |why| CheckpointError::Progress { path: reader.path().display().to_string(), why };
+        let fail = |why| CheckpointError::Progress {
+            path: reader.path().display().to_string(),
+            why,
+        };
         let saved = reader.manifest().trainer.get(PROGRESS);
-        let saved = saved.ok_or_else(|| fail("the checkpoint has no progress of an optimizer".to_owned()))?;
-        let mut progress =
-            Progress::deserialize(saved).map_err(|e| fail(format!("damaged progress of the optimizer: {e}")))?;
+        let saved = saved
+            .ok_or_else(|| fail("the checkpoint has no progress of an optimizer".to_owned()))?;
+        let mut progress = Progress::deserialize(saved)
+            .map_err(|e| fail(format!("damaged progress of the optimizer: {e}")))?;
         if reader.manifest().dtype != self.stored_dtype().param_name() {
             progress.loss_scaler = self.progress().loss_scaler;
         }
@@ -307,21 +367,36 @@ fn read_flat(
     flat: Range<u64>,
     out: &mut [f32],
 ) -> Result<(), CheckpointError> {
-    let pieces = placed.params_in(flat.clone()).map_err(|e| CkptError::BadArgument {
-        what: format!("range of unit {}", placed.name),
-        expected: "one within it".to_owned(),
-        got: e.to_string(),
-    })?;
+    let pieces = placed
+        .params_in(flat.clone())
+        .map_err(|e| CkptError::BadArgument {
+            what: format!("range of unit {}", placed.name),
+            expected: "one within it".to_owned(),
+            got: e.to_string(),
+        })?;
     let pieces: Vec<_> = pieces.collect();
-    let Some(first) = pieces.first() else { return Ok(()) };
+    let Some(first) = pieces.first() else {
+        return Ok(());
+    };
     // A checkpoint numbers elements without padding, so the pieces are one range there.
     let param = &placed.params[first.param];
     let start = param.global_offset_elems - placed.global_offset_elems + first.in_param.start;
-    let numel: usize = pieces.iter().map(|piece| (piece.in_param.end - piece.in_param.start) as usize).sum();
-    view.read_range(kind.name(), unit, start..start + numel as u64, &mut out[..numel])?;
+    let numel: usize = pieces
+        .iter()
+        .map(|piece| (piece.in_param.end - piece.in_param.start) as usize)
+        .sum();
+    view.read_range(
+        kind.name(),
+        unit,
+        start..start + numel as u64,
+        &mut out[..numel],
+    )?;
     let mut end = numel;
     for piece in pieces.iter().rev() {
-        let (from, to) = ((piece.in_flat.start - flat.start) as usize, (piece.in_flat.end - flat.start) as usize);
+        let (from, to) = (
+            (piece.in_flat.start - flat.start) as usize,
+            (piece.in_flat.end - flat.start) as usize,
+        );
         let at = end - (to - from);
         out.copy_within(at..end, from);
         // Padding, until pieces before this one are copied there.

@@ -1,11 +1,12 @@
-//! The host side of a step: it converts settings and schedules to inputs of [`zero_kernels::step`], which has the
-//! rules for host and device, and records to outcomes with unit names.
+//! The host side of a step: it converts settings and schedules to inputs of [`zero_kernels::step`],
+//! which has the rules for host and device, and records to outcomes with unit names.
 //!
-//! Every rank computes the step from the same statistics in rank order, so all ranks agree bit for bit.
+//! Every rank computes the step from the same statistics in rank order, so all ranks agree bit for
+//! bit.
 //!
-//! Why the norm has the same bits at all stages: each rank contributes the sum of squares of its own shard, in
-//! fp64 and in an order fixed by the length; at stage 0, where it has all gradients, that of the shard that it
-//! would own. The contributions are added in rank order.
+//! Why the norm has the same bits at all stages: each rank contributes the sum of squares of its
+//! own shard, in fp64 and in an order fixed by the length; at stage 0, where it has all gradients,
+//! that of the shard that it would own. The contributions are added in rank order.
 
 use serde::{Deserialize, Serialize};
 use zero_kernels::step::{self, StepConfig, StepRates, StepRecord, StepState};
@@ -28,7 +29,8 @@ pub struct OptimizerConfig {
     pub max_grad_norm: f64,
     /// The loss scale.
     pub loss_scaling: LossScaling,
-    /// The greatest number of elements that one launch updates; at least 1. It does not change the results.
+    /// The greatest number of elements that one launch updates; at least 1. It does not change the
+    /// results.
     #[serde(skip, default = "no_limit")]
     pub sub_group_elems: usize,
 }
@@ -73,16 +75,29 @@ impl OptimizerConfig {
     /// # Errors
     /// [`OptimError::Setting`] for the first setting out of range.
     pub fn check(&self) -> Result<(), OptimError> {
-        let from_zero =
-            |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
-        let beta = |name, x: f64| OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1");
+        let from_zero = |name, x: f64| {
+            OptimError::check(
+                x.is_finite() && x >= 0.0,
+                name,
+                x,
+                "a finite number, 0 or above",
+            )
+        };
+        let beta = |name, x: f64| {
+            OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1")
+        };
         beta("beta1", self.hyper.beta1)?;
         beta("beta2", self.hyper.beta2)?;
         from_zero("eps", self.hyper.eps)?;
         from_zero("weight_decay", self.hyper.weight_decay)?;
         from_zero("lr", self.lr)?;
         from_zero("max_grad_norm", self.max_grad_norm)?;
-        OptimError::check(self.sub_group_elems > 0, "sub_group_elems", 0.0, "at least 1")?;
+        OptimError::check(
+            self.sub_group_elems > 0,
+            "sub_group_elems",
+            0.0,
+            "at least 1",
+        )?;
         self.schedule.check()?;
         self.loss_scaling.check()
     }
@@ -91,10 +106,15 @@ impl OptimizerConfig {
     pub(crate) fn rates(&self, position: u64) -> StepRates {
         let AdamHyper { beta1, beta2, .. } = self.hyper;
         let (beta1, beta2) = self.schedule.betas(position).unwrap_or((beta1, beta2));
-        StepRates { lr: self.schedule.lr(self.lr, position), beta1, beta2 }
+        StepRates {
+            lr: self.schedule.lr(self.lr, position),
+            beta1,
+            beta2,
+        }
     }
 
-    /// The settings as [`zero_kernels::step`] reads them, for a table of rates that starts at `first_position`.
+    /// The settings as [`zero_kernels::step`] reads them, for a table of rates that starts at
+    /// `first_position`.
     pub(crate) fn step_config(&self, divisor: Divisor, first_position: u64) -> StepConfig {
         let (micro_batches, divisor) = match divisor {
             Divisor::MicroBatches(n) => (n, 0.0),
@@ -123,7 +143,8 @@ impl OptimizerConfig {
 pub enum Divisor {
     /// Ranks times this number of micro-batches, which have equal weights.
     MicroBatches(usize),
-    /// This number: for gradients of losses that are summed over tokens, the tokens of all ranks in the step.
+    /// This number: for gradients of losses that are summed over tokens, the tokens of all ranks in
+    /// the step.
     Sum(f64),
 }
 
@@ -132,14 +153,25 @@ impl Divisor {
         match self {
             Self::MicroBatches(n) => {
                 let fits = (1..=u32::MAX as usize).contains(&n);
-                OptimError::check(fits, "micro_batches", n as f64, "at least 1, at most 2^32 - 1")
+                OptimError::check(
+                    fits,
+                    "micro_batches",
+                    n as f64,
+                    "at least 1, at most 2^32 - 1",
+                )
             }
-            Self::Sum(x) => OptimError::check(x.is_finite() && x > 0.0, "divisor", x, "a finite number above 0"),
+            Self::Sum(x) => OptimError::check(
+                x.is_finite() && x > 0.0,
+                "divisor",
+                x,
+                "a finite number above 0",
+            ),
         }
     }
 }
 
-/// The maximum number of steps of a run: fp64 is exact up to here, and sums of counts do not overflow.
+/// The maximum number of steps of a run: fp64 is exact up to here, and sums of counts do not
+/// overflow.
 const MAX_STEPS: u64 = 1 << 53;
 
 /// The optimizer's step counts and loss scaler, as saved in a checkpoint.
@@ -274,8 +306,15 @@ impl StepController {
     /// A setting is outside its range.
     pub fn new(config: OptimizerConfig) -> Result<Self, OptimError> {
         config.check()?;
-        let state = StepState::new(config.loss_scaling.initial_scale(), config.loss_scaling.dynamic().1.hysteresis);
-        Ok(Self { config, state, rates: vec![RateRule::OWN] })
+        let state = StepState::new(
+            config.loss_scaling.initial_scale(),
+            config.loss_scaling.dynamic().1.hysteresis,
+        );
+        Ok(Self {
+            config,
+            state,
+            rates: vec![RateRule::OWN],
+        })
     }
 
     /// Adds the rates of parameter groups.
@@ -288,7 +327,10 @@ impl StepController {
     /// # Errors
     /// [`OptimError::Setting`]: the rate is negative or not finite.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), OptimError> {
-        let config = OptimizerConfig { lr, ..self.config.clone() };
+        let config = OptimizerConfig {
+            lr,
+            ..self.config.clone()
+        };
         config.check()?;
         self.config = config;
         Ok(())
@@ -334,16 +376,34 @@ impl StepController {
     /// Restores the progress of a checkpoint.
     ///
     /// # Errors
-    /// The loss scale is invalid or contradicts the settings, or a count is out of range. Nothing has changed then.
+    /// The loss scale is invalid or contradicts the settings, or a count is out of range. Nothing
+    /// has changed then.
     pub fn restore(&mut self, progress: &Progress) -> Result<(), OptimError> {
-        let Progress { adam_steps, schedule_position, skipped_steps, loss_scaler } = *progress;
-        let counts = [adam_steps, schedule_position, skipped_steps, loss_scaler.iteration];
+        let Progress {
+            adam_steps,
+            schedule_position,
+            skipped_steps,
+            loss_scaler,
+        } = *progress;
+        let counts = [
+            adam_steps,
+            schedule_position,
+            skipped_steps,
+            loss_scaler.iteration,
+        ];
         if let Some(steps) = counts.into_iter().find(|steps| *steps > MAX_STEPS) {
             let reason = format!("{steps} steps, above the maximum of {MAX_STEPS}");
-            return Err(OptimError::Restore { what: "progress", reason });
+            return Err(OptimError::Restore {
+                what: "progress",
+                reason,
+            });
         }
-        let LossScalerState { scale, iteration, since, hysteresis_left } =
-            self.config.loss_scaling.fit(loss_scaler)?;
+        let LossScalerState {
+            scale,
+            iteration,
+            since,
+            hysteresis_left,
+        } = self.config.loss_scaling.fit(loss_scaler)?;
         self.state = StepState {
             loss_scale: scale,
             iteration,
@@ -357,12 +417,13 @@ impl StepController {
         Ok(())
     }
 
-    /// Advances by one step, from the statistics of all ranks in rank order. Returns the scalars of the step's Adam
-    /// launches, one for each set of rates, the optimizer's own first, and its outcome, which names units by
-    /// `unit_names`.
+    /// Advances by one step, from the statistics of all ranks in rank order. Returns the scalars of
+    /// the step's Adam launches, one for each set of rates, the optimizer's own first, and its
+    /// outcome, which names units by `unit_names`.
     ///
     /// # Errors
-    /// No statistics, an invalid divisor, or an overflow with the loss scale at its minimum. Nothing has changed then.
+    /// No statistics, an invalid divisor, or an overflow with the loss scale at its minimum.
+    /// Nothing has changed then.
     pub fn advance(
         &mut self,
         ranks: &[RankStats],
@@ -388,29 +449,83 @@ impl StepController {
     ///
     /// # Errors
     /// The run was halted at this step.
-    pub(crate) fn replay(&mut self, record: &StepRecord, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
+    pub(crate) fn replay(
+        &mut self,
+        record: &StepRecord,
+        unit_names: &[String],
+    ) -> Result<StepOutcome, OptimError> {
         let outcome = self.outcome(record, unit_names)?;
-        self.state.count_step(&self.config.step_config(Divisor::MicroBatches(1), 0), record.skipped != 0);
+        self.state.count_step(
+            &self.config.step_config(Divisor::MicroBatches(1), 0),
+            record.skipped != 0,
+        );
         Ok(outcome)
     }
 
     /// Converts the record of the next step to its outcome.
-    fn outcome(&self, record: &StepRecord, unit_names: &[String]) -> Result<StepOutcome, OptimError> {
-        let &StepRecord { grad_norm, clip, lr, loss, loss_scale, next_loss_scale, nonfinite, .. } = record;
-        let flags = ReducedFlags { any: record.flags_any, all: record.flags_all };
+    fn outcome(
+        &self,
+        record: &StepRecord,
+        unit_names: &[String],
+    ) -> Result<StepOutcome, OptimError> {
+        let &StepRecord {
+            grad_norm,
+            clip,
+            lr,
+            loss,
+            loss_scale,
+            next_loss_scale,
+            nonfinite,
+            ..
+        } = record;
+        let flags = ReducedFlags {
+            any: record.flags_any,
+            all: record.flags_all,
+        };
         if record.halted == StepState::NO_RATE {
-            return Err(OptimError::NoRate { position: self.state.schedule_position });
+            return Err(OptimError::NoRate {
+                position: self.state.schedule_position,
+            });
         }
         if record.skipped == 0 {
-            return Ok(StepOutcome::Applied { grad_norm, clip, lr, loss, loss_scale, flags });
+            return Ok(StepOutcome::Applied {
+                grad_norm,
+                clip,
+                lr,
+                loss,
+                loss_scale,
+                flags,
+            });
         }
-        let unit = usize::try_from(record.bad_unit).ok().and_then(|unit| unit_names.get(unit)).cloned();
-        let (rank, unit) = (record.bad_rank as usize, unit.unwrap_or_else(|| "(unknown)".into()));
+        let unit = usize::try_from(record.bad_unit)
+            .ok()
+            .and_then(|unit| unit_names.get(unit))
+            .cloned();
+        let (rank, unit) = (
+            record.bad_rank as usize,
+            unit.unwrap_or_else(|| "(unknown)".into()),
+        );
         if record.halted == StepState::AT_MINIMUM {
             let step = self.state.adam_steps + self.state.skipped_steps;
-            return Err(OptimError::LossScaleAtMinimum { step, scale: loss_scale, rank, unit });
+            return Err(OptimError::LossScaleAtMinimum {
+                step,
+                scale: loss_scale,
+                rank,
+                unit,
+            });
         }
-        let overflow = Overflow { rank, unit, nonfinite };
-        Ok(StepOutcome::Skipped { overflow, lr, loss, loss_scale, next_loss_scale, flags })
+        let overflow = Overflow {
+            rank,
+            unit,
+            nonfinite,
+        };
+        Ok(StepOutcome::Skipped {
+            overflow,
+            lr,
+            loss,
+            loss_scale,
+            next_loss_scale,
+            flags,
+        })
     }
 }

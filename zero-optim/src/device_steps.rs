@@ -1,8 +1,8 @@
 //! Device steps: the host enqueues each step without waiting.
 //!
-//! Statistics are gathered in device memory, the kernel of [`zero_kernels::step`] computes the step, Adam's launches
-//! read its scalars, and a ring buffer stores each step's record until the host reads it. So a step can be recorded
-//! into a graph and replayed.
+//! Statistics are gathered in device memory, the kernel of [`zero_kernels::step`] computes the
+//! step, Adam's launches read its scalars, and a ring buffer stores each step's record until the
+//! host reads it. So a step can be recorded into a graph and replayed.
 //!
 //! | buffer | bytes | purpose |
 //! |---|---|---|
@@ -35,19 +35,25 @@ pub struct DeviceStepConfig {
     pub ranks: usize,
     /// The divisor of the gradients, which are sums over ranks, in all of these steps.
     pub divisor: Divisor,
-    /// The number of steps whose learning rates and betas are uploaded. Steps beyond it are skipped until
-    /// [`ShardedAdamW::prepare_device_steps`] is called again.
+    /// The number of steps whose learning rates and betas are uploaded. Steps beyond it are skipped
+    /// until [`ShardedAdamW::prepare_device_steps`] is called again.
     pub steps: usize,
 }
 
 impl DeviceStepConfig {
     /// Settings of rank `rank` of `ranks` for `steps` steps.
     pub const fn new(rank: usize, ranks: usize, divisor: Divisor, steps: usize) -> Self {
-        Self { rank, ranks, divisor, steps }
+        Self {
+            rank,
+            ranks,
+            divisor,
+            steps,
+        }
     }
 
-    /// Device memory of the buffers: 24 bytes per step and set of rates ([`ParamGroups::rate_sets`](crate::ParamGroups::rate_sets); 1 without
-    /// groups), 40 per rank, and the config, the state and the records.
+    /// Device memory of the buffers: 24 bytes per step and set of rates
+    /// ([`ParamGroups::rate_sets`](crate::ParamGroups::rate_sets); 1 without groups), 40 per rank,
+    /// and the config, the state and the records.
     pub const fn bytes(&self, rate_sets: usize) -> usize {
         (self.control_words() + self.steps * rate_sets * RATES_WORDS) * WORD_BYTES
     }
@@ -104,7 +110,8 @@ const RATES_WORDS: usize = size_of::<StepRates>() / WORD_BYTES;
 fn values<D: Device, T>(block: &Block<D>, word: usize, len: usize) -> DeviceSlice<T> {
     const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES) && align_of::<T>() <= WORD_BYTES) };
     let words = view(block).slice(word..word + len * size_of::<T>() / WORD_BYTES);
-    // SAFETY: the words, within the block, have the size and alignment of the values; the rest as for `view`.
+    // SAFETY: the words, within the block, have the size and alignment of the values; the rest as
+    // for `view`.
     unsafe { DeviceSlice::from_raw_parts(words.as_ptr().cast(), len, words.device()) }
 }
 
@@ -117,8 +124,18 @@ impl<D: Device> DeviceSteps<D> {
     ) -> Result<Self, OptimError> {
         Ok(Self {
             config,
-            control: pool.allocate(config.control_words(), DType::F64, Purpose::Workspace, stream)?,
-            rates: pool.allocate(config.steps * rate_sets * RATES_WORDS, DType::F64, Purpose::Workspace, stream)?,
+            control: pool.allocate(
+                config.control_words(),
+                DType::F64,
+                Purpose::Workspace,
+                stream,
+            )?,
+            rates: pool.allocate(
+                config.steps * rate_sets * RATES_WORDS,
+                DType::F64,
+                Purpose::Workspace,
+                stream,
+            )?,
             reading: pool.device().create_stream("step records")?,
             expected: VecDeque::new(),
             next: 0,
@@ -137,7 +154,11 @@ impl<D: Device> DeviceSteps<D> {
     }
 
     fn records(&self) -> DeviceSlice<StepRecord> {
-        values(&self.control, CONTROL_WORDS + self.config.ranks * STATS_WORDS, RECORDS)
+        values(
+            &self.control,
+            CONTROL_WORDS + self.config.ranks * STATS_WORDS,
+            RECORDS,
+        )
     }
 
     /// Records that work enqueued on `stream` and on the reading stream may access the blocks.
@@ -154,15 +175,20 @@ impl<D: Device> DeviceSteps<D> {
 fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
     // SAFETY: the same memory as bytes, for which the maker of `slice` made the same promises.
     unsafe {
-        AnySlice::from_raw_parts(slice.as_ptr().cast(), slice.len() * size_of::<T>(), DType::U8, slice.device())
+        AnySlice::from_raw_parts(
+            slice.as_ptr().cast(),
+            slice.len() * size_of::<T>(),
+            DType::U8,
+            slice.device(),
+        )
     }
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Uploads the settings, the state and the learning rates of the next `config.steps` steps, which
-    /// [`Self::enqueue_rank_stats`] and [`Self::enqueue_step`] then enqueue. Call it again after those steps, when
-    /// all outcomes have been read: with the same config it allocates nothing, and all slices keep their addresses.
-    /// Blocks the host.
+    /// Uploads the settings, the state and the learning rates of the next `config.steps` steps,
+    /// which [`Self::enqueue_rank_stats`] and [`Self::enqueue_step`] then enqueue. Call it again
+    /// after those steps, when all outcomes have been read: with the same config it allocates
+    /// nothing, and all slices keep their addresses. Blocks the host.
     ///
     /// # Errors
     /// An outcome is unread, a setting is outside its range, or an allocation failed.
@@ -173,34 +199,64 @@ impl<D: Device> ShardedAdamW<D> {
         config: DeviceStepConfig,
         limit: Duration,
     ) -> Result<(), OptimError> {
-        if self.device_steps.as_ref().is_some_and(|d| !d.expected.is_empty()) {
+        if self
+            .device_steps
+            .as_ref()
+            .is_some_and(|d| !d.expected.is_empty())
+        {
             return Err(OptimError::UnreadOutcomes);
         }
         self.enter(stream)?;
         config.divisor.check()?;
-        OptimError::check(config.rank < config.ranks, "rank", config.rank as f64, "less than the number of ranks")?;
+        OptimError::check(
+            config.rank < config.ranks,
+            "rank",
+            config.rank as f64,
+            "less than the number of ranks",
+        )?;
         let (optim_config, state) = (self.controller.config(), *self.controller.state());
         let first = state.schedule_position;
         let positions = first..first + config.steps as u64;
-        let rates: Vec<StepRates> = positions.flat_map(|position| self.controller.rates(position)).collect();
-        let control = Control { config: optim_config.step_config(config.divisor, first), state };
-        if self.device_steps.as_ref().is_none_or(|d| d.config != config) {
-            let device_steps = DeviceSteps::new(pool, stream, config, self.controller.rates(0).count())?;
+        let rates: Vec<StepRates> = positions
+            .flat_map(|position| self.controller.rates(position))
+            .collect();
+        let control = Control {
+            config: optim_config.step_config(config.divisor, first),
+            state,
+        };
+        if self
+            .device_steps
+            .as_ref()
+            .is_none_or(|d| d.config != config)
+        {
+            let device_steps =
+                DeviceSteps::new(pool, stream, config, self.controller.rates(0).count())?;
             self.free_device_steps();
             self.device_steps = Some(device_steps);
         }
-        let Some(steps) = &mut self.device_steps else { return Err(OptimError::NotPrepared) };
+        let Some(steps) = &mut self.device_steps else {
+            return Err(OptimError::NotPrepared);
+        };
         (steps.next, steps.enqueued, steps.halted) = (state.iteration, state.iteration, None);
         steps.outdated = false;
         self.device.fill_zero(stream, view(&steps.control))?;
         let start = bytes(values::<_, Control>(&steps.control, 0, 1));
-        self.device.upload(stream, bytemuck::bytes_of(&control), start, limit)?;
-        self.device.upload(stream, bytemuck::cast_slice(&rates), view(&steps.rates), limit)?;
+        self.device
+            .upload(stream, bytemuck::bytes_of(&control), start, limit)?;
+        self.device.upload(
+            stream,
+            bytemuck::cast_slice(&rates),
+            view(&steps.rates),
+            limit,
+        )?;
         Ok(())
     }
 
     fn prepared(&self) -> Result<&DeviceSteps<D>, OptimError> {
-        self.device_steps.as_ref().filter(|steps| !steps.outdated).ok_or(OptimError::NotPrepared)
+        self.device_steps
+            .as_ref()
+            .filter(|steps| !steps.outdated)
+            .ok_or(OptimError::NotPrepared)
     }
 
     /// Requires new rates before the next device step.
@@ -214,14 +270,15 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// The loss scale of the next backward, in device memory. Work enqueued after [`Self::enqueue_advance`] reads the
-    /// new value.
+    /// The loss scale of the next backward, in device memory. Work enqueued after
+    /// [`Self::enqueue_advance`] reads the new value.
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`].
     ///
     /// # Safety
-    /// As for [`Self::rank_stats_slices`]; the next [`Self::prepare_device_steps`] with another config frees it, too.
+    /// As for [`Self::rank_stats_slices`]; the next [`Self::prepare_device_steps`] with another
+    /// config frees it, too.
     pub unsafe fn device_loss_scale(&self) -> Result<DeviceSlice<f64>, OptimError> {
         let state = self.prepared()?.state();
         const { assert!(std::mem::offset_of!(StepState, loss_scale) == 0) };
@@ -229,8 +286,9 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(unsafe { DeviceSlice::from_raw_parts(state.as_ptr().cast(), 1, state.device()) })
     }
 
-    /// Enqueues combining the results of [`Self::enqueue_stats`] with `loss` and `flags`, which are read in stream
-    /// order, to this rank's statistics. Gather [`Self::rank_stats_slices`], then call [`Self::enqueue_step`].
+    /// Enqueues combining the results of [`Self::enqueue_stats`] with `loss` and `flags`, which are
+    /// read in stream order, to this rank's statistics. Gather [`Self::rank_stats_slices`], then
+    /// call [`Self::enqueue_step`].
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -244,7 +302,9 @@ impl<D: Device> ShardedAdamW<D> {
         let steps = self.prepared()?;
         let (rank, ranks) = (steps.config.rank, steps.ranks());
         let own = ranks.slice(rank..rank + 1);
-        Ok(self.kernels.rank_stats(stream, self.stats_slice(), loss, flags, own)?)
+        Ok(self
+            .kernels
+            .rank_stats(stream, self.stats_slice(), loss, flags, own)?)
     }
 
     /// The statistics in device memory: gather `own` of all ranks into `all`.
@@ -253,27 +313,37 @@ impl<D: Device> ShardedAdamW<D> {
     /// [`OptimError::NotPrepared`].
     ///
     /// # Safety
-    /// The slices are used between [`Self::enqueue_rank_stats`] and [`Self::enqueue_advance`], ordered by streams and
-    /// events after the first and before the second; or otherwise ordered with the optimizer's launches, and before
-    /// the drop of the optimizer on the stream of its last call.
+    /// The slices are used between [`Self::enqueue_rank_stats`] and [`Self::enqueue_advance`],
+    /// ordered by streams and events after the first and before the second; or otherwise ordered
+    /// with the optimizer's launches, and before the drop of the optimizer on the stream of its
+    /// last call.
     pub unsafe fn rank_stats_slices(&self) -> Result<RankStatsSlices, OptimError> {
         let steps = self.prepared()?;
         let (rank, ranks) = (steps.config.rank, steps.ranks());
-        Ok(RankStatsSlices { own: bytes(ranks.slice(rank..rank + 1)), all: bytes(ranks) })
+        Ok(RankStatsSlices {
+            own: bytes(ranks.slice(rank..rank + 1)),
+            all: bytes(ranks),
+        })
     }
 
-    /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must be ordered after
-    /// the all-gather. The host does not wait; [`Self::expect_outcome`] registers the step's outcome.
+    /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must
+    /// be ordered after the all-gather. The host does not wait; [`Self::expect_outcome`] registers
+    /// the step's outcome.
     ///
     /// # Errors
     /// The slices do not match the segments, [`OptimError::NotPrepared`], or the stream failed.
-    pub fn enqueue_step(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
+    pub fn enqueue_step(
+        &mut self,
+        stream: &D::Stream,
+        units: &[UnitSlices<'_, D>],
+    ) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.enqueue_advance(stream)?;
         self.enqueue_update(stream, units)
     }
 
-    /// Enqueues the kernel that advances the state by one step and writes the step's scalars and record.
+    /// Enqueues the kernel that advances the state by one step and writes the step's scalars and
+    /// record.
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -283,7 +353,11 @@ impl<D: Device> ShardedAdamW<D> {
         let args = AdvanceArgs {
             ranks: steps.ranks(),
             config: values(&steps.control, 0, 1),
-            rates: values(&steps.rates, 0, steps.config.steps * self.scalars_slice().len()),
+            rates: values(
+                &steps.rates,
+                0,
+                steps.config.steps * self.scalars_slice().len(),
+            ),
             state: steps.state(),
             scalars: self.scalars_slice(),
             records: steps.records(),
@@ -295,20 +369,24 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Enqueues the update of parameters and state. Call it after [`Self::enqueue_advance`]. A skipped step writes
-    /// nothing.
+    /// Enqueues the update of parameters and state. Call it after [`Self::enqueue_advance`]. A
+    /// skipped step writes nothing.
     ///
     /// # Errors
     /// The slices do not match the segments, or the stream failed.
-    pub fn enqueue_update(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
+    pub fn enqueue_update(
+        &mut self,
+        stream: &D::Stream,
+        units: &[UnitSlices<'_, D>],
+    ) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.enter(stream)?;
         self.enqueue_adam(stream, units)
     }
 
-    /// Registers one step that was enqueued on `stream`, by a call or by a graph launch. Its record is complete when
-    /// the work enqueued so far has run. With 64 or more unread outcomes, reading them fails with
-    /// [`OptimError::OutcomeLost`].
+    /// Registers one step that was enqueued on `stream`, by a call or by a graph launch. Its record
+    /// is complete when the work enqueued so far has run. With 64 or more unread outcomes, reading
+    /// them fails with [`OptimError::OutcomeLost`].
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream is closed.
@@ -323,14 +401,17 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Returns the unread outcomes of completed steps, in order, without waiting for other steps. Reading outcomes
-    /// advances [`Self::progress`] and [`Self::loss_scale`].
+    /// Returns the unread outcomes of completed steps, in order, without waiting for other steps.
+    /// Reading outcomes advances [`Self::progress`] and [`Self::loss_scale`].
     ///
     /// # Errors
-    /// A step failed or halted the run: gradients overflowed with the loss scale at its minimum, or no rates were
-    /// uploaded for it. Outcomes before the failure are returned first; the failure is returned by every later call.
+    /// A step failed or halted the run: gradients overflowed with the loss scale at its minimum, or
+    /// no rates were uploaded for it. Outcomes before the failure are returned first; the failure
+    /// is returned by every later call.
     pub fn outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
-        let Some(steps) = &self.device_steps else { return Ok(Vec::new()) };
+        let Some(steps) = &self.device_steps else {
+            return Ok(Vec::new());
+        };
         let mut count = 0;
         for (_, event) in &steps.expected {
             if !event.is_done()? {
@@ -346,7 +427,9 @@ impl<D: Device> ShardedAdamW<D> {
     /// # Errors
     /// As for [`Self::outcomes`], or the limit passed.
     pub fn all_outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
-        let Some(steps) = &self.device_steps else { return Ok(Vec::new()) };
+        let Some(steps) = &self.device_steps else {
+            return Ok(Vec::new());
+        };
         if let Some((_, last)) = steps.expected.back() {
             last.synchronize(limit)?;
         }
@@ -355,17 +438,28 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Reads the first `count` registered records, whose steps have run.
-    fn read_outcomes(&mut self, count: usize, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+    fn read_outcomes(
+        &mut self,
+        count: usize,
+        limit: Duration,
+    ) -> Result<Vec<StepOutcome>, OptimError> {
         let steps = self.device_steps.as_mut().ok_or(OptimError::NotPrepared)?;
         if let Some(error) = &steps.halted {
             return Err(error.clone());
         }
-        let Some((_, last)) = count.checked_sub(1).and_then(|last| steps.expected.get(last)) else {
+        let Some((_, last)) = count
+            .checked_sub(1)
+            .and_then(|last| steps.expected.get(last))
+        else {
             return Ok(Vec::new());
         };
         steps.reading.wait(last)?;
-        // The range wraps at most once. Only these records are read, since a running step may be writing another.
-        let first = steps.expected.front().map_or(0, |(iteration, _)| *iteration);
+        // The range wraps at most once. Only these records are read, since a running step may be
+        // writing another.
+        let first = steps
+            .expected
+            .front()
+            .map_or(0, |(iteration, _)| *iteration);
         let lost = first + RECORDS as u64 <= steps.enqueued;
         let start = (first % RECORDS as u64) as usize;
         let readable = if lost { 0 } else { count };
@@ -374,7 +468,12 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, records) in [(start, head), (0, tail)] {
             if !records.is_empty() {
                 let from = bytes(steps.records().slice(at..at + records.len()));
-                self.device.download(&steps.reading, from, bytemuck::cast_slice_mut(records), limit)?;
+                self.device.download(
+                    &steps.reading,
+                    from,
+                    bytemuck::cast_slice_mut(records),
+                    limit,
+                )?;
             }
         }
         let mut outcomes = Vec::with_capacity(count);

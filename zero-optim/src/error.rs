@@ -97,7 +97,8 @@ pub enum OptimError {
         /// Slices passed.
         got: usize,
     },
-    /// A unit's gradient and its state differ in length, or the slices of its parameter leave out too much.
+    /// A unit's gradient and its state differ in length, or the slices of its parameter leave out
+    /// too much.
     #[error("unit {unit}, {what}: expected {expected} elements, got {got}")]
     SliceLen {
         /// The unit.
@@ -110,7 +111,9 @@ pub enum OptimError {
         got: usize,
     },
     /// A slice is outside its unit's segment, or overlaps the slice before it.
-    #[error("unit {unit}, {what}: a slice covers elements {start}..{end}; it must be within {free}..{len}")]
+    #[error(
+        "unit {unit}, {what}: a slice covers elements {start}..{end}; it must be within {free}..{len}"
+    )]
     Piece {
         /// The unit.
         unit: String,
@@ -138,7 +141,9 @@ pub enum OptimError {
         got: DType,
     },
     /// A rank's message in the exchange of statistics has another length.
-    #[error("rank {rank} sent {got} bytes as its statistics, expected {expected}: all ranks must call step_with")]
+    #[error(
+        "rank {rank} sent {got} bytes as its statistics, expected {expected}: all ranks must call step_with"
+    )]
     StatsLen {
         /// The rank.
         rank: usize,
@@ -172,13 +177,17 @@ pub enum OptimError {
     #[error("enqueued steps have unread outcomes: call all_outcomes first")]
     UnreadOutcomes,
     /// A step's record was overwritten before it was read.
-    #[error("the outcome of step {iteration} is lost: 64 or more steps were enqueued without reading outcomes")]
+    #[error(
+        "the outcome of step {iteration} is lost: 64 or more steps were enqueued without reading outcomes"
+    )]
     OutcomeLost {
         /// Steps before this one, skipped ones included.
         iteration: u64,
     },
     /// The device has no rates for the schedule's position.
-    #[error("no rates on the device for position {position} of the schedule: call prepare_device_steps again")]
+    #[error(
+        "no rates on the device for position {position} of the schedule: call prepare_device_steps again"
+    )]
     NoRate {
         /// The position.
         position: u64,
@@ -225,7 +234,20 @@ impl From<zero_alloc::swap::SwapError> for OptimError {
 
 impl OptimError {
     /// Returns [`Self::Setting`] unless `holds`.
-    pub(crate) fn check(holds: bool, setting: &'static str, value: f64, rule: &'static str) -> Result<(), Self> {
-        if holds { Ok(()) } else { Err(Self::Setting { setting, value, rule }) }
+    pub(crate) fn check(
+        holds: bool,
+        setting: &'static str,
+        value: f64,
+        rule: &'static str,
+    ) -> Result<(), Self> {
+        if holds {
+            Ok(())
+        } else {
+            Err(Self::Setting {
+                setting,
+                value,
+                rule,
+            })
+        }
     }
 }

@@ -1,14 +1,16 @@
-//! Parameter groups: ranges of elements with their own learning rate, weight decay and betas, or frozen.
+//! Parameter groups: ranges of elements with their own learning rate, weight decay and betas, or
+//! frozen.
 //!
-//! Groups share one loss scale, one decision, one norm and one state. The *elements* are those of all segments, end to
-//! end. Runs map ranges of them to groups; neighbours with equal rules become one **piece**, and each piece is a launch
-//! or a part of one. Adam is element-wise, so the cuts do not change the results.
+//! Groups share one loss scale, one decision, one norm and one state. The *elements* are those of
+//! all segments, end to end. Runs map ranges of them to groups; neighbours with equal rules become
+//! one **piece**, and each piece is a launch or a part of one. Adam is element-wise, so the cuts do
+//! not change the results.
 //!
-//! Why not an optimizer for each group: those have several loss scales that must agree, votes on a skipped step
-//! to merge, and state that no checkpoint takes as one. Here each distinct set of learning rate and betas has
-//! its own scalars in one upload, and weight decay is an argument of the launch. Frozen elements have no state;
-//! their gradients are set to zero before the statistics, so that each unit still has one entry, which names it
-//! in an overflow on any rank.
+//! Why not an optimizer for each group: those have several loss scales that must agree, votes on a
+//! skipped step to merge, and state that no checkpoint takes as one. Here each distinct set of
+//! learning rate and betas has its own scalars in one upload, and weight decay is an argument of
+//! the launch. Frozen elements have no state; their gradients are set to zero before the
+//! statistics, so that each unit still has one entry, which names it in an overflow on any rank.
 
 use std::ops::Range;
 
@@ -28,20 +30,30 @@ pub struct GroupRules {
     /// Weight decay; `None`: that of the optimizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Adam's betas, at all positions of the schedule; `None`: those of the optimizer or its schedule.
+    /// Adam's betas, at all positions of the schedule; `None`: those of the optimizer or its
+    /// schedule.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub betas: Option<[f64; 2]>,
-    /// If false, the elements are frozen: no state, no update, and their gradients are left out of the statistics.
+    /// If false, the elements are frozen: no state, no update, and their gradients are left out of
+    /// the statistics.
     pub trainable: bool,
 }
 
 impl Default for GroupRules {
     fn default() -> Self {
-        Self { lr_scale: 1.0, weight_decay: None, betas: None, trainable: true }
+        Self {
+            lr_scale: 1.0,
+            weight_decay: None,
+            betas: None,
+            trainable: true,
+        }
     }
 }
 
-setters!(GroupRules { lr_scale: f64, trainable: bool });
+setters!(GroupRules {
+    lr_scale: f64,
+    trainable: bool
+});
 
 impl GroupRules {
     /// Sets `weight_decay`.
@@ -60,7 +72,12 @@ impl GroupRules {
 
     /// The rules of frozen elements.
     pub const fn frozen() -> Self {
-        Self { lr_scale: 1.0, weight_decay: None, betas: None, trainable: false }
+        Self {
+            lr_scale: 1.0,
+            weight_decay: None,
+            betas: None,
+            trainable: false,
+        }
     }
 
     /// Checks every rule against its range.
@@ -68,14 +85,24 @@ impl GroupRules {
     /// # Errors
     /// [`OptimError::Setting`] for the first rule out of range.
     pub fn check(&self) -> Result<(), OptimError> {
-        let from_zero =
-            |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
+        let from_zero = |name, x: f64| {
+            OptimError::check(
+                x.is_finite() && x >= 0.0,
+                name,
+                x,
+                "a finite number, 0 or above",
+            )
+        };
         from_zero("lr_scale", self.lr_scale)?;
         from_zero("weight_decay", self.weight_decay.unwrap_or(0.0))?;
-        self.betas
-            .into_iter()
-            .flatten()
-            .try_for_each(|beta| OptimError::check((0.0..1.0).contains(&beta), "betas", beta, "at least 0, below 1"))
+        self.betas.into_iter().flatten().try_for_each(|beta| {
+            OptimError::check(
+                (0.0..1.0).contains(&beta),
+                "betas",
+                beta,
+                "at least 0, below 1",
+            )
+        })
     }
 }
 
@@ -117,18 +144,28 @@ pub(crate) struct RateRule {
 
 impl RateRule {
     /// The optimizer's own.
-    pub(crate) const OWN: Self = Self { lr_scale: 1.0, betas: None };
+    pub(crate) const OWN: Self = Self {
+        lr_scale: 1.0,
+        betas: None,
+    };
 
     fn new(rules: &GroupRules, config: &OptimizerConfig) -> Self {
         let own = [config.hyper.beta1, config.hyper.beta2];
         let is_own = |betas: &[f64; 2]| *betas == own && config.schedule.betas(0).is_none();
-        Self { lr_scale: rules.lr_scale, betas: rules.betas.filter(|betas| !is_own(betas)) }
+        Self {
+            lr_scale: rules.lr_scale,
+            betas: rules.betas.filter(|betas| !is_own(betas)),
+        }
     }
 
     /// The rates where the optimizer's own are `own`.
     pub(crate) fn apply(&self, own: StepRates) -> StepRates {
         let [beta1, beta2] = self.betas.unwrap_or([own.beta1, own.beta2]);
-        StepRates { lr: own.lr * self.lr_scale, beta1, beta2 }
+        StepRates {
+            lr: own.lr * self.lr_scale,
+            beta1,
+            beta2,
+        }
     }
 }
 
@@ -153,14 +190,23 @@ pub(crate) struct Resolved {
 }
 
 impl ParamGroups {
-    /// Groups with these rules. The runs are ranges of the elements with positions in `rules`, such as those of
-    /// `zero_shard::Layout::group_runs`.
-    pub fn new(rules: Vec<GroupRules>, runs: impl IntoIterator<Item = (Range<usize>, usize)>) -> Self {
-        Self { rules, runs: runs.into_iter().map(|(elems, group)| GroupRun { elems, group }).collect() }
+    /// Groups with these rules. The runs are ranges of the elements with positions in `rules`, such
+    /// as those of `zero_shard::Layout::group_runs`.
+    pub fn new(
+        rules: Vec<GroupRules>,
+        runs: impl IntoIterator<Item = (Range<usize>, usize)>,
+    ) -> Self {
+        Self {
+            rules,
+            runs: runs
+                .into_iter()
+                .map(|(elems, group)| GroupRun { elems, group })
+                .collect(),
+        }
     }
 
-    /// The number of distinct sets of learning rate and betas, the optimizer's own included: the factor of
-    /// [`DeviceStepConfig::bytes`](crate::DeviceStepConfig::bytes).
+    /// The number of distinct sets of learning rate and betas, the optimizer's own included: the
+    /// factor of [`DeviceStepConfig::bytes`](crate::DeviceStepConfig::bytes).
     pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
         distinct(&self.rules, config).2.len()
     }
@@ -173,7 +219,10 @@ impl ParamGroups {
         elems: usize,
     ) -> Result<Resolved, OptimError> {
         self.rules.iter().try_for_each(GroupRules::check)?;
-        let own = [GroupRun { elems: 0..elems, group: 0 }];
+        let own = [GroupRun {
+            elems: 0..elems,
+            group: 0,
+        }];
         let (rules, runs) = match self.runs[..] {
             [] => (&[GroupRules::default()][..], &own[..]),
             _ => (&self.rules[..], &self.runs[..]),
@@ -181,22 +230,41 @@ impl ParamGroups {
         let mut end = 0;
         for run in runs {
             if run.elems.start != end || run.elems.end < end || run.group >= rules.len() {
-                let Range { start, end: run_end } = run.elems;
-                return Err(OptimError::Runs { start, end: run_end, group: run.group, expected: end, elems });
+                let Range {
+                    start,
+                    end: run_end,
+                } = run.elems;
+                return Err(OptimError::Runs {
+                    start,
+                    end: run_end,
+                    group: run.group,
+                    expected: end,
+                    elems,
+                });
             }
             end = run.elems.end;
         }
         if end != elems {
-            return Err(OptimError::Runs { start: end, end, group: 0, expected: elems, elems });
+            return Err(OptimError::Runs {
+                start: end,
+                end,
+                group: 0,
+                expected: elems,
+                elems,
+            });
         }
         let (launch_of, launch_rules, rates) = distinct(rules, config);
         let (mut pieces, mut next, mut at) = (Vec::with_capacity(segments.len()), 0, 0);
         for segment in segments {
             let mut of_unit: Vec<Piece> = Vec::new();
-            // Runs that end within or before this segment are done; the last may go on in the next one.
+            // Runs that end within or before this segment are done; the last may go on in the next
+            // one.
             while at < runs.len() && runs[at].elems.start < segment.state.end {
                 let run = &runs[at];
-                let (start, end) = (run.elems.start.max(segment.state.start), run.elems.end.min(segment.state.end));
+                let (start, end) = (
+                    run.elems.start.max(segment.state.start),
+                    run.elems.end.min(segment.state.end),
+                );
                 if start < end {
                     let elems = start - segment.state.start..end - segment.state.start;
                     let rules = launch_of[run.group];
@@ -204,11 +272,21 @@ impl ParamGroups {
                     next += state.as_ref().map_or(0, Range::len);
                     let rules = rules.unwrap_or(0);
                     match of_unit.last_mut() {
-                        Some(last) if last.rules == rules && last.state.is_some() == state.is_some() => {
+                        Some(last)
+                            if last.rules == rules && last.state.is_some() == state.is_some() =>
+                        {
                             last.elems.end = elems.end;
-                            last.state = last.state.take().zip(state).map(|(last, new)| last.start..new.end);
+                            last.state = last
+                                .state
+                                .take()
+                                .zip(state)
+                                .map(|(last, new)| last.start..new.end);
                         }
-                        _ => of_unit.push(Piece { elems, state, rules }),
+                        _ => of_unit.push(Piece {
+                            elems,
+                            state,
+                            rules,
+                        }),
                     }
                 }
                 if run.elems.end > segment.state.end {
@@ -218,19 +296,28 @@ impl ParamGroups {
             }
             pieces.push(of_unit);
         }
-        Ok(Resolved { pieces, launch_rules, rates, state_elems: next })
+        Ok(Resolved {
+            pieces,
+            launch_rules,
+            rates,
+            state_elems: next,
+        })
     }
 }
 
 impl Resolved {
-    /// The trained parts of the elements `range` of a unit: elements, range of the state storage, and rules.
+    /// The trained parts of the elements `range` of a unit: elements, range of the state storage,
+    /// and rules.
     pub(crate) fn trained(
         &self,
         unit: usize,
         range: Range<usize>,
     ) -> impl Iterator<Item = (Range<usize>, Range<usize>, usize)> + '_ {
         self.pieces[unit].iter().filter_map(move |piece| {
-            let (start, end) = (piece.elems.start.max(range.start), piece.elems.end.min(range.end));
+            let (start, end) = (
+                piece.elems.start.max(range.start),
+                piece.elems.end.min(range.end),
+            );
             let state = piece.state.as_ref().filter(|_| start < end)?.start;
             let at = |elem| state + elem - piece.elems.start;
             Some((start..end, at(start)..at(end), piece.rules))
@@ -238,20 +325,32 @@ impl Resolved {
     }
 }
 
-/// The launch rules of each group (`None`: frozen), the distinct launch rules, and the distinct rates.
-fn distinct(rules: &[GroupRules], config: &OptimizerConfig) -> (Vec<Option<usize>>, Vec<LaunchRules>, Vec<RateRule>) {
+/// The launch rules of each group (`None`: frozen), the distinct launch rules, and the distinct
+/// rates.
+fn distinct(
+    rules: &[GroupRules],
+    config: &OptimizerConfig,
+) -> (Vec<Option<usize>>, Vec<LaunchRules>, Vec<RateRule>) {
     fn place<T: PartialEq>(all: &mut Vec<T>, value: T) -> usize {
-        all.iter().position(|other| *other == value).unwrap_or_else(|| {
-            all.push(value);
-            all.len() - 1
-        })
+        all.iter()
+            .position(|other| *other == value)
+            .unwrap_or_else(|| {
+                all.push(value);
+                all.len() - 1
+            })
     }
     let (mut launches, mut rates) = (Vec::new(), vec![RateRule::OWN]);
     let of_group = rules.iter().map(|rules| {
         rules.trainable.then(|| {
             let scalars = place(&mut rates, RateRule::new(rules, config));
             let weight_decay = rules.weight_decay.unwrap_or(config.hyper.weight_decay);
-            place(&mut launches, LaunchRules { scalars, weight_decay })
+            place(
+                &mut launches,
+                LaunchRules {
+                    scalars,
+                    weight_decay,
+                },
+            )
         })
     });
     (of_group.collect(), launches, rates)
@@ -262,31 +361,85 @@ mod tests {
     use super::*;
 
     fn groups(rules: &[GroupRules], runs: &[(Range<usize>, usize)]) -> ParamGroups {
-        let runs = runs.iter().map(|(elems, group)| GroupRun { elems: elems.clone(), group: *group }).collect();
-        ParamGroups { rules: rules.to_vec(), runs }
+        let runs = runs
+            .iter()
+            .map(|(elems, group)| GroupRun {
+                elems: elems.clone(),
+                group: *group,
+            })
+            .collect();
+        ParamGroups {
+            rules: rules.to_vec(),
+            runs,
+        }
     }
 
     #[test]
     fn equal_neighbours_are_one_piece() {
         let config = OptimizerConfig::default();
-        let segments = [Segment::shard("a", 0..10), Segment::shard("b", 10..10), Segment::whole("c", 10..16, 1..3)];
-        let same = GroupRules { weight_decay: Some(0.0), betas: Some([0.9, 0.999]), ..GroupRules::default() };
-        let slow = GroupRules { lr_scale: 0.5, ..same };
+        let segments = [
+            Segment::shard("a", 0..10),
+            Segment::shard("b", 10..10),
+            Segment::whole("c", 10..16, 1..3),
+        ];
+        let same = GroupRules {
+            weight_decay: Some(0.0),
+            betas: Some([0.9, 0.999]),
+            ..GroupRules::default()
+        };
+        let slow = GroupRules {
+            lr_scale: 0.5,
+            ..same
+        };
         let rules = [GroupRules::default(), same, slow, GroupRules::frozen()];
         // Groups 0 and 1 have the same rules; a run goes over the ends of units.
-        let all = groups(&rules, &[(0..4, 0), (4..6, 1), (6..7, 3), (7..12, 2), (12..12, 0), (12..16, 1)]);
+        let all = groups(
+            &rules,
+            &[
+                (0..4, 0),
+                (4..6, 1),
+                (6..7, 3),
+                (7..12, 2),
+                (12..12, 0),
+                (12..16, 1),
+            ],
+        );
         let resolved = all.resolve(&config, &segments, 16).unwrap();
-        let piece = |elems, state: Option<Range<usize>>, rules| Piece { elems, state, rules };
+        let piece = |elems, state: Option<Range<usize>>, rules| Piece {
+            elems,
+            state,
+            rules,
+        };
         let expected = [
-            vec![piece(0..6, Some(0..6), 0), piece(6..7, None, 0), piece(7..10, Some(6..9), 1)],
+            vec![
+                piece(0..6, Some(0..6), 0),
+                piece(6..7, None, 0),
+                piece(7..10, Some(6..9), 1),
+            ],
             vec![],
             vec![piece(0..2, Some(9..11), 1), piece(2..6, Some(11..15), 0)],
         ];
         assert_eq!(resolved.pieces, expected);
-        assert_eq!((resolved.state_elems, resolved.rates.len(), resolved.launch_rules.len()), (15, 2, 2));
+        assert_eq!(
+            (
+                resolved.state_elems,
+                resolved.rates.len(),
+                resolved.launch_rules.len()
+            ),
+            (15, 2, 2)
+        );
         // Without groups each unit is one piece.
-        let none = ParamGroups::default().resolve(&config, &segments, 16).unwrap();
-        assert_eq!(none.pieces, [vec![piece(0..10, Some(0..10), 0)], vec![], vec![piece(0..6, Some(10..16), 0)]]);
+        let none = ParamGroups::default()
+            .resolve(&config, &segments, 16)
+            .unwrap();
+        assert_eq!(
+            none.pieces,
+            [
+                vec![piece(0..10, Some(0..10), 0)],
+                vec![],
+                vec![piece(0..6, Some(10..16), 0)]
+            ]
+        );
         assert_eq!(none.rates, [RateRule::OWN]);
     }
 
@@ -294,12 +447,29 @@ mod tests {
     fn runs_must_tile_the_elements() {
         let (config, segments) = (OptimizerConfig::default(), [Segment::shard("a", 0..10)]);
         let rules = [GroupRules::default(), GroupRules::frozen()];
-        for runs in [&[(0..4, 0)][..], &[(0..4, 0), (5..10, 1)], &[(0..10, 2)], &[(0..12, 0)], &[(1..10, 0)]] {
-            let error = groups(&rules, runs).resolve(&config, &segments, 10).unwrap_err();
+        for runs in [
+            &[(0..4, 0)][..],
+            &[(0..4, 0), (5..10, 1)],
+            &[(0..10, 2)],
+            &[(0..12, 0)],
+            &[(1..10, 0)],
+        ] {
+            let error = groups(&rules, runs)
+                .resolve(&config, &segments, 10)
+                .unwrap_err();
             assert!(matches!(error, OptimError::Runs { .. }), "{error}");
         }
-        let bad = groups(&[GroupRules { lr_scale: -1.0, ..GroupRules::default() }], &[(0..10, 0)]);
+        let bad = groups(
+            &[GroupRules {
+                lr_scale: -1.0,
+                ..GroupRules::default()
+            }],
+            &[(0..10, 0)],
+        );
         let error = bad.resolve(&config, &segments, 10).unwrap_err();
-        assert_eq!(error.to_string(), "lr_scale is -1; it must be a finite number, 0 or above");
+        assert_eq!(
+            error.to_string(),
+            "lr_scale is -1; it must be a finite number, 0 or above"
+        );
     }
 }

@@ -25,13 +25,16 @@ pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
 pub use agreement::{AgreementError, RankSettings, agree};
 #[cfg(feature = "ckpt")]
 pub use checkpoint::{CheckpointError, RankParams};
-pub use controller::{Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome};
+pub use controller::{
+    Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome,
+};
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
 pub use schedule::{
-    Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay, WarmupType,
+    Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay,
+    WarmupType,
 };
 pub use segments::{Segment, UnitSlices};
 pub use state::{StateKind, StateRange};

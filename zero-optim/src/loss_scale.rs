@@ -1,8 +1,8 @@
 //! The settings of the loss scale for fp16 training.
 //!
-//! fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before backward, and the optimizer divides
-//! the gradients by it. A dynamic scale grows until gradients overflow. Its rules are in [`zero_kernels::step`] and
-//! are those of DeepSpeed's `DynamicLossScaler`.
+//! fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before backward, and the
+//! optimizer divides the gradients by it. A dynamic scale grows until gradients overflow. Its rules
+//! are in [`zero_kernels::step`] and are those of DeepSpeed's `DynamicLossScaler`.
 
 use serde::{Deserialize, Serialize};
 
@@ -36,8 +36,8 @@ pub struct DynamicScaling {
     pub consecutive_hysteresis: bool,
     /// The minimum scale.
     pub min_scale: f64,
-    /// Whether an overflow at the minimum is an error (DeepSpeed's `raise_error_at_min_scale`). If false, the scale
-    /// stays at the minimum and steps are skipped.
+    /// Whether an overflow at the minimum is an error (DeepSpeed's `raise_error_at_min_scale`). If
+    /// false, the scale stays at the minimum and steps are skipped.
     pub fail_at_min: bool,
 }
 
@@ -96,15 +96,23 @@ impl LossScaling {
     pub(crate) fn check(&self) -> Result<(), OptimError> {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         match self {
-            &Self::Static { scale } => {
-                OptimError::check(positive(scale), "loss_scale", scale, "a finite number above 0")
-            }
+            &Self::Static { scale } => OptimError::check(
+                positive(scale),
+                "loss_scale",
+                scale,
+                "a finite number above 0",
+            ),
             Self::Dynamic(d) => {
                 let power = f64::from(d.initial_scale_power);
                 OptimError::check(power <= 126.0, "initial_scale_power", power, "at most 126")?;
                 OptimError::check(d.window > 0, "loss_scale_window", 0.0, "at least 1")?;
                 let fits = positive(d.min_scale) && d.min_scale <= self.initial_scale();
-                OptimError::check(fits, "min_loss_scale", d.min_scale, "above 0, at most the initial scale")
+                OptimError::check(
+                    fits,
+                    "min_loss_scale",
+                    d.min_scale,
+                    "above 0, at most the initial scale",
+                )
             }
         }
     }
@@ -113,38 +121,63 @@ impl LossScaling {
         match self {
             Self::Static { scale } => *scale,
             // 2 to the power, exactly, up to 2^1023.
-            Self::Dynamic(d) => f64::from_bits((1023 + u64::from(d.initial_scale_power.min(1023))) << 52),
+            Self::Dynamic(d) => {
+                f64::from_bits((1023 + u64::from(d.initial_scale_power.min(1023))) << 52)
+            }
         }
     }
 
-    /// Whether the scale is dynamic, and its settings. The settings returned for a static scale have no effect.
+    /// Whether the scale is dynamic, and its settings. The settings returned for a static scale
+    /// have no effect.
     pub(crate) fn dynamic(&self) -> (bool, DynamicScaling) {
         match self {
-            Self::Static { .. } => (false, DynamicScaling { hysteresis: 1, ..DynamicScaling::default() }),
+            Self::Static { .. } => (
+                false,
+                DynamicScaling {
+                    hysteresis: 1,
+                    ..DynamicScaling::default()
+                },
+            ),
             Self::Dynamic(settings) => (true, *settings),
         }
     }
 
-    /// Clamps a saved state to the range that these settings allow, since a run may resume with other settings.
+    /// Clamps a saved state to the range that these settings allow, since a run may resume with
+    /// other settings.
     ///
     /// # Errors
     /// The state is invalid, or its scale differs from the static scale.
     pub(crate) fn fit(&self, state: LossScalerState) -> Result<LossScalerState, OptimError> {
-        let refuse = |reason: String| Err(OptimError::Restore { what: "loss scale", reason });
+        let refuse = |reason: String| {
+            Err(OptimError::Restore {
+                what: "loss scale",
+                reason,
+            })
+        };
         if !(state.scale.is_finite() && state.scale > 0.0) {
             return refuse(format!("a scale of {}", state.scale));
         }
         if state.since > state.iteration {
-            return refuse(format!("an overflow at iteration {}, after {}", state.since, state.iteration));
+            return refuse(format!(
+                "an overflow at iteration {}, after {}",
+                state.since, state.iteration
+            ));
         }
         match self {
-            Self::Static { scale } if *scale != state.scale => {
-                refuse(format!("a scale of {}, but this run has a static scale of {scale}", state.scale))
-            }
+            Self::Static { scale } if *scale != state.scale => refuse(format!(
+                "a scale of {}, but this run has a static scale of {scale}",
+                state.scale
+            )),
             Self::Static { .. } => Ok(state),
             Self::Dynamic(d) => {
-                let hysteresis_left = state.hysteresis_left.clamp(d.hysteresis.min(1), d.hysteresis);
-                Ok(LossScalerState { scale: state.scale.max(d.min_scale), hysteresis_left, ..state })
+                let hysteresis_left = state
+                    .hysteresis_left
+                    .clamp(d.hysteresis.min(1), d.hysteresis);
+                Ok(LossScalerState {
+                    scale: state.scale.max(d.min_scale),
+                    hysteresis_left,
+                    ..state
+                })
             }
         }
     }

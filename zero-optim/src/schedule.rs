@@ -1,12 +1,13 @@
 //! Learning-rate schedules, as functions of the position.
 //!
-//! The position is the number of steps applied so far: 0 at the first step. A skipped step does not advance it.
-//! At position 0 DeepSpeed's schedules have the rate that their constructor sets; at position `k`, the rate after the
-//! k-th `step()`. Names and parameters serialise as in a DeepSpeed configuration
-//! (`{"type": "WarmupLR", "params": {...}}`) with DeepSpeed's defaults.
+//! The position is the number of steps applied so far: 0 at the first step. A skipped step does not
+//! advance it. At position 0 DeepSpeed's schedules have the rate that their constructor sets; at
+//! position `k`, the rate after the k-th `step()`. Names and parameters serialise as in a DeepSpeed
+//! configuration (`{"type": "WarmupLR", "params": {...}}`) with DeepSpeed's defaults.
 //!
-//! Sources: `deepspeed/runtime/lr_schedules.py` of 0.19.8, traces in tests/data/deepspeed_lr_schedules.json;
-//! transformers' `optimization.py` and nanoGPT's `get_lr` for [`Decay`], traces in tests/data/torch_decays.json.
+//! Sources: `deepspeed/runtime/lr_schedules.py` of 0.19.8, traces in
+//! tests/data/deepspeed_lr_schedules.json; transformers' `optimization.py` and nanoGPT's `get_lr`
+//! for [`Decay`], traces in tests/data/torch_decays.json.
 
 use std::f64::consts::PI;
 use std::fmt;
@@ -15,7 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::OptimError;
 
-/// The learning rate over the steps. `base` below is [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
+/// The learning rate over the steps. `base` below is
+/// [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", content = "params")]
 #[non_exhaustive]
@@ -69,10 +71,10 @@ pub enum DecayCurve {
 /// cosine:         f(p) = (1 + cos(pi * p)) / 2
 /// ```
 ///
-/// The decay is that of transformers' `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` and
-/// `get_wsd_schedule` and of nanoGPT: the rate is `min_lr` at position `T`, one step after the last. The warm-up is
-/// that of [`LrSchedule::LinearWarmup`]; transformers has `k / W`, which wastes the first step, and nanoGPT
-/// `(k + 1) / (W + 1)`.
+/// The decay is that of transformers' `get_linear_schedule_with_warmup`,
+/// `get_cosine_schedule_with_warmup` and `get_wsd_schedule` and of nanoGPT: the rate is `min_lr` at
+/// position `T`, one step after the last. The warm-up is that of [`LrSchedule::LinearWarmup`];
+/// transformers has `k / W`, which wastes the first step, and nanoGPT `(k + 1) / (W + 1)`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Decay {
@@ -131,7 +133,12 @@ pub struct Warmup {
 
 impl Default for Warmup {
     fn default() -> Self {
-        Self { warmup_min_lr: 0.0, warmup_max_lr: None, warmup_num_steps: 1000, warmup_type: WarmupType::Log }
+        Self {
+            warmup_min_lr: 0.0,
+            warmup_max_lr: None,
+            warmup_num_steps: 1000,
+            warmup_type: WarmupType::Log,
+        }
     }
 }
 
@@ -263,7 +270,8 @@ fn default_max_mom() -> f64 {
 }
 
 impl LrSchedule {
-    /// The learning rate of the step at `position`. `base` is [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
+    /// The learning rate of the step at `position`. `base` is
+    /// [`OptimizerConfig::lr`](crate::OptimizerConfig::lr).
     pub fn lr(&self, base: f64, position: u64) -> f64 {
         // DeepSpeed's `last_batch_iteration`: -1 before the first step.
         let iteration = position.checked_sub(1);
@@ -274,13 +282,16 @@ impl LrSchedule {
             Self::Warmup(w) => {
                 let max = w.warmup_max_lr.unwrap_or(base);
                 let gamma = |i| warmup(w.warmup_type, i, w.warmup_num_steps).unwrap_or(1.0);
-                iteration.map_or(w.warmup_min_lr, |i| w.warmup_min_lr + (max - w.warmup_min_lr) * gamma(i))
+                iteration.map_or(w.warmup_min_lr, |i| {
+                    w.warmup_min_lr + (max - w.warmup_min_lr) * gamma(i)
+                })
             }
             Self::WarmupDecay(w) => {
                 let gamma = |i| match warmup(w.warmup_type, i, w.warmup_num_steps) {
                     Some(gamma) => gamma,
                     None => {
-                        let (total, warm) = (w.total_num_steps as f64, w.warmup_num_steps.max(2) as f64);
+                        let (total, warm) =
+                            (w.total_num_steps as f64, w.warmup_num_steps.max(2) as f64);
                         ((total - i as f64) / (total - warm).max(1.0)).max(0.0)
                     }
                 };
@@ -291,7 +302,11 @@ impl LrSchedule {
             Self::OneCycle(c) => c.lr(iteration),
             Self::RangeTest(r) => {
                 let intervals = position as f64 / r.lr_range_test_step_size.max(1) as f64;
-                let intervals = if r.lr_range_test_staircase { intervals.floor() } else { intervals };
+                let intervals = if r.lr_range_test_staircase {
+                    intervals.floor()
+                } else {
+                    intervals
+                };
                 r.lr_range_test_min_lr * (1.0 + r.lr_range_test_step_rate * intervals)
             }
         }
@@ -300,7 +315,9 @@ impl LrSchedule {
     /// beta1 and beta2 of the step at `position`, if the schedule changes them.
     pub fn betas(&self, position: u64) -> Option<(f64, f64)> {
         match self {
-            Self::OneCycle(c) if c.cycle_momentum => Some((c.momentum(position.checked_sub(1)), 0.99)),
+            Self::OneCycle(c) if c.cycle_momentum => {
+                Some((c.momentum(position.checked_sub(1)), 0.99))
+            }
             _ => None,
         }
     }
@@ -311,14 +328,25 @@ impl LrSchedule {
     /// [`OptimError::Setting`] for the first parameter out of range.
     pub fn check(&self) -> Result<(), OptimError> {
         let steps = |name, n: u64| OptimError::check(n > 0, name, 0.0, "at least 1");
-        let rate =
-            |name, x: f64| OptimError::check(x.is_finite() && x >= 0.0, name, x, "a finite number, 0 or above");
+        let rate = |name, x: f64| {
+            OptimError::check(
+                x.is_finite() && x >= 0.0,
+                name,
+                x,
+                "a finite number, 0 or above",
+            )
+        };
         match self {
             Self::Constant | Self::LinearWarmup { .. } => Ok(()),
             Self::Decay(d) => {
                 rate("min_lr", d.min_lr)?;
                 let fits = (1..=d.total_steps).contains(&d.decay_steps);
-                OptimError::check(fits, "decay_steps", d.decay_steps as f64, "at least 1, at most the total steps")
+                OptimError::check(
+                    fits,
+                    "decay_steps",
+                    d.decay_steps as f64,
+                    "at least 1, at most the total steps",
+                )
             }
             Self::Warmup(w) => {
                 rate("warmup_min_lr", w.warmup_min_lr)?;
@@ -339,7 +367,9 @@ impl LrSchedule {
                 rate("cycle_min_lr", c.cycle_min_lr)?;
                 rate("cycle_max_lr", c.cycle_max_lr)?;
                 rate("decay_lr_rate", c.decay_lr_rate)?;
-                let beta = |name, x: f64| OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1");
+                let beta = |name, x: f64| {
+                    OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1")
+                };
                 beta("cycle_min_mom", c.cycle_min_mom)?;
                 beta("cycle_max_mom", c.cycle_max_mom)?;
                 steps("cycle_first_step_size", c.cycle_first_step_size)
@@ -376,7 +406,11 @@ impl fmt::Display for LrSchedule {
                     DecayCurve::Linear => "linear",
                     DecayCurve::Cosine => "cosine",
                 };
-                write!(f, "{curve} decay to {} over {} steps, until step {}", d.min_lr, d.decay_steps, d.total_steps)
+                write!(
+                    f,
+                    "{curve} decay to {} over {} steps, until step {}",
+                    d.min_lr, d.decay_steps, d.total_steps
+                )
             }
             Self::Warmup(w) => {
                 write!(f, "WarmupLR from {} to ", w.warmup_min_lr)?;
@@ -384,7 +418,12 @@ impl fmt::Display for LrSchedule {
                     Some(max) => write!(f, "{max}")?,
                     None => f.write_str("the learning rate")?,
                 }
-                write!(f, " over {} steps ({})", w.warmup_num_steps, w.warmup_type.name())
+                write!(
+                    f,
+                    " over {} steps ({})",
+                    w.warmup_num_steps,
+                    w.warmup_type.name()
+                )
             }
             Self::WarmupDecay(w) => write!(
                 f,
@@ -403,7 +442,9 @@ impl fmt::Display for LrSchedule {
                 w.cos_min_ratio,
                 w.total_num_steps
             ),
-            Self::OneCycle(c) => write!(f, "OneCycle from {} to {}", c.cycle_min_lr, c.cycle_max_lr),
+            Self::OneCycle(c) => {
+                write!(f, "OneCycle from {} to {}", c.cycle_min_lr, c.cycle_max_lr)
+            }
             Self::RangeTest(r) => write!(f, "LRRangeTest from {}", r.lr_range_test_min_lr),
         }
     }
@@ -433,7 +474,8 @@ impl WarmupCosine {
             return self.warmup_min_ratio + done * (1.0 - self.warmup_min_ratio);
         }
         let warm = self.warmup_num_steps.max(2);
-        let progress = (i - warm + 1) as f64 / self.total_num_steps.saturating_sub(warm).max(1) as f64;
+        let progress =
+            (i - warm + 1) as f64 / self.total_num_steps.saturating_sub(warm).max(1) as f64;
         let cosine = (1.0 + (PI * progress.min(1.0)).cos()) / 2.0;
         (self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine).max(0.0)
     }
@@ -445,7 +487,8 @@ impl OneCycle {
     }
 
     fn second(&self) -> f64 {
-        self.cycle_second_step_size.unwrap_or(self.cycle_first_step_size) as f64
+        self.cycle_second_step_size
+            .unwrap_or(self.cycle_first_step_size) as f64
     }
 
     /// The relative height of the cycle: 0 at its ends, 1 at its peak.
@@ -458,10 +501,15 @@ impl OneCycle {
         let stairs = if rising {
             self.cycle_first_stair_count
         } else {
-            self.cycle_second_stair_count.unwrap_or(self.cycle_first_stair_count)
+            self.cycle_second_stair_count
+                .unwrap_or(self.cycle_first_stair_count)
         } as f64;
         if stairs == 0.0 {
-            return if rising { x / ratio } else { (x - 1.0) / (ratio - 1.0) };
+            return if rising {
+                x / ratio
+            } else {
+                (x - 1.0) / (ratio - 1.0)
+            };
         }
         // Computed from the integer batch number, so that rounding never skips a stair.
         let within = batch % total;
@@ -480,20 +528,32 @@ impl OneCycle {
     }
 
     fn lr(&self, iteration: Option<u64>) -> f64 {
-        let Some(i) = iteration else { return self.cycle_min_lr };
+        let Some(i) = iteration else {
+            return self.cycle_min_lr;
+        };
         match self.after(i) {
             None => self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self.height(i),
             Some(_) if self.decay_step_size == 0 || self.decay_lr_rate == 0.0 => self.cycle_min_lr,
-            Some(steps) => self.cycle_min_lr / (1.0 + self.decay_lr_rate * (steps / self.decay_step_size as f64)),
+            Some(steps) => {
+                self.cycle_min_lr
+                    / (1.0 + self.decay_lr_rate * (steps / self.decay_step_size as f64))
+            }
         }
     }
 
     fn momentum(&self, iteration: Option<u64>) -> f64 {
-        let Some(i) = iteration else { return self.cycle_min_mom };
+        let Some(i) = iteration else {
+            return self.cycle_min_mom;
+        };
         match self.after(i) {
             None => self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self.height(i),
-            Some(_) if self.decay_step_size == 0 || self.decay_mom_rate == 0.0 => self.cycle_max_mom,
-            Some(steps) => self.cycle_max_mom * (1.0 + self.decay_mom_rate * (steps / self.decay_step_size as f64)),
+            Some(_) if self.decay_step_size == 0 || self.decay_mom_rate == 0.0 => {
+                self.cycle_max_mom
+            }
+            Some(steps) => {
+                self.cycle_max_mom
+                    * (1.0 + self.decay_mom_rate * (steps / self.decay_step_size as f64))
+            }
         }
     }
 }

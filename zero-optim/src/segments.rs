@@ -11,13 +11,14 @@ use crate::OptimError;
 pub struct Segment {
     /// The unit's name, for errors and outcomes.
     pub name: String,
-    /// The unit's range of the elements of all segments. Without frozen elements it is its range of the state storage,
-    /// too.
+    /// The unit's range of the elements of all segments. Without frozen elements it is its range of
+    /// the state storage, too.
     pub state: Range<usize>,
-    /// This rank's shard, relative to the segment's start. Gradient statistics cover only these elements.
+    /// This rank's shard, relative to the segment's start. Gradient statistics cover only these
+    /// elements.
     pub own_shard: Range<usize>,
-    /// Elements that the slices of its parameter may leave out. Why a number: a forgotten parameter is an
-    /// error, not padding.
+    /// Elements that the slices of its parameter may leave out. Why a number: a forgotten parameter
+    /// is an error, not padding.
     pub padding: usize,
 }
 
@@ -25,38 +26,69 @@ impl Segment {
     /// A segment that stores only this rank's shard (stages 1 to 3).
     pub fn shard(name: impl Into<String>, state: Range<usize>) -> Self {
         let own_shard = 0..state.end.saturating_sub(state.start);
-        Self { name: name.into(), state, own_shard, padding: 0 }
+        Self {
+            name: name.into(),
+            state,
+            own_shard,
+            padding: 0,
+        }
     }
 
-    /// A segment that stores a whole unit (stage 0). Statistics still cover only `own_shard`, so that the norm has
-    /// the same bits as at the other stages.
+    /// A segment that stores a whole unit (stage 0). Statistics still cover only `own_shard`, so
+    /// that the norm has the same bits as at the other stages.
     pub fn whole(name: impl Into<String>, state: Range<usize>, own_shard: Range<usize>) -> Self {
-        Self { name: name.into(), state, own_shard, padding: 0 }
+        Self {
+            name: name.into(),
+            state,
+            own_shard,
+            padding: 0,
+        }
     }
 
-    /// The slices of its parameter may leave out `elems` elements, because they belong to no parameter.
+    /// The slices of its parameter may leave out `elems` elements, because they belong to no
+    /// parameter.
     #[must_use]
     pub fn with_padding(self, elems: usize) -> Self {
-        Self { padding: elems, ..self }
+        Self {
+            padding: elems,
+            ..self
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
         self.state.end - self.state.start
     }
 
-    /// Checks the slices of its parameter: ascending, without overlap, within the segment, and complete but for padding.
-    pub(crate) fn check_slices(&self, what: &'static str, slices: &[(AnySlice, usize)]) -> Result<(), OptimError> {
+    /// Checks the slices of its parameter: ascending, without overlap, within the segment, and
+    /// complete but for padding.
+    pub(crate) fn check_slices(
+        &self,
+        what: &'static str,
+        slices: &[(AnySlice, usize)],
+    ) -> Result<(), OptimError> {
         let (mut free, mut got, len) = (0, 0, self.len());
         let name = || self.name.clone();
         for &(slice, at) in slices {
             let end = at.saturating_add(slice.len());
             if at < free || end > len {
-                return Err(OptimError::Piece { unit: name(), what, start: at, end, free, len });
+                return Err(OptimError::Piece {
+                    unit: name(),
+                    what,
+                    start: at,
+                    end,
+                    free,
+                    len,
+                });
             }
             (free, got) = (end, got + slice.len());
         }
         if got + self.padding < len {
-            return Err(OptimError::SliceLen { unit: name(), what, expected: len - self.padding, got });
+            return Err(OptimError::SliceLen {
+                unit: name(),
+                what,
+                expected: len - self.padding,
+                got,
+            });
         }
         Ok(())
     }
@@ -65,24 +97,39 @@ impl Segment {
 /// One unit's gradient and parameter in a step.
 #[derive(Debug)]
 pub struct UnitSlices<'a, D: Device> {
-    /// The gradient: fp32, bf16 or fp16, with the segment's length. It may be empty if all elements of the unit are frozen.
+    /// The gradient: fp32, bf16 or fp16, with the segment's length. It may be empty if all elements
+    /// of the unit are frozen.
     pub grad: &'a Reduced<D>,
-    /// The parameter, in the optimizer's parameter dtype, written: slices with their offsets in the segment, ascending and
-    /// without overlap, such as one a parameter (`zero_shard::Layout::rank_pieces`). They may leave out the segment's
+    /// The parameter, in the optimizer's parameter dtype, written: slices with their offsets in the
+    /// segment, ascending and without overlap, such as one a parameter
+    /// (`zero_shard::Layout::rank_pieces`). They may leave out the segment's
     /// [padding](Segment::with_padding).
     pub param: &'a [(AnySlice, usize)],
 }
 
-/// Returns the number of state elements. The segments must tile them, and each own shard must be within its segment.
+/// Returns the number of state elements. The segments must tile them, and each own shard must be
+/// within its segment.
 pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> {
     let mut end = 0;
     for s in segments {
         if s.state.start != end || s.state.end < s.state.start {
-            return Err(OptimError::Segments { unit: s.name.clone(), expected: end, got: s.state.start });
+            return Err(OptimError::Segments {
+                unit: s.name.clone(),
+                expected: end,
+                got: s.state.start,
+            });
         }
-        let Range { start, end: shard_end } = s.own_shard;
+        let Range {
+            start,
+            end: shard_end,
+        } = s.own_shard;
         if start > shard_end || shard_end > s.len() {
-            return Err(OptimError::OwnShard { unit: s.name.clone(), start, end: shard_end, len: s.len() });
+            return Err(OptimError::OwnShard {
+                unit: s.name.clone(),
+                start,
+                end: shard_end,
+                len: s.len(),
+            });
         }
         end = s.state.end;
     }
@@ -99,16 +146,28 @@ pub(crate) struct Launch {
     pub(crate) rules: usize,
 }
 
-/// Cuts the update into launches of at most `max_elems` elements. If `join`, adjacent slices with equal rules share a
-/// launch; only GPU slices may be joined, because a host slice must not cross the end of its allocation.
-pub(crate) fn launches(slices: impl Iterator<Item = Launch>, join: bool, max_elems: usize) -> Vec<Launch> {
+/// Cuts the update into launches of at most `max_elems` elements. If `join`, adjacent slices with
+/// equal rules share a launch; only GPU slices may be joined, because a host slice must not cross
+/// the end of its allocation.
+pub(crate) fn launches(
+    slices: impl Iterator<Item = Launch>,
+    join: bool,
+    max_elems: usize,
+) -> Vec<Launch> {
     let mut launches: Vec<Launch> = Vec::new();
     for next in slices.filter(|s| !s.state.is_empty()) {
-        if let Some(last) =
-            launches.last_mut().filter(|last| join && last.rules == next.rules && last.state.end == next.state.start)
-            && let (Some(grad), Some(param)) = (joined(last.grad, next.grad), joined(last.param, next.param))
+        if let Some(last) = launches
+            .last_mut()
+            .filter(|last| join && last.rules == next.rules && last.state.end == next.state.start)
+            && let (Some(grad), Some(param)) =
+                (joined(last.grad, next.grad), joined(last.param, next.param))
         {
-            *last = Launch { state: last.state.start..next.state.end, grad, param, rules: next.rules };
+            *last = Launch {
+                state: last.state.start..next.state.end,
+                grad,
+                param,
+                rules: next.rules,
+            };
         } else {
             launches.push(next);
         }
@@ -116,27 +175,43 @@ pub(crate) fn launches(slices: impl Iterator<Item = Launch>, join: bool, max_ele
     if launches.iter().all(|l| l.state.len() <= max_elems) {
         return launches;
     }
-    launches.iter().flat_map(|launch| pieces(launch, max_elems)).collect()
+    launches
+        .iter()
+        .flat_map(|launch| pieces(launch, max_elems))
+        .collect()
 }
 
 /// The launch in pieces of `max_elems` elements; the last may be smaller.
 fn pieces(launch: &Launch, max_elems: usize) -> impl Iterator<Item = Launch> {
-    let Launch { state, grad, param, rules } = launch;
+    let Launch {
+        state,
+        grad,
+        param,
+        rules,
+    } = launch;
     let len = state.len();
     (0..len).step_by(max_elems).map(move |at| {
         let part = at..len.min(at.saturating_add(max_elems));
         let state = state.start + part.start..state.start + part.end;
-        Launch { state, grad: grad.slice(part.clone()), param: param.slice(part), rules: *rules }
+        Launch {
+            state,
+            grad: grad.slice(part.clone()),
+            param: param.slice(part),
+            rules: *rules,
+        }
     })
 }
 
 /// `a` and `b` as one slice, if `b` starts at the end of `a` and has its dtype.
 fn joined(a: AnySlice, b: AnySlice) -> Option<AnySlice> {
-    let adjacent =
-        a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr() && a.dtype() == b.dtype() && a.device() == b.device();
-    // SAFETY: `b` follows `a`, so both makers' promises hold for the whole. Only slices of GPUs get here: no Rust
-    // reference to it is made, which would have to stay within one allocation.
-    adjacent.then(|| unsafe { AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype(), a.device()) })
+    let adjacent = a.as_ptr().wrapping_add(a.len_bytes()) == b.as_ptr()
+        && a.dtype() == b.dtype()
+        && a.device() == b.device();
+    // SAFETY: `b` follows `a`, so both makers' promises hold for the whole. Only slices of GPUs get
+    // here: no Rust reference to it is made, which would have to stay within one allocation.
+    adjacent.then(|| unsafe {
+        AnySlice::from_raw_parts(a.as_ptr(), a.len() + b.len(), a.dtype(), a.device())
+    })
 }
 
 #[cfg(test)]
@@ -147,12 +222,20 @@ mod tests {
 
     fn slice(at: usize, len: usize, dtype: DType) -> AnySlice {
         // SAFETY: never accessed.
-        unsafe { AnySlice::from_raw_parts(std::ptr::without_provenance_mut(at), len, dtype, DeviceId::HOST) }
+        unsafe {
+            AnySlice::from_raw_parts(
+                std::ptr::without_provenance_mut(at),
+                len,
+                dtype,
+                DeviceId::HOST,
+            )
+        }
     }
 
     #[test]
     fn adjacent_units_become_one_launch() {
-        // bf16 gradients, adjacent except for the last; adjacent parameters; the second unit is empty.
+        // bf16 gradients, adjacent except for the last; adjacent parameters; the second unit is
+        // empty.
         let lens = [10usize, 0, 6, 4, 3];
         let (mut slices, mut end) = (Vec::new(), 0);
         for (i, &len) in lens.iter().enumerate() {
@@ -167,12 +250,20 @@ mod tests {
         }
         let found = |join, max_elems| {
             let launches = launches(slices.iter().cloned(), join, max_elems);
-            launches.into_iter().map(|l| (l.state, l.grad.len(), l.param.as_ptr().addr())).collect::<Vec<_>>()
+            launches
+                .into_iter()
+                .map(|l| (l.state, l.grad.len(), l.param.as_ptr().addr()))
+                .collect::<Vec<_>>()
         };
         assert_eq!(found(true, 20), [(0..20, 20, 8192), (20..23, 3, 8192 + 80)]);
         assert_eq!(found(false, usize::MAX).len(), 4);
         // Each launch is cut into pieces of at most 8 elements.
-        let cut = [(0..8, 8, 8192), (8..16, 8, 8224), (16..20, 4, 8256), (20..23, 3, 8272)];
+        let cut = [
+            (0..8, 8, 8192),
+            (8..16, 8, 8224),
+            (16..20, 4, 8256),
+            (20..23, 3, 8272),
+        ];
         assert_eq!(found(true, 8), cut);
         assert_eq!(found(false, 1).len(), 23);
         // A slice with other rules is a separate launch.

@@ -56,12 +56,14 @@ pub struct StateRange {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Reads a range of the state as fp32 and waits for it, at most `limit` for each copy. The masters of fp32 training
-    /// and of frozen elements are the parameters; the moments of frozen elements are 0. `param` are all slices of the
-    /// unit's parameter, as in [`UnitSlices::param`](crate::UnitSlices::param); masters that have no memory are 0.
+    /// Reads a range of the state as fp32 and waits for it, at most `limit` for each copy. The
+    /// masters of fp32 training and of frozen elements are the parameters; the moments of frozen
+    /// elements are 0. `param` are all slices of the unit's parameter, as in
+    /// [`UnitSlices::param`](crate::UnitSlices::param); masters that have no memory are 0.
     ///
     /// # Errors
-    /// No such unit or range, another length of `out`, slices that do not match the segment, or the stream failed.
+    /// No such unit or range, another length of `out`, slices that do not match the segment, or the
+    /// stream failed.
     pub fn read_state(
         &mut self,
         stream: &D::Stream,
@@ -76,27 +78,44 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             download(&self.device, stream, memory, &mut out[at], limit)?;
         }
-        self.visit_range(stream, range, Access::Read(range.kind), |device, at, values| match values {
-            Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
-            Values::Remainders(rest, elems) => {
-                let mut bits = vec![0u16; rest.len()];
-                device.download(stream, rest_bytes(rest), bytemuck::cast_slice_mut(&mut bits), limit)?;
-                for (of_rest, in_param) in param_parts(param, &elems) {
-                    let mut params = vec![0u16; of_rest.len()];
-                    device.download(stream, in_param, bytemuck::cast_slice_mut(&mut params), limit)?;
-                    let out = &mut out[at.start + of_rest.start..at.start + of_rest.end];
-                    for (out, (param, rest)) in out.iter_mut().zip(params.into_iter().zip(&bits[of_rest])) {
-                        *out = join(bf16::from_bits(param), *rest as i16);
+        self.visit_range(
+            stream,
+            range,
+            Access::Read(range.kind),
+            |device, at, values| match values {
+                Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
+                Values::Remainders(rest, elems) => {
+                    let mut bits = vec![0u16; rest.len()];
+                    device.download(
+                        stream,
+                        rest_bytes(rest),
+                        bytemuck::cast_slice_mut(&mut bits),
+                        limit,
+                    )?;
+                    for (of_rest, in_param) in param_parts(param, &elems) {
+                        let mut params = vec![0u16; of_rest.len()];
+                        device.download(
+                            stream,
+                            in_param,
+                            bytemuck::cast_slice_mut(&mut params),
+                            limit,
+                        )?;
+                        let out = &mut out[at.start + of_rest.start..at.start + of_rest.end];
+                        for (out, (param, rest)) in
+                            out.iter_mut().zip(params.into_iter().zip(&bits[of_rest]))
+                        {
+                            *out = join(bf16::from_bits(param), *rest as i16);
+                        }
                     }
+                    Ok(())
                 }
-                Ok(())
-            }
-        })
+            },
+        )
     }
 
-    /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters of frozen elements are
-    /// rounded to the dtype of the parameters; moments of frozen elements are not stored. After writing masters call
-    /// [`Self::write_params`].
+    /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters
+    /// of frozen elements are rounded to the dtype of the parameters; moments of frozen elements
+    /// are not stored. After writing masters call [`Self::write_params`].
     ///
     /// # Errors
     /// As [`Self::read_state`].
@@ -113,18 +132,31 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             upload(&self.device, stream, &values[at], memory, limit)?;
         }
-        self.visit_range(stream, range, Access::Update { seed: None }, |device, at, of_piece| match of_piece {
-            Values::Fp32(slice) => upload(device, stream, &values[at], slice.erase(), limit),
-            Values::Remainders(rest, elems) => {
-                let (params, bits): (Vec<u16>, Vec<u16>) =
-                    values[at].iter().map(|w| split(*w)).map(|(param, rest)| (param.to_bits(), rest as u16)).unzip();
-                device.upload(stream, bytemuck::cast_slice(&bits), rest_bytes(rest), limit)?;
-                for (of_rest, in_param) in param_parts(param, &elems) {
-                    device.upload(stream, bytemuck::cast_slice(&params[of_rest]), in_param, limit)?;
+        self.visit_range(
+            stream,
+            range,
+            Access::Update { seed: None },
+            |device, at, of_piece| match of_piece {
+                Values::Fp32(slice) => upload(device, stream, &values[at], slice.erase(), limit),
+                Values::Remainders(rest, elems) => {
+                    let (params, bits): (Vec<u16>, Vec<u16>) = values[at]
+                        .iter()
+                        .map(|w| split(*w))
+                        .map(|(param, rest)| (param.to_bits(), rest as u16))
+                        .unzip();
+                    device.upload(stream, bytemuck::cast_slice(&bits), rest_bytes(rest), limit)?;
+                    for (of_rest, in_param) in param_parts(param, &elems) {
+                        device.upload(
+                            stream,
+                            bytemuck::cast_slice(&params[of_rest]),
+                            in_param,
+                            limit,
+                        )?;
+                    }
+                    Ok(())
                 }
-                Ok(())
-            }
-        })
+            },
+        )
     }
 
     /// Calls `run` for each part of a range that the state has, with the part's place in the range.
@@ -154,14 +186,22 @@ impl<D: Device> ShardedAdamW<D> {
                 let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
                 let values = match (kind, piece.masters) {
                     (StateKind::FirstMoment, _) => Values::Fp32(piece.first_moment.slice(of_piece)),
-                    (StateKind::SecondMoment, _) => Values::Fp32(piece.second_moment.slice(of_piece)),
-                    (StateKind::Master, Masters::Fp32(masters)) => Values::Fp32(masters.slice(of_piece)),
+                    (StateKind::SecondMoment, _) => {
+                        Values::Fp32(piece.second_moment.slice(of_piece))
+                    }
+                    (StateKind::Master, Masters::Fp32(masters)) => {
+                        Values::Fp32(masters.slice(of_piece))
+                    }
                     (StateKind::Master, Masters::Remainders(rest)) => {
                         Values::Remainders(rest.slice(of_piece), in_unit.clone())
                     }
                     (StateKind::Master, Masters::Params) => return Ok(()),
                 };
-                Ok(run(&optim.device, in_unit.start - elems.start..in_unit.end - elems.start, values)?)
+                Ok(run(
+                    &optim.device,
+                    in_unit.start - elems.start..in_unit.end - elems.start,
+                    values,
+                )?)
             })?;
         }
         Ok(())
@@ -176,23 +216,45 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<Vec<(Range<usize>, AnySlice)>, OptimError> {
         let StateRange { kind, unit, elems } = range;
         let units = self.segments().len();
-        let segment = self.segments().get(*unit).ok_or(OptimError::NoUnit { unit: *unit, units })?;
-        let (start, end, len, name) = (elems.start, elems.end, segment.len(), || segment.name.clone());
+        let segment = self
+            .segments()
+            .get(*unit)
+            .ok_or(OptimError::NoUnit { unit: *unit, units })?;
+        let (start, end, len, name) = (elems.start, elems.end, segment.len(), || {
+            segment.name.clone()
+        });
         if start > end || end > len {
-            return Err(OptimError::StateRange { unit: name(), kind: kind.name(), start, end, len });
+            return Err(OptimError::StateRange {
+                unit: name(),
+                kind: kind.name(),
+                start,
+                end,
+                len,
+            });
         }
         if values != end - start {
-            return Err(OptimError::SliceLen { unit: name(), what: kind.name(), expected: end - start, got: values });
+            return Err(OptimError::SliceLen {
+                unit: name(),
+                what: kind.name(),
+                expected: end - start,
+                got: values,
+            });
         }
         self.check_params(segment, param)?;
         let mut parts = Vec::new();
         if *kind == StateKind::Master {
-            let frozen = self.pieces(*unit).iter().filter(|piece| piece.state.is_none());
+            let frozen = self
+                .pieces(*unit)
+                .iter()
+                .filter(|piece| piece.state.is_none());
             let in_params: Vec<_> = match self.param_dtype {
                 DType::F32 => std::iter::once(0..len).collect(),
                 _ => frozen.map(|piece| piece.elems.clone()).collect(),
             };
-            for (&(slice, at), within) in param.iter().flat_map(|slice| in_params.iter().map(move |r| (slice, r))) {
+            for (&(slice, at), within) in param
+                .iter()
+                .flat_map(|slice| in_params.iter().map(move |r| (slice, r)))
+            {
                 let from = at.max(within.start).max(start);
                 let to = (at + slice.len()).min(within.end).min(end);
                 if from < to {
@@ -200,7 +262,9 @@ impl<D: Device> ShardedAdamW<D> {
                 }
             }
         }
-        parts.iter_mut().for_each(|(at, _)| *at = at.start - start..at.end - start);
+        parts
+            .iter_mut()
+            .for_each(|(at, _)| *at = at.start - start..at.end - start);
         Ok(parts)
     }
 }
@@ -213,10 +277,18 @@ enum Values {
 }
 
 /// The slices of the elements `range` of a unit's parameter, each with its place in the range.
-fn param_parts(param: &[(AnySlice, usize)], range: &Range<usize>) -> impl Iterator<Item = (Range<usize>, AnySlice)> {
+fn param_parts(
+    param: &[(AnySlice, usize)],
+    range: &Range<usize>,
+) -> impl Iterator<Item = (Range<usize>, AnySlice)> {
     param.iter().filter_map(move |&(slice, at)| {
         let (from, to) = (range.start.max(at), range.end.min(at + slice.len()));
-        (from < to).then(|| (from - range.start..to - range.start, slice.slice(from - at..to - at)))
+        (from < to).then(|| {
+            (
+                from - range.start..to - range.start,
+                slice.slice(from - at..to - at),
+            )
+        })
     })
 }
 
@@ -235,7 +307,9 @@ fn download<D: Device>(
     };
     let mut narrow = vec![0u16; from.len()];
     device.download(stream, from, bytemuck::cast_slice_mut(&mut narrow), limit)?;
-    out.iter_mut().zip(narrow).for_each(|(out, bits)| *out = widen(bits));
+    out.iter_mut()
+        .zip(narrow)
+        .for_each(|(out, bits)| *out = widen(bits));
     Ok(())
 }
 

@@ -1,8 +1,10 @@
-//! Optimizer state away from the memory that a launch updates: in pieces, in host memory in a smaller format or on NVMe.
+//! Optimizer state away from the memory that a launch updates: in pieces, in host memory in a
+//! smaller format or on NVMe.
 //!
-//! A **piece** is at most [`OptimizerConfig::sub_group_elems`](crate::OptimizerConfig::sub_group_elems) elements of one
-//! unit: its masters (or remainders), first and second moments, one after another. A visit of pieces on NVMe is a pipeline
-//! over three streams, ordered by events, through a few buffers:
+//! A **piece** is at most
+//! [`OptimizerConfig::sub_group_elems`](crate::OptimizerConfig::sub_group_elems) elements of one
+//! unit: its masters (or remainders), first and second moments, one after another. A visit of
+//! pieces on NVMe is a pipeline over three streams, ordered by events, through a few buffers:
 //!
 //! ```text
 //! read    | 1 | 2 | 3 |   | 4 |
@@ -16,12 +18,12 @@
 //! | transfer buffers | `buffers` x the largest piece | `Workspace` | [`StateHome::Nvme`] |
 //! | moments in fp32 | 8 x the elements of the largest piece | `Workspace` | [`OffloadOptions::bf16_moments`] |
 //!
-//! Why a piece is read and written whole: masters and moments together are one list of requests and one buffer,
-//! updated in place, 12 bytes an element each way (6 in the smaller formats). DeepSpeed moves the gradient with
-//! them, 16 bytes; here the caller has it.
+//! Why a piece is read and written whole: masters and moments together are one list of requests and
+//! one buffer, updated in place, 12 bytes an element each way (6 in the smaller formats). DeepSpeed
+//! moves the gradient with them, 16 bytes; here the caller has it.
 //!
-//! State on the device is one piece of the same type. So remainders are a format of masters and not of offload:
-//! reading, writing and updating them is one code.
+//! State on the device is one piece of the same type. So remainders are a format of masters and not
+//! of offload: reading, writing and updating them is one code.
 
 use std::ops::Range;
 #[cfg(target_os = "linux")]
@@ -40,8 +42,9 @@ use zero_kernels::Kernels;
 use crate::groups::Resolved;
 use crate::{OptimError, StateKind};
 
-/// Elements of a piece if the settings have no sub-groups: 12 MB of masters and moments, which the caches of a CPU hold
-/// from the read to the write. Four times as many are updated 1.15 times slower.
+/// Elements of a piece if the settings have no sub-groups: 12 MB of masters and moments, which the
+/// caches of a CPU hold from the read to the write. Four times as many are updated 1.15 times
+/// slower.
 const PIECE_ELEMS: usize = 1 << 20;
 /// Lengths and offsets of pieces in bytes are multiples of this one.
 const PIECE_ALIGN_BYTES: usize = 4096;
@@ -55,15 +58,16 @@ pub enum StateHome {
     /// Host memory.
     #[default]
     Memory,
-    /// A scratch file without a name, of the length of the state, which disappears with the optimizer.
+    /// A scratch file without a name, of the length of the state, which disappears with the
+    /// optimizer.
     #[cfg(target_os = "linux")]
     Nvme {
         /// The folder of the file.
         dir: PathBuf,
         /// How the file is read and written.
         options: SwapOptions,
-        /// Pieces in memory at once; at least 1. With 4, one is read, one is updated and one is written at the same time, and
-        /// one is ready.
+        /// Pieces in memory at once; at least 1. With 4, one is read, one is updated and one is
+        /// written at the same time, and one is ready.
         buffers: usize,
     },
 }
@@ -74,20 +78,27 @@ pub enum StateHome {
 pub struct OffloadOptions {
     /// The place of the state.
     pub home: StateHome,
-    /// Keeps the masters of bf16 parameters as 16-bit remainders: parameter and remainder together have the bits of an
-    /// fp32 master. The parameter is the master rounded to nearest, ties away from zero; without remainders ties go to even.
+    /// Keeps the masters of bf16 parameters as 16-bit remainders: parameter and remainder together
+    /// have the bits of an fp32 master. The parameter is the master rounded to nearest, ties away
+    /// from zero; without remainders ties go to even.
     pub remainder: bool,
-    /// Keeps the moments in bf16, rounded stochastically: to nearest, a second moment would not fall, since a step
-    /// changes it by less than half a unit in the last place. The random bits follow from the step and the place in this rank's state,
-    /// so a run has the same bits again, but other bits at another stage, with other ranks or other frozen elements.
+    /// Keeps the moments in bf16, rounded stochastically: to nearest, a second moment would not
+    /// fall, since a step changes it by less than half a unit in the last place. The random bits
+    /// follow from the step and the place in this rank's state, so a run has the same bits again,
+    /// but other bits at another stage, with other ranks or other frozen elements.
     pub bf16_moments: bool,
 }
-setters!(OffloadOptions { home: StateHome, remainder: bool, bf16_moments: bool });
+setters!(OffloadOptions {
+    home: StateHome,
+    remainder: bool,
+    bf16_moments: bool
+});
 
 /// The access of a visit to pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Reads the visited elements of one kind: pieces are those parts, whose other kinds have arbitrary values.
+    /// Reads the visited elements of one kind: pieces are those parts, whose other kinds have
+    /// arbitrary values.
     Read(StateKind),
     /// Reads and writes them.
     Update {
@@ -119,9 +130,15 @@ pub(crate) struct PieceState {
 impl PieceState {
     /// The elements that `range` and the piece share: relative to the range, and to the piece.
     pub(crate) fn overlap(&self, range: &Range<usize>) -> (Range<usize>, Range<usize>) {
-        let (start, end) = (range.start.max(self.state.start), range.end.min(self.state.end));
+        let (start, end) = (
+            range.start.max(self.state.start),
+            range.end.min(self.state.end),
+        );
         let end = end.max(start);
-        (start - range.start..end - range.start, start - self.state.start..end - self.state.start)
+        (
+            start - range.start..end - range.start,
+            start - self.state.start..end - self.state.start,
+        )
     }
 
     /// The elements `range` of the piece.
@@ -141,7 +158,8 @@ impl PieceState {
 
 /// State in pieces, on a device whose streams can transfer it.
 pub(crate) trait StateTier<D: Device>: Send {
-    /// Calls `run` for each piece that has elements of `state`, in order; it enqueues operations on `stream`.
+    /// Calls `run` for each piece that has elements of `state`, in order; it enqueues operations on
+    /// `stream`.
     fn visit(
         &mut self,
         stream: &D::Stream,
@@ -161,8 +179,8 @@ pub(crate) trait StateTier<D: Device>: Send {
     fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError>;
 }
 
-/// In place of a tier that is visited. It stays if the visit panics, which drops the tier: some units are then updated and
-/// others are not, so every later use is an error.
+/// In place of a tier that is visited. It stays if the visit panics, which drops the tier: some
+/// units are then updated and others are not, so every later use is an error.
 pub(crate) struct Away;
 
 impl<D: Device> StateTier<D> for Away {
@@ -197,7 +215,10 @@ struct Placed {
     /// Its first byte in the storage.
     at: usize,
     /// After it the piece is written, if it was.
-    #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only a file is written to"))]
+    #[cfg_attr(
+        not(target_os = "linux"),
+        allow(dead_code, reason = "only a file is written to")
+    )]
     written: Option<HostEvent>,
 }
 
@@ -280,10 +301,18 @@ impl Pieces {
                 _ if options.remainder => size_of::<i16>(),
                 _ => size_of::<f32>(),
             },
-            moment: if options.bf16_moments { size_of::<bf16>() } else { size_of::<f32>() },
+            moment: if options.bf16_moments {
+                size_of::<bf16>()
+            } else {
+                size_of::<f32>()
+            },
         };
         // A multiple of 2048 elements, so that full pieces have no padding.
-        let most = if sub_group_elems == usize::MAX { PIECE_ELEMS } else { sub_group_elems.clamp(1, usize::MAX / 2) };
+        let most = if sub_group_elems == usize::MAX {
+            PIECE_ELEMS
+        } else {
+            sub_group_elems.clamp(1, usize::MAX / 2)
+        };
         let most = most.next_multiple_of(PIECE_ALIGN_BYTES / size_of::<bf16>());
         let (mut pieces, mut bytes, mut largest) = (Vec::new(), 0, 0);
         for unit in &groups.pieces {
@@ -293,7 +322,11 @@ impl Pieces {
             for start in (start..end).step_by(most) {
                 let state = start..end.min(start.saturating_add(most));
                 largest = largest.max(state.len());
-                pieces.push(Placed { state: state.clone(), at: bytes, written: None });
+                pieces.push(Placed {
+                    state: state.clone(),
+                    at: bytes,
+                    written: None,
+                });
                 bytes += format.bytes(state.len());
             }
         }
@@ -305,14 +338,35 @@ impl Pieces {
                 Storage::Memory(block)
             }
             #[cfg(target_os = "linux")]
-            StateHome::Nvme { dir, options, buffers } => {
+            StateHome::Nvme {
+                dir,
+                options,
+                buffers,
+            } => {
                 let sizes = (bytes, format.bytes(largest), *buffers);
-                Storage::File(Box::new(Transfers::new(pool, stream, dir, options.clone(), sizes)?))
+                Storage::File(Box::new(Transfers::new(
+                    pool,
+                    stream,
+                    dir,
+                    options.clone(),
+                    sizes,
+                )?))
             }
         };
         let moments = || pool.allocate(largest, DType::F32, Purpose::Workspace, stream);
-        let wide = if options.bf16_moments { Some([moments()?, moments()?]) } else { None };
-        Ok(Self { kernels, format, pieces, storage, wide, stream: stream.clone() })
+        let wide = if options.bf16_moments {
+            Some([moments()?, moments()?])
+        } else {
+            None
+        };
+        Ok(Self {
+            kernels,
+            format,
+            pieces,
+            storage,
+            wide,
+            stream: stream.clone(),
+        })
     }
 
     #[cfg(target_os = "linux")]
@@ -339,15 +393,23 @@ impl Pieces {
             StateKind::SecondMoment => (second, self.format.moment),
         };
         let start = of_kind.start + (part.start - piece.state.start) * width;
-        let (from, to) = (start / PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES, start + part.len() * width);
+        let (from, to) = (
+            start / PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES,
+            start + part.len() * width,
+        );
         let elems = part.len();
-        let Storage::File(transfers) = &mut self.storage else { return Ok(()) };
-        let (buffer, bytes) = transfers.read(stream, piece, from..to.next_multiple_of(PIECE_ALIGN_BYTES))?;
+        let Storage::File(transfers) = &mut self.storage else {
+            return Ok(());
+        };
+        let (buffer, bytes) =
+            transfers.read(stream, piece, from..to.next_multiple_of(PIECE_ALIGN_BYTES))?;
         let bytes = bytes.slice(start - from..to - from);
         let (kernels, wide) = (&self.kernels, &self.wide);
         let mut visit = || {
             // SAFETY: as in `run`.
-            let wide = wide.as_ref().map(|[block, _]| unsafe { block.slice() }.slice(0..elems));
+            let wide = wide
+                .as_ref()
+                .map(|[block, _]| unsafe { block.slice() }.slice(0..elems));
             let values = match (kind, width, wide) {
                 (StateKind::Master, 2, _) => {
                     let masters = Masters::Remainders(typed(bytes, elems));
@@ -366,14 +428,20 @@ impl Pieces {
                 _ => typed::<f32>(bytes, elems),
             };
             let masters = Masters::Fp32(values);
-            run(&PieceState { state: part.clone(), masters, first_moment: values, second_moment: values })
+            run(&PieceState {
+                state: part.clone(),
+                masters,
+                first_moment: values,
+                second_moment: values,
+            })
         };
         let enqueued = visit();
         transfers.buffers[buffer].free = Some(stream.record()?);
         enqueued
     }
 
-    /// Enqueues operations of one piece, whose bytes are in memory. The moments are widened before and narrowed after.
+    /// Enqueues operations of one piece, whose bytes are in memory. The moments are widened before
+    /// and narrowed after.
     fn run(
         &self,
         stream: &HostStream,
@@ -390,29 +458,62 @@ impl Pieces {
             _ => Masters::Fp32(typed(bytes.slice(master), elems)),
         };
         let Some(wide) = &self.wide else {
-            let (first_moment, second_moment) = (typed(bytes.slice(first), elems), typed(bytes.slice(second), elems));
-            return run(&PieceState { state: state.clone(), masters, first_moment, second_moment });
+            let (first_moment, second_moment) = (
+                typed(bytes.slice(first), elems),
+                typed(bytes.slice(second), elems),
+            );
+            return run(&PieceState {
+                state: state.clone(),
+                masters,
+                first_moment,
+                second_moment,
+            });
         };
-        let narrow = [typed::<bf16>(bytes.slice(first), elems), typed::<bf16>(bytes.slice(second), elems)];
-        // SAFETY: used by operations on the stream of the visit only, behind those of earlier visits; the drop records it.
-        let wide = wide.each_ref().map(|block| unsafe { block.slice() }.slice(0..elems));
+        let narrow = [
+            typed::<bf16>(bytes.slice(first), elems),
+            typed::<bf16>(bytes.slice(second), elems),
+        ];
+        // SAFETY: used by operations on the stream of the visit only, behind those of earlier
+        // visits; the drop records it.
+        let wide = wide
+            .each_ref()
+            .map(|block| unsafe { block.slice() }.slice(0..elems));
         for (narrow, wide) in narrow.iter().zip(wide) {
             self.kernels.cast(stream, narrow.erase(), wide, 1.0)?;
         }
         let (first_moment, second_moment) = (wide[0].typed()?, wide[1].typed()?);
-        run(&PieceState { state: state.clone(), masters, first_moment, second_moment })?;
-        let Access::Update { seed } = access else { return Ok(()) };
-        for (kind, (narrow, wide)) in narrow.into_iter().zip([first_moment, second_moment]).enumerate() {
+        run(&PieceState {
+            state: state.clone(),
+            masters,
+            first_moment,
+            second_moment,
+        })?;
+        let Access::Update { seed } = access else {
+            return Ok(());
+        };
+        for (kind, (narrow, wide)) in narrow
+            .into_iter()
+            .zip([first_moment, second_moment])
+            .enumerate()
+        {
             match seed {
-                None => self.kernels.cast(stream, wide.erase(), narrow.erase(), 1.0)?,
+                None => self
+                    .kernels
+                    .cast(stream, wide.erase(), narrow.erase(), 1.0)?,
                 Some(seed) => {
                     let first = state.start as u64;
                     stream.enqueue("round moments", move || {
-                        // SAFETY: host memory of the buffer beside the piece, which only this stream uses now.
+                        // SAFETY: host memory of the buffer beside the piece, which only this
+                        // stream uses now.
                         let wide = unsafe { wide.as_host() };
                         // SAFETY: as above, of the piece itself.
                         let narrow = unsafe { narrow.as_host_mut() };
-                        round_stochastically(wide, narrow, seed.wrapping_mul(2).wrapping_add(kind as u64), first);
+                        round_stochastically(
+                            wide,
+                            narrow,
+                            seed.wrapping_mul(2).wrapping_add(kind as u64),
+                            first,
+                        );
                         Ok(())
                     })?;
                 }
@@ -436,7 +537,9 @@ impl Transfers {
         OptimError::check(buffers > 0, "buffers", buffers as f64, "at least 1")?;
         let file = SwapFile::create(dir, bytes as u64, options)?;
         let lane = |direction: &str| {
-            let stream = pool.device().create_stream(&format!("{} {direction}", stream.name()))?;
+            let stream = pool
+                .device()
+                .create_stream(&format!("{} {direction}", stream.name()))?;
             Ok::<_, OptimError>((stream, file.lane()?))
         };
         let (reads, writes) = (lane("read")?, lane("write")?);
@@ -444,14 +547,24 @@ impl Transfers {
             let memory = SwapBuffer::allocate(pool, piece_bytes, Purpose::Workspace, &reads.0)?;
             Ok(Buffer { memory, free: None })
         };
-        let buffers = (0..buffers).map(buffer).collect::<Result<Vec<_>, OptimError>>()?;
-        let registered: Vec<SwapBuffer> = buffers.iter().map(|buffer| buffer.memory.clone()).collect();
+        let buffers = (0..buffers)
+            .map(buffer)
+            .collect::<Result<Vec<_>, OptimError>>()?;
+        let registered: Vec<SwapBuffer> =
+            buffers.iter().map(|buffer| buffer.memory.clone()).collect();
         reads.1.register(&registered);
         writes.1.register(&registered);
-        Ok(Self { file, reads, writes, buffers, next: 0 })
+        Ok(Self {
+            file,
+            reads,
+            writes,
+            buffers,
+            next: 0,
+        })
     }
 
-    /// Enqueues reading a range of a piece's bytes into the next buffer; `stream` waits for it. Returns the buffer's position and the bytes.
+    /// Enqueues reading a range of a piece's bytes into the next buffer; `stream` waits for it.
+    /// Returns the buffer's position and the bytes.
     fn read(
         &mut self,
         stream: &HostStream,
@@ -464,7 +577,8 @@ impl Transfers {
         for before in buffer.free.iter().chain(&piece.written) {
             reads.wait(before)?;
         }
-        // SAFETY: the operations of visits use it, ordered by events; the drop records their streams.
+        // SAFETY: the operations of visits use it, ordered by events; the drop records their
+        // streams.
         let bytes = unsafe { buffer.memory.slice() }.slice(0..range.len());
         lane.read(reads, &[((piece.at + range.start) as u64, bytes)])?;
         let read = reads.record()?;
@@ -474,7 +588,12 @@ impl Transfers {
     }
 
     /// Enqueues writing a piece after the work of `stream`.
-    fn write(&mut self, stream: &HostStream, piece: &mut Placed, bytes: AnySlice) -> Result<HostEvent, OptimError> {
+    fn write(
+        &mut self,
+        stream: &HostStream,
+        piece: &mut Placed,
+        bytes: AnySlice,
+    ) -> Result<HostEvent, OptimError> {
         let (writes, lane) = &self.writes;
         writes.wait(&stream.record()?)?;
         lane.write(writes, &[(piece.at as u64, bytes)])?;
@@ -493,7 +612,9 @@ impl StateTier<HostDevice> for Pieces {
         run: &mut dyn FnMut(&PieceState) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
         self.stream = stream.clone();
-        let first = self.pieces.partition_point(|piece| piece.state.end <= state.start);
+        let first = self
+            .pieces
+            .partition_point(|piece| piece.state.end <= state.start);
         for index in first..self.pieces.len() {
             if self.pieces[index].state.start >= state.end {
                 break;
@@ -510,7 +631,8 @@ impl StateTier<HostDevice> for Pieces {
             let bytes = self.format.bytes(of_piece.len());
             match &mut self.storage {
                 Storage::Memory(block) => {
-                    // SAFETY: used by operations on the streams of visits, each behind the last; the drop records the last.
+                    // SAFETY: used by operations on the streams of visits, each behind the last;
+                    // the drop records the last.
                     let bytes = unsafe { block.slice() }.slice(at..at + bytes);
                     self.run(stream, &of_piece, bytes, access, run)?;
                 }
@@ -518,7 +640,9 @@ impl StateTier<HostDevice> for Pieces {
                 Storage::File(transfers) => {
                     let (buffer, bytes) = transfers.read(stream, &self.pieces[index], 0..bytes)?;
                     let enqueued = self.run(stream, &of_piece, bytes, access, run);
-                    let Storage::File(transfers) = &mut self.storage else { continue };
+                    let Storage::File(transfers) = &mut self.storage else {
+                        continue;
+                    };
                     let free = &mut transfers.buffers[buffer].free;
                     // Also after an error: some operations may be enqueued.
                     *free = Some(stream.record()?);
@@ -583,13 +707,18 @@ impl Drop for Pieces {
 
 /// The bytes as `elems` values of `T`.
 fn typed<T>(bytes: AnySlice, elems: usize) -> DeviceSlice<T> {
-    assert_eq!(bytes.len(), elems * size_of::<T>(), "a part of a piece has the bytes of its elements");
-    // SAFETY: initialised bytes of a block, at a multiple of `PART_ALIGN_BYTES` from its aligned start, of a type of which
-    // all values are valid; the rest as for `bytes`.
+    assert_eq!(
+        bytes.len(),
+        elems * size_of::<T>(),
+        "a part of a piece has the bytes of its elements"
+    );
+    // SAFETY: initialised bytes of a block, at a multiple of `PART_ALIGN_BYTES` from its aligned
+    // start, of a type of which all values are valid; the rest as for `bytes`.
     unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), elems, bytes.device()) }
 }
 
-/// Rounds up or down with probabilities by the distance, so that the mean is exact. Infinities and NaNs stay so.
+/// Rounds up or down with probabilities by the distance, so that the mean is exact. Infinities and
+/// NaNs stay so.
 fn round_stochastically(wide: &[f32], narrow: &mut [bf16], seed: u64, first: u64) {
     for (i, (wide, narrow)) in wide.iter().zip(narrow).enumerate() {
         // The finalizer of SplitMix64 (Steele et al., 2014) of the element's position and the seed.
@@ -601,7 +730,11 @@ fn round_stochastically(wide: &[f32], narrow: &mut [bf16], seed: u64, first: u64
             true => {
                 let rounded = (bits.wrapping_add((x >> 48) as u32) >> 16) as u16;
                 let up = bf16::from_bits(rounded);
-                if up.is_finite() { up } else { bf16::from_bits((bits >> 16) as u16) }
+                if up.is_finite() {
+                    up
+                } else {
+                    bf16::from_bits((bits >> 16) as u16)
+                }
             }
             false => bf16::from_f32(*wide),
         };

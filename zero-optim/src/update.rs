@@ -12,8 +12,13 @@ use crate::tier::{Access, Away, Masters, PieceState};
 use crate::{OptimError, ShardedAdamW};
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream order.
-    pub(crate) fn enqueue_adam(&mut self, stream: &D::Stream, units: &[UnitSlices<'_, D>]) -> Result<(), OptimError> {
+    /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream
+    /// order.
+    pub(crate) fn enqueue_adam(
+        &mut self,
+        stream: &D::Stream,
+        units: &[UnitSlices<'_, D>],
+    ) -> Result<(), OptimError> {
         self.enqueue_updates(stream, units.iter().enumerate())
     }
 
@@ -26,10 +31,17 @@ impl<D: Device> ShardedAdamW<D> {
         for (i, unit) in units.filter(|(i, _)| !self.is_frozen(*i)) {
             let grad = unit.grad.wait_on(stream)?;
             slices.extend(unit.param.iter().flat_map(|&(param, at)| {
-                self.groups.trained(i, at..at + param.len()).map(move |(elems, state, rules)| {
-                    let param = param.slice(elems.start - at..elems.end - at);
-                    Launch { state, grad: grad.slice(elems), param, rules }
-                })
+                self.groups
+                    .trained(i, at..at + param.len())
+                    .map(move |(elems, state, rules)| {
+                        let param = param.slice(elems.start - at..elems.end - at);
+                        Launch {
+                            state,
+                            grad: grad.slice(elems),
+                            param,
+                            rules,
+                        }
+                    })
             }));
         }
         let resident = match &self.state {
@@ -58,8 +70,9 @@ impl<D: Device> ShardedAdamW<D> {
         }
         for run in runs {
             self.visit(stream, run, Access::Update { seed }, |optim, piece| {
-                let parts =
-                    slices.iter().filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
+                let parts = slices
+                    .iter()
+                    .filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
                 for slice in parts {
                     let (of_slice, of_piece) = piece.overlap(&slice.state);
                     let launch = Launch {
@@ -91,7 +104,8 @@ impl<D: Device> ShardedAdamW<D> {
             }
             State::Tier(tier) => tier,
         };
-        // The tier leaves `self` for the visit, whose operations need the rest. After a panic `Away` stays.
+        // The tier leaves `self` for the visit, whose operations need the rest. After a panic
+        // `Away` stays.
         let mut tier = std::mem::replace(tier, Box::new(Away));
         let visited = tier.visit(stream, range, access, &mut |piece| run(self, piece));
         self.state = State::Tier(tier);
@@ -99,22 +113,55 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Enqueues one launch; `piece` is its state.
-    fn launch(&self, stream: &D::Stream, launch: &Launch, piece: &PieceState) -> Result<(), OptimError> {
-        let &Launch { grad, param, rules, .. } = launch;
-        let LaunchRules { scalars, weight_decay } = self.groups.launch_rules[rules];
+    fn launch(
+        &self,
+        stream: &D::Stream,
+        launch: &Launch,
+        piece: &PieceState,
+    ) -> Result<(), OptimError> {
+        let &Launch {
+            grad, param, rules, ..
+        } = launch;
+        let LaunchRules {
+            scalars,
+            weight_decay,
+        } = self.groups.launch_rules[rules];
         let scalars = self.scalars_slice().slice(scalars..scalars + 1);
-        let hyper = AdamHyper { weight_decay, ..self.controller.config().hyper };
-        let PieceState { first_moment, second_moment, .. } = *piece;
+        let hyper = AdamHyper {
+            weight_decay,
+            ..self.controller.config().hyper
+        };
+        let PieceState {
+            first_moment,
+            second_moment,
+            ..
+        } = *piece;
         let (master, param_out) = match piece.masters {
             Masters::Fp32(master) => (master, Some(param)),
             Masters::Params => (param.typed::<f32>()?, None),
             Masters::Remainders(remainder) => {
                 let param = param.typed()?;
-                let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+                let args = RemainderArgs {
+                    param,
+                    remainder,
+                    first_moment,
+                    second_moment,
+                    grad,
+                    scalars,
+                    hyper,
+                };
                 return Ok(self.kernels.adam_remainder(stream, args)?);
             }
         };
-        let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+        let args = AdamArgs {
+            master,
+            first_moment,
+            second_moment,
+            grad,
+            param_out,
+            scalars,
+            hyper,
+        };
         Ok(self.kernels.adam(stream, args)?)
     }
 }

@@ -1,4 +1,5 @@
-//! Optimizers in checkpoints: other world sizes, stages and dtypes, parameter groups, frozen units, and errors.
+//! Optimizers in checkpoints: other world sizes, stages and dtypes, parameter groups, frozen units,
+//! and errors.
 #![cfg(feature = "ckpt")]
 
 #[allow(dead_code)]
@@ -13,22 +14,33 @@ use common::{Holding, LIMIT, Random, Rank, World};
 use serde_json::{Value, json};
 use zero_alloc::device::{DType, Stream};
 use zero_ckpt::{
-    CkptError, ExchangeFn, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, Store, StoreOptions,
+    CkptError, ExchangeFn, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, Store,
+    StoreOptions,
 };
 use zero_optim::{
-    CheckpointError, DynamicScaling, GroupRules, LossScaling, OptimError, OptimizerConfig, RankParams, StateKind,
-    StateRange,
+    CheckpointError, DynamicScaling, GroupRules, LossScaling, OptimError, OptimizerConfig,
+    RankParams, StateKind, StateRange,
 };
 use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 
-/// Three units with gaps between their parameters; the last is frozen, and a parameter of the second.
+/// Three units with gaps between their parameters; the last is frozen, and a parameter of the
+/// second.
 fn layout(world: usize) -> Layout {
     let unit = |name: &str, lens: &[u64]| {
-        let params = lens.iter().enumerate().map(|(i, len)| ParamSpec::new(format!("{name}.{i}"), [*len]));
+        let params = lens
+            .iter()
+            .enumerate()
+            .map(|(i, len)| ParamSpec::new(format!("{name}.{i}"), [*len]));
         UnitSpec::new(name, params.collect::<Vec<_>>())
     };
-    let units = [unit("a", &[5, 3, 6]), unit("b", &[7, 0, 2]), unit("c", &[9])];
-    let options = LayoutOptions::default().shard_align_elems(2).param_align_elems(4);
+    let units = [
+        unit("a", &[5, 3, 6]),
+        unit("b", &[7, 0, 2]),
+        unit("c", &[9]),
+    ];
+    let options = LayoutOptions::default()
+        .shard_align_elems(2)
+        .param_align_elems(4);
     Layout::with_options(&units, world as u64, options).unwrap()
 }
 
@@ -37,7 +49,10 @@ fn flat(layout: &Layout, values: &[f32]) -> Vec<Vec<f32>> {
     let unit = |unit: &zero_shard::UnitLayout| {
         let mut flat = vec![0.0; unit.padded_elems as usize];
         for param in &unit.params {
-            let (at, from) = (param.offset_elems as usize, param.global_offset_elems as usize);
+            let (at, from) = (
+                param.offset_elems as usize,
+                param.global_offset_elems as usize,
+            );
             flat[at..at + param.numel_elems as usize]
                 .copy_from_slice(&values[from..from + param.numel_elems as usize]);
         }
@@ -46,16 +61,37 @@ fn flat(layout: &Layout, values: &[f32]) -> Vec<Vec<f32>> {
     layout.units().iter().map(unit).collect()
 }
 
-fn world(config: &OptimizerConfig, dtype: DType, ranks: usize, how: Holding, values: &[f32]) -> (World, Layout) {
+fn world(
+    config: &OptimizerConfig,
+    dtype: DType,
+    ranks: usize,
+    how: Holding,
+    values: &[f32],
+) -> (World, Layout) {
     let layout = layout(ranks);
-    let rules = [GroupRules::default(), GroupRules::default().weight_decay(0.5), GroupRules::frozen()];
+    let rules = [
+        GroupRules::default(),
+        GroupRules::default().weight_decay(0.5),
+        GroupRules::frozen(),
+    ];
     // By flat element: the second parameter of `a` has a decay, the last of `b` is frozen.
     let group = |unit, elem| match unit {
         0 => usize::from((8..12).contains(&elem)),
         1 => 2 * usize::from(elem >= 8),
         _ => 2,
     };
-    (World::with_groups(config, dtype, &flat(&layout, values), ranks, how, &rules, &group), layout)
+    (
+        World::with_groups(
+            config,
+            dtype,
+            &flat(&layout, values),
+            ranks,
+            how,
+            &rules,
+            &group,
+        ),
+        layout,
+    )
 }
 
 fn with_params<R>(
@@ -65,7 +101,14 @@ fn with_params<R>(
     use_them: impl FnOnce(&mut Rank, &RankParams<'_, [(zero_alloc::device::AnySlice, usize); 1]>) -> R,
 ) -> R {
     let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-    use_them(rank, &RankParams { layout, rank: index as u64, params: &params })
+    use_them(
+        rank,
+        &RankParams {
+            layout,
+            rank: index as u64,
+            params: &params,
+        },
+    )
 }
 
 /// Saves on all ranks.
@@ -88,19 +131,36 @@ fn save(
         let store = Store::create(dir, index as u64, StoreOptions::default()).unwrap();
         let mut exchange = ExchangeFn::new(index as u64, |own: &[u8]| exchange(index, own));
         with_params(rank, layout, index, |rank, own| {
-            rank.optim.save(&rank.stream, &store, meta.clone(), own, &mut exchange, LIMIT)
+            rank.optim.save(
+                &rank.stream,
+                &store,
+                meta.clone(),
+                own,
+                &mut exchange,
+                LIMIT,
+            )
         })
     };
     std::thread::scope(|scope| {
         let ranks = world.ranks.iter_mut().enumerate();
         let threads: Vec<_> = ranks.map(|rank| scope.spawn(|| save(rank))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
     })
 }
 
-fn load_rank(rank: &mut Rank, layout: &Layout, index: usize, dir: &Path) -> Result<(), CheckpointError> {
+fn load_rank(
+    rank: &mut Rank,
+    layout: &Layout,
+    index: usize,
+    dir: &Path,
+) -> Result<(), CheckpointError> {
     let reader = Reader::open(dir).unwrap();
-    with_params(rank, layout, index, |rank, own| rank.optim.load(&rank.stream, &reader, own, LIMIT))
+    with_params(rank, layout, index, |rank, own| {
+        rank.optim.load(&rank.stream, &reader, own, LIMIT)
+    })
 }
 
 fn load(world: &mut World, layout: &Layout, dir: &Path) {
@@ -121,9 +181,13 @@ fn contents(world: &mut World, layout: &Layout) -> Vec<Vec<f32>> {
                     let elems = rank.optim.segments()[unit].own_shard.clone();
                     let mut read = vec![0.0; elems.len()];
                     let range = StateRange { kind, unit, elems };
-                    rank.optim.read_state(&rank.stream, &range, &own.params[unit], &mut read, LIMIT).unwrap();
+                    rank.optim
+                        .read_state(&rank.stream, &range, &own.params[unit], &mut read, LIMIT)
+                        .unwrap();
                     for (i, value) in read.into_iter().enumerate() {
-                        if let Some(at) = layout.global_at(index as u64, placed.shard_offset_elems + i as u64) {
+                        if let Some(at) =
+                            layout.global_at(index as u64, placed.shard_offset_elems + i as u64)
+                        {
                             out[at as usize] = value;
                         }
                     }
@@ -133,7 +197,11 @@ fn contents(world: &mut World, layout: &Layout) -> Vec<Vec<f32>> {
     }
     for (unit, values) in layout.units().iter().zip(world.params()) {
         for param in &unit.params {
-            let (at, to, len) = (param.offset_elems, param.global_offset_elems as usize, param.numel_elems as usize);
+            let (at, to, len) = (
+                param.offset_elems,
+                param.global_offset_elems as usize,
+                param.numel_elems as usize,
+            );
             all[3][to..to + len].copy_from_slice(&values[at as usize..at as usize + len]);
         }
     }
@@ -166,8 +234,15 @@ fn any_world_size_and_stage_loads() {
 
         let (mut two, layout_of_two) = world(&config, dtype, 2, Holding::Shard, &random(99));
         load(&mut two, &layout_of_two, dir.path());
-        assert_eq!(contents(&mut two, &layout_of_two), contents(&mut four, &layout_of_four), "{dtype}");
-        assert_eq!(two.ranks[1].optim.progress(), four.ranks[0].optim.progress());
+        assert_eq!(
+            contents(&mut two, &layout_of_two),
+            contents(&mut four, &layout_of_four),
+            "{dtype}"
+        );
+        assert_eq!(
+            two.ranks[1].optim.progress(),
+            four.ranks[0].optim.progress()
+        );
 
         step(&mut two, &layout_of_two, dtype, 5);
         let meta = SaveMeta::default().step(4);
@@ -176,7 +251,11 @@ fn any_world_size_and_stage_loads() {
         }
         let (mut whole, layout_of_three) = world(&config, dtype, 3, Holding::Whole, &random(98));
         load(&mut whole, &layout_of_three, dir.path());
-        assert_eq!(contents(&mut whole, &layout_of_three), contents(&mut two, &layout_of_two), "{dtype}");
+        assert_eq!(
+            contents(&mut whole, &layout_of_three),
+            contents(&mut two, &layout_of_two),
+            "{dtype}"
+        );
 
         step(&mut whole, &layout_of_three, dtype, 6);
         let meta = SaveMeta::default().step(5);
@@ -184,52 +263,116 @@ fn any_world_size_and_stage_loads() {
             saved.unwrap();
         }
         load(&mut four, &layout_of_four, dir.path());
-        assert_eq!(contents(&mut four, &layout_of_four), contents(&mut whole, &layout_of_three), "{dtype}");
+        assert_eq!(
+            contents(&mut four, &layout_of_four),
+            contents(&mut whole, &layout_of_three),
+            "{dtype}"
+        );
     }
 }
 
 #[test]
 fn another_dtype_keeps_the_loss_scale() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut bf16, layout) = world(&OptimizerConfig::default(), DType::Bf16, 1, Holding::Shard, &random(1));
+    let (mut bf16, layout) = world(
+        &OptimizerConfig::default(),
+        DType::Bf16,
+        1,
+        Holding::Shard,
+        &random(1),
+    );
     step(&mut bf16, &layout, DType::Bf16, 2);
-    save(&mut bf16, &layout, dir.path(), &SaveMeta::default()).pop().unwrap().unwrap();
+    save(&mut bf16, &layout, dir.path(), &SaveMeta::default())
+        .pop()
+        .unwrap()
+        .unwrap();
     let loss_scaling = LossScaling::Dynamic(DynamicScaling::default());
     let config = OptimizerConfig::default().loss_scaling(loss_scaling);
     let (mut f16, _) = world(&config, DType::F16, 1, Holding::Shard, &random(3));
     load(&mut f16, &layout, dir.path());
     let progress = f16.ranks[0].optim.progress();
-    assert_eq!((progress.adam_steps, progress.loss_scaler.scale), (1, 65536.0));
-    assert_eq!(contents(&mut f16, &layout)[1], contents(&mut bf16, &layout)[1]);
+    assert_eq!(
+        (progress.adam_steps, progress.loss_scaler.scale),
+        (1, 65536.0)
+    );
+    assert_eq!(
+        contents(&mut f16, &layout)[1],
+        contents(&mut bf16, &layout)[1]
+    );
 }
 
 #[test]
 fn wrong_layouts_and_params_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut two, layout_of_two) = world(&OptimizerConfig::default(), DType::F32, 2, Holding::Shard, &random(1));
+    let (mut two, layout_of_two) = world(
+        &OptimizerConfig::default(),
+        DType::F32,
+        2,
+        Holding::Shard,
+        &random(1),
+    );
     // Another model on two ranks: all return an error, and none waits.
-    let other = Layout::new(&["a", "b", "c"].map(|n| UnitSpec::new(n, [ParamSpec::new(n, [3])])), 2, 1).unwrap();
+    let other = Layout::new(
+        &["a", "b", "c"].map(|n| UnitSpec::new(n, [ParamSpec::new(n, [3])])),
+        2,
+        1,
+    )
+    .unwrap();
     let errors = save(&mut two, &other, dir.path(), &SaveMeta::default());
-    assert!(errors.iter().all(|e| matches!(e, Err(CheckpointError::Segment { .. }))), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|e| matches!(e, Err(CheckpointError::Segment { .. }))),
+        "{errors:?}"
+    );
     for saved in save(&mut two, &layout_of_two, dir.path(), &SaveMeta::default()) {
         saved.unwrap();
     }
     let rank = &mut two.ranks[0];
     let error = load_rank(rank, &layout(1), 0, dir.path()).unwrap_err();
-    assert!(matches!(&error, CheckpointError::Segment { unit, .. } if unit == "a"), "{error}");
+    assert!(
+        matches!(&error, CheckpointError::Segment { unit, .. } if unit == "a"),
+        "{error}"
+    );
     let error = load_rank(rank, &layout_of_two, 2, dir.path()).unwrap_err();
-    assert!(matches!(&error, CheckpointError::Segment { rank: 2, .. }), "{error}");
+    assert!(
+        matches!(&error, CheckpointError::Segment { rank: 2, .. }),
+        "{error}"
+    );
     let error = load_rank(rank, &Layout::new(&[], 2, 1).unwrap(), 0, dir.path()).unwrap_err();
-    assert!(matches!(error, CheckpointError::Units { units: 0, segments: 3 }), "{error}");
+    assert!(
+        matches!(
+            error,
+            CheckpointError::Units {
+                units: 0,
+                segments: 3
+            }
+        ),
+        "{error}"
+    );
     let mut params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
     params[1][0].0 = params[1][0].0.slice(0..3);
     let reader = Reader::open(dir.path()).unwrap();
     for params in [&params[..], &params[..2]] {
-        let own = RankParams { layout: &layout_of_two, rank: 0, params };
-        let error = rank.optim.load(&rank.stream, &reader, &own, LIMIT).unwrap_err();
+        let own = RankParams {
+            layout: &layout_of_two,
+            rank: 0,
+            params,
+        };
+        let error = rank
+            .optim
+            .load(&rank.stream, &reader, &own, LIMIT)
+            .unwrap_err();
         let lengths = matches!(
             error,
-            CheckpointError::Optim(OptimError::SliceLen { .. } | OptimError::SliceCount { expected: 3, got: 2, .. })
+            CheckpointError::Optim(
+                OptimError::SliceLen { .. }
+                    | OptimError::SliceCount {
+                        expected: 3,
+                        got: 2,
+                        ..
+                    }
+            )
         );
         assert!(lengths, "{error}");
     }
@@ -238,19 +381,43 @@ fn wrong_layouts_and_params_are_rejected() {
 #[test]
 fn a_failed_rank_fails_the_save_on_all() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut two, layout) = world(&OptimizerConfig::default(), DType::F32, 2, Holding::Shard, &random(1));
+    let (mut two, layout) = world(
+        &OptimizerConfig::default(),
+        DType::F32,
+        2,
+        Holding::Shard,
+        &random(1),
+    );
     two.ranks[1].params[0] = common::Buffer::new(&[0.0; 3], DType::F32);
     let errors = save(&mut two, &layout, dir.path(), &SaveMeta::default());
     let messages: Vec<_> = errors.into_iter().map(Result::unwrap_err).collect();
-    assert!(matches!(messages[1], CheckpointError::Optim(OptimError::SliceLen { got: 3, .. })), "{messages:?}");
-    assert!(matches!(messages[0], CheckpointError::Ckpt(CkptError::Rank { rank: 1, .. })), "{messages:?}");
+    assert!(
+        matches!(
+            messages[1],
+            CheckpointError::Optim(OptimError::SliceLen { got: 3, .. })
+        ),
+        "{messages:?}"
+    );
+    assert!(
+        matches!(
+            messages[0],
+            CheckpointError::Ckpt(CkptError::Rank { rank: 1, .. })
+        ),
+        "{messages:?}"
+    );
     assert!(messages[0].to_string().contains("got 3"), "{messages:?}");
     assert!(Reader::open(dir.path()).is_err());
 }
 
 #[test]
 fn damaged_progress_changes_nothing() {
-    let (mut one, layout) = world(&OptimizerConfig::default(), DType::F32, 1, Holding::Shard, &random(1));
+    let (mut one, layout) = world(
+        &OptimizerConfig::default(),
+        DType::F32,
+        1,
+        Holding::Shard,
+        &random(1),
+    );
     step(&mut one, &layout, DType::F32, 2);
     let before = (contents(&mut one, &layout), one.ranks[0].optim.progress());
     let mut scale = serde_json::to_value(before.1).unwrap();
@@ -258,8 +425,14 @@ fn damaged_progress_changes_nothing() {
     let damaged = [
         (Value::Null, "no progress of an optimizer"),
         (json!({ "progress": 7 }), "damaged progress"),
-        (json!({ "progress": { "adam_steps": -1 } }), "damaged progress"),
-        (json!({ "progress": scale }), "saved loss scale does not fit"),
+        (
+            json!({ "progress": { "adam_steps": -1 } }),
+            "damaged progress",
+        ),
+        (
+            json!({ "progress": scale }),
+            "saved loss scale does not fit",
+        ),
     ];
     for (trainer, message) in damaged {
         let dir = tempfile::tempdir().unwrap();
@@ -273,17 +446,29 @@ fn damaged_progress_changes_nothing() {
         store.save(&meta, &shard, &mut SingleRank).unwrap();
         let error = load_rank(&mut one.ranks[0], &layout, 0, dir.path()).unwrap_err();
         assert!(error.to_string().contains(message), "{error}");
-        assert_eq!((contents(&mut one, &layout), one.ranks[0].optim.progress()), before);
+        assert_eq!(
+            (contents(&mut one, &layout), one.ranks[0].optim.progress()),
+            before
+        );
     }
 }
 
 #[test]
 fn trainer_values_are_objects_without_progress() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut one, layout) = world(&OptimizerConfig::default(), DType::F32, 1, Holding::Shard, &random(1));
+    let (mut one, layout) = world(
+        &OptimizerConfig::default(),
+        DType::F32,
+        1,
+        Holding::Shard,
+        &random(1),
+    );
     for trainer in [json!(7), json!([]), json!({ "progress": 1 })] {
         let meta = SaveMeta::default().trainer(trainer);
-        let error = save(&mut one, &layout, dir.path(), &meta).pop().unwrap().unwrap_err();
+        let error = save(&mut one, &layout, dir.path(), &meta)
+            .pop()
+            .unwrap()
+            .unwrap_err();
         assert!(matches!(error, CheckpointError::TrainerValue), "{error}");
     }
     assert!(Reader::open(dir.path()).is_err());

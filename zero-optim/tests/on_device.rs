@@ -1,5 +1,5 @@
-//! Device steps equal host steps bit for bit: the same outcomes, weights, moments and progress, and the same errors.
-//! One suite, on the host and on CUDA.
+//! Device steps equal host steps bit for bit: the same outcomes, weights, moments and progress, and
+//! the same errors. One suite, on the host and on CUDA.
 
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
@@ -16,9 +16,9 @@ use zero_kernels::Kernels;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
-    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment, ShardedAdamW, StateKind,
-    StepOutcome, UnitSlices,
+    DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling,
+    LrSchedule, OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment,
+    ShardedAdamW, StateKind, StepOutcome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -35,8 +35,16 @@ struct Rig<D: Device> {
 
 fn host() -> Rig<HostDevice> {
     let device = HostDevice::new();
-    let (stream, kernels) = (device.create_stream("compute").unwrap(), HostKernels::new(1).unwrap());
-    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels), groups: ParamGroups::default() }
+    let (stream, kernels) = (
+        device.create_stream("compute").unwrap(),
+        HostKernels::new(1).unwrap(),
+    );
+    Rig {
+        pool: Pool::new(device, 1 << 30),
+        stream,
+        kernels: Arc::new(kernels),
+        groups: ParamGroups::default(),
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -44,23 +52,39 @@ fn cuda() -> Rig<CudaDevice> {
     // One for all tests: each new context takes a third of a second on a GPU.
     static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
     let device = DEVICE.clone();
-    let (stream, kernels) = (device.create_stream("compute").unwrap(), CudaKernels::new(&device).unwrap());
+    let (stream, kernels) = (
+        device.create_stream("compute").unwrap(),
+        CudaKernels::new(&device).unwrap(),
+    );
     kernels.warm(&stream, LIMIT).unwrap();
-    Rig { pool: Pool::new(device, 1 << 30), stream, kernels: Arc::new(kernels), groups: ParamGroups::default() }
+    Rig {
+        pool: Pool::new(device, 1 << 30),
+        stream,
+        kernels: Arc::new(kernels),
+        groups: ParamGroups::default(),
+    }
 }
 
 impl<D: Device> Rig<D> {
     fn block(&self, elems: usize, dtype: DType) -> Block<D> {
-        self.pool.allocate(elems, dtype, Purpose::Workspace, &self.stream).unwrap()
+        self.pool
+            .allocate(elems, dtype, Purpose::Workspace, &self.stream)
+            .unwrap()
     }
 
     fn upload(&self, block: &Block<D>, bytes: &[u8]) {
-        self.pool.device().upload(&self.stream, bytes, view(block), LIMIT).unwrap();
+        self.pool
+            .device()
+            .upload(&self.stream, bytes, view(block), LIMIT)
+            .unwrap();
     }
 
     fn read(&self, slice: AnySlice) -> Vec<u8> {
         let mut bytes = vec![0; slice.len_bytes()];
-        self.pool.device().download(&self.stream, slice, &mut bytes, LIMIT).unwrap();
+        self.pool
+            .device()
+            .download(&self.stream, slice, &mut bytes, LIMIT)
+            .unwrap();
         bytes
     }
 }
@@ -86,22 +110,36 @@ struct Rank<D: Device> {
 
 fn units(storage: AnySlice) -> Vec<AnySlice> {
     let mut end = 0;
-    SHARDS.map(|len| (end, end += len).0).iter().zip(SHARDS).map(|(&at, len)| storage.slice(at..at + len)).collect()
+    SHARDS
+        .map(|len| (end, end += len).0)
+        .iter()
+        .zip(SHARDS)
+        .map(|(&at, len)| storage.slice(at..at + len))
+        .collect()
 }
 
 fn pieces(storage: AnySlice) -> Vec<[(AnySlice, usize); 1]> {
     units(storage).into_iter().map(|unit| [(unit, 0)]).collect()
 }
 
-fn zip<'a, D: Device>(grads: &'a [Reduced<D>], params: &'a [[(AnySlice, usize); 1]]) -> Vec<UnitSlices<'a, D>> {
-    grads.iter().zip(params).map(|(grad, param)| UnitSlices { grad, param }).collect()
+fn zip<'a, D: Device>(
+    grads: &'a [Reduced<D>],
+    params: &'a [[(AnySlice, usize); 1]],
+) -> Vec<UnitSlices<'a, D>> {
+    grads
+        .iter()
+        .zip(params)
+        .map(|(grad, param)| UnitSlices { grad, param })
+        .collect()
 }
 
 /// Values in -1..1.
 fn values(seed: usize) -> Vec<f32> {
     let mut x = seed as u64 + 1;
     let mut next = || {
-        x = x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        x = x
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
         (x >> 40) as f32 / (1 << 23) as f32 - 1.0
     };
     (0..SHARDS.iter().sum()).map(|_| next()).collect()
@@ -120,12 +158,30 @@ impl<D: Device> Rank<D> {
         let (loss, flags) = (rig.block(1, DType::F64), rig.block(8, DType::U8));
         let kernels = Arc::clone(&rig.kernels);
         let (stream, config) = (&rig.stream, config.clone());
-        let optim = ShardedAdamW::with_groups(&rig.pool, kernels, stream, config, dtype, segments, &rig.groups);
+        let optim = ShardedAdamW::with_groups(
+            &rig.pool,
+            kernels,
+            stream,
+            config,
+            dtype,
+            segments,
+            &rig.groups,
+        );
         let mut optim = optim.unwrap();
         rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
-        optim.init_masters(&rig.stream, &pieces(view(&grads))).unwrap();
-        rig.kernels.cast(&rig.stream, view(&grads), view(&params), 1.0).unwrap();
-        Self { optim, params, grads, loss, flags }
+        optim
+            .init_masters(&rig.stream, &pieces(view(&grads)))
+            .unwrap();
+        rig.kernels
+            .cast(&rig.stream, view(&grads), view(&params), 1.0)
+            .unwrap();
+        Self {
+            optim,
+            params,
+            grads,
+            loss,
+            flags,
+        }
     }
 
     fn set_grads(&self, rig: &Rig<D>, rank: usize, step: usize, bad: bool) {
@@ -170,18 +226,28 @@ fn device_steps(rank: usize, steps: usize) -> DeviceStepConfig {
 }
 
 /// One host step.
-fn step_on_host<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>], step: usize) -> Result<StepOutcome, OptimError> {
+fn step_on_host<D: Device>(
+    rig: &Rig<D>,
+    ranks: &mut [Rank<D>],
+    step: usize,
+) -> Result<StepOutcome, OptimError> {
     let mut stats = Vec::new();
     for (r, rank) in ranks.iter_mut().enumerate() {
         rank.optim.enqueue_stats(&rig.stream, &rank.reduced(rig))?;
         let of_rank = rank.optim.rank_stats(&rig.stream, loss(r, step), LIMIT)?;
-        stats.push(RankStats { flags: flags(r, step), ..of_rank });
+        stats.push(RankStats {
+            flags: flags(r, step),
+            ..of_rank
+        });
     }
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(3));
     let mut outcomes = Vec::new();
     for rank in ranks {
         let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
-        outcomes.push(rank.optim.step(&rig.stream, &zip(&grads, &params), gathered, LIMIT)?);
+        outcomes.push(
+            rank.optim
+                .step(&rig.stream, &zip(&grads, &params), gathered, LIMIT)?,
+        );
     }
     assert_eq!(outcomes[0], outcomes[1]);
     Ok(outcomes.remove(0))
@@ -194,8 +260,13 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         // SAFETY: the rank's own block, used on the one stream.
         let loss = unsafe { rank.loss.typed::<f64>() }?;
         // SAFETY: as above; eight bytes at the start of a block.
-        let flags =
-            unsafe { DeviceSlice::from_raw_parts(view(&rank.flags).as_ptr().cast(), 1, view(&rank.flags).device()) };
+        let flags = unsafe {
+            DeviceSlice::from_raw_parts(
+                view(&rank.flags).as_ptr().cast(),
+                1,
+                view(&rank.flags).device(),
+            )
+        };
         rank.optim.enqueue_stats(&rig.stream, &rank.reduced(rig))?;
         rank.optim.enqueue_rank_stats(&rig.stream, loss, flags)?;
         // SAFETY: gathered below, on the stream of all launches.
@@ -204,26 +275,40 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
     for (from, sender) in stats.iter().enumerate() {
         let range = from * sender.own.len()..(from + 1) * sender.own.len();
         for (_, receiver) in stats.iter().enumerate().filter(|(to, _)| *to != from) {
-            rig.pool.device().copy(&rig.stream, sender.own, receiver.all.slice(range.clone()))?;
+            rig.pool
+                .device()
+                .copy(&rig.stream, sender.own, receiver.all.slice(range.clone()))?;
         }
     }
     for rank in ranks {
         let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
-        rank.optim.enqueue_step(&rig.stream, &zip(&grads, &params))?;
+        rank.optim
+            .enqueue_step(&rig.stream, &zip(&grads, &params))?;
     }
     Ok(())
 }
 
 fn step_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(), OptimError> {
     enqueue_on_device(rig, ranks)?;
-    ranks.iter_mut().try_for_each(|rank| rank.optim.expect_outcome(&rig.stream))
+    ranks
+        .iter_mut()
+        .try_for_each(|rank| rank.optim.expect_outcome(&rig.stream))
 }
 
-fn world<D: Device>(rig: &Rig<D>, config: &OptimizerConfig, dtype: DType, steps: usize) -> Vec<Rank<D>> {
-    let mut ranks: Vec<_> = (0..RANKS).map(|r| Rank::new(rig, config, dtype, r)).collect();
+fn world<D: Device>(
+    rig: &Rig<D>,
+    config: &OptimizerConfig,
+    dtype: DType,
+    steps: usize,
+) -> Vec<Rank<D>> {
+    let mut ranks: Vec<_> = (0..RANKS)
+        .map(|r| Rank::new(rig, config, dtype, r))
+        .collect();
     if steps > 0 {
         for (r, rank) in ranks.iter_mut().enumerate() {
-            rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, steps), LIMIT).unwrap();
+            rank.optim
+                .prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, steps), LIMIT)
+                .unwrap();
         }
     }
     ranks
@@ -231,11 +316,18 @@ fn world<D: Device>(rig: &Rig<D>, config: &OptimizerConfig, dtype: DType, steps:
 
 fn config(loss_scaling: LossScaling) -> OptimizerConfig {
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 5 };
-    OptimizerConfig::default().lr(1e-2).schedule(schedule).max_grad_norm(0.5).loss_scaling(loss_scaling)
+    OptimizerConfig::default()
+        .lr(1e-2)
+        .schedule(schedule)
+        .max_grad_norm(0.5)
+        .loss_scaling(loss_scaling)
 }
 
 fn dynamic() -> LossScaling {
-    let settings = DynamicScaling::default().initial_scale_power(3).window(2).hysteresis(1);
+    let settings = DynamicScaling::default()
+        .initial_scale_power(3)
+        .window(2)
+        .hysteresis(1);
     LossScaling::Dynamic(settings)
 }
 
@@ -256,11 +348,30 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
         GroupRules::frozen(),
     ];
     let all = SHARDS.iter().sum();
-    let runs = [(0..10, 1), (10..45, 0), (45..47, 3), (47..50, 1), (50..all, 2)];
+    let runs = [
+        (0..10, 1),
+        (10..45, 0),
+        (45..47, 3),
+        (47..50, 1),
+        (50..all, 2),
+    ];
     let runs = runs.map(|(elems, group)| GroupRun { elems, group });
-    let Rig { pool, stream, kernels, .. } = rig;
-    let groups = ParamGroups { rules: rules.into(), runs: runs.into() };
-    steps_are_equal(&Rig { pool: pool.clone(), stream: stream.clone(), kernels: Arc::clone(kernels), groups });
+    let Rig {
+        pool,
+        stream,
+        kernels,
+        ..
+    } = rig;
+    let groups = ParamGroups {
+        rules: rules.into(),
+        runs: runs.into(),
+    };
+    steps_are_equal(&Rig {
+        pool: pool.clone(),
+        stream: stream.clone(),
+        kernels: Arc::clone(kernels),
+        groups,
+    });
 }
 
 fn steps_are_equal<D: Device>(rig: &Rig<D>) {
@@ -275,41 +386,64 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
         (DType::F32, cycle),
     ];
     for (dtype, config) in all.into_iter().take(if cfg!(miri) { 1 } else { 4 }) {
-        let (mut on_host, mut on_device) = (world(rig, &config, dtype, 0), world(rig, &config, dtype, STEPS));
+        let (mut on_host, mut on_device) = (
+            world(rig, &config, dtype, 0),
+            world(rig, &config, dtype, STEPS),
+        );
         let (mut expected, mut read_so_far) = (Vec::new(), Vec::new());
         for step in 0..STEPS {
             for world in [&on_host, &on_device] {
-                world.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 3));
+                world
+                    .iter()
+                    .enumerate()
+                    .for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 3));
             }
             expected.push(step_on_host(rig, &mut on_host, step).unwrap());
             step_on_device(rig, &mut on_device).unwrap();
             // Reads completed outcomes after each step; one step waits for all.
             let optim = &mut on_device[0].optim;
             read_so_far.extend(
-                if step == WAITS_FOR_ALL { optim.all_outcomes(LIMIT) } else { optim.outcomes(LIMIT) }.unwrap(),
+                if step == WAITS_FOR_ALL {
+                    optim.all_outcomes(LIMIT)
+                } else {
+                    optim.outcomes(LIMIT)
+                }
+                .unwrap(),
             );
             if step == WAITS_FOR_ALL {
                 assert_eq!(read_so_far, expected);
             }
         }
         for (a, b) in on_host.iter().zip(&on_device) {
-            assert!(a.bits(rig) == b.bits(rig), "{dtype}: weights or state differ");
+            assert!(
+                a.bits(rig) == b.bits(rig),
+                "{dtype}: weights or state differ"
+            );
         }
         read_so_far.extend(on_device[0].optim.all_outcomes(LIMIT).unwrap());
         assert_eq!(read_so_far, expected);
         assert!(expected[3].is_skipped() && !expected[4].is_skipped());
         assert_eq!((expected[3].flags().any, expected[3].flags().all), (7, 5));
         assert_eq!((expected[4].flags().any, expected[4].flags().all), (3, 1));
-        assert_eq!(on_device[1].optim.all_outcomes(LIMIT).unwrap(), expected, "every rank reads the same");
+        assert_eq!(
+            on_device[1].optim.all_outcomes(LIMIT).unwrap(),
+            expected,
+            "every rank reads the same"
+        );
         assert_eq!(progress(&on_device), progress(&on_host));
 
         // Prepared again, with the same buffers.
         let held = |rig: &Rig<D>| rig.pool.report().total.live_bytes;
         let (before, scale) = (held(rig), scale_address(&on_device[0].optim));
         for (r, rank) in on_device.iter_mut().enumerate() {
-            rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, STEPS), LIMIT).unwrap();
+            rank.optim
+                .prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, STEPS), LIMIT)
+                .unwrap();
         }
-        assert_eq!((held(rig), scale_address(&on_device[0].optim)), (before, scale));
+        assert_eq!(
+            (held(rig), scale_address(&on_device[0].optim)),
+            (before, scale)
+        );
         let outcome = step_on_host(rig, &mut on_host, STEPS).unwrap();
         step_on_device(rig, &mut on_device).unwrap();
         let again = on_device[0].optim.all_outcomes(LIMIT).unwrap().remove(0);
@@ -328,27 +462,46 @@ fn calls_on_two_streams_are_ordered() {
     rig.stream.synchronize(LIMIT).unwrap();
     let held = Arc::new(Monitor::new(true));
     let until_open = Arc::clone(&held);
-    let hold = move || until_open.wait_until(LIMIT, || "the test".into(), |held| (!*held).then_some(()));
+    let hold =
+        move || until_open.wait_until(LIMIT, || "the test".into(), |held| (!*held).then_some(()));
     rig.stream.enqueue("hold", hold).unwrap();
     rank.optim.enqueue_stats(&rig.stream, &grads).unwrap();
     let early = rank.optim.rank_stats(&other, 0.0, Duration::from_millis(5));
-    assert!(matches!(early, Err(OptimError::Device(DeviceError::TimedOut { .. }))), "{early:?}");
+    assert!(
+        matches!(early, Err(OptimError::Device(DeviceError::TimedOut { .. }))),
+        "{early:?}"
+    );
     held.update(|held| *held = false);
     let stats = rank.optim.rank_stats(&other, 0.0, LIMIT).unwrap();
     assert!(stats.sum_sq > 0.0);
 }
 
 fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
-    let least = DynamicScaling::default().initial_scale_power(1).hysteresis(1).min_scale(2.0);
+    let least = DynamicScaling::default()
+        .initial_scale_power(1)
+        .hysteresis(1)
+        .min_scale(2.0);
     let mut ranks = world(rig, &config(LossScaling::Dynamic(least)), DType::F16, 10);
     for step in 0..4 {
-        ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
+        ranks
+            .iter()
+            .enumerate()
+            .for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
         step_on_device(rig, &mut ranks).unwrap();
     }
     let before = ranks[0].bits(rig);
     let optim = &mut ranks[0].optim;
-    assert_eq!(optim.all_outcomes(LIMIT).unwrap().len(), 1, "outcomes before the failure come first");
-    let halted = OptimError::LossScaleAtMinimum { step: 1, scale: 2.0, rank: 1, unit: "unit2".into() };
+    assert_eq!(
+        optim.all_outcomes(LIMIT).unwrap().len(),
+        1,
+        "outcomes before the failure come first"
+    );
+    let halted = OptimError::LossScaleAtMinimum {
+        step: 1,
+        scale: 2.0,
+        rank: 1,
+        unit: "unit2".into(),
+    };
     assert_eq!(optim.outcomes(LIMIT), Err(halted.clone()));
     assert_eq!(optim.all_outcomes(LIMIT), Err(halted));
     assert_eq!(optim.progress().adam_steps, 1);
@@ -357,16 +510,25 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
 
     let mut ranks = world(rig, &config(LossScaling::NONE), DType::F32, 2);
     for step in 0..3 {
-        ranks.iter().enumerate().for_each(|(r, rank)| rank.set_grads(rig, r, step, false));
+        ranks
+            .iter()
+            .enumerate()
+            .for_each(|(r, rank)| rank.set_grads(rig, r, step, false));
         step_on_device(rig, &mut ranks).unwrap();
     }
     assert_eq!(ranks[1].optim.all_outcomes(LIMIT).unwrap().len(), 2);
-    assert_eq!(ranks[1].optim.all_outcomes(LIMIT), Err(OptimError::NoRate { position: 2 }));
+    assert_eq!(
+        ranks[1].optim.all_outcomes(LIMIT),
+        Err(OptimError::NoRate { position: 2 })
+    );
 }
 
 fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     let mut ranks = world(rig, &config(LossScaling::NONE), DType::F32, 0);
-    assert_eq!(step_on_device(rig, &mut ranks).unwrap_err(), OptimError::NotPrepared);
+    assert_eq!(
+        step_on_device(rig, &mut ranks).unwrap_err(),
+        OptimError::NotPrepared
+    );
     assert_eq!(ranks[0].optim.outcomes(LIMIT), Ok(Vec::new()));
     let rank = &mut ranks[0];
     let refused = |device_steps| {
@@ -377,32 +539,76 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
             .unwrap_err()
     };
     let error = refused(DeviceStepConfig::new(0, RANKS, Divisor::MicroBatches(0), 5));
-    assert!(matches!(error, OptimError::Setting { setting: "micro_batches", .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            OptimError::Setting {
+                setting: "micro_batches",
+                ..
+            }
+        ),
+        "{error}"
+    );
     let error = refused(device_steps(RANKS, 5));
-    assert!(matches!(error, OptimError::Setting { setting: "rank", .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            OptimError::Setting {
+                setting: "rank",
+                ..
+            }
+        ),
+        "{error}"
+    );
     // SAFETY: there is none.
-    assert_eq!(unsafe { rank.optim.device_loss_scale() }.unwrap_err(), OptimError::NotPrepared);
+    assert_eq!(
+        unsafe { rank.optim.device_loss_scale() }.unwrap_err(),
+        OptimError::NotPrepared
+    );
 
     let one_rank = DeviceStepConfig::new(0, 1, Divisor::MicroBatches(3), 100);
-    rank.optim.prepare_device_steps(&rig.pool, &rig.stream, one_rank, LIMIT).unwrap();
+    rank.optim
+        .prepare_device_steps(&rig.pool, &rig.stream, one_rank, LIMIT)
+        .unwrap();
     let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
     let units = zip(&grads, &params);
-    let short = rank.optim.enqueue_step(&rig.stream, &units[1..]).unwrap_err();
-    assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 4, got: 3 });
+    let short = rank
+        .optim
+        .enqueue_step(&rig.stream, &units[1..])
+        .unwrap_err();
+    assert_eq!(
+        short,
+        OptimError::SliceCount {
+            what: "grads",
+            expected: 4,
+            got: 3
+        }
+    );
     for _ in 0..65 {
         step_on_device(rig, std::slice::from_mut(rank)).unwrap();
     }
-    let again = rank.optim.prepare_device_steps(&rig.pool, &rig.stream, device_steps(0, 5), LIMIT);
+    let again = rank
+        .optim
+        .prepare_device_steps(&rig.pool, &rig.stream, device_steps(0, 5), LIMIT);
     assert_eq!(again, Err(OptimError::UnreadOutcomes));
-    assert_eq!(rank.optim.all_outcomes(LIMIT), Err(OptimError::OutcomeLost { iteration: 0 }));
+    assert_eq!(
+        rank.optim.all_outcomes(LIMIT),
+        Err(OptimError::OutcomeLost { iteration: 0 })
+    );
     // After a restore, device steps must be prepared again.
     let saved = rank.optim.progress();
     rank.optim.restore(&saved).unwrap();
-    assert_eq!(rank.optim.enqueue_step(&rig.stream, &units), Err(OptimError::NotPrepared));
+    assert_eq!(
+        rank.optim.enqueue_step(&rig.stream, &units),
+        Err(OptimError::NotPrepared)
+    );
 }
 
 fn one_cycle() -> OneCycle {
-    serde_json::from_str(r#"{"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 5}"#).unwrap()
+    serde_json::from_str(
+        r#"{"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 5}"#,
+    )
+    .unwrap()
 }
 
 mod on_the_host {
@@ -452,24 +658,39 @@ mod on_cuda {
     #[ignore = "needs a CUDA device"]
     fn graph_step_equals_plain_step() {
         let (rig, config) = (cuda(), config(dynamic()));
-        let (mut plain, mut replayed) = (world(&rig, &config, DType::F16, 8), world(&rig, &config, DType::F16, 8));
+        let (mut plain, mut replayed) = (
+            world(&rig, &config, DType::F16, 8),
+            world(&rig, &config, DType::F16, 8),
+        );
         let record = || {
-            let driver_error = |e: OptimError| DeviceError::Driver { call: "a step", message: e.to_string() };
+            let driver_error = |e: OptimError| DeviceError::Driver {
+                call: "a step",
+                message: e.to_string(),
+            };
             enqueue_on_device(&rig, &mut replayed).map_err(driver_error)
         };
         let graph = rig.stream.capture(record).unwrap();
         for step in 0..8 {
             for world in [&plain, &replayed] {
-                world.iter().enumerate().for_each(|(r, rank)| rank.set_grads(&rig, r, step, step % 4 == 2));
+                world
+                    .iter()
+                    .enumerate()
+                    .for_each(|(r, rank)| rank.set_grads(&rig, r, step, step % 4 == 2));
             }
             step_on_device(&rig, &mut plain).unwrap();
-            // SAFETY: the optimizers and the kernels outlive the stream's work, which `all_outcomes` waits for.
+            // SAFETY: the optimizers and the kernels outlive the stream's work, which
+            // `all_outcomes` waits for.
             unsafe { graph.launch(&rig.stream) }.unwrap();
-            replayed.iter_mut().for_each(|rank| rank.optim.expect_outcome(&rig.stream).unwrap());
+            replayed
+                .iter_mut()
+                .for_each(|rank| rank.optim.expect_outcome(&rig.stream).unwrap());
         }
         for (a, b) in plain.iter_mut().zip(&mut replayed) {
             assert!(a.bits(&rig) == b.bits(&rig));
-            assert_eq!(a.optim.all_outcomes(LIMIT).unwrap(), b.optim.all_outcomes(LIMIT).unwrap());
+            assert_eq!(
+                a.optim.all_outcomes(LIMIT).unwrap(),
+                b.optim.all_outcomes(LIMIT).unwrap()
+            );
         }
         assert_eq!(progress(&plain), progress(&replayed));
         assert_eq!(progress(&plain)[0].skipped_steps, 2);

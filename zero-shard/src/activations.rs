@@ -1,7 +1,8 @@
 //! An estimate of a transformer's activations, for planning; the trainer measures the actual bytes.
 //!
-//! The count follows Korthikanti et al. (arXiv 2205.05198, section 4). With s tokens per row, b rows, width h,
-//! feed-forward width f and a heads, a layer keeps for its backward, in elements of the compute dtype:
+//! The count follows Korthikanti et al. (arXiv 2205.05198, section 4). With s tokens per row, b
+//! rows, width h, feed-forward width f and a heads, a layer keeps for its backward, in elements of
+//! the compute dtype:
 //!
 //! ```text
 //! attention          input 1; query, key and value 3; input of the projection 1     5 sbh
@@ -10,18 +11,21 @@
 //! attention matrix   without flash attention, which recomputes it tile by tile      1 a s s b
 //! ```
 //!
-//! A feed-forward that recomputes the output of its activation function keeps only the input: 1 sbf less.
+//! A feed-forward that recomputes the output of its activation function keeps only the input: 1 sbf
+//! less.
 //!
-//! Dropout adds a mask, of one byte per element, for the outputs of attention and feed-forward and for the attention
-//! matrix, and a second copy of the matrix; with 2 bytes per element and f = 4 h the sum is the paper's
-//! sbh (34 + 5 a s / h).
+//! Dropout adds a mask, of one byte per element, for the outputs of attention and feed-forward and
+//! for the attention matrix, and a second copy of the matrix; with 2 bytes per element and f = 4 h
+//! the sum is the paper's sbh (34 + 5 a s / h).
 //!
 //! In addition there are
 //!
-//! - fp32 statistics: 8 bytes per token for each layer norm, 4 per token for each head of flash attention;
-//! - the gradients of one block in backward: of the residual stream 1 sbh, of an input 1 sbh, and the larger of
-//!   the feed-forward's sbf and query, key and value's 3 sbh;
-//! - the head: input and output of its layer norm, and the logits in fp32, which their gradient overwrites.
+//! - fp32 statistics: 8 bytes per token for each layer norm, 4 per token for each head of flash
+//!   attention;
+//! - the gradients of one block in backward: of the residual stream 1 sbh, of an input 1 sbh, and
+//!   the larger of the feed-forward's sbf and query, key and value's 3 sbh;
+//! - the head: input and output of its layer norm, and the logits in fp32, which their gradient
+//!   overwrites.
 
 use crate::checked::{product, sum};
 use crate::{ShardError, largest};
@@ -43,20 +47,29 @@ pub struct TransformerShape {
 }
 
 impl TransformerShape {
-    /// Returns a shape with about `numel_elems` parameters in its blocks. The width is 128 times the number of
-    /// layers, as in GPT-3 (arXiv 2005.14165, table 2.1: 96 layers of width 12288); heads have width 128; the
-    /// vocabulary is GPT-2's.
+    /// Returns a shape with about `numel_elems` parameters in its blocks. The width is 128 times
+    /// the number of layers, as in GPT-3 (arXiv 2005.14165, table 2.1: 96 layers of width 12288);
+    /// heads have width 128; the vocabulary is GPT-2's.
     pub fn with_about(numel_elems: u64) -> Self {
-        // 12 l h h = n with h = 128 l: l is the cube root of n / (12 x 128 x 128), rounded to the nearest integer,
-        // which is the greatest l whose (l - 1/2)^3 does not exceed that quotient.
+        // 12 l h h = n with h = 128 l: l is the cube root of n / (12 x 128 x 128), rounded to the
+        // nearest integer, which is the greatest l whose (l - 1/2)^3 does not exceed that quotient.
         let size = |twice: u128| 12 * 128 * 128 * twice * twice * twice;
-        let within =
-            |l: u64| l < 1 << 20 && size((2 * u128::from(l)).saturating_sub(1)) <= 8 * u128::from(numel_elems);
+        let within = |l: u64| {
+            l < 1 << 20
+                && size((2 * u128::from(l)).saturating_sub(1)) <= 8 * u128::from(numel_elems)
+        };
         let layers = largest(within).max(1);
-        Self { layers, hidden: 128 * layers, heads: layers, inner: 512 * layers, vocab: 50_257 }
+        Self {
+            layers,
+            hidden: 128 * layers,
+            heads: layers,
+            inner: 512 * layers,
+            vocab: 50_257,
+        }
     }
 
-    /// Parameters of the blocks and the embedding, without biases, norms and positions: l (4 h h + 2 h f) + v h.
+    /// Parameters of the blocks and the embedding, without biases, norms and positions: l (4 h h +
+    /// 2 h f) + v h.
     ///
     /// # Errors
     /// The number does not fit 64 bits.
@@ -64,7 +77,14 @@ impl TransformerShape {
         const WHAT: &str = "a transformer";
         let attention = product(WHAT, &[4, self.layers, self.hidden, self.hidden])?;
         let feed_forward = product(WHAT, &[2, self.layers, self.hidden, self.inner])?;
-        sum(WHAT, &[attention, feed_forward, product(WHAT, &[self.vocab, self.hidden])?])
+        sum(
+            WHAT,
+            &[
+                attention,
+                feed_forward,
+                product(WHAT, &[self.vocab, self.hidden])?,
+            ],
+        )
     }
 }
 
@@ -79,10 +99,11 @@ pub struct ActivationOptions {
     pub seq_len: u64,
     /// Bytes per element.
     pub elem_bytes: u64,
-    /// Activation checkpointing: whether blocks keep only their input and recompute the rest (arXiv 1604.06174).
+    /// Activation checkpointing: whether blocks keep only their input and recompute the rest (arXiv
+    /// 1604.06174).
     pub checkpointing: bool,
-    /// Number of ranks over which each checkpoint is sharded (ZeRO-R's P_a, arXiv 1910.02054, section 6.1); 1 for no
-    /// sharding.
+    /// Number of ranks over which each checkpoint is sharded (ZeRO-R's P_a, arXiv 1910.02054,
+    /// section 6.1); 1 for no sharding.
     pub checkpoint_shards: u64,
     /// Whether attention is flash attention, which never stores the attention matrix.
     pub flash_attention: bool,
@@ -93,8 +114,8 @@ pub struct ActivationOptions {
 }
 
 impl ActivationOptions {
-    /// Micro-batches of `micro_batch` rows of `seq_len` tokens, of `elem_bytes` an element, with flash attention and
-    /// without checkpointing or dropout.
+    /// Micro-batches of `micro_batch` rows of `seq_len` tokens, of `elem_bytes` an element, with
+    /// flash attention and without checkpointing or dropout.
     pub fn new(micro_batch: u64, seq_len: u64, elem_bytes: u64) -> Self {
         Self {
             micro_batch,
@@ -144,7 +165,11 @@ impl ActivationBytes {
         let tokens = mul(&[run.seq_len, run.micro_batch])?;
         let input = mul(&[tokens, shape.hidden, run.elem_bytes])?;
         let inner = mul(&[tokens, shape.inner, run.elem_bytes])?;
-        let masks = if run.dropout { mul(&[2, tokens, shape.hidden])? } else { 0 };
+        let masks = if run.dropout {
+            mul(&[2, tokens, shape.hidden])?
+        } else {
+            0
+        };
         let matrix = match (run.flash_attention, run.dropout) {
             (true, _) => 0,
             (false, false) => mul(&[shape.heads, run.seq_len, tokens, run.elem_bytes])?,
@@ -154,10 +179,21 @@ impl ActivationBytes {
             }
         };
         let kept_inner = if run.recompute_gelu { 1 } else { 2 };
-        let block = sum(WHAT, &[mul(&[8, input])?, mul(&[kept_inner, inner])?, masks, matrix])?;
-        let attention = if run.flash_attention { mul(&[4, shape.heads, tokens])? } else { 0 };
+        let block = sum(
+            WHAT,
+            &[mul(&[8, input])?, mul(&[kept_inner, inner])?, masks, matrix],
+        )?;
+        let attention = if run.flash_attention {
+            mul(&[4, shape.heads, tokens])?
+        } else {
+            0
+        };
         let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
-        let in_memory = if run.checkpointing { shape.layers.min(1) } else { shape.layers };
+        let in_memory = if run.checkpointing {
+            shape.layers.min(1)
+        } else {
+            shape.layers
+        };
         let shards = run.checkpoint_shards.max(1);
         let (blocks_bytes, recomputed_bytes) = match (run.checkpointing, shards) {
             (false, _) => (mul(&[shape.layers, block])?, 0),
@@ -172,7 +208,16 @@ impl ActivationBytes {
             backward_bytes: sum(WHAT, &[mul(&[2, input])?, inner.max(mul(&[3, input])?)])?,
             head_bytes: sum(WHAT, &[mul(&[2, input])?, mul(&[tokens, shape.vocab, 4])?])?,
         };
-        sum(WHAT, &[blocks_bytes, recomputed_bytes, bytes.statistics_bytes, bytes.backward_bytes, bytes.head_bytes])?;
+        sum(
+            WHAT,
+            &[
+                blocks_bytes,
+                recomputed_bytes,
+                bytes.statistics_bytes,
+                bytes.backward_bytes,
+                bytes.head_bytes,
+            ],
+        )?;
         Ok(bytes)
     }
 

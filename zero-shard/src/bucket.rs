@@ -1,15 +1,16 @@
 //! Cutting a unit's gradient into buckets of constant capacity.
 //!
-//! A bucket contains the same range of every rank's shard: one **segment** per rank, in rank order. One
-//! reduce-scatter sums the segments and writes each rank's sum directly into a contiguous range of its shard:
+//! A bucket contains the same range of every rank's shard: one **segment** per rank, in rank order.
+//! One reduce-scatter sums the segments and writes each rank's sum directly into a contiguous range
+//! of its shard:
 //!
 //! ```text
 //! flat gradient    | ..aaa... | ..bbb... | ..ccc... |     shards of ranks 0, 1, 2; the piece 2..5 of each
 //! bucket           | aaa | bbb | ccc |
 //! ```
 //!
-//! A gradient larger than a bucket is split. A bucket does not span units, so a unit is reduced as soon as its
-//! own backward is done.
+//! A gradient larger than a bucket is split. A bucket does not span units, so a unit is reduced as
+//! soon as its own backward is done.
 
 use std::ops::Range;
 
@@ -23,7 +24,8 @@ pub struct BucketPiece {
     pub in_shard: Range<u64>,
     /// Number of ranks, which is the number of segments.
     pub world_size: u64,
-    /// Length of a shard: the distance between corresponding elements of consecutive ranks in the flat parameter.
+    /// Length of a shard: the distance between corresponding elements of consecutive ranks in the
+    /// flat parameter.
     pub shard_elems: u64,
 }
 
@@ -47,17 +49,26 @@ impl BucketPiece {
     }
 }
 
-/// Cuts a unit, of shards of `shard_elems` elements, into pieces of at most `capacity_elems` elements over all ranks. Each
-/// piece has at least one element per rank: a capacity below the world size counts as the world size.
+/// Cuts a unit, of shards of `shard_elems` elements, into pieces of at most `capacity_elems`
+/// elements over all ranks. Each piece has at least one element per rank: a capacity below the
+/// world size counts as the world size.
 pub fn bucket_pieces(
     shard_elems: u64,
     world_size: u64,
     capacity_elems: u64,
 ) -> impl Iterator<Item = BucketPiece> + use<> {
-    pieces(shard_elems, world_size.max(1), (capacity_elems / world_size.max(1)).max(1))
+    pieces(
+        shard_elems,
+        world_size.max(1),
+        (capacity_elems / world_size.max(1)).max(1),
+    )
 }
 
-fn pieces(shard_elems: u64, world_size: u64, step: u64) -> impl Iterator<Item = BucketPiece> + use<> {
+fn pieces(
+    shard_elems: u64,
+    world_size: u64,
+    step: u64,
+) -> impl Iterator<Item = BucketPiece> + use<> {
     (0..shard_elems.div_ceil(step)).map(move |i| BucketPiece {
         in_shard: i * step..i * step + step.min(shard_elems - i * step),
         world_size,
@@ -66,8 +77,8 @@ fn pieces(shard_elems: u64, world_size: u64, step: u64) -> impl Iterator<Item = 
 }
 
 impl Layout {
-    /// Like [`bucket_pieces`], but every segment except the unit's last is a multiple of the shard alignment. A
-    /// capacity below one alignment per rank counts as one alignment per rank.
+    /// Like [`bucket_pieces`], but every segment except the unit's last is a multiple of the shard
+    /// alignment. A capacity below one alignment per rank counts as one alignment per rank.
     ///
     /// # Errors
     /// There is no such unit.
@@ -78,6 +89,10 @@ impl Layout {
     ) -> Result<impl Iterator<Item = BucketPiece> + use<>, ShardError> {
         let per_rank = capacity_elems / self.world_size();
         let step = (per_rank - per_rank % self.align_elems()).max(self.align_elems());
-        Ok(pieces(self.unit(unit)?.shard_elems, self.world_size(), step))
+        Ok(pieces(
+            self.unit(unit)?.shard_elems,
+            self.world_size(),
+            step,
+        ))
     }
 }

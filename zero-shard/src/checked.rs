@@ -13,7 +13,12 @@ pub(crate) fn sum(what: &str, terms: &[u64]) -> Result<u64, ShardError> {
     fold(what, 0, terms, u64::checked_add)
 }
 
-fn fold(what: &str, first: u64, numbers: &[u64], op: fn(u64, u64) -> Option<u64>) -> Result<u64, ShardError> {
+fn fold(
+    what: &str,
+    first: u64,
+    numbers: &[u64],
+    op: fn(u64, u64) -> Option<u64>,
+) -> Result<u64, ShardError> {
     let result = numbers.iter().try_fold(first, |a, &b| op(a, b));
     result.ok_or_else(|| ShardError::TooLarge { what: what.into() })
 }

@@ -115,32 +115,83 @@ impl std::fmt::Display for ShardError {
             Self::ZeroAlignment => write!(f, "an alignment of 0 elements; use 1 for no alignment"),
             Self::DuplicateName { name } => write!(f, "the name {name:?} is used twice"),
             Self::TooLarge { what } => write!(f, "{what}: the size overflows 64 bits"),
-            Self::UnknownRank { rank, world_size } => write!(f, "no rank {rank} in a world of {world_size}"),
-            Self::UnknownUnit { unit, units } => write!(f, "no unit {unit}: there are {units} units"),
+            Self::UnknownRank { rank, world_size } => {
+                write!(f, "no rank {rank} in a world of {world_size}")
+            }
+            Self::UnknownUnit { unit, units } => {
+                write!(f, "no unit {unit}: there are {units} units")
+            }
             Self::UnknownUnitName { name } => write!(f, "no unit is named {name:?}"),
             Self::UnknownParam { name } => write!(f, "no parameter is named {name:?}"),
-            Self::RangeOutside { what, range, len_elems } => {
-                write!(f, "range {}..{} is outside {what} of {len_elems} elements", range.start, range.end)
+            Self::RangeOutside {
+                what,
+                range,
+                len_elems,
+            } => {
+                write!(
+                    f,
+                    "range {}..{} is outside {what} of {len_elems} elements",
+                    range.start, range.end
+                )
             }
             Self::Hole { param, in_param } => {
-                write!(f, "no source holds elements {}..{} of {param:?}", in_param.start, in_param.end)
+                write!(
+                    f,
+                    "no source holds elements {}..{} of {param:?}",
+                    in_param.start, in_param.end
+                )
             }
-            Self::SourcesOverlap { param, in_param, places: [a, b] } => {
-                write!(f, "places {a} and {b} both hold elements {}..{} of {param:?}", in_param.start, in_param.end)
+            Self::SourcesOverlap {
+                param,
+                in_param,
+                places: [a, b],
+            } => {
+                write!(
+                    f,
+                    "places {a} and {b} both hold elements {}..{} of {param:?}",
+                    in_param.start, in_param.end
+                )
             }
             Self::TargetsOverlap { place, in_storage } => {
-                write!(f, "two extents fill {}..{} of place {place}", in_storage.start, in_storage.end)
+                write!(
+                    f,
+                    "two extents fill {}..{} of place {place}",
+                    in_storage.start, in_storage.end
+                )
             }
-            Self::ShapeMismatch { param, expected, got } => {
-                write!(f, "{param:?} has shape {expected:?} in the target and {got:?} in the source")
+            Self::ShapeMismatch {
+                param,
+                expected,
+                got,
+            } => {
+                write!(
+                    f,
+                    "{param:?} has shape {expected:?} in the target and {got:?} in the source"
+                )
             }
-            Self::NotDivisible { world_size, group_size } => {
-                write!(f, "{world_size} ranks do not divide into groups of {group_size}")
+            Self::NotDivisible {
+                world_size,
+                group_size,
+            } => {
+                write!(
+                    f,
+                    "{world_size} ranks do not divide into groups of {group_size}"
+                )
             }
-            Self::NotSharded { what, needs_stage, stage } => {
-                write!(f, "{what} can be placed off the device from stage {needs_stage} on, not at stage {stage}")
+            Self::NotSharded {
+                what,
+                needs_stage,
+                stage,
+            } => {
+                write!(
+                    f,
+                    "{what} can be placed off the device from stage {needs_stage} on, not at stage {stage}"
+                )
             }
-            Self::Unwanted { param } => write!(f, "the source holds parameter {param:?}, which the target lacks"),
+            Self::Unwanted { param } => write!(
+                f,
+                "the source holds parameter {param:?}, which the target lacks"
+            ),
         }
     }
 }

@@ -27,13 +27,15 @@ pub enum Tier {
     Nvme,
 }
 
-/// The tier of each kind of shard (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
+/// The tier of each kind of shard (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
+/// 2104.07857).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Placement {
     /// Parameters. Off the device only at stage 3, which shards them.
     pub params: Tier,
-    /// Gradients. Off the device, a rank keeps those that it updates with: its shard, or all of them at stage 0.
+    /// Gradients. Off the device, a rank keeps those that it updates with: its shard, or all of
+    /// them at stage 0.
     pub grads: Tier,
     /// Optimizer state. Off the device at any stage.
     pub optimizer: Tier,
@@ -41,13 +43,25 @@ pub struct Placement {
 
 impl Placement {
     /// All on the device.
-    pub const DEVICE: Self = Self { params: Tier::Device, grads: Tier::Device, optimizer: Tier::Device };
+    pub const DEVICE: Self = Self {
+        params: Tier::Device,
+        grads: Tier::Device,
+        optimizer: Tier::Device,
+    };
 
-    /// Places the optimizer state on `tier`. If that is off the device, gradients are in host memory, since the optimizer
-    /// then runs on the host.
+    /// Places the optimizer state on `tier`. If that is off the device, gradients are in host
+    /// memory, since the optimizer then runs on the host.
     pub fn offload_optimizer(tier: Tier) -> Self {
-        let grads = if tier == Tier::Device { Tier::Device } else { Tier::Host };
-        Self { params: Tier::Device, grads, optimizer: tier }
+        let grads = if tier == Tier::Device {
+            Tier::Device
+        } else {
+            Tier::Host
+        };
+        Self {
+            params: Tier::Device,
+            grads,
+            optimizer: tier,
+        }
     }
 }
 
@@ -78,10 +92,23 @@ impl TierBytes {
     /// # Errors
     /// The sum does not fit 64 bits.
     pub fn total_bytes(&self) -> Result<u64, ShardError> {
-        let state = [self.state.params_bytes, self.state.grads_bytes, self.state.optimizer_bytes];
+        let state = [
+            self.state.params_bytes,
+            self.state.grads_bytes,
+            self.state.optimizer_bytes,
+        ];
         let moving = [self.gathered_bytes, self.buckets_bytes, self.scratch_bytes];
         let offloaded = [self.copies_bytes, self.staging_bytes];
-        sum(WHAT, &[&state[..], &moving[..], &offloaded[..], &[self.activations_bytes]].concat())
+        sum(
+            WHAT,
+            &[
+                &state[..],
+                &moving[..],
+                &offloaded[..],
+                &[self.activations_bytes],
+            ]
+            .concat(),
+        )
     }
 }
 
@@ -172,16 +199,26 @@ impl MemoryModel {
     pub fn footprint(&self, state: &StateBytes) -> Result<Footprint, ShardError> {
         let stage = self.stage.number();
         if self.placement.params != Tier::Device && !self.stage.shards_params() {
-            return Err(ShardError::NotSharded { what: "parameters", needs_stage: 3, stage });
+            return Err(ShardError::NotSharded {
+                what: "parameters",
+                needs_stage: 3,
+                stage,
+            });
         }
         let (widths, placement) = (&self.widths, &self.placement);
         // The elements that the rank updates.
-        let updated = state.optimizer_bytes.checked_div(widths.optimizer_bytes).unwrap_or(0);
+        let updated = state
+            .optimizer_bytes
+            .checked_div(widths.optimizer_bytes)
+            .unwrap_or(0);
         let grads_bytes = match placement.grads {
             Tier::Device => state.grads_bytes,
             _ => product(WHAT, &[updated, widths.grad_bytes])?,
         };
-        let state = StateBytes { grads_bytes, ..*state };
+        let state = StateBytes {
+            grads_bytes,
+            ..*state
+        };
         let on = |tier: Tier| {
             let here = |placed: Tier, bytes: u64| if placed == tier { bytes } else { 0 };
             StateBytes {
@@ -190,11 +227,18 @@ impl MemoryModel {
                 optimizer_bytes: here(self.placement.optimizer, state.optimizer_bytes),
             }
         };
-        let gathered = if self.stage.shards_params() { self.gathered_elems } else { 0 };
+        let gathered = if self.stage.shards_params() {
+            self.gathered_elems
+        } else {
+            0
+        };
         let device = TierBytes {
             state: on(Tier::Device),
             gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
-            buckets_bytes: product(WHAT, &[self.bucket_elems, self.buckets, widths.comm_grad_bytes])?,
+            buckets_bytes: product(
+                WHAT,
+                &[self.bucket_elems, self.buckets, widths.comm_grad_bytes],
+            )?,
             scratch_bytes: self.scratch_bytes,
             copies_bytes: 0,
             staging_bytes: match (placement.params, placement.optimizer) {
@@ -212,13 +256,29 @@ impl MemoryModel {
             // Two units that arrive, and two whose sums are read or written.
             through_host(
                 placement.grads,
-                &[2, self.unit_shard_elems, sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?],
+                &[
+                    2,
+                    self.unit_shard_elems,
+                    sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?,
+                ],
             )?,
-            through_host(placement.optimizer, &[pieces, buffers, widths.optimizer_bytes])?,
-            through_host(placement.params, &[self.unit_shard_elems, self.param_buffers, widths.param_bytes])?,
+            through_host(
+                placement.optimizer,
+                &[pieces, buffers, widths.optimizer_bytes],
+            )?,
+            through_host(
+                placement.params,
+                &[
+                    self.unit_shard_elems,
+                    self.param_buffers,
+                    widths.param_bytes,
+                ],
+            )?,
         ];
         let copies_bytes = match (placement.params, placement.optimizer) {
-            (Tier::Device, Tier::Host | Tier::Nvme) => product(WHAT, &[updated, widths.param_bytes])?,
+            (Tier::Device, Tier::Host | Tier::Nvme) => {
+                product(WHAT, &[updated, widths.param_bytes])?
+            }
             _ => 0,
         };
         let host = TierBytes {
@@ -228,7 +288,10 @@ impl MemoryModel {
             activations_bytes: self.host_activations_bytes,
             ..TierBytes::default()
         };
-        let nvme = TierBytes { state: on(Tier::Nvme), ..TierBytes::default() };
+        let nvme = TierBytes {
+            state: on(Tier::Nvme),
+            ..TierBytes::default()
+        };
         let footprint = Footprint { device, host, nvme };
         for tier in [device, host, nvme] {
             tier.total_bytes()?;
@@ -236,13 +299,23 @@ impl MemoryModel {
         Ok(footprint)
     }
 
-    /// Returns the maximum number of parameters for which each of `world_size` ranks fits into `device_bytes` of
-    /// device memory, with this model's gathered units, buckets and activations; 0 if those alone do not fit.
+    /// Returns the maximum number of parameters for which each of `world_size` ranks fits into
+    /// `device_bytes` of device memory, with this model's gathered units, buckets and activations;
+    /// 0 if those alone do not fit.
     ///
     /// # Errors
     /// A world without ranks, or parameters that are not sharded are placed off the device.
-    pub fn largest_model_elems(&self, world_size: u64, device_bytes: u64) -> Result<u64, ShardError> {
-        self.footprint(&StateBytes::of_elems(self.stage, &self.widths, 0, world_size)?)?;
+    pub fn largest_model_elems(
+        &self,
+        world_size: u64,
+        device_bytes: u64,
+    ) -> Result<u64, ShardError> {
+        self.footprint(&StateBytes::of_elems(
+            self.stage,
+            &self.widths,
+            0,
+            world_size,
+        )?)?;
         // A size that overflows 64 bits does not fit the device.
         Ok(largest(|elems| {
             let state = StateBytes::of_elems(self.stage, &self.widths, elems, world_size);

@@ -1,20 +1,21 @@
 //! The assignment of elements to ranks.
 //!
-//! A model is a list of **units** (embedding, each block, head): parameters that are communicated together. The
-//! parameters of a unit are concatenated in one **flat parameter**, which is padded at its end and cut into
-//! `world_size` **shards** of equal length. Shard `r` belongs to rank `r`, at every ZeRO stage.
+//! A model is a list of **units** (embedding, each block, head): parameters that are communicated
+//! together. The parameters of a unit are concatenated in one **flat parameter**, which is padded
+//! at its end and cut into `world_size` **shards** of equal length. Shard `r` belongs to rank `r`,
+//! at every ZeRO stage.
 //!
 //! ```text
 //! flat parameter   | wte ............ | wpe .... | padding |
 //! shards           | rank 0 | rank 1 | rank 2 | rank 3    |
 //! ```
 //!
-//! A layout defines two storages. The **whole** storage is the concatenation of all padded flat parameters
-//! (`padded_elems`); the **shard** storage of a rank is the concatenation of its shards of all units
-//! (`shard_elems = padded_elems / world_size`).
+//! A layout defines two storages. The **whole** storage is the concatenation of all padded flat
+//! parameters (`padded_elems`); the **shard** storage of a rank is the concatenation of its shards
+//! of all units (`shard_elems = padded_elems / world_size`).
 //!
-//! The **global** index counts the elements of all parameters in order, `0..numel_elems`, without padding. It is the
-//! same at every world size and alignment.
+//! The **global** index counts the elements of all parameters in order, `0..numel_elems`, without
+//! padding. It is the same at every world size and alignment.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -24,18 +25,26 @@ use crate::index::{NameIndex, NameRef};
 
 /// The name and shape of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(deny_unknown_fields)
+)]
 pub struct ParamSpec {
     /// Name, unique within the model.
     pub name: String,
-    /// Extent of each dimension; `[]` is a scalar (one element), an extent of 0 makes the parameter empty.
+    /// Extent of each dimension; `[]` is a scalar (one element), an extent of 0 makes the parameter
+    /// empty.
     pub shape: Vec<u64>,
 }
 
 impl ParamSpec {
     /// Creates the specification of a parameter.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
-        Self { name: name.into(), shape: shape.into() }
+        Self {
+            name: name.into(),
+            shape: shape.into(),
+        }
     }
 
     /// Number of elements: the product of the extents.
@@ -47,13 +56,19 @@ impl ParamSpec {
             return Ok(0);
         }
         let product = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
-        product.ok_or_else(|| ShardError::TooLarge { what: self.name.clone() })
+        product.ok_or_else(|| ShardError::TooLarge {
+            what: self.name.clone(),
+        })
     }
 }
 
 /// The name and parameters of a unit: parameters that are gathered, freed and reduced together.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(deny_unknown_fields)
+)]
 pub struct UnitSpec {
     /// Name, unique among the units.
     pub name: String,
@@ -64,7 +79,10 @@ pub struct UnitSpec {
 impl UnitSpec {
     /// Creates the specification of a unit.
     pub fn new(name: impl Into<String>, params: impl Into<Vec<ParamSpec>>) -> Self {
-        Self { name: name.into(), params: params.into() }
+        Self {
+            name: name.into(),
+            params: params.into(),
+        }
     }
 }
 
@@ -82,8 +100,16 @@ pub struct Tie {
 
 impl Tie {
     /// `unit` uses `target` under `name`.
-    pub fn new(unit: impl Into<String>, name: impl Into<String>, target: impl Into<String>) -> Self {
-        Self { unit: unit.into(), name: name.into(), target: target.into() }
+    pub fn new(
+        unit: impl Into<String>,
+        name: impl Into<String>,
+        target: impl Into<String>,
+    ) -> Self {
+        Self {
+            unit: unit.into(),
+            name: name.into(),
+            target: target.into(),
+        }
     }
 }
 
@@ -103,7 +129,11 @@ pub struct LayoutOptions {
 impl Default for LayoutOptions {
     /// No alignment, no ties.
     fn default() -> Self {
-        Self { shard_align_elems: 1, param_align_elems: 1, ties: Vec::new() }
+        Self {
+            shard_align_elems: 1,
+            param_align_elems: 1,
+            ties: Vec::new(),
+        }
     }
 }
 
@@ -160,11 +190,14 @@ pub struct UnitLayout {
 }
 
 impl UnitLayout {
-    /// The range of the flat parameter that `rank` owns, which may be padding only. For a rank outside the world, an
-    /// empty range at the end.
+    /// The range of the flat parameter that `rank` owns, which may be padding only. For a rank
+    /// outside the world, an empty range at the end.
     pub fn shard(&self, rank: u64) -> Range<u64> {
         let start = rank.saturating_mul(self.shard_elems).min(self.padded_elems);
-        start..start.saturating_add(self.shard_elems).min(self.padded_elems)
+        start
+            ..start
+                .saturating_add(self.shard_elems)
+                .min(self.padded_elems)
     }
 
     /// The rank that owns element `elem` of the flat parameter; `None` past its end.
@@ -215,10 +248,20 @@ impl TryFrom<LayoutSpec> for Layout {
 
 impl From<Layout> for LayoutSpec {
     fn from(layout: Layout) -> Self {
-        let param = |p: ParamPlacement| ParamSpec { name: p.name, shape: p.shape };
-        let unit = |u: UnitLayout| UnitSpec { name: u.name, params: u.params.into_iter().map(param).collect() };
+        let param = |p: ParamPlacement| ParamSpec {
+            name: p.name,
+            shape: p.shape,
+        };
+        let unit = |u: UnitLayout| UnitSpec {
+            name: u.name,
+            params: u.params.into_iter().map(param).collect(),
+        };
         let units = layout.units.into_iter().map(unit).collect();
-        Self { units, world_size: layout.world_size, options: layout.options }
+        Self {
+            units,
+            world_size: layout.world_size,
+            options: layout.options,
+        }
     }
 }
 
@@ -238,7 +281,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out `units` over `world_size` ranks; the length of every shard is a multiple of `align_elems`.
+    /// Lays out `units` over `world_size` ranks; the length of every shard is a multiple of
+    /// `align_elems`.
     ///
     /// # Errors
     /// A world without ranks, an alignment of 0, a name used twice, or a size beyond 64 bits.
@@ -251,17 +295,24 @@ impl Layout {
     ///
     /// # Errors
     /// As [`Layout::new`], or a tie of a unit or parameter that does not exist.
-    pub fn with_options(units: &[UnitSpec], world_size: u64, options: LayoutOptions) -> Result<Self, ShardError> {
+    pub fn with_options(
+        units: &[UnitSpec],
+        world_size: u64,
+        options: LayoutOptions,
+    ) -> Result<Self, ShardError> {
         if world_size == 0 {
             return Err(ShardError::NoRanks);
         }
         if options.shard_align_elems == 0 || options.param_align_elems == 0 {
             return Err(ShardError::ZeroAlignment);
         }
-        let (mut placed, mut whole, mut shard, mut numel) = (Vec::with_capacity(units.len()), 0u64, 0u64, 0u64);
+        let (mut placed, mut whole, mut shard, mut numel) =
+            (Vec::with_capacity(units.len()), 0u64, 0u64, 0u64);
         for unit in units {
             let unit = place(unit, world_size, &options, [whole, shard, numel])?;
-            let overflow = || ShardError::TooLarge { what: "the whole model".into() };
+            let overflow = || ShardError::TooLarge {
+                what: "the whole model".into(),
+            };
             whole = whole.checked_add(unit.padded_elems).ok_or_else(overflow)?;
             // Both are at most `whole`, so they do not overflow.
             shard += unit.shard_elems;
@@ -271,7 +322,9 @@ impl Layout {
         let mut unit_names = HashMap::with_capacity(units.len());
         for (i, unit) in units.iter().enumerate() {
             if unit_names.insert(unit.name.as_str(), i).is_some() {
-                return Err(ShardError::DuplicateName { name: unit.name.clone() });
+                return Err(ShardError::DuplicateName {
+                    name: unit.name.clone(),
+                });
             }
         }
         let tie_names = options.ties.iter().map(|t| t.name.as_str());
@@ -279,13 +332,27 @@ impl Layout {
         let mut ties = Vec::with_capacity(options.ties.len());
         for tie in &options.ties {
             let user = unit_names.get(tie.unit.as_str());
-            let user = *user.ok_or_else(|| ShardError::UnknownUnitName { name: tie.unit.clone() })?;
+            let user = *user.ok_or_else(|| ShardError::UnknownUnitName {
+                name: tie.unit.clone(),
+            })?;
             match names.find(&tie.target, |r| name_of(&placed, &options.ties, r)) {
                 Some(NameRef::Param(id)) => ties.push((user, id)),
-                _ => return Err(ShardError::UnknownParam { name: tie.target.clone() }),
+                _ => {
+                    return Err(ShardError::UnknownParam {
+                        name: tie.target.clone(),
+                    });
+                }
             }
         }
-        Ok(Self { units: placed, world_size, options, numel_elems: numel, shard_elems: shard, names, ties })
+        Ok(Self {
+            units: placed,
+            world_size,
+            options,
+            numel_elems: numel,
+            shard_elems: shard,
+            names,
+            ties,
+        })
     }
 
     /// The units, in forward order.
@@ -298,7 +365,10 @@ impl Layout {
     /// # Errors
     /// There is no such unit.
     pub fn unit(&self, unit: usize) -> Result<&UnitLayout, ShardError> {
-        self.units.get(unit).ok_or(ShardError::UnknownUnit { unit, units: self.units.len() })
+        self.units.get(unit).ok_or(ShardError::UnknownUnit {
+            unit,
+            units: self.units.len(),
+        })
     }
 
     /// Number of ranks.
@@ -333,7 +403,10 @@ impl Layout {
 
     /// Finds the parameter with this name, or the target of the tie with this name. O(log n).
     pub fn find_param(&self, name: &str) -> Option<ParamId> {
-        match self.names.find(name, |r| name_of(&self.units, &self.options.ties, r))? {
+        match self
+            .names
+            .find(name, |r| name_of(&self.units, &self.options.ties, r))?
+        {
             NameRef::Param(id) => Some(id),
             NameRef::Tie(i) => Some(self.ties[i].1),
         }
@@ -355,15 +428,24 @@ impl Layout {
         Ok(base + shard.start..base + shard.end)
     }
 
-    /// The ties, each with the unit that uses the second name and the parameter that owns the elements.
+    /// The ties, each with the unit that uses the second name and the parameter that owns the
+    /// elements.
     pub fn ties(&self) -> impl Iterator<Item = (&Tie, usize, ParamId)> {
-        self.options.ties.iter().zip(&self.ties).map(|(tie, &(user, id))| (tie, user, id))
+        self.options
+            .ties
+            .iter()
+            .zip(&self.ties)
+            .map(|(tie, &(user, id))| (tie, user, id))
     }
 
-    /// The units that must be gathered to compute `unit`: itself and those that own its tied parameters. Ascending,
-    /// without duplicates.
+    /// The units that must be gathered to compute `unit`: itself and those that own its tied
+    /// parameters. Ascending, without duplicates.
     pub fn units_needed_by(&self, unit: usize) -> Vec<usize> {
-        let tied = self.ties.iter().filter(|(user, _)| *user == unit).map(|(_, id)| id.unit);
+        let tied = self
+            .ties
+            .iter()
+            .filter(|(user, _)| *user == unit)
+            .map(|(_, id)| id.unit);
         let mut needed: Vec<usize> = std::iter::once(unit).chain(tied).collect();
         needed.sort_unstable();
         needed.dedup();
@@ -371,19 +453,23 @@ impl Layout {
     }
 }
 
-/// Places the parameters of one unit; `[whole, shard, global]` are its offsets in the two storages and the global
-/// numbering.
+/// Places the parameters of one unit; `[whole, shard, global]` are its offsets in the two storages
+/// and the global numbering.
 fn place(
     unit: &UnitSpec,
     world_size: u64,
     options: &LayoutOptions,
     [whole, shard, global]: [u64; 3],
 ) -> Result<UnitLayout, ShardError> {
-    let overflow = || ShardError::TooLarge { what: unit.name.clone() };
+    let overflow = || ShardError::TooLarge {
+        what: unit.name.clone(),
+    };
     let (mut params, mut end, mut numel) = (Vec::with_capacity(unit.params.len()), 0u64, 0u64);
     for param in &unit.params {
         let n = param.numel_elems()?;
-        let offset = end.checked_next_multiple_of(options.param_align_elems).ok_or_else(overflow)?;
+        let offset = end
+            .checked_next_multiple_of(options.param_align_elems)
+            .ok_or_else(overflow)?;
         params.push(ParamPlacement {
             name: param.name.clone(),
             shape: param.shape.clone(),
@@ -395,7 +481,9 @@ fn place(
         numel += n; // at most `end`
     }
     let per_rank = end.div_ceil(world_size);
-    let shard_elems = per_rank.checked_next_multiple_of(options.shard_align_elems).ok_or_else(overflow)?;
+    let shard_elems = per_rank
+        .checked_next_multiple_of(options.shard_align_elems)
+        .ok_or_else(overflow)?;
     Ok(UnitLayout {
         name: unit.name.clone(),
         params,

@@ -2,25 +2,28 @@
 //!
 //! # Terms
 //!
-//! - A **unit** is a list of parameters that are gathered, freed and reduced together: the embedding, a block, the
-//!   head. Its **flat parameter** is the concatenation of its parameters, padded; it is cut into one **shard** of
-//!   equal length for each **rank**.
-//! - The **whole storage** is the concatenation of all flat parameters. A rank's **shard storage** is the
-//!   concatenation of its shards of all units. The **global** numbering counts the elements of all parameters,
-//!   without padding.
-//! - A **bucket** is the same range of every rank's shard: the payload of one reduce-scatter. A **sub-group** is a
-//!   part of a shard storage; the optimizer updates one sub-group at a time.
-//! - A **persistent** parameter stays whole on every rank at stage 3. A **tied** parameter has two names.
-//! - A **grid** divides the ranks into groups, such as nodes; see [`GridLayout`] for hpZ, MiCS and HSDP.
+//! - A **unit** is a list of parameters that are gathered, freed and reduced together: the
+//!   embedding, a block, the head. Its **flat parameter** is the concatenation of its parameters,
+//!   padded; it is cut into one **shard** of equal length for each **rank**.
+//! - The **whole storage** is the concatenation of all flat parameters. A rank's **shard storage**
+//!   is the concatenation of its shards of all units. The **global** numbering counts the elements
+//!   of all parameters, without padding.
+//! - A **bucket** is the same range of every rank's shard: the payload of one reduce-scatter. A
+//!   **sub-group** is a part of a shard storage; the optimizer updates one sub-group at a time.
+//! - A **persistent** parameter stays whole on every rank at stage 3. A **tied** parameter has two
+//!   names.
+//! - A **grid** divides the ranks into groups, such as nodes; see [`GridLayout`] for hpZ, MiCS and
+//!   HSDP.
 //!
-//! All sizes are 64-bit counts of elements (`_elems`) or bytes (`_bytes`). Inconsistent arguments are a
-//! [`ShardError`] that contains the numbers.
+//! All sizes are 64-bit counts of elements (`_elems`) or bytes (`_bytes`). Inconsistent arguments
+//! are a [`ShardError`] that contains the numbers.
 //!
 //! # What it does not do
 //!
-//! It stores and moves no values and uses no device, stream or file: zero-comm communicates, zero-ckpt reads and
-//! writes files. It shards along the data-parallel dimension only; apply tensor and pipeline parallelism first, to
-//! the list of units. All shards of a unit have equal length, even if the ranks have different amounts of memory.
+//! It stores and moves no values and uses no device, stream or file: zero-comm communicates,
+//! zero-ckpt reads and writes files. It shards along the data-parallel dimension only; apply tensor
+//! and pipeline parallelism first, to the list of units. All shards of a unit have equal length,
+//! even if the ranks have different amounts of memory.
 #![forbid(unsafe_code)]
 
 #[macro_use]
@@ -46,7 +49,10 @@ pub use activations::{ActivationBytes, ActivationOptions, TransformerShape};
 pub use bucket::{BucketPiece, bucket_pieces};
 pub use error::ShardError;
 pub use footprint::{Footprint, MemoryModel, Placement, Tier, TierBytes, largest};
-pub use layout::{Layout, LayoutOptions, LayoutSpec, ParamId, ParamPlacement, ParamSpec, Tie, UnitLayout, UnitSpec};
+pub use layout::{
+    Layout, LayoutOptions, LayoutSpec, ParamId, ParamPlacement, ParamSpec, Tie, UnitLayout,
+    UnitSpec,
+};
 pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
 pub use persist::{PersistentSplit, split_persistent};

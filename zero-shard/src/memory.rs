@@ -1,7 +1,7 @@
 //! Bytes of the state that a rank keeps between steps.
 //!
-//! With Ψ elements over N ranks, and p, g and K bytes per element for parameters, gradients and optimizer state
-//! (arXiv 1910.02054, section 5, figure 1):
+//! With Ψ elements over N ranks, and p, g and K bytes per element for parameters, gradients and
+//! optimizer state (arXiv 1910.02054, section 5, figure 1):
 //!
 //! | stage | params | grads | optimizer |
 //! |---|---|---|---|
@@ -10,8 +10,8 @@
 //! | 2 | pΨ | gΨ/N | KΨ/N |
 //! | 3 | pΨ/N | gΨ/N | KΨ/N |
 //!
-//! Computed from a [`Layout`] the bytes are exact, padding included. Computed from Ψ alone, a rank's share is rounded
-//! up to a whole element.
+//! Computed from a [`Layout`] the bytes are exact, padding included. Computed from Ψ alone, a
+//! rank's share is rounded up to a whole element.
 
 use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
@@ -29,22 +29,39 @@ pub struct StateBytes {
 }
 
 impl StateBytes {
-    /// The state of a rank if the model has `whole_elems` elements and a rank's share is `shard_elems`.
+    /// The state of a rank if the model has `whole_elems` elements and a rank's share is
+    /// `shard_elems`.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
-    pub fn of(stage: ZeroStage, widths: &Widths, whole_elems: u64, shard_elems: u64) -> Result<Self, ShardError> {
+    pub fn of(
+        stage: ZeroStage,
+        widths: &Widths,
+        whole_elems: u64,
+        shard_elems: u64,
+    ) -> Result<Self, ShardError> {
         let bytes = |sharded: bool, width: u64| {
-            product("bytes of a rank", &[if sharded { shard_elems } else { whole_elems }, width])
+            product(
+                "bytes of a rank",
+                &[if sharded { shard_elems } else { whole_elems }, width],
+            )
         };
         let params_bytes = bytes(stage.shards_params(), widths.param_bytes)?;
         let grads_bytes = bytes(stage.shards_grads(), widths.grad_bytes)?;
         let optimizer_bytes = bytes(stage.shards_optimizer(), widths.optimizer_bytes)?;
-        sum("bytes of a rank", &[params_bytes, grads_bytes, optimizer_bytes])?;
-        Ok(Self { params_bytes, grads_bytes, optimizer_bytes })
+        sum(
+            "bytes of a rank",
+            &[params_bytes, grads_bytes, optimizer_bytes],
+        )?;
+        Ok(Self {
+            params_bytes,
+            grads_bytes,
+            optimizer_bytes,
+        })
     }
 
-    /// The state of a rank with Ψ = `numel_elems` elements over `world_size` ranks, without padding.
+    /// The state of a rank with Ψ = `numel_elems` elements over `world_size` ranks, without
+    /// padding.
     ///
     /// # Errors
     /// A world without ranks, or a sum that does not fit 64 bits.

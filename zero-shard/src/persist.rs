@@ -1,8 +1,8 @@
 //! Small parameters that stay whole on every rank at stage 3.
 //!
-//! Gathering a layer-norm weight for each use would cost latency and save little memory. Instead, parameters up to a
-//! threshold form one persistent unit, which is gathered once per step, after the optimizer, and kept. It is sharded,
-//! optimized and checkpointed like any other unit.
+//! Gathering a layer-norm weight for each use would cost latency and save little memory. Instead,
+//! parameters up to a threshold form one persistent unit, which is gathered once per step, after
+//! the optimizer, and kept. It is sharded, optimized and checkpointed like any other unit.
 
 use crate::{ShardError, UnitSpec};
 
@@ -11,8 +11,8 @@ use crate::{ShardError, UnitSpec};
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct PersistentSplit {
-    /// The input units without their persistent parameters, in order, followed by the persistent unit if there is
-    /// one.
+    /// The input units without their persistent parameters, in order, followed by the persistent
+    /// unit if there is one.
     pub units: Vec<UnitSpec>,
     /// Position of the persistent unit.
     pub persistent: Option<usize>,
@@ -20,8 +20,8 @@ pub struct PersistentSplit {
     pub persistent_elems: u64,
 }
 
-/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, as long as their sum is at
-/// most `max_total_elems`. A threshold of 0 moves no parameter.
+/// Moves the parameters of 1 to `threshold_elems` elements into a unit `name`, in order, as long as
+/// their sum is at most `max_total_elems`. A threshold of 0 moves no parameter.
 ///
 /// # Errors
 /// The size of a parameter does not fit 64 bits, or a unit already has the name `name`.
@@ -54,5 +54,9 @@ pub fn split_persistent(
     if persistent.is_some() {
         rest.push(UnitSpec::new(name, kept));
     }
-    Ok(PersistentSplit { units: rest, persistent, persistent_elems: total })
+    Ok(PersistentSplit {
+        units: rest,
+        persistent,
+        persistent_elems: total,
+    })
 }

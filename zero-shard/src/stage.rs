@@ -1,7 +1,7 @@
 //! ZeRO's stages, and the bytes per element of each kind of state.
 
-/// A ZeRO stage: the state that is sharded. Source: arXiv 1910.02054, section 5 (stage 1 is P_os, stage 2 P_os+g,
-/// stage 3 P_os+g+p).
+/// A ZeRO stage: the state that is sharded. Source: arXiv 1910.02054, section 5 (stage 1 is P_os,
+/// stage 2 P_os+g, stage 3 P_os+g+p).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum ZeroStage {
@@ -67,22 +67,41 @@ pub struct Widths {
 
 impl Widths {
     /// fp32 training with Adam: the parameter is its own master, so K = 8 (two moments).
-    pub const FP32_ADAM: Self = Self { param_bytes: 4, comm_grad_bytes: 4, grad_bytes: 4, optimizer_bytes: 8 };
+    pub const FP32_ADAM: Self = Self {
+        param_bytes: 4,
+        comm_grad_bytes: 4,
+        grad_bytes: 4,
+        optimizer_bytes: 8,
+    };
 
     /// bf16 or fp16 training with Adam: K = 12 (fp32 master and two moments).
-    pub const MIXED_ADAM: Self = Self { param_bytes: 2, comm_grad_bytes: 2, grad_bytes: 2, optimizer_bytes: 12 };
+    pub const MIXED_ADAM: Self = Self {
+        param_bytes: 2,
+        comm_grad_bytes: 2,
+        grad_bytes: 2,
+        optimizer_bytes: 12,
+    };
 
-    /// bf16 or fp16 training with Adam and several micro-batches per step, with gradients accumulated in fp32.
-    pub const MIXED_ADAM_ACCUMULATING: Self =
-        Self { param_bytes: 2, comm_grad_bytes: 2, grad_bytes: 4, optimizer_bytes: 12 };
+    /// bf16 or fp16 training with Adam and several micro-batches per step, with gradients
+    /// accumulated in fp32.
+    pub const MIXED_ADAM_ACCUMULATING: Self = Self {
+        param_bytes: 2,
+        comm_grad_bytes: 2,
+        grad_bytes: 4,
+        optimizer_bytes: 12,
+    };
 
-    /// Adam with parameters of `param_bytes` (4, or 2 for a 16-bit type) and `grad_accum_steps` micro-batches per
-    /// step.
+    /// Adam with parameters of `param_bytes` (4, or 2 for a 16-bit type) and `grad_accum_steps`
+    /// micro-batches per step.
     pub fn adam(param_bytes: u64, grad_accum_steps: u64) -> Self {
         match (param_bytes, grad_accum_steps) {
             (2, 0 | 1) => Self::MIXED_ADAM,
             (2, _) => Self::MIXED_ADAM_ACCUMULATING,
-            _ => Self { param_bytes, comm_grad_bytes: param_bytes, ..Self::FP32_ADAM },
+            _ => Self {
+                param_bytes,
+                comm_grad_bytes: param_bytes,
+                ..Self::FP32_ADAM
+            },
         }
     }
 }

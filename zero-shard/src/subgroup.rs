@@ -1,19 +1,21 @@
 //! Parts of a storage for the optimizer: sub-groups and parameter groups.
 //!
-//! The optimizer updates, or an offload tier loads, one sub-group at a time. Sub-groups are cut by elements, not by
-//! parameters (the optimizer is element-wise), so the size of a buffer does not depend on the largest parameter.
+//! The optimizer updates, or an offload tier loads, one sub-group at a time. Sub-groups are cut by
+//! elements, not by parameters (the optimizer is element-wise), so the size of a buffer does not
+//! depend on the largest parameter.
 //!
-//! Parameters with the same optimizer settings, such as weight decay, are a group. Groups do not change the layout, so each
-//! is distributed over all ranks.
+//! Parameters with the same optimizer settings, such as weight decay, are a group. Groups do not
+//! change the layout, so each is distributed over all ranks.
 
 use std::ops::Range;
 
 use crate::{Layout, ParamId, ShardError, UnitLayout};
 
 impl Layout {
-    /// The groups in `rank`'s shard storage, where `group_of` returns the group of a parameter: ranges of the storage,
-    /// ascending and without gaps, each with its group; neighbours have different groups. Padding is in the group of the
-    /// parameter before it in its unit, so that a unit with one group has it on all ranks.
+    /// The groups in `rank`'s shard storage, where `group_of` returns the group of a parameter:
+    /// ranges of the storage, ascending and without gaps, each with its group; neighbours have
+    /// different groups. Padding is in the group of the parameter before it in its unit, so that a
+    /// unit with one group has it on all ranks.
     ///
     /// # Errors
     /// There is no such rank.
@@ -27,7 +29,10 @@ impl Layout {
     }
 
     /// As [`Layout::group_runs`], in the whole storage.
-    pub fn whole_group_runs(&self, group_of: impl FnMut(ParamId) -> usize) -> Vec<(Range<usize>, usize)> {
+    pub fn whole_group_runs(
+        &self,
+        group_of: impl FnMut(ParamId) -> usize,
+    ) -> Vec<(Range<usize>, usize)> {
         self.runs(|unit| 0..unit.padded_elems, group_of)
     }
 
@@ -40,14 +45,27 @@ impl Layout {
         let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
         for (unit, placed) in self.units.iter().enumerate() {
             let held = held(placed);
-            let mut params = placed.params.iter().enumerate().filter(|(_, p)| p.numel_elems > 0).peekable();
+            let mut params = placed
+                .params
+                .iter()
+                .enumerate()
+                .filter(|(_, p)| p.numel_elems > 0)
+                .peekable();
             while let Some((param, p)) = params.next() {
-                let end = params.peek().map_or(placed.padded_elems, |(_, next)| next.offset_elems);
-                let len = end.min(held.end).saturating_sub(p.offset_elems.max(held.start)) as usize;
+                let end = params
+                    .peek()
+                    .map_or(placed.padded_elems, |(_, next)| next.offset_elems);
+                let len = end
+                    .min(held.end)
+                    .saturating_sub(p.offset_elems.max(held.start))
+                    as usize;
                 if len == 0 {
                     continue;
                 }
-                let (start, group) = (runs.last().map_or(0, |(run, _)| run.end), group_of(ParamId { unit, param }));
+                let (start, group) = (
+                    runs.last().map_or(0, |(run, _)| run.end),
+                    group_of(ParamId { unit, param }),
+                );
                 match runs.last_mut().filter(|(_, last)| *last == group) {
                     Some((run, _)) => run.end += len,
                     None => runs.push((start..start + len, group)),
@@ -57,10 +75,14 @@ impl Layout {
         runs
     }
 
-    /// Cuts a rank's shard storage into as few sub-groups of at most `capacity_elems` elements as possible; the cut
-    /// is the same on every rank. Each sub-group is a multiple of the alignment, and their lengths differ by at most
-    /// one alignment. A capacity below the alignment counts as the alignment.
-    pub fn sub_groups(&self, capacity_elems: u64) -> impl ExactSizeIterator<Item = Range<u64>> + use<> {
+    /// Cuts a rank's shard storage into as few sub-groups of at most `capacity_elems` elements as
+    /// possible; the cut is the same on every rank. Each sub-group is a multiple of the alignment,
+    /// and their lengths differ by at most one alignment. A capacity below the alignment counts as
+    /// the alignment.
+    pub fn sub_groups(
+        &self,
+        capacity_elems: u64,
+    ) -> impl ExactSizeIterator<Item = Range<u64>> + use<> {
         let align = self.align_elems();
         // All shards are multiples of the alignment.
         let (total, capacity) = (self.shard_elems() / align, (capacity_elems / align).max(1));

@@ -9,7 +9,9 @@
 use std::ops::Range;
 
 use crate::checked::{product, sum};
-use crate::{Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, ZeroStage};
+use crate::{
+    Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, ZeroStage,
+};
 
 /// Ranks in groups of consecutive ranks: rank = group x group_size + position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,9 +30,15 @@ impl Grid {
             return Err(ShardError::NoRanks);
         }
         if group_size == 0 || !world_size.is_multiple_of(group_size) {
-            return Err(ShardError::NotDivisible { world_size, group_size });
+            return Err(ShardError::NotDivisible {
+                world_size,
+                group_size,
+            });
         }
-        Ok(Self { world_size, group_size })
+        Ok(Self {
+            world_size,
+            group_size,
+        })
     }
 
     /// Number of ranks.
@@ -64,8 +72,8 @@ impl Grid {
         start..start.saturating_add(self.group_size)
     }
 
-    /// The ranks with `rank`'s position, one in each group, ascending. If groups are replicas, these ranks hold the
-    /// same shard.
+    /// The ranks with `rank`'s position, one in each group, ascending. If groups are replicas,
+    /// these ranks hold the same shard.
     pub fn peer_ranks(&self, rank: u64) -> impl Iterator<Item = u64> + use<> {
         let (grid, position) = (*self, self.position_of(rank));
         (0..grid.groups()).map(move |group| group * grid.group_size + position)
@@ -92,8 +100,8 @@ pub enum Sharding {
 pub enum Routing {
     /// One ring through all ranks in rank order: (N-1)/N of the buffer leaves each group.
     Ring,
-    /// Two phases, between ranks of one position and within the groups: (M-1)/M of the buffer leaves each of M
-    /// groups. With both routes a rank sends (N-1)/N of the buffer.
+    /// Two phases, between ranks of one position and within the groups: (M-1)/M of the buffer
+    /// leaves each of M groups. With both routes a rank sends (N-1)/N of the buffer.
     TwoLevel,
 }
 
@@ -135,10 +143,21 @@ impl GridLayout {
         sharding: Sharding,
         options: LayoutOptions,
     ) -> Result<Self, ShardError> {
-        let ranks = if sharding == Sharding::Replicated { grid.group_size } else { grid.world_size };
+        let ranks = if sharding == Sharding::Replicated {
+            grid.group_size
+        } else {
+            grid.world_size
+        };
         let primary = Layout::with_options(units, ranks, options)?;
-        let secondary = (sharding == Sharding::Secondary).then(|| primary.regroup(grid.group_size)).transpose()?;
-        Ok(Self { grid, sharding, primary, secondary })
+        let secondary = (sharding == Sharding::Secondary)
+            .then(|| primary.regroup(grid.group_size))
+            .transpose()?;
+        Ok(Self {
+            grid,
+            sharding,
+            primary,
+            secondary,
+        })
     }
 
     /// The grid of ranks.
@@ -157,33 +176,43 @@ impl GridLayout {
         &self.primary
     }
 
-    /// The layout of the second copy of the parameters over a group. A rank holds the shard of its position. Its
-    /// whole storage is laid out like that of the primary, so both gather the same values.
+    /// The layout of the second copy of the parameters over a group. A rank holds the shard of its
+    /// position. Its whole storage is laid out like that of the primary, so both gather the same
+    /// values.
     pub fn secondary(&self) -> Option<&Layout> {
         self.secondary.as_ref()
     }
 
     /// The shard of the primary layout that `rank` holds.
     pub fn shard_of(&self, rank: u64) -> u64 {
-        if self.sharding == Sharding::Replicated { self.grid.position_of(rank) } else { rank }
+        if self.sharding == Sharding::Replicated {
+            self.grid.position_of(rank)
+        } else {
+            rank
+        }
     }
 
-    /// The state of each rank at `stage`. The second copy exists only if parameters are sharded (stage 3).
+    /// The state of each rank at `stage`. The second copy exists only if parameters are sharded
+    /// (stage 3).
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
     pub fn state_bytes(&self, stage: ZeroStage, widths: &Widths) -> Result<StateBytes, ShardError> {
         let mut bytes = self.primary.state_bytes(stage, widths)?;
         if let Some(secondary) = self.secondary.as_ref().filter(|_| stage.shards_params()) {
-            let second = product("bytes of a rank", &[secondary.shard_elems(), widths.param_bytes])?;
+            let second = product(
+                "bytes of a rank",
+                &[secondary.shard_elems(), widths.param_bytes],
+            )?;
             sum("bytes of a rank", &[bytes.total_bytes(), second])?;
             bytes.params_bytes += second;
         }
         Ok(bytes)
     }
 
-    /// Bytes sent in a step of `grad_accum_steps` micro-batches, padding included; an upper bound at stage 3.
-    /// Between replicas, gradients are reduced once per step, in the dtype in which they are kept.
+    /// Bytes sent in a step of `grad_accum_steps` micro-batches, padding included; an upper bound
+    /// at stage 3. Between replicas, gradients are reduced once per step, in the dtype in which
+    /// they are kept.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
@@ -195,7 +224,11 @@ impl GridLayout {
         routing: Routing,
     ) -> Result<GridTraffic, ShardError> {
         const WHAT: &str = "bytes sent in a step";
-        let (groups, group_size, shard) = (self.grid.groups(), self.grid.group_size, self.primary.shard_elems());
+        let (groups, group_size, shard) = (
+            self.grid.groups(),
+            self.grid.group_size,
+            self.primary.shard_elems(),
+        );
         let mut rank = self.primary.step_traffic(stage, widths, grad_accum_steps)?;
         // Elements that leave a group in one gather or reduction over all ranks.
         let crossing = match routing {
@@ -208,32 +241,47 @@ impl GridLayout {
         let gathers = |times: u64, each: u64| product(WHAT, &[crossing, param, times, each]);
         let group_egress_bytes = match (self.sharding, stage) {
             (Sharding::Replicated, _) => {
-                // Each shard is all-reduced between the groups. The all-reduce of stage 0 has the same three phases
-                // (within, between, within the groups), so it sends the same.
+                // Each shard is all-reduced between the groups. The all-reduce of stage 0 has the
+                // same three phases (within, between, within the groups), so it sends the same.
                 let part = shard.div_ceil(groups);
                 let between = product(WHAT, &[2, part, groups - 1, widths.grad_bytes])?;
                 rank.all_reduce_bytes = sum(WHAT, &[rank.all_reduce_bytes, between])?;
-                sum(WHAT, &[rank.all_reduce_bytes, rank.reduce_scatter_bytes, rank.all_gather_bytes])?;
+                sum(
+                    WHAT,
+                    &[
+                        rank.all_reduce_bytes,
+                        rank.reduce_scatter_bytes,
+                        rank.all_gather_bytes,
+                    ],
+                )?;
                 product(WHAT, &[between, group_size])?
             }
             (_, ZeroStage::Zero) => product(WHAT, &[2, reductions])?,
             (_, ZeroStage::One | ZeroStage::Two) => sum(WHAT, &[reductions, gathers(1, 1)?])?,
-            (Sharding::Flat, ZeroStage::Three) => sum(WHAT, &[reductions, gathers(2, grad_accum_steps)?])?,
+            (Sharding::Flat, ZeroStage::Three) => {
+                sum(WHAT, &[reductions, gathers(2, grad_accum_steps)?])?
+            }
             (Sharding::Secondary, ZeroStage::Three) => {
-                let forward = product(WHAT, &[shard, self.grid.world_size - 1, param, grad_accum_steps])?;
+                let forward = product(
+                    WHAT,
+                    &[shard, self.grid.world_size - 1, param, grad_accum_steps],
+                )?;
                 let second = self.secondary.as_ref().map_or(0, Layout::shard_elems);
                 let backward = product(WHAT, &[second, group_size - 1, param, grad_accum_steps])?;
                 rank.all_gather_bytes = sum(WHAT, &[forward, backward])?;
                 sum(WHAT, &[reductions, gathers(1, grad_accum_steps)?])?
             }
         };
-        Ok(GridTraffic { rank, group_egress_bytes })
+        Ok(GridTraffic {
+            rank,
+            group_egress_bytes,
+        })
     }
 }
 
 impl Layout {
-    /// Cuts the same whole storage into `parts` shards: each is the concatenation of the shards of `world_size /
-    /// parts` consecutive ranks, and the alignment grows by that factor.
+    /// Cuts the same whole storage into `parts` shards: each is the concatenation of the shards of
+    /// `world_size / parts` consecutive ranks, and the alignment grows by that factor.
     ///
     /// # Errors
     /// `parts` does not divide the number of ranks, or the alignment does not fit 64 bits.
@@ -241,7 +289,8 @@ impl Layout {
         let ranks_each = Grid::new(self.world_size, parts)?.groups();
         let mut layout = self.clone();
         layout.world_size = parts;
-        layout.options.shard_align_elems = product("an alignment", &[self.align_elems(), ranks_each])?;
+        layout.options.shard_align_elems =
+            product("an alignment", &[self.align_elems(), ranks_each])?;
         layout.shard_elems *= ranks_each;
         for unit in &mut layout.units {
             unit.shard_elems *= ranks_each;

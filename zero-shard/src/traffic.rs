@@ -1,7 +1,7 @@
 //! Bytes that a rank sends in a step.
 //!
-//! With Ψ elements over N ranks and A micro-batches per step, in elements, each term times (N-1)/N (arXiv 1910.02054,
-//! section 7):
+//! With Ψ elements over N ranks and A micro-batches per step, in elements, each term times (N-1)/N
+//! (arXiv 1910.02054, section 7):
 //!
 //! | stage | reduce-scatter | all-gather | all-reduce | sum |
 //! |---|---|---|---|---|
@@ -9,9 +9,10 @@
 //! | 1, 2 | AΨ | Ψ | | (A+1)Ψ |
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
-//! The table is of gradients that are reduced after every micro-batch, as stages 2 and 3 must. Stages 0 and 1 may sum
-//! micro-batches on each rank and reduce once: with A = 1, both send 2Ψ. Stage 3 gathers each unit at most 2A times: a
-//! unit that stays gathered until its next use saves one gather.
+//! The table is of gradients that are reduced after every micro-batch, as stages 2 and 3 must.
+//! Stages 0 and 1 may sum micro-batches on each rank and reduce once: with A = 1, both send 2Ψ.
+//! Stage 3 gathers each unit at most 2A times: a unit that stays gathered until its next use saves
+//! one gather.
 
 use crate::checked::{product, sum};
 use crate::{Layout, ShardError, Widths, ZeroStage};
@@ -32,7 +33,8 @@ pub struct StepTraffic {
 }
 
 impl StepTraffic {
-    /// The traffic of a model whose shards have `shard_elems` elements on each of `world_size` ranks.
+    /// The traffic of a model whose shards have `shard_elems` elements on each of `world_size`
+    /// ranks.
     ///
     /// # Errors
     /// A world without ranks, or a sum that does not fit 64 bits.
@@ -47,16 +49,26 @@ impl StepTraffic {
         let bytes = |times: &[u64]| product(WHAT, &[&[shard_elems, others], times].concat());
         let (a, grad, param) = (grad_accum_steps, widths.comm_grad_bytes, widths.param_bytes);
         let traffic = match stage {
-            ZeroStage::Zero => Self { all_reduce_bytes: bytes(&[2, a, grad])?, ..Self::default() },
+            ZeroStage::Zero => Self {
+                all_reduce_bytes: bytes(&[2, a, grad])?,
+                ..Self::default()
+            },
             ZeroStage::One | ZeroStage::Two => Self::sharded(bytes(&[a, grad])?, bytes(&[param])?),
             ZeroStage::Three => Self::sharded(bytes(&[a, grad])?, bytes(&[2, a, param])?),
         };
-        sum(WHAT, &[traffic.reduce_scatter_bytes, traffic.all_gather_bytes])?;
+        sum(
+            WHAT,
+            &[traffic.reduce_scatter_bytes, traffic.all_gather_bytes],
+        )?;
         Ok(traffic)
     }
 
     fn sharded(reduce_scatter_bytes: u64, all_gather_bytes: u64) -> Self {
-        Self { reduce_scatter_bytes, all_gather_bytes, all_reduce_bytes: 0 }
+        Self {
+            reduce_scatter_bytes,
+            all_gather_bytes,
+            all_reduce_bytes: 0,
+        }
     }
 
     /// The sum over the collectives.
@@ -66,8 +78,8 @@ impl StepTraffic {
 }
 
 impl Layout {
-    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches whose gradients are each reduced, padding
-    /// included: exact at stages 0 to 2, an upper bound at stage 3.
+    /// Bytes that each rank sends in a step of `grad_accum_steps` micro-batches whose gradients are
+    /// each reduced, padding included: exact at stages 0 to 2, an upper bound at stage 3.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
@@ -77,6 +89,12 @@ impl Layout {
         widths: &Widths,
         grad_accum_steps: u64,
     ) -> Result<StepTraffic, ShardError> {
-        StepTraffic::of(stage, widths, self.shard_elems(), self.world_size(), grad_accum_steps)
+        StepTraffic::of(
+            stage,
+            widths,
+            self.shard_elems(),
+            self.world_size(),
+            grad_accum_steps,
+        )
     }
 }

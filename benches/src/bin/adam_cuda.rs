@@ -5,10 +5,10 @@
 //! cargo run --release -p benches --bin adam_cuda -- --serve         for benches/peers/adam_cuda.py
 //! ```
 //!
-//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter; 26 with 16-bit remainders in place
-//! of masters. Each figure is a median over rounds. In a round the subjects run in turn, each repeated for a tenth of a
-//! second, and the host waits only at the end. `--serve` reads lines `KIND ELEMS` and prints milliseconds per step for
-//! each, measured once.
+//! Gradients and parameters are bf16, masters and moments fp32: 28 bytes per parameter; 26 with
+//! 16-bit remainders in place of masters. Each figure is a median over rounds. In a round the
+//! subjects run in turn, each repeated for a tenth of a second, and the host waits only at the end.
+//! `--serve` reads lines `KIND ELEMS` and prints milliseconds per step for each, measured once.
 
 use std::io::{BufRead, Write};
 use std::ptr::NonNull;
@@ -20,14 +20,21 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memo
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{
-    AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, RankStats, RemainderArgs, StepScalars,
+    AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, RankStats, RemainderArgs,
+    StepScalars,
 };
 
 type AnyError = Box<dyn std::error::Error>;
 
 const LIMIT: Duration = Duration::from_secs(120);
-const HYPER: AdamHyper =
-    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true, bias_correction: true };
+const HYPER: AdamHyper = AdamHyper {
+    beta1: 0.9,
+    beta2: 0.999,
+    eps: 1e-8,
+    weight_decay: 0.01,
+    decoupled: true,
+    bias_correction: true,
+};
 /// Master and moments read and written, gradient read, parameter written.
 const ADAM_BYTES: usize = 28;
 /// The norm reads the gradient a second time.
@@ -47,12 +54,19 @@ struct Buffer {
 
 impl Buffer {
     fn new(device: &CudaDevice, bytes: usize) -> Result<Self, DeviceError> {
-        Ok(Self { device: device.clone(), ptr: device.allocate(bytes)?, bytes })
+        Ok(Self {
+            device: device.clone(),
+            ptr: device.allocate(bytes)?,
+            bytes,
+        })
     }
 
     fn all(&self) -> AnySlice {
-        // SAFETY: the buffer's own memory, used on one stream, which is drained before the buffer is dropped.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8, self.device.id()) }
+        // SAFETY: the buffer's own memory, used on one stream, which is drained before the buffer
+        // is dropped.
+        unsafe {
+            AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8, self.device.id())
+        }
     }
 
     fn typed<T>(&self, len: usize) -> DeviceSlice<T> {
@@ -85,10 +99,18 @@ enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 5] = [Self::Copy, Self::Adam, Self::Step, Self::Graph, Self::Remainder];
+    const ALL: [Self; 5] = [
+        Self::Copy,
+        Self::Adam,
+        Self::Step,
+        Self::Graph,
+        Self::Remainder,
+    ];
 
     fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| format!("{kind:?}").eq_ignore_ascii_case(name))
+        Self::ALL
+            .into_iter()
+            .find(|kind| format!("{kind:?}").eq_ignore_ascii_case(name))
     }
 }
 
@@ -105,7 +127,8 @@ struct Shard {
     param: Buffer,
     remainder: Buffer,
     scratch: Buffer,
-    /// Gradient statistics, loss, rank statistics, config, state, scalars, record and flags, 256 bytes each.
+    /// Gradient statistics, loss, rank statistics, config, state, scalars, record and flags, 256
+    /// bytes each.
     control: Buffer,
     rates: Buffer,
     graph: Option<Graph>,
@@ -113,7 +136,12 @@ struct Shard {
 }
 
 impl Shard {
-    fn new(device: &CudaDevice, stream: &CudaStream, kernels: &CudaKernels, elems: usize) -> Result<Self, AnyError> {
+    fn new(
+        device: &CudaDevice,
+        stream: &CudaStream,
+        kernels: &CudaKernels,
+        elems: usize,
+    ) -> Result<Self, AnyError> {
         let buffer = |bytes: usize| Buffer::new(device, bytes.max(1));
         let scratch = kernels.stats_scratch_elems(&[elems]) * 8;
         let shard = Self {
@@ -154,11 +182,16 @@ impl Shard {
         let block: Vec<T> = (0..self.elems.min(1 << 20)).map(|_| next()).collect();
         let bytes: &[u8] = bytemuck::cast_slice(&block);
         let (all, mut done) = (buffer.all(), bytes.len());
-        self.device.upload(&self.stream, bytes, all.slice(0..done), LIMIT)?;
+        self.device
+            .upload(&self.stream, bytes, all.slice(0..done), LIMIT)?;
         let whole = self.elems * size_of::<T>();
         while done < whole {
             let next = done.min(whole - done);
-            self.device.copy(&self.stream, all.slice(0..next), all.slice(done..done + next))?;
+            self.device.copy(
+                &self.stream,
+                all.slice(0..next),
+                all.slice(done..done + next),
+            )?;
             done += next;
         }
         Ok(())
@@ -166,7 +199,10 @@ impl Shard {
 
     /// The `nth` value of the control block.
     fn control<T>(&self, nth: usize) -> DeviceSlice<T> {
-        let place = self.control.all().slice(nth * 256..nth * 256 + size_of::<T>());
+        let place = self
+            .control
+            .all()
+            .slice(nth * 256..nth * 256 + size_of::<T>());
         // SAFETY: the shard's own memory, aligned to 256 bytes.
         unsafe { DeviceSlice::from_raw_parts(place.as_ptr().cast(), 1, place.device()) }
     }
@@ -189,13 +225,30 @@ impl Shard {
         let state = StepState::new(1.0, 1);
         let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);
         let mut image = vec![0u8; 8 * 256];
-        let values = [bytemuck::bytes_of(&config), bytemuck::bytes_of(&state), bytemuck::bytes_of(&scalars)];
+        let values = [
+            bytemuck::bytes_of(&config),
+            bytemuck::bytes_of(&state),
+            bytemuck::bytes_of(&scalars),
+        ];
         for (value, nth) in values.into_iter().zip([3, 4, 5]) {
             image[nth * 256..][..value.len()].copy_from_slice(value);
         }
-        self.device.upload(&self.stream, &image, self.control.all(), LIMIT)?;
-        let rates = vec![StepRates { lr: 1e-4, beta1: HYPER.beta1, beta2: HYPER.beta2 }; RATES];
-        self.device.upload(&self.stream, bytemuck::cast_slice(&rates), self.rates.all(), LIMIT)?;
+        self.device
+            .upload(&self.stream, &image, self.control.all(), LIMIT)?;
+        let rates = vec![
+            StepRates {
+                lr: 1e-4,
+                beta1: HYPER.beta1,
+                beta2: HYPER.beta2
+            };
+            RATES
+        ];
+        self.device.upload(
+            &self.stream,
+            bytemuck::cast_slice(&rates),
+            self.rates.all(),
+            LIMIT,
+        )?;
         Ok(())
     }
 
@@ -228,14 +281,25 @@ impl Shard {
     /// All that decides a step, on the device.
     fn decide(&self) -> Result<(), AnyError> {
         let stats: DeviceSlice<GradStats> = self.control(0);
-        let scratch = self.scratch.typed(self.kernels.stats_scratch_elems(&[self.elems]));
+        let scratch = self
+            .scratch
+            .typed(self.kernels.stats_scratch_elems(&[self.elems]));
         let ranks: DeviceSlice<RankStats> = self.control(2);
         let records: DeviceSlice<StepRecord> = self.control(6);
         let grad = self.grad.typed::<bf16>(self.elems).erase();
-        self.kernels.grad_stats(&self.stream, &[grad], scratch, stats)?;
-        self.kernels.rank_stats(&self.stream, stats, self.control(1), self.control(7), ranks)?;
+        self.kernels
+            .grad_stats(&self.stream, &[grad], scratch, stats)?;
+        self.kernels
+            .rank_stats(&self.stream, stats, self.control(1), self.control(7), ranks)?;
         let (config, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
-        let advance = AdvanceArgs { ranks, config, rates, state, scalars: self.control(5), records };
+        let advance = AdvanceArgs {
+            ranks,
+            config,
+            rates,
+            state,
+            scalars: self.control(5),
+            records,
+        };
         Ok(self.kernels.advance_step(&self.stream, advance)?)
     }
 
@@ -249,7 +313,10 @@ impl Shard {
             Kind::Copy => {
                 if self.copy.is_none() {
                     let bytes = ADAM_BYTES / 2 * self.elems;
-                    self.copy = Some([Buffer::new(&self.device, bytes)?, Buffer::new(&self.device, bytes)?]);
+                    self.copy = Some([
+                        Buffer::new(&self.device, bytes)?,
+                        Buffer::new(&self.device, bytes)?,
+                    ]);
                 }
                 if let Some([from, to]) = &self.copy {
                     self.device.copy(&self.stream, from.all(), to.all())?;
@@ -263,11 +330,15 @@ impl Shard {
             }
             Kind::Graph => {
                 if self.graph.is_none() {
-                    let driver_error = |e: AnyError| DeviceError::Driver { call: "a step", message: e.to_string() };
+                    let driver_error = |e: AnyError| DeviceError::Driver {
+                        call: "a step",
+                        message: e.to_string(),
+                    };
                     self.graph = Some(self.stream.capture(|| self.step().map_err(driver_error))?);
                 }
                 if let Some(graph) = &self.graph {
-                    // SAFETY: the shard's memory and kernels outlive the measurement, which drains the stream.
+                    // SAFETY: the shard's memory and kernels outlive the measurement, which drains
+                    // the stream.
                     unsafe { graph.launch(&self.stream) }?;
                 }
             }
@@ -278,7 +349,8 @@ impl Shard {
     /// Milliseconds per repetition, over enough repetitions to last `at_least`.
     fn time(&mut self, kind: Kind, at_least: Duration) -> Result<f64, AnyError> {
         self.reset()?;
-        // The first run does the one-time work. Then the count grows until a measurement is long enough.
+        // The first run does the one-time work. Then the count grows until a measurement is long
+        // enough.
         self.enqueue(kind)?;
         self.stream.synchronize(LIMIT)?;
         let (mut count, mut done) = (2u32, 1u64);
@@ -302,14 +374,23 @@ impl Shard {
     /// Checks that every step was applied.
     fn check(&self, kind: Kind, steps: u64) -> Result<(), AnyError> {
         let state: DeviceSlice<StepState> = self.control(4);
-        let bytes = self.control.all().slice(4 * 256..4 * 256 + size_of::<StepState>());
+        let bytes = self
+            .control
+            .all()
+            .slice(4 * 256..4 * 256 + size_of::<StepState>());
         assert_eq!(bytes.as_ptr().cast::<StepState>(), state.as_ptr());
         let mut now = [0u8; size_of::<StepState>()];
         self.device.download(&self.stream, bytes, &mut now, LIMIT)?;
         let now: StepState = bytemuck::pod_read_unaligned(&now);
-        let expected = if matches!(kind, Kind::Step | Kind::Graph | Kind::Remainder) { steps } else { 0 };
+        let expected = if matches!(kind, Kind::Step | Kind::Graph | Kind::Remainder) {
+            steps
+        } else {
+            0
+        };
         if (now.halted, now.skipped_steps, now.adam_steps) != (StepState::RUNNING, 0, expected) {
-            return Err(format!("{kind:?}: expected {expected} steps, the device has {now:?}").into());
+            return Err(
+                format!("{kind:?}: expected {expected} steps, the device has {now:?}").into(),
+            );
         }
         Ok(())
     }
@@ -320,10 +401,28 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn table(sizes: &[usize], shard: impl Fn(usize) -> Result<Shard, AnyError>, fast: bool) -> Result<(), AnyError> {
-    let (rounds, at_least) = if fast { (1, Duration::ZERO) } else { (ROUNDS, Duration::from_millis(100)) };
-    let columns = ["adam", "whole step", "step in a graph", "step with remainders"];
-    println!("{:>12} {:>16}{}", "parameters", "copy", columns.map(|name| format!(" {name:>28}")).concat());
+fn table(
+    sizes: &[usize],
+    shard: impl Fn(usize) -> Result<Shard, AnyError>,
+    fast: bool,
+) -> Result<(), AnyError> {
+    let (rounds, at_least) = if fast {
+        (1, Duration::ZERO)
+    } else {
+        (ROUNDS, Duration::from_millis(100))
+    };
+    let columns = [
+        "adam",
+        "whole step",
+        "step in a graph",
+        "step with remainders",
+    ];
+    println!(
+        "{:>12} {:>16}{}",
+        "parameters",
+        "copy",
+        columns.map(|name| format!(" {name:>28}")).concat()
+    );
     for &elems in sizes {
         let mut shard = shard(elems)?;
         let mut times: [Vec<f64>; 5] = Default::default();
@@ -334,7 +433,10 @@ fn table(sizes: &[usize], shard: impl Fn(usize) -> Result<Shard, AnyError>, fast
         }
         let [copy, adam, step, graph, remainder] = times;
         let of_copy = |times: &[f64], bytes: usize| {
-            let ratios = copy.iter().zip(times).map(|(c, t)| (bytes as f64 / t) / (ADAM_BYTES as f64 / c));
+            let ratios = copy
+                .iter()
+                .zip(times)
+                .map(|(c, t)| (bytes as f64 / t) / (ADAM_BYTES as f64 / c));
             median(ratios.collect())
         };
         let gb = |ms: f64, bytes: usize| bytes as f64 * elems as f64 / ms / 1e6;
@@ -352,7 +454,9 @@ fn table(sizes: &[usize], shard: impl Fn(usize) -> Result<Shard, AnyError>, fast
             column(&remainder, REMAINDER_BYTES)
         );
     }
-    println!("(the third figure of a column: bytes a second as a share of the copy's, median over {rounds} rounds)");
+    println!(
+        "(the third figure of a column: bytes a second as a share of the copy's, median over {rounds} rounds)"
+    );
     Ok(())
 }
 
@@ -381,7 +485,11 @@ fn main() -> Result<(), AnyError> {
     eprintln!(
         "{}{}",
         device.name(),
-        if stand_in { ": a check that this runs; its figures are meaningless" } else { "" }
+        if stand_in {
+            ": a check that this runs; its figures are meaningless"
+        } else {
+            ""
+        }
     );
     let (stream, kernels) = (device.create_stream("bench")?, CudaKernels::new(&device)?);
     kernels.warm(&stream, LIMIT)?;
@@ -390,9 +498,16 @@ fn main() -> Result<(), AnyError> {
     if args.iter().any(|a| a == "--serve") {
         return serve(shard);
     }
-    let mut sizes = args.iter().map(|a| a.parse()).collect::<Result<Vec<usize>, _>>()?;
+    let mut sizes = args
+        .iter()
+        .map(|a| a.parse())
+        .collect::<Result<Vec<usize>, _>>()?;
     if sizes.is_empty() {
-        sizes = if stand_in { vec![1000] } else { [1, 4, 16, 64, 256, 512, 1024].map(|m| m << 20).to_vec() };
+        sizes = if stand_in {
+            vec![1000]
+        } else {
+            [1, 4, 16, 64, 256, 512, 1024].map(|m| m << 20).to_vec()
+        };
     }
     table(&sizes, shard, stand_in)
 }

@@ -1,12 +1,14 @@
-//! The cost of the coordinator of N ranks: `control_plane [RANKS [STEPS [CALLS [STEP_MS]]]]`, by default 64, 1,024 and
-//! 4,096 ranks, 100 steps of 3,000 calls and 1 s each.
+//! The cost of the coordinator of N ranks: `control_plane [RANKS [STEPS [CALLS [STEP_MS]]]]`, by
+//! default 64, 1,024 and 4,096 ranks, 100 steps of 3,000 calls and 1 s each.
 //!
-//! The coordinator runs alone in a second process. This process has one connection for each rank, all on one thread: the
-//! clients speak the protocol, but run no collectives. Each reports as often as a rank's watcher does. The program
-//! prints a table (benches/README.md has the newest figures) and fails if a count breaks its law:
+//! The coordinator runs alone in a second process. This process has one connection for each rank,
+//! all on one thread: the clients speak the protocol, but run no collectives. Each reports as often
+//! as a rank's watcher does. The program prints a table (benches/README.md has the newest figures)
+//! and fails if a count breaks its law:
 //!
 //! - all ranks join, and agree on all calls;
-//! - a rank sends one report an interval, of at most [`REPORT_BYTES`]; only rank 0 also sends the calls;
+//! - a rank sends one report an interval, of at most [`REPORT_BYTES`]; only rank 0 also sends the
+//!   calls;
 //! - a split costs one message of at most [`PLACE_BYTES`] for each rank;
 //! - of a mismatch, the rank whose call differs and rank 0 are named, on all ranks.
 
@@ -23,7 +25,8 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// Largest report: its length, the variant, a communicator, and four numbers of at most 10 bytes.
 const REPORT_BYTES: u64 = 4 + 1 + 5 + 4 * 10;
-/// Largest answer to a split: its length, two variants, an option, two communicators, and three numbers.
+/// Largest answer to a split: its length, two variants, an option, two communicators, and three
+/// numbers.
 const PLACE_BYTES: u64 = 4 + 3 + 2 * 5 + 3 * 10;
 /// Largest serialized call of this program.
 const CALL_BYTES: u64 = 16;
@@ -39,16 +42,26 @@ fn main() -> Result<()> {
     {
         return coordinate(n.parse()?, port.parse()?);
     }
-    let number = |index: usize, default: usize| args.get(index).map_or(Ok(default), |text| text.parse());
+    let number =
+        |index: usize, default: usize| args.get(index).map_or(Ok(default), |text| text.parse());
     let (steps, calls, step_ms) = (number(1, 100)?, number(2, 3000)?, number(3, 1000)?);
     println!(
         "| ranks | all joined, s | steps: of one core | messages/s, bytes/s in | out | resident, MiB | \
          split, ms | bytes out a rank | mismatch named on all, s |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
-    let sizes = if args.is_empty() { vec![64, 1024, 4096] } else { vec![number(0, 64)?] };
+    let sizes = if args.is_empty() {
+        vec![64, 1024, 4096]
+    } else {
+        vec![number(0, 64)?]
+    };
     for n in sizes {
-        probe(n, steps, calls as u64, Duration::from_millis(step_ms as u64))?;
+        probe(
+            n,
+            steps,
+            calls as u64,
+            Duration::from_millis(step_ms as u64),
+        )?;
     }
     Ok(())
 }
@@ -64,7 +77,10 @@ fn coordinate(n: usize, port: u16) -> Result<()> {
             cpu_ns += stat.split(' ').next().unwrap_or_default().parse::<u64>()?;
         }
         let status = std::fs::read_to_string("/proc/self/status")?;
-        let resident = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).ok_or("no VmHWM")?;
+        let resident = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmHWM:"))
+            .ok_or("no VmHWM")?;
         println!("{cpu_ns} {}", resident.trim().trim_end_matches(" kB"));
     }
     Ok(())
@@ -80,16 +96,26 @@ impl Coordinator {
     fn start(n: usize, port: u16) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["coordinator", &n.to_string(), &port.to_string()]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
         let stdin = child.stdin.take().ok_or("no stdin")?;
         let stdout = child.stdout.take().ok_or("no stdout")?;
-        let mut coordinator = Self { child, stdin, lines: BufReader::new(stdout).lines() };
+        let mut coordinator = Self {
+            child,
+            stdin,
+            lines: BufReader::new(stdout).lines(),
+        };
         coordinator.line()?;
         Ok(coordinator)
     }
 
     fn line(&mut self) -> Result<String> {
-        Ok(self.lines.next().ok_or("the coordinator's process ended")??)
+        Ok(self
+            .lines
+            .next()
+            .ok_or("the coordinator's process ended")??)
     }
 
     /// Its processor time in seconds, and its largest resident memory in MiB, so far.
@@ -97,7 +123,10 @@ impl Coordinator {
         writeln!(self.stdin)?;
         let line = self.line()?;
         let (cpu_ns, resident_kib) = line.split_once(' ').ok_or("a line of two numbers")?;
-        Ok((cpu_ns.parse::<f64>()? / 1e9, resident_kib.parse::<f64>()? / 1024.0))
+        Ok((
+            cpu_ns.parse::<f64>()? / 1e9,
+            resident_kib.parse::<f64>()? / 1024.0,
+        ))
     }
 }
 
@@ -122,8 +151,12 @@ fn next<'a>(
             Event::Ended(cause) => {
                 // The coordinator sends the cause to the other ranks.
                 let later = clients.receive(Duration::from_secs(1), &script)?;
-                let failed = later.into_iter().find(|(_, event)| matches!(event, Event::Failed(_)));
-                return Err(format!("the connection of rank {rank} ended: {cause}; {failed:?}").into());
+                let failed = later
+                    .into_iter()
+                    .find(|(_, event)| matches!(event, Event::Failed(_)));
+                return Err(
+                    format!("the connection of rank {rank} ended: {cause}; {failed:?}").into(),
+                );
             }
             _ => {}
         }
@@ -212,16 +245,31 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         if least == total {
             break;
         }
-        check(begun.elapsed() < step * steps as u32 + LIMIT, "all ranks agree on all calls")?;
+        check(
+            begun.elapsed() < step * steps as u32 + LIMIT,
+            "all ranks agree on all calls",
+        )?;
     }
-    let (wall, traffic) = (begun.elapsed().as_secs_f64(), difference(clients.traffic(), before));
+    let (wall, traffic) = (
+        begun.elapsed().as_secs_f64(),
+        difference(clients.traffic(), before),
+    );
     let (cpu_after, resident_mib) = coordinator.usage()?;
     let frames = total * CALL_BYTES / (1 << 14) + reports;
-    check(traffic.sent <= reports + frames, "one message a report, and the calls of rank 0")?;
+    check(
+        traffic.sent <= reports + frames,
+        "one message a report, and the calls of rank 0",
+    )?;
     let most = reports * REPORT_BYTES + total * CALL_BYTES + frames * 32;
-    check(traffic.sent_bytes <= most, "a report's bytes, and those of the calls of rank 0")?;
+    check(
+        traffic.sent_bytes <= most,
+        "a report's bytes, and those of the calls of rank 0",
+    )?;
     let seconds = wall.ceil() as u64 + 1;
-    check(traffic.received <= 2 * n as u64 * seconds, "two messages a second to each rank")?;
+    check(
+        traffic.received <= 2 * n as u64 * seconds,
+        "two messages a second to each rank",
+    )?;
 
     // A split.
     let (before, mut places) = (clients.traffic(), 0);
@@ -249,7 +297,10 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     check(wrong.is_none(), &format!("places of the split: {wrong:?}"))?;
     let split = difference(clients.traffic(), before);
     // A keepalive may be among them.
-    check(split.received_bytes <= n as u64 * (PLACE_BYTES + 16 * (2 + split_ms as u64 / 1000)), "a place a rank")?;
+    check(
+        split.received_bytes <= n as u64 * (PLACE_BYTES + 16 * (2 + split_ms as u64 / 1000)),
+        "a place a rank",
+    )?;
 
     // A mismatch: ranks report when they are due.
     let culprit = n / 2;
@@ -258,7 +309,10 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     other.call(2);
     let of = |rank| if rank == culprit { &other } else { &script };
     let begun = Instant::now();
-    let due: Vec<Instant> = due.iter().map(|&due| due.clamp(begun, begun + every)).collect();
+    let due: Vec<Instant> = due
+        .iter()
+        .map(|&due| due.clamp(begun, begun + every))
+        .collect();
     let (mut told, mut sent) = (0, vec![false; n]);
     while told < n {
         let now = Instant::now();
@@ -268,8 +322,15 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             }
         }
         for (_, event) in next(&mut clients, Duration::from_millis(5), of)? {
-            let Event::Failed(error) = event else { continue };
-            let CommError::Mismatch { rank, other_rank, .. } = error else { return Err(error.into()) };
+            let Event::Failed(error) = event else {
+                continue;
+            };
+            let CommError::Mismatch {
+                rank, other_rank, ..
+            } = error
+            else {
+                return Err(error.into());
+            };
             check(
                 [rank, other_rank] == [culprit, 0] || [rank, other_rank] == [0, culprit],
                 "the ranks of a mismatch",

@@ -1,11 +1,12 @@
 //! The trainer's speed and memory on one GPU, to compare with the PyTorch figures in README.md.
 //!
-//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload] [remainder] [recompute-gelu]` trains a preset from random weights on random
-//! tokens on one rank, and prints a line of JSON: the median milliseconds of the steps after the fifth, tokens per
-//! second, and the pool's peak bytes. With `ops` it also prints the last step's time per operation; recording costs
-//! time, so published figures come from runs without it. With `graph` steps are replayed from a graph (stages 0 to
-//! 2). `remainder` and `recompute-gelu` are `--masters remainder` and `--recompute-gelu` of `zero train`; without the latter
-//! a second run with it follows, unless operations are listed.
+//! `cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload] [remainder] [recompute-gelu]`
+//! trains a preset from random weights on random tokens on one rank, and prints a line of JSON: the
+//! median milliseconds of the steps after the fifth, tokens per second, and the pool's peak bytes.
+//! With `ops` it also prints the last step's time per operation; recording costs time, so published
+//! figures come from runs without it. With `graph` steps are replayed from a graph (stages 0 to 2).
+//! `remainder` and `recompute-gelu` are `--masters remainder` and `--recompute-gelu` of
+//! `zero train`; without the latter a second run with it follows, unless operations are listed.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -35,13 +36,30 @@ const WARM_STEPS: usize = 5;
 
 fn main() -> Result<(), AnyError> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let [model, batch, seq, stage, steps, flags @ ..] = args.as_slice() else { return Err(USAGE.into()) };
-    let (batch, seq, steps) = (batch.parse::<usize>()?, seq.parse::<usize>()?, steps.parse::<u64>()?);
-    let dtype = if flags.iter().any(|f| f == "fp32") { DType::F32 } else { DType::Bf16 };
+    let [model, batch, seq, stage, steps, flags @ ..] = args.as_slice() else {
+        return Err(USAGE.into());
+    };
+    let (batch, seq, steps) = (
+        batch.parse::<usize>()?,
+        seq.parse::<usize>()?,
+        steps.parse::<u64>()?,
+    );
+    let dtype = if flags.iter().any(|f| f == "fp32") {
+        DType::F32
+    } else {
+        DType::Bf16
+    };
     let ops = flags.iter().any(|f| f == "ops");
     let stage = ZeroStage::from_number(stage.parse()?).ok_or("stages are 0 to 3")?;
-    let optimizer = if flags.iter().any(|f| f == "offload") { Home::Host } else { Home::Device };
-    let format = StateFormat { remainder: flags.iter().any(|f| f == "remainder"), ..StateFormat::default() };
+    let optimizer = if flags.iter().any(|f| f == "offload") {
+        Home::Host
+    } else {
+        Home::Device
+    };
+    let format = StateFormat {
+        remainder: flags.iter().any(|f| f == "remainder"),
+        ..StateFormat::default()
+    };
     let settings = Settings {
         stage,
         dtype,
@@ -53,7 +71,11 @@ fn main() -> Result<(), AnyError> {
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         groups: GroupSettings::default(),
         graphs: flags.iter().any(|f| f == "graph"),
-        offload: OffloadSettings { optimizer, format, ..OffloadSettings::default() },
+        offload: OffloadSettings {
+            optimizer,
+            format,
+            ..OffloadSettings::default()
+        },
         limit: Duration::from_secs(120),
     };
     let options = RunOptions {
@@ -71,7 +93,11 @@ fn main() -> Result<(), AnyError> {
     let folder = tempfile::tempdir()?;
     let config = GptConfig::preset(model)?;
     let tokens = folder.path().join("tokens.bin");
-    write_tokens(&tokens, config.vocab_size, (steps as usize * batch + 1) * seq + 1)?;
+    write_tokens(
+        &tokens,
+        config.vocab_size,
+        (steps as usize * batch + 1) * seq + 1,
+    )?;
     let mut workload = GptWorkload {
         config,
         weights: Weights::Initial(1),
@@ -95,7 +121,15 @@ fn main() -> Result<(), AnyError> {
             seen.push(metrics.clone());
             Ok(())
         };
-        let summary = run_on_cuda(&device, comm.clone(), ops, &settings, workload, &options, &mut observe)?;
+        let summary = run_on_cuda(
+            &device,
+            comm.clone(),
+            ops,
+            &settings,
+            workload,
+            &options,
+            &mut observe,
+        )?;
         let mut times: Vec<f64> = seen.iter().skip(WARM_STEPS).map(|m| m.step_ms).collect();
         times.sort_by(f64::total_cmp);
         let (Some(step_ms), Some(last)) = (times.get(times.len() / 2), seen.last()) else {
@@ -123,7 +157,9 @@ fn main() -> Result<(), AnyError> {
 /// Writes pseudorandom tokens as little-endian u16.
 fn write_tokens(path: &Path, vocab: usize, count: usize) -> std::io::Result<()> {
     let token = |i: usize| ((i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) % vocab as u64;
-    let bytes: Vec<u8> = (0..count).flat_map(|i| (token(i) as u16).to_le_bytes()).collect();
+    let bytes: Vec<u8> = (0..count)
+        .flat_map(|i| (token(i) as u16).to_le_bytes())
+        .collect();
     std::fs::write(path, bytes)
 }
 
@@ -138,6 +174,9 @@ fn print_ops(summary: &RankSummary) {
     let mut rows: Vec<_> = by_op.into_iter().collect();
     rows.sort_by_key(|(_, (_, total))| std::cmp::Reverse(*total));
     for ((stream, op), (count, total)) in rows {
-        println!("{:10.3} ms {count:5} x {op} ({stream})", total.as_secs_f64() * 1e3);
+        println!(
+            "{:10.3} ms {count:5} x {op} ({stream})",
+            total.as_secs_f64() * 1e3
+        );
     }
 }

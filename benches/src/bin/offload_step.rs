@@ -1,5 +1,6 @@
-//! The pipelined update of optimizer state on NVMe beside what the disk allows: as many bytes read and written at the same
-//! time by our store, from memory that nothing else touches, and by fio, in turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
+//! The pipelined update of optimizer state on NVMe beside what the disk allows: as many bytes read
+//! and written at the same time by our store, from memory that nothing else touches, and by fio, in
+//! turn, in one run. Usage: `offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]`.
 
 use std::error::Error;
 use std::path::Path;
@@ -12,8 +13,8 @@ use zero_alloc::swap::{SwapBuffer, SwapFile, SwapOptions};
 use zero_alloc::{Pool, Purpose};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, GatheredStats, OffloadOptions, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW,
-    StateHome, UnitSlices,
+    Divisor, GatheredStats, OffloadOptions, OptimizerConfig, ParamGroups, RankStats, Segment,
+    ShardedAdamW, StateHome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(600);
@@ -24,12 +25,20 @@ const BUFFERS: usize = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
-    let dir = args.next().ok_or("usage: offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]")?;
+    let dir = args
+        .next()
+        .ok_or("usage: offload_step FOLDER [MILLIONS_OF_ELEMENTS [ROUNDS]]")?;
     let millions = args.next().map_or(Ok(128), |text| text.parse::<usize>())?;
     let rounds = args.next().map_or(Ok(5), |text| text.parse::<usize>())?;
     let pieces = (millions * 1_000_000).div_ceil(PIECE).max(1);
-    println!("{pieces} pieces of {PIECE} elements, {} MB read and as many written", pieces * PIECE_BYTES / 1_000_000);
-    let (mut step, mut disk) = (Step::new(Path::new(&dir), pieces)?, Disk::new(Path::new(&dir), pieces)?);
+    println!(
+        "{pieces} pieces of {PIECE} elements, {} MB read and as many written",
+        pieces * PIECE_BYTES / 1_000_000
+    );
+    let (mut step, mut disk) = (
+        Step::new(Path::new(&dir), pieces)?,
+        Disk::new(Path::new(&dir), pieces)?,
+    );
     step.run()?;
     disk.run()?;
     fio(&dir, pieces * PIECE_BYTES)?;
@@ -37,7 +46,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     for round in 1..=rounds {
         let (fio, disk, step) = (fio(&dir, pieces * PIECE_BYTES)?, disk.run()?, step.run()?);
         let rate = |time: Duration| (2 * pieces * PIECE_BYTES) as f64 / time.as_secs_f64() / 1e9;
-        println!("round {round}: fio {:.2} GB/s, transfers {:.2}, step {:.2}", rate(fio), rate(disk), rate(step));
+        println!(
+            "round {round}: fio {:.2} GB/s, transfers {:.2}, step {:.2}",
+            rate(fio),
+            rate(disk),
+            rate(step)
+        );
         ratios.push(disk.as_secs_f64() / step.as_secs_f64());
         of_fio.push(fio.as_secs_f64() / step.as_secs_f64());
     }
@@ -45,32 +59,56 @@ fn main() -> Result<(), Box<dyn Error>> {
         ratios.sort_by(f64::total_cmp);
         ratios[rounds / 2]
     };
-    println!("step / transfers {:.2}, step / fio {:.2}, medians of {rounds} rounds", median(ratios), median(of_fio));
+    println!(
+        "step / transfers {:.2}, step / fio {:.2}, medians of {rounds} rounds",
+        median(ratios),
+        median(of_fio)
+    );
     Ok(())
 }
 
 /// The time of one fio job that reads and one that writes at the same time.
 fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
     let options = SwapOptions::default();
-    let all = ["--output-format=json", "--ioengine=io_uring", "--direct=1", "--fixedbufs=1"].map(String::from);
+    let all = [
+        "--output-format=json",
+        "--ioengine=io_uring",
+        "--direct=1",
+        "--fixedbufs=1",
+    ]
+    .map(String::from);
     let sizes = [
         format!("--directory={dir}"),
         format!("--bs={}", options.request_bytes),
         format!("--iodepth={}", options.queue_depth),
         format!("--size={bytes}"),
     ];
-    let jobs = ["--name=offload_step_r", "--rw=read", "--name=offload_step_w", "--rw=write"].map(String::from);
+    let jobs = [
+        "--name=offload_step_r",
+        "--rw=read",
+        "--name=offload_step_w",
+        "--rw=write",
+    ]
+    .map(String::from);
     // Options before the first name are those of both jobs only in a file, so they are repeated.
     let [read, rw_read, write, rw_write] = jobs;
     let job = |name, rw| [&[name, rw][..], &all[1..], &sizes].concat();
-    let args = [vec![all[0].clone()], job(read, rw_read), job(write, rw_write)].concat();
+    let args = [
+        vec![all[0].clone()],
+        job(read, rw_read),
+        job(write, rw_write),
+    ]
+    .concat();
     let out = std::process::Command::new("fio").args(args).output()?;
     for file in ["offload_step_r.0.0", "offload_step_w.0.0"] {
         std::fs::remove_file(Path::new(dir).join(file))?;
     }
     let out: serde_json::Value = serde_json::from_slice(&out.stdout)?;
     let ms = |job: usize, what: &str| out["jobs"][job][what]["runtime"].as_u64();
-    let (read, write) = (ms(0, "read").ok_or("fio failed")?, ms(1, "write").ok_or("fio failed")?);
+    let (read, write) = (
+        ms(0, "read").ok_or("fio failed")?,
+        ms(1, "write").ok_or("fio failed")?,
+    );
     Ok(Duration::from_millis(read.max(write)))
 }
 
@@ -85,12 +123,21 @@ struct Step {
 impl Step {
     fn new(dir: &Path, pieces: usize) -> Result<Self, Box<dyn Error>> {
         let device = HostDevice::new();
-        let (pool, stream) = (Pool::new(device.clone(), usize::MAX), device.create_stream("update")?);
+        let (pool, stream) = (
+            Pool::new(device.clone(), usize::MAX),
+            device.create_stream("update")?,
+        );
         let elems = pieces * PIECE;
-        let home = StateHome::Nvme { dir: dir.to_owned(), options: SwapOptions::default(), buffers: BUFFERS };
+        let home = StateHome::Nvme {
+            dir: dir.to_owned(),
+            options: SwapOptions::default(),
+            buffers: BUFFERS,
+        };
         let optimizer = ShardedAdamW::offloaded(
             &pool,
-            Arc::new(HostKernels::new(std::thread::available_parallelism()?.get().div_ceil(4))?),
+            Arc::new(HostKernels::new(
+                std::thread::available_parallelism()?.get().div_ceil(4),
+            )?),
             &stream,
             OptimizerConfig::default().sub_group_elems(PIECE),
             DType::Bf16,
@@ -107,19 +154,41 @@ impl Step {
             Ok(slice)
         };
         let (grad, param) = (buffer(Purpose::Grads)?, buffer(Purpose::Params)?);
-        Ok(Self { stream, optimizer, grad, param })
+        Ok(Self {
+            stream,
+            optimizer,
+            grad,
+            param,
+        })
     }
 
     /// The time of an update, from the decision until all is written.
     fn run(&mut self) -> Result<Duration, Box<dyn Error>> {
-        let Self { stream, optimizer, grad, param, .. } = self;
+        let Self {
+            stream,
+            optimizer,
+            grad,
+            param,
+            ..
+        } = self;
         // SAFETY: written before this point of the stream.
         let grad = unsafe { Reduced::new(*grad, stream.record()?) };
         let stats = RankStats::new(&[], 0.0);
         stream.synchronize(LIMIT)?;
         let start = Instant::now();
-        optimizer.decide(stream, GatheredStats::new(&[stats], Divisor::MicroBatches(1)), LIMIT)?;
-        optimizer.enqueue_unit_update(stream, 0, &UnitSlices { grad: &grad, param: &[(*param, 0)] })?;
+        optimizer.decide(
+            stream,
+            GatheredStats::new(&[stats], Divisor::MicroBatches(1)),
+            LIMIT,
+        )?;
+        optimizer.enqueue_unit_update(
+            stream,
+            0,
+            &UnitSlices {
+                grad: &grad,
+                param: &[(*param, 0)],
+            },
+        )?;
         stream.synchronize(LIMIT)?;
         optimizer.wait_for_transfers(LIMIT)?;
         Ok(start.elapsed())
@@ -139,12 +208,24 @@ impl Disk {
     fn new(dir: &Path, pieces: usize) -> Result<Self, Box<dyn Error>> {
         let device = HostDevice::new();
         let pool = Pool::new(device.clone(), usize::MAX);
-        let streams = [device.create_stream("reads")?, device.create_stream("writes")?];
+        let streams = [
+            device.create_stream("reads")?,
+            device.create_stream("writes")?,
+        ];
         let file = SwapFile::create(dir, (pieces * PIECE_BYTES) as u64, SwapOptions::default())?;
         let buffer = |stream| SwapBuffer::allocate(&pool, PIECE_BYTES, Purpose::Workspace, stream);
-        let of = |stream| (0..BUFFERS).map(|_| buffer(stream)).collect::<Result<Vec<_>, _>>();
+        let of = |stream| {
+            (0..BUFFERS)
+                .map(|_| buffer(stream))
+                .collect::<Result<Vec<_>, _>>()
+        };
         let buffers = [of(&streams[0])?, of(&streams[1])?];
-        Ok(Self { file, streams, buffers, pieces })
+        Ok(Self {
+            file,
+            streams,
+            buffers,
+            pieces,
+        })
     }
 
     fn run(&mut self) -> Result<Duration, Box<dyn Error>> {
@@ -162,7 +243,9 @@ impl Disk {
             lanes[0].read(&self.streams[0], &[(offset, to)])?;
             lanes[1].write(&self.streams[1], &[(offset, from)])?;
         }
-        self.streams.iter().try_for_each(|stream| stream.synchronize(LIMIT))?;
+        self.streams
+            .iter()
+            .try_for_each(|stream| stream.synchronize(LIMIT))?;
         Ok(start.elapsed())
     }
 }

@@ -1,8 +1,9 @@
-//! The speed of one pool used by several threads, relative to one thread: pairs of allocation and free, and pairs
-//! with one operation enqueued between them. Rounds alternate; the best of each counts.
+//! The speed of one pool used by several threads, relative to one thread: pairs of allocation and
+//! free, and pairs with one operation enqueued between them. Rounds alternate; the best of each
+//! counts.
 //!
-//! With fewer cores than threads, each thread runs at most at `cores / threads` of one thread's speed. The output has
-//! this ceiling, and the processor time per pair, to which it does not apply.
+//! With fewer cores than threads, each thread runs at most at `cores / threads` of one thread's
+//! speed. The output has this ceiling, and the processor time per pair, to which it does not apply.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -22,11 +23,19 @@ struct Pair {
 
 impl Pair {
     fn min(self, other: Self) -> Self {
-        Self { wall_ns: self.wall_ns.min(other.wall_ns), cpu_ns: self.cpu_ns.min(other.cpu_ns) }
+        Self {
+            wall_ns: self.wall_ns.min(other.wall_ns),
+            cpu_ns: self.cpu_ns.min(other.cpu_ns),
+        }
     }
 }
 
-fn run(pool: &Pool<HostDevice>, stream: &HostStream, pairs: usize, enqueue: bool) -> Result<(), AllocError> {
+fn run(
+    pool: &Pool<HostDevice>,
+    stream: &HostStream,
+    pairs: usize,
+    enqueue: bool,
+) -> Result<(), AllocError> {
     for i in 0..pairs {
         // Sizes from 256 bytes to 64 KiB, not all powers of two.
         let bytes = (256 << (i % 9)) - (i % 7) * 8;
@@ -40,12 +49,21 @@ fn run(pool: &Pool<HostDevice>, stream: &HostStream, pairs: usize, enqueue: bool
     Ok(())
 }
 
-/// Processor time of this process so far, in nanoseconds; Linux only (fields 14 and 15 of its stat, in ticks of 10
-/// ms).
+/// Processor time of this process so far, in nanoseconds; Linux only (fields 14 and 15 of its stat,
+/// in ticks of 10 ms).
 fn cpu_ns() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-    fields.skip(11).take(2).filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() * 1e7
+    let fields = stat
+        .rsplit(')')
+        .next()
+        .unwrap_or_default()
+        .split_whitespace();
+    fields
+        .skip(11)
+        .take(2)
+        .filter_map(|ticks| ticks.parse::<f64>().ok())
+        .sum::<f64>()
+        * 1e7
 }
 
 fn measure(threads: usize, pairs: usize, enqueue: bool) -> Result<Pair, AllocError> {
@@ -66,16 +84,28 @@ fn measure(threads: usize, pairs: usize, enqueue: bool) -> Result<Pair, AllocErr
                 })
             })
             .collect();
-        workers.into_iter().map(|w| w.join().unwrap_or_else(|p| std::panic::resume_unwind(p))).collect()
+        workers
+            .into_iter()
+            .map(|w| w.join().unwrap_or_else(|p| std::panic::resume_unwind(p)))
+            .collect()
     });
     let wall_ns = times?.iter().sum::<f64>() / (threads * pairs) as f64;
-    Ok(Pair { wall_ns, cpu_ns: (cpu_ns() - cpu) / (threads * pairs) as f64 })
+    Ok(Pair {
+        wall_ns,
+        cpu_ns: (cpu_ns() - cpu) / (threads * pairs) as f64,
+    })
 }
 
 fn main() -> Result<(), AllocError> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    for (what, enqueue, pairs) in [("alone", false, 1_000_000), ("with one operation enqueued", true, 200_000)] {
-        let worst = Pair { wall_ns: f64::MAX, cpu_ns: f64::MAX };
+    for (what, enqueue, pairs) in [
+        ("alone", false, 1_000_000),
+        ("with one operation enqueued", true, 200_000),
+    ] {
+        let worst = Pair {
+            wall_ns: f64::MAX,
+            cpu_ns: f64::MAX,
+        };
         let mut best = [(1, worst), (2, worst), (8, worst)];
         for _ in 0..ROUNDS {
             for (threads, pair) in &mut best {

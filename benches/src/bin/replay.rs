@@ -1,7 +1,8 @@
-//! `replay [--json] [--slack S] [--repeats N] [--synthetic] [--random N] TRACE...`: replays allocation traces through
-//! zero-alloc's planner on a simulated device with pages of 2 MiB, through the crate offset-allocator in the same
-//! run, and through a whole pool. `--synthetic` adds synthetic training traces derived from models' shapes,
-//! `--random N` adds N with random shapes. See benches/traces/README.md.
+//! `replay [--json] [--slack S] [--repeats N] [--synthetic] [--random N] TRACE...`: replays
+//! allocation traces through zero-alloc's planner on a simulated device with pages of 2 MiB,
+//! through the crate offset-allocator in the same run, and through a whole pool. `--synthetic` adds
+//! synthetic training traces derived from models' shapes, `--random N` adds N with random shapes.
+//! See benches/traces/README.md.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -27,13 +28,23 @@ struct Options {
 
 fn options() -> Result<Options, String> {
     let defaults = PlannerConfig::default();
-    let mut options =
-        Options { json: false, slack: defaults.slack, repeats: 15, synthetic: false, random: 0, traces: Vec::new() };
+    let mut options = Options {
+        json: false,
+        slack: defaults.slack,
+        repeats: 15,
+        synthetic: false,
+        random: 0,
+        traces: Vec::new(),
+    };
     let mut args = std::env::args_os().skip(1);
     while let Some(arg) = args.next() {
         let mut number = |name: &str| {
-            let value = args.next().and_then(|v| v.to_str().and_then(|v| v.parse::<f64>().ok()));
-            value.filter(|v| v.is_finite() && *v >= 0.0).ok_or(format!("{name} requires a number\n{USAGE}"))
+            let value = args
+                .next()
+                .and_then(|v| v.to_str().and_then(|v| v.parse::<f64>().ok()));
+            value
+                .filter(|v| v.is_finite() && *v >= 0.0)
+                .ok_or(format!("{name} requires a number\n{USAGE}"))
         };
         match arg.to_str() {
             Some("--json") => options.json = true,
@@ -42,7 +53,9 @@ fn options() -> Result<Options, String> {
             Some("--slack") => options.slack = number("--slack")?,
             Some("--repeats") => options.repeats = (number("--repeats")? as usize).max(1),
             Some("--help" | "-h") => return Err(USAGE.to_owned()),
-            Some(flag) if flag.starts_with("--") => return Err(format!("unknown flag {flag}\n{USAGE}")),
+            Some(flag) if flag.starts_with("--") => {
+                return Err(format!("unknown flag {flag}\n{USAGE}"));
+            }
             _ => options.traces.push(arg.into()),
         }
     }
@@ -64,7 +77,11 @@ fn main() -> ExitCode {
         Ok(trace) => replay(&trace, &options),
         Err(message) => Err(message),
     });
-    let shapes = SHAPES.iter().copied().filter(|_| options.synthetic).chain((0..options.random).map(Shape::random));
+    let shapes = SHAPES
+        .iter()
+        .copied()
+        .filter(|_| options.synthetic)
+        .chain((0..options.random).map(Shape::random));
     for result in recorded.chain(shapes.map(|shape| replay(&shape.trace(), &options))) {
         if let Err(message) = result {
             eprintln!("{message}");
@@ -93,15 +110,22 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     }
     if !peer_fits {
         // Printed as null in JSON, else as NaN.
-        peer = Timing { ns_per_pair: f64::NAN, p999_ns: f64::NAN };
-        eprintln!("{}: exceeds the 1 TiB of offset-allocator, which is not timed", trace.name);
+        peer = Timing {
+            ns_per_pair: f64::NAN,
+            p999_ns: f64::NAN,
+        };
+        eprintln!(
+            "{}: exceeds the 1 TiB of offset-allocator, which is not timed",
+            trace.name
+        );
     }
     let outcome = outcome.unwrap_or_default();
     let [pool, fixed] = [Blocks::Movable, Blocks::Fixed].map(|blocks| pool::replay(trace, blocks));
     let [pool, fixed] = [pool, fixed].map(|pool| pool.map_err(|e| format!("{}: {e}", trace.name)));
     let (pool, fixed) = (pool?, fixed?);
     let live_peak_bytes = trace.live_peak_bytes.max(1) as f64;
-    let [pool_ratio, fixed_ratio] = [pool, fixed].map(|pool| pool.reserved_peak_bytes as f64 / live_peak_bytes);
+    let [pool_ratio, fixed_ratio] =
+        [pool, fixed].map(|pool| pool.reserved_peak_bytes as f64 / live_peak_bytes);
     let ratio = outcome.reserved_peak_bytes as f64 / live_peak_bytes;
     let modelled_us_per_1000 = outcome.modelled_ns / trace.allocations.max(1) as f64;
     let line = if options.json {

@@ -4,11 +4,12 @@
 //! cargo run -p benches --release --bin swap -- [DIR] [MIB] [ROUNDS]
 //! ```
 //!
-//! Each round, for each request size and queue depth: writes and reads of the whole file by io_uring, by the thread
-//! pool and by fio (`ioengine=io_uring direct=1 fixedbufs=1`, sequential, the same size, depth and file size), in an
-//! order that rotates. The first round only lays out the files. One operation of ours transfers 48 MiB (4 Mi
-//! parameters' fp32 state) on one lane: from and to as much memory as fio uses (depth times request, so that caches help
-//! both alike), and, as `pieces`, from and to 48 MiB, as an optimizer does. The output has medians in GB/s, and the
+//! Each round, for each request size and queue depth: writes and reads of the whole file by
+//! io_uring, by the thread pool and by fio (`ioengine=io_uring direct=1 fixedbufs=1`, sequential,
+//! the same size, depth and file size), in an order that rotates. The first round only lays out the
+//! files. One operation of ours transfers 48 MiB (4 Mi parameters' fp32 state) on one lane: from
+//! and to as much memory as fio uses (depth times request, so that caches help both alike), and, as
+//! `pieces`, from and to 48 MiB, as an optimizer does. The output has medians in GB/s, and the
 //! medians of the rounds' ratios. Linux, with fio (`apt-get install fio`).
 
 #[cfg(not(target_os = "linux"))]
@@ -53,17 +54,25 @@ mod linux {
         // SAFETY: the buffer outlives the operations, which one stream orders.
         let piece = unsafe { buffer.slice() };
 
-        println!("requests       op     {}   each / fio", NAMES.map(|n| format!("{n:>9}")).join(""));
+        println!(
+            "requests       op     {}   each / fio",
+            NAMES.map(|n| format!("{n:>9}")).join("")
+        );
         for (request_bytes, depth) in CASES {
-            let options = SwapOptions::default().request_bytes(request_bytes).queue_depth(depth);
+            let options = SwapOptions::default()
+                .request_bytes(request_bytes)
+                .queue_depth(depth);
             let engines = [SwapEngine::IoUring, SwapEngine::Threads];
-            let files = engines.map(|engine| SwapFile::create(&dir, bytes, options.clone().engine(engine)));
+            let files =
+                engines.map(|engine| SwapFile::create(&dir, bytes, options.clone().engine(engine)));
             let mut lanes = Vec::new();
             for file in files {
                 let file = file?;
                 let lane = file.lane()?;
                 lane.register(std::slice::from_ref(&buffer));
-                file.notices().iter().for_each(|notice| println!("{notice}"));
+                file.notices()
+                    .iter()
+                    .for_each(|notice| println!("{notice}"));
                 lanes.push(lane);
             }
             let path = dir.join("zero-swap-fio");
@@ -87,9 +96,16 @@ mod linux {
             }
             std::fs::remove_file(&path)?;
             for (op, rates) in ["write", "read"].into_iter().zip(&rates) {
-                let medians = rates.each_ref().map(|rates| format!("{:9.2}", median(rates) / 1e9)).join("");
+                let medians = rates
+                    .each_ref()
+                    .map(|rates| format!("{:9.2}", median(rates) / 1e9))
+                    .join("");
                 let ratios = [0, 1, 2].map(|who: usize| {
-                    let ratios: Vec<_> = rates[who].iter().zip(&rates[3]).map(|(ours, fio)| ours / fio).collect();
+                    let ratios: Vec<_> = rates[who]
+                        .iter()
+                        .zip(&rates[3])
+                        .map(|(ours, fio)| ours / fio)
+                        .collect();
                     format!("{:5.2}", median(&ratios))
                 });
                 let case = format!("{} KiB x {depth}", request_bytes >> 10);
@@ -113,27 +129,48 @@ mod linux {
             let end = first + len(first, bytes, PIECE_BYTES) as u64;
             let range = |at| (at, memory.slice(0..len(at, end, memory.len())));
             let ranges: Vec<_> = (first..end).step_by(memory.len()).map(range).collect();
-            if write { lane.write(stream, &ranges)? } else { lane.read(stream, &ranges)? }
+            if write {
+                lane.write(stream, &ranges)?
+            } else {
+                lane.read(stream, &ranges)?
+            }
         }
         stream.synchronize(LIMIT)?;
         Ok(bytes as f64 / start.elapsed().as_secs_f64())
     }
 
     /// The bytes a second that fio reports.
-    fn fio(path: &Path, bytes: u64, request_bytes: usize, depth: usize, write: bool) -> Result<f64, Box<dyn Error>> {
+    fn fio(
+        path: &Path,
+        bytes: u64,
+        request_bytes: usize,
+        depth: usize,
+        write: bool,
+    ) -> Result<f64, Box<dyn Error>> {
         let op = if write { "write" } else { "read" };
         let output = Command::new("fio")
-            .args(["--name=swap", "--ioengine=io_uring", "--direct=1", "--fixedbufs=1", "--output-format=json"])
+            .args([
+                "--name=swap",
+                "--ioengine=io_uring",
+                "--direct=1",
+                "--fixedbufs=1",
+                "--output-format=json",
+            ])
             .arg(format!("--filename={}", path.display()))
             .args([format!("--rw={op}"), format!("--size={bytes}")])
-            .args([format!("--bs={request_bytes}"), format!("--iodepth={depth}")])
+            .args([
+                format!("--bs={request_bytes}"),
+                format!("--iodepth={depth}"),
+            ])
             .output()
             .map_err(|error| format!("fio: {error}; install it (apt-get install fio)"))?;
         if !output.status.success() {
             return Err(format!("fio: {}", String::from_utf8_lossy(&output.stderr)).into());
         }
         let report: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        report["jobs"][0][op]["bw_bytes"].as_f64().ok_or_else(|| "fio: no bw_bytes in its report".into())
+        report["jobs"][0][op]["bw_bytes"]
+            .as_f64()
+            .ok_or_else(|| "fio: no bw_bytes in its report".into())
     }
 
     fn median(values: &[f64]) -> f64 {

@@ -1,4 +1,5 @@
-//! Replay of allocation traces through zero-alloc's planner and pool, and through the crate offset-allocator.
+//! Replay of allocation traces through zero-alloc's planner and pool, and through the crate
+//! offset-allocator.
 
 pub mod planner;
 pub mod pool;

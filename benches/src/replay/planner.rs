@@ -35,7 +35,10 @@ pub struct Timing {
 
 impl Timing {
     /// The start value for taking minima.
-    pub const MAX: Self = Self { ns_per_pair: f64::MAX, p999_ns: f64::MAX };
+    pub const MAX: Self = Self {
+        ns_per_pair: f64::MAX,
+        p999_ns: f64::MAX,
+    };
 }
 
 /// An allocator that can replay a trace.
@@ -60,7 +63,10 @@ impl PlannerReplay {
     /// An empty planner with bookkeeping for `slots` live allocations.
     pub fn new(config: PlannerConfig, slots: usize) -> Self {
         let ranges = (2 * slots + 1024).min(1 << 24);
-        Self { planner: Planner::new(config).with_capacity(ranges), outcome: Outcome::default() }
+        Self {
+            planner: Planner::new(config).with_capacity(ranges),
+            outcome: Outcome::default(),
+        }
     }
 
     /// The planner.
@@ -74,15 +80,19 @@ impl PlannerReplay {
         loop {
             let cost = self.planner.config().cost;
             let remedy = self.planner.find_remedy(request);
-            match remedy.unwrap_or_else(|shortage| panic!("the simulated device has no limit: {shortage:?}")) {
+            match remedy.unwrap_or_else(|shortage| {
+                panic!("the simulated device has no limit: {shortage:?}")
+            }) {
                 Remedy::Grow { bytes } => {
                     self.planner.grow(bytes);
                     let pages = bytes / self.planner.config().page_bytes;
                     self.outcome.pages_mapped += pages;
                     self.outcome.grows += 1;
-                    self.outcome.modelled_ns += pages as f64 * (cost.create_page_ns + cost.map_page_ns);
+                    self.outcome.modelled_ns +=
+                        pages as f64 * (cost.create_page_ns + cost.map_page_ns);
                     let reserved = self.planner.reserved_bytes();
-                    self.outcome.reserved_peak_bytes = self.outcome.reserved_peak_bytes.max(reserved);
+                    self.outcome.reserved_peak_bytes =
+                        self.outcome.reserved_peak_bytes.max(reserved);
                 }
                 Remedy::Compact(plan) => {
                     self.outcome.bytes_moved += plan.moved_bytes();
@@ -128,7 +138,10 @@ impl OffsetAllocatorReplay {
     /// An empty space.
     pub fn new(slots: usize) -> Self {
         let nodes = (2 * slots + 1024).min(1 << 24) as u32;
-        Self { allocator: offset_allocator::Allocator::with_max_allocs(u32::MAX / 2, nodes), refused: false }
+        Self {
+            allocator: offset_allocator::Allocator::with_max_allocs(u32::MAX / 2, nodes),
+            refused: false,
+        }
     }
 }
 
@@ -138,7 +151,9 @@ impl Replay for OffsetAllocatorReplay {
     #[inline]
     fn allocate(&mut self, bytes: u64) -> Self::Held {
         let units = u32::try_from(bytes.max(1).div_ceil(512)).ok();
-        let held = units.filter(|&units| units <= u32::MAX / 2).and_then(|units| self.allocator.allocate(units));
+        let held = units
+            .filter(|&units| units <= u32::MAX / 2)
+            .and_then(|units| self.allocator.allocate(units));
         self.refused |= held.is_none();
         held
     }
@@ -157,7 +172,9 @@ pub fn mean_ns<R: Replay>(trace: &Trace, replay: &mut R) -> f64 {
     let start = Instant::now();
     for op in &trace.ops {
         match *op {
-            Op::Allocate { slot, bytes } => held[slot as usize] = Some(black_box(replay.allocate(bytes))),
+            Op::Allocate { slot, bytes } => {
+                held[slot as usize] = Some(black_box(replay.allocate(bytes)))
+            }
             Op::Free { slot } => {
                 if let Some(was) = held[slot as usize].take() {
                     replay.free(was);
@@ -168,8 +185,8 @@ pub fn mean_ns<R: Replay>(trace: &Trace, replay: &mut R) -> f64 {
     start.elapsed().as_nanos() as f64 / trace.allocations.max(1) as f64
 }
 
-/// Replays the whole trace with a clock around every call; returns the sorted times of all pairs, which include
-/// reading the clock.
+/// Replays the whole trace with a clock around every call; returns the sorted times of all pairs,
+/// which include reading the clock.
 pub fn pairs_ns<R: Replay>(trace: &Trace, replay: &mut R) -> Vec<u64> {
     let mut held: Vec<Option<(R::Held, u64)>> = vec![None; trace.slots];
     let mut pairs = Vec::with_capacity(trace.allocations);
@@ -210,7 +227,12 @@ mod tests {
 
     #[test]
     fn requests_beyond_the_peers_space_are_refused() {
-        for (bytes, refused) in [(1, false), (1 << 39, false), (1 << 41, true), (u64::MAX, true)] {
+        for (bytes, refused) in [
+            (1, false),
+            (1 << 39, false),
+            (1 << 41, true),
+            (u64::MAX, true),
+        ] {
             let mut peer = OffsetAllocatorReplay::new(1);
             let held = peer.allocate(bytes);
             assert_eq!(peer.refused, refused, "{bytes}");

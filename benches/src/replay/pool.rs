@@ -1,4 +1,5 @@
-//! Replay of a trace through a whole [`Pool`] on a simulated device, with pages, stitching and hazards.
+//! Replay of a trace through a whole [`Pool`] on a simulated device, with pages, stitching and
+//! hazards.
 
 use std::time::Duration;
 
@@ -50,9 +51,12 @@ pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> 
     for op in &trace.ops {
         match *op {
             Op::Allocate { slot, bytes } => {
-                let (bytes, dtype, purpose) = (bytes.max(1) as usize, DType::U8, Purpose::Activations);
+                let (bytes, dtype, purpose) =
+                    (bytes.max(1) as usize, DType::U8, Purpose::Activations);
                 held[slot as usize] = Some(match blocks {
-                    Blocks::Movable => Held::Movable(pool.allocate_movable(bytes, dtype, purpose, &stream)?),
+                    Blocks::Movable => {
+                        Held::Movable(pool.allocate_movable(bytes, dtype, purpose, &stream)?)
+                    }
                     Blocks::Fixed => Held::Fixed(pool.allocate(bytes, dtype, purpose, &stream)?),
                 });
             }

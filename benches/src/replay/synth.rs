@@ -1,5 +1,5 @@
-//! Synthetic traces of training programs, derived from a model's shape and a seed. They test the planner beyond the
-//! recorded traces.
+//! Synthetic traces of training programs, derived from a model's shape and a seed. They test the
+//! planner beyond the recorded traces.
 
 use super::Trace;
 use super::writer::Writer;
@@ -17,9 +17,11 @@ pub enum Program {
     TrainAndGenerate,
     /// Varlen with activations recomputed in backward.
     Checkpointed,
-    /// Varlen with evaluations between steps: forward only, other batch sizes, no saved activations.
+    /// Varlen with evaluations between steps: forward only, other batch sizes, no saved
+    /// activations.
     TrainAndEvaluate,
-    /// As TrainAndGenerate, but rows start and end at any time, and each has a cache that grows by doubling.
+    /// As TrainAndGenerate, but rows start and end at any time, and each has a cache that grows by
+    /// doubling.
     TrainAndServe,
 }
 
@@ -48,7 +50,16 @@ pub struct Shape {
 pub const SHAPES: [Shape; 8] = {
     const fn shape(program: Program, sizes: [u64; 5], steps: u64, seed: u64) -> Shape {
         let [layers, width, vocabulary, batch, positions] = sizes;
-        Shape { program, layers, width, vocabulary, batch, positions, steps, seed }
+        Shape {
+            program,
+            layers,
+            width,
+            vocabulary,
+            batch,
+            positions,
+            steps,
+            seed,
+        }
     }
     [
         shape(Program::Fixed, [12, 768, 50304, 16, 1024], 60, 1),
@@ -91,17 +102,40 @@ impl Shape {
     /// The parameters of one block, in elements.
     fn block_params(&self) -> [u64; 12] {
         let w = self.width;
-        [w, w, 3 * w * w, 3 * w, w * w, w, w, w, 4 * w * w, 4 * w, 4 * w * w, w]
+        [
+            w,
+            w,
+            3 * w * w,
+            3 * w,
+            w * w,
+            w,
+            w,
+            w,
+            4 * w * w,
+            4 * w,
+            4 * w * w,
+            w,
+        ]
     }
 
     /// Generates the trace.
     pub fn trace(&self) -> Trace {
         let name = format!(
             "{:?}-{}x{}-v{}-b{}-t{}-seed{}",
-            self.program, self.layers, self.width, self.vocabulary, self.batch, self.positions, self.seed
+            self.program,
+            self.layers,
+            self.width,
+            self.vocabulary,
+            self.batch,
+            self.positions,
+            self.seed
         );
         let mut w = Writer::new(name, self.seed);
-        let shard = if self.program == Program::Sharded { 8 } else { 1 };
+        let shard = if self.program == Program::Sharded {
+            8
+        } else {
+            1
+        };
         let embedding = self.vocabulary * self.width;
         let mut params = vec![embedding, self.positions * self.width];
         for _ in 0..self.layers {
@@ -205,7 +239,11 @@ impl Shape {
     /// One block's forward; returns the activations kept for backward.
     fn forward(&self, w: &mut Writer, row: u64) -> Vec<u32> {
         let statistics = row / self.width * 2;
-        let mut kept = vec![w.allocate(statistics), w.allocate(statistics), w.allocate(row)];
+        let mut kept = vec![
+            w.allocate(statistics),
+            w.allocate(statistics),
+            w.allocate(row),
+        ];
         kept.push(w.allocate(3 * row));
         w.scratch(row);
         kept.push(w.allocate(row));
@@ -243,7 +281,9 @@ impl Shape {
         for _ in 0..8 * most {
             if rows.len() < most as usize && w.below(3) > 0 {
                 let length = 1 + w.below(self.positions / 2);
-                let cache = (0..self.layers).map(|_| w.allocate(length * self.width * 4)).collect();
+                let cache = (0..self.layers)
+                    .map(|_| w.allocate(length * self.width * 4))
+                    .collect();
                 rows.push((length, cache));
             } else if !rows.is_empty() {
                 let at = w.below(rows.len() as u64) as usize;
@@ -271,7 +311,9 @@ impl Shape {
         let prompt = 16 + w.below(self.positions / 2);
         let tokens = 16 + w.below(48);
         let bytes = |length: u64| rows * length * self.width * 2;
-        let mut cache: Vec<u32> = (0..2 * self.layers).map(|_| w.allocate(bytes(prompt))).collect();
+        let mut cache: Vec<u32> = (0..2 * self.layers)
+            .map(|_| w.allocate(bytes(prompt)))
+            .collect();
         for token in 1..=tokens {
             for entry in &mut cache {
                 let longer = w.allocate(bytes(prompt + token));

@@ -5,7 +5,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// One line of a trace. Ids are replaced by slots, which count from 0 and are reused, so that a replay needs no map.
+/// One line of a trace. Ids are replaced by slots, which count from 0 and are reused, so that a
+/// replay needs no map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// Allocates `bytes` into a free slot.
@@ -48,10 +49,15 @@ impl Trace {
     pub fn read(path: &Path) -> Result<Self, String> {
         let fail = |e: std::io::Error| format!("{}: {e}", path.display());
         let mut bytes = Vec::new();
-        File::open(path).map_err(fail)?.read_to_end(&mut bytes).map_err(fail)?;
+        File::open(path)
+            .map_err(fail)?
+            .read_to_end(&mut bytes)
+            .map_err(fail)?;
         let mut text = String::new();
         if bytes.starts_with(&[0x1f, 0x8b]) {
-            flate2::read::MultiGzDecoder::new(&bytes[..]).read_to_string(&mut text).map_err(fail)?;
+            flate2::read::MultiGzDecoder::new(&bytes[..])
+                .read_to_string(&mut text)
+                .map_err(fail)?;
         } else {
             text = String::from_utf8(bytes).map_err(|e| format!("{}: {e}", path.display()))?;
         }
@@ -65,7 +71,10 @@ impl Trace {
     /// # Errors
     /// A line is invalid; the error has its number.
     pub fn parse(name: String, text: &str) -> Result<Self, String> {
-        let mut trace = Self { name, ..Self::default() };
+        let mut trace = Self {
+            name,
+            ..Self::default()
+        };
         let mut live: HashMap<&str, (u32, u64)> = HashMap::new();
         let mut spare: Vec<u32> = Vec::new();
         let mut live_bytes = 0u64;
@@ -80,8 +89,9 @@ impl Trace {
             let id = id.ok_or_else(|| fail("no id"))?;
             match op {
                 Some("a") => {
-                    let bytes: u64 =
-                        bytes.and_then(|b| b.trim().parse().ok()).ok_or_else(|| fail("no number of bytes"))?;
+                    let bytes: u64 = bytes
+                        .and_then(|b| b.trim().parse().ok())
+                        .ok_or_else(|| fail("no number of bytes"))?;
                     let slot = spare.pop().unwrap_or_else(|| {
                         trace.slots += 1;
                         (trace.slots - 1) as u32
@@ -98,7 +108,8 @@ impl Trace {
                     trace.ops.push(Op::Allocate { slot, bytes });
                 }
                 Some("f") => {
-                    let (slot, bytes) = live.remove(id).ok_or_else(|| fail("this id is not live"))?;
+                    let (slot, bytes) =
+                        live.remove(id).ok_or_else(|| fail("this id is not live"))?;
                     live_bytes -= bytes;
                     spare.push(slot);
                     trace.ops.push(Op::Free { slot });
@@ -116,17 +127,26 @@ mod tests {
 
     #[test]
     fn ids_become_slots() {
-        let trace =
-            Trace::parse("t".into(), "op,id,bytes\na,7,100\na,9,50\nf,7,0\na,11,20\nf,9,0\n").expect("a valid trace");
+        let trace = Trace::parse(
+            "t".into(),
+            "op,id,bytes\na,7,100\na,9,50\nf,7,0\na,11,20\nf,9,0\n",
+        )
+        .expect("a valid trace");
         let expected = [
-            Op::Allocate { slot: 0, bytes: 100 },
+            Op::Allocate {
+                slot: 0,
+                bytes: 100,
+            },
             Op::Allocate { slot: 1, bytes: 50 },
             Op::Free { slot: 0 },
             Op::Allocate { slot: 0, bytes: 20 },
             Op::Free { slot: 1 },
         ];
         assert_eq!(trace.ops, expected);
-        assert_eq!((trace.slots, trace.allocations, trace.live_peak_bytes), (2, 3, 150));
+        assert_eq!(
+            (trace.slots, trace.allocations, trace.live_peak_bytes),
+            (2, 3, 150)
+        );
     }
 
     #[test]
@@ -137,7 +157,10 @@ mod tests {
             ("f,1,0", "line 1: this id is not live"),
             ("a,1,5\n\nz,1,0", "line 3: neither a nor f"),
             ("a", "line 1: no id"),
-            ("a,1,5\na,2,18446744073709551615", "line 2: more than 2^48 bytes are live"),
+            (
+                "a,1,5\na,2,18446744073709551615",
+                "line 2: more than 2^48 bytes are live",
+            ),
         ] {
             let error = Trace::parse("t".into(), text).expect_err("an invalid line");
             assert!(error.starts_with(what), "{error}");

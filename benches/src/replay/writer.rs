@@ -13,8 +13,17 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn new(name: String, seed: u64) -> Self {
-        let trace = Trace { name, ..Trace::default() };
-        Self { trace, sizes: Vec::new(), spare: Vec::new(), live_bytes: 0, random: seed }
+        let trace = Trace {
+            name,
+            ..Trace::default()
+        };
+        Self {
+            trace,
+            sizes: Vec::new(),
+            spare: Vec::new(),
+            live_bytes: 0,
+            random: seed,
+        }
     }
 
     pub(super) fn allocate(&mut self, bytes: u64) -> u32 {

@@ -1,5 +1,6 @@
-//! A framework that allocates its own memory trains an MLP at stage 2 in bf16, with parameter groups; four ranks save a
-//! checkpoint, two resume it. What it writes for ZeRO is between "glue" and "end of glue".
+//! A framework that allocates its own memory trains an MLP at stage 2 in bf16, with parameter
+//! groups; four ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue"
+//! and "end of glue".
 
 use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};
 
@@ -23,19 +24,25 @@ const LIMIT: Duration = Duration::from_secs(60);
 // glue
 /// The framework's memory, for the crates.
 fn view<T: Element>(memory: &mut [T]) -> AnySlice {
-    // SAFETY: the memory outlives `WaitOnDrop`; within a step, streams and events order the accesses.
-    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }.erase()
+    // SAFETY: the memory outlives `WaitOnDrop`; within a step, streams and events order the
+    // accesses.
+    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }
+        .erase()
 }
 // end of glue
 
-/// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the losses.
+/// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the
+/// losses.
 fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     // glue: what each rank owns
     let (ranks, rank, id) = (comm.world_size(), comm.rank(), comm.rank() as u64);
     let param = |name: String, elems: usize| ParamSpec::new(name, [elems as u64]);
     let unit = |i: usize| {
         let weight = param(format!("{i}.weight"), WIDTHS[i] * WIDTHS[i + 1]);
-        UnitSpec::new(format!("layer {i}"), [weight, param(format!("{i}.bias"), WIDTHS[i + 1])])
+        UnitSpec::new(
+            format!("layer {i}"),
+            [weight, param(format!("{i}.bias"), WIDTHS[i + 1])],
+        )
     };
     let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
     let units = layout.units();
@@ -44,35 +51,80 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
 
     // The padded parameters and gradients of each layer, and this rank's sums of gradients.
     let initial = |i: u64| bf16::from_f32(((i * 37) % 19) as f32 / 19.0 - 0.5);
-    let mut params: Vec<Vec<bf16>> = units.iter().map(|u| (0..u.padded_elems).map(initial).collect()).collect();
-    let mut grads: Vec<Vec<f32>> = params.iter().map(|params| vec![0.0; params.len()]).collect();
-    let mut sums: Vec<Vec<f32>> = params.iter().map(|params| vec![0.0; params.len() / ranks]).collect();
+    let mut params: Vec<Vec<bf16>> = units
+        .iter()
+        .map(|u| (0..u.padded_elems).map(initial).collect())
+        .collect();
+    let mut grads: Vec<Vec<f32>> = params
+        .iter()
+        .map(|params| vec![0.0; params.len()])
+        .collect();
+    let mut sums: Vec<Vec<f32>> = params
+        .iter()
+        .map(|params| vec![0.0; params.len() / ranks])
+        .collect();
 
     // glue: streams, buckets, and the optimizer of this rank's shards
     let whole: Vec<_> = params.iter_mut().map(|params| view(params)).collect();
-    let own: Vec<_> = units.iter().zip(&whole).map(|(u, p)| [(p.slice(range(u.shard(id))), 0)]).collect();
+    let own: Vec<_> = units
+        .iter()
+        .zip(&whole)
+        .map(|(u, p)| [(p.slice(range(u.shard(id))), 0)])
+        .collect();
     let sums: Vec<_> = sums.iter_mut().map(|sum| view(sum)).collect();
-    let (device, comm) = (HostDevice::new(), Arc::new(comm) as Arc<dyn Communicator<HostDevice>>);
-    let (compute, comm_stream) = (device.create_stream("compute")?, device.create_stream("comm")?);
+    let (device, comm) = (
+        HostDevice::new(),
+        Arc::new(comm) as Arc<dyn Communicator<HostDevice>>,
+    );
+    let (compute, comm_stream) = (
+        device.create_stream("compute")?,
+        device.create_stream("comm")?,
+    );
     let _wait = WaitOnDrop::new(comm.clone(), [compute.clone(), comm_stream.clone()], LIMIT);
     let (pool, kernels) = (Pool::new(device, 1 << 20), Arc::new(HostKernels::new(1)?));
     let options = BucketOptions::new(64, DType::Bf16);
-    let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options)?;
-    let exchange = |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
-    let rules = vec![GroupRules::default(), GroupRules::default().weight_decay(0.0)]; // of weights, of biases
+    let buckets = Buckets::new(
+        &pool,
+        comm.clone(),
+        compute.clone(),
+        comm_stream.clone(),
+        options,
+    )?;
+    let exchange =
+        |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
+    let rules = vec![
+        GroupRules::default(),
+        GroupRules::default().weight_decay(0.0),
+    ]; // of weights, of biases
     let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let config = OptimizerConfig::default().lr(0.02);
-    let segments = units.iter().map(|u| Segment::shard(&u.name, range(u.shard_range()))).collect();
-    let mut optim =
-        ShardedAdamW::with_groups(&pool, kernels.clone(), &compute, config, DType::Bf16, segments, &groups)?;
-    let own_params = RankParams { layout: &layout, rank: id, params: &own };
+    let segments = units
+        .iter()
+        .map(|u| Segment::shard(&u.name, range(u.shard_range())))
+        .collect();
+    let mut optim = ShardedAdamW::with_groups(
+        &pool,
+        kernels.clone(),
+        &compute,
+        config,
+        DType::Bf16,
+        segments,
+        &groups,
+    )?;
+    let own_params = RankParams {
+        layout: &layout,
+        rank: id,
+        params: &own,
+    };
     match steps.start {
         0 => optim.init_masters(&compute, &own)?,
         _ => optim.load(&compute, &Reader::open(dir)?, &own_params, LIMIT)?,
     }
     let gather = || -> Result<()> {
         comm_stream.wait(&compute.record()?)?;
-        own.iter().zip(&whole).try_for_each(|([(own, _)], whole)| comm.all_gather(&comm_stream, *own, *whole))?;
+        own.iter()
+            .zip(&whole)
+            .try_for_each(|([(own, _)], whole)| comm.all_gather(&comm_stream, *own, *whole))?;
         Ok(comm_stream.synchronize(LIMIT)?)
     };
     gather()?;
@@ -84,27 +136,56 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         for layer in 0..LAYERS {
             outputs.push(forward(layer, &params[layer], &outputs[layer]));
         }
-        let mut dy: Vec<f32> = outputs[LAYERS].iter().zip(&targets).map(|(y, target)| 2.0 * (y - target)).collect();
+        let mut dy: Vec<f32> = outputs[LAYERS]
+            .iter()
+            .zip(&targets)
+            .map(|(y, target)| 2.0 * (y - target))
+            .collect();
         let loss = dy.iter().map(|dy| f64::from(dy * dy) / 4.0).sum::<f64>() / ROWS as f64;
         let mut reduced = Vec::new();
         for (layer, grads) in grads.iter_mut().enumerate().rev() {
-            dy = backward(layer, &params[layer], [&outputs[layer], &outputs[layer + 1], &dy], grads);
+            dy = backward(
+                layer,
+                &params[layer],
+                [&outputs[layer], &outputs[layer + 1], &dy],
+                grads,
+            );
             // glue: the layer is summed over ranks while backward goes on
-            reduced.insert(0, buckets.reduce_unit(&*kernels, &[(view(grads), 0)], SumInto::Write(sums[layer]))?);
+            reduced.insert(
+                0,
+                buckets.reduce_unit(&*kernels, &[(view(grads), 0)], SumInto::Write(sums[layer]))?,
+            );
             // end of glue
         }
         // glue: the step
-        let slices: Vec<_> = reduced.iter().zip(&own).map(|(grad, param)| UnitSlices { grad, param }).collect();
+        let slices: Vec<_> = reduced
+            .iter()
+            .zip(&own)
+            .map(|(grad, param)| UnitSlices { grad, param })
+            .collect();
         let inputs = StepInputs::new(loss, Divisor::Sum(ROWS as f64));
-        losses.push(optim.step_with(&compute, &slices, inputs, exchange, LIMIT)?.loss());
+        losses.push(
+            optim
+                .step_with(&compute, &slices, inputs, exchange, LIMIT)?
+                .loss(),
+        );
         gather()?;
         // end of glue
     }
 
     // glue: the checkpoint
-    let (meta, store) =
-        (SaveMeta::default().step(steps.end).stage(ZeroStage::Two), Store::create(dir, id, StoreOptions::default())?);
-    optim.save(&compute, &store, meta, &own_params, &mut ExchangeFn::new(id, exchange), LIMIT)?;
+    let (meta, store) = (
+        SaveMeta::default().step(steps.end).stage(ZeroStage::Two),
+        Store::create(dir, id, StoreOptions::default())?,
+    );
+    optim.save(
+        &compute,
+        &store,
+        meta,
+        &own_params,
+        &mut ExchangeFn::new(id, exchange),
+        LIMIT,
+    )?;
     // end of glue
     Ok(losses)
 }
@@ -114,8 +195,15 @@ pub(crate) fn on_ranks(ranks: usize, dir: &Path, steps: Range<u64>) -> Result<Ve
     let comms = World::new(ranks, CommOptions::default())?;
     let train = |comm| train(comm, dir, steps.clone());
     std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| train(comm))).collect();
-        ranks.into_iter().map(|rank| rank.join().map_err(|_| "a rank panicked")?).next_back().ok_or("no ranks")?
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(|| train(comm)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().map_err(|_| "a rank panicked")?)
+            .next_back()
+            .ok_or("no ranks")?
     })
 }
 

@@ -1,4 +1,5 @@
-//! The framework of the examples `own_framework`: layers that run one after the other, and their gradients.
+//! The framework of the examples `own_framework`: layers that run one after the other, and their
+//! gradients.
 
 use half::bf16;
 
@@ -12,19 +13,37 @@ pub(crate) fn forward(layer: usize, params: &[bf16], inputs: &[f32]) -> Vec<f32>
     let (ins, outs) = (WIDTHS[layer], WIDTHS[layer + 1]);
     let (weights, biases) = params.split_at(ins * outs);
     let dot = |x: &[f32], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x * w.to_f32()).sum::<f32>();
-    let row = |x| weights.chunks(ins).zip(biases).map(move |(w, b)| dot(x, w) + b.to_f32());
+    let row = |x| {
+        weights
+            .chunks(ins)
+            .zip(biases)
+            .map(move |(w, b)| dot(x, w) + b.to_f32())
+    };
     let sums = inputs.chunks(ins).flat_map(row);
-    if layer + 1 == LAYERS { sums.collect() } else { sums.map(f32::tanh).collect() }
+    if layer + 1 == LAYERS {
+        sums.collect()
+    } else {
+        sums.map(f32::tanh).collect()
+    }
 }
 
 /// Writes a layer's gradients; returns those of its inputs.
-pub(crate) fn backward(layer: usize, params: &[bf16], [x, y, dy]: [&[f32]; 3], grads: &mut [f32]) -> Vec<f32> {
+pub(crate) fn backward(
+    layer: usize,
+    params: &[bf16],
+    [x, y, dy]: [&[f32]; 3],
+    grads: &mut [f32],
+) -> Vec<f32> {
     let (ins, outs) = (WIDTHS[layer], WIDTHS[layer + 1]);
     let mut dx = vec![0.0; x.len()];
     grads.fill(0.0);
     for (i, (y, dy)) in y.iter().zip(dy).enumerate() {
         let (row, out) = (i / outs * ins, i % outs);
-        let before_tanh = if layer + 1 == LAYERS { *dy } else { dy * (1.0 - y * y) };
+        let before_tanh = if layer + 1 == LAYERS {
+            *dy
+        } else {
+            dy * (1.0 - y * y)
+        };
         grads[ins * outs + out] += before_tanh;
         for k in 0..ins {
             grads[out * ins + k] += before_tanh * x[row + k];
@@ -38,7 +57,9 @@ pub(crate) fn backward(layer: usize, params: &[bf16], [x, y, dy]: [&[f32]; 3], g
 pub(crate) fn data(rank: usize, ranks: usize) -> (Vec<f32>, Vec<f32>) {
     let rows = rank * ROWS / ranks..(rank + 1) * ROWS / ranks;
     let number = |row: usize, i: usize| ((7 * row + 3 * i) % 11) as f32 / 11.0 - 0.5;
-    let x: Vec<f32> = rows.flat_map(|row| (0..4).map(move |i| number(row, i))).collect();
+    let x: Vec<f32> = rows
+        .flat_map(|row| (0..4).map(move |i| number(row, i)))
+        .collect();
     let targets = x.chunks(4).map(|x| x.iter().sum::<f32>().powi(2)).collect();
     (x, targets)
 }

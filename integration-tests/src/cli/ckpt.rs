@@ -1,13 +1,13 @@
-//! `zero ckpt`: inspects and verifies checkpoints, assembles them of staged files, and converts them to and from Hugging Face
-//! folders.
+//! `zero ckpt`: inspects and verifies checkpoints, assembles them of staged files, and converts
+//! them to and from Hugging Face folders.
 
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use indicatif::HumanCount;
 use zero_ckpt::{
-    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble, assemble_step,
-    has_checkpoints, resolve, staged_saves,
+    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble,
+    assemble_step, has_checkpoints, resolve, staged_saves,
 };
 
 use super::CliError;
@@ -35,21 +35,25 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Check every byte against the checksums; fail if a file is damaged, and name the newest whole checkpoint
+    /// Check every byte against the checksums; fail if a file is damaged, and name the newest whole
+    /// checkpoint
     Verify {
-        /// A directory of checkpoints (checks the newest, and older ones until one is whole) or one checkpoint in it
+        /// A directory of checkpoints (checks the newest, and older ones until one is whole) or one
+        /// checkpoint in it
         checkpoint: PathBuf,
     },
-    /// Make a checkpoint of the files that the ranks of a failed save staged, such as on machines without a shared folder
+    /// Make a checkpoint of the files that the ranks of a failed save staged, such as on machines
+    /// without a shared folder
     ///
-    /// Takes the save that was staged last of those of which the files of all ranks are there and whole, and names what the
-    /// others lack. Nothing is removed: files are linked into the checkpoint, or copied from another file system.
+    /// Takes the save that was staged last of those of which the files of all ranks are there and
+    /// whole, and names what the others lack. Nothing is removed: files are linked into the
+    /// checkpoint, or copied from another file system.
     Assemble {
         /// Take a save of this step, also if a checkpoint was published after it was staged
         #[arg(long)]
         step: Option<u64>,
-        /// The --checkpoint folders of all ranks, or copies of them (their .staging is enough); the checkpoint is made in
-        /// the first one, which may be new
+        /// The --checkpoint folders of all ranks, or copies of them (their .staging is enough); the
+        /// checkpoint is made in the first one, which may be new
         #[arg(required = true, value_name = "DIR")]
         folders: Vec<PathBuf>,
     },
@@ -72,7 +76,8 @@ enum Command {
         #[arg(long, default_value = "master")]
         state: String,
     },
-    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint; `zero train --model DIR` starts from it
+    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint; `zero train --model DIR`
+    /// starts from it
     Import {
         /// The folder with config.json and model.safetensors (or its index)
         model: PathBuf,
@@ -87,11 +92,18 @@ enum Command {
 /// The checkpoint or folder is missing, damaged or cannot be written; the message names the file.
 pub fn run(args: CkptArgs) -> Result<(), CliError> {
     match args.command {
-        Command::Inspect { checkpoint, best, json } => {
+        Command::Inspect {
+            checkpoint,
+            best,
+            json,
+        } => {
             let reader = open(&checkpoint, best)?;
             note_staged_saves(&reader.store_dir().map_err(CliError::failure)?);
             if json {
-                print_text(serde_json::to_string_pretty(reader.manifest()).map_err(CliError::failure)? + "\n")
+                print_text(
+                    serde_json::to_string_pretty(reader.manifest()).map_err(CliError::failure)?
+                        + "\n",
+                )
             } else {
                 print_text(reader.describe())
             }
@@ -101,14 +113,24 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
             [into, from @ ..] => assemble_into(into, from, step),
             [] => Err(CliError::Usage("name the folders of the ranks".to_owned())),
         },
-        Command::Export { checkpoint, out, best, dtype, max_shard_size, state } => {
+        Command::Export {
+            checkpoint,
+            out,
+            best,
+            dtype,
+            max_shard_size,
+            state,
+        } => {
             let reader = open(&checkpoint, best)?;
             let dtype = match dtype {
                 DTypeFlag::Fp32 => StateDtype::F32,
                 DTypeFlag::Bf16 => StateDtype::BF16,
                 DTypeFlag::Fp16 => StateDtype::F16,
             };
-            let options = ExportOptions::default().state(state).dtype(dtype).max_file_bytes(max_shard_size);
+            let options = ExportOptions::default()
+                .state(state)
+                .dtype(dtype)
+                .max_file_bytes(max_shard_size);
             let done = reader.export(&out, &options).map_err(CliError::failure)?;
             print_text(format!(
                 "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
@@ -126,7 +148,8 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
 /// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.
 fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
     if best {
-        let hint = "--best needs a directory of checkpoints of a run with --val-data or --val-split";
+        let hint =
+            "--best needs a directory of checkpoints of a run with --val-data or --val-split";
         return Reader::open_best(path).map_err(|e| CliError::Failure(format!("{e}; {hint}")));
     }
     let reader = Reader::open(path).map_err(CliError::failure)?;
@@ -146,36 +169,62 @@ fn note_staged_saves(dir: &Path) {
 }
 
 fn verify(path: &Path) -> Result<(), CliError> {
-    let Resolved { store_dir, reader, passed_over, staged, .. } = resolve(path).map_err(CliError::failure)?;
+    let Resolved {
+        store_dir,
+        reader,
+        passed_over,
+        staged,
+        ..
+    } = resolve(path).map_err(CliError::failure)?;
     if let Some(staged) = staged {
         print_note(staged);
     }
     note_staged_saves(&store_dir);
     let manifest = reader.manifest();
-    let bytes: u64 = manifest.files.iter().map(|f| f.bytes).chain(manifest.documents.iter().map(|d| d.bytes)).sum();
-    let (whole, files) = (reader.path().display(), manifest.files.len() + manifest.documents.len());
+    let bytes: u64 = manifest
+        .files
+        .iter()
+        .map(|f| f.bytes)
+        .chain(manifest.documents.iter().map(|d| d.bytes))
+        .sum();
+    let (whole, files) = (
+        reader.path().display(),
+        manifest.files.len() + manifest.documents.len(),
+    );
     if passed_over.is_empty() {
         return print_text(format!(
             "{whole}: complete; {files} files, {} bytes, all checksums match\n",
             HumanCount(bytes)
         ));
     }
-    let defects: Vec<String> = passed_over.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+    let defects: Vec<String> = passed_over
+        .iter()
+        .map(|(name, why)| format!("{name}: {why}"))
+        .collect();
     Err(CliError::Failure(format!(
         "{} damaged ({}); the newest whole checkpoint is {whole}, and `zero train --resume {}` starts from it",
-        if defects.len() == 1 { "1 checkpoint is".to_owned() } else { format!("{} checkpoints are", defects.len()) },
+        if defects.len() == 1 {
+            "1 checkpoint is".to_owned()
+        } else {
+            format!("{} checkpoints are", defects.len())
+        },
         defects.join("; "),
         store_dir.display()
     )))
 }
 
-/// Makes a checkpoint in `into` of the staged files there and in `from`: of the last save, or of one of `step`.
+/// Makes a checkpoint in `into` of the staged files there and in `from`: of the last save, or of
+/// one of `step`.
 fn assemble_into(into: &Path, from: &[PathBuf], step: Option<u64>) -> Result<(), CliError> {
     let assembled = match step {
         Some(step) => assemble_step(into, from, step),
         None => assemble(into, from),
     };
-    let Assembled { checkpoint, passed_over, .. } = assembled.map_err(CliError::failure)?;
+    let Assembled {
+        checkpoint,
+        passed_over,
+        ..
+    } = assembled.map_err(CliError::failure)?;
     for defect in passed_over {
         print_note(format_args!("passed over: {defect}"));
     }
@@ -189,7 +238,8 @@ fn assemble_into(into: &Path, from: &[PathBuf], step: Option<u64>) -> Result<(),
     ))
 }
 
-/// Imports a Hugging Face folder, after checking it against its configuration. Units are those of the trainer.
+/// Imports a Hugging Face folder, after checking it against its configuration. Units are those of
+/// the trainer.
 fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
     let folder = HfFolder::open(model).map_err(CliError::failure)?;
     for warning in folder.warnings() {
@@ -205,7 +255,9 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
     let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
     let unit_and_param = |tensor: &str| {
         let names = [tensor.to_string(), format!("transformer.{tensor}")];
-        let unit = units.iter().find(|u| u.params.iter().any(|p| names.contains(&p.name)))?;
+        let unit = units
+            .iter()
+            .find(|u| u.params.iter().any(|p| names.contains(&p.name)))?;
         let param = unit.params.iter().find(|p| names.contains(&p.name))?;
         Some((unit.name.clone(), param.name.clone()))
     };
@@ -239,28 +291,61 @@ mod tests {
 
     fn zero_ckpt(arguments: &[&Path]) -> Result<(), CliError> {
         let line = std::iter::once("ckpt".as_ref()).chain(arguments.iter().map(|a| a.as_os_str()));
-        run(<Line as clap::Parser>::try_parse_from(line).expect("valid arguments").args)
+        run(<Line as clap::Parser>::try_parse_from(line)
+            .expect("valid arguments")
+            .args)
     }
 
     #[test]
     fn import_then_export_keeps_the_model() {
         let dir = tempfile::tempdir().unwrap();
         let preset = GptConfig::preset("nano").unwrap();
-        let config =
-            GptConfig { vocab_size: 16, n_positions: 8, n_embd: 4, n_layer: 2, n_head: 1, n_inner: 16, ..preset };
-        let (from, store, to) = (dir.path().join("from"), dir.path().join("store"), dir.path().join("to"));
-        let params = config.units().into_iter().flat_map(|u| u.params).enumerate();
+        let config = GptConfig {
+            vocab_size: 16,
+            n_positions: 8,
+            n_embd: 4,
+            n_layer: 2,
+            n_head: 1,
+            n_inner: 16,
+            ..preset
+        };
+        let (from, store, to) = (
+            dir.path().join("from"),
+            dir.path().join("store"),
+            dir.path().join("to"),
+        );
+        let params = config
+            .units()
+            .into_iter()
+            .flat_map(|u| u.params)
+            .enumerate();
         let tensors = params.map(|(i, param)| {
             let numel = param.shape.iter().product::<u64>() as usize;
-            (param.name, param.shape, (0..numel).map(|e| (i * 1000 + e) as f32).collect())
+            (
+                param.name,
+                param.shape,
+                (0..numel).map(|e| (i * 1000 + e) as f32).collect(),
+            )
         });
-        write_folder(&from, &config, &tensors.collect::<Vec<_>>(), safetensors::Dtype::F32);
+        write_folder(
+            &from,
+            &config,
+            &tensors.collect::<Vec<_>>(),
+            safetensors::Dtype::F32,
+        );
 
         zero_ckpt(&["import".as_ref(), &from, &store]).unwrap();
         zero_ckpt(&["inspect".as_ref(), &store]).unwrap();
         zero_ckpt(&["inspect".as_ref(), "--json".as_ref(), &store]).unwrap();
         zero_ckpt(&["verify".as_ref(), &store]).unwrap();
-        zero_ckpt(&["export".as_ref(), &store, &to, "--max-shard-size".as_ref(), "2KB".as_ref()]).unwrap();
+        zero_ckpt(&[
+            "export".as_ref(),
+            &store,
+            &to,
+            "--max-shard-size".as_ref(),
+            "2KB".as_ref(),
+        ])
+        .unwrap();
         assert!(to.join("model.safetensors.index.json").exists());
         let (before, after) = (HfFolder::open(&from).unwrap(), HfFolder::open(&to).unwrap());
         assert_eq!(before.config(), after.config());
@@ -276,8 +361,13 @@ mod tests {
         let mut bytes = std::fs::read(&shard).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(&shard, bytes).unwrap();
-        let error = zero_ckpt(&["verify".as_ref(), &store]).unwrap_err().to_string();
-        assert!(error.contains("shard-00000-of-00001.safetensors: damaged: bytes"), "{error}");
+        let error = zero_ckpt(&["verify".as_ref(), &store])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("shard-00000-of-00001.safetensors: damaged: bytes"),
+            "{error}"
+        );
         assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
     }
 
@@ -289,7 +379,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let taken = dir.path().join("taken");
         let new = dir.path().join("new");
-        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let layout =
+            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
         let save = |run: &str| {
             let store = Store::create(&taken, 0, StoreOptions::default().run(run)).unwrap();
             let mut shard = ShardData::new(&layout, 0).unwrap();
@@ -299,14 +390,41 @@ mod tests {
         save("a").unwrap();
         // Refused, because the checkpoint of step 4 is of another run.
         let error = save("b").unwrap_err().to_string();
-        assert!(error.contains("another run (a)") && error.contains("zero ckpt assemble"), "{error}");
-        let error = zero_ckpt(&["assemble".as_ref(), &taken]).unwrap_err().to_string();
+        assert!(
+            error.contains("another run (a)") && error.contains("zero ckpt assemble"),
+            "{error}"
+        );
+        let error = zero_ckpt(&["assemble".as_ref(), &taken])
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("another run (a)"), "{error}");
-        let error = zero_ckpt(&["assemble".as_ref(), "--step".as_ref(), "5".as_ref(), &new, &taken]).unwrap_err();
-        assert!(error.to_string().contains("there are no staged files of step 5"), "{error}");
-        zero_ckpt(&["assemble".as_ref(), "--step".as_ref(), "4".as_ref(), &new, &taken]).unwrap();
+        let error = zero_ckpt(&[
+            "assemble".as_ref(),
+            "--step".as_ref(),
+            "5".as_ref(),
+            &new,
+            &taken,
+        ])
+        .unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("there are no staged files of step 5"),
+            "{error}"
+        );
+        zero_ckpt(&[
+            "assemble".as_ref(),
+            "--step".as_ref(),
+            "4".as_ref(),
+            &new,
+            &taken,
+        ])
+        .unwrap();
         zero_ckpt(&["verify".as_ref(), &new]).unwrap();
-        assert_eq!(Reader::open(&new).unwrap().manifest().run.as_deref(), Some("b"));
+        assert_eq!(
+            Reader::open(&new).unwrap().manifest().run.as_deref(),
+            Some("b")
+        );
         zero_ckpt(&["verify".as_ref(), &taken]).unwrap();
     }
 }

@@ -23,7 +23,8 @@ pub enum CliError {
     /// A failure: exit code 1.
     #[error("{0}")]
     Failure(String),
-    /// A failure caused by that of another process: exit code 1. The launcher reports the cause instead.
+    /// A failure caused by that of another process: exit code 1. The launcher reports the cause
+    /// instead.
     #[error("{0}")]
     Echo(String),
     /// A signal ended the run early, after it saved: exit code 128 + signal, as shells have it.
@@ -40,17 +41,23 @@ impl CliError {
         match self {
             Self::Usage(_) => 2,
             Self::Failure(_) | Self::Echo(_) => 1,
-            Self::Interrupted { signal } => 128_u8.saturating_add(u8::try_from(*signal).unwrap_or(u8::MAX)),
+            Self::Interrupted { signal } => {
+                128_u8.saturating_add(u8::try_from(*signal).unwrap_or(u8::MAX))
+            }
         }
     }
 
-    /// Reports the error to the launcher that started this process as a rank, or prints it to standard error. Prints
-    /// nothing for an interruption.
+    /// Reports the error to the launcher that started this process as a rank, or prints it to
+    /// standard error. Prints nothing for an interruption.
     pub fn report(&self) {
         // Another rank may have requested the end because of its own failure.
         let interrupted = matches!(self, Self::Interrupted { .. });
         let echo = interrupted || matches!(self, Self::Echo(_));
-        let report = Report { code: self.exit_code(), echo, message: self.to_string() };
+        let report = Report {
+            code: self.exit_code(),
+            echo,
+            message: self.to_string(),
+        };
         if !report.deliver() && !interrupted {
             output::print_note(format_args!("error: {self}"));
         }

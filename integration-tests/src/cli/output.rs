@@ -14,10 +14,13 @@ use super::CliError;
 /// Standard output cannot be written.
 pub(super) fn print_text(text: impl AsRef<str>) -> Result<(), CliError> {
     let mut out = stdout().lock();
-    match out.write_all(text.as_ref().as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(CliError::Failure(format!("failed to write to standard output: {error}")))
-        }
+    match out
+        .write_all(text.as_ref().as_bytes())
+        .and_then(|()| out.flush())
+    {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(CliError::Failure(format!(
+            "failed to write to standard output: {error}"
+        ))),
         _ => Ok(()),
     }
 }
@@ -40,18 +43,30 @@ const BAR_COLUMNS: u16 = 132;
 pub(super) fn progress_bar(steps: u64) -> ProgressBar {
     // A wide message is cut at the edge of the terminal; all else would wrap.
     let columns = Term::stderr().size().1;
-    let template = if columns < BAR_COLUMNS { "{wide_msg}" } else { "{bar:30} {wide_msg}" };
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let template = if columns < BAR_COLUMNS {
+        "{wide_msg}"
+    } else {
+        "{bar:30} {wide_msg}"
+    };
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     ProgressBar::new(steps).with_style(style)
 }
 
 /// Shows that `step` is done; `text` are its figures, `left` the time until the end.
 pub(super) fn show_progress(bar: &ProgressBar, step: u64, text: &str, left: Duration) {
     bar.set_position(step);
-    bar.set_message(progress(step, bar.length().unwrap_or(step), text, bar.elapsed(), left));
+    bar.set_message(progress(
+        step,
+        bar.length().unwrap_or(step),
+        text,
+        bar.elapsed(),
+        left,
+    ));
 }
 
-/// The text of a step. What matters most is first, since the end is cut at the edge of a narrow terminal.
+/// The text of a step. What matters most is first, since the end is cut at the edge of a narrow
+/// terminal.
 fn progress(step: u64, steps: u64, text: &str, elapsed: Duration, left: Duration) -> String {
     let [elapsed, left] = [elapsed, left].map(HumanDuration);
     format!("step {step}/{steps}  {left:#} left  {text}  after {elapsed:#}")
@@ -66,7 +81,10 @@ mod tests {
         let [elapsed, left] = [90_000, 7200].map(Duration::from_secs);
         let figures = "loss 10.1234  validation 10.1234  1,234,567 tokens/s  12,345,678,901 tokens";
         let text = progress(100_000, 1_000_000, figures, elapsed, left);
-        assert_eq!(text, format!("step 100000/1000000  2h left  {figures}  after 25h"));
+        assert_eq!(
+            text,
+            format!("step 100000/1000000  2h left  {figures}  after 25h")
+        );
         let loss = text.find("validation").unwrap();
         assert!(loss < 80, "{text}");
     }

@@ -27,9 +27,9 @@ pub struct Batch {
 impl BatchKeys {
     /// Computes the sizes for `ranks` ranks and the flags `flag_micro` and `flag_accum`.
     ///
-    /// The rules are DeepSpeed's: missing sizes are derived, and a contradiction is an error. One flag overrides its
-    /// key, and the other size is derived from `train_batch_size`; two flags override `train_batch_size`. The default
-    /// micro-batch is `default_micro`.
+    /// The rules are DeepSpeed's: missing sizes are derived, and a contradiction is an error. One
+    /// flag overrides its key, and the other size is derived from `train_batch_size`; two flags
+    /// override `train_batch_size`. The default micro-batch is `default_micro`.
     ///
     /// # Errors
     /// Sizes that are 0 or contradict each other.
@@ -45,12 +45,21 @@ impl BatchKeys {
             (Some(_), Some(_)) => (flag_micro, flag_accum),
             (Some(_), None) if total.is_some() => (flag_micro, None),
             (None, Some(_)) if total.is_some() => (None, flag_accum),
-            _ => (flag_micro.or(self.micro_batch), flag_accum.or(self.grad_accum)),
+            _ => (
+                flag_micro.or(self.micro_batch),
+                flag_accum.or(self.grad_accum),
+            ),
         };
-        let total = if flag_micro.is_some() && flag_accum.is_some() { None } else { total };
+        let total = if flag_micro.is_some() && flag_accum.is_some() {
+            None
+        } else {
+            total
+        };
         let per_rank = |total: u64, others: u64| {
             let product = ranks.checked_mul(others).filter(|n| *n > 0);
-            product.filter(|n| total.is_multiple_of(*n)).map(|n| total / n)
+            product
+                .filter(|n| total.is_multiple_of(*n))
+                .map(|n| total / n)
         };
         let contradiction = |micro: Option<u64>, accum: Option<u64>| ConfigFileError::Batch {
             train_batch_size: total.unwrap_or(0),
@@ -68,11 +77,15 @@ impl BatchKeys {
                 (per_rank(total, accum).ok_or_else(wrong)?, accum)
             }
         };
-        let product = micro_batch.checked_mul(grad_accum).and_then(|n| n.checked_mul(ranks));
+        let product = micro_batch
+            .checked_mul(grad_accum)
+            .and_then(|n| n.checked_mul(ranks));
         match product {
-            Some(n) if n > 0 && total.is_none_or(|t| t == n) => {
-                Ok(Batch { train_batch_size: n, micro_batch, grad_accum })
-            }
+            Some(n) if n > 0 && total.is_none_or(|t| t == n) => Ok(Batch {
+                train_batch_size: n,
+                micro_batch,
+                grad_accum,
+            }),
             _ => Err(ConfigFileError::Batch {
                 train_batch_size: total.or(product).unwrap_or(u64::MAX),
                 micro_batch: Some(micro_batch),
@@ -91,7 +104,11 @@ mod tests {
     type Sizes = Option<u64>;
 
     fn keys((train_batch_size, micro_batch, grad_accum): (Sizes, Sizes, Sizes)) -> BatchKeys {
-        BatchKeys { train_batch_size, micro_batch, grad_accum }
+        BatchKeys {
+            train_batch_size,
+            micro_batch,
+            grad_accum,
+        }
     }
 
     #[test]
@@ -111,13 +128,22 @@ mod tests {
             // One flag keeps train_batch_size, two override it.
             ((some(32), some(4), some(2)), 4, (some(2), no), (32, 2, 4)),
             ((some(32), some(4), some(2)), 4, (no, some(1)), (32, 8, 1)),
-            ((some(32), some(4), some(2)), 4, (some(1), some(1)), (4, 1, 1)),
+            (
+                (some(32), some(4), some(2)),
+                4,
+                (some(1), some(1)),
+                (4, 1, 1),
+            ),
             ((no, some(4), some(2)), 4, (some(1), no), (8, 1, 2)),
             ((no, some(4), some(2)), 4, (no, some(3)), (48, 4, 3)),
         ];
         for (file, ranks, (micro, accum), (train_batch_size, micro_batch, grad_accum)) in cases {
             let got = keys(file).resolve(ranks, micro, accum, 8);
-            let expected = Batch { train_batch_size, micro_batch, grad_accum };
+            let expected = Batch {
+                train_batch_size,
+                micro_batch,
+                grad_accum,
+            };
             assert_eq!(got.unwrap(), expected, "{file:?} {ranks} {micro:?}");
         }
     }
@@ -126,18 +152,45 @@ mod tests {
     fn contradictions_name_the_sizes() {
         let (no, some) = (None, Some);
         let cases = [
-            ((some(30), some(4), some(2)), 4, "train_batch_size 30 is not micro-batch 4 x accumulation 2 x 4 ranks"),
-            ((some(30), some(4), no), 4, "train_batch_size 30 is not micro-batch 4 x accumulation any x 4 ranks"),
-            ((some(30), no, some(2)), 4, "train_batch_size 30 is not micro-batch any x accumulation 2 x 4 ranks"),
-            ((some(30), no, no), 4, "train_batch_size 30 is not micro-batch any x accumulation any x 4 ranks"),
-            ((some(0), no, no), 4, "train_batch_size 0 is not micro-batch 0 x accumulation 1 x 4 ranks"),
+            (
+                (some(30), some(4), some(2)),
+                4,
+                "train_batch_size 30 is not micro-batch 4 x accumulation 2 x 4 ranks",
+            ),
+            (
+                (some(30), some(4), no),
+                4,
+                "train_batch_size 30 is not micro-batch 4 x accumulation any x 4 ranks",
+            ),
+            (
+                (some(30), no, some(2)),
+                4,
+                "train_batch_size 30 is not micro-batch any x accumulation 2 x 4 ranks",
+            ),
+            (
+                (some(30), no, no),
+                4,
+                "train_batch_size 30 is not micro-batch any x accumulation any x 4 ranks",
+            ),
+            (
+                (some(0), no, no),
+                4,
+                "train_batch_size 0 is not micro-batch 0 x accumulation 1 x 4 ranks",
+            ),
             ((no, some(0), no), 4, "micro-batch 0"),
             ((no, some(1), some(0)), 4, "accumulation 0"),
             ((no, some(1), no), 0, "0 ranks"),
-            ((no, some(u64::MAX), some(2)), 1, "micro-batch 18446744073709551615 x accumulation 2"),
+            (
+                (no, some(u64::MAX), some(2)),
+                1,
+                "micro-batch 18446744073709551615 x accumulation 2",
+            ),
         ];
         for (file, ranks, expected) in cases {
-            let error = keys(file).resolve(ranks, None, None, 8).unwrap_err().to_string();
+            let error = keys(file)
+                .resolve(ranks, None, None, 8)
+                .unwrap_err()
+                .to_string();
             assert!(error.contains(expected), "{file:?}: {error}");
         }
     }

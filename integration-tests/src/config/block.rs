@@ -1,4 +1,5 @@
-//! One block of a configuration. Reading a key checks its type and removes it; the remaining keys are unknown.
+//! One block of a configuration. Reading a key checks its type and removes it; the remaining keys
+//! are unknown.
 
 use serde_json::{Map, Value};
 
@@ -24,11 +25,17 @@ pub(super) enum Usual {
 
 impl Block {
     pub(super) fn root(keys: Map<String, Value>) -> Self {
-        Self { path: String::new(), keys }
+        Self {
+            path: String::new(),
+            keys,
+        }
     }
 
     pub(super) fn named(path: &str, keys: Map<String, Value>) -> Self {
-        Self { path: path.to_owned(), keys }
+        Self {
+            path: path.to_owned(),
+            keys,
+        }
     }
 
     pub(super) fn has(&self, key: &str) -> bool {
@@ -37,7 +44,11 @@ impl Block {
 
     /// The key with its path, such as `fp16.loss_scale`.
     pub(super) fn name(&self, key: &str) -> String {
-        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+        if self.path.is_empty() {
+            key.to_owned()
+        } else {
+            format!("{}.{key}", self.path)
+        }
     }
 
     pub(super) fn is_auto(&self, key: &str) -> bool {
@@ -56,7 +67,10 @@ impl Block {
     pub(super) fn rename(&mut self, from: &str, to: &str) -> Result<(), ConfigFileError> {
         if let Some(value) = self.keys.remove(from) {
             if self.keys.contains_key(to) {
-                return Err(ConfigFileError::Conflict { one: self.name(from), other: self.name(to) });
+                return Err(ConfigFileError::Conflict {
+                    one: self.name(from),
+                    other: self.name(to),
+                });
             }
             self.keys.insert(to.to_owned(), value);
         }
@@ -70,8 +84,14 @@ impl Block {
         expected: &'static str,
         read: impl Fn(&Value) -> Option<T>,
     ) -> Result<Option<T>, ConfigFileError> {
-        let Some(value) = self.take(key) else { return Ok(None) };
-        let wrong = || ConfigFileError::WrongType { key: self.name(key), expected, got: shortened(&value) };
+        let Some(value) = self.take(key) else {
+            return Ok(None);
+        };
+        let wrong = || ConfigFileError::WrongType {
+            key: self.name(key),
+            expected,
+            got: shortened(&value),
+        };
         read(&value).map(Some).ok_or_else(wrong)
     }
 
@@ -84,7 +104,9 @@ impl Block {
     }
 
     pub(super) fn positive(&mut self, key: &str) -> Result<Option<u64>, ConfigFileError> {
-        self.typed(key, "a whole number above 0", |v| v.as_u64().filter(|n| *n > 0))
+        self.typed(key, "a whole number above 0", |v| {
+            v.as_u64().filter(|n| *n > 0)
+        })
     }
 
     /// A whole number that `is_valid`; `expected` describes such numbers.
@@ -140,10 +162,16 @@ impl Block {
         Ok(())
     }
 
-    /// Rejects unsupported keys that would change the results, except if they have their usual value.
-    pub(super) fn refuse(&mut self, table: &[(&str, Usual, &'static str)]) -> Result<(), ConfigFileError> {
+    /// Rejects unsupported keys that would change the results, except if they have their usual
+    /// value.
+    pub(super) fn refuse(
+        &mut self,
+        table: &[(&str, Usual, &'static str)],
+    ) -> Result<(), ConfigFileError> {
         for (key, usual, why) in table {
-            let Some(value) = self.take(key) else { continue };
+            let Some(value) = self.take(key) else {
+                continue;
+            };
             let is_usual = match usual {
                 Usual::Flag(usual) => value == *usual,
                 Usual::Number(usual) => value.as_f64() == Some(*usual as f64),

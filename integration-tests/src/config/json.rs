@@ -10,15 +10,23 @@ use super::ConfigFileError;
 /// Parses a JSON object. Line and column in errors are those of `text`.
 pub(super) fn parse(text: &str) -> Result<Map<String, Value>, ConfigFileError> {
     let mut plain = text.as_bytes().to_vec();
-    json_strip_comments::strip_slice(&mut plain)
-        .map_err(|_| ConfigFileError::Json("`/` outside of a string does not start a comment".to_owned()))?;
-    // Stripping replaces block comments, including their line breaks, by spaces. Restoring the line breaks keeps the
-    // line numbers of errors right.
-    plain.iter_mut().zip(text.bytes()).filter(|(_, byte)| *byte == b'\n').for_each(|(plain, byte)| *plain = byte);
-    let Strict(value) = serde_json::from_slice(&plain).map_err(|e| ConfigFileError::Json(e.to_string()))?;
+    json_strip_comments::strip_slice(&mut plain).map_err(|_| {
+        ConfigFileError::Json("`/` outside of a string does not start a comment".to_owned())
+    })?;
+    // Stripping replaces block comments, including their line breaks, by spaces. Restoring the line
+    // breaks keeps the line numbers of errors right.
+    plain
+        .iter_mut()
+        .zip(text.bytes())
+        .filter(|(_, byte)| *byte == b'\n')
+        .for_each(|(plain, byte)| *plain = byte);
+    let Strict(value) =
+        serde_json::from_slice(&plain).map_err(|e| ConfigFileError::Json(e.to_string()))?;
     match value {
         Value::Object(map) => Ok(map),
-        other => Err(ConfigFileError::Json(format!("expected an object {{..}}, found {other}"))),
+        other => Err(ConfigFileError::Json(format!(
+            "expected an object {{..}}, found {other}"
+        ))),
     }
 }
 
@@ -58,7 +66,9 @@ impl<'de> Visitor<'de> for StrictVisitor {
         if v.fract() == 0.0 && v.abs() <= EXACT {
             return Ok(Strict((v as i64).into()));
         }
-        Number::from_f64(v).map(|n| Strict(Value::Number(n))).ok_or_else(|| E::custom("number is not finite"))
+        Number::from_f64(v)
+            .map(|n| Strict(Value::Number(n)))
+            .ok_or_else(|| E::custom("number is not finite"))
     }
 
     fn visit_str<E: Error>(self, v: &str) -> Result<Strict, E> {
@@ -119,8 +129,12 @@ mod tests {
 
     #[test]
     fn whole_floats_become_integers() {
-        let expected = serde_json::json!({"a": 500_000_000, "b": 0.5, "c": -2, "d": 1e300, "e": null});
-        assert_eq!(parsed(r#"{"a": 5e8, "b": 5e-1, "c": -2.0, "d": 1e300, "e": null}"#), expected);
+        let expected =
+            serde_json::json!({"a": 500_000_000, "b": 0.5, "c": -2, "d": 1e300, "e": null});
+        assert_eq!(
+            parsed(r#"{"a": 5e8, "b": 5e-1, "c": -2.0, "d": 1e300, "e": null}"#),
+            expected
+        );
     }
 
     #[test]
@@ -130,9 +144,15 @@ mod tests {
             ("[1]", "expected an object {..}, found [1]"),
             ("{\n  // x\n  \"a\" 1}", "expected `:` at line 3 column 7"),
             ("{\"a\": 1} x", "trailing characters at line 1 column 10"),
-            ("{\"a\": 1, \"b\": {\"c\": 1, \"c\": 2}}", "duplicate key \"c\" at line 1 column 26"),
+            (
+                "{\"a\": 1, \"b\": {\"c\": 1, \"c\": 2}}",
+                "duplicate key \"c\" at line 1 column 26",
+            ),
             ("{\"a\": 1 /* ", "EOF while parsing an object"),
-            ("{ /* one\n two */ \"a\" 1}", "expected `:` at line 2 column 13"),
+            (
+                "{ /* one\n two */ \"a\" 1}",
+                "expected `:` at line 2 column 13",
+            ),
             ("{\"a\": 1 / 2}", "`/` outside of a string"),
             ("{\"a\": \"\\", "EOF while parsing a string"),
             ("{\"a\": [1,,]}", "expected value at line 1 column 10"),

@@ -9,7 +9,8 @@
 //! | unsupported, changes rounding or speed | `round_robin_gradients: true` | a warning |
 //! | unsupported, changes results | `zero_quantized_gradients: true` | an error |
 //!
-//! `"auto"` has the value that accelerate and the Hugging Face Trainer give it: a flag's or its default, and
+//! `"auto"` has the value that accelerate and the Hugging Face Trainer give it: a flag's or its
+//! default, and
 //!
 //! | key | value |
 //! |---|---|
@@ -22,18 +23,21 @@
 //! | `warmup_max_lr` | the learning rate |
 //! | `fp16.enabled`, `bf16.enabled` | whether `--dtype` is that type |
 //!
-//! A resumed run has its recorded values instead. [`DsConfig::autos`] lists the keys. Flags override keys. A flag that
-//! the configured schedule has no place for is an error.
+//! A resumed run has its recorded values instead. [`DsConfig::autos`] lists the keys. Flags
+//! override keys. A flag that the configured schedule has no place for is an error.
 //!
-//! `param_groups` is an extension, which DeepSpeed ignores: a list of groups, of which a tensor belongs to the first whose
-//! conditions (`names` with `*`, `kinds`, `min_dims`, `max_dims`) it meets. Its rules are `lr_scale`, `weight_decay`, `betas`
-//! and `trainable`; see [`crate::model::param_groups`].
+//! `param_groups` is an extension, which DeepSpeed ignores: a list of groups, of which a tensor
+//! belongs to the first whose conditions (`names` with `*`, `kinds`, `min_dims`, `max_dims`) it
+//! meets. Its rules are `lr_scale`, `weight_decay`, `betas` and `trainable`; see
+//! [`crate::model::param_groups`].
 //!
-//! tests/data/shipped_configurations.md lists the configurations of seven projects, and which of them are accepted.
+//! tests/data/shipped_configurations.md lists the configurations of seven projects, and which of
+//! them are accepted.
 //!
-//! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*` blocks, `fp16` and
-//! `bf16`, and warnings elsewhere; `stage3_X` and `X` are one key, and so are
-//! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of DeepSpeed 0.19.
+//! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*`
+//! blocks, `fp16` and `bf16`, and warnings elsewhere; `stage3_X` and `X` are one key, and so are
+//! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of
+//! DeepSpeed 0.19.
 //!
 //! ```
 //! use integration_tests::config::DsConfig;

@@ -6,18 +6,24 @@ use zero_optim::{DynamicScaling, LossScaling};
 use super::ConfigFileError;
 use super::block::{Block, Usual};
 
-/// Reads `fp16` and `bf16` (or `bfloat16`): the type that one of them enables, fp32 if they disable it, or `None` if
-/// both are missing or one is `"auto"`; and the loss scaling of `fp16`, whether it is enabled or not.
+/// Reads `fp16` and `bf16` (or `bfloat16`): the type that one of them enables, fp32 if they disable
+/// it, or `None` if both are missing or one is `"auto"`; and the loss scaling of `fp16`, whether it
+/// is enabled or not.
 pub(super) fn read(
     root: &mut Block,
     warnings: &mut Vec<String>,
 ) -> Result<(Option<DType>, Option<LossScaling>), ConfigFileError> {
-    let is_auto = ["fp16", "bf16", "bfloat16"].iter().any(|block| root.is_auto(block));
+    let is_auto = ["fp16", "bf16", "bfloat16"]
+        .iter()
+        .any(|block| root.is_auto(block));
     let (fp16, scaling) = read_fp16(root, warnings)?.unzip();
     let bf16 = read_bf16(root, warnings)?;
     let dtype = match (fp16, bf16) {
         (Some(Enabled::Yes), Some(Enabled::Yes)) => {
-            return Err(ConfigFileError::Conflict { one: "fp16.enabled".into(), other: "bf16.enabled".into() });
+            return Err(ConfigFileError::Conflict {
+                one: "fp16.enabled".into(),
+                other: "bf16.enabled".into(),
+            });
         }
         (Some(Enabled::Yes), _) => Some(DType::F16),
         (_, Some(Enabled::Yes)) => Some(DType::Bf16),
@@ -52,25 +58,57 @@ fn read_fp16(
     root: &mut Block,
     warnings: &mut Vec<String>,
 ) -> Result<Option<(Enabled, LossScaling)>, ConfigFileError> {
-    let Some(mut block) = root.block("fp16")? else { return Ok(None) };
+    let Some(mut block) = root.block("fp16")? else {
+        return Ok(None);
+    };
     let enabled = enabled(&mut block)?;
     block.ignore(
-        &[("auto_cast", Usual::Flag(false), "the model's inputs are token ids, which are not cast")],
+        &[(
+            "auto_cast",
+            Usual::Flag(false),
+            "the model's inputs are token ids, which are not cast",
+        )],
         warnings,
     )?;
     let masters = "master weights and gradient sums are fp32";
     block.refuse(&[("fp16_master_weights_and_grads", Usual::Flag(false), masters)])?;
     let default = DynamicScaling::default();
-    let scale = block.number_in("loss_scale", 0.0..=f64::MAX, "0 (dynamic) or a scale above 0")?.unwrap_or(0.0);
+    let scale = block
+        .number_in(
+            "loss_scale",
+            0.0..=f64::MAX,
+            "0 (dynamic) or a scale above 0",
+        )?
+        .unwrap_or(0.0);
     let small = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
     let dynamic = default
-        .initial_scale_power(block.count("initial_scale_power")?.map_or(default.initial_scale_power, small))
-        .window(block.positive("loss_scale_window")?.unwrap_or(default.window))
+        .initial_scale_power(
+            block
+                .count("initial_scale_power")?
+                .map_or(default.initial_scale_power, small),
+        )
+        .window(
+            block
+                .positive("loss_scale_window")?
+                .unwrap_or(default.window),
+        )
         .hysteresis(block.count("hysteresis")?.map_or(default.hysteresis, small))
-        .consecutive_hysteresis(block.flag("consecutive_hysteresis")?.unwrap_or(default.consecutive_hysteresis))
-        .min_scale(block.count("min_loss_scale")?.map_or(default.min_scale, |n| n as f64));
+        .consecutive_hysteresis(
+            block
+                .flag("consecutive_hysteresis")?
+                .unwrap_or(default.consecutive_hysteresis),
+        )
+        .min_scale(
+            block
+                .count("min_loss_scale")?
+                .map_or(default.min_scale, |n| n as f64),
+        );
     block.end_strict()?;
-    let scaling = if scale > 0.0 { LossScaling::Static { scale } } else { LossScaling::Dynamic(dynamic) };
+    let scaling = if scale > 0.0 {
+        LossScaling::Static { scale }
+    } else {
+        LossScaling::Dynamic(dynamic)
+    };
     if dynamic.hysteresis == 0 && scale == 0.0 && enabled != Enabled::No {
         warnings.push("fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves".to_owned());
     }
@@ -78,16 +116,32 @@ fn read_fp16(
 }
 
 /// Whether `bf16` is enabled.
-fn read_bf16(root: &mut Block, warnings: &mut Vec<String>) -> Result<Option<Enabled>, ConfigFileError> {
+fn read_bf16(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<Enabled>, ConfigFileError> {
     let (new, old) = (root.block("bf16")?, root.block("bfloat16")?);
     if new.is_some() && old.is_some() {
-        return Err(ConfigFileError::Conflict { one: "bf16".into(), other: "bfloat16".into() });
+        return Err(ConfigFileError::Conflict {
+            one: "bf16".into(),
+            other: "bfloat16".into(),
+        });
     }
-    let Some(mut block) = new.or(old) else { return Ok(None) };
+    let Some(mut block) = new.or(old) else {
+        return Ok(None);
+    };
     let enabled = enabled(&mut block)?;
     let ignored = [
-        ("immediate_grad_update", Usual::Nothing, "gradients are reduced as soon as their unit's backward ends"),
-        ("check_grad_overflow", Usual::Flag(true), "gradients are always checked"),
+        (
+            "immediate_grad_update",
+            Usual::Nothing,
+            "gradients are reduced as soon as their unit's backward ends",
+        ),
+        (
+            "check_grad_overflow",
+            Usual::Flag(true),
+            "gradients are always checked",
+        ),
     ];
     block.ignore(&ignored, warnings)?;
     let masters = "master weights, moments and gradient sums are fp32";

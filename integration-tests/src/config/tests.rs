@@ -5,7 +5,10 @@ use zero_alloc::device::DType;
 use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
 
-use super::{ActivationCheckpointing, Aio, BatchKeys, ConfigFileError, DsConfig, DsOptimizer, ZeroOptimization};
+use super::{
+    ActivationCheckpointing, Aio, BatchKeys, ConfigFileError, DsConfig, DsOptimizer,
+    ZeroOptimization,
+};
 use crate::trainer::Home;
 
 /// Parses a configuration that must be valid and without warnings.
@@ -19,15 +22,20 @@ fn zero(block: &str) -> ZeroOptimization {
     quiet(&format!(r#"{{"zero_optimization": {block}}}"#)).zero
 }
 
-/// The lines `configuration => outcome` of a table. `zero {..}` abbreviates `{"zero_optimization": {..}}`.
+/// The lines `configuration => outcome` of a table. `zero {..}` abbreviates
+/// `{"zero_optimization": {..}}`.
 fn cases(table: &str) -> impl Iterator<Item = (String, &str)> {
-    table.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| {
-        let (text, outcome) = line.split_once(" => ").unwrap();
-        match text.strip_prefix("zero ") {
-            Some(block) => (format!(r#"{{"zero_optimization": {block}}}"#), outcome),
-            None => (text.to_owned(), outcome),
-        }
-    })
+    table
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .map(|line| {
+            let (text, outcome) = line.split_once(" => ").unwrap();
+            match text.strip_prefix("zero ") {
+                Some(block) => (format!(r#"{{"zero_optimization": {block}}}"#), outcome),
+                None => (text.to_owned(), outcome),
+            }
+        })
 }
 
 /// Asserts that each configuration of a table fails with its outcome.
@@ -102,9 +110,17 @@ fn hugging_face_example_has_no_warnings() {
     };
     assert_eq!(config.zero, expected);
     assert_eq!(config.batch, BatchKeys::default());
-    assert_eq!((config.dtype, config.gradient_clipping), (None, None), "auto is left to the run");
+    assert_eq!(
+        (config.dtype, config.gradient_clipping),
+        (None, None),
+        "auto is left to the run"
+    );
     assert_eq!(config.autos.len(), 15);
-    for key in ["fp16.enabled", "optimizer.params.betas", "zero_optimization.prefetch_bucket_size"] {
+    for key in [
+        "fp16.enabled",
+        "optimizer.params.betas",
+        "zero_optimization.prefetch_bucket_size",
+    ] {
         assert!(config.is_auto(key), "{key}");
     }
     assert_eq!(config.optimizer.unwrap().lr, 1e-3);
@@ -149,8 +165,14 @@ fn file_with_all_keys_is_read() {
             "shared_parameters": {"enabled": false}, "different_groups": {"wq1": {"params": {"start_bits": 8}}}}}
     }"#,
     );
-    let hyper =
-        AdamHyper { beta1: 0.8, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, decoupled: false, bias_correction: true };
+    let hyper = AdamHyper {
+        beta1: 0.8,
+        beta2: 0.95,
+        eps: 1e-6,
+        weight_decay: 0.1,
+        decoupled: false,
+        bias_correction: true,
+    };
     let schedule = WarmupDecay {
         total_num_steps: 10_000,
         warmup_min_lr: 1e-6,
@@ -159,7 +181,11 @@ fn file_with_all_keys_is_read() {
         warmup_type: WarmupType::Linear,
     };
     let expected = DsConfig {
-        batch: BatchKeys { train_batch_size: Some(64), micro_batch: Some(4), grad_accum: Some(2) },
+        batch: BatchKeys {
+            train_batch_size: Some(64),
+            micro_batch: Some(4),
+            grad_accum: Some(2),
+        },
         zero: ZeroOptimization {
             stage: 2,
             reduce_bucket_elems: 1_000_000,
@@ -190,7 +216,10 @@ fn file_with_all_keys_is_read() {
             partition_activations: true,
             cpu_checkpointing: true,
         }),
-        aio: Aio { queue_depth: Some(16), block_bytes: Some(4096) },
+        aio: Aio {
+            queue_depth: Some(16),
+            block_bytes: Some(4096),
+        },
         steps_per_print: Some(5),
         wall_clock_breakdown: true,
         autos: vec![],
@@ -202,13 +231,28 @@ fn file_with_all_keys_is_read() {
 #[test]
 fn old_forms_of_zero_optimization_are_read() {
     let default = ZeroOptimization::default;
-    assert_eq!(zero("true"), ZeroOptimization { stage: 1, ..default() });
+    assert_eq!(
+        zero("true"),
+        ZeroOptimization {
+            stage: 1,
+            ..default()
+        }
+    );
     assert_eq!(zero("false"), default());
     assert_eq!(zero(r#""auto""#), default());
-    assert_eq!(zero(r#"{"cpu_offload": true}"#).offload_optimizer, Home::Host);
+    assert_eq!(
+        zero(r#"{"cpu_offload": true}"#).offload_optimizer,
+        Home::Host
+    );
     let old = zero(r#"{"stage": 3, "cpu_offload_param": true, "cpu_offload": false}"#);
-    assert_eq!((old.offload_optimizer, old.offload_param), (Home::Device, Home::Host));
-    assert!(zero(r#"{"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}"#).gather_16bit_weights_on_save);
+    assert_eq!(
+        (old.offload_optimizer, old.offload_param),
+        (Home::Device, Home::Host)
+    );
+    assert!(
+        zero(r#"{"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}"#)
+            .gather_16bit_weights_on_save
+    );
 }
 
 #[test]
@@ -231,7 +275,12 @@ fn overlap_is_the_default_at_stage_3() {
 
 #[test]
 fn stage_3_keys_have_two_names() {
-    for name in ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"] {
+    for name in [
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+    ] {
         let config = |name: &str| zero(&format!(r#"{{"stage": 3, "{name}": 7}}"#));
         assert_eq!(config(name), config(&format!("stage3_{name}")));
         assert_ne!(config(name), zero(r#"{"stage": 3}"#));
@@ -255,12 +304,36 @@ fn precision_is_fp32_unless_enabled() {
     let cases = [
         (r#"{}"#, None, None),
         (r#"{"fp16": {}}"#, Some(DType::F32), Some(dynamic())),
-        (r#"{"fp16": {"enabled": false, "loss_scale": 8}}"#, Some(DType::F32), Some(fixed(8.0))),
-        (r#"{"fp16": {"enabled": "auto", "loss_scale": 8}}"#, None, Some(fixed(8.0))),
-        (r#"{"fp16": {"enabled": true}}"#, Some(DType::F16), Some(dynamic())),
-        (r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#, Some(DType::F16), Some(dynamic())),
-        (r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#, Some(DType::F16), Some(fixed(128.0))),
-        (r#"{"fp16": {"enabled": true, "loss_scale": 0.5}}"#, Some(DType::F16), Some(fixed(0.5))),
+        (
+            r#"{"fp16": {"enabled": false, "loss_scale": 8}}"#,
+            Some(DType::F32),
+            Some(fixed(8.0)),
+        ),
+        (
+            r#"{"fp16": {"enabled": "auto", "loss_scale": 8}}"#,
+            None,
+            Some(fixed(8.0)),
+        ),
+        (
+            r#"{"fp16": {"enabled": true}}"#,
+            Some(DType::F16),
+            Some(dynamic()),
+        ),
+        (
+            r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#,
+            Some(DType::F16),
+            Some(dynamic()),
+        ),
+        (
+            r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#,
+            Some(DType::F16),
+            Some(fixed(128.0)),
+        ),
+        (
+            r#"{"fp16": {"enabled": true, "loss_scale": 0.5}}"#,
+            Some(DType::F16),
+            Some(fixed(0.5)),
+        ),
         (
             r#"{"fp16": {"enabled": true, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 4,
                 "consecutive_hysteresis": true, "min_loss_scale": 2}}"#,
@@ -268,23 +341,46 @@ fn precision_is_fp32_unless_enabled() {
             Some(LossScaling::Dynamic(changed)),
         ),
         (r#"{"bf16": {"enabled": true}}"#, Some(DType::Bf16), None),
-        (r#"{"bfloat16": {"enabled": true}}"#, Some(DType::Bf16), None),
+        (
+            r#"{"bfloat16": {"enabled": true}}"#,
+            Some(DType::Bf16),
+            None,
+        ),
         (r#"{"bf16": {"enabled": false}}"#, Some(DType::F32), None),
         (r#"{"bf16": {"enabled": "auto"}}"#, None, None),
         (r#"{"bf16": "auto"}"#, None, None),
-        (r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false}}"#, Some(DType::Bf16), Some(dynamic())),
-        (r#"{"bf16": {"enabled": "auto"}, "fp16": {"enabled": false}}"#, None, Some(dynamic())),
-        (r#"{"bf16": {"enabled": false}, "fp16": {"enabled": false}}"#, Some(DType::F32), Some(dynamic())),
+        (
+            r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false}}"#,
+            Some(DType::Bf16),
+            Some(dynamic()),
+        ),
+        (
+            r#"{"bf16": {"enabled": "auto"}, "fp16": {"enabled": false}}"#,
+            None,
+            Some(dynamic()),
+        ),
+        (
+            r#"{"bf16": {"enabled": false}, "fp16": {"enabled": false}}"#,
+            Some(DType::F32),
+            Some(dynamic()),
+        ),
     ];
     for (text, dtype, scaling) in cases {
         let config = quiet(text);
         let is_auto = config.is_auto("bf16.enabled") || config.is_auto("fp16.enabled");
         assert_eq!(is_auto, text.contains("auto"), "{text}");
-        assert_eq!((config.dtype, config.loss_scaling), (dtype, scaling), "{text}");
+        assert_eq!(
+            (config.dtype, config.loss_scaling),
+            (dtype, scaling),
+            "{text}"
+        );
     }
     // DeepSpeed's scale never halves then.
     let config = DsConfig::parse(r#"{"fp16": {"enabled": true, "hysteresis": 0}}"#).unwrap();
-    assert_eq!(config.warnings, ["fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves"]);
+    assert_eq!(
+        config.warnings,
+        ["fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves"]
+    );
     let expected = DynamicScaling::default().hysteresis(0);
     assert_eq!(config.loss_scaling, Some(LossScaling::Dynamic(expected)));
 }
@@ -302,8 +398,19 @@ fn adam_decouples_decay_by_default() {
     for (text, decoupled) in cases(table) {
         let decoupled = decoupled == "true";
         let bias_correction = !text.contains("bias_correction");
-        let hyper = AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, decoupled, bias_correction };
-        assert_eq!(quiet(&text).optimizer, Some(DsOptimizer { lr: 1e-3, hyper }), "{text}");
+        let hyper = AdamHyper {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            decoupled,
+            bias_correction,
+        };
+        assert_eq!(
+            quiet(&text).optimizer,
+            Some(DsOptimizer { lr: 1e-3, hyper }),
+            "{text}"
+        );
     }
 }
 
@@ -322,8 +429,13 @@ fn schedules_have_deepspeeds_defaults() {
     for (block, params) in cases(table) {
         let block: Value = serde_json::from_str(&block).unwrap();
         let params: Value = serde_json::from_str(params).unwrap();
-        let expected: LrSchedule = serde_json::from_value(json!({"type": block["type"], "params": params})).unwrap();
-        assert_eq!(quiet(&json!({"scheduler": block}).to_string()).schedule, Some(expected), "{block}");
+        let expected: LrSchedule =
+            serde_json::from_value(json!({"type": block["type"], "params": params})).unwrap();
+        assert_eq!(
+            quiet(&json!({"scheduler": block}).to_string()).schedule,
+            Some(expected),
+            "{block}"
+        );
     }
 }
 
@@ -377,10 +489,18 @@ fn harmless_differences_are_warnings() {
     "#;
     for (text, expected) in cases(table) {
         let config = DsConfig::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
-        assert!(matches!(&config.warnings[..], [w] if w.starts_with(expected)), "{text}: {:?}", config.warnings);
+        assert!(
+            matches!(&config.warnings[..], [w] if w.starts_with(expected)),
+            "{text}: {:?}",
+            config.warnings
+        );
     }
     let many = r#"{"memory_breakdown": true, "dump_state": true, "note": 1, "other": 2}"#;
-    assert_eq!(DsConfig::parse(many).unwrap().warnings.len(), 4, "one line per key");
+    assert_eq!(
+        DsConfig::parse(many).unwrap().warnings.len(),
+        4,
+        "one line per key"
+    );
 }
 
 #[test]
@@ -413,10 +533,16 @@ fn settings_that_change_results_are_errors() {
     "#;
     for (text, expected) in cases(table) {
         let error = DsConfig::parse(&text).expect_err(&text);
-        assert!(matches!(error, ConfigFileError::Unsupported { .. }), "{text}: {error}");
+        assert!(
+            matches!(error, ConfigFileError::Unsupported { .. }),
+            "{text}: {error}"
+        );
         let error = error.to_string();
         assert!(error.starts_with(expected), "{text}: {error}");
-        assert!(error.contains(" is not supported, and ignoring it would change the results: "), "{error}");
+        assert!(
+            error.contains(" is not supported, and ignoring it would change the results: "),
+            "{error}"
+        );
     }
 }
 
@@ -435,7 +561,11 @@ fn unknown_keys_are_errors_in_strict_blocks() {
     "#;
     for (text, expected) in cases(table) {
         let error = DsConfig::parse(&text).expect_err(&text).to_string();
-        assert_eq!(error, format!("{expected}, which DeepSpeed rejects, too: correct or remove it"), "{text}");
+        assert_eq!(
+            error,
+            format!("{expected}, which DeepSpeed rejects, too: correct or remove it"),
+            "{text}"
+        );
     }
 }
 
@@ -504,8 +634,13 @@ fn wrong_schedules_name_the_parameter() {
         {"type": "OneCycle", "params": {"cycle_min_lr": 1}} => cycle_max_lr
     "#;
     for (block, part) in cases(table) {
-        let error = DsConfig::parse(&format!(r#"{{"scheduler": {block}}}"#)).expect_err(&block).to_string();
-        assert!(error.contains(part) && !error.contains('\n'), "{block}: {error}");
+        let error = DsConfig::parse(&format!(r#"{{"scheduler": {block}}}"#))
+            .expect_err(&block)
+            .to_string();
+        assert!(
+            error.contains(part) && !error.contains('\n'),
+            "{block}: {error}"
+        );
     }
 }
 
@@ -513,7 +648,11 @@ fn wrong_schedules_name_the_parameter() {
 fn file_errors_name_path_and_line() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ds.json");
-    std::fs::write(&path, "{ // stage 2\n \"zero_optimization\": {\"stage\": 2}, }").unwrap();
+    std::fs::write(
+        &path,
+        "{ // stage 2\n \"zero_optimization\": {\"stage\": 2}, }",
+    )
+    .unwrap();
     assert_eq!(DsConfig::open(&path).unwrap().zero.stage, 2);
     for (text, expected) in [
         (
@@ -531,5 +670,8 @@ fn file_errors_name_path_and_line() {
     }
     let missing = dir.path().join("none.json");
     let error = DsConfig::open(&missing).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("{}: failed to read the file: ", missing.display())), "{error}");
+    assert!(
+        error.starts_with(&format!("{}: failed to read the file: ", missing.display())),
+        "{error}"
+    );
 }

@@ -82,30 +82,110 @@ const IGNORED: [(&str, Usual, &str); 24] = {
     use Usual::{Flag, Nothing, Number};
     let units = "parameters are gathered by unit (embedding, block, head)";
     [
-        ("contiguous_gradients", Flag(true), "gradients are always contiguous"),
-        ("reduce_scatter", Flag(true), "gradients are always reduce-scattered from stage 2"),
-        ("use_multi_rank_bucket_allreduce", Flag(true), "a bucket always has the gradients of all ranks' shards"),
-        ("allgather_partitions", Flag(true), "parameters are always gathered by all_gather"),
-        ("load_from_fp32_weights", Flag(true), "a checkpoint's fp32 weights are always loaded"),
-        ("elastic_checkpoint", Flag(false), "every checkpoint loads at every number of ranks"),
-        ("ignore_unused_parameters", Flag(true), "every parameter of the model is used"),
+        (
+            "contiguous_gradients",
+            Flag(true),
+            "gradients are always contiguous",
+        ),
+        (
+            "reduce_scatter",
+            Flag(true),
+            "gradients are always reduce-scattered from stage 2",
+        ),
+        (
+            "use_multi_rank_bucket_allreduce",
+            Flag(true),
+            "a bucket always has the gradients of all ranks' shards",
+        ),
+        (
+            "allgather_partitions",
+            Flag(true),
+            "parameters are always gathered by all_gather",
+        ),
+        (
+            "load_from_fp32_weights",
+            Flag(true),
+            "a checkpoint's fp32 weights are always loaded",
+        ),
+        (
+            "elastic_checkpoint",
+            Flag(false),
+            "every checkpoint loads at every number of ranks",
+        ),
+        (
+            "ignore_unused_parameters",
+            Flag(true),
+            "every parameter of the model is used",
+        ),
         ("legacy_stage1", Flag(false), "this program has one stage 1"),
-        ("round_robin_gradients", Flag(false), "gradients are in the order of the model"),
-        ("parameter_alignment", Flag(false), "shards are always aligned"),
-        ("zero_hpz_partition_size", Number(1), "secondary shards (hpZ) are not supported"),
-        ("memory_efficient_linear", Flag(true), "the model has its own linear layer"),
-        ("pipeline_loading_checkpoint", Flag(false), "a checkpoint is read shard by shard"),
-        ("override_module_apply", Flag(true), "the model has no modules to override"),
-        ("log_trace_cache_warnings", Flag(false), "the order of the units is known before the first step"),
-        ("enable_sanity_checks", Flag(false), "sanity checks are always on"),
-        ("save_muon_momentum_buffer_in_memory", Flag(false), "the Muon optimizer is not supported"),
+        (
+            "round_robin_gradients",
+            Flag(false),
+            "gradients are in the order of the model",
+        ),
+        (
+            "parameter_alignment",
+            Flag(false),
+            "shards are always aligned",
+        ),
+        (
+            "zero_hpz_partition_size",
+            Number(1),
+            "secondary shards (hpZ) are not supported",
+        ),
+        (
+            "memory_efficient_linear",
+            Flag(true),
+            "the model has its own linear layer",
+        ),
+        (
+            "pipeline_loading_checkpoint",
+            Flag(false),
+            "a checkpoint is read shard by shard",
+        ),
+        (
+            "override_module_apply",
+            Flag(true),
+            "the model has no modules to override",
+        ),
+        (
+            "log_trace_cache_warnings",
+            Flag(false),
+            "the order of the units is known before the first step",
+        ),
+        (
+            "enable_sanity_checks",
+            Flag(false),
+            "sanity checks are always on",
+        ),
+        (
+            "save_muon_momentum_buffer_in_memory",
+            Flag(false),
+            "the Muon optimizer is not supported",
+        ),
         ("leaf_module", Nothing, units),
-        ("model_persistence_threshold", Nothing, "only the threshold per parameter is used"),
+        (
+            "model_persistence_threshold",
+            Nothing,
+            "only the threshold per parameter is used",
+        ),
         ("module_granularity_threshold", Number(0), units),
-        ("use_all_reduce_for_fetch_params", Flag(false), "parameters are always gathered by all_gather"),
+        (
+            "use_all_reduce_for_fetch_params",
+            Flag(false),
+            "parameters are always gathered by all_gather",
+        ),
         ("allgather_sequential", Flag(false), units),
-        ("compute_grad_norm", Flag(true), "the norm is always computed"),
-        ("cpu_offload_use_pin_memory", Nothing, "use pin_memory of the offload blocks"),
+        (
+            "compute_grad_norm",
+            Flag(true),
+            "the norm is always computed",
+        ),
+        (
+            "cpu_offload_use_pin_memory",
+            Nothing,
+            "use pin_memory of the offload blocks",
+        ),
     ]
 };
 
@@ -118,54 +198,97 @@ const REFUSED: [(&str, Usual, &str); 7] = {
         ("zero_quantized_nontrainable_weights", Flag(false), exact),
         ("zero_quantized_gradients", Flag(false), exact),
         ("zeropp_loco_param", Nothing, exact),
-        ("zenflow", Nothing, "updates are not deferred to later steps"),
+        (
+            "zenflow",
+            Nothing,
+            "updates are not deferred to later steps",
+        ),
         ("mics_shard_size", Nothing, "DeepSpeed has removed it"),
-        ("mics_hierarchical_params_gather", Nothing, "DeepSpeed has removed it"),
+        (
+            "mics_hierarchical_params_gather",
+            Nothing,
+            "DeepSpeed has removed it",
+        ),
     ]
 };
 
 /// Reads `zero_optimization`: an object or, in old files, a flag.
-pub(super) fn read(root: &mut Block, warnings: &mut Vec<String>) -> Result<ZeroOptimization, ConfigFileError> {
+pub(super) fn read(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<ZeroOptimization, ConfigFileError> {
     let mut block = match root.take("zero_optimization") {
         None => return Ok(ZeroOptimization::default()),
         Some(Value::Bool(on)) => {
-            return Ok(ZeroOptimization { stage: u8::from(on), ..ZeroOptimization::default() });
+            return Ok(ZeroOptimization {
+                stage: u8::from(on),
+                ..ZeroOptimization::default()
+            });
         }
         Some(Value::Object(keys)) => Block::named("zero_optimization", keys),
         Some(other) => {
-            let (key, expected) = ("zero_optimization".to_owned(), "an object {..}, true or false");
-            return Err(ConfigFileError::WrongType { key, expected, got: shortened(&other) });
+            let (key, expected) = (
+                "zero_optimization".to_owned(),
+                "an object {..}, true or false",
+            );
+            return Err(ConfigFileError::WrongType {
+                key,
+                expected,
+                got: shortened(&other),
+            });
         }
     };
     for name in STAGE3_NAMES {
         block.rename(&format!("stage3_{name}"), name)?;
     }
-    block.rename("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save")?;
+    block.rename(
+        "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+    )?;
     block.ignore(&IGNORED, warnings)?;
     block.refuse(&REFUSED)?;
 
     let default = ZeroOptimization::default();
-    let stage = block.number_in("stage", 0.0..=3.0, "0, 1, 2 or 3")?.unwrap_or(0.0);
+    let stage = block
+        .number_in("stage", 0.0..=3.0, "0, 1, 2 or 3")?
+        .unwrap_or(0.0);
     if stage.fract() != 0.0 {
         let (key, expected) = (block.name("stage"), "0, 1, 2 or 3");
-        return Err(ConfigFileError::WrongType { key, expected, got: stage.to_string() });
+        return Err(ConfigFileError::WrongType {
+            key,
+            expected,
+            got: stage.to_string(),
+        });
     }
     let stage = stage as u8;
-    let (offload_optimizer, offload_optimizer_buffers) = read_offload_optimizer(&mut block, warnings)?;
+    let (offload_optimizer, offload_optimizer_buffers) =
+        read_offload_optimizer(&mut block, warnings)?;
     let offload_param = read_offload_param(&mut block, warnings)?;
     let zero = ZeroOptimization {
         stage,
-        reduce_bucket_elems: block.count("reduce_bucket_size")?.unwrap_or(default.reduce_bucket_elems),
-        allgather_bucket_elems: block.count("allgather_bucket_size")?.unwrap_or(default.allgather_bucket_elems),
+        reduce_bucket_elems: block
+            .count("reduce_bucket_size")?
+            .unwrap_or(default.reduce_bucket_elems),
+        allgather_bucket_elems: block
+            .count("allgather_bucket_size")?
+            .unwrap_or(default.allgather_bucket_elems),
         overlap_comm: block.flag("overlap_comm")?,
         sub_group_elems: block.count("sub_group_size")?,
-        prefetch_bucket_elems: block.count("prefetch_bucket_size")?.unwrap_or(default.prefetch_bucket_elems),
+        prefetch_bucket_elems: block
+            .count("prefetch_bucket_size")?
+            .unwrap_or(default.prefetch_bucket_elems),
         persistence_threshold_elems: block
             .count("param_persistence_threshold")?
             .unwrap_or(default.persistence_threshold_elems),
-        max_live_elems: block.count("max_live_parameters")?.unwrap_or(default.max_live_elems),
-        max_reuse_elems: block.count("max_reuse_distance")?.unwrap_or(default.max_reuse_elems),
-        gather_16bit_weights_on_save: block.flag("gather_16bit_weights_on_model_save")?.unwrap_or(false),
+        max_live_elems: block
+            .count("max_live_parameters")?
+            .unwrap_or(default.max_live_elems),
+        max_reuse_elems: block
+            .count("max_reuse_distance")?
+            .unwrap_or(default.max_reuse_elems),
+        gather_16bit_weights_on_save: block
+            .flag("gather_16bit_weights_on_model_save")?
+            .unwrap_or(false),
         offload_optimizer,
         offload_optimizer_buffers,
         offload_param,
@@ -181,32 +304,59 @@ fn read_offload_optimizer(
 ) -> Result<(Home, Option<u64>), ConfigFileError> {
     use Usual::{Flag, Nothing};
     let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
-    let Some(mut block) = zero.block("offload_optimizer")? else { return Ok((old, None)) };
+    let Some(mut block) = zero.block("offload_optimizer")? else {
+        return Ok((old, None));
+    };
     let pipelined = "reads, updates and writes are always pipelined";
     let ignored = [
         PINNED,
         ("pipeline_read", Flag(true), pipelined),
         ("pipeline_write", Flag(true), pipelined),
-        ("fast_init", Flag(false), "state is initialized on its device"),
-        ("super_offload", Flag(false), "only one kind of offload is supported"),
-        ("cpuadam_cores_perc", Nothing, "the step uses the threads of its rank"),
+        (
+            "fast_init",
+            Flag(false),
+            "state is initialized on its device",
+        ),
+        (
+            "super_offload",
+            Flag(false),
+            "only one kind of offload is supported",
+        ),
+        (
+            "cpuadam_cores_perc",
+            Nothing,
+            "the step uses the threads of its rank",
+        ),
     ];
     block.ignore(&ignored, warnings)?;
-    block.number_in("ratio", 1.0..=1.0, "1: the whole optimizer state is offloaded")?;
+    block.number_in(
+        "ratio",
+        1.0..=1.0,
+        "1: the whole optimizer state is offloaded",
+    )?;
     let offload = (home(&mut block)?, block.positive("buffer_count")?);
     block.end_strict()?;
     Ok(offload)
 }
 
-fn read_offload_param(zero: &mut Block, warnings: &mut Vec<String>) -> Result<Home, ConfigFileError> {
+fn read_offload_param(
+    zero: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Home, ConfigFileError> {
     let old = old_flag(zero, "cpu_offload_param", "offload_param")?;
-    let Some(mut block) = zero.block("offload_param")? else { return Ok(old) };
+    let Some(mut block) = zero.block("offload_param")? else {
+        return Ok(old);
+    };
     let buffers = "buffers hold the units that are gathered ahead (stage3_prefetch_bucket_size)";
     let ignored = [
         PINNED,
         ("buffer_count", Usual::Number(5), buffers),
         ("buffer_size", Usual::Number(100_000_000), buffers),
-        ("max_in_cpu", Usual::Number(1_000_000_000), "with nvme, host memory holds the buffers alone"),
+        (
+            "max_in_cpu",
+            Usual::Number(1_000_000_000),
+            "with nvme, host memory holds the buffers alone",
+        ),
     ];
     block.ignore(&ignored, warnings)?;
     let home = home(&mut block)?;
@@ -215,13 +365,19 @@ fn read_offload_param(zero: &mut Block, warnings: &mut Vec<String>) -> Result<Ho
 }
 
 /// The key of pinned memory.
-const PINNED: (&str, Usual, &str) =
-    ("pin_memory", Usual::Flag(true), "offloaded state is in pinned memory if the device is a GPU");
+const PINNED: (&str, Usual, &str) = (
+    "pin_memory",
+    Usual::Flag(true),
+    "offloaded state is in pinned memory if the device is a GPU",
+);
 
 /// Reads `cpu_offload: true`, the old form of `offload_optimizer`.
 fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<Home, ConfigFileError> {
     match zero.flag(old)? {
-        Some(_) if zero.has(new) => Err(ConfigFileError::Conflict { one: zero.name(old), other: zero.name(new) }),
+        Some(_) if zero.has(new) => Err(ConfigFileError::Conflict {
+            one: zero.name(old),
+            other: zero.name(new),
+        }),
         Some(true) => Ok(Home::Host),
         _ => Ok(Home::Device),
     }
@@ -234,10 +390,17 @@ fn home(block: &mut Block) -> Result<Home, ConfigFileError> {
         (None | Some("none"), _) => Ok(Home::Device),
         (Some("cpu"), _) => Ok(Home::Host),
         (Some("nvme"), Some(path)) => Ok(Home::Nvme(path.into())),
-        (Some("nvme"), None) => Err(ConfigFileError::Missing { key: "nvme_path", why: "the offload device is nvme" }),
+        (Some("nvme"), None) => Err(ConfigFileError::Missing {
+            key: "nvme_path",
+            why: "the offload device is nvme",
+        }),
         (Some(other), _) => {
             let (key, expected) = (block.name("device"), "\"none\", \"cpu\" or \"nvme\"");
-            Err(ConfigFileError::WrongType { key, expected, got: format!("{other:?}") })
+            Err(ConfigFileError::WrongType {
+                key,
+                expected,
+                got: format!("{other:?}"),
+            })
         }
     }
 }

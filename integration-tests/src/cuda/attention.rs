@@ -1,8 +1,8 @@
 //! Launches of attention.cu and attention_plain.cu.
 //!
-//! Shapes: qkv, dqkv `[batch, seq, 3, heads, d]`, out, dout `[batch, seq, heads, d]` in the kernels' type; lse, delta
-//! `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the exponentials of the scores: the forward pass writes
-//! it for the backward pass only.
+//! Shapes: qkv, dqkv `[batch, seq, 3, heads, d]`, out, dout `[batch, seq, heads, d]` in the
+//! kernels' type; lse, delta `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the
+//! exponentials of the scores: the forward pass writes it for the backward pass only.
 
 use std::f32::consts::LOG2_E;
 
@@ -23,7 +23,8 @@ const BACKWARD_ROWS: usize = 128;
 
 /// Maximum elements of the workspace of [`Attention::backward`] for qkv `[batch, seq, width]`.
 pub fn workspace_elems(batch: usize, seq: usize, width: usize) -> usize {
-    (batch * seq.div_ceil(BACKWARD_ROWS) * width).max(column_sums::workspace_elems(batch * seq, width))
+    (batch * seq.div_ceil(BACKWARD_ROWS) * width)
+        .max(column_sums::workspace_elems(batch * seq, width))
 }
 
 /// The kernels for a shape, with their grids.
@@ -50,8 +51,8 @@ struct Kernel {
     launch: Launch,
 }
 
-/// Rows that a block owns, its warps, and the rows of a tile that it iterates over: the numbers at the end of
-/// attention.cu.
+/// Rows that a block owns, its warps, and the rows of a tile that it iterates over: the numbers at
+/// the end of attention.cu.
 struct Tiles {
     /// The start of the kernels' names.
     family: &'static str,
@@ -61,14 +62,32 @@ struct Tiles {
     dkv: [usize; 3],
 }
 
-/// For a shape the first entry of its head dimension is used whose file `OpKernels` loads on the device's
-/// architecture: kernels for newer devices come before those that they replace. A version with `wgmma` would be
-/// another entry and file. It needs a target of one architecture only (sm_90a), which `Arch`, a number that
-/// newer devices run too, cannot name.
+/// For a shape the first entry of its head dimension is used whose file `OpKernels` loads on the
+/// device's architecture: kernels for newer devices come before those that they replace. A version
+/// with `wgmma` would be another entry and file. It needs a target of one architecture only
+/// (sm_90a), which `Arch`, a number that newer devices run too, cannot name.
 const FLASH: [Tiles; 3] = [
-    Tiles { family: "flash", d: 32, forward: [128, 4, 64], dq: [BACKWARD_ROWS, 4, 32], dkv: [BACKWARD_ROWS, 4, 32] },
-    Tiles { family: "flash", d: 64, forward: [128, 4, 64], dq: [BACKWARD_ROWS, 4, 32], dkv: [BACKWARD_ROWS, 4, 32] },
-    Tiles { family: "flash", d: 128, forward: [128, 8, 64], dq: [BACKWARD_ROWS, 8, 32], dkv: [BACKWARD_ROWS, 8, 16] },
+    Tiles {
+        family: "flash",
+        d: 32,
+        forward: [128, 4, 64],
+        dq: [BACKWARD_ROWS, 4, 32],
+        dkv: [BACKWARD_ROWS, 4, 32],
+    },
+    Tiles {
+        family: "flash",
+        d: 64,
+        forward: [128, 4, 64],
+        dq: [BACKWARD_ROWS, 4, 32],
+        dkv: [BACKWARD_ROWS, 4, 32],
+    },
+    Tiles {
+        family: "flash",
+        d: 128,
+        forward: [128, 8, 64],
+        dq: [BACKWARD_ROWS, 8, 32],
+        dkv: [BACKWARD_ROWS, 8, 16],
+    },
 ];
 
 impl Tiles {
@@ -78,14 +97,18 @@ impl Tiles {
 }
 
 impl Attention {
-    /// Chooses the kernels for `shape`: those on tensor cores if `ops` has them for this head dimension.
+    /// Chooses the kernels for `shape`: those on tensor cores if `ops` has them for this head
+    /// dimension.
     ///
     /// # Errors
     /// No kernel supports the shape, or the device has too little shared memory.
     pub fn new(ops: &OpKernels, shape: Shape) -> Result<Self, OpError> {
         let loaded = |t: &Tiles| ops.function(&t.entry("forward")).is_ok();
         let flash = FLASH.iter().find(|t| t.d == shape.d && loaded(t));
-        flash.map_or_else(|| Self::plain(ops, shape), |tiles| Self::flash(ops, shape, tiles))
+        flash.map_or_else(
+            || Self::plain(ops, shape),
+            |tiles| Self::flash(ops, shape, tiles),
+        )
     }
 
     /// The kernels without tensor cores.
@@ -97,26 +120,65 @@ impl Attention {
         let columns = match d {
             1..=64 => 8,
             65..=256 => 32,
-            _ => return Err(OpError::Size { what: "attention: head dimension", got: d, takes: "1 to 256" }),
+            _ => {
+                return Err(OpError::Size {
+                    what: "attention: head dimension",
+                    got: d,
+                    takes: "1 to 256",
+                });
+            }
         };
         let kernel = |name: &str, tiles: usize| {
             let shared = tiles * PLAIN_TILE * (d + 1) * size_of::<f32>();
-            Kernel::new(ops, shape, format!("plain_{name}_{columns}"), PLAIN_TILE, THREADS, shared)
+            Kernel::new(
+                ops,
+                shape,
+                format!("plain_{name}_{columns}"),
+                PLAIN_TILE,
+                THREADS,
+                shared,
+            )
         };
-        let (forward, dq, dkv) = (kernel("forward", 3)?, kernel("backward_dq", 4)?, kernel("backward_dkv", 4)?);
-        Ok(Self { shape, kind: Kind::Plain, forward, dq, dkv })
+        let (forward, dq, dkv) = (
+            kernel("forward", 3)?,
+            kernel("backward_dq", 4)?,
+            kernel("backward_dkv", 4)?,
+        );
+        Ok(Self {
+            shape,
+            kind: Kind::Plain,
+            forward,
+            dq,
+            dkv,
+        })
     }
 
     fn flash(ops: &OpKernels, shape: Shape, tiles: &Tiles) -> Result<Self, OpError> {
-        // Shared memory: the forward pass stores its rows once (queries), the backward passes twice; the others are
-        // two tiles in two stages.
+        // Shared memory: the forward pass stores its rows once (queries), the backward passes
+        // twice; the others are two tiles in two stages.
         let kernel = |name: &str, [rows, warps, others]: [usize; 3], own: usize| {
             let shared = (own * rows + 4 * others) * shape.d * ELEM_BYTES;
-            Kernel::new(ops, shape, tiles.entry(name), rows, 32 * warps as u32, shared)
+            Kernel::new(
+                ops,
+                shape,
+                tiles.entry(name),
+                rows,
+                32 * warps as u32,
+                shared,
+            )
         };
         let forward = kernel("forward", tiles.forward, 1)?;
-        let (dq, dkv) = (kernel("backward_dq", tiles.dq, 2)?, kernel("backward_dkv", tiles.dkv, 2)?);
-        Ok(Self { shape, kind: Kind::Flash, forward, dq, dkv })
+        let (dq, dkv) = (
+            kernel("backward_dq", tiles.dq, 2)?,
+            kernel("backward_dkv", tiles.dkv, 2)?,
+        );
+        Ok(Self {
+            shape,
+            kind: Kind::Flash,
+            forward,
+            dq,
+            dkv,
+        })
     }
 
     /// Whether it runs on tensor cores.
@@ -153,7 +215,13 @@ impl Attention {
         match self.kind {
             // SAFETY: the parameters of flash_forward, whose lengths were checked.
             Kind::Flash => unsafe {
-                ops.launch(stream, "attention", entry, *launch, [out, lse, qkv, seq.into(), heads.into(), scale])
+                ops.launch(
+                    stream,
+                    "attention",
+                    entry,
+                    *launch,
+                    [out, lse, qkv, seq.into(), heads.into(), scale],
+                )
             },
             Kind::Plain => {
                 let args = [out, lse, qkv, seq.into(), heads.into(), d.into(), scale];
@@ -163,8 +231,9 @@ impl Attention {
         }
     }
 
-    /// Writes the gradient of qkv to `dqkv`, and sums it over batch and sequence into `dbias` `[3, heads, d]`, the gradient
-    /// of the bias that was added to qkv; `delta` is scratch. The order of every sum depends only on the sizes.
+    /// Writes the gradient of qkv to `dqkv`, and sums it over batch and sequence into `dbias`
+    /// `[3, heads, d]`, the gradient of the bias that was added to qkv; `delta` is scratch. The
+    /// order of every sum depends only on the sizes.
     ///
     /// # Errors
     /// Lengths or types do not fit, or the stream failed.
@@ -200,17 +269,44 @@ impl Attention {
         match self.kind {
             Kind::Flash => {
                 let blocks = self.shape.batch * dq.launch.grid[0] as usize;
-                let partials = column_sums::part("attention: workspace", workspace, blocks * width)?;
-                let args = [dqkv, partials.into(), delta, dout, qkv, out, lse, seq, heads, scale, slope];
+                let partials =
+                    column_sums::part("attention: workspace", workspace, blocks * width)?;
+                let args = [
+                    dqkv,
+                    partials.into(),
+                    delta,
+                    dout,
+                    qkv,
+                    out,
+                    lse,
+                    seq,
+                    heads,
+                    scale,
+                    slope,
+                ];
                 // SAFETY: the parameters of flash_backward_dq, whose lengths were checked.
                 unsafe { ops.launch(stream, dq_op, &dq.entry, dq.launch, args) }?;
-                let args = [dqkv, partials.into(), dout, qkv, lse, delta, seq, heads, scale, slope];
-                // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked; as many tiles as dq has.
+                let args = [
+                    dqkv,
+                    partials.into(),
+                    dout,
+                    qkv,
+                    lse,
+                    delta,
+                    seq,
+                    heads,
+                    scale,
+                    slope,
+                ];
+                // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked; as many
+                // tiles as dq has.
                 unsafe { ops.launch(stream, dkv_op, &dkv.entry, dkv.launch, args) }?;
                 column_sums::sum_partials(ops, stream, &[dbias], partials, blocks)
             }
             Kind::Plain => {
-                let args = [dqkv, delta, dout, qkv, out, lse, seq, heads, d, scale, slope];
+                let args = [
+                    dqkv, delta, dout, qkv, out, lse, seq, heads, d, scale, slope,
+                ];
                 // SAFETY: the parameters of plain_backward_dq, whose lengths were checked.
                 unsafe { ops.launch(stream, dq_op, &dq.entry, dq.launch, args) }?;
                 let args = [dqkv, dout, qkv, lse, delta, seq, heads, d, scale, slope];
@@ -223,7 +319,11 @@ impl Attention {
 
     fn sizes(&self) -> Result<(u32, u32, u32), OpError> {
         let Shape { seq, heads, d, .. } = self.shape;
-        Ok((size("attention: seq", seq)?, size("attention: heads", heads)?, size("attention: head dimension", d)?))
+        Ok((
+            size("attention: seq", seq)?,
+            size("attention: heads", heads)?,
+            size("attention: head dimension", d)?,
+        ))
     }
 
     /// 1 / sqrt(d).
@@ -249,9 +349,20 @@ impl Kernel {
         ];
         if grid[1].max(grid[2]) > 65535 {
             let got = shape.heads.max(shape.batch);
-            return Err(OpError::Size { what: "attention: heads or batch", got, takes: "up to 65535" });
+            return Err(OpError::Size {
+                what: "attention: heads or batch",
+                got,
+                takes: "up to 65535",
+            });
         }
         ops.function(&entry)?.allow_shared_bytes(shared_bytes)?;
-        Ok(Self { entry, launch: Launch { grid, block, shared_bytes } })
+        Ok(Self {
+            entry,
+            launch: Launch {
+                grid,
+                block,
+                shared_bytes,
+            },
+        })
     }
 }

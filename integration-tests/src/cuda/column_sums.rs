@@ -1,8 +1,8 @@
 //! Launches of column_sums.cu: the gradients of biases.
 //!
-//! Why most sums over rows are not computed here: kernels that read or write the rows anyway take them along.
-//! Attention's backward sums the gradient of qkv, that of layer norm the gradient of the residual stream. Their
-//! blocks write their sums, which `sum_partials` adds up in order.
+//! Why most sums over rows are not computed here: kernels that read or write the rows anyway take
+//! them along. Attention's backward sums the gradient of qkv, that of layer norm the gradient of
+//! the residual stream. Their blocks write their sums, which `sum_partials` adds up in order.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
@@ -53,7 +53,13 @@ impl SumOut {
             DType::F32 => 1,
             DType::Bf16 => 2,
             DType::F16 => 3,
-            dtype => return Err(KernelError::Unsupported { what: "column sums: result", dtype }.into()),
+            dtype => {
+                return Err(KernelError::Unsupported {
+                    what: "column sums: result",
+                    dtype,
+                }
+                .into());
+            }
         };
         Ok((slice.into(), kind))
     }
@@ -69,15 +75,23 @@ fn chunks(rows: usize) -> usize {
 }
 
 /// The first `len` elements of a workspace.
-pub(super) fn part(what: &'static str, all: DeviceSlice<f32>, len: usize) -> Result<DeviceSlice<f32>, OpError> {
+pub(super) fn part(
+    what: &'static str,
+    all: DeviceSlice<f32>,
+    len: usize,
+) -> Result<DeviceSlice<f32>, OpError> {
     if all.len() < len {
-        return Err(OpError::Length { what, expected: len, got: all.len() });
+        return Err(OpError::Length {
+            what,
+            expected: len,
+            got: all.len(),
+        });
     }
     Ok(all.slice(0..len))
 }
 
-/// Sums x `[rows, n]`, in the kernels' type, over its rows into `out` `[n]`, in an order that depends only on the
-/// sizes.
+/// Sums x `[rows, n]`, in the kernels' type, over its rows into `out` `[n]`, in an order that
+/// depends only on the sizes.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -98,10 +112,26 @@ pub fn sum_rows(
         size("column sums: rows", rows)?.into(),
         size("column sums: width", n)?.into(),
     ];
-    let grid = [size("column sums: width", n.div_ceil(32 * columns))?, chunks as u32, 1];
-    let shape = Shape { grid, block: 32 * WARPS, shared_bytes: 0 };
+    let grid = [
+        size("column sums: width", n.div_ceil(32 * columns))?,
+        chunks as u32,
+        1,
+    ];
+    let shape = Shape {
+        grid,
+        block: 32 * WARPS,
+        shared_bytes: 0,
+    };
     // SAFETY: the parameters of column_sums, whose lengths were checked.
-    unsafe { ops.launch(stream, "column sums", &format!("column_sums_{columns}"), shape, args) }?;
+    unsafe {
+        ops.launch(
+            stream,
+            "column sums",
+            &format!("column_sums_{columns}"),
+            shape,
+            args,
+        )
+    }?;
     sum_partials(ops, stream, &[out], partials, chunks)
 }
 
@@ -115,9 +145,17 @@ pub(super) fn sum_partials(
 ) -> Result<(), OpError> {
     let n = outs.first().map_or(0, |out| out.len());
     if outs.len() > MAX_OUTPUTS {
-        return Err(OpError::Size { what: "column sums: results", got: outs.len(), takes: "up to 3" });
+        return Err(OpError::Size {
+            what: "column sums: results",
+            got: outs.len(),
+            takes: "up to 3",
+        });
     }
-    check_len("column sums: partials", partials.len(), blocks * outs.len() * n)?;
+    check_len(
+        "column sums: partials",
+        partials.len(),
+        blocks * outs.len() * n,
+    )?;
     let (mut places, mut kinds) = ([Arg::from(0u64); MAX_OUTPUTS], 0);
     for (i, out) in outs.iter().enumerate() {
         check_len("column sums: result", out.len(), n)?;

@@ -11,7 +11,8 @@ const BLOCK: u32 = 1024;
 /// Threads of the one block that sums the losses.
 const SUM_BLOCK: u32 = 1024;
 
-/// Elements from one row of logits to the next, so that all rows are aligned to 128 bytes of a 16-bit type.
+/// Elements from one row of logits to the next, so that all rows are aligned to 128 bytes of a
+/// 16-bit type.
 pub fn stride_elems(vocab: usize) -> usize {
     vocab.next_multiple_of(64)
 }
@@ -25,9 +26,9 @@ pub struct Scale {
     pub tokens: usize,
 }
 
-/// Writes `losses[row] = -log softmax(logits)[target]` in nats, and replaces the first `vocab` columns of `logits`
-/// `[rows, stride_elems]` by their gradient times `scale`, the others by 0. Targets were checked against the vocabulary
-/// when the data was opened.
+/// Writes `losses[row] = -log softmax(logits)[target]` in nats, and replaces the first `vocab`
+/// columns of `logits` `[rows, stride_elems]` by their gradient times `scale`, the others by 0.
+/// Targets were checked against the vocabulary when the data was opened.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -72,7 +73,11 @@ fn launch(
     let (rows, stride) = (targets.len(), stride_elems(vocab));
     check_len("cross entropy: losses", losses.len(), rows)?;
     // The kernel accesses 16 bytes at a time; stride_elems keeps every row aligned.
-    check_len("cross entropy: logits' address modulo 16", logits.as_ptr().addr() % 16, 0)?;
+    check_len(
+        "cross entropy: logits' address modulo 16",
+        logits.as_ptr().addr() % 16,
+        0,
+    )?;
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
         losses.into(),
@@ -124,7 +129,20 @@ fn add(
 ) -> Result<(), OpError> {
     check_len("sum of losses: loss", loss.len(), 1)?;
     let rows = size("sum of losses: losses", losses.len())?;
-    let args = [loss.into(), losses.into(), rows.into(), size("sum of losses: divisor", divisor)?.into()];
+    let args = [
+        loss.into(),
+        losses.into(),
+        rows.into(),
+        size("sum of losses: divisor", divisor)?.into(),
+    ];
     // SAFETY: the parameters of add_losses.
-    unsafe { ops.launch(stream, "sum of losses", "add_losses", Shape::blocks(1, SUM_BLOCK), args) }
+    unsafe {
+        ops.launch(
+            stream,
+            "sum of losses",
+            "add_losses",
+            Shape::blocks(1, SUM_BLOCK),
+            args,
+        )
+    }
 }

@@ -1,7 +1,8 @@
 //! Launches of embedding.cu, and the token lists of its backward pass.
 //!
-//! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx `[rows, n]` in the
-//! kernels' type; dwte, dwpe in fp32. Tokens were checked against the vocabulary when the data was opened.
+//! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx
+//! `[rows, n]` in the kernels' type; dwte, dwpe in fp32. Tokens were checked against the vocabulary
+//! when the data was opened.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
@@ -22,8 +23,8 @@ pub struct TokenLists {
     pub segments: DeviceSlice<u32>,
 }
 
-/// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and `starts` are as long
-/// as `tokens`; the rest of `starts` is unchanged.
+/// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and
+/// `starts` are as long as `tokens`; the rest of `starts` is unchanged.
 pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32 {
     // First the number of rows of each token, then the position of its next row.
     let mut places = vec![0u32; tokens.iter().max().map_or(0, |&most| most as usize + 1)];
@@ -71,8 +72,17 @@ pub fn forward(
         size("embedding: width", n)?.into(),
     ];
     let shape = Shape::over((rows * n / columns) as u64);
-    // SAFETY: the parameters of embedding_forward; lengths were checked here, tokens when the data was opened.
-    unsafe { ops.launch(stream, "embedding", &format!("embedding_forward_{columns}"), shape, args) }
+    // SAFETY: the parameters of embedding_forward; lengths were checked here, tokens when the data
+    // was opened.
+    unsafe {
+        ops.launch(
+            stream,
+            "embedding",
+            &format!("embedding_forward_{columns}"),
+            shape,
+            args,
+        )
+    }
 }
 
 /// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that depends only on the tokens.
@@ -108,20 +118,41 @@ pub fn backward(
         rows32.into(),
         n32.into(),
     ];
-    let shape =
-        Shape { grid: [rows32.max(1), n.div_ceil(32 * columns).max(1) as u32, 1], block: 256, shared_bytes: 0 };
+    let shape = Shape {
+        grid: [rows32.max(1), n.div_ceil(32 * columns).max(1) as u32, 1],
+        block: 256,
+        shared_bytes: 0,
+    };
     let entry = format!("embedding_tokens_{columns}");
-    // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` filled the lists.
+    // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` filled
+    // the lists.
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }?;
     let batch = size("embedding: batch", rows / seq.max(1))?;
-    let args = [dwpe.into(), dx, batch.into(), size("embedding: seq", seq)?.into(), n32.into()];
-    let (shape, entry) = (Shape::over((seq * n / columns) as u64), format!("embedding_positions_{columns}"));
+    let args = [
+        dwpe.into(),
+        dx,
+        batch.into(),
+        size("embedding: seq", seq)?.into(),
+        n32.into(),
+    ];
+    let (shape, entry) = (
+        Shape::over((seq * n / columns) as u64),
+        format!("embedding_positions_{columns}"),
+    );
     // SAFETY: the parameters of embedding_positions, whose lengths were checked.
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }
 }
 
 fn at_least(what: &'static str, got: usize, least: usize) -> Result<(), OpError> {
-    if got >= least { Ok(()) } else { Err(OpError::Length { what, expected: least, got }) }
+    if got >= least {
+        Ok(())
+    } else {
+        Err(OpError::Length {
+            what,
+            expected: least,
+            got,
+        })
+    }
 }
 
 #[cfg(test)]

@@ -72,5 +72,13 @@ pub enum OpError {
 
 /// Checks a length.
 pub(super) fn check_len(what: &'static str, got: usize, expected: usize) -> Result<(), OpError> {
-    if got == expected { Ok(()) } else { Err(OpError::Length { what, expected, got }) }
+    if got == expected {
+        Ok(())
+    } else {
+        Err(OpError::Length {
+            what,
+            expected,
+            got,
+        })
+    }
 }

@@ -11,7 +11,12 @@ use super::launch::{OpKernels, Shape};
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
-pub fn forward(ops: &OpKernels, stream: &CudaStream, y: AnySlice, x: AnySlice) -> Result<(), OpError> {
+pub fn forward(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    y: AnySlice,
+    x: AnySlice,
+) -> Result<(), OpError> {
     elementwise(ops, stream, "gelu", "gelu_forward", y, x)
 }
 
@@ -19,7 +24,12 @@ pub fn forward(ops: &OpKernels, stream: &CudaStream, y: AnySlice, x: AnySlice) -
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
-pub fn backward(ops: &OpKernels, stream: &CudaStream, dy: AnySlice, x: AnySlice) -> Result<(), OpError> {
+pub fn backward(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    dy: AnySlice,
+    x: AnySlice,
+) -> Result<(), OpError> {
     elementwise(ops, stream, "gelu backward", "gelu_backward", dy, x)
 }
 
@@ -32,7 +42,19 @@ fn elementwise(
     x: AnySlice,
 ) -> Result<(), OpError> {
     let span = Span::of(&[x, y]);
-    let args = [ops.stored("gelu: y", y, x.len())?, ops.stored("gelu: x", x, x.len())?, span.into()];
+    let args = [
+        ops.stored("gelu: y", y, x.len())?,
+        ops.stored("gelu: x", x, x.len())?,
+        span.into(),
+    ];
     // SAFETY: the parameters of both kernels, whose lengths were checked.
-    unsafe { ops.launch(stream, op, entry, Shape::over(u64::from(span.blocks()) * u64::from(THREADS)), args) }
+    unsafe {
+        ops.launch(
+            stream,
+            op,
+            entry,
+            Shape::over(u64::from(span.blocks()) * u64::from(THREADS)),
+            args,
+        )
+    }
 }

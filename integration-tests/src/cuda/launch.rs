@@ -36,10 +36,18 @@ impl OpKernels {
     pub fn load(loader: &Loader, dtype: DType) -> Result<Self, OpError> {
         let arch = Arch::of_capability(loader.device().arch());
         let mut functions = Functions::new();
-        for file in kernel_files(dtype)?.iter().filter(|file| file.oldest <= arch) {
+        for file in kernel_files(dtype)?
+            .iter()
+            .filter(|file| file.oldest <= arch)
+        {
             functions.extend(loader.load(&file.source, file.entries)?);
         }
-        Ok(Self { device: loader.device().id(), dtype, arch, functions })
+        Ok(Self {
+            device: loader.device().id(),
+            dtype,
+            arch,
+            functions,
+        })
     }
 
     /// The type of activations and parameters.
@@ -48,14 +56,26 @@ impl OpKernels {
     }
 
     pub(super) fn function(&self, entry: &str) -> Result<&Function, OpError> {
-        let missing = || OpError::NoKernel { entry: entry.to_owned(), dtype: self.dtype };
+        let missing = || OpError::NoKernel {
+            entry: entry.to_owned(),
+            dtype: self.dtype,
+        };
         self.functions.get(entry).ok_or_else(missing)
     }
 
     /// The address of an argument of the kernels' own type.
-    pub(super) fn stored(&self, what: &'static str, slice: AnySlice, len: usize) -> Result<Arg, OpError> {
+    pub(super) fn stored(
+        &self,
+        what: &'static str,
+        slice: AnySlice,
+        len: usize,
+    ) -> Result<Arg, OpError> {
         if slice.dtype() != self.dtype {
-            return Err(OpError::DType { what, expected: self.dtype, got: slice.dtype() });
+            return Err(OpError::DType {
+                what,
+                expected: self.dtype,
+                got: slice.dtype(),
+            });
         }
         super::error::check_len(what, slice.len(), len)?;
         Ok(slice.into())
@@ -67,7 +87,8 @@ impl OpKernels {
     /// There is no such kernel, the stream or a slice is of another device, or the stream failed.
     ///
     /// # Safety
-    /// `args` are the kernel's parameters in order, and it accesses only elements within the slices among them.
+    /// `args` are the kernel's parameters in order, and it accesses only elements within the slices
+    /// among them.
     pub(super) unsafe fn launch<const N: usize>(
         &self,
         stream: &CudaStream,
@@ -78,16 +99,31 @@ impl OpKernels {
     ) -> Result<(), OpError> {
         let function = self.function(entry)?;
         stream.check_device(op, self.device)?;
-        let other = args.iter().find_map(|arg| arg.device.filter(|&device| !self.device.accesses(device)));
+        let other = args
+            .iter()
+            .find_map(|arg| arg.device.filter(|&device| !self.device.accesses(device)));
         if let Some(got) = other {
-            return Err(DeviceError::AnotherDevice { what: op, expected: self.device, got }.into());
+            return Err(DeviceError::AnotherDevice {
+                what: op,
+                expected: self.device,
+                got,
+            }
+            .into());
         }
         let mut args = args;
-        let mut pointers = args.each_mut().map(|arg| (&raw mut arg.value).cast::<c_void>());
-        let Shape { grid, block, shared_bytes } = shape;
-        // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low bytes of an `Arg`
-        // are its value), and the makers of the slices promised that accesses are ordered.
-        let launch = || unsafe { function.launch(stream, grid, [block, 1, 1], shared_bytes, &mut pointers) };
+        let mut pointers = args
+            .each_mut()
+            .map(|arg| (&raw mut arg.value).cast::<c_void>());
+        let Shape {
+            grid,
+            block,
+            shared_bytes,
+        } = shape;
+        // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low
+        // bytes of an `Arg` are its value), and the makers of the slices promised that accesses are
+        // ordered.
+        let launch =
+            || unsafe { function.launch(stream, grid, [block, 1, 1], shared_bytes, &mut pointers) };
         Ok(stream.labelled(op, launch)?)
     }
 }
@@ -103,12 +139,19 @@ pub(super) struct Shape {
 impl Shape {
     /// `blocks` blocks of `block` threads.
     pub(super) fn blocks(blocks: u32, block: u32) -> Self {
-        Self { grid: [blocks, 1, 1], block, shared_bytes: 0 }
+        Self {
+            grid: [blocks, 1, 1],
+            block,
+            shared_bytes: 0,
+        }
     }
 
     /// The blocks of a grid-stride loop over `items` items.
     pub(super) fn over(items: u64) -> Self {
-        Self::blocks(items.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32, THREADS)
+        Self::blocks(
+            items.div_ceil(u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32,
+            THREADS,
+        )
     }
 }
 
@@ -122,7 +165,10 @@ pub(super) struct Arg {
 
 impl Arg {
     fn number(x: u64) -> Self {
-        Self { value: [x, 0], device: None }
+        Self {
+            value: [x, 0],
+            device: None,
+        }
     }
 }
 
@@ -147,20 +193,29 @@ impl From<f32> for Arg {
 impl From<AnySlice> for Arg {
     fn from(slice: AnySlice) -> Self {
         let device = (!slice.is_empty()).then_some(slice.device());
-        Self { device, ..Self::number(slice.as_ptr().expose_provenance() as u64) }
+        Self {
+            device,
+            ..Self::number(slice.as_ptr().expose_provenance() as u64)
+        }
     }
 }
 
 impl<T> From<DeviceSlice<T>> for Arg {
     fn from(slice: DeviceSlice<T>) -> Self {
         let device = (!slice.is_empty()).then_some(slice.device());
-        Self { device, ..Self::number(slice.as_ptr().expose_provenance() as u64) }
+        Self {
+            device,
+            ..Self::number(slice.as_ptr().expose_provenance() as u64)
+        }
     }
 }
 
 impl From<Span> for Arg {
     fn from(span: Span) -> Self {
-        Self { value: bytemuck::cast(span), device: None }
+        Self {
+            value: bytemuck::cast(span),
+            device: None,
+        }
     }
 }
 
@@ -170,14 +225,21 @@ const _: () = assert!(cfg!(target_endian = "little") && size_of::<Span>() == 16)
 /// Columns of a thread in rows of `n` elements: 8 if all `slices` allow 16-byte accesses, else 1.
 pub(super) fn columns(n: usize, slices: &[AnySlice]) -> usize {
     let aligned = |s: &AnySlice| s.as_ptr().addr().is_multiple_of(16);
-    if n.is_multiple_of(8) && slices.iter().all(aligned) { 8 } else { 1 }
+    if n.is_multiple_of(8) && slices.iter().all(aligned) {
+        8
+    } else {
+        1
+    }
 }
 
 /// A size as a kernel's argument.
 pub(super) fn size(what: &'static str, n: usize) -> Result<u32, OpError> {
-    u32::try_from(n).ok().filter(|&n| n <= i32::MAX as u32).ok_or(OpError::Size {
-        what,
-        got: n,
-        takes: "less than 2^31",
-    })
+    u32::try_from(n)
+        .ok()
+        .filter(|&n| n <= i32::MAX as u32)
+        .ok_or(OpError::Size {
+            what,
+            got: n,
+            takes: "less than 2^31",
+        })
 }

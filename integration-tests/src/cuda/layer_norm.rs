@@ -1,11 +1,11 @@
 //! Launches of layer_norm.cu.
 //!
-//! Shapes: x, y, dx, dy `[rows, n]` and gain, bias `[n]` in the kernels' type; stats `[rows, 2]`, dgain, dbias `[n]`
-//! in fp32.
+//! Shapes: x, y, dx, dy `[rows, n]` and gain, bias `[n]` in the kernels' type; stats `[rows, 2]`,
+//! dgain, dbias `[n]` in fp32.
 //!
-//! Why a warp computes a row: it needs no barrier. Columns are summed in shared memory, because registers would
-//! hold those of narrow rows only. Backward also writes the norm's output, which the gradient of the weights
-//! reads, instead of a second forward.
+//! Why a warp computes a row: it needs no barrier. Columns are summed in shared memory, because
+//! registers would hold those of narrow rows only. Backward also writes the norm's output, which
+//! the gradient of the weights reads, instead of a second forward.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
@@ -16,7 +16,8 @@ use super::launch::{OpKernels, Shape, columns, size};
 
 /// Warps of a block of the forward pass.
 const FORWARD_WARPS: usize = 4;
-/// Blocks of the backward pass: four on each multiprocessor of the largest device. The bits of results depend on it.
+/// Blocks of the backward pass: four on each multiprocessor of the largest device. The bits of
+/// results depend on it.
 const BACKWARD_BLOCKS: usize = 4 * 132;
 /// Maximum sums over rows of the backward pass.
 const MAX_SUMS: usize = 3;
@@ -32,24 +33,53 @@ struct Variant {
 }
 
 const VARIANTS: [Variant; 6] = [
-    Variant { columns: 8, chunks: 3, warps: 4 },
-    Variant { columns: 8, chunks: 4, warps: 4 },
-    Variant { columns: 8, chunks: 5, warps: 2 },
-    Variant { columns: 8, chunks: 7, warps: 2 },
-    Variant { columns: 8, chunks: 16, warps: 1 },
-    Variant { columns: 1, chunks: 32, warps: 4 },
+    Variant {
+        columns: 8,
+        chunks: 3,
+        warps: 4,
+    },
+    Variant {
+        columns: 8,
+        chunks: 4,
+        warps: 4,
+    },
+    Variant {
+        columns: 8,
+        chunks: 5,
+        warps: 2,
+    },
+    Variant {
+        columns: 8,
+        chunks: 7,
+        warps: 2,
+    },
+    Variant {
+        columns: 8,
+        chunks: 16,
+        warps: 1,
+    },
+    Variant {
+        columns: 1,
+        chunks: 32,
+        warps: 4,
+    },
 ];
 
 impl Variant {
     /// The first for rows of `n` elements of which a lane accesses `columns` at once.
     fn of(n: usize, columns: usize) -> Result<&'static Self, OpError> {
-        let takes = if columns == 8 { "up to 4096" } else { "up to 1024 unless multiples of 8" };
+        let takes = if columns == 8 {
+            "up to 4096"
+        } else {
+            "up to 1024 unless multiples of 8"
+        };
         let mut all = VARIANTS.iter();
-        all.find(|v| v.columns == columns && n <= 32 * columns * v.chunks).ok_or(OpError::Size {
-            what: "layer norm: width",
-            got: n,
-            takes,
-        })
+        all.find(|v| v.columns == columns && n <= 32 * columns * v.chunks)
+            .ok_or(OpError::Size {
+                what: "layer norm: width",
+                got: n,
+                takes,
+            })
     }
 
     fn entry(&self, pass: &str) -> String {
@@ -74,8 +104,8 @@ pub struct Sums {
     pub gain: SumOut,
     /// The gradient of the bias.
     pub bias: SumOut,
-    /// The sums of `dx` as it is before the call: the gradient of a bias that was added after x. If `None`, they are not
-    /// computed.
+    /// The sums of `dx` as it is before the call: the gradient of a bias that was added after x. If
+    /// `None`, they are not computed.
     pub residual: Option<SumOut>,
 }
 
@@ -117,13 +147,16 @@ pub fn forward(
         size("layer norm: width", n)?.into(),
         eps.into(),
     ];
-    let shape = Shape::blocks(rows.div_ceil(FORWARD_WARPS).max(1) as u32, 32 * FORWARD_WARPS as u32);
+    let shape = Shape::blocks(
+        rows.div_ceil(FORWARD_WARPS).max(1) as u32,
+        32 * FORWARD_WARPS as u32,
+    );
     // SAFETY: the parameters of layer_norm_forward, whose lengths were checked.
     unsafe { ops.launch(stream, "layer norm", &variant.entry("forward"), shape, args) }
 }
 
-/// Adds the gradient of x to `dx`, computes the sums over rows, and the norm's output again if `output` is not `None`.
-/// The order of every sum depends only on the sizes.
+/// Adds the gradient of x to `dx`, computes the sums over rows, and the norm's output again if
+/// `output` is not `None`. The order of every sum depends only on the sizes.
 ///
 /// # Errors
 /// Lengths, types or sizes do not fit, or the stream failed.
@@ -144,7 +177,10 @@ pub fn backward(
     let rows = x.len() / n.max(1);
     let Output { y, bias } = output.unwrap_or(Output { y: dx, bias: gain });
     let variant = Variant::of(n, columns(n, &[dx, dy, x, gain, y, bias]))?;
-    let outs: Vec<SumOut> = [sums.gain, sums.bias].into_iter().chain(sums.residual).collect();
+    let outs: Vec<SumOut> = [sums.gain, sums.bias]
+        .into_iter()
+        .chain(sums.residual)
+        .collect();
     check_len("layer norm: stats", stats.len(), 2 * rows)?;
     let blocks = variant.blocks(rows);
     let partials = column_sums::part("layer norm: workspace", workspace, blocks * outs.len() * n)?;
@@ -153,7 +189,11 @@ pub fn backward(
         ops.stored("layer norm: dx", dx, rows * n)?,
         partials.into(),
         // A null address: the output is not computed.
-        if output.is_some() { normed } else { 0u64.into() },
+        if output.is_some() {
+            normed
+        } else {
+            0u64.into()
+        },
         ops.stored("layer norm: dy", dy, rows * n)?,
         ops.stored("layer norm: x", x, rows * n)?,
         stats.into(),
@@ -165,9 +205,22 @@ pub fn backward(
     ];
     let padded = n.next_multiple_of(32 * variant.columns);
     let shared_bytes = (variant.warps * outs.len() * padded * size_of::<f32>()) as u32;
-    let shape = Shape { grid: [blocks as u32, 1, 1], block: 32 * variant.warps as u32, shared_bytes };
-    // SAFETY: the parameters of layer_norm_backward, whose lengths were checked; the variant is for rows of this width.
-    unsafe { ops.launch(stream, "layer norm backward", &variant.entry("backward"), shape, args) }?;
+    let shape = Shape {
+        grid: [blocks as u32, 1, 1],
+        block: 32 * variant.warps as u32,
+        shared_bytes,
+    };
+    // SAFETY: the parameters of layer_norm_backward, whose lengths were checked; the variant is for
+    // rows of this width.
+    unsafe {
+        ops.launch(
+            stream,
+            "layer norm backward",
+            &variant.entry("backward"),
+            shape,
+            args,
+        )
+    }?;
     column_sums::sum_partials(ops, stream, &outs, partials, blocks)
 }
 
@@ -175,7 +228,11 @@ pub fn backward(
 const _: () = {
     let mut i = 0;
     while i < VARIANTS.len() {
-        let Variant { columns, chunks, warps } = VARIANTS[i];
+        let Variant {
+            columns,
+            chunks,
+            warps,
+        } = VARIANTS[i];
         assert!(warps * MAX_SUMS * chunks * 32 * columns * size_of::<f32>() <= 48 << 10);
         i += 1;
     }

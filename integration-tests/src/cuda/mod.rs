@@ -1,5 +1,5 @@
-//! A transformer's operations on CUDA: kernels, compiled at run time for the type of the activations, and matrix
-//! products by cuBLASLt.
+//! A transformer's operations on CUDA: kernels, compiled at run time for the type of the
+//! activations, and matrix products by cuBLASLt.
 //!
 //! | file of `cuda/` | operation | on the host |
 //! |---|---|---|
@@ -11,7 +11,8 @@
 //! | cross_entropy.cu | loss and gradient of logits | [`ops::cross_entropy`](crate::ops::cross_entropy) |
 //! | column_sums.cu | gradients of biases | [`ops::linear`](crate::ops::linear) |
 //!
-//! No kernel adds with atomics: the bits of a result depend only on the sizes, not on timing or on the device.
+//! No kernel adds with atomics: the bits of a result depend only on the sizes, not on timing or on
+//! the device.
 
 pub mod attention;
 pub mod column_sums;

@@ -55,8 +55,20 @@ macro_rules! files {
                     "layer_norm_backward_1_32"
                 ]
             ),
-            file!($storage, "column_sums.cu", 0, ["warp.cuh"], ["column_sums_8", "column_sums_1", "sum_partials"]),
-            file!($storage, "gelu.cu", 0, ["warp.cuh"], ["gelu_forward", "gelu_backward"]),
+            file!(
+                $storage,
+                "column_sums.cu",
+                0,
+                ["warp.cuh"],
+                ["column_sums_8", "column_sums_1", "sum_partials"]
+            ),
+            file!(
+                $storage,
+                "gelu.cu",
+                0,
+                ["warp.cuh"],
+                ["gelu_forward", "gelu_backward"]
+            ),
             file!(
                 $storage,
                 "embedding.cu",
@@ -71,7 +83,13 @@ macro_rules! files {
                     "embedding_tokens_1"
                 ]
             ),
-            file!($storage, "cross_entropy.cu", 0, ["warp.cuh"], ["cross_entropy", "add_losses"]),
+            file!(
+                $storage,
+                "cross_entropy.cu",
+                0,
+                ["warp.cuh"],
+                ["cross_entropy", "add_losses"]
+            ),
             file!(
                 $storage,
                 "attention_plain.cu",
@@ -124,6 +142,9 @@ pub fn kernel_files(dtype: DType) -> Result<&'static [KernelFile], KernelError> 
         DType::F32 => Ok(&F32),
         DType::Bf16 => Ok(&BF16),
         DType::F16 => Ok(&F16),
-        _ => Err(KernelError::Unsupported { what: "transformer: activations", dtype }),
+        _ => Err(KernelError::Unsupported {
+            what: "transformer: activations",
+            dtype,
+        }),
     }
 }

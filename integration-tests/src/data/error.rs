@@ -44,7 +44,8 @@ pub enum DataError {
         /// Its length.
         bytes: u64,
     },
-    /// A file or folder of a data folder could not be read: on one machine of several the data would differ.
+    /// A file or folder of a data folder could not be read: on one machine of several the data
+    /// would differ.
     #[error(
         "{}: failed to read: {source}; a run reads all of a data folder: make this readable, move it out of the folder, or \
          pass other --data",

@@ -1,8 +1,9 @@
 //! The text files of a folder, in an order that does not depend on the machine.
 //!
-//! The entries of a folder are ordered by the bytes of their names, and what is not data is decided by names and contents
-//! alone: equal folders give equal texts, whatever their paths, the locale or the order in which files were written. A file
-//! that cannot be read is an error, since on one machine of a cluster it would give other data.
+//! The entries of a folder are ordered by the bytes of their names, and what is not data is decided
+//! by names and contents alone: equal folders give equal texts, whatever their paths, the locale or
+//! the order in which files were written. A file that cannot be read is an error, since on one
+//! machine of a cluster it would give other data.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -31,8 +32,9 @@ const VERSION_CONTROL: [&str; 4] = [".git", ".hg", ".svn", ".jj"];
 /// Which files of a folder are data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
-    /// The folder is the default: without hidden files, files that a `.gitignore` of the folder names, build folders
-    /// (`target`, or with a `CACHEDIR.TAG`) and files above 1 MiB. More files than this are an error.
+    /// The folder is the default: without hidden files, files that a `.gitignore` of the folder
+    /// names, build folders (`target`, or with a `CACHEDIR.TAG`) and files above 1 MiB. More files
+    /// than this are an error.
     Default { most_files: usize },
     /// The user named the folder: all text files.
     Whole,
@@ -71,7 +73,9 @@ impl fmt::Display for Reason {
         match self {
             Self::Large => write!(f, "above 1 MiB"),
             Self::Binary => write!(f, "binary"),
-            Self::NotUtf8 { at } => write!(f, "not UTF-8 at byte {at}: convert it, such as with iconv"),
+            Self::NotUtf8 { at } => {
+                write!(f, "not UTF-8 at byte {at}: convert it, such as with iconv")
+            }
             Self::FolderLink => write!(f, "a symbolic link to a folder: pass the folder"),
             Self::NoFile => write!(f, "neither a file nor a folder"),
             Self::Output => write!(f, "written by a run"),
@@ -103,21 +107,30 @@ impl Documents {
         self.left_out.len()
     }
 
-    /// The largest files and folders below `root` that are not data, and the sum of the others, one line each.
+    /// The largest files and folders below `root` that are not data, and the sum of the others, one
+    /// line each.
     pub(super) fn notices(&mut self, root: &Path) -> Vec<String> {
-        self.left_out.sort_by(|a, b| (Reverse(a.bytes), &a.path).cmp(&(Reverse(b.bytes), &b.path)));
+        self.left_out
+            .sort_by(|a, b| (Reverse(a.bytes), &a.path).cmp(&(Reverse(b.bytes), &b.path)));
         let (named, others) = self.left_out.split_at(self.left_out.len().min(NAMED_FILES));
 
         let mut lines: Vec<String> = named.iter().map(|left| left.describe(root)).collect();
         if !others.is_empty() {
             let bytes = others.iter().map(|left| left.bytes).sum();
             let mut reasons = BTreeMap::<&str, u64>::new();
-            others.iter().for_each(|left| *reasons.entry(left.reason.kind()).or_default() += 1);
-            let reasons: Vec<String> =
-                reasons.into_iter().map(|(kind, count)| format!("{} {kind}", HumanCount(count))).collect();
+            others
+                .iter()
+                .for_each(|left| *reasons.entry(left.reason.kind()).or_default() += 1);
+            let reasons: Vec<String> = reasons
+                .into_iter()
+                .map(|(kind, count)| format!("{} {kind}", HumanCount(count)))
+                .collect();
             let count = HumanCount(others.len() as u64);
             let bytes = HumanCount(bytes);
-            lines.push(format!("left out of the data: {count} more, {bytes} bytes ({})", reasons.join(", ")));
+            lines.push(format!(
+                "left out of the data: {count} more, {bytes} bytes ({})",
+                reasons.join(", ")
+            ));
         }
         lines
     }
@@ -126,14 +139,19 @@ impl Documents {
 impl LeftOut {
     fn describe(&self, root: &Path) -> String {
         let path = self.path.strip_prefix(root).unwrap_or(&self.path);
-        format!("left out of the data: {}, {} bytes ({})", path.display(), HumanCount(self.bytes), self.reason)
+        format!(
+            "left out of the data: {}, {} bytes ({})",
+            path.display(),
+            HumanCount(self.bytes),
+            self.reason
+        )
     }
 }
 
 /// Reads the text files under `root` that are data in `scope`.
 ///
-/// In any scope, symbolic links to folders, binary files, files that are not UTF-8, version control, and what runs write are
-/// left out; in the default folder symbolic links to files, too.
+/// In any scope, symbolic links to folders, binary files, files that are not UTF-8, version
+/// control, and what runs write are left out; in the default folder symbolic links to files, too.
 ///
 /// # Errors
 /// A file or folder that cannot be read, a symbolic link to nothing, too many files, or no text.
@@ -147,17 +165,27 @@ pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
         match read_file(&path, scope)? {
             Content::Text(text) => documents.texts.push((path, text)),
             Content::Blank => {}
-            Content::Other { reason, bytes } => documents.left_out.push(LeftOut { path, reason, bytes }),
+            Content::Other { reason, bytes } => documents.left_out.push(LeftOut {
+                path,
+                reason,
+                bytes,
+            }),
         }
     }
 
     if scope != Scope::Whole {
-        // A run's own outputs are left out of the default folder without mention: each run adds some.
-        documents.left_out.retain(|left| left.reason != Reason::Output);
+        // A run's own outputs are left out of the default folder without mention: each run adds
+        // some.
+        documents
+            .left_out
+            .retain(|left| left.reason != Reason::Output);
     }
     if documents.texts.is_empty() {
         let notices = documents.notices(root);
-        return Err(DataError::NoText { path: root.to_owned(), left_out: notices.into_iter().next() });
+        return Err(DataError::NoText {
+            path: root.to_owned(),
+            left_out: notices.into_iter().next(),
+        });
     }
     Ok(documents)
 }
@@ -188,7 +216,10 @@ fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
             _ => {}
         }
         if files.len() > most {
-            return Err(DataError::TooManyHere { path: root.to_owned(), limit: most });
+            return Err(DataError::TooManyHere {
+                path: root.to_owned(),
+                limit: most,
+            });
         }
     }
     Ok(files)
@@ -197,13 +228,16 @@ fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
 /// Whether an entry is a folder of build files, a checkpoint or a model.
 fn is_skipped_folder(entry: &DirEntry) -> bool {
     let is_build = || entry.file_name() == "target" || entry.path().join("CACHEDIR.TAG").exists();
-    entry.file_type().is_some_and(|t| t.is_dir()) && (is_build() || outputs::is_output_folder(entry.path()))
+    entry.file_type().is_some_and(|t| t.is_dir())
+        && (is_build() || outputs::is_output_folder(entry.path()))
 }
 
 fn unreadable(root: &Path, error: ignore::Error) -> DataError {
     let path = path_of(&error).unwrap_or(root).to_owned();
     let text = error.to_string();
-    let source = error.into_io_error().unwrap_or_else(|| io::Error::other(text));
+    let source = error
+        .into_io_error()
+        .unwrap_or_else(|| io::Error::other(text));
     DataError::Unreadable { path, source }
 }
 
@@ -211,7 +245,9 @@ fn unreadable(root: &Path, error: ignore::Error) -> DataError {
 fn path_of(error: &ignore::Error) -> Option<&Path> {
     match error {
         ignore::Error::WithPath { path, .. } => Some(path),
-        ignore::Error::WithLineNumber { err, .. } | ignore::Error::WithDepth { err, .. } => path_of(err),
+        ignore::Error::WithLineNumber { err, .. } | ignore::Error::WithDepth { err, .. } => {
+            path_of(err)
+        }
         ignore::Error::Partial(errors) => errors.iter().find_map(path_of),
         _ => None,
     }
@@ -222,13 +258,26 @@ fn whole_files(root: &Path, left_out: &mut Vec<LeftOut>) -> Result<Vec<PathBuf>,
     let mut files = Vec::new();
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
-        let failed = |source| DataError::Unreadable { path: folder.clone(), source };
+        let failed = |source| DataError::Unreadable {
+            path: folder.clone(),
+            source,
+        };
         for entry in fs::read_dir(&folder).map_err(failed)? {
             let entry = entry.map_err(failed)?;
             let path = entry.path();
-            let kind = entry.file_type().map_err(|source| DataError::Unreadable { path: path.clone(), source })?;
-            let target = if kind.is_symlink() { Some(check_link(&path)?) } else { None };
-            let reason = if VERSION_CONTROL.iter().any(|name| entry.file_name() == *name) {
+            let kind = entry.file_type().map_err(|source| DataError::Unreadable {
+                path: path.clone(),
+                source,
+            })?;
+            let target = if kind.is_symlink() {
+                Some(check_link(&path)?)
+            } else {
+                None
+            };
+            let reason = if VERSION_CONTROL
+                .iter()
+                .any(|name| entry.file_name() == *name)
+            {
                 Reason::VersionControl
             } else if outputs::is_of_saves(&path) {
                 Reason::Output
@@ -248,8 +297,16 @@ fn whole_files(root: &Path, left_out: &mut Vec<LeftOut>) -> Result<Vec<PathBuf>,
             } else {
                 Reason::NoFile
             };
-            let bytes = if kind.is_dir() { bytes_below(&path) } else { file_bytes(&path) };
-            left_out.push(LeftOut { path, reason, bytes });
+            let bytes = if kind.is_dir() {
+                bytes_below(&path)
+            } else {
+                file_bytes(&path)
+            };
+            left_out.push(LeftOut {
+                path,
+                reason,
+                bytes,
+            });
         }
     }
 
@@ -261,14 +318,22 @@ fn whole_files(root: &Path, left_out: &mut Vec<LeftOut>) -> Result<Vec<PathBuf>,
 fn check_link(path: &Path) -> Result<fs::Metadata, DataError> {
     match fs::metadata(path) {
         Ok(target) => Ok(target),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(DataError::DanglingLink { path: path.to_owned() }),
-        Err(source) => Err(DataError::Unreadable { path: path.to_owned(), source }),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(DataError::DanglingLink {
+            path: path.to_owned(),
+        }),
+        Err(source) => Err(DataError::Unreadable {
+            path: path.to_owned(),
+            source,
+        }),
     }
 }
 
 /// The bytes of a file, for information.
 fn file_bytes(path: &Path) -> u64 {
-    fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map_or(0, |metadata| metadata.len())
+    fs::symlink_metadata(path)
+        .ok()
+        .filter(fs::Metadata::is_file)
+        .map_or(0, |metadata| metadata.len())
 }
 
 /// The bytes of all files below a folder, for information.
@@ -298,7 +363,10 @@ enum Content {
 }
 
 fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
-    let failed = |source| DataError::Unreadable { path: path.to_owned(), source };
+    let failed = |source| DataError::Unreadable {
+        path: path.to_owned(),
+        source,
+    };
     let bytes = fs::metadata(path).map_err(failed)?.len();
     let other = |reason| Ok(Content::Other { reason, bytes });
     if bytes == 0 {
@@ -312,17 +380,28 @@ fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
     // A large binary file is not read whole.
     let mut file = fs::File::open(path).map_err(failed)?;
     let mut content = Vec::new();
-    file.by_ref().take(PROBE_BYTES).read_to_end(&mut content).map_err(failed)?;
+    file.by_ref()
+        .take(PROBE_BYTES)
+        .read_to_end(&mut content)
+        .map_err(failed)?;
     if content.contains(&0) {
         return other(Reason::Binary);
     }
-    let rest = usize::try_from(bytes).unwrap_or(usize::MAX).saturating_sub(content.len());
-    content.try_reserve(rest).map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
+    let rest = usize::try_from(bytes)
+        .unwrap_or(usize::MAX)
+        .saturating_sub(content.len());
+    content
+        .try_reserve(rest)
+        .map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
     file.read_to_end(&mut content).map_err(failed)?;
 
     let mut text = match String::from_utf8(content) {
         Ok(text) => text,
-        Err(error) => return other(Reason::NotUtf8 { at: error.utf8_error().valid_up_to() }),
+        Err(error) => {
+            return other(Reason::NotUtf8 {
+                at: error.utf8_error().valid_up_to(),
+            });
+        }
     };
 
     if text.trim().is_empty() {
@@ -347,7 +426,11 @@ mod tests {
     fn read_below(root: &Path, scope: Scope) -> (Vec<(String, String)>, Vec<String>) {
         let mut documents = read(root, scope).unwrap();
         let below = |path: &Path| path.strip_prefix(root).unwrap().display().to_string();
-        let texts = documents.texts.iter().map(|(path, text)| (below(path), text.clone())).collect();
+        let texts = documents
+            .texts
+            .iter()
+            .map(|(path, text)| (below(path), text.clone()))
+            .collect();
         (texts, documents.notices(root))
     }
 
@@ -374,7 +457,10 @@ mod tests {
         write("deep/x.txt", b"no");
         write("binary", b"no\0");
         write("latin1.txt", b"caf\xe9");
-        write("large.txt", &vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1]);
+        write(
+            "large.txt",
+            &vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1],
+        );
         write("limit.txt", &vec![b'y'; MAX_DEFAULT_FILE_BYTES as usize]);
         std::os::unix::fs::symlink(dir.path().join("a.md"), dir.path().join("link.md")).unwrap();
 
@@ -414,7 +500,15 @@ mod tests {
         let names: Vec<&str> = texts.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(
             names,
-            [".gitignore", ".hidden", "cache/CACHEDIR.TAG", "ignored.txt", "large.txt", "link", "target/a.txt"]
+            [
+                ".gitignore",
+                ".hidden",
+                "cache/CACHEDIR.TAG",
+                "ignored.txt",
+                "large.txt",
+                "link",
+                "target/a.txt"
+            ]
         );
         assert_eq!(texts[4].1.len(), large.len() + 1);
         assert_eq!(
@@ -442,13 +536,25 @@ mod tests {
         let (_, notices) = read_below(dir.path(), Scope::Whole);
         assert_eq!(notices.len(), NAMED_FILES + 1);
         assert_eq!(notices[0], "left out of the data: 12, 12 bytes (binary)");
-        assert_eq!(notices[NAMED_FILES], "left out of the data: 2 more, 3 bytes (2 binary)");
+        assert_eq!(
+            notices[NAMED_FILES],
+            "left out of the data: 2 more, 3 bytes (2 binary)"
+        );
     }
 
     /// The order of creation and the folder's path change neither texts nor notices.
     #[test]
     fn equal_folders_have_equal_texts() {
-        let names = ["b.txt", "a/b", "a.txt", "\u{e9}.txt", "Z", "a b", "z", "binary"];
+        let names = [
+            "b.txt",
+            "a/b",
+            "a.txt",
+            "\u{e9}.txt",
+            "Z",
+            "a b",
+            "z",
+            "binary",
+        ];
         let folder = |names: &mut dyn Iterator<Item = &&str>| {
             let dir = tempfile::tempdir().unwrap();
             fs::create_dir(dir.path().join("a")).unwrap();
@@ -464,7 +570,10 @@ mod tests {
             let read = read_below(one.path(), scope);
             assert_eq!(read, read_below(other.path(), scope));
             let order: Vec<&str> = read.0.iter().map(|(name, _)| name.as_str()).collect();
-            assert_eq!(order, ["Z", "a/b", "a b", "a.txt", "b.txt", "z", "\u{e9}.txt"]);
+            assert_eq!(
+                order,
+                ["Z", "a/b", "a b", "a.txt", "b.txt", "z", "\u{e9}.txt"]
+            );
         }
     }
 
@@ -476,15 +585,27 @@ mod tests {
         std::os::unix::fs::symlink("/nowhere/missing.txt", &link).unwrap();
         for scope in [DEFAULT, Scope::Whole] {
             let error = read(dir.path(), scope).err().unwrap();
-            assert!(matches!(&error, DataError::DanglingLink { path } if *path == link), "{error}");
+            assert!(
+                matches!(&error, DataError::DanglingLink { path } if *path == link),
+                "{error}"
+            );
             // A file that is gone after it was listed.
             let error = read_file(&dir.path().join("gone"), scope).err().unwrap();
-            assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+            assert!(
+                matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
+                "{error}"
+            );
         }
         let error = whole_files(&dir.path().join("gone"), &mut Vec::new()).unwrap_err();
-        assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+        assert!(
+            matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
+            "{error}"
+        );
         let error = default_files(&dir.path().join("gone"), 10).unwrap_err();
-        assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")), "{error}");
+        assert!(
+            matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
+            "{error}"
+        );
     }
 
     /// The folder of the checkpoints of a run can be that of the data.
@@ -494,7 +615,10 @@ mod tests {
         fs::write(dir.path().join("a.txt"), "text").unwrap();
         let before = read_below(dir.path(), Scope::Whole).0;
         fs::create_dir(dir.path().join(".staging")).unwrap();
-        for (name, text) in [(".lock", "process 7\n"), (".staging/step-00000001.save", "{}")] {
+        for (name, text) in [
+            (".lock", "process 7\n"),
+            (".staging/step-00000001.save", "{}"),
+        ] {
             fs::write(dir.path().join(name), text).unwrap();
         }
         assert_eq!(read_below(dir.path(), Scope::Whole).0, before);
@@ -509,7 +633,10 @@ mod tests {
         let sub = dir.path().join("sub");
         fs::create_dir(&sub).unwrap();
         for pipe in [sub.join("manifest.json"), dir.path().join("summary.json")] {
-            let status = std::process::Command::new("mkfifo").arg(pipe).status().unwrap();
+            let status = std::process::Command::new("mkfifo")
+                .arg(pipe)
+                .status()
+                .unwrap();
             assert!(status.success());
         }
         for scope in [DEFAULT, Scope::Whole] {
@@ -526,25 +653,53 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         write("a.txt", "first\n");
-        write("c/step-00000003/manifest.json", "{\"format\": \"zero-ckpt\", \"version\": 1}");
+        write(
+            "c/step-00000003/manifest.json",
+            "{\"format\": \"zero-ckpt\", \"version\": 1}",
+        );
         write("c/step-00000003/run.json", "no");
         write("c/latest", "step-00000003 0123456789abcdef\n");
         write("model/config.json", "{}");
         write("model/model.safetensors", "no");
-        write("metrics", "{\"step\":1,\"loss\":2.5,\"step_ms\":3.0,\"comm_bytes\":{}}\n");
-        write("r/summary.json", "{\"unigram_loss\": 3.0, \"memory_by_rank\": [], \"steps\": []}");
+        write(
+            "metrics",
+            "{\"step\":1,\"loss\":2.5,\"step_ms\":3.0,\"comm_bytes\":{}}\n",
+        );
+        write(
+            "r/summary.json",
+            "{\"unigram_loss\": 3.0, \"memory_by_rank\": [], \"steps\": []}",
+        );
         write("r/summary.txt", "no");
         write("r/loss.svg", "no");
         write("r/run.json", "no");
-        write("out.log", "note: a\nnano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread\n");
-        write("err.log", "step 1: loss 5.4419, 3,849 tokens/s, 512 tokens, 0s left\n");
+        write(
+            "out.log",
+            "note: a\nnano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread\n",
+        );
+        write(
+            "err.log",
+            "step 1: loss 5.4419, 3,849 tokens/s, 512 tokens, 0s left\n",
+        );
         // Of the same names, but not of a run.
         write("other/manifest.json", "second");
         write("other/summary.txt", "third\n");
         write("steps.jsonl", "{\"step\": 4}\n");
         let documents = read(dir.path(), DEFAULT).unwrap();
-        let names: Vec<_> = documents.texts.iter().map(|(path, _)| path.strip_prefix(dir.path()).unwrap()).collect();
-        assert_eq!(names, ["a.txt", "other/manifest.json", "other/summary.txt", "steps.jsonl"].map(Path::new));
+        let names: Vec<_> = documents
+            .texts
+            .iter()
+            .map(|(path, _)| path.strip_prefix(dir.path()).unwrap())
+            .collect();
+        assert_eq!(
+            names,
+            [
+                "a.txt",
+                "other/manifest.json",
+                "other/summary.txt",
+                "steps.jsonl"
+            ]
+            .map(Path::new)
+        );
         assert_eq!(documents.left_out(), 0);
     }
 
@@ -555,7 +710,10 @@ mod tests {
         fs::create_dir(&target).unwrap();
         fs::write(target.join("a.txt"), "text").unwrap();
         for scope in [DEFAULT, Scope::Whole] {
-            assert_eq!(read(&target, scope).unwrap().texts, [(target.join("a.txt"), "text\n".to_owned())]);
+            assert_eq!(
+                read(&target, scope).unwrap().texts,
+                [(target.join("a.txt"), "text\n".to_owned())]
+            );
         }
     }
 
@@ -565,8 +723,17 @@ mod tests {
         for name in ["a", "b", "c"] {
             fs::write(dir.path().join(name), name).unwrap();
         }
-        assert_eq!(read(dir.path(), Scope::Default { most_files: 3 }).unwrap().texts.len(), 3);
-        let error = read(dir.path(), Scope::Default { most_files: 2 }).err().unwrap().to_string();
+        assert_eq!(
+            read(dir.path(), Scope::Default { most_files: 3 })
+                .unwrap()
+                .texts
+                .len(),
+            3
+        );
+        let error = read(dir.path(), Scope::Default { most_files: 2 })
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("more than 2 files: pass --data"), "{error}");
     }
 
@@ -575,7 +742,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("binary"), b"\0").unwrap();
         let error = read(dir.path(), Scope::Whole).err().unwrap().to_string();
-        let expected = "no text file in this folder; left out of the data: binary, 1 bytes (binary)";
+        let expected =
+            "no text file in this folder; left out of the data: binary, 1 bytes (binary)";
         assert_eq!(error, format!("{}: {expected}", dir.path().display()));
         let empty = tempfile::tempdir().unwrap();
         let error = read(empty.path(), Scope::Whole).err().unwrap().to_string();

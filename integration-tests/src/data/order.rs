@@ -1,7 +1,7 @@
 //! The start of each row of a batch: a pure function of step, micro-batch and row.
 //!
-//! A batch does not depend on earlier ones, so a resumed run reads the same batches, and a global batch has the same
-//! rows at any number of ranks.
+//! A batch does not depend on earlier ones, so a resumed run reads the same batches, and a global
+//! batch has the same rows at any number of ranks.
 
 use crate::random::Counter;
 
@@ -29,22 +29,25 @@ pub struct BatchAt {
 /// The order of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token `((s*A + j)*B*N + b)*T`, modulo
-    /// the number of whole windows.
+    /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token
+    /// `((s*A + j)*B*N + b)*T`, modulo the number of whole windows.
     InOrder,
     /// Windows at random positions, drawn by (seed, step, micro-batch, row).
     Random,
 }
 
 impl Order {
-    /// The first token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data set of
-    /// `len_tokens` tokens; the row and its last target are `start..start + T + 1`. `None` if there are not more
-    /// than T tokens, or if `at` is not a position in training.
+    /// The first token of row `row` (below `at.micro_batch`) of this rank's micro-batch, in a data
+    /// set of `len_tokens` tokens; the row and its last target are `start..start + T + 1`. `None`
+    /// if there are not more than T tokens, or if `at` is not a position in training.
     pub(super) fn start(self, at: &BatchAt, row: usize, len_tokens: u64) -> Option<u64> {
         let seq_len = at.seq_len as u64;
         // The number of positions at which T inputs and the last target fit.
         let starts = len_tokens.checked_sub(seq_len)?;
-        let valid = starts > 0 && seq_len > 0 && at.rank < at.world_size && at.micro_batch_index < at.grad_accum;
+        let valid = starts > 0
+            && seq_len > 0
+            && at.rank < at.world_size
+            && at.micro_batch_index < at.grad_accum;
         if !valid {
             return None;
         }
@@ -53,7 +56,8 @@ impl Order {
         match self {
             Self::InOrder => {
                 let windows = u128::from((starts - 1) / seq_len + 1);
-                let micro_batch = u128::from(at.step) * u128::from(at.grad_accum) + u128::from(at.micro_batch_index);
+                let micro_batch = u128::from(at.step) * u128::from(at.grad_accum)
+                    + u128::from(at.micro_batch_index);
                 // Reduced after each operation, because the whole product could exceed 128 bits.
                 let first = (micro_batch % windows) * (rows % windows) % windows;
                 Some(((first + row % windows) % windows) as u64 * seq_len)
@@ -90,7 +94,12 @@ mod tests {
             for micro_batch_index in 0..2 {
                 for rank in 0..2 {
                     for row in 0..2 {
-                        let at = BatchAt { step, micro_batch_index, rank, ..AT };
+                        let at = BatchAt {
+                            step,
+                            micro_batch_index,
+                            rank,
+                            ..AT
+                        };
                         assert_eq!(Order::InOrder.start(&at, row, 10_000), Some(expected));
                         expected += 32;
                     }
@@ -101,10 +110,17 @@ mod tests {
 
     #[test]
     fn in_order_wraps_by_whole_windows() {
-        // 3 windows of 32 fit in 97 tokens, 2 in 96: the last target of the third would be token 96.
+        // 3 windows of 32 fit in 97 tokens, 2 in 96: the last target of the third would be token
+        // 96.
         let starts = |len| -> Vec<u64> {
             (0..4)
-                .map(|step| BatchAt { step, grad_accum: 1, world_size: 1, micro_batch: 1, ..AT })
+                .map(|step| BatchAt {
+                    step,
+                    grad_accum: 1,
+                    world_size: 1,
+                    micro_batch: 1,
+                    ..AT
+                })
                 .map(|at| Order::InOrder.start(&at, 0, len).unwrap())
                 .collect()
         };
@@ -122,7 +138,17 @@ mod tests {
             }
             assert_eq!(order.start(&BatchAt { seq_len: 0, ..AT }, 0, 100), None);
             assert_eq!(order.start(&BatchAt { rank: 2, ..AT }, 0, 100), None);
-            assert_eq!(order.start(&BatchAt { micro_batch_index: 2, ..AT }, 0, 100), None);
+            assert_eq!(
+                order.start(
+                    &BatchAt {
+                        micro_batch_index: 2,
+                        ..AT
+                    },
+                    0,
+                    100
+                ),
+                None
+            );
         }
     }
 
@@ -133,7 +159,13 @@ mod tests {
             start(AT, 0),
             start(AT, 1),
             start(BatchAt { rank: 1, ..AT }, 0),
-            start(BatchAt { micro_batch_index: 1, ..AT }, 0),
+            start(
+                BatchAt {
+                    micro_batch_index: 1,
+                    ..AT
+                },
+                0,
+            ),
             start(BatchAt { step: 1, ..AT }, 0),
             start(BatchAt { seed: 2, ..AT }, 0),
         ];

@@ -1,5 +1,6 @@
-//! Recognises what runs write, by content: checkpoints, exported models, metrics and reports and logs. They are no text to train
-//! on, and with them the data of the current folder would differ from one run to the next.
+//! Recognises what runs write, by content: checkpoints, exported models, metrics and reports and
+//! logs. They are no text to train on, and with them the data of the current folder would differ
+//! from one run to the next.
 
 use std::fs;
 use std::io::{BufReader, Read};
@@ -32,14 +33,20 @@ pub(super) fn is_of_saves(path: &Path) -> bool {
 }
 
 fn is_checkpoint(dir: &Path) -> bool {
-    let Some(file) = open_file(&dir.join("manifest.json")) else { return false };
+    let Some(file) = open_file(&dir.join("manifest.json")) else {
+        return false;
+    };
     let mut start = Vec::new();
     let read = file.take(MANIFEST_PROBE_BYTES).read_to_end(&mut start);
     read.is_ok() && String::from_utf8_lossy(&start).contains("\"zero-ckpt\"")
 }
 
 fn is_model(dir: &Path) -> bool {
-    let weights = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"];
+    let weights = [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ];
     dir.join("config.json").is_file() && weights.iter().any(|name| dir.join(name).is_file())
 }
 
@@ -51,7 +58,10 @@ pub(super) fn is_output_file(path: &Path, text: &str) -> bool {
 /// `latest` of a folder of checkpoints: a checkpoint's name and a checksum.
 fn names_checkpoint(text: &str) -> bool {
     let mut words = text.split_whitespace();
-    let (name, checksum) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let (name, checksum) = (
+        words.next().unwrap_or_default(),
+        words.next().unwrap_or_default(),
+    );
     let is_hex = checksum.len() == 16 && checksum.bytes().all(|b| b.is_ascii_hexdigit());
     name.starts_with("step-") && is_hex && words.next().is_none()
 }
@@ -59,42 +69,64 @@ fn names_checkpoint(text: &str) -> bool {
 /// `--metrics`: one JSON object a step.
 fn is_metrics(text: &str) -> bool {
     let first = text.lines().next().filter(|line| line.starts_with('{'));
-    let Some(Ok(first)) = first.map(serde_json::from_str::<Value>) else { return false };
-    ["step", "loss", "step_ms", "comm_bytes"].iter().all(|key| first.get(key).is_some())
+    let Some(Ok(first)) = first.map(serde_json::from_str::<Value>) else {
+        return false;
+    };
+    ["step", "loss", "step_ms", "comm_bytes"]
+        .iter()
+        .all(|key| first.get(key).is_some())
 }
 
 /// The output of `zero train` in a file: the block of settings or, on standard error, the progress.
 fn is_log(text: &str) -> bool {
-    let is_step = |line: &str| line.starts_with("step ") && line.contains(": loss ") && line.contains(" tokens/s");
+    let is_step = |line: &str| {
+        line.starts_with("step ") && line.contains(": loss ") && line.contains(" tokens/s")
+    };
     text.lines().next().is_some_and(is_step) || text.lines().take(LOG_LINES).any(is_model_line)
 }
 
 /// Whether a line is as `nano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread`.
 fn is_model_line(line: &str) -> bool {
-    let Some((model, rest)) = line.split_once(" parameters in ") else { return false };
-    let Some((dtype, rest)) = rest.split_once(", ZeRO stage ") else { return false };
+    let Some((model, rest)) = line.split_once(" parameters in ") else {
+        return false;
+    };
+    let Some((dtype, rest)) = rest.split_once(", ZeRO stage ") else {
+        return false;
+    };
     let count = model.rsplit_once(": ").map_or("", |(_, count)| count);
-    let is_count = !count.is_empty() && count.bytes().all(|byte| byte.is_ascii_digit() || byte == b',');
+    let is_count = !count.is_empty()
+        && count
+            .bytes()
+            .all(|byte| byte.is_ascii_digit() || byte == b',');
     is_count && ["fp32", "bf16", "fp16"].contains(&dtype) && rest.contains(" rank")
 }
 
 /// `--report`: files beside its `summary.json`.
 fn is_in_report(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let is_reports =
-        ["summary.txt", "summary.json", "run.json", "trace.json"].contains(&name) || name.ends_with(".svg");
+    let name = path
+        .file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default();
+    let is_reports = ["summary.txt", "summary.json", "run.json", "trace.json"].contains(&name)
+        || name.ends_with(".svg");
     let summary = || {
         let file = open_file(&path.with_file_name("summary.json"))?;
         serde_json::from_reader::<_, Value>(BufReader::new(file)).ok()
     };
     is_reports
         && summary().is_some_and(|summary| {
-            ["unigram_loss", "memory_by_rank", "steps"].iter().all(|key| summary.get(key).is_some())
+            ["unigram_loss", "memory_by_rank", "steps"]
+                .iter()
+                .all(|key| summary.get(key).is_some())
         })
 }
 
 /// Opens a regular file; opening a pipe would wait for its writer.
 fn open_file(path: &Path) -> Option<fs::File> {
     let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
-    if is_file { fs::File::open(path).ok() } else { None }
+    if is_file {
+        fs::File::open(path).ok()
+    } else {
+        None
+    }
 }

@@ -21,18 +21,25 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 /// The tokenizer in the folder of a model, for [`super::DataSource`].
 pub fn tokenizer_in(dir: &Path) -> Option<PathBuf> {
     let file = dir.join(TOKENIZER_FILE);
-    if file.is_file() { Some(file) } else { gpt2_files(dir).map(|_| dir.to_owned()) }
+    if file.is_file() {
+        Some(file)
+    } else {
+        gpt2_files(dir).map(|_| dir.to_owned())
+    }
 }
 
 /// GPT-2's vocabulary and merges in a folder.
 fn gpt2_files(dir: &Path) -> Option<(PathBuf, PathBuf)> {
     let pairs = GPT2_FILES.map(|[vocab, merges]| (dir.join(vocab), dir.join(merges)));
-    pairs.into_iter().find(|(vocab, merges)| vocab.is_file() && merges.is_file())
+    pairs
+        .into_iter()
+        .find(|(vocab, merges)| vocab.is_file() && merges.is_file())
 }
 
 /// The byte-level BPE of GPT-2.
 fn gpt2(vocab: &Path, merges: &Path) -> tokenizers::Result<Tokenizer> {
-    let bpe = BPE::from_file(&vocab.display().to_string(), &merges.display().to_string()).build()?;
+    let bpe =
+        BPE::from_file(&vocab.display().to_string(), &merges.display().to_string()).build()?;
     let mut tokenizer = Tokenizer::new(bpe);
     tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
     if tokenizer.token_to_id(END_OF_TEXT).is_some() {
@@ -50,20 +57,36 @@ enum TokenizerFiles {
 impl TokenizerFiles {
     /// Those of a file, or of a folder: its `tokenizer.json`, or else GPT-2's two.
     fn find(path: &Path) -> Result<Self, DataError> {
-        let error = |message: &str| DataError::Tokenizer { path: path.to_owned(), message: message.to_owned() };
+        let error = |message: &str| DataError::Tokenizer {
+            path: path.to_owned(),
+            message: message.to_owned(),
+        };
         if !path.exists() {
-            return Err(DataError::Missing { path: path.to_owned() });
+            return Err(DataError::Missing {
+                path: path.to_owned(),
+            });
         }
         let pair = |dir: &Path| gpt2_files(dir).map(|(vocab, merges)| Self::Gpt2 { vocab, merges });
 
         if path.is_dir() {
             let json = path.join(TOKENIZER_FILE);
-            let found = if json.is_file() { Some(Self::Json(json)) } else { pair(path) };
-            return found.ok_or_else(|| error("the folder has neither tokenizer.json nor vocab.json and merges.txt"));
+            let found = if json.is_file() {
+                Some(Self::Json(json))
+            } else {
+                pair(path)
+            };
+            return found.ok_or_else(|| {
+                error("the folder has neither tokenizer.json nor vocab.json and merges.txt")
+            });
         }
-        if GPT2_FILES.as_flattened().iter().any(|name| path.ends_with(name)) {
+        if GPT2_FILES
+            .as_flattened()
+            .iter()
+            .any(|name| path.ends_with(name))
+        {
             let found = path.parent().and_then(pair);
-            return found.ok_or_else(|| error("vocab.json and merges.txt must be in the same folder"));
+            return found
+                .ok_or_else(|| error("vocab.json and merges.txt must be in the same folder"));
         }
         Ok(Self::Json(path.to_owned()))
     }
@@ -83,7 +106,10 @@ impl TokenizerFiles {
 pub fn tokenizer_checksum(path: &Path) -> Result<u64, DataError> {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
     for file in TokenizerFiles::find(path)?.paths() {
-        let bytes = std::fs::read(file).map_err(|source| DataError::Read { path: file.to_owned(), source })?;
+        let bytes = std::fs::read(file).map_err(|source| DataError::Read {
+            path: file.to_owned(),
+            source,
+        })?;
         digest.update(&(bytes.len() as u64).to_le_bytes());
         digest.update(&bytes);
     }
@@ -109,16 +135,31 @@ impl TextTokenizer {
         // A file may set padding and truncation for single sentences; a corpus must have neither.
         inner.with_padding(None);
         let _ = inner.with_truncation(None);
-        Ok(Self { path: path.to_owned(), inner })
+        Ok(Self {
+            path: path.to_owned(),
+            inner,
+        })
     }
 
     /// Appends the tokens of `text`, the content of `file`, without special tokens at its ends.
-    pub(super) fn encode(&self, file: &Path, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
+    pub(super) fn encode(
+        &self,
+        file: &Path,
+        text: &str,
+        out: &mut Vec<u32>,
+    ) -> Result<(), DataError> {
         for part in parts(text, PART_BYTES) {
-            let encoding = self.inner.encode_fast(part, false).map_err(|e| DataError::Tokenizer {
-                path: self.path.clone(),
-                message: format!("failed to tokenize {}: {}", file.display(), one_line(&e.to_string())),
-            })?;
+            let encoding =
+                self.inner
+                    .encode_fast(part, false)
+                    .map_err(|e| DataError::Tokenizer {
+                        path: self.path.clone(),
+                        message: format!(
+                            "failed to tokenize {}: {}",
+                            file.display(),
+                            one_line(&e.to_string())
+                        ),
+                    })?;
             out.extend_from_slice(encoding.get_ids());
         }
         Ok(())
@@ -129,11 +170,12 @@ fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Splits a text into parts of about `size` bytes, since tokenizing needs many times the memory of its input.
+/// Splits a text into parts of about `size` bytes, since tokenizing needs many times the memory of
+/// its input.
 ///
-/// A split is after a line break between two characters other than space. GPT-2's rules begin a new word there, so
-/// the tokens equal those of the whole text. If another `size` bytes have no such place, the split is between any two
-/// characters.
+/// A split is after a line break between two characters other than space. GPT-2's rules begin a new
+/// word there, so the tokens equal those of the whole text. If another `size` bytes have no such
+/// place, the split is between any two characters.
 fn parts(text: &str, size: usize) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -155,7 +197,10 @@ fn split_point(text: &str, size: usize) -> usize {
     let is_word = |b: u8| b.is_ascii_graphic();
     let clean = |i: &usize| is_word(bytes[i - 2]) && bytes[i - 1] == b'\n' && is_word(bytes[*i]);
     let boundary = || (size.max(1)..text.len()).find(|&at| text.is_char_boundary(at));
-    (size.max(2)..2 * size).find(clean).or_else(boundary).unwrap_or(text.len())
+    (size.max(2)..2 * size)
+        .find(clean)
+        .or_else(boundary)
+        .unwrap_or(text.len())
 }
 
 #[cfg(test)]

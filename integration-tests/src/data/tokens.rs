@@ -15,7 +15,11 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// The tokens of a data set.
 pub(super) enum Tokens {
     /// A file of u16 tokens, read on demand: it may be larger than memory.
-    File { path: PathBuf, file: File, len_tokens: u64 },
+    File {
+        path: PathBuf,
+        file: File,
+        len_tokens: u64,
+    },
     /// Text, one token per byte.
     Bytes(Vec<u8>),
     /// The output of a tokenizer.
@@ -33,16 +37,28 @@ pub(super) struct TokenStats {
 impl Tokens {
     /// Opens a file of little-endian u16 tokens.
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
-        let read = |source| DataError::Read { path: path.to_owned(), source };
+        let read = |source| DataError::Read {
+            path: path.to_owned(),
+            source,
+        };
         let file = File::open(path).map_err(read)?;
         let bytes = file.metadata().map_err(read)?.len();
         if bytes == 0 {
-            return Err(DataError::Empty { path: path.to_owned() });
+            return Err(DataError::Empty {
+                path: path.to_owned(),
+            });
         }
         if !bytes.is_multiple_of(2) {
-            return Err(DataError::OddLength { path: path.to_owned(), bytes });
+            return Err(DataError::OddLength {
+                path: path.to_owned(),
+                bytes,
+            });
         }
-        Ok(Self::File { path: path.to_owned(), file, len_tokens: bytes / 2 })
+        Ok(Self::File {
+            path: path.to_owned(),
+            file,
+            len_tokens: bytes / 2,
+        })
     }
 
     pub(super) fn len(&self) -> u64 {
@@ -59,7 +75,10 @@ impl Tokens {
             Self::File { path, file, .. } => {
                 let mut bytes = vec![0; out.len() * 2];
                 file.read_exact_at(&mut bytes, start * 2)
-                    .map_err(|source| DataError::Read { path: path.clone(), source })?;
+                    .map_err(|source| DataError::Read {
+                        path: path.clone(),
+                        source,
+                    })?;
                 for (o, token) in out.iter_mut().zip(bytes.as_chunks().0) {
                     *o = u32::from(u16::from_le_bytes(*token));
                 }
@@ -101,15 +120,26 @@ impl Tokens {
             }),
             Self::File { .. } => self.each_chunk(range, |_, bytes| {
                 crc.update(bytes);
-                bytes.as_chunks().0.iter().for_each(|t| count(u32::from(u16::from_le_bytes(*t))));
+                bytes
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .for_each(|t| count(u32::from(u16::from_le_bytes(*t))));
                 false
             })?,
         }
-        Ok(TokenStats { counts, fingerprint: crc.finalize() })
+        Ok(TokenStats {
+            counts,
+            fingerprint: crc.finalize(),
+        })
     }
 
     /// The first token of at least `bound` in `range`, with its position among all tokens.
-    pub(super) fn first_at_least(&self, bound: u32, range: Range<u64>) -> Result<Option<(u32, u64)>, DataError> {
+    pub(super) fn first_at_least(
+        &self,
+        bound: u32,
+        range: Range<u64>,
+    ) -> Result<Option<(u32, u64)>, DataError> {
         let mut found = None;
         match self {
             Self::Bytes(bytes) => {
@@ -121,24 +151,40 @@ impl Tokens {
                 found = tokens.find(|(token, _)| *token >= bound);
             }
             Self::File { .. } => self.each_chunk(range, |start, bytes| {
-                let mut tokens = bytes.as_chunks().0.iter().map(|t| u32::from(u16::from_le_bytes(*t)));
-                found =
-                    tokens.clone().position(|t| t >= bound).and_then(|i| Some((tokens.nth(i)?, start + i as u64)));
+                let mut tokens = bytes
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .map(|t| u32::from(u16::from_le_bytes(*t)));
+                found = tokens
+                    .clone()
+                    .position(|t| t >= bound)
+                    .and_then(|i| Some((tokens.nth(i)?, start + i as u64)));
                 found.is_some()
             })?,
         }
         Ok(found)
     }
 
-    /// Calls `f(position of the first token, bytes)` for each chunk of a token file in `range` until it returns true.
-    fn each_chunk(&self, range: Range<u64>, mut f: impl FnMut(u64, &[u8]) -> bool) -> Result<(), DataError> {
-        let Self::File { path, file, .. } = self else { return Ok(()) };
+    /// Calls `f(position of the first token, bytes)` for each chunk of a token file in `range`
+    /// until it returns true.
+    fn each_chunk(
+        &self,
+        range: Range<u64>,
+        mut f: impl FnMut(u64, &[u8]) -> bool,
+    ) -> Result<(), DataError> {
+        let Self::File { path, file, .. } = self else {
+            return Ok(());
+        };
         let mut buffer = vec![0; CHUNK_BYTES];
         let (mut done, end) = (range.start * 2, range.end * 2);
         while done < end {
             let n = CHUNK_BYTES.min((end - done) as usize);
             file.read_exact_at(&mut buffer[..n], done)
-                .map_err(|source| DataError::Read { path: path.clone(), source })?;
+                .map_err(|source| DataError::Read {
+                    path: path.clone(),
+                    source,
+                })?;
             if f(done / 2, &buffer[..n]) {
                 break;
             }

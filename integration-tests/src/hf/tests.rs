@@ -17,7 +17,15 @@ type Tensor = (String, Vec<u64>, Vec<f32>);
 
 fn tiny() -> GptConfig {
     let nano = GptConfig::preset("nano").unwrap();
-    GptConfig { vocab_size: 11, n_positions: 6, n_embd: 4, n_layer: 2, n_head: 2, n_inner: 12, ..nano }
+    GptConfig {
+        vocab_size: 11,
+        n_positions: 6,
+        n_embd: 4,
+        n_layer: 2,
+        n_head: 2,
+        n_inner: 12,
+        ..nano
+    }
 }
 
 /// All parameters with their initial values.
@@ -40,7 +48,10 @@ fn write_file(path: &Path, tensors: &[Tensor], dtype: Dtype) {
         Dtype::BF16 => bf16::from_f32(*x).to_le_bytes().to_vec(),
         _ => x.to_le_bytes().to_vec(),
     };
-    let bytes: Vec<Vec<u8>> = tensors.iter().map(|(_, _, values)| values.iter().flat_map(encode).collect()).collect();
+    let bytes: Vec<Vec<u8>> = tensors
+        .iter()
+        .map(|(_, _, values)| values.iter().flat_map(encode).collect())
+        .collect();
     let views = tensors.iter().zip(&bytes).map(|((name, shape, _), bytes)| {
         let shape = shape.iter().map(|n| *n as usize).collect();
         (name.clone(), TensorView::new(dtype, shape, bytes).unwrap())
@@ -84,7 +95,10 @@ fn open_error(dir: &Path) -> String {
 #[test]
 fn folder_reads_as_written() {
     for tied_head in [true, false] {
-        let config = GptConfig { tied_head, ..tiny() };
+        let config = GptConfig {
+            tied_head,
+            ..tiny()
+        };
         let dir = folder_of(&config, &params(&config));
         let folder = HfFolder::open(dir.path()).unwrap();
         assert_eq!(folder.config(), &config);
@@ -99,12 +113,15 @@ fn folder_reads_as_written() {
 fn sixteen_bit_weights_are_exact() {
     let round_f16 = |x: f32| f16::from_f32(x).to_f32();
     let round_bf16 = |x: f32| bf16::from_f32(x).to_f32();
-    let cases: [(Dtype, &dyn Fn(f32) -> f32); 2] = [(Dtype::F16, &round_f16), (Dtype::BF16, &round_bf16)];
+    let cases: [(Dtype, &dyn Fn(f32) -> f32); 2] =
+        [(Dtype::F16, &round_f16), (Dtype::BF16, &round_bf16)];
     for (dtype, round) in cases {
         let dir = tempfile::tempdir().unwrap();
         let mut expected = params(&tiny());
         write_folder(dir.path(), &tiny(), &expected, dtype);
-        expected.iter_mut().for_each(|(_, _, values)| values.iter_mut().for_each(|x| *x = round(*x)));
+        expected
+            .iter_mut()
+            .for_each(|(_, _, values)| values.iter_mut().for_each(|x| *x = round(*x)));
         assert_holds(&HfFolder::open(dir.path()).unwrap(), &expected);
     }
 }
@@ -114,8 +131,15 @@ fn bare_names_masks_and_tied_heads_are_accepted() {
     let config = tiny();
     let expected = params(&config);
     let mut stored = expected.clone();
-    stored.iter_mut().for_each(|(name, _, _)| *name = name.replace("transformer.", ""));
-    let embedding = stored.iter().find(|(name, ..)| name.ends_with("wte.weight")).unwrap().2.clone();
+    stored
+        .iter_mut()
+        .for_each(|(name, _, _)| *name = name.replace("transformer.", ""));
+    let embedding = stored
+        .iter()
+        .find(|(name, ..)| name.ends_with("wte.weight"))
+        .unwrap()
+        .2
+        .clone();
     stored.push(("lm_head.weight".into(), vec![11, 4], embedding));
     stored.push(("h.0.attn.bias".into(), vec![1, 1, 6, 6], vec![1.0; 36]));
     stored.push(("h.0.attn.masked_bias".into(), vec![], vec![-1e4]));
@@ -129,14 +153,21 @@ fn bare_names_masks_and_tied_heads_are_accepted() {
 #[test]
 fn tied_head_that_differs_is_an_error() {
     let config = tiny();
-    let embedding = params(&config).into_iter().find(|(name, ..)| name.ends_with("wte.weight")).unwrap().2;
+    let embedding = params(&config)
+        .into_iter()
+        .find(|(name, ..)| name.ends_with("wte.weight"))
+        .unwrap()
+        .2;
     let mut other = embedding.clone();
     *other.last_mut().unwrap() += 1.0;
     for (shape, head) in [(vec![11, 4], other), (vec![4, 11], embedding)] {
         let mut stored = params(&config);
         stored.push(("lm_head.weight".into(), shape, head));
         let error = open_error(folder_of(&config, &stored).path());
-        assert!(error.contains("lm_head.weight") && error.contains("\"tie_word_embeddings\": false"), "{error}");
+        assert!(
+            error.contains("lm_head.weight") && error.contains("\"tie_word_embeddings\": false"),
+            "{error}"
+        );
     }
 }
 
@@ -147,9 +178,11 @@ fn unused_tensors_are_named_in_a_warning() {
     stored.push(("transformer.h.9.ln_1.bias".into(), vec![4], vec![0.0; 4]));
     let dir = folder_of(&tiny(), &stored);
     let warnings = HfFolder::open(dir.path()).unwrap().warnings().to_vec();
-    let expected =
-        "/model.safetensors: 2 tensors do not belong to the model and are ignored, the first is \"score.weight\"";
-    assert!(matches!(&warnings[..], [w] if w.ends_with(expected)), "{warnings:?}");
+    let expected = "/model.safetensors: 2 tensors do not belong to the model and are ignored, the first is \"score.weight\"";
+    assert!(
+        matches!(&warnings[..], [w] if w.ends_with(expected)),
+        "{warnings:?}"
+    );
 }
 
 #[test]
@@ -161,11 +194,18 @@ fn several_files_read_as_one() {
     for (i, part) in all.chunks(10).enumerate() {
         let name = format!("model-{i}.safetensors");
         write_file(&dir.path().join(&name), part, Dtype::F32);
-        map.extend(part.iter().map(|(tensor, _, _)| (tensor.clone(), name.clone().into())));
+        map.extend(
+            part.iter()
+                .map(|(tensor, _, _)| (tensor.clone(), name.clone().into())),
+        );
     }
     let index = dir.path().join("model.safetensors.index.json");
     let write_index = |map: &serde_json::Map<_, _>| {
-        fs::write(&index, serde_json::json!({ "metadata": {}, "weight_map": map }).to_string()).unwrap();
+        fs::write(
+            &index,
+            serde_json::json!({ "metadata": {}, "weight_map": map }).to_string(),
+        )
+        .unwrap();
     };
     write_index(&map);
     assert_holds(&HfFolder::open(dir.path()).unwrap(), &all);
@@ -179,13 +219,18 @@ fn several_files_read_as_one() {
     let mut misplaced = map.clone();
     misplaced.insert("transformer.ln_f.bias".into(), "model-0.safetensors".into());
     write_index(&misplaced);
-    assert!(open_error(dir.path()).contains("\"transformer.ln_f.bias\" is not in model-0.safetensors"));
+    assert!(
+        open_error(dir.path()).contains("\"transformer.ln_f.bias\" is not in model-0.safetensors")
+    );
 
     for escape in ["../model-0.safetensors", "/etc/passwd", "a/b", "..", ""] {
         misplaced.insert("transformer.ln_f.bias".into(), escape.into());
         write_index(&misplaced);
         let error = open_error(dir.path());
-        assert!(error.contains("is not a plain file name"), "{escape:?}: {error}");
+        assert!(
+            error.contains("is not a plain file name"),
+            "{escape:?}: {error}"
+        );
     }
 
     misplaced.insert("transformer.ln_f.bias".into(), "gone.safetensors".into());
@@ -199,15 +244,23 @@ fn several_files_read_as_one() {
 #[test]
 fn missing_folder_config_or_weights_is_named() {
     let dir = tempfile::tempdir().unwrap();
-    assert_eq!(open_error(&dir.path().join("none")), "DIR: the model folder does not exist or is not a folder");
+    assert_eq!(
+        open_error(&dir.path().join("none")),
+        "DIR: the model folder does not exist or is not a folder"
+    );
     assert!(open_error(dir.path()).starts_with("DIR/config.json: failed to read the file: "));
     fs::write(dir.path().join("config.json"), "{}").unwrap();
-    assert_eq!(open_error(dir.path()), "DIR/config.json: the key \"n_embd\" is missing");
+    assert_eq!(
+        open_error(dir.path()),
+        "DIR/config.json: the key \"n_embd\" is missing"
+    );
     fs::write(dir.path().join("config.json"), tiny().to_hf_json("float32")).unwrap();
     let expected = "DIR: neither model.safetensors nor model.safetensors.index.json exists";
     assert_eq!(open_error(dir.path()), expected);
     fs::write(dir.path().join("pytorch_model.bin"), "").unwrap();
-    assert!(open_error(dir.path()).contains("pytorch_model.bin is not supported: save the model with"));
+    assert!(
+        open_error(dir.path()).contains("pytorch_model.bin is not supported: save the model with")
+    );
 }
 
 #[test]
@@ -215,7 +268,8 @@ fn missing_misshapen_or_mistyped_tensor_is_named() {
     let mut stored = params(&tiny());
     let removed = stored.remove(2);
     let dir = folder_of(&tiny(), &stored);
-    let expected = "DIR/model.safetensors: tensor \"transformer.h.0.ln_1.weight\" of shape [4] is missing";
+    let expected =
+        "DIR/model.safetensors: tensor \"transformer.h.0.ln_1.weight\" of shape [4] is missing";
     assert_eq!(open_error(dir.path()), expected);
 
     stored.insert(2, (removed.0.clone(), vec![2, 2], removed.2.clone()));
@@ -224,7 +278,11 @@ fn missing_misshapen_or_mistyped_tensor_is_named() {
                     config.json requires [4]";
     assert_eq!(open_error(dir.path()), expected);
 
-    write_file(&dir.path().join("model.safetensors"), &params(&tiny()), Dtype::F64);
+    write_file(
+        &dir.path().join("model.safetensors"),
+        &params(&tiny()),
+        Dtype::F64,
+    );
     let expected = "DIR/model.safetensors: tensor \"transformer.wte.weight\" has type F64; \
                     supported are F32, F16 and BF16";
     assert_eq!(open_error(dir.path()), expected);
@@ -254,7 +312,10 @@ fn truncated_or_other_file_is_an_error() {
     for (bytes, part) in cases {
         fs::write(&path, bytes).unwrap();
         let error = open_error(dir.path());
-        assert!(error.starts_with("DIR/model.safetensors: invalid safetensors file: "), "{error}");
+        assert!(
+            error.starts_with("DIR/model.safetensors: invalid safetensors file: "),
+            "{error}"
+        );
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
 }
@@ -263,11 +324,22 @@ fn truncated_or_other_file_is_an_error() {
 fn unknown_parameter_and_wrong_range_are_errors() {
     let dir = folder_of(&tiny(), &params(&tiny()));
     let folder = HfFolder::open(dir.path()).unwrap();
-    let error = folder.read("lm_head.weight", 0..1, &mut [0.0]).unwrap_err().to_string();
+    let error = folder
+        .read("lm_head.weight", 0..1, &mut [0.0])
+        .unwrap_err()
+        .to_string();
     assert_eq!(error, "the model has no parameter \"lm_head.weight\"");
     for (range, len) in [(0..5, 5), (4..5, 1), (0..3, 4), (u64::MAX - 1..u64::MAX, 1)] {
-        let error = folder.read("transformer.ln_f.bias", range, &mut vec![0.0; len]).unwrap_err();
-        assert!(matches!(error, HfError::Weights(zero_ckpt::CkptError::BadArgument { .. })), "{error}");
+        let error = folder
+            .read("transformer.ln_f.bias", range, &mut vec![0.0; len])
+            .unwrap_err();
+        assert!(
+            matches!(
+                error,
+                HfError::Weights(zero_ckpt::CkptError::BadArgument { .. })
+            ),
+            "{error}"
+        );
     }
 }
 
@@ -284,21 +356,27 @@ proptest! {
     }
 }
 
-/// Hugging Face transformers loads such a folder without missing or unexpected tensors, and the folder that it saves
-/// opens here.
+/// Hugging Face transformers loads such a folder without missing or unexpected tensors, and the
+/// folder that it saves opens here.
 #[test]
 #[ignore = "needs Python with torch and transformers"]
 fn transformers_round_trip() {
     let dir = tempfile::tempdir().unwrap();
     let (ours, theirs) = (dir.path().join("ours"), dir.path().join("theirs"));
     for tied_head in [true, false] {
-        let config = GptConfig { tied_head, ..tiny() };
+        let config = GptConfig {
+            tied_head,
+            ..tiny()
+        };
         write_folder(&ours, &config, &params(&config), Dtype::F32);
         let script = "import sys; from transformers import GPT2LMHeadModel as Model
 model, info = Model.from_pretrained(sys.argv[1], output_loading_info=True, dtype='auto')
 assert not any(info[k] for k in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), info
 model.save_pretrained(sys.argv[2])";
-        let status = std::process::Command::new("python3").args(["-c", script]).args([&ours, &theirs]).status();
+        let status = std::process::Command::new("python3")
+            .args(["-c", script])
+            .args([&ours, &theirs])
+            .status();
         assert!(status.unwrap().success());
         let folder = HfFolder::open(&theirs).unwrap();
         assert_eq!(folder.config(), &config);

@@ -1,11 +1,13 @@
 //! Starts one process per rank on this machine and ends them together.
 //!
 //! - Rank 0 uses the terminal. Output lines of other ranks get the rank as a prefix.
-//! - Each rank gets the variables of torchrun and a random token that only this job has ([`Job::variables`]).
-//! - Each rank has its own process group, so that the terminal signals only this program, which forwards the first
-//!   signal to every rank once. The second one kills the ranks.
-//! - After a failure the other ranks get a grace period to detect it and to end; then they are killed. The job's
-//!   error is the root cause: the error of the first rank whose failure no other rank caused (`report`).
+//! - Each rank gets the variables of torchrun and a random token that only this job has
+//!   ([`Job::variables`]).
+//! - Each rank has its own process group, so that the terminal signals only this program, which
+//!   forwards the first signal to every rank once. The second one kills the ranks.
+//! - After a failure the other ranks get a grace period to detect it and to end; then they are
+//!   killed. The job's error is the root cause: the error of the first rank whose failure no other
+//!   rank caused (`report`).
 //! - If this program is killed, the system kills the ranks.
 
 mod output;
@@ -80,7 +82,9 @@ pub enum JobError {
         signal: i32,
     },
     /// A rank failed without a report.
-    #[error("rank {rank} failed with exit code {code} without an error message; see its output above")]
+    #[error(
+        "rank {rank} failed with exit code {code} without an error message; see its output above"
+    )]
     Exit {
         /// The rank.
         rank: usize,
@@ -101,14 +105,17 @@ impl JobError {
         }
         match report {
             Some(report) => Self::Reported { rank, report },
-            None => Self::Exit { rank, code: status.code().unwrap_or(1) },
+            None => Self::Exit {
+                rank,
+                code: status.code().unwrap_or(1),
+            },
         }
     }
 }
 
 impl Job {
-    /// The environment variables of rank `rank`; rank 0 will listen on `port` of this machine. They contain the secret of
-    /// `token`.
+    /// The environment variables of rank `rank`; rank 0 will listen on `port` of this machine. They
+    /// contain the secret of `token`.
     pub fn variables(&self, rank: usize, port: u16, token: &Token) -> Vec<(String, String)> {
         let own = [
             ("RANK", rank.to_string()),
@@ -119,17 +126,22 @@ impl Job {
             ("MASTER_PORT", port.to_string()),
             ("ZERO_TOKEN", token.to_variable()),
         ];
-        let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let own = own
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value));
         self.variables.iter().cloned().chain(own).collect()
     }
 
-    /// Starts the ranks and waits until all have ended. `received` returns the next signal that should end the job, if
-    /// this program has received one.
+    /// Starts the ranks and waits until all have ended. `received` returns the next signal that
+    /// should end the job, if this program has received one.
     ///
     /// # Errors
     /// The first failure that no other rank caused, or [`JobError::Interrupted`].
     pub fn run(&self, received: &mut dyn FnMut() -> Option<i32>) -> Result<(), JobError> {
-        let start = |rank, e: std::io::Error| JobError::Start { rank, message: e.to_string() };
+        let start = |rank, e: std::io::Error| JobError::Start {
+            rank,
+            message: e.to_string(),
+        };
         let reports = report::Folder::new().map_err(|e| start(0, e))?;
         let port = free_port().map_err(|e| start(0, e))?;
         let token = Token::random().map_err(|e| start(0, e))?;
@@ -137,7 +149,10 @@ impl Job {
         let mut running = Vec::with_capacity(self.ranks);
         for rank in 0..self.ranks {
             let mut variables = self.variables(rank, port, &token);
-            variables.push((REPORT_VARIABLE.to_owned(), reports.file(rank).display().to_string()));
+            variables.push((
+                REPORT_VARIABLE.to_owned(),
+                reports.file(rank).display().to_string(),
+            ));
             // On an error, dropping `running` kills the ranks that have started.
             running.push(Rank::start(self, rank, &variables, &output).map_err(|e| start(rank, e))?);
         }
@@ -160,10 +175,18 @@ impl Job {
                 Ok(Some(status)) if status.success() => false,
                 // It had no handler yet, and the others miss it.
                 Ok(Some(status)) if status.signal().is_some() && status.signal() == forwarded => {
-                    failures.insert(0, JobError::Interrupted { signal: forwarded.unwrap_or_default() });
+                    failures.insert(
+                        0,
+                        JobError::Interrupted {
+                            signal: forwarded.unwrap_or_default(),
+                        },
+                    );
                     false
                 }
-                Ok(Some(status)) if forwarded.is_some() && status.code() == forwarded.map(|signal| 128 + signal) => {
+                Ok(Some(status))
+                    if forwarded.is_some()
+                        && status.code() == forwarded.map(|signal| 128 + signal) =>
+                {
                     interrupted = true;
                     false
                 }
@@ -176,12 +199,19 @@ impl Job {
                     false
                 }
             });
-            if !failures.is_empty() && grace.get_or_insert_with(|| TimeLimit::new(self.grace)).has_passed() {
+            if !failures.is_empty()
+                && grace
+                    .get_or_insert_with(|| TimeLimit::new(self.grace))
+                    .has_passed()
+            {
                 running.clear();
             }
         }
         output.finish();
-        let cause = failures.iter().find(|failure| !failure.is_echo()).or(failures.first());
+        let cause = failures
+            .iter()
+            .find(|failure| !failure.is_echo())
+            .or(failures.first());
         match (cause, forwarded) {
             (Some(cause), _) => Err(cause.clone()),
             (None, Some(signal)) if interrupted => Err(JobError::Interrupted { signal }),
@@ -192,5 +222,7 @@ impl Job {
 
 /// Returns a free port. If another program binds it before rank 0 does, rank 0 fails with an error.
 fn free_port() -> std::io::Result<u16> {
-    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    Ok(std::net::TcpListener::bind("127.0.0.1:0")?
+        .local_addr()?
+        .port())
 }

@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 
 /// Maximum length of a forwarded line; longer lines are split.
 const LINE_BYTES: u64 = 1 << 16;
-/// Timeout for the end of the output: a process that a rank started may outlive it and keep its output open.
+/// Timeout for the end of the output: a process that a rank started may outlive it and keep its
+/// output open.
 const LIMIT: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// The threads that forward the output of ranks.
@@ -24,17 +25,24 @@ impl Prefixed {
             let thread = std::thread::Builder::new().name(format!("output of rank {rank}"));
             thread.spawn(move || forward(rank, from, to))
         };
-        let to_out = follow(Box::new(out), |line| drop(io::stdout().lock().write_all(line)))?;
-        let to_err = follow(Box::new(err), |line| drop(io::stderr().lock().write_all(line)))?;
+        let to_out = follow(Box::new(out), |line| {
+            drop(io::stdout().lock().write_all(line))
+        })?;
+        let to_err = follow(Box::new(err), |line| {
+            drop(io::stderr().lock().write_all(line))
+        })?;
         self.threads.lock().extend([to_out, to_err]);
         Ok(())
     }
 
-    /// Waits until all output is forwarded, for at most [`LIMIT`]. Call it when the ranks have ended.
+    /// Waits until all output is forwarded, for at most [`LIMIT`]. Call it when the ranks have
+    /// ended.
     pub(super) fn finish(&self) {
         let threads = std::mem::take(&mut *self.threads.lock());
         let deadline = std::time::Instant::now() + LIMIT;
-        while threads.iter().any(|thread| !thread.is_finished()) && std::time::Instant::now() < deadline {
+        while threads.iter().any(|thread| !thread.is_finished())
+            && std::time::Instant::now() < deadline
+        {
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
     }
@@ -74,6 +82,9 @@ mod tests {
         let seen = seen.into_inner();
         assert_eq!(seen[..2], ["[rank 3] a\n", "[rank 3] \n"]);
         assert_eq!(seen.len(), 4);
-        assert!(seen.iter().all(|line| line.starts_with("[rank 3] ") && line.ends_with('\n')));
+        assert!(
+            seen.iter()
+                .all(|line| line.starts_with("[rank 3] ") && line.ends_with('\n'))
+        );
     }
 }

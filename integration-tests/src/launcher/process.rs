@@ -24,8 +24,12 @@ impl Rank {
         output: &Prefixed,
     ) -> io::Result<Self> {
         let mut command = Command::new(&job.program);
-        command.args(&job.args).envs(variables.iter().map(|(name, value)| (name, value))).stdin(Stdio::null());
-        // With its own group it does not receive the terminal's signals, and all its descendants can be killed.
+        command
+            .args(&job.args)
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null());
+        // With its own group it does not receive the terminal's signals, and all its descendants
+        // can be killed.
         command.process_group(0);
         end_with_this_process(&mut command);
         if number > 0 {
@@ -33,7 +37,11 @@ impl Rank {
         }
         let mut child = command.spawn()?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
-        let rank = Self { number, child, ended: false };
+        let rank = Self {
+            number,
+            child,
+            ended: false,
+        };
         if let (Some(out), Some(err)) = (out, err) {
             output.follow(number, out, err)?;
         }
@@ -76,10 +84,14 @@ fn end_with_this_process(command: &mut Command) {
     let before = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
         // If the parent ended before the call above, the signal will never be sent.
-        if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::other("the launcher has ended")) }
+        if getppid() == Some(parent) {
+            Ok(())
+        } else {
+            Err(io::Error::other("the launcher has ended"))
+        }
     };
-    // SAFETY: between fork and exec the closure makes two async-signal-safe system calls. It allocates only for an
-    // error, after which the child exits.
+    // SAFETY: between fork and exec the closure makes two async-signal-safe system calls. It
+    // allocates only for an error, after which the child exits.
     unsafe { command.pre_exec(before) };
 }
 

@@ -1,4 +1,5 @@
-//! Error reports of ranks: files named by [`REPORT_VARIABLE`]. The launcher prints only the root cause, once.
+//! Error reports of ranks: files named by [`REPORT_VARIABLE`]. The launcher prints only the root
+//! cause, once.
 
 use std::fs;
 use std::io;
@@ -31,7 +32,8 @@ impl Report {
         file_name().is_some()
     }
 
-    /// Writes the report for the launcher. Returns false if no launcher that reads reports started this process.
+    /// Writes the report for the launcher. Returns false if no launcher that reads reports started
+    /// this process.
     pub fn deliver(&self) -> bool {
         file_name().is_some_and(|file| self.write(Path::new(&file)).is_ok())
     }
@@ -41,8 +43,9 @@ impl Report {
     }
 }
 
-/// The folder of a job's reports. Dropping it removes the folder. If the launcher is killed, the folder stays in the
-/// system's folder for temporary files, empty or with one small file for each rank that failed.
+/// The folder of a job's reports. Dropping it removes the folder. If the launcher is killed, the
+/// folder stays in the system's folder for temporary files, empty or with one small file for each
+/// rank that failed.
 pub(super) struct Folder(TempDir);
 
 impl Folder {
@@ -66,7 +69,11 @@ mod tests {
     #[test]
     fn truncated_report_is_ignored() {
         let folder = Folder::new().unwrap();
-        let report = Report { code: 2, echo: true, message: "rank 1: \"so\"".to_owned() };
+        let report = Report {
+            code: 2,
+            echo: true,
+            message: "rank 1: \"so\"".to_owned(),
+        };
         report.write(&folder.file(3)).unwrap();
         assert_eq!(folder.read(3), Some(report));
         assert_eq!(folder.read(2), None);

@@ -1,9 +1,10 @@
 //! The shape of a GPT-2 model: presets, validation, and its parameters by unit.
 //!
-//! Names and shapes are Hugging Face's (`transformer.h.0.attn.c_attn.weight` is `[n_embd, 3 * n_embd]`,
-//! input dimension first), so that the tensors of a Hugging Face folder map one to one. The vocabulary of the GPT-2
-//! presets has Hugging Face's 50257 tokens and is not padded (llm.c pads to 50304 for speed), so every row of a
-//! checkpoint's embedding belongs to a token.
+//! Names and shapes are Hugging Face's (`transformer.h.0.attn.c_attn.weight` is
+//! `[n_embd, 3 * n_embd]`, input dimension first), so that the tensors of a Hugging Face folder map
+//! one to one. The vocabulary of the GPT-2 presets has Hugging Face's 50257 tokens and is not
+//! padded (llm.c pads to 50304 for speed), so every row of a checkpoint's embedding belongs to a
+//! token.
 //!
 //! ```
 //! use integration_tests::model::config::GptConfig;
@@ -69,7 +70,9 @@ pub enum ConfigError {
         got: String,
     },
     /// A variant of the architecture that this trainer does not support.
-    #[error("the key {key:?} is {got}, which this trainer does not support; it supports {supported}")]
+    #[error(
+        "the key {key:?} is {got}, which this trainer does not support; it supports {supported}"
+    )]
     Unsupported {
         /// The key.
         key: &'static str,
@@ -115,10 +118,18 @@ const HUB_NAMES: [(&str, &str); 5] = [
 /// A question about the preset that a name may mean; empty if none is near.
 fn meant(name: &str) -> String {
     let name = name.to_lowercase();
-    let known = HUB_NAMES.iter().find(|(hub, _)| *hub == name.trim_start_matches("openai-community/"));
-    let similar = || PRESETS.into_iter().find(|preset| !name.is_empty() && preset.starts_with(&name));
+    let known = HUB_NAMES
+        .iter()
+        .find(|(hub, _)| *hub == name.trim_start_matches("openai-community/"));
+    let similar = || {
+        PRESETS
+            .into_iter()
+            .find(|preset| !name.is_empty() && preset.starts_with(&name))
+    };
     let preset = known.map(|(_, preset)| *preset).or_else(similar);
-    preset.map(|preset| format!(" (did you mean {preset}?)")).unwrap_or_default()
+    preset
+        .map(|preset| format!(" (did you mean {preset}?)"))
+        .unwrap_or_default()
 }
 
 /// The shape of a GPT-2 model.
@@ -162,7 +173,11 @@ impl GptConfig {
             initializer_range: 0.02,
         };
         match name {
-            "nano" => Ok(Self { vocab_size: 256, n_positions: 256, ..gpt2(128, 4, 4) }),
+            "nano" => Ok(Self {
+                vocab_size: 256,
+                n_positions: 256,
+                ..gpt2(128, 4, 4)
+            }),
             "gpt2-124m" => Ok(gpt2(768, 12, 12)),
             "gpt2-350m" => Ok(gpt2(1024, 24, 16)),
             "gpt2-774m" => Ok(gpt2(1280, 36, 20)),
@@ -188,22 +203,34 @@ impl GptConfig {
             return Err(ConfigError::Zero(field));
         }
         if !self.n_embd.is_multiple_of(self.n_head) {
-            return Err(ConfigError::HeadsDoNotDivide { n_embd: self.n_embd, n_head: self.n_head });
+            return Err(ConfigError::HeadsDoNotDivide {
+                n_embd: self.n_embd,
+                n_head: self.n_head,
+            });
         }
         if self.n_layer > MAX_LAYERS {
             return Err(ConfigError::TooManyLayers(self.n_layer));
         }
-        // Sizes of 2^31 or more are rejected before `count` multiplies them, so u128 does not overflow.
+        // Sizes of 2^31 or more are rejected before `count` multiplies them, so u128 does not
+        // overflow.
         if sizes.iter().any(|(_, n)| *n > i32::MAX as usize) || self.count() > 1 << 59 {
             return Err(ConfigError::TooLarge);
         }
         if !(self.layer_norm_epsilon > 0.0 && self.layer_norm_epsilon.is_finite()) {
             let (field, value) = ("layer_norm_epsilon", self.layer_norm_epsilon);
-            return Err(ConfigError::OutOfRange { field, value, expected: "finite and above 0" });
+            return Err(ConfigError::OutOfRange {
+                field,
+                value,
+                expected: "finite and above 0",
+            });
         }
         if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
             let (field, value) = ("initializer_range", self.initializer_range);
-            return Err(ConfigError::OutOfRange { field, value, expected: "finite and not negative" });
+            return Err(ConfigError::OutOfRange {
+                field,
+                value,
+                expected: "finite and not negative",
+            });
         }
         Ok(())
     }
@@ -219,8 +246,14 @@ impl GptConfig {
     }
 
     fn count(&self) -> u128 {
-        let [v, p, c, f, l] =
-            [self.vocab_size, self.n_positions, self.n_embd, self.n_inner, self.n_layer].map(|n| n as u128);
+        let [v, p, c, f, l] = [
+            self.vocab_size,
+            self.n_positions,
+            self.n_embd,
+            self.n_inner,
+            self.n_layer,
+        ]
+        .map(|n| n as u128);
         let block = 2 * c + (c * 3 * c + 3 * c) + (c * c + c) + 2 * c + (c * f + f) + (f * c + c);
         v * c + p * c + l * block + 2 * c + if self.tied_head { 0 } else { v * c }
     }
@@ -230,14 +263,20 @@ impl GptConfig {
     /// With a tied head, `head` has only the last layer norm, and the head's product reads
     /// `transformer.wte.weight` of `embedding`.
     pub fn units(&self) -> Vec<UnitSpec> {
-        let [v, p, c, f] = [self.vocab_size, self.n_positions, self.n_embd, self.n_inner].map(|n| n as u64);
+        let [v, p, c, f] =
+            [self.vocab_size, self.n_positions, self.n_embd, self.n_inner].map(|n| n as u64);
         let mut units = Vec::with_capacity(self.n_layer + 2);
         units.push(UnitSpec::new(
             "embedding",
-            [ParamSpec::new("transformer.wte.weight", [v, c]), ParamSpec::new("transformer.wpe.weight", [p, c])],
+            [
+                ParamSpec::new("transformer.wte.weight", [v, c]),
+                ParamSpec::new("transformer.wpe.weight", [p, c]),
+            ],
         ));
         for i in 0..self.n_layer {
-            let param = |name: &str, shape: &[u64]| ParamSpec::new(format!("transformer.h.{i}.{name}"), shape);
+            let param = |name: &str, shape: &[u64]| {
+                ParamSpec::new(format!("transformer.h.{i}.{name}"), shape)
+            };
             units.push(UnitSpec::new(
                 format!("block.{i}"),
                 [
@@ -256,8 +295,10 @@ impl GptConfig {
                 ],
             ));
         }
-        let mut head =
-            vec![ParamSpec::new("transformer.ln_f.weight", [c]), ParamSpec::new("transformer.ln_f.bias", [c])];
+        let mut head = vec![
+            ParamSpec::new("transformer.ln_f.weight", [c]),
+            ParamSpec::new("transformer.ln_f.bias", [c]),
+        ];
         if !self.tied_head {
             head.push(ParamSpec::new("lm_head.weight", [v, c]));
         }
@@ -267,7 +308,10 @@ impl GptConfig {
 
     /// The parameter of this name, if the model has it.
     pub fn param(&self, name: &str) -> Option<ParamSpec> {
-        self.units().into_iter().flat_map(|u| u.params).find(|p| p.name == name)
+        self.units()
+            .into_iter()
+            .flat_map(|u| u.params)
+            .find(|p| p.name == name)
     }
 }
 
@@ -276,7 +320,12 @@ mod tests {
     use super::*;
 
     fn sum_of_units(config: &GptConfig) -> u64 {
-        config.units().iter().flat_map(|u| &u.params).map(|p| p.shape.iter().product::<u64>()).sum()
+        config
+            .units()
+            .iter()
+            .flat_map(|u| &u.params)
+            .map(|p| p.shape.iter().product::<u64>())
+            .sum()
     }
 
     #[test]
@@ -288,7 +337,11 @@ mod tests {
             ("gpt2-1.5b", 1_557_611_200),
         ];
         for (name, count) in expected {
-            assert_eq!(GptConfig::preset(name).unwrap().parameter_count(), count, "{name}");
+            assert_eq!(
+                GptConfig::preset(name).unwrap().parameter_count(),
+                count,
+                "{name}"
+            );
         }
     }
 
@@ -306,12 +359,18 @@ mod tests {
     #[test]
     fn only_an_untied_head_has_a_matrix() {
         let tied = GptConfig::preset("nano").unwrap();
-        let untied = GptConfig { tied_head: false, ..tied.clone() };
+        let untied = GptConfig {
+            tied_head: false,
+            ..tied.clone()
+        };
         assert_eq!(tied.param("lm_head.weight"), None);
         assert_eq!(untied.param("lm_head.weight").unwrap().shape, [256, 128]);
         assert_eq!(untied.parameter_count(), tied.parameter_count() + 256 * 128);
         assert_eq!(sum_of_units(&untied), untied.parameter_count());
-        assert_eq!(untied.units().last().unwrap().params.last().unwrap().name, "lm_head.weight");
+        assert_eq!(
+            untied.units().last().unwrap().params.last().unwrap().name,
+            "lm_head.weight"
+        );
     }
 
     #[test]
@@ -327,21 +386,93 @@ mod tests {
     fn each_wrong_shape_is_its_own_error() {
         let good = GptConfig::preset("nano").unwrap();
         let cases: [(GptConfig, &str); 12] = [
-            (GptConfig { vocab_size: 0, ..good.clone() }, "vocab_size is 0"),
-            (GptConfig { n_positions: 0, ..good.clone() }, "n_positions is 0"),
-            (GptConfig { n_embd: 0, ..good.clone() }, "n_embd is 0"),
-            (GptConfig { n_layer: 0, ..good.clone() }, "n_layer is 0"),
-            (GptConfig { n_head: 0, ..good.clone() }, "n_head is 0"),
-            (GptConfig { n_inner: 0, ..good.clone() }, "n_inner is 0"),
-            (GptConfig { n_head: 3, ..good.clone() }, "n_embd 128 is not divisible by its n_head 3"),
-            (GptConfig { n_layer: MAX_LAYERS + 1, ..good.clone() }, "n_layer is 65537; it must be 65536 at most"),
             (
-                GptConfig { n_layer: 1 << 16, n_embd: 1 << 24, n_head: 1, n_inner: 1 << 26, ..good.clone() },
+                GptConfig {
+                    vocab_size: 0,
+                    ..good.clone()
+                },
+                "vocab_size is 0",
+            ),
+            (
+                GptConfig {
+                    n_positions: 0,
+                    ..good.clone()
+                },
+                "n_positions is 0",
+            ),
+            (
+                GptConfig {
+                    n_embd: 0,
+                    ..good.clone()
+                },
+                "n_embd is 0",
+            ),
+            (
+                GptConfig {
+                    n_layer: 0,
+                    ..good.clone()
+                },
+                "n_layer is 0",
+            ),
+            (
+                GptConfig {
+                    n_head: 0,
+                    ..good.clone()
+                },
+                "n_head is 0",
+            ),
+            (
+                GptConfig {
+                    n_inner: 0,
+                    ..good.clone()
+                },
+                "n_inner is 0",
+            ),
+            (
+                GptConfig {
+                    n_head: 3,
+                    ..good.clone()
+                },
+                "n_embd 128 is not divisible by its n_head 3",
+            ),
+            (
+                GptConfig {
+                    n_layer: MAX_LAYERS + 1,
+                    ..good.clone()
+                },
+                "n_layer is 65537; it must be 65536 at most",
+            ),
+            (
+                GptConfig {
+                    n_layer: 1 << 16,
+                    n_embd: 1 << 24,
+                    n_head: 1,
+                    n_inner: 1 << 26,
+                    ..good.clone()
+                },
                 "too large",
             ),
-            (GptConfig { layer_norm_epsilon: 0.0, ..good.clone() }, "layer_norm_epsilon is 0"),
-            (GptConfig { layer_norm_epsilon: f32::NAN, ..good.clone() }, "layer_norm_epsilon is NaN"),
-            (GptConfig { initializer_range: -1.0, ..good.clone() }, "initializer_range is -1"),
+            (
+                GptConfig {
+                    layer_norm_epsilon: 0.0,
+                    ..good.clone()
+                },
+                "layer_norm_epsilon is 0",
+            ),
+            (
+                GptConfig {
+                    layer_norm_epsilon: f32::NAN,
+                    ..good.clone()
+                },
+                "layer_norm_epsilon is NaN",
+            ),
+            (
+                GptConfig {
+                    initializer_range: -1.0,
+                    ..good.clone()
+                },
+                "initializer_range is -1",
+            ),
         ];
         for (config, part) in cases {
             let error = config.validate().unwrap_err().to_string();

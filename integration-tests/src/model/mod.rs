@@ -1,8 +1,8 @@
 //! The interface of a model: units of parameters, and passes that read them.
 //!
-//! A [`Model`] computes and owns activations only. The stages pass it parameters before each pass and read gradients
-//! after it, so that they decide what is stored, gathered, reduced and freed. A pass usually reads one unit; the head
-//! of a GPT-2 with a tied embedding reads two.
+//! A [`Model`] computes and owns activations only. The stages pass it parameters before each pass
+//! and read gradients after it, so that they decide what is stored, gathered, reduced and freed. A
+//! pass usually reads one unit; the head of a GPT-2 with a tied embedding reads two.
 
 pub mod config;
 pub mod gpt2;
@@ -14,8 +14,9 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use crate::error::TrainError;
 
-/// A part of the model between two points where parameters may be gathered and freed. Backward runs the
-/// passes in reverse; in the last pass, whose backward follows its forward, both read the same units.
+/// A part of the model between two points where parameters may be gathered and freed. Backward runs
+/// the passes in reverse; in the last pass, whose backward follows its forward, both read the same
+/// units.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// Units whose parameters the forward reads.
@@ -31,8 +32,9 @@ pub struct Pass {
 pub enum Grad {
     /// fp32 sums, to which the pass adds.
     Add(DeviceSlice<f32>),
-    /// The gradient in the dtype of communication, which the pass writes: every element of every tensor of the unit exactly
-    /// once, each an fp32 sum rounded once. Only if [`Model::writes_grad`] returns true for the pass and the unit.
+    /// The gradient in the dtype of communication, which the pass writes: every element of every
+    /// tensor of the unit exactly once, each an fp32 sum rounded once. Only if
+    /// [`Model::writes_grad`] returns true for the pass and the unit.
     Write(AnySlice),
 }
 
@@ -77,18 +79,29 @@ pub trait Model<D: Device>: Send {
     ///
     /// # Errors
     /// The stream failed.
-    fn set_batch(&mut self, stream: &D::Stream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError>;
+    fn set_batch(
+        &mut self,
+        stream: &D::Stream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError>;
 
-    /// Computes pass `pass` forward; `params` are the flat parameters of its `forward_reads`, in order, in
-    /// fp32, bf16 or fp16.
+    /// Computes pass `pass` forward; `params` are the flat parameters of its `forward_reads`, in
+    /// order, in fp32, bf16 or fp16.
     ///
     /// # Errors
     /// The stream failed.
-    fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError>;
+    fn forward(
+        &mut self,
+        stream: &D::Stream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError>;
 
-    /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`, `grads` the flat
-    /// gradients of its `grads`. Adds to them, or writes to them ([`Grad`]), the gradient of the micro-batch's mean loss
-    /// times `loss_scale[0]`, which is read in stream order. fp32 sums are zero before the first pass that adds to them.
+    /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`,
+    /// `grads` the flat gradients of its `grads`. Adds to them, or writes to them ([`Grad`]), the
+    /// gradient of the micro-batch's mean loss times `loss_scale[0]`, which is read in stream
+    /// order. fp32 sums are zero before the first pass that adds to them.
     ///
     /// # Errors
     /// The stream failed.
@@ -101,18 +114,24 @@ pub trait Model<D: Device>: Send {
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError>;
 
-    /// Whether the backward of `pass` can write the gradient of `unit`, instead of adding to it. No other pass adds to such
-    /// a gradient.
+    /// Whether the backward of `pass` can write the gradient of `unit`, instead of adding to it. No
+    /// other pass adds to such a gradient.
     fn writes_grad(&self, _pass: usize, _unit: usize) -> bool {
         false
     }
 
-    /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to [`Model::loss`], after its
-    /// forward. `params` are the flat parameters of the `forward_reads` of the last pass. Computes no gradient.
+    /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to
+    /// [`Model::loss`], after its forward. `params` are the flat parameters of the `forward_reads`
+    /// of the last pass. Computes no gradient.
     ///
     /// # Errors
     /// The stream failed.
-    fn add_losses(&mut self, stream: &D::Stream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError>;
+    fn add_losses(
+        &mut self,
+        stream: &D::Stream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), TrainError>;
 
     /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
     ///

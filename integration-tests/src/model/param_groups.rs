@@ -1,9 +1,11 @@
 //! Parameter groups of a run: rules for tensors, by name, shape and kind.
 //!
-//! A tensor belongs to the first group whose conditions it meets, otherwise it has the optimizer's own rules. Freezing all
-//! tensors of a unit (embedding, block, head) saves its gradient, its optimizer state and their communication; at stage 3 its
-//! parameters are still gathered. Backward stops behind the first unit that trains. A frozen tensor in a unit that trains has
-//! no optimizer state, but its gradient is still computed, stored and reduced. Neither kind counts in the gradient norm.
+//! A tensor belongs to the first group whose conditions it meets, otherwise it has the optimizer's
+//! own rules. Freezing all tensors of a unit (embedding, block, head) saves its gradient, its
+//! optimizer state and their communication; at stage 3 its parameters are still gathered. Backward
+//! stops behind the first unit that trains. A frozen tensor in a unit that trains has no optimizer
+//! state, but its gradient is still computed, stored and reduced. Neither kind counts in the
+//! gradient norm.
 
 use std::fmt;
 
@@ -39,7 +41,8 @@ impl ParamKind {
     }
 }
 
-/// Conditions on tensors, and the rules of the tensors that meet all of them. A rule that is `None` is the optimizer's.
+/// Conditions on tensors, and the rules of the tensors that meet all of them. A rule that is `None`
+/// is the optimizer's.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ParamGroup {
@@ -71,7 +74,11 @@ pub struct ParamGroup {
 
 impl ParamGroup {
     fn matches(&self, name: &str, dims: usize) -> bool {
-        (self.names.is_empty() || self.names.iter().any(|pattern| matches_pattern(pattern, name)))
+        (self.names.is_empty()
+            || self
+                .names
+                .iter()
+                .any(|pattern| matches_pattern(pattern, name)))
             && (self.kinds.is_empty() || self.kinds.contains(&ParamKind::of(name)))
             && self.min_dims.is_none_or(|least| dims >= least)
             && self.max_dims.is_none_or(|most| dims <= most)
@@ -90,7 +97,11 @@ impl ParamGroup {
 impl fmt::Display for ParamGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut conditions = self.names.clone();
-        conditions.extend(self.kinds.iter().map(|kind| format!("{kind:?}").to_lowercase()));
+        conditions.extend(
+            self.kinds
+                .iter()
+                .map(|kind| format!("{kind:?}").to_lowercase()),
+        );
         conditions.extend(self.min_dims.map(|n| format!("dims >= {n}")));
         conditions.extend(self.max_dims.map(|n| format!("dims <= {n}")));
         if conditions.is_empty() {
@@ -102,7 +113,10 @@ impl fmt::Display for ParamGroup {
         }
         rules.extend(self.lr_scale.map(|x| format!("learning rate x {x}")));
         rules.extend(self.weight_decay.map(|x| format!("weight decay {x}")));
-        rules.extend(self.betas.map(|[one, two]| format!("betas {one} and {two}")));
+        rules.extend(
+            self.betas
+                .map(|[one, two]| format!("betas {one} and {two}")),
+        );
         if rules.is_empty() {
             rules.push("the optimizer's rules".to_owned());
         }
@@ -113,8 +127,12 @@ impl fmt::Display for ParamGroup {
 /// Whether `name` matches `pattern`, in which `*` matches any text.
 fn matches_pattern(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
-    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
-    let Some(last) = parts.next_back() else { return rest.is_empty() };
+    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else {
+        return false;
+    };
+    let Some(last) = parts.next_back() else {
+        return rest.is_empty();
+    };
     for part in parts {
         match rest.find(part) {
             Some(at) => rest = &rest[at + part.len()..],
@@ -149,7 +167,10 @@ impl GroupSettings {
     pub fn resolve(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
         let (mut rules, mut matched) = (Vec::new(), vec![false; self.groups.len()]);
         let mut place_of = |param: &ParamPlacement| {
-            let group = self.groups.iter().position(|group| group.matches(&param.name, param.shape.len()));
+            let group = self
+                .groups
+                .iter()
+                .position(|group| group.matches(&param.name, param.shape.len()));
             let mut own = group.map_or_else(GroupRules::default, |group| {
                 matched[group] = true;
                 self.groups[group].rules()
@@ -157,12 +178,19 @@ impl GroupSettings {
             if self.no_decay_1d && param.shape.len() < 2 {
                 own.weight_decay.get_or_insert(0.0);
             }
-            rules.iter().position(|other| *other == own).unwrap_or_else(|| {
-                rules.push(own);
-                rules.len() - 1
-            })
+            rules
+                .iter()
+                .position(|other| *other == own)
+                .unwrap_or_else(|| {
+                    rules.push(own);
+                    rules.len() - 1
+                })
         };
-        let units = layout.units().iter().map(|unit| unit.params.iter().map(&mut place_of).collect()).collect();
+        let units = layout
+            .units()
+            .iter()
+            .map(|unit| unit.params.iter().map(&mut place_of).collect())
+            .collect();
         if let Some(group) = matched.iter().position(|matched| !matched) {
             return Err(TrainError::Usage(format!(
                 "param_groups[{group}] ({}): no tensor of the model meets its conditions, or all are in earlier groups; \
@@ -171,7 +199,9 @@ impl GroupSettings {
             )));
         }
         for rules in &rules {
-            rules.check().map_err(|error| TrainError::Usage(format!("param_groups: {error}")))?;
+            rules
+                .check()
+                .map_err(|error| TrainError::Usage(format!("param_groups: {error}")))?;
         }
         let groups = ModelGroups { rules, units };
         match (0..groups.units.len()).all(|unit| groups.is_frozen(unit)) {
@@ -189,7 +219,11 @@ impl fmt::Display for GroupSettings {
         if self.no_decay_1d {
             all.push("dims <= 1: weight decay 0".to_owned());
         }
-        f.write_str(&if all.is_empty() { "none".to_owned() } else { all.join("; ") })
+        f.write_str(&if all.is_empty() {
+            "none".to_owned()
+        } else {
+            all.join("; ")
+        })
     }
 }
 
@@ -204,7 +238,9 @@ pub struct ModelGroups {
 impl ModelGroups {
     /// Whether all tensors of the unit are frozen.
     pub fn is_frozen(&self, unit: usize) -> bool {
-        self.units[unit].iter().all(|rules| !self.rules[*rules].trainable)
+        self.units[unit]
+            .iter()
+            .all(|rules| !self.rules[*rules].trainable)
     }
 
     /// The number of distinct sets of learning rate and betas, the optimizer's own included.
@@ -225,22 +261,43 @@ impl ModelGroups {
         Ok(ParamGroups::new(self.rules.clone(), runs))
     }
 
-    /// The state of the rank that holds the most: [`Layout::state_bytes`] without gradients of frozen units and optimizer
-    /// state of frozen tensors. `None` if a sum does not fit 64 bits.
-    pub fn state_bytes(&self, layout: &Layout, stage: ZeroStage, widths: &Widths) -> Option<StateBytes> {
+    /// The state of the rank that holds the most: [`Layout::state_bytes`] without gradients of
+    /// frozen units and optimizer state of frozen tensors. `None` if a sum does not fit 64 bits.
+    pub fn state_bytes(
+        &self,
+        layout: &Layout,
+        stage: ZeroStage,
+        widths: &Widths,
+    ) -> Option<StateBytes> {
         let all = layout.state_bytes(stage, widths).ok()?;
         if self.rules.iter().all(|rules| rules.trainable) {
             return Some(all);
         }
-        let units = || layout.units().iter().enumerate().filter(|(i, _)| !self.is_frozen(*i));
-        let grads = units().map(|(_, u)| if stage.shards_grads() { u.shard_elems } else { u.padded_elems });
+        let units = || {
+            layout
+                .units()
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| !self.is_frozen(*i))
+        };
+        let grads = units().map(|(_, u)| {
+            if stage.shards_grads() {
+                u.shard_elems
+            } else {
+                u.padded_elems
+            }
+        });
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs } = self.of(layout, rank).ok()?;
             let trained = runs.iter().filter(|run| rules[run.group].trainable);
             Some(trained.map(|run| run.elems.len() as u64).sum())
         };
         let most = match stage.shards_optimizer() {
-            true => (0..layout.world_size()).map(|rank| held(Some(rank))).max().flatten().unwrap_or(0),
+            true => (0..layout.world_size())
+                .map(|rank| held(Some(rank)))
+                .max()
+                .flatten()
+                .unwrap_or(0),
             false => held(None)?,
         };
         Some(StateBytes {
@@ -282,9 +339,22 @@ mod tests {
         let json = r#"[{"names": ["transformer.h.0.*"], "trainable": false},
             {"kinds": ["norm", "bias"], "weight_decay": 0.5}, {"max_dims": 1, "lr_scale": 2.0}]"#;
         let groups: Vec<ParamGroup> = serde_json::from_str(json).unwrap();
-        let none_left = GroupSettings { groups: groups.clone(), no_decay_1d: false }.resolve(&layout(2)).unwrap_err();
-        assert!(none_left.to_string().contains("param_groups[2] (dims <= 1: learning rate x 2)"), "{none_left}");
-        let settings = GroupSettings { groups: groups[..2].to_vec(), no_decay_1d: true };
+        let none_left = GroupSettings {
+            groups: groups.clone(),
+            no_decay_1d: false,
+        }
+        .resolve(&layout(2))
+        .unwrap_err();
+        assert!(
+            none_left
+                .to_string()
+                .contains("param_groups[2] (dims <= 1: learning rate x 2)"),
+            "{none_left}"
+        );
+        let settings = GroupSettings {
+            groups: groups[..2].to_vec(),
+            no_decay_1d: true,
+        };
         assert_eq!(
             settings.to_string(),
             "transformer.h.0.*: frozen; norm bias: weight decay 0.5; dims <= 1: weight decay 0"
@@ -292,38 +362,82 @@ mod tests {
         let resolved = settings.resolve(&layout(2)).unwrap();
         assert!(resolved.is_frozen(1) && !resolved.is_frozen(0) && !resolved.is_frozen(2));
         // The group's decay remains; only tensors outside of it have none.
-        assert!(resolved.rules.iter().all(|rules| rules.weight_decay != Some(0.0) || !rules.trainable));
-        let all = ParamGroup { trainable: Some(false), ..ParamGroup::default() };
-        let error = GroupSettings { groups: vec![all], no_decay_1d: false }.resolve(&layout(2)).unwrap_err();
-        assert!(error.to_string().contains("nothing is left to train"), "{error}");
+        assert!(
+            resolved
+                .rules
+                .iter()
+                .all(|rules| rules.weight_decay != Some(0.0) || !rules.trainable)
+        );
+        let all = ParamGroup {
+            trainable: Some(false),
+            ..ParamGroup::default()
+        };
+        let error = GroupSettings {
+            groups: vec![all],
+            no_decay_1d: false,
+        }
+        .resolve(&layout(2))
+        .unwrap_err();
+        assert!(
+            error.to_string().contains("nothing is left to train"),
+            "{error}"
+        );
     }
 
     #[test]
     fn runs_cover_what_a_rank_holds() {
-        let settings = GroupSettings { groups: Vec::new(), no_decay_1d: true };
+        let settings = GroupSettings {
+            groups: Vec::new(),
+            no_decay_1d: true,
+        };
         let layout = layout(3);
         let groups = settings.resolve(&layout).unwrap();
         for rank in 0..3 {
             let runs = groups.of(&layout, Some(rank)).unwrap().runs;
             assert_eq!(runs.last().unwrap().elems.end as u64, layout.shard_elems());
-            assert!(runs.windows(2).all(|two| two[0].elems.end == two[1].elems.start));
+            assert!(
+                runs.windows(2)
+                    .all(|two| two[0].elems.end == two[1].elems.start)
+            );
         }
     }
 
     #[test]
     fn frozen_units_have_no_state() {
-        let block =
-            ParamGroup { names: vec!["transformer.h.0.*".into()], trainable: Some(false), ..Default::default() };
-        let groups = GroupSettings { groups: vec![block], no_decay_1d: false };
+        let block = ParamGroup {
+            names: vec!["transformer.h.0.*".into()],
+            trainable: Some(false),
+            ..Default::default()
+        };
+        let groups = GroupSettings {
+            groups: vec![block],
+            no_decay_1d: false,
+        };
         let (layout, widths) = (layout(2), Widths::adam(2, 1));
         let groups = groups.resolve(&layout).unwrap();
         let block = &layout.units()[1];
-        for stage in [ZeroStage::Zero, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
-            let (all, ours) =
-                (layout.state_bytes(stage, &widths).unwrap(), groups.state_bytes(&layout, stage, &widths).unwrap());
-            let elems = |sharded| if sharded { block.shard_elems } else { block.padded_elems };
+        for stage in [
+            ZeroStage::Zero,
+            ZeroStage::One,
+            ZeroStage::Two,
+            ZeroStage::Three,
+        ] {
+            let (all, ours) = (
+                layout.state_bytes(stage, &widths).unwrap(),
+                groups.state_bytes(&layout, stage, &widths).unwrap(),
+            );
+            let elems = |sharded| {
+                if sharded {
+                    block.shard_elems
+                } else {
+                    block.padded_elems
+                }
+            };
             assert_eq!(all.params_bytes, ours.params_bytes);
-            assert_eq!(all.grads_bytes - ours.grads_bytes, elems(stage.shards_grads()) * widths.grad_bytes);
+            assert_eq!(
+                all.grads_bytes - ours.grads_bytes,
+                elems(stage.shards_grads()) * widths.grad_bytes
+            );
             let state = elems(stage.shards_optimizer()) * widths.optimizer_bytes;
             assert_eq!(all.optimizer_bytes - ours.optimizer_bytes, state);
         }

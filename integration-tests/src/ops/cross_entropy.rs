@@ -5,21 +5,28 @@ use rayon::prelude::*;
 
 use super::{math, rows_per_thread};
 
-/// Returns the sum over rows of `-log softmax(logits)[target]` in nats, and turns `logits` `[rows, vocab]`
-/// into their gradient times `scale`.
+/// Returns the sum over rows of `-log softmax(logits)[target]` in nats, and turns `logits`
+/// `[rows, vocab]` into their gradient times `scale`.
 pub fn forward_backward(logits: &mut [f32], targets: &[u32], vocab: usize, scale: f32) -> f64 {
     let rows = rows_per_thread(targets.len());
-    let parts: Vec<f64> = (logits.par_chunks_mut(rows * vocab), targets.par_chunks(rows))
+    let parts: Vec<f64> = (
+        logits.par_chunks_mut(rows * vocab),
+        targets.par_chunks(rows),
+    )
         .into_par_iter()
         .map(|(logits, targets)| rows_of(logits, targets, vocab, scale))
         .collect();
     parts.iter().sum()
 }
 
-/// Returns the sum of [`forward_backward`], with the same bits, without a gradient. Overwrites `logits`.
+/// Returns the sum of [`forward_backward`], with the same bits, without a gradient. Overwrites
+/// `logits`.
 pub fn forward(logits: &mut [f32], targets: &[u32], vocab: usize) -> f64 {
     let rows = rows_per_thread(targets.len());
-    let parts: Vec<f64> = (logits.par_chunks_mut(rows * vocab), targets.par_chunks(rows))
+    let parts: Vec<f64> = (
+        logits.par_chunks_mut(rows * vocab),
+        targets.par_chunks(rows),
+    )
         .into_par_iter()
         .map(|(logits, targets)| losses_of(logits, targets, vocab))
         .collect();
@@ -41,7 +48,10 @@ fn exponentials(row: &mut [f32], target: u32) -> (f64, f32) {
     let max = math::max(row);
     let at_target = row[target as usize];
     let sum = math::exp_and_sum(row, max);
-    (f64::from(sum).ln() + f64::from(max) - f64::from(at_target), sum)
+    (
+        f64::from(sum).ln() + f64::from(max) - f64::from(at_target),
+        sum,
+    )
 }
 
 #[multiversion(targets = "simd")]

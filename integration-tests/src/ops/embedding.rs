@@ -6,22 +6,36 @@ use rayon::prelude::*;
 
 use super::rows_per_thread;
 
-/// `x[b, t] = wte[token] + wpe[t]`. Tokens were checked against the vocabulary when the data was opened.
+/// `x[b, t] = wte[token] + wpe[t]`. Tokens were checked against the vocabulary when the data was
+/// opened.
 pub fn forward(x: &mut [f32], tokens: &[u32], wte: &[f32], wpe: &[f32], seq: usize, c: usize) {
     let rows = rows_per_thread(tokens.len());
-    x.par_chunks_mut(rows * c).enumerate().for_each(|(chunk, x)| {
-        for (i, x) in x.chunks_exact_mut(c).enumerate() {
-            let row = chunk * rows + i;
-            let (token, position) = (tokens[row] as usize * c, row % seq * c);
-            for ((x, &e), &p) in x.iter_mut().zip(&wte[token..token + c]).zip(&wpe[position..position + c]) {
-                *x = e + p;
+    x.par_chunks_mut(rows * c)
+        .enumerate()
+        .for_each(|(chunk, x)| {
+            for (i, x) in x.chunks_exact_mut(c).enumerate() {
+                let row = chunk * rows + i;
+                let (token, position) = (tokens[row] as usize * c, row % seq * c);
+                for ((x, &e), &p) in x
+                    .iter_mut()
+                    .zip(&wte[token..token + c])
+                    .zip(&wpe[position..position + c])
+                {
+                    *x = e + p;
+                }
             }
-        }
-    });
+        });
 }
 
 /// `dwte[token] += dx` and `dwpe[t] += dx`, in the order of the rows.
-pub fn backward(dwte: &mut [f32], dwpe: &mut [f32], tokens: &[u32], dx: &[f32], seq: usize, c: usize) {
+pub fn backward(
+    dwte: &mut [f32],
+    dwpe: &mut [f32],
+    tokens: &[u32],
+    dx: &[f32],
+    seq: usize,
+    c: usize,
+) {
     for (row, dx) in dx.chunks_exact(c).enumerate() {
         let (token, position) = (tokens[row] as usize * c, row % seq * c);
         for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {

@@ -18,18 +18,25 @@ fn exp_minus_2u(x: f32) -> f32 {
 /// `x += bias` and `y = gelu(x)`: x and y `[rows, n]`, bias `[n]`.
 pub fn forward(y: &mut [f32], x: &mut [f32], bias: &[f32]) {
     let n = rows_per_thread(y.len() / bias.len()) * bias.len();
-    (y.par_chunks_mut(n), x.par_chunks_mut(n)).into_par_iter().for_each(|(y, x)| forward_rows(y, x, bias));
+    (y.par_chunks_mut(n), x.par_chunks_mut(n))
+        .into_par_iter()
+        .for_each(|(y, x)| forward_rows(y, x, bias));
 }
 
 /// `dy *= gelu'(x)`, elementwise: on return `dy` is the gradient of x.
 pub fn backward(dy: &mut [f32], x: &[f32]) {
     let n = rows_per_thread(dy.len());
-    (dy.par_chunks_mut(n), x.par_chunks(n)).into_par_iter().for_each(|(dy, x)| backward_chunk(dy, x));
+    (dy.par_chunks_mut(n), x.par_chunks(n))
+        .into_par_iter()
+        .for_each(|(dy, x)| backward_chunk(dy, x));
 }
 
 #[multiversion(targets = "simd")]
 fn forward_rows(y: &mut [f32], x: &mut [f32], bias: &[f32]) {
-    for (y, x) in y.chunks_exact_mut(bias.len()).zip(x.chunks_exact_mut(bias.len())) {
+    for (y, x) in y
+        .chunks_exact_mut(bias.len())
+        .zip(x.chunks_exact_mut(bias.len()))
+    {
         for ((y, x), &b) in y.iter_mut().zip(x).zip(bias) {
             *x += b;
             *y = *x / (1.0 + exp_minus_2u(*x));

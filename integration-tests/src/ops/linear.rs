@@ -2,8 +2,9 @@
 //!
 //! Shapes: x `[rows, k]`, w `[k, n]` (as GPT-2's Conv1D stores it), y `[rows, n]`, all row-major.
 //!
-//! faer reads the second operand of a row-major product down its columns: one cache line an element if it is
-//! the transpose of a tensor. So weight gradients, and attention, transpose that operand first.
+//! faer reads the second operand of a row-major product down its columns: one cache line an element
+//! if it is the transpose of a tensor. So weight gradients, and attention, transpose that operand
+//! first.
 
 use faer::{Accum, MatMut, MatRef, Par};
 use multiversion::multiversion;
@@ -23,15 +24,23 @@ pub(super) fn mat_mut(data: &mut [f32], rows: usize, cols: usize) -> MatMut<'_, 
 }
 
 /// `out = alpha a b`, or `out += alpha a b`, on the calling thread.
-pub(super) fn gemm(out: MatMut<'_, f32>, accum: Accum, a: MatRef<'_, f32>, b: MatRef<'_, f32>, alpha: f32) {
+pub(super) fn gemm(
+    out: MatMut<'_, f32>,
+    accum: Accum,
+    a: MatRef<'_, f32>,
+    b: MatRef<'_, f32>,
+    alpha: f32,
+) {
     faer::linalg::matmul::matmul(out, accum, a, b, alpha, Par::Seq);
 }
 
-/// Columns of a product that are computed at once: whole tiles of faer's kernels (24 with AVX2, 96 with AVX-512). Over all
-/// columns its chunks for the level-2 cache would end within a tile. Level 2 also holds the panel of `w`.
+/// Columns of a product that are computed at once: whole tiles of faer's kernels (24 with AVX2, 96
+/// with AVX-512). Over all columns its chunks for the level-2 cache would end within a tile. Level
+/// 2 also holds the panel of `w`.
 const PANEL: usize = 96;
 
-/// `y = x w`, or `y += x w`, for all rows of y `[m, n]`, x `[m, k]` and w `[k, n]`, on the calling thread.
+/// `y = x w`, or `y += x w`, for all rows of y `[m, n]`, x `[m, k]` and w `[k, n]`, on the calling
+/// thread.
 fn panels(y: &mut [f32], accum: Accum, x: MatRef<'_, f32>, w: MatRef<'_, f32>) {
     let n = w.ncols();
     for first in (0..n).step_by(PANEL) {
@@ -68,7 +77,11 @@ pub fn forward_residual(y: &mut [f32], residual: &[f32], x: &[f32], w: &[f32], b
     let n = bias.len();
     let w = mat(w, w.len() / n, n);
     let rows = rows_per_thread(y.len() / n);
-    (y.par_chunks_mut(rows * n), residual.par_chunks(rows * n), x.par_chunks(rows * w.nrows()))
+    (
+        y.par_chunks_mut(rows * n),
+        residual.par_chunks(rows * n),
+        x.par_chunks(rows * w.nrows()),
+    )
         .into_par_iter()
         .for_each(|(y, residual, x)| {
             sum_with_bias(y, residual, bias);
@@ -82,7 +95,8 @@ const COLUMNS: usize = 256;
 
 /// `dw += x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
 pub fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
-    // The threads split the rows of dw, and each sums over all m, so the order of the sums is fixed.
+    // The threads split the rows of dw, and each sums over all m, so the order of the sums is
+    // fixed.
     let (k, m) = (dw.len() / n, dy.len() / n);
     let rows = rows_per_thread(k);
     dw.par_chunks_mut(rows * n).enumerate().for_each(|(i, dw)| {
@@ -90,11 +104,17 @@ pub fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
             let (cols, first) = (dw.len() / n, i * rows + block * COLUMNS);
             with_scratch(cols * DEPTH.min(m), |scratch| {
                 for (x, dy) in x.chunks(DEPTH * k).zip(dy.chunks(DEPTH * n)) {
-                    // faer would read x with a stride of k, from as many cache lines as it has rows.
+                    // faer would read x with a stride of k, from as many cache lines as it has
+                    // rows.
                     let depth = dy.len() / n;
                     let transposed = &mut scratch[..cols * depth];
                     transpose(transposed, &x[first..], k, depth);
-                    panels(dw, Accum::Add, mat(transposed, cols, depth), mat(dy, depth, n));
+                    panels(
+                        dw,
+                        Accum::Add,
+                        mat(transposed, cols, depth),
+                        mat(dy, depth, n),
+                    );
                 }
             });
         }
@@ -108,7 +128,13 @@ pub fn backward_weight(dw: &mut [f32], dbias: &mut [f32], x: &[f32], dy: &[f32])
 }
 
 /// Calls `work(y, x)` on each thread's rows of y `[rows, n]` and x `[rows, k]`.
-fn by_rows(y: &mut [f32], x: &[f32], n: usize, k: usize, work: impl Fn(&mut [f32], MatRef<'_, f32>) + Sync) {
+fn by_rows(
+    y: &mut [f32],
+    x: &[f32],
+    n: usize,
+    k: usize,
+    work: impl Fn(&mut [f32], MatRef<'_, f32>) + Sync,
+) {
     let rows = rows_per_thread(y.len() / n);
     (y.par_chunks_mut(rows * n), x.par_chunks(rows * k))
         .into_par_iter()
@@ -118,8 +144,12 @@ fn by_rows(y: &mut [f32], x: &[f32], n: usize, k: usize, work: impl Fn(&mut [f32
 /// `out[j] += sum over rows of x[i, j]`, row by row within a thread's columns.
 fn add_column_sums(out: &mut [f32], x: &[f32]) {
     let n = out.len();
-    let cols = n.div_ceil(rayon::current_num_threads()).next_multiple_of(16);
-    out.par_chunks_mut(cols).enumerate().for_each(|(i, out)| add_column_sums_from(out, x, n, i * cols));
+    let cols = n
+        .div_ceil(rayon::current_num_threads())
+        .next_multiple_of(16);
+    out.par_chunks_mut(cols)
+        .enumerate()
+        .for_each(|(i, out)| add_column_sums_from(out, x, n, i * cols));
 }
 
 /// Adds the sums of four rows at a time, which loads and stores `out` less often.
@@ -153,7 +183,10 @@ fn add_rows(y: &mut [f32], bias: &[f32]) {
 /// `y = x + bias`.
 #[multiversion(targets = "simd")]
 fn sum_with_bias(y: &mut [f32], x: &[f32], bias: &[f32]) {
-    for (y, x) in y.chunks_exact_mut(bias.len()).zip(x.chunks_exact(bias.len())) {
+    for (y, x) in y
+        .chunks_exact_mut(bias.len())
+        .zip(x.chunks_exact(bias.len()))
+    {
         for ((y, &x), &b) in y.iter_mut().zip(x).zip(bias) {
             *y = x + b;
         }

@@ -5,9 +5,10 @@ const LANES: usize = 16;
 
 /// e^x within 8e-8 relative; 0 below -87.69, infinite above 88.38.
 ///
-/// x = k ln 2 + r with |r| <= ln 2 / 2; e^r by the polynomial 1 + r + r^2 q(r) of degree 6 with the least relative error
-/// (3e-9), and 2^k by writing k + 127 into the exponent: 0 for k = -127, infinite for k = 128. A CPU without fused
-/// multiply-add computes it in software: slowly, with the same bits.
+/// x = k ln 2 + r with |r| <= ln 2 / 2; e^r by the polynomial 1 + r + r^2 q(r) of degree 6 with the
+/// least relative error (3e-9), and 2^k by writing k + 127 into the exponent: 0 for k = -127,
+/// infinite for k = 128. A CPU without fused multiply-add computes it in software: slowly, with the
+/// same bits.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
     // 1.5 * 2^23 + 127: a sum with it is rounded to an integer, whose low bits are k + 127.
@@ -48,8 +49,8 @@ pub(super) fn exp_and_sum(xs: &mut [f32], shift: f32) -> f32 {
     total
 }
 
-/// Sum of `f` of the elements at each index of slices of equal length, in lanes and then over the lanes: an order fixed by
-/// the length alone.
+/// Sum of `f` of the elements at each index of slices of equal length, in lanes and then over the
+/// lanes: an order fixed by the length alone.
 #[inline(always)]
 pub(super) fn sum_of<const N: usize>(slices: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
     let n = slices[0].len();
@@ -78,7 +79,10 @@ pub(super) fn max(xs: &[f32]) -> f32 {
             *m = if x > *m { x } else { *m };
         }
     }
-    lanes.iter().chain(chunks.remainder()).fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
+    lanes
+        .iter()
+        .chain(chunks.remainder())
+        .fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
 }
 
 #[cfg(test)]
@@ -109,8 +113,15 @@ mod tests {
     fn sums_and_maxima_of_any_length() {
         for n in 0..70 {
             let xs: Vec<f32> = (0..n).map(|i| (i as f32 * 37.0) % 11.0 - 5.0).collect();
-            assert_eq!(sum_of([&xs], |[x]| x), xs.iter().sum::<f32>(), "integers sum exactly");
-            assert_eq!(max(&xs), xs.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            assert_eq!(
+                sum_of([&xs], |[x]| x),
+                xs.iter().sum::<f32>(),
+                "integers sum exactly"
+            );
+            assert_eq!(
+                max(&xs),
+                xs.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+            );
         }
     }
 }

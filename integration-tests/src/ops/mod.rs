@@ -1,8 +1,8 @@
 //! The operations of the reference trainer on the host, forward and backward, in fp32.
 //!
-//! All are plain functions over slices. They run in parallel over rows, in the rayon pool that calls them; each rank
-//! has one, [`Threads`]. The split of the rows depends only on the number of threads, so a rank's results do not
-//! depend on timing. Matrix products are faer's.
+//! All are plain functions over slices. They run in parallel over rows, in the rayon pool that
+//! calls them; each rank has one, [`Threads`]. The split of the rows depends only on the number of
+//! threads, so a rank's results do not depend on timing. Matrix products are faer's.
 
 pub mod attention;
 pub mod cross_entropy;
@@ -29,7 +29,9 @@ impl Threads {
     /// The threads cannot be started.
     pub fn new(count: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
         let builder = rayon::ThreadPoolBuilder::new().num_threads(count.max(1));
-        Ok(Self(Arc::new(builder.thread_name(|i| format!("ops-{i}")).build()?)))
+        Ok(Self(Arc::new(
+            builder.thread_name(|i| format!("ops-{i}")).build()?,
+        )))
     }
 
     /// Runs `work` in the pool.
@@ -43,7 +45,8 @@ pub(crate) fn rows_per_thread(rows: usize) -> usize {
     rows.div_ceil(rayon::current_num_threads()).max(1)
 }
 
-/// Calls `work` with `len` elements of the calling thread's scratch memory, which has any values. It stays allocated.
+/// Calls `work` with `len` elements of the calling thread's scratch memory, which has any values.
+/// It stays allocated.
 fn with_scratch<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
     thread_local! {
         static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };

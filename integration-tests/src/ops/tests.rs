@@ -1,5 +1,5 @@
-//! Compares every operation, forward and backward, with the same formula in fp64 and a bound of fp32's rounding, at
-//! random sizes.
+//! Compares every operation, forward and backward, with the same formula in fp64 and a bound of
+//! fp32's rounding, at random sizes.
 
 use std::ops::{Add, Mul, Sub};
 
@@ -23,8 +23,9 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
 /// The unit roundoff of fp32.
 const U: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// A value in fp64 and a bound of its distance to the same value computed in fp32. Every operation adds its own
-/// rounding to the errors of its operands (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3).
+/// A value in fp64 and a bound of its distance to the same value computed in fp32. Every operation
+/// adds its own rounding to the errors of its operands (Higham, Accuracy and Stability of Numerical
+/// Algorithms, section 3.3).
 #[derive(Clone, Copy, Debug)]
 struct Bounded {
     value: f64,
@@ -38,72 +39,119 @@ impl Bounded {
     }
 
     fn rounded(self, roundings: f64) -> Self {
-        Self { error: self.error + roundings * U * (self.value.abs() + self.error), ..self }
+        Self {
+            error: self.error + roundings * U * (self.value.abs() + self.error),
+            ..self
+        }
     }
 
     /// The error of `math::exp` is within 3e-7.
     fn exp(self) -> Self {
         let value = self.value.exp();
-        Self { value, error: value * self.error.exp_m1() }.rounded(6.0)
+        Self {
+            value,
+            error: value * self.error.exp_m1(),
+        }
+        .rounded(6.0)
     }
 
     fn ln(self) -> Self {
-        Self { value: self.value.ln(), error: -(-self.error / self.value).ln_1p() }.rounded(2.0)
+        Self {
+            value: self.value.ln(),
+            error: -(-self.error / self.value).ln_1p(),
+        }
+        .rounded(2.0)
     }
 
     fn sqrt(self) -> Self {
         let value = self.value.sqrt();
-        Self { value, error: value - (self.value - self.error).max(0.0).sqrt() }.rounded(1.0)
+        Self {
+            value,
+            error: value - (self.value - self.error).max(0.0).sqrt(),
+        }
+        .rounded(1.0)
     }
 
     fn recip(self) -> Self {
         let size = self.value.abs();
         assert!(self.error < size, "the bound of a divisor holds zero");
-        Self { value: 1.0 / self.value, error: self.error / (size * (size - self.error)) }.rounded(1.0)
+        Self {
+            value: 1.0 / self.value,
+            error: self.error / (size * (size - self.error)),
+        }
+        .rounded(1.0)
     }
 
     /// The sum in any order.
     fn sum(terms: impl IntoIterator<Item = Self>) -> Self {
         let (mut sum, mut size, mut count) = (Self::from(0.0), 0.0, 0.0);
         for term in terms {
-            sum = Self { value: sum.value + term.value, error: sum.error + term.error };
+            sum = Self {
+                value: sum.value + term.value,
+                error: sum.error + term.error,
+            };
             size += term.value.abs() + term.error;
             count += 1.0;
         }
-        Self { error: sum.error + count * U * size, ..sum }
+        Self {
+            error: sum.error + count * U * size,
+            ..sum
+        }
     }
 
     fn max(values: impl IntoIterator<Item = Self>) -> Self {
-        let least = Self { value: f64::NEG_INFINITY, error: 0.0 };
-        values.into_iter().fold(least, |a, b| Self { value: a.value.max(b.value), error: a.error.max(b.error) })
+        let least = Self {
+            value: f64::NEG_INFINITY,
+            error: 0.0,
+        };
+        values.into_iter().fold(least, |a, b| Self {
+            value: a.value.max(b.value),
+            error: a.error.max(b.error),
+        })
     }
 }
 
 impl From<f32> for Bounded {
     fn from(value: f32) -> Self {
-        Self { value: value.into(), error: 0.0 }
+        Self {
+            value: value.into(),
+            error: 0.0,
+        }
     }
 }
 
 impl Add for Bounded {
     type Output = Self;
     fn add(self, other: Self) -> Self {
-        Self { value: self.value + other.value, error: self.error + other.error }.rounded(1.0)
+        Self {
+            value: self.value + other.value,
+            error: self.error + other.error,
+        }
+        .rounded(1.0)
     }
 }
 
 impl Sub for Bounded {
     type Output = Self;
     fn sub(self, other: Self) -> Self {
-        self + Self { value: -other.value, ..other }
+        self + Self {
+            value: -other.value,
+            ..other
+        }
     }
 }
 
 impl Mul for Bounded {
     type Output = Self;
     fn mul(self, other: Self) -> Self {
-        let error = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error;
-        Self { value: self.value * other.value, error }.rounded(1.0)
+        let error = self.value.abs() * other.error
+            + other.value.abs() * self.error
+            + self.error * other.error;
+        Self {
+            value: self.value * other.value,
+            error,
+        }
+        .rounded(1.0)
     }
 }
 
@@ -128,12 +176,18 @@ fn check(got: &[f32], want: &[Bounded], what: &str) {
 /// x `[rows, k]` by w `[k, n]`, added to `start` `[rows, n]` in any order.
 fn matmul_onto(start: &[f32], x: &[Bounded], w: &[Bounded], k: usize, n: usize) -> Vec<Bounded> {
     let products = |i: usize| (0..k).map(move |l| x[i / n * k + l] * w[l * n + i % n]);
-    start.iter().enumerate().map(|(i, &s)| Bounded::sum(products(i).chain([Bounded::from(s)]))).collect()
+    start
+        .iter()
+        .enumerate()
+        .map(|(i, &s)| Bounded::sum(products(i).chain([Bounded::from(s)])))
+        .collect()
 }
 
 fn transposed(x: &[f32], columns: usize) -> Vec<Bounded> {
     let rows = x.len() / columns;
-    (0..x.len()).map(|i| x[i % rows * columns + i / rows].into()).collect()
+    (0..x.len())
+        .map(|i| x[i % rows * columns + i / rows].into())
+        .collect()
 }
 
 /// Mean over `n` elements.
@@ -151,12 +205,15 @@ impl HeadOracle {
     /// From query, key, value and the output's gradient, `[seq, d]` each.
     fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize) -> Self {
         let (seq, scale) = (q.len() / d, Bounded::constant(1.0 / (d as f64).sqrt(), 2.0));
-        let dot = |a: &[Bounded], b: &[Bounded]| Bounded::sum(a.iter().zip(b).map(|(&a, &b)| a * b));
+        let dot =
+            |a: &[Bounded], b: &[Bounded]| Bounded::sum(a.iter().zip(b).map(|(&a, &b)| a * b));
         let row = |x: &[Bounded], t: usize| x[t * d..(t + 1) * d].to_vec();
         let (mut p, mut ds) = (Vec::new(), Vec::new());
         let mut out = Vec::new();
         for t in 0..seq {
-            let scores: Vec<_> = (0..=t).map(|u| dot(&row(&q, t), &row(&k, u)) * scale).collect();
+            let scores: Vec<_> = (0..=t)
+                .map(|u| dot(&row(&q, t), &row(&k, u)) * scale)
+                .collect();
             let max = Bounded::max(scores.iter().copied());
             let exps: Vec<_> = scores.iter().map(|&s| (s - max).exp()).collect();
             let sum = Bounded::sum(exps.iter().copied());
@@ -174,7 +231,10 @@ impl HeadOracle {
         let dq = elements().map(|(t, i)| Bounded::sum((0..=t).map(|u| ds[t][u] * k[u * d + i])));
         let dk = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| ds[t][u] * q[t * d + i])));
         let dv = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| p[t][u] * dout[t * d + i])));
-        Self { gradients: [dq.collect(), dk.collect(), dv.collect()], out }
+        Self {
+            gradients: [dq.collect(), dk.collect(), dv.collect()],
+            out,
+        }
     }
 }
 

@@ -6,13 +6,14 @@ const TILE: usize = 4;
 /// Elements of a cache line, which is written at once. Fewer rows are copied element by element.
 const LINE: usize = 16;
 
-/// `out[j, i] = x[i, j]`: x has `rows` rows of `stride` elements, of which it reads as many as out `[columns, rows]` has
-/// rows.
+/// `out[j, i] = x[i, j]`: x has `rows` rows of `stride` elements, of which it reads as many as out
+/// `[columns, rows]` has rows.
 pub(super) fn transpose(out: &mut [f32], x: &[f32], stride: usize, rows: usize) {
     let cols = out.len() / rows;
     let (in_lines, in_tiles) = (rows / LINE * LINE, cols / TILE * TILE);
     for first in (0..in_lines).step_by(LINE) {
-        let lines: [&[[f32; TILE]]; LINE] = std::array::from_fn(|a| x[(first + a) * stride..][..cols].as_chunks().0);
+        let lines: [&[[f32; TILE]]; LINE] =
+            std::array::from_fn(|a| x[(first + a) * stride..][..cols].as_chunks().0);
         for (j, columns) in out.chunks_exact_mut(TILE * rows).enumerate() {
             for (part, [a, b, c, d]) in lines.as_chunks().0.iter().enumerate() {
                 let tile = transposed([a[j], b[j], c[j], d[j]]);
@@ -43,7 +44,9 @@ fn transposed(tile: Tile) -> Tile {
 #[inline]
 #[target_feature(enable = "sse")]
 fn transposed_sse(tile: Tile) -> Tile {
-    use std::arch::x86_64::{__m128, _mm_movehl_ps, _mm_movelh_ps, _mm_unpackhi_ps, _mm_unpacklo_ps};
+    use std::arch::x86_64::{
+        __m128, _mm_movehl_ps, _mm_movelh_ps, _mm_unpackhi_ps, _mm_unpacklo_ps,
+    };
     let [a, b, c, d]: [__m128; TILE] = bytemuck::cast(tile);
     let (low_ab, low_cd) = (_mm_unpacklo_ps(a, b), _mm_unpacklo_ps(c, d));
     let (high_ab, high_cd) = (_mm_unpackhi_ps(a, b), _mm_unpackhi_ps(c, d));
@@ -82,7 +85,11 @@ mod tests {
             let mut out = vec![f32::NAN; rows * cols];
             transpose(&mut out, &x, stride, rows);
             for (i, j) in (0..rows).flat_map(|i| (0..cols).map(move |j| (i, j))) {
-                assert_eq!(out[j * rows + i], x[i * stride + j], "{rows} x {cols}, row {i}, column {j}");
+                assert_eq!(
+                    out[j * rows + i],
+                    x[i * stride + j],
+                    "{rows} x {cols}, row {i}, column {j}"
+                );
             }
         }
     }

@@ -8,8 +8,8 @@ use crate::data::BatchAt;
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// Loads micro-batches into a model. The first one of a step is loaded while the device still works on the previous
-/// step, so that the device never waits for it.
+/// Loads micro-batches into a model. The first one of a step is loaded while the device still works
+/// on the previous step, so that the device never waits for it.
 pub(super) struct BatchLoader<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
@@ -21,9 +21,20 @@ pub(super) struct BatchLoader<'a, D: Device> {
 }
 
 impl<'a, D: Device> BatchLoader<'a, D> {
-    pub(super) fn new(rank: &'a Rank<D>, workload: &'a dyn Workload<D>, options: &'a RunOptions) -> Self {
+    pub(super) fn new(
+        rank: &'a Rank<D>,
+        workload: &'a dyn Workload<D>,
+        options: &'a RunOptions,
+    ) -> Self {
         let tokens = options.micro_batch * options.seq_len;
-        Self { rank, workload, options, inputs: vec![0; tokens], targets: vec![0; tokens], loaded: None }
+        Self {
+            rank,
+            workload,
+            options,
+            inputs: vec![0; tokens],
+            targets: vec![0; tokens],
+            loaded: None,
+        }
     }
 
     /// Makes the next [`Self::load`] load, because the model has another batch.
@@ -31,12 +42,25 @@ impl<'a, D: Device> BatchLoader<'a, D> {
         self.loaded = None;
     }
 
-    /// Loads the `micro`-th micro-batch of the step after `done` steps into `model`, unless it is loaded already.
-    pub(super) fn load(&mut self, model: &mut dyn Model<D>, done: u64, micro: usize) -> Result<(), TrainError> {
+    /// Loads the `micro`-th micro-batch of the step after `done` steps into `model`, unless it is
+    /// loaded already.
+    pub(super) fn load(
+        &mut self,
+        model: &mut dyn Model<D>,
+        done: u64,
+        micro: usize,
+    ) -> Result<(), TrainError> {
         if self.loaded == Some((done, micro)) {
             return Ok(());
         }
-        let Self { rank, workload, options, inputs, targets, .. } = self;
+        let Self {
+            rank,
+            workload,
+            options,
+            inputs,
+            targets,
+            ..
+        } = self;
         let at = BatchAt {
             step: done,
             micro_batch_index: micro as u64,

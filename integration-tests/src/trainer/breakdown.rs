@@ -3,9 +3,10 @@
 //! Every instant of the step counts for exactly one part, so that the parts sum to the wall time:
 //! 1. If the compute stream runs an operation, for the phase of that operation.
 //! 2. Otherwise, if the host updates parameters that are offloaded, for the optimizer.
-//! 3. Otherwise, if the communication stream runs one, for exposed communication of that kind. A collective includes
-//!    its wait for other ranks.
-//! 4. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else: host wait.
+//! 3. Otherwise, if the communication stream runs one, for exposed communication of that kind. A
+//!    collective includes its wait for other ranks.
+//! 4. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else:
+//!    host wait.
 
 use std::ops::{Index, IndexMut, Range};
 use std::time::Duration;
@@ -18,8 +19,8 @@ use super::phase;
 /// The wall time of a step on one rank, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Breakdown {
-    /// From the end of the previous step to the end of this one: the sum of `parts`. Longer than `step_ms` by what is
-    /// done between steps: checkpoints, validation, the metrics file.
+    /// From the end of the previous step to the end of this one: the sum of `parts`. Longer than
+    /// `step_ms` by what is done between steps: checkpoints, validation, the metrics file.
     pub wall_ms: f64,
     /// Every instant in one part.
     pub parts: PartsMs,
@@ -27,7 +28,8 @@ pub struct Breakdown {
     pub units: UnitsMs,
     /// Time in which the communication stream was busy, hidden behind compute or not.
     pub comm: CommMs,
-    /// The host's update of offloaded state and its reads from files, hidden behind compute or not, in milliseconds.
+    /// The host's update of offloaded state and its reads from files, hidden behind compute or not,
+    /// in milliseconds.
     #[serde(default)]
     pub update_ms: f64,
     /// Model FLOPs per second of all ranks, in units of 10^12.
@@ -148,7 +150,8 @@ impl Part {
         }
     }
 
-    /// On the stream of the host's update: statistics, the update, and the transfers that it waits for.
+    /// On the stream of the host's update: statistics, the update, and the transfers that it waits
+    /// for.
     fn of_update(span: &OpSpan) -> Self {
         match span.phase {
             phase::CHECKPOINT => Self::Checkpoint,
@@ -213,13 +216,24 @@ impl Breakdown {
     pub(super) fn of(spans: &[OpSpan], tracks: &Tracks<'_>, wall: Range<Duration>) -> Self {
         let layers = [
             layer(spans, &[tracks.compute], &wall, Part::of_compute),
-            layer(spans, &[tracks.update, &format!("{} read", tracks.update)], &wall, Part::of_update),
+            layer(
+                spans,
+                &[tracks.update, &format!("{} read", tracks.update)],
+                &wall,
+                Part::of_update,
+            ),
             layer(spans, &[tracks.comm], &wall, Part::of_comm),
             layer(spans, &[tracks.host], &wall, Part::of_host),
         ];
         let times = partition(&layers, wall.clone());
         let update = layers[1].iter().map(|(start, end, _)| *end - *start).sum();
-        let comm = |part| layers[2].iter().filter(|work| work.2 == part).map(|(start, end, _)| *end - *start).sum();
+        let comm = |part| {
+            layers[2]
+                .iter()
+                .filter(|work| work.2 == part)
+                .map(|(start, end, _)| *end - *start)
+                .sum()
+        };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let units = [0, 1, 2].map(|kind| PassMs {
             forward_ms: ms(times[Part::Forward(kind)]),
@@ -243,7 +257,11 @@ impl Breakdown {
         Self {
             wall_ms: ms(wall.end.saturating_sub(wall.start)),
             parts,
-            units: UnitsMs { embedding, block, head },
+            units: UnitsMs {
+                embedding,
+                block,
+                head,
+            },
             comm: CommMs {
                 reduce_ms: ms(comm(Part::Reduce)),
                 gather_ms: ms(comm(Part::Gather)),
@@ -256,11 +274,20 @@ impl Breakdown {
     }
 }
 
-/// The work on some tracks within `wall`, in order and disjoint. A track runs one operation at a time; measured on a
-/// device, neighbours may overlap by the resolution of its clock.
-fn layer(spans: &[OpSpan], tracks: &[&str], wall: &Range<Duration>, part: fn(&OpSpan) -> Part) -> Vec<Work> {
-    let on_track = spans.iter().filter(|span| tracks.contains(&&*span.stream) && span.label != "wait");
-    let mut works: Vec<Work> = on_track.map(|s| (s.start.max(wall.start), s.end.min(wall.end), part(s))).collect();
+/// The work on some tracks within `wall`, in order and disjoint. A track runs one operation at a
+/// time; measured on a device, neighbours may overlap by the resolution of its clock.
+fn layer(
+    spans: &[OpSpan],
+    tracks: &[&str],
+    wall: &Range<Duration>,
+    part: fn(&OpSpan) -> Part,
+) -> Vec<Work> {
+    let on_track = spans
+        .iter()
+        .filter(|span| tracks.contains(&&*span.stream) && span.label != "wait");
+    let mut works: Vec<Work> = on_track
+        .map(|s| (s.start.max(wall.start), s.end.min(wall.end), part(s)))
+        .collect();
     works.sort_by_key(|(start, end, _)| (*start, *end));
     let mut reached = wall.start;
     for (start, end, _) in &mut works {
@@ -271,7 +298,8 @@ fn layer(spans: &[OpSpan], tracks: &[&str], wall: &Range<Duration>, part: fn(&Op
     works
 }
 
-/// Assigns every instant of `wall` to the part of the first layer that works then, or to [`Part::HostWait`].
+/// Assigns every instant of `wall` to the part of the first layer that works then, or to
+/// [`Part::HostWait`].
 fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
     let mut times = Times::default();
     let mut rests = layers.each_ref().map(Vec::as_slice);
@@ -303,7 +331,12 @@ mod tests {
 
     use super::*;
 
-    const TRACKS: Tracks<'_> = Tracks { compute: "compute", update: "update", comm: "comm", host: "host" };
+    const TRACKS: Tracks<'_> = Tracks {
+        compute: "compute",
+        update: "update",
+        comm: "comm",
+        host: "host",
+    };
 
     fn span(track: &str, phase: &'static str, label: &'static str, start: u64, end: u64) -> OpSpan {
         let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
@@ -344,11 +377,25 @@ mod tests {
         };
         assert_eq!(breakdown.parts, expected);
         assert_eq!(breakdown.wall_ms, 90.0);
-        assert_eq!(breakdown.units.head, PassMs { forward_ms: 0.0, backward_ms: 20.0 });
-        assert_eq!(breakdown.comm, CommMs { reduce_ms: 15.0, gather_ms: 9.0, control_ms: 9.0 });
+        assert_eq!(
+            breakdown.units.head,
+            PassMs {
+                forward_ms: 0.0,
+                backward_ms: 20.0
+            }
+        );
+        assert_eq!(
+            breakdown.comm,
+            CommMs {
+                reduce_ms: 15.0,
+                gather_ms: 9.0,
+                control_ms: 9.0
+            }
+        );
     }
 
-    /// The part of an update that no compute hides is the optimizer's, a collective at the same time or not.
+    /// The part of an update that no compute hides is the optimizer's, a collective at the same
+    /// time or not.
     #[test]
     fn update_on_the_host_is_counted() {
         let spans = [
@@ -371,7 +418,14 @@ mod tests {
             ..PartsMs::default()
         };
         assert_eq!(breakdown.parts, expected);
-        assert_eq!(breakdown.comm, CommMs { reduce_ms: 0.0, gather_ms: 10.0, control_ms: 1.0 });
+        assert_eq!(
+            breakdown.comm,
+            CommMs {
+                reduce_ms: 0.0,
+                gather_ms: 10.0,
+                control_ms: 1.0
+            }
+        );
         assert_eq!(breakdown.update_ms, 27.0);
     }
 

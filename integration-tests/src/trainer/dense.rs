@@ -1,7 +1,8 @@
 //! Stage 0: plain data parallelism, the baseline and the oracle of the other stages.
 //!
-//! Every rank holds the whole model state: 16 bytes a parameter. A unit's gradients are all-reduced as soon as its
-//! backward is done, by default in the last micro-batch only; then every rank updates all parameters in the same way.
+//! Every rank holds the whole model state: 16 bytes a parameter. A unit's gradients are all-reduced
+//! as soon as its backward is done, by default in the last micro-batch only; then every rank
+//! updates all parameters in the same way.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
@@ -11,14 +12,17 @@ use super::gradients::Gradients;
 use super::host_optimizer::Optimizer;
 use super::host_params::SharedParams;
 use super::rank::Rank;
-use super::stage::{MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, update};
+use super::stage::{
+    MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, update,
+};
 use super::storage::Storage;
 use crate::error::TrainError;
 use crate::model::Model;
 
 /// One rank of stage 0.
 pub(super) struct Dense<D: Device> {
-    /// The optimizer state of all parameters. Declared first: its drop waits for the host's work on the others.
+    /// The optimizer state of all parameters. Declared first: its drop waits for the host's work on
+    /// the others.
     optimizer: Optimizer<D>,
     /// All parameters.
     params: Storage<D>,
@@ -36,16 +40,33 @@ impl<D: Device> Dense<D> {
             Segment::whole(&u.name, index(whole), index(shard))
         });
         let mut optimizer = Optimizer::new(rank, segments.collect(), Some(params.all_units()))?;
-        let grads = Gradients::new(rank, model, || Storage::gradients(rank, true), &mut optimizer)?;
-        Ok(Self { optimizer, params, grads })
+        let grads = Gradients::new(
+            rank,
+            model,
+            || Storage::gradients(rank, true),
+            &mut optimizer,
+        )?;
+        Ok(Self {
+            optimizer,
+            params,
+            grads,
+        })
     }
 }
 
 /// Makes the compute stream wait for the host's updates of `units`.
-fn deliver<D: Device>(rank: &Rank<D>, updates: Option<&SharedParams<D>>, units: &[usize]) -> Result<(), TrainError> {
-    let Some(updates) = updates else { return Ok(()) };
+fn deliver<D: Device>(
+    rank: &Rank<D>,
+    updates: Option<&SharedParams<D>>,
+    units: &[usize],
+) -> Result<(), TrainError> {
+    let Some(updates) = updates else {
+        return Ok(());
+    };
     let mut updates = updates.lock();
-    Ok(units.iter().try_for_each(|&unit| updates.deliver(&rank.compute, unit).map(drop))?)
+    Ok(units
+        .iter()
+        .try_for_each(|&unit| updates.deliver(&rank.compute, unit).map(drop))?)
 }
 
 impl<D: Device> Stage<D> for Dense<D> {
@@ -55,7 +76,11 @@ impl<D: Device> Stage<D> for Dense<D> {
         model: &mut dyn Model<D>,
         micro_batches: &mut MicroBatches<'_, '_, D>,
     ) -> Result<(), TrainError> {
-        let Self { params, grads, optimizer } = self;
+        let Self {
+            params,
+            grads,
+            optimizer,
+        } = self;
         micro_batches.run(rank, model, |model, micro| {
             let updates = optimizer.host_params();
             micro_batch_whole(rank, model, micro, grads, optimizer, |units| {
@@ -65,7 +90,12 @@ impl<D: Device> Stage<D> for Dense<D> {
         })
     }
 
-    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+    fn evaluate(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         self.whole_params(rank)?;
         evaluate_whole(rank, model, tokens, |units| self.params.of(rank, units))
     }

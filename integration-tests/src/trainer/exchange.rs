@@ -27,12 +27,22 @@ impl<'a, D: Device> RankExchange<'a, D> {
         stream: &'a D::Stream,
         host_limit: Duration,
     ) -> Self {
-        Self { comm, pool, stream, host_limit }
+        Self {
+            comm,
+            pool,
+            stream,
+            host_limit,
+        }
     }
 
     /// The exchange of a rank of a run, on its communication stream.
     pub(super) fn of(rank: &'a Rank<D>) -> Self {
-        Self::new(&*rank.comm, &rank.pool, &rank.comm_stream, rank.settings.host_limit())
+        Self::new(
+            &*rank.comm,
+            &rank.pool,
+            &rank.comm_stream,
+            rank.settings.host_limit(),
+        )
     }
 
     /// Sends `message` to all ranks and returns the messages of all ranks, in rank order.
@@ -40,7 +50,8 @@ impl<'a, D: Device> RankExchange<'a, D> {
     /// # Errors
     /// The communicator failed.
     pub fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        self.comm.exchange(self.pool, self.stream, message, self.host_limit)
+        self.comm
+            .exchange(self.pool, self.stream, message, self.host_limit)
     }
 
     /// All-gathers `bytes`, of the same length on all ranks. Returns them in rank order.
@@ -52,7 +63,8 @@ impl<'a, D: Device> RankExchange<'a, D> {
 impl<D: Device> Exchange for RankExchange<'_, D> {
     type Error = TrainError;
 
-    /// Communicators have no gather to one rank; an all-gather of records of 64 bytes is small on every rank.
+    /// Communicators have no gather to one rank; an all-gather of records of 64 bytes is small on
+    /// every rank.
     fn gather(&mut self, record: &[u8]) -> Result<Vec<u8>, TrainError> {
         self.all_gather(record)
     }

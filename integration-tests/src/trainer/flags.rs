@@ -1,16 +1,18 @@
-//! The flags that ranks exchange at the end of a step: a request to stop, and readiness to advance a save.
+//! The flags that ranks exchange at the end of a step: a request to stop, and readiness to advance
+//! a save.
 //!
 //! | buffer | bytes | lifetime |
 //! |---|---|---|
 //! | `words`, of a GPU | 16, in pinned memory | the flags of a rank that is not ready, and of one that is; the host adds `STOP` when the request comes |
 //! | `device` | 8, on the device | this step's flags, written in the compute stream, read by the all-gather of statistics |
 //!
-//! A request to stop takes effect in the step that the device is computing, even if the host is ahead: the flags of a step
-//! are read when the compute stream gets there. On a GPU that is a copy of one of `words`, because a host operation would
-//! hold up the compute stream; on the host it is an operation of the stream.
+//! A request to stop takes effect in the step that the device is computing, even if the host is
+//! ahead: the flags of a step are read when the compute stream gets there. On a GPU that is a copy
+//! of one of `words`, because a host operation would hold up the compute stream; on the host it is
+//! an operation of the stream.
 //!
-//! `READY` belongs to the step for which the host set it: which word a step copies is decided when the copy is enqueued, and
-//! of the words only the bit `STOP` changes, once.
+//! `READY` belongs to the step for which the host set it: which word a step copies is decided when
+//! the copy is enqueued, and of the words only the bit `STOP` changes, once.
 //!
 //! A failed write of the metrics is a request to stop, too: the run saves before it fails.
 
@@ -53,7 +55,9 @@ pub(super) struct Enqueued<E> {
 
 impl<'a, D: Device> Flags<'a, D> {
     pub(super) fn new(rank: &'a Rank<D>) -> Result<Self, TrainError> {
-        let device = rank.pool.allocate(BYTES, DType::U8, Purpose::Workspace, &rank.compute)?;
+        let device = rank
+            .pool
+            .allocate(BYTES, DType::U8, Purpose::Workspace, &rank.compute)?;
         let words = match rank.is_host() {
             true => None,
             false => {
@@ -64,35 +68,56 @@ impl<'a, D: Device> Flags<'a, D> {
                 Some(words)
             }
         };
-        Ok(Self { rank, words, device })
+        Ok(Self {
+            rank,
+            words,
+            device,
+        })
     }
 
     /// The words, which the drop frees.
     fn words(&self) -> Option<&Words> {
-        // SAFETY: written by `new`, and live until the drop; the host changes them as atomics, and the device only copies one.
+        // SAFETY: written by `new`, and live until the drop; the host changes them as atomics, and
+        // the device only copies one.
         self.words.map(|words| unsafe { words.as_ref() })
     }
 
     /// Enqueues the write of this rank's flags on the compute stream.
-    pub(super) fn enqueue(&self, cancel: &Arc<AtomicBool>, ready: bool) -> Result<Enqueued<D::Event>, TrainError> {
-        let Rank { compute, pool, host, .. } = self.rank;
+    pub(super) fn enqueue(
+        &self,
+        cancel: &Arc<AtomicBool>,
+        ready: bool,
+    ) -> Result<Enqueued<D::Event>, TrainError> {
+        let Rank {
+            compute,
+            pool,
+            host,
+            ..
+        } = self.rank;
         // SAFETY: only the compute stream uses the block; the drop records that stream.
         let device = unsafe { self.device.slice() };
         // SAFETY: eight bytes at the start of a block, which is aligned for them.
-        let flags = unsafe { DeviceSlice::<u64>::from_raw_parts(device.as_ptr().cast(), 1, device.device()) };
+        let flags = unsafe {
+            DeviceSlice::<u64>::from_raw_parts(device.as_ptr().cast(), 1, device.device())
+        };
         self.request(cancel);
         match self.words() {
             Some(words) => {
                 let word = words[usize::from(ready)].as_ptr().cast();
-                // SAFETY: one word, until the drop has waited for the copy. The host only stores to it as an atomic, which a
-                // copy of one word allows.
-                let word = unsafe { AnySlice::from_raw_parts(word, BYTES, DType::U8, host.memory.id()) };
+                // SAFETY: one word, until the drop has waited for the copy. The host only stores to
+                // it as an atomic, which a copy of one word allows.
+                let word =
+                    unsafe { AnySlice::from_raw_parts(word, BYTES, DType::U8, host.memory.id()) };
                 pool.device().copy(compute, word, device)?;
             }
             None => {
                 let cancel = Arc::clone(cancel);
                 let write = move || {
-                    let stop = if cancel.load(Ordering::Relaxed) { STOP } else { 0 };
+                    let stop = if cancel.load(Ordering::Relaxed) {
+                        STOP
+                    } else {
+                        0
+                    };
                     // SAFETY: host memory, used in the order of this stream.
                     unsafe { flags.as_host_mut() }.fill(stop | if ready { READY } else { 0 });
                     Ok(())
@@ -100,7 +125,10 @@ impl<'a, D: Device> Flags<'a, D> {
                 compute.enqueue_host("flags", write)?;
             }
         }
-        Ok(Enqueued { flags, read: compute.record()? })
+        Ok(Enqueued {
+            flags,
+            read: compute.record()?,
+        })
     }
 
     /// Adds a request to stop to the flags that are not read yet.
@@ -112,9 +140,13 @@ impl<'a, D: Device> Flags<'a, D> {
         }
     }
 
-    /// Waits until the device has read the flags of a step, and adds a request to stop that comes meanwhile. On the host,
-    /// where the stream reads the request itself, it returns at once.
-    pub(super) fn watch(&self, cancel: &AtomicBool, step: &Enqueued<D::Event>) -> Result<(), TrainError> {
+    /// Waits until the device has read the flags of a step, and adds a request to stop that comes
+    /// meanwhile. On the host, where the stream reads the request itself, it returns at once.
+    pub(super) fn watch(
+        &self,
+        cancel: &AtomicBool,
+        step: &Enqueued<D::Event>,
+    ) -> Result<(), TrainError> {
         if self.words.is_none() {
             return Ok(());
         }
@@ -124,7 +156,11 @@ impl<'a, D: Device> Flags<'a, D> {
             match step.read.synchronize(REQUEST_EVERY) {
                 Err(DeviceError::TimedOut { .. }) if !limit.has_passed() => {}
                 Err(DeviceError::TimedOut { what, .. }) => {
-                    return Err(DeviceError::TimedOut { what, limit: limit.limit() }.into());
+                    return Err(DeviceError::TimedOut {
+                        what,
+                        limit: limit.limit(),
+                    }
+                    .into());
                 }
                 waited => return Ok(waited?),
             }
@@ -148,11 +184,20 @@ impl<D: Device> Drop for Flags<'_, D> {
         // Recording fails only on a closed stream, which no longer uses the block.
         let _closed = self.device.record_use(&self.rank.compute);
         // After a failure or a timeout a copy may still be queued, so the memory is leaked.
-        if self.rank.compute.synchronize(self.rank.settings.host_limit()).is_ok()
+        if self
+            .rank
+            .compute
+            .synchronize(self.rank.settings.host_limit())
+            .is_ok()
             && let Some(words) = self.words
         {
             // SAFETY: allocated with this size; every operation on it has run.
-            unsafe { self.rank.host.memory.deallocate(words.cast(), size_of::<Words>()) };
+            unsafe {
+                self.rank
+                    .host
+                    .memory
+                    .deallocate(words.cast(), size_of::<Words>())
+            };
         }
     }
 }
@@ -176,14 +221,28 @@ mod tests {
 
     fn rank(device: &CudaDevice) -> Rank<CudaDevice> {
         let units = [UnitSpec::new("unit", [ParamSpec::new("weight", [16])])];
-        let (layout, comm) = (Layout::new(&units, 1, 16).unwrap(), Solo::new(device.clone()));
-        let settings = Settings { limit: LIMIT, ..settings(ZeroStage::One, OffloadSettings::default()) };
+        let (layout, comm) = (
+            Layout::new(&units, 1, 16).unwrap(),
+            Solo::new(device.clone()),
+        );
+        let settings = Settings {
+            limit: LIMIT,
+            ..settings(ZeroStage::One, OffloadSettings::default())
+        };
         let (device, comm) = (device.clone(), Arc::new(comm));
-        Rank::new(device, Timeline::new(), comm, Arc::new(layout), Vec::new(), &settings, |device, _| {
-            let memory = Arc::new(PinnedMemory::new(device));
-            let host = HostSide::new(&HostDevice::new(), memory, None, 1)?;
-            Ok((Arc::new(CudaKernels::new(device)?), host))
-        })
+        Rank::new(
+            device,
+            Timeline::new(),
+            comm,
+            Arc::new(layout),
+            Vec::new(),
+            &settings,
+            |device, _| {
+                let memory = Arc::new(PinnedMemory::new(device));
+                let host = HostSide::new(&HostDevice::new(), memory, None, 1)?;
+                Ok((Arc::new(CudaKernels::new(device)?), host))
+            },
+        )
         .unwrap()
     }
 
@@ -194,31 +253,45 @@ mod tests {
         let device = CudaDevice::open(0).unwrap();
         let rank = rank(&device);
         let flags = Flags::new(&rank).unwrap();
-        let kept = rank.pool.allocate(3 * BYTES, DType::U8, Purpose::Workspace, &rank.compute).unwrap();
+        let kept = rank
+            .pool
+            .allocate(3 * BYTES, DType::U8, Purpose::Workspace, &rank.compute)
+            .unwrap();
         // SAFETY: used on the compute stream, which is drained before the block is dropped.
         let kept = unsafe { kept.slice() };
         for requested in [false, true] {
             let (cancel, gate) = (Arc::<AtomicBool>::default(), Arc::new(Monitor::new(false)));
             let held = Arc::clone(&gate);
-            let hold = move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
+            let hold =
+                move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
             rank.compute.enqueue_host("hold", hold).unwrap();
             let enqueue = |(step, ready)| {
                 let enqueued = flags.enqueue(&cancel, ready).unwrap();
                 let copy = kept.slice(step * BYTES..(step + 1) * BYTES);
                 // SAFETY: the same memory as bytes, used on the compute stream.
                 let from = unsafe {
-                    AnySlice::from_raw_parts(enqueued.flags.as_ptr().cast(), BYTES, DType::U8, copy.device())
+                    AnySlice::from_raw_parts(
+                        enqueued.flags.as_ptr().cast(),
+                        BYTES,
+                        DType::U8,
+                        copy.device(),
+                    )
                 };
                 device.copy(&rank.compute, from, copy).unwrap();
                 enqueued
             };
-            let steps = [true, false, true].into_iter().enumerate().map(enqueue).collect::<Vec<_>>();
+            let steps = [true, false, true]
+                .into_iter()
+                .enumerate()
+                .map(enqueue)
+                .collect::<Vec<_>>();
             cancel.store(requested, Ordering::Relaxed);
             let words = flags.words().unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    let (start, stops) =
-                        (Instant::now(), |word: &AtomicU64| word.load(Ordering::Relaxed) & STOP != 0);
+                    let (start, stops) = (Instant::now(), |word: &AtomicU64| {
+                        word.load(Ordering::Relaxed) & STOP != 0
+                    });
                     while requested && !words.iter().all(stops) && start.elapsed() < LIMIT {
                         std::thread::yield_now();
                     }
@@ -227,10 +300,19 @@ mod tests {
                 flags.watch(&cancel, &steps[2]).unwrap();
             });
             let mut seen = [0; 3 * BYTES];
-            device.download(&rank.compute, kept, &mut seen, LIMIT).unwrap();
+            device
+                .download(&rank.compute, kept, &mut seen, LIMIT)
+                .unwrap();
             let stop = if requested { STOP } else { 0 };
             let expected = [stop | READY, stop, stop | READY];
-            assert_eq!(seen.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect::<Vec<_>>(), expected);
+            assert_eq!(
+                seen.as_chunks()
+                    .0
+                    .iter()
+                    .map(|b| u64::from_ne_bytes(*b))
+                    .collect::<Vec<_>>(),
+                expected
+            );
         }
     }
 }

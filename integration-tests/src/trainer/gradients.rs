@@ -6,19 +6,20 @@
 //! | bucket | constant, in the dtype of communication | from packing, or the pass that writes it, until its sum is stored |
 //! | storage | all units whole, or this rank's shards | the whole run |
 //!
-//! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of a step overwrites the
-//! storage, later ones add in fp32. [`Place`] says where backward leaves the gradient. If the host updates and the device
-//! is a GPU, the storage is in pinned memory; with parameters on NVMe it is a scratch file. A reduced unit then leaves the
-//! device through one of two transfer buffers, and the host adds.
+//! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of
+//! a step overwrites the storage, later ones add in fp32. [`Place`] says where backward leaves the
+//! gradient. If the host updates and the device is a GPU, the storage is in pinned memory; with
+//! parameters on NVMe it is a scratch file. A reduced unit then leaves the device through one of
+//! two transfer buffers, and the host adds.
 //!
-//! Why fp32 scratch: passes add to it, and the sum is rounded once, when it is cast into a bucket. It is as
-//! large as the largest unit, with a tied embedding two units; the memory formula does not have it, so it is
-//! counted as workspace. A gradient that one pass makes in the only micro-batch needs neither zeroing nor
-//! scratch nor cast, so a model may write it to the bucket, rounded in the same way: blocks of GPT-2 on CUDA
-//! do. The host computes in fp32 and adds in place.
+//! Why fp32 scratch: passes add to it, and the sum is rounded once, when it is cast into a bucket.
+//! It is as large as the largest unit, with a tied embedding two units; the memory formula does not
+//! have it, so it is counted as workspace. A gradient that one pass makes in the only micro-batch
+//! needs neither zeroing nor scratch nor cast, so a model may write it to the bucket, rounded in
+//! the same way: blocks of GPT-2 on CUDA do. The host computes in fp32 and adds in place.
 //!
-//! Frozen units are not reduced, and backward ends at the first unit that trains; a frozen unit above it
-//! computes its gradient in scratch, too.
+//! Frozen units are not reduced, and backward ends at the first unit that trains; a frozen unit
+//! above it computes its gradient in scratch, too.
 
 use std::ops::Range;
 
@@ -52,10 +53,11 @@ pub(super) struct Gradients<D: Device> {
 pub(super) enum Place {
     /// fp32 in this scratch slot: passes add to it, and the last one's sum is packed into buckets.
     Scratch(usize),
-    /// fp32 in the storage, to which all passes of a step add: the sum is packed into buckets, or at one rank is the
-    /// result.
+    /// fp32 in the storage, to which all passes of a step add: the sum is packed into buckets, or
+    /// at one rank is the result.
     Storage,
-    /// The dtype of communication, written by one pass: to the bucket that reduces it, at one rank to its sum.
+    /// The dtype of communication, written by one pass: to the bucket that reduces it, at one rank
+    /// to its sum.
     Written,
 }
 
@@ -72,7 +74,8 @@ enum Kept<D: Device> {
     /// On the device.
     Device {
         storage: Storage<D>,
-        /// The sum of each unit, without elements if the unit is frozen. A recorded step has those of its recording.
+        /// The sum of each unit, without elements if the unit is frozen. A recorded step has those
+        /// of its recording.
         reduced: Vec<Option<Reduced<D>>>,
     },
     /// In host memory.
@@ -85,16 +88,23 @@ struct HostSums<D: Device> {
     leaving: [Leaving<D>; 2],
     next: usize,
     sums: Sums,
-    /// Copies in host memory that the host adds, unless a copy is the sum. If the device is the host, it adds what leaves.
+    /// Copies in host memory that the host adds, unless a copy is the sum. If the device is the
+    /// host, it adds what leaves.
     arrived: Option<[(Block<HostDevice>, Option<HostEvent>); 2]>,
     streams: (D::Stream, HostStream),
 }
 
 enum Sums {
     /// In pinned memory: the range of each unit.
-    Memory { block: Block<HostDevice>, units: Vec<Range<usize>> },
+    Memory {
+        block: Block<HostDevice>,
+        units: Vec<Range<usize>>,
+    },
     /// In a scratch file: the elements of each unit.
-    File { file: Box<UnitFile>, lens: Vec<usize> },
+    File {
+        file: Box<UnitFile>,
+        lens: Vec<usize>,
+    },
 }
 
 impl Sums {
@@ -108,9 +118,11 @@ impl Sums {
     /// A unit in pinned memory.
     fn in_memory(&self, unit: usize) -> Option<AnySlice> {
         match self {
-            // SAFETY: copies of the device and operations of the host use it, ordered by events; the optimizer, which is
-            // dropped first, waits for both.
-            Self::Memory { block, units } => Some(unsafe { block.slice() }.slice(units[unit].clone())),
+            // SAFETY: copies of the device and operations of the host use it, ordered by events;
+            // the optimizer, which is dropped first, waits for both.
+            Self::Memory { block, units } => {
+                Some(unsafe { block.slice() }.slice(units[unit].clone()))
+            }
             Self::File { .. } => None,
         }
     }
@@ -132,16 +144,40 @@ impl<D: Device> Gradients<D> {
         optimizer: &mut Optimizer<D>,
     ) -> Result<Self, TrainError> {
         let writes = |pass, unit| model.writes_grad(pass, unit);
-        let (places, sizes) = places(&rank.settings, &rank.layout, &rank.passes, &rank.groups, &writes);
-        let slot = |&elems: &usize| rank.pool.allocate(elems, DType::F32, Purpose::Workspace, &rank.compute);
+        let (places, sizes) = places(
+            &rank.settings,
+            &rank.layout,
+            &rank.passes,
+            &rank.groups,
+            &writes,
+        );
+        let slot = |&elems: &usize| {
+            rank.pool
+                .allocate(elems, DType::F32, Purpose::Workspace, &rank.compute)
+        };
         let slots = sizes.iter().map(slot).collect::<Result<_, _>>()?;
-        let capacity = rank.settings.bucket_capacity_elems.max(rank.comm.world_size());
-        let count = rank.settings.buckets(rank.comm.world_size(), rank.is_host());
-        let options = BucketOptions::new(capacity, rank.settings.dtype).count(count).overlap(rank.settings.overlap);
+        let capacity = rank
+            .settings
+            .bucket_capacity_elems
+            .max(rank.comm.world_size());
+        let count = rank
+            .settings
+            .buckets(rank.comm.world_size(), rank.is_host());
+        let options = BucketOptions::new(capacity, rank.settings.dtype)
+            .count(count)
+            .overlap(rank.settings.overlap);
         let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
-        let buckets = Buckets::new(&rank.pool, rank.comm.clone(), compute.clone(), comm_stream, options)?;
+        let buckets = Buckets::new(
+            &rank.pool,
+            rank.comm.clone(),
+            compute.clone(),
+            comm_stream,
+            options,
+        )?;
         let kept = match optimizer.on_host() {
-            Some(optimizer) if !rank.is_host() || rank.settings.offload.grads_on_file().is_some() => {
+            Some(optimizer)
+                if !rank.is_host() || rank.settings.offload.grads_on_file().is_some() =>
+            {
                 Kept::Host(Box::new(HostSums::new(rank, optimizer)?))
             }
             _ => {
@@ -151,14 +187,24 @@ impl<D: Device> Gradients<D> {
                     // SAFETY: the slice has no elements.
                     Ok(frozen.map(|done| unsafe { Reduced::new(storage.unit(unit), done) }))
                 });
-                Kept::Device { reduced: reduced.collect::<Result<_, TrainError>>()?, storage }
+                Kept::Device {
+                    reduced: reduced.collect::<Result<_, TrainError>>()?,
+                    storage,
+                }
             }
         };
-        Ok(Self { slots, places, written: None, buckets, kept, compute })
+        Ok(Self {
+            slots,
+            places,
+            written: None,
+            buckets,
+            kept,
+            compute,
+        })
     }
 
-    /// The flat gradients that the backward of `pass` of a micro-batch writes, or to which it adds, set to zero if it is the
-    /// first to add. `micro` counts micro-batches from 0.
+    /// The flat gradients that the backward of `pass` of a micro-batch writes, or to which it adds,
+    /// set to zero if it is the first to add. `micro` counts micro-batches from 0.
     pub(super) fn of_pass(
         &mut self,
         rank: &Rank<D>,
@@ -172,12 +218,16 @@ impl<D: Device> Gradients<D> {
             let Some(sums) = self.sums(rank, unit) else {
                 let whole = self.begin_write(rank, unit, optimizer)?;
                 if numel < whole.len() {
-                    rank.pool.device().fill_zero(&rank.compute, whole.slice(numel..whole.len()))?;
+                    rank.pool
+                        .device()
+                        .fill_zero(&rank.compute, whole.slice(numel..whole.len()))?;
                 }
                 grads.push(Grad::Write(whole.slice(0..numel)));
                 continue;
             };
-            let adds_first = !rank.passes[pass + 1..].iter().any(|later| later.grads.contains(&unit));
+            let adds_first = !rank.passes[pass + 1..]
+                .iter()
+                .any(|later| later.grads.contains(&unit));
             if adds_first && (micro == 0 || self.places[unit] != Place::Storage) {
                 rank.pool.device().fill_zero(&rank.compute, sums)?;
             }
@@ -194,7 +244,9 @@ impl<D: Device> Gradients<D> {
         optimizer: &mut Optimizer<D>,
     ) -> Result<AnySlice, TrainError> {
         if rank.comm.world_size() > 1 {
-            let filling = self.buckets.begin(rank.layout.units()[unit].padded_elems as usize)?;
+            let filling = self
+                .buckets
+                .begin(rank.layout.units()[unit].padded_elems as usize)?;
             // SAFETY: the pass uses it on the compute stream, before `reduce` launches it.
             let slice = unsafe { filling.slice() };
             self.written = Some(Written::Bucket(filling));
@@ -213,9 +265,10 @@ impl<D: Device> Gradients<D> {
         Ok(slice)
     }
 
-    /// Sums `unit`, whose backward of a micro-batch is complete, over all ranks; each rank keeps its shard of the sum, at
-    /// stage 0 all of it. `micro` counts micro-batches from 0; if they are summed in the storage, only the last reduces. An
-    /// optimizer on the host takes the sum of the last.
+    /// Sums `unit`, whose backward of a micro-batch is complete, over all ranks; each rank keeps
+    /// its shard of the sum, at stage 0 all of it. `micro` counts micro-batches from 0; if they are
+    /// summed in the storage, only the last reduces. An optimizer on the host takes the sum of the
+    /// last.
     pub(super) fn reduce(
         &mut self,
         rank: &Rank<D>,
@@ -229,20 +282,27 @@ impl<D: Device> Gradients<D> {
             return Ok(());
         }
         let alone = in_storage && rank.comm.world_size() == 1;
-        let written = if alone { self.sums(rank, unit).map(Written::Sum) } else { self.written.take() };
+        let written = if alone {
+            self.sums(rank, unit).map(Written::Sum)
+        } else {
+            self.written.take()
+        };
         let kernels = &*rank.kernels;
         let parts = self.sums(rank, unit).map(|sums| (sums, 0));
         let (sharded, buckets) = (rank.settings.stage.shards_optimizer(), &self.buckets);
         if let Some(Written::Sum(sum)) = written {
-            // SAFETY: passes wrote it on the compute stream, which writes it again after its readers: the optimizer's work on
-            // that stream, or on the host, for whose end `begin_write` waits.
+            // SAFETY: passes wrote it on the compute stream, which writes it again after its
+            // readers: the optimizer's work on that stream, or on the host, for whose end
+            // `begin_write` waits.
             let sum = unsafe { Reduced::new(sum, rank.compute.record()?) };
             return match (&mut self.kept, optimizer.on_host()) {
                 (Kept::Device { reduced, .. }, optimizer) => {
                     let sum = reduced[unit].insert(sum);
                     optimizer.map_or(Ok(()), |optimizer| optimizer.take_sum(rank, unit, sum))
                 }
-                (Kept::Host(sums), Some(optimizer)) => sums.take(rank, unit, micro, &sum, optimizer),
+                (Kept::Host(sums), Some(optimizer)) => {
+                    sums.take(rank, unit, micro, &sum, optimizer)
+                }
                 (Kept::Host(_), None) => Ok(()),
             };
         }
@@ -260,7 +320,11 @@ impl<D: Device> Gradients<D> {
                         if let Some(optimizer) = &mut optimizer {
                             optimizer.wait_for_release(rank, &rank.comm_stream, unit)?;
                         }
-                        SumInto::Write(if sharded { storage.own(unit) } else { storage.unit(unit) })
+                        SumInto::Write(if sharded {
+                            storage.own(unit)
+                        } else {
+                            storage.unit(unit)
+                        })
                     }
                 };
                 let reduced = reduced[unit].insert(sum(into)?);
@@ -301,7 +365,8 @@ impl<D: Device> Gradients<D> {
     fn sums(&self, rank: &Rank<D>, unit: usize) -> Option<AnySlice> {
         match (self.places[unit], &self.kept) {
             (Place::Scratch(slot), _) => {
-                // SAFETY: only the compute stream uses the scratch, and the drop records that stream.
+                // SAFETY: only the compute stream uses the scratch, and the drop records that
+                // stream.
                 let slot = unsafe { self.slots[slot].slice() };
                 Some(slot.slice(0..rank.layout.units()[unit].padded_elems as usize))
             }
@@ -325,27 +390,49 @@ impl<D: Device> HostSums<D> {
         let Rank { settings, host, .. } = rank;
         let len = |unit: usize| {
             let held = rank.held(&rank.layout.units()[unit]);
-            if rank.trains(unit) { (held.end - held.start) as usize } else { 0 }
+            if rank.trains(unit) {
+                (held.end - held.start) as usize
+            } else {
+                0
+            }
         };
         let lens: Vec<usize> = (0..rank.units()).map(len).collect();
         let largest = lens.iter().copied().max().unwrap_or(0);
         let leaving = || {
-            let block = rank.pool.allocate(largest, settings.dtype, Purpose::Buckets, &rank.compute)?;
+            let block =
+                rank.pool
+                    .allocate(largest, settings.dtype, Purpose::Buckets, &rank.compute)?;
             rank.comm_stream.wait(&rank.compute.record()?)?;
-            Ok::<_, TrainError>(Leaving { block, copied: None, added: None })
+            Ok::<_, TrainError>(Leaving {
+                block,
+                copied: None,
+                added: None,
+            })
         };
         let update = &optimizer.stream().clone();
         let pinned = |elems, dtype| host.pinned.allocate(elems, dtype, Purpose::Grads, update);
         let adds = settings.grad_accum_steps > 1 || settings.offload.grads_on_file().is_some();
         let arrived = match adds && !rank.is_host() {
             false => None,
-            true => Some([(pinned(largest, settings.dtype)?, None), (pinned(largest, settings.dtype)?, None)]),
+            true => Some([
+                (pinned(largest, settings.dtype)?, None),
+                (pinned(largest, settings.dtype)?, None),
+            ]),
         };
         let sums = match settings.offload.grads_on_file() {
             Some(dir) => {
-                let file = UnitFile::new(rank, update, dir, ("gradients", settings.grad_dtype()), &lens)?;
+                let file = UnitFile::new(
+                    rank,
+                    update,
+                    dir,
+                    ("gradients", settings.grad_dtype()),
+                    &lens,
+                )?;
                 optimizer.count(file.file.clone());
-                Sums::File { file: Box::new(file), lens }
+                Sums::File {
+                    file: Box::new(file),
+                    lens,
+                }
             }
             None => {
                 let block = pinned(lens.iter().sum(), settings.grad_dtype())?;
@@ -354,29 +441,51 @@ impl<D: Device> HostSums<D> {
                     end += len;
                     end - len..end
                 };
-                Sums::Memory { block, units: lens.into_iter().map(range).collect() }
+                Sums::Memory {
+                    block,
+                    units: lens.into_iter().map(range).collect(),
+                }
             }
         };
         let streams = (optimizer.copies().clone(), update.clone());
-        Ok(Self { leaving: [leaving()?, leaving()?], next: 0, sums, arrived, streams })
+        Ok(Self {
+            leaving: [leaving()?, leaving()?],
+            next: 0,
+            sums,
+            arrived,
+            streams,
+        })
     }
 
     /// The next transfer buffer. `stream`, which writes it, waits until its last unit has left.
-    fn next_buffer(&mut self, rank: &Rank<D>, unit: usize, stream: &D::Stream) -> Result<AnySlice, TrainError> {
+    fn next_buffer(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        stream: &D::Stream,
+    ) -> Result<AnySlice, TrainError> {
         self.next = (self.next + 1) % self.leaving.len();
-        let Leaving { block, copied, added } = &mut self.leaving[self.next];
+        let Leaving {
+            block,
+            copied,
+            added,
+        } = &mut self.leaving[self.next];
         if let Some(copied) = copied.take() {
             stream.wait(&copied)?;
         }
         if let Some(added) = added.take() {
-            rank.pool.device().wait_for_host(stream, &added, rank.settings.host_limit())?;
+            rank.pool
+                .device()
+                .wait_for_host(stream, &added, rank.settings.host_limit())?;
         }
-        // SAFETY: the compute stream or the communication stream, the copies' and, if the device is the host, the update's
-        // use it, ordered by events; the optimizer, which is dropped first, waits for them.
+        // SAFETY: the compute stream or the communication stream, the copies' and, if the device is
+        // the host, the update's use it, ordered by events; the optimizer, which is dropped first,
+        // waits for them.
         Ok(unsafe { block.slice() }.slice(0..self.sums.len(unit)))
     }
 
-    /// Copies a reduced unit to the host, which adds it to those of earlier micro-batches. The optimizer takes the last sum.
+    /// Copies a reduced unit to the host, which adds it to those of earlier micro-batches. The
+    /// optimizer takes the last sum.
     fn take(
         &mut self,
         rank: &Rank<D>,
@@ -385,7 +494,11 @@ impl<D: Device> HostSums<D> {
         reduced: &Reduced<D>,
         optimizer: &mut HostOptimizer<D>,
     ) -> Result<(), TrainError> {
-        let (device, kernels, limit) = (rank.pool.device(), &rank.host.kernels, rank.settings.host_limit());
+        let (device, kernels, limit) = (
+            rank.pool.device(),
+            &rank.host.kernels,
+            rank.settings.host_limit(),
+        );
         let (copies, update) = &self.streams;
         let (next, last) = (self.next, micro + 1 == rank.settings.grad_accum_steps);
         let slice = reduced.wait_on(copies)?;
@@ -430,7 +543,11 @@ impl<D: Device> HostSums<D> {
             Sums::File { file, .. } => {
                 file.update(unit, micro == 0, |sum| {
                     add(sum)?;
-                    if last { optimizer.enqueue_stats(unit, sum) } else { Ok(()) }
+                    if last {
+                        optimizer.enqueue_stats(unit, sum)
+                    } else {
+                        Ok(())
+                    }
                 })?;
             }
         }
@@ -462,8 +579,9 @@ impl<D: Device> Drop for HostSums<D> {
     }
 }
 
-/// The place of each unit's gradient in backward, and the sizes of the scratch slots; no other unit uses a slot between the
-/// unit's first and last pass. `writes(pass, unit)`: [`Model::writes_grad`].
+/// The place of each unit's gradient in backward, and the sizes of the scratch slots; no other unit
+/// uses a slot between the unit's first and last pass. `writes(pass, unit)`:
+/// [`Model::writes_grad`].
 pub(super) fn places(
     settings: &Settings,
     layout: &Layout,
@@ -484,7 +602,8 @@ pub(super) fn places(
         let alone = adding[unit].count == 1 && passes[pass].grads == [unit];
         alone && settings.grad_accum_steps == 1 && fits(unit) && writes(pass, unit)
     };
-    let (mut places, mut sizes, mut free) = (vec![None; units.len()], Vec::<usize>::new(), Vec::new());
+    let (mut places, mut sizes, mut free) =
+        (vec![None; units.len()], Vec::<usize>::new(), Vec::new());
     for pass in (first_trained(passes, groups)..passes.len()).rev() {
         for &unit in &passes[pass].grads {
             if places[unit].is_some() {
@@ -505,14 +624,23 @@ pub(super) fn places(
                 }
             });
         }
-        let complete = passes[pass].grads.iter().filter(|unit| adding[**unit].first == pass);
+        let complete = passes[pass]
+            .grads
+            .iter()
+            .filter(|unit| adding[**unit].first == pass);
         free.extend(complete.filter_map(|&unit| match places[unit] {
             Some(Place::Scratch(slot)) => Some(slot),
             _ => None,
         }));
     }
     // Units without a pass have no gradient.
-    (places.into_iter().map(|place| place.unwrap_or(Place::Storage)).collect(), sizes)
+    (
+        places
+            .into_iter()
+            .map(|place| place.unwrap_or(Place::Storage))
+            .collect(),
+        sizes,
+    )
 }
 
 /// The passes that add to the gradient of a unit.
@@ -525,7 +653,8 @@ struct AddingPasses {
 
 /// The passes that add to the gradient of each of `units` units.
 ///
-/// Why in one go: a search of all passes for each unit takes minutes in a plan of ten thousand layers.
+/// Why in one go: a search of all passes for each unit takes minutes in a plan of ten thousand
+/// layers.
 fn adding_passes(passes: &[Pass], units: usize) -> Vec<AddingPasses> {
     let mut adding = vec![AddingPasses::default(); units];
     for (at, pass) in passes.iter().enumerate().rev() {

@@ -1,4 +1,5 @@
-//! The parameters that the host updates: this rank's part of each unit, the shard or at stage 0 all of it.
+//! The parameters that the host updates: this rank's part of each unit, the shard or at stage 0 all
+//! of it.
 //!
 //! | home | where | how the device gets them |
 //! |---|---|---|
@@ -6,7 +7,8 @@
 //! | pinned memory | the device is a GPU | copied to the device's parameters, or at stage 3 with offload into the gathered unit |
 //! | a scratch file | `--offload-params nvme:DIR` | read into a slot, then copied into the gathered unit |
 //!
-//! Gathers from the file have a separate stream and slots: one for each unit that is gathered ahead, and one more.
+//! Gathers from the file have a separate stream and slots: one for each unit that is gathered
+//! ahead, and one more.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +38,8 @@ struct OnFile<D: Device> {
 enum Place<D: Device> {
     /// Memory of the device, which is the host's.
     Direct(Vec<AnySlice>),
-    /// Pinned memory. At stages 0 to 2, and at stage 3 without offload of parameters, the device has them, too.
+    /// Pinned memory. At stages 0 to 2, and at stage 3 without offload of parameters, the device
+    /// has them, too.
     Pinned {
         block: Block<HostDevice>,
         slices: Vec<AnySlice>,
@@ -59,14 +62,18 @@ pub(super) struct HostParams<D: Device> {
 pub(super) type SharedParams<D> = Arc<Mutex<HostParams<D>>>;
 
 impl<D: Device> HostParams<D> {
-    /// `on_device`: what the device has of each unit that the host updates, unless the parameters are offloaded.
+    /// `on_device`: what the device has of each unit that the host updates, unless the parameters
+    /// are offloaded.
     pub(super) fn new(
         rank: &Rank<D>,
         update: &HostStream,
         segments: &[Segment],
         on_device: Option<Vec<AnySlice>>,
     ) -> Result<Self, TrainError> {
-        let (dtype, lens) = (rank.settings.dtype, segments.iter().map(|s| s.state.len()).collect::<Vec<_>>());
+        let (dtype, lens) = (
+            rank.settings.dtype,
+            segments.iter().map(|s| s.state.len()).collect::<Vec<_>>(),
+        );
         let place = match (&rank.settings.offload.params, on_device) {
             (Home::Nvme(dir), None) => {
                 let units = UnitFile::new(rank, update, dir, ("params", dtype), &lens)?;
@@ -74,34 +81,55 @@ impl<D: Device> HostParams<D> {
             }
             (_, Some(slices)) if rank.is_host() => Place::Direct(slices),
             (_, on_device) => {
-                let block = rank.host.pinned.allocate(lens.iter().sum(), dtype, Purpose::Params, update)?;
-                // SAFETY: used by the update's stream and by copies of the device, ordered by events; the drop of this
-                // value records the first, and the drop of `HostOptimizer`, which comes before, waits for all.
+                let block =
+                    rank.host
+                        .pinned
+                        .allocate(lens.iter().sum(), dtype, Purpose::Params, update)?;
+                // SAFETY: used by the update's stream and by copies of the device, ordered by
+                // events; the drop of this value records the first, and the drop of
+                // `HostOptimizer`, which comes before, waits for all.
                 let all = unsafe { block.slice() };
                 rank.host.pinned.device().fill_zero(update, all)?;
                 let slices = cut(all, &lens);
-                Place::Pinned { block, slices, on_device }
+                Place::Pinned {
+                    block,
+                    slices,
+                    on_device,
+                }
             }
         };
         let (device, limit) = (rank.pool.device().clone(), rank.settings.host_limit());
         // The device sets its memory to zero.
         device.host_waits(update, &rank.compute.record()?, limit)?;
-        Ok(Self { place, updated: vec![None; lens.len()], device, update: update.clone(), limit })
+        Ok(Self {
+            place,
+            updated: vec![None; lens.len()],
+            device,
+            update: update.clone(),
+            limit,
+        })
     }
 
-    /// Makes `stream` wait for the update of `unit` and enqueues its copy to the device's parameters, if they are elsewhere.
-    /// Returns whether there was an update since the last call.
+    /// Makes `stream` wait for the update of `unit` and enqueues its copy to the device's
+    /// parameters, if they are elsewhere. Returns whether there was an update since the last call.
     pub(super) fn deliver(&mut self, stream: &D::Stream, unit: usize) -> Result<bool, DeviceError> {
-        let Some(updated) = self.updated[unit].take() else { return Ok(false) };
+        let Some(updated) = self.updated[unit].take() else {
+            return Ok(false);
+        };
         self.device.wait_for_host(stream, &updated, self.limit)?;
-        if let Place::Pinned { slices, on_device: Some(on_device), .. } = &self.place {
+        if let Place::Pinned {
+            slices,
+            on_device: Some(on_device),
+            ..
+        } = &self.place
+        {
             self.device.copy(stream, slices[unit], on_device[unit])?;
         }
         Ok(true)
     }
 
-    /// Calls `run` with the parameters of `unit`, for operations on the update's stream that write all of them if
-    /// `overwritten`, and otherwise may read them.
+    /// Calls `run` with the parameters of `unit`, for operations on the update's stream that write
+    /// all of them if `overwritten`, and otherwise may read them.
     pub(super) fn update(
         &mut self,
         unit: usize,
@@ -116,7 +144,8 @@ impl<D: Device> HostParams<D> {
         Ok(())
     }
 
-    /// Calls `run` with the parameters of `unit`, which operations on the update's stream only read.
+    /// Calls `run` with the parameters of `unit`, which operations on the update's stream only
+    /// read.
     pub(super) fn read<R>(
         &mut self,
         unit: usize,
@@ -158,10 +187,19 @@ impl<D: Device> HostParams<D> {
     }
 
     /// Enqueues filling `own` with the shard of `unit`, or returns the device's memory that has it.
-    fn fetch(&mut self, stream: &D::Stream, unit: usize, own: AnySlice) -> Result<AnySlice, DeviceError> {
+    fn fetch(
+        &mut self,
+        stream: &D::Stream,
+        unit: usize,
+        own: AnySlice,
+    ) -> Result<AnySlice, DeviceError> {
         self.deliver(stream, unit)?;
         match &mut self.place {
-            Place::Direct(slices) | Place::Pinned { on_device: Some(slices), .. } => Ok(slices[unit]),
+            Place::Direct(slices)
+            | Place::Pinned {
+                on_device: Some(slices),
+                ..
+            } => Ok(slices[unit]),
             Place::Pinned { slices, .. } => {
                 self.device.copy(stream, slices[unit], own)?;
                 Ok(own)
@@ -183,13 +221,27 @@ fn cut(all: AnySlice, lens: &[usize]) -> Vec<AnySlice> {
 
 impl<D: Device> OnFile<D> {
     fn new(rank: &Rank<D>, update: &HostStream, units: UnitFile) -> Result<Self, TrainError> {
-        let stream = rank.host.plain.device().create_stream(&format!("{} params gathers", update.name()))?;
+        let stream = rank
+            .host
+            .plain
+            .device()
+            .create_stream(&format!("{} params gathers", update.name()))?;
         let gathers = (stream, units.file.lane()?);
         let ahead = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout) + 1;
         let slots = (0..ahead).map(|_| Slot::new(rank, update, units.slot_bytes()));
         let slots = slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
-        gathers.1.register(&slots.iter().map(|slot| slot.buffer.clone()).collect::<Vec<_>>());
-        Ok(Self { units, gathers, slots, next: 0 })
+        gathers.1.register(
+            &slots
+                .iter()
+                .map(|slot| slot.buffer.clone())
+                .collect::<Vec<_>>(),
+        );
+        Ok(Self {
+            units,
+            gathers,
+            slots,
+            next: 0,
+        })
     }
 
     fn fetch(
@@ -217,7 +269,8 @@ impl<D: Device> OnFile<D> {
 
 impl<D: Device> Drop for HostParams<D> {
     fn drop(&mut self) {
-        // A closed stream runs no more work. The optimizer has waited for the streams of the device.
+        // A closed stream runs no more work. The optimizer has waited for the streams of the
+        // device.
         match &mut self.place {
             Place::Direct(_) => {}
             Place::Pinned { block, .. } => {
@@ -249,7 +302,12 @@ impl<D: Device> ShardSource<D> for Fetch<D> {
         self.shard_elems.clone()
     }
 
-    fn fetch(&mut self, comm_stream: &D::Stream, unit: usize, own: AnySlice) -> Result<AnySlice, DeviceError> {
+    fn fetch(
+        &mut self,
+        comm_stream: &D::Stream,
+        unit: usize,
+        own: AnySlice,
+    ) -> Result<AnySlice, DeviceError> {
         self.params.lock().fetch(comm_stream, unit, own)
     }
 }

@@ -141,7 +141,8 @@ pub struct MemoryBytes {
     pub peak_bytes: u64,
     /// Bytes that the pool has allocated from the device.
     pub reserved_bytes: u64,
-    /// Host memory of offloaded state and its transfers; on the host it is part of the figures above.
+    /// Host memory of offloaded state and its transfers; on the host it is part of the figures
+    /// above.
     #[serde(default)]
     pub host_bytes: u64,
 }
@@ -168,7 +169,10 @@ impl From<&Report> for MemoryBytes {
 impl MemoryBytes {
     /// Adds the pools of host memory; `on_host` if the rank's own memory is the host's.
     pub(super) fn with_host(self, pools: &[Report], on_host: bool) -> Self {
-        let host_bytes = pools.iter().map(|report| report.total.peak_bytes as u64).sum();
+        let host_bytes = pools
+            .iter()
+            .map(|report| report.total.peak_bytes as u64)
+            .sum();
         let pools = if on_host { pools } else { &[] };
         let sum = pools.iter().map(Self::from).fold(self, |a, b| Self {
             params_bytes: a.params_bytes + b.params_bytes,
@@ -188,6 +192,10 @@ impl MemoryBytes {
     /// Adds `staging_bytes` of host memory; `on_host` if that is the memory of the rank.
     pub(super) fn with_staging(self, staging_bytes: u64, on_host: bool) -> Self {
         let peak_bytes = self.peak_bytes + if on_host { staging_bytes } else { 0 };
-        Self { staging_bytes, peak_bytes, ..self }
+        Self {
+            staging_bytes,
+            peak_bytes,
+            ..self
+        }
     }
 }

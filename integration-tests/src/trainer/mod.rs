@@ -1,8 +1,8 @@
 //! ZeRO stages 0 to 3 over the crates of the workspace.
 //!
-//! `dense` (stage 0), `stages_1_and_2` and `stage3` each contain one algorithm. They share a `Rank` (streams, pool,
-//! communicator, layout), flat storages, the reduction of gradients, and the end of a step. `run_rank` is the loop of
-//! one rank; [`run_on_threads`] runs all ranks in this process.
+//! `dense` (stage 0), `stages_1_and_2` and `stage3` each contain one algorithm. They share a `Rank`
+//! (streams, pool, communicator, layout), flat storages, the reduction of gradients, and the end of
+//! a step. `run_rank` is the loop of one rank; [`run_on_threads`] runs all ranks in this process.
 
 mod batch_loader;
 mod breakdown;

@@ -1,9 +1,9 @@
 //! The places of a run's optimizer state, parameters and activation checkpoints.
 //!
-//! Parameters off the device imply that the host updates: the optimizer state then is at least in host memory.
-//! With parameters on NVMe the gradients are there, too: they are as large, so if the parameters do not fit, the
-//! gradients would not. Parameters are then read three times a step (two gathers, and the updates that need old
-//! values) and written once.
+//! Parameters off the device imply that the host updates: the optimizer state then is at least in
+//! host memory. With parameters on NVMe the gradients are there, too: they are as large, so if the
+//! parameters do not fit, the gradients would not. Parameters are then read three times a step (two
+//! gathers, and the updates that need old values) and written once.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -98,11 +98,18 @@ pub struct OffloadSettings {
 impl fmt::Display for OffloadSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let format = self.format;
-        let masters = if format.remainder { "remainder" } else { "fp32" };
+        let masters = if format.remainder {
+            "remainder"
+        } else {
+            "fp32"
+        };
         let moments = if format.bf16_moments { "bf16" } else { "fp32" };
         let mut parts = Vec::new();
         if self.updates_on_host() {
-            parts.push(format!("optimizer state in {} (masters {masters}, moments {moments})", self.optimizer));
+            parts.push(format!(
+                "optimizer state in {} (masters {masters}, moments {moments})",
+                self.optimizer
+            ));
         }
         if self.params != Home::Device {
             parts.push(format!("parameters in {}", self.params));
@@ -118,15 +125,16 @@ impl fmt::Display for OffloadSettings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StateFormat {
-    /// bf16 parameters with a 16-bit remainder instead of fp32 masters: the same masters, but a parameter exactly midway
-    /// rounds away from zero.
+    /// bf16 parameters with a 16-bit remainder instead of fp32 masters: the same masters, but a
+    /// parameter exactly midway rounds away from zero.
     pub remainder: bool,
     /// Moments in bf16, rounded stochastically, instead of fp32.
     pub bf16_moments: bool,
 }
 
 impl StateFormat {
-    /// Bytes of state per element, without the parameter itself. `has_master`: fp32 masters apart from the parameters.
+    /// Bytes of state per element, without the parameter itself. `has_master`: fp32 masters apart
+    /// from the parameters.
     pub fn bytes(self, has_master: bool) -> u64 {
         let master = match (has_master, self.remainder) {
             (false, _) => 0,
@@ -157,7 +165,8 @@ impl OffloadSettings {
         self.optimizer != Home::Device || self.params != Home::Device
     }
 
-    /// The folder of the gradients' scratch file: that of the parameters, whose gradients are as large.
+    /// The folder of the gradients' scratch file: that of the parameters, whose gradients are as
+    /// large.
     pub fn grads_on_file(&self) -> Option<&Path> {
         match &self.params {
             Home::Nvme(dir) => Some(dir),
@@ -167,7 +176,9 @@ impl OffloadSettings {
 
     /// How scratch files are read and written.
     pub(super) fn swap(&self) -> SwapOptions {
-        SwapOptions::default().queue_depth(self.queue_depth).request_bytes(self.request_bytes)
+        SwapOptions::default()
+            .queue_depth(self.queue_depth)
+            .request_bytes(self.request_bytes)
     }
 
     /// Whether all is on the device and nothing else is set.
@@ -180,12 +191,18 @@ impl OffloadSettings {
         self.updates_on_host() || self.activations
     }
 
-    /// The most units that are gathered ahead from parameters on NVMe; each needs a buffer of the largest
-    /// shard. Why the number does not follow from the bandwidth: the reads of one unit fill the disk's queue,
-    /// so more units are read no faster. In modelled time four units ahead gain nothing over one
-    /// (`one_unit_ahead_is_enough`).
+    /// The most units that are gathered ahead from parameters on NVMe; each needs a buffer of the
+    /// largest shard. Why the number does not follow from the bandwidth: the reads of one unit fill
+    /// the disk's queue, so more units are read no faster. In modelled time four units ahead gain
+    /// nothing over one (`one_unit_ahead_is_enough`).
     pub fn units_ahead(prefetch: &PrefetchOptions, layout: &Layout) -> usize {
-        let largest = layout.units().iter().map(|u| u.padded_elems as usize).max().unwrap_or(0).max(1);
+        let largest = layout
+            .units()
+            .iter()
+            .map(|u| u.padded_elems as usize)
+            .max()
+            .unwrap_or(0)
+            .max(1);
         // One unit is gathered ahead even if it is larger than the limit of elements.
         let within_limit = (prefetch.ahead_elems / largest).max(1);
         prefetch.ahead.min(within_limit).min(layout.units().len())
@@ -193,6 +210,8 @@ impl OffloadSettings {
 
     /// Whether anything is on NVMe.
     pub fn uses_nvme(&self) -> bool {
-        [&self.optimizer, &self.params].into_iter().any(|home| home.tier() == Tier::Nvme)
+        [&self.optimizer, &self.params]
+            .into_iter()
+            .any(|home| home.tier() == Tier::Nvme)
     }
 }

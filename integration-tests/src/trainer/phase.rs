@@ -1,7 +1,8 @@
-//! The phases of a step: the timeline records with each operation the phase in which the host enqueued it.
+//! The phases of a step: the timeline records with each operation the phase in which the host
+//! enqueued it.
 //!
-//! Labels name kernels and collectives, and differ between the host and CUDA; phases name the part of the step that an
-//! operation belongs to, on both.
+//! Labels name kernels and collectives, and differ between the host and CUDA; phases name the part
+//! of the step that an operation belongs to, on both.
 
 use std::sync::Arc;
 
@@ -17,7 +18,8 @@ const KINDS: usize = 3;
 /// Forward of the embedding, a block, the head.
 pub(super) const FORWARD: [&str; KINDS] = ["forward embedding", "forward block", "forward head"];
 /// Backward of the embedding, a block, the head.
-pub(super) const BACKWARD: [&str; KINDS] = ["backward embedding", "backward block", "backward head"];
+pub(super) const BACKWARD: [&str; KINDS] =
+    ["backward embedding", "backward block", "backward head"];
 /// Zeroing, packing, reducing and storing gradients; gathering parameters.
 pub(super) const GRADIENTS: &str = "gradients";
 /// Gradient statistics, their exchange, and the decision.
@@ -33,8 +35,13 @@ pub(super) const CHECKPOINT: &str = "checkpoint";
 /// The loss on the validation data.
 pub(super) const VALIDATION: &str = "validation";
 
-/// Runs `work` on the host in `phase`, and records its span on the track `rank N host` of the timeline.
-pub(super) fn run_in<D: Device, R>(rank: &Rank<D>, phase: &'static str, work: impl FnOnce() -> R) -> R {
+/// Runs `work` on the host in `phase`, and records its span on the track `rank N host` of the
+/// timeline.
+pub(super) fn run_in<D: Device, R>(
+    rank: &Rank<D>,
+    phase: &'static str,
+    work: impl FnOnce() -> R,
+) -> R {
     let Rank { timeline, comm, .. } = rank;
     let (before, start) = (timeline.set_phase(phase), timeline.now());
     let result = work();
@@ -58,8 +65,17 @@ pub(super) struct Phased<'a, D: Device> {
 }
 
 impl<D: Device> Phased<'_, D> {
-    fn run<R>(&mut self, phases: [&'static str; KINDS], pass: usize, run: impl FnOnce(&mut dyn Model<D>) -> R) -> R {
-        let kind = if pass + 1 == self.passes { 2 } else { pass.min(1) };
+    fn run<R>(
+        &mut self,
+        phases: [&'static str; KINDS],
+        pass: usize,
+        run: impl FnOnce(&mut dyn Model<D>) -> R,
+    ) -> R {
+        let kind = if pass + 1 == self.passes {
+            2
+        } else {
+            pass.min(1)
+        };
         let before = self.timeline.set_phase(phases[kind]);
         // The passes of an evaluation are in its phase.
         if before == VALIDATION {
@@ -72,11 +88,21 @@ impl<D: Device> Phased<'_, D> {
 }
 
 impl<D: Device> Model<D> for Phased<'_, D> {
-    fn set_batch(&mut self, stream: &D::Stream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+    fn set_batch(
+        &mut self,
+        stream: &D::Stream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError> {
         self.model.set_batch(stream, inputs, targets)
     }
 
-    fn forward(&mut self, stream: &D::Stream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+    fn forward(
+        &mut self,
+        stream: &D::Stream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError> {
         self.run(FORWARD, pass, |model| model.forward(stream, pass, params))
     }
 
@@ -88,14 +114,21 @@ impl<D: Device> Model<D> for Phased<'_, D> {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        self.run(BACKWARD, pass, |model| model.backward(stream, pass, params, grads, loss_scale))
+        self.run(BACKWARD, pass, |model| {
+            model.backward(stream, pass, params, grads, loss_scale)
+        })
     }
 
     fn writes_grad(&self, pass: usize, unit: usize) -> bool {
         self.model.writes_grad(pass, unit)
     }
 
-    fn add_losses(&mut self, stream: &D::Stream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+    fn add_losses(
+        &mut self,
+        stream: &D::Stream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         self.model.add_losses(stream, params, tokens)
     }
 

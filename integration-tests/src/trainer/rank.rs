@@ -1,4 +1,5 @@
-//! A rank's resources: streams, memory, communicator and kernels, and the layout that all ranks share.
+//! A rank's resources: streams, memory, communicator and kernels, and the layout that all ranks
+//! share.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,12 +29,13 @@ pub struct Settings {
     pub dtype: DType,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
-    /// Whether stages 0 and 1 reduce gradients after every micro-batch, as stages 2 and 3 do, with the same bits. If not, they
-    /// sum micro-batches on each rank and reduce once a step.
+    /// Whether stages 0 and 1 reduce gradients after every micro-batch, as stages 2 and 3 do, with
+    /// the same bits. If not, they sum micro-batches on each rank and reduce once a step.
     pub reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket.
     pub bucket_capacity_elems: usize,
-    /// Whether communication overlaps compute. If not, each waits for the other, and no unit is gathered ahead.
+    /// Whether communication overlaps compute. If not, each waits for the other, and no unit is
+    /// gathered ahead.
     pub overlap: bool,
     /// How stage 3 gathers units.
     pub prefetch: PrefetchOptions,
@@ -50,39 +52,53 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The timeout of the host's waits for a stream: longer than a collective's, whose error names the missing rank.
+    /// The timeout of the host's waits for a stream: longer than a collective's, whose error names
+    /// the missing rank.
     pub fn host_limit(&self) -> Duration {
         self.limit.saturating_mul(2)
     }
 
-    /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step, as DDP and DeepSpeed
-    /// do: 2 Ψ elements a step, however many micro-batches it has. The storage of stages 0 and 1 is the place
-    /// of the sum, so no scratch is needed. Otherwise every micro-batch is reduced: with A of them (A + 1) Ψ
-    /// elements at stage 2, 3 A Ψ at stage 3. The orders of summation differ, so with A > 1 stages 0 and 1 have
-    /// the bits of stages 2 and 3 only under `--reduce-every-micro-batch`.
+    /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step, as DDP and
+    /// DeepSpeed do: 2 Ψ elements a step, however many micro-batches it has. The storage of stages
+    /// 0 and 1 is the place of the sum, so no scratch is needed. Otherwise every micro-batch is
+    /// reduced: with A of them (A + 1) Ψ elements at stage 2, 3 A Ψ at stage 3. The orders of
+    /// summation differ, so with A > 1 stages 0 and 1 have the bits of stages 2 and 3 only under
+    /// `--reduce-every-micro-batch`.
     ///
-    /// Why not always: stages 2 and 3 keep only a shard of the sum; with an optimizer on the host gradients
-    /// leave the device after each micro-batch; and the sum of many micro-batches could overflow fp16 in the
-    /// collective, where each of them does not.
+    /// Why not always: stages 2 and 3 keep only a shard of the sum; with an optimizer on the host
+    /// gradients leave the device after each micro-batch; and the sum of many micro-batches could
+    /// overflow fp16 in the collective, where each of them does not.
     pub fn sums_locally(&self) -> bool {
-        let possible = !self.stage.shards_grads() && !self.offload.updates_on_host() && self.dtype != DType::F16;
+        let possible = !self.stage.shards_grads()
+            && !self.offload.updates_on_host()
+            && self.dtype != DType::F16;
         possible && self.grad_accum_steps > 1 && !self.reduce_every_micro_batch
     }
 
     /// Reductions of a unit's gradient in a step.
     pub fn reductions(&self) -> u64 {
-        if self.sums_locally() { 1 } else { self.grad_accum_steps as u64 }
+        if self.sums_locally() {
+            1
+        } else {
+            self.grad_accum_steps as u64
+        }
     }
 
     /// The dtype of stored gradients: fp32 if several micro-batches are summed.
     pub fn grad_dtype(&self) -> DType {
-        if self.grad_accum_steps > 1 { DType::F32 } else { self.dtype }
+        if self.grad_accum_steps > 1 {
+            DType::F32
+        } else {
+            self.dtype
+        }
     }
 
-    /// Gradient buckets of a rank. One rank needs none: it stores its gradients without them, unless each micro-batch's are
-    /// rounded to the dtype of communication and then summed in fp32 on the device.
+    /// Gradient buckets of a rank. One rank needs none: it stores its gradients without them,
+    /// unless each micro-batch's are rounded to the dtype of communication and then summed in fp32
+    /// on the device.
     pub fn buckets(&self, ranks: usize, on_host: bool) -> usize {
-        let sums_leave = self.offload.updates_on_host() && (!on_host || self.offload.grads_on_file().is_some());
+        let sums_leave =
+            self.offload.updates_on_host() && (!on_host || self.offload.grads_on_file().is_some());
         let stored = sums_leave || self.sums_locally() || self.grad_dtype() == self.dtype;
         if ranks == 1 && stored { 0 } else { 2 }
     }
@@ -90,7 +106,10 @@ impl Settings {
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
         let widths = Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64);
-        Widths { optimizer_bytes: self.offload.format.bytes(self.dtype != DType::F32), ..widths }
+        Widths {
+            optimizer_bytes: self.offload.format.bytes(self.dtype != DType::F32),
+            ..widths
+        }
     }
 }
 
@@ -119,11 +138,19 @@ impl<D: Device> HostSide<D> {
         threads: usize,
     ) -> Result<Self, TrainError> {
         let kernels = Arc::new(HostKernels::new(threads)?);
-        // One thread updates as fast as several drives read and write; more take memory bandwidth from the transfers.
+        // One thread updates as fast as several drives read and write; more take memory bandwidth
+        // from the transfers.
         let nvme_kernels = Arc::new(HostKernels::new(threads.div_ceil(4))?);
         let plain = Pool::new(host.clone(), usize::MAX);
         let pinned = Pool::new(host.clone().with_memory(Arc::clone(&memory))?, usize::MAX);
-        Ok(Self { memory, record, kernels, nvme_kernels, plain, pinned })
+        Ok(Self {
+            memory,
+            record,
+            kernels,
+            nvme_kernels,
+            plain,
+            pinned,
+        })
     }
 }
 
@@ -154,8 +181,8 @@ pub(super) struct Rank<D: Device> {
 }
 
 impl<D: Device> Rank<D> {
-    /// A rank on `device`, whose operations `timeline` records, with new streams and a new pool. `parts` creates the
-    /// kernels and the host side.
+    /// A rank on `device`, whose operations `timeline` records, with new streams and a new pool.
+    /// `parts` creates the kernels and the host side.
     pub(super) fn new(
         device: D,
         timeline: Timeline,
@@ -206,7 +233,8 @@ impl<D: Device> Rank<D> {
         !self.groups.is_frozen(unit)
     }
 
-    /// The range of the unit's flat parameter whose optimizer state this rank holds: its shard, or all of it at stage 0.
+    /// The range of the unit's flat parameter whose optimizer state this rank holds: its shard, or
+    /// all of it at stage 0.
     pub(super) fn held(&self, unit: &UnitLayout) -> Range<u64> {
         match self.settings.stage.shards_optimizer() {
             true => unit.shard(self.comm.rank() as u64),
@@ -214,13 +242,15 @@ impl<D: Device> Rank<D> {
         }
     }
 
-    /// The passes whose backward is run, in reverse: behind the first that adds to a trained gradient it has no use.
+    /// The passes whose backward is run, in reverse: behind the first that adds to a trained
+    /// gradient it has no use.
     pub(super) fn backward_passes(&self) -> impl Iterator<Item = (usize, &Pass)> {
         let first = first_trained(&self.passes, &self.groups);
         self.passes.iter().enumerate().skip(first).rev()
     }
 
-    /// The trained units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
+    /// The trained units whose gradient is complete after the backward of `pass`. Backward runs
+    /// from the last pass on.
     pub(super) fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
         complete_after(&self.passes, pass).filter(|&unit| self.trains(unit))
     }
@@ -234,10 +264,14 @@ impl<D: Device> Rank<D> {
 
 /// The first pass that adds to a trained gradient.
 pub(super) fn first_trained(passes: &[Pass], groups: &ModelGroups) -> usize {
-    passes.iter().position(|pass| pass.grads.iter().any(|&unit| !groups.is_frozen(unit))).unwrap_or(0)
+    passes
+        .iter()
+        .position(|pass| pass.grads.iter().any(|&unit| !groups.is_frozen(unit)))
+        .unwrap_or(0)
 }
 
-/// The units whose gradient is complete after the backward of `pass`. Backward runs from the last pass on.
+/// The units whose gradient is complete after the backward of `pass`. Backward runs from the last
+/// pass on.
 pub(super) fn complete_after(passes: &[Pass], pass: usize) -> impl Iterator<Item = usize> + '_ {
     let grads = |p: usize| passes[p].grads.iter().copied();
     grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))

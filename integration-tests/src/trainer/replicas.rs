@@ -1,9 +1,10 @@
 //! The comparison of replicas: at stages 0 to 2 all ranks hold the same parameters.
 //!
-//! A faulty card, memory or link changes the parameters of one rank. Nothing fails then: its gradients go into the sums of
-//! all ranks, and a checkpoint has shards of replicas that differ. A check reads the parameters of each rank once and
-//! compares the checksums of their units, as [`agree`] compares settings: it names the lowest rank that differs from most. Of
-//! two ranks it cannot say which one is right.
+//! A faulty card, memory or link changes the parameters of one rank. Nothing fails then: its
+//! gradients go into the sums of all ranks, and a checkpoint has shards of replicas that differ. A
+//! check reads the parameters of each rank once and compares the checksums of their units, as
+//! [`agree`] compares settings: it names the lowest rank that differs from most. Of two ranks it
+//! cannot say which one is right.
 
 use crc_fast::{CrcAlgorithm, Digest};
 use zero_alloc::device::{AnySlice, Device};
@@ -40,9 +41,18 @@ impl ReplicaChecks {
     }
 }
 
-/// Returns an error on all ranks if the parameters of two ranks differ after `step`. Collective; does nothing at stage 3.
-pub(super) fn check<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>, step: u64) -> Result<(), TrainError> {
-    let whole = if rank.comm.world_size() > 1 { stage.whole_params(rank)? } else { Vec::new() };
+/// Returns an error on all ranks if the parameters of two ranks differ after `step`. Collective;
+/// does nothing at stage 3.
+pub(super) fn check<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    step: u64,
+) -> Result<(), TrainError> {
+    let whole = if rank.comm.world_size() > 1 {
+        stage.whole_params(rank)?
+    } else {
+        Vec::new()
+    };
     if whole.is_empty() {
         return Ok(());
     }
@@ -52,15 +62,27 @@ pub(super) fn check<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>, step: u
         checksums.push(&unit.name, format_args!("{checksum:016x}"));
     }
     let exchange = RankExchange::of(rank);
-    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| exchange.exchange(message)).map_err(
-        |error| match error {
-            AgreementError::Differs { rank, reference, setting: unit, .. } => {
-                TrainError::Replicas { step, rank, reference, unit }
-            }
-            // The failure of the group is the cause.
-            error => rank.comm.failure().map_or_else(|| TrainError::Agreement(error), TrainError::Comm),
+    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| {
+        exchange.exchange(message)
+    })
+    .map_err(|error| match error {
+        AgreementError::Differs {
+            rank,
+            reference,
+            setting: unit,
+            ..
+        } => TrainError::Replicas {
+            step,
+            rank,
+            reference,
+            unit,
         },
-    )
+        // The failure of the group is the cause.
+        error => rank
+            .comm
+            .failure()
+            .map_or_else(|| TrainError::Agreement(error), TrainError::Comm),
+    })
 }
 
 /// The checksum of a slice, in compute-stream order.
@@ -72,7 +94,9 @@ fn checksum<D: Device>(rank: &Rank<D>, slice: AnySlice) -> Result<u64, TrainErro
         let end = slice.len().min(start + CHUNK_BYTES / width);
         let bytes = &mut chunk[..(end - start) * width];
         let part = slice.slice(start..end);
-        rank.pool.device().download(&rank.compute, part, bytes, rank.settings.host_limit())?;
+        rank.pool
+            .device()
+            .download(&rank.compute, part, bytes, rank.settings.host_limit())?;
         digest.update(bytes);
     }
     Ok(digest.finalize())

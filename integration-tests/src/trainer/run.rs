@@ -33,9 +33,9 @@ use super::workload::{RankSummary, RunOptions, Workload};
 use crate::error::TrainError;
 use crate::model::Model;
 
-/// Under a static loss scale, this many skipped steps in a row mean that the weights are not finite: skipping
-/// does not repair weights that produce infinite gradients. Until then no checkpoint deletes older ones, and
-/// weights whose loss is not finite are not saved.
+/// Under a static loss scale, this many skipped steps in a row mean that the weights are not
+/// finite: skipping does not repair weights that produce infinite gradients. Until then no
+/// checkpoint deletes older ones, and weights whose loss is not finite are not saved.
 const MAX_SKIPPED: u64 = 100;
 
 /// The results of one step.
@@ -93,10 +93,16 @@ pub(super) fn run_rank<D: Device>(
     // Declared last: its drop drains the compute stream before the others free memory.
     let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
-    let result =
-        Runner { rank, workload, options, flags: &flags }.run(&mut *model, &mut *stage, &mut recorder, observe);
+    let result = Runner {
+        rank,
+        workload,
+        options,
+        flags: &flags,
+    }
+    .run(&mut *model, &mut *stage, &mut recorder, observe);
     if let Err(error) = &result {
-        // Before memory is freed: otherwise peers wait for this rank, and its streams wait for them.
+        // Before memory is freed: otherwise peers wait for this rank, and its streams wait for
+        // them.
         rank.comm.abort(&error.to_string());
     }
     result
@@ -113,7 +119,10 @@ impl<D: Device> Drop for AbortOnPanic<'_, D> {
     }
 }
 
-fn create<D: Device>(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Box<dyn Stage<D>>, TrainError> {
+fn create<D: Device>(
+    rank: &Rank<D>,
+    model: &dyn Model<D>,
+) -> Result<Box<dyn Stage<D>>, TrainError> {
     Ok(match rank.settings.stage {
         ZeroStage::Zero => Box::new(Dense::new(rank, model)?),
         ZeroStage::One => Box::new(Stages1And2::stage_1(rank, model)?),
@@ -137,14 +146,28 @@ impl<D: Device> Runner<'_, D> {
         recorder: &mut Recorder<'_, D>,
         observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
     ) -> Result<RankSummary, TrainError> {
-        let Self { rank, workload, options, .. } = *self;
+        let Self {
+            rank,
+            workload,
+            options,
+            ..
+        } = *self;
         let (resumed_at, tokens_before, best) = match &options.resume {
             Some(dir) => {
-                // Rank 0 checks that the checkpoint is complete; every rank opens the files that it reads.
+                // Rank 0 checks that the checkpoint is complete; every rank opens the files that it
+                // reads.
                 let (exchange, index) = (&mut RankExchange::of(rank), rank.comm.rank() as u64);
-                let reader = Reader::open_on_ranks(dir, index, exchange, || Ok::<_, TrainError>(Reader::open(dir)?))?;
+                let reader = Reader::open_on_ranks(dir, index, exchange, || {
+                    Ok::<_, TrainError>(Reader::open(dir)?)
+                })?;
                 let state = state::restore(rank, stage, &reader)?;
-                (state.step, state.tokens_seen.unwrap_or(state.step * self.tokens_per_step()), state.best)
+                (
+                    state.step,
+                    state
+                        .tokens_seen
+                        .unwrap_or(state.step * self.tokens_per_step()),
+                    state.best,
+                )
             }
             None => {
                 state::set_weights(rank, stage, &mut *workload.weights()?)?;
@@ -160,7 +183,11 @@ impl<D: Device> Runner<'_, D> {
         // Setting the weights is no part of the first step.
         drop(rank.timeline.take());
         let passes = rank.passes.len();
-        let model: &mut dyn Model<D> = &mut Phased { model, timeline: &rank.timeline, passes };
+        let model: &mut dyn Model<D> = &mut Phased {
+            model,
+            timeline: &rank.timeline,
+            passes,
+        };
 
         let mut summary = RankSummary {
             step: resumed_at,
@@ -176,7 +203,13 @@ impl<D: Device> Runner<'_, D> {
         };
         let mut memory = MemoryRecord::default();
         let end = rank.timeline.now();
-        let mut before = Before { steps: resumed_at, tokens: tokens_before, end, run_steps: 0, step_s: 0.0 };
+        let mut before = Before {
+            steps: resumed_at,
+            tokens: tokens_before,
+            end,
+            run_steps: 0,
+            step_s: 0.0,
+        };
         let mut batches = BatchLoader::new(rank, workload, options);
         let mut backings_after_two = None;
         let mut skipped_in_row = 0;
@@ -184,8 +217,19 @@ impl<D: Device> Runner<'_, D> {
             if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
                 stage::decide_on_device(rank, stage)?;
             }
-            let StepResult { mut metrics, stop, spans, memory: record } =
-                self.step(model, stage, recorder, &mut batches, saver.as_mut(), &mut before)?;
+            let StepResult {
+                mut metrics,
+                stop,
+                spans,
+                memory: record,
+            } = self.step(
+                model,
+                stage,
+                recorder,
+                &mut batches,
+                saver.as_mut(),
+                &mut before,
+            )?;
             (summary.last_spans, memory) = (spans, record);
             summary.cancelled = stop && metrics.step < options.steps;
             // An interrupted run saves at once.
@@ -195,9 +239,16 @@ impl<D: Device> Runner<'_, D> {
                 batches.forget();
             }
             observe(&metrics)?;
-            skipped_in_row = if metrics.skipped && self.is_static() { skipped_in_row + 1 } else { 0 };
+            skipped_in_row = if metrics.skipped && self.is_static() {
+                skipped_in_row + 1
+            } else {
+                0
+            };
             if skipped_in_row == MAX_SKIPPED {
-                return Err(TrainError::Diverged { step: metrics.step, skipped: skipped_in_row });
+                return Err(TrainError::Diverged {
+                    step: metrics.step,
+                    skipped: skipped_in_row,
+                });
             }
             summary.step = metrics.step;
             let validation = metrics.validation;
@@ -207,8 +258,8 @@ impl<D: Device> Runner<'_, D> {
                 backings_after_two = Some(rank.pool.report().backing_allocations);
                 recorder.warm();
             }
-            // A checkpoint of weights that may not be finite must not replace an older one; those that give no finite
-            // loss are of no use.
+            // A checkpoint of weights that may not be finite must not replace an older one; those
+            // that give no finite loss are of no use.
             let every = options.checkpoint.as_ref().map_or(0, |(_, every)| *every);
             let due = every > 0 && summary.step.is_multiple_of(every) && skipped_in_row == 0;
             let is_last = summary.cancelled || summary.step == options.steps;
@@ -223,12 +274,19 @@ impl<D: Device> Runner<'_, D> {
             }
             let old_best = evaluations.best;
             let is_best = evaluations.is_best(summary.step, validation, saves);
-            if options.check_replicas.is_due(summary.step, saver.is_some() && (saves || is_best)) {
-                run_in(rank, phase::CHECKPOINT, || replicas::check(rank, stage, summary.step))?;
+            if options
+                .check_replicas
+                .is_due(summary.step, saver.is_some() && (saves || is_best))
+            {
+                run_in(rank, phase::CHECKPOINT, || {
+                    replicas::check(rank, stage, summary.step)
+                })?;
             }
             if let (true, Some(saver)) = (saves || is_best, &mut saver) {
                 let superseded = old_best.filter(|_| is_best);
-                run_in(rank, phase::CHECKPOINT, || self.save(stage, saver, &before, evaluations.best, superseded))?;
+                run_in(rank, phase::CHECKPOINT, || {
+                    self.save(stage, saver, &before, evaluations.best, superseded)
+                })?;
             }
         }
         if let Some(saver) = &mut saver {
@@ -242,7 +300,9 @@ impl<D: Device> Runner<'_, D> {
             saver.complete(rank)?;
             summary.checkpoint = saver.newest().map(PathBuf::from);
         }
-        let best_path = saver.as_ref().and_then(|saver| saver.best().map(PathBuf::from));
+        let best_path = saver
+            .as_ref()
+            .and_then(|saver| saver.best().map(PathBuf::from));
         summary.best = evaluations.best.map(|best| (best, best_path));
         stage.synchronize(rank)?;
         // The update of the last step.
@@ -256,8 +316,8 @@ impl<D: Device> Runner<'_, D> {
         Ok(summary)
     }
 
-    /// Whether an overflow leaves the loss scale as it is. A skipped step then changes nothing, and only other data can
-    /// end the skips.
+    /// Whether an overflow leaves the loss scale as it is. A skipped step then changes nothing, and
+    /// only other data can end the skips.
     fn is_static(&self) -> bool {
         !self.rank.settings.optimizer.loss_scaling.can_fall()
     }
@@ -278,7 +338,12 @@ impl<D: Device> Runner<'_, D> {
         mut saver: Option<&mut Saver>,
         before: &mut Before,
     ) -> Result<StepResult, TrainError> {
-        let Self { rank, options, flags, .. } = *self;
+        let Self {
+            rank,
+            options,
+            flags,
+            ..
+        } = *self;
         let grad_accum_steps = rank.settings.grad_accum_steps;
         let (start, done) = (rank.timeline.now(), before.steps);
         let sent = rank.comm.traffic() + recorder.sent();
@@ -292,11 +357,13 @@ impl<D: Device> Runner<'_, D> {
         let base = live(&rank.pool.report());
 
         rank.timeline.set_phase(phase::GRADIENTS);
-        // SAFETY: used on the compute stream, that of the passes, which is drained before the model is dropped.
+        // SAFETY: used on the compute stream, that of the passes, which is drained before the model
+        // is dropped.
         let loss = unsafe { model.loss() };
         rank.pool.device().fill_zero(&rank.compute, loss.erase())?;
-        let load =
-            &mut |model: &mut dyn Model<D>, micro| run_in(rank, phase::DATA, || batches.load(model, done, micro));
+        let load = &mut |model: &mut dyn Model<D>, micro| {
+            run_in(rank, phase::DATA, || batches.load(model, done, micro))
+        };
         stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
         rank.timeline.set_phase(phase::DECISION);
         let staging_bytes = saver.as_ref().map_or(0, |saver| saver.staging_bytes());
@@ -306,7 +373,10 @@ impl<D: Device> Runner<'_, D> {
             // The host decides, so it waits for the flags here.
             flags.watch(&options.cancel, &enqueued)?;
         }
-        let inputs = StepInputs { loss, flags: enqueued.flags };
+        let inputs = StepInputs {
+            loss,
+            flags: enqueued.flags,
+        };
         recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
         if let Optimizer::Device { optimizer, .. } = stage.optimizer() {
             optimizer.expect_outcome(&rank.compute)?;
@@ -317,11 +387,12 @@ impl<D: Device> Runner<'_, D> {
             // An error recurs when the batch is needed.
             let _ignored = run_in(rank, phase::DATA, || batches.load(model, done + 1, 0));
         }
-        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2 the gather after
-        // the update overlaps the next step's forward.
+        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
+        // the gather after the update overlaps the next step's forward.
         flags.watch(&options.cancel, &enqueued)?;
         let outcome = stage::outcome(rank, stage)?;
-        // A collective of a graph does not fail its stream when it is aborted, so its failure is checked here.
+        // A collective of a graph does not fail its stream when it is aborted, so its failure is
+        // checked here.
         if let Some(failure) = rank.comm.failure() {
             return Err(failure.into());
         }
@@ -331,25 +402,48 @@ impl<D: Device> Runner<'_, D> {
 
         let host = phase::host_track(rank.comm.rank());
         let update = host_optimizer::update_track(rank.comm.rank());
-        let tracks =
-            Tracks { compute: rank.compute.name(), update: &update, comm: rank.comm_stream.name(), host: &host };
+        let tracks = Tracks {
+            compute: rank.compute.name(),
+            update: &update,
+            comm: rank.comm_stream.name(),
+            host: &host,
+        };
         let names = [tracks.compute, tracks.comm, tracks.host];
         let (spans, end) = (rank.timeline.take(), rank.timeline.now());
-        let of_training =
-            |s: &OpSpan| *s.stream != *host && ![phase::CHECKPOINT, phase::VALIDATION].contains(&s.phase);
-        let (named, of_offload): (Vec<_>, Vec<_>) = spans.into_iter().partition(|s| names.contains(&&*s.stream));
+        let of_training = |s: &OpSpan| {
+            *s.stream != *host && ![phase::CHECKPOINT, phase::VALIDATION].contains(&s.phase)
+        };
+        let (named, of_offload): (Vec<_>, Vec<_>) =
+            spans.into_iter().partition(|s| names.contains(&&*s.stream));
         let (mut spans, others): (Vec<_>, Vec<_>) = named.into_iter().partition(of_training);
         let overlap = Overlap::of(&spans, tracks.comm);
         spans.extend(others);
         // The host's update and its transfers.
         let own = format!("rank {} ", rank.comm.rank());
-        spans.extend(of_offload.into_iter().filter(|span| span.stream.starts_with(&own)));
+        spans.extend(
+            of_offload
+                .into_iter()
+                .filter(|span| span.stream.starts_with(&own)),
+        );
         let step_ms = end.saturating_sub(start).as_secs_f64() * 1e3;
-        let breakdown = options.breakdown.then(|| Breakdown::of(&spans, &tracks, before.end..end));
+        let breakdown = options
+            .breakdown
+            .then(|| Breakdown::of(&spans, &tracks, before.end..end));
         let changes = rank.pool.take_changes().into_iter();
-        let changes =
-            changes.map(|change| (rank.timeline.at(change.at), change.purpose, change.bytes as i64)).collect();
-        let memory = MemoryRecord { step: start..end, base, changes };
+        let changes = changes
+            .map(|change| {
+                (
+                    rank.timeline.at(change.at),
+                    change.purpose,
+                    change.bytes as i64,
+                )
+            })
+            .collect();
+        let memory = MemoryRecord {
+            step: start..end,
+            base,
+            changes,
+        };
         let micro_batches = rank.comm.world_size() * grad_accum_steps;
         let tokens = self.tokens_per_step();
         before.add(tokens, end);
@@ -367,20 +461,27 @@ impl<D: Device> Runner<'_, D> {
             memory: MemoryBytes::from(&rank.pool.report())
                 .with_host(&host_pools.map(Pool::report), rank.is_host())
                 .with_staging(staging_bytes, rank.is_host()),
-            nvme: stage.optimizer().on_host().and_then(|host| host.nvme()).zip(on_file).map(|(now, before)| {
-                NvmeBytes {
+            nvme: stage
+                .optimizer()
+                .on_host()
+                .and_then(|host| host.nvme())
+                .zip(on_file)
+                .map(|(now, before)| NvmeBytes {
                     read_bytes: now.read_bytes - before.read_bytes,
                     written_bytes: now.written_bytes - before.written_bytes,
                     ..now
-                }
-            }),
+                }),
             overlap: overlap.into(),
             tokens_seen: before.tokens,
             eta_s: options.steps.saturating_sub(before.steps) as f64 * before.step_s,
             breakdown,
             validation: None,
         };
-        if let StepOutcome::Skipped { overflow, next_loss_scale, .. } = &outcome
+        if let StepOutcome::Skipped {
+            overflow,
+            next_loss_scale,
+            ..
+        } = &outcome
             && rank.comm.rank() == 0
         {
             tracing::warn!(
@@ -393,7 +494,12 @@ impl<D: Device> Runner<'_, D> {
                 next_loss_scale
             );
         }
-        Ok(StepResult { metrics, stop: flags::stop(outcome.flags()), spans, memory })
+        Ok(StepResult {
+            metrics,
+            stop: flags::stop(outcome.flags()),
+            spans,
+            memory,
+        })
     }
 
     /// Begins a save. `best` is the best step so far; it has just replaced `superseded`.
@@ -414,6 +520,14 @@ impl<D: Device> Runner<'_, D> {
             best,
         };
         let documents = &self.options.documents;
-        state::save(self.rank, stage, saver, &state, &self.workload.model_config(), documents, superseded)
+        state::save(
+            self.rank,
+            stage,
+            saver,
+            &state,
+            &self.workload.model_config(),
+            documents,
+            superseded,
+        )
     }
 }

@@ -1,8 +1,9 @@
 //! The interface of a ZeRO stage, and the parts of a step that all stages share.
 //!
-//! Why the stages run the micro-batches: at stage 3 one step of the prefetcher covers all of them, so that
-//! units that are kept within a step are gathered once. In a recorded step the `Reduced` values are those of
-//! the recording: an event of a finished recording orders nothing, and the recorder orders the parts.
+//! Why the stages run the micro-batches: at stage 3 one step of the prefetcher covers all of them,
+//! so that units that are kept within a step are gathered once. In a recorded step the `Reduced`
+//! values are those of the recording: an event of a finished recording orders nothing, and the
+//! recorder orders the parts.
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_optim::{DeviceStepConfig, Divisor, Segment, ShardedAdamW, StepOutcome, UnitSlices};
@@ -27,7 +28,8 @@ pub(super) struct MicroBatches<'a, 'r, D: Device> {
 }
 
 impl<D: Device> MicroBatches<'_, '_, D> {
-    /// Loads each micro-batch and calls `enqueue` with its number, or replays what an earlier call enqueued.
+    /// Loads each micro-batch and calls `enqueue` with its number, or replays what an earlier call
+    /// enqueued.
     pub(super) fn run(
         &mut self,
         rank: &Rank<D>,
@@ -47,10 +49,11 @@ impl<D: Device> MicroBatches<'_, '_, D> {
     }
 }
 
-/// One rank of a ZeRO stage. The operations that a call or a micro-batch enqueues at stages 0 to 2 may be recorded and
-/// replayed in later steps instead.
+/// One rank of a ZeRO stage. The operations that a call or a micro-batch enqueues at stages 0 to 2
+/// may be recorded and replayed in later steps instead.
 pub(super) trait Stage<D: Device>: Send {
-    /// Enqueues forward and backward of the micro-batches of a step, and the reduction of their gradients.
+    /// Enqueues forward and backward of the micro-batches of a step, and the reduction of their
+    /// gradients.
     fn gradients(
         &mut self,
         rank: &Rank<D>,
@@ -58,21 +61,28 @@ pub(super) trait Stage<D: Device>: Send {
         micro_batches: &mut MicroBatches<'_, '_, D>,
     ) -> Result<(), TrainError>;
 
-    /// Enqueues the forward of the loaded micro-batch and adds the losses of its first `tokens` tokens to the model's
-    /// loss. Called between steps and never recorded; changes no state of the stage.
-    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError>;
+    /// Enqueues the forward of the loaded micro-batch and adds the losses of its first `tokens`
+    /// tokens to the model's loss. Called between steps and never recorded; changes no state of the
+    /// stage.
+    fn evaluate(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        tokens: usize,
+    ) -> Result<(), TrainError>;
 
-    /// The parameters of each unit, without padding, that every rank holds whole: none at stage 3. The compute stream waits
-    /// for them. Called between steps and never recorded.
+    /// The parameters of each unit, without padding, that every rank holds whole: none at stage 3.
+    /// The compute stream waits for them. Called between steps and never recorded.
     fn whole_params(&mut self, _rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
         Ok(Vec::new())
     }
 
-    /// Enqueues the decision of the step (skip or update, clipping), the same on all ranks. The host does not wait.
+    /// Enqueues the decision of the step (skip or update, clipping), the same on all ranks. The
+    /// host does not wait.
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError>;
 
-    /// Enqueues the decided update, a no-op in a skipped step; afterwards the parameters are ready for the next
-    /// forward.
+    /// Enqueues the decided update, a no-op in a skipped step; afterwards the parameters are ready
+    /// for the next forward.
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
@@ -81,15 +91,17 @@ pub(super) trait Stage<D: Device>: Send {
     /// Blocks the host until the streams of the rank are idle.
     fn synchronize(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         rank.synchronize()?;
-        self.optimizer().on_host().map_or(Ok(()), |host| host.synchronize(rank))
+        self.optimizer()
+            .on_host()
+            .map_or(Ok(()), |host| host.synchronize(rank))
     }
 
     /// Prepares parameters that were set outside of a step for the next forward.
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
 }
 
-/// This rank's loss and flags for the all-gather at the end of a step, in device memory, read in compute-stream
-/// order.
+/// This rank's loss and flags for the all-gather at the end of a step, in device memory, read in
+/// compute-stream order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepInputs {
     /// Sum of the losses of its micro-batches.
@@ -98,8 +110,8 @@ pub(super) struct StepInputs {
     pub(super) flags: DeviceSlice<u64>,
 }
 
-/// Enqueues forward and backward of a micro-batch with parameters that are whole on every rank, and the reduction of its
-/// gradients: `params` returns the parameters of some units.
+/// Enqueues forward and backward of a micro-batch with parameters that are whole on every rank, and
+/// the reduction of its gradients: `params` returns the parameters of some units.
 pub(super) fn micro_batch_whole<D: Device>(
     rank: &Rank<D>,
     model: &mut dyn Model<D>,
@@ -112,14 +124,19 @@ pub(super) fn micro_batch_whole<D: Device>(
         model.forward(&rank.compute, i, &params(&pass.forward_reads)?)?;
     }
     for (i, pass) in rank.backward_passes() {
-        let (params, of_pass) = (params(&pass.backward_reads)?, grads.of_pass(rank, i, micro, optimizer)?);
+        let (params, of_pass) = (
+            params(&pass.backward_reads)?,
+            grads.of_pass(rank, i, micro, optimizer)?,
+        );
         model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
-        rank.complete_after(i).try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
+        rank.complete_after(i)
+            .try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
     }
     Ok(())
 }
 
-/// Enqueues an evaluation with parameters that are whole on every rank: `params` returns those of some units.
+/// Enqueues an evaluation with parameters that are whole on every rank: `params` returns those of
+/// some units.
 pub(super) fn evaluate_whole<D: Device>(
     rank: &Rank<D>,
     model: &mut dyn Model<D>,
@@ -135,14 +152,19 @@ pub(super) fn evaluate_whole<D: Device>(
     }
 }
 
-/// Enqueues this rank's gradient statistics, their all-gather, and the decision, which is the same on all ranks.
+/// Enqueues this rank's gradient statistics, their all-gather, and the decision, which is the same
+/// on all ranks.
 pub(super) fn decide<D: Device>(
     rank: &Rank<D>,
     optimizer: &mut Optimizer<D>,
     grads: &Gradients<D>,
     inputs: StepInputs,
 ) -> Result<(), TrainError> {
-    let Rank { compute, comm_stream, .. } = rank;
+    let Rank {
+        compute,
+        comm_stream,
+        ..
+    } = rank;
     let optimizer = match optimizer {
         Optimizer::Device { optimizer, .. } => optimizer,
         Optimizer::Host(host) => return host.decide(rank, inputs),
@@ -152,7 +174,8 @@ pub(super) fn decide<D: Device>(
     // SAFETY: the gather is ordered after this and before the advance by the two events below.
     let stats = unsafe { optimizer.rank_stats_slices() }?;
     comm_stream.wait(&compute.record()?)?;
-    rank.comm.control_all_gather(comm_stream, stats.own, stats.all)?;
+    rank.comm
+        .control_all_gather(comm_stream, stats.own, stats.all)?;
     compute.wait(&comm_stream.record()?)?;
     Ok(optimizer.enqueue_advance(compute)?)
 }
@@ -168,7 +191,11 @@ pub(super) fn update<D: Device>(
         Optimizer::Host(host) => return host.update(rank, grads.on_file()),
     };
     let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
-    let units = grads.reduced().into_iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param });
+    let units = grads
+        .reduced()
+        .into_iter()
+        .zip(&params)
+        .map(|(grad, param)| UnitSlices { grad, param });
     Ok(optimizer.enqueue_update(&rank.compute, &units.collect::<Vec<_>>())?)
 }
 
@@ -177,28 +204,49 @@ pub fn device_steps(ranks: usize) -> DeviceStepConfig {
     DeviceStepConfig::new(0, ranks, Divisor::MicroBatches(1), STEPS_AHEAD as usize)
 }
 
-/// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must have been read.
-pub(super) fn decide_on_device<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<(), TrainError> {
-    let Rank { comm, pool, compute, settings, .. } = rank;
+/// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must
+/// have been read.
+pub(super) fn decide_on_device<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+) -> Result<(), TrainError> {
+    let Rank {
+        comm,
+        pool,
+        compute,
+        settings,
+        ..
+    } = rank;
     let optimizer = match stage.optimizer() {
         Optimizer::Device { optimizer, .. } => optimizer,
         Optimizer::Host(host) => return host.upload_loss_scale(rank),
     };
     let mut config = device_steps(comm.world_size());
-    (config.rank, config.divisor) = (comm.rank(), Divisor::MicroBatches(settings.grad_accum_steps));
+    (config.rank, config.divisor) = (
+        comm.rank(),
+        Divisor::MicroBatches(settings.grad_accum_steps),
+    );
     Ok(optimizer.prepare_device_steps(pool, compute, config, settings.host_limit())?)
 }
 
 /// Waits for the decision of the enqueued step and returns it.
-pub(super) fn outcome<D: Device>(rank: &Rank<D>, stage: &mut dyn Stage<D>) -> Result<StepOutcome, TrainError> {
+pub(super) fn outcome<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+) -> Result<StepOutcome, TrainError> {
     let outcome = match stage.optimizer() {
-        Optimizer::Device { optimizer, .. } => optimizer.all_outcomes(rank.settings.host_limit())?.pop(),
+        Optimizer::Device { optimizer, .. } => {
+            optimizer.all_outcomes(rank.settings.host_limit())?.pop()
+        }
         Optimizer::Host(host) => host.outcome(),
     };
-    outcome.ok_or_else(|| TrainError::State("internal error: the device reported no step outcome".to_owned()))
+    outcome.ok_or_else(|| {
+        TrainError::State("internal error: the device reported no step outcome".to_owned())
+    })
 }
 
-/// The optimizer over this rank's shards: stages 1 to 3. `params` are those on the device, if it has them.
+/// The optimizer over this rank's shards: stages 1 to 3. `params` are those on the device, if it
+/// has them.
 pub(super) fn sharded_optimizer<D: Device>(
     rank: &Rank<D>,
     params: Option<Vec<AnySlice>>,
@@ -212,13 +260,36 @@ pub(super) fn sharded_optimizer<D: Device>(
 }
 
 /// The optimizer on the device over `segments`.
-pub(super) fn optimizer_of<D: Device>(rank: &Rank<D>, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, TrainError> {
-    let Rank { pool, kernels, compute, settings, .. } = rank;
-    let shards_of = settings.stage.shards_optimizer().then_some(rank.comm.rank() as u64);
-    let (config, groups) = (settings.optimizer.clone(), rank.groups.of(&rank.layout, shards_of)?);
+pub(super) fn optimizer_of<D: Device>(
+    rank: &Rank<D>,
+    segments: Vec<Segment>,
+) -> Result<ShardedAdamW<D>, TrainError> {
+    let Rank {
+        pool,
+        kernels,
+        compute,
+        settings,
+        ..
+    } = rank;
+    let shards_of = settings
+        .stage
+        .shards_optimizer()
+        .then_some(rank.comm.rank() as u64);
+    let (config, groups) = (
+        settings.optimizer.clone(),
+        rank.groups.of(&rank.layout, shards_of)?,
+    );
     let new = match settings.offload.format.remainder {
         true => ShardedAdamW::with_remainders,
         false => ShardedAdamW::with_groups,
     };
-    Ok(new(pool, kernels.clone(), compute, config, settings.dtype, segments, &groups)?)
+    Ok(new(
+        pool,
+        kernels.clone(),
+        compute,
+        config,
+        settings.dtype,
+        segments,
+        &groups,
+    )?)
 }

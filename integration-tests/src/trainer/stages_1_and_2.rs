@@ -1,10 +1,11 @@
-//! Stages 1 and 2: parameters are whole on every rank, the optimizer state is sharded (P_os of the paper), and at
-//! stage 2 the gradients too (P_os+g).
+//! Stages 1 and 2: parameters are whole on every rank, the optimizer state is sharded (P_os of the
+//! paper), and at stage 2 the gradients too (P_os+g).
 //!
-//! In mixed precision a rank holds 4 Ψ + 12 Ψ/N bytes at stage 1, 2 Ψ + 14 Ψ/N at stage 2. A unit's gradient is
-//! reduce-scattered as soon as its backward is done. Each rank then updates its shard from the sums over ranks, and
-//! the new parameters are all-gathered: 2 Ψ elements a step in all. With several micro-batches, stage 1
-//! sums them in its storage of whole gradients and reduces the last sum; stage 2 reduces each.
+//! In mixed precision a rank holds 4 Ψ + 12 Ψ/N bytes at stage 1, 2 Ψ + 14 Ψ/N at stage 2. A unit's
+//! gradient is reduce-scattered as soon as its backward is done. Each rank then updates its shard
+//! from the sums over ranks, and the new parameters are all-gathered: 2 Ψ elements a step in all.
+//! With several micro-batches, stage 1 sums them in its storage of whole gradients and reduces the
+//! last sum; stage 2 reduces each.
 
 use zero_alloc::device::{AnySlice, Device, Stream};
 
@@ -12,7 +13,8 @@ use super::gradients::Gradients;
 use super::host_optimizer::Optimizer;
 use super::rank::Rank;
 use super::stage::{
-    MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, sharded_optimizer, update,
+    MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, sharded_optimizer,
+    update,
 };
 use super::storage::Storage;
 use super::whole_params::WholeParams;
@@ -21,11 +23,13 @@ use crate::model::Model;
 
 /// One rank of stage 1 or 2.
 pub(super) struct Stages1And2<D: Device> {
-    /// The optimizer state of this rank's shard. Declared first: its drop waits for the host's work on the others.
+    /// The optimizer state of this rank's shard. Declared first: its drop waits for the host's work
+    /// on the others.
     optimizer: Optimizer<D>,
     /// All parameters.
     params: WholeParams<D>,
-    /// The gradients: whole at stage 1, this rank's shard at stage 2. Only the shard has the sums over ranks.
+    /// The gradients: whole at stage 1, this rank's shard at stage 2. Only the shard has the sums
+    /// over ranks.
     grads: Gradients<D>,
 }
 
@@ -46,7 +50,11 @@ impl<D: Device> Stages1And2<D> {
         let mut params = WholeParams::new(rank)?;
         let mut optimizer = sharded_optimizer(rank, Some(params.own()))?;
         params.set_updates(optimizer.host_params());
-        Ok(Self { grads: Gradients::new(rank, model, grads, &mut optimizer)?, params, optimizer })
+        Ok(Self {
+            grads: Gradients::new(rank, model, grads, &mut optimizer)?,
+            params,
+            optimizer,
+        })
     }
 }
 
@@ -57,21 +65,35 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         model: &mut dyn Model<D>,
         micro_batches: &mut MicroBatches<'_, '_, D>,
     ) -> Result<(), TrainError> {
-        let Self { params, grads, optimizer } = self;
+        let Self {
+            params,
+            grads,
+            optimizer,
+        } = self;
         micro_batches.run(rank, model, |model, micro| {
-            micro_batch_whole(rank, model, micro, grads, optimizer, |units| params.of(rank, units))
+            micro_batch_whole(rank, model, micro, grads, optimizer, |units| {
+                params.of(rank, units)
+            })
         })
     }
 
-    fn evaluate(&mut self, rank: &Rank<D>, model: &mut dyn Model<D>, tokens: usize) -> Result<(), TrainError> {
+    fn evaluate(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         self.whole_params(rank)?;
-        evaluate_whole(rank, model, tokens, |units| self.params.gathered(rank, units))
+        evaluate_whole(rank, model, tokens, |units| {
+            self.params.gathered(rank, units)
+        })
     }
 
     fn whole_params(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
         let all: Vec<usize> = (0..rank.units()).collect();
         self.params.gather_updated(rank, all.iter().copied())?;
-        // Not the events of the gathers: the next step waits for those, and a recorded gather's cannot be waited for.
+        // Not the events of the gathers: the next step waits for those, and a recorded gather's
+        // cannot be waited for.
         rank.compute.wait(&rank.comm_stream.record()?)?;
         Ok(self.params.gathered(rank, &all))
     }

@@ -1,4 +1,5 @@
-//! Setting, saving and restoring the state of a stage: weights and moments in fp32, by [`zero_optim::ShardedAdamW`].
+//! Setting, saving and restoring the state of a stage: weights and moments in fp32, by
+//! [`zero_optim::ShardedAdamW`].
 
 use std::collections::BTreeMap;
 
@@ -15,8 +16,8 @@ use super::validation::Best;
 use super::workload::InitialWeights;
 use crate::error::TrainError;
 
-/// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the first forward.
-/// Padding is 0.
+/// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the
+/// first forward. Padding is 0.
 pub(super) fn set_weights<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -25,16 +26,19 @@ pub(super) fn set_weights<D: Device>(
     for (unit, placed) in rank.layout.units().iter().enumerate() {
         let held = rank.held(placed);
         let elems = (held.end - held.start) as usize;
-        stage.optimizer().set_weights(rank, unit, elems, |part, values| {
-            let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
-            values.clear();
-            values.resize(part.len(), 0.0);
-            for piece in placed.params_in(start..end)? {
-                let out = &mut values[(piece.in_flat.start - start) as usize..(piece.in_flat.end - start) as usize];
-                source(&placed.params[piece.param].name, piece.in_param, out)?;
-            }
-            Ok(())
-        })?;
+        stage
+            .optimizer()
+            .set_weights(rank, unit, elems, |part, values| {
+                let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
+                values.clear();
+                values.resize(part.len(), 0.0);
+                for piece in placed.params_in(start..end)? {
+                    let out = &mut values[(piece.in_flat.start - start) as usize
+                        ..(piece.in_flat.end - start) as usize];
+                    source(&placed.params[piece.param].name, piece.in_param, out)?;
+                }
+                Ok(())
+            })?;
     }
     stage.publish(rank)
 }
@@ -78,7 +82,11 @@ pub(super) fn save<D: Device>(
             DType::Bf16 => StateDtype::BF16,
             DType::F16 => StateDtype::F16,
             DType::F32 => StateDtype::F32,
-            other => return Err(TrainError::State(format!("a checkpoint cannot store parameters of {other}"))),
+            other => {
+                return Err(TrainError::State(format!(
+                    "a checkpoint cannot store parameters of {other}"
+                )));
+            }
         })
         .trainer(serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?)
         .model_config(model_config.clone())
@@ -86,12 +94,21 @@ pub(super) fn save<D: Device>(
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
     saver.begin(rank, meta, |slot| {
-        let unknown = || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
+        let unknown =
+            || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
         let kind = StateKind::from_name(&slot.state.name).ok_or_else(unknown)?;
         let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
         let start = stage.optimizer().segments()[slot.unit].own_shard.start;
         let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
-        stage.optimizer().read_state(rank, &StateRange { kind, unit: slot.unit, elems }, values)
+        stage.optimizer().read_state(
+            rank,
+            &StateRange {
+                kind,
+                unit: slot.unit,
+                elems,
+            },
+            values,
+        )
     })
 }
 
@@ -127,6 +144,11 @@ impl TrainerState {
             )));
         }
         let read = Self::deserialize(&reader.manifest().trainer);
-        read.map_err(|e| TrainError::State(format!("{}: invalid trainer state: {e}", reader.path().display())))
+        read.map_err(|e| {
+            TrainError::State(format!(
+                "{}: invalid trainer state: {e}",
+                reader.path().display()
+            ))
+        })
     }
 }

@@ -1,5 +1,6 @@
-//! One value of each unit in a scratch file: parameters or sums of gradients that the host updates, through two slots of the
-//! largest unit. While one unit is updated in memory, the next is read and the last is written.
+//! One value of each unit in a scratch file: parameters or sums of gradients that the host updates,
+//! through two slots of the largest unit. While one unit is updated in memory, the next is read and
+//! the last is written.
 
 use std::path::Path;
 use std::time::Duration;
@@ -27,11 +28,21 @@ pub(super) struct Slot<E> {
 
 impl<E> Slot<E> {
     /// `bytes` bytes, pinned if the device is a GPU.
-    pub(super) fn new<D: Device>(rank: &Rank<D>, stream: &HostStream, bytes: usize) -> Result<Self, TrainError> {
+    pub(super) fn new<D: Device>(
+        rank: &Rank<D>,
+        stream: &HostStream,
+        bytes: usize,
+    ) -> Result<Self, TrainError> {
         let buffer = SwapBuffer::allocate(&rank.host.pinned, bytes, Purpose::Workspace, stream)?;
-        // SAFETY: used by streams whose operations events order; the drop of its owner records or drains them.
+        // SAFETY: used by streams whose operations events order; the drop of its owner records or
+        // drains them.
         let memory = unsafe { buffer.slice() };
-        Ok(Self { buffer, memory, free: None, holds: None })
+        Ok(Self {
+            buffer,
+            memory,
+            free: None,
+            holds: None,
+        })
     }
 }
 
@@ -59,7 +70,8 @@ pub(super) struct UnitFile {
 }
 
 impl UnitFile {
-    /// A file in `dir` for units of `lens` elements, named `what` in streams. `update` is the stream that updates.
+    /// A file in `dir` for units of `lens` elements, named `what` in streams. `update` is the
+    /// stream that updates.
     pub(super) fn new<D: Device>(
         rank: &Rank<D>,
         update: &HostStream,
@@ -67,7 +79,8 @@ impl UnitFile {
         (what, dtype): (&str, DType),
         lens: &[usize],
     ) -> Result<Self, TrainError> {
-        let aligned = |elems: usize| (elems * dtype.size_bytes()).next_multiple_of(SwapFile::ALIGN_BYTES);
+        let aligned =
+            |elems: usize| (elems * dtype.size_bytes()).next_multiple_of(SwapFile::ALIGN_BYTES);
         let mut bytes = 0;
         let extent = |&elems: &usize| {
             let at = bytes;
@@ -78,16 +91,33 @@ impl UnitFile {
         let largest = aligned(lens.iter().copied().max().unwrap_or(0));
         let file = SwapFile::create(dir, bytes, rank.settings.offload.swap())?;
         let transfers = |direction: &str| {
-            let stream = rank.host.plain.device().create_stream(&format!("{} {what} {direction}", update.name()))?;
+            let stream = rank
+                .host
+                .plain
+                .device()
+                .create_stream(&format!("{} {what} {direction}", update.name()))?;
             Ok::<_, TrainError>((stream, file.lane()?))
         };
         let (reads, writes) = (transfers("reads")?, transfers("writes")?);
-        let slots = [Slot::new(rank, update, largest)?, Slot::new(rank, update, largest)?];
+        let slots = [
+            Slot::new(rank, update, largest)?,
+            Slot::new(rank, update, largest)?,
+        ];
         for (_, lane) in [&reads, &writes] {
             lane.register(&slots.each_ref().map(|slot| slot.buffer.clone()));
         }
         let written = vec![None; lens.len()];
-        Ok(Self { file, dtype, extents, written, reads, writes, slots, next: 0, update: update.clone() })
+        Ok(Self {
+            file,
+            dtype,
+            extents,
+            written,
+            reads,
+            writes,
+            slots,
+            next: 0,
+            update: update.clone(),
+        })
     }
 
     /// Bytes of the largest slot.
@@ -95,8 +125,9 @@ impl UnitFile {
         self.slots[0].memory.len()
     }
 
-    /// Calls `run` with the elements of `unit` in memory, for operations on the update's stream: all are written if
-    /// `overwritten`, and otherwise they have their last values. They are then written to the file.
+    /// Calls `run` with the elements of `unit` in memory, for operations on the update's stream:
+    /// all are written if `overwritten`, and otherwise they have their last values. They are then
+    /// written to the file.
     pub(super) fn update(
         &mut self,
         unit: usize,
@@ -120,7 +151,8 @@ impl UnitFile {
         enqueued
     }
 
-    /// Calls `run` with the elements of `unit` in memory, for operations on the update's stream that only read them.
+    /// Calls `run` with the elements of `unit` in memory, for operations on the update's stream
+    /// that only read them.
     pub(super) fn read<R>(
         &mut self,
         unit: usize,
@@ -153,7 +185,8 @@ impl UnitFile {
         Ok(typed)
     }
 
-    /// The next slot, with the values of `unit` unless they are `overwritten`. The update's stream waits for them.
+    /// The next slot, with the values of `unit` unless they are `overwritten`. The update's stream
+    /// waits for them.
     fn slot(&mut self, unit: usize, overwritten: bool) -> Result<usize, DeviceError> {
         let held = self.slots.iter().position(|slot| slot.holds == Some(unit));
         if let (Some(at), false) = (held, overwritten) {
@@ -180,18 +213,28 @@ impl UnitFile {
         Ok(at)
     }
 
-    /// The first byte of `unit`, its aligned bytes at the start of `memory`, and its elements there.
+    /// The first byte of `unit`, its aligned bytes at the start of `memory`, and its elements
+    /// there.
     fn of(&self, unit: usize, memory: AnySlice) -> (u64, AnySlice, AnySlice) {
         let Extent { at, elems } = self.extents[unit];
         let bytes = elems * self.dtype.size_bytes();
-        // SAFETY: initialised bytes of a slot, which is aligned for every dtype and has room; the rest as for `memory`.
-        let typed = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), elems, self.dtype, memory.device()) };
-        (at, memory.slice(0..bytes.next_multiple_of(SwapFile::ALIGN_BYTES)), typed)
+        // SAFETY: initialised bytes of a slot, which is aligned for every dtype and has room; the
+        // rest as for `memory`.
+        let typed = unsafe {
+            AnySlice::from_raw_parts(memory.as_ptr(), elems, self.dtype, memory.device())
+        };
+        (
+            at,
+            memory.slice(0..bytes.next_multiple_of(SwapFile::ALIGN_BYTES)),
+            typed,
+        )
     }
 
     /// Waits for the transfers.
     pub(super) fn drain(&self, limit: Duration) {
-        [&self.reads, &self.writes].into_iter().for_each(|(stream, _)| drain(stream, limit));
+        [&self.reads, &self.writes]
+            .into_iter()
+            .for_each(|(stream, _)| drain(stream, limit));
     }
 }
 

@@ -1,12 +1,13 @@
 //! Validation: the mean loss of tokens that the run is not trained on.
 //!
-//! An evaluation reads windows of the validation data, spread evenly over it and the same every time. Rank r of N
-//! evaluates windows (k N + r) B to (k N + r + 1) B in round k, for micro-batches of B windows. In the last round some
-//! ranks have fewer windows; they repeat the last one and do not count it, because every rank takes part in the
-//! collectives of stage 3.
+//! An evaluation reads windows of the validation data, spread evenly over it and the same every
+//! time. Rank r of N evaluates windows (k N + r) B to (k N + r + 1) B in round k, for micro-batches
+//! of B windows. In the last round some ranks have fewer windows; they repeat the last one and do
+//! not count it, because every rank takes part in the collectives of stage 3.
 //!
-//! An evaluation runs between two steps and changes nothing that a step reads. In each round the ranks exchange whether
-//! the run is to stop; if one requests it, the evaluation ends without a result on all of them.
+//! An evaluation runs between two steps and changes nothing that a step reads. In each round the
+//! ranks exchange whether the run is to stop; if one requests it, the evaluation ends without a
+//! result on all of them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -43,7 +44,10 @@ impl ValidationOptions {
     /// Identifies the evaluated tokens: only losses of the same tokens are compared.
     fn fingerprint(&self, seq_len: usize) -> u64 {
         let numbers = [self.data.fingerprint(), self.windows, seq_len as u64];
-        crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytemuck::cast_slice(&numbers))
+        crc_fast::checksum(
+            crc_fast::CrcAlgorithm::Crc64Nvme,
+            bytemuck::cast_slice(&numbers),
+        )
     }
 }
 
@@ -67,7 +71,8 @@ pub struct Best {
     pub loss: f64,
     /// Checksum of the evaluated tokens.
     pub fingerprint: u64,
-    /// Whether its checkpoint was saved for this loss alone. It is removed when another one is better.
+    /// Whether its checkpoint was saved for this loss alone. It is removed when another one is
+    /// better.
     pub only_best: bool,
 }
 
@@ -81,14 +86,23 @@ pub(super) struct Evaluations<'a> {
 impl<'a> Evaluations<'a> {
     /// Continues from the lowest loss of the resumed checkpoint.
     pub(super) fn new(options: &'a RunOptions, resumed: Option<Best>) -> Self {
-        let current = options.validation.as_ref().map(|v| v.fingerprint(options.seq_len));
+        let current = options
+            .validation
+            .as_ref()
+            .map(|v| v.fingerprint(options.seq_len));
         let comparable = |best: &Best| current.is_none_or(|current| current == best.fingerprint);
-        Self { options, best: resumed.filter(comparable) }
+        Self {
+            options,
+            best: resumed.filter(comparable),
+        }
     }
 
     /// Whether to evaluate after `step`.
     pub(super) fn is_due(&self, step: u64) -> bool {
-        self.options.validation.as_ref().is_some_and(|validation| validation.is_due(step, self.options.steps))
+        self.options
+            .validation
+            .as_ref()
+            .is_some_and(|validation| validation.is_due(step, self.options.steps))
     }
 
     /// Evaluates; returns nothing if a request to stop ended the evaluation. Collective.
@@ -98,24 +112,37 @@ impl<'a> Evaluations<'a> {
         stage: &mut dyn Stage<D>,
         model: &mut dyn Model<D>,
     ) -> Result<Option<Validation>, TrainError> {
-        let Some(validation) = &self.options.validation else { return Ok(None) };
-        run_in(rank, phase::VALIDATION, || evaluate(rank, stage, model, self.options, validation))
+        let Some(validation) = &self.options.validation else {
+            return Ok(None);
+        };
+        run_in(rank, phase::VALIDATION, || {
+            evaluate(rank, stage, model, self.options, validation)
+        })
     }
 
-    /// Records the loss after `step` if it is the lowest so far, and returns whether it is. `saved` tells whether the
-    /// step's checkpoint is saved for another reason.
+    /// Records the loss after `step` if it is the lowest so far, and returns whether it is. `saved`
+    /// tells whether the step's checkpoint is saved for another reason.
     pub(super) fn is_best(&mut self, step: u64, result: Option<Validation>, saved: bool) -> bool {
-        let (Some(result), Some(options)) = (result, &self.options.validation) else { return false };
-        let is_best = result.loss.is_finite() && self.best.is_none_or(|best| result.loss < best.loss);
+        let (Some(result), Some(options)) = (result, &self.options.validation) else {
+            return false;
+        };
+        let is_best =
+            result.loss.is_finite() && self.best.is_none_or(|best| result.loss < best.loss);
         if is_best {
             let fingerprint = options.fingerprint(self.options.seq_len);
-            self.best = Some(Best { step, loss: result.loss, fingerprint, only_best: !saved });
+            self.best = Some(Best {
+                step,
+                loss: result.loss,
+                fingerprint,
+                only_best: !saved,
+            });
         }
         is_best
     }
 }
 
-/// Computes the mean loss of the validation's windows, the same on all ranks; nothing after a request to stop.
+/// Computes the mean loss of the validation's windows, the same on all ranks; nothing after a
+/// request to stop.
 fn evaluate<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -123,10 +150,23 @@ fn evaluate<D: Device>(
     options: &RunOptions,
     validation: &ValidationOptions,
 ) -> Result<Option<Validation>, TrainError> {
-    let Rank { compute, comm, pool, settings, .. } = rank;
-    let RunOptions { micro_batch, seq_len, .. } = *options;
+    let Rank {
+        compute,
+        comm,
+        pool,
+        settings,
+        ..
+    } = rank;
+    let RunOptions {
+        micro_batch,
+        seq_len,
+        ..
+    } = *options;
     let ValidationOptions { data, windows, .. } = validation;
-    let (mut inputs, mut targets) = (vec![0; micro_batch * seq_len], vec![0; micro_batch * seq_len]);
+    let (mut inputs, mut targets) = (
+        vec![0; micro_batch * seq_len],
+        vec![0; micro_batch * seq_len],
+    );
     let all = data.windows(seq_len);
     let of_round = (comm.world_size() * micro_batch) as u64;
     let mut previous: Option<D::Event> = None;
@@ -135,11 +175,16 @@ fn evaluate<D: Device>(
     pool.device().fill_zero(compute, loss)?;
     for round in 0..windows.div_ceil(of_round) {
         let stop = options.cancel.load(Ordering::Relaxed);
-        if RankExchange::of(rank).all_gather(&[u8::from(stop)])?.contains(&1) {
+        if RankExchange::of(rank)
+            .all_gather(&[u8::from(stop)])?
+            .contains(&1)
+        {
             return Ok(None);
         }
         let own = round * of_round + (comm.rank() * micro_batch) as u64;
-        let rows = inputs.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
+        let rows = inputs
+            .chunks_exact_mut(seq_len)
+            .zip(targets.chunks_exact_mut(seq_len));
         for (index, (inputs, targets)) in (own..).zip(rows) {
             let index = index.min(windows - 1);
             let window = u128::from(index) * u128::from(all) / u128::from(*windows);
@@ -154,11 +199,21 @@ fn evaluate<D: Device>(
         }
     }
     let mut sum = [0; size_of::<f64>()];
-    pool.device().download(compute, loss, &mut sum, settings.host_limit())?;
+    pool.device()
+        .download(compute, loss, &mut sum, settings.host_limit())?;
     let sums = RankExchange::of(rank).all_gather(&sum)?;
-    let sum: f64 = sums.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).sum();
+    let sum: f64 = sums
+        .as_chunks()
+        .0
+        .iter()
+        .map(|bytes| f64::from_le_bytes(*bytes))
+        .sum();
 
     let tokens = windows * seq_len as u64;
     let loss = sum / tokens as f64;
-    Ok(Some(Validation { loss, perplexity: loss.exp(), tokens }))
+    Ok(Some(Validation {
+        loss,
+        perplexity: loss.exp(),
+        tokens,
+    }))
 }

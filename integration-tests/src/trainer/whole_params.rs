@@ -1,10 +1,11 @@
 //! Parameters that every rank holds whole while each updates only its shard: stages 1 and 2.
 //!
-//! After a step the shards are gathered unit by unit on the communication stream; the next forward waits
-//! for each unit just before its first use, so that the gather overlaps the forward of earlier units.
+//! After a step the shards are gathered unit by unit on the communication stream; the next forward
+//! waits for each unit just before its first use, so that the gather overlaps the forward of
+//! earlier units.
 //!
-//! If the host updates, a unit is gathered when a forward needs it, so that every rank enqueues its collectives
-//! in the order of the passes.
+//! If the host updates, a unit is gathered when a forward needs it, so that every rank enqueues its
+//! collectives in the order of the passes.
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device, Stream};
@@ -19,14 +20,19 @@ pub(super) struct WholeParams<D: Device> {
     storage: Storage<D>,
     /// The completion of each unit's gather, until a forward has waited for it.
     gathers: Vec<Option<D::Event>>,
-    /// The parameters that the host updates, if it does: units are then gathered when a forward needs them.
+    /// The parameters that the host updates, if it does: units are then gathered when a forward
+    /// needs them.
     updates: Option<SharedParams<D>>,
 }
 
 impl<D: Device> WholeParams<D> {
     pub(super) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
         let storage = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        Ok(Self { storage, gathers: (0..rank.units()).map(|_| None).collect(), updates: None })
+        Ok(Self {
+            storage,
+            gathers: (0..rank.units()).map(|_| None).collect(),
+            updates: None,
+        })
     }
 
     /// Takes the parameters that the host updates.
@@ -35,7 +41,11 @@ impl<D: Device> WholeParams<D> {
     }
 
     /// The flat parameters of `units`. The compute stream waits for their gathers.
-    pub(super) fn of(&mut self, rank: &Rank<D>, units: &[usize]) -> Result<Vec<AnySlice>, TrainError> {
+    pub(super) fn of(
+        &mut self,
+        rank: &Rank<D>,
+        units: &[usize],
+    ) -> Result<Vec<AnySlice>, TrainError> {
         self.gather_updated(rank, units.iter().copied())?;
         for event in units.iter().filter_map(|&unit| self.gathers[unit].take()) {
             rank.compute.wait(&event)?;
@@ -67,7 +77,9 @@ impl<D: Device> WholeParams<D> {
         rank: &Rank<D>,
         units: impl Iterator<Item = usize>,
     ) -> Result<(), TrainError> {
-        let Some(updates) = self.updates.clone() else { return Ok(()) };
+        let Some(updates) = self.updates.clone() else {
+            return Ok(());
+        };
         for unit in units {
             if updates.lock().deliver(&rank.comm_stream, unit)? {
                 self.gather(rank, unit)?;
@@ -77,7 +89,11 @@ impl<D: Device> WholeParams<D> {
     }
 
     /// Gathers the units that `changed` from the ranks' shards, in the order of the next forward.
-    pub(super) fn all_gather(&mut self, rank: &Rank<D>, changed: impl Fn(usize) -> bool) -> Result<(), TrainError> {
+    pub(super) fn all_gather(
+        &mut self,
+        rank: &Rank<D>,
+        changed: impl Fn(usize) -> bool,
+    ) -> Result<(), TrainError> {
         rank.comm_stream.wait(&rank.compute.record()?)?;
         for unit in (0..rank.units()).filter(|unit| changed(*unit)) {
             if let Some(updates) = &self.updates {
@@ -89,7 +105,11 @@ impl<D: Device> WholeParams<D> {
     }
 
     fn gather(&mut self, rank: &Rank<D>, unit: usize) -> Result<(), TrainError> {
-        rank.comm.all_gather(&rank.comm_stream, self.storage.own(unit), self.storage.unit(unit))?;
+        rank.comm.all_gather(
+            &rank.comm_stream,
+            self.storage.own(unit),
+            self.storage.unit(unit),
+        )?;
         let event = rank.comm_stream.record()?;
         if !rank.settings.overlap {
             rank.compute.wait(&event)?;

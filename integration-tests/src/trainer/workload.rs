@@ -44,7 +44,8 @@ pub trait Workload<D: Device>: Sync {
     ///
     /// # Errors
     /// The data cannot be read.
-    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError>;
+    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32])
+    -> Result<(), TrainError>;
 
     /// A checksum of the data.
     fn data_fingerprint(&self) -> u64;
@@ -53,9 +54,10 @@ pub trait Workload<D: Device>: Sync {
     fn model_config(&self) -> serde_json::Value;
 }
 
-/// Fills a buffer with elements `range` of the initial values of a parameter; the arguments are its name, the range
-/// and the buffer. An error if the weights cannot be read.
-pub type InitialWeights<'a> = dyn FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), TrainError> + 'a;
+/// Fills a buffer with elements `range` of the initial values of a parameter; the arguments are its
+/// name, the range and the buffer. An error if the weights cannot be read.
+pub type InitialWeights<'a> =
+    dyn FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), TrainError> + 'a;
 
 /// The length of a run, its batches and its checkpoints.
 #[derive(Clone, Debug, Default)]
@@ -78,7 +80,8 @@ pub struct RunOptions {
     pub validation: Option<ValidationOptions>,
     /// Checkpoint to resume from.
     pub resume: Option<PathBuf>,
-    /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an id.
+    /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an
+    /// id.
     pub run_id: String,
     /// The ids of the runs that this one resumed, oldest first.
     pub resumed_runs: Vec<String>,
@@ -86,7 +89,8 @@ pub struct RunOptions {
     pub documents: BTreeMap<String, serde_json::Value>,
     /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
-    /// Whether each step's metrics include its wall time by part. On CUDA the device must record a timeline.
+    /// Whether each step's metrics include its wall time by part. On CUDA the device must record a
+    /// timeline.
     pub breakdown: bool,
     /// Whether to log the memory of each step, for [`RankSummary::memory`].
     pub log_memory: bool,
@@ -95,20 +99,28 @@ pub struct RunOptions {
 impl RunOptions {
     /// The run and its predecessors, as a store of checkpoints needs them.
     pub fn store(&self) -> StoreOptions {
-        let mut options = StoreOptions::default().keep_last(self.keep_last).resumed_runs(self.resumed_runs.clone());
+        let mut options = StoreOptions::default()
+            .keep_last(self.keep_last)
+            .resumed_runs(self.resumed_runs.clone());
         options.run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
         options
     }
 
     /// The ids of the runs that this one resumed, oldest first, and its own.
     pub fn runs(&self) -> Vec<&str> {
-        self.resumed_runs.iter().chain([&self.run_id]).map(String::as_str).collect()
+        self.resumed_runs
+            .iter()
+            .chain([&self.run_id])
+            .map(String::as_str)
+            .collect()
     }
 
     /// Whether the run saves to the folder of the checkpoint that it resumes.
     pub(super) fn saves_in_place(&self) -> bool {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else { return false };
+        let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else {
+            return false;
+        };
         let (from, to) = (real(from), real(to));
         from == to || from.parent() == Some(&to)
     }

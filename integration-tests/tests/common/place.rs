@@ -1,5 +1,5 @@
-//! The paths of the tests' data and of `zero`: those of the build or, on a machine without Rust, below the current
-//! folder (the repository's root) and in `PATH`.
+//! The paths of the tests' data and of `zero`: those of the build or, on a machine without Rust,
+//! below the current folder (the repository's root) and in `PATH`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,11 @@ use std::process::Command;
 #[allow(dead_code, reason = "not every test program reads them")]
 pub(crate) fn data(name: &str) -> PathBuf {
     let built = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let crate_root = if built.exists() { built } else { Path::new("integration-tests") };
+    let crate_root = if built.exists() {
+        built
+    } else {
+        Path::new("integration-tests")
+    };
     std::path::absolute(crate_root.join("tests/data/gpt2-tiny").join(name)).unwrap()
 }
 
@@ -16,5 +20,9 @@ pub(crate) fn data(name: &str) -> PathBuf {
 #[allow(dead_code, reason = "not every test program starts it")]
 pub(crate) fn zero() -> Command {
     let built = Path::new(env!("CARGO_BIN_EXE_zero"));
-    Command::new(if built.exists() { built } else { Path::new("zero") })
+    Command::new(if built.exists() {
+        built
+    } else {
+        Path::new("zero")
+    })
 }

@@ -17,33 +17,126 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     let stream = &gpu.stream;
 
     let error = gelu::forward(&ops, stream, bf16(8), bf16(9)).unwrap_err();
-    assert!(matches!(error, OpError::Length { expected: 9, got: 8, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            OpError::Length {
+                expected: 9,
+                got: 8,
+                ..
+            }
+        ),
+        "{error}"
+    );
     let error = gelu::forward(&ops, stream, bf16(8), gpu.fresh(8, DType::F32)).unwrap_err();
-    assert!(matches!(error, OpError::DType { expected: DType::Bf16, got: DType::F32, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            OpError::DType {
+                expected: DType::Bf16,
+                got: DType::F32,
+                ..
+            }
+        ),
+        "{error}"
+    );
 
     let norm = |n: usize, stats| {
-        layer_norm::forward(&ops, stream, bf16(2 * n), gpu.zeros(stats), bf16(2 * n), bf16(n), bf16(n), 1e-5)
+        layer_norm::forward(
+            &ops,
+            stream,
+            bf16(2 * n),
+            gpu.zeros(stats),
+            bf16(2 * n),
+            bf16(n),
+            bf16(n),
+            1e-5,
+        )
     };
-    assert!(matches!(norm(16, 3).unwrap_err(), OpError::Length { expected: 4, got: 3, .. }));
-    assert!(matches!(norm(1025, 4).unwrap_err(), OpError::Size { got: 1025, .. }), "odd and wide");
-    assert!(matches!(norm(4104, 4).unwrap_err(), OpError::Size { got: 4104, .. }), "wide");
+    assert!(matches!(
+        norm(16, 3).unwrap_err(),
+        OpError::Length {
+            expected: 4,
+            got: 3,
+            ..
+        }
+    ));
+    assert!(
+        matches!(norm(1025, 4).unwrap_err(), OpError::Size { got: 1025, .. }),
+        "odd and wide"
+    );
+    assert!(
+        matches!(norm(4104, 4).unwrap_err(), OpError::Size { got: 4104, .. }),
+        "wide"
+    );
     norm(4096, 4).unwrap();
 
-    let error = column_sums::sum_rows(&ops, stream, gpu.zeros(8).into(), bf16(16), gpu.zeros(7)).unwrap_err();
-    assert!(matches!(error, OpError::Length { expected: 8, got: 7, .. }), "{error}");
+    let error = column_sums::sum_rows(&ops, stream, gpu.zeros(8).into(), bf16(16), gpu.zeros(7))
+        .unwrap_err();
+    assert!(
+        matches!(
+            error,
+            OpError::Length {
+                expected: 8,
+                got: 7,
+                ..
+            }
+        ),
+        "{error}"
+    );
 
-    let (targets, scale) = (gpu.words(&[1, 2]), Scale { loss_scale: gpu.double(1.0), tokens: 2 });
+    let (targets, scale) = (
+        gpu.words(&[1, 2]),
+        Scale {
+            loss_scale: gpu.double(1.0),
+            tokens: 2,
+        },
+    );
     let error =
-        cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, scale).unwrap_err();
-    assert!(matches!(error, OpError::Length { expected: 128, got: 64, .. }), "{error}");
+        cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, scale)
+            .unwrap_err();
+    assert!(
+        matches!(
+            error,
+            OpError::Length {
+                expected: 128,
+                got: 64,
+                ..
+            }
+        ),
+        "{error}"
+    );
     let off = bf16(129).slice(1..129);
-    assert!(cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, scale).is_err());
+    assert!(
+        cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, scale)
+            .is_err()
+    );
 
-    let shape = Shape { batch: 1, seq: 4, heads: 1, d: 257 };
-    assert!(matches!(Attention::new(&ops, shape).unwrap_err(), OpError::Size { got: 257, .. }));
+    let shape = Shape {
+        batch: 1,
+        seq: 4,
+        heads: 1,
+        d: 257,
+    };
+    assert!(matches!(
+        Attention::new(&ops, shape).unwrap_err(),
+        OpError::Size { got: 257, .. }
+    ));
     let attention = Attention::new(&ops, Shape { d: 64, ..shape }).unwrap();
-    let error = attention.forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767)).unwrap_err();
-    assert!(matches!(error, OpError::Length { expected: 768, got: 767, .. }), "{error}");
+    let error = attention
+        .forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767))
+        .unwrap_err();
+    assert!(
+        matches!(
+            error,
+            OpError::Length {
+                expected: 768,
+                got: 767,
+                ..
+            }
+        ),
+        "{error}"
+    );
     stream.synchronize(LIMIT).unwrap();
 }
 
@@ -53,20 +146,57 @@ fn matrices_that_do_not_fit() {
     let gpu = Gpu::open();
     let matmul = Matmul::new(&gpu.device, gpu.fresh(1 << 20, DType::F32)).unwrap();
     let matrix = |rows, cols| Matrix::new(gpu.fresh(rows * cols, DType::Bf16), cols);
-    let good =
-        Product { left: matrix(4, 8), right: matrix(8, 16), out: matrix(4, 16), add: None, epilogue: Epilogue::None };
+    let good = Product {
+        left: matrix(4, 8),
+        right: matrix(8, 16),
+        out: matrix(4, 16),
+        add: None,
+        epilogue: Epilogue::None,
+    };
     assert!(matmul.supports(&good).unwrap());
     let wrong = [
-        Product { right: matrix(9, 16), ..good },
-        Product { out: matrix(5, 16), ..good },
-        Product { out: matrix(4, 8), ..good },
-        Product { out: matrix(16, 4).t(), ..good },
-        Product { add: Some(matrix(4, 15)), ..good },
-        Product { epilogue: Epilogue::Bias(gpu.fresh(15, DType::Bf16)), ..good },
-        Product { epilogue: Epilogue::Bias(gpu.fresh(16, DType::F32)), ..good },
-        Product { epilogue: Epilogue::GeluBackward { input: gpu.fresh(63, DType::Bf16) }, ..good },
-        Product { right: Matrix::new(gpu.fresh(128, DType::F16), 16), ..good },
-        Product { left: Matrix::with_stride(gpu.fresh(16, DType::Bf16), 8, 4), ..good },
+        Product {
+            right: matrix(9, 16),
+            ..good
+        },
+        Product {
+            out: matrix(5, 16),
+            ..good
+        },
+        Product {
+            out: matrix(4, 8),
+            ..good
+        },
+        Product {
+            out: matrix(16, 4).t(),
+            ..good
+        },
+        Product {
+            add: Some(matrix(4, 15)),
+            ..good
+        },
+        Product {
+            epilogue: Epilogue::Bias(gpu.fresh(15, DType::Bf16)),
+            ..good
+        },
+        Product {
+            epilogue: Epilogue::Bias(gpu.fresh(16, DType::F32)),
+            ..good
+        },
+        Product {
+            epilogue: Epilogue::GeluBackward {
+                input: gpu.fresh(63, DType::Bf16),
+            },
+            ..good
+        },
+        Product {
+            right: Matrix::new(gpu.fresh(128, DType::F16), 16),
+            ..good
+        },
+        Product {
+            left: Matrix::with_stride(gpu.fresh(16, DType::Bf16), 8, 4),
+            ..good
+        },
     ];
     for (i, product) in wrong.iter().enumerate() {
         assert!(matmul.run(&gpu.stream, product).is_err(), "{i}");

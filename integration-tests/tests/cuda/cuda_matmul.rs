@@ -28,18 +28,35 @@ fn added(gpu: &Gpu, matmul: &Matmul) -> Vec<u32> {
 
 fn try_added(gpu: &Gpu, matmul: &Matmul) -> Result<Vec<u32>, OpError> {
     let (m, n, k) = (24, 40, 320);
-    let (left, right) = (gpu.put(&values(m * k, 1), DType::Bf16), gpu.put(&values(k * n, 2), DType::Bf16));
+    let (left, right) = (
+        gpu.put(&values(m * k, 1), DType::Bf16),
+        gpu.put(&values(k * n, 2), DType::Bf16),
+    );
     let sum = gpu.floats(&vec![1.0; m * n]).erase();
-    let (left, right, out) = (Matrix::new(left, k), Matrix::new(right, n), Matrix::new(sum, n));
-    let product = Product { left, right, out, add: Some(out), epilogue: Epilogue::None };
+    let (left, right, out) = (
+        Matrix::new(left, k),
+        Matrix::new(right, n),
+        Matrix::new(sum, n),
+    );
+    let product = Product {
+        left,
+        right,
+        out,
+        add: Some(out),
+        epilogue: Epilogue::None,
+    };
     matmul.run(&gpu.stream, &product)?;
     Ok(gpu.get(sum).into_iter().map(f32::to_bits).collect())
 }
 
 /// The files of a folder.
 fn files(folder: &Path) -> Vec<(PathBuf, String)> {
-    let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
-    files.map(|path| (path.clone(), std::fs::read_to_string(path).unwrap())).collect()
+    let files = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|file| file.unwrap().path());
+    files
+        .map(|path| (path.clone(), std::fs::read_to_string(path).unwrap()))
+        .collect()
 }
 
 #[test]
@@ -52,16 +69,29 @@ fn chosen_algorithm_is_used_and_kept() {
         let chosen = added(&gpu, &timed(&gpu, folder.path(), candidate));
         let kept = files(folder.path());
         assert_eq!(kept.len(), 1);
-        assert!(kept[0].1.contains(gpu.device.name()) && kept[0].1.contains("[24, 320] x [320, 40], bf16 to fp32"));
-        // A later process uses the kept choice, although it would choose another one, and leaves the file as it is.
-        assert!(added(&gpu, &timed(&gpu, folder.path(), candidate + 1)) == chosen, "{candidate}");
+        assert!(
+            kept[0].1.contains(gpu.device.name())
+                && kept[0].1.contains("[24, 320] x [320, 40], bf16 to fp32")
+        );
+        // A later process uses the kept choice, although it would choose another one, and leaves
+        // the file as it is.
+        assert!(
+            added(&gpu, &timed(&gpu, folder.path(), candidate + 1)) == chosen,
+            "{candidate}"
+        );
         assert_eq!(files(folder.path()), kept);
         if candidate == 0 {
-            assert!(added(&gpu, &matmul(&gpu)) == chosen, "the library's first choice");
+            assert!(
+                added(&gpu, &matmul(&gpu)) == chosen,
+                "the library's first choice"
+            );
         }
         // A damaged file is measured anew and replaced.
         std::fs::write(&kept[0].0, &kept[0].1[..100]).unwrap();
-        assert!(added(&gpu, &timed(&gpu, folder.path(), candidate)) == chosen, "{candidate}");
+        assert!(
+            added(&gpu, &timed(&gpu, folder.path(), candidate)) == chosen,
+            "{candidate}"
+        );
         assert_eq!(files(folder.path()), kept);
         bits.push(chosen);
     }
@@ -87,8 +117,14 @@ fn choice_without_memory_to_measure_is_the_first_and_kept() {
     let first = added(&gpu, &matmul(&gpu));
     assert!(added(&gpu, &unmeasured) == first);
     let kept = files(folder.path());
-    assert!(kept.len() == 1 && kept[0].1.contains("no memory"), "{kept:?}");
-    assert!(added(&gpu, &timed(&gpu, folder.path(), 1)) == first, "also with memory");
+    assert!(
+        kept.len() == 1 && kept[0].1.contains("no memory"),
+        "{kept:?}"
+    );
+    assert!(
+        added(&gpu, &timed(&gpu, folder.path(), 1)) == first,
+        "also with memory"
+    );
 }
 
 #[test]
@@ -101,10 +137,20 @@ fn wait_for_a_locked_choice_has_a_limit() {
     let measuring = std::fs::File::create(&path).unwrap();
     measuring.lock().unwrap();
     let limit = Duration::from_millis(20);
-    let late = matmul(&gpu).with_timing(Some(Timing::at(folder.path(), &gpu.pool).prefer(1).lock_limit(limit)));
+    let late = matmul(&gpu).with_timing(Some(
+        Timing::at(folder.path(), &gpu.pool)
+            .prefer(1)
+            .lock_limit(limit),
+    ));
     let error = try_added(&gpu, &late).unwrap_err();
-    assert!(matches!(&error, OpError::ChoiceLocked { limit: got, .. } if *got == limit), "{error}");
-    assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+    assert!(
+        matches!(&error, OpError::ChoiceLocked { limit: got, .. } if *got == limit),
+        "{error}"
+    );
+    assert!(
+        error.to_string().contains(path.to_str().unwrap()),
+        "{error}"
+    );
     measuring.unlock().unwrap();
     assert!(added(&gpu, &late) == chosen, "free again");
 }
@@ -118,7 +164,13 @@ fn nothing_is_measured_in_a_recording() {
     let y = gpu.fresh(64, DType::Bf16);
     let matrix = |seed| Matrix::new(gpu.put(&values(64, seed), DType::Bf16), 8);
     let (left, right, out) = (matrix(1), matrix(2), Matrix::new(y, 8));
-    let product = Product { left, right, out, add: None, epilogue: Epilogue::None };
+    let product = Product {
+        left,
+        right,
+        out,
+        add: None,
+        epilogue: Epilogue::None,
+    };
     let mut ran = Ok(());
     let enqueue = || {
         ran = matmul.run(&gpu.stream, &product);
@@ -138,11 +190,27 @@ fn fused_or_apart_is_measured_and_kept() {
     let gpu = Gpu::open();
     let folder = tempfile::tempdir().unwrap();
     let (m, n, k) = (56, 40, 24);
-    let (x, dy) = (gpu.put(&values(m * k, 1), DType::Bf16), gpu.put(&values(m * n, 2), DType::Bf16));
+    let (x, dy) = (
+        gpu.put(&values(m * k, 1), DType::Bf16),
+        gpu.put(&values(m * n, 2), DType::Bf16),
+    );
     let (dw, db) = (gpu.fresh(k * n, DType::Bf16), gpu.fresh(n, DType::Bf16));
-    let (left, right, out) = (Matrix::new(x, k).t(), Matrix::new(dy, n), Matrix::new(dw, n));
-    let fused = Product { left, right, out, add: None, epilogue: Epilogue::BiasGradient(db) };
-    let plain = Product { epilogue: Epilogue::None, ..fused };
+    let (left, right, out) = (
+        Matrix::new(x, k).t(),
+        Matrix::new(dy, n),
+        Matrix::new(dw, n),
+    );
+    let fused = Product {
+        left,
+        right,
+        out,
+        add: None,
+        epilogue: Epilogue::BiasGradient(db),
+    };
+    let plain = Product {
+        epilogue: Epilogue::None,
+        ..fused
+    };
     let mut runs = 0;
     let mut faster = |matmul: &Matmul| {
         let apart = |stream: &CudaStream| {
@@ -174,24 +242,67 @@ fn products_of_all_transpositions() {
         let (a64, b64) = (rounded(&a, dtype), rounded(&b, dtype));
         for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
             // A transposed factor is stored as [k, m] or [n, k].
-            let left = if ta { fp64::transpose(&a64, m) } else { a64.clone() };
-            let right = if tb { fp64::transpose(&b64, k) } else { b64.clone() };
+            let left = if ta {
+                fp64::transpose(&a64, m)
+            } else {
+                a64.clone()
+            };
+            let right = if tb {
+                fp64::transpose(&b64, k)
+            } else {
+                b64.clone()
+            };
             let want = fp64::matmul(&left, &right, k, n);
             let (left, right) = (gpu.put(&a, dtype), gpu.put(&b, dtype));
-            let left = if ta { Matrix::new(left, m).t() } else { Matrix::new(left, k) };
-            let right = if tb { Matrix::new(right, k).t() } else { Matrix::new(right, n) };
+            let left = if ta {
+                Matrix::new(left, m).t()
+            } else {
+                Matrix::new(left, k)
+            };
+            let right = if tb {
+                Matrix::new(right, k).t()
+            } else {
+                Matrix::new(right, n)
+            };
             let y = gpu.fresh(m * n, dtype);
             let out = Matrix::new(y, n);
-            matmul.run(&gpu.stream, &Product { left, right, out, add: None, epilogue: Epilogue::None }).unwrap();
-            close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype} {ta} {tb}"));
+            matmul
+                .run(
+                    &gpu.stream,
+                    &Product {
+                        left,
+                        right,
+                        out,
+                        add: None,
+                        epilogue: Epilogue::None,
+                    },
+                )
+                .unwrap();
+            close(
+                &gpu.get(y),
+                &want,
+                tolerance(dtype),
+                &format!("{dtype} {ta} {tb}"),
+            );
 
             // Added to existing fp32 values: the gradient of a weight.
             let sum = gpu.floats(&vec![3.0; m * n]).erase();
             let out = Matrix::new(sum, n);
-            let product = Product { left, right, out, add: Some(out), epilogue: Epilogue::None };
+            let product = Product {
+                left,
+                right,
+                out,
+                add: Some(out),
+                epilogue: Epilogue::None,
+            };
             matmul.run(&gpu.stream, &product).unwrap();
             let want: Vec<f64> = want.iter().map(|v| v + 3.0).collect();
-            close(&gpu.get(sum), &want, 2e-6, &format!("{dtype} {ta} {tb}, added"));
+            close(
+                &gpu.get(sum),
+                &want,
+                2e-6,
+                &format!("{dtype} {ta} {tb}, added"),
+            );
         }
     }
 }
@@ -203,15 +314,43 @@ fn rows_further_apart_than_they_are_long() {
     let matmul = matmul(&gpu);
     let (m, n, k, stride) = (16, 50, 32, 64);
     let (a, b) = (values(m * k, 1), values(n * k, 2));
-    let want = fp64::matmul(&rounded(&a, DType::Bf16), &fp64::transpose(&rounded(&b, DType::Bf16), k), k, n);
+    let want = fp64::matmul(
+        &rounded(&a, DType::Bf16),
+        &fp64::transpose(&rounded(&b, DType::Bf16), k),
+        k,
+        n,
+    );
     let (left, right) = (gpu.put(&a, DType::Bf16), gpu.put(&b, DType::Bf16));
     let y = gpu.put(&vec![9.0; m * stride], DType::Bf16);
-    let (left, right, out) = (Matrix::new(left, k), Matrix::new(right, k).t(), Matrix::with_stride(y, n, stride));
-    matmul.run(&gpu.stream, &Product { left, right, out, add: None, epilogue: Epilogue::None }).unwrap();
+    let (left, right, out) = (
+        Matrix::new(left, k),
+        Matrix::new(right, k).t(),
+        Matrix::with_stride(y, n, stride),
+    );
+    matmul
+        .run(
+            &gpu.stream,
+            &Product {
+                left,
+                right,
+                out,
+                add: None,
+                epilogue: Epilogue::None,
+            },
+        )
+        .unwrap();
     let got = gpu.get(y);
     let real: Vec<f32> = got.chunks(stride).flat_map(|r| r[..n].to_vec()).collect();
-    close(&real, &want, tolerance(DType::Bf16), "the columns that count");
-    assert!(got.chunks(stride).all(|r| r[n..].iter().all(|v| *v == 9.0)), "elements between rows are unchanged");
+    close(
+        &real,
+        &want,
+        tolerance(DType::Bf16),
+        "the columns that count",
+    );
+    assert!(
+        got.chunks(stride).all(|r| r[n..].iter().all(|v| *v == 9.0)),
+        "elements between rows are unchanged"
+    );
 }
 
 #[test]
@@ -221,39 +360,108 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
     let matmul = matmul(&gpu);
     let (m, n, k) = (24, 40, 56);
     for dtype in FLOATS {
-        let (a, b, bias, x) = (values(m * k, 1), values(k * n, 2), values(n, 3), values(m * n, 4));
+        let (a, b, bias, x) = (
+            values(m * k, 1),
+            values(k * n, 2),
+            values(n, 3),
+            values(m * n, 4),
+        );
         let [a64, b64, bias64, x64] = [&a, &b, &bias, &x].map(|v| rounded(v, dtype));
         let product = fp64::matmul(&a64, &b64, k, n);
-        let biased: Vec<f64> = product.iter().enumerate().map(|(i, v)| v + bias64[i % n]).collect();
-        let (left, right) = (Matrix::new(gpu.put(&a, dtype), k), Matrix::new(gpu.put(&b, dtype), n));
+        let biased: Vec<f64> = product
+            .iter()
+            .enumerate()
+            .map(|(i, v)| v + bias64[i % n])
+            .collect();
+        let (left, right) = (
+            Matrix::new(gpu.put(&a, dtype), k),
+            Matrix::new(gpu.put(&b, dtype), n),
+        );
         let (bias, x) = (gpu.put(&bias, dtype), gpu.put(&x, dtype));
         let y = gpu.fresh(m * n, dtype);
-        let plain = Product { left, right, out: Matrix::new(y, n), add: None, epilogue: Epilogue::Bias(bias) };
+        let plain = Product {
+            left,
+            right,
+            out: Matrix::new(y, n),
+            add: None,
+            epilogue: Epilogue::Bias(bias),
+        };
         matmul.run(&gpu.stream, &plain).unwrap();
-        close(&gpu.get(y), &biased, tolerance(dtype), &format!("{dtype}: bias"));
-        matmul.run(&gpu.stream, &Product { add: Some(Matrix::new(x, n)), ..plain }).unwrap();
+        close(
+            &gpu.get(y),
+            &biased,
+            tolerance(dtype),
+            &format!("{dtype}: bias"),
+        );
+        matmul
+            .run(
+                &gpu.stream,
+                &Product {
+                    add: Some(Matrix::new(x, n)),
+                    ..plain
+                },
+            )
+            .unwrap();
         let want: Vec<f64> = biased.iter().zip(&x64).map(|(y, x)| y + x).collect();
-        close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: bias and residual"));
+        close(
+            &gpu.get(y),
+            &want,
+            tolerance(dtype),
+            &format!("{dtype}: bias and residual"),
+        );
 
         if dtype == DType::F32 {
             // The model does not use it, since the accuracy of the library's GELU is not specified.
             continue;
         }
         let input = gpu.fresh(m * n, dtype);
-        let forward = Product { epilogue: Epilogue::BiasGelu { bias, input }, ..plain };
+        let forward = Product {
+            epilogue: Epilogue::BiasGelu { bias, input },
+            ..plain
+        };
         if !matmul.supports(&forward).unwrap() {
             let error = matmul.run(&gpu.stream, &forward).unwrap_err();
-            assert!(matches!(error, OpError::Library(LibraryError::NoAlgorithm { .. })), "{error}");
+            assert!(
+                matches!(error, OpError::Library(LibraryError::NoAlgorithm { .. })),
+                "{error}"
+            );
             continue;
         }
         matmul.run(&gpu.stream, &forward).unwrap();
-        close(&gpu.get(input), &biased, tolerance(dtype), &format!("{dtype}: GELU's input"));
+        close(
+            &gpu.get(input),
+            &biased,
+            tolerance(dtype),
+            &format!("{dtype}: GELU's input"),
+        );
         let want: Vec<f64> = biased.iter().map(|v| fp64::gelu(*v)[0]).collect();
-        close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: GELU"));
+        close(
+            &gpu.get(y),
+            &want,
+            tolerance(dtype),
+            &format!("{dtype}: GELU"),
+        );
         let seen: Vec<f64> = gpu.get(input).iter().map(|v| f64::from(*v)).collect();
-        let want: Vec<f64> = product.iter().zip(&seen).map(|(p, v)| p * fp64::gelu(*v)[1]).collect();
-        matmul.run(&gpu.stream, &Product { epilogue: Epilogue::GeluBackward { input }, ..plain }).unwrap();
-        close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: GELU backward"));
+        let want: Vec<f64> = product
+            .iter()
+            .zip(&seen)
+            .map(|(p, v)| p * fp64::gelu(*v)[1])
+            .collect();
+        matmul
+            .run(
+                &gpu.stream,
+                &Product {
+                    epilogue: Epilogue::GeluBackward { input },
+                    ..plain
+                },
+            )
+            .unwrap();
+        close(
+            &gpu.get(y),
+            &want,
+            tolerance(dtype),
+            &format!("{dtype}: GELU backward"),
+        );
     }
 }
 
@@ -264,10 +472,16 @@ fn bias_gradient_beside_a_weight_gradient() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
     let (m, n, k) = (56, 40, 24);
-    for (dtype, out) in [(DType::Bf16, DType::Bf16), (DType::F16, DType::F16), (DType::Bf16, DType::F32)] {
+    for (dtype, out) in [
+        (DType::Bf16, DType::Bf16),
+        (DType::F16, DType::F16),
+        (DType::Bf16, DType::F32),
+    ] {
         let (x, dy) = (values(m * k, 1), values(m * n, 2));
         let (x64, dy64) = (rounded(&x, dtype), rounded(&dy, dtype));
-        let sums: Vec<f64> = (0..n).map(|j| dy64.iter().skip(j).step_by(n).sum()).collect();
+        let sums: Vec<f64> = (0..n)
+            .map(|j| dy64.iter().skip(j).step_by(n).sum())
+            .collect();
         let (dw, db) = (gpu.fresh(k * n, out), gpu.fresh(n, out));
         let product = Product {
             left: Matrix::new(gpu.put(&x, dtype), k).t(),
@@ -282,7 +496,12 @@ fn bias_gradient_beside_a_weight_gradient() {
         }
         matmul.run(&gpu.stream, &product).unwrap();
         let name = format!("{dtype} to {out}");
-        close(&gpu.get(dw), &fp64::matmul(&fp64::transpose(&x64, k), &dy64, m, n), tolerance(out), &name);
+        close(
+            &gpu.get(dw),
+            &fp64::matmul(&fp64::transpose(&x64, k), &dy64, m, n),
+            tolerance(out),
+            &name,
+        );
         close(&gpu.get(db), &sums, tolerance(out), &name);
     }
 }
@@ -296,12 +515,32 @@ fn sums_are_fp32_until_they_are_stored() {
     let (m, n, k) = (64, 64, 8192);
     for (dtype, large) in [(DType::Bf16, 256.0), (DType::F16, 2048.0)] {
         // large + 1 has one bit more than the 16-bit type holds; the last term subtracts `large`.
-        let term = |i: usize| [large, 1.0].get(i).copied().unwrap_or(if i == k - 1 { -large } else { 0.0 });
+        let term = |i: usize| {
+            [large, 1.0]
+                .get(i)
+                .copied()
+                .unwrap_or(if i == k - 1 { -large } else { 0.0 })
+        };
         let b: Vec<f32> = (0..k * n).map(|i| term(i / n)).collect();
         let (left, right) = (gpu.put(&vec![1.0; m * k], dtype), gpu.put(&b, dtype));
-        let (left, right, y) = (Matrix::new(left, k), Matrix::new(right, n), gpu.fresh(m * n, dtype));
+        let (left, right, y) = (
+            Matrix::new(left, k),
+            Matrix::new(right, n),
+            gpu.fresh(m * n, dtype),
+        );
         let out = Matrix::new(y, n);
-        matmul.run(&gpu.stream, &Product { left, right, out, add: None, epilogue: Epilogue::None }).unwrap();
+        matmul
+            .run(
+                &gpu.stream,
+                &Product {
+                    left,
+                    right,
+                    out,
+                    add: None,
+                    epilogue: Epilogue::None,
+                },
+            )
+            .unwrap();
         let wrong = gpu.get(y).into_iter().find(|sum| *sum != 1.0);
         assert_eq!(wrong, None, "{dtype}");
     }
@@ -322,17 +561,37 @@ fn product_runs_on_any_thread_at_any_alignment() {
     for start in [0, 16, 8] {
         let epilogue = Epilogue::Bias(biases.slice(start..start + n));
         let (left, right, out) = (Matrix::new(a, k), Matrix::new(b, n), Matrix::new(y, n));
-        let product_of_bias = Product { left, right, out, add: None, epilogue };
+        let product_of_bias = Product {
+            left,
+            right,
+            out,
+            add: None,
+            epilogue,
+        };
         // A new thread has no context.
         std::thread::scope(|scope| {
-            scope.spawn(|| matmul.run(&gpu.stream, &product_of_bias)).join().unwrap().unwrap();
+            scope
+                .spawn(|| matmul.run(&gpu.stream, &product_of_bias))
+                .join()
+                .unwrap()
+                .unwrap();
         });
-        let want: Vec<f64> = product.iter().enumerate().map(|(i, v)| v + bias64[start + i % n]).collect();
-        close(&gpu.get(y), &want, tolerance(DType::Bf16), &format!("bias from {start} on"));
+        let want: Vec<f64> = product
+            .iter()
+            .enumerate()
+            .map(|(i, v)| v + bias64[start + i % n])
+            .collect();
+        close(
+            &gpu.get(y),
+            &want,
+            tolerance(DType::Bf16),
+            &format!("bias from {start} on"),
+        );
     }
 }
 
-/// A unit's flat parameter starts at multiples of 32 bytes at some stages, and at larger ones at others.
+/// A unit's flat parameter starts at multiples of 32 bytes at some stages, and at larger ones at
+/// others.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn bits_are_the_same_at_all_places_that_units_have() {
@@ -345,7 +604,18 @@ fn bits_are_the_same_at_all_places_that_units_have() {
         let left = Matrix::new(gpu.put(&a, DType::Bf16).slice(start..a.len()), k);
         let sum = gpu.zeros(m * n).erase();
         let out = Matrix::new(sum, n);
-        matmul.run(&gpu.stream, &Product { left, right, out, add: Some(out), epilogue: Epilogue::None }).unwrap();
+        matmul
+            .run(
+                &gpu.stream,
+                &Product {
+                    left,
+                    right,
+                    out,
+                    add: Some(out),
+                    epilogue: Epilogue::None,
+                },
+            )
+            .unwrap();
         gpu.get(sum)
     };
     assert!(at(0) == at(16));

@@ -16,36 +16,98 @@ fn check_layer_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
     let (x, dy) = (values(rows * n, 1), values(rows * n, 2));
     let (gain, bias, dx) = (values(n, 3), values(n, 4), values(rows * n, 5));
     let r = |v: &[f32]| rounded(v, dtype);
-    let [want_y, mut want_dx, want_dgain, want_dbias] = fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
-    want_dx.iter_mut().zip(r(&dx)).for_each(|(want, start)| *want += start);
+    let [want_y, mut want_dx, want_dgain, want_dbias] =
+        fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
+    want_dx
+        .iter_mut()
+        .zip(r(&dx))
+        .for_each(|(want, start)| *want += start);
     let column_sum = |j: usize| r(&dx).iter().skip(j).step_by(n).sum::<f64>();
     let want_residual: Vec<f64> = (0..n).map(column_sum).collect();
 
     let start = dx;
     let (x, dy) = (gpu.put(&x, dtype), gpu.put(&dy, dtype));
-    let (gain, bias, y) = (gpu.put(&gain, dtype), gpu.put(&bias, dtype), gpu.fresh(rows * n, dtype));
+    let (gain, bias, y) = (
+        gpu.put(&gain, dtype),
+        gpu.put(&bias, dtype),
+        gpu.fresh(rows * n, dtype),
+    );
     let stats = gpu.floats(&vec![f32::NAN; 2 * rows]);
     layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
-    close(&gpu.get(y), &want_y, tolerance(dtype), &format!("{what}: y"));
+    close(
+        &gpu.get(y),
+        &want_y,
+        tolerance(dtype),
+        &format!("{what}: y"),
+    );
 
     // All sums are added to existing values, or the first two written.
     for all in [true, false] {
         let fresh = || gpu.fresh(n, DType::F32);
-        let [dgain, dbias, residual] =
-            if all { [1.0, -1.0, 0.5].map(|v| gpu.floats(&vec![v; n]).erase()) } else { [fresh(), fresh(), fresh()] };
-        let out = |slice: AnySlice| if all { SumOut::Add(slice.typed().unwrap()) } else { SumOut::Write(slice) };
-        let sums = Sums { gain: out(dgain), bias: out(dbias), residual: all.then_some(out(residual)) };
+        let [dgain, dbias, residual] = if all {
+            [1.0, -1.0, 0.5].map(|v| gpu.floats(&vec![v; n]).erase())
+        } else {
+            [fresh(), fresh(), fresh()]
+        };
+        let out = |slice: AnySlice| {
+            if all {
+                SumOut::Add(slice.typed().unwrap())
+            } else {
+                SumOut::Write(slice)
+            }
+        };
+        let sums = Sums {
+            gain: out(dgain),
+            bias: out(dbias),
+            residual: all.then_some(out(residual)),
+        };
         let again = gpu.fresh(rows * n, dtype);
         let output = all.then_some(Output { y: again, bias });
         let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
         let dx = gpu.put(&start, dtype);
-        layer_norm::backward(&ops, &gpu.stream, dx, sums, output, dy, x, stats, gain, workspace).unwrap();
-        close(&gpu.get(dx), &want_dx, tolerance(dtype), &format!("{what}: dx"));
-        let off = |by: f64, want: &[f64]| want.iter().map(|v| v + if all { by } else { 0.0 }).collect::<Vec<_>>();
-        close(&gpu.get(dgain), &off(1.0, &want_dgain), 2e-6, &format!("{what}: dgain"));
-        close(&gpu.get(dbias), &off(-1.0, &want_dbias), 2e-6, &format!("{what}: dbias"));
+        layer_norm::backward(
+            &ops,
+            &gpu.stream,
+            dx,
+            sums,
+            output,
+            dy,
+            x,
+            stats,
+            gain,
+            workspace,
+        )
+        .unwrap();
+        close(
+            &gpu.get(dx),
+            &want_dx,
+            tolerance(dtype),
+            &format!("{what}: dx"),
+        );
+        let off = |by: f64, want: &[f64]| {
+            want.iter()
+                .map(|v| v + if all { by } else { 0.0 })
+                .collect::<Vec<_>>()
+        };
+        close(
+            &gpu.get(dgain),
+            &off(1.0, &want_dgain),
+            2e-6,
+            &format!("{what}: dgain"),
+        );
+        close(
+            &gpu.get(dbias),
+            &off(-1.0, &want_dbias),
+            2e-6,
+            &format!("{what}: dbias"),
+        );
         if all {
-            close(&gpu.get(residual), &off(0.5, &want_residual), 2e-6, &format!("{what}: sums of dx"));
+            close(
+                &gpu.get(residual),
+                &off(0.5, &want_residual),
+                2e-6,
+                &format!("{what}: sums of dx"),
+            );
             assert_eq!(gpu.get(again), gpu.get(y), "{what}: y again");
         }
     }
@@ -56,7 +118,8 @@ fn check_layer_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
 fn layer_norms() {
     let gpu = Gpu::open();
     for dtype in FLOATS {
-        // One chunk of columns, odd widths, several chunks, a partial chunk, and more rows than the blocks have warps.
+        // One chunk of columns, odd widths, several chunks, a partial chunk, and more rows than the
+        // blocks have warps.
         for (rows, n) in [(5, 8), (3, 13), (9, 776), (1, 40), (2200, 8)] {
             check_layer_norm(&gpu, dtype, rows, n);
         }
@@ -83,16 +146,28 @@ fn sums_over_rows() {
             let (x, sums) = (gpu.put(&x, dtype), gpu.floats(&out));
             let workspace = gpu.floats(&vec![f32::NAN; column_sums::workspace_elems(rows, n)]);
             column_sums::sum_rows(&ops, &gpu.stream, SumOut::Add(sums), x, workspace).unwrap();
-            close(&gpu.get(sums.erase()), &want, 2e-6, &format!("{dtype} {rows} x {n}"));
+            close(
+                &gpu.get(sums.erase()),
+                &want,
+                2e-6,
+                &format!("{dtype} {rows} x {n}"),
+            );
             // A written sum overwrites NaN, and is the added one before its start, rounded once.
-            want.iter_mut().zip(&out).for_each(|(sum, start)| *sum -= f64::from(*start));
+            want.iter_mut()
+                .zip(&out)
+                .for_each(|(sum, start)| *sum -= f64::from(*start));
             let write = |to| {
                 let out = gpu.fresh(n, to);
                 column_sums::sum_rows(&ops, &gpu.stream, SumOut::Write(out), x, workspace).unwrap();
                 gpu.get(out)
             };
             let exact = write(DType::F32);
-            close(&exact, &want, 2e-6, &format!("{dtype} {rows} x {n}, written"));
+            close(
+                &exact,
+                &want,
+                2e-6,
+                &format!("{dtype} {rows} x {n}, written"),
+            );
             for to in [DType::Bf16, DType::F16] {
                 let once: Vec<f32> = rounded(&exact, to).iter().map(|v| *v as f32).collect();
                 assert_eq!(write(to), once, "{dtype} to {to}");
@@ -111,17 +186,29 @@ fn gelus() {
         for (n, start) in [(4099, 0), (77, 3)] {
             let x: Vec<f32> = values(n + start, 1).iter().map(|v| v * 6.0).collect();
             let dy = values(n + start, 2);
-            let pairs: Vec<[f64; 2]> = rounded(&x, dtype)[start..].iter().map(|x| fp64::gelu(*x)).collect();
+            let pairs: Vec<[f64; 2]> = rounded(&x, dtype)[start..]
+                .iter()
+                .map(|x| fp64::gelu(*x))
+                .collect();
             let want: Vec<f64> = pairs.iter().map(|p| p[0]).collect();
             let dy64 = rounded(&dy, dtype);
-            let want_dx: Vec<f64> = pairs.iter().zip(&dy64[start..]).map(|(p, dy)| p[1] * dy).collect();
+            let want_dx: Vec<f64> = pairs
+                .iter()
+                .zip(&dy64[start..])
+                .map(|(p, dy)| p[1] * dy)
+                .collect();
             let part = |v: zero_alloc::device::AnySlice| v.slice(start..start + n);
             let (x, dy) = (part(gpu.put(&x, dtype)), part(gpu.put(&dy, dtype)));
             let y = part(gpu.fresh(n + start, dtype));
             gelu::forward(&ops, &gpu.stream, y, x).unwrap();
             close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: y"));
             gelu::backward(&ops, &gpu.stream, dy, x).unwrap();
-            close(&gpu.get(dy), &want_dx, tolerance(dtype), &format!("{dtype}: dx"));
+            close(
+                &gpu.get(dy),
+                &want_dx,
+                tolerance(dtype),
+                &format!("{dtype}: dx"),
+            );
         }
     }
 }
@@ -137,10 +224,27 @@ fn embeddings() {
             let rows = batch * seq;
             let what = format!("{dtype} {batch} x {seq} x {n}");
             // Token 4 is frequent, some tokens are absent.
-            let tokens: Vec<u32> = (0..rows).map(|i| if i % 3 == 0 { 4 } else { (i * i % vocab) as u32 }).collect();
-            let (wte, wpe, dx) = (values(vocab * n, 1), values((seq + 2) * n, 2), values(rows * n, 3));
-            let (e, p, d) = (rounded(&wte, dtype), rounded(&wpe, dtype), rounded(&dx, dtype));
-            let (mut want, mut want_wte, mut want_wpe) = (vec![], vec![0.5; vocab * n], vec![0.25; (seq + 2) * n]);
+            let tokens: Vec<u32> = (0..rows)
+                .map(|i| {
+                    if i % 3 == 0 {
+                        4
+                    } else {
+                        (i * i % vocab) as u32
+                    }
+                })
+                .collect();
+            let (wte, wpe, dx) = (
+                values(vocab * n, 1),
+                values((seq + 2) * n, 2),
+                values(rows * n, 3),
+            );
+            let (e, p, d) = (
+                rounded(&wte, dtype),
+                rounded(&wpe, dtype),
+                rounded(&dx, dtype),
+            );
+            let (mut want, mut want_wte, mut want_wpe) =
+                (vec![], vec![0.5; vocab * n], vec![0.25; (seq + 2) * n]);
             for (row, &token) in tokens.iter().enumerate() {
                 for j in 0..n {
                     let (at_e, at_p) = (token as usize * n + j, row % seq * n + j);
@@ -161,10 +265,24 @@ fn embeddings() {
             let tables = [gpu.put(&wte, dtype), gpu.put(&wpe, dtype)];
             embedding::forward(&ops, &gpu.stream, x, lists.tokens, tables, seq).unwrap();
             close(&gpu.get(x), &want, tolerance(dtype), &format!("{what}: x"));
-            let grads = [gpu.floats(&vec![0.5; vocab * n]), gpu.floats(&vec![0.25; (seq + 2) * n])];
-            embedding::backward(&ops, &gpu.stream, grads, &lists, gpu.put(&dx, dtype), seq).unwrap();
-            close(&gpu.get(grads[0].erase()), &want_wte, 2e-6, &format!("{what}: dwte"));
-            close(&gpu.get(grads[1].erase()), &want_wpe, 2e-6, &format!("{what}: dwpe"));
+            let grads = [
+                gpu.floats(&vec![0.5; vocab * n]),
+                gpu.floats(&vec![0.25; (seq + 2) * n]),
+            ];
+            embedding::backward(&ops, &gpu.stream, grads, &lists, gpu.put(&dx, dtype), seq)
+                .unwrap();
+            close(
+                &gpu.get(grads[0].erase()),
+                &want_wte,
+                2e-6,
+                &format!("{what}: dwte"),
+            );
+            close(
+                &gpu.get(grads[1].erase()),
+                &want_wpe,
+                2e-6,
+                &format!("{what}: dwpe"),
+            );
         }
     }
 }
@@ -184,8 +302,13 @@ fn cross_entropies() {
                 logits[i / vocab * stride + i % vocab] = 10.0 * v;
             }
             let targets: Vec<u32> = (0..rows).map(|i| (i * 7919 % vocab) as u32).collect();
-            let real = |all: &[f64]| all.chunks(stride).flat_map(|r| r[..vocab].to_vec()).collect::<Vec<_>>();
-            let (want_loss, grad) = fp64::cross_entropy(&real(&rounded(&logits, dtype)), &targets, vocab);
+            let real = |all: &[f64]| {
+                all.chunks(stride)
+                    .flat_map(|r| r[..vocab].to_vec())
+                    .collect::<Vec<_>>()
+            };
+            let (want_loss, grad) =
+                fp64::cross_entropy(&real(&rounded(&logits, dtype)), &targets, vocab);
             let want: Vec<f64> = grad.iter().map(|g| 0.5 * g).collect();
 
             let (logits, targets) = (gpu.put(&logits, dtype), gpu.words(&targets));
@@ -194,35 +317,84 @@ fn cross_entropies() {
             cross_entropy::forward(&ops, &gpu.stream, logits, alone, targets, vocab).unwrap();
             assert_eq!(gpu.get(logits), before, "{what}: logits");
             // The launch covers a part of the averaged tokens.
-            let half = Scale { loss_scale: gpu.double(8.0), tokens: 16 };
-            cross_entropy::forward_backward(&ops, &gpu.stream, logits, losses, targets, vocab, half).unwrap();
-            assert_eq!(gpu.get(alone.erase()), gpu.get(losses.erase()), "{what}: losses without a gradient");
+            let half = Scale {
+                loss_scale: gpu.double(8.0),
+                tokens: 16,
+            };
+            cross_entropy::forward_backward(
+                &ops,
+                &gpu.stream,
+                logits,
+                losses,
+                targets,
+                vocab,
+                half,
+            )
+            .unwrap();
+            assert_eq!(
+                gpu.get(alone.erase()),
+                gpu.get(losses.erase()),
+                "{what}: losses without a gradient"
+            );
             let got = gpu.get(logits);
             assert!(
-                got.chunks(stride).all(|r| r[vocab..].iter().all(|v| *v == 0.0)),
+                got.chunks(stride)
+                    .all(|r| r[vocab..].iter().all(|v| *v == 0.0)),
                 "{what}: behind the vocabulary"
             );
-            let got: Vec<f32> = got.chunks(stride).flat_map(|r| r[..vocab].to_vec()).collect();
+            let got: Vec<f32> = got
+                .chunks(stride)
+                .flat_map(|r| r[..vocab].to_vec())
+                .collect();
             close(&got, &want, tolerance(dtype), &format!("{what}: gradient"));
             let mut loss = [1.0f64];
-            let sum = gpu.pool.allocate(1, DType::F64, zero_alloc::Purpose::Workspace, &gpu.stream).unwrap();
+            let sum = gpu
+                .pool
+                .allocate(1, DType::F64, zero_alloc::Purpose::Workspace, &gpu.stream)
+                .unwrap();
             // SAFETY: the block outlives the downloads below, which drain the stream.
             let slice = unsafe { sum.slice() };
             use zero_alloc::device::Device;
-            gpu.device.upload(&gpu.stream, bytemuck::cast_slice(&loss), slice, crate::gpu::LIMIT).unwrap();
+            gpu.device
+                .upload(
+                    &gpu.stream,
+                    bytemuck::cast_slice(&loss),
+                    slice,
+                    crate::gpu::LIMIT,
+                )
+                .unwrap();
             cross_entropy::add_mean(&ops, &gpu.stream, slice.typed().unwrap(), losses).unwrap();
-            gpu.device.download(&gpu.stream, slice, bytemuck::cast_slice_mut(&mut loss), crate::gpu::LIMIT).unwrap();
+            gpu.device
+                .download(
+                    &gpu.stream,
+                    slice,
+                    bytemuck::cast_slice_mut(&mut loss),
+                    crate::gpu::LIMIT,
+                )
+                .unwrap();
             let error = (loss[0] - 1.0 - want_loss).abs() / want_loss;
-            assert!(error < 1e-6, "{what}: loss {} for {want_loss}", loss[0] - 1.0);
+            assert!(
+                error < 1e-6,
+                "{what}: loss {} for {want_loss}",
+                loss[0] - 1.0
+            );
         }
     }
 }
 
 fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let ops = gpu.kernels(dtype);
-    let attention = if flash { Attention::new(&ops, shape) } else { Attention::plain(&ops, shape) }.unwrap();
+    let attention = if flash {
+        Attention::new(&ops, shape)
+    } else {
+        Attention::plain(&ops, shape)
+    }
+    .unwrap();
     assert_eq!(attention.is_flash(), flash, "{shape:?}");
-    let what = format!("{dtype} {shape:?}{}", if flash { " on tensor cores" } else { "" });
+    let what = format!(
+        "{dtype} {shape:?}{}",
+        if flash { " on tensor cores" } else { "" }
+    );
     let elems = shape.batch * shape.seq * shape.heads * shape.d;
     let rows = elems / shape.d;
     // Large scores, so that a wrong maximum or mask is visible.
@@ -230,8 +402,15 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let dout = values(elems, 2);
     let [want, want_dqkv] = fp64::attention(&rounded(&qkv, dtype), &rounded(&dout, dtype), shape);
 
-    let (qkv, dout, out) = (gpu.put(&qkv, dtype), gpu.put(&dout, dtype), gpu.fresh(elems, dtype));
-    let (lse, delta) = (gpu.floats(&vec![f32::NAN; rows]), gpu.floats(&vec![f32::NAN; rows]));
+    let (qkv, dout, out) = (
+        gpu.put(&qkv, dtype),
+        gpu.put(&dout, dtype),
+        gpu.fresh(elems, dtype),
+    );
+    let (lse, delta) = (
+        gpu.floats(&vec![f32::NAN; rows]),
+        gpu.floats(&vec![f32::NAN; rows]),
+    );
     attention.forward(&ops, &gpu.stream, out, lse, qkv).unwrap();
     // Probabilities are rounded to 16 bits for the tensor cores.
     let tolerance = tolerance(dtype);
@@ -239,24 +418,68 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let dqkv = gpu.fresh(3 * elems, dtype);
     let c = shape.heads * shape.d;
     let dbias = gpu.zeros(3 * c);
-    let workspace = gpu.floats(&vec![f32::NAN; attention::workspace_elems(shape.batch, shape.seq, 3 * c)]);
+    let workspace = gpu.floats(&vec![
+        f32::NAN;
+        attention::workspace_elems(
+            shape.batch,
+            shape.seq,
+            3 * c
+        )
+    ]);
     let sums = SumOut::Add(dbias);
-    attention.backward(&ops, &gpu.stream, dqkv, sums, dout, qkv, out, lse, delta, workspace).unwrap();
+    attention
+        .backward(
+            &ops,
+            &gpu.stream,
+            dqkv,
+            sums,
+            dout,
+            qkv,
+            out,
+            lse,
+            delta,
+            workspace,
+        )
+        .unwrap();
     let got = gpu.get(dqkv);
     // The sums are those of the stored elements.
-    let column_sum = |j: usize| got.iter().skip(j).step_by(3 * c).map(|v| f64::from(*v)).sum::<f64>();
+    let column_sum = |j: usize| {
+        got.iter()
+            .skip(j)
+            .step_by(3 * c)
+            .map(|v| f64::from(*v))
+            .sum::<f64>()
+    };
     let want_dbias: Vec<f64> = (0..3 * c).map(column_sum).collect();
-    close(&gpu.get(dbias.erase()), &want_dbias, 4e-6, &format!("{what}: dbias"));
+    close(
+        &gpu.get(dbias.erase()),
+        &want_dbias,
+        4e-6,
+        &format!("{what}: dbias"),
+    );
     for (part, name) in ["dq", "dk", "dv"].iter().enumerate() {
         let pick = |i: usize| i / c % 3 == part;
-        let got: Vec<f32> = got.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();
-        let want: Vec<f64> = want_dqkv.iter().enumerate().filter(|(i, _)| pick(*i)).map(|(_, v)| *v).collect();
+        let got: Vec<f32> = got
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| pick(*i))
+            .map(|(_, v)| *v)
+            .collect();
+        let want: Vec<f64> = want_dqkv
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| pick(*i))
+            .map(|(_, v)| *v)
+            .collect();
         // The probability of a single key is always 1, so the exact gradients of q and k are 0.
         if shape.seq > 1 || *name == "dv" {
             close(&got, &want, 2.0 * tolerance, &format!("{what}: {name}"));
         } else {
             let most = got.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-            assert!(f64::from(most) < 10.0 * tolerance, "{what}: {name} is {most}, not 0");
+            assert!(
+                f64::from(most) < 10.0 * tolerance,
+                "{what}: {name} is {most}, not 0"
+            );
         }
     }
 }
@@ -267,15 +490,49 @@ fn attention_on_tensor_cores() {
     let gpu = Gpu::open();
     for dtype in [DType::Bf16, DType::F16] {
         // One row, less than a tile, slightly more than a tile, and several tiles with a remainder.
-        for (batch, seq, heads, d) in
-            [(2, 1, 2, 64), (1, 50, 1, 32), (1, 130, 2, 64), (1, 70, 1, 128), (2, 300, 1, 32)]
-        {
-            check_attention(&gpu, dtype, Shape { batch, seq, heads, d }, true);
+        for (batch, seq, heads, d) in [
+            (2, 1, 2, 64),
+            (1, 50, 1, 32),
+            (1, 130, 2, 64),
+            (1, 70, 1, 128),
+            (2, 300, 1, 32),
+        ] {
+            check_attention(
+                &gpu,
+                dtype,
+                Shape {
+                    batch,
+                    seq,
+                    heads,
+                    d,
+                },
+                true,
+            );
         }
     }
     if gpu.is_real() {
-        check_attention(&gpu, DType::Bf16, Shape { batch: 2, seq: 1024, heads: 3, d: 64 }, true);
-        check_attention(&gpu, DType::Bf16, Shape { batch: 1, seq: 1000, heads: 2, d: 128 }, true);
+        check_attention(
+            &gpu,
+            DType::Bf16,
+            Shape {
+                batch: 2,
+                seq: 1024,
+                heads: 3,
+                d: 64,
+            },
+            true,
+        );
+        check_attention(
+            &gpu,
+            DType::Bf16,
+            Shape {
+                batch: 1,
+                seq: 1000,
+                heads: 2,
+                d: 128,
+            },
+            true,
+        );
     }
 }
 
@@ -284,9 +541,34 @@ fn attention_on_tensor_cores() {
 fn attention_on_cuda_cores() {
     let gpu = Gpu::open();
     for dtype in FLOATS {
-        for (batch, seq, heads, d) in [(2, 1, 2, 3), (1, 31, 2, 16), (1, 70, 1, 64), (1, 33, 1, 100)] {
-            check_attention(&gpu, dtype, Shape { batch, seq, heads, d }, false);
+        for (batch, seq, heads, d) in [
+            (2, 1, 2, 3),
+            (1, 31, 2, 16),
+            (1, 70, 1, 64),
+            (1, 33, 1, 100),
+        ] {
+            check_attention(
+                &gpu,
+                dtype,
+                Shape {
+                    batch,
+                    seq,
+                    heads,
+                    d,
+                },
+                false,
+            );
         }
     }
-    check_attention(&gpu, DType::F32, Shape { batch: 1, seq: 40, heads: 1, d: 256 }, false);
+    check_attention(
+        &gpu,
+        DType::F32,
+        Shape {
+            batch: 1,
+            seq: 40,
+            heads: 1,
+            d: 256,
+        },
+        false,
+    );
 }

@@ -1,5 +1,5 @@
-//! The trainer on the device with one rank: PyTorch's losses and the same bits at every stage, no allocation from the
-//! device after the second step, and checkpoints that the host resumes.
+//! The trainer on the device with one rank: PyTorch's losses and the same bits at every stage, no
+//! allocation from the device after the second step, and checkpoints that the host resumes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, ValidationOptions,
-    run_on_cuda, run_on_threads,
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics,
+    ValidationOptions, run_on_cuda, run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use serde_json::Value;
@@ -27,7 +27,8 @@ use zero_shard::ZeroStage;
 use crate::gpu::device;
 use crate::place::data;
 
-/// Micro-batches of PyTorch's run, and sequences of smaller ones, which the stand-ins run in a few seconds.
+/// Micro-batches of PyTorch's run, and sequences of smaller ones, which the stand-ins run in a few
+/// seconds.
 const TORCH: [usize; 2] = [4, 32];
 const SMALL: [usize; 2] = [2, 16];
 
@@ -97,7 +98,10 @@ fn on_gpu(stage: u64, dtype: DType, options: &RunOptions) -> (Vec<StepMetrics>, 
     run(&settings(stage, dtype), options).unwrap()
 }
 
-fn run(settings: &Settings, options: &RunOptions) -> Result<(Vec<StepMetrics>, RankSummary), TrainError> {
+fn run(
+    settings: &Settings,
+    options: &RunOptions,
+) -> Result<(Vec<StepMetrics>, RankSummary), TrainError> {
     let device = device();
     let comm = Arc::new(Solo::new(device.clone()));
     let mut steps = Vec::new();
@@ -106,7 +110,15 @@ fn run(settings: &Settings, options: &RunOptions) -> Result<(Vec<StepMetrics>, R
         Ok(())
     };
     let workload = workload(settings.dtype, options);
-    let summary = run_on_cuda(&device, comm, true, settings, &workload, options, &mut observe)?;
+    let summary = run_on_cuda(
+        &device,
+        comm,
+        true,
+        settings,
+        &workload,
+        options,
+        &mut observe,
+    )?;
     Ok((steps, summary))
 }
 
@@ -116,37 +128,78 @@ fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
         steps.push(metrics.clone());
         Ok(())
     };
-    run_on_threads(1, 1, &settings(stage, dtype), &workload(dtype, options), options, &mut observe).unwrap();
+    run_on_threads(
+        1,
+        1,
+        &settings(stage, dtype),
+        &workload(dtype, options),
+        options,
+        &mut observe,
+    )
+    .unwrap();
     steps
 }
 
 fn bits(steps: &[StepMetrics]) -> Vec<(u64, Option<u64>)> {
-    steps.iter().map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits))).collect()
+    steps
+        .iter()
+        .map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits)))
+        .collect()
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
-    let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
-    let torch = |steps| RunOptions { micro_batch: TORCH[0], seq_len: TORCH[1], ..options(steps, None, None) };
+    let expected: Value =
+        serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
+    let torch = |steps| RunOptions {
+        micro_batch: TORCH[0],
+        seq_len: TORCH[1],
+        ..options(steps, None, None)
+    };
     let mut first = None;
     for stage in 0..4 {
         let (steps, summary) = on_gpu(stage, DType::F32, &torch(8));
         for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
-            let (loss, norm) = (want["loss"].as_f64().unwrap(), want["grad_norm"].as_f64().unwrap());
+            let (loss, norm) = (
+                want["loss"].as_f64().unwrap(),
+                want["grad_norm"].as_f64().unwrap(),
+            );
             let loss_error = (got.loss - loss).abs() / loss;
             let norm_error = (got.grad_norm.unwrap() - norm).abs() / norm;
-            assert!(loss_error < 1e-5, "stage {stage}, step {}: loss differs by {loss_error:e}", got.step);
-            assert!(norm_error < 1e-4, "stage {stage}, step {}: norm differs by {norm_error:e}", got.step);
+            assert!(
+                loss_error < 1e-5,
+                "stage {stage}, step {}: loss differs by {loss_error:e}",
+                got.step
+            );
+            assert!(
+                norm_error < 1e-4,
+                "stage {stage}, step {}: norm differs by {norm_error:e}",
+                got.step
+            );
         }
         assert_eq!(steps.len(), 8);
         let [after_two, at_end] = summary.backing_allocations;
-        assert_eq!(after_two, at_end, "stage {stage}: memory was taken after the second step");
-        let ran = |label| summary.last_spans.iter().any(|s| s.label == label && s.stream.ends_with("compute"));
+        assert_eq!(
+            after_two, at_end,
+            "stage {stage}: memory was taken after the second step"
+        );
+        let ran = |label| {
+            summary
+                .last_spans
+                .iter()
+                .any(|s| s.label == label && s.stream.ends_with("compute"))
+        };
         assert!(
-            ["matmul", "attention", "attention backward dq", "attention backward dkv", "cross entropy"]
-                .into_iter()
-                .all(ran)
+            [
+                "matmul",
+                "attention",
+                "attention backward dq",
+                "attention backward dkv",
+                "cross entropy"
+            ]
+            .into_iter()
+            .all(ran)
         );
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
@@ -154,15 +207,26 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
     // Micro-batches that are summed on the rank and reduced once.
     let mut first = None;
     for stage in 0..2 {
-        let settings = Settings { reduce_every_micro_batch: false, ..settings(stage, DType::F32) };
+        let settings = Settings {
+            reduce_every_micro_batch: false,
+            ..settings(stage, DType::F32)
+        };
         let (steps, _) = run(&settings, &torch(3)).unwrap();
         for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
             let loss = want["loss"].as_f64().unwrap();
             let loss_error = (got.loss - loss).abs() / loss;
-            assert!(loss_error < 1e-5, "stage {stage}, step {}: loss differs by {loss_error:e}", got.step);
+            assert!(
+                loss_error < 1e-5,
+                "stage {stage}, step {}: loss differs by {loss_error:e}",
+                got.step
+            );
         }
         let own = bits(&steps);
-        assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}, local sums");
+        assert_eq!(
+            &own,
+            first.get_or_insert(own.clone()),
+            "stage {stage}, local sums"
+        );
     }
 }
 
@@ -175,33 +239,71 @@ fn in_bf16_it_learns_as_the_host_does() {
         let (steps, _) = on_gpu(stage, DType::Bf16, &options(8, None, None));
         for (got, want) in steps.iter().zip(&host) {
             let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(error < 1e-3, "stage {stage}, step {}: loss {}, on the host {}", got.step, got.loss, want.loss);
+            assert!(
+                error < 1e-3,
+                "stage {stage}, step {}: loss {}, on the host {}",
+                got.step,
+                got.loss,
+                want.loss
+            );
         }
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
     }
 }
 
-/// One micro-batch a step: blocks write their gradients to the place of the sum. The bits are those of every stage, and of
-/// gradients that leave for the host.
+/// One micro-batch a step: blocks write their gradients to the place of the sum. The bits are those
+/// of every stage, and of gradients that leave for the host.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn written_gradients_learn_as_the_host_does() {
-    let settings = |stage| Settings { grad_accum_steps: 1, ..settings(stage, DType::Bf16) };
+    let settings = |stage| Settings {
+        grad_accum_steps: 1,
+        ..settings(stage, DType::Bf16)
+    };
     let mut host = Vec::new();
     let mut observe = |metrics: &StepMetrics| {
         host.push(metrics.clone());
         Ok(())
     };
     let steps = options(4, None, None);
-    run_on_threads(1, 1, &settings(2), &workload(DType::Bf16, &steps), &steps, &mut observe).unwrap();
+    run_on_threads(
+        1,
+        1,
+        &settings(2),
+        &workload(DType::Bf16, &steps),
+        &steps,
+        &mut observe,
+    )
+    .unwrap();
     let mut first = None;
-    for (stage, optimizer) in [(0, Home::Device), (1, Home::Device), (2, Home::Host), (3, Home::Device)] {
-        let offload = OffloadSettings { optimizer, ..OffloadSettings::default() };
-        let (steps, _) = run(&Settings { offload, ..settings(stage) }, &steps).unwrap();
+    for (stage, optimizer) in [
+        (0, Home::Device),
+        (1, Home::Device),
+        (2, Home::Host),
+        (3, Home::Device),
+    ] {
+        let offload = OffloadSettings {
+            optimizer,
+            ..OffloadSettings::default()
+        };
+        let (steps, _) = run(
+            &Settings {
+                offload,
+                ..settings(stage)
+            },
+            &steps,
+        )
+        .unwrap();
         for (got, want) in steps.iter().zip(&host) {
             let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(error < 1e-3, "stage {stage}, step {}: loss {}, on the host {}", got.step, got.loss, want.loss);
+            assert!(
+                error < 1e-3,
+                "stage {stage}, step {}: loss {}, on the host {}",
+                got.step,
+                got.loss,
+                want.loss
+            );
         }
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
@@ -221,17 +323,25 @@ fn a_run_goes_on_across_device_and_host() {
     let host = on_host(2, DType::F32, &options(6, None, Some(dir.path())));
     for (got, want) in host.iter().zip(&straight[3..]) {
         let error = (got.loss - want.loss).abs() / want.loss;
-        assert!(got.step == want.step && error < 1e-5, "step {}: loss differs by {error:e}", got.step);
+        assert!(
+            got.step == want.step && error < 1e-5,
+            "step {}: loss differs by {error:e}",
+            got.step
+        );
     }
     assert_eq!(host.len(), 3);
 }
 
-/// Learning rates, loss scales, skipped steps and tokens are those of each replayed step, not of the recorded one.
+/// Learning rates, loss scales, skipped steps and tokens are those of each replayed step, not of
+/// the recorded one.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn recorded_steps_have_the_same_bits() {
     // The first steps overflow; later the scale grows again.
-    let scaling = DynamicScaling::default().initial_scale_power(22).window(2).hysteresis(1);
+    let scaling = DynamicScaling::default()
+        .initial_scale_power(22)
+        .window(2)
+        .hysteresis(1);
     for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
         let mut settings = settings(stage, dtype);
         // Local sums have three kinds of micro-batches: the first, the last, and those between.
@@ -249,45 +359,100 @@ fn recorded_steps_have_the_same_bits() {
         assert_eq!(bits(&got), bits(&want), "stage {stage}");
         for (got, want) in got.iter().zip(&want) {
             let figures = |s: &StepMetrics| (s.lr, s.loss_scale, s.skipped, s.comm_bytes);
-            assert_eq!(figures(got), figures(want), "stage {stage}, step {}", got.step);
+            assert_eq!(
+                figures(got),
+                figures(want),
+                "stage {stage}, step {}",
+                got.step
+            );
         }
-        assert!(weights(plain.path()) == weights(recorded.path()), "stage {stage}: weights");
+        assert!(
+            weights(plain.path()) == weights(recorded.path()),
+            "stage {stage}: weights"
+        );
         if dtype == DType::F16 {
-            let skipped = want.iter().filter(|s| s.skipped).map(|s| s.step).collect::<Vec<_>>();
-            assert!(skipped.iter().any(|step| *step > 3) && want.iter().any(|s| !s.skipped), "skipped: {skipped:?}");
+            let skipped = want
+                .iter()
+                .filter(|s| s.skipped)
+                .map(|s| s.step)
+                .collect::<Vec<_>>();
+            assert!(
+                skipped.iter().any(|step| *step > 3) && want.iter().any(|s| !s.skipped),
+                "skipped: {skipped:?}"
+            );
         }
         let [after_two, at_end] = summary.backing_allocations;
-        assert_eq!(after_two, at_end, "stage {stage}: memory was taken after the second step");
+        assert_eq!(
+            after_two, at_end,
+            "stage {stage}: memory was taken after the second step"
+        );
         // The last step ran graphs: two micro-batches, the decision and the update.
-        let ran = |label| summary.last_spans.iter().filter(|s| s.label == label).count();
-        assert!(ran("graph") >= 3 && ran("matmul") == 0, "stage {stage}: {:?}", summary.last_spans);
+        let ran = |label| {
+            summary
+                .last_spans
+                .iter()
+                .filter(|s| s.label == label)
+                .count()
+        };
+        assert!(
+            ran("graph") >= 3 && ran("matmul") == 0,
+            "stage {stage}: {:?}",
+            summary.last_spans
+        );
     }
-    let refused = Settings { graphs: true, ..settings(3, DType::F32) };
-    let error = run(&refused, &options(1, None, None)).unwrap_err().to_string();
+    let refused = Settings {
+        graphs: true,
+        ..settings(3, DType::F32)
+    };
+    let error = run(&refused, &options(1, None, None))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("stage 3 cannot be recorded"), "{error}");
 }
 
-/// Evaluations between steps, recorded or not, change no bit of training, and their losses are the host's.
+/// Evaluations between steps, recorded or not, change no bit of training, and their losses are the
+/// host's.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn evaluations_change_nothing() {
     let data = Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());
     let plain = options(6, None, None);
-    let evaluating =
-        RunOptions { validation: Some(ValidationOptions { data, every: 2, windows: 5 }), ..plain.clone() };
-    let losses = |steps: &[StepMetrics]| steps.iter().filter_map(|s| Some(s.validation?.loss)).collect::<Vec<f64>>();
+    let evaluating = RunOptions {
+        validation: Some(ValidationOptions {
+            data,
+            every: 2,
+            windows: 5,
+        }),
+        ..plain.clone()
+    };
+    let losses = |steps: &[StepMetrics]| {
+        steps
+            .iter()
+            .filter_map(|s| Some(s.validation?.loss))
+            .collect::<Vec<f64>>()
+    };
     let host = losses(&on_host(2, DType::F32, &evaluating));
     assert_eq!(host.len(), 3);
     let want = bits(&on_gpu(2, DType::F32, &plain).0);
     let mut first = None;
     for (stage, graphs) in [(0, false), (1, true), (2, true), (3, false)] {
-        let settings = Settings { graphs, ..settings(stage, DType::F32) };
+        let settings = Settings {
+            graphs,
+            ..settings(stage, DType::F32)
+        };
         let got = run(&settings, &evaluating).unwrap().0;
         assert_eq!(bits(&got), want, "stage {stage}, graphs {graphs}");
         let own = losses(&got);
-        assert_eq!(&own, first.get_or_insert_with(|| own.clone()), "stage {stage}, graphs {graphs}");
+        assert_eq!(
+            &own,
+            first.get_or_insert_with(|| own.clone()),
+            "stage {stage}, graphs {graphs}"
+        );
         for (got, want) in own.iter().zip(&host) {
-            assert!((got - want).abs() < 1e-5 * want, "stage {stage}: loss {got}, on the host {want}");
+            assert!(
+                (got - want).abs() < 1e-5 * want,
+                "stage {stage}: loss {got}, on the host {want}"
+            );
         }
     }
 }
@@ -303,18 +468,37 @@ fn offloaded_activations_change_no_bit() {
             let mut workload = workload(dtype, &two_steps);
             workload.config.n_layer = 6;
             workload.weights = Weights::Initial(3);
-            workload.options =
-                Gpt2Options { activation_checkpointing: true, offload_activations, ..workload.options };
+            workload.options = Gpt2Options {
+                activation_checkpointing: true,
+                offload_activations,
+                ..workload.options
+            };
             let (comm, mut steps) = (Arc::new(Solo::new(device.clone())), Vec::new());
             let mut observe = |metrics: &StepMetrics| {
                 steps.push(metrics.clone());
                 Ok(())
             };
             let settings = settings(stage, dtype);
-            let summary = run_on_cuda(&device, comm, true, &settings, &workload, &two_steps, &mut observe).unwrap();
-            let copies = summary.last_spans.iter().filter(|s| s.label == "copy" && s.stream.ends_with("activations"));
+            let summary = run_on_cuda(
+                &device,
+                comm,
+                true,
+                &settings,
+                &workload,
+                &two_steps,
+                &mut observe,
+            )
+            .unwrap();
+            let copies = summary
+                .last_spans
+                .iter()
+                .filter(|s| s.label == "copy" && s.stream.ends_with("activations"));
             // Four copies each way in each of two micro-batches.
-            assert_eq!(copies.count(), if offload_activations { 16 } else { 0 }, "stage {stage}");
+            assert_eq!(
+                copies.count(),
+                if offload_activations { 16 } else { 0 },
+                "stage {stage}"
+            );
             let activations = steps.last().unwrap().memory.activations_bytes;
             assert_eq!(PinnedMemory::new(&device).notices(), Vec::<String>::new());
             (bits(&steps), activations)
@@ -331,72 +515,143 @@ fn weights(dir: &Path) -> Vec<u32> {
     let mut bits = Vec::new();
     for param in reader.params() {
         let mut values = vec![f32::NAN; param.numel_elems as usize];
-        reader.read_param("master", &param.name, 0..param.numel_elems, &mut values).unwrap();
+        reader
+            .read_param("master", &param.name, 0..param.numel_elems, &mut values)
+            .unwrap();
         bits.extend(values.into_iter().map(f32::to_bits));
     }
     bits
 }
 
-/// Remainders on the device have the bits of those that the host updates, two bytes a parameter less than fp32 masters, and a
-/// checkpoint that resumes with fp32 masters.
+/// Remainders on the device have the bits of those that the host updates, two bytes a parameter
+/// less than fp32 masters, and a checkpoint that resumes with fp32 masters.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn remainders_have_the_bits_of_the_hosts() {
-    let format = StateFormat { remainder: true, bf16_moments: false };
+    let format = StateFormat {
+        remainder: true,
+        bf16_moments: false,
+    };
     for (stage, graphs) in [(0, true), (3, false)] {
         let run = |optimizer, format, steps, graphs, saved: &Path, resume| {
-            let offload = OffloadSettings { optimizer, format, ..OffloadSettings::default() };
-            let settings = Settings { offload, graphs, ..settings(stage, DType::Bf16) };
+            let offload = OffloadSettings {
+                optimizer,
+                format,
+                ..OffloadSettings::default()
+            };
+            let settings = Settings {
+                offload,
+                graphs,
+                ..settings(stage, DType::Bf16)
+            };
             run(&settings, &options(steps, Some(saved), resume)).unwrap()
         };
         let [device, host, plain] = [(); 3].map(|()| tempfile::tempdir().unwrap());
         let (got, summary) = run(Home::Device, format, 4, graphs, device.path(), None);
         let (want, _) = run(Home::Host, format, 4, false, host.path(), None);
         assert_eq!(bits(&got), bits(&want), "stage {stage}");
-        assert!(weights(device.path()) == weights(host.path()), "stage {stage}: masters");
+        assert!(
+            weights(device.path()) == weights(host.path()),
+            "stage {stage}: masters"
+        );
         let held = summary.last.unwrap().memory;
-        assert_eq!(held.optimizer_bytes, 5 * held.params_bytes, "stage {stage}: 10 bytes of state, 2 of parameters");
+        assert_eq!(
+            held.optimizer_bytes,
+            5 * held.params_bytes,
+            "stage {stage}: 10 bytes of state, 2 of parameters"
+        );
         let masters = weights(device.path());
-        let (rest, summary) = run(Home::Device, StateFormat::default(), 5, false, plain.path(), Some(device.path()));
-        assert_eq!((rest.len(), summary.resumed_at, masters.is_empty()), (1, 4, false));
+        let (rest, summary) = run(
+            Home::Device,
+            StateFormat::default(),
+            5,
+            false,
+            plain.path(),
+            Some(device.path()),
+        );
+        assert_eq!(
+            (rest.len(), summary.resumed_at, masters.is_empty()),
+            (1, 4, false)
+        );
     }
 }
 
-/// `zero plan` counts the memory of a GPU: activations and state to the byte, and the total but for statistics and scalars.
+/// `zero plan` counts the memory of a GPU: activations and state to the byte, and the total but for
+/// statistics and scalars.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn plan_is_the_memory_of_the_device() {
-    let format = StateFormat { remainder: true, bf16_moments: false };
+    let format = StateFormat {
+        remainder: true,
+        bf16_moments: false,
+    };
     for (flags, remainder) in [("", false), ("--masters remainder", true)] {
         let shape = "--gpus 1 --dtype bf16 --micro-batch 2 --seq-len 16 --grad-accum 2 --bucket-elems 16384 --json";
         let mut plan = crate::place::zero();
-        plan.arg("plan").arg("--model").arg(data("model")).args(shape.split(' ')).args(flags.split_whitespace());
+        plan.arg("plan")
+            .arg("--model")
+            .arg(data("model"))
+            .args(shape.split(' '))
+            .args(flags.split_whitespace());
         let output = plan.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
         for stage in 0..4 {
-            let mut settings = Settings { reduce_every_micro_batch: false, ..settings(stage, DType::Bf16) };
-            settings.offload.format = if remainder { format } else { StateFormat::default() };
-            let memory = run(&settings, &options(2, None, None)).unwrap().1.last.unwrap().memory;
+            let mut settings = Settings {
+                reduce_every_micro_batch: false,
+                ..settings(stage, DType::Bf16)
+            };
+            settings.offload.format = if remainder {
+                format
+            } else {
+                StateFormat::default()
+            };
+            let memory = run(&settings, &options(2, None, None))
+                .unwrap()
+                .1
+                .last
+                .unwrap()
+                .memory;
             let planned = |key: &str| plan["stages"][stage as usize]["gpu"][key].as_u64().unwrap();
-            let keys = ["params_bytes", "grads_bytes", "optimizer_bytes", "activations_bytes"].map(planned);
-            let held = [memory.params_bytes, memory.grads_bytes, memory.optimizer_bytes, memory.activations_bytes];
+            let keys = [
+                "params_bytes",
+                "grads_bytes",
+                "optimizer_bytes",
+                "activations_bytes",
+            ]
+            .map(planned);
+            let held = [
+                memory.params_bytes,
+                memory.grads_bytes,
+                memory.optimizer_bytes,
+                memory.activations_bytes,
+            ];
             assert_eq!(held, keys, "stage {stage} {flags}");
             let (peak, total) = (memory.peak_bytes, planned("total_bytes"));
-            assert!(peak.abs_diff(total) < 64 << 10, "stage {stage} {flags}: {peak}, planned {total}");
+            assert!(
+                peak.abs_diff(total) < 64 << 10,
+                "stage {stage} {flags}: {peak}, planned {total}"
+            );
         }
     }
 }
 
-/// Each kind of offload has the bits of the run that offloads nothing, with its gradients and parameters in pinned memory
-/// or in files.
+/// Each kind of offload has the bits of the run that offloads nothing, with its gradients and
+/// parameters in pinned memory or in files.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn offload_changes_no_bit() {
     let dir = tempfile::tempdir().unwrap();
     let nvme = || Home::Nvme(dir.path().to_owned());
     for (dtype, grad_accum_steps) in [(DType::Bf16, 2), (DType::F32, 1)] {
-        let plain = Settings { grad_accum_steps, ..settings(2, dtype) };
+        let plain = Settings {
+            grad_accum_steps,
+            ..settings(2, dtype)
+        };
         let (expected, _) = run(&plain, &options(3, None, None)).unwrap();
         for (stage, optimizer, params) in [
             (0, Home::Host, Home::Device),
@@ -406,14 +661,27 @@ fn offload_changes_no_bit() {
             (3, Home::Host, Home::Host),
             (3, nvme(), nvme()),
         ] {
-            let what = format!("{dtype}, stage {stage}, optimizer {optimizer}, parameters {params}");
-            let offload = OffloadSettings { optimizer, params, ..OffloadSettings::default() };
+            let what =
+                format!("{dtype}, stage {stage}, optimizer {optimizer}, parameters {params}");
+            let offload = OffloadSettings {
+                optimizer,
+                params,
+                ..OffloadSettings::default()
+            };
             let stage = ZeroStage::from_number(stage).unwrap();
-            let settings = Settings { stage, offload, ..plain.clone() };
+            let settings = Settings {
+                stage,
+                offload,
+                ..plain.clone()
+            };
             let (steps, summary) = run(&settings, &options(3, None, None)).unwrap();
             assert_eq!(bits(&steps), bits(&expected), "{what}");
             let memory = summary.last.unwrap().memory;
-            assert_eq!((memory.optimizer_bytes, memory.grads_bytes), (0, 0), "{what}: on the device");
+            assert_eq!(
+                (memory.optimizer_bytes, memory.grads_bytes),
+                (0, 0),
+                "{what}: on the device"
+            );
         }
     }
 }

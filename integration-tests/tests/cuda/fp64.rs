@@ -40,23 +40,34 @@ pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f
         let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
         loss += sum.ln() + max - row[target as usize];
-        grad.extend((0..vocab).map(|i| (row[i] - max).exp() / sum - f64::from(u8::from(i == target as usize))));
+        grad.extend(
+            (0..vocab)
+                .map(|i| (row[i] - max).exp() / sum - f64::from(u8::from(i == target as usize))),
+        );
     }
     (loss / targets.len() as f64, grad)
 }
 
-/// Returns out `[batch, seq, heads, d]`, and for `dout` the gradient of qkv `[batch, seq, 3, heads, d]`.
+/// Returns out `[batch, seq, heads, d]`, and for `dout` the gradient of qkv
+/// `[batch, seq, 3, heads, d]`.
 pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
     let c = s.heads * s.d;
     let scale = 1.0 / (s.d as f64).sqrt();
-    let (mut out, mut dqkv) = (vec![0.0; s.batch * s.seq * c], vec![0.0; s.batch * s.seq * 3 * c]);
+    let (mut out, mut dqkv) = (
+        vec![0.0; s.batch * s.seq * c],
+        vec![0.0; s.batch * s.seq * 3 * c],
+    );
     for b in 0..s.batch {
         for h in 0..s.heads {
             let at = |part: usize, t: usize| (b * s.seq + t) * 3 * c + part * c + h * s.d;
             let o = |t: usize| (b * s.seq + t) * c + h * s.d;
-            let dot = |a: &[f64], i: usize, b: &[f64], j: usize| (0..s.d).map(|e| a[i + e] * b[j + e]).sum::<f64>();
+            let dot = |a: &[f64], i: usize, b: &[f64], j: usize| {
+                (0..s.d).map(|e| a[i + e] * b[j + e]).sum::<f64>()
+            };
             for t in 0..s.seq {
-                let weights: Vec<f64> = (0..=t).map(|u| (dot(qkv, at(0, t), qkv, at(1, u)) * scale).exp()).collect();
+                let weights: Vec<f64> = (0..=t)
+                    .map(|u| (dot(qkv, at(0, t), qkv, at(1, u)) * scale).exp())
+                    .collect();
                 let sum: f64 = weights.iter().sum();
                 let p: Vec<f64> = weights.iter().map(|w| w / sum).collect();
                 for e in 0..s.d {
@@ -80,11 +91,15 @@ pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
 
 /// `a b`: a `[m, k]`, b `[k, n]`.
 pub(crate) fn matmul(a: &[f64], b: &[f64], k: usize, n: usize) -> Vec<f64> {
-    let rows = a.chunks(k).flat_map(|row| (0..n).map(move |j| (0..k).map(|i| row[i] * b[i * n + j]).sum()));
+    let rows = a
+        .chunks(k)
+        .flat_map(|row| (0..n).map(move |j| (0..k).map(|i| row[i] * b[i * n + j]).sum()));
     rows.collect()
 }
 
 /// `[rows, cols]` to `[cols, rows]`.
 pub(crate) fn transpose(x: &[f64], cols: usize) -> Vec<f64> {
-    (0..cols).flat_map(|j| x.chunks(cols).map(move |row| row[j])).collect()
+    (0..cols)
+        .flat_map(|j| x.chunks(cols).map(move |row| row[j]))
+        .collect()
 }

@@ -31,7 +31,12 @@ impl Gpu {
     pub(crate) fn open() -> Self {
         let device = device();
         let stream = device.create_stream("test").unwrap();
-        Self { pool: Pool::new(device.clone(), usize::MAX), device, stream, held: Default::default() }
+        Self {
+            pool: Pool::new(device.clone(), usize::MAX),
+            device,
+            stream,
+            held: Default::default(),
+        }
     }
 
     /// Whether this is a GPU and not a stand-in, so that tests can use large sizes.
@@ -44,19 +49,30 @@ impl Gpu {
     }
 
     fn bytes(&self, bytes: &[u8], elems: usize, dtype: DType) -> AnySlice {
-        let block = self.pool.allocate(elems, dtype, Purpose::Workspace, &self.stream).unwrap();
+        let block = self
+            .pool
+            .allocate(elems, dtype, Purpose::Workspace, &self.stream)
+            .unwrap();
         // SAFETY: held to the end of the test, which drains the one stream that uses it.
         let slice = unsafe { block.slice() };
         self.held.borrow_mut().push(block);
-        self.device.upload(&self.stream, bytes, slice, LIMIT).unwrap();
+        self.device
+            .upload(&self.stream, bytes, slice, LIMIT)
+            .unwrap();
         slice
     }
 
     /// `values` on the device, rounded to `dtype`.
     pub(crate) fn put(&self, values: &[f32], dtype: DType) -> AnySlice {
         let bytes: Vec<u8> = match dtype {
-            DType::Bf16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
-            DType::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+            DType::Bf16 => values
+                .iter()
+                .flat_map(|v| bf16::from_f32(*v).to_le_bytes())
+                .collect(),
+            DType::F16 => values
+                .iter()
+                .flat_map(|v| f16::from_f32(*v).to_le_bytes())
+                .collect(),
             _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         };
         self.bytes(&bytes, values.len(), dtype)
@@ -90,12 +106,21 @@ impl Gpu {
 
     pub(crate) fn get(&self, slice: AnySlice) -> Vec<f32> {
         let mut bytes = vec![0u8; slice.len_bytes()];
-        self.device.download(&self.stream, slice, &mut bytes, LIMIT).unwrap();
-        let halves = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes(b.try_into().unwrap()));
+        self.device
+            .download(&self.stream, slice, &mut bytes, LIMIT)
+            .unwrap();
+        let halves = || {
+            bytes
+                .chunks_exact(2)
+                .map(|b| u16::from_le_bytes(b.try_into().unwrap()))
+        };
         match slice.dtype() {
             DType::Bf16 => halves().map(|b| bf16::from_bits(b).to_f32()).collect(),
             DType::F16 => halves().map(|b| f16::from_bits(b).to_f32()).collect(),
-            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+            _ => bytes
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                .collect(),
         }
     }
 }
@@ -128,8 +153,8 @@ pub(crate) fn rounded(values: &[f32], dtype: DType) -> Vec<f64> {
     values.iter().map(round).collect()
 }
 
-/// Maximum error of a result relative to its norm. For 16-bit types: half a unit in the last place for the result,
-/// and as much again for the roundings within an operation.
+/// Maximum error of a result relative to its norm. For 16-bit types: half a unit in the last place
+/// for the result, and as much again for the roundings within an operation.
 pub(crate) fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::Bf16 => 2.0 * 2f64.powi(-9),
@@ -149,5 +174,8 @@ pub(crate) fn relative_error(got: &[f32], want: &[f64]) -> f64 {
 pub(crate) fn close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
     let error = relative_error(got, want);
     // NaN is not within any tolerance.
-    assert!(error <= tolerance, "{what}: relative error {error:e}, {tolerance:e} allowed");
+    assert!(
+        error <= tolerance,
+        "{what}: relative error {error:e}, {tolerance:e} allowed"
+    );
 }

@@ -1,9 +1,9 @@
-//! The transformer's operations and GPT-2 on a CUDA device, or on its stand-in: each operation against fp64, the
-//! model against PyTorch and against the host.
+//! The transformer's operations and GPT-2 on a CUDA device, or on its stand-in: each operation
+//! against fp64, the model against PyTorch and against the host.
 //!
 //! All tests need a device: run `cargo gpu-test cuda`, or, without a GPU,
-//! `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda -- --ignored`. The stand-ins' README lists
-//! what a pass without a GPU proves.
+//! `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda -- --ignored`. The
+//! stand-ins' README lists what a pass without a GPU proves.
 
 mod cuda_errors;
 mod cuda_matmul;

@@ -23,13 +23,16 @@ pub(crate) const SEQ: usize = 32;
 pub(crate) const ACCUM: usize = 2;
 
 pub(crate) fn config() -> GptConfig {
-    GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap()).unwrap().0
+    GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap())
+        .unwrap()
+        .0
 }
 
 /// PyTorch's initial weights, a flat parameter for each unit.
 pub(crate) fn weights() -> Vec<Vec<f32>> {
     let all: HashMap<String, Vec<f32>> = tensors("model/model.safetensors").into_iter().collect();
-    let flat = |u: zero_shard::UnitSpec| u.params.iter().flat_map(|p| all[&p.name].clone()).collect();
+    let flat =
+        |u: zero_shard::UnitSpec| u.params.iter().flat_map(|p| all[&p.name].clone()).collect();
     config().units().into_iter().map(flat).collect()
 }
 
@@ -49,7 +52,9 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Optio
 pub(crate) fn batch(micro: usize) -> (Vec<u32>, Vec<u32>) {
     let tokens = tokens();
     let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
-    rows.flat_map(|at| at..at + SEQ).map(|at| (tokens[at], tokens[at + 1])).unzip()
+    rows.flat_map(|at| at..at + SEQ)
+        .map(|at| (tokens[at], tokens[at + 1]))
+        .unzip()
 }
 
 /// The model with its parameters and gradients on the device.
@@ -62,11 +67,27 @@ pub(crate) struct OnGpu<'a> {
 }
 
 impl<'a> OnGpu<'a> {
-    pub(crate) fn new(gpu: &'a Gpu, options: Gpt2Options, logits_rows: usize, weights: &[Vec<f32>]) -> Self {
+    pub(crate) fn new(
+        gpu: &'a Gpu,
+        options: Gpt2Options,
+        logits_rows: usize,
+        weights: &[Vec<f32>],
+    ) -> Self {
         let params: Vec<_> = weights.iter().map(|w| gpu.put(w, options.dtype)).collect();
-        let grads = weights.iter().map(|w| Grad::Add(gpu.zeros(w.len()))).collect();
-        let model = CudaGpt2::with_logits_rows(config(), options, logits_rows, &gpu.pool, &gpu.stream).unwrap();
-        Self { gpu, model, params, grads, scale: gpu.double(1.0 / ACCUM as f64) }
+        let grads = weights
+            .iter()
+            .map(|w| Grad::Add(gpu.zeros(w.len())))
+            .collect();
+        let model =
+            CudaGpt2::with_logits_rows(config(), options, logits_rows, &gpu.pool, &gpu.stream)
+                .unwrap();
+        Self {
+            gpu,
+            model,
+            params,
+            grads,
+            scale: gpu.double(1.0 / ACCUM as f64),
+        }
     }
 
     pub(crate) fn forward(&mut self) -> Result<(), TrainError> {
@@ -79,9 +100,14 @@ impl<'a> OnGpu<'a> {
 
     pub(crate) fn backward(&mut self) -> Result<(), TrainError> {
         for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
-            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| self.params[u]).collect();
+            let reads: Vec<_> = pass
+                .backward_reads
+                .iter()
+                .map(|&u| self.params[u])
+                .collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();
-            self.model.backward(&self.gpu.stream, i, &reads, &adds, self.scale)?;
+            self.model
+                .backward(&self.gpu.stream, i, &reads, &adds, self.scale)?;
         }
         Ok(())
     }
@@ -90,15 +116,21 @@ impl<'a> OnGpu<'a> {
     pub(crate) fn step(&mut self, step: usize) {
         let (device, stream) = (&self.gpu.device, &self.gpu.stream);
         // SAFETY: used on the stream of the passes.
-        device.fill_zero(stream, unsafe { self.model.loss() }.erase()).unwrap();
-        self.grads.iter().for_each(|g| device.fill_zero(stream, g.elements()).unwrap());
+        device
+            .fill_zero(stream, unsafe { self.model.loss() }.erase())
+            .unwrap();
+        self.grads
+            .iter()
+            .for_each(|g| device.fill_zero(stream, g.elements()).unwrap());
         (step * ACCUM..(step + 1) * ACCUM).for_each(|micro| self.micro_batch(micro));
     }
 
     /// Computes the gradients of micro-batch `micro`, and adds its loss.
     pub(crate) fn micro_batch(&mut self, micro: usize) {
         let (inputs, targets) = batch(micro);
-        self.model.set_batch(&self.gpu.stream, &inputs, &targets).unwrap();
+        self.model
+            .set_batch(&self.gpu.stream, &inputs, &targets)
+            .unwrap();
         self.forward().unwrap();
         self.backward().unwrap();
     }
@@ -107,7 +139,10 @@ impl<'a> OnGpu<'a> {
     pub(crate) fn write_blocks(&mut self, dtype: DType) {
         for pass in 1..self.grads.len() - 1 {
             assert!(self.model.writes_grad(pass, pass));
-            self.grads[pass] = Grad::Write(self.gpu.put(&vec![f32::NAN; self.grads[pass].elements().len()], dtype));
+            self.grads[pass] = Grad::Write(
+                self.gpu
+                    .put(&vec![f32::NAN; self.grads[pass].elements().len()], dtype),
+            );
         }
     }
 
@@ -116,12 +151,18 @@ impl<'a> OnGpu<'a> {
         let bytes = bytemuck::cast_slice_mut(&mut sum);
         // SAFETY: used on the stream of the passes.
         let loss = unsafe { self.model.loss() };
-        self.gpu.device.download(&self.gpu.stream, loss.erase(), bytes, LIMIT).unwrap();
+        self.gpu
+            .device
+            .download(&self.gpu.stream, loss.erase(), bytes, LIMIT)
+            .unwrap();
         sum[0] / ACCUM as f64
     }
 
     pub(crate) fn gradients(&self) -> Vec<Vec<f32>> {
-        self.grads.iter().map(|g| self.gpu.get(g.elements())).collect()
+        self.grads
+            .iter()
+            .map(|g| self.gpu.get(g.elements()))
+            .collect()
     }
 
     pub(crate) fn logits(&self) -> Vec<f32> {
@@ -130,7 +171,11 @@ impl<'a> OnGpu<'a> {
         let out = self.gpu.fresh(rows * stride, self.params[0].dtype());
         let reads = [self.params[self.params.len() - 1], self.params[0]];
         self.model.logits(&self.gpu.stream, &reads, out).unwrap();
-        self.gpu.get(out).chunks(stride).flat_map(|row| row[..vocab].to_vec()).collect()
+        self.gpu
+            .get(out)
+            .chunks(stride)
+            .flat_map(|row| row[..vocab].to_vec())
+            .collect()
     }
 }
 
@@ -150,7 +195,8 @@ pub(crate) fn by_name(gradients: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
 
 /// A slice of a vector that outlives all uses in its function.
 fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
-    // SAFETY: the vectors live to the end of the function, which drains the stream before it reads them.
+    // SAFETY: the vectors live to the end of the function, which drains the stream before it reads
+    // them.
     unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len(), DeviceId::HOST) }
 }
 
@@ -164,7 +210,14 @@ pub(crate) fn on_host<T: Element>(
     let device = HostDevice::new();
     let stream = device.create_stream("host").unwrap();
     let pool = Pool::new(device, usize::MAX);
-    let mut model = Gpt2::new(config.clone(), options, &pool, &stream, Threads::new(1).unwrap()).unwrap();
+    let mut model = Gpt2::new(
+        config.clone(),
+        options,
+        &pool,
+        &stream,
+        Threads::new(1).unwrap(),
+    )
+    .unwrap();
     let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
@@ -182,10 +235,14 @@ pub(crate) fn on_host<T: Element>(
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| Grad::Add(slices[u])).collect();
-            model.backward(&stream, i, &reads, &adds, slice(&mut scale)).unwrap();
+            model
+                .backward(&stream, i, &reads, &adds, slice(&mut scale))
+                .unwrap();
         }
     }
     let mut loss = [0.0f64];
-    pool.device().download(&stream, sum, bytemuck::cast_slice_mut(&mut loss), LIMIT).unwrap();
+    pool.device()
+        .download(&stream, sum, bytemuck::cast_slice_mut(&mut loss), LIMIT)
+        .unwrap();
     (loss[0] / batches.len() as f64, grads)
 }

@@ -1,5 +1,5 @@
-//! Ranks in separate processes agree before the first step: one that differs is named with its setting, and equal settings
-//! in other places are accepted.
+//! Ranks in separate processes agree before the first step: one that differs is named with its
+//! setting, and equal settings in other places are accepted.
 //!
 //! `ZERO_AGREEMENT_RUNS=200` runs more of the random runs.
 
@@ -21,7 +21,11 @@ impl Machine {
         fs::create_dir_all(root.join("text")).unwrap();
         copy_folder(Path::new(&data("model")), &root.join("model"));
         fs::copy(data("tokens.u16.bin"), root.join("tokens.bin")).unwrap();
-        fs::write(root.join("ds.json"), r#"{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}"#).unwrap();
+        fs::write(
+            root.join("ds.json"),
+            r#"{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}"#,
+        )
+        .unwrap();
         fs::write(root.join("tokenizer.json"), tokenizer()).unwrap();
 
         let mut names = ["B.txt", "a.txt", "E.txt", "z/c.txt"];
@@ -29,7 +33,11 @@ impl Machine {
         for name in names {
             let file = root.join("text").join(name);
             fs::create_dir_all(file.parent().unwrap()).unwrap();
-            fs::write(file, format!("The text of {name} is long enough for a row of tokens.\n").repeat(40)).unwrap();
+            fs::write(
+                file,
+                format!("The text of {name} is long enough for a row of tokens.\n").repeat(40),
+            )
+            .unwrap();
         }
         Self { root }
     }
@@ -38,10 +46,13 @@ impl Machine {
         self.root.join(name).display().to_string()
     }
 
-    /// Inverts the lowest bit of a byte of the file `name`: that where `text` stands last or, if it is empty, the first.
+    /// Inverts the lowest bit of a byte of the file `name`: that where `text` stands last or, if it
+    /// is empty, the first.
     fn flip(&self, name: &str, text: &str) {
         let mut bytes = fs::read(self.path(name)).unwrap();
-        let found = bytes.windows(text.len().max(1)).rposition(|window| window == text.as_bytes());
+        let found = bytes
+            .windows(text.len().max(1))
+            .rposition(|window| window == text.as_bytes());
         let at = if text.is_empty() { 0 } else { found.unwrap() };
         bytes[at] ^= 1;
         fs::write(self.path(name), bytes).unwrap();
@@ -65,12 +76,17 @@ impl Machine {
 
 /// A byte-level BPE of the characters and one merge.
 fn tokenizer() -> String {
-    let mut vocab: Vec<String> = (33..127_u8).map(|byte| char::from(byte).to_string()).collect();
+    let mut vocab: Vec<String> = (33..127_u8)
+        .map(|byte| char::from(byte).to_string())
+        .collect();
     vocab.extend(["\u{120}", "\u{10a}", "th"].map(String::from));
-    let vocab: serde_json::Map<_, _> = vocab.into_iter().zip(0..).map(|(token, id)| (token, id.into())).collect();
+    let vocab: serde_json::Map<_, _> = vocab
+        .into_iter()
+        .zip(0..)
+        .map(|(token, id)| (token, id.into()))
+        .collect();
     let model = serde_json::json!({"type": "BPE", "vocab": vocab, "merges": ["t h"]});
-    let pre =
-        serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let pre = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
     serde_json::json!({"version": "1.0", "pre_tokenizer": pre, "model": model}).to_string()
 }
 
@@ -99,19 +115,37 @@ struct Run {
 impl Run {
     fn new(ranks: usize, seed: u64, data: Data, common: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let machines: Vec<_> = (0..ranks).map(|rank| Machine::new(folder.path(), rank, seed + rank as u64)).collect();
+        let machines: Vec<_> = (0..ranks)
+            .map(|rank| Machine::new(folder.path(), rank, seed + rank as u64))
+            .collect();
         let flags = machines.iter().map(|machine| {
             let mut flags: Vec<String> = common.iter().map(|flag| (*flag).to_owned()).collect();
-            let source = if data == Data::Tokens { "tokens.bin" } else { "text" };
-            for (flag, name) in [("--model", "model"), ("--data", source), ("--metrics", "metrics")] {
+            let source = if data == Data::Tokens {
+                "tokens.bin"
+            } else {
+                "text"
+            };
+            for (flag, name) in [
+                ("--model", "model"),
+                ("--data", source),
+                ("--metrics", "metrics"),
+            ] {
                 flags.extend([flag.to_owned(), machine.path(name)]);
             }
-            for (flag, value) in [("--steps", "2"), ("--seq-len", "32"), ("--micro-batch", "1")] {
+            for (flag, value) in [
+                ("--steps", "2"),
+                ("--seq-len", "32"),
+                ("--micro-batch", "1"),
+            ] {
                 flags.extend([flag.to_owned(), value.to_owned()]);
             }
             flags
         });
-        Self { flags: flags.collect(), folder, machines }
+        Self {
+            flags: flags.collect(),
+            folder,
+            machines,
+        }
     }
 
     /// Starts all ranks, with different locales, time zones and folders.
@@ -123,9 +157,21 @@ impl Run {
             if rank > 0 {
                 command.arg(":");
             }
-            command.args(["-n", "1", "-wdir", &machine.root.display().to_string(), "env"]);
-            command.args([["LC_ALL=C", "LC_ALL=de_DE.UTF-8"][rank % 2], ["TZ=UTC", "TZ=Asia/Tokyo"][rank % 2]]);
-            command.arg(place::zero().get_program()).arg("train").args(flags);
+            command.args([
+                "-n",
+                "1",
+                "-wdir",
+                &machine.root.display().to_string(),
+                "env",
+            ]);
+            command.args([
+                ["LC_ALL=C", "LC_ALL=de_DE.UTF-8"][rank % 2],
+                ["TZ=UTC", "TZ=Asia/Tokyo"][rank % 2],
+            ]);
+            command
+                .arg(place::zero().get_program())
+                .arg("train")
+                .args(flags);
         }
         command.output().unwrap()
     }
@@ -150,60 +196,201 @@ use Change::{Byte, Flags, Missing, Swapped};
 
 /// Changes, with the data that they need and what the error names.
 const CHANGES: &[(Change, Data, &str)] = &[
-    (Flags(&["--lr", "0.01"]), Data::Tokens, ": --lr (optimizer.lr) is "),
+    (
+        Flags(&["--lr", "0.01"]),
+        Data::Tokens,
+        ": --lr (optimizer.lr) is ",
+    ),
     (Flags(&["--seed", "1"]), Data::Text, ": --seed (seed) is "),
-    (Flags(&["--weight-decay", "0.5"]), Data::Tokens, ": --weight-decay (optimizer.hyper.weight_decay) is "),
-    (Flags(&["--clip", "0.5"]), Data::Text, ": --clip (optimizer.max_grad_norm) is "),
-    (Flags(&["--betas", "0.8,0.999"]), Data::Tokens, ": --betas (optimizer.hyper.beta1) is "),
-    (Flags(&["--betas", "0.9,0.99"]), Data::Tokens, ": --betas (optimizer.hyper.beta2) is "),
-    (Flags(&["--eps", "1e-6"]), Data::Tokens, ": --eps (optimizer.hyper.eps) is "),
-    (Flags(&["--stage", "0"]), Data::Tokens, ": --stage (stage) is "),
-    (Flags(&["--stage", "1"]), Data::Text, ": --stage (stage) is "),
-    (Flags(&["--dtype", "bf16"]), Data::Tokens, ": --dtype (dtype) is "),
-    (Flags(&["--dtype", "fp16"]), Data::Text, ": --dtype (dtype) is "),
-    (Flags(&["--steps", "3"]), Data::Tokens, ": --steps (steps) is "),
-    (Flags(&["--micro-batch", "2"]), Data::Tokens, ": --micro-batch (batch.micro_batch) is "),
-    (Flags(&["--grad-accum", "3"]), Data::Text, ": --grad-accum (batch.grad_accum) is "),
-    (Flags(&["--seq-len", "16"]), Data::Tokens, ": --seq-len (batch.seq_len) is "),
+    (
+        Flags(&["--weight-decay", "0.5"]),
+        Data::Tokens,
+        ": --weight-decay (optimizer.hyper.weight_decay) is ",
+    ),
+    (
+        Flags(&["--clip", "0.5"]),
+        Data::Text,
+        ": --clip (optimizer.max_grad_norm) is ",
+    ),
+    (
+        Flags(&["--betas", "0.8,0.999"]),
+        Data::Tokens,
+        ": --betas (optimizer.hyper.beta1) is ",
+    ),
+    (
+        Flags(&["--betas", "0.9,0.99"]),
+        Data::Tokens,
+        ": --betas (optimizer.hyper.beta2) is ",
+    ),
+    (
+        Flags(&["--eps", "1e-6"]),
+        Data::Tokens,
+        ": --eps (optimizer.hyper.eps) is ",
+    ),
+    (
+        Flags(&["--stage", "0"]),
+        Data::Tokens,
+        ": --stage (stage) is ",
+    ),
+    (
+        Flags(&["--stage", "1"]),
+        Data::Text,
+        ": --stage (stage) is ",
+    ),
+    (
+        Flags(&["--dtype", "bf16"]),
+        Data::Tokens,
+        ": --dtype (dtype) is ",
+    ),
+    (
+        Flags(&["--dtype", "fp16"]),
+        Data::Text,
+        ": --dtype (dtype) is ",
+    ),
+    (
+        Flags(&["--steps", "3"]),
+        Data::Tokens,
+        ": --steps (steps) is ",
+    ),
+    (
+        Flags(&["--micro-batch", "2"]),
+        Data::Tokens,
+        ": --micro-batch (batch.micro_batch) is ",
+    ),
+    (
+        Flags(&["--grad-accum", "3"]),
+        Data::Text,
+        ": --grad-accum (batch.grad_accum) is ",
+    ),
+    (
+        Flags(&["--seq-len", "16"]),
+        Data::Tokens,
+        ": --seq-len (batch.seq_len) is ",
+    ),
     (
         Flags(&["--activation-checkpointing"]),
         Data::Tokens,
         ": --activation-checkpointing (activation_checkpointing) is ",
     ),
-    (Flags(&["--bucket-elems", "4096"]), Data::Tokens, ": --bucket-elems (communication.bucket_elems) is "),
-    (Flags(&["--no-overlap"]), Data::Text, ": --no-overlap (communication.overlap) is "),
+    (
+        Flags(&["--bucket-elems", "4096"]),
+        Data::Tokens,
+        ": --bucket-elems (communication.bucket_elems) is ",
+    ),
+    (
+        Flags(&["--no-overlap"]),
+        Data::Text,
+        ": --no-overlap (communication.overlap) is ",
+    ),
     (
         Flags(&["--reduce-every-micro-batch"]),
         Data::Tokens,
         ": --reduce-every-micro-batch (communication.sums_locally) is ",
     ),
-    (Flags(&["--no-decay-1d"]), Data::Tokens, "--no-decay-1d (param_groups.no_decay_1d) is "),
-    (Flags(&["--warmup-steps", "1"]), Data::Text, "--warmup-steps, --min-lr or --decay-steps (optimizer.schedule."),
-    (Flags(&["--schedule", "cosine"]), Data::Tokens, ": --schedule, --warmup-steps,"),
-    (Flags(&["--offload", "cpu"]), Data::Tokens, ": --offload (offload.optimizer) is "),
-    (Flags(&["--masters", "remainder"]), Data::Text, ": --masters (offload.format.remainder) is "),
-    (Flags(&["--moments", "bf16"]), Data::Tokens, ": --moments (offload.format.bf16_moments) is "),
-    (Flags(&["--check-replicas", "1"]), Data::Tokens, ": --check-replicas (check_replicas) is "),
-    (Flags(&["--val-data", "tokens.bin"]), Data::Tokens, ": --val-data (validation.fingerprint) is "),
-    (Swapped, Data::Text, ": --model (checksum of the weights) is "),
-    (Flags(&["--val-split", "0.2"]), Data::Text, ": --val-split (validation.split) is "),
-    (Flags(&["--model", "nano"]), Data::Text, ": --model (model.config."),
-    (Flags(&["--ranks", "9"]), Data::Text, "--ranks 9: mpirun started "),
+    (
+        Flags(&["--no-decay-1d"]),
+        Data::Tokens,
+        "--no-decay-1d (param_groups.no_decay_1d) is ",
+    ),
+    (
+        Flags(&["--warmup-steps", "1"]),
+        Data::Text,
+        "--warmup-steps, --min-lr or --decay-steps (optimizer.schedule.",
+    ),
+    (
+        Flags(&["--schedule", "cosine"]),
+        Data::Tokens,
+        ": --schedule, --warmup-steps,",
+    ),
+    (
+        Flags(&["--offload", "cpu"]),
+        Data::Tokens,
+        ": --offload (offload.optimizer) is ",
+    ),
+    (
+        Flags(&["--masters", "remainder"]),
+        Data::Text,
+        ": --masters (offload.format.remainder) is ",
+    ),
+    (
+        Flags(&["--moments", "bf16"]),
+        Data::Tokens,
+        ": --moments (offload.format.bf16_moments) is ",
+    ),
+    (
+        Flags(&["--check-replicas", "1"]),
+        Data::Tokens,
+        ": --check-replicas (check_replicas) is ",
+    ),
+    (
+        Flags(&["--val-data", "tokens.bin"]),
+        Data::Tokens,
+        ": --val-data (validation.fingerprint) is ",
+    ),
+    (
+        Swapped,
+        Data::Text,
+        ": --model (checksum of the weights) is ",
+    ),
+    (
+        Flags(&["--val-split", "0.2"]),
+        Data::Text,
+        ": --val-split (validation.split) is ",
+    ),
+    (
+        Flags(&["--model", "nano"]),
+        Data::Text,
+        ": --model (model.config.",
+    ),
+    (
+        Flags(&["--ranks", "9"]),
+        Data::Text,
+        "--ranks 9: mpirun started ",
+    ),
     (Flags(&["--resume", "model"]), Data::Text, ": --resume is "),
-    (Flags(&["--memory-limit", "1KiB"]), Data::Text, "the limit of --memory-limit has 1.00 KiB free"),
-    (Byte("tokens.bin", ""), Data::Tokens, ": --data (data.fingerprint) is "),
-    (Byte("text/a.txt", "long"), Data::Text, ": --data (data.fingerprint) is "),
-    (Byte("model/model.safetensors", "\u{3d}"), Data::Tokens, ": --model (checksum of the weights) is "),
-    (Byte("model/config.json", "5,"), Data::Text, ": --model (model.config.layer_norm_epsilon) is "),
-    (Byte("tokenizer.json", "~"), Data::Text, ": --tokenizer (data.tokenizer) is "),
-    (Byte("ds.json", "1}"), Data::Tokens, ": --lr (optimizer.lr) is "),
+    (
+        Flags(&["--memory-limit", "1KiB"]),
+        Data::Text,
+        "the limit of --memory-limit has 1.00 KiB free",
+    ),
+    (
+        Byte("tokens.bin", ""),
+        Data::Tokens,
+        ": --data (data.fingerprint) is ",
+    ),
+    (
+        Byte("text/a.txt", "long"),
+        Data::Text,
+        ": --data (data.fingerprint) is ",
+    ),
+    (
+        Byte("model/model.safetensors", "\u{3d}"),
+        Data::Tokens,
+        ": --model (checksum of the weights) is ",
+    ),
+    (
+        Byte("model/config.json", "5,"),
+        Data::Text,
+        ": --model (model.config.layer_norm_epsilon) is ",
+    ),
+    (
+        Byte("tokenizer.json", "~"),
+        Data::Text,
+        ": --tokenizer (data.tokenizer) is ",
+    ),
+    (
+        Byte("ds.json", "1}"),
+        Data::Tokens,
+        ": --lr (optimizer.lr) is ",
+    ),
     (Missing("model"), Data::Text, "the folder does not exist"),
 ];
 
 /// One of `n` numbers, by the seed of a run and the place of the choice.
 fn choose(seed: u64, place: u64, n: usize) -> usize {
-    let mixed =
-        (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(place.wrapping_mul(0xbf58_476d_1ce4_e5b9));
+    let mixed = (seed + 1)
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .wrapping_add(place.wrapping_mul(0xbf58_476d_1ce4_e5b9));
     (((mixed ^ (mixed >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 33) % n as u64) as usize
 }
 
@@ -232,17 +419,26 @@ fn is_refused(seed: u64, ranks: usize, rank: usize, (change, data, error): (Chan
         Missing(name) => fs::remove_dir_all(machine.path(name)).unwrap(),
     }
     // Of two ranks, rank 0 is right, unless rank 1 is the one that cannot start.
-    let fails = matches!(change, Missing(_)) || error.starts_with("--ranks") || error.starts_with("the limit");
+    let fails = matches!(change, Missing(_))
+        || error.starts_with("--ranks")
+        || error.starts_with("the limit");
     let named = if ranks == 2 && !fails { 1 } else { rank };
 
     let output = run.start();
     let text = String::from_utf8_lossy(&output.stderr);
     let context = format!("{change:?} on rank {rank} of {ranks}:\n{text}");
     assert_eq!(output.status.code(), Some(2), "{context}");
-    let names = if fails { format!("rank {named}: ") } else { format!("rank {named} has other settings than rank ") };
+    let names = if fails {
+        format!("rank {named}: ")
+    } else {
+        format!("rank {named} has other settings than rank ")
+    };
     assert!(text.contains(&names) && text.contains(error), "{context}");
     assert!(!text.contains("panicked"), "{context}");
-    assert!(!run.machines[0].root.join("metrics").exists(), "a step ran: {context}");
+    assert!(
+        !run.machines[0].root.join("metrics").exists(),
+        "a step ran: {context}"
+    );
 }
 
 /// Replaces the values of `more` among `flags`, or adds them.
@@ -253,7 +449,8 @@ fn set(flags: &mut Vec<String>, more: &[&str]) {
     }
 }
 
-/// Some kinds of changes; with as many runs as kinds all of them, then kinds, ranks and places by chance.
+/// Some kinds of changes; with as many runs as kinds all of them, then kinds, ranks and places by
+/// chance.
 #[test]
 fn ranks_that_differ_are_refused_before_the_first_step() {
     if !has_mpirun() {
@@ -280,12 +477,38 @@ fn equal_settings_in_other_places_are_accepted() {
     }
     for (ranks, data, more) in [
         (2, Data::Tokens, &["--config", "ds.json"][..]),
-        (3, Data::Text, &["--val-split", "0.2", "--stage", "2", "--check-replicas", "1"][..]),
-        (4, Data::Text, &["--tokenizer", "tokenizer.json", "--stage", "0", "--dtype", "bf16"][..]),
+        (
+            3,
+            Data::Text,
+            &[
+                "--val-split",
+                "0.2",
+                "--stage",
+                "2",
+                "--check-replicas",
+                "1",
+            ][..],
+        ),
+        (
+            4,
+            Data::Text,
+            &[
+                "--tokenizer",
+                "tokenizer.json",
+                "--stage",
+                "0",
+                "--dtype",
+                "bf16",
+            ][..],
+        ),
     ] {
         let run = Run::new(ranks, 5, data, &[&COMMON, more].concat());
         let output = run.start();
-        assert!(output.status.success(), "{ranks} ranks: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{ranks} ranks: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         let metrics = fs::read_to_string(run.machines[0].path("metrics")).unwrap();
         assert_eq!(metrics.lines().count(), 2);
     }

@@ -9,7 +9,18 @@ use crate::cli::{fails, run_tiny, succeeds, temp};
 /// Trains on one rank with the configuration `text` and the flags `more`.
 fn run(dir: &Path, text: &str, more: &[&str]) -> std::process::Output {
     std::fs::write(dir.join("ds.json"), text).unwrap();
-    let fixed = ["--config", "ds.json", "--ranks", "1", "--seq-len", "8", "--threads", "1", "--checkpoint", "saved"];
+    let fixed = [
+        "--config",
+        "ds.json",
+        "--ranks",
+        "1",
+        "--seq-len",
+        "8",
+        "--threads",
+        "1",
+        "--checkpoint",
+        "saved",
+    ];
     let _ = std::fs::remove_dir_all(dir.join("saved"));
     run_tiny(dir, &[&fixed, more].concat())
 }
@@ -19,17 +30,29 @@ fn steps(dir: &Path, text: &str, more: &[&str]) -> (Vec<Value>, String) {
     let _ = std::fs::remove_file(dir.join("metrics"));
     let out = succeeds(&run(dir, text, &[&["--metrics", "metrics"], more].concat()));
     let lines = std::fs::read_to_string(dir.join("metrics")).unwrap();
-    (lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), out)
+    (
+        lines
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect(),
+        out,
+    )
 }
 
 fn figures(steps: &[Value], key: &str) -> Vec<f64> {
-    steps.iter().map(|step| step[key].as_f64().unwrap()).collect()
+    steps
+        .iter()
+        .map(|step| step[key].as_f64().unwrap())
+        .collect()
 }
 
 fn assert_near(got: &[f64], expected: &[f64], context: &str) {
     assert_eq!(got.len(), expected.len(), "{context}");
     for (got, expected) in got.iter().zip(expected) {
-        assert!((got - expected).abs() <= 1e-12 * expected.abs(), "{context}: {got} {expected}");
+        assert!(
+            (got - expected).abs() <= 1e-12 * expected.abs(),
+            "{context}: {got} {expected}"
+        );
     }
 }
 
@@ -47,7 +70,10 @@ const AUTO: &str = r#"{
 
 /// The lines `auto: ` of the output, key by key: one for each block of the configuration.
 fn assert_autos(out: &str, expected: &[&str]) {
-    let lines: Vec<&str> = out.lines().filter(|line| line.starts_with("auto: ")).collect();
+    let lines: Vec<&str> = out
+        .lines()
+        .filter(|line| line.starts_with("auto: "))
+        .collect();
     let blocks: Vec<&str> = lines
         .iter()
         .map(|line| line["auto: ".len()..].split_once(' ').unwrap().0)
@@ -65,7 +91,8 @@ fn assert_autos(out: &str, expected: &[&str]) {
 fn auto_is_resolved_as_by_hugging_face() {
     let dir = temp();
     let (run, out) = steps(dir.path(), AUTO, &["--steps", "5"]);
-    // The model has 64 channels. The warm-up has DeepSpeed's least 2 steps: rates 0, 0, lr; then to 0 at step 5.
+    // The model has 64 channels. The warm-up has DeepSpeed's least 2 steps: rates 0, 0, lr; then to
+    // 0 at step 5.
     assert_autos(
         &out,
         &[
@@ -88,8 +115,23 @@ fn auto_is_resolved_as_by_hugging_face() {
             "gradient_accumulation_steps 1",
         ],
     );
-    assert_near(&figures(&run, "lr"), &[0.0, 0.0, 1e-3, 1e-3, 1e-3 * 2.0 / 3.0], "two steps of warm-up");
-    let flags = ["--steps", "4", "--lr", "3e-3", "--warmup-steps", "3", "--clip", "0.5", "--weight-decay", "0.2"];
+    assert_near(
+        &figures(&run, "lr"),
+        &[0.0, 0.0, 1e-3, 1e-3, 1e-3 * 2.0 / 3.0],
+        "two steps of warm-up",
+    );
+    let flags = [
+        "--steps",
+        "4",
+        "--lr",
+        "3e-3",
+        "--warmup-steps",
+        "3",
+        "--clip",
+        "0.5",
+        "--weight-decay",
+        "0.2",
+    ];
     let more = ["--betas", "0.8,0.95", "--eps", "1e-6", "--grad-accum", "2"];
     let (run, out) = steps(dir.path(), AUTO, &[&flags[..], &more].concat());
     assert_autos(
@@ -108,7 +150,11 @@ fn auto_is_resolved_as_by_hugging_face() {
         ],
     );
     let ln = |n: f64| n.ln() / 3f64.ln();
-    assert_near(&figures(&run, "lr"), &[0.0, 0.0, 3e-3 * ln(2.0), 3e-3], "flags");
+    assert_near(
+        &figures(&run, "lr"),
+        &[0.0, 0.0, 3e-3 * ln(2.0), 3e-3],
+        "flags",
+    );
 }
 
 #[test]
@@ -116,7 +162,11 @@ fn auto_precision_is_that_of_the_flag() {
     let dir = temp();
     let (run, out) = steps(dir.path(), AUTO, &["--dtype", "fp16", "--steps", "1"]);
     assert_autos(&out, &["fp16.enabled true", "bf16.enabled false"]);
-    assert_eq!(figures(&run, "loss_scale"), [4096.0], "initial_scale_power 12");
+    assert_eq!(
+        figures(&run, "loss_scale"),
+        [4096.0],
+        "initial_scale_power 12"
+    );
     let (_, out) = steps(dir.path(), AUTO, &["--dtype", "bf16", "--steps", "1"]);
     assert_autos(&out, &["fp16.enabled false", "bf16.enabled true"]);
     assert!(out.contains("parameters in bf16"), "{out}");
@@ -126,7 +176,10 @@ fn auto_precision_is_that_of_the_flag() {
     assert_eq!(figures(&run, "loss_scale"), [128.0]);
     let text = r#"{"bf16": {"enabled": true}, "communication_data_type": "bf16"}"#;
     let (_, out) = steps(dir.path(), text, &["--dtype", "fp32", "--steps", "1"]);
-    assert!(out.contains("note: communication_data_type bf16 is ignored: it is fp32"), "{out}");
+    assert!(
+        out.contains("note: communication_data_type bf16 is ignored: it is fp32"),
+        "{out}"
+    );
 }
 
 /// A resumed run keeps the schedule that `"auto"` gave the first.
@@ -134,53 +187,153 @@ fn auto_precision_is_that_of_the_flag() {
 fn resume_keeps_the_resolved_schedule() {
     let dir = temp();
     let rates = |more: &[&str], metrics: &str| {
-        let fixed = ["--ranks", "1", "--seq-len", "8", "--threads", "1", "--checkpoint", "a", "--metrics", metrics];
+        let fixed = [
+            "--ranks",
+            "1",
+            "--seq-len",
+            "8",
+            "--threads",
+            "1",
+            "--checkpoint",
+            "a",
+            "--metrics",
+            metrics,
+        ];
         succeeds(&run_tiny(dir.path(), &[&fixed, more].concat()));
         let lines = std::fs::read_to_string(dir.path().join(metrics)).unwrap();
-        lines.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["lr"].as_f64().unwrap()).collect::<Vec<_>>()
+        lines
+            .lines()
+            .map(|l| {
+                serde_json::from_str::<Value>(l).unwrap()["lr"]
+                    .as_f64()
+                    .unwrap()
+            })
+            .collect::<Vec<_>>()
     };
     std::fs::write(dir.path().join("ds.json"), AUTO).unwrap();
-    let first = rates(&["--config", "ds.json", "--steps", "4", "--lr", "2e-3"], "first");
+    let first = rates(
+        &["--config", "ds.json", "--steps", "4", "--lr", "2e-3"],
+        "first",
+    );
     assert_near(&first, &[0.0, 0.0, 2e-3, 2e-3], "first");
     // The decay ends at step 4, that of the first run.
-    let rest = rates(&["--config", "ds.json", "--steps", "6", "--resume", "a"], "rest");
+    let rest = rates(
+        &["--config", "ds.json", "--steps", "6", "--resume", "a"],
+        "rest",
+    );
     assert_near(&rest, &[1e-3, 0.0], "rest");
 }
 
 #[test]
 fn flags_win_over_a_configured_schedule_or_say_no() {
     let dir = temp();
-    let with = |kind: &str, params: &str| format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{{params}}}}}}}"#);
+    let with = |kind: &str, params: &str| {
+        format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{{params}}}}}}}"#)
+    };
     let linear = r#""warmup_num_steps": 2, "warmup_type": "linear", "warmup_max_lr": 0.5"#;
     let warmup = with("WarmupLR", linear);
-    let decay = with("WarmupDecayLR", &format!(r#"{linear}, "total_num_steps": 4"#));
-    let cosine = with("WarmupCosineLR", r#""warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4"#);
-    let lr =
-        |text: &str, more: &[&str]| figures(&steps(dir.path(), text, &[&["--steps", "4"], more].concat()).0, "lr");
-    assert_near(&lr(&warmup, &["--lr", "0.002"]), &[0.0, 0.0, 0.001, 0.002], "--lr, WarmupLR");
-    assert_near(&lr(&decay, &["--lr", "0.002"]), &[0.0, 0.0, 0.001, 0.002], "--lr, WarmupDecayLR");
+    let decay = with(
+        "WarmupDecayLR",
+        &format!(r#"{linear}, "total_num_steps": 4"#),
+    );
+    let cosine = with(
+        "WarmupCosineLR",
+        r#""warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4"#,
+    );
+    let lr = |text: &str, more: &[&str]| {
+        figures(
+            &steps(dir.path(), text, &[&["--steps", "4"], more].concat()).0,
+            "lr",
+        )
+    };
+    assert_near(
+        &lr(&warmup, &["--lr", "0.002"]),
+        &[0.0, 0.0, 0.001, 0.002],
+        "--lr, WarmupLR",
+    );
+    assert_near(
+        &lr(&decay, &["--lr", "0.002"]),
+        &[0.0, 0.0, 0.001, 0.002],
+        "--lr, WarmupDecayLR",
+    );
     let both = ["--lr", "0.003", "--warmup-steps", "3"];
-    assert_near(&lr(&decay, &both), &[0.0, 0.0, 0.001, 0.002], "--warmup-steps, WarmupDecayLR");
+    assert_near(
+        &lr(&decay, &both),
+        &[0.0, 0.0, 0.001, 0.002],
+        "--warmup-steps, WarmupDecayLR",
+    );
     // The decay stays: at position 4, after a warm-up of 2, (4 - 3) / (4 - 2) of the rate is left.
-    let (longer, out) = steps(dir.path(), &decay, &["--lr", "0.002", "--steps", "5", "--warmup-steps", "2"]);
+    let (longer, out) = steps(
+        dir.path(),
+        &decay,
+        &["--lr", "0.002", "--steps", "5", "--warmup-steps", "2"],
+    );
     assert_near(&figures(&longer, "lr")[4..], &[0.001], "decay");
-    assert!(out.contains("the learning rate decays until step 4, the run ends at step 5"), "{out}");
-    assert_near(&lr(&cosine, &["--lr", "0.002"])[..3], &[0.0, 0.0, 0.001], "--lr, WarmupCosineLR");
-    let replaced = steps(dir.path(), &decay, &["--steps", "2", "--schedule", "linear", "--lr", "0.002"]);
+    assert!(
+        out.contains("the learning rate decays until step 4, the run ends at step 5"),
+        "{out}"
+    );
+    assert_near(
+        &lr(&cosine, &["--lr", "0.002"])[..3],
+        &[0.0, 0.0, 0.001],
+        "--lr, WarmupCosineLR",
+    );
+    let replaced = steps(
+        dir.path(),
+        &decay,
+        &["--steps", "2", "--schedule", "linear", "--lr", "0.002"],
+    );
     assert_near(&figures(&replaced.0, "lr"), &[0.002, 0.001], "--schedule");
-    assert!(replaced.1.contains("note: --schedule linear replaces the scheduler"), "{}", replaced.1);
+    assert!(
+        replaced
+            .1
+            .contains("note: --schedule linear replaces the scheduler"),
+        "{}",
+        replaced.1
+    );
 
-    let cycle = with("OneCycle", r#""cycle_min_lr": 0.001, "cycle_max_lr": 0.002"#);
+    let cycle = with(
+        "OneCycle",
+        r#""cycle_min_lr": 0.001, "cycle_max_lr": 0.002"#,
+    );
     let range = with("LRRangeTest", "");
     let refused: [(&str, [&str; 2], &[&str]); 8] = [
-        (&cycle, ["--lr", "0.1"], &["--lr 0.1", "OneCycle", "--schedule"]),
-        (&cycle, ["--warmup-steps", "3"], &["--warmup-steps 3", "OneCycle", "no warm-up"]),
-        (&cycle, ["--betas", "0.9,0.95"], &["--betas 0.9,0.95", "OneCycle", "cycle_momentum"]),
+        (
+            &cycle,
+            ["--lr", "0.1"],
+            &["--lr 0.1", "OneCycle", "--schedule"],
+        ),
+        (
+            &cycle,
+            ["--warmup-steps", "3"],
+            &["--warmup-steps 3", "OneCycle", "no warm-up"],
+        ),
+        (
+            &cycle,
+            ["--betas", "0.9,0.95"],
+            &["--betas 0.9,0.95", "OneCycle", "cycle_momentum"],
+        ),
         (&range, ["--lr", "0.1"], &["--lr 0.1", "LRRangeTest"]),
-        (&warmup, ["--warmup-steps", "0"], &["--warmup-steps 0", "WarmupLR", "at least 2", "--schedule"]),
-        (&decay, ["--min-lr", "1e-5"], &["--min-lr 0.00001", "WarmupDecayLR", "--schedule"]),
-        (&decay, ["--decay-steps", "2"], &["--decay-steps 2", "--schedule wsd"]),
-        ("{}", ["--min-lr", "1e-5"], &["--min-lr 0.00001", "constant"]),
+        (
+            &warmup,
+            ["--warmup-steps", "0"],
+            &["--warmup-steps 0", "WarmupLR", "at least 2", "--schedule"],
+        ),
+        (
+            &decay,
+            ["--min-lr", "1e-5"],
+            &["--min-lr 0.00001", "WarmupDecayLR", "--schedule"],
+        ),
+        (
+            &decay,
+            ["--decay-steps", "2"],
+            &["--decay-steps 2", "--schedule wsd"],
+        ),
+        (
+            "{}",
+            ["--min-lr", "1e-5"],
+            &["--min-lr 0.00001", "constant"],
+        ),
     ];
     for (text, flag, parts) in refused {
         fails(&run(dir.path(), text, &flag), 2, parts);
@@ -194,27 +347,73 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
 fn schedules_by_flag_follow_their_formulas() {
     let dir = temp();
     let lr = |more: &[&str]| {
-        let fixed = ["--steps", "10", "--lr", "0.008", "--min-lr", "0.001", "--warmup-steps", "2"];
+        let fixed = [
+            "--steps",
+            "10",
+            "--lr",
+            "0.008",
+            "--min-lr",
+            "0.001",
+            "--warmup-steps",
+            "2",
+        ];
         figures(&steps(dir.path(), "{}", &[&fixed, more].concat()).0, "lr")
     };
     let expected = |after: fn(f64) -> f64| {
         let after = (2..10).map(|k| 0.001 + 0.007 * after(f64::from(k)));
         [0.004, 0.008].into_iter().chain(after).collect::<Vec<_>>()
     };
-    assert_near(&lr(&["--schedule", "linear"]), &expected(|k| 1.0 - (k - 2.0) / 8.0), "linear");
+    assert_near(
+        &lr(&["--schedule", "linear"]),
+        &expected(|k| 1.0 - (k - 2.0) / 8.0),
+        "linear",
+    );
     let cosine = |k: f64| 0.5 * (1.0 + (std::f64::consts::PI * (k - 2.0) / 8.0).cos());
     assert_near(&lr(&["--schedule", "cosine"]), &expected(cosine), "cosine");
     // The decay is the last fifth: positions 8 and 9.
     let wsd = |k: f64| if k < 8.0 { 1.0 } else { 1.0 - (k - 8.0) / 2.0 };
     assert_near(&lr(&["--schedule", "wsd"]), &expected(wsd), "wsd");
     let longer = |k: f64| if k < 6.0 { 1.0 } else { 1.0 - (k - 6.0) / 4.0 };
-    assert_near(&lr(&["--schedule", "wsd", "--decay-steps", "4"]), &expected(longer), "--decay-steps");
-    let constant = steps(dir.path(), "{}", &["--schedule", "constant", "--warmup-steps", "2", "--steps", "3"]).0;
+    assert_near(
+        &lr(&["--schedule", "wsd", "--decay-steps", "4"]),
+        &expected(longer),
+        "--decay-steps",
+    );
+    let constant = steps(
+        dir.path(),
+        "{}",
+        &[
+            "--schedule",
+            "constant",
+            "--warmup-steps",
+            "2",
+            "--steps",
+            "3",
+        ],
+    )
+    .0;
     assert_near(&figures(&constant, "lr"), &[5e-4, 1e-3, 1e-3], "constant");
-    let too_long = ["--schedule", "wsd", "--warmup-steps", "2", "--decay-steps", "2", "--steps", "3"];
-    fails(&run(dir.path(), "{}", &too_long), 2, &["2 steps of warm-up", "2 of decay", "3 steps"]);
+    let too_long = [
+        "--schedule",
+        "wsd",
+        "--warmup-steps",
+        "2",
+        "--decay-steps",
+        "2",
+        "--steps",
+        "3",
+    ];
+    fails(
+        &run(dir.path(), "{}", &too_long),
+        2,
+        &["2 steps of warm-up", "2 of decay", "3 steps"],
+    );
     let above = ["--schedule", "cosine", "--min-lr", "0.1"];
-    fails(&run(dir.path(), "{}", &above), 2, &["--min-lr 0.1", "0.001"]);
+    fails(
+        &run(dir.path(), "{}", &above),
+        2,
+        &["--min-lr 0.1", "0.001"],
+    );
 }
 
 /// Sizes of pieces change neither losses nor norms, but how much is gathered ahead.
@@ -224,30 +423,54 @@ fn sizes_act_and_keep_the_bits() {
     let with = |keys: &str| {
         let text = format!(r#"{{"zero_optimization": {{"stage": 3, {keys}}}}}"#);
         let (run, out) = steps(dir.path(), &text, &["--ranks", "2", "--steps", "2"]);
-        let buckets = run.iter().map(|step| step["memory"]["buckets_bytes"].as_u64().unwrap()).max().unwrap();
-        ([figures(&run, "loss"), figures(&run, "grad_norm")], buckets, out)
+        let buckets = run
+            .iter()
+            .map(|step| step["memory"]["buckets_bytes"].as_u64().unwrap())
+            .max()
+            .unwrap();
+        (
+            [figures(&run, "loss"), figures(&run, "grad_norm")],
+            buckets,
+            out,
+        )
     };
     let keep_nothing = r#""stage3_param_persistence_threshold": 0"#;
-    let (expected, one, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1"#));
-    let (bits, none, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 0"#));
+    let (expected, one, _) = with(&format!(
+        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1"#
+    ));
+    let (bits, none, _) = with(&format!(
+        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 0"#
+    ));
     assert!(bits == expected && none < one, "{none} {one}");
     // The budget holds two blocks of 49,984 elements.
-    let (bits, two, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 100000"#));
-    let (all_bits, all, _) = with(&format!(r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1e9"#));
-    assert!(bits == expected && all_bits == expected && one < two && two < all, "{one} {two} {all}");
+    let (bits, two, _) = with(&format!(
+        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 100000"#
+    ));
+    let (all_bits, all, _) = with(&format!(
+        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1e9"#
+    ));
+    assert!(
+        bits == expected && all_bits == expected && one < two && two < all,
+        "{one} {two} {all}"
+    );
     let limit = r#""stage3_prefetch_bucket_size": 1e9, "stage3_max_live_parameters": 100000"#;
     let (bits, limited, _) = with(&format!("{keep_nothing}, {limit}"));
     assert!(bits == expected && limited < all, "{limited} {all}");
     let (bits, _, out) = with(r#""sub_group_size": 0"#);
     assert!(bits == expected);
-    assert!(out.contains("sub_group_size 0 is too small for one launch; using 65536"), "{out}");
+    assert!(
+        out.contains("sub_group_size 0 is too small for one launch; using 65536"),
+        "{out}"
+    );
 }
 
 #[test]
 fn optimizer_keys_work_as_deepspeeds_do() {
     let dir = temp();
     let adam = |corrected: bool| {
-        format!(r#"{{"optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "bias_correction": {corrected}}}}}}}"#)
+        format!(
+            r#"{{"optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "bias_correction": {corrected}}}}}}}"#
+        )
     };
     let (with, _) = steps(dir.path(), &adam(true), &["--steps", "2"]);
     let (without, out) = steps(dir.path(), &adam(false), &["--steps", "2"]);
@@ -260,7 +483,10 @@ fn optimizer_keys_work_as_deepspeeds_do() {
     let (run, out) = steps(dir.path(), text, &["--steps", "4"]);
     assert_eq!(figures(&run, "loss_scale"), [4294967296.0; 4]);
     assert!(run.iter().all(|step| step["skipped"] == true), "{run:?}");
-    assert!(out.contains("note: fp16.hysteresis 0") && out.contains("never halved"), "{out}");
+    assert!(
+        out.contains("note: fp16.hysteresis 0") && out.contains("never halved"),
+        "{out}"
+    );
 }
 
 #[test]
@@ -268,8 +494,15 @@ fn stage_of_the_flag_decides_about_keys() {
     let dir = temp();
     let text = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#;
     let (_, out) = steps(dir.path(), text, &["--steps", "1"]);
-    assert!(out.contains("note: zero_optimization.offload_param is ignored: it needs stage 3"), "{out}");
-    fails(&run(dir.path(), text, &["--stage", "3"]), 2, &["--offload-params nvme:/x", "create the folder"]);
+    assert!(
+        out.contains("note: zero_optimization.offload_param is ignored: it needs stage 3"),
+        "{out}"
+    );
+    fails(
+        &run(dir.path(), text, &["--stage", "3"]),
+        2,
+        &["--offload-params nvme:/x", "create the folder"],
+    );
 }
 
 /// One configuration of each shape that tests/data/shipped_configurations.md lists.
@@ -313,19 +546,40 @@ fn shapes_of_shipped_configurations() {
         succeeds(&run(dir.path(), text, &["--steps", "1"]));
     }
     let refused = [
-        (r#"{"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3}}}"#, "Lamb"),
-        (r#"{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}"#, "OneBitAdam"),
+        (
+            r#"{"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3}}}"#,
+            "Lamb",
+        ),
+        (
+            r#"{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}"#,
+            "OneBitAdam",
+        ),
         (r#"{"optimizer": {"type": "ZeroOneAdam"}}"#, "ZeroOneAdam"),
-        (r#"{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true}}}"#, "data_efficiency"),
-        (r#"{"tensor_parallel": {"autotp_size": 2}}"#, "tensor_parallel"),
-        (r#"{"progressive_layer_drop": {"enabled": true, "theta": 0.5}}"#, "progressive_layer_drop"),
+        (
+            r#"{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true}}}"#,
+            "data_efficiency",
+        ),
+        (
+            r#"{"tensor_parallel": {"autotp_size": 2}}"#,
+            "tensor_parallel",
+        ),
+        (
+            r#"{"progressive_layer_drop": {"enabled": true, "theta": 0.5}}"#,
+            "progressive_layer_drop",
+        ),
         (
             r#"{"compression_training": {"layer_reduction": {"enabled": true},
             "weight_quantization": {"shared_parameters": {"enabled": true}}}}"#,
             "compression_training",
         ),
-        (r#"{"zero_optimization": {"stage": 2, "find_unused_parameters": true}}"#, "find_unused_parameters"),
-        (r#"{"train_batch_size": CONFIG_BATCH_SIZE}"#, "line 1 column 22"),
+        (
+            r#"{"zero_optimization": {"stage": 2, "find_unused_parameters": true}}"#,
+            "find_unused_parameters",
+        ),
+        (
+            r#"{"train_batch_size": CONFIG_BATCH_SIZE}"#,
+            "line 1 column 22",
+        ),
     ];
     for (text, part) in refused {
         fails(&run(dir.path(), text, &[]), 2, &[part, "ds.json"]);

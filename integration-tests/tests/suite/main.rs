@@ -1,4 +1,5 @@
-//! All integration tests that need neither a GPU nor MPI nor NVRTC, in one binary, because linking several is slow.
+//! All integration tests that need neither a GPU nor MPI nor NVRTC, in one binary, because linking
+//! several is slow.
 
 mod breakdown;
 mod cli;

@@ -2,12 +2,18 @@
 
 #[path = "../../examples/own_framework/main.rs"]
 #[allow(dead_code, reason = "its main function")]
-#[allow(clippy::duplicate_mod, reason = "both programs load the same framework")]
+#[allow(
+    clippy::duplicate_mod,
+    reason = "both programs load the same framework"
+)]
 mod stage_2;
 
 #[path = "../../examples/own_framework_stage_3.rs"]
 #[allow(dead_code, reason = "its main function")]
-#[allow(clippy::duplicate_mod, reason = "both programs load the same framework")]
+#[allow(
+    clippy::duplicate_mod,
+    reason = "both programs load the same framework"
+)]
 mod stage_3;
 
 /// Two ranks sum bf16 gradients in another order than four: their losses differ by rounding.
@@ -58,5 +64,9 @@ fn glue_is_short() {
         include_str!("../../examples/own_framework_stage_3.rs"),
     ];
     assert_eq!([glue(two), glue(three)], [[47, 1], [54, 1]]);
-    assert!([two, three].iter().all(|program| program.lines().count() <= 150));
+    assert!(
+        [two, three]
+            .iter()
+            .all(|program| program.lines().count() <= 150)
+    );
 }

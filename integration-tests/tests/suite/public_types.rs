@@ -1,16 +1,18 @@
 //! Which public types of the six crates other crates may construct or match without a wildcard.
 //!
-//! The rule: public types that will grow are `#[non_exhaustive]`. Those are errors, options, reports, saved
-//! state, inputs, and enums that will get members (`DType`, schedules, collectives). Users make options by
-//! `new` with what is required, or by `Default`, and by-value setters named like the fields, which stay public.
-//! In another crate the wildcard arm of a match returns an error.
+//! The rule: public types that will grow are `#[non_exhaustive]`. Those are errors, options,
+//! reports, saved state, inputs, and enums that will get members (`DType`, schedules, collectives).
+//! Users make options by `new` with what is required, or by `Default`, and by-value setters named
+//! like the fields, which stay public. In another crate the wildcard arm of a match returns an
+//! error.
 //!
-//! A type is closed if its members are its definition: ids, ranges and pieces (`ParamId`, `Move`), descriptions
-//! of a model and of a file's tensors (`ParamSpec`, `TensorEntry`), structs that kernels read (`StepScalars`),
-//! arguments and hyperparameters of one algorithm (`AdamArgs`, DeepSpeed's schedules), and complete sets
-//! (`ZeroStage`, `Tier`, `StepOutcome`, whose variants grow). fp8 will be two members of `DType`: zero-alloc
-//! does not compile until its methods know them, zero-comm refuses them until `CommDType` and so each back end
-//! knows them, kernels and optimizer return errors that name the dtype.
+//! A type is closed if its members are its definition: ids, ranges and pieces (`ParamId`, `Move`),
+//! descriptions of a model and of a file's tensors (`ParamSpec`, `TensorEntry`), structs that
+//! kernels read (`StepScalars`), arguments and hyperparameters of one algorithm (`AdamArgs`,
+//! DeepSpeed's schedules), and complete sets (`ZeroStage`, `Tier`, `StepOutcome`, whose variants
+//! grow). fp8 will be two members of `DType`: zero-alloc does not compile until its methods know
+//! them, zero-comm refuses them until `CommDType` and so each back end knows them, kernels and
+//! optimizer return errors that name the dtype.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -42,10 +44,18 @@ fn growing_types_are_non_exhaustive() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     for (name, closed) in CLOSED {
         let (mut types, mut open) = (0, BTreeSet::new());
-        visit(&root.join(name).join("src"), &mut |text| types += exhaustive_types(text, &mut open));
-        assert!(types > 0, "no public type found in {name}: has its source moved?");
+        visit(&root.join(name).join("src"), &mut |text| {
+            types += exhaustive_types(text, &mut open)
+        });
+        assert!(
+            types > 0,
+            "no public type found in {name}: has its source moved?"
+        );
         let closed: BTreeSet<String> = closed.split_whitespace().map(str::to_owned).collect();
-        let (new, gone): (Vec<_>, Vec<_>) = (open.difference(&closed).collect(), closed.difference(&open).collect());
+        let (new, gone): (Vec<_>, Vec<_>) = (
+            open.difference(&closed).collect(),
+            closed.difference(&open).collect(),
+        );
         assert!(
             new.is_empty(),
             "{name}: decide about {new:?}. May a later release add a field or variant? Then mark the type \
@@ -53,7 +63,10 @@ fn growing_types_are_non_exhaustive() {
              members are its definition, add it to CLOSED in {}",
             file!()
         );
-        assert!(gone.is_empty(), "{name}: {gone:?} are now #[non_exhaustive] or gone; remove them from CLOSED");
+        assert!(
+            gone.is_empty(),
+            "{name}: {gone:?} are now #[non_exhaustive] or gone; remove them from CLOSED"
+        );
     }
 }
 
@@ -73,20 +86,25 @@ fn visit(dir: &Path, with: &mut dyn FnMut(&str)) {
 fn exhaustive_types(text: &str, found: &mut BTreeSet<String>) -> usize {
     let (mut types, mut marked, mut lines) = (0, false, text.lines());
     while let Some(line) = lines.next() {
-        let item = line.strip_prefix("pub struct ").or(line.strip_prefix("pub enum "));
+        let item = line
+            .strip_prefix("pub struct ")
+            .or(line.strip_prefix("pub enum "));
         if let Some(item) = item.filter(|_| line.ends_with('{')) {
             types += 1;
             let body = lines.by_ref().take_while(|line| !line.starts_with('}'));
-            let members = body.filter_map(|line| line.strip_prefix("    ")).filter(|member| {
-                member.starts_with(|first: char| first.is_alphanumeric()) // no comment, attribute or inner line
-            });
+            let members = body
+                .filter_map(|line| line.strip_prefix("    "))
+                .filter(|member| {
+                    member.starts_with(|first: char| first.is_alphanumeric()) // no comment, attribute or inner line
+                });
             let private = members.filter(|member| !member.starts_with("pub ")).count();
             if !marked && (line.starts_with("pub enum") || private == 0) {
                 let name = item.split(|c: char| !c.is_alphanumeric()).next();
                 found.extend(name.map(str::to_owned));
             }
         }
-        marked = line == "#[non_exhaustive]" || marked && (line.starts_with('#') || line.starts_with("//"));
+        marked = line == "#[non_exhaustive]"
+            || marked && (line.starts_with('#') || line.starts_with("//"));
     }
     types
 }

@@ -32,11 +32,17 @@ const SETTINGS: [&str; 20] = [
 
 /// Writes a text of 8 KiB and a copy of the tiny model to `dir`.
 fn inputs(dir: &Path) {
-    let text: String = (0..1024).map(|i| format!("{:07}\n", i * i % 9973)).collect();
+    let text: String = (0..1024)
+        .map(|i| format!("{:07}\n", i * i % 9973))
+        .collect();
     std::fs::write(dir.join("text.txt"), text).unwrap();
     std::fs::create_dir(dir.join("model")).unwrap();
     for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(format!("{}/{file}", data("model")), dir.join("model").join(file)).unwrap();
+        std::fs::copy(
+            format!("{}/{file}", data("model")),
+            dir.join("model").join(file),
+        )
+        .unwrap();
     }
 }
 
@@ -53,8 +59,17 @@ fn resume(dir: &Path, more: &[&str]) -> String {
 /// The losses and gradient norms of a metrics file.
 fn curve(dir: &Path, file: &str) -> Vec<String> {
     let text = std::fs::read_to_string(dir.join(file)).unwrap();
-    let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    steps.map(|step| format!("{} {} {} {}", step["step"], step["loss"], step["grad_norm"], step["lr"])).collect()
+    let steps = text
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap());
+    steps
+        .map(|step| {
+            format!(
+                "{} {} {} {}",
+                step["step"], step["loss"], step["grad_norm"], step["lr"]
+            )
+        })
+        .collect()
 }
 
 fn weights(dir: &Path, checkpoint: &str) -> Vec<u8> {
@@ -65,12 +80,16 @@ fn weights(dir: &Path, checkpoint: &str) -> Vec<u8> {
 
 /// The `run.json` of a step.
 fn record(dir: &Path, checkpoint: &str, step: u64) -> Value {
-    let path = dir.join(checkpoint).join(format!("step-{step:08}/run.json"));
+    let path = dir
+        .join(checkpoint)
+        .join(format!("step-{step:08}/run.json"));
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
 fn differences(out: &str) -> Vec<&str> {
-    out.lines().filter_map(|line| line.strip_prefix("note: differs from the checkpoint: ")).collect()
+    out.lines()
+        .filter_map(|line| line.strip_prefix("note: differs from the checkpoint: "))
+        .collect()
 }
 
 /// Neither the model's folder nor any flag but the new last step is needed.
@@ -80,13 +99,44 @@ fn resume_needs_no_flag() {
         let dir = temp();
         let dir = dir.path();
         inputs(dir);
-        train(dir, &["--stage", stage, "--steps", "6", "--metrics", "whole", "--checkpoint", "a"]);
-        train(dir, &["--stage", stage, "--steps", "3", "--metrics", "first", "--checkpoint", "b"]);
+        train(
+            dir,
+            &[
+                "--stage",
+                stage,
+                "--steps",
+                "6",
+                "--metrics",
+                "whole",
+                "--checkpoint",
+                "a",
+            ],
+        );
+        train(
+            dir,
+            &[
+                "--stage",
+                stage,
+                "--steps",
+                "3",
+                "--metrics",
+                "first",
+                "--checkpoint",
+                "b",
+            ],
+        );
         std::fs::remove_dir_all(dir.join("model")).unwrap();
         let out = resume(dir, &["b", "--steps", "6", "--metrics", "rest"]);
         assert_eq!(differences(&out), ["steps 3 -> 6"], "{out}");
-        assert_eq!(curve(dir, "whole"), [curve(dir, "first"), curve(dir, "rest")].concat(), "stage {stage}");
-        assert!(weights(dir, "a") == weights(dir, "b"), "stage {stage}: final weights");
+        assert_eq!(
+            curve(dir, "whole"),
+            [curve(dir, "first"), curve(dir, "rest")].concat(),
+            "stage {stage}"
+        );
+        assert!(
+            weights(dir, "a") == weights(dir, "b"),
+            "stage {stage}: final weights"
+        );
         let (whole, mut rest) = (record(dir, "a", 6), record(dir, "b", 6));
         for key in ["run", "checkpoint_dir", "metrics"] {
             assert_ne!(whole[key], rest[key]);
@@ -102,30 +152,57 @@ fn resume_continues_metrics_and_report() {
     let dir = temp();
     let dir = dir.path();
     std::fs::create_dir(dir.join("elsewhere")).unwrap();
-    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m", "--report", "r"]));
+    succeeds(&run_tiny(
+        dir,
+        &["--checkpoint", "c", "--metrics", "m", "--report", "r"],
+    ));
     let out = resume(&dir.join("elsewhere"), &["../c", "--steps", "5"]);
     assert_eq!(differences(&out), ["steps 3 -> 5"], "{out}");
     for (name, path) in [("metrics", "m"), ("report", "r")] {
-        let line = format!("\n{name}: {}\n", dir.join(path).canonicalize().unwrap().display());
+        let line = format!(
+            "\n{name}: {}\n",
+            dir.join(path).canonicalize().unwrap().display()
+        );
         assert!(out.contains(&line), "{line} is not in: {out}");
     }
     let steps = |text: &str| -> Vec<u64> {
-        text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap()).collect()
+        text.lines()
+            .map(|line| {
+                serde_json::from_str::<Value>(line).unwrap()["step"]
+                    .as_u64()
+                    .unwrap()
+            })
+            .collect()
     };
     let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
     assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
     let drawn = |name: &str| -> Vec<u64> {
         let summary: Value = serde_json::from_str(&read(name)).unwrap();
-        summary["steps"].as_array().unwrap().iter().map(|step| step["step"].as_u64().unwrap()).collect()
+        summary["steps"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|step| step["step"].as_u64().unwrap())
+            .collect()
     };
     assert_eq!(drawn("r/summary.json"), [1, 2, 3, 4, 5]);
 
-    // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one alone.
+    // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one
+    // alone.
     let out = resume(dir, &["c", "--steps", "6", "--checkpoint", "d"]);
-    assert!(out.contains("note: no metrics: ") && out.contains("note: no report: "), "{out}");
+    assert!(
+        out.contains("note: no metrics: ") && out.contains("note: no report: "),
+        "{out}"
+    );
     assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
-    resume(dir, &["c", "--steps", "6", "--metrics", "n", "--report", "s"]);
-    assert_eq!((steps(&read("n")), drawn("s/summary.json")), (vec![6], vec![6]));
+    resume(
+        dir,
+        &["c", "--steps", "6", "--metrics", "n", "--report", "s"],
+    );
+    assert_eq!(
+        (steps(&read("n")), drawn("s/summary.json")),
+        (vec![6], vec![6])
+    );
 }
 
 /// A run that resumes a copy of the folder continues from an earlier step with the same id.
@@ -134,15 +211,32 @@ fn resumed_copy_leaves_files_of_the_original() {
     let dir = temp();
     let dir = dir.path();
     let outputs = ["--checkpoint-every", "2", "--metrics", "m", "--report", "r"];
-    succeeds(&run_tiny(dir, &[&outputs[..], &["--checkpoint", "o", "--steps", "4"]].concat()));
-    assert!(std::process::Command::new("cp").args(["-r", "o", "copy"]).current_dir(dir).status().unwrap().success());
+    succeeds(&run_tiny(
+        dir,
+        &[&outputs[..], &["--checkpoint", "o", "--steps", "4"]].concat(),
+    ));
+    assert!(
+        std::process::Command::new("cp")
+            .args(["-r", "o", "copy"])
+            .current_dir(dir)
+            .status()
+            .unwrap()
+            .success()
+    );
     std::fs::remove_dir_all(dir.join("copy/step-00000004")).unwrap();
-    let read = || ["m", "r/summary.json", "r/run.json"].map(|name| std::fs::read(dir.join(name)).unwrap());
+    let read =
+        || ["m", "r/summary.json", "r/run.json"].map(|name| std::fs::read(dir.join(name)).unwrap());
     let before = read();
     let notes = |out: &str, part: &str| {
         for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
-            let line = out.lines().find(|line| line.starts_with(&format!("note: no {what}: "))).unwrap_or_default();
-            assert!(line.contains(part) && line.ends_with(&format!("pass {flag}")), "{out}");
+            let line = out
+                .lines()
+                .find(|line| line.starts_with(&format!("note: no {what}: ")))
+                .unwrap_or_default();
+            assert!(
+                line.contains(part) && line.ends_with(&format!("pass {flag}")),
+                "{out}"
+            );
         }
     };
     let out = resume(dir, &["copy/step-00000002", "--steps", "3", "--lr", "0.5"]);
@@ -167,7 +261,10 @@ fn locked_metrics_of_a_record_are_optional() {
     let output = zero(dir, &["train", "--resume", "c", "--steps", "4"]);
     succeeds(&output);
     let notes = String::from_utf8_lossy(&output.stderr);
-    assert!(notes.contains("note: no metrics: --metrics ") && notes.contains("another run is writing"), "{notes}");
+    assert!(
+        notes.contains("note: no metrics: --metrics ") && notes.contains("another run is writing"),
+        "{notes}"
+    );
     assert_eq!(std::fs::read(dir.join("m")).unwrap(), before);
 }
 
@@ -176,21 +273,33 @@ fn locked_metrics_of_a_record_are_optional() {
 fn foreign_files_of_a_record_are_kept() {
     let dir = temp();
     let dir = dir.path();
-    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m", "--report", "r"]));
+    succeeds(&run_tiny(
+        dir,
+        &["--checkpoint", "c", "--metrics", "m", "--report", "r"],
+    ));
     std::fs::write(dir.join("m"), "notes\n").unwrap();
     std::fs::write(dir.join("r/run.json"), "{\"run\": \"another\"}").unwrap();
     std::fs::write(dir.join("r/summary.txt"), "mine").unwrap();
     let out = resume(dir, &["c", "--steps", "4", "--metrics", "/dev/null"]);
-    assert!(!out.contains("note: no metrics: ") && out.contains("note: no report: "), "{out}");
+    assert!(
+        !out.contains("note: no metrics: ") && out.contains("note: no report: "),
+        "{out}"
+    );
 
     // A folder with the run's id, made by another: a link in it would lead elsewhere.
-    succeeds(&run_tiny(dir, &["--checkpoint", "d", "--metrics", "n", "--report", "s"]));
+    succeeds(&run_tiny(
+        dir,
+        &["--checkpoint", "d", "--metrics", "n", "--report", "s"],
+    ));
     std::fs::write(dir.join("n"), "notes\n").unwrap();
     std::fs::remove_file(dir.join("s/loss.svg")).unwrap();
     std::os::unix::fs::symlink("../n", dir.join("s/loss.svg")).unwrap();
     let out = resume(dir, &["d", "--steps", "4"]);
     for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
-        let line = out.lines().find(|line| line.starts_with(&format!("note: no {what}: "))).unwrap_or_default();
+        let line = out
+            .lines()
+            .find(|line| line.starts_with(&format!("note: no {what}: ")))
+            .unwrap_or_default();
         assert!(line.ends_with(&format!("pass {flag}")), "{out}");
     }
     for name in ["m", "n"] {
@@ -199,19 +308,40 @@ fn foreign_files_of_a_record_are_kept() {
     assert_eq!(std::fs::read(dir.join("r/summary.txt")).unwrap(), b"mine");
 }
 
-/// A rank of another launcher reads the device before the ranks connect. Without a writer, opening a pipe waits without end.
+/// A rank of another launcher reads the device before the ranks connect. Without a writer, opening
+/// a pipe waits without end.
 #[test]
 fn resume_does_not_wait_for_a_pipe() {
     let dir = temp();
     let dir = dir.path();
     std::fs::create_dir_all(dir.join("step-00000001")).unwrap();
     for pipe in ["latest", "step-00000001/run.json"] {
-        assert!(std::process::Command::new("mkfifo").arg(dir.join(pipe)).status().unwrap().success());
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(dir.join(pipe))
+                .status()
+                .unwrap()
+                .success()
+        );
         let mut rank = std::process::Command::new("timeout");
-        rank.arg("60").arg(crate::place::zero().get_program()).args(["train", "--resume"]).arg(dir);
-        let launcher = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")];
-        rank.envs(launcher).env("MASTER_PORT", "1").env_remove("OMPI_COMM_WORLD_SIZE");
-        fails(&rank.output().unwrap(), 2, &["on the host ranks cannot communicate"]);
+        rank.arg("60")
+            .arg(crate::place::zero().get_program())
+            .args(["train", "--resume"])
+            .arg(dir);
+        let launcher = [
+            ("RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_RANK", "0"),
+            ("MASTER_ADDR", "127.0.0.1"),
+        ];
+        rank.envs(launcher)
+            .env("MASTER_PORT", "1")
+            .env_remove("OMPI_COMM_WORLD_SIZE");
+        fails(
+            &rank.output().unwrap(),
+            2,
+            &["on the host ranks cannot communicate"],
+        );
         std::fs::remove_file(dir.join(pipe)).unwrap();
         std::fs::write(dir.join("latest"), "step-00000001 0123456789abcdef\n").unwrap();
     }
@@ -223,7 +353,10 @@ fn changed_settings_are_printed() {
     let dir = dir.path();
     inputs(dir);
     train(dir, &["--steps", "2", "--checkpoint", "a"]);
-    let flags = ["--lr", "0.01", "--seed", "5", "--ranks", "3", "--stage", "1", "--steps", "4", "--clip", "0"];
+    let flags = [
+        "--lr", "0.01", "--seed", "5", "--ranks", "3", "--stage", "1", "--steps", "4", "--clip",
+        "0",
+    ];
     let out = resume(dir, &[&["a"], &flags[..]].concat());
     let expected = [
         "batch.ranks 2 -> 3",
@@ -237,7 +370,8 @@ fn changed_settings_are_printed() {
     assert_eq!(differences(&out), expected, "{out}");
 }
 
-/// `--no-decay-1d` is a group of all tensors of one dimension; a resumed run keeps it, and prints a change.
+/// `--no-decay-1d` is a group of all tensors of one dimension; a resumed run keeps it, and prints a
+/// change.
 #[test]
 fn no_decay_of_vectors() {
     let dir = temp();
@@ -246,21 +380,73 @@ fn no_decay_of_vectors() {
     let groups = r#"{"param_groups": [{"max_dims": 1, "weight_decay": 0.0}], "zero_optimization": {"stage": 3},
         "gradient_clipping": 0.5}"#;
     std::fs::write(dir.join("groups.json"), groups).unwrap();
-    let out = train(dir, &["--steps", "3", "--metrics", "flag", "--checkpoint", "a", "--no-decay-1d"]);
-    assert!(out.contains("parameter groups: dims <= 1: weight decay 0"), "{out}");
-    train(dir, &["--steps", "3", "--metrics", "file", "--checkpoint", "b", "--config", "groups.json"]);
-    train(dir, &["--steps", "3", "--metrics", "none", "--checkpoint", "c"]);
+    let out = train(
+        dir,
+        &[
+            "--steps",
+            "3",
+            "--metrics",
+            "flag",
+            "--checkpoint",
+            "a",
+            "--no-decay-1d",
+        ],
+    );
+    assert!(
+        out.contains("parameter groups: dims <= 1: weight decay 0"),
+        "{out}"
+    );
+    train(
+        dir,
+        &[
+            "--steps",
+            "3",
+            "--metrics",
+            "file",
+            "--checkpoint",
+            "b",
+            "--config",
+            "groups.json",
+        ],
+    );
+    train(
+        dir,
+        &["--steps", "3", "--metrics", "none", "--checkpoint", "c"],
+    );
     assert_eq!(curve(dir, "flag"), curve(dir, "file"));
     let by_flag = weights(dir, "a");
     assert!(by_flag == weights(dir, "b") && by_flag != weights(dir, "c"));
-    assert_eq!(record(dir, "a", 3)["param_groups"], serde_json::json!({"no_decay_1d": true}));
+    assert_eq!(
+        record(dir, "a", 3)["param_groups"],
+        serde_json::json!({"no_decay_1d": true})
+    );
     assert_eq!(record(dir, "c", 3).get("param_groups"), None);
 
-    assert_eq!(differences(&resume(dir, &["a", "--steps", "4"])), ["steps 3 -> 4"]);
+    assert_eq!(
+        differences(&resume(dir, &["a", "--steps", "4"])),
+        ["steps 3 -> 4"]
+    );
     let out = resume(dir, &["a", "--steps", "5", "--no-decay-1d=false"]);
-    assert_eq!(differences(&out), ["param_groups dims <= 1: weight decay 0 -> none", "steps 4 -> 5"], "{out}");
+    assert_eq!(
+        differences(&out),
+        [
+            "param_groups dims <= 1: weight decay 0 -> none",
+            "steps 4 -> 5"
+        ],
+        "{out}"
+    );
     std::fs::write(dir.join("bad.json"), r#"{"param_groups": [{"name": "x"}]}"#).unwrap();
-    let bad = zero(dir, &["train", "--data", "text.txt", "--config", "bad.json", "--no-checkpoint"]);
+    let bad = zero(
+        dir,
+        &[
+            "train",
+            "--data",
+            "text.txt",
+            "--config",
+            "bad.json",
+            "--no-checkpoint",
+        ],
+    );
     fails(&bad, 2, &["param_groups: unknown field `name`"]);
 }
 
@@ -275,8 +461,12 @@ fn configuration_counts_as_flags() {
         "weight_decay": 0.2}}}"#;
     std::fs::write(dir.join("ds.json"), file).unwrap();
     let out = resume(dir, &["a", "--config", "ds.json", "--steps", "3"]);
-    let expected =
-        ["batch.micro_batch 3 -> 1", "batch.step_tokens 288 -> 96", "optimizer.lr 0.003 -> 0.01", "steps 2 -> 3"];
+    let expected = [
+        "batch.micro_batch 3 -> 1",
+        "batch.step_tokens 288 -> 96",
+        "optimizer.lr 0.003 -> 0.01",
+        "steps 2 -> 3",
+    ];
     assert_eq!(differences(&out), expected, "{out}");
 }
 
@@ -286,12 +476,30 @@ fn another_model_is_refused() {
     let dir = dir.path();
     inputs(dir);
     train(dir, &["--steps", "1", "--checkpoint", "a"]);
-    let with = |model: &str| zero(dir, &["train", "--resume", "a", "--steps", "2", "--model", model]);
-    fails(&with("nano"), 2, &["--model nano", "another model", "/model", "n_embd 64 -> 128"]);
+    let with = |model: &str| {
+        zero(
+            dir,
+            &["train", "--resume", "a", "--steps", "2", "--model", model],
+        )
+    };
+    fails(
+        &with("nano"),
+        2,
+        &[
+            "--model nano",
+            "another model",
+            "/model",
+            "n_embd 64 -> 128",
+        ],
+    );
     succeeds(&with("model"));
     // All shapes are the same.
     let config = std::fs::read_to_string(dir.join("model/config.json")).unwrap();
-    std::fs::write(dir.join("model/config.json"), config.replace("\"n_head\": 4", "\"n_head\": 2")).unwrap();
+    std::fs::write(
+        dir.join("model/config.json"),
+        config.replace("\"n_head\": 4", "\"n_head\": 2"),
+    )
+    .unwrap();
     fails(&with("model"), 2, &["another model", "n_head 4 -> 2"]);
 }
 
@@ -302,14 +510,26 @@ fn missing_data_is_an_error() {
     inputs(dir);
     train(dir, &["--steps", "1", "--checkpoint", "a"]);
     std::fs::rename(dir.join("text.txt"), dir.join("moved.txt")).unwrap();
-    fails(&zero(dir, &["train", "--resume", "a", "--steps", "2"]), 2, &["text.txt", "does not exist", "--data"]);
+    fails(
+        &zero(dir, &["train", "--resume", "a", "--steps", "2"]),
+        2,
+        &["text.txt", "does not exist", "--data"],
+    );
     let out = resume(dir, &["a", "--steps", "2", "--data", "moved.txt"]);
-    let [path, _steps] = differences(&out)[..] else { panic!("{out}") };
-    assert!(path.starts_with("data.path ") && path.ends_with("/moved.txt"), "{path}");
+    let [path, _steps] = differences(&out)[..] else {
+        panic!("{out}")
+    };
+    assert!(
+        path.starts_with("data.path ") && path.ends_with("/moved.txt"),
+        "{path}"
+    );
     // The same path with another content.
     std::fs::write(dir.join("moved.txt"), "x".repeat(8192)).unwrap();
     let out = resume(dir, &["a", "--steps", "3"]);
-    assert!(out.contains("note: the data differs from the checkpoint's"), "{out}");
+    assert!(
+        out.contains("note: the data differs from the checkpoint's"),
+        "{out}"
+    );
 }
 
 /// An interrupted run continues to its last step, with the interval of its checkpoints.
@@ -318,18 +538,35 @@ fn last_step_and_checkpoints_are_taken_up() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "6", "--checkpoint", "a", "--checkpoint-every", "2", "--keep-last", "2"]);
+    train(
+        dir,
+        &[
+            "--steps",
+            "6",
+            "--checkpoint",
+            "a",
+            "--checkpoint-every",
+            "2",
+            "--keep-last",
+            "2",
+        ],
+    );
     std::fs::remove_dir_all(dir.join("a/step-00000006")).unwrap();
     resume(dir, &["a"]);
     let steps = |dir: &Path| {
-        let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let entries = std::fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
         steps.sort();
         steps
     };
     assert_eq!(steps(&dir.join("a")), ["step-00000004", "step-00000006"]);
     let out = resume(dir, &["a"]);
-    assert!(out.contains("nothing to do: the checkpoint is at step 6"), "{out}");
+    assert!(
+        out.contains("nothing to do: the checkpoint is at step 6"),
+        "{out}"
+    );
 }
 
 #[test]
@@ -341,14 +578,20 @@ fn run_id_follows_the_folder() {
     let first = record(dir, "a", 1);
     resume(dir, &["a", "--steps", "2"]);
     let same = record(dir, "a", 2);
-    assert_eq!((&same["run"], &same["resumed_runs"]), (&first["run"], &first["resumed_runs"]));
+    assert_eq!(
+        (&same["run"], &same["resumed_runs"]),
+        (&first["run"], &first["resumed_runs"])
+    );
     resume(dir, &["a", "--steps", "3", "--checkpoint", "b"]);
     let other = record(dir, "b", 3);
     assert_ne!(other["run"], first["run"]);
     assert_eq!(other["resumed_runs"], serde_json::json!([first["run"]]));
     assert_eq!(other["model"], first["model"]);
     // One checkpoint of a folder.
-    resume(dir, &["a/step-00000001", "--steps", "2", "--checkpoint", "./a"]);
+    resume(
+        dir,
+        &["a/step-00000001", "--steps", "2", "--checkpoint", "./a"],
+    );
     assert_eq!(record(dir, "a", 2)["run"], first["run"]);
 }
 
@@ -358,8 +601,21 @@ fn readme_line_resumes_at_another_stage() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "2", "--checkpoint", "runs/a", "--metrics", "a.jsonl"]);
-    let out = resume(dir, &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"]);
+    train(
+        dir,
+        &[
+            "--steps",
+            "2",
+            "--checkpoint",
+            "runs/a",
+            "--metrics",
+            "a.jsonl",
+        ],
+    );
+    let out = resume(
+        dir,
+        &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"],
+    );
     assert!(out.contains("ZeRO stage 1, 3 ranks"), "{out}");
     assert_eq!(curve(dir, "a.jsonl").len(), 4);
     assert_eq!(record(dir, "runs/a", 4)["batch"]["ranks"], 3);
@@ -370,7 +626,10 @@ fn opening_shows_all_settings() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    let out = train(dir, &["--steps", "2", "--checkpoint", "a", "--report", "report"]);
+    let out = train(
+        dir,
+        &["--steps", "2", "--checkpoint", "a", "--report", "report"],
+    );
     for part in [
         "parameters in bf16, ZeRO stage 3, 2 ranks x ",
         ", seed 11, weights from /",
@@ -385,9 +644,13 @@ fn opening_shows_all_settings() {
     ] {
         assert!(out.contains(part), "{part:?} is not in: {out}");
     }
-    let report: Value = serde_json::from_slice(&std::fs::read(dir.join("report/run.json")).unwrap()).unwrap();
+    let report: Value =
+        serde_json::from_slice(&std::fs::read(dir.join("report/run.json")).unwrap()).unwrap();
     assert_eq!(report, record(dir, "a", 2));
-    assert!(out.contains(&format!("run: {}, ", report["run"].as_str().unwrap())), "{out}");
+    assert!(
+        out.contains(&format!("run: {}, ", report["run"].as_str().unwrap())),
+        "{out}"
+    );
 }
 
 /// Sizes of communication and activation checkpointing, too, and the switches can be turned off.
@@ -396,15 +659,35 @@ fn memory_settings_are_taken_up() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    let flags = ["--bucket-elems", "4096", "--no-overlap", "--activation-checkpointing"];
-    train(dir, &[&flags[..], &["--steps", "1", "--checkpoint", "a"]].concat());
+    let flags = [
+        "--bucket-elems",
+        "4096",
+        "--no-overlap",
+        "--activation-checkpointing",
+    ];
+    train(
+        dir,
+        &[&flags[..], &["--steps", "1", "--checkpoint", "a"]].concat(),
+    );
     let out = resume(dir, &["a", "--steps", "2"]);
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
     let record = record(dir, "a", 2);
     let communication = &record["communication"];
-    assert_eq!((&communication["bucket_elems"], &communication["overlap"]), (&4096.into(), &false.into()));
+    assert_eq!(
+        (&communication["bucket_elems"], &communication["overlap"]),
+        (&4096.into(), &false.into())
+    );
     assert_eq!(record["activation_checkpointing"], true);
-    let out = resume(dir, &["a", "--steps", "2", "--no-overlap=false", "--activation-checkpointing=false"]);
+    let out = resume(
+        dir,
+        &[
+            "a",
+            "--steps",
+            "2",
+            "--no-overlap=false",
+            "--activation-checkpointing=false",
+        ],
+    );
     let expected = [
         "activation_checkpointing true -> false",
         "communication.gather_ahead 0 -> 1",
@@ -421,10 +704,16 @@ fn sub_group_size_is_taken_up() {
     inputs(dir);
     let file = r#"{"zero_optimization": {"stage": 2, "sub_group_size": 100000}}"#;
     std::fs::write(dir.join("ds.json"), file).unwrap();
-    train(dir, &["--config", "ds.json", "--steps", "1", "--checkpoint", "a"]);
+    train(
+        dir,
+        &["--config", "ds.json", "--steps", "1", "--checkpoint", "a"],
+    );
     let out = resume(dir, &["a", "--steps", "2"]);
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 100_000);
+    assert_eq!(
+        record(dir, "a", 2)["communication"]["sub_group_elems"],
+        100_000
+    );
 }
 
 /// The places of state do not decide the numbers, and flags override them.
@@ -436,27 +725,59 @@ fn offload_is_taken_up() {
     for folder in ["one", "two"] {
         std::fs::create_dir(dir.join(folder)).unwrap();
     }
-    let path = |folder: &str| format!("nvme:{}", dir.join(folder).canonicalize().unwrap().display());
-    train(dir, &["--steps", "3", "--metrics", "plain", "--checkpoint", "p"]);
+    let path = |folder: &str| {
+        format!(
+            "nvme:{}",
+            dir.join(folder).canonicalize().unwrap().display()
+        )
+    };
+    train(
+        dir,
+        &["--steps", "3", "--metrics", "plain", "--checkpoint", "p"],
+    );
     assert_eq!(record(dir, "p", 3).get("offload"), None);
     let flags = ["--offload", "nvme:one", "--offload-params", "nvme:one"];
-    let out = train(dir, &[&flags[..], &["--steps", "2", "--metrics", "first", "--checkpoint", "a"]].concat());
+    let out = train(
+        dir,
+        &[
+            &flags[..],
+            &["--steps", "2", "--metrics", "first", "--checkpoint", "a"],
+        ]
+        .concat(),
+    );
     let one = path("one");
-    let line = format!("offload: optimizer state in {one} (masters fp32, moments fp32), parameters in {one}\n");
+    let line = format!(
+        "offload: optimizer state in {one} (masters fp32, moments fp32), parameters in {one}\n"
+    );
     assert!(out.contains(&line), "{out}");
     let offload = record(dir, "a", 2)["offload"].clone();
-    assert_eq!((&offload["optimizer"], &offload["params"]), (&one.clone().into(), &one.clone().into()));
-    assert_eq!(record(dir, "a", 2)["communication"]["sub_group_elems"], 1 << 20);
+    assert_eq!(
+        (&offload["optimizer"], &offload["params"]),
+        (&one.clone().into(), &one.clone().into())
+    );
+    assert_eq!(
+        record(dir, "a", 2)["communication"]["sub_group_elems"],
+        1 << 20
+    );
 
     let out = resume(dir, &["a", "--steps", "3", "--metrics", "rest"]);
     assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");
-    assert_eq!(curve(dir, "plain"), [curve(dir, "first"), curve(dir, "rest")].concat());
+    assert_eq!(
+        curve(dir, "plain"),
+        [curve(dir, "first"), curve(dir, "rest")].concat()
+    );
     assert!(weights(dir, "p") == weights(dir, "a"), "final weights");
     let out = resume(dir, &["a", "--steps", "4", "--offload", "nvme:two"]);
-    let expected = [format!("offload.optimizer {one} -> {}", path("two")), "steps 3 -> 4".to_owned()];
+    let expected = [
+        format!("offload.optimizer {one} -> {}", path("two")),
+        "steps 3 -> 4".to_owned(),
+    ];
     assert_eq!(differences(&out), expected, "{out}");
     // Stage 2 has no parameters to offload.
-    let out = resume(dir, &["a", "--steps", "5", "--stage", "2", "--offload", "none"]);
+    let out = resume(
+        dir,
+        &["a", "--steps", "5", "--stage", "2", "--offload", "none"],
+    );
     let expected = [
         format!("offload.optimizer {} -> none", path("two")),
         format!("offload.params {one} -> none"),
@@ -466,8 +787,27 @@ fn offload_is_taken_up() {
     assert_eq!(differences(&out), expected, "{out}");
     assert_eq!(record(dir, "a", 5).get("offload"), None);
     std::fs::remove_dir(dir.join("two")).unwrap();
-    let gone = zero(dir, &["train", "--resume", "a/step-00000004", "--steps", "5", "--checkpoint", "b"]);
-    fails(&gone, 2, &["scratch files in /", "/two", "no folder of yours on this machine: pass --offload nvme:DIR"]);
+    let gone = zero(
+        dir,
+        &[
+            "train",
+            "--resume",
+            "a/step-00000004",
+            "--steps",
+            "5",
+            "--checkpoint",
+            "b",
+        ],
+    );
+    fails(
+        &gone,
+        2,
+        &[
+            "scratch files in /",
+            "/two",
+            "no folder of yours on this machine: pass --offload nvme:DIR",
+        ],
+    );
 }
 
 #[test]
@@ -476,12 +816,27 @@ fn schedule_and_loss_scale_differ_in_one_line_each() {
     let dir = dir.path();
     inputs(dir);
     train(dir, &["--steps", "1", "--checkpoint", "a"]);
-    let out = resume(dir, &["a", "--steps", "9", "--schedule", "cosine", "--dtype", "fp16"]);
-    let [dtype, scale, schedule, steps] = differences(&out)[..] else { panic!("{out}") };
+    let out = resume(
+        dir,
+        &[
+            "a",
+            "--steps",
+            "9",
+            "--schedule",
+            "cosine",
+            "--dtype",
+            "fp16",
+        ],
+    );
+    let [dtype, scale, schedule, steps] = differences(&out)[..] else {
+        panic!("{out}")
+    };
     assert_eq!((dtype, steps), ("dtype bf16 -> fp16", "steps 1 -> 9"));
-    assert!(scale.starts_with("optimizer.loss_scaling 1 -> dynamic from 2^16, "), "{scale}");
-    let start =
-        "optimizer.schedule linear warm-up over 4 steps, then constant -> linear warm-up over 4 steps, then cosine";
+    assert!(
+        scale.starts_with("optimizer.loss_scaling 1 -> dynamic from 2^16, "),
+        "{scale}"
+    );
+    let start = "optimizer.schedule linear warm-up over 4 steps, then constant -> linear warm-up over 4 steps, then cosine";
     assert!(schedule.starts_with(start), "{schedule}");
 }
 
@@ -498,13 +853,27 @@ fn missing_tokenizer_is_an_error() {
         vocabulary.join(", ")
     );
     std::fs::write(dir.join("tokenizer.json"), tokenizer).unwrap();
-    train(dir, &["--tokenizer", "tokenizer.json", "--steps", "1", "--checkpoint", "a"]);
+    train(
+        dir,
+        &[
+            "--tokenizer",
+            "tokenizer.json",
+            "--steps",
+            "1",
+            "--checkpoint",
+            "a",
+        ],
+    );
     let out = resume(dir, &["a", "--steps", "2"]);
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
     assert!(out.contains("tokenizer.json"), "{out}");
     std::fs::rename(dir.join("tokenizer.json"), dir.join("moved.json")).unwrap();
     let resumed = zero(dir, &["train", "--resume", "a", "--steps", "3"]);
-    fails(&resumed, 2, &["tokenizer.json", "does not exist", "--tokenizer"]);
+    fails(
+        &resumed,
+        2,
+        &["tokenizer.json", "does not exist", "--tokenizer"],
+    );
     let out = resume(dir, &["a", "--steps", "3", "--tokenizer", "moved.json"]);
     assert!(!out.contains("the data differs"), "{out}");
 }
@@ -518,18 +887,24 @@ fn checkpoint_without_record_is_resumed() {
     train(dir, &["--stage", "1", "--steps", "1", "--checkpoint", "a"]);
     let step = dir.join("a/step-00000001");
     std::fs::remove_file(step.join("run.json")).unwrap();
-    let file: Value = serde_json::from_slice(&std::fs::read(step.join("manifest.json")).unwrap()).unwrap();
+    let file: Value =
+        serde_json::from_slice(&std::fs::read(step.join("manifest.json")).unwrap()).unwrap();
     let mut manifest = file["manifest"].clone();
     for key in ["run", "documents"] {
         manifest.as_object_mut().unwrap().remove(key).unwrap();
     }
     let text = manifest.to_string();
     let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, text.as_bytes());
-    let text = format!(r#"{{"format": "zero-ckpt", "version": 1, "crc64": "{crc:016x}", "manifest": {text}}}"#);
+    let text = format!(
+        r#"{{"format": "zero-ckpt", "version": 1, "crc64": "{crc:016x}", "manifest": {text}}}"#
+    );
     std::fs::write(step.join("manifest.json"), text).unwrap();
     let out = resume(dir, &["a", "--data", "text.txt", "--steps", "2"]);
     assert!(out.contains("has no run.json"), "{out}");
-    assert!(out.contains("in bf16, ZeRO stage 1, ") && out.contains(", seed 11, "), "{out}");
+    assert!(
+        out.contains("in bf16, ZeRO stage 1, ") && out.contains(", seed 11, "),
+        "{out}"
+    );
     assert_eq!(record(dir, "a", 2)["resumed_runs"], serde_json::json!([""]));
 }
 
@@ -543,7 +918,14 @@ fn damaged_record_is_refused() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"format\": 1", "\"format\": 2")).unwrap();
     // Its checksum is in the manifest.
-    fails(&zero(dir, &["train", "--resume", "a/step-00000001", "--steps", "2"]), 1, &["run.json"]);
+    fails(
+        &zero(
+            dir,
+            &["train", "--resume", "a/step-00000001", "--steps", "2"],
+        ),
+        1,
+        &["run.json"],
+    );
 }
 
 #[test]
@@ -553,7 +935,17 @@ fn default_data_is_taken_up_in_its_folder() {
     inputs(dir);
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
     std::fs::write(dir.join("text.txt"), text.repeat(10)).unwrap();
-    let run = ["train", "--model", &data("model"), "--seq-len", "16", "--steps", "1", "--checkpoint", "a"];
+    let run = [
+        "train",
+        "--model",
+        &data("model"),
+        "--seq-len",
+        "16",
+        "--steps",
+        "1",
+        "--checkpoint",
+        "a",
+    ];
     succeeds(&zero(dir, &run));
     let out = resume(dir, &["a", "--steps", "2"]);
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");

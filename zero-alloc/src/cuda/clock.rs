@@ -11,9 +11,11 @@ use super::poll::Deadline;
 use crate::device::DeviceError;
 use crate::timeline::{Enqueued, OpSpan, Pending, Timeline};
 
-/// Elapsed times are milliseconds in fp32, exact to 60 ns within a second. Beyond it the anchor is renewed.
+/// Elapsed times are milliseconds in fp32, exact to 60 ns within a second. Beyond it the anchor is
+/// renewed.
 const EXACT_MS: f32 = 1_000.0;
-/// The uncertainty wanted for the anchor, and the number of tries, since the host may be interrupted.
+/// The uncertainty wanted for the anchor, and the number of tries, since the host may be
+/// interrupted.
 const ANCHOR_UNCERTAINTY: Duration = Duration::from_micros(50);
 const ANCHOR_TRIES: usize = 32;
 /// The limit for an event on an empty stream.
@@ -39,20 +41,32 @@ impl Clock {
         for _ in 0..ANCHOR_TRIES {
             let before = timeline.now();
             let point = queue.record(true)?;
-            Deadline::after(ANCHOR_LIMIT).wait(|| "the clock of a timeline".into(), || point.query())?;
+            Deadline::after(ANCHOR_LIMIT)
+                .wait(|| "the clock of a timeline".into(), || point.query())?;
             // The point was reached between the two readings of the host's clock.
             let uncertainty = timeline.now() - before;
             if best.as_ref().is_none_or(|(least, _)| uncertainty < *least) {
-                best = Some((uncertainty, Anchor { point: Arc::new(point), at: before + uncertainty / 2 }));
+                best = Some((
+                    uncertainty,
+                    Anchor {
+                        point: Arc::new(point),
+                        at: before + uncertainty / 2,
+                    },
+                ));
             }
             if uncertainty < ANCHOR_UNCERTAINTY {
                 break;
             }
         }
-        let none =
-            || DeviceError::Driver { call: "cuEventRecord", message: "no event for the timeline's clock".into() };
+        let none = || DeviceError::Driver {
+            call: "cuEventRecord",
+            message: "no event for the timeline's clock".into(),
+        };
         let (_, anchor) = best.ok_or_else(none)?;
-        Ok(Self { timeline, anchor: Mutex::new(anchor) })
+        Ok(Self {
+            timeline,
+            anchor: Mutex::new(anchor),
+        })
     }
 
     /// An operation that is enqueued now.
@@ -61,10 +75,22 @@ impl Clock {
     }
 
     /// Adds the operation between two points to the timeline, once it has run.
-    pub(super) fn expect(self: &Arc<Self>, enqueued: Enqueued, stream: &Arc<str>, start: Point, end: Point) {
+    pub(super) fn expect(
+        self: &Arc<Self>,
+        enqueued: Enqueued,
+        stream: &Arc<str>,
+        start: Point,
+        end: Point,
+    ) {
         let (clock, stream) = (Arc::clone(self), Arc::clone(stream));
         let (start, end) = (Arc::new(start), Arc::new(end));
-        self.timeline.expect(Box::new(Measured { clock, enqueued, stream, start, end }));
+        self.timeline.expect(Box::new(Measured {
+            clock,
+            enqueued,
+            stream,
+            start,
+            end,
+        }));
     }
 
     /// The time of a reached point.
@@ -74,10 +100,15 @@ impl Clock {
         let at = if ms >= 0.0 {
             anchor.at + Duration::from_secs_f64(f64::from(ms) / 1e3)
         } else {
-            anchor.at.saturating_sub(Duration::from_secs_f64(f64::from(-ms) / 1e3))
+            anchor
+                .at
+                .saturating_sub(Duration::from_secs_f64(f64::from(-ms) / 1e3))
         };
         if ms > EXACT_MS {
-            *anchor = Anchor { point: Arc::clone(point), at };
+            *anchor = Anchor {
+                point: Arc::clone(point),
+                at,
+            };
         }
         Ok(at)
     }
@@ -99,9 +130,16 @@ impl Pending for Measured {
             Ok(true) => {}
             Err(_) => return Poll::Ready(None),
         }
-        let (Ok(start), Ok(end)) = (self.clock.time_of(&self.start), self.clock.time_of(&self.end)) else {
+        let (Ok(start), Ok(end)) = (
+            self.clock.time_of(&self.start),
+            self.clock.time_of(&self.end),
+        ) else {
             return Poll::Ready(None);
         };
-        Poll::Ready(Some(self.enqueued.span(&self.stream, start, end.max(start))))
+        Poll::Ready(Some(self.enqueued.span(
+            &self.stream,
+            start,
+            end.max(start),
+        )))
     }
 }

@@ -15,7 +15,8 @@ use super::poll::Deadline;
 use super::staging::Staging;
 use super::{CudaEvent, CudaStream, Module, host_wait};
 use crate::device::{
-    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, VirtualMemory, check_copy, same_len,
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, VirtualMemory, check_copy,
+    same_len,
 };
 use crate::host::HostEvent;
 use crate::planner::CostModel;
@@ -53,8 +54,9 @@ struct Recorder {
 
 /// A GPU. Clones refer to the same GPU.
 ///
-/// By default its pools use pages if the device has virtual memory: live addresses never move, and compaction can map
-/// instead of copy. [`CudaDevice::with_backings`] and [`CudaDevice::with_shareable_backings`] select other memory.
+/// By default its pools use pages if the device has virtual memory: live addresses never move, and
+/// compaction can map instead of copy. [`CudaDevice::with_backings`] and
+/// [`CudaDevice::with_shareable_backings`] select other memory.
 #[derive(Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,
@@ -77,8 +79,8 @@ impl CudaDevice {
         Driver::get()?.count()
     }
 
-    /// The newest version of CUDA that the driver supports, major and minor: (13, 0). Libraries of a newer major version
-    /// do not run on it.
+    /// The newest version of CUDA that the driver supports, major and minor: (13, 0). Libraries of
+    /// a newer major version do not run on it.
     ///
     /// # Errors
     /// [`DeviceError::NoDriver`], or the driver failed.
@@ -86,8 +88,8 @@ impl CudaDevice {
         Driver::get()?.version()
     }
 
-    /// Opens the GPU with this index, counted from 0. It shares the primary context with all users of CUDA's runtime
-    /// in the process (PyTorch, NCCL).
+    /// Opens the GPU with this index, counted from 0. It shares the primary context with all users
+    /// of CUDA's runtime in the process (PyTorch, NCCL).
     ///
     /// # Errors
     /// [`DeviceError::NoDriver`], or there is no such device.
@@ -102,41 +104,71 @@ impl CudaDevice {
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let paged = context.has(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
-        let pages = if paged { Some(Pages::new(&context)?) } else { None };
+        let paged =
+            context.has(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
+        let pages = if paged {
+            Some(Pages::new(&context)?)
+        } else {
+            None
+        };
         let (name, staging) = (context.name()?, Staging::new(&context)?);
         let pins = Arc::new(Pins::new(&context));
-        let shared = Arc::new(Shared { context, name, arch, pages, staging, pins });
-        Ok(Self { shared, kind: Kind::Pages, recorder: None })
+        let shared = Arc::new(Shared {
+            context,
+            name,
+            arch,
+            pages,
+            staging,
+            pins,
+        });
+        Ok(Self {
+            shared,
+            kind: Kind::Pages,
+            recorder: None,
+        })
     }
 
-    /// The same device; streams made from now on record their operations in `timeline`. Times come from events on the
-    /// device, which are read when the timeline is read, so that recording does not wait.
+    /// The same device; streams made from now on record their operations in `timeline`. Times come
+    /// from events on the device, which are read when the timeline is read, so that recording does
+    /// not wait.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
-        Self { recorder: Some(Arc::new(Recorder { timeline, clock: Mutex::default() })), ..self }
+        Self {
+            recorder: Some(Arc::new(Recorder {
+                timeline,
+                clock: Mutex::default(),
+            })),
+            ..self
+        }
     }
 
-    /// The same device without virtual memory: pools use backings from `cuMemAlloc`. Allocating and freeing a backing
-    /// may wait for the whole device.
+    /// The same device without virtual memory: pools use backings from `cuMemAlloc`. Allocating and
+    /// freeing a backing may wait for the whole device.
     #[must_use]
     pub fn with_backings(self) -> Self {
-        Self { kind: Kind::Backings, ..self }
+        Self {
+            kind: Kind::Backings,
+            ..self
+        }
     }
 
-    /// The same device with backings that other processes can open, and network cards if the device allows it: memory
-    /// that NCCL can use directly once it is registered. Each backing is one handle of the driver, because NCCL has
-    /// registered ranges of several handles incorrectly; so nothing is stitched, and other pools cannot use its free
-    /// memory. Use it for a separate pool of communication buffers.
+    /// The same device with backings that other processes can open, and network cards if the device
+    /// allows it: memory that NCCL can use directly once it is registered. Each backing is one
+    /// handle of the driver, because NCCL has registered ranges of several handles incorrectly; so
+    /// nothing is stitched, and other pools cannot use its free memory. Use it for a separate pool
+    /// of communication buffers.
     ///
-    /// If the device or its driver has no such memory, this equals [`CudaDevice::with_backings`], and
-    /// [`CudaDevice::shareable_allocation`] returns an error.
+    /// If the device or its driver has no such memory, this equals [`CudaDevice::with_backings`],
+    /// and [`CudaDevice::shareable_allocation`] returns an error.
     ///
     /// # Errors
     /// The driver failed.
     pub fn with_shareable_backings(self) -> Result<Self, DeviceError> {
         Ok(match Shareable::new(self.context())? {
-            Some(shareable) => Self { kind: Kind::Shareable(Arc::new(shareable)), ..self },
+            Some(shareable) => Self {
+                kind: Kind::Shareable(Arc::new(shareable)),
+                ..self
+            },
             None => self.with_backings(),
         })
     }
@@ -144,11 +176,12 @@ impl CudaDevice {
     /// The allocation that contains `memory`, as its first address and its size in bytes.
     ///
     /// # Errors
-    /// `memory` is of another device or spans several allocations, or other processes cannot open the allocation, or
-    /// the driver failed.
+    /// `memory` is of another device or spans several allocations, or other processes cannot open
+    /// the allocation, or the driver failed.
     pub fn shareable_allocation(&self, memory: AnySlice) -> Result<(*mut u8, usize), DeviceError> {
         memory.check_device("shareable_allocation", self.id())?;
-        self.context().shareable(memory.as_ptr(), memory.len_bytes())
+        self.context()
+            .shareable(memory.as_ptr(), memory.len_bytes())
     }
 
     /// The driver's name of the device.
@@ -174,8 +207,8 @@ impl CudaDevice {
         self.shared.context.memory_bytes()
     }
 
-    /// Makes the device's context current on this thread, for libraries that require it (cuBLASLt, NCCL). Methods of
-    /// this crate do it themselves.
+    /// Makes the device's context current on this thread, for libraries that require it (cuBLASLt,
+    /// NCCL). Methods of this crate do it themselves.
     ///
     /// # Errors
     /// The driver failed.
@@ -189,10 +222,13 @@ impl CudaDevice {
     /// The driver rejects the image; the message contains its compiler's log.
     ///
     /// # Safety
-    /// `image` is a compiler's whole output: the driver receives no length, and trusts the sizes in machine code.
+    /// `image` is a compiler's whole output: the driver receives no length, and trusts the sizes in
+    /// machine code.
     pub unsafe fn load_module(&self, image: &[u8]) -> Result<Module, DeviceError> {
         // SAFETY: the caller's promise.
-        Ok(Module::new(unsafe { Code::load(&self.shared.context, image) }?))
+        Ok(Module::new(unsafe {
+            Code::load(&self.shared.context, image)
+        }?))
     }
 
     pub(super) fn context(&self) -> &Arc<Context> {
@@ -204,7 +240,9 @@ impl CudaDevice {
     }
 
     pub(super) fn stream_on(&self, queue: Queue, name: &str) -> Result<CudaStream, DeviceError> {
-        let Some(recorder) = &self.recorder else { return Ok(CudaStream::new(name, queue, None)) };
+        let Some(recorder) = &self.recorder else {
+            return Ok(CudaStream::new(name, queue, None));
+        };
         let mut clock = recorder.clock.lock();
         let clock = match &*clock {
             Some(clock) => Arc::clone(clock),
@@ -247,7 +285,11 @@ unsafe impl Memory for CudaDevice {
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
-        let pages = self.shared.pages.as_ref().filter(|_| matches!(self.kind, Kind::Pages));
+        let pages = self
+            .shared
+            .pages
+            .as_ref()
+            .filter(|_| matches!(self.kind, Kind::Pages));
         pages.map(|pages| pages as &dyn VirtualMemory)
     }
 
@@ -274,9 +316,10 @@ unsafe impl Device for CudaDevice {
         self.stream_on(Queue::urgent(&self.shared.context)?, name)
     }
 
-    /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory. What the system refused to pin
-    /// is copied through a pinned buffer by a host operation of the stream. While one aligned `u64` of pinned memory is
-    /// copied, the host may store to it as `AtomicU64`; the copy has the old value or the new one.
+    /// Either slice may be [`PinnedMemory`](super::PinnedMemory) instead of device memory. What the
+    /// system refused to pin is copied through a pinned buffer by a host operation of the stream.
+    /// While one aligned `u64` of pinned memory is copied, the host may store to it as `AtomicU64`;
+    /// the copy has the old value or the new one.
     fn copy(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
         stream.check_device("copy, stream", self.id())?;
@@ -287,7 +330,11 @@ unsafe impl Device for CudaDevice {
         }
         if pageable::contains(src) || pageable::contains(dst) {
             stream.refuse_in_capture("copy of memory that is not pinned")?;
-            return stream.labelled("copy", || self.shared.staging.copy_pageable(stream, src.bytes(), dst.bytes()));
+            return stream.labelled("copy", || {
+                self.shared
+                    .staging
+                    .copy_pageable(stream, src.bytes(), dst.bytes())
+            });
         }
         stream.labelled("copy", || stream.queue().copy(src, dst))
     }
@@ -298,20 +345,36 @@ unsafe impl Device for CudaDevice {
         stream.labelled("fill_zero", || stream.queue().fill_zero(dst))
     }
 
-    /// The stream waits for memory of the host. If the device has no such waits or 512 are pending, the calling thread waits
-    /// instead, at most `limit`. The limit of a wait in the stream counts while a thread waits for the device.
-    fn wait_for_host(&self, stream: &CudaStream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
+    /// The stream waits for memory of the host. If the device has no such waits or 512 are pending,
+    /// the calling thread waits instead, at most `limit`. The limit of a wait in the stream counts
+    /// while a thread waits for the device.
+    fn wait_for_host(
+        &self,
+        stream: &CudaStream,
+        event: &HostEvent,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         stream.check_device("wait_for_host, stream", self.id())?;
         host_wait::wait(stream, event, limit)
     }
 
-    fn upload(&self, stream: &CudaStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+    fn upload(
+        &self,
+        stream: &CudaStream,
+        src: &[u8],
+        dst: AnySlice,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
         dst.check_device("upload", self.id())?;
         stream.check_device("upload, stream", self.id())?;
         stream.refuse_in_capture("upload")?;
         let deadline = Deadline::after(limit);
-        stream.labelled("upload", || self.shared.staging.upload(stream, src, dst.bytes(), deadline))?;
+        stream.labelled("upload", || {
+            self.shared
+                .staging
+                .upload(stream, src, dst.bytes(), deadline)
+        })?;
         stream.check()
     }
 
@@ -327,7 +390,11 @@ unsafe impl Device for CudaDevice {
         stream.check_device("download, stream", self.id())?;
         stream.refuse_in_capture("download")?;
         let deadline = Deadline::after(limit);
-        stream.labelled("download", || self.shared.staging.download(stream, src.bytes(), dst, deadline))?;
+        stream.labelled("download", || {
+            self.shared
+                .staging
+                .download(stream, src.bytes(), dst, deadline)
+        })?;
         stream.check()
     }
 }

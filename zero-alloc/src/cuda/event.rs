@@ -16,8 +16,8 @@ struct Inner {
     stream: Arc<str>,
     /// The failures of its stream, and its position there.
     sticky: (Arc<Sticky>, u64),
-    /// The recording that contains the event: it orders operations there. Afterwards the event is reached
-    /// when what the recording's streams had enqueued before it has run.
+    /// The recording that contains the event: it orders operations there. Afterwards the event is
+    /// reached when what the recording's streams had enqueued before it has run.
     capture: Option<Arc<Capture>>,
     done: AtomicBool,
 }
@@ -39,7 +39,13 @@ impl CudaEvent {
         sticky: (Arc<Sticky>, u64),
         capture: Option<Arc<Capture>>,
     ) -> Self {
-        Self(Arc::new(Inner { point, stream, sticky, capture, done: AtomicBool::new(false) }))
+        Self(Arc::new(Inner {
+            point,
+            stream,
+            sticky,
+            capture,
+            done: AtomicBool::new(false),
+        }))
     }
 
     pub(super) fn point(&self) -> &Point {
@@ -66,8 +72,9 @@ impl CudaEvent {
     }
 }
 
-// SAFETY: the driver reports an event as reached when the operations before it have run. Operations of a recording do
-// not run; the event of one is reached when the recording is over and what its streams had enqueued before has run.
+// SAFETY: the driver reports an event as reached when the operations before it have run. Operations
+// of a recording do not run; the event of one is reached when the recording is over and what its
+// streams had enqueued before has run.
 unsafe impl Event for CudaEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         let event = &*self.0;
@@ -91,9 +98,14 @@ unsafe impl Event for CudaEvent {
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
-        let waited = Deadline::after(limit).wait(|| format!("stream {}", self.0.stream), || self.is_done());
+        let waited =
+            Deadline::after(limit).wait(|| format!("stream {}", self.0.stream), || self.is_done());
         // The failure of an operation is more informative than an expired limit.
         let (sticky, position) = &self.0.sticky;
-        if waited.is_err() { sticky.check_before(*position).and(waited) } else { waited }
+        if waited.is_err() {
+            sticky.check_before(*position).and(waited)
+        } else {
+            waited
+        }
     }
 }

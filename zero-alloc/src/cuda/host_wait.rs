@@ -1,14 +1,16 @@
 //! Waits of streams for events of the host.
 //!
-//! The stream waits for a word of pinned memory, which the thread of the host that reaches the event writes. Without a
-//! word (the device has no such waits, too many are pending, or the event is of the seeded scheduler) the calling thread
-//! waits before it enqueues more.
+//! The stream waits for a word of pinned memory, which the thread of the host that reaches the
+//! event writes. Without a word (the device has no such waits, too many are pending, or the event
+//! is of the seeded scheduler) the calling thread waits before it enqueues more.
 //!
-//! Why no host operation of the stream waits: one thread of the driver may run those of all streams. The event may be behind
-//! work of the device that is itself behind a host operation, which would then never run.
+//! Why no host operation of the stream waits: one thread of the driver may run those of all
+//! streams. The event may be behind work of the device that is itself behind a host operation,
+//! which would then never run.
 //!
-//! A wait ends at its limit even if the event is never reached: whoever waits for the device calls [`expire`], and so does
-//! a thread while there are waits, since all others may be blocked in the driver.
+//! A wait ends at its limit even if the event is never reached: whoever waits for the device calls
+//! [`expire`], and so does a thread while there are waits, since all others may be blocked in the
+//! driver.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
@@ -44,11 +46,14 @@ static THREAD: LazyLock<Option<Thread>> = LazyLock::new(|| {
             }
         }
     };
-    let spawned = thread::Builder::new().name("zero-alloc limits".to_owned()).spawn(work);
+    let spawned = thread::Builder::new()
+        .name("zero-alloc limits".to_owned())
+        .spawn(work);
     spawned.ok().map(|handle| handle.thread().clone())
 });
 
-/// A wait of a stream, which ends at the latest when this is dropped: then the event will not be reached.
+/// A wait of a stream, which ends at the latest when this is dropped: then the event will not be
+/// reached.
 struct HostWait {
     context: Arc<Context>,
     word: usize,
@@ -74,19 +79,29 @@ impl HostWait {
 
 impl Drop for HostWait {
     fn drop(&mut self) {
-        self.end(Err(DeviceError::Closed { stream: self.event.clone() }));
+        self.end(Err(DeviceError::Closed {
+            stream: self.event.clone(),
+        }));
     }
 }
 
 /// Makes later operations of `stream` wait for `event`, at most `limit`.
-pub(super) fn wait(stream: &CudaStream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
+pub(super) fn wait(
+    stream: &CudaStream,
+    event: &HostEvent,
+    limit: Duration,
+) -> Result<(), DeviceError> {
     stream.refuse_in_capture("wait_for_host")?;
     stream.check()?;
     if event.is_done() == Ok(true) {
         return Ok(());
     }
     let context = stream.queue().context();
-    let word = if event.is_seeded() { None } else { context.take_word() };
+    let word = if event.is_seeded() {
+        None
+    } else {
+        context.take_word()
+    };
     let Some(word) = word else {
         wait_here(stream, event, limit);
         return Ok(());
@@ -143,6 +158,9 @@ pub(super) fn expire() {
     COUNT.store(pending.len(), Ordering::Relaxed);
     drop(pending);
     for (limit, wait) in expired {
-        wait.end(Err(DeviceError::TimedOut { what: format!("stream {}", wait.event), limit }));
+        wait.end(Err(DeviceError::TimedOut {
+            what: format!("stream {}", wait.event),
+            limit,
+        }));
     }
 }

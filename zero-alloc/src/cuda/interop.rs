@@ -1,8 +1,8 @@
-//! Conversion from and to a framework's raw handles: a `*mut c_void` is a `CUcontext`, `CUstream` or `CUevent` (the
-//! runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
+//! Conversion from and to a framework's raw handles: a `*mut c_void` is a `CUcontext`, `CUstream`
+//! or `CUevent` (the runtime API's `cudaStream_t` and `cudaEvent_t` are the same handles).
 //!
-//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts) makes slices of a framework's
-//! pointers.
+//! [`DeviceSlice::from_raw_parts`](crate::device::DeviceSlice::from_raw_parts) makes slices of a
+//! framework's pointers.
 //! ```no_run
 //! use zero_alloc::cuda::{CudaDevice, interop};
 //! use zero_alloc::device::{Device, DeviceError, DeviceSlice, Memory};
@@ -39,7 +39,10 @@ const DEFAULT_STREAMS: [usize; 3] = [0, 1, 2];
 /// `context` is a context that outlives the device and everything made from it.
 pub unsafe fn device_from_context(context: *mut c_void) -> Result<CudaDevice, DeviceError> {
     if context.is_null() {
-        return Err(DeviceError::Driver { call: "device_from_context", message: "the context is null".into() });
+        return Err(DeviceError::Driver {
+            call: "device_from_context",
+            message: "the context is null".into(),
+        });
     }
     // SAFETY: the caller's promise.
     CudaDevice::in_context(unsafe { Context::foreign(context.cast()) }?)
@@ -53,8 +56,8 @@ pub fn raw_context(device: &CudaDevice) -> *mut c_void {
 /// Makes a stream of a framework's stream. Dropping it does not destroy the framework's.
 ///
 /// # Errors
-/// The stream is a default stream, which orders itself against other streams of the context; or it belongs to another
-/// context.
+/// The stream is a default stream, which orders itself against other streams of the context; or it
+/// belongs to another context.
 ///
 /// # Safety
 /// `stream` is a stream that outlives all handles of the result.
@@ -64,12 +67,19 @@ pub unsafe fn stream_from_raw(
     name: &str,
 ) -> Result<CudaStream, DeviceError> {
     if DEFAULT_STREAMS.contains(&stream.addr()) {
-        let message =
-            format!("{name} is a default stream, which orders itself against others; use a separate stream");
-        return Err(DeviceError::Driver { call: "stream_from_raw", message });
+        let message = format!(
+            "{name} is a default stream, which orders itself against others; use a separate stream"
+        );
+        return Err(DeviceError::Driver {
+            call: "stream_from_raw",
+            message,
+        });
     }
     // SAFETY: the caller's promise.
-    device.stream_on(unsafe { Queue::foreign(device.context(), stream.cast()) }?, name)
+    device.stream_on(
+        unsafe { Queue::foreign(device.context(), stream.cast()) }?,
+        name,
+    )
 }
 
 /// The stream's raw handle; valid while a [`CudaStream`] handle of it lives.
@@ -77,7 +87,8 @@ pub fn raw_stream(stream: &CudaStream) -> *mut c_void {
     stream.queue().raw().cast()
 }
 
-/// Makes an event of a framework's event, as recorded last. Dropping it does not destroy the framework's.
+/// Makes an event of a framework's event, as recorded last. Dropping it does not destroy the
+/// framework's.
 ///
 /// # Safety
 /// `event` is an event that outlives all handles of the result.

@@ -1,20 +1,25 @@
 //! The CUDA back end: NVIDIA GPUs through the driver API, found at run time.
 //!
 //! It needs no toolkit. On a machine without a driver [`CudaDevice::open`] returns
-//! [`DeviceError::NoDriver`](crate::device::DeviceError::NoDriver) with the paths tried; nothing panics.
+//! [`DeviceError::NoDriver`](crate::device::DeviceError::NoDriver) with the paths tried; nothing
+//! panics.
 //!
-//! It never uses the default stream, never synchronizes implicitly (the host waits only in `synchronize`, `upload`
-//! and `download`, by polling, each with a limit), and does not track the users of memory.
+//! It never uses the default stream, never synchronizes implicitly (the host waits only in
+//! `synchronize`, `upload` and `download`, by polling, each with a limit), and does not track the
+//! users of memory.
 //!
 //! - [`CudaDevice`]: memory (pages or backings), streams, copies, modules.
-//! - [`CudaStream`], [`CudaEvent`]: order. [`CudaStream::labelled`] names operations in errors and timelines.
-//! - [`Module`], [`Function`]: kernels. [`Graph`]: a recorded sequence of operations, enqueued as one.
-//! - [`PinnedMemory`]: host memory that the device accesses directly. [`bind_to_node`]: cores near the device.
+//! - [`CudaStream`], [`CudaEvent`]: order. [`CudaStream::labelled`] names operations in errors and
+//!   timelines.
+//! - [`Module`], [`Function`]: kernels. [`Graph`]: a recorded sequence of operations, enqueued as
+//!   one.
+//! - [`PinnedMemory`]: host memory that the device accesses directly. [`bind_to_node`]: cores near
+//!   the device.
 //! - [`interop`]: conversion from and to a framework's raw handles.
 //!
-//! What this crate cannot track is `unsafe`: a launch, whose memory pools do not know, and the loading of
-//! machine code, whose sizes the driver believes. Kernels with safe launches, as those of zero-kernels, are in
-//! modules that are never unloaded.
+//! What this crate cannot track is `unsafe`: a launch, whose memory pools do not know, and the
+//! loading of machine code, whose sizes the driver believes. Kernels with safe launches, as those
+//! of zero-kernels, are in modules that are never unloaded.
 
 mod clock;
 mod device;

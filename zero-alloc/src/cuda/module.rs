@@ -7,8 +7,8 @@ use super::CudaStream;
 use super::driver::{Code, Entry};
 use crate::device::DeviceError;
 
-/// A handle of a loaded module. Dropping the last handle and the last [`Function`] unloads the module, which must not
-/// happen before its kernels have run.
+/// A handle of a loaded module. Dropping the last handle and the last [`Function`] unloads the
+/// module, which must not happen before its kernels have run.
 #[derive(Clone)]
 pub struct Module(Arc<Code>);
 
@@ -23,13 +23,16 @@ impl Module {
         Self(Arc::new(code))
     }
 
-    /// Finds and loads the kernel of this name (as in the machine code: C++ names are mangled unless declared
-    /// `extern "C"`).
+    /// Finds and loads the kernel of this name (as in the machine code: C++ names are mangled
+    /// unless declared `extern "C"`).
     ///
     /// # Errors
     /// The module has no such kernel.
     pub fn function(&self, name: &str) -> Result<Function, DeviceError> {
-        Ok(Function(Arc::new(Inner { name: name.into(), entry: Entry::find(&self.0, name)? })))
+        Ok(Function(Arc::new(Inner {
+            name: name.into(),
+            entry: Entry::find(&self.0, name)?,
+        })))
     }
 }
 
@@ -54,7 +57,8 @@ impl Function {
         &self.0.name
     }
 
-    /// Allows launches with up to `bytes` of dynamic shared memory; without this call the limit is 48 KiB.
+    /// Allows launches with up to `bytes` of dynamic shared memory; without this call the limit is
+    /// 48 KiB.
     ///
     /// # Errors
     /// The device has less shared memory.
@@ -62,15 +66,18 @@ impl Function {
         self.0.entry.allow_shared_bytes(bytes)
     }
 
-    /// Enqueues the kernel on `stream`: `grid` blocks of `block` threads, each block with `shared_bytes` of dynamic
-    /// shared memory. Wrap it in [`CudaStream::labelled`] to record it in the timeline.
+    /// Enqueues the kernel on `stream`: `grid` blocks of `block` threads, each block with
+    /// `shared_bytes` of dynamic shared memory. Wrap it in [`CudaStream::labelled`] to record it in
+    /// the timeline.
     ///
     /// # Errors
-    /// The error that poisoned the stream, or the driver refuses the launch, which poisons the stream.
+    /// The error that poisoned the stream, or the driver refuses the launch, which poisons the
+    /// stream.
     ///
     /// # Safety
-    /// `args` point to values of the kernel's parameters, one each; the memory that the kernel accesses, and a handle
-    /// of the kernel or its module, live until it has run; conflicting accesses are ordered by streams and events.
+    /// `args` point to values of the kernel's parameters, one each; the memory that the kernel
+    /// accesses, and a handle of the kernel or its module, live until it has run; conflicting
+    /// accesses are ordered by streams and events.
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,
@@ -81,7 +88,11 @@ impl Function {
     ) -> Result<(), DeviceError> {
         stream.attempt(&self.0.name, || {
             // SAFETY: the caller's promise.
-            unsafe { self.0.entry.launch(stream.queue(), grid, block, shared_bytes, args) }
+            unsafe {
+                self.0
+                    .entry
+                    .launch(stream.queue(), grid, block, shared_bytes, args)
+            }
         })
     }
 }

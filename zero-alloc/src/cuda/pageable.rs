@@ -1,7 +1,8 @@
-//! The ranges of host memory that have the id of pinned memory and are not pinned, because the system refused.
+//! The ranges of host memory that have the id of pinned memory and are not pinned, because the
+//! system refused.
 //!
-//! The driver's own copies of such memory would wait inside the call, holding locks (see `staging`), so a copy looks its
-//! slices up here. Without such ranges that is one load.
+//! The driver's own copies of such memory would wait inside the call, holding locks (see
+//! `staging`), so a copy looks its slices up here. Without such ranges that is one load.
 //!
 //! Why one id for both: callers need no second path for memory that could not be pinned.
 
@@ -40,5 +41,9 @@ pub(super) fn contains(slice: AnySlice) -> bool {
         return false;
     }
     let at = slice.as_ptr().addr();
-    RANGES.read().range(..=at).next_back().is_some_and(|(&start, &bytes)| at - start < bytes)
+    RANGES
+        .read()
+        .range(..=at)
+        .next_back()
+        .is_some_and(|(&start, &bytes)| at - start < bytes)
 }

@@ -40,15 +40,16 @@ impl Pins {
     }
 }
 
-/// Pinned host memory of a GPU, in whole pages: mapped from the system on the GPU's NUMA node, where there are several,
-/// and registered with the driver (`cuMemHostRegister`). It is zeroed.
+/// Pinned host memory of a GPU, in whole pages: mapped from the system on the GPU's NUMA node,
+/// where there are several, and registered with the driver (`cuMemHostRegister`). It is zeroed.
 ///
-/// Host code reads and writes it, and [`CudaDevice`]'s `copy` accepts its slices on either side; an allocation must
-/// live until those copies have run. Allocating and freeing may wait for the device. Pinning takes time for each page, so
-/// allocate large pieces at the start, before the first collective.
+/// Host code reads and writes it, and [`CudaDevice`]'s `copy` accepts its slices on either side; an
+/// allocation must live until those copies have run. Allocating and freeing may wait for the
+/// device. Pinning takes time for each page, so allocate large pieces at the start, before the
+/// first collective.
 ///
-/// If the system refuses to pin memory (`ulimit -l`), an allocation stays pageable: the same copies work, slower, and
-/// [`PinnedMemory::notices`] says so.
+/// If the system refuses to pin memory (`ulimit -l`), an allocation stays pageable: the same copies
+/// work, slower, and [`PinnedMemory::notices`] says so.
 ///
 /// All handles of one [`CudaDevice`] and its clones have the same counters and notices.
 #[derive(Clone)]
@@ -97,7 +98,10 @@ impl PinnedMemory {
 fn locked_limit_bytes() -> Option<u64> {
     #[cfg(target_os = "linux")]
     {
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        let mut limit = libc::rlimit {
+            rlim_cur: 0,
+            rlim_max: 0,
+        };
         // SAFETY: writes one limit.
         let read = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
         (read == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
@@ -106,7 +110,8 @@ fn locked_limit_bytes() -> Option<u64> {
     None
 }
 
-// SAFETY: mappings have no other owner, the system aligns them to its pages, and they are zeroed host memory.
+// SAFETY: mappings have no other owner, the system aligns them to its pages, and they are zeroed
+// host memory.
 unsafe impl Memory for PinnedMemory {
     fn id(&self) -> DeviceId {
         DeviceId::PINNED
@@ -114,10 +119,17 @@ unsafe impl Memory for PinnedMemory {
 
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         let pins = &*self.0;
-        let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: bytes, detail };
-        let len = pins.whole_pages(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
+        let out_of_memory = |detail: String| DeviceError::OutOfMemory {
+            requested_bytes: bytes,
+            detail,
+        };
+        let len = pins
+            .whole_pages(bytes)
+            .ok_or_else(|| out_of_memory("beyond the address space".into()))?;
         let ptr = mapping::map(len).map_err(|error| {
-            out_of_memory(format!("host memory to pin: {error}; check the memory of the machine and ulimit -v"))
+            out_of_memory(format!(
+                "host memory to pin: {error}; check the memory of the machine and ulimit -v"
+            ))
         })?;
         // Before the driver touches the pages.
         if let Some(node) = numa::node_of(pins.context.ordinal())
@@ -145,9 +157,12 @@ unsafe impl Memory for PinnedMemory {
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
         let pins = &*self.0;
-        let Some(len) = pins.whole_pages(bytes) else { return };
+        let Some(len) = pins.whole_pages(bytes) else {
+            return;
+        };
         if !pageable::remove(ptr.addr().get()) {
-            // SAFETY: the caller's promise: `allocate` registered it, nothing uses it, and it is freed once.
+            // SAFETY: the caller's promise: `allocate` registered it, nothing uses it, and it is
+            // freed once.
             unsafe { pins.context.unregister(ptr) };
         }
         // SAFETY: as above; `allocate` mapped it with this length.

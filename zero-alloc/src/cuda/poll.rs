@@ -1,7 +1,7 @@
 //! Waits for a device without blocking in the driver.
 //!
-//! A call that blocks in the driver has no limit, and may hold locks that another rank of the process needs. So the
-//! host polls: first continuously, then with increasing sleeps.
+//! A call that blocks in the driver has no limit, and may hold locks that another rank of the
+//! process needs. So the host polls: first continuously, then with increasing sleeps.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,10 @@ impl Deadline {
                 return Ok(());
             }
             if has_passed {
-                return Err(DeviceError::TimedOut { what: what(), limit: self.0.limit() });
+                return Err(DeviceError::TimedOut {
+                    what: what(),
+                    limit: self.0.limit(),
+                });
             }
             if start.elapsed() < SPIN {
                 std::thread::yield_now();
@@ -66,17 +69,29 @@ mod tests {
             left -= 1;
             Ok(left == 0)
         };
-        assert_eq!(Deadline::after(Duration::MAX).wait(|| "five".into(), ready), Ok(()));
+        assert_eq!(
+            Deadline::after(Duration::MAX).wait(|| "five".into(), ready),
+            Ok(())
+        );
         assert_eq!(left, 0);
         // Also with a limit of zero.
-        assert_eq!(Deadline::after(Duration::ZERO).wait(|| "now".into(), || Ok(true)), Ok(()));
+        assert_eq!(
+            Deadline::after(Duration::ZERO).wait(|| "now".into(), || Ok(true)),
+            Ok(())
+        );
     }
 
     #[test]
     fn expired_limit_and_failure_are_errors() {
         let limit = Duration::from_millis(2);
         let late = Deadline::after(limit).wait(|| "rank 3".into(), || Ok(false));
-        assert_eq!(late, Err(DeviceError::TimedOut { what: "rank 3".into(), limit }));
+        assert_eq!(
+            late,
+            Err(DeviceError::TimedOut {
+                what: "rank 3".into(),
+                limit
+            })
+        );
         let failure = DeviceError::Closed { stream: "a".into() };
         let failed = Deadline::after(limit).wait(|| "rank 3".into(), || Err(failure.clone()));
         assert_eq!(failed, Err(failure));

@@ -1,15 +1,17 @@
 //! Copies between pageable host memory and the device, with a limit.
 //!
-//! The driver can copy from and to pageable memory, but then the call waits, holding locks, for everything enqueued
-//! before: behind a collective whose peer needs those locks it deadlocks. So bytes go through pinned buffers, and the
-//! host polls.
+//! The driver can copy from and to pageable memory, but then the call waits, holding locks, for
+//! everything enqueued before: behind a collective whose peer needs those locks it deadlocks. So
+//! bytes go through pinned buffers, and the host polls.
 //!
-//! Memory of [`PinnedMemory`](super::PinnedMemory) that could not be pinned has one more buffer for each device, which all
-//! streams use in turn: host operations copy between it and the memory, so that the host does not wait.
+//! Memory of [`PinnedMemory`](super::PinnedMemory) that could not be pinned has one more buffer for
+//! each device, which all streams use in turn: host operations copy between it and the memory, so
+//! that the host does not wait.
 //!
-//! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer whose copy exceeded
-//! its limit becomes free when the point is reached; if it is still in flight on drop, it is leaked. The buffers of a
-//! dropped device stay with its context, for the next device: freeing them may wait for the whole device.
+//! A buffer's life: free; filled and in flight until its point is reached; free again. A buffer
+//! whose copy exceeded its limit becomes free when the point is reached; if it is still in flight
+//! on drop, it is leaked. The buffers of a dropped device stay with its context, for the next
+//! device: freeing them may wait for the whole device.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -41,16 +43,30 @@ unsafe impl Send for Buffer {}
 impl Buffer {
     fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let ptr = context.take_buffer()?;
-        Ok(Self { context: Arc::clone(context), ptr, busy: None, lost: false })
+        Ok(Self {
+            context: Arc::clone(context),
+            ptr,
+            busy: None,
+            lost: false,
+        })
     }
 
     /// Whether nothing uses the buffer. A failed point counts as reached.
     fn is_free(&self) -> bool {
-        !self.lost && self.busy.as_ref().is_none_or(|point| point.query().unwrap_or(true))
+        !self.lost
+            && self
+                .busy
+                .as_ref()
+                .is_none_or(|point| point.query().unwrap_or(true))
     }
 
     /// Enqueues a copy from or to the buffer.
-    fn copy(&mut self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
+    fn copy(
+        &mut self,
+        stream: &CudaStream,
+        src: AnySlice,
+        dst: AnySlice,
+    ) -> Result<(), DeviceError> {
         stream.queue().copy(src, dst)?;
         self.lost = true;
         self.busy = Some(stream.queue().record(false)?);
@@ -69,7 +85,8 @@ impl Buffer {
 
     /// The first bytes as a slice for the driver.
     fn slice(&self, bytes: usize) -> AnySlice {
-        // SAFETY: at most BUFFER_BYTES, freed only when the buffer's point is reached; one user at a time.
+        // SAFETY: at most BUFFER_BYTES, freed only when the buffer's point is reached; one user at
+        // a time.
         unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), bytes, DType::U8, DeviceId::PINNED) }
     }
 }
@@ -93,9 +110,14 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    /// Allocates the first buffers now, because allocating pinned memory later may wait for the whole device.
+    /// Allocates the first buffers now, because allocating pinned memory later may wait for the
+    /// whole device.
     pub(super) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let staging = Self { context: Arc::clone(context), free: Mutex::default(), through: Mutex::default() };
+        let staging = Self {
+            context: Arc::clone(context),
+            free: Mutex::default(),
+            through: Mutex::default(),
+        };
         drop(staging.acquire()?);
         Ok(staging)
     }
@@ -112,7 +134,10 @@ impl Staging {
             }
         }
         drop(free);
-        let mut acquired = Acquired { staging: self, buffers };
+        let mut acquired = Acquired {
+            staging: self,
+            buffers,
+        };
         while acquired.buffers.len() < IN_FLIGHT {
             acquired.buffers.push(Buffer::new(&self.context)?);
         }
@@ -132,17 +157,34 @@ impl Staging {
             let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
             buffer.settle(stream, &mut deadline)?;
             let staged = buffer.slice(chunk.len());
-            // SAFETY: pinned host memory of at least this length, which nothing uses, because its point is reached.
-            unsafe { staged.as_ptr().copy_from_nonoverlapping(chunk.as_ptr(), chunk.len()) };
+            // SAFETY: pinned host memory of at least this length, which nothing uses, because its
+            // point is reached.
+            unsafe {
+                staged
+                    .as_ptr()
+                    .copy_from_nonoverlapping(chunk.as_ptr(), chunk.len())
+            };
             let start = nth * BUFFER_BYTES;
             buffer.copy(stream, staged, dst.slice(start..start + chunk.len()))?;
         }
-        acquired.buffers.iter_mut().try_for_each(|buffer| buffer.settle(stream, &mut deadline))
+        acquired
+            .buffers
+            .iter_mut()
+            .try_for_each(|buffer| buffer.settle(stream, &mut deadline))
     }
 
-    /// Enqueues a copy of `src` to `dst`, of the same length; one or both are pageable memory with the id of pinned memory.
-    pub(super) fn copy_pageable(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
-        let (from_host, to_host) = (src.device() == DeviceId::PINNED, dst.device() == DeviceId::PINNED);
+    /// Enqueues a copy of `src` to `dst`, of the same length; one or both are pageable memory with
+    /// the id of pinned memory.
+    pub(super) fn copy_pageable(
+        &self,
+        stream: &CudaStream,
+        src: AnySlice,
+        dst: AnySlice,
+    ) -> Result<(), DeviceError> {
+        let (from_host, to_host) = (
+            src.device() == DeviceId::PINNED,
+            dst.device() == DeviceId::PINNED,
+        );
         if from_host && to_host {
             return copy_on_host(stream, src, dst);
         }
@@ -152,14 +194,19 @@ impl Staging {
             // A lost buffer is leaked.
             other => other.insert(Buffer::new(&self.context)?),
         };
-        // A copy waits only for copies that were enqueued before it, so copies never wait for one another.
+        // A copy waits only for copies that were enqueued before it, so copies never wait for one
+        // another.
         if let Some(point) = &buffer.busy {
             stream.queue().wait(point)?;
         }
         buffer.lost = true;
         for start in (0..src.len()).step_by(BUFFER_BYTES) {
             let range = start..src.len().min(start + BUFFER_BYTES);
-            let (staged, src, dst) = (buffer.slice(range.len()), src.slice(range.clone()), dst.slice(range));
+            let (staged, src, dst) = (
+                buffer.slice(range.len()),
+                src.slice(range.clone()),
+                dst.slice(range),
+            );
             if from_host {
                 copy_on_host(stream, src, staged)?;
                 stream.queue().copy(staged, dst)?;
@@ -187,20 +234,35 @@ impl Staging {
         for nth in 0.. {
             // Start the next copy before emptying the buffer of the previous one.
             let start = nth * BUFFER_BYTES;
-            let chunk = if in_flight.len() < IN_FLIGHT { chunks.next() } else { None };
+            let chunk = if in_flight.len() < IN_FLIGHT {
+                chunks.next()
+            } else {
+                None
+            };
             let started = chunk.is_some();
             if let Some(chunk) = chunk {
                 let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
-                buffer.copy(stream, src.slice(start..start + chunk.len()), buffer.slice(chunk.len()))?;
+                buffer.copy(
+                    stream,
+                    src.slice(start..start + chunk.len()),
+                    buffer.slice(chunk.len()),
+                )?;
                 in_flight.push_back((nth, chunk));
             }
             if in_flight.len() == IN_FLIGHT || !started {
-                let Some((nth, chunk)) = in_flight.pop_front() else { break };
+                let Some((nth, chunk)) = in_flight.pop_front() else {
+                    break;
+                };
                 let buffer = &mut acquired.buffers[nth % IN_FLIGHT];
                 buffer.settle(stream, &mut deadline)?;
                 let staged = buffer.slice(chunk.len());
-                // SAFETY: pinned host memory of this length, which the copy has filled, because its point is reached.
-                unsafe { staged.as_ptr().copy_to_nonoverlapping(chunk.as_mut_ptr(), chunk.len()) };
+                // SAFETY: pinned host memory of this length, which the copy has filled, because its
+                // point is reached.
+                unsafe {
+                    staged
+                        .as_ptr()
+                        .copy_to_nonoverlapping(chunk.as_mut_ptr(), chunk.len())
+                };
             }
         }
         Ok(())
@@ -211,16 +273,23 @@ impl Staging {
 fn copy_on_host(stream: &CudaStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
     stream.queue().call_host(Box::new(move || {
         let word = |slice: AnySlice| slice.as_ptr().cast::<AtomicU64>();
-        if src.len_bytes() == size_of::<AtomicU64>() && word(src).is_aligned() && word(dst).is_aligned() {
+        if src.len_bytes() == size_of::<AtomicU64>()
+            && word(src).is_aligned()
+            && word(dst).is_aligned()
+        {
             // SAFETY: as below; the host may store to it as an atomic.
             let value = unsafe { &*word(src) }.load(Ordering::Relaxed);
             // SAFETY: as below.
             unsafe { word(dst).cast::<u64>().write(value) };
             return;
         }
-        // SAFETY: host memory by the ids of the slices or because it is a buffer of this module, of equal lengths and
-        // apart (`check_copy`); the makers of the slices promised validity and order while the operation runs.
-        unsafe { dst.as_ptr().copy_from_nonoverlapping(src.as_ptr(), src.len_bytes()) };
+        // SAFETY: host memory by the ids of the slices or because it is a buffer of this module, of
+        // equal lengths and apart (`check_copy`); the makers of the slices promised validity and
+        // order while the operation runs.
+        unsafe {
+            dst.as_ptr()
+                .copy_from_nonoverlapping(src.as_ptr(), src.len_bytes())
+        };
     }))
 }
 

@@ -17,8 +17,8 @@ use crate::device::{DeviceError, DeviceId, Event, Stream, next_stream_id, run_na
 #[derive(Default)]
 pub(super) struct Capture {
     over: AtomicBool,
-    /// The ends of the recording's streams when each became part of it: operations before them run, unlike those that
-    /// are recorded.
+    /// The ends of the recording's streams when each became part of it: operations before them run,
+    /// unlike those that are recorded.
     pub(super) before: Mutex<Vec<Point>>,
     /// The stream, if a framework records it; only the driver knows when that recording ends.
     foreign: Option<Weak<Inner>>,
@@ -27,19 +27,23 @@ pub(super) struct Capture {
 impl Capture {
     pub(super) fn is_over(&self) -> bool {
         let over = self.over.load(Ordering::Acquire);
-        let Some(foreign) = self.foreign.as_ref().filter(|_| !over) else { return over };
+        let Some(foreign) = self.foreign.as_ref().filter(|_| !over) else {
+            return over;
+        };
         if let Some(stream) = foreign.upgrade() {
             if stream.queue.is_capturing().unwrap_or(false) {
                 return false;
             }
-            // The framework began without our knowledge, so there is no earlier point of the stream.
+            // The framework began without our knowledge, so there is no earlier point of the
+            // stream.
             self.before.lock().extend(stream.queue.record(false).ok());
         }
         self.end();
         true
     }
 
-    /// Whether the recording is over, and all operations that its streams enqueued before it have run.
+    /// Whether the recording is over, and all operations that its streams enqueued before it have
+    /// run.
     pub(super) fn is_reached(&self) -> Result<bool, DeviceError> {
         if !self.is_over() {
             return Ok(false);
@@ -67,11 +71,11 @@ pub(super) struct Inner {
     capture: Mutex<Option<Arc<Capture>>>,
 }
 
-/// A stream of a GPU. It is not ordered against the default stream. Operations enqueued before the last handle is
-/// dropped still run.
+/// A stream of a GPU. It is not ordered against the default stream. Operations enqueued before the
+/// last handle is dropped still run.
 ///
-/// Failures are sticky: those of the device, which the driver reports, and those of [`CudaStream::labelled`]
-/// operations.
+/// Failures are sticky: those of the device, which the driver reports, and those of
+/// [`CudaStream::labelled`] operations.
 #[derive(Clone)]
 pub struct CudaStream(Arc<Inner>);
 
@@ -84,7 +88,14 @@ impl std::fmt::Debug for CudaStream {
 impl CudaStream {
     pub(super) fn new(name: &str, queue: Queue, clock: Option<Arc<Clock>>) -> Self {
         let (sticky, capture) = (Arc::default(), Mutex::default());
-        Self(Arc::new(Inner { name: name.into(), id: next_stream_id(), queue, clock, sticky, capture }))
+        Self(Arc::new(Inner {
+            name: name.into(),
+            id: next_stream_id(),
+            queue,
+            clock,
+            sticky,
+            capture,
+        }))
     }
 
     pub(super) fn queue(&self) -> &Queue {
@@ -99,13 +110,22 @@ impl CudaStream {
         &self.0.sticky
     }
 
-    /// Checks that the stream is of the context with the id `device`, for operations `what` of that context.
+    /// Checks that the stream is of the context with the id `device`, for operations `what` of that
+    /// context.
     ///
     /// # Errors
     /// [`DeviceError::AnotherDevice`].
     pub fn check_device(&self, what: &'static str, device: DeviceId) -> Result<(), DeviceError> {
         let got = self.0.queue.device();
-        if got == device { Ok(()) } else { Err(DeviceError::AnotherDevice { what, expected: device, got }) }
+        if got == device {
+            Ok(())
+        } else {
+            Err(DeviceError::AnotherDevice {
+                what,
+                expected: device,
+                got,
+            })
+        }
     }
 
     /// Returns the error that poisoned the stream, if any.
@@ -118,8 +138,8 @@ impl CudaStream {
         self.0.sticky.fail(&self.0.name, "an operation", 0, error)
     }
 
-    /// Runs `enqueue`, and treats everything that it enqueues on this stream as one operation: `op` names it in
-    /// errors, and in the timeline if the device has one. An `Err` poisons the stream.
+    /// Runs `enqueue`, and treats everything that it enqueues on this stream as one operation: `op`
+    /// names it in errors, and in the timeline if the device has one. An `Err` poisons the stream.
     ///
     /// # Errors
     /// The error that poisoned the stream, or the error of `enqueue`.
@@ -130,7 +150,12 @@ impl CudaStream {
     ) -> Result<R, DeviceError> {
         self.attempt(op, || {
             // Events in a graph have no times.
-            let Some(clock) = self.0.clock.as_ref().filter(|_| self.capture_now().is_none()) else {
+            let Some(clock) = self
+                .0
+                .clock
+                .as_ref()
+                .filter(|_| self.capture_now().is_none())
+            else {
                 return enqueue();
             };
             let (enqueued, start) = (clock.enqueued(op), self.0.queue.record(true)?);
@@ -140,9 +165,10 @@ impl CudaStream {
         })
     }
 
-    /// Runs `enqueue` twice, waits until the stream has run both, and returns the time of the second on the device, with a
-    /// resolution of about half a microsecond. While the device runs the first, the host enqueues the second: the host's
-    /// time counts only as far as it is longer than a run. `op` is the name in errors.
+    /// Runs `enqueue` twice, waits until the stream has run both, and returns the time of the
+    /// second on the device, with a resolution of about half a microsecond. While the device runs
+    /// the first, the host enqueues the second: the host's time counts only as far as it is longer
+    /// than a run. `op` is the name in errors.
     ///
     /// # Errors
     /// The stream is being recorded, the limit has passed, `enqueue` failed, or the stream did.
@@ -161,7 +187,9 @@ impl CudaStream {
         })?;
         let reached = || end.query().map_err(|error| self.lost(error));
         Deadline::after(limit).wait(|| format!("{op} on stream {}", self.0.name), reached)?;
-        Ok(Duration::from_secs_f64(f64::from(end.since_ms(&start)?.max(0.0)) / 1e3))
+        Ok(Duration::from_secs_f64(
+            f64::from(end.since_ms(&start)?.max(0.0)) / 1e3,
+        ))
     }
 
     /// Whether operations are now recorded into a graph instead of run.
@@ -185,9 +213,9 @@ impl CudaStream {
         })
     }
 
-    /// Poisons the stream, for libraries that detect later that their operation failed. Later operations and waits
-    /// are refused; [`Stream::synchronize`] and events not known to be reached return the error, also on streams that
-    /// wait for this one.
+    /// Poisons the stream, for libraries that detect later that their operation failed. Later
+    /// operations and waits are refused; [`Stream::synchronize`] and events not known to be reached
+    /// return the error, also on streams that wait for this one.
     pub fn poison(&self, error: DeviceError) {
         self.lost(error);
     }
@@ -200,15 +228,23 @@ impl CudaStream {
         }
         let queue = &self.0.queue;
         if capture.is_none() && queue.is_foreign() && queue.is_capturing().unwrap_or(false) {
-            *capture = Some(Arc::new(Capture { foreign: Some(Arc::downgrade(&self.0)), ..Capture::default() }));
+            *capture = Some(Arc::new(Capture {
+                foreign: Some(Arc::downgrade(&self.0)),
+                ..Capture::default()
+            }));
         }
         capture.clone()
     }
 
-    /// Makes the stream part of `capture`. Called before the driver does, so that the stream's end is not recorded.
+    /// Makes the stream part of `capture`. Called before the driver does, so that the stream's end
+    /// is not recorded.
     pub(super) fn enter(&self, capture: &Arc<Capture>) -> Result<(), DeviceError> {
         if self.capture_now().is_none() {
-            let end = self.0.queue.record(false).map_err(|error| self.lost(error))?;
+            let end = self
+                .0
+                .queue
+                .record(false)
+                .map_err(|error| self.lost(error))?;
             capture.before.lock().push(end);
         }
         *self.0.capture.lock() = Some(Arc::clone(capture));
@@ -218,14 +254,18 @@ impl CudaStream {
     /// Fails if the stream is being recorded: then nothing runs, and the host cannot wait for it.
     pub(super) fn refuse_in_capture(&self, op: &'static str) -> Result<(), DeviceError> {
         if self.capture_now().is_some() {
-            let message = format!("stream {} is recorded into a graph, and the host cannot wait for it", self.0.name);
+            let message = format!(
+                "stream {} is recorded into a graph, and the host cannot wait for it",
+                self.0.name
+            );
             return Err(DeviceError::Driver { call: op, message });
         }
         Ok(())
     }
 }
 
-// SAFETY: the driver runs a stream's operations in order; one counter assigns the ids of all back ends.
+// SAFETY: the driver runs a stream's operations in order; one counter assigns the ids of all back
+// ends.
 unsafe impl Stream for CudaStream {
     type Event = CudaEvent;
 
@@ -241,7 +281,10 @@ unsafe impl Stream for CudaStream {
         let stream = &*self.0;
         let position = stream.sticky.position();
         // Events of a poisoned stream return its error.
-        let point = stream.queue.record(false).map_err(|error| self.lost(error))?;
+        let point = stream
+            .queue
+            .record(false)
+            .map_err(|error| self.lost(error))?;
         Ok(CudaEvent::new(
             point,
             Arc::clone(&stream.name),
@@ -258,7 +301,9 @@ unsafe impl Stream for CudaStream {
             None => {}
         }
         let (sticky, position) = event.sticky();
-        self.labelled("wait", || event.try_for_each_point(|point| self.0.queue.wait(point)))?;
+        self.labelled("wait", || {
+            event.try_for_each_point(|point| self.0.queue.wait(point))
+        })?;
         if !Arc::ptr_eq(sticky, &self.0.sticky) {
             sticky.is_waited_for(position, &self.0.sticky, self.0.sticky.position());
         }
@@ -273,8 +318,8 @@ unsafe impl Stream for CudaStream {
         self.check().and(waited)
     }
 
-    /// A thread of the driver runs `op`, one thread for all streams. After a failure later host operations are skipped;
-    /// device operations that are already enqueued run.
+    /// A thread of the driver runs `op`, one thread for all streams. After a failure later host
+    /// operations are skipped; device operations that are already enqueued run.
     fn enqueue_host(
         &self,
         label: &'static str,

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
-/// The type of an element. Types will be added: a match in another crate needs a wildcard arm, which should return an
-/// error.
+/// The type of an element. Types will be added: a match in another crate needs a wildcard arm,
+/// which should return an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DType {

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use super::{DType, DeviceId};
 
-/// Why an enqueued operation failed: an error, or a text. Cheap to clone. Two are equal if their texts are.
+/// Why an enqueued operation failed: an error, or a text. Cheap to clone. Two are equal if their
+/// texts are.
 #[derive(Clone)]
 pub struct Cause(Arc<dyn Error + Send + Sync>);
 
@@ -46,8 +47,8 @@ impl PartialEq for Cause {
 
 impl Eq for Cause {}
 
-/// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its first error
-/// repeatedly.
+/// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its
+/// first error repeatedly.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
@@ -154,7 +155,8 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// The error of the enqueued operation that failed, if it is an `E`, such as `CommError` of zero-comm.
+    /// The error of the enqueued operation that failed, if it is an `E`, such as `CommError` of
+    /// zero-comm.
     pub fn cause<E: Error + 'static>(&self) -> Option<&E> {
         match self {
             Self::Operation { cause, .. } => cause.0.downcast_ref(),
@@ -166,7 +168,11 @@ impl DeviceError {
     pub(crate) fn in_operation(self, stream: &str, op: &str) -> Self {
         match self {
             Self::Operation { .. } | Self::Panicked { .. } => self,
-            error => Self::Operation { stream: stream.into(), op: op.into(), cause: Cause::new(error) },
+            error => Self::Operation {
+                stream: stream.into(),
+                op: op.into(),
+                cause: Cause::new(error),
+            },
         }
     }
 }
@@ -179,18 +185,29 @@ pub(crate) fn run_named(
 ) -> Result<(), DeviceError> {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(result) => result.map_err(|error| error.in_operation(stream, op)),
-        Err(panic) => {
-            Err(DeviceError::Panicked { stream: stream.into(), op: op.into(), message: message_of(&*panic) })
-        }
+        Err(panic) => Err(DeviceError::Panicked {
+            stream: stream.into(),
+            op: op.into(),
+            message: message_of(&*panic),
+        }),
     }
 }
 
 fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".to_owned())
 }
 
 /// Checks two lengths of the argument `what`.
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), DeviceError> {
-    if expected == got { Ok(()) } else { Err(DeviceError::LengthMismatch { what, expected, got }) }
+    if expected == got {
+        Ok(())
+    } else {
+        Err(DeviceError::LengthMismatch {
+            what,
+            expected,
+            got,
+        })
+    }
 }

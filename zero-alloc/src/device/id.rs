@@ -1,9 +1,9 @@
 //! Ids of memory, by which operations refuse slices that they cannot access.
 //!
-//! Why the check is in every build: an id takes the place of padding in a slice and its comparison six
-//! instructions, of about 340 that enqueue a copy on the host (counted by callgrind), so a check in debug
-//! builds alone would save nothing. There are no copies between devices; `download` and `upload` transfer
-//! contents.
+//! Why the check is in every build: an id takes the place of padding in a slice and its comparison
+//! six instructions, of about 340 that enqueue a copy on the host (counted by callgrind), so a
+//! check in debug builds alone would save nothing. There are no copies between devices; `download`
+//! and `upload` transfer contents.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +12,8 @@ use super::{DeviceError, DeviceKind};
 
 /// Identifies the memory of a device within the process. Every slice carries the id of its memory.
 ///
-/// All host devices access the same memory, so it has one id. Each simulated device and each CUDA context has its own.
+/// All host devices access the same memory, so it has one id. Each simulated device and each CUDA
+/// context has its own.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceId(u32);
 
@@ -29,10 +30,12 @@ const SIMULATED: u32 = 3;
 impl DeviceId {
     /// Host memory.
     pub const HOST: Self = Self(HOST << KIND_SHIFT);
-    /// Host memory that is pinned for CUDA: the host accesses it, and copies of every CUDA device do.
+    /// Host memory that is pinned for CUDA: the host accesses it, and copies of every CUDA device
+    /// do.
     pub const PINNED: Self = Self(PINNED << KIND_SHIFT);
 
-    /// The id of a new device: [`DeviceId::HOST`], or for other kinds an id that no device of the process has had.
+    /// The id of a new device: [`DeviceId::HOST`], or for other kinds an id that no device of the
+    /// process has had.
     ///
     /// # Errors
     /// The process has had 2^30 devices of this kind.
@@ -46,8 +49,8 @@ impl DeviceId {
         Ok(Self(kind << KIND_SHIFT | number(next)?))
     }
 
-    /// Whether operations of this device can access memory with the id `memory`: its own, and for the host also
-    /// pinned memory.
+    /// Whether operations of this device can access memory with the id `memory`: its own, and for
+    /// the host also pinned memory.
     #[inline]
     pub const fn accesses(self, memory: Self) -> bool {
         self.0 == memory.0 || (self.0 == Self::HOST.0 && memory.0 == Self::PINNED.0)
@@ -57,10 +60,11 @@ impl DeviceId {
 /// The next number of a device; never the same one twice.
 fn number(next: &AtomicU32) -> Result<u32, DeviceError> {
     let following = |number| (number < MAX_DEVICES).then_some(number + 1);
-    next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, following).map_err(|_| DeviceError::Driver {
-        call: "DeviceId::new",
-        message: format!("this process has made {MAX_DEVICES} devices of one kind; restart it"),
-    })
+    next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, following)
+        .map_err(|_| DeviceError::Driver {
+            call: "DeviceId::new",
+            message: format!("this process has made {MAX_DEVICES} devices of one kind; restart it"),
+        })
 }
 
 impl fmt::Debug for DeviceId {
@@ -94,9 +98,15 @@ mod tests {
             for (j, other) in ids.iter().enumerate() {
                 assert_eq!(id.accesses(*other), i == j);
             }
-            assert!(!id.accesses(DeviceId::HOST) && !DeviceId::HOST.accesses(*id) && !id.accesses(DeviceId::PINNED));
+            assert!(
+                !id.accesses(DeviceId::HOST)
+                    && !DeviceId::HOST.accesses(*id)
+                    && !id.accesses(DeviceId::PINNED)
+            );
         }
-        assert!(DeviceId::HOST.accesses(DeviceId::PINNED) && !DeviceId::PINNED.accesses(DeviceId::HOST));
+        assert!(
+            DeviceId::HOST.accesses(DeviceId::PINNED) && !DeviceId::PINNED.accesses(DeviceId::HOST)
+        );
     }
 
     #[test]

@@ -1,19 +1,20 @@
 //! The device contract: the traits of memory, streams and events that every back end implements.
 //!
-//! It has no tensors and no operations on them. A back end implements [`Device`]; zero-comm and zero-kernels enqueue
-//! work on its streams; a framework with its own allocator and streams makes [`DeviceSlice`]s and streams from its
-//! pointers and handles.
+//! It has no tensors and no operations on them. A back end implements [`Device`]; zero-comm and
+//! zero-kernels enqueue work on its streams; a framework with its own allocator and streams makes
+//! [`DeviceSlice`]s and streams from its pointers and handles.
 //!
-//! The traits are `unsafe` to implement, because safe code relies on a back end for the validity of memory. Using
-//! them is safe.
+//! The traits are `unsafe` to implement, because safe code relies on a back end for the validity of
+//! memory. Using them is safe.
 //!
 //! Three rules hold everywhere:
-//! 1. **Every operation names its stream.** There is no default stream. Operations of one stream run in the order in
-//!    which they were enqueued; only events order operations of different streams.
-//! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are skipped, and
-//!    [`Stream::synchronize`] and events recorded after it return the error.
-//! 3. **Waits have limits.** Every call that makes the host wait for a stream or an event has a time limit as a
-//!    parameter.
+//! 1. **Every operation names its stream.** There is no default stream. Operations of one stream
+//!    run in the order in which they were enqueued; only events order operations of different
+//!    streams.
+//! 2. **Errors are sticky.** The first failed operation poisons its stream: later operations are
+//!    skipped, and [`Stream::synchronize`] and events recorded after it return the error.
+//! 3. **Waits have limits.** Every call that makes the host wait for a stream or an event has a
+//!    time limit as a parameter.
 
 mod dtype;
 mod error;
@@ -55,13 +56,14 @@ pub enum DeviceKind {
 /// The source of **backings**, the large allocations that a pool divides into blocks.
 ///
 /// # Safety
-/// `allocate` returns `bytes` bytes, aligned to `granularity_bytes`, with no other owner until they are deallocated.
-/// This device's copies and its streams' operations can read and write them; host code can only if they are host
-/// memory, which is initialised (to any bytes). `id` never changes, and operations of devices with this id can access
-/// the bytes; it is [`DeviceId::HOST`] or [`DeviceId::PINNED`] only if host code can too.
+/// `allocate` returns `bytes` bytes, aligned to `granularity_bytes`, with no other owner until they
+/// are deallocated. This device's copies and its streams' operations can read and write them; host
+/// code can only if they are host memory, which is initialised (to any bytes). `id` never changes,
+/// and operations of devices with this id can access the bytes; it is [`DeviceId::HOST`] or
+/// [`DeviceId::PINNED`] only if host code can too.
 ///
-/// Why initialised: safe code can then have the memory as `&mut [T]` in place of `MaybeUninit`. A closure that leaves
-/// elements out is sound, and `copy_from_slice` is all that it needs.
+/// Why initialised: safe code can then have the memory as `&mut [T]` in place of `MaybeUninit`. A
+/// closure that leaves elements out is sound, and `copy_from_slice` is all that it needs.
 pub unsafe trait Memory: Debug + Send + Sync {
     /// The id of the memory that `allocate` returns and `virtual_memory` maps.
     fn id(&self) -> DeviceId;
@@ -75,7 +77,8 @@ pub unsafe trait Memory: Debug + Send + Sync {
     /// Frees a backing.
     ///
     /// # Safety
-    /// `ptr` came from `allocate(bytes)` of this memory, is freed once, and no enqueued operation uses it any more.
+    /// `ptr` came from `allocate(bytes)` of this memory, is freed once, and no enqueued operation
+    /// uses it any more.
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize);
 
     /// The alignment of every backing; a power of two, at least 64.
@@ -107,8 +110,8 @@ pub enum BlockNote<'a, S, E> {
         /// The stream of its first use.
         stream: &'a S,
     },
-    /// A block was freed. Operations enqueued on `home` so far, and those before the events of `uses`, may still use
-    /// it.
+    /// A block was freed. Operations enqueued on `home` so far, and those before the events of
+    /// `uses`, may still use it.
     Freed {
         /// Its first byte.
         ptr: *mut u8,
@@ -124,8 +127,9 @@ pub enum BlockNote<'a, S, E> {
 /// A device: memory, streams, and copies to and from the host.
 ///
 /// # Safety
-/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; they refuse slices of
-/// memory that the device cannot access. Slices of a device of kind [`DeviceKind::Host`] can be read as Rust slices.
+/// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; they
+/// refuse slices of memory that the device cannot access. Slices of a device of kind
+/// [`DeviceKind::Host`] can be read as Rust slices.
 pub unsafe trait Device: Memory + Clone + 'static {
     /// An ordered queue of operations; a clone is a handle of the same queue.
     type Stream: Stream<Event = Self::Event>;
@@ -141,9 +145,9 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// The device has no stream left.
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError>;
 
-    /// Makes a stream whose operations start before waiting ones of other streams, if the device has
-    /// priorities: that of collectives beside compute. A collective then starts when one block of compute ends,
-    /// not behind all waiting ones.
+    /// Makes a stream whose operations start before waiting ones of other streams, if the device
+    /// has priorities: that of collectives beside compute. A collective then starts when one block
+    /// of compute ends, not behind all waiting ones.
     ///
     /// # Errors
     /// As [`Self::create_stream`].
@@ -151,34 +155,42 @@ pub unsafe trait Device: Memory + Clone + 'static {
         self.create_stream(name)
     }
 
-    /// Called by a pool when a block is allocated or freed, for back ends that check the order of accesses.
+    /// Called by a pool when a block is allocated or freed, for back ends that check the order of
+    /// accesses.
     fn note_block(&self, _note: BlockNote<'_, Self::Stream, Self::Event>) {}
 
     /// Enqueues a copy of `src` to `dst`, both on the device and not overlapping.
     ///
     /// # Errors
-    /// Lengths or dtypes differ, the slices overlap, one is of [another device](DeviceError::AnotherDevice), or the
-    /// stream is closed or poisoned.
+    /// Lengths or dtypes differ, the slices overlap, one is of
+    /// [another device](DeviceError::AnotherDevice), or the stream is closed or poisoned.
     fn copy(&self, stream: &Self::Stream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues setting all bytes of `dst` to zero.
     ///
     /// # Errors
-    /// `dst` is of [another device](DeviceError::AnotherDevice), or the stream is closed or poisoned.
+    /// `dst` is of [another device](DeviceError::AnotherDevice), or the stream is closed or
+    /// poisoned.
     fn fill_zero(&self, stream: &Self::Stream, dst: AnySlice) -> Result<(), DeviceError>;
 
     /// Enqueues a copy of `src` from the host to `dst` and waits for it, at most `limit`.
     ///
     /// # Errors
-    /// Lengths differ, the slice is of [another device](DeviceError::AnotherDevice), an earlier operation of the
-    /// stream failed, or the limit passed.
-    fn upload(&self, stream: &Self::Stream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError>;
+    /// Lengths differ, the slice is of [another device](DeviceError::AnotherDevice), an earlier
+    /// operation of the stream failed, or the limit passed.
+    fn upload(
+        &self,
+        stream: &Self::Stream,
+        src: &[u8],
+        dst: AnySlice,
+        limit: Duration,
+    ) -> Result<(), DeviceError>;
 
     /// Enqueues a copy of `src` to the host and waits for it, at most `limit`.
     ///
     /// # Errors
-    /// Lengths differ, the slice is of [another device](DeviceError::AnotherDevice), an earlier operation of the
-    /// stream failed, or the limit passed.
+    /// Lengths differ, the slice is of [another device](DeviceError::AnotherDevice), an earlier
+    /// operation of the stream failed, or the limit passed.
     fn download(
         &self,
         stream: &Self::Stream,
@@ -187,24 +199,35 @@ pub unsafe trait Device: Memory + Clone + 'static {
         limit: Duration,
     ) -> Result<(), DeviceError>;
 
-    /// Makes work that is enqueued on `stream` from now on wait for `event` of a stream of the host, at most `limit`.
-    /// Work before the event must not wait for later work of this device.
+    /// Makes work that is enqueued on `stream` from now on wait for `event` of a stream of the
+    /// host, at most `limit`. Work before the event must not wait for later work of this device.
     ///
-    /// The default waits in a function of the host: a device that runs those of all streams on one thread overrides it.
+    /// The default waits in a function of the host: a device that runs those of all streams on one
+    /// thread overrides it.
     ///
     /// # Errors
     /// The stream is closed or poisoned, or runs no functions of the host.
-    fn wait_for_host(&self, stream: &Self::Stream, event: &HostEvent, limit: Duration) -> Result<(), DeviceError> {
+    fn wait_for_host(
+        &self,
+        stream: &Self::Stream,
+        event: &HostEvent,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         let event = event.clone();
         stream.enqueue_host("wait for the host", move || event.synchronize(limit))
     }
 
-    /// Makes work that is enqueued on the stream `host` of the host from now on wait for `event` of this device, at
-    /// most `limit`.
+    /// Makes work that is enqueued on the stream `host` of the host from now on wait for `event` of
+    /// this device, at most `limit`.
     ///
     /// # Errors
     /// The stream is closed.
-    fn host_waits(&self, host: &HostStream, event: &Self::Event, limit: Duration) -> Result<(), DeviceError> {
+    fn host_waits(
+        &self,
+        host: &HostStream,
+        event: &Self::Event,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         let event = event.clone();
         host.enqueue("wait for the device", move || event.synchronize(limit))
     }
@@ -219,8 +242,8 @@ pub(crate) fn next_stream_id() -> u64 {
 /// An ordered queue of operations on a device.
 ///
 /// # Safety
-/// Operations run in the order in which they were enqueued, and not before the events that the stream waits for. Ids
-/// are unique in the process.
+/// Operations run in the order in which they were enqueued, and not before the events that the
+/// stream waits for. Ids are unique in the process.
 pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// A point in this kind of stream.
     type Event: Event;
@@ -228,7 +251,8 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// The name that the stream was made with.
     fn name(&self) -> &str;
 
-    /// Identifies the queue: equal for clones of one stream, different for any two streams of a process.
+    /// Identifies the queue: equal for clones of one stream, different for any two streams of a
+    /// process.
     fn id(&self) -> u64;
 
     /// Records the point after everything enqueued so far.
@@ -249,18 +273,26 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// The first error of the stream, or [`DeviceError::TimedOut`].
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError>;
 
-    /// Enqueues a function that runs on the host in the stream's order; `label` names it in errors and timelines. An
-    /// `Err` or a panic poisons the stream. On a GPU the function must not use the device, nor wait for work that does.
+    /// Enqueues a function that runs on the host in the stream's order; `label` names it in errors
+    /// and timelines. An `Err` or a panic poisons the stream. On a GPU the function must not use
+    /// the device, nor wait for work that does.
     ///
     /// # Errors
-    /// The stream is closed or poisoned, is recorded into a graph, or runs no functions of the host.
+    /// The stream is closed or poisoned, is recorded into a graph, or runs no functions of the
+    /// host.
     fn enqueue_host(
         &self,
         label: &'static str,
         _op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
     ) -> Result<(), DeviceError> {
-        let message = format!("stream {} runs no functions of the host, such as {label}", self.name());
-        Err(DeviceError::Driver { call: "enqueue_host", message })
+        let message = format!(
+            "stream {} runs no functions of the host, such as {label}",
+            self.name()
+        );
+        Err(DeviceError::Driver {
+            call: "enqueue_host",
+            message,
+        })
     }
 }
 

@@ -1,9 +1,10 @@
 //! Non-owning views of device memory.
 //!
-//! Making a slice is the only unsafe step: the maker promises that, for as long as any copy of the slice or any
-//! operation enqueued with it is used, the memory stays valid and conflicting accesses are ordered by streams and
-//! events. Passing slices on is then safe, as with a kernel launch. A slice carries the [`DeviceId`] of its memory, and
-//! every operation refuses slices of memory that it cannot access.
+//! Making a slice is the only unsafe step: the maker promises that, for as long as any copy of the
+//! slice or any operation enqueued with it is used, the memory stays valid and conflicting accesses
+//! are ordered by streams and events. Passing slices on is then safe, as with a kernel launch. A
+//! slice carries the [`DeviceId`] of its memory, and every operation refuses slices of memory that
+//! it cannot access.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -18,7 +19,8 @@ pub struct DeviceSlice<T> {
     _elements: PhantomData<T>,
 }
 
-// SAFETY: a slice is an address and a length; its maker promised that accesses through it are ordered.
+// SAFETY: a slice is an address and a length; its maker promised that accesses through it are
+// ordered.
 unsafe impl<T: Send> Send for DeviceSlice<T> {}
 // SAFETY: as above; `&DeviceSlice` allows no more than a copy of it.
 unsafe impl<T: Send> Sync for DeviceSlice<T> {}
@@ -37,15 +39,22 @@ impl<T> std::fmt::Debug for DeviceSlice<T> {
 }
 
 impl<T> DeviceSlice<T> {
-    /// A view of `len` elements at `ptr`, in memory with the id `device`: [`Memory::id`](super::Memory::id) of the
-    /// memory that allocated it; for a framework's pointers, of the device that accesses them.
+    /// A view of `len` elements at `ptr`, in memory with the id `device`:
+    /// [`Memory::id`](super::Memory::id) of the memory that allocated it; for a framework's
+    /// pointers, of the device that accesses them.
     ///
     /// # Safety
-    /// `ptr` is aligned for `T` and valid for reads and writes of `len` elements by the operations of `device` (null
-    /// is fine for 0), for as long as any copy of the slice or operation enqueued with it is used, also by a graph;
-    /// conflicting accesses to it are ordered by streams and events. Host memory is initialised, with values of `T`.
+    /// `ptr` is aligned for `T` and valid for reads and writes of `len` elements by the operations
+    /// of `device` (null is fine for 0), for as long as any copy of the slice or operation enqueued
+    /// with it is used, also by a graph; conflicting accesses to it are ordered by streams and
+    /// events. Host memory is initialised, with values of `T`.
     pub const unsafe fn from_raw_parts(ptr: *mut T, len: usize, device: DeviceId) -> Self {
-        Self { ptr, len, device, _elements: PhantomData }
+        Self {
+            ptr,
+            len,
+            device,
+            _elements: PhantomData,
+        }
     }
 
     /// The number of elements.
@@ -73,8 +82,16 @@ impl<T> DeviceSlice<T> {
     /// # Panics
     /// `range` is not within the slice, as with a Rust slice.
     pub fn slice(self, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of a slice of {}", self.len);
-        Self { ptr: self.ptr.wrapping_add(range.start), len: range.end - range.start, ..self }
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "range {range:?} of a slice of {}",
+            self.len
+        );
+        Self {
+            ptr: self.ptr.wrapping_add(range.start),
+            len: range.end - range.start,
+            ..self
+        }
     }
 
     /// The elements as a Rust slice; for host memory only.
@@ -93,8 +110,8 @@ impl<T> DeviceSlice<T> {
     /// The elements as a mutable Rust slice; for host memory only.
     ///
     /// # Safety
-    /// The memory is the host's, initialised (the blocks of a pool of host memory are), and nothing else accesses it while
-    /// the result lives.
+    /// The memory is the host's, initialised (the blocks of a pool of host memory are), and nothing
+    /// else accesses it while the result lives.
     pub unsafe fn as_host_mut<'a>(self) -> &'a mut [T] {
         if self.len == 0 {
             return &mut [];
@@ -108,7 +125,12 @@ impl<T> DeviceSlice<T> {
 impl<T: Element> DeviceSlice<T> {
     /// The same view with its dtype known at run time.
     pub fn erase(self) -> AnySlice {
-        AnySlice { ptr: self.ptr.cast(), len: self.len, dtype: T::DTYPE, device: self.device }
+        AnySlice {
+            ptr: self.ptr.cast(),
+            len: self.len,
+            dtype: T::DTYPE,
+            device: self.device,
+        }
     }
 }
 
@@ -142,8 +164,18 @@ impl AnySlice {
     ///
     /// # Safety
     /// As for [`DeviceSlice::from_raw_parts`].
-    pub const unsafe fn from_raw_parts(ptr: *mut u8, len: usize, dtype: DType, device: DeviceId) -> Self {
-        Self { ptr, len, device, dtype }
+    pub const unsafe fn from_raw_parts(
+        ptr: *mut u8,
+        len: usize,
+        dtype: DType,
+        device: DeviceId,
+    ) -> Self {
+        Self {
+            ptr,
+            len,
+            device,
+            dtype,
+        }
     }
 
     /// The number of elements.
@@ -176,8 +208,8 @@ impl AnySlice {
         self.device
     }
 
-    /// Checks that operations of the device with the id `device` can access the slice; every back end calls this
-    /// before it enqueues the operation `what`. An empty slice is never accessed.
+    /// Checks that operations of the device with the id `device` can access the slice; every back
+    /// end calls this before it enqueues the operation `what`. An empty slice is never accessed.
     ///
     /// # Errors
     /// [`DeviceError::AnotherDevice`].
@@ -186,7 +218,11 @@ impl AnySlice {
         if device.accesses(self.device) || self.len == 0 {
             return Ok(());
         }
-        Err(DeviceError::AnotherDevice { what, expected: device, got: self.device })
+        Err(DeviceError::AnotherDevice {
+            what,
+            expected: device,
+            got: self.device,
+        })
     }
 
     /// The elements of `range`.
@@ -194,18 +230,30 @@ impl AnySlice {
     /// # Panics
     /// `range` is not within the slice, as with a Rust slice.
     pub fn slice(self, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= self.len, "range {range:?} of a slice of {}", self.len);
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "range {range:?} of a slice of {}",
+            self.len
+        );
         let ptr = self.ptr.wrapping_add(range.start * self.dtype.size_bytes());
-        Self { ptr, len: range.end - range.start, ..self }
+        Self {
+            ptr,
+            len: range.end - range.start,
+            ..self
+        }
     }
 
     /// The same memory as bytes.
     pub const fn bytes(self) -> Self {
-        Self { len: self.len_bytes(), dtype: DType::U8, ..self }
+        Self {
+            len: self.len_bytes(),
+            dtype: DType::U8,
+            ..self
+        }
     }
 
-    /// Reports to the seeded scheduler that the running operation reads (or, if `write`, writes) these elements: for
-    /// operations that use the address instead of [`DeviceSlice::as_host`].
+    /// Reports to the seeded scheduler that the running operation reads (or, if `write`, writes)
+    /// these elements: for operations that use the address instead of [`DeviceSlice::as_host`].
     pub fn note_access(self, write: bool) {
         watch::touch(self.ptr.addr(), self.len_bytes(), write);
     }
@@ -216,9 +264,17 @@ impl AnySlice {
     /// The elements are of another dtype.
     pub fn typed<T: Element>(self) -> Result<DeviceSlice<T>, DeviceError> {
         if self.dtype == T::DTYPE {
-            Ok(DeviceSlice { ptr: self.ptr.cast(), len: self.len, device: self.device, _elements: PhantomData })
+            Ok(DeviceSlice {
+                ptr: self.ptr.cast(),
+                len: self.len,
+                device: self.device,
+                _elements: PhantomData,
+            })
         } else {
-            Err(DeviceError::DTypeMismatch { expected: T::DTYPE, got: self.dtype })
+            Err(DeviceError::DTypeMismatch {
+                expected: T::DTYPE,
+                got: self.dtype,
+            })
         }
     }
 }
@@ -227,10 +283,15 @@ impl AnySlice {
 pub(crate) fn check_copy(src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
     same_len("copy", src.len, dst.len)?;
     if src.dtype != dst.dtype {
-        return Err(DeviceError::DTypeMismatch { expected: src.dtype, got: dst.dtype });
+        return Err(DeviceError::DTypeMismatch {
+            expected: src.dtype,
+            got: dst.dtype,
+        });
     }
     if (src.ptr as usize).abs_diff(dst.ptr as usize) < src.len_bytes() {
-        return Err(DeviceError::Overlap { bytes: src.len_bytes() });
+        return Err(DeviceError::Overlap {
+            bytes: src.len_bytes(),
+        });
     }
     Ok(())
 }

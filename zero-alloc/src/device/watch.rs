@@ -1,7 +1,8 @@
 //! A hook for the seeded scheduler to see which memory an operation touches.
 //!
-//! [`DeviceSlice::as_host`](super::DeviceSlice::as_host) and its writing counterpart report here. Without the
-//! `testing` feature the hook is empty; with it, a thread without a watcher pays for one thread-local flag.
+//! [`DeviceSlice::as_host`](super::DeviceSlice::as_host) and its writing counterpart report here.
+//! Without the `testing` feature the hook is empty; with it, a thread without a watcher pays for
+//! one thread-local flag.
 
 #[cfg(any(test, feature = "testing"))]
 mod hook {

@@ -15,7 +15,8 @@ struct Point {
     /// Set once, when the point is reached or its stream failed before it.
     result: OnceLock<Result<(), DeviceError>>,
     reached: Monitor<()>,
-    /// The event's place in the order of the seeded scheduler; `None` for a stream of a worker thread.
+    /// The event's place in the order of the seeded scheduler; `None` for a stream of a worker
+    /// thread.
     mark: Option<Mark>,
     /// In modelled time, in nanoseconds.
     time: AtomicU64,
@@ -57,7 +58,10 @@ impl HostEvent {
 
     /// Sets the modelled time of the point, before it is reached.
     pub(super) fn set_time(&self, time: Duration) {
-        self.0.time.store(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.0.time.store(
+            u64::try_from(time.as_nanos()).unwrap_or(u64::MAX),
+            Ordering::Relaxed,
+        );
     }
 
     /// The modelled time of a reached point.
@@ -73,12 +77,14 @@ impl HostEvent {
         if let Some(result) = self.result() {
             // `then` looks for the result under this lock.
             let waiters = std::mem::take(&mut *self.0.waiters.lock());
-            waiters.into_iter().for_each(|waiter| waiter(result.clone()));
+            waiters
+                .into_iter()
+                .for_each(|waiter| waiter(result.clone()));
         }
     }
 
-    /// Calls `waiter` with the result when the point is reached, on the thread that reaches it; or now, if it is reached.
-    /// Drops it if the point will not be reached. `waiter` must not block.
+    /// Calls `waiter` with the result when the point is reached, on the thread that reaches it; or
+    /// now, if it is reached. Drops it if the point will not be reached. `waiter` must not block.
     #[cfg(feature = "cuda")]
     pub(crate) fn then(&self, waiter: impl FnOnce(Result<(), DeviceError>) + Send + 'static) {
         let mut waiters = self.0.waiters.lock();
@@ -122,7 +128,12 @@ unsafe impl Event for HostEvent {
         let what = || format!("stream {}", self.0.stream);
         if let Some(mark) = &self.0.mark {
             mark.wait(self, limit);
-            return self.result().unwrap_or_else(|| Err(DeviceError::TimedOut { what: what(), limit }));
+            return self.result().unwrap_or_else(|| {
+                Err(DeviceError::TimedOut {
+                    what: what(),
+                    limit,
+                })
+            });
         }
         let result = match self.result() {
             Some(result) => result,

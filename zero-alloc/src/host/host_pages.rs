@@ -25,12 +25,15 @@ pub struct HostPages {
 }
 
 fn failed(call: &'static str) -> DeviceError {
-    DeviceError::Driver { call, message: std::io::Error::last_os_error().to_string() }
+    DeviceError::Driver {
+        call,
+        message: std::io::Error::last_os_error().to_string(),
+    }
 }
 
 impl HostPages {
-    /// Pages of `page_bytes` bytes, rounded up to a power of two and at least the system's page size; at most
-    /// `limit_bytes` in total.
+    /// Pages of `page_bytes` bytes, rounded up to a power of two and at least the system's page
+    /// size; at most `limit_bytes` in total.
     ///
     /// # Errors
     /// The system does not support memory files.
@@ -38,7 +41,10 @@ impl HostPages {
         // SAFETY: the call reads no memory of ours.
         let system = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
         let system = usize::try_from(system).map_err(|_| failed("sysconf"))?;
-        let page_bytes = page_bytes.max(system).checked_next_power_of_two().unwrap_or(system);
+        let page_bytes = page_bytes
+            .max(system)
+            .checked_next_power_of_two()
+            .unwrap_or(system);
         // SAFETY: the name is a C string.
         let fd = unsafe { libc::memfd_create(c"zero-alloc".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -47,7 +53,12 @@ impl HostPages {
         // SAFETY: the descriptor was opened above and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(fd) };
         let limit_pages = (limit_bytes / page_bytes) as u64;
-        Ok(Self { file, page_bytes, limit_pages, pages: Mutex::default() })
+        Ok(Self {
+            file,
+            page_bytes,
+            limit_pages,
+            pages: Mutex::default(),
+        })
     }
 
     /// The number of live pages.
@@ -61,20 +72,33 @@ impl HostPages {
     }
 }
 
-// SAFETY: the kernel reserves ranges that overlap no others; each page of the file has one owner at a time.
+// SAFETY: the kernel reserves ranges that overlap no others; each page of the file has one owner at
+// a time.
 unsafe impl VirtualMemory for HostPages {
     fn page_bytes(&self) -> usize {
         self.page_bytes
     }
 
     fn reserve(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        let with_edge = bytes.checked_add(self.page_bytes).ok_or_else(|| DeviceError::OutOfMemory {
-            requested_bytes: bytes,
-            detail: "beyond the address space".into(),
-        })?;
+        let with_edge =
+            bytes
+                .checked_add(self.page_bytes)
+                .ok_or_else(|| DeviceError::OutOfMemory {
+                    requested_bytes: bytes,
+                    detail: "beyond the address space".into(),
+                })?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: maps a new range; no existing mapping changes.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), with_edge, libc::PROT_NONE, flags, -1, 0) };
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                with_edge,
+                libc::PROT_NONE,
+                flags,
+                -1,
+                0,
+            )
+        };
         if base == libc::MAP_FAILED {
             return Err(failed("mmap"));
         }
@@ -100,12 +124,18 @@ unsafe impl VirtualMemory for HostPages {
     }
 
     fn create(&self) -> Result<Page, DeviceError> {
-        let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: self.page_bytes, detail };
+        let out_of_memory = |detail: String| DeviceError::OutOfMemory {
+            requested_bytes: self.page_bytes,
+            detail,
+        };
         let mut pages = self.pages.lock();
         let page = match pages.free.pop() {
             Some(page) => page,
             None if pages.made >= self.limit_pages => {
-                return Err(out_of_memory(format!("all {} pages are in use", self.limit_pages)));
+                return Err(out_of_memory(format!(
+                    "all {} pages are in use",
+                    self.limit_pages
+                )));
             }
             None => {
                 pages.made += 1;
@@ -114,7 +144,14 @@ unsafe impl VirtualMemory for HostPages {
         };
         // Allocates the memory now, so that a lack of it is an error here and not a signal later.
         // SAFETY: the descriptor is open; the call reads no memory of ours.
-        let done = unsafe { libc::fallocate(self.file.as_raw_fd(), 0, self.offset(page), self.page_bytes as _) };
+        let done = unsafe {
+            libc::fallocate(
+                self.file.as_raw_fd(),
+                0,
+                self.offset(page),
+                self.page_bytes as _,
+            )
+        };
         if done != 0 {
             pages.free.push(page);
             return Err(out_of_memory(failed("fallocate").to_string()));
@@ -125,7 +162,14 @@ unsafe impl VirtualMemory for HostPages {
     unsafe fn destroy(&self, page: Page) {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: the descriptor is open; by the caller's promise the page is mapped nowhere.
-        unsafe { libc::fallocate(self.file.as_raw_fd(), mode, self.offset(page.0), self.page_bytes as _) };
+        unsafe {
+            libc::fallocate(
+                self.file.as_raw_fd(),
+                mode,
+                self.offset(page.0),
+                self.page_bytes as _,
+            )
+        };
         self.pages.lock().free.push(page.0);
     }
 
@@ -135,10 +179,22 @@ unsafe impl VirtualMemory for HostPages {
         for run in pages.chunk_by(|a, b| a.0 + 1 == b.0) {
             let to = at.as_ptr().wrapping_add(mapped * self.page_bytes);
             let bytes = run.len() * self.page_bytes;
-            let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-            // SAFETY: by the caller's promise the addresses are reserved and nothing is mapped there.
-            let done =
-                unsafe { libc::mmap(to.cast(), bytes, access, flags, self.file.as_raw_fd(), self.offset(run[0].0)) };
+            let (access, flags) = (
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_FIXED,
+            );
+            // SAFETY: by the caller's promise the addresses are reserved and nothing is mapped
+            // there.
+            let done = unsafe {
+                libc::mmap(
+                    to.cast(),
+                    bytes,
+                    access,
+                    flags,
+                    self.file.as_raw_fd(),
+                    self.offset(run[0].0),
+                )
+            };
             if done == libc::MAP_FAILED {
                 let error = failed("mmap");
                 // SAFETY: these were mapped above and are unused.
@@ -157,7 +213,16 @@ unsafe impl VirtualMemory for HostPages {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
         // The addresses stay reserved, without memory.
         // SAFETY: by the caller's promise they are mapped by `map` and unused.
-        unsafe { libc::mmap(at.as_ptr().cast(), pages * self.page_bytes, libc::PROT_NONE, flags, -1, 0) };
+        unsafe {
+            libc::mmap(
+                at.as_ptr().cast(),
+                pages * self.page_bytes,
+                libc::PROT_NONE,
+                flags,
+                -1,
+                0,
+            )
+        };
     }
 }
 
@@ -171,7 +236,10 @@ mod tests {
         let bytes = memory.page_bytes();
         let range = memory.reserve(4 * bytes).expect("addresses");
         assert_eq!(range.addr().get() % bytes, 0);
-        let pages = [memory.create().expect("room"), memory.create().expect("room")];
+        let pages = [
+            memory.create().expect("room"),
+            memory.create().expect("room"),
+        ];
         // SAFETY: reserved, and nothing is mapped there.
         unsafe { memory.map(range, &pages) }.expect("mapped");
         let again = NonNull::new(range.as_ptr().wrapping_add(2 * bytes)).expect("in the range");
@@ -196,7 +264,10 @@ mod tests {
     fn page_limit_is_an_error() {
         let memory = HostPages::new(1 << 16, 1 << 16).expect("memory files");
         let page = memory.create().expect("room for one");
-        assert!(matches!(memory.create(), Err(DeviceError::OutOfMemory { .. })));
+        assert!(matches!(
+            memory.create(),
+            Err(DeviceError::OutOfMemory { .. })
+        ));
         // SAFETY: created above, mapped nowhere.
         unsafe { memory.destroy(page) };
         assert!(memory.create().is_ok());

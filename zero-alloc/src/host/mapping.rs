@@ -1,7 +1,9 @@
-//! Zeroed memory from the system, in multiples of [`ALIGN_BYTES`](super::ALIGN_BYTES) and aligned to it.
+//! Zeroed memory from the system, in multiples of [`ALIGN_BYTES`](super::ALIGN_BYTES) and aligned
+//! to it.
 //!
-//! Not the system allocator, which writes to all of an aligned zeroed allocation: a mapping's pages take memory when they
-//! are first written, so what the pool reserves ahead costs none. Systems without `mmap` use that allocator.
+//! Not the system allocator, which writes to all of an aligned zeroed allocation: a mapping's pages
+//! take memory when they are first written, so what the pool reserves ahead costs none. Systems
+//! without `mmap` use that allocator.
 
 #[cfg(not(unix))]
 pub(crate) use allocation::{map, unmap};
@@ -25,7 +27,10 @@ mod mmap {
     use std::ptr::NonNull;
 
     pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let (access, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
         // SAFETY: maps a new range; no existing mapping changes.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
         if base == libc::MAP_FAILED {
@@ -57,7 +62,8 @@ mod allocation {
 
     pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
         // SAFETY: the size is not 0.
-        NonNull::new(unsafe { alloc_zeroed(layout(bytes)?) }).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+        NonNull::new(unsafe { alloc_zeroed(layout(bytes)?) })
+            .ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
     /// # Safety
@@ -76,8 +82,10 @@ mod tests {
 
     #[test]
     fn memory_is_zeroed_and_aligned() {
-        type Functions =
-            (fn(usize) -> std::io::Result<std::ptr::NonNull<u8>>, unsafe fn(std::ptr::NonNull<u8>, usize));
+        type Functions = (
+            fn(usize) -> std::io::Result<std::ptr::NonNull<u8>>,
+            unsafe fn(std::ptr::NonNull<u8>, usize),
+        );
         let own: Functions = (map, unmap);
         for (map, unmap) in [own, (allocation::map, allocation::unmap)] {
             let base = map(8192).unwrap();

@@ -1,6 +1,7 @@
 //! The host back end: the machine's own memory, and streams that are queues on worker threads.
 //!
-//! Streams run concurrently, ordered only by events, so that a missing wait can fail on a machine without a GPU.
+//! Streams run concurrently, ordered only by events, so that a missing wait can fail on a machine
+//! without a GPU.
 
 mod event;
 #[cfg(target_os = "linux")]
@@ -27,7 +28,8 @@ use parking_lot::Mutex;
 use self::queue::StreamInfo;
 use self::worker::Worker;
 use crate::device::{
-    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, check_copy, next_stream_id, same_len,
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, check_copy,
+    next_stream_id, same_len,
 };
 use crate::planner::CostModel;
 pub use crate::timeline::{OpSpan, Timeline};
@@ -42,8 +44,8 @@ pub use stream::HostStream;
 /// The alignment of backings, in bytes.
 const ALIGN_BYTES: usize = 4096;
 
-/// The host as a device. Its memory is mapped from the system, zeroed, unless [`HostDevice::with_pages`] adds pages or
-/// [`HostDevice::with_memory`] selects other memory.
+/// The host as a device. Its memory is mapped from the system, zeroed, unless
+/// [`HostDevice::with_pages`] adds pages or [`HostDevice::with_memory`] selects other memory.
 #[derive(Clone, Debug, Default)]
 pub struct HostDevice {
     timeline: Option<Timeline>,
@@ -65,26 +67,39 @@ impl HostDevice {
     /// The same device; streams made from now on record their operations in `timeline`.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {
-        Self { timeline: Some(timeline), ..self }
+        Self {
+            timeline: Some(timeline),
+            ..self
+        }
     }
 
-    /// The same device with the virtual memory of `pages`: pools then map free pages under new addresses. Linux only.
+    /// The same device with the virtual memory of `pages`: pools then map free pages under new
+    /// addresses. Linux only.
     #[cfg(target_os = "linux")]
     #[must_use]
     pub fn with_pages(self, pages: Arc<HostPages>) -> Self {
-        Self { pages: Some(pages), memory: None, ..self }
+        Self {
+            pages: Some(pages),
+            memory: None,
+            ..self
+        }
     }
 
-    /// The same device with backings from `memory`, whose id its slices carry. With `zero_alloc::cuda::PinnedMemory` the
-    /// copies of CUDA devices accept the blocks of a `Pool<HostDevice>`, and host operations use them as any other host
-    /// memory. The pool does not see those copies: a block must live until they have run.
+    /// The same device with backings from `memory`, whose id its slices carry. With
+    /// `zero_alloc::cuda::PinnedMemory` the copies of CUDA devices accept the blocks of a
+    /// `Pool<HostDevice>`, and host operations use them as any other host memory. The pool does not
+    /// see those copies: a block must live until they have run.
     ///
     /// # Errors
     /// [`DeviceError::AnotherDevice`]: `memory` is neither [`DeviceId::HOST`] nor [`DeviceId::PINNED`].
     pub fn with_memory(self, memory: Arc<dyn Memory>) -> Result<Self, DeviceError> {
         let (expected, got) = (DeviceId::HOST, memory.id());
         if !expected.accesses(got) {
-            return Err(DeviceError::AnotherDevice { what: "HostDevice::with_memory", expected, got });
+            return Err(DeviceError::AnotherDevice {
+                what: "HostDevice::with_memory",
+                expected,
+                got,
+            });
         }
         Ok(Self {
             memory: Some(memory),
@@ -97,32 +112,49 @@ impl HostDevice {
 
 #[cfg(any(test, feature = "testing"))]
 impl HostDevice {
-    /// The host for tests: operations of its streams interleave in an order that follows from `seed`, and every order
-    /// that streams and events allow can occur. An operation whose memory access is not ordered fails; its error
-    /// names the block and the streams of the missing wait or the use after free.
+    /// The host for tests: operations of its streams interleave in an order that follows from
+    /// `seed`, and every order that streams and events allow can occur. An operation whose memory
+    /// access is not ordered fails; its error names the block and the streams of the missing wait
+    /// or the use after free.
     ///
     /// One operation runs at a time. The checker sees accesses through
     /// [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
-    /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread. Operations must wait for
-    /// each other only through [`Monitor`]s.
+    /// [`as_host_mut`](crate::device::DeviceSlice::as_host_mut), on the stream's own thread.
+    /// Operations must wait for each other only through [`Monitor`]s.
     pub fn seeded(seed: u64) -> Self {
-        Self { scheduler: Some(seeded::Scheduler::new(seed)), ..Self::default() }
+        Self {
+            scheduler: Some(seeded::Scheduler::new(seed)),
+            ..Self::default()
+        }
     }
 
-    /// The host in modelled time: an operation costs what `cost` returns for the name of its stream and its label. Streams run
-    /// as usual, but [`Self::modelled_spans`] have times that follow from the order of operations, events and waits alone. Threads that start later begin at time zero; waits through a [`Monitor`] take no time.
+    /// The host in modelled time: an operation costs what `cost` returns for the name of its stream
+    /// and its label. Streams run as usual, but [`Self::modelled_spans`] have times that follow
+    /// from the order of operations, events and waits alone. Threads that start later begin at time
+    /// zero; waits through a [`Monitor`] take no time.
     pub fn modelled(cost: impl Fn(&str, &str) -> Duration + Send + Sync + 'static) -> Self {
-        Self { model: Some(Arc::new(model::Model::new(cost))), ..Self::default() }
+        Self {
+            model: Some(Arc::new(model::Model::new(cost))),
+            ..Self::default()
+        }
     }
 
-    /// All operations of [`HostDevice::modelled`] so far, with modelled times; empty for other host devices.
+    /// All operations of [`HostDevice::modelled`] so far, with modelled times; empty for other host
+    /// devices.
     pub fn modelled_spans(&self) -> Vec<OpSpan> {
-        self.model.as_ref().map(|model| model.spans()).unwrap_or_default()
+        self.model
+            .as_ref()
+            .map(|model| model.spans())
+            .unwrap_or_default()
     }
 
-    /// The violations that the seeded scheduler has found so far, in order; empty for other host devices.
+    /// The violations that the seeded scheduler has found so far, in order; empty for other host
+    /// devices.
     pub fn violations(&self) -> Vec<Violation> {
-        self.scheduler.as_ref().map(seeded::Scheduler::violations).unwrap_or_default()
+        self.scheduler
+            .as_ref()
+            .map(seeded::Scheduler::violations)
+            .unwrap_or_default()
     }
 }
 
@@ -131,19 +163,26 @@ fn mapped_bytes(bytes: usize) -> Option<usize> {
     bytes.max(1).checked_next_multiple_of(ALIGN_BYTES)
 }
 
-// SAFETY: mappings have no other owner, and the system aligns them to its pages, which have `ALIGN_BYTES` or more. Other
-// memory keeps the contract itself; it is host memory by `with_memory`, which is the only place that sets it.
+// SAFETY: mappings have no other owner, and the system aligns them to its pages, which have
+// `ALIGN_BYTES` or more. Other memory keeps the contract itself; it is host memory by
+// `with_memory`, which is the only place that sets it.
 unsafe impl Memory for HostDevice {
     fn id(&self) -> DeviceId {
-        self.memory.as_ref().map_or(DeviceId::HOST, |memory| memory.id())
+        self.memory
+            .as_ref()
+            .map_or(DeviceId::HOST, |memory| memory.id())
     }
 
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
         if let Some(memory) = &self.memory {
             return memory.allocate(bytes);
         }
-        let out_of_memory = |detail: String| DeviceError::OutOfMemory { requested_bytes: bytes, detail };
-        let len = mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
+        let out_of_memory = |detail: String| DeviceError::OutOfMemory {
+            requested_bytes: bytes,
+            detail,
+        };
+        let len =
+            mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
         mapping::map(len).map_err(|error| out_of_memory(error.to_string()))
     }
 
@@ -158,7 +197,9 @@ unsafe impl Memory for HostDevice {
     }
 
     fn granularity_bytes(&self) -> usize {
-        self.memory.as_ref().map_or(ALIGN_BYTES, |memory| memory.granularity_bytes())
+        self.memory
+            .as_ref()
+            .map_or(ALIGN_BYTES, |memory| memory.granularity_bytes())
     }
 
     fn virtual_memory(&self) -> Option<&dyn crate::device::VirtualMemory> {
@@ -170,11 +211,14 @@ unsafe impl Memory for HostDevice {
     }
 
     fn cost(&self) -> CostModel {
-        self.memory.as_ref().map_or(CostModel::HOST, |memory| memory.cost())
+        self.memory
+            .as_ref()
+            .map_or(CostModel::HOST, |memory| memory.cost())
     }
 }
 
-/// The buffer of a caller of [`Device::download`]. Dropping it waits for a copy in progress and prevents a later one.
+/// The buffer of a caller of [`Device::download`]. Dropping it waits for a copy in progress and
+/// prevents a later one.
 struct Destination(Arc<Mutex<Option<BufferPtr>>>);
 
 struct BufferPtr(NonNull<u8>);
@@ -184,7 +228,9 @@ unsafe impl Send for BufferPtr {}
 
 impl Destination {
     fn lend(buffer: &mut [u8]) -> Self {
-        Self(Arc::new(Mutex::new(NonNull::new(buffer.as_mut_ptr()).map(BufferPtr))))
+        Self(Arc::new(Mutex::new(
+            NonNull::new(buffer.as_mut_ptr()).map(BufferPtr),
+        )))
     }
 }
 
@@ -231,7 +277,8 @@ unsafe impl Device for HostDevice {
         dst.check_device("copy, destination", DeviceId::HOST)?;
         let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
         stream.enqueue("copy", move || {
-            // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
+            // SAFETY: checked above to be host memory; its maker promised validity and ordered
+            // accesses.
             let src = unsafe { src.as_host() };
             // SAFETY: as above; the two do not overlap.
             unsafe { dst.as_host_mut() }.copy_from_slice(src);
@@ -243,18 +290,26 @@ unsafe impl Device for HostDevice {
         dst.check_device("fill_zero", DeviceId::HOST)?;
         let dst = dst.bytes().typed::<u8>()?;
         stream.enqueue("fill_zero", move || {
-            // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
+            // SAFETY: checked above to be host memory; its maker promised validity and ordered
+            // accesses.
             unsafe { dst.as_host_mut() }.fill(0);
             Ok(())
         })
     }
 
-    fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+    fn upload(
+        &self,
+        stream: &HostStream,
+        src: &[u8],
+        dst: AnySlice,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
         dst.check_device("upload", DeviceId::HOST)?;
         let (src, dst) = (src.to_vec(), dst.bytes().typed::<u8>()?);
         stream.enqueue("upload", move || {
-            // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
+            // SAFETY: checked above to be host memory; its maker promised validity and ordered
+            // accesses.
             unsafe { dst.as_host_mut() }.copy_from_slice(&src);
             Ok(())
         })?;
@@ -279,10 +334,11 @@ unsafe impl Device for HostDevice {
         // A copy on the stream: other threads may enqueue writes of `src` behind it.
         stream.enqueue("download", move || {
             if let Some(dst) = &mut *lent.lock() {
-                // SAFETY: checked above to be host memory; its maker promised validity and ordered accesses.
+                // SAFETY: checked above to be host memory; its maker promised validity and ordered
+                // accesses.
                 let src = unsafe { src.as_host() };
-                // SAFETY: `download` waits for this lock before it returns, and the buffer is lent to it until then;
-                // it has the length of `src` and is apart from it.
+                // SAFETY: `download` waits for this lock before it returns, and the buffer is lent
+                // to it until then; it has the length of `src` and is apart from it.
                 unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.0.as_ptr(), src.len()) };
             }
             Ok(())
@@ -290,11 +346,21 @@ unsafe impl Device for HostDevice {
         stream.synchronize(limit)
     }
 
-    fn wait_for_host(&self, stream: &HostStream, event: &HostEvent, _limit: Duration) -> Result<(), DeviceError> {
+    fn wait_for_host(
+        &self,
+        stream: &HostStream,
+        event: &HostEvent,
+        _limit: Duration,
+    ) -> Result<(), DeviceError> {
         stream.wait(event)
     }
 
-    fn host_waits(&self, host: &HostStream, event: &HostEvent, _limit: Duration) -> Result<(), DeviceError> {
+    fn host_waits(
+        &self,
+        host: &HostStream,
+        event: &HostEvent,
+        _limit: Duration,
+    ) -> Result<(), DeviceError> {
         host.wait(event)
     }
 }

@@ -1,5 +1,5 @@
-//! Modelled time: operations cost what a test says, and streams, events and waits of the host add that up, so that the
-//! times of a program follow from its order alone.
+//! Modelled time: operations cost what a test says, and streams, events and waits of the host add
+//! that up, so that the times of a program follow from its order alone.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -20,7 +20,10 @@ pub(super) struct Model {
 
 impl Model {
     pub(super) fn new(cost: impl Fn(&str, &str) -> Duration + Send + Sync + 'static) -> Self {
-        Self { cost: Box::new(cost), spans: Mutex::default() }
+        Self {
+            cost: Box::new(cost),
+            spans: Mutex::default(),
+        }
     }
 
     /// Runs an operation of a stream whose time is `now`.

@@ -1,8 +1,8 @@
 //! How operations of host streams wait for each other.
 //!
-//! A collective of the threads communicator blocks inside its operation until its peers arrive. It must wait through
-//! a [`Monitor`] and hold no other lock meanwhile: then the seeded scheduler sees that the operation is blocked and
-//! runs another stream, and its checker learns the order.
+//! A collective of the threads communicator blocks inside its operation until its peers arrive. It
+//! must wait through a [`Monitor`] and hold no other lock meanwhile: then the seeded scheduler sees
+//! that the operation is blocked and runs another stream, and its checker learns the order.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use crate::TimeLimit;
 use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
-/// How a waiter polls before it sleeps, since waking a thread takes several microseconds. In each round it polls for
-/// a change of the value, then yields the core.
+/// How a waiter polls before it sleeps, since waking a thread takes several microseconds. In each
+/// round it polls for a change of the value, then yields the core.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpinPolicy {
     /// The number of rounds.
     pub rounds: u32,
-    /// Spin-loop iterations in a round, about 50 per microsecond. Use 0 if threads outnumber cores, to leave the core
-    /// to the thread that the waiter waits for.
+    /// Spin-loop iterations in a round, about 50 per microsecond. Use 0 if threads outnumber cores,
+    /// to leave the core to the thread that the waiter waits for.
     pub spins: u32,
 }
 
@@ -71,8 +71,9 @@ impl<T> Monitor<T> {
         result
     }
 
-    /// Blocks until `ready` returns a value, at most `limit` (see [`TimeLimit`]). `ready` runs first at once, then at
-    /// least after each [`Monitor::update`]; it may change the value, which wakes no other waiter.
+    /// Blocks until `ready` returns a value, at most `limit` (see [`TimeLimit`]). `ready` runs
+    /// first at once, then at least after each [`Monitor::update`]; it may change the value, which
+    /// wakes no other waiter.
     ///
     /// # Errors
     /// [`DeviceError::TimedOut`] with the text of `what`.
@@ -93,7 +94,10 @@ impl<T> Monitor<T> {
                 return Ok(result);
             }
             if timed_out {
-                return Err(DeviceError::TimedOut { what: what(), limit });
+                return Err(DeviceError::TimedOut {
+                    what: what(),
+                    limit,
+                });
             }
             if rounds > 0 && !seeded::in_operation() {
                 let seen = self.version.load(Ordering::Relaxed);
@@ -110,7 +114,9 @@ impl<T> Monitor<T> {
                 continue;
             }
             let time = time.get_or_insert_with(|| TimeLimit::new(limit));
-            let waited = self.changed.wait_until(&mut guarded, Instant::now() + time.slice());
+            let waited = self
+                .changed
+                .wait_until(&mut guarded, Instant::now() + time.slice());
             timed_out = time.has_passed() && waited.timed_out();
         }
     }
@@ -140,7 +146,9 @@ mod tests {
     fn waiter_passes_when_value_is_right() {
         let monitor = Monitor::new(0);
         std::thread::scope(|s| {
-            let waiter = s.spawn(|| monitor.wait_until(LIMIT, || "three".into(), |v| (*v == 3).then_some(*v)));
+            let waiter = s.spawn(|| {
+                monitor.wait_until(LIMIT, || "three".into(), |v| (*v == 3).then_some(*v))
+            });
             for _ in 0..3 {
                 monitor.update(|v| *v += 1);
             }
@@ -150,9 +158,17 @@ mod tests {
 
     #[test]
     fn spinning_and_sleeping_waiters_pass() {
-        for policy in
-            [SpinPolicy::default(), SpinPolicy { rounds: 3, spins: 0 }, SpinPolicy { rounds: 1000, spins: 30 }]
-        {
+        for policy in [
+            SpinPolicy::default(),
+            SpinPolicy {
+                rounds: 3,
+                spins: 0,
+            },
+            SpinPolicy {
+                rounds: 1000,
+                spins: 30,
+            },
+        ] {
             let monitors = [0, 0].map(|value| Monitor::new(value).with_spin_policy(policy));
             std::thread::scope(|s| {
                 for me in [0, 1] {
@@ -161,7 +177,9 @@ mod tests {
                         for turn in 1..if cfg!(miri) { 10 } else { 1000 } {
                             monitors[me].update(|v| *v = turn);
                             let ready = |v: &mut i32| (*v >= turn).then_some(());
-                            monitors[1 - me].wait_until(LIMIT, || "peer".into(), ready).expect("the peer arrives");
+                            monitors[1 - me]
+                                .wait_until(LIMIT, || "peer".into(), ready)
+                                .expect("the peer arrives");
                         }
                     });
                 }
@@ -171,9 +189,20 @@ mod tests {
 
     #[test]
     fn expired_limit_is_a_named_error() {
-        let monitor = Monitor::new(false).with_spin_policy(SpinPolicy { rounds: 2, spins: 2 });
+        let monitor = Monitor::new(false).with_spin_policy(SpinPolicy {
+            rounds: 2,
+            spins: 2,
+        });
         let limit = Duration::from_millis(1);
-        let error = monitor.wait_until(limit, || "rank 3".into(), |v| v.then_some(())).expect_err("never true");
-        assert_eq!(error, DeviceError::TimedOut { what: "rank 3".into(), limit });
+        let error = monitor
+            .wait_until(limit, || "rank 3".into(), |v| v.then_some(()))
+            .expect_err("never true");
+        assert_eq!(
+            error,
+            DeviceError::TimedOut {
+                what: "rank 3".into(),
+                limit
+            }
+        );
     }
 }

@@ -46,7 +46,9 @@ impl StreamInfo {
     }
 
     pub(super) fn closed(&self) -> DeviceError {
-        DeviceError::Closed { stream: self.name.to_string() }
+        DeviceError::Closed {
+            stream: self.name.to_string(),
+        }
     }
 
     /// An operation that is enqueued now.
@@ -54,7 +56,10 @@ impl StreamInfo {
         let enqueued = Enqueued::new(label, self.timeline.as_ref());
         #[cfg(any(test, feature = "testing"))]
         if self.model.is_some() {
-            return Enqueued { at: super::model::now(), ..enqueued };
+            return Enqueued {
+                at: super::model::now(),
+                ..enqueued
+            };
         }
         enqueued
     }
@@ -68,10 +73,17 @@ impl StreamInfo {
     }
 
     /// Runs an operation; its error or panic names the stream and the operation.
-    pub(super) fn call(&self, enqueued: Enqueued, op: Op, now: &mut Duration) -> Result<(), DeviceError> {
+    pub(super) fn call(
+        &self,
+        enqueued: Enqueued,
+        op: Op,
+        now: &mut Duration,
+    ) -> Result<(), DeviceError> {
         #[cfg(any(test, feature = "testing"))]
         if let Some(model) = &self.model {
-            return model.run(&self.name, enqueued, now, || run_named(&self.name, enqueued.label, op));
+            return model.run(&self.name, enqueued, now, || {
+                run_named(&self.name, enqueued.label, op)
+            });
         }
         let _ = now;
         self.timed(enqueued, || run_named(&self.name, enqueued.label, op))
@@ -79,7 +91,9 @@ impl StreamInfo {
 
     /// Runs `work` and records its span.
     pub(super) fn timed<R>(&self, enqueued: Enqueued, work: impl FnOnce() -> R) -> R {
-        let Some(timeline) = &self.timeline else { return work() };
+        let Some(timeline) = &self.timeline else {
+            return work();
+        };
         let start = timeline.now();
         let result = work();
         timeline.push(enqueued.span(&self.name, start, timeline.now()));
@@ -88,7 +102,15 @@ impl StreamInfo {
 }
 
 /// Starts the thread that runs a stream's operations.
-pub(super) fn spawn(info: &StreamInfo, work: impl FnOnce() + Send + 'static) -> Result<(), DeviceError> {
-    let spawned = std::thread::Builder::new().name(info.thread_name()).spawn(work);
-    spawned.map(drop).map_err(|e| DeviceError::Driver { call: "thread spawn", message: e.to_string() })
+pub(super) fn spawn(
+    info: &StreamInfo,
+    work: impl FnOnce() + Send + 'static,
+) -> Result<(), DeviceError> {
+    let spawned = std::thread::Builder::new()
+        .name(info.thread_name())
+        .spawn(work);
+    spawned.map(drop).map_err(|e| DeviceError::Driver {
+        call: "thread spawn",
+        message: e.to_string(),
+    })
 }

@@ -7,8 +7,8 @@ use super::HostEvent;
 use super::queue::{Item, Queue};
 use crate::device::{DeviceError, Event, Stream};
 
-/// A stream of the host: a queue that its own worker thread or the seeded scheduler runs in order. Items enqueued
-/// before the last handle is dropped still run.
+/// A stream of the host: a queue that its own worker thread or the seeded scheduler runs in order.
+/// Items enqueued before the last handle is dropped still run.
 #[derive(Clone)]
 pub struct HostStream(pub(super) Arc<dyn Queue>);
 
@@ -19,10 +19,11 @@ impl std::fmt::Debug for HostStream {
 }
 
 impl HostStream {
-    /// Enqueues `op`; `label` names it in errors and timelines. An `Err` or a panic poisons the stream:
-    /// [`Stream::synchronize`] then returns an error that names the stream and the label.
+    /// Enqueues `op`; `label` names it in errors and timelines. An `Err` or a panic poisons the
+    /// stream: [`Stream::synchronize`] then returns an error that names the stream and the label.
     ///
-    /// An operation must wait for other streams' operations only through a [`Monitor`](super::Monitor).
+    /// An operation must wait for other streams' operations only through a
+    /// [`Monitor`](super::Monitor).
     ///
     /// # Errors
     /// [`DeviceError::Closed`].
@@ -31,17 +32,19 @@ impl HostStream {
         label: &'static str,
         op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
     ) -> Result<(), DeviceError> {
-        self.0.push(Item::Run(self.0.info().enqueued(label), Box::new(op)))
+        self.0
+            .push(Item::Run(self.0.info().enqueued(label), Box::new(op)))
     }
 
-    /// Closes the queue for all handles: items in the queue still run, later operations and waits are refused, and
-    /// [`Stream::record`] returns the end of the queue.
+    /// Closes the queue for all handles: items in the queue still run, later operations and waits
+    /// are refused, and [`Stream::record`] returns the end of the queue.
     pub fn close(&self) {
         self.0.close();
     }
 }
 
-// SAFETY: one thread, or the scheduler, runs a queue in order; one counter assigns the ids of all back ends.
+// SAFETY: one thread, or the scheduler, runs a queue in order; one counter assigns the ids of all
+// back ends.
 unsafe impl Stream for HostStream {
     type Event = HostEvent;
 
@@ -58,7 +61,8 @@ unsafe impl Stream for HostStream {
     }
 
     fn wait(&self, event: &HostEvent) -> Result<(), DeviceError> {
-        self.0.push(Item::Wait(self.0.info().enqueued("wait"), event.clone()))
+        self.0
+            .push(Item::Wait(self.0.info().enqueued("wait"), event.clone()))
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {

@@ -33,7 +33,11 @@ pub(super) struct Worker(Arc<Shared>);
 
 impl Worker {
     pub(super) fn spawn(info: StreamInfo) -> Result<Self, DeviceError> {
-        let shared = Arc::new(Shared { info, state: Mutex::default(), arrived: Condvar::new() });
+        let shared = Arc::new(Shared {
+            info,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+        });
         let worker = Arc::clone(&shared);
         spawn(&shared.info, move || work(&worker))?;
         Ok(Self(shared))
@@ -145,7 +149,9 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>, now: &mut 
         Item::Wait(enqueued, event) => {
             let result = event.result().unwrap_or_else(|| {
                 // This wait ends, because the waits of the operations before the event have limits.
-                shared.info.timed(enqueued, || event.synchronize(Duration::MAX))
+                shared
+                    .info
+                    .timed(enqueued, || event.synchronize(Duration::MAX))
             });
             *now = (*now).max(event.time());
             if let Err(e) = result {
@@ -165,8 +171,17 @@ mod loom_tests {
     use crate::timeline::Enqueued;
 
     fn shared() -> Arc<Shared> {
-        let info = StreamInfo { name: "model".into(), id: 0, timeline: None, model: None };
-        Arc::new(Shared { info, state: Mutex::default(), arrived: Condvar::new() })
+        let info = StreamInfo {
+            name: "model".into(),
+            id: 0,
+            timeline: None,
+            model: None,
+        };
+        Arc::new(Shared {
+            info,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+        })
     }
 
     fn count(seen: &Arc<AtomicUsize>) -> Item {
@@ -175,7 +190,13 @@ mod loom_tests {
             seen.fetch_add(1, Ordering::Relaxed);
             Ok(())
         };
-        Item::Run(Enqueued { label: "count", ..Enqueued::default() }, Box::new(op))
+        Item::Run(
+            Enqueued {
+                label: "count",
+                ..Enqueued::default()
+            },
+            Box::new(op),
+        )
     }
 
     #[test]

@@ -7,7 +7,8 @@ use super::size_class::{CLASSES, STEPS, SizeClass};
 impl Offsets {
     /// Checks that:
     /// 1. ranges are in order by offset, do not overlap, and know their neighbours;
-    /// 2. starts and sizes are multiples of the granule, sizes are above 0, starts keep their alignment;
+    /// 2. starts and sizes are multiples of the granule, sizes are above 0, starts keep their
+    ///    alignment;
     /// 3. no two free ranges are adjacent;
     /// 4. each free range is in the list of its class, and no other range is in a list;
     /// 5. the bits of non-empty lists, the sum of free bytes and the sum of all bytes are right.
@@ -31,7 +32,10 @@ impl Offsets {
                 if lower.end() > range.start {
                     return fail("overlaps the range below");
                 }
-                if lower.state == State::Free && range.state == State::Free && lower.end() == range.start {
+                if lower.state == State::Free
+                    && range.state == State::Free
+                    && lower.end() == range.start
+                {
                     return fail("two free ranges are adjacent");
                 }
             }
@@ -52,7 +56,10 @@ impl Offsets {
             at = range.above;
         }
         if below != self.last() {
-            return Err(format!("the last range is {below}, expected {}", self.last()));
+            return Err(format!(
+                "the last range is {below}, expected {}",
+                self.last()
+            ));
         }
         if free_bytes != self.free_bytes() || bytes != self.bytes() {
             return Err(format!(
@@ -63,7 +70,9 @@ impl Offsets {
         }
         let listed = self.check_lists()?;
         if listed != free_ranges {
-            return Err(format!("{listed} ranges are listed, {free_ranges} are free"));
+            return Err(format!(
+                "{listed} ranges are listed, {free_ranges} are free"
+            ));
         }
         Ok(())
     }
@@ -76,8 +85,13 @@ impl Offsets {
         let mut listed = 0;
         // An empty level is compared as a whole: there are many, and Miri is slow.
         let levels = self.heads.chunks(STEPS).zip(&self.steps_in_use);
-        let in_use = levels.enumerate().filter(|(_, (heads, steps))| **steps != 0 || **heads != [NONE; STEPS]);
-        for class in in_use.flat_map(|(level, _)| level * STEPS..(level + 1) * STEPS).map(|i| SizeClass(i as u16)) {
+        let in_use = levels
+            .enumerate()
+            .filter(|(_, (heads, steps))| **steps != 0 || **heads != [NONE; STEPS]);
+        for class in in_use
+            .flat_map(|(level, _)| level * STEPS..(level + 1) * STEPS)
+            .map(|i| SizeClass(i as u16))
+        {
             let (mut at, mut earlier) = (self.head(class), NONE);
             let (level, step) = class.level_and_step();
             let in_use = self.steps_in_use[level] >> step & 1 == 1;

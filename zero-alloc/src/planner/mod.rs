@@ -1,11 +1,15 @@
-//! The planner decides at which offset a block is placed. It is integer arithmetic and touches no memory.
+//! The planner decides at which offset a block is placed. It is integer arithmetic and touches no
+//! memory.
 #![deny(unsafe_code)]
 
 mod check;
 mod compaction;
 mod offsets;
 mod placement_policy;
-#[expect(clippy::module_inception, reason = "the file is named for its one type")]
+#[expect(
+    clippy::module_inception,
+    reason = "the file is named for its one type"
+)]
 mod planner;
 mod ranges;
 mod request;

@@ -1,8 +1,8 @@
 //! Free and used ranges of an offset space.
 //!
-//! The space is a sequence of segments; every byte of a segment belongs to exactly one range, used or free.
-//! Two free ranges of a segment are never adjacent: freeing joins neighbours. Free ranges are listed by
-//! [size class](super::size_class), so that finding one is a few bit operations.
+//! The space is a sequence of segments; every byte of a segment belongs to exactly one range, used
+//! or free. Two free ranges of a segment are never adjacent: freeing joins neighbours. Free ranges
+//! are listed by [size class](super::size_class), so that finding one is a few bit operations.
 
 use super::ranges::{NONE, Range, State};
 use super::search::place;
@@ -26,8 +26,8 @@ pub(crate) enum Side {
 pub(crate) enum Pick {
     /// The smallest of the first few of a size class; constant time.
     Best,
-    /// The range with the highest offset. Its time grows with the number of free ranges of that size or above, so it
-    /// is for large requests, of which a space holds only few.
+    /// The range with the highest offset. Its time grows with the number of free ranges of that
+    /// size or above, so it is for large requests, of which a space holds only few.
     Highest,
     /// The range with the lowest offset; its time as above.
     Lowest,
@@ -41,7 +41,8 @@ pub(crate) struct Offsets {
     pub(super) ranges: Vec<Range>,
     /// The first spare slot.
     pub(super) spare: u32,
-    /// The first range of each class, and bits that mark the classes and powers of two that have one.
+    /// The first range of each class, and bits that mark the classes and powers of two that have
+    /// one.
     pub(super) heads: Box<[u32; CLASSES]>,
     pub(super) steps_in_use: [u32; CLASSES / STEPS],
     pub(super) levels_in_use: u64,
@@ -57,7 +58,10 @@ impl Offsets {
     /// # Panics
     /// `granule` is not a power of two.
     pub(crate) fn new(granule: u64) -> Self {
-        assert!(granule.is_power_of_two(), "granule {granule} is not a power of two");
+        assert!(
+            granule.is_power_of_two(),
+            "granule {granule} is not a power of two"
+        );
         Self {
             granule,
             granule_log2: granule.trailing_zeros(),
@@ -74,7 +78,8 @@ impl Offsets {
     /// Preallocates slots for `count` ranges, used and free.
     pub(super) fn reserve_ranges(&mut self, count: usize) {
         let made = self.ranges.len();
-        self.ranges.resize(made.max(count.min(u32::MAX as usize)), Range::SPARE);
+        self.ranges
+            .resize(made.max(count.min(u32::MAX as usize)), Range::SPARE);
         for at in (made..self.ranges.len()).rev() {
             self.retire(at as u32);
         }
@@ -113,14 +118,22 @@ impl Offsets {
     /// Free bytes at the end of the last segment.
     pub(super) fn free_tail_bytes(&self) -> u64 {
         let last = &self.ranges[self.last() as usize];
-        if last.state == State::Free { last.bytes } else { 0 }
+        if last.state == State::Free {
+            last.bytes
+        } else {
+            0
+        }
     }
 
-    /// Adds a free segment of `bytes` (rounded down to granules, not 0) above the others and returns its first
-    /// offset. Ranges never extend from one segment into another.
+    /// Adds a free segment of `bytes` (rounded down to granules, not 0) above the others and
+    /// returns its first offset. Ranges never extend from one segment into another.
     pub(crate) fn add_segment(&mut self, bytes: u64) -> u64 {
         // A gap keeps segments apart.
-        let start = if self.last() == NONE { 0 } else { self.end() + self.granule };
+        let start = if self.last() == NONE {
+            0
+        } else {
+            self.end() + self.granule
+        };
         self.append(start, bytes & !(self.granule - 1));
         start
     }
@@ -129,7 +142,12 @@ impl Offsets {
     pub(super) fn extend(&mut self, bytes: u64) {
         let bytes = bytes & !(self.granule - 1);
         let last = self.last();
-        let Range { start, bytes: last_bytes, state, .. } = self.ranges[last as usize];
+        let Range {
+            start,
+            bytes: last_bytes,
+            state,
+            ..
+        } = self.ranges[last as usize];
         if bytes == 0 {
         } else if state == State::Free {
             self.resize(last, start, last_bytes + bytes);
@@ -147,11 +165,14 @@ impl Offsets {
         self.list(range);
     }
 
-    /// Cuts free bytes off the end of the last segment, so that it ends at a multiple of `unit`; returns their
-    /// number.
+    /// Cuts free bytes off the end of the last segment, so that it ends at a multiple of `unit`;
+    /// returns their number.
     pub(super) fn trim(&mut self, unit: u64) -> u64 {
         let bytes = self.free_tail_bytes();
-        let cut = self.end() - (self.end() - bytes).next_multiple_of(unit.max(self.granule)).min(self.end());
+        let cut = self.end()
+            - (self.end() - bytes)
+                .next_multiple_of(unit.max(self.granule))
+                .min(self.end());
         if cut == 0 {
             return 0;
         }
@@ -167,8 +188,8 @@ impl Offsets {
         cut
     }
 
-    /// Removes a free segment of [`Offsets::add_segment`]. Returns false, with nothing changed, if it is not one whole free
-    /// range.
+    /// Removes a free segment of [`Offsets::add_segment`]. Returns false, with nothing changed, if
+    /// it is not one whole free range.
     pub(crate) fn remove_segment(&mut self, start: u64, bytes: u64) -> bool {
         let bytes = bytes & !(self.granule - 1);
         let mut at = self.head(self.class_of(bytes));
@@ -186,8 +207,9 @@ impl Offsets {
         false
     }
 
-    /// Allocates `bytes` (rounded up to granules, at least one) at a multiple of `align` (a power of two); returns
-    /// the range and its first offset, or `None` if no free range holds it. `tag` has no meaning here.
+    /// Allocates `bytes` (rounded up to granules, at least one) at a multiple of `align` (a power
+    /// of two); returns the range and its first offset, or `None` if no free range holds it. `tag`
+    /// has no meaning here.
     #[inline]
     pub(crate) fn allocate(
         &mut self,
@@ -207,11 +229,13 @@ impl Offsets {
         self.free_bytes -= bytes;
         let used = self.carve(at, start, bytes);
         let range = &mut self.ranges[used as usize];
-        (range.state, range.tag, range.align_log2) = (State::Used, tag, align.trailing_zeros() as u8);
+        (range.state, range.tag, range.align_log2) =
+            (State::Used, tag, align.trailing_zeros() as u8);
         Some((RangeId(used), start))
     }
 
-    /// Allocates the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not all free.
+    /// Allocates the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not
+    /// all free.
     pub(super) fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
         let mut at = self.first();
         while at != NONE && self.ranges[at as usize].end() < start + bytes {
@@ -224,11 +248,13 @@ impl Offsets {
         self.free_bytes -= bytes;
         let used = self.carve(at, start, bytes);
         let range = &mut self.ranges[used as usize];
-        (range.state, range.tag, range.align_log2) = (State::Pinned, tag, self.granule.trailing_zeros() as u8);
+        (range.state, range.tag, range.align_log2) =
+            (State::Pinned, tag, self.granule.trailing_zeros() as u8);
         Some(RangeId(used))
     }
 
-    /// Cuts `bytes` at `start` out of a free range, whose rest stays listed. Returns the cut, which is in no list.
+    /// Cuts `bytes` at `start` out of a free range, whose rest stays listed. Returns the cut, which
+    /// is in no list.
     #[inline(always)]
     pub(super) fn carve(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
         let range = &self.ranges[at as usize];
@@ -264,7 +290,10 @@ impl Offsets {
     pub(crate) fn free(&mut self, id: RangeId) -> (u64, u64) {
         let at = id.0;
         let range = &self.ranges[at as usize];
-        assert!(matches!(range.state, State::Used | State::Pinned), "{id:?} is not in use");
+        assert!(
+            matches!(range.state, State::Used | State::Pinned),
+            "{id:?} is not in use"
+        );
         let (start, bytes, below, above) = (range.start, range.bytes, range.below, range.above);
         self.free_bytes += bytes;
         let (lower, upper) = (&self.ranges[below as usize], &self.ranges[above as usize]);
@@ -301,8 +330,12 @@ impl Offsets {
 
     /// The largest free range.
     pub(super) fn largest_free_bytes(&self) -> u64 {
-        let Some(level) = self.levels_in_use.checked_ilog2().map(|l| l as usize) else { return 0 };
-        let Some(step) = self.steps_in_use[level].checked_ilog2().map(|s| s as usize) else { return 0 };
+        let Some(level) = self.levels_in_use.checked_ilog2().map(|l| l as usize) else {
+            return 0;
+        };
+        let Some(step) = self.steps_in_use[level].checked_ilog2().map(|s| s as usize) else {
+            return 0;
+        };
         let mut largest = 0;
         let mut at = self.head(SizeClass((level * STEPS + step) as u16));
         while at != NONE {
@@ -312,8 +345,8 @@ impl Offsets {
         largest
     }
 
-    /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is used, whether it is
-    /// pinned.
+    /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is
+    /// used, whether it is pinned.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         let mut at = self.first();
         while at != NONE {

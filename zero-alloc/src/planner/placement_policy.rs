@@ -1,10 +1,11 @@
 //! Placement policies: which of the free ranges holds a request, and at which end of it.
 //!
-//! Programs repeat themselves: if bytes had to be moved in one step, the next step leads to the same move unless
-//! placement changes. So after every compaction at an unchanged peak the planner switches to the next policy of a
-//! list; a policy under which the program needs no compaction stays in use. The first packs `Lifetime::Long` requests
-//! at the low end; the others ignore lifetimes, since hints may be wrong. `Lifetime::Short` has no effect: placing
-//! those requests at the high end moved 1.5 to 1.8 times the bytes (`benches/traces/README.md`). No policy depends on
+//! Programs repeat themselves: if bytes had to be moved in one step, the next step leads to the
+//! same move unless placement changes. So after every compaction at an unchanged peak the planner
+//! switches to the next policy of a list; a policy under which the program needs no compaction
+//! stays in use. The first packs `Lifetime::Long` requests at the low end; the others ignore
+//! lifetimes, since hints may be wrong. `Lifetime::Short` has no effect: placing those requests at
+//! the high end moved 1.5 to 1.8 times the bytes (`benches/traces/README.md`). No policy depends on
 //! sizes or shapes of a particular program.
 
 use super::offsets::{Pick, Side};
@@ -20,16 +21,29 @@ struct Way {
 }
 
 const WAYS: [Way; 4] = [
-    Way { large_log2: 7, large: [(Side::Low, Pick::Lowest), (Side::High, Pick::Highest)] },
-    Way { large_log2: 8, large: [(Side::Low, Pick::Lowest), (Side::High, Pick::Highest)] },
-    Way { large_log2: 6, large: [(Side::Low, Pick::Lowest), (Side::High, Pick::Highest)] },
-    Way { large_log2: 7, large: [(Side::Low, Pick::Highest), (Side::Low, Pick::Highest)] },
+    Way {
+        large_log2: 7,
+        large: [(Side::Low, Pick::Lowest), (Side::High, Pick::Highest)],
+    },
+    Way {
+        large_log2: 8,
+        large: [(Side::Low, Pick::Lowest), (Side::High, Pick::Highest)],
+    },
+    Way {
+        large_log2: 6,
+        large: [(Side::Low, Pick::Lowest), (Side::High, Pick::Highest)],
+    },
+    Way {
+        large_log2: 7,
+        large: [(Side::Low, Pick::Highest), (Side::Low, Pick::Highest)],
+    },
 ];
 
 /// The policy in use.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PlacementPolicy {
-    /// 0: long-lived requests at the low end, all others by way 0. n > 0: all requests by way n - 1.
+    /// 0: long-lived requests at the low end, all others by way 0. n > 0: all requests by way n -
+    /// 1.
     index: u8,
     turn: u8,
     /// Whether any request so far was long-lived.
@@ -40,8 +54,15 @@ impl PlacementPolicy {
     /// The next of the list.
     pub(super) fn next(self) -> Self {
         // Without long-lived requests the first two are the same.
-        let step = if self.index == 0 && !self.any_long { 2 } else { 1 };
-        Self { index: (self.index + step) % (WAYS.len() as u8 + 1), ..self }
+        let step = if self.index == 0 && !self.any_long {
+            2
+        } else {
+            1
+        };
+        Self {
+            index: (self.index + step) % (WAYS.len() as u8 + 1),
+            ..self
+        }
     }
 
     /// The side and pick for a request in a space of `reserved_bytes`.
@@ -65,7 +86,10 @@ mod tests {
     const RESERVED: u64 = 1 << 30;
 
     fn sides(policy: &mut PlacementPolicy, lifetime: Lifetime) -> [Side; 2] {
-        let large = Request { lifetime, ..Request::new(RESERVED / 2) };
+        let large = Request {
+            lifetime,
+            ..Request::new(RESERVED / 2)
+        };
         [0; 2].map(|_| policy.choose(&large, RESERVED).0)
     }
 
@@ -78,7 +102,13 @@ mod tests {
         for _ in WAYS {
             policy = policy.next();
             let unknown = sides(&mut policy, Lifetime::Unknown);
-            assert_eq!([sides(&mut policy, Lifetime::Short), sides(&mut policy, Lifetime::Long)], [unknown; 2]);
+            assert_eq!(
+                [
+                    sides(&mut policy, Lifetime::Short),
+                    sides(&mut policy, Lifetime::Long)
+                ],
+                [unknown; 2]
+            );
         }
         policy = policy.next();
         assert_eq!(sides(&mut policy, Lifetime::Long), [Side::Low; 2]);

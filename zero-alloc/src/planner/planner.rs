@@ -1,9 +1,11 @@
-//! The planner: it assigns an offset to every block, and finds a remedy when a request does not fit.
+//! The planner: it assigns an offset to every block, and finds a remedy when a request does not
+//! fit.
 //!
-//! The space grows at its high end, a page at a time, and only while reserved bytes stay within a configured
-//! fraction (the slack) above the peak of live bytes. When a request does not fit and the space may not grow,
-//! free bytes are made contiguous instead. So reserved memory is bounded by peak live memory whatever the order of
-//! sizes and lifetimes; placement only affects how often bytes must be moved.
+//! The space grows at its high end, a page at a time, and only while reserved bytes stay within a
+//! configured fraction (the slack) above the peak of live bytes. When a request does not fit and
+//! the space may not grow, free bytes are made contiguous instead. So reserved memory is bounded by
+//! peak live memory whatever the order of sizes and lifetimes; placement only affects how often
+//! bytes must be moved.
 
 use super::compaction::{self, Compaction, CostModel, Stitch};
 use super::offsets::{Offsets, RangeId};
@@ -71,7 +73,11 @@ pub struct PlannerReport {
 impl PlannerReport {
     /// The fraction of free bytes outside of the largest free range: 0 if all are contiguous.
     pub fn fragmentation(&self) -> f64 {
-        if self.free_bytes == 0 { 0.0 } else { 1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64 }
+        if self.free_bytes == 0 {
+            0.0
+        } else {
+            1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64
+        }
     }
 }
 
@@ -104,8 +110,8 @@ impl Planner {
         }
     }
 
-    /// Preallocates bookkeeping for `ranges` ranges, used and free; below it, allocating and freeing ranges need no
-    /// heap allocation.
+    /// Preallocates bookkeeping for `ranges` ranges, used and free; below it, allocating and
+    /// freeing ranges need no heap allocation.
     #[must_use]
     pub fn with_capacity(mut self, ranges: usize) -> Self {
         self.space.reserve_ranges(ranges);
@@ -124,7 +130,9 @@ impl Planner {
         let free_before = self.space.free_bytes();
         let (side, pick) = self.policy.choose(&request, self.space.bytes());
         let tag = request.tag % TAGS as u8;
-        let allocated = self.space.allocate(request.bytes, request.align, side, pick, tag)?;
+        let allocated = self
+            .space
+            .allocate(request.bytes, request.align, side, pick, tag)?;
         self.count(tag, free_before - self.space.free_bytes());
         Some(allocated)
     }
@@ -147,30 +155,41 @@ impl Planner {
         (start, bytes)
     }
 
-    /// Returns the remedy for a request that does not fit. Carry it out and retry until the request fits.
+    /// Returns the remedy for a request that does not fit. Carry it out and retry until the request
+    /// fits.
     ///
     /// # Errors
     /// Neither growing nor moving helps within the limit.
     pub fn find_remedy(&self, request: Request) -> Result<Remedy, Shortage> {
         let shortage = || self.shortage(request.bytes);
         let (page, reserved) = (self.config.page_bytes, self.space.bytes());
-        let wanted = request.bytes.max(1).checked_next_multiple_of(self.config.granule_bytes).ok_or_else(shortage)?;
+        let wanted = request
+            .bytes
+            .max(1)
+            .checked_next_multiple_of(self.config.granule_bytes)
+            .ok_or_else(shortage)?;
         let live = self.live_bytes().checked_add(wanted).ok_or_else(shortage)?;
         let peak = self.peak_live_bytes.max(live);
-        let with_slack = peak.saturating_add((peak as f64 * self.config.slack) as u64) & !(page - 1);
+        let with_slack =
+            peak.saturating_add((peak as f64 * self.config.slack) as u64) & !(page - 1);
         // Even without slack, live bytes need the whole of their last page.
         let cap = with_slack.max(live.checked_next_multiple_of(page).ok_or_else(shortage)?);
         let limit = self.config.limit_bytes & !(page - 1);
         let cap = cap.min(limit);
         let missing = wanted.saturating_sub(self.space.free_tail_bytes());
-        let missing = missing.saturating_add(request.align.saturating_sub(self.config.granule_bytes));
-        let grow = missing.checked_next_multiple_of(page).ok_or_else(shortage)?;
+        let missing =
+            missing.saturating_add(request.align.saturating_sub(self.config.granule_bytes));
+        let grow = missing
+            .checked_next_multiple_of(page)
+            .ok_or_else(shortage)?;
         if reserved.checked_add(grow).ok_or_else(shortage)? <= cap {
             return Ok(Remedy::Grow { bytes: grow });
         }
         if cap > reserved {
             // Too little for the request, but it makes moving cheaper.
-            return Ok(Remedy::Grow { bytes: cap - reserved });
+            return Ok(Remedy::Grow {
+                bytes: cap - reserved,
+            });
         }
         match self.find_remedy_without_growing(request) {
             Some(remedy) => Ok(remedy),
@@ -183,13 +202,18 @@ impl Planner {
     /// As [`Planner::find_remedy`], but within the reserved bytes.
     pub fn find_remedy_without_growing(&self, request: Request) -> Option<Remedy> {
         let page = self.config.page_bytes;
-        let Request { bytes, align, .. } = Request { bytes: request.bytes.max(1), ..request };
+        let Request { bytes, align, .. } = Request {
+            bytes: request.bytes.max(1),
+            ..request
+        };
         let compact = self.plan_compaction(bytes, align);
         let stitch = (self.config.stitching && bytes >= page && align <= page)
             .then(|| compaction::plan_stitch(&self.space, bytes, page, &self.config.cost))
             .flatten();
         match (compact, stitch) {
-            (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => Some(Remedy::Compact(compact)),
+            (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => {
+                Some(Remedy::Compact(compact))
+            }
             (_, Some(stitch)) => Some(Remedy::Stitch(stitch)),
             (Some(compact), None) => Some(Remedy::Compact(compact)),
             (None, None) => None,
@@ -197,7 +221,10 @@ impl Planner {
     }
 
     /// The free parts of `spans`.
-    pub fn free_within(&self, spans: impl IntoIterator<Item = std::ops::Range<u64>>) -> Vec<std::ops::Range<u64>> {
+    pub fn free_within(
+        &self,
+        spans: impl IntoIterator<Item = std::ops::Range<u64>>,
+    ) -> Vec<std::ops::Range<u64>> {
         let mut free = Vec::new();
         for span in spans {
             self.space.for_each(|start, bytes, tag, _| {
@@ -215,19 +242,25 @@ impl Planner {
     /// # Panics
     /// The plan was made for a different state.
     pub fn allocate_pieces(&mut self, plan: &Stitch, tag: u8) -> Vec<RangeId> {
-        let pieces = plan.pieces.iter().map(|&(start, bytes)| self.allocate_at(start, bytes, tag));
-        pieces.map(|piece| piece.expect("the plan was made for a different state")).collect()
+        let pieces = plan
+            .pieces
+            .iter()
+            .map(|&(start, bytes)| self.allocate_at(start, bytes, tag));
+        pieces
+            .map(|piece| piece.expect("the plan was made for a different state"))
+            .collect()
     }
 
-    /// Allocates exactly the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not all free.
+    /// Allocates exactly the `bytes` at `start`, whole granules, as a pinned range; `None` if they
+    /// are not all free.
     pub fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
         let id = self.space.allocate_at(start, bytes, tag % TAGS as u8)?;
         self.count(tag, bytes);
         Some(id)
     }
 
-    /// Adds a segment, for devices without virtual memory, and returns its first offset. Ranges never extend from one
-    /// segment into another.
+    /// Adds a segment, for devices without virtual memory, and returns its first offset. Ranges
+    /// never extend from one segment into another.
     pub fn add_segment(&mut self, bytes: u64) -> u64 {
         self.space.add_segment(bytes)
     }
@@ -237,8 +270,8 @@ impl Planner {
         compaction::largest_reachable(&self.space, &self.config.cost)
     }
 
-    /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is used, whether it is
-    /// pinned.
+    /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is
+    /// used, whether it is pinned.
     pub fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         self.space.for_each(visit);
     }
@@ -253,7 +286,8 @@ impl Planner {
         self.space.trim(self.config.page_bytes)
     }
 
-    /// A plan that opens `bytes` of contiguous free space; nothing moves until it is [applied](Planner::apply).
+    /// A plan that opens `bytes` of contiguous free space; nothing moves until it is
+    /// [applied](Planner::apply).
     pub fn plan_compaction(&self, bytes: u64, align: u64) -> Option<Compaction> {
         compaction::plan(&self.space, bytes, align, &self.config.cost)
     }
@@ -309,7 +343,10 @@ impl Planner {
 
     fn shortage(&self, bytes: u64) -> Shortage {
         Shortage {
-            requested_bytes: bytes.max(1).checked_next_multiple_of(self.config.granule_bytes).unwrap_or(u64::MAX),
+            requested_bytes: bytes
+                .max(1)
+                .checked_next_multiple_of(self.config.granule_bytes)
+                .unwrap_or(u64::MAX),
             live_bytes: self.live_bytes(),
             free_bytes: self.space.free_bytes(),
             largest_free_bytes: self.space.largest_free_bytes(),
@@ -328,7 +365,11 @@ impl Planner {
             return Err(format!("{tagged} bytes by tag, {} live", self.live_bytes()));
         }
         if self.live_bytes() > self.peak_live_bytes {
-            return Err(format!("{} bytes live, above the peak {}", self.live_bytes(), self.peak_live_bytes));
+            return Err(format!(
+                "{} bytes live, above the peak {}",
+                self.live_bytes(),
+                self.peak_live_bytes
+            ));
         }
         Ok(())
     }

@@ -1,8 +1,9 @@
-//! The ranges of an [`Offsets`] space as two kinds of linked lists: all by offset, the free ones also by size class.
+//! The ranges of an [`Offsets`] space as two kinds of linked lists: all by offset, the free ones
+//! also by size class.
 //!
-//! Links are slot numbers. Slot [`NONE`] is a sentinel that makes the list by offset a ring: its `above` is the first
-//! range and its `below` the last; its other fields are meaningless. So no link needs a check before it is followed
-//! or written.
+//! Links are slot numbers. Slot [`NONE`] is a sentinel that makes the list by offset a ring: its
+//! `above` is the first range and its `below` the last; its other fields are meaningless. So no
+//! link needs a check before it is followed or written.
 
 use super::offsets::Offsets;
 use super::size_class::{CLASSES, SizeClass};
@@ -79,11 +80,19 @@ impl Offsets {
         self.heads[class.0 as usize % CLASSES]
     }
 
-    /// Inserts a new free range directly above another one, or first if that is [`NONE`]; it is in no list yet.
+    /// Inserts a new free range directly above another one, or first if that is [`NONE`]; it is in
+    /// no list yet.
     #[inline(always)]
     pub(super) fn insert_above(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
         let above = self.ranges[at as usize].above;
-        let range = Range { start, bytes, below: at, above, state: State::Free, ..Range::SPARE };
+        let range = Range {
+            start,
+            bytes,
+            below: at,
+            above,
+            state: State::Free,
+            ..Range::SPARE
+        };
         if self.spare == NONE {
             self.add_slot();
         }
@@ -153,7 +162,12 @@ impl Offsets {
 
     #[inline]
     pub(super) fn unlist(&mut self, at: u32) {
-        let Range { class, earlier, later, .. } = self.ranges[at as usize];
+        let Range {
+            class,
+            earlier,
+            later,
+            ..
+        } = self.ranges[at as usize];
         self.ranges[later as usize].earlier = earlier;
         if earlier != NONE {
             self.ranges[earlier as usize].later = later;

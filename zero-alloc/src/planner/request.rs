@@ -6,8 +6,8 @@ use super::{Compaction, Stitch};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Lifetime {
-    /// As long as the model. The first placement policy packs these blocks at the low end; later ones ignore the
-    /// hint.
+    /// As long as the model. The first placement policy packs these blocks at the low end; later
+    /// ones ignore the hint.
     Long,
     /// Within a step; placed like `Unknown`.
     Short,
@@ -33,11 +33,20 @@ pub struct Request {
 impl Request {
     /// A request for `bytes` without further hints.
     pub const fn new(bytes: u64) -> Self {
-        Self { bytes, align: 1, lifetime: Lifetime::Unknown, tag: 0 }
+        Self {
+            bytes,
+            align: 1,
+            lifetime: Lifetime::Unknown,
+            tag: 0,
+        }
     }
 }
 
-setters!(Request { align: u64, lifetime: Lifetime, tag: u8 });
+setters!(Request {
+    align: u64,
+    lifetime: Lifetime,
+    tag: u8
+});
 
 /// The number of tags.
 pub const TAGS: usize = 8;

@@ -8,7 +8,8 @@ use super::size_class::{STEPS, SizeClass};
 const TRIES: usize = 4;
 
 impl Offsets {
-    /// The smallest that fits among the first few of the size's own class, else the first of the next class in use.
+    /// The smallest that fits among the first few of the size's own class, else the first of the
+    /// next class in use.
     #[inline]
     pub(super) fn find(&self, bytes: u64, align: u64, side: Side) -> Option<u32> {
         let own = self.class_of(bytes);
@@ -69,7 +70,14 @@ impl Offsets {
         None
     }
 
-    fn first_that_fits(&self, class: SizeClass, bytes: u64, align: u64, side: Side, tries: usize) -> Option<u32> {
+    fn first_that_fits(
+        &self,
+        class: SizeClass,
+        bytes: u64,
+        align: u64,
+        side: Side,
+        tries: usize,
+    ) -> Option<u32> {
         let mut at = self.head(class);
         for _ in 0..tries {
             if at == NONE {
@@ -85,7 +93,13 @@ impl Offsets {
     }
 
     /// The range with the highest or the lowest offset among all that fit.
-    pub(super) fn find_by_offset(&self, bytes: u64, align: u64, side: Side, pick: Pick) -> Option<u32> {
+    pub(super) fn find_by_offset(
+        &self,
+        bytes: u64,
+        align: u64,
+        side: Side,
+        pick: Pick,
+    ) -> Option<u32> {
         let mut best = NONE;
         let mut best_start = 0;
         let mut next = Some(self.class_of(bytes));
@@ -111,14 +125,18 @@ impl Offsets {
         // All bits above `step`; shifting twice keeps 32 out.
         let here = self.steps_in_use[level] & (u32::MAX << step << 1);
         if here != 0 {
-            return Some(SizeClass((level * STEPS) as u16 + here.trailing_zeros() as u16));
+            return Some(SizeClass(
+                (level * STEPS) as u16 + here.trailing_zeros() as u16,
+            ));
         }
         let levels = self.levels_in_use & (u64::MAX << level << 1);
         if levels == 0 {
             return None;
         }
         let level = levels.trailing_zeros() as usize;
-        Some(SizeClass((level * STEPS) as u16 + self.steps_in_use[level % 64].trailing_zeros() as u16))
+        Some(SizeClass(
+            (level * STEPS) as u16 + self.steps_in_use[level % 64].trailing_zeros() as u16,
+        ))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Size classes: the list of free ranges to which a size belongs.
 //!
-//! As in TLSF (Masmano et al., 2004): powers of two, each cut into 32 equal steps, so a class spans at most
-//! 1/32 of its sizes. Sizes are counted in granules.
+//! As in TLSF (Masmano et al., 2004): powers of two, each cut into 32 equal steps, so a class spans
+//! at most 1/32 of its sizes. Sizes are counted in granules.
 
 /// log2 of the steps per power of two.
 const STEP_BITS: u32 = 5;
@@ -57,9 +57,22 @@ mod tests {
     use super::*;
 
     fn sizes() -> impl Iterator<Item = u64> {
-        let edges = (0..64).flat_map(|b| [(1u64 << b).wrapping_sub(1), 1 << b, (1u64 << b).wrapping_add(1)]);
-        let (small, large) = if cfg!(miri) { (100, 20) } else { (20_000, 5000) };
-        (0..small).chain(edges).chain((0..large).map(|i| i * i * i * 997)).chain([u64::MAX])
+        let edges = (0..64).flat_map(|b| {
+            [
+                (1u64 << b).wrapping_sub(1),
+                1 << b,
+                (1u64 << b).wrapping_add(1),
+            ]
+        });
+        let (small, large) = if cfg!(miri) {
+            (100, 20)
+        } else {
+            (20_000, 5000)
+        };
+        (0..small)
+            .chain(edges)
+            .chain((0..large).map(|i| i * i * i * 997))
+            .chain([u64::MAX])
     }
 
     #[test]
@@ -85,7 +98,10 @@ mod tests {
             };
             assert!(class.smallest() >= size, "{size}: {class:?}");
             // At most a step is wasted.
-            assert!(class.smallest() - size <= size >> STEP_BITS, "{size}: {class:?}");
+            assert!(
+                class.smallest() - size <= size >> STEP_BITS,
+                "{size}: {class:?}"
+            );
         }
     }
 }

@@ -38,9 +38,10 @@ impl Backings {
         self.allocations
     }
 
-    /// Allocates another backing of at least `bytes`. If budget and device allow, its size is at least a quarter of
-    /// the sum of all backings (within bounds), so that their number stays small. Returns its size, or `None` if
-    /// `bytes` exceed the budget; [`Backings::set_start`] must follow.
+    /// Allocates another backing of at least `bytes`. If budget and device allow, its size is at
+    /// least a quarter of the sum of all backings (within bounds), so that their number stays
+    /// small. Returns its size, or `None` if `bytes` exceed the budget; [`Backings::set_start`]
+    /// must follow.
     pub(super) fn grow(
         &mut self,
         device: &impl Device,
@@ -48,21 +49,34 @@ impl Backings {
         budget_bytes: usize,
     ) -> Result<Option<usize>, DeviceError> {
         let granularity = device.granularity_bytes();
-        let limit = budget_bytes.checked_next_multiple_of(granularity).unwrap_or(usize::MAX);
+        let limit = budget_bytes
+            .checked_next_multiple_of(granularity)
+            .unwrap_or(usize::MAX);
         let left = limit - self.bytes.min(limit);
-        let Some(least) = bytes.checked_next_multiple_of(granularity).filter(|least| *least <= left) else {
+        let Some(least) = bytes
+            .checked_next_multiple_of(granularity)
+            .filter(|least| *least <= left)
+        else {
             return Ok(None);
         };
-        let ahead = (self.bytes / 4).clamp(MIN_BYTES, MAX_AHEAD_BYTES).next_multiple_of(granularity);
+        let ahead = (self.bytes / 4)
+            .clamp(MIN_BYTES, MAX_AHEAD_BYTES)
+            .next_multiple_of(granularity);
         let wanted = ahead.min(left / granularity * granularity).max(least);
         self.allocations += 1;
         let (ptr, bytes) = match device.allocate(wanted) {
             Ok(ptr) => (ptr, wanted),
-            Err(DeviceError::OutOfMemory { .. }) if wanted > least => (device.allocate(least)?, least),
+            Err(DeviceError::OutOfMemory { .. }) if wanted > least => {
+                (device.allocate(least)?, least)
+            }
             Err(error) => return Err(error),
         };
         self.bytes += bytes;
-        self.list.push(Backing { start: u64::MAX, bytes, ptr });
+        self.list.push(Backing {
+            start: u64::MAX,
+            bytes,
+            ptr,
+        });
         Ok(Some(bytes))
     }
 
@@ -75,7 +89,9 @@ impl Backings {
 
     /// Whether the last backing is exactly this range and may be freed.
     pub(super) fn can_free_last(&self, range: &Range<u64>) -> bool {
-        let is_last = |last: &Backing| (last.start, last.bytes as u64) == (range.start, range.end - range.start);
+        let is_last = |last: &Backing| {
+            (last.start, last.bytes as u64) == (range.start, range.end - range.start)
+        };
         !self.registered && self.list.last().is_some_and(is_last)
     }
 
@@ -86,8 +102,8 @@ impl Backings {
     pub(super) unsafe fn free_last(&mut self, device: &impl Memory) {
         if let Some(last) = self.list.pop() {
             self.bytes -= last.bytes;
-            // SAFETY: it was allocated by this device with this size and is freed once; the rest is the caller's
-            // promise.
+            // SAFETY: it was allocated by this device with this size and is freed once; the rest is
+            // the caller's promise.
             unsafe { device.deallocate(last.ptr, last.bytes) };
         }
     }
@@ -109,7 +125,10 @@ impl Backings {
     pub(super) fn address(&self, offset: u64) -> *mut u8 {
         let after = self.list.partition_point(|backing| backing.start <= offset);
         let backing = &self.list[after - 1];
-        backing.ptr.as_ptr().wrapping_add((offset - backing.start) as usize)
+        backing
+            .ptr
+            .as_ptr()
+            .wrapping_add((offset - backing.start) as usize)
     }
 
     /// Frees all backings.

@@ -30,7 +30,11 @@ unsafe impl<D: Device> Sync for Block<D> {}
 
 impl<D: Device> fmt::Debug for Block<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Block({:?}: {} x {})", self.purpose, self.len, self.dtype)
+        write!(
+            f,
+            "Block({:?}: {} x {})",
+            self.purpose, self.len, self.dtype
+        )
     }
 }
 
@@ -44,7 +48,17 @@ impl<D: Device> Block<D> {
         home: D::Stream,
     ) -> Self {
         let device = lane.central.device.id();
-        Self { lane, ptr, len, device, dtype, purpose, allocation, home, uses: Vec::new() }
+        Self {
+            lane,
+            ptr,
+            len,
+            device,
+            dtype,
+            purpose,
+            allocation,
+            home,
+            uses: Vec::new(),
+        }
     }
 
     /// The number of elements.
@@ -71,7 +85,8 @@ impl<D: Device> Block<D> {
     ///
     /// # Safety
     /// The block outlives every use of the slice, or the streams of those uses are recorded by
-    /// [`Block::record_use`] before it is dropped; conflicting accesses are ordered by streams and events.
+    /// [`Block::record_use`] before it is dropped; conflicting accesses are ordered by streams and
+    /// events.
     pub unsafe fn slice(&self) -> AnySlice {
         // SAFETY: the block is valid for its length; the rest is the caller's promise.
         unsafe { AnySlice::from_raw_parts(self.ptr, self.len, self.dtype, self.device) }
@@ -89,8 +104,8 @@ impl<D: Device> Block<D> {
         unsafe { self.slice() }.typed()
     }
 
-    /// Records that everything enqueued on `stream` so far may use the block: another stream reuses the memory only
-    /// after that point.
+    /// Records that everything enqueued on `stream` so far may use the block: another stream reuses
+    /// the memory only after that point.
     ///
     /// # Errors
     /// The stream failed.
@@ -108,6 +123,12 @@ impl<D: Device> Drop for Block<D> {
     fn drop(&mut self) {
         let bytes = self.len * self.dtype.size_bytes();
         let uses = std::mem::take(&mut self.uses);
-        self.lane.free(self.allocation, (self.ptr, bytes), self.purpose, &self.home, uses);
+        self.lane.free(
+            self.allocation,
+            (self.ptr, bytes),
+            self.purpose,
+            &self.home,
+            uses,
+        );
     }
 }

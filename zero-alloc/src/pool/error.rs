@@ -50,8 +50,15 @@ fn cause(budget_bytes: usize, device: Option<&str>) -> String {
 }
 
 fn list(holders: &[(Purpose, usize)]) -> String {
-    let holders: Vec<_> = holders.iter().map(|(purpose, bytes)| format!("{purpose:?} {bytes}")).collect();
-    if holders.is_empty() { "no blocks".to_owned() } else { holders.join(", ") }
+    let holders: Vec<_> = holders
+        .iter()
+        .map(|(purpose, bytes)| format!("{purpose:?} {bytes}"))
+        .collect();
+    if holders.is_empty() {
+        "no blocks".to_owned()
+    } else {
+        holders.join(", ")
+    }
 }
 
 impl<D: Device> State<D> {
@@ -65,8 +72,11 @@ impl<D: Device> State<D> {
         device: Option<String>,
     ) -> AllocError {
         let planner = self.planner.report();
-        let mut holders: Vec<_> =
-            Purpose::ALL.iter().map(|p| (*p, report.of(*p).live_bytes)).filter(|(_, bytes)| *bytes > 0).collect();
+        let mut holders: Vec<_> = Purpose::ALL
+            .iter()
+            .map(|p| (*p, report.of(*p).live_bytes))
+            .filter(|(_, bytes)| *bytes > 0)
+            .collect();
         holders.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         AllocError::OutOfMemory {
             requested_bytes,

@@ -1,4 +1,5 @@
-//! A pool whose device fails: the order between streams, the numbers in errors, and the contents of other blocks.
+//! A pool whose device fails: the order between streams, the numbers in errors, and the contents of
+//! other blocks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,11 +16,13 @@ const PAGE: usize = 1 << 16;
 type Streams = FaultyStream<HostStream>;
 
 fn allocate<D: Device>(pool: &Pool<D>, bytes: usize, stream: &D::Stream) -> Block<D> {
-    pool.allocate(bytes, DType::U8, Purpose::Params, stream).expect("allocated")
+    pool.allocate(bytes, DType::U8, Purpose::Params, stream)
+        .expect("allocated")
 }
 
 fn allocate_movable<D: Device>(pool: &Pool<D>, bytes: usize, stream: &D::Stream) -> Movable<D> {
-    pool.allocate_movable(bytes, DType::U8, Purpose::Params, stream).expect("allocated")
+    pool.allocate_movable(bytes, DType::U8, Purpose::Params, stream)
+        .expect("allocated")
 }
 
 fn address(block: &Block<impl Device>) -> usize {
@@ -65,13 +68,22 @@ fn out_of_memory_of_the_device_has_the_numbers() {
         }
         let stream = stream(&device, "a");
         let pool = Pool::new(device.clone(), usize::MAX);
-        let held = pool.allocate(4 * PAGE, DType::U8, Purpose::Optimizer, &stream).expect("allocated");
+        let held = pool
+            .allocate(4 * PAGE, DType::U8, Purpose::Optimizer, &stream)
+            .expect("allocated");
         let freed = allocate(&pool, 2 * PAGE, &stream);
         drop(freed);
-        let error = pool.allocate(15 * PAGE, DType::U8, Purpose::Buckets, &stream).expect_err("16 pages in all");
+        let error = pool
+            .allocate(15 * PAGE, DType::U8, Purpose::Buckets, &stream)
+            .expect_err("16 pages in all");
         let text = error.to_string();
         let AllocError::OutOfMemory {
-            requested_bytes, live_bytes, largest_free_bytes, device: message, holders, ..
+            requested_bytes,
+            live_bytes,
+            largest_free_bytes,
+            device: message,
+            holders,
+            ..
         } = error
         else {
             panic!("{error}")
@@ -81,13 +93,29 @@ fn out_of_memory_of_the_device_has_the_numbers() {
         assert_eq!(holders, [(Purpose::Optimizer, 4 * PAGE)]);
         let message = message.expect("the device is out of memory");
         assert!(message.contains("simulated bytes"), "{text}");
-        assert_eq!(message.contains("bytes could be created"), virtual_memory, "{text}");
-        assert!(text.contains("the device is out of memory") && !text.contains(&usize::MAX.to_string()), "{text}");
+        assert_eq!(
+            message.contains("bytes could be created"),
+            virtual_memory,
+            "{text}"
+        );
+        assert!(
+            text.contains("the device is out of memory") && !text.contains(&usize::MAX.to_string()),
+            "{text}"
+        );
         let budgeted = Pool::new(Simulated::new(16 * PAGE as u64, PAGE), 8 * PAGE);
-        let error = budgeted.allocate(9 * PAGE, DType::U8, Purpose::Buckets, &stream).expect_err("8 pages");
-        assert!(matches!(error, AllocError::OutOfMemory { device: None, .. }), "{error}");
+        let error = budgeted
+            .allocate(9 * PAGE, DType::U8, Purpose::Buckets, &stream)
+            .expect_err("8 pages");
+        assert!(
+            matches!(error, AllocError::OutOfMemory { device: None, .. }),
+            "{error}"
+        );
         drop(held);
-        assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
+        assert!(
+            device.usage().mistakes.is_empty(),
+            "{:?}",
+            device.usage().mistakes
+        );
     }
 }
 
@@ -98,19 +126,31 @@ fn hazards_survive_a_refused_wait() {
         let device = Faulty::new(HostDevice::new().with_pages(pages));
         let [x, y, b, c] = ["x", "y", "b", "c"].map(|name| stream(&device, name));
         let pool = Pool::new(device.clone(), 4 * PAGE);
-        let homes = if late == 0 { [&y, &b, &x, &b] } else { [&x, &b, &y, &b] };
-        let mut blocks: Vec<_> = homes.iter().map(|home| Some(allocate(&pool, PAGE, home))).collect();
+        let homes = if late == 0 {
+            [&y, &b, &x, &b]
+        } else {
+            [&x, &b, &y, &b]
+        };
+        let mut blocks: Vec<_> = homes
+            .iter()
+            .map(|home| Some(allocate(&pool, PAGE, home)))
+            .collect();
         let at = blocks[late].as_ref().map(address);
         let (blocked_x, blocked_y) = (block_stream(&x), block_stream(&y));
         (blocks[0], blocks[2]) = (None, None);
         // The pieces of a stitched block: one wait is enqueued, the other refused.
         device.fail(Call::Wait, 2);
-        pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &b).expect_err("refused");
+        pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &b)
+            .expect_err("refused");
         pool.check_invariants().expect("sound");
         open(&blocked_x);
         x.synchronize(LIMIT).expect("ran");
         let other = allocate(&pool, PAGE, &b);
-        let again = if Some(address(&other)) == at { other } else { allocate(&pool, PAGE, &c) };
+        let again = if Some(address(&other)) == at {
+            other
+        } else {
+            allocate(&pool, PAGE, &c)
+        };
         assert_eq!(Some(address(&again)), at);
         let user = if pool.report().free_bytes > 0 { &b } else { &c };
         assert!(!has_run(user), "y still uses the bytes");
@@ -125,12 +165,19 @@ fn a_refused_move_keeps_the_targets_hazards() {
     let [a, b, c, d] = ["a", "b", "c", "d"].map(|name| stream(&device, name));
     let pool = Pool::new(device.clone(), 1 << 20);
     let quarter = 1 << 18;
-    let (first, second) = (allocate(&pool, quarter, &a), allocate_movable(&pool, quarter, &b));
-    let (third, fourth) = (allocate(&pool, quarter, &a), allocate_movable(&pool, quarter, &b));
+    let (first, second) = (
+        allocate(&pool, quarter, &a),
+        allocate_movable(&pool, quarter, &b),
+    );
+    let (third, fourth) = (
+        allocate(&pool, quarter, &a),
+        allocate_movable(&pool, quarter, &b),
+    );
     let blocked = block_stream(&a);
     drop((first, third));
     device.fail(Call::Copy, 1);
-    pool.compact(2 * quarter, &b).expect_err("the copy is refused");
+    pool.compact(2 * quarter, &b)
+        .expect_err("the copy is refused");
     pool.check_invariants().expect("sound");
     // Nothing has moved, and nothing is lost.
     touch(&second, &b).expect("as before");
@@ -138,11 +185,14 @@ fn a_refused_move_keeps_the_targets_hazards() {
     let (low, high) = (allocate(&pool, quarter, &c), allocate(&pool, quarter, &d));
     assert!(!has_run(&c) && !has_run(&d), "a still uses the bytes");
     open(&blocked);
-    c.synchronize(LIMIT).and_then(|()| d.synchronize(LIMIT)).expect("ran");
+    c.synchronize(LIMIT)
+        .and_then(|()| d.synchronize(LIMIT))
+        .expect("ran");
     drop((low, high));
 }
 
-/// A pool of 16 pages: a hole of a page, freed by another stream, then movable blocks of the given numbers of pages.
+/// A pool of 16 pages: a hole of a page, freed by another stream, then movable blocks of the given
+/// numbers of pages.
 fn hole_and(
     pages: &[usize],
     device: &Faulty<HostDevice>,
@@ -150,7 +200,10 @@ fn hole_and(
 ) -> (Pool<Faulty<HostDevice>>, Vec<Movable<Faulty<HostDevice>>>) {
     let pool = Pool::new(device.clone(), 16 * PAGE);
     let hole = allocate(&pool, PAGE, &stream(device, "hole"));
-    let blocks = pages.iter().map(|pages| allocate_movable(&pool, pages * PAGE, on)).collect();
+    let blocks = pages
+        .iter()
+        .map(|pages| allocate_movable(&pool, pages * PAGE, on))
+        .collect();
     drop(hole);
     (pool, blocks)
 }
@@ -166,7 +219,10 @@ fn a_half_moved_block_is_lost() {
     pool.compact(8 * PAGE, &b).expect_err("the copy is refused");
     pool.check_invariants().expect("sound");
     let error = touch(&blocks[0], &b).expect_err("lost").to_string();
-    assert!(error.contains("contents were lost") && error.contains("Copy 3 fails"), "{error}");
+    assert!(
+        error.contains("contents were lost") && error.contains("Copy 3 fails"),
+        "{error}"
+    );
     // Two copies are still pending; the next user of their bytes waits for them.
     let low = allocate(&pool, PAGE, &c);
     assert!(!has_run(&c));
@@ -186,13 +242,18 @@ fn moves_before_a_refused_one_remain() {
     let (pool, blocks) = hole_and(&[2, 2, 2], &device, &b);
     for (value, block) in blocks.iter().enumerate() {
         // SAFETY: one stream does all.
-        let filled = unsafe { block.with(&b, |slice| device.upload(&b, &vec![value as u8; 2 * PAGE], slice, LIMIT)) };
+        let filled = unsafe {
+            block.with(&b, |slice| {
+                device.upload(&b, &vec![value as u8; 2 * PAGE], slice, LIMIT)
+            })
+        };
         filled.expect("the stream is there").expect("uploaded");
     }
     let blocked = block_stream(&b);
     // Each slides down by a page, a page at a time.
     device.fail(Call::Copy, 3);
-    pool.compact(10 * PAGE, &b).expect_err("the copy is refused");
+    pool.compact(10 * PAGE, &b)
+        .expect_err("the copy is refused");
     pool.check_invariants().expect("sound");
     assert_eq!(pool.report().moved_bytes, 2 * PAGE as u64);
     let vacated = allocate(&pool, PAGE, &c);
@@ -204,7 +265,10 @@ fn moves_before_a_refused_one_remain() {
         // SAFETY: one stream does all.
         let read = unsafe { block.with(&b, |slice| device.download(&b, slice, &mut seen, LIMIT)) };
         read.expect("not lost").expect("downloaded");
-        assert!(seen.iter().all(|byte| *byte == value as u8), "block {value}");
+        assert!(
+            seen.iter().all(|byte| *byte == value as u8),
+            "block {value}"
+        );
     }
 }
 
@@ -218,7 +282,12 @@ fn moves_without_an_event_lose_the_block() {
     device.fail(Call::Record, 2);
     pool.compact(15 * PAGE, &b).expect_err("no event");
     pool.check_invariants().expect("sound");
-    assert!(touch(&blocks[0], &c).expect_err("lost").to_string().contains("Record"));
+    assert!(
+        touch(&blocks[0], &c)
+            .expect_err("lost")
+            .to_string()
+            .contains("Record")
+    );
     let vacated = allocate(&pool, PAGE, &c);
     assert!(!has_run(&c), "the copy of the old bytes is still pending");
     open(&blocked);
@@ -268,9 +337,17 @@ fn only_surplus_views_are_unmapped() {
     let stream = stream(&device, "a");
     let pool = Pool::new(device.clone(), pages * PAGE);
     // Every second page is free.
-    let mut fixed: Vec<_> = (0..pages).map(|_| Some(allocate(&pool, PAGE, &stream))).collect();
-    fixed.iter_mut().skip(1).step_by(2).for_each(|block| *block = None);
-    let held: Vec<_> = (0..views).map(|_| allocate(&pool, 2 * PAGE, &stream)).collect();
+    let mut fixed: Vec<_> = (0..pages)
+        .map(|_| Some(allocate(&pool, PAGE, &stream)))
+        .collect();
+    fixed
+        .iter_mut()
+        .skip(1)
+        .step_by(2)
+        .for_each(|block| *block = None);
+    let held: Vec<_> = (0..views)
+        .map(|_| allocate(&pool, 2 * PAGE, &stream))
+        .collect();
     let arena = pages as u64;
     assert_eq!(device.usage().mapped_pages, arena + 2 * views as u64);
     drop(held);
@@ -278,19 +355,36 @@ fn only_surplus_views_are_unmapped() {
     let large = allocate(&pool, 3 * PAGE, &stream);
     assert_eq!(device.usage().mapped_pages, arena + 2 * KEPT as u64 + 3);
     drop(large);
-    assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
+    assert!(
+        device.usage().mistakes.is_empty(),
+        "{:?}",
+        device.usage().mistakes
+    );
 }
 
 #[test]
 fn a_pool_reports_why_it_has_no_pages() {
     let device = Faulty::new(Simulated::new(16 * PAGE as u64, PAGE));
-    assert_eq!(*Pool::new(device.clone(), PAGE).memory_kind(), MemoryKind::Pages);
+    assert_eq!(
+        *Pool::new(device.clone(), PAGE).memory_kind(),
+        MemoryKind::Pages
+    );
     device.fail(Call::Reserve, 1);
     let pool = Pool::new(device, 8 * PAGE);
-    assert!(matches!(pool.memory_kind(), MemoryKind::BackingsForPages(_)), "{:?}", pool.memory_kind());
+    assert!(
+        matches!(pool.memory_kind(), MemoryKind::BackingsForPages(_)),
+        "{:?}",
+        pool.memory_kind()
+    );
     let text = pool.report().to_string();
-    assert!(text.ends_with("failed: injected: Reserve 2 fails"), "{text}");
-    assert_eq!(*Pool::new(HostDevice::new(), PAGE).memory_kind(), MemoryKind::Backings);
+    assert!(
+        text.ends_with("failed: injected: Reserve 2 fails"),
+        "{text}"
+    );
+    assert_eq!(
+        *Pool::new(HostDevice::new(), PAGE).memory_kind(),
+        MemoryKind::Backings
+    );
 }
 
 #[test]
@@ -303,7 +397,8 @@ fn trim_returns_pages_whose_users_have_run() {
     let reserved = pool.report().reserved_bytes;
     let blocked = block_stream(&a);
     drop((low, high));
-    // `a` is blocked, so each call waits for its whole limit; the idle `b` may need more than one on a busy machine.
+    // `a` is blocked, so each call waits for its whole limit; the idle `b` may need more than one
+    // on a busy machine.
     let (start, mut trimmed) = (Instant::now(), 0);
     while trimmed < 3 * PAGE && start.elapsed() < LIMIT {
         trimmed += pool.trim(Duration::from_millis(20));
@@ -311,14 +406,20 @@ fn trim_returns_pages_whose_users_have_run() {
     assert_eq!(trimmed, 3 * PAGE);
     pool.check_invariants().expect("sound");
     assert_eq!(pool.report().reserved_bytes, reserved - 3 * PAGE);
-    assert_eq!(device.inner().usage().live_bytes as usize, reserved - 3 * PAGE);
+    assert_eq!(
+        device.inner().usage().live_bytes as usize,
+        reserved - 3 * PAGE
+    );
     open(&blocked);
     pool.trim(LIMIT);
     assert_eq!(pool.report().reserved_bytes, PAGE);
     drop(lowest);
     assert_eq!(pool.trim(LIMIT), PAGE);
     let usage = device.inner().usage();
-    assert_eq!((usage.live_bytes, usage.mapped_pages, usage.mistakes), (0, 0, Vec::new()));
+    assert_eq!(
+        (usage.live_bytes, usage.mapped_pages, usage.mistakes),
+        (0, 0, Vec::new())
+    );
     drop(allocate(&pool, 16 * PAGE, &b));
 }
 
@@ -328,7 +429,11 @@ fn trim_unmaps_views_of_returned_pages() {
     let [a, b] = ["a", "b"].map(|name| stream(&device, name));
     let pool = Pool::new(device.clone(), 16 * PAGE);
     let mut fixed: Vec<_> = (0..16).map(|_| Some(allocate(&pool, PAGE, &a))).collect();
-    fixed.iter_mut().skip(1).step_by(2).for_each(|block| *block = None);
+    fixed
+        .iter_mut()
+        .skip(1)
+        .step_by(2)
+        .for_each(|block| *block = None);
     let mut view = allocate(&pool, 4 * PAGE, &b);
     let blocked = block_stream(&a);
     view.record_use(&a).expect("recorded");
@@ -337,7 +442,10 @@ fn trim_unmaps_views_of_returned_pages() {
     open(&blocked);
     assert_eq!(pool.trim(LIMIT), 16 * PAGE);
     let usage = device.inner().usage();
-    assert_eq!((usage.live_bytes, usage.mapped_pages, usage.mistakes), (0, 0, Vec::new()));
+    assert_eq!(
+        (usage.live_bytes, usage.mapped_pages, usage.mistakes),
+        (0, 0, Vec::new())
+    );
     pool.check_invariants().expect("sound");
 }
 
@@ -352,9 +460,16 @@ fn trim_keeps_registered_memory() {
         }
         drop(allocate(&pool, 3 << 20, &stream));
         assert_eq!(pool.trim(LIMIT), if registered { 0 } else { 3 << 20 });
-        assert_eq!(pool.report().reserved_bytes, if registered { 4 << 20 } else { 0 });
+        assert_eq!(
+            pool.report().reserved_bytes,
+            if registered { 4 << 20 } else { 0 }
+        );
         drop(allocate(&pool, 4 << 20, &stream));
         pool.check_invariants().expect("sound");
     }
-    assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
+    assert!(
+        device.usage().mistakes.is_empty(),
+        "{:?}",
+        device.usage().mistakes
+    );
 }

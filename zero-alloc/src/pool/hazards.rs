@@ -1,9 +1,9 @@
 //! Hazards: the operations that must have run before another stream may touch free bytes.
 //!
-//! A hazard has the home stream of the freed block (everything enqueued there up to the time of reuse counts) and the
-//! recorded uses on other streams. The home stream needs no wait for its own operations; any other stream waits for
-//! events. Allocating bytes enqueues these waits and removes the hazards, because every later user is ordered after
-//! the allocation.
+//! A hazard has the home stream of the freed block (everything enqueued there up to the time of
+//! reuse counts) and the recorded uses on other streams. The home stream needs no wait for its own
+//! operations; any other stream waits for events. Allocating bytes enqueues these waits and removes
+//! the hazards, because every later user is ordered after the allocation.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,13 +17,18 @@ pub(super) const RECORD_ATTEMPTS: usize = 3;
 struct Hazard<D: Device> {
     end: u64,
     home: D::Stream,
-    /// Events by stream id. If there is an event of the home stream, only operations up to it count there.
+    /// Events by stream id. If there is an event of the home stream, only operations up to it count
+    /// there.
     uses: Vec<(u64, D::Event)>,
 }
 
 impl<D: Device> Clone for Hazard<D> {
     fn clone(&self) -> Self {
-        Self { end: self.end, home: self.home.clone(), uses: self.uses.clone() }
+        Self {
+            end: self.end,
+            home: self.home.clone(),
+            uses: self.uses.clone(),
+        }
     }
 }
 
@@ -53,14 +58,34 @@ impl<D: Device> Default for Hazards<D> {
 
 impl<D: Device> Hazards<D> {
     /// Adds the hazard of the freed bytes of `range`.
-    pub(super) fn insert(&mut self, range: Range<u64>, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
+    pub(super) fn insert(
+        &mut self,
+        range: Range<u64>,
+        home: &D::Stream,
+        uses: Vec<(u64, D::Event)>,
+    ) {
         let below = self.0.range(..range.end).next_back();
-        debug_assert!(below.is_none_or(|(_, other)| other.end <= range.start), "{range:?} has a hazard already");
-        self.0.insert(range.start, Hazard { end: range.end, home: home.clone(), uses });
+        debug_assert!(
+            below.is_none_or(|(_, other)| other.end <= range.start),
+            "{range:?} has a hazard already"
+        );
+        self.0.insert(
+            range.start,
+            Hazard {
+                end: range.end,
+                home: home.clone(),
+                uses,
+            },
+        );
     }
 
-    /// Makes `stream` wait for the hazards of `range`, then removes them. If a wait fails, all are kept.
-    pub(super) fn wait_and_remove(&mut self, range: Range<u64>, stream: &D::Stream) -> Result<(), DeviceError> {
+    /// Makes `stream` wait for the hazards of `range`, then removes them. If a wait fails, all are
+    /// kept.
+    pub(super) fn wait_and_remove(
+        &mut self,
+        range: Range<u64>,
+        stream: &D::Stream,
+    ) -> Result<(), DeviceError> {
         self.wait(range.clone(), stream)?;
         self.remove(range);
         Ok(())
@@ -69,7 +94,11 @@ impl<D: Device> Hazards<D> {
     /// The hazards that overlap `range`, with their first offsets.
     fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, &Hazard<D>)> {
         let from = range.start;
-        let below = self.0.range(..range.end).rev().map(|(start, hazard)| (*start, hazard));
+        let below = self
+            .0
+            .range(..range.end)
+            .rev()
+            .map(|(start, hazard)| (*start, hazard));
         below.take_while(move |(_, hazard)| hazard.end > from)
     }
 
@@ -101,13 +130,19 @@ impl<D: Device> Hazards<D> {
                 self.0.insert(range.end, hazard.clone());
             }
             if start < range.start {
-                self.0.insert(start, Hazard { end: range.start, ..hazard });
+                self.0.insert(
+                    start,
+                    Hazard {
+                        end: range.start,
+                        ..hazard
+                    },
+                );
             }
         }
     }
 
-    /// The events for which any stream must wait before it uses the bytes of `range`, by stream id, and whether these are
-    /// all: a closed stream records none.
+    /// The events for which any stream must wait before it uses the bytes of `range`, by stream id,
+    /// and whether these are all: a closed stream records none.
     pub(super) fn events_within(&self, range: Range<u64>) -> (Vec<(u64, D::Event)>, bool) {
         let (mut events, mut recorded, mut complete) = (Vec::new(), Vec::new(), true);
         for hazard in self.0.range(range).map(|(_, hazard)| hazard) {
@@ -124,20 +159,29 @@ impl<D: Device> Hazards<D> {
         (events, complete)
     }
 
-    /// Returns the end of the highest part of `range` with pending uses (the start of `range` if no use is pending),
-    /// and one of the events that are pending there; no event if recording it failed.
+    /// Returns the end of the highest part of `range` with pending uses (the start of `range` if no
+    /// use is pending), and one of the events that are pending there; no event if recording it
+    /// failed.
     pub(super) fn find_pending(&mut self, range: Range<u64>) -> (u64, Option<D::Event>) {
         let starts: Vec<u64> = self.overlapping(&range).map(|(start, _)| start).collect();
         for start in starts {
-            let Some(hazard) = self.0.get_mut(&start) else { continue };
+            let Some(hazard) = self.0.get_mut(&start) else {
+                continue;
+            };
             let end = hazard.end.min(range.end);
             if !hazard.has_home_event() {
                 // Recorded once, so that a later call does not wait for later operations.
-                let Ok(event) = hazard.home.record() else { return (end, None) };
+                let Ok(event) = hazard.home.record() else {
+                    return (end, None);
+                };
                 hazard.uses.push((hazard.home.id(), event));
             }
             // A failed event counts as reached.
-            if let Some((_, event)) = hazard.uses.iter().find(|(_, event)| !event.is_done().unwrap_or(true)) {
+            if let Some((_, event)) = hazard
+                .uses
+                .iter()
+                .find(|(_, event)| !event.is_done().unwrap_or(true))
+            {
                 return (end, Some(event.clone()));
             }
         }
@@ -148,15 +192,19 @@ impl<D: Device> Hazards<D> {
     pub(super) fn all_done(&self) -> bool {
         self.0.values().all(|hazard| {
             // A failed event counts as reached: everything before it has run or never will.
-            hazard.events().is_ok_and(|events| events.iter().all(|event| event.is_done().unwrap_or(true)))
+            hazard
+                .events()
+                .is_ok_and(|events| events.iter().all(|event| event.is_done().unwrap_or(true)))
         })
     }
 
-    /// Waits until everything that used any of the bytes has run. Returns false if a stream repeatedly fails to record
-    /// its end.
+    /// Waits until everything that used any of the bytes has run. Returns false if a stream
+    /// repeatedly fails to record its end.
     pub(super) fn wait_all(&self) -> bool {
         self.0.values().all(|hazard| {
-            let Some(events) = (0..RECORD_ATTEMPTS).find_map(|_| hazard.events().ok()) else { return false };
+            let Some(events) = (0..RECORD_ATTEMPTS).find_map(|_| hazard.events().ok()) else {
+                return false;
+            };
             for event in events {
                 // Waits also if the stream has failed: earlier operations may still use the memory.
                 while !event.is_done().unwrap_or(true) {

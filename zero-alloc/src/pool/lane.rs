@@ -1,11 +1,12 @@
 //! Lanes: small blocks for a thread while another thread holds the pool's lock.
 //!
-//! A pool has one planner behind one lock. A thread that finds the lock free allocates from the planner, so a program
-//! that allocates on one thread has deterministic placement. A thread that finds the lock held allocates its next
-//! [`TURNS`] small blocks from its lane: from chunks of the pool's memory that the lane divides itself, with its own
-//! free ranges and hazards, behind a lock that is hardly contended. With one lock instead, two threads on two streams ran
-//! at 0.28 of one thread's speed each, and at 0.16 with an operation between (`benches/notes/2026-11-23.md`); probably
-//! because each reused memory that the other's stream had just freed, and waited for it.
+//! A pool has one planner behind one lock. A thread that finds the lock free allocates from the
+//! planner, so a program that allocates on one thread has deterministic placement. A thread that
+//! finds the lock held allocates its next [`TURNS`] small blocks from its lane: from chunks of the
+//! pool's memory that the lane divides itself, with its own free ranges and hazards, behind a lock
+//! that is hardly contended. With one lock instead, two threads on two streams ran at 0.28 of one
+//! thread's speed each, and at 0.16 with an operation between (`benches/notes/2026-11-23.md`);
+//! probably because each reused memory that the other's stream had just freed, and waited for it.
 //!
 //! Lock order: lanes by index, then the pool's state.
 
@@ -79,7 +80,11 @@ impl<D: Device> Lane<D> {
             hazards: Hazards::default(),
             account: Account::default(),
         };
-        Self { central, state: Mutex::new(state), turns: AtomicU32::new(0) }
+        Self {
+            central,
+            state: Mutex::new(state),
+            turns: AtomicU32::new(0),
+        }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, LaneState<D>> {
@@ -117,14 +122,22 @@ impl<D: Device> Lane<D> {
         stream: &D::Stream,
     ) -> Result<Option<(Allocation, *mut u8)>, DeviceError> {
         let lane = &mut *self.lock();
-        let side = if purpose.lifetime() == Lifetime::Long { Side::Low } else { Side::High };
-        let allocate =
-            |lane: &mut LaneState<D>| lane.space.allocate(bytes as u64, 1, side, Pick::Best, purpose as u8);
+        let side = if purpose.lifetime() == Lifetime::Long {
+            Side::Low
+        } else {
+            Side::High
+        };
+        let allocate = |lane: &mut LaneState<D>| {
+            lane.space
+                .allocate(bytes as u64, 1, side, Pick::Best, purpose as u8)
+        };
         let mut allocated = allocate(lane);
         if allocated.is_none() && self.add_chunk(lane, stream) {
             allocated = allocate(lane);
         }
-        let Some((range, start)) = allocated else { return Ok(None) };
+        let Some((range, start)) = allocated else {
+            return Ok(None);
+        };
         let end = start + lane.space.bytes_of(range);
         if let Err(error) = lane.hazards.wait_and_remove(start..end, stream) {
             lane.space.free(range);
@@ -134,7 +147,12 @@ impl<D: Device> Lane<D> {
         chunk.blocks += 1;
         let ptr = chunk.ptr.wrapping_add((start - chunk.start) as usize);
         lane.account.add(purpose, bytes);
-        self.central.device.note_block(BlockNote::Allocated { ptr, bytes, purpose, stream });
+        self.central.device.note_block(BlockNote::Allocated {
+            ptr,
+            bytes,
+            purpose,
+            stream,
+        });
         Ok(Some((Allocation::Lane(range), ptr)))
     }
 
@@ -150,7 +168,9 @@ impl<D: Device> Lane<D> {
         match allocation {
             Allocation::Empty => {}
             Allocation::Lane(range) => self.free_range(range, bytes, purpose, home, uses),
-            Allocation::Range(_) | Allocation::View(_) => self.central.free(allocation, bytes, purpose, home, uses),
+            Allocation::Range(_) | Allocation::View(_) => {
+                self.central.free(allocation, bytes, purpose, home, uses)
+            }
         }
     }
 
@@ -164,7 +184,12 @@ impl<D: Device> Lane<D> {
         uses: Vec<(u64, D::Event)>,
     ) {
         let lane = &mut *self.lock();
-        self.central.device.note_block(BlockNote::Freed { ptr, bytes, home, uses: &uses });
+        self.central.device.note_block(BlockNote::Freed {
+            ptr,
+            bytes,
+            home,
+            uses: &uses,
+        });
         let (start, len) = lane.space.free(range);
         lane.hazards.insert(start..start + len, home, uses);
         lane.account.sub(purpose, bytes);
@@ -179,8 +204,14 @@ impl<D: Device> Lane<D> {
         let central = &*self.central;
         let mut state = central.state.lock();
         let bytes = central.chunk_bytes as u64;
-        let request = Request { bytes, align: 1, lifetime: Lifetime::Long, tag: LANE_TAG };
-        let Ok(allocation) = state.allocate(&central.device, request, stream, central.budget_bytes) else {
+        let request = Request {
+            bytes,
+            align: 1,
+            lifetime: Lifetime::Long,
+            tag: LANE_TAG,
+        };
+        let Ok(allocation) = state.allocate(&central.device, request, stream, central.budget_bytes)
+        else {
             return false;
         };
         let Allocation::Range(range) = allocation else {
@@ -188,13 +219,25 @@ impl<D: Device> Lane<D> {
             return false;
         };
         let ptr = state.address(allocation);
-        let (offset, bytes) = (state.planner.offset_of(range), state.planner.bytes_of(range));
+        let (offset, bytes) = (
+            state.planner.offset_of(range),
+            state.planner.bytes_of(range),
+        );
         state.lane_bytes += bytes as usize;
         drop(state);
         let start = lane.space.add_segment(bytes);
         // `stream` waits for the earlier users of the whole chunk; other streams wait for `stream`.
-        lane.hazards.insert(start..start + bytes, stream, Vec::new());
-        lane.chunks.push(Chunk { start, bytes, range, offset, ptr, blocks: 0, home: stream.clone() });
+        lane.hazards
+            .insert(start..start + bytes, stream, Vec::new());
+        lane.chunks.push(Chunk {
+            start,
+            bytes,
+            range,
+            offset,
+            ptr,
+            blocks: 0,
+            home: stream.clone(),
+        });
         true
     }
 
@@ -203,7 +246,12 @@ impl<D: Device> Lane<D> {
         let before = lane.chunks.len();
         let mut i = 0;
         while i < lane.chunks.len() {
-            let Chunk { start, bytes, blocks, .. } = lane.chunks[i];
+            let Chunk {
+                start,
+                bytes,
+                blocks,
+                ..
+            } = lane.chunks[i];
             // If a stream is closed, its event is missing: then the chunk stays, with its hazards.
             let (uses, complete) = lane.hazards.events_within(start..start + bytes);
             if blocks == 0 && complete && lane.space.remove_segment(start, bytes) {
@@ -230,7 +278,8 @@ impl<D: Device> Drop for Lane<D> {
         let mut lane = self.lock();
         for chunk in std::mem::take(&mut lane.chunks) {
             let range = chunk.start..chunk.start + chunk.bytes;
-            let mut attempts = (0..RECORD_ATTEMPTS).map(|_| lane.hazards.events_within(range.clone()));
+            let mut attempts =
+                (0..RECORD_ATTEMPTS).map(|_| lane.hazards.events_within(range.clone()));
             // Without them the pool's memory is leaked.
             if let Some((uses, _)) = attempts.find(|(_, complete)| *complete) {
                 self.free_chunk(&chunk, uses);
@@ -255,7 +304,8 @@ impl<D: Device> LaneState<D> {
         self.space.free_bytes()
     }
 
-    /// Calls `visit` with every range: its first offset in the pool's space, bytes, and the tag if it is used.
+    /// Calls `visit` with every range: its first offset in the pool's space, bytes, and the tag if
+    /// it is used.
     pub(super) fn for_each_range(&self, mut visit: impl FnMut(u64, u64, Option<u8>)) {
         self.space.for_each(&mut |start, bytes, tag, _| {
             let after = self.chunks.partition_point(|chunk| chunk.start <= start);
@@ -269,12 +319,17 @@ impl<D: Device> LaneState<D> {
         self.space.check_invariants()?;
         let chunks: u64 = self.chunks.iter().map(|chunk| chunk.bytes).sum();
         if chunks != self.space.bytes() {
-            return Err(format!("{chunks} bytes in chunks, {} in the lane's space", self.space.bytes()));
+            return Err(format!(
+                "{chunks} bytes in chunks, {} in the lane's space",
+                self.space.bytes()
+            ));
         }
         let live = self.account.report.total.live_bytes as u64;
         let used = self.space.bytes() - self.space.free_bytes();
         if live > used {
-            return Err(format!("{live} bytes are accounted as live in a lane, {used} are allocated"));
+            return Err(format!(
+                "{live} bytes are accounted as live in a lane, {used} are allocated"
+            ));
         }
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! Lanes: blocks are accounted, mapped and ordered as the planner's, and empty chunks return to the pool.
+//! Lanes: blocks are accounted, mapped and ordered as the planner's, and empty chunks return to the
+//! pool.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,8 +13,14 @@ const LIMIT: Duration = Duration::from_secs(60);
 const BUDGET: usize = 8 << 20;
 const CHUNK: usize = BUDGET / super::lane::CHUNKS_PER_BUDGET;
 
-fn allocate<D: Device>(pool: &Pool<D>, bytes: usize, purpose: Purpose, stream: &D::Stream) -> Block<D> {
-    pool.allocate(bytes, DType::U8, purpose, stream).expect("allocated")
+fn allocate<D: Device>(
+    pool: &Pool<D>,
+    bytes: usize,
+    purpose: Purpose,
+    stream: &D::Stream,
+) -> Block<D> {
+    pool.allocate(bytes, DType::U8, purpose, stream)
+        .expect("allocated")
 }
 
 /// A pool whose calling thread allocates small blocks from its lane.
@@ -48,15 +55,30 @@ fn lane_blocks_are_accounted_and_mapped() {
     let report = pool.report();
     let live = [Purpose::Grads, Purpose::Params, Purpose::Buckets].map(|p| report.of(p).live_bytes);
     assert_eq!(live, [300, CHUNK, 200]);
-    assert_eq!((report.total.live_bytes, report.total.peak_bytes), (500 + CHUNK, 500 + CHUNK));
+    assert_eq!(
+        (report.total.live_bytes, report.total.peak_bytes),
+        (500 + CHUNK, 500 + CHUNK)
+    );
     assert_eq!(report.free_bytes, report.reserved_bytes - CHUNK - 512 - 256);
     let map = pool.map();
-    let held = |p| map.spans.iter().filter(|s| s.purpose == p).map(|s| s.bytes).sum::<u64>();
-    assert_eq!((held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))), (512, 256));
+    let held = |p| {
+        map.spans
+            .iter()
+            .filter(|s| s.purpose == p)
+            .map(|s| s.bytes)
+            .sum::<u64>()
+    };
+    assert_eq!(
+        (held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))),
+        (512, 256)
+    );
     assert_eq!(held(None), report.free_bytes as u64);
     drop((grads, large, buckets));
     let report = pool.report();
-    assert_eq!((report.total.live_bytes, report.free_bytes), (0, report.reserved_bytes));
+    assert_eq!(
+        (report.total.live_bytes, report.free_bytes),
+        (0, report.reserved_bytes)
+    );
     pool.reset_peaks();
     assert_eq!(pool.report().total.peak_bytes, 0);
 }
@@ -64,7 +86,10 @@ fn lane_blocks_are_accounted_and_mapped() {
 #[test]
 fn another_stream_waits_for_lane_memory() {
     let device = HostDevice::new();
-    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (a, b) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     for through_the_pool in [false, true] {
         let pool = pool_with_lane(device.clone());
         let monitor = block_stream(&a);
@@ -76,10 +101,18 @@ fn another_stream_waits_for_lane_memory() {
             assert!(lane.return_empty(&mut lane.lock()));
             assert_eq!(chunks(&pool), 0);
         }
-        let bytes = if through_the_pool { CHUNK / 4 } else { CHUNK / 8 };
+        let bytes = if through_the_pool {
+            CHUNK / 4
+        } else {
+            CHUNK / 8
+        };
         let block = allocate(&pool, bytes, Purpose::Params, &b);
         let reused = b.record().expect("recorded");
-        assert_eq!(reused.is_done(), Ok(false), "through the pool: {through_the_pool}");
+        assert_eq!(
+            reused.is_done(),
+            Ok(false),
+            "through the pool: {through_the_pool}"
+        );
         monitor.update(|open| *open = true);
         reused.synchronize(LIMIT).expect("reached");
         drop(block);
@@ -91,13 +124,27 @@ fn empty_chunks_return_to_the_pool() {
     let device = Simulated::new(BUDGET as u64, 1 << 16);
     let stream = device.create_stream("a").expect("a stream");
     let pool = pool_with_lane(device);
-    let mut blocks: Vec<_> = (0..20).map(|_| allocate(&pool, CHUNK / 8, Purpose::Workspace, &stream)).collect();
+    let mut blocks: Vec<_> = (0..20)
+        .map(|_| allocate(&pool, CHUNK / 8, Purpose::Workspace, &stream))
+        .collect();
     assert_eq!(chunks(&pool), 3);
     blocks.truncate(1);
     assert_eq!(chunks(&pool), 1);
-    let error = pool.allocate(BUDGET, DType::U8, Purpose::Params, &stream).expect_err("one block is live");
-    let AllocError::OutOfMemory { live_bytes, holders, .. } = error else { panic!("{error}") };
-    assert_eq!((live_bytes, holders), (CHUNK / 8, vec![(Purpose::Workspace, CHUNK / 8)]));
+    let error = pool
+        .allocate(BUDGET, DType::U8, Purpose::Params, &stream)
+        .expect_err("one block is live");
+    let AllocError::OutOfMemory {
+        live_bytes,
+        holders,
+        ..
+    } = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        (live_bytes, holders),
+        (CHUNK / 8, vec![(Purpose::Workspace, CHUNK / 8)])
+    );
     blocks.clear();
     assert_eq!(chunks(&pool), 1);
     let whole = allocate(&pool, BUDGET, Purpose::Params, &stream);
@@ -123,8 +170,12 @@ fn failed_lane_growth_leaks_nothing() {
         let stream = device.create_stream("a").expect("a stream");
         let pool = pool_with_lane(device.clone());
         device.fail(Call::Allocate, nth);
-        let blocks: Vec<_> =
-            (0..60).filter_map(|_| pool.allocate(CHUNK / 8, DType::U8, Purpose::Grads, &stream).ok()).collect();
+        let blocks: Vec<_> = (0..60)
+            .filter_map(|_| {
+                pool.allocate(CHUNK / 8, DType::U8, Purpose::Grads, &stream)
+                    .ok()
+            })
+            .collect();
         assert!(blocks.len() >= 59);
         pool.check_invariants().expect("sound");
         drop(pool);

@@ -8,10 +8,13 @@ use std::time::Duration;
 
 use loom::thread::{Builder, JoinHandle};
 
-use crate::device::{AnySlice, BlockNote, DType, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream};
+use crate::device::{
+    AnySlice, BlockNote, DType, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream,
+};
 use crate::{Block, Pool, Purpose};
 
-/// A device without memory or threads: operations complete when enqueued. It checks that blocks do not overlap.
+/// A device without memory or threads: operations complete when enqueued. It checks that blocks do
+/// not overlap.
 #[derive(Clone, Debug, Default)]
 struct Still(Arc<Mutex<Records>>);
 
@@ -69,7 +72,14 @@ unsafe impl Memory for Still {
         Ok(NonNull::without_provenance(at.try_into().expect("not 0")))
     }
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        assert_eq!(self.0.lock().expect("sound").allocated.remove(&ptr.addr().get()), Some(bytes));
+        assert_eq!(
+            self.0
+                .lock()
+                .expect("sound")
+                .allocated
+                .remove(&ptr.addr().get()),
+            Some(bytes)
+        );
     }
     fn granularity_bytes(&self) -> usize {
         256
@@ -96,7 +106,9 @@ unsafe impl Device for Still {
                 }
                 records.blocks.insert(start, bytes);
             }
-            BlockNote::Freed { ptr, bytes, .. } => assert_eq!(records.blocks.remove(&ptr.addr()), Some(bytes)),
+            BlockNote::Freed { ptr, bytes, .. } => {
+                assert_eq!(records.blocks.remove(&ptr.addr()), Some(bytes))
+            }
         }
     }
     fn copy(&self, _: &Now, _: AnySlice, _: AnySlice) -> Result<(), DeviceError> {
@@ -116,12 +128,19 @@ unsafe impl Device for Still {
 const BUDGET: usize = 4 << 20;
 
 fn allocate(pool: &Pool<Still>, stream: u64) -> Block<Still> {
-    pool.allocate(256, DType::U8, Purpose::Buckets, &Now(stream)).expect("allocated")
+    pool.allocate(256, DType::U8, Purpose::Buckets, &Now(stream))
+        .expect("allocated")
 }
 
 /// A thread of the model; its lane is the one of its number.
-fn thread<T: Send + 'static>(number: u64, body: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
-    Builder::new().name(number.to_string()).spawn(body).expect("a thread")
+fn thread<T: Send + 'static>(
+    number: u64,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> JoinHandle<T> {
+    Builder::new()
+        .name(number.to_string())
+        .spawn(body)
+        .expect("a thread")
 }
 
 /// Runs `body` in every order, and checks that nothing leaks.
@@ -134,7 +153,10 @@ fn model(body: impl Fn(&Pool<Still>) + Sync + Send + 'static) {
         assert_eq!(pool.report().total.live_bytes, 0);
         drop(pool);
         let records = device.0.lock().expect("sound");
-        assert!(records.blocks.is_empty() && records.allocated.is_empty(), "{records:?}");
+        assert!(
+            records.blocks.is_empty() && records.allocated.is_empty(),
+            "{records:?}"
+        );
     });
 }
 

@@ -57,10 +57,18 @@ impl MemoryMap {
     fn push(&mut self, start: u64, bytes: u64, tag: Option<u8>, fixed: bool) {
         let purpose = tag.and_then(|tag| Purpose::ALL.get(tag as usize).copied());
         match self.spans.last_mut() {
-            Some(last) if (last.purpose, last.fixed) == (purpose, fixed) && last.start + last.bytes == start => {
+            Some(last)
+                if (last.purpose, last.fixed) == (purpose, fixed)
+                    && last.start + last.bytes == start =>
+            {
                 last.bytes += bytes;
             }
-            _ => self.spans.push(Span { start, bytes, purpose, fixed }),
+            _ => self.spans.push(Span {
+                start,
+                bytes,
+                purpose,
+                fixed,
+            }),
         }
     }
 
@@ -69,8 +77,8 @@ impl MemoryMap {
         self.spans.last().map_or(0, |span| span.start + span.bytes)
     }
 
-    /// One line of `width` characters: the first letter of the purpose that fills most of each column, `.` if most is
-    /// free.
+    /// One line of `width` characters: the first letter of the purpose that fills most of each
+    /// column, `.` if most is free.
     pub fn text(&self, width: usize) -> String {
         let (end, width) = (self.end().max(1), width.max(1));
         let mut line = String::with_capacity(width);
@@ -79,12 +87,23 @@ impl MemoryMap {
             let (from, to) = (edge(column), edge(column + 1).max(edge(column) + 1));
             let mut held = [0u64; Purpose::COUNT + 1];
             for span in &self.spans {
-                let overlap = (span.start + span.bytes).min(to).saturating_sub(span.start.max(from));
-                held[span.purpose.map_or(Purpose::COUNT, |purpose| purpose as usize)] += overlap;
+                let overlap = (span.start + span.bytes)
+                    .min(to)
+                    .saturating_sub(span.start.max(from));
+                held[span
+                    .purpose
+                    .map_or(Purpose::COUNT, |purpose| purpose as usize)] += overlap;
             }
-            let most =
-                (0..held.len()).max_by_key(|kind| (held[*kind], std::cmp::Reverse(*kind))).unwrap_or(Purpose::COUNT);
-            line.push(LETTERS.get(most).copied().filter(|_| held[most] > 0).unwrap_or('.'));
+            let most = (0..held.len())
+                .max_by_key(|kind| (held[*kind], std::cmp::Reverse(*kind)))
+                .unwrap_or(Purpose::COUNT);
+            line.push(
+                LETTERS
+                    .get(most)
+                    .copied()
+                    .filter(|_| held[most] > 0)
+                    .unwrap_or('.'),
+            );
         }
         line
     }
@@ -96,7 +115,12 @@ mod tests {
 
     #[test]
     fn a_column_shows_the_largest_purpose() {
-        let span = |start, bytes, purpose| Span { start, bytes, purpose, fixed: false };
+        let span = |start, bytes, purpose| Span {
+            start,
+            bytes,
+            purpose,
+            fixed: false,
+        };
         let spans = vec![
             span(0, 50, Some(Purpose::Params)),
             span(50, 25, None),

@@ -1,13 +1,14 @@
 //! The pool: the memory of model state, buckets, gathered units and activations.
 //!
-//! A [`Block`] is an owned piece of device memory with a [`Purpose`]. Dropping it frees the memory in stream
-//! order: another stream reuses it after the uses that [`Block::record_use`] recorded.
+//! A [`Block`] is an owned piece of device memory with a [`Purpose`]. Dropping it frees the memory
+//! in stream order: another stream reuses it after the uses that [`Block::record_use`] recorded.
 //!
-//! The life of memory here: a **backing** comes from [`Memory::allocate`](crate::device::Memory::allocate) and is
-//! freed when the last handle and block of the pool are dropped. It is a segment of one offset space, which the
-//! [`Planner`] cuts into blocks; if the device has virtual memory, pages mapped in one range of addresses replace
-//! backings. A freed block can be reused at once; what other streams must wait for before they touch it is a
-//! **hazard** of its bytes, kept until they are allocated again.
+//! The life of memory here: a **backing** comes from
+//! [`Memory::allocate`](crate::device::Memory::allocate) and is freed when the last handle and
+//! block of the pool are dropped. It is a segment of one offset space, which the [`Planner`] cuts
+//! into blocks; if the device has virtual memory, pages mapped in one range of addresses replace
+//! backings. A freed block can be reused at once; what other streams must wait for before they
+//! touch it is a **hazard** of its bytes, kept until they are allocated again.
 
 mod backings;
 mod block;
@@ -75,16 +76,23 @@ impl<D: Device> Clone for Pool<D> {
 
 impl<D: Device> fmt::Debug for Pool<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("device", self.device()).field("report", &self.report()).finish()
+        f.debug_struct("Pool")
+            .field("device", self.device())
+            .field("report", &self.report())
+            .finish()
     }
 }
 
 impl<D: Device> Pool<D> {
-    /// A pool that reserves at most `budget_bytes` of the device, rounded up to the device's granularity. It reserves
-    /// nothing before the first block. [`Pool::memory_kind`] returns whether it uses pages.
+    /// A pool that reserves at most `budget_bytes` of the device, rounded up to the device's
+    /// granularity. It reserves nothing before the first block. [`Pool::memory_kind`] returns
+    /// whether it uses pages.
     pub fn new(device: D, budget_bytes: usize) -> Self {
         let granule = device.granularity_bytes().min(ALIGN_BYTES) as u64;
-        let mut config = PlannerConfig::default().granule_bytes(granule).page_bytes(granule).cost(device.cost());
+        let mut config = PlannerConfig::default()
+            .granule_bytes(granule)
+            .page_bytes(granule)
+            .cost(device.cost());
         let mut source = Source::Backings(Backings::default());
         let mut kind = MemoryKind::Backings;
         if let Some(memory) = device.virtual_memory() {
@@ -110,8 +118,16 @@ impl<D: Device> Pool<D> {
             compactions: 0,
         };
         let chunk_bytes = lane::chunk_bytes(budget_bytes, granule as usize);
-        let central = Arc::new(Central { device, budget_bytes, kind, chunk_bytes, state: Mutex::new(state) });
-        Self(Arc::new(std::array::from_fn(|_| Arc::new(Lane::new(Arc::clone(&central), granule)))))
+        let central = Arc::new(Central {
+            device,
+            budget_bytes,
+            kind,
+            chunk_bytes,
+            state: Mutex::new(state),
+        });
+        Self(Arc::new(std::array::from_fn(|_| {
+            Arc::new(Lane::new(Arc::clone(&central), granule))
+        })))
     }
 
     fn central(&self) -> &Central<D> {
@@ -125,7 +141,10 @@ impl<D: Device> Pool<D> {
 
     /// Locks everything, in order.
     fn lock(&self) -> (Vec<MutexGuard<'_, LaneState<D>>>, MutexGuard<'_, State<D>>) {
-        (self.0.iter().map(|lane| lane.lock()).collect(), self.central().state.lock())
+        (
+            self.0.iter().map(|lane| lane.lock()).collect(),
+            self.central().state.lock(),
+        )
     }
 
     /// The device whose memory this is.
@@ -138,17 +157,30 @@ impl<D: Device> Pool<D> {
         &self.central().kind
     }
 
-    /// Reserves the whole budget as one backing, to be registered with a library, and returns its address and size.
-    /// Idempotent. The pool does not grow, and keeps the backing until its end.
+    /// Reserves the whole budget as one backing, to be registered with a library, and returns its
+    /// address and size. Idempotent. The pool does not grow, and keeps the backing until its end.
     ///
     /// # Errors
-    /// The pool uses pages or has already reserved a part of its budget, or the device is out of memory.
+    /// The pool uses pages or has already reserved a part of its budget, or the device is out of
+    /// memory.
     pub fn reserve_budget(&self) -> Result<(*mut u8, usize), AllocError> {
-        let Central { device, budget_bytes, state, .. } = self.central();
-        let refused =
-            |message: &str| DeviceError::Driver { call: "Pool::reserve_budget", message: message.to_owned() };
+        let Central {
+            device,
+            budget_bytes,
+            state,
+            ..
+        } = self.central();
+        let refused = |message: &str| DeviceError::Driver {
+            call: "Pool::reserve_budget",
+            message: message.to_owned(),
+        };
         let mut state = state.lock();
-        let State { source: Source::Backings(backings), planner, .. } = &mut *state else {
+        let State {
+            source: Source::Backings(backings),
+            planner,
+            ..
+        } = &mut *state
+        else {
             return Err(refused("the pool uses pages, which are not one allocation").into());
         };
         if backings.bytes() == 0 && *budget_bytes > 0 {
@@ -163,8 +195,9 @@ impl<D: Device> Pool<D> {
         Ok(single.ok_or_else(|| refused("the pool has reserved a part of its budget already"))?)
     }
 
-    /// A block of `len` elements of `dtype`, first used on `stream`; its contents are unspecified, but initialised in host
-    /// memory. Operations enqueued on `stream` from now on run after the earlier users of the memory; neither the host nor another stream waits.
+    /// A block of `len` elements of `dtype`, first used on `stream`; its contents are unspecified,
+    /// but initialised in host memory. Operations enqueued on `stream` from now on run after the
+    /// earlier users of the memory; neither the host nor another stream waits.
     ///
     /// # Errors
     /// [`AllocError::OutOfMemory`], or the device failed.
@@ -178,7 +211,14 @@ impl<D: Device> Pool<D> {
         let bytes = self.bytes_of(len, dtype, purpose)?;
         let lane = self.lane();
         let (allocation, ptr) = self.allocate_bytes(lane, bytes, purpose, stream)?;
-        Ok(Block::new(Arc::clone(lane), ptr, (len, dtype), purpose, allocation, stream.clone()))
+        Ok(Block::new(
+            Arc::clone(lane),
+            ptr,
+            (len, dtype),
+            purpose,
+            allocation,
+            stream.clone(),
+        ))
     }
 
     fn bytes_of(&self, len: usize, dtype: DType, purpose: Purpose) -> Result<usize, AllocError> {
@@ -211,7 +251,12 @@ impl<D: Device> Pool<D> {
                 return Ok(allocated);
             }
         }
-        self.allocate_central(state.unwrap_or_else(|| central.state.lock()), bytes, purpose, stream)
+        self.allocate_central(
+            state.unwrap_or_else(|| central.state.lock()),
+            bytes,
+            purpose,
+            stream,
+        )
     }
 
     /// Allocates from the planner.
@@ -245,7 +290,9 @@ impl<D: Device> Pool<D> {
         }
         let (lanes, mut state) = self.lock();
         match self.central().allocate(&mut state, bytes, purpose, stream) {
-            Err(Failure::OutOfMemory(device)) => Err(self.out_of_memory(&lanes, &state, bytes, purpose, device)),
+            Err(Failure::OutOfMemory(device)) => {
+                Err(self.out_of_memory(&lanes, &state, bytes, purpose, device))
+            }
             Err(Failure::Device(error)) => Err(error.into()),
             Ok(allocated) => Ok(allocated),
         }
@@ -260,12 +307,14 @@ impl<D: Device> Pool<D> {
         device: Option<String>,
     ) -> AllocError {
         let mut report = state.account.report.clone();
-        lanes.iter().for_each(|lane| report.add_held(&lane.account.report));
+        lanes
+            .iter()
+            .for_each(|lane| report.add_held(&lane.account.report));
         state.out_of_memory(&report, bytes, purpose, self.central().budget_bytes, device)
     }
 
-    /// The pool's live, reserved and moved bytes. Exact, except that if several threads allocate, a peak is the sum of
-    /// each lane's own peak: an upper bound.
+    /// The pool's live, reserved and moved bytes. Exact, except that if several threads allocate, a
+    /// peak is the sum of each lane's own peak: an upper bound.
     pub fn report(&self) -> Report {
         let (lanes, state) = self.lock();
         let mut report = state.account.report.clone();
@@ -295,23 +344,32 @@ impl<D: Device> Pool<D> {
     /// Starts to record every change of the live bytes, for [`Pool::take_changes`].
     pub fn record_changes(&self) {
         let (mut lanes, mut state) = self.lock();
-        let accounts = lanes.iter_mut().map(|lane| &mut lane.account).chain([&mut state.account]);
+        let accounts = lanes
+            .iter_mut()
+            .map(|lane| &mut lane.account)
+            .chain([&mut state.account]);
         accounts.for_each(|account| account.changes = Some(Vec::new()));
     }
 
-    /// Stops to record, and returns the changes since [`Pool::record_changes`] in the order of their times; empty
-    /// without that call.
+    /// Stops to record, and returns the changes since [`Pool::record_changes`] in the order of
+    /// their times; empty without that call.
     pub fn take_changes(&self) -> Vec<Change> {
         let (mut lanes, mut state) = self.lock();
-        let accounts = lanes.iter_mut().map(|lane| &mut lane.account).chain([&mut state.account]);
-        let mut changes: Vec<Change> = accounts.filter_map(|account| account.changes.take()).flatten().collect();
+        let accounts = lanes
+            .iter_mut()
+            .map(|lane| &mut lane.account)
+            .chain([&mut state.account]);
+        let mut changes: Vec<Change> = accounts
+            .filter_map(|account| account.changes.take())
+            .flatten()
+            .collect();
         changes.sort_by_key(|change| change.at);
         changes
     }
 
-    /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only [`Movable`] blocks
-    /// move, and only while no [`Movable::with`] runs. Returns the contiguous bytes: fewer than requested if blocks
-    /// with fixed addresses are in the way.
+    /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only
+    /// [`Movable`] blocks move, and only while no [`Movable::with`] runs. Returns the contiguous
+    /// bytes: fewer than requested if blocks with fixed addresses are in the way.
     ///
     /// # Errors
     /// The stream failed.
@@ -327,8 +385,8 @@ impl<D: Device> Pool<D> {
         Ok(state.planner.report().largest_free_bytes as usize)
     }
 
-    /// Compacts all free memory if the largest free range is less than `1 - threshold` of it; for the end of a step.
-    /// Returns whether anything moved.
+    /// Compacts all free memory if the largest free range is less than `1 - threshold` of it; for
+    /// the end of a step. Returns whether anything moved.
     ///
     /// # Errors
     /// The stream failed.
@@ -351,13 +409,23 @@ impl<D: Device> Pool<D> {
         let (lanes, state) = self.lock();
         state.planner.check_invariants()?;
         let chunks: u64 = lanes.iter().map(|lane| lane.bytes()).sum();
-        if chunks != state.lane_bytes as u64 || chunks != state.planner.report().by_tag[LANE_TAG as usize] {
-            return Err(format!("lanes have {chunks} bytes of chunks, {} are accounted", state.lane_bytes));
+        if chunks != state.lane_bytes as u64
+            || chunks != state.planner.report().by_tag[LANE_TAG as usize]
+        {
+            return Err(format!(
+                "lanes have {chunks} bytes of chunks, {} are accounted",
+                state.lane_bytes
+            ));
         }
         lanes.iter().try_for_each(|lane| lane.check_invariants())?;
-        let (live, planned) = (state.account.report.total.live_bytes as u64, state.planner.live_bytes());
+        let (live, planned) = (
+            state.account.report.total.live_bytes as u64,
+            state.planner.live_bytes(),
+        );
         if live > planned {
-            return Err(format!("{live} bytes are accounted as live, {planned} are allocated"));
+            return Err(format!(
+                "{live} bytes are accounted as live, {planned} are allocated"
+            ));
         }
         Ok(())
     }
@@ -374,11 +442,21 @@ impl<D: Device> Central<D> {
         if bytes == 0 {
             return Ok((Allocation::Empty, std::ptr::null_mut()));
         }
-        let request = Request { bytes: bytes as u64, align: 1, lifetime: purpose.lifetime(), tag: purpose as u8 };
+        let request = Request {
+            bytes: bytes as u64,
+            align: 1,
+            lifetime: purpose.lifetime(),
+            tag: purpose as u8,
+        };
         let allocation = state.allocate(&self.device, request, stream, self.budget_bytes)?;
         let ptr = state.address(allocation);
         state.account.add(purpose, bytes);
-        self.device.note_block(BlockNote::Allocated { ptr, bytes, purpose, stream });
+        self.device.note_block(BlockNote::Allocated {
+            ptr,
+            bytes,
+            purpose,
+            stream,
+        });
         Ok((allocation, ptr))
     }
 
@@ -394,7 +472,12 @@ impl<D: Device> Central<D> {
             return;
         }
         let mut state = self.state.lock();
-        self.device.note_block(BlockNote::Freed { ptr, bytes, home, uses: &uses });
+        self.device.note_block(BlockNote::Freed {
+            ptr,
+            bytes,
+            home,
+            uses: &uses,
+        });
         state.free(allocation, home, uses);
         state.account.sub(purpose, bytes);
     }

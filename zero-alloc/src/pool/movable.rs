@@ -7,8 +7,8 @@ use super::state::{Allocation, Moving};
 use super::{AllocError, Central, Pool, Purpose};
 use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
 
-/// An owned piece of device memory without a fixed address: [`Pool::compact`] may move it while it is not in
-/// use. Dropping it frees it in stream order.
+/// An owned piece of device memory without a fixed address: [`Pool::compact`] may move it while it
+/// is not in use. Dropping it frees it in stream order.
 #[must_use = "dropping a block frees its memory"]
 pub struct Movable<D: Device> {
     central: Arc<Central<D>>,
@@ -21,7 +21,11 @@ pub struct Movable<D: Device> {
 
 impl<D: Device> fmt::Debug for Movable<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Movable({:?}: {} x {})", self.purpose, self.len, self.dtype)
+        write!(
+            f,
+            "Movable({:?}: {} x {})",
+            self.purpose, self.len, self.dtype
+        )
     }
 }
 
@@ -38,7 +42,8 @@ impl<D: Device> Pool<D> {
         stream: &D::Stream,
     ) -> Result<Movable<D>, AllocError> {
         let bytes = self.bytes_of(len, dtype, purpose)?;
-        let (allocation, _) = self.allocate_central(self.central().state.lock(), bytes, purpose, stream)?;
+        let (allocation, _) =
+            self.allocate_central(self.central().state.lock(), bytes, purpose, stream)?;
         if allocation != Allocation::Empty {
             let mut state = self.central().state.lock();
             if let Allocation::Range(range) = allocation {
@@ -54,7 +59,14 @@ impl<D: Device> Pool<D> {
             };
             state.movable.insert(allocation, moving);
         }
-        Ok(Movable { central: Arc::clone(&self.0[0].central), allocation, len, dtype, purpose, home: stream.clone() })
+        Ok(Movable {
+            central: Arc::clone(&self.0[0].central),
+            allocation,
+            len,
+            dtype,
+            purpose,
+            home: stream.clone(),
+        })
     }
 }
 
@@ -74,16 +86,20 @@ impl<D: Device> Movable<D> {
         self.purpose
     }
 
-    /// Calls `enqueue`, which enqueues operations that use the block on `stream`. The block does not move during the
-    /// call, and later moves wait for these operations.
+    /// Calls `enqueue`, which enqueues operations that use the block on `stream`. The block does
+    /// not move during the call, and later moves wait for these operations.
     ///
     /// # Errors
     /// The stream failed; or a failed move lost the block's contents.
     ///
     /// # Safety
-    /// The slice is used only by operations that `enqueue` enqueues on `stream`; conflicting accesses are ordered by
-    /// streams and events.
-    pub unsafe fn with<R>(&self, stream: &D::Stream, enqueue: impl FnOnce(AnySlice) -> R) -> Result<R, DeviceError> {
+    /// The slice is used only by operations that `enqueue` enqueues on `stream`; conflicting
+    /// accesses are ordered by streams and events.
+    pub unsafe fn with<R>(
+        &self,
+        stream: &D::Stream,
+        enqueue: impl FnOnce(AnySlice) -> R,
+    ) -> Result<R, DeviceError> {
         let mut state = self.central.state.lock();
         let ptr = state.address(self.allocation);
         if let Some(moving) = state.movable.get_mut(&self.allocation) {
@@ -99,9 +115,15 @@ impl<D: Device> Movable<D> {
             }
         }
         drop(state);
-        let unpin = Unpin { block: self, stream };
-        // SAFETY: the block is valid for its length and stays where it is; the rest is the caller's promise.
-        let slice = unsafe { AnySlice::from_raw_parts(ptr, self.len, self.dtype, self.central.device.id()) };
+        let unpin = Unpin {
+            block: self,
+            stream,
+        };
+        // SAFETY: the block is valid for its length and stays where it is; the rest is the caller's
+        // promise.
+        let slice = unsafe {
+            AnySlice::from_raw_parts(ptr, self.len, self.dtype, self.central.device.id())
+        };
         let result = enqueue(slice);
         drop(unpin);
         Ok(result)
@@ -119,9 +141,13 @@ impl<D: Device> Drop for Unpin<'_, D> {
         let allocation = self.block.allocation;
         let used = self.stream.record();
         let mut state = self.block.central.state.lock();
-        let Some(moving) = state.movable.get_mut(&allocation) else { return };
+        let Some(moving) = state.movable.get_mut(&allocation) else {
+            return;
+        };
         // A use that cannot be recorded keeps its pin: the block never moves again.
-        let Ok(event) = used else { return moving.unrecorded.push(self.stream.clone()) };
+        let Ok(event) = used else {
+            return moving.unrecorded.push(self.stream.clone());
+        };
         moving.uses.retain(|(id, _)| *id != self.stream.id());
         moving.uses.push((self.stream.id(), event));
         moving.pins -= 1;
@@ -138,8 +164,10 @@ impl<D: Device> Drop for Movable<D> {
         let mut state = self.central.state.lock();
         let moving = state.movable.remove(&self.allocation);
         let bytes = self.len * self.dtype.size_bytes();
-        let (mut home, mut uses, unrecorded) =
-            moving.map_or_else(|| (self.home.clone(), Vec::new(), Vec::new()), |m| (m.home, m.uses, m.unrecorded));
+        let (mut home, mut uses, unrecorded) = moving.map_or_else(
+            || (self.home.clone(), Vec::new(), Vec::new()),
+            |m| (m.home, m.uses, m.unrecorded),
+        );
         for stream in unrecorded {
             uses.retain(|(id, _)| *id != stream.id());
             match stream.record() {

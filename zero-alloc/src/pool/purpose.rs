@@ -25,8 +25,14 @@ impl Purpose {
     pub const COUNT: usize = 6;
 
     /// All purposes, in the order of [`Report::purposes`](super::Report::purposes).
-    pub const ALL: [Self; Self::COUNT] =
-        [Self::Params, Self::Grads, Self::Optimizer, Self::Buckets, Self::Activations, Self::Workspace];
+    pub const ALL: [Self; Self::COUNT] = [
+        Self::Params,
+        Self::Grads,
+        Self::Optimizer,
+        Self::Buckets,
+        Self::Activations,
+        Self::Workspace,
+    ];
 
     /// The expected lifetime: state lives as long as the model, the rest within a step.
     pub(super) fn lifetime(self) -> Lifetime {

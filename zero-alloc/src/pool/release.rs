@@ -1,5 +1,6 @@
-//! The end of a pool: its memory is freed when the last handle and block are dropped and everything that used it has
-//! run. Memory whose users cannot be waited for, because a stream could not record its end, is leaked.
+//! The end of a pool: its memory is freed when the last handle and block are dropped and everything
+//! that used it has run. Memory whose users cannot be waited for, because a stream could not record
+//! its end, is leaked.
 
 use super::Central;
 use super::backings::Backings;
@@ -11,7 +12,10 @@ impl<D: Device> Drop for Central<D> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
         let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));
-        let (views, hazards) = (std::mem::take(&mut state.views), std::mem::take(&mut state.hazards));
+        let (views, hazards) = (
+            std::mem::take(&mut state.views),
+            std::mem::take(&mut state.hazards),
+        );
         // A lane that cannot tell the users of its chunks does not free them.
         if state.lane_bytes > 0 {
             return;
@@ -21,7 +25,8 @@ impl<D: Device> Drop for Central<D> {
             unsafe { release(source, views, &self.device) };
             return;
         }
-        // An operation may drop the last block; waiting here would then block its stream. So another thread waits.
+        // An operation may drop the last block; waiting here would then block its stream. So
+        // another thread waits.
         let device = self.device.clone();
         let reaper = std::thread::Builder::new().name("pool reaper".into());
         let _ = reaper.spawn(move || {

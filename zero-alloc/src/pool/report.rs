@@ -15,8 +15,8 @@ pub enum MemoryKind {
     Backings,
     /// Pages in one range of addresses.
     Pages,
-    /// Backings, because the device failed to reserve addresses for pages, with this error. So blocks are not
-    /// stitched, and reserved memory is not kept near the peak.
+    /// Backings, because the device failed to reserve addresses for pages, with this error. So
+    /// blocks are not stitched, and reserved memory is not kept near the peak.
     BackingsForPages(DeviceError),
 }
 
@@ -26,7 +26,10 @@ impl fmt::Display for MemoryKind {
             Self::Backings => f.write_str("backings"),
             Self::Pages => f.write_str("pages"),
             Self::BackingsForPages(error) => {
-                write!(f, "backings, because reserving addresses for pages failed: {error}")
+                write!(
+                    f,
+                    "backings, because reserving addresses for pages failed: {error}"
+                )
             }
         }
     }
@@ -71,7 +74,11 @@ pub struct Report {
 impl Report {
     /// Adds the live and peak bytes of a lane.
     pub(super) fn add_held(&mut self, lane: &Self) {
-        let held = self.purposes.iter_mut().zip(lane.purposes).chain([(&mut self.total, lane.total)]);
+        let held = self
+            .purposes
+            .iter_mut()
+            .zip(lane.purposes)
+            .chain([(&mut self.total, lane.total)]);
         for (held, lane) in held {
             held.live_bytes += lane.live_bytes;
             held.peak_bytes += lane.peak_bytes;
@@ -87,20 +94,43 @@ impl Report {
 /// In one line.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { total, reserved_bytes, free_bytes, largest_free_bytes, memory, .. } = self;
-        write!(f, "{} bytes live (peak {}), {reserved_bytes} reserved, ", total.live_bytes, total.peak_bytes)?;
-        write!(f, "{free_bytes} of them free, {largest_free_bytes} of these contiguous")?;
+        let Self {
+            total,
+            reserved_bytes,
+            free_bytes,
+            largest_free_bytes,
+            memory,
+            ..
+        } = self;
+        write!(
+            f,
+            "{} bytes live (peak {}), {reserved_bytes} reserved, ",
+            total.live_bytes, total.peak_bytes
+        )?;
+        write!(
+            f,
+            "{free_bytes} of them free, {largest_free_bytes} of these contiguous"
+        )?;
         for purpose in Purpose::ALL {
             let held = self.of(purpose);
             if held.peak_bytes > 0 {
-                write!(f, "; {purpose:?} {} (peak {})", held.live_bytes, held.peak_bytes)?;
+                write!(
+                    f,
+                    "; {purpose:?} {} (peak {})",
+                    held.live_bytes, held.peak_bytes
+                )?;
             }
         }
-        write!(f, "; {} bytes moved, {} pages stitched; {memory}", self.moved_bytes, self.stitched_pages)
+        write!(
+            f,
+            "; {} bytes moved, {} pages stitched; {memory}",
+            self.moved_bytes, self.stitched_pages
+        )
     }
 }
 
-/// A change of a pool's live bytes, recorded between [`Pool::record_changes`](super::Pool::record_changes) and
+/// A change of a pool's live bytes, recorded between
+/// [`Pool::record_changes`](super::Pool::record_changes) and
 /// [`Pool::take_changes`](super::Pool::take_changes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -123,7 +153,10 @@ pub(super) struct Account {
 
 impl Account {
     pub(super) fn add(&mut self, purpose: Purpose, bytes: usize) {
-        for held in [&mut self.report.purposes[purpose as usize], &mut self.report.total] {
+        for held in [
+            &mut self.report.purposes[purpose as usize],
+            &mut self.report.total,
+        ] {
             held.live_bytes += bytes;
             held.peak_bytes = held.peak_bytes.max(held.live_bytes);
         }
@@ -138,12 +171,21 @@ impl Account {
 
     fn record(&mut self, purpose: Purpose, bytes: isize) {
         if let Some(changes) = &mut self.changes {
-            changes.push(Change { at: Instant::now(), purpose, bytes });
+            changes.push(Change {
+                at: Instant::now(),
+                purpose,
+                bytes,
+            });
         }
     }
 
     pub(super) fn reset_peaks(&mut self) {
-        for held in self.report.purposes.iter_mut().chain([&mut self.report.total]) {
+        for held in self
+            .report
+            .purposes
+            .iter_mut()
+            .chain([&mut self.report.total])
+        {
             held.peak_bytes = held.live_bytes;
         }
     }

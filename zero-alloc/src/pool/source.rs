@@ -23,20 +23,37 @@ unsafe impl Send for Arena {}
 
 impl Arena {
     /// Reserves addresses for `budget_bytes`.
-    pub(super) fn new(memory: &dyn VirtualMemory, budget_bytes: usize) -> Result<Self, DeviceError> {
+    pub(super) fn new(
+        memory: &dyn VirtualMemory,
+        budget_bytes: usize,
+    ) -> Result<Self, DeviceError> {
         let page_bytes = memory.page_bytes();
-        let address_bytes = budget_bytes.min(MAX_ADDRESS_BYTES).next_multiple_of(page_bytes).max(page_bytes);
+        let address_bytes = budget_bytes
+            .min(MAX_ADDRESS_BYTES)
+            .next_multiple_of(page_bytes)
+            .max(page_bytes);
         let base = memory.reserve(address_bytes)?;
-        Ok(Self { base, address_bytes, page_bytes, pages: Vec::new(), grows: 0 })
+        Ok(Self {
+            base,
+            address_bytes,
+            page_bytes,
+            pages: Vec::new(),
+            grows: 0,
+        })
     }
 
     pub(super) fn address_bytes(&self) -> usize {
         self.address_bytes
     }
 
-    /// Maps pages to the next `bytes`, a multiple of the page size; on failure none stays mapped. An out-of-memory
-    /// error reports all of `bytes` as requested, though pages are created one by one.
-    pub(super) fn grow(&mut self, memory: &dyn VirtualMemory, bytes: usize) -> Result<(), DeviceError> {
+    /// Maps pages to the next `bytes`, a multiple of the page size; on failure none stays mapped.
+    /// An out-of-memory error reports all of `bytes` as requested, though pages are created one by
+    /// one.
+    pub(super) fn grow(
+        &mut self,
+        memory: &dyn VirtualMemory,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
         self.grows += 1;
         let at = self.pages.len();
         let mut failure = None;
@@ -46,7 +63,10 @@ impl Arena {
                 Err(DeviceError::OutOfMemory { detail, .. }) => {
                     let created = (self.pages.len() - at) * self.page_bytes;
                     let detail = format!("{created} of {bytes} bytes could be created: {detail}");
-                    failure = Some(DeviceError::OutOfMemory { requested_bytes: bytes, detail });
+                    failure = Some(DeviceError::OutOfMemory {
+                        requested_bytes: bytes,
+                        detail,
+                    });
                     break;
                 }
                 Err(error) => {
@@ -57,8 +77,8 @@ impl Arena {
         }
         if failure.is_none() {
             let start = address(self.base, at * self.page_bytes);
-            // SAFETY: within the reserved range (the planner's limit), above everything mapped so far; the
-            // pages are new.
+            // SAFETY: within the reserved range (the planner's limit), above everything mapped so
+            // far; the pages are new.
             failure = unsafe { memory.map(start, &self.pages[at..]) }.err();
         }
         match failure {

@@ -82,7 +82,8 @@ pub(super) struct State<D: Device> {
 /// The tag of the lanes' chunks; lower tags are purposes.
 pub(super) const LANE_TAG: u8 = Purpose::ALL.len() as u8;
 
-/// Each round of [`State::allocate`] grows or compacts; more than a few would be a bug in the planner.
+/// Each round of [`State::allocate`] grows or compacts; more than a few would be a bug in the
+/// planner.
 const ROUNDS: usize = 8;
 
 impl<D: Device> State<D> {
@@ -138,21 +139,33 @@ impl<D: Device> State<D> {
                 None => Err(refused.map_or(Failure::OutOfMemory(None), Into::into)),
             };
         }
-        if let Some(view) = self.views.allocate_kept(&mut self.planner, request.bytes, request.tag) {
+        if let Some(view) = self
+            .views
+            .allocate_kept(&mut self.planner, request.bytes, request.tag)
+        {
             return Ok(self.order_view(view, stream).map(Some)?);
         }
-        let remedy = match self.planner.find_remedy(request).map_err(|_| Failure::OutOfMemory(None))? {
+        let remedy = match self
+            .planner
+            .find_remedy(request)
+            .map_err(|_| Failure::OutOfMemory(None))?
+        {
             Remedy::Grow { bytes } => match self.grow(device, bytes) {
                 Ok(()) => return Ok(None),
                 // The device is out of pages: only reserved memory can help.
-                Err(error) => self.planner.find_remedy_without_growing(request).ok_or(error)?,
+                Err(error) => self
+                    .planner
+                    .find_remedy_without_growing(request)
+                    .ok_or(error)?,
             },
             remedy => remedy,
         };
         match remedy {
             Remedy::Grow { .. } => {}
             Remedy::Compact(plan) => self.apply(device, &plan, stream)?,
-            Remedy::Stitch(plan) => return Ok(Some(self.stitch(device, &plan, request.tag, stream)?)),
+            Remedy::Stitch(plan) => {
+                return Ok(Some(self.stitch(device, &plan, request.tag, stream)?));
+            }
         }
         Ok(None)
     }
@@ -165,11 +178,22 @@ impl<D: Device> State<D> {
         Ok(())
     }
 
-    fn stitch(&mut self, device: &D, plan: &Stitch, tag: u8, stream: &D::Stream) -> Result<Allocation, DeviceError> {
+    fn stitch(
+        &mut self,
+        device: &D,
+        plan: &Stitch,
+        tag: u8,
+        stream: &D::Stream,
+    ) -> Result<Allocation, DeviceError> {
         let (Source::Arena(arena), Some(memory)) = (&self.source, device.virtual_memory()) else {
-            return Err(DeviceError::Driver { call: "stitch", message: "no virtual memory".into() });
+            return Err(DeviceError::Driver {
+                call: "stitch",
+                message: "no virtual memory".into(),
+            });
         };
-        let view = self.views.allocate_stitched(memory, arena, &mut self.planner, plan, tag)?;
+        let view = self
+            .views
+            .allocate_stitched(memory, arena, &mut self.planner, plan, tag)?;
         self.order_view(view, stream)
     }
 
@@ -177,7 +201,10 @@ impl<D: Device> State<D> {
     fn order_view(&mut self, view: ViewId, stream: &D::Stream) -> Result<Allocation, DeviceError> {
         let pieces = self.views.pieces(view);
         // All waits first: if one fails, the pieces are freed with their hazards unchanged.
-        if let Err(error) = pieces.iter().try_for_each(|piece| self.hazards.wait(piece.clone(), stream)) {
+        if let Err(error) = pieces
+            .iter()
+            .try_for_each(|piece| self.hazards.wait(piece.clone(), stream))
+        {
             self.views.cancel(view, &mut self.planner);
             return Err(error);
         }
@@ -197,8 +224,14 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Frees bytes: their next user on another stream runs after `uses` and everything on `home` so far.
-    pub(super) fn free(&mut self, allocation: Allocation, home: &D::Stream, uses: Vec<(u64, D::Event)>) {
+    /// Frees bytes: their next user on another stream runs after `uses` and everything on `home` so
+    /// far.
+    pub(super) fn free(
+        &mut self,
+        allocation: Allocation,
+        home: &D::Stream,
+        uses: Vec<(u64, D::Event)>,
+    ) {
         match allocation {
             Allocation::Empty | Allocation::Lane(_) => {}
             Allocation::Range(range) => {
@@ -214,19 +247,26 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Carries out a plan by copies on `stream`, ordered after all earlier uses of the bytes and before all later
-    /// uses of the moved blocks.
+    /// Carries out a plan by copies on `stream`, ordered after all earlier uses of the bytes and
+    /// before all later uses of the moved blocks.
     ///
-    /// If the device refuses a copy, the moves before it remain valid. A block that is half moved then, or whose
-    /// later uses cannot be ordered after the copy, is lost: using it is an error.
-    pub(super) fn apply(&mut self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
+    /// If the device refuses a copy, the moves before it remain valid. A block that is half moved
+    /// then, or whose later uses cannot be ordered after the copy, is lost: using it is an error.
+    pub(super) fn apply(
+        &mut self,
+        device: &D,
+        plan: &Compaction,
+        stream: &D::Stream,
+    ) -> Result<(), DeviceError> {
         // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
         for m in &plan.moves {
             if let Some(moving) = self.movable.get(&Allocation::Range(m.range)) {
                 for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
                     wait_unless_done(stream, event)?;
                 }
-                if moving.home.id() != stream.id() && !moving.uses.iter().any(|(id, _)| *id == moving.home.id()) {
+                if moving.home.id() != stream.id()
+                    && !moving.uses.iter().any(|(id, _)| *id == moving.home.id())
+                {
                     wait_unless_done(stream, &moving.home.record()?)?;
                 }
             }
@@ -235,9 +275,12 @@ impl<D: Device> State<D> {
             self.hazards.wait(m.to..m.to + m.bytes, stream)?;
         }
         let refused = self.copy(device, plan, stream).err();
-        let completed = refused.as_ref().map_or(plan.moves.len(), |refused| refused.completed);
-        let half =
-            plan.moves[completed..].first().filter(|_| refused.as_ref().is_some_and(|refused| refused.partial));
+        let completed = refused
+            .as_ref()
+            .map_or(plan.moves.len(), |refused| refused.completed);
+        let half = plan.moves[completed..]
+            .first()
+            .filter(|_| refused.as_ref().is_some_and(|refused| refused.partial));
         if refused.is_none() {
             self.planner.apply(plan);
         } else if completed > 0 {
@@ -263,11 +306,16 @@ impl<D: Device> State<D> {
             self.lose(m.range, stream, &refused.error);
         }
         // Vacated bytes, and free bytes written by half a move, may be used after the copies.
-        let vacated = plan.moves[..completed].iter().map(|m| m.from..m.from + m.bytes);
+        let vacated = plan.moves[..completed]
+            .iter()
+            .map(|m| m.from..m.from + m.bytes);
         let written = half.map(|m| m.to..m.to + m.bytes);
         for range in self.planner.free_within(vacated.chain(written)) {
             self.hazards.remove(range.clone());
-            let uses = done.iter().map(|done| (stream.id(), done.clone())).collect();
+            let uses = done
+                .iter()
+                .map(|done| (stream.id(), done.clone()))
+                .collect();
             self.hazards.insert(range, stream, uses);
         }
         self.compactions += u64::from(completed > 0);
@@ -278,26 +326,39 @@ impl<D: Device> State<D> {
     fn copy(&self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), Refused> {
         for (completed, m) in plan.moves.iter().enumerate() {
             for (nth, (from, to, bytes)) in m.copies().enumerate() {
-                // SAFETY: offsets of ranges are within the pool's memory, which is the device's; `apply` orders the
-                // accesses by events.
+                // SAFETY: offsets of ranges are within the pool's memory, which is the device's;
+                // `apply` orders the accesses by events.
                 let at = |offset| unsafe {
-                    AnySlice::from_raw_parts(self.source.address(offset), bytes as usize, DType::U8, device.id())
+                    AnySlice::from_raw_parts(
+                        self.source.address(offset),
+                        bytes as usize,
+                        DType::U8,
+                        device.id(),
+                    )
                 };
                 let copied = device.copy(stream, at(from), at(to));
-                copied.map_err(|error| Refused { completed, partial: nth > 0, error })?;
+                copied.map_err(|error| Refused {
+                    completed,
+                    partial: nth > 0,
+                    error,
+                })?;
             }
         }
         Ok(())
     }
 
-    /// Marks a block's contents as lost: every later use returns an error. All its earlier uses precede the
-    /// operations that are on `stream` now.
+    /// Marks a block's contents as lost: every later use returns an error. All its earlier uses
+    /// precede the operations that are on `stream` now.
     fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
         self.planner.pin(range, true);
         if let Some(moving) = self.movable.get_mut(&Allocation::Range(range)) {
             let cause = format!("the block's contents were lost when a move failed: {why}").into();
             let (stream_name, op) = (stream.name().to_owned(), "compaction".to_owned());
-            moving.lost = Some(DeviceError::Operation { stream: stream_name, op, cause });
+            moving.lost = Some(DeviceError::Operation {
+                stream: stream_name,
+                op,
+                cause,
+            });
             (moving.home, moving.uses, moving.ready) = (stream.clone(), Vec::new(), None);
         }
     }

@@ -1,8 +1,9 @@
 //! Blocks made of free pages from several places, mapped at contiguous addresses.
 //!
-//! The pages stay mapped where they are, too: a stitched block is a second view of them, and its pieces are allocated
-//! from the offset space like any block. After the block is freed the view is kept, and reused if all its pieces are
-//! free again. A view is unmapped only when everything that used it has run.
+//! The pages stay mapped where they are, too: a stitched block is a second view of them, and its
+//! pieces are allocated from the offset space like any block. After the block is freed the view is
+//! kept, and reused if all its pieces are free again. A view is unmapped only when everything that
+//! used it has run.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -21,8 +22,8 @@ struct View<D: Device> {
     pieces: Vec<(u64, u64)>,
     /// The ranges of the pieces while a block uses them.
     ranges: Vec<RangeId>,
-    /// Once these are reached, nothing uses the view's addresses. `None` if an event of the last user could not be
-    /// recorded.
+    /// Once these are reached, nothing uses the view's addresses. `None` if an event of the last
+    /// user could not be recorded.
     last_uses: Option<Vec<D::Event>>,
 }
 
@@ -41,7 +42,10 @@ unsafe impl<D: Device> Send for Views<D> {}
 
 impl<D: Device> Default for Views<D> {
     fn default() -> Self {
-        Self { slots: Vec::new(), mapped_pages: 0 }
+        Self {
+            slots: Vec::new(),
+            mapped_pages: 0,
+        }
     }
 }
 
@@ -52,23 +56,40 @@ impl<D: Device> Views<D> {
     }
 
     pub(super) fn address(&self, id: ViewId) -> *mut u8 {
-        self.slots[id.0].as_ref().map_or(std::ptr::null_mut(), |view| view.base.as_ptr())
+        self.slots[id.0]
+            .as_ref()
+            .map_or(std::ptr::null_mut(), |view| view.base.as_ptr())
     }
 
     /// The offsets of a view's pieces.
     pub(super) fn pieces(&self, id: ViewId) -> Vec<Range<u64>> {
-        let pieces = self.slots[id.0].as_ref().map(|view| view.pieces.as_slice()).unwrap_or_default();
-        pieces.iter().map(|(start, bytes)| *start..start + bytes).collect()
+        let pieces = self.slots[id.0]
+            .as_ref()
+            .map(|view| view.pieces.as_slice())
+            .unwrap_or_default();
+        pieces
+            .iter()
+            .map(|(start, bytes)| *start..start + bytes)
+            .collect()
     }
 
     /// Allocates a kept view that holds `bytes` and whose pieces are all free.
-    pub(super) fn allocate_kept(&mut self, planner: &mut Planner, bytes: u64, tag: u8) -> Option<ViewId> {
+    pub(super) fn allocate_kept(
+        &mut self,
+        planner: &mut Planner,
+        bytes: u64,
+        tag: u8,
+    ) -> Option<ViewId> {
         let fits = |view: &View<D>| {
             // At most an eighth is wasted.
-            view.ranges.is_empty() && view.bytes as u64 >= bytes && view.bytes as u64 <= bytes + bytes / 8
+            view.ranges.is_empty()
+                && view.bytes as u64 >= bytes
+                && view.bytes as u64 <= bytes + bytes / 8
         };
         for (id, slot) in self.slots.iter_mut().enumerate() {
-            let Some(view) = slot.as_mut().filter(|view| fits(view)) else { continue };
+            let Some(view) = slot.as_mut().filter(|view| fits(view)) else {
+                continue;
+            };
             for (start, bytes) in &view.pieces {
                 match planner.allocate_at(*start, *bytes, tag) {
                     Some(range) => view.ranges.push(range),
@@ -97,8 +118,12 @@ impl<D: Device> Views<D> {
         self.drop_some(memory);
         let bytes = plan.bytes() as usize;
         let base = memory.reserve(bytes)?;
-        let pages: Vec<_> =
-            plan.pieces.iter().flat_map(|(start, bytes)| arena.pages(*start..start + bytes)).copied().collect();
+        let pages: Vec<_> = plan
+            .pieces
+            .iter()
+            .flat_map(|(start, bytes)| arena.pages(*start..start + bytes))
+            .copied()
+            .collect();
         // SAFETY: just reserved, with nothing mapped; the arena's pages live as long as the pool.
         if let Err(error) = unsafe { memory.map(base, &pages) } {
             // SAFETY: reserved above; a failed `map` leaves nothing mapped.
@@ -107,8 +132,18 @@ impl<D: Device> Views<D> {
         }
         self.mapped_pages += pages.len() as u64;
         let ranges = planner.allocate_pieces(plan, tag);
-        let view = View { base, bytes, pieces: plan.pieces.clone(), ranges, last_uses: Some(Vec::new()) };
-        let free = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
+        let view = View {
+            base,
+            bytes,
+            pieces: plan.pieces.clone(),
+            ranges,
+            last_uses: Some(Vec::new()),
+        };
+        let free = self
+            .slots
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or(self.slots.len());
         if free == self.slots.len() {
             self.slots.push(None);
         }
@@ -117,16 +152,26 @@ impl<D: Device> Views<D> {
     }
 
     /// Frees the pieces and keeps the view.
-    pub(super) fn free(&mut self, id: ViewId, planner: &mut Planner, home: &D::Stream, uses: &[(u64, D::Event)]) {
+    pub(super) fn free(
+        &mut self,
+        id: ViewId,
+        planner: &mut Planner,
+        home: &D::Stream,
+        uses: &[(u64, D::Event)],
+    ) {
         self.cancel(id, planner);
-        let Some(view) = &mut self.slots[id.0] else { return };
+        let Some(view) = &mut self.slots[id.0] else {
+            return;
+        };
         let uses = uses.iter().map(|(_, event)| event.clone());
         view.last_uses = home.record().ok().map(|last| uses.chain([last]).collect());
     }
 
     /// Frees the pieces of a view that was allocated and not used.
     pub(super) fn cancel(&mut self, id: ViewId, planner: &mut Planner) {
-        let Some(view) = &mut self.slots[id.0] else { return };
+        let Some(view) = &mut self.slots[id.0] else {
+            return;
+        };
         for range in view.ranges.drain(..) {
             planner.free(range);
         }
@@ -134,7 +179,12 @@ impl<D: Device> Views<D> {
 
     /// Unmaps unused views if more than [`KEPT`] are kept.
     fn drop_some(&mut self, memory: &dyn VirtualMemory) {
-        let kept = self.slots.iter().flatten().filter(|view| view.ranges.is_empty()).count();
+        let kept = self
+            .slots
+            .iter()
+            .flatten()
+            .filter(|view| view.ranges.is_empty())
+            .count();
         let mut surplus = kept.saturating_sub(KEPT);
         for slot in self.slots.iter_mut() {
             if surplus == 0 {
@@ -180,12 +230,17 @@ impl<D: Device> Views<D> {
 impl<D: Device> View<D> {
     /// The end of its highest piece.
     fn end(&self) -> u64 {
-        self.pieces.iter().map(|(start, bytes)| start + bytes).max().unwrap_or(0)
+        self.pieces
+            .iter()
+            .map(|(start, bytes)| start + bytes)
+            .max()
+            .unwrap_or(0)
     }
 
     /// Whether no block has it and everything that used it has run.
     fn is_unused(&self) -> bool {
-        let done = |events: &Vec<D::Event>| events.iter().all(|event| event.is_done().unwrap_or(true));
+        let done =
+            |events: &Vec<D::Event>| events.iter().all(|event| event.is_done().unwrap_or(true));
         self.ranges.is_empty() && self.last_uses.as_ref().is_some_and(done)
     }
 

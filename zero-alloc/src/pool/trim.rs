@@ -1,8 +1,8 @@
 //! Returning memory to the device while the pool lives.
 //!
-//! Only the free end of the offset space is returned: pages, or trailing backings that are entirely free, and only
-//! after everything that used it has run. That wait holds no lock, so it blocks no thread and no operation that
-//! drops a block.
+//! Only the free end of the offset space is returned: pages, or trailing backings that are entirely
+//! free, and only after everything that used it has run. That wait holds no lock, so it blocks no
+//! thread and no operation that drops a block.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -21,14 +21,15 @@ struct Trimmed<D: Device> {
 }
 
 impl<D: Device> Pool<D> {
-    /// Returns the free end of the pool's memory to the device: the free pages above its last block, or the trailing
-    /// backings that are entirely free. Waits at most `limit` until everything that used it has run; memory in use
-    /// longer stays, as does the memory of [`Pool::reserve_budget`]. Returns the number of bytes. Keep a block for as
-    /// long as anything uses its address (a graph that is launched again, a library with which it is registered).
+    /// Returns the free end of the pool's memory to the device: the free pages above its last
+    /// block, or the trailing backings that are entirely free. Waits at most `limit` until
+    /// everything that used it has run; memory in use longer stays, as does the memory of
+    /// [`Pool::reserve_budget`]. Returns the number of bytes. Keep a block for as long as anything
+    /// uses its address (a graph that is launched again, a library with which it is registered).
     ///
-    /// Memory below the last block stays, so calling [`Pool::compact`] first returns more if blocks may move. Use
-    /// this for memory that another library needs, not in every step: the pool reserves memory again when needed, at
-    /// the cost of the device's calls.
+    /// Memory below the last block stays, so calling [`Pool::compact`] first returns more if blocks
+    /// may move. Use this for memory that another library needs, not in every step: the pool
+    /// reserves memory again when needed, at the cost of the device's calls.
     pub fn trim(&self, limit: Duration) -> usize {
         let mut time = TimeLimit::new(limit);
         let mut bytes = 0;
@@ -38,10 +39,14 @@ impl<D: Device> Pool<D> {
             }
             let trimmed = self.central().state.lock().trim(self.device());
             bytes += trimmed.bytes;
-            let Some(event) = trimmed.later else { return bytes };
+            let Some(event) = trimmed.later else {
+                return bytes;
+            };
             let left = time.left();
             // A failed event counts as reached: everything before it has run or never will.
-            if left.is_zero() || event.synchronize(left).is_err() && !event.is_done().unwrap_or(true) {
+            if left.is_zero()
+                || event.synchronize(left).is_err() && !event.is_done().unwrap_or(true)
+            {
                 return bytes;
             }
         }
@@ -60,40 +65,63 @@ impl<D: Device> State<D> {
     /// The free range at the end.
     fn free_tail(&self) -> Option<Range<u64>> {
         let mut tail = None;
-        self.planner.for_each_range(|start, bytes, tag, _| tail = tag.is_none().then_some(start..start + bytes));
+        self.planner.for_each_range(|start, bytes, tag, _| {
+            tail = tag.is_none().then_some(start..start + bytes)
+        });
         tail
     }
 
     fn trim_pages(&mut self, device: &D) -> Trimmed<D> {
         let tail = self.free_tail();
-        let (Source::Arena(arena), Some(memory), Some(tail)) = (&mut self.source, device.virtual_memory(), tail)
+        let (Source::Arena(arena), Some(memory), Some(tail)) =
+            (&mut self.source, device.virtual_memory(), tail)
         else {
-            return Trimmed { bytes: 0, later: None };
+            return Trimmed {
+                bytes: 0,
+                later: None,
+            };
         };
         let (page, end) = (memory.page_bytes() as u64, tail.end);
         let from = tail.start.next_multiple_of(page).min(end);
         let (pending_end, later) = self.hazards.find_pending(from..end);
         let cut = pending_end.next_multiple_of(page).min(end);
-        // `Planner::shrink` cuts off all of a free end, so a granule below the cut is allocated during the call.
+        // `Planner::shrink` cuts off all of a free end, so a granule below the cut is allocated
+        // during the call.
         let granule = self.planner.config().granule_bytes;
-        let guard = if cut > from { self.planner.allocate_at(cut - granule, granule, 0) } else { None };
-        let bytes = if cut > from && guard.is_none() { 0 } else { self.planner.shrink() };
+        let guard = if cut > from {
+            self.planner.allocate_at(cut - granule, granule, 0)
+        } else {
+            None
+        };
+        let bytes = if cut > from && guard.is_none() {
+            0
+        } else {
+            self.planner.shrink()
+        };
         if let Some(guard) = guard {
             self.planner.free(guard);
         }
         self.hazards.remove(end - bytes..end);
-        // SAFETY: no block has the range or a view of it; all users, at whatever addresses, preceded its hazards, and
-        // those have run.
+        // SAFETY: no block has the range or a view of it; all users, at whatever addresses,
+        // preceded its hazards, and those have run.
         unsafe { self.views.drop_above(end - bytes, memory) };
         // SAFETY: as above; no view is left.
         unsafe { arena.shrink(memory, bytes as usize) };
-        Trimmed { bytes: bytes as usize, later }
+        Trimmed {
+            bytes: bytes as usize,
+            later,
+        }
     }
 
     fn trim_backings(&mut self, device: &D) -> Trimmed<D> {
-        let mut trimmed = Trimmed { bytes: 0, later: None };
+        let mut trimmed = Trimmed {
+            bytes: 0,
+            later: None,
+        };
         while let Some(tail) = self.free_tail() {
-            let Source::Backings(backings) = &mut self.source else { break };
+            let Source::Backings(backings) = &mut self.source else {
+                break;
+            };
             if !backings.can_free_last(&tail) {
                 break;
             }

@@ -13,8 +13,9 @@ use crate::{AllocError, Block, Pool, Purpose};
 
 /// Host memory at an address that transfers need, a multiple of [`SwapFile::ALIGN_BYTES`].
 ///
-/// A clone is another handle of the same memory. It is freed in stream order when the last handle is dropped; a lane has
-/// one of each buffer that is registered with it, so that the kernel's addresses stay valid.
+/// A clone is another handle of the same memory. It is freed in stream order when the last handle
+/// is dropped; a lane has one of each buffer that is registered with it, so that the kernel's
+/// addresses stay valid.
 #[derive(Clone)]
 pub struct SwapBuffer {
     block: Arc<Mutex<Block<HostDevice>>>,
@@ -28,8 +29,8 @@ impl fmt::Debug for SwapBuffer {
 }
 
 impl SwapBuffer {
-    /// Allocates `bytes` bytes, first used on `stream`, as [`Pool::allocate`]; the block is larger by
-    /// [`SwapFile::ALIGN_BYTES`].
+    /// Allocates `bytes` bytes, first used on `stream`, as [`Pool::allocate`]; the block is larger
+    /// by [`SwapFile::ALIGN_BYTES`].
     ///
     /// # Errors
     /// As [`Pool::allocate`].
@@ -44,7 +45,10 @@ impl SwapBuffer {
         let all = unsafe { block.slice() };
         let address = all.as_ptr().addr();
         let start = address.next_multiple_of(SwapFile::ALIGN_BYTES) - address;
-        Ok(Self { block: Arc::new(Mutex::new(block)), bytes: all.slice(start..start + bytes) })
+        Ok(Self {
+            block: Arc::new(Mutex::new(block)),
+            bytes: all.slice(start..start + bytes),
+        })
     }
 
     /// A handle of the bytes `range` alone, which keeps the whole memory.
@@ -53,7 +57,10 @@ impl SwapBuffer {
     /// The range is outside the buffer.
     #[must_use]
     pub fn part(&self, range: Range<usize>) -> Self {
-        Self { block: Arc::clone(&self.block), bytes: self.bytes.slice(range) }
+        Self {
+            block: Arc::clone(&self.block),
+            bytes: self.bytes.slice(range),
+        }
     }
 
     /// Its bytes.

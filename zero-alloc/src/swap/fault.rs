@@ -30,8 +30,13 @@ impl Faults {
     /// Counts a request; returns its fault.
     pub(super) fn next(&self) -> Option<Fault> {
         let mut faults = self.0.lock();
-        let due = faults.iter().position(|(after, _)| *after == 0).map(|at| faults.swap_remove(at).1);
-        faults.iter_mut().for_each(|(after, _)| *after = after.saturating_sub(1));
+        let due = faults
+            .iter()
+            .position(|(after, _)| *after == 0)
+            .map(|at| faults.swap_remove(at).1);
+        faults
+            .iter_mut()
+            .for_each(|(after, _)| *after = after.saturating_sub(1));
         due
     }
 }
@@ -49,11 +54,21 @@ pub(super) struct Injected {
 
 impl Injected {
     /// The request to queue, if any.
-    pub(super) fn apply(&mut self, fault: Option<Fault>, slot: usize, request: Request) -> Option<Request> {
+    pub(super) fn apply(
+        &mut self,
+        fault: Option<Fault>,
+        slot: usize,
+        request: Request,
+    ) -> Option<Request> {
         match fault {
             Some(Fault::Errno(errno)) => self.done.push((slot, -errno)),
             Some(Fault::Short(0)) => self.done.push((slot, 0)),
-            Some(Fault::Short(bytes)) => return Some(Request { bytes: bytes.min(request.bytes), ..request }),
+            Some(Fault::Short(bytes)) => {
+                return Some(Request {
+                    bytes: bytes.min(request.bytes),
+                    ..request
+                });
+            }
             Some(Fault::Late) => self.late.push(slot),
             Some(Fault::Never) => self.never.push(slot),
             None => {}
@@ -70,7 +85,8 @@ impl Injected {
     pub(super) fn finish(&mut self, done: &mut Vec<(usize, i32)>) {
         done.append(&mut self.done);
         done.retain(|(slot, _)| !self.never.contains(slot));
-        self.done.extend(done.extract_if(.., |(slot, _)| self.late.contains(slot)));
+        self.done
+            .extend(done.extract_if(.., |(slot, _)| self.late.contains(slot)));
     }
 
     /// Lets the limit pass, if a request is late; it may finish from now on.

@@ -41,9 +41,9 @@ pub struct SwapOptions {
     pub engine: SwapEngine,
     /// Whether to bypass the page cache (`O_DIRECT`). Default true.
     pub direct: bool,
-    /// How long requests may take. If none of a transfer comes back in this time, the transfer fails as soon as all
-    /// have come back; if they do not in the same time again, the process is aborted, because the kernel may still
-    /// write to their buffers. Default 2 minutes.
+    /// How long requests may take. If none of a transfer comes back in this time, the transfer
+    /// fails as soon as all have come back; if they do not in the same time again, the process is
+    /// aborted, because the kernel may still write to their buffers. Default 2 minutes.
     pub limit: Duration,
 }
 
@@ -59,9 +59,16 @@ impl Default for SwapOptions {
     }
 }
 
-setters!(SwapOptions { queue_depth: usize, request_bytes: usize, engine: SwapEngine, direct: bool, limit: Duration });
+setters!(SwapOptions {
+    queue_depth: usize,
+    request_bytes: usize,
+    engine: SwapEngine,
+    direct: bool,
+    limit: Duration
+});
 
-/// A file without a name. Cheap to clone; its space is free again once all clones and lanes are dropped.
+/// A file without a name. Cheap to clone; its space is free again once all clones and lanes are
+/// dropped.
 #[derive(Clone, Debug)]
 pub struct SwapFile(pub(super) Arc<Inner>);
 
@@ -85,30 +92,54 @@ pub(super) struct Inner {
 
 /// The next free addresses for [`Inner::shadow`], above those that programs use.
 #[cfg(any(test, feature = "testing"))]
-static SHADOW: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(1 << (usize::BITS - 1));
+static SHADOW: std::sync::atomic::AtomicUsize =
+    std::sync::atomic::AtomicUsize::new(1 << (usize::BITS - 1));
 
 impl SwapFile {
     /// Offsets, lengths and addresses of transfers are multiples of this.
     pub const ALIGN_BYTES: usize = 4096;
 
-    /// Creates a file of `bytes` bytes, all zero, in the folder `dir`, and reserves its space on the disk.
+    /// Creates a file of `bytes` bytes, all zero, in the folder `dir`, and reserves its space on
+    /// the disk.
     ///
     /// # Errors
-    /// The folder is missing, the disk has too little free space, an option is invalid, or io_uring was requested and
-    /// the kernel refuses it.
+    /// The folder is missing, the disk has too little free space, an option is invalid, or io_uring
+    /// was requested and the kernel refuses it.
     pub fn create(dir: &Path, bytes: u64, options: SwapOptions) -> Result<Self, SwapError> {
-        let SwapOptions { queue_depth, request_bytes, .. } = options;
+        let SwapOptions {
+            queue_depth,
+            request_bytes,
+            ..
+        } = options;
         if !(1..=4096).contains(&queue_depth) {
-            return Err(SwapError::Option { name: "queue_depth", expected: "1 to 4096", got: queue_depth });
+            return Err(SwapError::Option {
+                name: "queue_depth",
+                expected: "1 to 4096",
+                got: queue_depth,
+            });
         }
-        if request_bytes == 0 || request_bytes > 1 << 30 || !request_bytes.is_multiple_of(Self::ALIGN_BYTES) {
+        if request_bytes == 0
+            || request_bytes > 1 << 30
+            || !request_bytes.is_multiple_of(Self::ALIGN_BYTES)
+        {
             let expected = "a multiple of 4096 bytes, at most 1 GiB";
-            return Err(SwapError::Option { name: "request_bytes", expected, got: request_bytes });
+            return Err(SwapError::Option {
+                name: "request_bytes",
+                expected,
+                got: request_bytes,
+            });
         }
         if options.limit.is_zero() {
-            return Err(SwapError::Option { name: "limit", expected: "more than 0", got: 0 });
+            return Err(SwapError::Option {
+                name: "limit",
+                expected: "more than 0",
+                got: 0,
+            });
         }
-        let folder = |error| SwapError::Folder { dir: dir.into(), error };
+        let folder = |error| SwapError::Folder {
+            dir: dir.into(),
+            error,
+        };
         if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
             return Err(folder(io::ErrorKind::NotADirectory.into()));
         }
@@ -143,8 +174,9 @@ impl SwapFile {
         self.0.notices.lock().clone()
     }
 
-    /// Makes a lane. A lane has its own queue of requests: its operations run one after another, those of different
-    /// lanes at the same time. With [`SwapEngine::Auto`] it uses threads if the kernel refuses it io_uring.
+    /// Makes a lane. A lane has its own queue of requests: its operations run one after another,
+    /// those of different lanes at the same time. With [`SwapEngine::Auto`] it uses threads if the
+    /// kernel refuses it io_uring.
     ///
     /// # Errors
     /// The system is out of threads, descriptors or memory.
@@ -196,7 +228,9 @@ impl Inner {
         let remedy = match error.raw_os_error() {
             Some(libc::ENOMEM) => "raise ulimit -l (locked memory), or use a smaller queue depth",
             Some(libc::EMFILE | libc::ENFILE) => "raise ulimit -n (open files)",
-            _ => "allow io_uring_setup (a container's seccomp profile, sysctl kernel.io_uring_disabled)",
+            _ => {
+                "allow io_uring_setup (a container's seccomp profile, sysctl kernel.io_uring_disabled)"
+            }
         };
         self.notice(format!(
             "the kernel refuses io_uring ({error}): {} threads a lane read and write the swap file instead, slower; {remedy}",
@@ -212,13 +246,19 @@ impl Inner {
             "fallocate" => "name a folder on a local disk, and check ulimit -f",
             _ => "check ulimit -l, ulimit -n and ulimit -u, or use a smaller queue depth",
         };
-        SwapError::System { dir: self.dir.clone(), call, error, advice }
+        SwapError::System {
+            dir: self.dir.clone(),
+            call,
+            error,
+            advice,
+        }
     }
 
     /// Reserves the space of the whole file; where the file system cannot, writes it once.
     fn reserve(&self) -> Result<(), SwapError> {
         let free_bytes = free_bytes(&self.file).map_err(|error| self.system("fstatvfs", error))?;
-        let full = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let full =
+            |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
         let result = if self.bytes > free_bytes {
             // Not tried: the disk would be full meanwhile.
             Err(io::Error::from_raw_os_error(libc::ENOSPC))
@@ -227,14 +267,20 @@ impl Inner {
             Err(io::Error::from_raw_os_error(libc::EFBIG))
         } else {
             match allocate(&self.file, self.bytes) {
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                Err(error)
+                    if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
+                {
                     write_out(&self.file, self.bytes)
                 }
                 result => result,
             }
         };
         result.map_err(|error| match full(&error) {
-            true => SwapError::DiskFull { dir: self.dir.clone(), needed_bytes: self.bytes, free_bytes },
+            true => SwapError::DiskFull {
+                dir: self.dir.clone(),
+                needed_bytes: self.bytes,
+                free_bytes,
+            },
             false => self.system("fallocate", error),
         })
     }
@@ -275,8 +321,16 @@ fn unnamed(dir: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
     // O_EXCL: it never gets a name.
-    match options.clone().custom_flags(libc::O_TMPFILE | libc::O_EXCL).open(dir) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR | libc::EINVAL)) => {}
+    match options
+        .clone()
+        .custom_flags(libc::O_TMPFILE | libc::O_EXCL)
+        .open(dir)
+    {
+        Err(error)
+            if matches!(
+                error.raw_os_error(),
+                Some(libc::EOPNOTSUPP | libc::EISDIR | libc::EINVAL)
+            ) => {}
         opened => return opened,
     }
     unlinked(dir, &options)
@@ -288,7 +342,10 @@ fn unlinked(dir: &Path, options: &OpenOptions) -> io::Result<File> {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     // Process ids are the same in several containers or machines, which may share the folder.
     let random = RandomState::new().hash_one(number);
-    let path = dir.join(format!(".zero-swap-{}-{number}-{random:016x}", std::process::id()));
+    let path = dir.join(format!(
+        ".zero-swap-{}-{number}-{random:016x}",
+        std::process::id()
+    ));
     let file = options.clone().create_new(true).open(&path)?;
     std::fs::remove_file(&path)?;
     Ok(file)
@@ -316,7 +373,10 @@ fn file_system(file: &File) -> Option<u64> {
 
 /// The largest file that the process may write.
 fn max_file_bytes() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: the call fills the struct.
     let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
     if done == 0 { limit.rlim_cur } else { u64::MAX }
@@ -324,7 +384,8 @@ fn max_file_bytes() -> u64 {
 
 /// Allocates the space of the whole file.
 fn allocate(file: &File, bytes: u64) -> io::Result<()> {
-    let len = libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    let len =
+        libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
     // SAFETY: the descriptor is open; the call reads no memory of ours.
     while len > 0 && unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len) } != 0 {
         let error = io::Error::last_os_error();

@@ -1,4 +1,5 @@
-//! A lane: splits transfers into requests, keeps up to `queue_depth` of them in flight, and waits for all.
+//! A lane: splits transfers into requests, keeps up to `queue_depth` of them in flight, and waits
+//! for all.
 
 use std::io;
 use std::sync::Arc;
@@ -17,7 +18,8 @@ use crate::host::HostStream;
 #[derive(Clone, Copy)]
 pub(super) struct Address(pub(super) *mut u8);
 
-// SAFETY: an address in memory that the slices' maker lets operations of streams access from any thread.
+// SAFETY: an address in memory that the slices' maker lets operations of streams access from any
+// thread.
 unsafe impl Send for Address {}
 
 /// One request to the kernel.
@@ -46,17 +48,29 @@ impl Request {
 
     fn failed(&self, file: &Inner, error: io::Error) -> SwapError {
         let Self { offset, bytes, .. } = *self;
-        SwapError::Transfer { dir: file.dir.clone(), op: self.op(), offset, bytes, error }
+        SwapError::Transfer {
+            dir: file.dir.clone(),
+            op: self.op(),
+            offset,
+            bytes,
+            error,
+        }
     }
 
     fn late(&self, file: &Inner) -> SwapError {
         let Self { offset, bytes, .. } = *self;
-        SwapError::Late { dir: file.dir.clone(), op: self.op(), offset, bytes, limit: file.options.limit }
+        SwapError::Late {
+            dir: file.dir.clone(),
+            op: self.op(),
+            offset,
+            bytes,
+            limit: file.options.limit,
+        }
     }
 }
 
-/// The number of requests whose buffers the kernel may access. The process is aborted if it is dropped above 0 (a panic
-/// in between), because the caller may reuse the buffers then.
+/// The number of requests whose buffers the kernel may access. The process is aborted if it is
+/// dropped above 0 (a panic in between), because the caller may reuse the buffers then.
 struct InFlight(usize);
 
 impl Drop for InFlight {
@@ -73,8 +87,8 @@ pub struct SwapLane(Arc<Lane>);
 
 struct Lane {
     file: Arc<Inner>,
-    /// Locked while an operation runs; its holder waits only for the disk, with a limit. `None` after a failure of the
-    /// queue itself.
+    /// Locked while an operation runs; its holder waits only for the disk, with a limit. `None`
+    /// after a failure of the queue itself.
     queue: Mutex<Option<Queue>>,
 }
 
@@ -87,15 +101,20 @@ impl std::fmt::Debug for SwapLane {
 impl SwapLane {
     pub(super) fn new(file: Arc<Inner>) -> Result<Self, SwapError> {
         let queue = Queue::new(&file).map_err(|error| file.system("make a lane", error))?;
-        Ok(Self(Arc::new(Lane { file, queue: Mutex::new(Some(queue)) })))
+        Ok(Self(Arc::new(Lane {
+            file,
+            queue: Mutex::new(Some(queue)),
+        })))
     }
 
-    /// Registers buffers with the kernel, in place of those registered before: transfers within one of them cost
-    /// less. The lane keeps them until others replace them or it is dropped. Where the kernel refuses (a limit of locked
-    /// memory), a notice says so and transfers work without.
+    /// Registers buffers with the kernel, in place of those registered before: transfers within one
+    /// of them cost less. The lane keeps them until others replace them or it is dropped. Where the
+    /// kernel refuses (a limit of locked memory), a notice says so and transfers work without.
     pub fn register(&self, buffers: &[SwapBuffer]) {
         let Lane { file, queue } = &*self.0;
-        let Some(queue) = &mut *queue.lock() else { return };
+        let Some(queue) = &mut *queue.lock() else {
+            return;
+        };
         if let Err(error) = queue.register(buffers) {
             let bytes: usize = buffers.iter().map(|buffer| buffer.place().1).sum();
             file.notice(format!(
@@ -104,8 +123,9 @@ impl SwapLane {
         }
     }
 
-    /// Enqueues reading ranges of the file, each an offset in bytes and its destination, as one operation of
-    /// `stream`, named `swap read`. It has run when all are read. Bytes of a destination in two ranges get the content of either. The operation fails with a
+    /// Enqueues reading ranges of the file, each an offset in bytes and its destination, as one
+    /// operation of `stream`, named `swap read`. It has run when all are read. Bytes of a
+    /// destination in two ranges get the content of either. The operation fails with a
     /// [`SwapError`] as its [cause](DeviceError::cause).
     ///
     /// # Errors
@@ -115,12 +135,16 @@ impl SwapLane {
         self.enqueue("swap read", false, stream, ranges)
     }
 
-    /// Enqueues writing ranges of the file, each an offset in bytes and its source, as one operation of `stream`,
-    /// named `swap write`; otherwise as [`SwapLane::read`].
+    /// Enqueues writing ranges of the file, each an offset in bytes and its source, as one
+    /// operation of `stream`, named `swap write`; otherwise as [`SwapLane::read`].
     ///
     /// # Errors
     /// As [`SwapLane::read`].
-    pub fn write(&self, stream: &HostStream, ranges: &[(u64, AnySlice)]) -> Result<(), DeviceError> {
+    pub fn write(
+        &self,
+        stream: &HostStream,
+        ranges: &[(u64, AnySlice)],
+    ) -> Result<(), DeviceError> {
         self.enqueue("swap write", true, stream, ranges)
     }
 
@@ -134,32 +158,51 @@ impl SwapLane {
         for (offset, slice) in ranges {
             check(label, self.0.file.bytes, *offset, *slice)?;
         }
-        let (lane, ranges, name) = (Arc::clone(&self.0), ranges.to_vec(), stream.name().to_owned());
+        let (lane, ranges, name) = (
+            Arc::clone(&self.0),
+            ranges.to_vec(),
+            stream.name().to_owned(),
+        );
         stream.enqueue(label, move || {
             for (offset, slice) in &ranges {
                 slice.note_access(!write);
                 lane.file.note_access(*offset, slice.len_bytes(), write);
             }
-            lane.transfer(write, &ranges).map_err(|error| DeviceError::Operation {
-                stream: name,
-                op: label.into(),
-                cause: Cause::new(error),
-            })
+            lane.transfer(write, &ranges)
+                .map_err(|error| DeviceError::Operation {
+                    stream: name,
+                    op: label.into(),
+                    cause: Cause::new(error),
+                })
         })
     }
 }
 
-fn check(what: &'static str, file_bytes: u64, offset: u64, slice: AnySlice) -> Result<(), DeviceError> {
+fn check(
+    what: &'static str,
+    file_bytes: u64,
+    offset: u64,
+    slice: AnySlice,
+) -> Result<(), DeviceError> {
     slice.check_device(what, DeviceId::HOST)?;
     let refused = |message| Err(DeviceError::Argument { what, message });
     let align = SwapFile::ALIGN_BYTES as u64;
     let bytes = slice.len_bytes() as u64;
-    let values = [("offset", offset), ("address", slice.as_ptr().addr() as u64), ("length", bytes)];
-    if let Some((name, value)) = values.iter().find(|(_, value)| value % align != 0 && bytes > 0) {
+    let values = [
+        ("offset", offset),
+        ("address", slice.as_ptr().addr() as u64),
+        ("length", bytes),
+    ];
+    if let Some((name, value)) = values
+        .iter()
+        .find(|(_, value)| value % align != 0 && bytes > 0)
+    {
         return refused(format!("{name} {value} is not a multiple of {align} bytes"));
     }
     if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
-        return refused(format!("{bytes} bytes at offset {offset} end beyond the file of {file_bytes} bytes"));
+        return refused(format!(
+            "{bytes} bytes at offset {offset} end beyond the file of {file_bytes} bytes"
+        ));
     }
     Ok(())
 }
@@ -169,7 +212,9 @@ impl Lane {
     fn transfer(&self, write: bool, ranges: &[(u64, AnySlice)]) -> Result<(), SwapError> {
         let mut lane_queue = self.queue.lock();
         let Some(queue) = &mut *lane_queue else {
-            return Err(self.file.system("use a lane", io::Error::other("its queue failed before")));
+            return Err(self
+                .file
+                .system("use a lane", io::Error::other("its queue failed before")));
         };
         let mut transfer = Transfer::new(&self.file);
         let requests = requests(ranges, write, self.file.options.request_bytes);
@@ -183,12 +228,24 @@ impl Lane {
 }
 
 /// The requests of a transfer, in order.
-fn requests(ranges: &[(u64, AnySlice)], write: bool, request_bytes: usize) -> impl Iterator<Item = Request> {
+fn requests(
+    ranges: &[(u64, AnySlice)],
+    write: bool,
+    request_bytes: usize,
+) -> impl Iterator<Item = Request> {
     ranges.iter().flat_map(move |&(offset, slice)| {
-        let whole = Request { offset, address: Address(slice.as_ptr()), bytes: slice.len_bytes(), write };
+        let whole = Request {
+            offset,
+            address: Address(slice.as_ptr()),
+            bytes: slice.len_bytes(),
+            write,
+        };
         (0..whole.bytes).step_by(request_bytes).map(move |at| {
             let rest = whole.rest(at);
-            Request { bytes: rest.bytes.min(request_bytes), ..rest }
+            Request {
+                bytes: rest.bytes.min(request_bytes),
+                ..rest
+            }
         })
     })
 }
@@ -227,7 +284,11 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    fn run(&mut self, queue: &mut Queue, mut requests: impl Iterator<Item = Request>) -> Result<(), SwapError> {
+    fn run(
+        &mut self,
+        queue: &mut Queue,
+        mut requests: impl Iterator<Item = Request>,
+    ) -> Result<(), SwapError> {
         let mut done = Vec::with_capacity(self.slots.len());
         loop {
             while self.failed.is_none()
@@ -251,7 +312,8 @@ impl<'a> Transfer<'a> {
             }
             if let Err(error) = queue.wait(self.time.slice(), &mut done) {
                 self.broken = true;
-                self.failed.get_or_insert_with(|| self.file.system("io_uring_enter", error));
+                self.failed
+                    .get_or_insert_with(|| self.file.system("io_uring_enter", error));
                 std::thread::sleep(Duration::from_millis(1));
             }
             for (slot, result) in done.drain(..) {
@@ -263,16 +325,28 @@ impl<'a> Transfer<'a> {
 
     /// Handles a request that has come back with a number of bytes or a negative errno.
     fn finish(&mut self, slot: usize, result: i32) {
-        let Some(request) = self.slots.get_mut(slot).and_then(Option::take) else { return };
+        let Some(request) = self.slots.get_mut(slot).and_then(Option::take) else {
+            return;
+        };
         self.in_flight.0 -= 1;
         self.free.push(slot);
         let error = match usize::try_from(result) {
-            Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => return self.again.push(request),
+            Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => {
+                return self.again.push(request);
+            }
             Err(_) => io::Error::from_raw_os_error(-result),
             Ok(bytes) => {
                 // The rest of a short transfer starts at an aligned offset.
-                let bytes = if bytes < request.bytes { bytes & !(SwapFile::ALIGN_BYTES - 1) } else { bytes };
-                let counter = if request.write { &self.file.written_bytes } else { &self.file.read_bytes };
+                let bytes = if bytes < request.bytes {
+                    bytes & !(SwapFile::ALIGN_BYTES - 1)
+                } else {
+                    bytes
+                };
+                let counter = if request.write {
+                    &self.file.written_bytes
+                } else {
+                    &self.file.read_bytes
+                };
                 counter.fetch_add(bytes as u64, Ordering::Relaxed);
                 if bytes > 0 {
                     if bytes < request.bytes {
@@ -284,7 +358,8 @@ impl<'a> Transfer<'a> {
                 io::Error::new(io::ErrorKind::UnexpectedEof, "it transferred nothing")
             }
         };
-        self.failed.get_or_insert_with(|| request.failed(self.file, error));
+        self.failed
+            .get_or_insert_with(|| request.failed(self.file, error));
     }
 
     /// After the limit, the transfer fails; after the same time again, the process is aborted.
@@ -292,10 +367,14 @@ impl<'a> Transfer<'a> {
         if !self.time.has_passed() && !queue.is_late() {
             return;
         }
-        let Some(pending) = self.slots.iter().flatten().chain(&self.again).next() else { return };
+        let Some(pending) = self.slots.iter().flatten().chain(&self.again).next() else {
+            return;
+        };
         let error = pending.late(self.file);
         if self.late {
-            eprintln!("zero-alloc: {error}. The kernel may still access its buffer: the process is aborted.");
+            eprintln!(
+                "zero-alloc: {error}. The kernel may still access its buffer: the process is aborted."
+            );
             std::process::abort();
         }
         self.failed.get_or_insert(error);

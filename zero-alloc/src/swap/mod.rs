@@ -1,15 +1,18 @@
 //! Memory on a disk: a file without a name, which streams of the host read and write (Linux).
 //!
-//! A [`SwapFile`] reserves its whole length when it is created. Its **lanes** transfer ranges of it from and to host
-//! memory, past the page cache (`O_DIRECT`), by io_uring; where the kernel refuses io_uring, a pool of threads reads and
-//! writes. Each transfer is one operation of a stream, so that events order it and the seeded scheduler checks it.
+//! A [`SwapFile`] reserves its whole length when it is created. Its **lanes** transfer ranges of it
+//! from and to host memory, past the page cache (`O_DIRECT`), by io_uring; where the kernel refuses
+//! io_uring, a pool of threads reads and writes. Each transfer is one operation of a stream, so
+//! that events order it and the seeded scheduler checks it.
 //!
-//! The file has no name (`O_TMPFILE`, else it is created and unlinked at once): no other run finds it, and its space is
-//! free again when the process ends, however it ends. So two runs share a folder without a lock, nothing needs to be
-//! cleaned up, and no tool takes it for a checkpoint. `lsof +L1` shows it.
+//! The file has no name (`O_TMPFILE`, else it is created and unlinked at once): no other run finds
+//! it, and its space is free again when the process ends, however it ends. So two runs share a
+//! folder without a lock, nothing needs to be cleaned up, and no tool takes it for a checkpoint.
+//! `lsof +L1` shows it.
 //!
-//! A transfer returns only when the kernel has returned every request, since the buffers belong to the caller. If a
-//! request stays away for twice the limit, the process is aborted: its buffer must not be used again.
+//! A transfer returns only when the kernel has returned every request, since the buffers belong to
+//! the caller. If a request stays away for twice the limit, the process is aborted: its buffer must
+//! not be used again.
 //!
 //! ```
 //! use std::time::Duration;

@@ -55,7 +55,9 @@ impl Queue {
     pub(super) fn push(&mut self, slot: usize, request: Request, file: &Inner) -> io::Result<()> {
         let _ = file;
         #[cfg(any(test, feature = "testing"))]
-        let Some(request) = self.injected.apply(file.faults.next(), slot, request) else { return Ok(()) };
+        let Some(request) = self.injected.apply(file.faults.next(), slot, request) else {
+            return Ok(());
+        };
         match &mut self.engine {
             Engine::Ring(ring) => ring.push(slot, request),
             Engine::Threads(threads) => {
@@ -65,11 +67,16 @@ impl Queue {
         }
     }
 
-    /// Submits what is queued and appends finished requests to `done`: slot, and bytes or a negative errno. Waits at
-    /// most `limit` for the first. After an error the queue is only good for waiting.
+    /// Submits what is queued and appends finished requests to `done`: slot, and bytes or a
+    /// negative errno. Waits at most `limit` for the first. After an error the queue is only good
+    /// for waiting.
     pub(super) fn wait(&mut self, limit: Duration, done: &mut Vec<(usize, i32)>) -> io::Result<()> {
         #[cfg(any(test, feature = "testing"))]
-        let limit = if self.injected.is_due() { Duration::ZERO } else { limit };
+        let limit = if self.injected.is_due() {
+            Duration::ZERO
+        } else {
+            limit
+        };
         let result = match &mut self.engine {
             Engine::Ring(ring) => ring.wait(limit, done),
             Engine::Threads(threads) => {

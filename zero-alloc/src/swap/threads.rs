@@ -37,11 +37,17 @@ pub(super) struct Threads {
 
 impl Threads {
     pub(super) fn new(file: Arc<Inner>) -> io::Result<Self> {
-        let mut pool = Self { shared: Arc::default(), threads: Vec::new() };
+        let mut pool = Self {
+            shared: Arc::default(),
+            threads: Vec::new(),
+        };
         for _ in 0..file.options.queue_depth {
             let (shared, file) = (Arc::clone(&pool.shared), Arc::clone(&file));
-            let thread = std::thread::Builder::new().name("swap".into()).stack_size(STACK_BYTES);
-            pool.threads.push(thread.spawn(move || work(&shared, file.file.as_raw_fd()))?);
+            let thread = std::thread::Builder::new()
+                .name("swap".into())
+                .stack_size(STACK_BYTES);
+            pool.threads
+                .push(thread.spawn(move || work(&shared, file.file.as_raw_fd()))?);
         }
         Ok(pool)
     }
@@ -85,10 +91,16 @@ fn work(shared: &Shared, fd: RawFd) {
                 shared.arrived.wait(&mut jobs);
             }
         };
-        let Request { offset, address, bytes, write } = request;
+        let Request {
+            offset,
+            address,
+            bytes,
+            write,
+        } = request;
         let offset = offset as libc::off64_t;
         let result = if write {
-            // SAFETY: the lane keeps the memory valid until the request has come back; the descriptor is open.
+            // SAFETY: the lane keeps the memory valid until the request has come back; the
+            // descriptor is open.
             unsafe { libc::pwrite(fd, address.0.cast(), bytes, offset) }
         } else {
             // SAFETY: as above.
@@ -96,7 +108,9 @@ fn work(shared: &Shared, fd: RawFd) {
         };
         let result = match i32::try_from(result) {
             Ok(bytes) if bytes >= 0 => bytes,
-            _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+            _ => -io::Error::last_os_error()
+                .raw_os_error()
+                .unwrap_or(libc::EIO),
         };
         shared.done.lock().push((slot, result));
         shared.finished.notify_one();

@@ -8,7 +8,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::device::{
-    AnySlice, BlockNote, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream, VirtualMemory,
+    AnySlice, BlockNote, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream,
+    VirtualMemory,
 };
 use crate::planner::CostModel;
 
@@ -54,7 +55,10 @@ fn enter(plan: &Mutex<Plan>, call: Call) -> Result<(), DeviceError> {
     *count += 1;
     let nth = *count;
     if plan.failing.get(&call) == Some(&nth) {
-        return Err(DeviceError::Driver { call: "injected", message: format!("{call:?} {nth} fails") });
+        return Err(DeviceError::Driver {
+            call: "injected",
+            message: format!("{call:?} {nth} fails"),
+        });
     }
     Ok(())
 }
@@ -62,7 +66,10 @@ fn enter(plan: &Mutex<Plan>, call: Call) -> Result<(), DeviceError> {
 impl<D> Faulty<D> {
     /// Wraps `inner`; no call fails yet.
     pub fn new(inner: D) -> Self {
-        Self { inner, plan: Arc::default() }
+        Self {
+            inner,
+            plan: Arc::default(),
+        }
     }
 
     /// The wrapped device.
@@ -157,7 +164,10 @@ unsafe impl<D: Memory> Memory for Faulty<D> {
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
-        self.inner.virtual_memory().is_some().then_some(self as &dyn VirtualMemory)
+        self.inner
+            .virtual_memory()
+            .is_some()
+            .then_some(self as &dyn VirtualMemory)
     }
 
     fn cost(&self) -> CostModel {
@@ -167,7 +177,9 @@ unsafe impl<D: Memory> Memory for Faulty<D> {
 
 impl<D: Memory> Faulty<D> {
     fn pages(&self) -> &dyn VirtualMemory {
-        self.inner.virtual_memory().expect("the wrapped device has virtual memory")
+        self.inner
+            .virtual_memory()
+            .expect("the wrapped device has virtual memory")
     }
 }
 
@@ -220,20 +232,44 @@ unsafe impl<D: Device> Device for Faulty<D> {
 
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError> {
         self.enter(Call::CreateStream)?;
-        Ok(FaultyStream { inner: self.inner.create_stream(name)?, plan: Arc::clone(&self.plan) })
+        Ok(FaultyStream {
+            inner: self.inner.create_stream(name)?,
+            plan: Arc::clone(&self.plan),
+        })
     }
 
     fn create_urgent_stream(&self, name: &str) -> Result<Self::Stream, DeviceError> {
         self.enter(Call::CreateStream)?;
-        Ok(FaultyStream { inner: self.inner.create_urgent_stream(name)?, plan: Arc::clone(&self.plan) })
+        Ok(FaultyStream {
+            inner: self.inner.create_urgent_stream(name)?,
+            plan: Arc::clone(&self.plan),
+        })
     }
 
     fn note_block(&self, note: BlockNote<'_, Self::Stream, D::Event>) {
         self.inner.note_block(match note {
-            BlockNote::Allocated { ptr, bytes, purpose, stream } => {
-                BlockNote::Allocated { ptr, bytes, purpose, stream: &stream.inner }
-            }
-            BlockNote::Freed { ptr, bytes, home, uses } => BlockNote::Freed { ptr, bytes, home: &home.inner, uses },
+            BlockNote::Allocated {
+                ptr,
+                bytes,
+                purpose,
+                stream,
+            } => BlockNote::Allocated {
+                ptr,
+                bytes,
+                purpose,
+                stream: &stream.inner,
+            },
+            BlockNote::Freed {
+                ptr,
+                bytes,
+                home,
+                uses,
+            } => BlockNote::Freed {
+                ptr,
+                bytes,
+                home: &home.inner,
+                uses,
+            },
         });
     }
 
@@ -246,7 +282,13 @@ unsafe impl<D: Device> Device for Faulty<D> {
         self.inner.fill_zero(&stream.inner, dst)
     }
 
-    fn upload(&self, stream: &Self::Stream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+    fn upload(
+        &self,
+        stream: &Self::Stream,
+        src: &[u8],
+        dst: AnySlice,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         self.inner.upload(&stream.inner, src, dst, limit)
     }
 

@@ -1,7 +1,7 @@
 //! A device without memory, of any capacity.
 //!
-//! Its addresses are fictitious and must not be accessed. It tracks allocations and mappings, and records incorrect
-//! calls (a page mapped over another, a double free) in [`SimulatedUse`].
+//! Its addresses are fictitious and must not be accessed. It tracks allocations and mappings, and
+//! records incorrect calls (a page mapped over another, a double free) in [`SimulatedUse`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
@@ -12,7 +12,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::device::{
-    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream, VirtualMemory, check_copy, same_len,
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream, VirtualMemory,
+    check_copy, same_len,
 };
 use crate::host::{HostDevice, HostEvent, HostStream};
 use crate::planner::CostModel;
@@ -66,7 +67,10 @@ impl Simulated {
     /// # Panics
     /// The process has had 2^30 of them.
     pub fn new(capacity_bytes: u64, page_bytes: usize) -> Self {
-        let state = State { next_address: 1 << 40, ..State::default() };
+        let state = State {
+            next_address: 1 << 40,
+            ..State::default()
+        };
         Self {
             id: DeviceId::new(DeviceKind::Simulated).expect("fewer than 2^30 devices"),
             host: HostDevice::new(),
@@ -80,13 +84,19 @@ impl Simulated {
     /// The same device without virtual memory: pools use backings.
     #[must_use]
     pub fn without_virtual_memory(self) -> Self {
-        Self { virtual_memory: false, ..self }
+        Self {
+            virtual_memory: false,
+            ..self
+        }
     }
 
     /// The same device with streams of the seeded scheduler.
     #[must_use]
     pub fn seeded(self, seed: u64) -> Self {
-        Self { host: HostDevice::seeded(seed), ..self }
+        Self {
+            host: HostDevice::seeded(seed),
+            ..self
+        }
     }
 
     /// The counters now.
@@ -98,18 +108,29 @@ impl Simulated {
 impl State {
     /// Unused fictitious addresses, at a multiple of `align`.
     fn addresses(&mut self, bytes: usize, align: usize) -> Result<NonNull<u8>, DeviceError> {
-        let exhausted = || DeviceError::OutOfMemory { requested_bytes: bytes, detail: "no addresses left".into() };
+        let exhausted = || DeviceError::OutOfMemory {
+            requested_bytes: bytes,
+            detail: "no addresses left".into(),
+        };
         let start = self.next_address.next_multiple_of(align);
         // The gap keeps ranges from touching.
-        self.next_address = start.checked_add(bytes).and_then(|end| end.checked_add(align)).ok_or_else(exhausted)?;
-        NonZeroUsize::new(start).map(NonNull::without_provenance).ok_or_else(exhausted)
+        self.next_address = start
+            .checked_add(bytes)
+            .and_then(|end| end.checked_add(align))
+            .ok_or_else(exhausted)?;
+        NonZeroUsize::new(start)
+            .map(NonNull::without_provenance)
+            .ok_or_else(exhausted)
     }
 
     fn allocate(&mut self, bytes: u64, capacity_bytes: u64) -> Result<(), DeviceError> {
         if bytes > capacity_bytes - self.used.live_bytes {
             return Err(DeviceError::OutOfMemory {
                 requested_bytes: bytes as usize,
-                detail: format!("{} of {capacity_bytes} simulated bytes are in use", self.used.live_bytes),
+                detail: format!(
+                    "{} of {capacity_bytes} simulated bytes are in use",
+                    self.used.live_bytes
+                ),
             });
         }
         self.used.live_bytes += bytes;
@@ -181,7 +202,9 @@ unsafe impl VirtualMemory for Simulated {
         }
         state.used.reserved_address_bytes -= bytes as u64;
         if state.mapped.range(start..start + bytes).next().is_some() {
-            state.mistake(format!("{bytes} bytes at {base:p} are released with pages mapped"));
+            state.mistake(format!(
+                "{bytes} bytes at {base:p} are released with pages mapped"
+            ));
         }
     }
 
@@ -209,15 +232,26 @@ unsafe impl VirtualMemory for Simulated {
     unsafe fn map(&self, at: NonNull<u8>, pages: &[Page]) -> Result<(), DeviceError> {
         let mut state = self.state.lock();
         let (start, bytes) = (at.addr().get(), pages.len() * self.page_bytes);
-        let range = state.reserved.range(..=start).next_back().map(|(base, bytes)| base + bytes);
+        let range = state
+            .reserved
+            .range(..=start)
+            .next_back()
+            .map(|(base, bytes)| base + bytes);
         if range.is_none_or(|end| start + bytes > end) {
-            state.mistake(format!("{} pages at {at:p} are not within reserved addresses", pages.len()));
+            state.mistake(format!(
+                "{} pages at {at:p} are not within reserved addresses",
+                pages.len()
+            ));
         }
         for (i, page) in pages.iter().enumerate() {
             if !state.pages.contains(&page.0) {
                 state.mistake(format!("{page:?} is mapped and is not live"));
             }
-            if state.mapped.insert(start + i * self.page_bytes, page.0).is_some() {
+            if state
+                .mapped
+                .insert(start + i * self.page_bytes, page.0)
+                .is_some()
+            {
                 state.mistake(format!("{page:?} is mapped over another at {at:p}"));
             }
         }
@@ -228,7 +262,11 @@ unsafe impl VirtualMemory for Simulated {
     unsafe fn unmap(&self, at: NonNull<u8>, pages: usize) {
         let mut state = self.state.lock();
         for i in 0..pages {
-            if state.mapped.remove(&(at.addr().get() + i * self.page_bytes)).is_none() {
+            if state
+                .mapped
+                .remove(&(at.addr().get() + i * self.page_bytes))
+                .is_none()
+            {
                 state.mistake(format!("page {i} at {at:p} is unmapped and was not mapped"));
             } else {
                 state.used.mapped_pages -= 1;
@@ -266,7 +304,13 @@ unsafe impl Device for Simulated {
         stream.enqueue("fill_zero", || Ok(()))
     }
 
-    fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+    fn upload(
+        &self,
+        stream: &HostStream,
+        src: &[u8],
+        dst: AnySlice,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
         dst.check_device("upload", self.id)?;
         stream.synchronize(limit)

@@ -17,7 +17,10 @@ fn cuda_graph_runs_at_each_launch() {
     let stream = device.create_stream("compute").expect("a stream");
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
-    let (x, y) = (floats(&pool, &stream, 300, 1.0), floats(&pool, &stream, 300, 0.0));
+    let (x, y) = (
+        floats(&pool, &stream, 300, 1.0),
+        floats(&pool, &stream, 300, 0.0),
+    );
     let graph = stream
         .capture(|| {
             launch(&function, &stream, slice(&x), 2.0, 1.0)?;
@@ -40,7 +43,10 @@ fn cuda_graph_runs_at_each_launch() {
 #[ignore = "needs a CUDA device"]
 fn cuda_graph_spans_streams() {
     let device = open();
-    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (a, b) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &a, 300, 1.0);
@@ -80,8 +86,13 @@ fn failed_cuda_capture_ends() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let x = floats(&pool, &stream, 10, 1.0);
     let refusals = |what: Result<(), DeviceError>| {
-        let error = what.expect_err("the host cannot wait for what does not run").to_string();
-        assert!(error.contains("stream compute is recorded into a graph"), "{error}");
+        let error = what
+            .expect_err("the host cannot wait for what does not run")
+            .to_string();
+        assert!(
+            error.contains("stream compute is recorded into a graph"),
+            "{error}"
+        );
     };
     let failed = stream.capture(|| {
         refusals(stream.synchronize(LIMIT));
@@ -89,11 +100,20 @@ fn failed_cuda_capture_ends() {
         refusals(device.download(&stream, slice(&x), &mut [0; 40], LIMIT));
         refusals(stream.enqueue_host("host", || Ok(())));
         refusals(stream.capture(|| Ok(())).map(drop));
-        Err(DeviceError::Closed { stream: "mine".into() })
+        Err(DeviceError::Closed {
+            stream: "mine".into(),
+        })
     });
-    assert_eq!(failed.expect_err("the closure failed"), DeviceError::Closed { stream: "mine".into() });
+    assert_eq!(
+        failed.expect_err("the closure failed"),
+        DeviceError::Closed {
+            stream: "mine".into()
+        }
+    );
     // A panic ends the recording, too.
-    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| stream.capture(|| panic!("mine"))));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        stream.capture(|| panic!("mine"))
+    }));
     assert!(panicked.is_err());
     // These errors do not poison the stream.
     assert_eq!(read(&device, &stream, &x), [1.0; 10]);
@@ -103,17 +123,28 @@ fn failed_cuda_capture_ends() {
 #[ignore = "needs a CUDA device"]
 fn failed_cuda_capture_does_not_poison() {
     let device = open();
-    let (stream, other) =
-        (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (stream, other) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
-    let refused = stream.capture(|| launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0));
+    let refused =
+        stream.capture(|| launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0));
     // By the launch, or when the graph is made.
     let error = refused.expect_err("there are no such blocks").to_string();
-    let expected = ["scale_add on stream a: cuLaunchKernel", "cuStreamEndCapture", "cuGraphInstantiate"];
-    assert!(expected.iter().any(|start| error.starts_with(start)), "{error}");
-    // It is an error if a stream became part of the recording and was not joined; both streams leave the recording.
+    let expected = [
+        "scale_add on stream a: cuLaunchKernel",
+        "cuStreamEndCapture",
+        "cuGraphInstantiate",
+    ];
+    assert!(
+        expected.iter().any(|start| error.starts_with(start)),
+        "{error}"
+    );
+    // It is an error if a stream became part of the recording and was not joined; both streams
+    // leave the recording.
     let lost = stream.capture(|| {
         other.wait(&stream.record()?)?;
         launch(&function, &other, slice(&x), 2.0, 0.0)
@@ -130,7 +161,10 @@ fn failed_cuda_capture_does_not_poison() {
 #[ignore = "needs a CUDA device"]
 fn reached_event_is_skipped_in_cuda_capture() {
     let device = open();
-    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (a, b) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &a, 10, 1.0);
@@ -165,7 +199,10 @@ fn hold(stream: &CudaStream) -> Sender<()> {
 
 /// Whether `event` is not done, also after the time in which its stream would reach it.
 fn is_held(event: &CudaEvent) -> bool {
-    matches!(event.synchronize(Duration::from_millis(100)), Err(DeviceError::TimedOut { .. }))
+    matches!(
+        event.synchronize(Duration::from_millis(100)),
+        Err(DeviceError::TimedOut { .. })
+    )
 }
 
 #[test]
@@ -202,10 +239,12 @@ fn cuda_capture_event_covers_earlier_operations() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_block_freed_in_capture_waits_for_earlier_work() {
-    // The operation is on the stream of a recorded use, or on the block's stream, which is recorded.
+    // The operation is on the stream of a recorded use, or on the block's stream, which is
+    // recorded.
     for is_use in [true, false] {
         let device = open();
-        let [compute, comm] = ["compute", "comm"].map(|name| device.create_stream(name).expect("a stream"));
+        let [compute, comm] =
+            ["compute", "comm"].map(|name| device.create_stream(name).expect("a stream"));
         let pool = Pool::new(device.clone(), 8 << 20);
         let mut block = floats(&pool, if is_use { &comm } else { &compute }, 300, 1.0);
         let ptr = slice(&block).as_ptr();
@@ -217,7 +256,9 @@ fn cuda_block_freed_in_capture_waits_for_earlier_work() {
         });
         drop(graph.expect("recorded"));
         // The other stream gets the same memory, and so waits.
-        let block = pool.allocate(300, DType::F32, Purpose::Params, &comm).expect("room");
+        let block = pool
+            .allocate(300, DType::F32, Purpose::Params, &comm)
+            .expect("room");
         assert_eq!(slice(&block).as_ptr(), ptr);
         let after = comm.record().expect("recorded");
         assert!(is_held(&after));

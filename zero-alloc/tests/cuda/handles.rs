@@ -36,7 +36,9 @@ fn cuda_default_streams_are_refused() {
     let device = open();
     for raw in [0usize, 1, 2] {
         // SAFETY: CUDA's handles of the default streams.
-        let refused = unsafe { interop::stream_from_raw(&device, std::ptr::without_provenance_mut(raw), "default") };
+        let refused = unsafe {
+            interop::stream_from_raw(&device, std::ptr::without_provenance_mut(raw), "default")
+        };
         let error = refused.expect_err("a default stream").to_string();
         assert!(error.contains("default is a default stream"), "{error}");
     }
@@ -46,7 +48,10 @@ fn cuda_default_streams_are_refused() {
 #[ignore = "needs a CUDA device"]
 fn foreign_cuda_event_orders_streams() {
     let device = open();
-    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (a, b) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     let theirs = a.record().expect("recorded");
     // SAFETY: `theirs` outlives it.
     let ours = unsafe { interop::event_from_raw(&device, interop::raw_event(&theirs), "theirs") };
@@ -65,14 +70,26 @@ fn foreign_cuda_context_makes_a_device() {
     let raw = interop::raw_context(&device);
     // SAFETY: `device` outlives it.
     let again = unsafe { interop::device_from_context(raw) }.expect("a device");
-    assert_eq!((again.name(), again.ordinal()), (device.name(), device.ordinal()));
+    assert_eq!(
+        (again.name(), again.ordinal()),
+        (device.name(), device.ordinal())
+    );
     let stream = again.create_stream("compute").expect("a stream");
     let pool = Pool::new(again.clone(), 8 << 20);
     let x = floats(&pool, &stream, 100, 5.0);
     assert_eq!(read(&device, &stream, &x), [5.0; 100]);
     // SAFETY: null is refused before anything else.
     let null = unsafe { interop::device_from_context(std::ptr::null_mut()) }.expect_err("null");
-    assert!(matches!(null, DeviceError::Driver { call: "device_from_context", .. }), "{null}");
+    assert!(
+        matches!(
+            null,
+            DeviceError::Driver {
+                call: "device_from_context",
+                ..
+            }
+        ),
+        "{null}"
+    );
 }
 
 #[test]
@@ -81,7 +98,8 @@ fn foreign_cuda_capture_is_noticed() {
     let device = open();
     let theirs = device.create_stream("theirs").expect("a stream");
     // SAFETY: `theirs` outlives it.
-    let ours = unsafe { interop::stream_from_raw(&device, interop::raw_stream(&theirs), "ours") }.expect("a stream");
+    let ours = unsafe { interop::stream_from_raw(&device, interop::raw_stream(&theirs), "ours") }
+        .expect("a stream");
     let other = device.create_stream("other").expect("a stream");
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
@@ -89,12 +107,17 @@ fn foreign_cuda_capture_is_noticed() {
     let mut scratch = None;
     let graph = theirs
         .capture(|| {
-            let mut block = pool.allocate(100, DType::F32, Purpose::Workspace, &ours).expect("room");
+            let mut block = pool
+                .allocate(100, DType::F32, Purpose::Workspace, &ours)
+                .expect("room");
             device.copy(&ours, slice(&x), slice(&block))?;
             launch(&function, &ours, slice(&block), 2.0, 0.0)?;
             device.copy(&ours, slice(&block), slice(&x))?;
             block.record_use(&ours)?;
-            assert!(ours.synchronize(LIMIT).is_err(), "the host cannot wait for what does not run");
+            assert!(
+                ours.synchronize(LIMIT).is_err(),
+                "the host cannot wait for what does not run"
+            );
             scratch = Some((block, ours.record()?));
             Ok(())
         })

@@ -8,8 +8,8 @@ use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 
 use crate::{LIMIT, floats, open, read, slice};
 
-/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. An old version of PTX for sm_50, so that
-/// any driver compiles it.
+/// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. An old version of PTX
+/// for sm_50, so that any driver compiles it.
 const PTX: &str = "
 .version 6.0
 .target sm_50
@@ -67,7 +67,8 @@ pub(crate) fn launch(
     launch_blocks(function, stream, (x, scale, add), 128, 0)
 }
 
-/// As [`launch`], in blocks of `threads` threads, each with `shared_bytes` of shared memory that it does not use.
+/// As [`launch`], in blocks of `threads` threads, each with `shared_bytes` of shared memory that it
+/// does not use.
 pub(crate) fn launch_blocks(
     function: &Function,
     stream: &CudaStream,
@@ -76,11 +77,24 @@ pub(crate) fn launch_blocks(
     shared_bytes: u32,
 ) -> Result<(), DeviceError> {
     let (mut x, mut n, mut scale, mut add) = (x.as_ptr(), x.len() as u32, scale, add);
-    let mut args: [*mut c_void; 4] =
-        [(&raw mut x).cast(), (&raw mut n).cast(), (&raw mut scale).cast(), (&raw mut add).cast()];
+    let mut args: [*mut c_void; 4] = [
+        (&raw mut x).cast(),
+        (&raw mut n).cast(),
+        (&raw mut scale).cast(),
+        (&raw mut add).cast(),
+    ];
     let blocks = n.div_ceil(threads).max(1);
-    // SAFETY: the kernel's four parameters; `x` has `n` floats, and the tests order its uses and keep the function.
-    unsafe { function.launch(stream, [blocks, 1, 1], [threads, 1, 1], shared_bytes, &mut args) }
+    // SAFETY: the kernel's four parameters; `x` has `n` floats, and the tests order its uses and
+    // keep the function.
+    unsafe {
+        function.launch(
+            stream,
+            [blocks, 1, 1],
+            [threads, 1, 1],
+            shared_bytes,
+            &mut args,
+        )
+    }
 }
 
 #[test]
@@ -104,16 +118,29 @@ fn cuda_kernels_run_in_stream_order() {
 fn invalid_cuda_module_is_an_error() {
     let device = open();
     // SAFETY: no image below is machine code.
-    let fails = |image: &[u8]| unsafe { device.load_module(image) }.expect_err("no module").to_string();
+    let fails = |image: &[u8]| {
+        unsafe { device.load_module(image) }
+            .expect_err("no module")
+            .to_string()
+    };
     assert!(fails(b"").contains("neither machine code nor PTX"));
     assert!(fails(&PTX.as_bytes()[..PTX.len() - 1]).contains("zero byte"));
     let broken = PTX.replace("mul.rn.f32", "mul.wrong.f32");
     let error = fails(broken.as_bytes());
-    assert!(error.starts_with("cuModuleLoadData: CUDA_ERROR_"), "{error}");
+    assert!(
+        error.starts_with("cuModuleLoadData: CUDA_ERROR_"),
+        "{error}"
+    );
     // SAFETY: complete PTX.
     let module = unsafe { device.load_module(PTX.as_bytes()) }.expect("it compiles");
-    let error = module.function("no_such_kernel").expect_err("there is none").to_string();
-    assert!(error.contains("CUDA_ERROR_NOT_FOUND") && error.contains("no_such_kernel"), "{error}");
+    let error = module
+        .function("no_such_kernel")
+        .expect_err("there is none")
+        .to_string();
+    assert!(
+        error.contains("CUDA_ERROR_NOT_FOUND") && error.contains("no_such_kernel"),
+        "{error}"
+    );
     assert!(module.function("zero\0byte").is_err());
 }
 
@@ -121,17 +148,35 @@ fn invalid_cuda_module_is_an_error() {
 #[ignore = "needs a CUDA device"]
 fn refused_cuda_launch_poisons_its_stream() {
     let device = open();
-    let (stream, other) =
-        (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (stream, other) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
-    let refused = launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0).expect_err("too large a block");
-    let DeviceError::Operation { stream: at, op, cause } = &refused else { panic!("{refused}") };
+    let refused = launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0)
+        .expect_err("too large a block");
+    let DeviceError::Operation {
+        stream: at,
+        op,
+        cause,
+    } = &refused
+    else {
+        panic!("{refused}")
+    };
     assert_eq!((at.as_str(), op.as_str()), ("a", "scale_add"));
-    assert!(cause.to_string().starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{cause}");
+    assert!(
+        cause
+            .to_string()
+            .starts_with("cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"),
+        "{cause}"
+    );
     // The error is sticky: later operations return it.
-    assert_eq!(launch(&function, &stream, slice(&x), 2.0, 0.0), Err(refused.clone()));
+    assert_eq!(
+        launch(&function, &stream, slice(&x), 2.0, 0.0),
+        Err(refused.clone())
+    );
     assert_eq!(device.fill_zero(&stream, slice(&x)), Err(refused.clone()));
     assert_eq!(stream.synchronize(LIMIT), Err(refused));
     launch(&function, &other, slice(&x), 2.0, 0.0).expect("enqueued");
@@ -142,12 +187,19 @@ fn refused_cuda_launch_poisons_its_stream() {
 #[ignore = "needs a CUDA device"]
 fn poisoned_cuda_stream_fails_its_waiters() {
     let device = open();
-    let (comm, compute) =
-        (device.create_stream("comm").expect("a stream"), device.create_stream("compute").expect("a stream"));
+    let (comm, compute) = (
+        device.create_stream("comm").expect("a stream"),
+        device.create_stream("compute").expect("a stream"),
+    );
     let reached = comm.record().expect("recorded");
     reached_by_now(&reached);
-    compute.wait(&comm.record().expect("recorded")).expect("enqueued");
-    comm.poison(DeviceError::Driver { call: "ncclAllGather", message: "rank 3 is gone".into() });
+    compute
+        .wait(&comm.record().expect("recorded"))
+        .expect("enqueued");
+    comm.poison(DeviceError::Driver {
+        call: "ncclAllGather",
+        message: "rank 3 is gone".into(),
+    });
     let expected = DeviceError::Operation {
         stream: "comm".into(),
         op: "an operation".into(),
@@ -171,7 +223,9 @@ fn cuda_shared_memory_beyond_48_kib() {
     let stream = device.create_stream("compute").expect("a stream");
     let pool = Pool::new(device.clone(), 8 << 20);
     let x = floats(&pool, &stream, 10, 1.0);
-    function.allow_shared_bytes(64 << 10).expect("every device since sm_70 has that");
+    function
+        .allow_shared_bytes(64 << 10)
+        .expect("every device since sm_70 has that");
     launch_blocks(&function, &stream, (slice(&x), 4.0, 0.0), 32, 64 << 10).expect("enqueued");
     assert_eq!(read(&device, &stream, &x), [4.0; 10]);
     assert!(function.allow_shared_bytes(1 << 30).is_err());

@@ -36,7 +36,8 @@ fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
     }
 }
 
-/// The free bytes, after a second for pools that another thread frees when their last operations have run.
+/// The free bytes, after a second for pools that another thread frees when their last operations
+/// have run.
 fn free_at_rest(device: &CudaDevice) -> usize {
     std::thread::sleep(Duration::from_secs(1));
     device.memory_bytes().expect("a number").0
@@ -44,7 +45,9 @@ fn free_at_rest(device: &CudaDevice) -> usize {
 
 fn device_page(device: &CudaDevice) -> usize {
     use zero_alloc::device::Memory;
-    device.virtual_memory().map_or(2 << 20, |memory| memory.page_bytes())
+    device
+        .virtual_memory()
+        .map_or(2 << 20, |memory| memory.page_bytes())
 }
 
 #[test]
@@ -68,9 +71,13 @@ fn devices_leak_no_cuda_memory() {
             let device = CudaDevice::open(0).expect("a CUDA device");
             let stream = device.create_stream("compute").expect("a stream");
             let pool = Pool::new(device.clone(), 8 << 20);
-            let block = pool.allocate(1 << 20, DType::U8, Purpose::Params, &stream).expect("room");
+            let block = pool
+                .allocate(1 << 20, DType::U8, Purpose::Params, &stream)
+                .expect("room");
             // SAFETY: the block lives, and one stream does all.
-            device.upload(&stream, &vec![1; 1 << 20], unsafe { block.slice() }, LIMIT).expect("uploaded");
+            device
+                .upload(&stream, &vec![1; 1 << 20], unsafe { block.slice() }, LIMIT)
+                .expect("uploaded");
         }
     };
     // This device keeps the driver's context.

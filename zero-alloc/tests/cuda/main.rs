@@ -1,7 +1,8 @@
-//! Tests of features that only CUDA has: modules, graphs, pinned memory, foreign handles, device times, leaks. Tests
-//! of the device contract are in `suite/conformance`.
+//! Tests of features that only CUDA has: modules, graphs, pinned memory, foreign handles, device
+//! times, leaks. Tests of the device contract are in `suite/conformance`.
 //!
-//! They need a device (`cargo gpu-test cuda`) or the stand-in driver of `integration-tests/stand-ins`.
+//! They need a device (`cargo gpu-test cuda`) or the stand-in driver of
+//! `integration-tests/stand-ins`.
 
 mod faults;
 mod graphs;
@@ -28,12 +29,13 @@ const SLACK_BYTES: usize = 4 << 20;
 
 /// The first GPU, one for all tests: each new context takes a third of a second on a GPU.
 fn open() -> CudaDevice {
-    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).expect("a CUDA device"));
+    static DEVICE: LazyLock<CudaDevice> =
+        LazyLock::new(|| CudaDevice::open(0).expect("a CUDA device"));
     DEVICE.clone()
 }
 
-/// Waits until `bytes` of the device are free again, or a few less; otherwise fails. Memory may be freed late, by another
-/// thread that waits for the streams of a dropped pool, and by the driver.
+/// Waits until `bytes` of the device are free again, or a few less; otherwise fails. Memory may be
+/// freed late, by another thread that waits for the streams of a dropped pool, and by the driver.
 fn assert_free(device: &CudaDevice, bytes: usize) {
     let (start, mut free) = (Instant::now(), 0);
     while start.elapsed() < LIMIT {
@@ -47,23 +49,40 @@ fn assert_free(device: &CudaDevice, bytes: usize) {
 }
 
 /// A block of `len` floats, all `value`.
-fn floats(pool: &Pool<CudaDevice>, stream: &CudaStream, len: usize, value: f32) -> Block<CudaDevice> {
-    let block = pool.allocate(len, DType::F32, Purpose::Params, stream).expect("room");
-    let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), len).flatten().collect();
-    pool.device().upload(stream, &bytes, slice(&block), LIMIT).expect("uploaded");
+fn floats(
+    pool: &Pool<CudaDevice>,
+    stream: &CudaStream,
+    len: usize,
+    value: f32,
+) -> Block<CudaDevice> {
+    let block = pool
+        .allocate(len, DType::F32, Purpose::Params, stream)
+        .expect("room");
+    let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), len)
+        .flatten()
+        .collect();
+    pool.device()
+        .upload(stream, &bytes, slice(&block), LIMIT)
+        .expect("uploaded");
     block
 }
 
 fn slice(block: &Block<CudaDevice>) -> AnySlice {
-    // SAFETY: the tests keep their blocks until all uses have run, and order them by streams and events.
+    // SAFETY: the tests keep their blocks until all uses have run, and order them by streams and
+    // events.
     unsafe { block.slice() }
 }
 
 /// The floats of a block.
 fn read(device: &CudaDevice, stream: &CudaStream, block: &Block<CudaDevice>) -> Vec<f32> {
     let mut bytes = vec![0; block.len() * 4];
-    device.download(stream, slice(block), &mut bytes, LIMIT).expect("downloaded");
-    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    device
+        .download(stream, slice(block), &mut bytes, LIMIT)
+        .expect("downloaded");
+    bytes
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect()
 }
 
 #[test]
@@ -74,7 +93,10 @@ fn missing_driver_is_an_error() {
         (Err(count), Err(open)) if driver.is_err() => {
             assert_eq!(count, open);
             let text = open.to_string();
-            assert!(text.starts_with("no driver found") && text.contains("libcuda.so.1"), "{text}");
+            assert!(
+                text.starts_with("no driver found") && text.contains("libcuda.so.1"),
+                "{text}"
+            );
         }
         (count, open) => assert!(driver.is_ok(), "{count:?} {open:?}"),
     }
@@ -93,5 +115,8 @@ fn cuda_device_has_properties() {
     device.bind().expect("current");
     let count = CudaDevice::count().expect("a driver");
     let error = CudaDevice::open(count).expect_err("there is one fewer");
-    assert!(error.to_string().contains("CUDA_ERROR_INVALID_DEVICE"), "{error}");
+    assert!(
+        error.to_string().contains("CUDA_ERROR_INVALID_DEVICE"),
+        "{error}"
+    );
 }

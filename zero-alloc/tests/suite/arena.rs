@@ -1,5 +1,5 @@
-//! Compaction, stitching and failures of a pool: contents survive, fixed blocks keep their addresses, and nothing
-//! leaks.
+//! Compaction, stitching and failures of a pool: contents survive, fixed blocks keep their
+//! addresses, and nothing leaks.
 #![cfg(not(miri))]
 
 use std::sync::Arc;
@@ -28,15 +28,22 @@ fn stream(device: &impl Device<Stream = HostStream>) -> HostStream {
 fn fill(device: &HostDevice, stream: &HostStream, block: &Block<HostDevice>, value: u8) {
     // SAFETY: the block lives, and one stream does all.
     let slice = unsafe { block.slice() };
-    device.upload(stream, &vec![value; slice.len_bytes()], slice, LIMIT).expect("uploaded");
+    device
+        .upload(stream, &vec![value; slice.len_bytes()], slice, LIMIT)
+        .expect("uploaded");
 }
 
 fn check(device: &HostDevice, stream: &HostStream, block: &Block<HostDevice>, value: u8) {
     // SAFETY: the block lives, and one stream does all.
     let slice = unsafe { block.slice() };
     let mut seen = vec![0; slice.len_bytes()];
-    device.download(stream, slice, &mut seen, LIMIT).expect("downloaded");
-    assert!(seen.iter().all(|b| *b == value), "the contents of {block:?} are lost");
+    device
+        .download(stream, slice, &mut seen, LIMIT)
+        .expect("downloaded");
+    assert!(
+        seen.iter().all(|b| *b == value),
+        "the contents of {block:?} are lost"
+    );
 }
 
 fn address(block: &Block<impl Device>) -> usize {
@@ -88,13 +95,23 @@ impl Program {
             0..=3 => {
                 let bytes = 1 + self.random.below(40_000) as usize;
                 let purpose = Purpose::ALL[self.random.below(6) as usize];
-                match self.pool.allocate_movable(bytes, DType::U8, purpose, compute) {
+                match self
+                    .pool
+                    .allocate_movable(bytes, DType::U8, purpose, compute)
+                {
                     Ok(block) => {
                         self.write(&block, compute, value);
                         self.held.push((block, value));
                     }
-                    Err(AllocError::OutOfMemory { after_compaction_bytes, requested_bytes, .. }) => {
-                        assert!(after_compaction_bytes < requested_bytes, "it would have fitted");
+                    Err(AllocError::OutOfMemory {
+                        after_compaction_bytes,
+                        requested_bytes,
+                        ..
+                    }) => {
+                        assert!(
+                            after_compaction_bytes < requested_bytes,
+                            "it would have fitted"
+                        );
                     }
                     Err(error) => panic!("{error}"),
                 }
@@ -108,15 +125,22 @@ impl Program {
                 // Another stream reads after the writes.
                 let nth = self.random.below(self.held.len() as u64) as usize;
                 let other = &self.streams[1];
-                other.wait(&compute.record().expect("recorded")).expect("enqueued");
+                other
+                    .wait(&compute.record().expect("recorded"))
+                    .expect("enqueued");
                 let (block, value) = &self.held[nth];
                 self.check(block, other, *value);
-                compute.wait(&other.record().expect("recorded")).expect("enqueued");
+                compute
+                    .wait(&other.record().expect("recorded"))
+                    .expect("enqueued");
             }
             _ => {
                 let bytes = self.random.below(1 << 20) as usize;
                 let free = self.pool.report().free_bytes;
-                let largest = self.pool.compact(bytes, compute).expect("the stream is there");
+                let largest = self
+                    .pool
+                    .compact(bytes, compute)
+                    .expect("the stream is there");
                 assert!(largest <= free);
             }
         }
@@ -125,10 +149,17 @@ impl Program {
 }
 
 fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u64 {
-    let streams =
-        [device.create_stream("compute").expect("a stream"), device.create_stream("comm").expect("a stream")];
+    let streams = [
+        device.create_stream("compute").expect("a stream"),
+        device.create_stream("comm").expect("a stream"),
+    ];
     let pool = Pool::new(device.clone(), budget);
-    let mut program = Program { pool, streams, held: Vec::new(), random: Random(seed) };
+    let mut program = Program {
+        pool,
+        streams,
+        held: Vec::new(),
+        random: Random(seed),
+    };
     for step in 0..steps {
         program.step(step as u8);
     }
@@ -157,12 +188,22 @@ fn compaction_moves_only_movable_blocks() {
     let stream = stream(&device);
     let pool = Pool::new(device.clone(), 1 << 20);
     let quarter = 1 << 18;
-    let allocate = |n| pool.allocate_movable(n, DType::U8, Purpose::Params, &stream).expect("allocated");
-    let (a, b, c, d) = (allocate(quarter), allocate(quarter), allocate(quarter), allocate(quarter));
+    let allocate = |n| {
+        pool.allocate_movable(n, DType::U8, Purpose::Params, &stream)
+            .expect("allocated")
+    };
+    let (a, b, c, d) = (
+        allocate(quarter),
+        allocate(quarter),
+        allocate(quarter),
+        allocate(quarter),
+    );
     drop((a, c));
     assert_eq!(pool.report().largest_free_bytes, quarter);
     // It does not fit until b or d is moved.
-    let fixed = pool.allocate(2 * quarter, DType::U8, Purpose::Params, &stream).expect("allocated after compaction");
+    let fixed = pool
+        .allocate(2 * quarter, DType::U8, Purpose::Params, &stream)
+        .expect("allocated after compaction");
     assert_eq!(pool.report().compactions, 1);
     let at = address(&fixed);
     drop((b, d));
@@ -177,11 +218,26 @@ fn fragmentation_above_the_threshold_is_compacted() {
     let stream = stream(&device);
     let pool = Pool::new(device, 1 << 20);
     let blocks: Vec<_> = (0..16)
-        .map(|_| pool.allocate_movable(1 << 16, DType::U8, Purpose::Params, &stream).expect("allocated"))
+        .map(|_| {
+            pool.allocate_movable(1 << 16, DType::U8, Purpose::Params, &stream)
+                .expect("allocated")
+        })
         .collect();
-    let kept: Vec<_> = blocks.into_iter().enumerate().filter(|(i, _)| i % 2 == 1).map(|(_, b)| b).collect();
-    assert!(!pool.compact_above(0.9, &stream).expect("the stream is there"));
-    assert!(pool.compact_above(0.5, &stream).expect("the stream is there"));
+    let kept: Vec<_> = blocks
+        .into_iter()
+        .enumerate()
+        .filter(|(i, _)| i % 2 == 1)
+        .map(|(_, b)| b)
+        .collect();
+    assert!(
+        !pool
+            .compact_above(0.9, &stream)
+            .expect("the stream is there")
+    );
+    assert!(
+        pool.compact_above(0.5, &stream)
+            .expect("the stream is there")
+    );
     let report = pool.report();
     assert_eq!(report.largest_free_bytes, report.free_bytes);
     drop(kept);
@@ -193,7 +249,10 @@ fn stitching_moves_nothing() {
     let stream = stream(&device);
     let pool = Pool::new(device.clone(), 16 * PAGE);
     let mut blocks: Vec<_> = (0..16)
-        .map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &stream).expect("allocated"))
+        .map(|_| {
+            pool.allocate(PAGE, DType::U8, Purpose::Params, &stream)
+                .expect("allocated")
+        })
         .map(Some)
         .collect();
     for (i, block) in blocks.iter().flatten().enumerate() {
@@ -204,7 +263,9 @@ fn stitching_moves_nothing() {
     let mut mapped = 0;
     for round in 0..5u8 {
         // Eight pages are free, and no two of them are adjacent.
-        let large = pool.allocate(8 * PAGE, DType::U8, Purpose::Activations, &stream).expect("stitched");
+        let large = pool
+            .allocate(8 * PAGE, DType::U8, Purpose::Activations, &stream)
+            .expect("stitched");
         fill(&device, &stream, &large, 100 + round);
         check(&device, &stream, &large, 100 + round);
         for (i, block) in blocks.iter().enumerate() {
@@ -223,7 +284,9 @@ fn stitching_moves_nothing() {
         pool.check_invariants().expect("sound");
     }
     drop(blocks);
-    let whole = pool.allocate(16 * PAGE, DType::U8, Purpose::Params, &stream).expect("all is free");
+    let whole = pool
+        .allocate(16 * PAGE, DType::U8, Purpose::Params, &stream)
+        .expect("all is free");
     drop((whole, pool));
     wait_until(|| memory.live_pages() == 0);
 }
@@ -231,19 +294,33 @@ fn stitching_moves_nothing() {
 #[test]
 fn a_freed_view_is_reused_behind_its_uses() {
     let (device, _memory) = paged(4);
-    let (a, b) = (stream(&device), device.create_stream("comm").expect("a stream"));
+    let (a, b) = (
+        stream(&device),
+        device.create_stream("comm").expect("a stream"),
+    );
     let pool = Pool::new(device, 4 * PAGE);
-    let mut blocks: Vec<_> =
-        (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("allocated")).map(Some).collect();
+    let mut blocks: Vec<_> = (0..4)
+        .map(|_| {
+            pool.allocate(PAGE, DType::U8, Purpose::Params, &a)
+                .expect("allocated")
+        })
+        .map(Some)
+        .collect();
     blocks[0] = None;
     blocks[2] = None;
     let open = Arc::new(zero_alloc::host::Monitor::new(false));
-    let view = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
+    let view = pool
+        .allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a)
+        .expect("stitched");
     let opened = Arc::clone(&open);
-    a.enqueue("hold", move || opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(())))
-        .expect("enqueued");
+    a.enqueue("hold", move || {
+        opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()))
+    })
+    .expect("enqueued");
     drop(view);
-    let again = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &b).expect("stitched");
+    let again = pool
+        .allocate(2 * PAGE, DType::U8, Purpose::Buckets, &b)
+        .expect("stitched");
     let reused = b.record().expect("recorded");
     assert_eq!(zero_alloc::device::Event::is_done(&reused), Ok(false));
     open.update(|open| *open = true);
@@ -255,20 +332,34 @@ fn a_freed_view_is_reused_behind_its_uses() {
 #[test]
 fn a_freed_movable_view_is_reused_behind_its_uses() {
     let (device, _memory) = paged(4);
-    let (a, b) = (stream(&device), device.create_stream("comm").expect("a stream"));
+    let (a, b) = (
+        stream(&device),
+        device.create_stream("comm").expect("a stream"),
+    );
     let pool = Pool::new(device, 4 * PAGE);
-    let mut blocks: Vec<_> =
-        (0..4).map(|_| pool.allocate(PAGE, DType::U8, Purpose::Params, &a).expect("allocated")).map(Some).collect();
+    let mut blocks: Vec<_> = (0..4)
+        .map(|_| {
+            pool.allocate(PAGE, DType::U8, Purpose::Params, &a)
+                .expect("allocated")
+        })
+        .map(Some)
+        .collect();
     blocks[0] = None;
     blocks[2] = None;
     let open = Arc::new(zero_alloc::host::Monitor::new(false));
-    let view = pool.allocate_movable(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
+    let view = pool
+        .allocate_movable(2 * PAGE, DType::U8, Purpose::Buckets, &a)
+        .expect("stitched");
     let opened = Arc::clone(&open);
     let wait = move || opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
     // SAFETY: the operation does not access the block.
-    unsafe { view.with(&b, |_| b.enqueue("use", wait)) }.expect("in use").expect("enqueued");
+    unsafe { view.with(&b, |_| b.enqueue("use", wait)) }
+        .expect("in use")
+        .expect("enqueued");
     drop(view);
-    let again = pool.allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a).expect("stitched");
+    let again = pool
+        .allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a)
+        .expect("stitched");
     let reused = a.record().expect("recorded");
     assert_eq!(zero_alloc::device::Event::is_done(&reused), Ok(false));
     open.update(|open| *open = true);
@@ -282,13 +373,23 @@ fn out_of_memory_lists_holders_and_compaction() {
     let stream = stream(&device);
     let pool = Pool::new(device, 1 << 20);
     let quarter = 1 << 18;
-    let mut blocks: Vec<_> = [Purpose::Params, Purpose::Grads, Purpose::Params, Purpose::Optimizer]
-        .map(|purpose| pool.allocate(quarter, DType::U8, purpose, &stream).expect("allocated"))
-        .map(Some)
-        .into();
+    let mut blocks: Vec<_> = [
+        Purpose::Params,
+        Purpose::Grads,
+        Purpose::Params,
+        Purpose::Optimizer,
+    ]
+    .map(|purpose| {
+        pool.allocate(quarter, DType::U8, purpose, &stream)
+            .expect("allocated")
+    })
+    .map(Some)
+    .into();
     blocks[1] = None;
     blocks[3] = None;
-    let error = pool.allocate(2 * quarter, DType::U8, Purpose::Buckets, &stream).expect_err("fixed blocks");
+    let error = pool
+        .allocate(2 * quarter, DType::U8, Purpose::Buckets, &stream)
+        .expect_err("fixed blocks");
     let AllocError::OutOfMemory {
         free_bytes,
         largest_free_bytes,
@@ -300,10 +401,18 @@ fn out_of_memory_lists_holders_and_compaction() {
     else {
         panic!("{error}")
     };
-    assert_eq!((live_bytes, free_bytes, largest_free_bytes), (2 * quarter, 2 * quarter, quarter));
+    assert_eq!(
+        (live_bytes, free_bytes, largest_free_bytes),
+        (2 * quarter, 2 * quarter, quarter)
+    );
     assert_eq!(after_compaction_bytes, quarter);
     assert_eq!(*holders, [(Purpose::Params, 2 * quarter)]);
-    assert!(error.to_string().contains("524288 bytes live (Params 524288)"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("524288 bytes live (Params 524288)"),
+        "{error}"
+    );
 }
 
 fn wait_until(mut done: impl FnMut() -> bool) {
@@ -314,7 +423,8 @@ fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Grows, fragments, stitches and compacts a pool. Returns the last error; its callers check for leaks.
+/// Grows, fragments, stitches and compacts a pool. Returns the last error; its callers check for
+/// leaks.
 fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device.clone(), 64 * page);
@@ -357,21 +467,36 @@ fn a_simulated_device_needs_no_memory() {
     let device = Simulated::new(139_000_000_000, 2 << 20);
     let stream = stream(&device);
     let pool = Pool::new(device.clone(), 139_000_000_000);
-    let block = pool.allocate(130_000_000_000, DType::U8, Purpose::Params, &stream).expect("allocated");
+    let block = pool
+        .allocate(130_000_000_000, DType::U8, Purpose::Params, &stream)
+        .expect("allocated");
     assert!(device.usage().live_bytes >= 130_000_000_000);
-    assert!(pool.allocate(20_000_000_000, DType::U8, Purpose::Params, &stream).is_err());
+    assert!(
+        pool.allocate(20_000_000_000, DType::U8, Purpose::Params, &stream)
+            .is_err()
+    );
     drop((block, pool));
     wait_until(|| device.usage().live_bytes == 0);
     assert_eq!(device.usage().reserved_address_bytes, 0);
-    assert!(device.usage().mistakes.is_empty(), "{:?}", device.usage().mistakes);
+    assert!(
+        device.usage().mistakes.is_empty(),
+        "{:?}",
+        device.usage().mistakes
+    );
 }
 
 #[test]
 fn nothing_leaks_after_failures() {
     for virtual_memory in [true, false] {
-        for call in
-            [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy, Call::Record, Call::CreateStream]
-        {
+        for call in [
+            Call::Allocate,
+            Call::Reserve,
+            Call::Create,
+            Call::Map,
+            Call::Copy,
+            Call::Record,
+            Call::CreateStream,
+        ] {
             let mut failed = 0;
             for nth in (1..12).chain([20, 30, 45]) {
                 let mut simulated = Simulated::new(48 << 16, 1 << 16);
@@ -383,16 +508,27 @@ fn nothing_leaks_after_failures() {
                 let result = exercise(&device, 1 << 16);
                 failed += usize::from(result.is_err());
                 let unused = |usage: &SimulatedUse| {
-                    (usage.live_bytes, usage.reserved_address_bytes, usage.mapped_pages) == (0, 0, 0)
+                    (
+                        usage.live_bytes,
+                        usage.reserved_address_bytes,
+                        usage.mapped_pages,
+                    ) == (0, 0, 0)
                 };
                 wait_until(|| unused(&device.inner().usage()));
                 let usage = device.inner().usage();
-                assert!(usage.mistakes.is_empty(), "{call:?} {nth}: {:?}", usage.mistakes);
+                assert!(
+                    usage.mistakes.is_empty(),
+                    "{call:?} {nth}: {:?}",
+                    usage.mistakes
+                );
                 if device.calls(call) < nth {
                     break;
                 }
             }
-            assert!(failed > 0 || !device_makes(call, virtual_memory), "{call:?} never failed");
+            assert!(
+                failed > 0 || !device_makes(call, virtual_memory),
+                "{call:?} never failed"
+            );
         }
     }
 }
@@ -401,7 +537,8 @@ fn nothing_leaks_after_failures() {
 fn device_makes(call: Call, virtual_memory: bool) -> bool {
     match call {
         Call::Allocate => !virtual_memory,
-        // If no addresses can be reserved, a pool uses backings; if no page can be created, it uses reserved memory.
+        // If no addresses can be reserved, a pool uses backings; if no page can be created, it uses
+        // reserved memory.
         Call::Reserve | Call::Create | Call::Map => false,
         Call::Copy | Call::Record | Call::Wait => false,
         Call::CreateStream => true,

@@ -4,7 +4,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream,
+};
 use zero_alloc::host::{HostDevice, HostStream, Monitor, Timeline};
 use zero_alloc::testing::Simulated;
 use zero_alloc::{Pool, Purpose};
@@ -41,8 +43,16 @@ fn stream_accepts_any_name() {
 fn download_onto_its_source_is_refused() {
     let (device, stream) = (HostDevice::new(), stream("copy"));
     let mut bytes = vec![1u8; 100];
-    // SAFETY: refused before anything accesses it; initialized, and valid until the end of the test.
-    let slice = unsafe { AnySlice::from_raw_parts(bytes.as_mut_ptr().wrapping_add(30), 50, DType::U8, device.id()) };
+    // SAFETY: refused before anything accesses it; initialized, and valid until the end of the
+    // test.
+    let slice = unsafe {
+        AnySlice::from_raw_parts(
+            bytes.as_mut_ptr().wrapping_add(30),
+            50,
+            DType::U8,
+            device.id(),
+        )
+    };
     for at in [0, 30, 50] {
         let refused = device.download(&stream, slice, &mut bytes[at..at + 50], LIMIT);
         assert_eq!(refused, Err(DeviceError::Overlap { bytes: 50 }), "{at}");
@@ -55,7 +65,9 @@ fn closed_stream_finishes_its_queue() {
     let monitor = hold(&stream);
     let before = other.record().expect("recorded");
     stream.close();
-    let closed = Err(DeviceError::Closed { stream: "old".into() });
+    let closed = Err(DeviceError::Closed {
+        stream: "old".into(),
+    });
     assert_eq!(stream.enqueue("late", || Ok(())), closed);
     assert_eq!(stream.wait(&before), closed);
     let end = stream.record().expect("the end can be waited for");
@@ -68,14 +80,22 @@ fn closed_stream_finishes_its_queue() {
 fn timeline_shows_operations() {
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
-    let (a, b) = (device.create_stream("a").expect("a stream"), device.create_stream("b").expect("a stream"));
+    let (a, b) = (
+        device.create_stream("a").expect("a stream"),
+        device.create_stream("b").expect("a stream"),
+    );
     let monitor = hold(&a);
     b.wait(&a.record().expect("recorded")).expect("enqueued");
     b.enqueue("after", || Ok(())).expect("enqueued");
     monitor.update(|open| *open = true);
     b.synchronize(LIMIT).expect("ran");
     let spans = timeline.take();
-    let find = |label| spans.iter().find(|span| span.label == label).expect("recorded");
+    let find = |label| {
+        spans
+            .iter()
+            .find(|span| span.label == label)
+            .expect("recorded")
+    };
     assert_eq!((&*find("hold").stream, &*find("after").stream), ("a", "b"));
     assert!(find("hold").start <= find("hold").end);
     assert!(find("hold").end <= find("after").start);
@@ -86,7 +106,10 @@ fn timeline_shows_operations() {
 #[test]
 fn operations_keep_their_phase() {
     let timeline = Timeline::new();
-    let stream = HostDevice::new().with_timeline(timeline.clone()).create_stream("a").expect("a stream");
+    let stream = HostDevice::new()
+        .with_timeline(timeline.clone())
+        .create_stream("a")
+        .expect("a stream");
     let monitor = hold(&stream);
     assert_eq!(timeline.set_phase("later"), "");
     stream.enqueue("in a phase", || Ok(())).expect("enqueued");
@@ -127,26 +150,42 @@ unsafe impl Memory for Pinned {
 fn blocks_carry_the_id_of_their_memory() {
     for device in [HostDevice::new(), HostDevice::seeded(1)] {
         let plain = Pool::new(device.clone(), 1 << 20);
-        let device = device.with_memory(Arc::new(Pinned(HostDevice::new()))).expect("host memory");
-        assert_eq!((device.id(), device.kind()), (DeviceId::PINNED, DeviceKind::Host));
+        let device = device
+            .with_memory(Arc::new(Pinned(HostDevice::new())))
+            .expect("host memory");
+        assert_eq!(
+            (device.id(), device.kind()),
+            (DeviceId::PINNED, DeviceKind::Host)
+        );
         let stream = device.create_stream("compute").expect("a stream");
         let pool = Pool::new(device.clone(), 1 << 20);
-        let block = pool.allocate(100, DType::F32, Purpose::Params, &stream).expect("room");
-        let other = plain.allocate(100, DType::F32, Purpose::Params, &stream).expect("room");
+        let block = pool
+            .allocate(100, DType::F32, Purpose::Params, &stream)
+            .expect("room");
+        let other = plain
+            .allocate(100, DType::F32, Purpose::Params, &stream)
+            .expect("room");
         // SAFETY: the blocks live to the end of the test, and one stream does everything.
         let pinned = unsafe { block.slice() };
         // SAFETY: as above.
         let other = unsafe { other.slice() };
-        assert_eq!((pinned.device(), other.device()), (DeviceId::PINNED, DeviceId::HOST));
+        assert_eq!(
+            (pinned.device(), other.device()),
+            (DeviceId::PINNED, DeviceId::HOST)
+        );
         let values = [7u8; 400];
         device.upload(&stream, &values, pinned, LIMIT).expect("ran");
         device.copy(&stream, pinned, other).expect("enqueued");
         device.fill_zero(&stream, pinned).expect("enqueued");
         let mut seen = [1u8; 400];
-        device.download(&stream, pinned, &mut seen, LIMIT).expect("ran");
+        device
+            .download(&stream, pinned, &mut seen, LIMIT)
+            .expect("ran");
         assert_eq!(seen, [0; 400]);
         device.copy(&stream, other, pinned).expect("enqueued");
-        device.download(&stream, pinned, &mut seen, LIMIT).expect("ran");
+        device
+            .download(&stream, pinned, &mut seen, LIMIT)
+            .expect("ran");
         assert_eq!(seen, values);
         assert!(device.violations().is_empty());
     }
@@ -157,10 +196,18 @@ fn memory_of_another_device_is_refused() {
     let simulated = Simulated::new(1 << 20, 4096);
     let (what, expected, got) = ("HostDevice::with_memory", DeviceId::HOST, simulated.id());
     let refused = HostDevice::new().with_memory(Arc::new(simulated)).map(drop);
-    assert_eq!(refused, Err(DeviceError::AnotherDevice { what, expected, got }));
+    assert_eq!(
+        refused,
+        Err(DeviceError::AnotherDevice {
+            what,
+            expected,
+            got
+        })
+    );
 }
 
-/// Modelled times follow from costs, order, events and the host's waits, on a thread whose time begins at zero.
+/// Modelled times follow from costs, order, events and the host's waits, on a thread whose time
+/// begins at zero.
 #[test]
 fn modelled_times_follow_the_order() {
     std::thread::scope(|scope| {
@@ -171,7 +218,10 @@ fn modelled_times_follow_the_order() {
                 ("slow", _) => ms(10),
                 _ => ms(1),
             });
-            let (slow, fast) = (device.create_stream("slow").unwrap(), device.create_stream("fast").unwrap());
+            let (slow, fast) = (
+                device.create_stream("slow").unwrap(),
+                device.create_stream("fast").unwrap(),
+            );
             for label in ["copy", "work"] {
                 slow.enqueue(label, || Ok(())).unwrap();
             }
@@ -184,10 +234,19 @@ fn modelled_times_follow_the_order() {
             slow.synchronize(LIMIT).unwrap();
             let mut spans = device.modelled_spans();
             spans.sort_by_key(|span| (span.start, span.end));
-            let spans: Vec<_> = spans.iter().map(|s| (s.label, s.start.as_millis(), s.end.as_millis())).collect();
+            let spans: Vec<_> = spans
+                .iter()
+                .map(|s| (s.label, s.start.as_millis(), s.end.as_millis()))
+                .collect();
             assert_eq!(
                 spans,
-                [("before", 0, 1), ("copy", 0, 3), ("work", 3, 13), ("after", 13, 14), ("later", 14, 24)]
+                [
+                    ("before", 0, 1),
+                    ("copy", 0, 3),
+                    ("work", 3, 13),
+                    ("after", 13, 14),
+                    ("later", 14, 24)
+                ]
             );
         });
     });

@@ -1,4 +1,5 @@
-//! The integration tests of zero-alloc that need no GPU, and the conformance suite of all back ends.
+//! The integration tests of zero-alloc that need no GPU, and the conformance suite of all back
+//! ends.
 
 mod arena;
 mod conformance;

@@ -1,4 +1,5 @@
-//! The planner compared with a naive reference on random programs; contents are checked after every compaction.
+//! The planner compared with a naive reference on random programs; contents are checked after every
+//! compaction.
 //!
 //! `ZERO_ALLOC_MODEL_OPS` sets the number of operations of the random program.
 
@@ -13,7 +14,11 @@ const GRANULE: u64 = 16;
 const PAGE: u64 = 256;
 
 fn config(limit_bytes: u64, slack: f64) -> PlannerConfig {
-    PlannerConfig::default().granule_bytes(GRANULE).page_bytes(PAGE).limit_bytes(limit_bytes).slack(slack)
+    PlannerConfig::default()
+        .granule_bytes(GRANULE)
+        .page_bytes(PAGE)
+        .limit_bytes(limit_bytes)
+        .slack(slack)
 }
 
 /// A planner, and the reference: the ranges, and the bytes written there.
@@ -55,7 +60,10 @@ impl Model {
                 Ok(Remedy::Compact(plan)) => self.compact(&plan),
                 Ok(other) => panic!("stitching is disabled: {other:?}"),
                 Err(shortage) => {
-                    assert_eq!(shortage.requested_bytes, request.bytes.max(1).next_multiple_of(GRANULE));
+                    assert_eq!(
+                        shortage.requested_bytes,
+                        request.bytes.max(1).next_multiple_of(GRANULE)
+                    );
                     assert_eq!(shortage.live_bytes, self.planner.live_bytes());
                     self.shortages += 1;
                     return;
@@ -63,7 +71,11 @@ impl Model {
             }
         };
         let bytes = request.bytes.max(1).next_multiple_of(GRANULE);
-        assert_eq!(start % request.align.max(GRANULE), 0, "{request:?} at {start}");
+        assert_eq!(
+            start % request.align.max(GRANULE),
+            0,
+            "{request:?} at {start}"
+        );
         assert!(start + bytes <= self.memory.len() as u64);
         if let Some((below, (size, ..))) = self.held.range(..=start).next_back() {
             assert!(below + size <= start, "overlaps the block below");
@@ -82,7 +94,8 @@ impl Model {
             assert!(!self.pinned.contains(&m.range), "a pinned range moves");
             for (from, to, bytes) in m.copies() {
                 assert!(from.abs_diff(to) >= bytes, "a copy overlaps itself");
-                self.memory.copy_within(from as usize..(from + bytes) as usize, to as usize);
+                self.memory
+                    .copy_within(from as usize..(from + bytes) as usize, to as usize);
             }
             let (bytes, id, fill) = self.held.remove(&m.from).expect("a live range");
             assert_eq!((bytes, id), (m.bytes, m.range));
@@ -92,16 +105,29 @@ impl Model {
         for (start, (bytes, id, fill)) in &self.held {
             assert_eq!(self.planner.offset_of(*id), *start);
             let contents = &self.memory[*start as usize..(start + bytes) as usize];
-            assert!(contents.iter().all(|b| b == fill), "the contents of {id:?} at {start} are lost");
+            assert!(
+                contents.iter().all(|b| b == fill),
+                "the contents of {id:?} at {start} are lost"
+            );
         }
-        let clear = self.held.range(plan.start..plan.start + plan.bytes).next().is_none();
+        let clear = self
+            .held
+            .range(plan.start..plan.start + plan.bytes)
+            .next()
+            .is_none();
         assert!(clear, "the space that the plan opens is not free");
     }
 
     fn free(&mut self, nth: usize) {
-        let Some((&start, &(bytes, id, fill))) = self.held.iter().nth(nth % self.held.len().max(1)) else { return };
+        let Some((&start, &(bytes, id, fill))) = self.held.iter().nth(nth % self.held.len().max(1))
+        else {
+            return;
+        };
         let contents = &self.memory[start as usize..(start + bytes) as usize];
-        assert!(contents.iter().all(|b| *b == fill), "the contents of {id:?} at {start} are lost");
+        assert!(
+            contents.iter().all(|b| *b == fill),
+            "the contents of {id:?} at {start} are lost"
+        );
         assert_eq!(self.planner.free(id), (start, bytes));
         self.held.remove(&start);
         self.pinned.retain(|p| *p != id);
@@ -120,14 +146,24 @@ fn random_request(random: &mut Random) -> Request {
         1..=3 => 1 + random.below(700),
         _ => 1 + random.below(100),
     };
-    let align = if random.below(12) == 0 { 1 << random.below(9) } else { 1 };
+    let align = if random.below(12) == 0 {
+        1 << random.below(9)
+    } else {
+        1
+    };
     let lifetime = [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][random.below(3) as usize];
-    Request::new(bytes).align(align).lifetime(lifetime).tag(random.below(8) as u8)
+    Request::new(bytes)
+        .align(align)
+        .lifetime(lifetime)
+        .tag(random.below(8) as u8)
 }
 
 fn model_ops() -> usize {
     let default = if cfg!(miri) { 100 } else { 300_000 };
-    std::env::var("ZERO_ALLOC_MODEL_OPS").ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+    std::env::var("ZERO_ALLOC_MODEL_OPS")
+        .ok()
+        .and_then(|v| v.parse().ok())
+        .unwrap_or(default)
 }
 
 #[test]
@@ -161,7 +197,10 @@ fn random_programs_agree_with_the_reference() {
         shortages += model.shortages;
     }
     if !cfg!(miri) {
-        assert!(compactions > 100, "only {compactions} compactions were tried");
+        assert!(
+            compactions > 100,
+            "only {compactions} compactions were tried"
+        );
         assert!(shortages > 10, "only {shortages} shortages were met");
     }
 }
@@ -184,7 +223,8 @@ fn run(model: &mut Model, steps: &[Step]) {
     for step in steps {
         match *step {
             Step::Allocate(bytes, align, lifetime) => {
-                let lifetime = [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][lifetime as usize];
+                let lifetime =
+                    [Lifetime::Long, Lifetime::Short, Lifetime::Unknown][lifetime as usize];
                 model.allocate(Request::new(bytes).align(1 << align).lifetime(lifetime));
             }
             Step::Free(nth) => model.free(nth),
@@ -195,9 +235,16 @@ fn run(model: &mut Model, steps: &[Step]) {
 
 /// `n` cases of a property, times `ZERO_PROPTEST_FACTOR`.
 fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
     let cases = if cfg!(miri) { 1 } else { n * factor };
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 proptest! {
@@ -271,14 +318,19 @@ fn a_pinned_range_blocks_sliding_but_not_growing() {
     // Long-lived ranges are placed in the order of the requests.
     let request = |pages: u64| Request::new(pages * PAGE).lifetime(Lifetime::Long);
     planner.grow(8 * PAGE);
-    let ids: Vec<_> = (0..8).map(|_| planner.allocate(request(1)).expect("allocated").0).collect();
+    let ids: Vec<_> = (0..8)
+        .map(|_| planner.allocate(request(1)).expect("allocated").0)
+        .collect();
     for i in [0, 1, 3, 4, 6, 7] {
         planner.free(ids[i]);
     }
     planner.pin(ids[2], true);
     planner.pin(ids[5], true);
     assert!(planner.plan_compaction(3 * PAGE, 1).is_none());
-    assert_eq!(planner.find_remedy(request(3)), Ok(Remedy::Grow { bytes: PAGE }));
+    assert_eq!(
+        planner.find_remedy(request(3)),
+        Ok(Remedy::Grow { bytes: PAGE })
+    );
     planner.pin(ids[2], false);
     let plan = planner.plan_compaction(3 * PAGE, 1).expect("one may move");
     assert_eq!((plan.moves.len(), plan.moved_bytes()), (1, PAGE));
@@ -292,7 +344,8 @@ fn a_small_range_between_two_holes_is_evicted() {
     let mut planner = Planner::new(config(1 << 20, 0.0));
     planner.grow(21 * PAGE);
     let request = |pages: u64| Request::new(pages * PAGE).lifetime(Lifetime::Long);
-    let allocate = |planner: &mut Planner, pages| planner.allocate(request(pages)).expect("allocated").0;
+    let allocate =
+        |planner: &mut Planner, pages| planner.allocate(request(pages)).expect("allocated").0;
     let low = allocate(&mut planner, 8);
     let _small = allocate(&mut planner, 1);
     let high = allocate(&mut planner, 8);
@@ -315,12 +368,23 @@ fn a_shortage_has_the_numbers() {
     let mut planner = Planner::new(config(4 * PAGE, 0.0));
     planner.grow(4 * PAGE);
     let _held = planner.allocate(Request::new(PAGE)).expect("allocated");
-    let shortage = planner.find_remedy(Request::new(4 * PAGE)).expect_err("3 of 4 pages are free");
-    assert_eq!((shortage.requested_bytes, shortage.live_bytes), (4 * PAGE, PAGE));
+    let shortage = planner
+        .find_remedy(Request::new(4 * PAGE))
+        .expect_err("3 of 4 pages are free");
     assert_eq!(
-        (shortage.free_bytes, shortage.largest_free_bytes, shortage.limit_bytes),
+        (shortage.requested_bytes, shortage.live_bytes),
+        (4 * PAGE, PAGE)
+    );
+    assert_eq!(
+        (
+            shortage.free_bytes,
+            shortage.largest_free_bytes,
+            shortage.limit_bytes
+        ),
         (3 * PAGE, 3 * PAGE, 4 * PAGE)
     );
-    let absurd = planner.find_remedy(Request::new(u64::MAX)).expect_err("beyond any space");
+    let absurd = planner
+        .find_remedy(Request::new(u64::MAX))
+        .expect_err("beyond any space");
     assert_eq!(absurd.requested_bytes, u64::MAX);
 }

@@ -1,11 +1,14 @@
-//! Accounting by purpose, and the end of a pool. Reuse in stream order and budgets are in `conformance`.
+//! Accounting by purpose, and the end of a pool. Reuse in stream order and budgets are in
+//! `conformance`.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream,
+};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream, Monitor};
 use zero_alloc::{Pool, Purpose};
 
@@ -53,7 +56,13 @@ unsafe impl Device for Counting {
     fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
         self.host.fill_zero(stream, dst)
     }
-    fn upload(&self, stream: &HostStream, src: &[u8], dst: AnySlice, limit: Duration) -> Result<(), DeviceError> {
+    fn upload(
+        &self,
+        stream: &HostStream,
+        src: &[u8],
+        dst: AnySlice,
+        limit: Duration,
+    ) -> Result<(), DeviceError> {
         self.host.upload(stream, src, dst, limit)
     }
     fn download(
@@ -77,8 +86,12 @@ fn setup(budget_bytes: usize) -> (Pool<HostDevice>, HostStream, HostStream) {
 #[test]
 fn blocks_are_accounted_by_purpose() {
     let (pool, stream, _) = setup(1 << 20);
-    let params = pool.allocate(3, DType::Bf16, Purpose::Params, &stream).expect("allocated");
-    let grads = pool.allocate(5, DType::F32, Purpose::Grads, &stream).expect("allocated");
+    let params = pool
+        .allocate(3, DType::Bf16, Purpose::Params, &stream)
+        .expect("allocated");
+    let grads = pool
+        .allocate(5, DType::F32, Purpose::Grads, &stream)
+        .expect("allocated");
     let report = pool.report();
     assert_eq!(report.of(Purpose::Params).live_bytes, 6);
     assert_eq!(report.of(Purpose::Grads).live_bytes, 20);
@@ -97,12 +110,19 @@ fn blocks_are_accounted_by_purpose() {
 #[test]
 fn recorded_changes_add_up_to_the_report() {
     let (pool, stream, _) = setup(1 << 20);
-    let before = pool.allocate(100, DType::F32, Purpose::Params, &stream).unwrap();
+    let before = pool
+        .allocate(100, DType::F32, Purpose::Params, &stream)
+        .unwrap();
     pool.record_changes();
-    let grads = pool.allocate(10, DType::F32, Purpose::Grads, &stream).unwrap();
+    let grads = pool
+        .allocate(10, DType::F32, Purpose::Grads, &stream)
+        .unwrap();
     drop(before);
     let changes = pool.take_changes();
-    let seen: Vec<_> = changes.iter().map(|change| (change.purpose, change.bytes)).collect();
+    let seen: Vec<_> = changes
+        .iter()
+        .map(|change| (change.purpose, change.bytes))
+        .collect();
     assert_eq!(seen, [(Purpose::Grads, 40), (Purpose::Params, -400)]);
     assert!(changes.is_sorted_by_key(|change| change.at));
     drop(grads);
@@ -112,7 +132,9 @@ fn recorded_changes_add_up_to_the_report() {
 #[test]
 fn an_empty_block_needs_no_memory() {
     let (pool, stream, _) = setup(0);
-    let mut block = pool.allocate(0, DType::F32, Purpose::Params, &stream).expect("an empty block");
+    let mut block = pool
+        .allocate(0, DType::F32, Purpose::Params, &stream)
+        .expect("an empty block");
     assert!(block.is_empty());
     // SAFETY: of length 0.
     let slice = unsafe { block.typed::<f32>() }.expect("f32");
@@ -137,8 +159,13 @@ fn memory_is_freed_with_the_last_block() {
     let device = Counting::default();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
-    let block = pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("allocated");
-    drop(pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream).expect("allocated"));
+    let block = pool
+        .allocate(5 << 20, DType::U8, Purpose::Params, &stream)
+        .expect("allocated");
+    drop(
+        pool.allocate(5 << 20, DType::U8, Purpose::Params, &stream)
+            .expect("allocated"),
+    );
     drop(pool);
     assert!(device.allocated_bytes.load(Ordering::Relaxed) >= 5 << 20);
     stream.synchronize(LIMIT).expect("ran");
@@ -151,7 +178,9 @@ fn memory_in_use_is_not_freed() {
     let device = Counting::default();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
-    let block = pool.allocate(100, DType::U8, Purpose::Params, &stream).expect("allocated");
+    let block = pool
+        .allocate(100, DType::U8, Purpose::Params, &stream)
+        .expect("allocated");
     let open = block_stream(&stream);
     drop((pool, block));
     std::thread::sleep(Duration::from_millis(20));
@@ -167,17 +196,36 @@ fn wait_until_all_is_freed(device: &Counting) {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    panic!("{} bytes are still allocated", device.allocated_bytes.load(Ordering::Relaxed));
+    panic!(
+        "{} bytes are still allocated",
+        device.allocated_bytes.load(Ordering::Relaxed)
+    );
 }
 
 #[test]
 fn map_agrees_with_the_report() {
     let (pool, stream, _) = setup(1 << 20);
-    let grads = pool.allocate(300, DType::U8, Purpose::Grads, &stream).expect("allocated");
-    let buckets = pool.allocate(200, DType::U8, Purpose::Buckets, &stream).expect("allocated");
+    let grads = pool
+        .allocate(300, DType::U8, Purpose::Grads, &stream)
+        .expect("allocated");
+    let buckets = pool
+        .allocate(200, DType::U8, Purpose::Buckets, &stream)
+        .expect("allocated");
     let (map, report) = (pool.map(), pool.report());
-    let held = |purpose| map.spans.iter().filter(|s| s.purpose == purpose).map(|s| s.bytes).sum::<u64>();
-    assert_eq!((held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))), (512, 256));
-    assert_eq!((held(None), map.end()), (report.free_bytes as u64, report.reserved_bytes as u64));
+    let held = |purpose| {
+        map.spans
+            .iter()
+            .filter(|s| s.purpose == purpose)
+            .map(|s| s.bytes)
+            .sum::<u64>()
+    };
+    assert_eq!(
+        (held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))),
+        (512, 256)
+    );
+    assert_eq!(
+        (held(None), map.end()),
+        (report.free_bytes as u64, report.reserved_bytes as u64)
+    );
     drop((grads, buckets));
 }

@@ -13,8 +13,8 @@ const LIMIT: Duration = Duration::from_secs(if cfg!(miri) { 3600 } else { 60 });
 const SEEDS: u64 = if cfg!(miri) { 5 } else { 1000 };
 
 fn slice(block: &Block<HostDevice>) -> AnySlice {
-    // SAFETY: the tests order accesses by streams and events. In tests that do not, the scheduler runs one operation
-    // at a time, so that accesses do not overlap.
+    // SAFETY: the tests order accesses by streams and events. In tests that do not, the scheduler
+    // runs one operation at a time, so that accesses do not overlap.
     unsafe { block.slice() }
 }
 
@@ -35,7 +35,11 @@ fn read(stream: &HostStream, from: DeviceSlice<f32>, expected: f32) {
     let op = move || {
         // SAFETY: host memory; ordered as above.
         let seen = unsafe { from.as_host() };
-        assert!(seen.iter().all(|v| *v == expected), "saw {} instead of {expected}", seen[0]);
+        assert!(
+            seen.iter().all(|v| *v == expected),
+            "saw {} instead of {expected}",
+            seen[0]
+        );
         Ok(())
     };
     stream.enqueue("read", op).expect("enqueued");
@@ -53,12 +57,19 @@ fn setup(seed: u64) -> Setup {
     let pool = Pool::new(device.clone(), 1 << 20);
     let compute = device.create_stream("compute").expect("a stream");
     let comm = device.create_stream("comm").expect("a stream");
-    Setup { device, pool, compute, comm }
+    Setup {
+        device,
+        pool,
+        compute,
+        comm,
+    }
 }
 
 fn order(seed: u64) -> Vec<(usize, usize)> {
     let device = HostDevice::seeded(seed);
-    let streams: Vec<_> = (0..3).map(|i| device.create_stream(&format!("s{i}")).expect("a stream")).collect();
+    let streams: Vec<_> = (0..3)
+        .map(|i| device.create_stream(&format!("s{i}")).expect("a stream"))
+        .collect();
     let seen = Arc::new(Mutex::new(Vec::new()));
     for op in 0..4 {
         for (i, stream) in streams.iter().enumerate() {
@@ -82,11 +93,19 @@ fn seed_determines_the_order() {
     let orders: BTreeSet<_> = (0..SEEDS).map(order).collect();
     for order in &orders {
         for stream in 0..3 {
-            let own: Vec<_> = order.iter().filter(|(s, _)| *s == stream).map(|(_, op)| *op).collect();
+            let own: Vec<_> = order
+                .iter()
+                .filter(|(s, _)| *s == stream)
+                .map(|(_, op)| *op)
+                .collect();
             assert_eq!(own, [0, 1, 2, 3], "a stream runs in order");
         }
     }
-    assert!(orders.len() as u64 > SEEDS * 3 / 4, "{} orders of {SEEDS} seeds", orders.len());
+    assert!(
+        orders.len() as u64 > SEEDS * 3 / 4,
+        "{} orders of {SEEDS} seeds",
+        orders.len()
+    );
     for seed in 0..SEEDS.min(20) {
         assert_eq!(order(seed), order(seed));
     }
@@ -95,18 +114,33 @@ fn seed_determines_the_order() {
 #[test]
 fn missing_wait_is_found_in_any_order() {
     for seed in 0..SEEDS {
-        let Setup { device, pool, compute, comm } = setup(seed);
-        let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
+        let Setup {
+            device,
+            pool,
+            compute,
+            comm,
+        } = setup(seed);
+        let block = pool
+            .allocate(64, DType::F32, Purpose::Buckets, &compute)
+            .expect("room");
         write(&compute, f32s(&block), 1.0);
         // Missing: a wait of comm for compute.
         write(&comm, f32s(&block), 2.0);
         let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-        let Some(DeviceError::Operation { op, cause, .. }) = results.iter().find_map(|r| r.clone().err()) else {
+        let Some(DeviceError::Operation { op, cause, .. }) =
+            results.iter().find_map(|r| r.clone().err())
+        else {
             panic!("seed {seed}: not caught");
         };
         let message = cause.to_string();
         assert_eq!(op, "write");
-        for word in ["missing wait", "Buckets", "256 bytes", "stream compute", "stream comm"] {
+        for word in [
+            "missing wait",
+            "Buckets",
+            "256 bytes",
+            "stream compute",
+            "stream comm",
+        ] {
             assert!(message.contains(word), "{message}");
         }
         assert_eq!(device.violations()[0].kind, ViolationKind::Race);
@@ -116,31 +150,54 @@ fn missing_wait_is_found_in_any_order() {
 #[test]
 fn event_order_is_no_violation() {
     for seed in 0..SEEDS {
-        let Setup { device, pool, compute, comm } = setup(seed);
-        let mut block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
+        let Setup {
+            device,
+            pool,
+            compute,
+            comm,
+        } = setup(seed);
+        let mut block = pool
+            .allocate(64, DType::F32, Purpose::Buckets, &compute)
+            .expect("room");
         for round in 0..3 {
             write(&compute, f32s(&block), round as f32);
-            comm.wait(&compute.record().expect("recorded")).expect("enqueued");
+            comm.wait(&compute.record().expect("recorded"))
+                .expect("enqueued");
             read(&comm, f32s(&block), round as f32);
             read(&compute, f32s(&block), round as f32);
-            compute.wait(&comm.record().expect("recorded")).expect("enqueued");
+            compute
+                .wait(&comm.record().expect("recorded"))
+                .expect("enqueued");
         }
         block.record_use(&comm).expect("recorded");
         drop(block);
         // The same memory, on the other stream.
-        let block = pool.allocate(64, DType::F32, Purpose::Buckets, &comm).expect("room");
+        let block = pool
+            .allocate(64, DType::F32, Purpose::Buckets, &comm)
+            .expect("room");
         write(&comm, f32s(&block), 9.0);
         comm.synchronize(LIMIT).expect("sound");
         compute.synchronize(LIMIT).expect("sound");
-        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        assert!(
+            device.violations().is_empty(),
+            "seed {seed}: {:?}",
+            device.violations()
+        );
     }
 }
 
 #[test]
 fn host_waits_order_operations() {
     for seed in 0..SEEDS {
-        let Setup { device, pool, compute, comm } = setup(seed);
-        let block = pool.allocate(64, DType::F32, Purpose::Buckets, &compute).expect("room");
+        let Setup {
+            device,
+            pool,
+            compute,
+            comm,
+        } = setup(seed);
+        let block = pool
+            .allocate(64, DType::F32, Purpose::Buckets, &compute)
+            .expect("room");
         write(&compute, f32s(&block), 1.0);
         let done = compute.record().expect("recorded");
         if seed % 2 == 0 {
@@ -151,7 +208,11 @@ fn host_waits_order_operations() {
         write(&comm, f32s(&block), 2.0);
         comm.synchronize(LIMIT).expect("sound");
         drop(block);
-        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        assert!(
+            device.violations().is_empty(),
+            "seed {seed}: {:?}",
+            device.violations()
+        );
     }
 }
 
@@ -159,31 +220,57 @@ fn host_waits_order_operations() {
 fn unrecorded_use_of_a_freed_block_is_found() {
     let mut kinds = BTreeSet::new();
     for seed in 0..SEEDS {
-        let Setup { device, pool, compute, comm } = setup(seed);
-        let block = pool.allocate(64, DType::F32, Purpose::Activations, &compute).expect("room");
+        let Setup {
+            device,
+            pool,
+            compute,
+            comm,
+        } = setup(seed);
+        let block = pool
+            .allocate(64, DType::F32, Purpose::Activations, &compute)
+            .expect("room");
         write(&compute, f32s(&block), 1.0);
-        comm.wait(&compute.record().expect("recorded")).expect("enqueued");
+        comm.wait(&compute.record().expect("recorded"))
+            .expect("enqueued");
         read(&comm, f32s(&block), 1.0);
         // Missing: record_use(&comm).
         drop(block);
         let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-        let error = results.iter().find_map(|r| r.clone().err()).expect("caught").to_string();
-        assert!(error.contains("Activations") && error.contains("stream comm"), "{error}");
+        let error = results
+            .iter()
+            .find_map(|r| r.clone().err())
+            .expect("caught")
+            .to_string();
+        assert!(
+            error.contains("Activations") && error.contains("stream comm"),
+            "{error}"
+        );
         kinds.insert(format!("{:?}", device.violations()[0].kind));
     }
     // The read runs before the free or after it.
     if !cfg!(miri) {
-        assert_eq!(kinds.into_iter().collect::<Vec<_>>(), ["UnnotedUse", "UseAfterFree"]);
+        assert_eq!(
+            kinds.into_iter().collect::<Vec<_>>(),
+            ["UnnotedUse", "UseAfterFree"]
+        );
     }
 }
 
-/// An exchange as in a collective: each side reads the other's buffer. If `careful`, each waits until the other has
-/// read before it continues.
+/// An exchange as in a collective: each side reads the other's buffer. If `careful`, each waits
+/// until the other has read before it continues.
 fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
-    let Setup { device, pool, compute, comm } = setup(seed);
+    let Setup {
+        device,
+        pool,
+        compute,
+        comm,
+    } = setup(seed);
     let monitor = Arc::new(Monitor::new((0, 0)));
     let blocks: Vec<_> = [&compute, &comm]
-        .map(|stream| pool.allocate(16, DType::F32, Purpose::Buckets, stream).expect("room"))
+        .map(|stream| {
+            pool.allocate(16, DType::F32, Purpose::Buckets, stream)
+                .expect("room")
+        })
         .into_iter()
         .collect();
     for (rank, stream) in [&compute, &comm].into_iter().enumerate() {
@@ -192,12 +279,21 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
         let monitor = Arc::clone(&monitor);
         let op = move || {
             monitor.update(|(arrived, _)| *arrived += 1);
-            monitor.wait_until(LIMIT, || "arrival".into(), |(arrived, _)| (*arrived == 2).then_some(()))?;
-            // SAFETY: host memory; the other side has written and will not write again before the second monitor.
+            monitor.wait_until(
+                LIMIT,
+                || "arrival".into(),
+                |(arrived, _)| (*arrived == 2).then_some(()),
+            )?;
+            // SAFETY: host memory; the other side has written and will not write again before the
+            // second monitor.
             assert_eq!(unsafe { other.as_host() }[0], 1.0 - rank as f32);
             monitor.update(|(_, read)| *read += 1);
             if careful {
-                monitor.wait_until(LIMIT, || "departure".into(), |(_, read)| (*read == 2).then_some(()))?;
+                monitor.wait_until(
+                    LIMIT,
+                    || "departure".into(),
+                    |(_, read)| (*read == 2).then_some(()),
+                )?;
             }
             Ok(())
         };
@@ -221,21 +317,40 @@ fn monitors_order_operations() {
 
 #[test]
 fn leaving_a_monitor_early_is_found() {
-    // A rank that does not wait for the reader overwrites the buffer before the read in some orders.
-    let caught = (0..SEEDS).filter(|seed| !exchange(*seed, false).is_empty()).count() as u64;
+    // A rank that does not wait for the reader overwrites the buffer before the read in some
+    // orders.
+    let caught = (0..SEEDS)
+        .filter(|seed| !exchange(*seed, false).is_empty())
+        .count() as u64;
     assert!(caught > SEEDS / 8, "caught with {caught} of {SEEDS} seeds");
 }
 
 #[test]
 fn copies_and_fills_are_checked() {
-    let Setup { device, pool, compute, comm } = setup(7);
-    let a = pool.allocate(64, DType::F32, Purpose::Params, &compute).expect("room");
-    let b = pool.allocate(64, DType::F32, Purpose::Params, &compute).expect("room");
+    let Setup {
+        device,
+        pool,
+        compute,
+        comm,
+    } = setup(7);
+    let a = pool
+        .allocate(64, DType::F32, Purpose::Params, &compute)
+        .expect("room");
+    let b = pool
+        .allocate(64, DType::F32, Purpose::Params, &compute)
+        .expect("room");
     device.fill_zero(&compute, slice(&a)).expect("enqueued");
     device.copy(&comm, slice(&a), slice(&b)).expect("enqueued");
     let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-    let error = results.iter().find_map(|r| r.clone().err()).expect("caught").to_string();
-    assert!(error.contains("fill_zero") && error.contains("copy"), "{error}");
+    let error = results
+        .iter()
+        .find_map(|r| r.clone().err())
+        .expect("caught")
+        .to_string();
+    assert!(
+        error.contains("fill_zero") && error.contains("copy"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -246,6 +361,11 @@ fn blocked_operation_ends_at_its_limit() {
     let op = move || monitor.wait_until(limit, || "a peer".into(), |open| open.then_some(()));
     compute.enqueue("wait", op).expect("enqueued");
     let error = compute.synchronize(LIMIT).expect_err("nobody opens it");
-    let DeviceError::Operation { stream, op, cause } = error else { panic!("{error}") };
-    assert_eq!((&*stream, &*op, &*cause.to_string()), ("compute", "wait", "a peer took longer than 3ms"));
+    let DeviceError::Operation { stream, op, cause } = error else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        (&*stream, &*op, &*cause.to_string()),
+        ("compute", "wait", "a peer took longer than 3ms")
+    );
 }

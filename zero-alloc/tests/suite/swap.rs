@@ -70,7 +70,11 @@ fn folder() -> TempDir {
 
 /// The engines that work here.
 fn engines() -> Vec<SwapEngine> {
-    match SwapFile::create(folder().path(), 0, SwapOptions::default().engine(SwapEngine::IoUring)) {
+    match SwapFile::create(
+        folder().path(),
+        0,
+        SwapOptions::default().engine(SwapEngine::IoUring),
+    ) {
         Ok(_) => vec![SwapEngine::Threads, SwapEngine::IoUring],
         Err(error) => {
             eprintln!("NOT TESTED WITH io_uring, only with threads: {error}");
@@ -81,7 +85,10 @@ fn engines() -> Vec<SwapEngine> {
 
 /// Small requests and queues, so that small files use them.
 fn options(engine: SwapEngine) -> SwapOptions {
-    SwapOptions::default().engine(engine).queue_depth(4).request_bytes(2 * PAGE)
+    SwapOptions::default()
+        .engine(engine)
+        .queue_depth(4)
+        .request_bytes(2 * PAGE)
 }
 
 fn file(dir: &Path, pages: usize, options: SwapOptions) -> SwapFile {
@@ -117,7 +124,11 @@ fn transfer() -> impl Strategy<Value = Transfer> {
         // The order in the file and in memory differ.
         ranges.rev().collect()
     });
-    (any::<bool>(), 0..3usize, ranges).prop_map(|(write, lane, ranges)| Transfer { write, lane, ranges })
+    (any::<bool>(), 0..3usize, ranges).prop_map(|(write, lane, ranges)| Transfer {
+        write,
+        lane,
+        ranges,
+    })
 }
 
 proptest! {
@@ -190,13 +201,22 @@ fn lanes_on_streams_pass_data_in_order() {
         for round in 0..20 {
             let (from, mut to) = (Buffer::filled(32, round), Buffer::new(32));
             for half in [0, 16] {
-                writer.write(&out, &[(at(half), from.pages(half, 16))]).expect("enqueued");
-                back.wait(&out.record().expect("recorded")).expect("enqueued");
-                reader.read(&back, &[(at(half), to.pages(half, 16))]).expect("enqueued");
+                writer
+                    .write(&out, &[(at(half), from.pages(half, 16))])
+                    .expect("enqueued");
+                back.wait(&out.record().expect("recorded"))
+                    .expect("enqueued");
+                reader
+                    .read(&back, &[(at(half), to.pages(half, 16))])
+                    .expect("enqueued");
             }
-            out.wait(&back.record().expect("recorded")).expect("enqueued");
+            out.wait(&back.record().expect("recorded"))
+                .expect("enqueued");
             back.synchronize(LIMIT).expect("transferred");
-            assert!(to.bytes() == Buffer::filled(32, round).bytes(), "round {round}, {engine:?}");
+            assert!(
+                to.bytes() == Buffer::filled(32, round).bytes(),
+                "round {round}, {engine:?}"
+            );
         }
     }
 }
@@ -207,11 +227,20 @@ fn one_lane_serves_two_streams() {
         let dir = folder();
         let file = file(dir.path(), 32, options(engine));
         let lane = file.lane().expect("a lane");
-        let mut halves = [0, 16].map(|first| (first, stream("half"), Buffer::filled(16, first), Buffer::new(16)));
+        let mut halves = [0, 16].map(|first| {
+            (
+                first,
+                stream("half"),
+                Buffer::filled(16, first),
+                Buffer::new(16),
+            )
+        });
         for (first, stream, from, to) in &halves {
             for _ in 0..10 {
-                lane.write(stream, &[(at(*first as usize), from.slice())]).expect("enqueued");
-                lane.read(stream, &[(at(*first as usize), to.slice())]).expect("enqueued");
+                lane.write(stream, &[(at(*first as usize), from.slice())])
+                    .expect("enqueued");
+                lane.read(stream, &[(at(*first as usize), to.slice())])
+                    .expect("enqueued");
             }
         }
         // Enqueued operations keep the file open.
@@ -226,37 +255,78 @@ fn one_lane_serves_two_streams() {
 #[test]
 fn invalid_ranges_are_refused_by_number() {
     let dir = folder();
-    let (lane, stream) = (file(dir.path(), 4, SwapOptions::default()).lane().expect("a lane"), stream("swap"));
+    let (lane, stream) = (
+        file(dir.path(), 4, SwapOptions::default())
+            .lane()
+            .expect("a lane"),
+        stream("swap"),
+    );
     let buffer = Buffer::new(8);
     for (offset, slice, message) in [
-        (100, buffer.pages(0, 1), "swap read: offset 100 is not a multiple of 4096 bytes"),
-        (0, buffer.slice().slice(0..5000), "length 5000 is not a multiple of 4096 bytes"),
-        (0, buffer.slice().slice(1..PAGE + 1), "is not a multiple of 4096 bytes"),
-        (at(2), buffer.pages(0, 3), "12288 bytes at offset 8192 end beyond the file of 16384 bytes"),
+        (
+            100,
+            buffer.pages(0, 1),
+            "swap read: offset 100 is not a multiple of 4096 bytes",
+        ),
+        (
+            0,
+            buffer.slice().slice(0..5000),
+            "length 5000 is not a multiple of 4096 bytes",
+        ),
+        (
+            0,
+            buffer.slice().slice(1..PAGE + 1),
+            "is not a multiple of 4096 bytes",
+        ),
+        (
+            at(2),
+            buffer.pages(0, 3),
+            "12288 bytes at offset 8192 end beyond the file of 16384 bytes",
+        ),
         (u64::MAX - 4095, buffer.pages(0, 2), "end beyond the file"),
     ] {
-        let error = lane.read(&stream, &[(0, buffer.pages(0, 0)), (offset, slice)]).expect_err("invalid");
+        let error = lane
+            .read(&stream, &[(0, buffer.pages(0, 0)), (offset, slice)])
+            .expect_err("invalid");
         assert!(error.to_string().contains(message), "{error}");
     }
     let device = DeviceId::new(DeviceKind::Simulated).expect("an id");
     // SAFETY: refused before anything accesses it.
-    let other = unsafe { AnySlice::from_raw_parts(buffer.slice().as_ptr(), PAGE, DType::U8, device) };
-    assert!(matches!(lane.write(&stream, &[(0, other)]), Err(DeviceError::AnotherDevice { .. })));
+    let other =
+        unsafe { AnySlice::from_raw_parts(buffer.slice().as_ptr(), PAGE, DType::U8, device) };
+    assert!(matches!(
+        lane.write(&stream, &[(0, other)]),
+        Err(DeviceError::AnotherDevice { .. })
+    ));
     stream.synchronize(LIMIT).expect("nothing was enqueued");
 }
 
 #[test]
 fn creation_errors_name_the_cause() {
     let dir = folder();
-    let create = |dir: &Path, bytes, options| SwapFile::create(dir, bytes, options).expect_err("refused");
+    let create =
+        |dir: &Path, bytes, options| SwapFile::create(dir, bytes, options).expect_err("refused");
     let missing = create(&dir.path().join("missing"), 0, SwapOptions::default());
-    assert!(matches!(missing, SwapError::Folder { .. }) && missing.to_string().contains("name an existing folder"));
+    assert!(
+        matches!(missing, SwapError::Folder { .. })
+            && missing.to_string().contains("name an existing folder")
+    );
     let path = dir.path().join("file");
     std::fs::write(&path, "").expect("room");
-    assert!(matches!(create(&path, 0, SwapOptions::default()), SwapError::Folder { .. }));
+    assert!(matches!(
+        create(&path, 0, SwapOptions::default()),
+        SwapError::Folder { .. }
+    ));
     // No disk has 4 EiB.
     let full = create(dir.path(), 1 << 62, SwapOptions::default());
-    let SwapError::DiskFull { needed_bytes, free_bytes, .. } = full else { panic!("{full}") };
+    let SwapError::DiskFull {
+        needed_bytes,
+        free_bytes,
+        ..
+    } = full
+    else {
+        panic!("{full}")
+    };
     assert!(needed_bytes == 1 << 62 && free_bytes < 1 << 62);
     assert!(full.to_string().contains("free some space"), "{full}");
     for options in [
@@ -266,7 +336,10 @@ fn creation_errors_name_the_cause() {
         SwapOptions::default().request_bytes(5000),
         SwapOptions::default().limit(Duration::ZERO),
     ] {
-        assert!(matches!(create(dir.path(), 0, options), SwapError::Option { .. }));
+        assert!(matches!(
+            create(dir.path(), 0, options),
+            SwapError::Option { .. }
+        ));
     }
 }
 
@@ -304,18 +377,31 @@ fn failed_request_poisons_the_stream_with_its_place() {
             (libc::EFBIG, "ulimit -f"),
             (libc::EINVAL, "SwapOptions::direct"),
         ] {
-            let error = faulty_read(engine, &[(5, Fault::Errno(errno))]).1.expect_err("failed");
-            let Some(SwapError::Transfer { op: "read", offset: 40960, bytes: 8192, error: system, .. }) =
-                error.cause()
+            let error = faulty_read(engine, &[(5, Fault::Errno(errno))])
+                .1
+                .expect_err("failed");
+            let Some(SwapError::Transfer {
+                op: "read",
+                offset: 40960,
+                bytes: 8192,
+                error: system,
+                ..
+            }) = error.cause()
             else {
                 panic!("{error}")
             };
             assert_eq!(system.raw_os_error(), Some(errno));
-            assert!(error.to_string().contains("swap read on stream swap") && error.to_string().contains(advice));
+            assert!(
+                error.to_string().contains("swap read on stream swap")
+                    && error.to_string().contains(advice)
+            );
         }
-        let error = faulty_read(engine, &[(0, Fault::Short(0))]).1.expect_err("failed");
+        let error = faulty_read(engine, &[(0, Fault::Short(0))])
+            .1
+            .expect_err("failed");
         assert!(
-            error.to_string().contains("transferred nothing") && error.to_string().contains("shortened the file")
+            error.to_string().contains("transferred nothing")
+                && error.to_string().contains("shortened the file")
         );
     }
 }
@@ -338,8 +424,13 @@ fn short_and_interrupted_requests_are_completed() {
 #[test]
 fn late_request_fails_the_transfer_after_it_has_come_back() {
     for engine in engines() {
-        let error = faulty_read(engine, &[(2, Fault::Late)]).1.expect_err("late");
-        assert!(matches!(error.cause(), Some(SwapError::Late { op: "read", .. })), "{error}");
+        let error = faulty_read(engine, &[(2, Fault::Late)])
+            .1
+            .expect_err("late");
+        assert!(
+            matches!(error.cause(), Some(SwapError::Late { op: "read", .. })),
+            "{error}"
+        );
     }
 }
 
@@ -355,7 +446,12 @@ fn registration_is_optional() {
         lane.register(&vec![from.0.clone(); 20_000]);
         if engine == SwapEngine::IoUring {
             let notices = file.notices();
-            assert!(notices.iter().any(|notice| notice.contains("raise ulimit -l")), "{notices:?}");
+            assert!(
+                notices
+                    .iter()
+                    .any(|notice| notice.contains("raise ulimit -l")),
+                "{notices:?}"
+            );
         }
         lane.register(std::slice::from_ref(&from.0));
         // In place of the first.
@@ -375,23 +471,30 @@ fn registered_memory_outlives_its_other_handles() {
         let lane = file.lane().expect("a lane");
         let stream = stream("swap");
         let pool = Pool::new(HostDevice::new(), 1 << 30);
-        let allocate = || SwapBuffer::allocate(&pool, 256 * PAGE, Purpose::Workspace, &stream).expect("memory");
+        let allocate = || {
+            SwapBuffer::allocate(&pool, 256 * PAGE, Purpose::Workspace, &stream).expect("memory")
+        };
         lane.register(&[allocate()]);
         pool.trim(LIMIT);
 
         // Were the registered memory unmapped, this would have its address, but not its pages.
         let mut buffer = Buffer(allocate());
         buffer.bytes().fill(7);
-        lane.write(&stream, &[(0, buffer.slice())]).expect("enqueued");
+        lane.write(&stream, &[(0, buffer.slice())])
+            .expect("enqueued");
         stream.synchronize(LIMIT).expect("written");
         buffer.bytes().fill(0);
-        lane.read(&stream, &[(0, buffer.slice())]).expect("enqueued");
+        lane.read(&stream, &[(0, buffer.slice())])
+            .expect("enqueued");
         stream.synchronize(LIMIT).expect("read");
         assert!(buffer.bytes().iter().all(|&byte| byte == 7), "{engine:?}");
 
         // The lane's handle was the last, if the kernel accepted the memory.
         drop(buffer);
-        let refused = file.notices().iter().any(|notice| notice.contains("refuses to register"));
+        let refused = file
+            .notices()
+            .iter()
+            .any(|notice| notice.contains("refuses to register"));
         let live = |pool: &Pool<HostDevice>| pool.report().total.live_bytes;
         assert_eq!(live(&pool) > 0, engine == SwapEngine::IoUring && !refused);
         drop(lane);
@@ -405,10 +508,16 @@ fn file_system_in_memory_is_named() {
         return eprintln!("NOT TESTED: no /dev/shm here");
     };
     let notices = file(dir.path(), 1, SwapOptions::default()).notices();
-    assert!(notices.iter().any(|notice| notice.contains("is a file system in memory")), "{notices:?}");
+    assert!(
+        notices
+            .iter()
+            .any(|notice| notice.contains("is a file system in memory")),
+        "{notices:?}"
+    );
 }
 
-/// Makes `io_uring_setup` fail with `errno` for this thread and those that it starts, as containers and limits do.
+/// Makes `io_uring_setup` fail with `errno` for this thread and those that it starts, as containers
+/// and limits do.
 fn refuse_io_uring(errno: i32) {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
@@ -420,11 +529,20 @@ fn refuse_io_uring(errno: i32) {
         op(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
         op(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
-    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    let program = libc::sock_fprog {
+        len: filter.len() as u16,
+        filter: filter.as_mut_ptr(),
+    };
     // SAFETY: changes this thread only.
-    assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
+    assert_eq!(
+        unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) },
+        0
+    );
     // SAFETY: a valid program, which the kernel copies.
-    assert_eq!(unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) }, 0);
+    assert_eq!(
+        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) },
+        0
+    );
 }
 
 #[test]
@@ -432,11 +550,23 @@ fn refused_io_uring_is_replaced_and_named() {
     let refused = std::thread::spawn(|| {
         refuse_io_uring(libc::EPERM);
         let dir = folder();
-        let error = SwapFile::create(dir.path(), 0, SwapOptions::default().engine(SwapEngine::IoUring));
-        assert!(error.expect_err("refused").to_string().contains("io_uring_setup: Operation not permitted"));
+        let error = SwapFile::create(
+            dir.path(),
+            0,
+            SwapOptions::default().engine(SwapEngine::IoUring),
+        );
+        assert!(
+            error
+                .expect_err("refused")
+                .to_string()
+                .contains("io_uring_setup: Operation not permitted")
+        );
         let file = file(dir.path(), 16, options(SwapEngine::Auto));
         let notices = file.notices();
-        assert!(notices[0].contains("4 threads a lane") && notices[0].contains("seccomp"), "{notices:?}");
+        assert!(
+            notices[0].contains("4 threads a lane") && notices[0].contains("seccomp"),
+            "{notices:?}"
+        );
         let lane = file.lane().expect("a lane");
         let stream = stream("swap");
         let from = Buffer::filled(16, 7);
@@ -456,15 +586,25 @@ fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
     }
     let limited = std::thread::spawn(|| {
         let dir = folder();
-        let [auto, ring_only] = [SwapEngine::Auto, SwapEngine::IoUring].map(|e| file(dir.path(), 16, options(e)));
+        let [auto, ring_only] =
+            [SwapEngine::Auto, SwapEngine::IoUring].map(|e| file(dir.path(), 16, options(e)));
         refuse_io_uring(libc::ENOMEM);
-        let error = ring_only.lane().expect_err("no rings but io_uring's").to_string();
-        assert!(error.contains("make a lane") && error.contains("ulimit -l"), "{error}");
+        let error = ring_only
+            .lane()
+            .expect_err("no rings but io_uring's")
+            .to_string();
+        assert!(
+            error.contains("make a lane") && error.contains("ulimit -l"),
+            "{error}"
+        );
 
         let lane = auto.lane().expect("threads");
         let stream = stream("swap");
         let notices = auto.notices();
-        assert!(notices[0].contains("4 threads a lane") && notices[0].contains("raise ulimit -l"), "{notices:?}");
+        assert!(
+            notices[0].contains("4 threads a lane") && notices[0].contains("raise ulimit -l"),
+            "{notices:?}"
+        );
         let from = Buffer::filled(16, 7);
         let mut to = Buffer::new(16);
         lane.register(std::slice::from_ref(&from.0));
@@ -483,23 +623,34 @@ fn seeded_scheduler_finds_a_missing_wait() {
             for waits in [true, false] {
                 let buffer = Buffer::new(4);
                 let device = HostDevice::seeded(seed);
-                let [swap, compute] = ["swap", "compute"].map(|name| device.create_stream(name).expect("a stream"));
+                let [swap, compute] =
+                    ["swap", "compute"].map(|name| device.create_stream(name).expect("a stream"));
                 let dir = folder();
                 let lane = file(dir.path(), 4, options(engine)).lane().expect("a lane");
                 lane.read(&swap, &[(0, buffer.slice())]).expect("enqueued");
                 if waits {
-                    compute.wait(&swap.record().expect("recorded")).expect("enqueued");
+                    compute
+                        .wait(&swap.record().expect("recorded"))
+                        .expect("enqueued");
                 }
                 let bytes = buffer.slice().typed::<u8>().expect("bytes");
                 let sum = move || {
                     // SAFETY: host memory; the scheduler runs one operation at a time.
-                    let _ = unsafe { bytes.as_host() }.iter().map(|byte| u64::from(*byte)).sum::<u64>();
+                    let _ = unsafe { bytes.as_host() }
+                        .iter()
+                        .map(|byte| u64::from(*byte))
+                        .sum::<u64>();
                     Ok(())
                 };
                 compute.enqueue("sum", sum).expect("enqueued");
                 let sound = swap.synchronize(LIMIT).is_ok() & compute.synchronize(LIMIT).is_ok();
                 assert_eq!(sound, waits, "seed {seed}");
-                assert!(device.violations().iter().all(|violation| violation.kind == ViolationKind::Race));
+                assert!(
+                    device
+                        .violations()
+                        .iter()
+                        .all(|violation| violation.kind == ViolationKind::Race)
+                );
             }
         }
     }
@@ -512,16 +663,21 @@ fn seeded_scheduler_checks_the_file_too() {
             for (waits, page) in [(true, 3), (false, 3), (false, 4)] {
                 let (buffer, other) = (Buffer::new(4), Buffer::new(1));
                 let device = HostDevice::seeded(seed);
-                let [swap, compute] = ["swap", "other"].map(|name| device.create_stream(name).expect("a stream"));
+                let [swap, compute] =
+                    ["swap", "other"].map(|name| device.create_stream(name).expect("a stream"));
                 let dir = folder();
                 let file = file(dir.path(), 5, options(engine));
                 let lane = file.lane().expect("a lane");
                 lane.read(&swap, &[(0, buffer.slice())]).expect("enqueued");
                 if waits {
-                    compute.wait(&swap.record().expect("recorded")).expect("enqueued");
+                    compute
+                        .wait(&swap.record().expect("recorded"))
+                        .expect("enqueued");
                 }
-                // Another buffer, and a page of the file that the first operation reads, or the next one.
-                lane.write(&compute, &[(at(page), other.slice())]).expect("enqueued");
+                // Another buffer, and a page of the file that the first operation reads, or the
+                // next one.
+                lane.write(&compute, &[(at(page), other.slice())])
+                    .expect("enqueued");
                 let sound = swap.synchronize(LIMIT).is_ok() & compute.synchronize(LIMIT).is_ok();
                 assert_eq!(sound, waits || page == 4, "seed {seed}");
             }
@@ -529,12 +685,19 @@ fn seeded_scheduler_checks_the_file_too() {
     }
 }
 
-/// Runs the test `name` of this program, which is ignored otherwise, in its own process with `argument`.
+/// Runs the test `name` of this program, which is ignored otherwise, in its own process with
+/// `argument`.
 fn child(name: &str, argument: &str) -> Child {
     let program = std::env::current_exe().expect("a program");
     let mut command = Command::new(program);
-    command.args(["--exact", name, "--ignored", "--nocapture"]).env("ZERO_SWAP_TEST", argument);
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
+    command
+        .args(["--exact", name, "--ignored", "--nocapture"])
+        .env("ZERO_SWAP_TEST", argument);
+    command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("started")
 }
 
 /// The argument of this process, if [`child`] started it.
@@ -546,9 +709,15 @@ fn argument() -> Option<String> {
 #[ignore = "a process that another test kills"]
 fn child_writes_and_waits() {
     let Some(dir) = argument() else { return };
-    let (file, stream, from) =
-        (file(dir.as_ref(), 256, SwapOptions::default()), stream("swap"), Buffer::filled(256, 1));
-    file.lane().expect("a lane").write(&stream, &[(0, from.slice())]).expect("enqueued");
+    let (file, stream, from) = (
+        file(dir.as_ref(), 256, SwapOptions::default()),
+        stream("swap"),
+        Buffer::filled(256, 1),
+    );
+    file.lane()
+        .expect("a lane")
+        .write(&stream, &[(0, from.slice())])
+        .expect("enqueued");
     stream.synchronize(LIMIT).expect("written");
     println!("\nwritten");
     std::thread::sleep(LIMIT);
@@ -557,12 +726,22 @@ fn child_writes_and_waits() {
 #[test]
 fn killed_process_leaves_nothing() {
     let dir = folder();
-    let mut runs = [(); 2].map(|()| child("swap::child_writes_and_waits", &dir.path().to_string_lossy()));
+    let mut runs = [(); 2].map(|()| {
+        child(
+            "swap::child_writes_and_waits",
+            &dir.path().to_string_lossy(),
+        )
+    });
     for run in &mut runs {
         let output = BufReader::new(run.stdout.take().expect("piped"));
-        assert!(output.lines().any(|line| line.is_ok_and(|line| line == "written")));
+        assert!(
+            output
+                .lines()
+                .any(|line| line.is_ok_and(|line| line == "written"))
+        );
     }
-    // No other run sees the files, and their space goes with the process: they have no name (see the crate's test).
+    // No other run sees the files, and their space goes with the process: they have no name (see
+    // the crate's test).
     assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
     for run in &mut runs {
         run.kill().expect("running");
@@ -575,11 +754,22 @@ fn killed_process_leaves_nothing() {
 #[ignore = "a process that aborts"]
 fn child_waits_for_a_lost_request() {
     let Some(engine) = argument() else { return };
-    let engine = if engine == "IoUring" { SwapEngine::IoUring } else { SwapEngine::Threads };
+    let engine = if engine == "IoUring" {
+        SwapEngine::IoUring
+    } else {
+        SwapEngine::Threads
+    };
     let (dir, buffer) = (folder(), Buffer::new(4));
-    let file = file(dir.path(), 4, options(engine).limit(Duration::from_millis(50)));
+    let file = file(
+        dir.path(),
+        4,
+        options(engine).limit(Duration::from_millis(50)),
+    );
     file.inject(1, Fault::Never);
-    file.lane().expect("a lane").write(&stream("swap"), &[(0, buffer.slice())]).expect("enqueued");
+    file.lane()
+        .expect("a lane")
+        .write(&stream("swap"), &[(0, buffer.slice())])
+        .expect("enqueued");
     std::thread::sleep(LIMIT);
 }
 
@@ -587,12 +777,24 @@ fn child_waits_for_a_lost_request() {
 #[test]
 fn lost_request_aborts_the_process() {
     for engine in engines() {
-        let mut run = child("swap::child_waits_for_a_lost_request", &format!("{engine:?}"));
+        let mut run = child(
+            "swap::child_waits_for_a_lost_request",
+            &format!("{engine:?}"),
+        );
         let mut text = String::new();
-        run.stderr.take().expect("piped").read_to_string(&mut text).expect("text");
-        assert_eq!(run.wait().expect("ended").signal(), Some(libc::SIGABRT), "{text}");
+        run.stderr
+            .take()
+            .expect("piped")
+            .read_to_string(&mut text)
+            .expect("text");
+        assert_eq!(
+            run.wait().expect("ended").signal(),
+            Some(libc::SIGABRT),
+            "{text}"
+        );
         assert!(
-            text.contains("write of 8192 bytes at offset 8192") && text.contains("took longer than 50ms"),
+            text.contains("write of 8192 bytes at offset 8192")
+                && text.contains("took longer than 50ms"),
             "{text}"
         );
     }

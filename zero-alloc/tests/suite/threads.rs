@@ -21,7 +21,10 @@ fn write_and_check(stream: &HostStream, slice: AnySlice, value: u64) -> Result<(
     stream.enqueue("check", move || {
         // SAFETY: host memory; the block is this thread's.
         let seen = unsafe { slice.as_host() };
-        assert!(seen.iter().all(|b| *b == value as u8), "another thread wrote here");
+        assert!(
+            seen.iter().all(|b| *b == value as u8),
+            "another thread wrote here"
+        );
         Ok(())
     })
 }
@@ -35,24 +38,34 @@ fn threads_share_a_pool() {
         for thread in 0..THREADS {
             let (pool, device) = (pool.clone(), device.clone());
             scope.spawn(move || {
-                let stream = device.create_stream(&format!("stream {thread}")).expect("a stream");
+                let stream = device
+                    .create_stream(&format!("stream {thread}"))
+                    .expect("a stream");
                 let mut held = Vec::new();
                 let mut random = thread;
                 for round in 0..rounds {
-                    random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    random = random
+                        .wrapping_mul(6364136223846793005)
+                        .wrapping_add(1442695040888963407);
                     let bytes = 1 + (random >> 33) as usize % MAX_BYTES;
                     let purpose = Purpose::ALL[(random >> 20) as usize % 6];
                     if random >> 63 == 0 {
-                        let block = pool.allocate(bytes, DType::U8, purpose, &stream).expect("allocated");
+                        let block = pool
+                            .allocate(bytes, DType::U8, purpose, &stream)
+                            .expect("allocated");
                         // SAFETY: only the home stream uses the block, in order.
                         let slice = unsafe { block.slice() };
                         write_and_check(&stream, slice, thread * 31 + round).expect("enqueued");
                         held.push(block);
                     } else {
-                        let block = pool.allocate_movable(bytes, DType::U8, purpose, &stream).expect("allocated");
+                        let block = pool
+                            .allocate_movable(bytes, DType::U8, purpose, &stream)
+                            .expect("allocated");
                         // SAFETY: used only by what is enqueued on this stream, which orders it.
                         let done = unsafe {
-                            block.with(&stream, |slice| write_and_check(&stream, slice, thread * 31 + round))
+                            block.with(&stream, |slice| {
+                                write_and_check(&stream, slice, thread * 31 + round)
+                            })
                         };
                         done.expect("the stream is there").expect("enqueued");
                         if random >> 60 == 15 {

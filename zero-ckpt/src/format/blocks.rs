@@ -6,8 +6,8 @@
 //!         '------------------------ front ----'------------------- state ----------------------------------'
 //! ```
 //!
-//! A file holds one tensor for every state of the checkpoint and every **piece** of the rank. A piece is a range of
-//! elements of one unit, without padding, which is not stored.
+//! A file holds one tensor for every state of the checkpoint and every **piece** of the rank. A
+//! piece is a range of elements of one unit, without padding, which is not stored.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -61,17 +61,26 @@ impl FileLayout {
     pub(crate) fn new(states: &[StateSpec], pieces: Vec<Piece>) -> Option<Self> {
         let mut piece_starts = vec![0u64];
         for piece in &pieces {
-            let end = piece_starts.last()?.checked_add(piece.2.checked_sub(piece.1)?)?;
+            let end = piece_starts
+                .last()?
+                .checked_add(piece.2.checked_sub(piece.1)?)?;
             piece_starts.push(end);
         }
         let (elems, mut state_starts) = (*piece_starts.last()?, vec![0u64]);
         for state in states {
-            let end = state_starts.last()?.checked_add(elems.checked_mul(state.dtype.bytes())?)?;
+            let end = state_starts
+                .last()?
+                .checked_add(elems.checked_mul(state.dtype.bytes())?)?;
             state_starts.push(end);
         }
         // Leave room in 64 bits for header and table.
         state_starts.last()?.checked_add(1 << 40)?;
-        Some(Self { pieces, state_starts, piece_starts, dtypes: states.iter().map(|s| s.dtype).collect() })
+        Some(Self {
+            pieces,
+            state_starts,
+            piece_starts,
+            dtypes: states.iter().map(|s| s.dtype).collect(),
+        })
     }
 
     /// Bytes of all states in the file.
@@ -120,10 +129,15 @@ impl FileLayout {
                 });
             }
         }
-        Header { metadata, tensors, data_start: 0 }
+        Header {
+            metadata,
+            tensors,
+            data_start: 0,
+        }
     }
 
-    /// Checks that a header has exactly the tensors of this layout, and returns the file offset of the state.
+    /// Checks that a header has exactly the tensors of this layout, and returns the file offset of
+    /// the state.
     pub(crate) fn check<'a>(
         &self,
         header: &Header,
@@ -132,7 +146,11 @@ impl FileLayout {
     ) -> Result<u64, String> {
         let expected = self.header(states, unit_name, BTreeMap::new()).tensors;
         if header.tensors.len() != expected.len() {
-            return Err(format!("{} tensors; the manifest requires {}", header.tensors.len(), expected.len()));
+            return Err(format!(
+                "{} tensors; the manifest requires {}",
+                header.tensors.len(),
+                expected.len()
+            ));
         }
         if let Some((e, g)) = expected.iter().zip(&header.tensors).find(|(e, g)| e != g) {
             return Err(format!(
@@ -142,7 +160,9 @@ impl FileLayout {
         }
         let start = header.data_start + self.table_bytes();
         if !start.is_multiple_of(PAGE_BYTES as u64) {
-            return Err(format!("the state starts at byte {start}, which is not a multiple of {PAGE_BYTES}"));
+            return Err(format!(
+                "the state starts at byte {start}, which is not a multiple of {PAGE_BYTES}"
+            ));
         }
         Ok(start)
     }
@@ -158,21 +178,38 @@ pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// Sort key of states in a file: wider elements first, so that every tensor is aligned to its element.
+/// Sort key of states in a file: wider elements first, so that every tensor is aligned to its
+/// element.
 pub(crate) fn file_order(state: &StateSpec) -> std::cmp::Reverse<u64> {
     std::cmp::Reverse(state.dtype.bytes())
 }
 
 /// The pieces of `rank`: its shard of every unit without the padding.
-pub(crate) fn shard_pieces(layout: &zero_shard::Layout, rank: u64) -> Result<Vec<Piece>, CkptError> {
+pub(crate) fn shard_pieces(
+    layout: &zero_shard::Layout,
+    rank: u64,
+) -> Result<Vec<Piece>, CkptError> {
     if rank >= layout.world_size() {
-        return Err(CkptError::argument("rank", format!("below {}", layout.world_size()), rank));
+        return Err(CkptError::argument(
+            "rank",
+            format!("below {}", layout.world_size()),
+            rank,
+        ));
     }
     let piece = |(u, unit): (usize, &zero_shard::UnitLayout)| {
         let runs = runs(unit, rank);
-        Some(Piece(u as u64, runs.first()?.elems.start, runs.last()?.elems.end))
+        Some(Piece(
+            u as u64,
+            runs.first()?.elems.start,
+            runs.last()?.elems.end,
+        ))
     };
-    Ok(layout.units().iter().enumerate().filter_map(piece).collect())
+    Ok(layout
+        .units()
+        .iter()
+        .enumerate()
+        .filter_map(piece)
+        .collect())
 }
 
 #[cfg(test)]
@@ -186,14 +223,23 @@ mod tests {
 
     #[test]
     fn tensors_are_contiguous_and_wider_first() {
-        let state = |name: &str, dtype| StateSpec { name: name.into(), dtype };
-        let mut states = vec![state("half", StateDtype::BF16), state("whole", StateDtype::F32)];
+        let state = |name: &str, dtype| StateSpec {
+            name: name.into(),
+            dtype,
+        };
+        let mut states = vec![
+            state("half", StateDtype::BF16),
+            state("whole", StateDtype::F32),
+        ];
         states.sort_by_key(file_order);
         assert_eq!(states[0].name, "whole");
         let layout = FileLayout::new(&states, vec![Piece(0, 5, 8), Piece(2, 0, 1)]).unwrap();
         let ranges = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(s, p)| layout.tensor_range(s, p));
         assert_eq!(ranges, [0..12, 12..16, 16..22, 22..24]);
-        assert_eq!((layout.state_bytes(), layout.blocks(), layout.table_bytes()), (24, 1, 8));
+        assert_eq!(
+            (layout.state_bytes(), layout.blocks(), layout.table_bytes()),
+            (24, 1, 8)
+        );
         let header = layout.header(&states, |_| "u", BTreeMap::new());
         assert_eq!(header.tensors[2].name, "whole/u[0:1]");
         assert_eq!(header.tensors[2].range, 20..24);
@@ -201,8 +247,15 @@ mod tests {
 
     #[test]
     fn sizes_beyond_64_bits_are_rejected() {
-        let states = vec![StateSpec { name: "s".into(), dtype: StateDtype::F32 }];
-        for pieces in [vec![Piece(0, 0, u64::MAX)], vec![Piece(0, 0, 1 << 63); 2], vec![Piece(0, 2, 1)]] {
+        let states = vec![StateSpec {
+            name: "s".into(),
+            dtype: StateDtype::F32,
+        }];
+        for pieces in [
+            vec![Piece(0, 0, u64::MAX)],
+            vec![Piece(0, 0, 1 << 63); 2],
+            vec![Piece(0, 2, 1)],
+        ] {
             assert!(FileLayout::new(&states, pieces).is_none());
         }
     }

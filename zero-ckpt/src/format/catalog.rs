@@ -101,13 +101,30 @@ pub(crate) fn names(dir: &Dir) -> Result<Vec<String>, CkptError> {
     Ok(names)
 }
 
-/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the others by name.
+/// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the
+/// others by name.
 pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError> {
     let (mut entries, mut unreadable) = (Vec::new(), Vec::new());
     for name in names(dir)? {
         match dir.open_dir(&name).and_then(|d| Manifest::read(&d)) {
-            Ok((Manifest { sequence, model, run, .. }, ..)) => entries.push(Entry { name, sequence, model, run }),
-            Err(e) => unreadable.push(Unreadable { name, reason: e.to_string() }),
+            Ok((
+                Manifest {
+                    sequence,
+                    model,
+                    run,
+                    ..
+                },
+                ..,
+            )) => entries.push(Entry {
+                name,
+                sequence,
+                model,
+                run,
+            }),
+            Err(e) => unreadable.push(Unreadable {
+                name,
+                reason: e.to_string(),
+            }),
         }
     }
     entries.sort_by(|a, b| (a.sequence, &a.name).cmp(&(b.sequence, &b.name)));
@@ -124,11 +141,19 @@ mod tests {
         for step in [0, 30, 99_999_999, 100_000_000, u64::MAX] {
             let (name, backup) = (step_name(step), backup_name(&step_name(step)));
             assert_eq!((step_of(&name), backup_of(&name)), (Some(step), None));
-            assert_eq!((step_of(&backup), backup_of(&backup)), (None, Some(name.as_str())));
+            assert_eq!(
+                (step_of(&backup), backup_of(&backup)),
+                (None, Some(name.as_str()))
+            );
         }
-        for bad in
-            ["step-30", "step-+0000030", "step-", "step-00000030.old", "latest", "step-000000000000000000000099"]
-        {
+        for bad in [
+            "step-30",
+            "step-+0000030",
+            "step-",
+            "step-00000030.old",
+            "latest",
+            "step-000000000000000000000099",
+        ] {
             assert_eq!((step_of(bad), backup_of(bad)), (None, None), "{bad}");
         }
     }

@@ -29,16 +29,27 @@ impl Coverage {
         files: impl Iterator<Item = &'a [Piece]>,
         path: &Path,
     ) -> Result<Self, CkptError> {
-        let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
+        let bad = |why: String| CkptError::BadManifest {
+            path: path.to_path_buf(),
+            why,
+        };
         let mut units: Vec<Vec<Held>> = vec![Vec::new(); layout.units().len()];
         for (file, pieces) in files.enumerate() {
             for (piece, &Piece(unit, start, end)) in pieces.iter().enumerate() {
                 let held = usize::try_from(unit).ok().and_then(|u| units.get_mut(u));
-                let held = held.ok_or_else(|| bad(format!("a piece of unit {unit}, which does not exist")))?;
+                let held = held
+                    .ok_or_else(|| bad(format!("a piece of unit {unit}, which does not exist")))?;
                 if start >= end {
-                    return Err(bad(format!("a piece {start}..{end} of unit {unit} is empty")));
+                    return Err(bad(format!(
+                        "a piece {start}..{end} of unit {unit} is empty"
+                    )));
                 }
-                held.push(Held { start, end, file, piece });
+                held.push(Held {
+                    start,
+                    end,
+                    file,
+                    piece,
+                });
             }
         }
         for (held, unit) in units.iter_mut().zip(layout.units()) {
@@ -47,26 +58,45 @@ impl Coverage {
             let mut end = 0;
             for h in held.iter() {
                 if h.start > end {
-                    return Err(CkptError::Uncovered { path, unit: name, range: end..h.start.min(unit.numel_elems) });
+                    return Err(CkptError::Uncovered {
+                        path,
+                        unit: name,
+                        range: end..h.start.min(unit.numel_elems),
+                    });
                 }
                 if h.start < end {
-                    return Err(CkptError::CoveredTwice { path, unit: name, range: h.start..end.min(h.end) });
+                    return Err(CkptError::CoveredTwice {
+                        path,
+                        unit: name,
+                        range: h.start..end.min(h.end),
+                    });
                 }
                 end = h.end;
             }
             if end < unit.numel_elems {
-                return Err(CkptError::Uncovered { path, unit: name, range: end..unit.numel_elems });
+                return Err(CkptError::Uncovered {
+                    path,
+                    unit: name,
+                    range: end..unit.numel_elems,
+                });
             }
             if end > unit.numel_elems {
-                return Err(bad(format!("unit {name:?} has {} elements; a piece ends at {end}", unit.numel_elems)));
+                return Err(bad(format!(
+                    "unit {name:?} has {} elements; a piece ends at {end}",
+                    unit.numel_elems
+                )));
             }
         }
         Ok(Self { units })
     }
 
-    /// The pieces that hold `range` of unit `unit`, in order, each with its part of the range. The range must be
-    /// within the unit.
-    pub(crate) fn find(&self, unit: usize, range: Range<u64>) -> impl Iterator<Item = (Held, Range<u64>)> + '_ {
+    /// The pieces that hold `range` of unit `unit`, in order, each with its part of the range. The
+    /// range must be within the unit.
+    pub(crate) fn find(
+        &self,
+        unit: usize,
+        range: Range<u64>,
+    ) -> impl Iterator<Item = (Held, Range<u64>)> + '_ {
         let held = &self.units[unit];
         let first = held.partition_point(|h| h.end <= range.start);
         held[first..]
@@ -83,7 +113,8 @@ mod tests {
     use super::*;
 
     fn coverage(files: &[&[Piece]]) -> Result<Coverage, CkptError> {
-        let unit = |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
+        let unit =
+            |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
         let layout = Layout::new(&[unit("a", 10), unit("b", 0), unit("c", 3)], 2, 4).unwrap();
         Coverage::new(&layout, files.iter().copied(), Path::new("m"))
     }
@@ -91,7 +122,10 @@ mod tests {
     #[test]
     fn pieces_of_a_range_are_found() {
         let c = coverage(&[&[Piece(0, 0, 4), Piece(2, 0, 3)], &[Piece(0, 4, 10)]]).unwrap();
-        let found: Vec<_> = c.find(0, 3..6).map(|(h, part)| (h.file, h.piece, part)).collect();
+        let found: Vec<_> = c
+            .find(0, 3..6)
+            .map(|(h, part)| (h.file, h.piece, part))
+            .collect();
         assert_eq!(found, [(0, 0, 3..4), (1, 0, 4..6)]);
         assert_eq!(c.find(0, 10..10).count(), 0);
         assert_eq!(c.find(1, 0..0).count(), 0);
@@ -100,10 +134,17 @@ mod tests {
     #[test]
     fn gap_or_overlap_is_named() {
         let text = |files: &[&[Piece]]| coverage(files).unwrap_err().to_string();
-        assert!(text(&[&[Piece(2, 0, 3)]]).contains("elements 0 to 10 of unit \"a\" are in no file"));
+        assert!(
+            text(&[&[Piece(2, 0, 3)]]).contains("elements 0 to 10 of unit \"a\" are in no file")
+        );
         assert!(text(&[&[Piece(0, 0, 4)], &[Piece(0, 5, 10)]]).contains("elements 4 to 5"));
-        assert!(text(&[&[Piece(0, 0, 10), Piece(2, 0, 2)]]).contains("elements 2 to 3 of unit \"c\""));
-        assert!(text(&[&[Piece(0, 0, 6)], &[Piece(0, 4, 10)]]).contains("elements 4 to 6 of unit \"a\" are in two"));
+        assert!(
+            text(&[&[Piece(0, 0, 10), Piece(2, 0, 2)]]).contains("elements 2 to 3 of unit \"c\"")
+        );
+        assert!(
+            text(&[&[Piece(0, 0, 6)], &[Piece(0, 4, 10)]])
+                .contains("elements 4 to 6 of unit \"a\" are in two")
+        );
         assert!(text(&[&[Piece(0, 0, 11), Piece(2, 0, 3)]]).contains("ends at 11"));
         assert!(text(&[&[Piece(3, 0, 1)]]).contains("unit 3"));
         assert!(text(&[&[Piece(0, 5, 5)]]).contains("empty"));

@@ -44,7 +44,9 @@ impl StateDtype {
 
     /// The type with this name in safetensors headers.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::F32, Self::BF16, Self::F16].into_iter().find(|d| d.name() == name)
+        [Self::F32, Self::BF16, Self::F16]
+            .into_iter()
+            .find(|d| d.name() == name)
     }
 
     /// Converts little-endian elements to fp32; `bytes.len() == out.len() * self.bytes()`.
@@ -53,12 +55,19 @@ impl StateDtype {
         match self {
             // The crate builds for little-endian machines only.
             Self::F32 => bytemuck::cast_slice_mut(out).copy_from_slice(bytes),
-            Self::BF16 => out.iter_mut().zip(pairs).for_each(|(o, b)| *o = bf16::from_le_bytes(*b).to_f32()),
-            Self::F16 => out.iter_mut().zip(pairs).for_each(|(o, b)| *o = f16::from_le_bytes(*b).to_f32()),
+            Self::BF16 => out
+                .iter_mut()
+                .zip(pairs)
+                .for_each(|(o, b)| *o = bf16::from_le_bytes(*b).to_f32()),
+            Self::F16 => out
+                .iter_mut()
+                .zip(pairs)
+                .for_each(|(o, b)| *o = f16::from_le_bytes(*b).to_f32()),
         }
     }
 
-    /// Converts fp32 to little-endian elements, rounding to nearest even; `out.len() == values.len() * self.bytes()`.
+    /// Converts fp32 to little-endian elements, rounding to nearest even;
+    /// `out.len() == values.len() * self.bytes()`.
     pub(crate) fn narrow(self, values: &[f32], out: &mut [u8]) {
         let pairs = out.as_chunks_mut::<2>().0.iter_mut().zip(values);
         match self {

@@ -1,8 +1,8 @@
 //! The header of a safetensors file: strict parsing of untrusted bytes, and encoding.
 //!
-//! A safetensors file is `u64 length n | n bytes of JSON | data`. The JSON maps each tensor's name to its
-//! dtype, shape and byte range in the data; `__metadata__` maps strings to strings. The tensors cover the
-//! data without hole or overlap. Source: the README of huggingface/safetensors.
+//! A safetensors file is `u64 length n | n bytes of JSON | data`. The JSON maps each tensor's name
+//! to its dtype, shape and byte range in the data; `__metadata__` maps strings to strings. The
+//! tensors cover the data without hole or overlap. Source: the README of huggingface/safetensors.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -50,17 +50,22 @@ pub struct Header {
 }
 
 impl Header {
-    /// Returns the length field: the bytes of JSON after the first eight, in a file of `file_bytes`.
+    /// Returns the length field: the bytes of JSON after the first eight, in a file of
+    /// `file_bytes`.
     ///
     /// # Errors
     /// The length exceeds the file or the format's limit.
     pub fn json_bytes(first: [u8; 8], file_bytes: u64) -> Result<u64, String> {
         let n = u64::from_le_bytes(first);
         if n > MAX_HEADER_BYTES {
-            return Err(format!("the header has {n} bytes; the limit is {MAX_HEADER_BYTES}"));
+            return Err(format!(
+                "the header has {n} bytes; the limit is {MAX_HEADER_BYTES}"
+            ));
         }
         if n.checked_add(8).is_none_or(|end| end > file_bytes) {
-            return Err(format!("the header has {n} bytes, the file has {file_bytes}"));
+            return Err(format!(
+                "the header has {n} bytes, the file has {file_bytes}"
+            ));
         }
         Ok(n)
     }
@@ -75,7 +80,9 @@ impl Header {
         }
         let raw: RawHeader = serde_json::from_slice(json).map_err(|e| format!("header: {e}"))?;
         let data_start = 8 + json.len() as u64;
-        let data_bytes = file_bytes.checked_sub(data_start).ok_or("the file ends inside its header")?;
+        let data_bytes = file_bytes
+            .checked_sub(data_start)
+            .ok_or("the file ends inside its header")?;
         let mut tensors = raw.tensors;
         tensors.sort_by_key(|t| (t.range.start, t.range.end));
         let mut end = 0;
@@ -90,18 +97,28 @@ impl Header {
             end = tensor.range.end;
         }
         if end != data_bytes {
-            return Err(format!("the tensors end at byte {end} of the data, which has {data_bytes} bytes"));
+            return Err(format!(
+                "the tensors end at byte {end} of the data, which has {data_bytes} bytes"
+            ));
         }
-        Ok(Self { metadata: raw.metadata, tensors, data_start })
+        Ok(Self {
+            metadata: raw.metadata,
+            tensors,
+            data_start,
+        })
     }
 
-    /// Encodes the header as the first bytes of a file, padded with spaces until `8 + json + reserve_bytes` is a
-    /// multiple of `align_bytes`, so that data after the first `reserve_bytes` is aligned.
+    /// Encodes the header as the first bytes of a file, padded with spaces until
+    /// `8 + json + reserve_bytes` is a multiple of `align_bytes`, so that data after the first
+    /// `reserve_bytes` is aligned.
     pub fn encode(&self, align_bytes: u64, reserve_bytes: u64) -> Vec<u8> {
         let mut json = String::from("{");
         if !self.metadata.is_empty() {
-            let entries: Vec<String> =
-                self.metadata.iter().map(|(k, v)| format!("{}:{}", quote(k), quote(v))).collect();
+            let entries: Vec<String> = self
+                .metadata
+                .iter()
+                .map(|(k, v)| format!("{}:{}", quote(k), quote(v)))
+                .collect();
             json += &format!("\"__metadata__\":{{{}}}", entries.join(","));
         }
         for t in &self.tensors {
@@ -134,7 +151,8 @@ fn dtype_bits(dtype: &str) -> Option<u64> {
     Some(match dtype {
         "F4" => 4,
         "F6_E2M3" | "F6_E3M2" => 6,
-        "BOOL" | "U8" | "I8" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" | "F8_E4M3FNUZ" | "F8_E5M2FNUZ" => 8,
+        "BOOL" | "U8" | "I8" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" | "F8_E4M3FNUZ"
+        | "F8_E5M2FNUZ" => 8,
         "U16" | "I16" | "F16" | "BF16" => 16,
         "U32" | "I32" | "F32" => 32,
         "U64" | "I64" | "F64" | "C64" => 64,
@@ -142,24 +160,33 @@ fn dtype_bits(dtype: &str) -> Option<u64> {
     })
 }
 
-/// The product of the extents, from the left as the reference implementation takes it; `None` if it exceeds 64 bits.
+/// The product of the extents, from the left as the reference implementation takes it; `None` if it
+/// exceeds 64 bits.
 fn elems_of(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))
 }
 
 fn check_size(tensor: &TensorEntry) -> Result<(), String> {
     let name = &tensor.name;
-    let bits =
-        dtype_bits(&tensor.dtype).ok_or_else(|| format!("tensor {name:?}: unknown dtype {:?}", tensor.dtype))?;
+    let bits = dtype_bits(&tensor.dtype)
+        .ok_or_else(|| format!("tensor {name:?}: unknown dtype {:?}", tensor.dtype))?;
     let bits = elems_of(&tensor.shape)
         .and_then(|n| n.checked_mul(bits))
-        .ok_or_else(|| format!("tensor {name:?}: the size of shape {:?} exceeds 64 bits", tensor.shape))?;
+        .ok_or_else(|| {
+            format!(
+                "tensor {name:?}: the size of shape {:?} exceeds 64 bits",
+                tensor.shape
+            )
+        })?;
     if !bits.is_multiple_of(8) {
         return Err(format!("tensor {name:?}: {bits} bits are not whole bytes"));
     }
     match tensor.range.end.checked_sub(tensor.range.start) {
         Some(bytes) if bytes == bits / 8 => Ok(()),
-        Some(bytes) => Err(format!("tensor {name:?}: {bytes} bytes, its shape and dtype require {}", bits / 8)),
+        Some(bytes) => Err(format!(
+            "tensor {name:?}: {bytes} bytes, its shape and dtype require {}",
+            bits / 8
+        )),
         None => Err(format!("tensor {name:?}: it ends before it starts")),
     }
 }
@@ -188,8 +215,13 @@ impl<'de> Deserialize<'de> for RawHeader {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-                let (mut header, mut names) =
-                    (RawHeader { metadata: BTreeMap::new(), tensors: Vec::new() }, HashSet::new());
+                let (mut header, mut names) = (
+                    RawHeader {
+                        metadata: BTreeMap::new(),
+                        tensors: Vec::new(),
+                    },
+                    HashSet::new(),
+                );
                 while let Some(name) = map.next_key::<String>()? {
                     if !names.insert(name.clone()) {
                         return Err(A::Error::custom(format!("{name:?} occurs twice")));
@@ -197,8 +229,17 @@ impl<'de> Deserialize<'de> for RawHeader {
                     if name == "__metadata__" {
                         header.metadata = map.next_value()?;
                     } else {
-                        let RawTensor { dtype, shape, data_offsets: (start, end) } = map.next_value()?;
-                        header.tensors.push(TensorEntry { name, dtype, shape, range: start..end });
+                        let RawTensor {
+                            dtype,
+                            shape,
+                            data_offsets: (start, end),
+                        } = map.next_value()?;
+                        header.tensors.push(TensorEntry {
+                            name,
+                            dtype,
+                            shape,
+                            range: start..end,
+                        });
                     }
                 }
                 Ok(header)
@@ -213,14 +254,23 @@ mod tests {
     use super::*;
 
     fn entry(name: &str, shape: &[u64], range: Range<u64>) -> TensorEntry {
-        TensorEntry { name: name.into(), dtype: "F32".into(), shape: shape.into(), range }
+        TensorEntry {
+            name: name.into(),
+            dtype: "F32".into(),
+            shape: shape.into(),
+            range,
+        }
     }
 
     #[test]
     fn encoded_header_parses_back() {
         let header = Header {
             metadata: BTreeMap::from([("a \"quoted\" key".into(), "v\n".into())]),
-            tensors: vec![entry("x", &[2, 3], 0..24), entry("empty", &[0], 24..24), entry("scalar", &[], 24..28)],
+            tensors: vec![
+                entry("x", &[2, 3], 0..24),
+                entry("empty", &[0], 24..24),
+                entry("scalar", &[], 24..28),
+            ],
             data_start: 0,
         };
         let bytes = header.encode(4096, 40);
@@ -229,15 +279,25 @@ mod tests {
         let n = Header::json_bytes(bytes[..8].try_into().unwrap(), file_bytes).unwrap();
         let read = Header::parse(&bytes[8..], file_bytes).unwrap();
         assert_eq!(n as usize, bytes.len() - 8);
-        assert_eq!(read, Header { data_start: bytes.len() as u64, ..header });
+        assert_eq!(
+            read,
+            Header {
+                data_start: bytes.len() as u64,
+                ..header
+            }
+        );
     }
 
     #[test]
     fn elements_of_any_shape_are_counted() {
         let big = 1 << 40;
-        for (shape, elems) in
-            [(&[big, big, 0][..], 0), (&[0, big, big], 0), (&[big, big], u64::MAX), (&[], 1), (&[2, 3], 6)]
-        {
+        for (shape, elems) in [
+            (&[big, big, 0][..], 0),
+            (&[0, big, big], 0),
+            (&[big, big], u64::MAX),
+            (&[], 1),
+            (&[2, 3], 6),
+        ] {
             assert_eq!(entry("x", shape, 0..0).elems(), elems, "{shape:?}");
         }
     }
@@ -258,13 +318,35 @@ mod tests {
             (tensor("[1]", "[4,0]"), "ends before it starts"),
             (tensor("[-1]", "[0,4]"), "invalid value"),
             (tensor("[4294967296,4294967296]", "[0,4]"), "exceeds"),
-            (tensor("[1099511627776,1099511627776,0]", "[0,0]"), "exceeds"),
-            (tensor("[1]", "[0,4]").replace("F32", "F33"), "unknown dtype"),
-            (tensor("[1]", "[0,4]").replace("F32", "F4"), "not whole bytes"),
-            (tensor("[1]", "[0,4]").replace("\"shape\"", "\"shade\""), "unknown field"),
+            (
+                tensor("[1099511627776,1099511627776,0]", "[0,0]"),
+                "exceeds",
+            ),
+            (
+                tensor("[1]", "[0,4]").replace("F32", "F33"),
+                "unknown dtype",
+            ),
+            (
+                tensor("[1]", "[0,4]").replace("F32", "F4"),
+                "not whole bytes",
+            ),
+            (
+                tensor("[1]", "[0,4]").replace("\"shape\"", "\"shade\""),
+                "unknown field",
+            ),
             (tensor("[2]", "[0,8]"), "end at byte 8"),
-            (format!("{},{}", tensor("[1]", "[0,4]").trim_end_matches('}'), r#""a":1}}"#), "unknown field"),
-            (r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}"#.into(), "twice"),
+            (
+                format!(
+                    "{},{}",
+                    tensor("[1]", "[0,4]").trim_end_matches('}'),
+                    r#""a":1}}"#
+                ),
+                "unknown field",
+            ),
+            (
+                r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}"#.into(),
+                "twice",
+            ),
         ];
         for (json, expected) in cases {
             let error = Header::parse(json.as_bytes(), 8 + json.len() as u64 + 4).expect_err(&json);

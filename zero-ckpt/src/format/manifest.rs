@@ -16,7 +16,8 @@ use crate::{CkptError, ModelSpec, Piece, StateSpec};
 
 /// Name of the manifest in a checkpoint.
 pub const MANIFEST_NAME: &str = "manifest.json";
-/// Version of the format that this crate writes. It also reads version 1, which has no `run` and no `documents`.
+/// Version of the format that this crate writes. It also reads version 1, which has no `run` and no
+/// `documents`.
 pub(crate) const FORMAT_VERSION: u64 = 2;
 /// Maximum size of a manifest.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
@@ -109,7 +110,8 @@ pub(crate) mod hex64 {
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let digits = text.len() == 16 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        let digits =
+            text.len() == 16 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
         let number = u64::from_str_radix(&text, 16).ok().filter(|_| digits);
         number.ok_or_else(|| D::Error::custom("a checksum is 16 digits of 0-9 and a-f"))
     }
@@ -135,39 +137,55 @@ impl Manifest {
     /// Encodes `manifest.json`.
     ///
     /// # Errors
-    /// [`CkptError::BadManifest`] if the trainer's state cannot be written as JSON; [`CkptError::TooLarge`] if readers
-    /// would reject the manifest.
+    /// [`CkptError::BadManifest`] if the trainer's state cannot be written as JSON;
+    /// [`CkptError::TooLarge`] if readers would reject the manifest.
     pub fn encode(&self) -> Result<Vec<u8>, CkptError> {
         self.encode_within(MAX_MANIFEST_BYTES)
     }
 
     fn encode_within(&self, limit_bytes: u64) -> Result<Vec<u8>, CkptError> {
-        let bad = |e: serde_json::Error| CkptError::BadManifest { path: MANIFEST_NAME.into(), why: e.to_string() };
+        let bad = |e: serde_json::Error| CkptError::BadManifest {
+            path: MANIFEST_NAME.into(),
+            why: e.to_string(),
+        };
         let body = serde_json::to_string(self).map_err(bad)?;
         let crc64 = checksum(body.as_bytes());
         let manifest = RawValue::from_string(body).map_err(bad)?;
-        let envelope = Envelope { format: FORMAT_NAME.into(), version: FORMAT_VERSION, crc64, manifest };
+        let envelope = Envelope {
+            format: FORMAT_NAME.into(),
+            version: FORMAT_VERSION,
+            crc64,
+            manifest,
+        };
         let mut bytes = serde_json::to_vec(&envelope).map_err(bad)?;
         bytes.push(b'\n');
         check_size("the manifest", bytes.len() as u64, limit_bytes)?;
         Ok(bytes)
     }
 
-    /// Decodes and checks a manifest; `path` is for error messages. The layout of the result is valid, its files have
-    /// plain and distinct names, and every element of every unit is in exactly one of them.
+    /// Decodes and checks a manifest; `path` is for error messages. The layout of the result is
+    /// valid, its files have plain and distinct names, and every element of every unit is in
+    /// exactly one of them.
     ///
     /// # Errors
-    /// The version is unknown, the checksum is wrong, a rule is broken, or elements are missing or in two files.
+    /// The version is unknown, the checksum is wrong, a rule is broken, or elements are missing or
+    /// in two files.
     pub fn decode(bytes: &[u8], path: &Path) -> Result<(Self, Layout), CkptError> {
         Self::decode_checked(bytes, path).map(|(manifest, layout, _)| (manifest, layout))
     }
 
     /// [`Manifest::decode`], with the checksum of the content.
     fn decode_checked(bytes: &[u8], path: &Path) -> Result<(Self, Layout, u64), CkptError> {
-        let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
+        let bad = |why: String| CkptError::BadManifest {
+            path: path.to_path_buf(),
+            why,
+        };
         let version: VersionOnly = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;
         if version.format != FORMAT_NAME {
-            return Err(bad(format!("the format is {:?}, not {FORMAT_NAME:?}", short(&version.format))));
+            return Err(bad(format!(
+                "the format is {:?}, not {FORMAT_NAME:?}",
+                short(&version.format)
+            )));
         }
         if !(1..=FORMAT_VERSION).contains(&version.version) {
             return Err(CkptError::UnsupportedVersion {
@@ -190,7 +208,8 @@ impl Manifest {
         Ok((manifest, layout, got))
     }
 
-    /// Reads the manifest of an open checkpoint directory; also returns its layout and the checksum of its content.
+    /// Reads the manifest of an open checkpoint directory; also returns its layout and the checksum
+    /// of its content.
     pub(crate) fn read(dir: &Dir) -> Result<(Self, Layout, u64), CkptError> {
         let bytes = dir.read_small(MANIFEST_NAME, MAX_MANIFEST_BYTES)?;
         Self::decode_checked(&bytes, &dir.path().join(MANIFEST_NAME))
@@ -203,41 +222,74 @@ impl Manifest {
 
     /// Checks the rules that the types do not express.
     pub(crate) fn check(&self, path: &Path) -> Result<Layout, CkptError> {
-        let bad = |why: String| CkptError::BadManifest { path: path.to_path_buf(), why };
-        let layout = Layout::new(&self.model.units, self.layout.world_size, self.layout.align_elems)
-            .map_err(|e| bad(format!("layout: {e}")))?;
+        let bad = |why: String| CkptError::BadManifest {
+            path: path.to_path_buf(),
+            why,
+        };
+        let layout = Layout::new(
+            &self.model.units,
+            self.layout.world_size,
+            self.layout.align_elems,
+        )
+        .map_err(|e| bad(format!("layout: {e}")))?;
         if self.stage > 3 {
             return Err(bad(format!("stage {}; stages are 0 to 3", self.stage)));
         }
         let mut states = HashSet::new();
         for state in &self.states {
             if !is_plain(&state.name) || !states.insert(state.name.as_str()) {
-                return Err(bad(format!("state name {:?} is not plain or occurs twice", short(&state.name))));
+                return Err(bad(format!(
+                    "state name {:?} is not plain or occurs twice",
+                    short(&state.name)
+                )));
             }
         }
         if self.states.is_empty() {
             return Err(bad("it has no states".into()));
         }
-        if self.states.windows(2).any(|w| w[0].dtype.bytes() < w[1].dtype.bytes()) {
-            return Err(bad("states are not ordered from wider to narrower elements".into()));
+        if self
+            .states
+            .windows(2)
+            .any(|w| w[0].dtype.bytes() < w[1].dtype.bytes())
+        {
+            return Err(bad(
+                "states are not ordered from wider to narrower elements".into(),
+            ));
         }
         let mut names = HashSet::new();
         for file in &self.files {
             let name = short(&file.name);
-            if !is_plain(&file.name) || file.name == MANIFEST_NAME || !names.insert(file.name.as_str()) {
-                return Err(bad(format!("file name {name:?} is not plain or occurs twice")));
+            if !is_plain(&file.name)
+                || file.name == MANIFEST_NAME
+                || !names.insert(file.name.as_str())
+            {
+                return Err(bad(format!(
+                    "file name {name:?} is not plain or occurs twice"
+                )));
             }
-            let layout = self.file_layout(file).ok_or_else(|| bad(format!("file {name:?}: sizes exceed 64 bits")))?;
-            let front =
-                file.bytes.checked_sub(layout.state_bytes()).and_then(|f| f.checked_sub(layout.table_bytes()));
+            let layout = self
+                .file_layout(file)
+                .ok_or_else(|| bad(format!("file {name:?}: sizes exceed 64 bits")))?;
+            let front = file
+                .bytes
+                .checked_sub(layout.state_bytes())
+                .and_then(|f| f.checked_sub(layout.table_bytes()));
             if front.is_none_or(|front| !(8..=8 + MAX_HEADER_BYTES).contains(&front)) {
-                return Err(bad(format!("file {name:?}: {} bytes do not match its pieces", file.bytes)));
+                return Err(bad(format!(
+                    "file {name:?}: {} bytes do not match its pieces",
+                    file.bytes
+                )));
             }
         }
         for document in &self.documents {
             let name = short(&document.name);
-            if !is_plain(&document.name) || document.name == MANIFEST_NAME || !names.insert(document.name.as_str()) {
-                return Err(bad(format!("document name {name:?} is not plain or occurs twice")));
+            if !is_plain(&document.name)
+                || document.name == MANIFEST_NAME
+                || !names.insert(document.name.as_str())
+            {
+                return Err(bad(format!(
+                    "document name {name:?} is not plain or occurs twice"
+                )));
             }
             if document.bytes > MAX_DOCUMENT_BYTES {
                 return Err(bad(format!(
@@ -249,14 +301,30 @@ impl Manifest {
         if let Some(run) = self.run.as_deref().filter(|run| !is_plain(run)) {
             return Err(bad(format!("run {:?} is not a plain name", short(run))));
         }
-        Coverage::new(&layout, self.files.iter().map(|f| f.pieces.as_slice()), path)?;
+        Coverage::new(
+            &layout,
+            self.files.iter().map(|f| f.pieces.as_slice()),
+            path,
+        )?;
         Ok(layout)
     }
 }
 
 /// Rejects what readers would reject for its size.
-pub(crate) fn check_size(what: &'static str, bytes: u64, limit_bytes: u64) -> Result<(), CkptError> {
-    if bytes > limit_bytes { Err(CkptError::TooLarge { what, bytes, limit_bytes }) } else { Ok(()) }
+pub(crate) fn check_size(
+    what: &'static str,
+    bytes: u64,
+    limit_bytes: u64,
+) -> Result<(), CkptError> {
+    if bytes > limit_bytes {
+        Err(CkptError::TooLarge {
+            what,
+            bytes,
+            limit_bytes,
+        })
+    } else {
+        Ok(())
+    }
 }
 
 /// The first 80 characters of untrusted text, for an error message.
@@ -310,8 +378,14 @@ mod tests {
         let manifest = manifest(100);
         let bytes = manifest.encode().unwrap().len() as u64;
         let error = manifest.encode_within(bytes - 1).unwrap_err().to_string();
-        let parts = [format!("the manifest would have {bytes} bytes"), format!("at most {}", bytes - 1)];
-        assert!(parts.iter().all(|part| error.contains(part)) && error.contains("fewer, larger units"), "{error}");
+        let parts = [
+            format!("the manifest would have {bytes} bytes"),
+            format!("at most {}", bytes - 1),
+        ];
+        assert!(
+            parts.iter().all(|part| error.contains(part)) && error.contains("fewer, larger units"),
+            "{error}"
+        );
         assert!(check_size("x", MAX_MANIFEST_BYTES, MAX_MANIFEST_BYTES).is_ok());
     }
 }

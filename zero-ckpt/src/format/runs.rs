@@ -1,7 +1,7 @@
 //! The elements of a shard without padding.
 //!
-//! Stored elements are numbered without padding: the parameters of a unit are contiguous, even if the layout leaves
-//! gaps between them. In that numbering a shard is always one range.
+//! Stored elements are numbered without padding: the parameters of a unit are contiguous, even if
+//! the layout leaves gaps between them. In that numbering a shard is always one range.
 //!
 //! ```text
 //! flat parameter   | a a a - | b b b b | b - - - |     padding: -
@@ -38,7 +38,8 @@ pub(crate) fn elems_of(unit: &UnitLayout, param: &ParamPlacement) -> Range<u64> 
     start..start + param.numel_elems
 }
 
-/// Returns the runs of `rank`'s shard of a unit, in order. No run is empty; padding separates any two.
+/// Returns the runs of `rank`'s shard of a unit, in order. No run is empty; padding separates any
+/// two.
 pub(crate) fn runs(unit: &UnitLayout, rank: u64) -> Vec<Run> {
     let shard = unit.shard(rank);
     let mut runs: Vec<Run> = Vec::new();
@@ -63,9 +64,14 @@ mod tests {
     use super::*;
 
     fn layout(sizes: &[u64], ranks: u64, shard_align_elems: u64, param_align_elems: u64) -> Layout {
-        let params: Vec<_> = sizes.iter().enumerate().map(|(i, n)| ParamSpec::new(format!("p{i}"), [*n])).collect();
-        let options =
-            LayoutOptions::default().shard_align_elems(shard_align_elems).param_align_elems(param_align_elems);
+        let params: Vec<_> = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, n)| ParamSpec::new(format!("p{i}"), [*n]))
+            .collect();
+        let options = LayoutOptions::default()
+            .shard_align_elems(shard_align_elems)
+            .param_align_elems(param_align_elems);
         Layout::with_options(&[UnitSpec::new("u", params)], ranks, options).unwrap()
     }
 

@@ -1,7 +1,7 @@
 //! A folder of safetensors files in Hugging Face's layout: one file, or several files and an index.
 //!
-//! The user chooses the folder, so symbolic links in it are followed (Hugging Face's cache consists of links). Names
-//! in the index are untrusted and must be plain file names.
+//! The user chooses the folder, so symbolic links in it are followed (Hugging Face's cache consists
+//! of links). Names in the index are untrusted and must be plain file names.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -50,8 +50,8 @@ pub struct TensorFolder {
 }
 
 impl TensorFolder {
-    /// Opens `path`: a folder with `model.safetensors` or else `model.safetensors.index.json`, or one file. Checks
-    /// all headers.
+    /// Opens `path`: a folder with `model.safetensors` or else `model.safetensors.index.json`, or
+    /// one file. Checks all headers.
     ///
     /// # Errors
     /// A file is missing or invalid, or the index names a file that does not hold its tensor.
@@ -59,34 +59,64 @@ impl TensorFolder {
         let (path, single) = (path.as_ref(), path.as_ref().join(SINGLE));
         let index = path.join(INDEX);
         if path.is_file() || single.exists() || !index.exists() {
-            let path = if path.is_file() { path.to_path_buf() } else { single };
-            let mut folder = Self { path: path.clone(), files: Vec::new(), tensors: BTreeMap::new() };
+            let path = if path.is_file() {
+                path.to_path_buf()
+            } else {
+                single
+            };
+            let mut folder = Self {
+                path: path.clone(),
+                files: Vec::new(),
+                tensors: BTreeMap::new(),
+            };
             return folder.add(path, |_| true).map(|()| folder);
         }
         let map = read_json::<Index>(&index)?.weight_map;
-        let bad = |why: String| CkptError::BadFile { path: index.clone(), why };
-        let mut folder = Self { path: index.clone(), files: Vec::new(), tensors: BTreeMap::new() };
+        let bad = |why: String| CkptError::BadFile {
+            path: index.clone(),
+            why,
+        };
+        let mut folder = Self {
+            path: index.clone(),
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+        };
         let mut file_of = HashMap::new();
         for name in map.values() {
             if !is_plain(name) {
-                return Err(bad(format!("invalid index: {:?} is not a plain file name", short(name))));
+                return Err(bad(format!(
+                    "invalid index: {:?} is not a plain file name",
+                    short(name)
+                )));
             }
             if !file_of.contains_key(name) {
                 file_of.insert(name, folder.files.len());
-                folder.add(path.join(name), |tensor| map.get(tensor).is_some_and(|file| file == name))?;
+                folder.add(path.join(name), |tensor| {
+                    map.get(tensor).is_some_and(|file| file == name)
+                })?;
             }
         }
-        let misplaced =
-            map.iter().find(|(tensor, file)| folder.tensors.get(*tensor).is_none_or(|t| t.0 != file_of[file]));
+        let misplaced = map.iter().find(|(tensor, file)| {
+            folder
+                .tensors
+                .get(*tensor)
+                .is_none_or(|t| t.0 != file_of[file])
+        });
         if let Some((tensor, file)) = misplaced {
-            return Err(bad(format!("invalid index: tensor {:?} is not in {file}", short(tensor))));
+            return Err(bad(format!(
+                "invalid index: tensor {:?} is not in {file}",
+                short(tensor)
+            )));
         }
         Ok(folder)
     }
 
     /// Opens a file, checks its header and adds the tensors for which `listed` is true.
     fn add(&mut self, path: PathBuf, listed: impl Fn(&str) -> bool) -> Result<(), CkptError> {
-        let bad = |why: String| CkptError::BadSafetensors { path: path.clone(), why };
+        let bad = |why: String| CkptError::BadSafetensors {
+            path: path.clone(),
+            why,
+        };
         let io = |action| CkptError::io(action, &path);
         let file = File::open(&path).map_err(io("open"))?;
         let meta = file.metadata().map_err(io("examine"))?;
@@ -95,15 +125,27 @@ impl TensorFolder {
         }
         let mut first = [0; 8];
         if meta.len() < 8 {
-            return Err(bad(format!("it has {} bytes, the length field alone has 8", meta.len())));
+            return Err(bad(format!(
+                "it has {} bytes, the length field alone has 8",
+                meta.len()
+            )));
         }
         file.read_exact_at(&mut first, 0).map_err(io("read"))?;
         let mut json = vec![0; Header::json_bytes(first, meta.len()).map_err(bad)? as usize];
         file.read_exact_at(&mut json, 8).map_err(io("read"))?;
-        let Header { tensors, data_start, .. } = Header::parse(&json, meta.len()).map_err(bad)?;
+        let Header {
+            tensors,
+            data_start,
+            ..
+        } = Header::parse(&json, meta.len()).map_err(bad)?;
         let listed = tensors.into_iter().filter(|tensor| listed(&tensor.name));
-        self.tensors.extend(listed.map(|tensor| (tensor.name.clone(), (self.files.len(), tensor))));
-        self.files.push(TensorFile { path, file, data_start });
+        self.tensors
+            .extend(listed.map(|tensor| (tensor.name.clone(), (self.files.len(), tensor))));
+        self.files.push(TensorFile {
+            path,
+            file,
+            data_start,
+        });
         Ok(())
     }
 
@@ -124,21 +166,34 @@ impl TensorFolder {
 
     /// A tensor and the path of its file; `None` if there is no such tensor.
     pub fn tensor(&self, name: &str) -> Option<(&TensorEntry, &Path)> {
-        self.tensors.get(name).map(|(file, tensor)| (tensor, self.files[*file].path.as_path()))
+        self.tensors
+            .get(name)
+            .map(|(file, tensor)| (tensor, self.files[*file].path.as_path()))
     }
 
     /// Reads elements `range` of tensor `name` (row-major, flat) as fp32, which is exact.
     ///
     /// # Errors
-    /// No such tensor, a dtype other than F32, BF16 and F16, a range outside the tensor, a wrong length of `out`, or
-    /// a failed read.
+    /// No such tensor, a dtype other than F32, BF16 and F16, a range outside the tensor, a wrong
+    /// length of `out`, or a failed read.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
-        let (file, tensor) =
-            self.tensors.get(name).ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
-        let dtype = StateDtype::from_name(&tensor.dtype)
-            .ok_or_else(|| CkptError::argument(format!("dtype of {name:?}"), "F32, BF16 or F16", &tensor.dtype))?;
+        let (file, tensor) = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
+        let dtype = StateDtype::from_name(&tensor.dtype).ok_or_else(|| {
+            CkptError::argument(
+                format!("dtype of {name:?}"),
+                "F32, BF16 or F16",
+                &tensor.dtype,
+            )
+        })?;
         check_range(name, tensor.elems(), &range, out.len())?;
-        let TensorFile { path, file, data_start } = &self.files[*file];
+        let TensorFile {
+            path,
+            file,
+            data_start,
+        } = &self.files[*file];
         let mut at = data_start + tensor.range.start + range.start * dtype.bytes();
         let elems = CHUNK_BYTES / dtype.bytes() as usize;
         let mut buffer = vec![0; out.len().min(elems) * dtype.bytes() as usize];
@@ -155,24 +210,44 @@ impl TensorFolder {
     }
 }
 
-/// Checks that `range` is within `numel` elements and that `out`, the buffer's length, is its length.
-pub(crate) fn check_range(name: &str, numel: u64, range: &Range<u64>, out: usize) -> Result<(), CkptError> {
+/// Checks that `range` is within `numel` elements and that `out`, the buffer's length, is its
+/// length.
+pub(crate) fn check_range(
+    name: &str,
+    numel: u64,
+    range: &Range<u64>,
+    out: usize,
+) -> Result<(), CkptError> {
     if range.start > range.end || range.end > numel {
-        let (what, got) = (format!("range of {name:?}"), format!("{}..{}", range.start, range.end));
+        let (what, got) = (
+            format!("range of {name:?}"),
+            format!("{}..{}", range.start, range.end),
+        );
         return Err(CkptError::argument(what, format!("within 0..{numel}"), got));
     }
     if out as u64 != range.end - range.start {
-        return Err(CkptError::argument(format!("buffer length for {name:?}"), range.end - range.start, out));
+        return Err(CkptError::argument(
+            format!("buffer length for {name:?}"),
+            range.end - range.start,
+            out,
+        ));
     }
     Ok(())
 }
 
 /// Reads a JSON file of bounded size.
 pub(crate) fn read_json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, CkptError> {
-    let bad = |why: String| CkptError::BadFile { path: path.into(), why };
-    let bytes = std::fs::metadata(path).map_err(CkptError::io("examine", path))?.len();
+    let bad = |why: String| CkptError::BadFile {
+        path: path.into(),
+        why,
+    };
+    let bytes = std::fs::metadata(path)
+        .map_err(CkptError::io("examine", path))?
+        .len();
     if bytes > MAX_MANIFEST_BYTES {
-        return Err(bad(format!("{bytes} bytes; the limit is {MAX_MANIFEST_BYTES}")));
+        return Err(bad(format!(
+            "{bytes} bytes; the limit is {MAX_MANIFEST_BYTES}"
+        )));
     }
     let text = std::fs::read(path).map_err(CkptError::io("read", path))?;
     serde_json::from_slice(&text).map_err(|e| bad(format!("invalid JSON: {e}")))

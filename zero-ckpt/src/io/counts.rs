@@ -43,7 +43,13 @@ mod counted {
     pub fn io_counts() -> IoCounts {
         let counts = COUNTS.each_ref().map(|count| count.load(Relaxed));
         let [opens, read_bytes, written_bytes, dir_syncs, file_syncs] = counts;
-        IoCounts { opens, read_bytes, written_bytes, dir_syncs, file_syncs }
+        IoCounts {
+            opens,
+            read_bytes,
+            written_bytes,
+            dir_syncs,
+            file_syncs,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! An open directory, whose entries are accessed relative to its descriptor and never by path.
 //!
-//! Names are single components, symbolic links are not followed, and only regular files are opened. The path is used
-//! only in error messages.
+//! Names are single components, symbolic links are not followed, and only regular files are opened.
+//! The path is used only in error messages.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -17,13 +17,17 @@ use rustix::io::Errno;
 use crate::CkptError;
 use crate::io::counts;
 
-const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+const DIR_FLAGS: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::CLOEXEC);
 /// Direct I/O, where the system has it as a flag.
 #[cfg(target_os = "linux")]
 pub(crate) const DIRECT: OFlags = OFlags::DIRECT;
 #[cfg(not(target_os = "linux"))]
 pub(crate) const DIRECT: OFlags = OFlags::empty();
-const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+const FILE_FLAGS: OFlags = OFlags::NOFOLLOW
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NONBLOCK);
 
 #[cfg(test)]
 thread_local! {
@@ -45,7 +49,12 @@ impl FileId {
     pub(crate) fn of(file: &File) -> std::io::Result<Self> {
         let meta = file.metadata()?;
         let modified = (meta.mtime(), meta.mtime_nsec());
-        Ok(Self { device: meta.dev(), inode: meta.ino(), bytes: meta.len(), modified })
+        Ok(Self {
+            device: meta.dev(),
+            inode: meta.ino(),
+            bytes: meta.len(),
+            modified,
+        })
     }
 }
 
@@ -63,7 +72,11 @@ impl Dir {
         counts::opened();
         let fd = fs::open(path, DIR_FLAGS, Mode::empty()).map_err(CkptError::os("open", path))?;
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        Ok(Self { fd, path: path.to_path_buf(), absolute })
+        Ok(Self {
+            fd,
+            path: path.to_path_buf(),
+            absolute,
+        })
     }
 
     /// Opens the directory; creates it and its parents if missing.
@@ -72,7 +85,8 @@ impl Dir {
         Self::open(path)
     }
 
-    /// The error if `path` does not name this directory any longer. Not for a path that cannot be examined now.
+    /// The error if `path` does not name this directory any longer. Not for a path that cannot be
+    /// examined now.
     pub(crate) fn moved(&self) -> Option<CkptError> {
         let own = fs::fstat(&self.fd).ok()?;
         match fs::stat(&self.absolute) {
@@ -81,8 +95,14 @@ impl Dir {
             Err(_) => return None,
         }
         let now = std::fs::read_link(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
-        let now = now.map_or_else(|_| "in another place".to_owned(), |now| now.display().to_string());
-        Some(CkptError::Moved { path: self.path.clone(), now })
+        let now = now.map_or_else(
+            |_| "in another place".to_owned(),
+            |now| now.display().to_string(),
+        );
+        Some(CkptError::Moved {
+            path: self.path.clone(),
+            now,
+        })
     }
 
     /// Free bytes of the file system.
@@ -92,12 +112,16 @@ impl Dir {
 
     /// The bytes of a file, or of the files in a directory.
     pub(crate) fn bytes_of(&self, name: &str) -> u64 {
-        let Ok(stat) = fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) else { return 0 };
+        let Ok(stat) = fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) else {
+            return 0;
+        };
         if fs::FileType::from_raw_mode(stat.st_mode) != fs::FileType::Directory {
             return stat.st_size as u64;
         }
         let within = self.open_dir(name).and_then(|dir| Ok((dir.names()?, dir)));
-        within.map_or(0, |(names, dir)| names.iter().map(|name| dir.bytes_of(name)).sum())
+        within.map_or(0, |(names, dir)| {
+            names.iter().map(|name| dir.bytes_of(name)).sum()
+        })
     }
 
     /// The path by which it was opened.
@@ -112,7 +136,11 @@ impl Dir {
         counts::opened();
         let fd = fs::openat(&self.fd, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty())
             .map_err(CkptError::os("open", &path))?;
-        Ok(Self { fd, absolute: self.absolute.join(name), path })
+        Ok(Self {
+            fd,
+            absolute: self.absolute.join(name),
+            path,
+        })
     }
 
     /// Opens a subdirectory; creates it if missing.
@@ -141,7 +169,8 @@ impl Dir {
         Ok((file, meta.len()))
     }
 
-    /// Creates a file for writing; it must not exist. Uses direct I/O if the file system supports it.
+    /// Creates a file for writing; it must not exist. Uses direct I/O if the file system supports
+    /// it.
     pub(crate) fn create_file(&self, name: &str, direct: bool) -> Result<File, CkptError> {
         self.check(name)?;
         counts::opened();
@@ -155,7 +184,8 @@ impl Dir {
             }
             other => other,
         };
-        fd.map(File::from).map_err(CkptError::os("create", self.path.join(name)))
+        fd.map(File::from)
+            .map_err(CkptError::os("create", self.path.join(name)))
     }
 
     /// Opens a file for reading and appending; creates it if missing.
@@ -164,7 +194,8 @@ impl Dir {
         counts::opened();
         let flags = FILE_FLAGS | OFlags::RDWR | OFlags::APPEND | OFlags::CREATE;
         let fd = fs::openat(&self.fd, name, flags, Mode::from_raw_mode(0o666));
-        fd.map(File::from).map_err(CkptError::os("open", self.path.join(name)))
+        fd.map(File::from)
+            .map_err(CkptError::os("open", self.path.join(name)))
     }
 
     /// Reads a file of at most `limit_bytes`.
@@ -179,7 +210,9 @@ impl Dir {
             ));
         }
         let mut bytes = Vec::new();
-        file.take(limit_bytes).read_to_end(&mut bytes).map_err(CkptError::io("read", &path))?;
+        file.take(limit_bytes)
+            .read_to_end(&mut bytes)
+            .map_err(CkptError::io("read", &path))?;
         counts::read(bytes.len());
         Ok(bytes)
     }
@@ -199,7 +232,8 @@ impl Dir {
     pub(crate) fn rename(&self, name: &str, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
         self.check(name)?;
         self.check(to)?;
-        fs::renameat(&self.fd, name, &to_dir.fd, to).map_err(CkptError::os("move into place", to_dir.path.join(to)))
+        fs::renameat(&self.fd, name, &to_dir.fd, to)
+            .map_err(CkptError::os("move into place", to_dir.path.join(to)))
     }
 
     /// Exchanges two entries atomically; `Ok(false)` if the file system cannot.
@@ -213,49 +247,73 @@ impl Dir {
         match fs::renameat_with(&self.fd, name, &to_dir.fd, to, RenameFlags::EXCHANGE) {
             Ok(()) => Ok(true),
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
-            Err(errno) => Err(CkptError::os("move into place", to_dir.path.join(to))(errno)),
+            Err(errno) => Err(CkptError::os("move into place", to_dir.path.join(to))(
+                errno,
+            )),
         }
     }
 
     /// Removes a file or link.
     pub(crate) fn remove_file(&self, name: &str) -> Result<(), CkptError> {
         self.check(name)?;
-        fs::unlinkat(&self.fd, name, AtFlags::empty()).map_err(CkptError::os("remove", self.path.join(name)))
+        fs::unlinkat(&self.fd, name, AtFlags::empty())
+            .map_err(CkptError::os("remove", self.path.join(name)))
     }
 
     /// Removes an empty directory.
     pub(crate) fn remove_empty_dir(&self, name: &str) -> Result<(), CkptError> {
         self.check(name)?;
-        fs::unlinkat(&self.fd, name, AtFlags::REMOVEDIR).map_err(CkptError::os("remove", self.path.join(name)))
+        fs::unlinkat(&self.fd, name, AtFlags::REMOVEDIR)
+            .map_err(CkptError::os("remove", self.path.join(name)))
     }
 
-    /// Removes a file, or a directory with its contents. Of a link, removes the link only. Adds 1 to `progress` for each
-    /// removed entry.
+    /// Removes a file, or a directory with its contents. Of a link, removes the link only. Adds 1
+    /// to `progress` for each removed entry.
     pub(crate) fn remove(&self, name: &str, progress: &AtomicU64) -> Result<(), CkptError> {
         self.check(name)?;
         let failed = CkptError::os("remove", self.path.join(name));
-        let name = CString::new(name).map_err(|_| self.unsafe_name(name, "is not a plain file name"))?;
+        let name =
+            CString::new(name).map_err(|_| self.unsafe_name(name, "is not a plain file name"))?;
         remove_at(self.fd.as_fd(), &name, progress).map_err(failed)
     }
 
-    /// Gives the regular file `name` the second name `to_dir/to`; copies it if the file system cannot. Syncs the content.
+    /// Gives the regular file `name` the second name `to_dir/to`; copies it if the file system
+    /// cannot. Syncs the content.
     ///
     /// # Errors
-    /// [`CkptError::Mismatch`] if the file is not `id`, which was checked, or has been written since; or a failed system call.
-    pub(crate) fn link_or_copy(&self, name: &str, id: &FileId, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
+    /// [`CkptError::Mismatch`] if the file is not `id`, which was checked, or has been written
+    /// since; or a failed system call.
+    pub(crate) fn link_or_copy(
+        &self,
+        name: &str,
+        id: &FileId,
+        to_dir: &Dir,
+        to: &str,
+    ) -> Result<(), CkptError> {
         self.check(name)?;
         to_dir.check(to)?;
         let check_id = |file: &File| {
             let path = self.path.join(name);
             let got = FileId::of(file).map_err(CkptError::io("examine", &path))?;
-            let why = || format!("{} has changed since it was checked; a run may be saving there", path.display());
-            if got == *id { Ok(()) } else { Err(CkptError::Mismatch { why: why() }) }
+            let why = || {
+                format!(
+                    "{} has changed since it was checked; a run may be saving there",
+                    path.display()
+                )
+            };
+            if got == *id {
+                Ok(())
+            } else {
+                Err(CkptError::Mismatch { why: why() })
+            }
         };
         if fs::linkat(&self.fd, name, &to_dir.fd, to, AtFlags::empty()).is_ok() {
             let (link, _) = to_dir.open_file(to, false)?;
             check_id(&link)?;
             counts::synced_file();
-            return link.sync_all().map_err(CkptError::io("sync", to_dir.path.join(to)));
+            return link
+                .sync_all()
+                .map_err(CkptError::io("sync", to_dir.path.join(to)));
         }
         let (mut from, _) = self.open_file(name, false)?;
         check_id(&from)?;
@@ -290,18 +348,28 @@ impl Dir {
     }
 
     fn check(&self, name: &str) -> Result<(), CkptError> {
-        if is_component(name) { Ok(()) } else { Err(self.unsafe_name(name, "is not a plain file name")) }
+        if is_component(name) {
+            Ok(())
+        } else {
+            Err(self.unsafe_name(name, "is not a plain file name"))
+        }
     }
 
     fn unsafe_name(&self, name: &str, why: &'static str) -> CkptError {
-        CkptError::UnsafeName { dir: self.path.clone(), name: name.chars().take(80).collect(), why }
+        CkptError::UnsafeName {
+            dir: self.path.clone(),
+            name: name.chars().take(80).collect(),
+            why,
+        }
     }
 }
 
 /// All names in a directory except `.` and `..`.
 fn names_of(dir: BorrowedFd<'_>) -> Result<Vec<CString>, Errno> {
     let names = fs::Dir::read_from(dir)?.map(|entry| Ok(entry?.file_name().to_owned()));
-    names.filter(|name| !matches!(name.as_deref().map(CStr::to_bytes), Ok(b"." | b".."))).collect()
+    names
+        .filter(|name| !matches!(name.as_deref().map(CStr::to_bytes), Ok(b"." | b"..")))
+        .collect()
 }
 
 fn remove_at(dir: BorrowedFd<'_>, name: &CStr, progress: &AtomicU64) -> Result<(), Errno> {
@@ -310,7 +378,8 @@ fn remove_at(dir: BorrowedFd<'_>, name: &CStr, progress: &AtomicU64) -> Result<(
         // The errors for a directory: EISDIR on Linux, EPERM in POSIX.
         Err(errno @ (Errno::ISDIR | Errno::PERM)) => {
             let within = fs::openat(dir, name, DIR_FLAGS | OFlags::NOFOLLOW, Mode::empty());
-            let within = within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;
+            let within =
+                within.map_err(|other| if other == Errno::NOTDIR { errno } else { other })?;
             for name in names_of(within.as_fd())? {
                 match remove_at(within.as_fd(), &name, progress) {
                     // Another process removes it too.
@@ -329,7 +398,8 @@ fn is_component(name: &str) -> bool {
     (1..=200).contains(&name.len()) && name.bytes().all(allowed) && name != "." && name != ".."
 }
 
-/// Whether a manifest may use this file name: 1 to 200 letters, digits, `.`, `_`, `-`; no leading dot.
+/// Whether a manifest may use this file name: 1 to 200 letters, digits, `.`, `_`, `-`; no leading
+/// dot.
 pub(crate) fn is_plain(name: &str) -> bool {
     is_component(name) && !name.starts_with('.')
 }
@@ -342,10 +412,24 @@ mod tests {
 
     #[test]
     fn unsafe_names_are_rejected() {
-        for bad in ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\0b", "ü", &"x".repeat(201)] {
+        for bad in [
+            "",
+            ".",
+            "..",
+            "../x",
+            "a/b",
+            "/etc/passwd",
+            "a\0b",
+            "ü",
+            &"x".repeat(201),
+        ] {
             assert!(!is_component(bad), "{bad:?}");
         }
-        assert!(is_component(".staging") && !is_plain(".staging") && is_plain("shard-00000-of-00004.safetensors"));
+        assert!(
+            is_component(".staging")
+                && !is_plain(".staging")
+                && is_plain("shard-00000-of-00004.safetensors")
+        );
     }
 
     #[test]
@@ -357,11 +441,24 @@ mod tests {
         std::os::unix::fs::symlink("/", tmp.path().join("linkdir")).unwrap();
         std::fs::create_dir(tmp.path().join("dir")).unwrap();
         let pipe = tmp.path().join("pipe");
-        fs::mknodat(fs::CWD, &pipe, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        fs::mknodat(
+            fs::CWD,
+            &pipe,
+            FileType::Fifo,
+            Mode::from_raw_mode(0o600),
+            0,
+        )
+        .unwrap();
         let dir = Dir::open(tmp.path()).unwrap();
         assert!(dir.open_file("real", false).is_ok());
         for name in ["link", "dir", "pipe"] {
-            assert!(matches!(dir.open_file(name, false), Err(CkptError::UnsafeName { .. })), "{name}");
+            assert!(
+                matches!(
+                    dir.open_file(name, false),
+                    Err(CkptError::UnsafeName { .. })
+                ),
+                "{name}"
+            );
         }
         assert!(dir.open_dir("linkdir").is_err());
         assert!(dir.has("link") && !dir.has("nothing"));
@@ -381,12 +478,18 @@ mod tests {
         let id = checked();
         std::fs::write(&path, "longer than before").unwrap();
         let written = dir.link_or_copy("a", &id, &dir, "written");
-        assert!(matches!(written, Err(CkptError::Mismatch { .. })), "{written:?}");
+        assert!(
+            matches!(written, Err(CkptError::Mismatch { .. })),
+            "{written:?}"
+        );
         let id = checked();
         std::fs::rename(&path, tmp.path().join("moved")).unwrap();
         checked();
         let replaced = dir.link_or_copy("a", &id, &dir, "replaced");
-        assert!(matches!(replaced, Err(CkptError::Mismatch { .. })), "{replaced:?}");
+        assert!(
+            matches!(replaced, Err(CkptError::Mismatch { .. })),
+            "{replaced:?}"
+        );
     }
 
     #[test]
@@ -412,7 +515,11 @@ mod tests {
         assert!(progress.into_inner() >= 5);
         dir.open_or_create_file("new").unwrap();
         assert_eq!(dir.names().unwrap(), ["new"]);
-        assert!(at.join("tree/deep/another's").exists() && at.join("another's").exists() && !at.join("new").exists());
+        assert!(
+            at.join("tree/deep/another's").exists()
+                && at.join("another's").exists()
+                && !at.join("new").exists()
+        );
     }
 
     #[test]
@@ -422,6 +529,9 @@ mod tests {
         for name in ["plain", ".hidden", "with space", "ü"] {
             std::fs::write(tmp.path().join(name), "x").unwrap();
         }
-        assert_eq!(Dir::open(tmp.path()).unwrap().names().unwrap(), [".hidden", "plain"]);
+        assert_eq!(
+            Dir::open(tmp.path()).unwrap().names().unwrap(),
+            [".hidden", "plain"]
+        );
     }
 }

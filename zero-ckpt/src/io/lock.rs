@@ -13,7 +13,8 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Locks the directory for this process. Returns `None` if the file system does not support locks.
+    /// Locks the directory for this process. Returns `None` if the file system does not support
+    /// locks.
     pub(crate) fn acquire(dir: &Dir) -> Result<Option<Self>, CkptError> {
         let mut file = dir.open_or_create_file(LOCK)?;
         match file.try_lock() {
@@ -26,7 +27,10 @@ impl Lock {
             Err(std::fs::TryLockError::WouldBlock) => {
                 let holder = dir.read_small(LOCK, 4096).unwrap_or_default();
                 let holder: String = String::from_utf8_lossy(&holder).chars().take(200).collect();
-                Err(CkptError::Busy { dir: dir.path().into(), holder })
+                Err(CkptError::Busy {
+                    dir: dir.path().into(),
+                    holder,
+                })
             }
             Err(std::fs::TryLockError::Error(_)) => Ok(None),
         }
@@ -34,7 +38,8 @@ impl Lock {
 }
 
 impl Drop for Lock {
-    /// Unlocks explicitly: closing the file does not unlock it if a forked process has inherited it.
+    /// Unlocks explicitly: closing the file does not unlock it if a forked process has inherited
+    /// it.
     fn drop(&mut self) {
         let _ = self.file.unlock();
     }

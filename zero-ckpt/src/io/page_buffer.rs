@@ -17,13 +17,17 @@ pub(crate) struct PageBuffer {
 impl PageBuffer {
     /// Allocates `len_bytes` zeroed bytes, rounded up to whole pages.
     pub(crate) fn new(len_bytes: usize) -> Self {
-        Self { pages: bytemuck::zeroed_slice_box(len_bytes.div_ceil(PAGE_BYTES)), len_bytes }
+        Self {
+            pages: bytemuck::zeroed_slice_box(len_bytes.div_ceil(PAGE_BYTES)),
+            len_bytes,
+        }
     }
 
-    /// Allocates the buffer and writes to every page, so that no page fault delays a snapshot; `None` if out of
-    /// memory.
+    /// Allocates the buffer and writes to every page, so that no page fault delays a snapshot;
+    /// `None` if out of memory.
     pub(crate) fn touched(len_bytes: usize) -> Option<Self> {
-        let mut pages = bytemuck::try_zeroed_slice_box::<Page>(len_bytes.div_ceil(PAGE_BYTES)).ok()?;
+        let mut pages =
+            bytemuck::try_zeroed_slice_box::<Page>(len_bytes.div_ceil(PAGE_BYTES)).ok()?;
         bytemuck::cast_slice_mut::<_, u8>(&mut pages).fill(0xa5);
         Some(Self { pages, len_bytes })
     }

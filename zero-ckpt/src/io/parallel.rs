@@ -1,7 +1,8 @@
 //! Parallel, page-aligned transfer between memory and files, with a checksum per block.
 //!
-//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`WRITE_BYTES`] for the duration of a call;
-//! no other buffer is allocated, for any size of the state. A page-aligned source is written without a copy.
+//! Buffers of this module: each thread owns one [`PageBuffer`] of at most [`WRITE_BYTES`] for the
+//! duration of a call; no other buffer is allocated, for any size of the state. A page-aligned
+//! source is written without a copy.
 
 use std::fs::File;
 use std::io;
@@ -24,8 +25,8 @@ const WRITE_BYTES: u64 = 4 << 20;
 /// Bytes after which buffered writes are synced.
 const SYNC_BYTES: u64 = 1 << 30;
 
-/// Bytes that a thread reads at a time; a multiple of [`BLOCK_BYTES`]. The fresh pages of larger buffers cost more than
-/// their fewer requests save.
+/// Bytes that a thread reads at a time; a multiple of [`BLOCK_BYTES`]. The fresh pages of larger
+/// buffers cost more than their fewer requests save.
 const READ_BYTES: u64 = 1 << 20;
 
 /// The number of threads for a transfer of `bytes`.
@@ -77,12 +78,21 @@ impl Source for Slices<'_> {
     }
 
     fn contiguous(&self, range: &Range<u64>) -> Option<&[u8]> {
-        let i = self.starts.partition_point(|s| *s <= range.start).checked_sub(1)?;
-        self.parts[i].get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
+        let i = self
+            .starts
+            .partition_point(|s| *s <= range.start)
+            .checked_sub(1)?;
+        self.parts[i]
+            .get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
     }
 
     fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
-        let (mut i, mut done) = (self.starts.partition_point(|s| *s <= start).saturating_sub(1), 0);
+        let (mut i, mut done) = (
+            self.starts
+                .partition_point(|s| *s <= start)
+                .saturating_sub(1),
+            0,
+        );
         while done < out.len() {
             let part = &self.parts[i][(start + done as u64 - self.starts[i]) as usize..];
             let n = part.len().min(out.len() - done);
@@ -94,32 +104,51 @@ impl Source for Slices<'_> {
     }
 }
 
-/// Writes `source` at `offset`, a multiple of [`PAGE_BYTES`], and returns the checksum of each of its blocks. The
-/// last page is padded with zeros; the caller truncates the file. Adds the written bytes to `progress`.
-pub(crate) fn write(file: &File, offset: u64, source: &dyn Source, progress: &AtomicU64) -> io::Result<Vec<u64>> {
+/// Writes `source` at `offset`, a multiple of [`PAGE_BYTES`], and returns the checksum of each of
+/// its blocks. The last page is padded with zeros; the caller truncates the file. Adds the written
+/// bytes to `progress`.
+pub(crate) fn write(
+    file: &File,
+    offset: u64,
+    source: &dyn Source,
+    progress: &AtomicU64,
+) -> io::Result<Vec<u64>> {
     let len = source.len();
-    let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES)).map(|_| AtomicU64::new(0)).collect();
-    in_parallel(chunks(0..len, WRITE_BYTES), threads_for(len), |range, buffer| {
-        let n = (range.end - range.start) as usize;
-        let aligned = |b: &&[u8]| b.as_ptr().addr().is_multiple_of(PAGE_BYTES) && n.is_multiple_of(PAGE_BYTES);
-        let bytes = match source.contiguous(&range).filter(aligned) {
-            Some(bytes) => bytes,
-            None => {
-                let whole = buffer.get_or_insert_with(|| PageBuffer::new(WRITE_BYTES.min(len) as usize)).whole();
-                source.fill(range.start, &mut whole[..n])?;
-                let padded = n.next_multiple_of(PAGE_BYTES);
-                whole[n..padded].fill(0);
-                &whole[..padded]
+    let checksums: Vec<AtomicU64> = (0..len.div_ceil(BLOCK_BYTES))
+        .map(|_| AtomicU64::new(0))
+        .collect();
+    in_parallel(
+        chunks(0..len, WRITE_BYTES),
+        threads_for(len),
+        |range, buffer| {
+            let n = (range.end - range.start) as usize;
+            let aligned = |b: &&[u8]| {
+                b.as_ptr().addr().is_multiple_of(PAGE_BYTES) && n.is_multiple_of(PAGE_BYTES)
+            };
+            let bytes = match source.contiguous(&range).filter(aligned) {
+                Some(bytes) => bytes,
+                None => {
+                    let whole = buffer
+                        .get_or_insert_with(|| PageBuffer::new(WRITE_BYTES.min(len) as usize))
+                        .whole();
+                    source.fill(range.start, &mut whole[..n])?;
+                    let padded = n.next_multiple_of(PAGE_BYTES);
+                    whole[n..padded].fill(0);
+                    &whole[..padded]
+                }
+            };
+            let first = (range.start / BLOCK_BYTES) as usize;
+            for (entry, block) in checksums[first..]
+                .iter()
+                .zip(bytes[..n].chunks(BLOCK_BYTES as usize))
+            {
+                entry.store(checksum(block), Ordering::Relaxed);
             }
-        };
-        let first = (range.start / BLOCK_BYTES) as usize;
-        for (entry, block) in checksums[first..].iter().zip(bytes[..n].chunks(BLOCK_BYTES as usize)) {
-            entry.store(checksum(block), Ordering::Relaxed);
-        }
-        write_at(file, bytes, offset + range.start)?;
-        let before = progress.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        sync_buffered(file, before..before + bytes.len() as u64)
-    })?;
+            write_at(file, bytes, offset + range.start)?;
+            let before = progress.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+            sync_buffered(file, before..before + bytes.len() as u64)
+        },
+    )?;
     Ok(checksums.into_iter().map(AtomicU64::into_inner).collect())
 }
 
@@ -127,17 +156,23 @@ pub(crate) fn write(file: &File, offset: u64, source: &dyn Source, progress: &At
 pub(crate) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     counts::wrote(bytes.len());
     match file.write_all_at(bytes, offset) {
-        Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => file.write_all_at(bytes, offset),
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput && disable_direct(file) => {
+            file.write_all_at(bytes, offset)
+        }
         other => other,
     }
 }
 
-/// Without direct I/O, syncs the file each time that the written bytes pass a multiple of [`SYNC_BYTES`]: the last sync of
-/// a large file would otherwise make no progress for minutes.
+/// Without direct I/O, syncs the file each time that the written bytes pass a multiple of
+/// [`SYNC_BYTES`]: the last sync of a large file would otherwise make no progress for minutes.
 fn sync_buffered(file: &File, written: Range<u64>) -> io::Result<()> {
     let is_due = written.start / SYNC_BYTES < written.end / SYNC_BYTES;
     let is_direct = || rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.intersects(DIRECT));
-    if is_due && !is_direct() { file.sync_data() } else { Ok(()) }
+    if is_due && !is_direct() {
+        file.sync_data()
+    } else {
+        Ok(())
+    }
 }
 
 /// Reads at least `need` bytes into a page-aligned buffer that may reach past the end of the file.
@@ -160,8 +195,9 @@ pub(crate) fn read_at(file: &File, buffer: &mut [u8], offset: u64, need: usize) 
 
 /// Disables direct I/O; returns whether it was enabled.
 fn disable_direct(file: &File) -> bool {
-    rustix::fs::fcntl_getfl(file)
-        .is_ok_and(|flags| flags.intersects(DIRECT) && rustix::fs::fcntl_setfl(file, flags - DIRECT).is_ok())
+    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| {
+        flags.intersects(DIRECT) && rustix::fs::fcntl_setfl(file, flags - DIRECT).is_ok()
+    })
 }
 
 /// Splits a range to read at multiples of [`READ_BYTES`], so that no block is read twice.
@@ -177,8 +213,8 @@ fn chunks(range: Range<u64>, chunk_bytes: u64) -> impl Iterator<Item = Range<u64
     })
 }
 
-/// Runs `work` on each item until one fails, on up to `threads` threads (this one included), each with its own
-/// buffer; returns the first error.
+/// Runs `work` on each item until one fails, on up to `threads` threads (this one included), each
+/// with its own buffer; returns the first error.
 pub(crate) fn in_parallel<I: Send, E: Send>(
     items: impl Iterator<Item = I> + Send,
     threads: usize,
@@ -190,14 +226,18 @@ pub(crate) fn in_parallel<I: Send, E: Send>(
         loop {
             // The lock is poisoned if a thread panicked; joining that thread propagates the panic.
             let item = items.lock().map_or(None, |mut items| items.next());
-            let Some(item) = item.filter(|_| !stop.load(Ordering::Relaxed)) else { return Ok(()) };
+            let Some(item) = item.filter(|_| !stop.load(Ordering::Relaxed)) else {
+                return Ok(());
+            };
             work(item, &mut buffer).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
         }
     };
     std::thread::scope(|scope| {
         let builder = || std::thread::Builder::new().name("zero-ckpt-io".into());
         // A thread that fails to start is skipped; the others do its share.
-        let others: Vec<_> = (1..threads).filter_map(|_| builder().spawn_scoped(scope, run).ok()).collect();
+        let others: Vec<_> = (1..threads)
+            .filter_map(|_| builder().spawn_scoped(scope, run).ok())
+            .collect();
         let mut result = run();
         for other in others {
             match other.join() {
@@ -216,7 +256,15 @@ mod tests {
     #[test]
     fn slices_read_as_their_concatenation() {
         let bytes: Vec<u8> = (0..20).collect();
-        let slices = Slices::new(vec![&[], &bytes[..7], &[], &[], &bytes[7..8], &bytes[8..], &[]]);
+        let slices = Slices::new(vec![
+            &[],
+            &bytes[..7],
+            &[],
+            &[],
+            &bytes[7..8],
+            &bytes[8..],
+            &[],
+        ]);
         assert_eq!(slices.len(), 20);
         for start in 0..=20 {
             for end in start..=20 {
@@ -234,7 +282,14 @@ mod tests {
     #[test]
     fn chunks_are_aligned_and_cover_the_range() {
         let found: Vec<_> = chunks_to_read(5..2 * READ_BYTES + 1).collect();
-        assert_eq!(found, [5..READ_BYTES, READ_BYTES..2 * READ_BYTES, 2 * READ_BYTES..2 * READ_BYTES + 1]);
+        assert_eq!(
+            found,
+            [
+                5..READ_BYTES,
+                READ_BYTES..2 * READ_BYTES,
+                2 * READ_BYTES..2 * READ_BYTES + 1
+            ]
+        );
         assert_eq!(chunks_to_read(7..7).count(), 0);
     }
 
@@ -246,6 +301,9 @@ mod tests {
             Ok::<_, String>(())
         });
         assert_eq!((all, done.into_inner()), (Ok(()), 4950));
-        assert_eq!(in_parallel(0.., 3, |i, _| if i == 50 { Err(i) } else { Ok(()) }), Err(50));
+        assert_eq!(
+            in_parallel(0.., 3, |i, _| if i == 50 { Err(i) } else { Ok(()) }),
+            Err(50)
+        );
     }
 }

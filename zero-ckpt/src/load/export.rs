@@ -32,11 +32,19 @@ pub struct ExportOptions {
 impl Default for ExportOptions {
     /// The weights in fp32, in files of at most 5 GB as in Hugging Face's layout.
     fn default() -> Self {
-        Self { state: "master".into(), dtype: StateDtype::F32, max_file_bytes: 5_000_000_000 }
+        Self {
+            state: "master".into(),
+            dtype: StateDtype::F32,
+            max_file_bytes: 5_000_000_000,
+        }
     }
 }
 
-setters!(ExportOptions { state: String, dtype: StateDtype, max_file_bytes: u64 });
+setters!(ExportOptions {
+    state: String,
+    dtype: StateDtype,
+    max_file_bytes: u64
+});
 
 /// The result of [`Reader::export`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,14 +59,19 @@ pub struct ExportReport {
 }
 
 impl Reader {
-    /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`, or several files
-    /// and `model.safetensors.index.json`; and `config.json` if the checkpoint has one. Verifies every byte; uses a
-    /// few MiB of memory for any model. Unfinished files are in a separate directory, `out` + `.partial.` + random
-    /// digits (inside `out` if that exists), which is removed on failure.
+    /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`,
+    /// or several files and `model.safetensors.index.json`; and `config.json` if the checkpoint has
+    /// one. Verifies every byte; uses a few MiB of memory for any model. Unfinished files are in a
+    /// separate directory, `out` + `.partial.` + random digits (inside `out` if that exists), which
+    /// is removed on failure.
     ///
     /// # Errors
     /// No such state, `out` is not empty, the checkpoint is damaged, or a system call failed.
-    pub fn export(&self, out: impl AsRef<Path>, options: &ExportOptions) -> Result<ExportReport, CkptError> {
+    pub fn export(
+        &self,
+        out: impl AsRef<Path>,
+        options: &ExportOptions,
+    ) -> Result<ExportReport, CkptError> {
         let out = out.as_ref();
         self.state(&options.state)?;
         if out.exists() && !std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_none()) {
@@ -93,13 +106,24 @@ impl Reader {
         }
         let tensors = map.len();
         if files.len() > 1 {
-            let metadata = BTreeMap::from([("total_size".to_string(), serde_json::Value::from(total))]);
-            write_json(&dir.join(INDEX), &Index { metadata, weight_map: map })?;
+            let metadata =
+                BTreeMap::from([("total_size".to_string(), serde_json::Value::from(total))]);
+            write_json(
+                &dir.join(INDEX),
+                &Index {
+                    metadata,
+                    weight_map: map,
+                },
+            )?;
         }
         if !self.manifest().model_config.is_null() {
             write_json(&dir.join(CONFIG), &self.manifest().model_config)?;
         }
-        Ok(ExportReport { files, tensors, tensor_bytes: total })
+        Ok(ExportReport {
+            files,
+            tensors,
+            tensor_bytes: total,
+        })
     }
 
     /// Distributes the parameters to files.
@@ -125,14 +149,28 @@ impl Reader {
         groups
     }
 
-    fn export_file(&self, path: &Path, tensors: &[TensorEntry], options: &ExportOptions) -> Result<(), CkptError> {
+    fn export_file(
+        &self,
+        path: &Path,
+        tensors: &[TensorEntry],
+        options: &ExportOptions,
+    ) -> Result<(), CkptError> {
         let io = || CkptError::io("write", path);
         let mut file = File::create_new(path).map_err(io())?;
         // Hugging Face's library rejects files without this entry.
         let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-        let header = Header { metadata, tensors: tensors.to_vec(), data_start: 0 };
+        let header = Header {
+            metadata,
+            tensors: tensors.to_vec(),
+            data_start: 0,
+        };
         file.write_all(&header.encode(8, 0)).map_err(io())?;
-        let largest = tensors.iter().map(TensorEntry::elems).max().unwrap_or(0).min(CHUNK_ELEMS);
+        let largest = tensors
+            .iter()
+            .map(TensorEntry::elems)
+            .max()
+            .unwrap_or(0)
+            .min(CHUNK_ELEMS);
         let mut values = vec![0.0; largest as usize];
         let mut bytes = vec![0; values.len() * options.dtype.bytes() as usize];
         for tensor in tensors {
@@ -152,8 +190,8 @@ impl Reader {
     }
 }
 
-/// A directory of unfinished files. It is renamed to `out`, or its files are moved into `out`; it is removed when
-/// dropped.
+/// A directory of unfinished files. It is renamed to `out`, or its files are moved into `out`; it
+/// is removed when dropped.
 struct Partial {
     path: PathBuf,
     /// `out` exists, possibly as a link or a mount, so it stays and the files are moved into it.
@@ -163,7 +201,12 @@ struct Partial {
 impl Partial {
     fn create(out: &Path) -> Result<Self, CkptError> {
         let inside = out.is_dir();
-        let mut path = if inside { out.join("") } else { out.to_path_buf() }.into_os_string();
+        let mut path = if inside {
+            out.join("")
+        } else {
+            out.to_path_buf()
+        }
+        .into_os_string();
         path.push(format!(".partial.{}", random()));
         let path = PathBuf::from(path);
         let create = || {
@@ -175,7 +218,8 @@ impl Partial {
         Ok(Self { path, inside })
     }
 
-    /// Moves the files into place and syncs the directories, so that a crash afterwards loses nothing.
+    /// Moves the files into place and syncs the directories, so that a crash afterwards loses
+    /// nothing.
     fn publish(&self, out: &Path) -> Result<(), CkptError> {
         let failed = || CkptError::io("move into place", out);
         if !self.inside {
@@ -186,7 +230,9 @@ impl Partial {
         }
         let dir = Dir::open(out)?;
         let names = std::fs::read_dir(&self.path).and_then(|entries| {
-            entries.map(|entry| entry.map(|entry| entry.file_name())).collect::<Result<Vec<_>, _>>()
+            entries
+                .map(|entry| entry.map(|entry| entry.file_name()))
+                .collect::<Result<Vec<_>, _>>()
         });
         let names = names.map_err(failed())?;
         // `config.json` is last: with it, other programs accept the folder as a model.
@@ -208,8 +254,10 @@ impl Drop for Partial {
 }
 
 fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<(), CkptError> {
-    let mut text =
-        serde_json::to_vec_pretty(value).map_err(|e| CkptError::BadFile { path: path.into(), why: e.to_string() })?;
+    let mut text = serde_json::to_vec_pretty(value).map_err(|e| CkptError::BadFile {
+        path: path.into(),
+        why: e.to_string(),
+    })?;
     text.push(b'\n');
     let write = || {
         let mut file = File::create_new(path)?;

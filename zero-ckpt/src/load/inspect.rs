@@ -5,7 +5,8 @@ use std::fmt::{self, Display, Write as _};
 use crate::Reader;
 
 impl Reader {
-    /// Returns a table of the checkpoint's manifest. Does not read the state; see [`Reader::verify`].
+    /// Returns a table of the checkpoint's manifest. Does not read the state; see
+    /// [`Reader::verify`].
     pub fn describe(&self) -> String {
         let mut text = String::new();
         // Writing to a string does not fail.
@@ -16,36 +17,88 @@ impl Reader {
     fn write_description(&self, out: &mut String) -> fmt::Result {
         let manifest = self.manifest();
         let bytes: u64 = manifest.files.iter().map(|f| f.bytes).sum();
-        let states: Vec<_> = manifest.states.iter().map(|s| format!("{} ({})", s.name, s.dtype.name())).collect();
+        let states: Vec<_> = manifest
+            .states
+            .iter()
+            .map(|s| format!("{} ({})", s.name, s.dtype.name()))
+            .collect();
         let mut row = |name: &str, value: &dyn Display| writeln!(out, "{name:<14}{value}");
         row("checkpoint", &self.path().display())?;
         row("step", &manifest.step)?;
-        row("saved as", &format_args!("save {} into this directory", manifest.sequence))?;
+        row(
+            "saved as",
+            &format_args!("save {} into this directory", manifest.sequence),
+        )?;
         if let Some(run) = &manifest.run {
             row("run id", run)?;
         }
         let ranks = manifest.layout.world_size;
-        row("run", &format_args!("stage {}, {}, {ranks} ranks", manifest.stage, manifest.dtype))?;
+        row(
+            "run",
+            &format_args!(
+                "stage {}, {}, {ranks} ranks",
+                manifest.stage, manifest.dtype
+            ),
+        )?;
         row("elements", &grouped(self.layout.numel_elems()))?;
         row("states", &states.join(", "))?;
-        row("size", &format_args!("{} bytes in {} files", grouped(bytes), manifest.files.len()))?;
+        row(
+            "size",
+            &format_args!("{} bytes in {} files", grouped(bytes), manifest.files.len()),
+        )?;
         row("trainer", &manifest.trainer)?;
         for document in &manifest.documents {
-            row("document", &format_args!("{}, {} bytes", document.name, grouped(document.bytes)))?;
+            row(
+                "document",
+                &format_args!("{}, {} bytes", document.name, grouped(document.bytes)),
+            )?;
         }
         for notice in self.notices() {
             row("skipped", notice)?;
         }
-        let widest = self.layout.units().iter().map(|u| u.name.chars().count()).max().unwrap_or(0).max(4);
-        writeln!(out, "\n{:<widest$}  {:>10}  {:>18}", "unit", "parameters", "elements")?;
+        let widest = self
+            .layout
+            .units()
+            .iter()
+            .map(|u| u.name.chars().count())
+            .max()
+            .unwrap_or(0)
+            .max(4);
+        writeln!(
+            out,
+            "\n{:<widest$}  {:>10}  {:>18}",
+            "unit", "parameters", "elements"
+        )?;
         for unit in self.layout.units() {
-            writeln!(out, "{:<widest$}  {:>10}  {:>18}", unit.name, unit.params.len(), grouped(unit.numel_elems))?;
+            writeln!(
+                out,
+                "{:<widest$}  {:>10}  {:>18}",
+                unit.name,
+                unit.params.len(),
+                grouped(unit.numel_elems)
+            )?;
         }
-        let widest = manifest.files.iter().map(|f| f.name.len()).max().unwrap_or(0).max(4);
-        writeln!(out, "\n{:<widest$}  {:>18}  {:>18}", "file", "elements", "bytes")?;
+        let widest = manifest
+            .files
+            .iter()
+            .map(|f| f.name.len())
+            .max()
+            .unwrap_or(0)
+            .max(4);
+        writeln!(
+            out,
+            "\n{:<widest$}  {:>18}  {:>18}",
+            "file", "elements", "bytes"
+        )?;
         for file in &manifest.files {
             let elems: u64 = file.pieces.iter().map(|p| p.elems()).sum();
-            writeln!(out, "{:<widest$}  {:>18}  {:>18}", file.name, grouped(elems), grouped(file.bytes))?;
+            writeln!(
+                out,
+                "{:<widest$}  {:>18}  {:>18}",
+                file.name,
+                grouped(elems),
+                grouped(file.bytes)
+            )?;
         }
         Ok(())
     }
@@ -54,7 +107,12 @@ impl Reader {
 /// Formats 1234567 as "1,234,567".
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
-    let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
+    let groups: Vec<_> = digits
+        .as_bytes()
+        .rchunks(3)
+        .rev()
+        .map(String::from_utf8_lossy)
+        .collect();
     groups.join(",")
 }
 
@@ -63,6 +121,16 @@ mod tests {
     #[test]
     fn digits_are_grouped() {
         let grouped = [0, 7, 999, 1000, 1234567, u64::MAX].map(super::grouped);
-        assert_eq!(grouped, ["0", "7", "999", "1,000", "1,234,567", "18,446,744,073,709,551,615"]);
+        assert_eq!(
+            grouped,
+            [
+                "0",
+                "7",
+                "999",
+                "1,000",
+                "1,234,567",
+                "18,446,744,073,709,551,615"
+            ]
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Opening one checkpoint on all ranks: rank 0 chooses and checks it, the others open what they read.
+//! Opening one checkpoint on all ranks: rank 0 chooses and checks it, the others open what they
+//! read.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -12,12 +13,12 @@ use crate::format::manifest::{MANIFEST_NAME, hex64};
 use crate::io::dir::Dir;
 use crate::{CkptError, Exchange, Reader};
 
-/// Interval of the messages with which rank 0 shows that it is still checking, so that the others' waits stay within
-/// the time limit of their communicator.
+/// Interval of the messages with which rank 0 shows that it is still checking, so that the others'
+/// waits stay within the time limit of their communicator.
 const PENDING_EVERY: Duration = Duration::from_millis(500);
 
-/// The checkpoint that a process has opened and checked: a small value to send to others that open the same one. See
-/// [`Reader::open_selected`].
+/// The checkpoint that a process has opened and checked: a small value to send to others that open
+/// the same one. See [`Reader::open_selected`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
@@ -32,35 +33,51 @@ pub struct Selection {
 impl Reader {
     /// This checkpoint, as a value for [`Reader::open_selected`] in other processes.
     pub fn selection(&self) -> Selection {
-        let name = self.path().file_name().map(|name| name.to_string_lossy().into_owned());
-        Selection { name: name.unwrap_or_default(), crc64: self.crc64 }
-    }
-
-    /// Opens the checkpoint that another process has chosen and checked in `path`, a directory of checkpoints or that
-    /// checkpoint. Reads its manifest only; each other file is opened, and its length and checksums are checked, when
-    /// it is read.
-    ///
-    /// # Errors
-    /// [`CkptError::NotSelected`] if the manifest is not the one that the other process read, or a failed read.
-    pub fn open_selected(path: impl AsRef<Path>, selection: &Selection) -> Result<Self, CkptError> {
-        let root = Dir::open(path.as_ref())?;
-        let dir = if root.has(MANIFEST_NAME) { root } else { root.open_dir(&selection.name)? };
-        let reader = Self::open_manifest(dir, Vec::new())?;
-        match (selection.crc64, reader.crc64) {
-            (expected, got) if expected == got => Ok(reader),
-            (expected, got) => Err(CkptError::NotSelected { path: reader.path().into(), expected, got }),
+        let name = self
+            .path()
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned());
+        Selection {
+            name: name.unwrap_or_default(),
+            crc64: self.crc64,
         }
     }
 
-    /// Opens one checkpoint in `path` on all ranks; all ranks call it. Rank 0 calls `open`, which chooses and checks the
-    /// checkpoint ([`Reader::open`] for the files' lengths, [`resolve`](crate::resolve) for every byte), and broadcasts
-    /// its [`Selection`] or error. The others call [`Reader::open_selected`], so that N ranks open each file of a
-    /// checkpoint a few times and not N times. While `open` runs, rank 0 broadcasts twice a second; so the time limit of
-    /// the communicator need not cover the check.
+    /// Opens the checkpoint that another process has chosen and checked in `path`, a directory of
+    /// checkpoints or that checkpoint. Reads its manifest only; each other file is opened, and its
+    /// length and checksums are checked, when it is read.
     ///
     /// # Errors
-    /// On rank 0 the error of `open`, which the others receive as [`CkptError::Rank`]; a failed exchange; or an error
-    /// of [`Reader::open_selected`], which only the rank itself receives.
+    /// [`CkptError::NotSelected`] if the manifest is not the one that the other process read, or a
+    /// failed read.
+    pub fn open_selected(path: impl AsRef<Path>, selection: &Selection) -> Result<Self, CkptError> {
+        let root = Dir::open(path.as_ref())?;
+        let dir = if root.has(MANIFEST_NAME) {
+            root
+        } else {
+            root.open_dir(&selection.name)?
+        };
+        let reader = Self::open_manifest(dir, Vec::new())?;
+        match (selection.crc64, reader.crc64) {
+            (expected, got) if expected == got => Ok(reader),
+            (expected, got) => Err(CkptError::NotSelected {
+                path: reader.path().into(),
+                expected,
+                got,
+            }),
+        }
+    }
+
+    /// Opens one checkpoint in `path` on all ranks; all ranks call it. Rank 0 calls `open`, which
+    /// chooses and checks the checkpoint ([`Reader::open`] for the files' lengths,
+    /// [`resolve`](crate::resolve) for every byte), and broadcasts its [`Selection`] or error. The
+    /// others call [`Reader::open_selected`], so that N ranks open each file of a checkpoint a few
+    /// times and not N times. While `open` runs, rank 0 broadcasts twice a second; so the time
+    /// limit of the communicator need not cover the check.
+    ///
+    /// # Errors
+    /// On rank 0 the error of `open`, which the others receive as [`CkptError::Rank`]; a failed
+    /// exchange; or an error of [`Reader::open_selected`], which only the rank itself receives.
     pub fn open_on_ranks<E: Display + From<CkptError> + Send>(
         path: impl AsRef<Path>,
         rank: u64,
@@ -68,7 +85,9 @@ impl Reader {
         open: impl FnOnce() -> Result<Self, E> + Send,
     ) -> Result<Self, E> {
         if rank == 0 {
-            let opened = while_pending(open, exchange).map_err(E::from).and_then(|opened| opened);
+            let opened = while_pending(open, exchange)
+                .map_err(E::from)
+                .and_then(|opened| opened);
             let message = match &opened {
                 Ok(reader) => Message::Done(reader.selection()),
                 Err(error) => Message::error(error),
@@ -82,7 +101,11 @@ impl Reader {
                 Message::Done(selection) => return Ok(Self::open_selected(path, &selection)?),
                 Message::Error(message) => return Err(CkptError::Rank { rank: 0, message }.into()),
                 Message::Failed(_) | Message::Gather => {
-                    return Err(CkptError::BadFrame { rank: 0, why: "it names no checkpoint".into() }.into());
+                    return Err(CkptError::BadFrame {
+                        rank: 0,
+                        why: "it names no checkpoint".into(),
+                    }
+                    .into());
                 }
             }
         }
@@ -90,7 +113,10 @@ impl Reader {
 }
 
 /// Runs `work` on a thread and broadcasts [`Message::Pending`] until it ends.
-fn while_pending<T: Send>(work: impl FnOnce() -> T + Send, exchange: &mut impl Exchange) -> Result<T, CkptError> {
+fn while_pending<T: Send>(
+    work: impl FnOnce() -> T + Send,
+    exchange: &mut impl Exchange,
+) -> Result<T, CkptError> {
     std::thread::scope(|scope| {
         let (ended, end) = sync_channel::<()>(0);
         let run = move || {
@@ -98,11 +124,15 @@ fn while_pending<T: Send>(work: impl FnOnce() -> T + Send, exchange: &mut impl E
             let _ended = ended;
             work()
         };
-        let thread = std::thread::Builder::new().name("zero-ckpt-open".into()).spawn_scoped(scope, run);
+        let thread = std::thread::Builder::new()
+            .name("zero-ckpt-open".into())
+            .spawn_scoped(scope, run);
         let thread = thread.map_err(CkptError::io("start a thread to open", "the checkpoint"))?;
         while end.recv_timeout(PENDING_EVERY) == Err(RecvTimeoutError::Timeout) {
             broadcast(&Message::<Selection>::Pending, 0, exchange)?;
         }
-        thread.join().or_else(|panic| std::panic::resume_unwind(panic))
+        thread
+            .join()
+            .or_else(|panic| std::panic::resume_unwind(panic))
     })
 }

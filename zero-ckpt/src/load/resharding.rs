@@ -9,7 +9,8 @@ use crate::format::tensor_folder::check_range;
 use crate::load::reader::Read;
 use crate::{CkptError, Reader};
 
-/// A view of a checkpoint in another layout of its model, which may differ in units, ranks and alignment.
+/// A view of a checkpoint in another layout of its model, which may differ in units, ranks and
+/// alignment.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     reader: &'a Reader,
@@ -21,13 +22,19 @@ impl<'a> View<'a> {
         Self { reader, layout }
     }
 
-    /// Reads elements `range` of unit `unit` of this view's layout as fp32. Elements are numbered without padding:
-    /// the concatenated parameters of the unit, `numel_elems` in total.
+    /// Reads elements `range` of unit `unit` of this view's layout as fp32. Elements are numbered
+    /// without padding: the concatenated parameters of the unit, `numel_elems` in total.
     ///
     /// # Errors
-    /// No such state or unit, a range past the unit's elements, a wrong length of `out`, a failed read or a wrong
-    /// checksum.
-    pub fn read_range(&self, state: &str, unit: usize, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
+    /// No such state or unit, a range past the unit's elements, a wrong length of `out`, a failed
+    /// read or a wrong checksum.
+    pub fn read_range(
+        &self,
+        state: &str,
+        unit: usize,
+        range: Range<u64>,
+        out: &mut [f32],
+    ) -> Result<(), CkptError> {
         let mut reads = Vec::new();
         self.list_range(state, unit, range, out, &mut reads)?;
         self.reader.read_all(reads)
@@ -37,7 +44,13 @@ impl<'a> View<'a> {
     ///
     /// # Errors
     /// As [`View::read_range`].
-    pub fn read_shard(&self, state: &str, unit: usize, rank: u64, out: &mut [f32]) -> Result<(), CkptError> {
+    pub fn read_shard(
+        &self,
+        state: &str,
+        unit: usize,
+        rank: u64,
+        out: &mut [f32],
+    ) -> Result<(), CkptError> {
         let mut reads = Vec::new();
         self.list_shard(state, unit, rank, out, &mut reads)?;
         self.reader.read_all(reads)
@@ -49,7 +62,11 @@ impl<'a> View<'a> {
     /// As [`View::read_range`].
     pub fn read_storage(&self, state: &str, rank: u64, out: &mut [f32]) -> Result<(), CkptError> {
         if out.len() as u64 != self.layout.shard_elems() {
-            return Err(CkptError::argument("elements of the shard storage", self.layout.shard_elems(), out.len()));
+            return Err(CkptError::argument(
+                "elements of the shard storage",
+                self.layout.shard_elems(),
+                out.len(),
+            ));
         }
         let (mut reads, mut rest) = (Vec::new(), out);
         for (u, unit) in self.layout.units().iter().enumerate() {
@@ -70,7 +87,11 @@ impl<'a> View<'a> {
     ) -> Result<(), CkptError> {
         let placed = self.unit(unit)?;
         if rank >= self.layout.world_size() {
-            return Err(CkptError::argument("rank", format!("below {}", self.layout.world_size()), rank));
+            return Err(CkptError::argument(
+                "rank",
+                format!("below {}", self.layout.world_size()),
+                rank,
+            ));
         }
         if out.len() as u64 != placed.shard_elems {
             let what = format!("elements of the shard of unit {:?}", placed.name);
@@ -100,12 +121,21 @@ impl<'a> View<'a> {
         let placed = self.unit(unit)?;
         check_range(&placed.name, placed.numel_elems, &range, out.len())?;
         self.reader.state(state)?;
-        // A stored unit with the same parameters is read as one range, otherwise parameter by parameter.
-        if self.reader.layout.units().get(unit).is_some_and(|stored| same_params(stored, placed)) {
+        // A stored unit with the same parameters is read as one range, otherwise parameter by
+        // parameter.
+        if self
+            .reader
+            .layout
+            .units()
+            .get(unit)
+            .is_some_and(|stored| same_params(stored, placed))
+        {
             return self.reader.list(state, unit, range, out, reads);
         }
         let mut rest = out;
-        let first = placed.params.partition_point(|p| elems_of(placed, p).end <= range.start);
+        let first = placed
+            .params
+            .partition_point(|p| elems_of(placed, p).end <= range.start);
         for param in &placed.params[first..] {
             let whole = elems_of(placed, param);
             let part = whole.start.max(range.start)..whole.end.min(range.end);
@@ -116,14 +146,22 @@ impl<'a> View<'a> {
             rest = later;
             let (stored_unit, stored) = self.reader.param(&param.name)?;
             let start = stored.offset_elems + part.start - whole.start;
-            self.reader.list(state, stored_unit, start..start + part.end - part.start, now, reads)?;
+            self.reader.list(
+                state,
+                stored_unit,
+                start..start + part.end - part.start,
+                now,
+                reads,
+            )?;
         }
         Ok(())
     }
 
     fn unit(&self, unit: usize) -> Result<&UnitLayout, CkptError> {
         let units = self.layout.units();
-        units.get(unit).ok_or_else(|| CkptError::argument("unit", format!("below {}", units.len()), unit))
+        units
+            .get(unit)
+            .ok_or_else(|| CkptError::argument("unit", format!("below {}", units.len()), unit))
     }
 }
 

@@ -18,23 +18,33 @@ pub struct Resolved {
     pub reader: Reader,
     /// Name and defect of each newer checkpoint that is not whole, newest first.
     pub passed_over: Vec<(String, String)>,
-    /// The remedy for a newer save of which all files are staged, if there is one and `path` is a directory of checkpoints.
+    /// The remedy for a newer save of which all files are staged, if there is one and `path` is a
+    /// directory of checkpoints.
     pub staged: Option<String>,
 }
 
-/// Opens the newest **whole** checkpoint of the directory `path`: the one that was saved last among those of which
-/// every byte matches its checksum. If `path` is one checkpoint (`.../step-00000030`), opens and verifies that one.
-/// Reads every byte of each checkpoint that it considers.
+/// Opens the newest **whole** checkpoint of the directory `path`: the one that was saved last among
+/// those of which every byte matches its checksum. If `path` is one checkpoint
+/// (`.../step-00000030`), opens and verifies that one. Reads every byte of each checkpoint that it
+/// considers.
 ///
 /// # Errors
-/// [`CkptError::NoCheckpoint`] with the defect of each candidate, the defect of a named checkpoint, or a failed read.
+/// [`CkptError::NoCheckpoint`] with the defect of each candidate, the defect of a named checkpoint,
+/// or a failed read.
 pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
     let path = path.as_ref();
     let root = Dir::open(path)?;
-    let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let name = path
+        .file_name()
+        .map(|name| name.to_string_lossy().into_owned());
     if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
         let reader = whole(root)?;
-        return Ok(Resolved { store_dir: reader.store_dir()?, reader, passed_over: Vec::new(), staged: None });
+        return Ok(Resolved {
+            store_dir: reader.store_dir()?,
+            reader,
+            passed_over: Vec::new(),
+            staged: None,
+        });
     }
     let (entries, unreadable) = catalog::list(&root)?;
     let mut passed_over = Vec::new();
@@ -47,21 +57,38 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
             }
         };
         // When an unreadable one was saved is not known; its step decides.
-        let newer = unreadable.into_iter().filter(|u| step(&u.name) > Some(reader.manifest.step));
+        let newer = unreadable
+            .into_iter()
+            .filter(|u| step(&u.name) > Some(reader.manifest.step));
         passed_over.extend(newer.map(|u| (u.name, u.reason)));
-        return Ok(Resolved { store_dir: path.to_owned(), reader, passed_over, staged: newer_staged(path) });
+        return Ok(Resolved {
+            store_dir: path.to_owned(),
+            reader,
+            passed_over,
+            staged: newer_staged(path),
+        });
     }
-    let reasons = passed_over.into_iter().chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
-    let reasons = reasons.map(|(_, reason)| reason).chain(staged_hint(&root)).collect();
-    Err(CkptError::NoCheckpoint { dir: path.to_owned(), reasons })
+    let reasons = passed_over
+        .into_iter()
+        .chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
+    let reasons = reasons
+        .map(|(_, reason)| reason)
+        .chain(staged_hint(&root))
+        .collect();
+    Err(CkptError::NoCheckpoint {
+        dir: path.to_owned(),
+        reasons,
+    })
 }
 
 /// The remedy for the staged files of a failed save, if there are any.
 pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
-    let names = root.open_dir(STAGING).and_then(|staging| staging.names()).unwrap_or_default();
+    let names = root
+        .open_dir(STAGING)
+        .and_then(|staging| staging.names())
+        .unwrap_or_default();
     let is_staged = names.iter().any(|name| StagedName::parse(name).is_some());
-    let hint =
-        "a failed save has left files in its .staging: `zero ckpt assemble` makes a checkpoint of those of all ranks";
+    let hint = "a failed save has left files in its .staging: `zero ckpt assemble` makes a checkpoint of those of all ranks";
     is_staged.then(|| hint.to_owned())
 }
 
@@ -72,7 +99,9 @@ pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
 pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
     match Dir::open(path.as_ref()) {
         Ok(dir) => Ok(!catalog::names(&dir)?.is_empty()),
-        Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => {
+            Ok(false)
+        }
         Err(e) => Err(e),
     }
 }
@@ -97,9 +126,14 @@ impl Reader {
     pub fn store_dir(&self) -> Result<PathBuf, CkptError> {
         let path = match self.path().components().next_back() {
             Some(Component::Normal(_)) => self.path().to_owned(),
-            _ => self.path().canonicalize().map_err(CkptError::io("open", self.path()))?,
+            _ => self
+                .path()
+                .canonicalize()
+                .map_err(CkptError::io("open", self.path()))?,
         };
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = path
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
         Ok(parent.unwrap_or(Path::new(".")).to_owned())
     }
 }

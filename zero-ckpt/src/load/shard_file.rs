@@ -33,10 +33,16 @@ impl ShardFile {
     pub(crate) fn open(dir: &Dir, manifest: &Manifest, index: usize) -> Result<Self, CkptError> {
         let record = &manifest.files[index];
         let path = dir.path().join(&record.name);
-        let bad = |why: String| CkptError::BadSafetensors { path: path.clone(), why };
-        let layout = manifest.file_layout(record).ok_or_else(|| bad("sizes exceed 64 bits".into()))?;
+        let bad = |why: String| CkptError::BadSafetensors {
+            path: path.clone(),
+            why,
+        };
+        let layout = manifest
+            .file_layout(record)
+            .ok_or_else(|| bad("sizes exceed 64 bits".into()))?;
         let file = open_checked(dir, &record.name, record.bytes, false)?;
-        // `Manifest::check` bounds this: at most the maximum header and the table of a file of this length.
+        // `Manifest::check` bounds this: at most the maximum header and the table of a file of this
+        // length.
         let front_bytes = record.bytes - layout.state_bytes();
         let mut front = vec![0; usize::try_from(front_bytes).map_err(|e| bad(e.to_string()))?];
         let read = std::os::unix::fs::FileExt::read_exact_at(&file, &mut front, 0);
@@ -44,34 +50,65 @@ impl ShardFile {
         counts::read(front.len());
         let (expected, got) = (record.front_crc64, checksum(&front));
         if got != expected {
-            return Err(CkptError::Corrupt { path, range: 0..front_bytes, expected, got });
+            return Err(CkptError::Corrupt {
+                path,
+                range: 0..front_bytes,
+                expected,
+                got,
+            });
         }
         let json_end = front_bytes - layout.table_bytes();
         let (json, table) = front.split_at(json_end as usize);
-        let first = json.first_chunk::<8>().ok_or_else(|| bad("it has no header".into()))?;
+        let first = json
+            .first_chunk::<8>()
+            .ok_or_else(|| bad("it has no header".into()))?;
         let json_bytes = Header::json_bytes(*first, record.bytes).map_err(bad)?;
         if json_bytes + 8 != json_end {
-            return Err(bad(format!("the header has {json_bytes} bytes; the manifest requires {}", json_end - 8)));
+            return Err(bad(format!(
+                "the header has {json_bytes} bytes; the manifest requires {}",
+                json_end - 8
+            )));
         }
         let header = Header::parse(&json[8..], record.bytes).map_err(bad)?;
         let unit_name = |u: u64| manifest.model.units[u as usize].name.as_str();
-        let state_start = layout.check(&header, &manifest.states, unit_name).map_err(bad)?;
-        let table = table.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+        let state_start = layout
+            .check(&header, &manifest.states, unit_name)
+            .map_err(bad)?;
+        let table = table
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|b| u64::from_le_bytes(*b))
+            .collect();
         let kept = [OnceLock::from(Arc::new(file)), OnceLock::new()];
-        Ok(Self { layout, name: record.name.clone(), path, state_start, table, kept })
+        Ok(Self {
+            layout,
+            name: record.name.clone(),
+            path,
+            state_start,
+            table,
+            kept,
+        })
     }
 
-    /// Returns a descriptor to read the state. A new one stays open with this value if `may_keep` returns true.
+    /// Returns a descriptor to read the state. A new one stays open with this value if `may_keep`
+    /// returns true.
     pub(crate) fn open_state(
         &self,
         dir: &Dir,
         direct: bool,
         may_keep: impl FnOnce() -> bool,
     ) -> Result<Arc<File>, CkptError> {
-        let (kept, bytes) = (&self.kept[usize::from(direct)], self.state_start + self.layout.state_bytes());
+        let (kept, bytes) = (
+            &self.kept[usize::from(direct)],
+            self.state_start + self.layout.state_bytes(),
+        );
         if let Some(file) = kept.get() {
             // It may have been truncated since.
-            let got_bytes = file.metadata().map_err(CkptError::io("examine", &self.path))?.len();
+            let got_bytes = file
+                .metadata()
+                .map_err(CkptError::io("examine", &self.path))?
+                .len();
             return check_length(&self.path, bytes, got_bytes).map(|()| Arc::clone(file));
         }
         let file = Arc::new(open_checked(dir, &self.name, bytes, direct)?);
@@ -86,9 +123,9 @@ impl ShardFile {
         self.kept = Default::default();
     }
 
-    /// Reads the blocks that hold `range` of the state into `buffer`. Verifies one after the other, and passes its bytes
-    /// of the range to `verified` while they are in cache. The range must be within the state and not empty; a buffer
-    /// that is too small is replaced.
+    /// Reads the blocks that hold `range` of the state into `buffer`. Verifies one after the other,
+    /// and passes its bytes of the range to `verified` while they are in cache. The range must be
+    /// within the state and not empty; a buffer that is too small is replaced.
     pub(crate) fn read(
         &self,
         file: &File,
@@ -97,22 +134,38 @@ impl ShardFile {
         mut verified: impl FnMut(&[u8]),
     ) -> Result<(), CkptError> {
         let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
-        let end = range.end.next_multiple_of(BLOCK_BYTES).min(self.layout.state_bytes());
+        let end = range
+            .end
+            .next_multiple_of(BLOCK_BYTES)
+            .min(self.layout.state_bytes());
         let n = (end - start) as usize;
         if buffer.as_ref().is_some_and(|b| b.bytes().len() < n) {
             *buffer = None;
         }
         let buffer = buffer.get_or_insert_with(|| PageBuffer::new(n)).whole();
-        read_at(file, &mut buffer[..n.next_multiple_of(PAGE_BYTES)], self.state_start + start, n)
-            .map_err(|e| CkptError::io("read", &self.path)(e))?;
+        read_at(
+            file,
+            &mut buffer[..n.next_multiple_of(PAGE_BYTES)],
+            self.state_start + start,
+            n,
+        )
+        .map_err(|e| CkptError::io("read", &self.path)(e))?;
         for (i, bytes) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
             let at = start + i as u64 * BLOCK_BYTES;
             let (expected, got) = (self.table[(at / BLOCK_BYTES) as usize], checksum(bytes));
             if expected != got {
                 let range = self.state_start + at..self.state_start + at + bytes.len() as u64;
-                return Err(CkptError::Corrupt { path: self.path.clone(), range, expected, got });
+                return Err(CkptError::Corrupt {
+                    path: self.path.clone(),
+                    range,
+                    expected,
+                    got,
+                });
             }
-            let (first, last) = (range.start.saturating_sub(at), bytes.len().min((range.end - at) as usize));
+            let (first, last) = (
+                range.start.saturating_sub(at),
+                bytes.len().min((range.end - at) as usize),
+            );
             verified(&bytes[first as usize..last]);
         }
         Ok(())
@@ -120,17 +173,30 @@ impl ShardFile {
 
     /// Reads and verifies all of the state.
     pub(crate) fn verify(&self, dir: &Dir) -> Result<(), CkptError> {
-        let (file, bytes) = (self.open_state(dir, true, || false)?, self.layout.state_bytes());
-        in_parallel(chunks_to_read(0..bytes), threads_for(bytes), |range, buffer| {
-            self.read(&file, &range, buffer, |_| {})
-        })
+        let (file, bytes) = (
+            self.open_state(dir, true, || false)?,
+            self.layout.state_bytes(),
+        );
+        in_parallel(
+            chunks_to_read(0..bytes),
+            threads_for(bytes),
+            |range, buffer| self.read(&file, &range, buffer, |_| {}),
+        )
     }
 }
 
-/// Opens a file and checks its length; falls back to buffered I/O if the file system rejects direct I/O.
-pub(crate) fn open_checked(dir: &Dir, name: &str, expected_bytes: u64, direct: bool) -> Result<File, CkptError> {
+/// Opens a file and checks its length; falls back to buffered I/O if the file system rejects direct
+/// I/O.
+pub(crate) fn open_checked(
+    dir: &Dir,
+    name: &str,
+    expected_bytes: u64,
+    direct: bool,
+) -> Result<File, CkptError> {
     let opened = match dir.open_file(name, direct) {
-        Err(CkptError::Io { error, .. }) if direct && error.kind() == std::io::ErrorKind::InvalidInput => {
+        Err(CkptError::Io { error, .. })
+            if direct && error.kind() == std::io::ErrorKind::InvalidInput =>
+        {
             dir.open_file(name, false)
         }
         other => other,
@@ -143,5 +209,9 @@ fn check_length(path: &Path, expected_bytes: u64, got_bytes: u64) -> Result<(), 
     if got_bytes == expected_bytes {
         return Ok(());
     }
-    Err(CkptError::WrongLength { path: path.into(), expected_bytes, got_bytes })
+    Err(CkptError::WrongLength {
+        path: path.into(),
+        expected_bytes,
+        got_bytes,
+    })
 }

@@ -17,7 +17,8 @@ pub struct VerifyReport {
 }
 
 impl Reader {
-    /// Reads every byte of every file and compares the checksums. Memory use: one file's front and a few chunks.
+    /// Reads every byte of every file and compares the checksums. Memory use: one file's front and
+    /// a few chunks.
     pub fn verify(&self) -> VerifyReport {
         let mut report = VerifyReport::default();
         let mut count = |bytes: u64, checked: Result<(), CkptError>| match checked {

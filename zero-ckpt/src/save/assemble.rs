@@ -28,31 +28,44 @@ pub struct Assembled {
     pub passed_over: Vec<String>,
 }
 
-/// Makes a checkpoint in the directory `into` of files that a failed save has staged, as the save would have: the shard
-/// files are the same bytes, and the manifest differs in nothing. `from` are the directories that ranks saved into, or their
-/// `.staging`, or copies of them; `into` is searched too. Of several complete saves it takes the one that was staged last,
-/// unless a checkpoint was published after that; see [`assemble_step`].
+/// Makes a checkpoint in the directory `into` of files that a failed save has staged, as the save
+/// would have: the shard files are the same bytes, and the manifest differs in nothing. `from` are
+/// the directories that ranks saved into, or their `.staging`, or copies of them; `into` is
+/// searched too. Of several complete saves it takes the one that was staged last, unless a
+/// checkpoint was published after that; see [`assemble_step`].
 ///
-/// Reads and checks every byte. Files are linked into the checkpoint and synced, or copied from another file system; no
-/// staged file is changed or removed.
+/// Reads and checks every byte. Files are linked into the checkpoint and synced, or copied from
+/// another file system; no staged file is changed or removed.
 ///
 /// # Errors
-/// [`CkptError::NotAssembled`] with what is missing, damaged or ambiguous, or the checkpoint of `into` of the same or a
-/// later step; `into` holds checkpoints of another run or model; or a failed system call.
-pub fn assemble<P: AsRef<Path>>(into: impl AsRef<Path>, from: &[P]) -> Result<Assembled, CkptError> {
+/// [`CkptError::NotAssembled`] with what is missing, damaged or ambiguous, or the checkpoint of
+/// `into` of the same or a later step; `into` holds checkpoints of another run or model; or a
+/// failed system call.
+pub fn assemble<P: AsRef<Path>>(
+    into: impl AsRef<Path>,
+    from: &[P],
+) -> Result<Assembled, CkptError> {
     assemble_chosen(into.as_ref(), from, None)
 }
 
-/// As [`assemble`], of a save of `step`, also if a checkpoint was published after it was staged: the user may have
-/// continued from an older checkpoint since, and wants this branch all the same.
+/// As [`assemble`], of a save of `step`, also if a checkpoint was published after it was staged:
+/// the user may have continued from an older checkpoint since, and wants this branch all the same.
 ///
 /// # Errors
 /// As [`assemble`].
-pub fn assemble_step<P: AsRef<Path>>(into: impl AsRef<Path>, from: &[P], step: u64) -> Result<Assembled, CkptError> {
+pub fn assemble_step<P: AsRef<Path>>(
+    into: impl AsRef<Path>,
+    from: &[P],
+    step: u64,
+) -> Result<Assembled, CkptError> {
     assemble_chosen(into.as_ref(), from, Some(step))
 }
 
-fn assemble_chosen<P: AsRef<Path>>(into: &Path, from: &[P], step: Option<u64>) -> Result<Assembled, CkptError> {
+fn assemble_chosen<P: AsRef<Path>>(
+    into: &Path,
+    from: &[P],
+    step: Option<u64>,
+) -> Result<Assembled, CkptError> {
     let mut found = Found::default();
     found.search(into)?;
     for path in from {
@@ -61,7 +74,12 @@ fn assemble_chosen<P: AsRef<Path>>(into: &Path, from: &[P], step: Option<u64>) -
 
     let mut reasons = Vec::new();
     let mut complete: Vec<Complete<'_>> = Vec::new();
-    for key in found.saves().into_iter().rev().filter(|key| step.is_none_or(|step| key.0 == step)) {
+    for key in found
+        .saves()
+        .into_iter()
+        .rev()
+        .filter(|key| step.is_none_or(|step| key.0 == step))
+    {
         match complete_save(&found, key) {
             Ok(save) => complete.push(save),
             Err(defects) => reasons.push(format!("{}: {}", save_name(key), defects.join(", "))),
@@ -72,10 +90,19 @@ fn assemble_chosen<P: AsRef<Path>>(into: &Path, from: &[P], step: Option<u64>) -
         reasons.push(format!("there are no staged files{of}"));
     }
 
-    let Some(save) = take_newest(complete, &mut reasons) else { return Err(CkptError::NotAssembled { reasons }) };
-    let newer = if step.is_none() { found.published_after(&save.described) } else { None };
+    let Some(save) = take_newest(complete, &mut reasons) else {
+        return Err(CkptError::NotAssembled { reasons });
+    };
+    let newer = if step.is_none() {
+        found.published_after(&save.described)
+    } else {
+        None
+    };
     match save.publish(into, newer.as_deref()) {
-        Ok(checkpoint) => Ok(Assembled { checkpoint, passed_over: reasons }),
+        Ok(checkpoint) => Ok(Assembled {
+            checkpoint,
+            passed_over: reasons,
+        }),
         Err(CkptError::NotAssembled { reasons: refusal }) => {
             reasons.splice(0..0, refusal);
             Err(CkptError::NotAssembled { reasons })
@@ -84,16 +111,27 @@ fn assemble_chosen<P: AsRef<Path>>(into: &Path, from: &[P], step: Option<u64>) -
     }
 }
 
-/// Returns the save that was staged last. Adds the others to `reasons`, or all of them if none is known to be the last.
-fn take_newest<'a>(mut complete: Vec<Complete<'a>>, reasons: &mut Vec<String>) -> Option<Complete<'a>> {
+/// Returns the save that was staged last. Adds the others to `reasons`, or all of them if none is
+/// known to be the last.
+fn take_newest<'a>(
+    mut complete: Vec<Complete<'a>>,
+    reasons: &mut Vec<String>,
+) -> Option<Complete<'a>> {
     if complete.is_empty() {
         return None;
     }
     let is_last = |save: &Complete<'_>| {
-        let others = complete.iter().filter(|other| other.described.key != save.described.key);
-        others.into_iter().all(|other| other.described.is_before(&save.described))
+        let others = complete
+            .iter()
+            .filter(|other| other.described.key != save.described.key);
+        others
+            .into_iter()
+            .all(|other| other.described.is_before(&save.described))
     };
-    let last = complete.iter().position(is_last).map(|index| complete.remove(index));
+    let last = complete
+        .iter()
+        .position(is_last)
+        .map(|index| complete.remove(index));
     let names = complete.iter().map(|save| save_name(save.described.key));
     if last.is_some() {
         reasons.extend(names.map(|name| format!("{name}: complete, but staged before")));
@@ -130,7 +168,11 @@ fn complete_save(found: &Found, key: Key) -> Result<Complete<'_>, Vec<String>> {
         return Err(defects);
     }
     let (staged, sources) = files.into_iter().unzip();
-    Ok(Complete { described, staged, sources })
+    Ok(Complete {
+        described,
+        staged,
+        sources,
+    })
 }
 
 /// A checked file that is linked or copied into a checkpoint.
@@ -158,7 +200,11 @@ struct Whole<'f, 'd> {
 
 impl<'f> Whole<'f, '_> {
     /// The whole one among copies of a rank's file. Copies that differ are an error.
-    fn find(&mut self, rank: u64, locations: &[Location]) -> Result<(StagedFile, CheckedSource<'f>), String> {
+    fn find(
+        &mut self,
+        rank: u64,
+        locations: &[Location],
+    ) -> Result<(StagedFile, CheckedSource<'f>), String> {
         let mut whole: Option<(StagedFile, CheckedSource<'f>)> = None;
         let mut defect = None;
         for Location { dir, name } in locations {
@@ -167,10 +213,22 @@ impl<'f> Whole<'f, '_> {
                 Ok((file, id)) => match &whole {
                     Some((other, _)) if other.front_crc64 != file.front_crc64 => {
                         let path = dir.path().join(name);
-                        return Err(format!("{} is another file of rank {rank}; move one away", path.display()));
+                        return Err(format!(
+                            "{} is another file of rank {rank}; move one away",
+                            path.display()
+                        ));
                     }
                     Some(_) => {}
-                    None => whole = Some((file, CheckedSource { dir, name: name.clone(), id })),
+                    None => {
+                        whole = Some((
+                            file,
+                            CheckedSource {
+                                dir,
+                                name: name.clone(),
+                                id,
+                            },
+                        ))
+                    }
                 },
                 Err(error) => defect = defect.or(Some(describe(&error))),
             }
@@ -178,26 +236,40 @@ impl<'f> Whole<'f, '_> {
         whole.ok_or_else(|| defect.unwrap_or_default())
     }
 
-    /// Reads and checks every byte of a staged file: its header is the one that the rank writes, the blocks match the
-    /// checksums behind it, and rank 0's file is the one that the description was written for.
-    fn read(&mut self, dir: &Dir, name: &str, rank: u64) -> Result<(StagedFile, FileId), CkptError> {
+    /// Reads and checks every byte of a staged file: its header is the one that the rank writes,
+    /// the blocks match the checksums behind it, and rank 0's file is the one that the description
+    /// was written for.
+    fn read(
+        &mut self,
+        dir: &Dir,
+        name: &str,
+        rank: u64,
+    ) -> Result<(StagedFile, FileId), CkptError> {
         let path = dir.path().join(name);
         let probe = &mut self.probe;
-        let bad = |why: &str| CkptError::BadSafetensors { path: path.clone(), why: why.into() };
+        let bad = |why: &str| CkptError::BadSafetensors {
+            path: path.clone(),
+            why: why.into(),
+        };
         let pieces = shard_pieces(self.layout, rank)?;
-        let file_layout =
-            FileLayout::new(&probe.states, pieces.clone()).ok_or_else(|| bad("sizes exceed 64 bits"))?;
+        let file_layout = FileLayout::new(&probe.states, pieces.clone())
+            .ok_or_else(|| bad("sizes exceed 64 bits"))?;
         let header = encode_header(self.layout, (rank, probe.step), &probe.states, &file_layout)?;
         let front_bytes = header.len() as u64 + file_layout.table_bytes();
         let bytes = front_bytes + file_layout.state_bytes();
 
         let (file, got_bytes) = dir.open_file(name, false)?;
         if got_bytes != bytes {
-            return Err(CkptError::WrongLength { path, expected_bytes: bytes, got_bytes });
+            return Err(CkptError::WrongLength {
+                path,
+                expected_bytes: bytes,
+                got_bytes,
+            });
         }
         let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
         let mut front = vec![0; front_bytes as usize];
-        file.read_exact_at(&mut front, 0).map_err(CkptError::io("read", &path))?;
+        file.read_exact_at(&mut front, 0)
+            .map_err(CkptError::io("read", &path))?;
         if !front.starts_with(&header) {
             return Err(bad(
                 "its header is not that of the save: the file is damaged, unfinished or of another save",
@@ -205,22 +277,46 @@ impl<'f> Whole<'f, '_> {
         }
         let front_crc64 = checksum(&front);
         if rank == 0 && front_crc64 != self.description.front_crc64 {
-            return Err(bad("its checksums are not those in the description: it is damaged or of another save"));
+            return Err(bad(
+                "its checksums are not those in the description: it is damaged or of another save",
+            ));
         }
 
-        probe.files = vec![FileRecord { name: name.to_owned(), bytes, front_crc64, pieces: pieces.clone() }];
+        probe.files = vec![FileRecord {
+            name: name.to_owned(),
+            bytes,
+            front_crc64,
+            pieces: pieces.clone(),
+        }];
         ShardFile::open(dir, probe, 0)?.verify(dir)?;
         let step = probe.step;
         let states = probe.states.clone();
         let save = self.save;
-        Ok((StagedFile { rank, step, file: name.to_owned(), bytes, front_crc64, states, pieces, save }, id))
+        Ok((
+            StagedFile {
+                rank,
+                step,
+                file: name.to_owned(),
+                bytes,
+                front_crc64,
+                states,
+                pieces,
+                save,
+            },
+            id,
+        ))
     }
 }
 
-/// The text of an error; of a file that has disappeared since its name was read, with the likely reason.
+/// The text of an error; of a file that has disappeared since its name was read, with the likely
+/// reason.
 fn describe(error: &CkptError) -> String {
     let is_missing = matches!(error, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound);
-    let hint = if is_missing { "; a run may be saving there right now: wait for its end" } else { "" };
+    let hint = if is_missing {
+        "; a run may be saving there right now: wait for its end"
+    } else {
+        ""
+    };
     format!("{error}{hint}")
 }
 
@@ -233,19 +329,33 @@ struct Complete<'a> {
 }
 
 impl Complete<'_> {
-    /// Publishes the checkpoint in `into`. Refuses if a checkpoint there is of the same or a later step, or if there is a
-    /// checkpoint `newer` than the save.
+    /// Publishes the checkpoint in `into`. Refuses if a checkpoint there is of the same or a later
+    /// step, or if there is a checkpoint `newer` than the save.
     fn publish(self, into: &Path, newer: Option<&Path>) -> Result<PublishedCheckpoint, CkptError> {
-        let Self { described: Described { key, description, .. }, staged, sources } = self;
+        let Self {
+            described: Described {
+                key, description, ..
+            },
+            staged,
+            sources,
+        } = self;
         let mut options = StoreOptions::default().resumed_runs(description.resumed_runs.clone());
         options.run = description.manifest.run.clone();
         let store = Store::create(into, 0, options)?;
         store.check_runs()?;
 
-        let refused = |why: String| CkptError::NotAssembled { reasons: vec![format!("{} {why}", save_name(key))] };
+        let refused = |why: String| CkptError::NotAssembled {
+            reasons: vec![format!("{} {why}", save_name(key))],
+        };
         let step = key.0;
-        let published: Vec<String> = store.published().iter().map(|entry| entry.name.clone()).collect();
-        let latest = published.into_iter().max_by_key(|name| published_step(name));
+        let published: Vec<String> = store
+            .published()
+            .iter()
+            .map(|entry| entry.name.clone())
+            .collect();
+        let latest = published
+            .into_iter()
+            .max_by_key(|name| published_step(name));
         if let Some(latest) = latest.filter(|name| published_step(name) >= Some(step)) {
             let into = into.display();
             return Err(refused(format!(
@@ -261,7 +371,13 @@ impl Complete<'_> {
             )));
         }
         let documents = description.documents();
-        store.publish_manifest(description.manifest, &staged, &documents, description.best, Place::Copy(&sources))
+        store.publish_manifest(
+            description.manifest,
+            &staged,
+            &documents,
+            description.best,
+            Place::Copy(&sources),
+        )
     }
 }
 

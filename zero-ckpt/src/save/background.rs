@@ -1,17 +1,18 @@
-//! Saving in the background: a training step waits for a copy into a staging buffer, not for the disk.
+//! Saving in the background: a training step waits for a copy into a staging buffer, not for the
+//! disk.
 //!
 //! ```text
 //! trainer       begin: copy -> buffer | any number of steps | advance: staged files | steps | advance: outcome
 //! save thread                           fence, write, sync     rank 0: publish
 //! ```
 //!
-//! Ranks can add [`BackgroundStore::ready`] to their exchange of each step. Once it is true on all ranks,
-//! [`BackgroundStore::advance`] costs one small exchange and does not wait for a disk. [`BackgroundStore::complete`]
-//! waits until the save is published.
+//! Ranks can add [`BackgroundStore::ready`] to their exchange of each step. Once it is true on all
+//! ranks, [`BackgroundStore::advance`] costs one small exchange and does not wait for a disk.
+//! [`BackgroundStore::complete`] waits until the save is published.
 //!
-//! Buffers of this module: `buffers` staging buffers, each of the size of this rank's state, allocated once. A buffer
-//! is free, being filled by `begin`, or owned by the thread that writes it to a file. There are at most as many saves
-//! in flight as buffers.
+//! Buffers of this module: `buffers` staging buffers, each of the size of this rank's state,
+//! allocated once. A buffer is free, being filled by `begin`, or owned by the thread that writes it
+//! to a file. There are at most as many saves in flight as buffers.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -34,11 +35,12 @@ const COPY_BYTES: usize = 32 << 20;
 /// Threads of a copy.
 const MAX_COPY_THREADS: usize = 4;
 
-/// Waits until the copies into the staging buffer are complete; called on the save thread. It is a no-op for host
-/// memory and waits for an event for a device.
+/// Waits until the copies into the staging buffer are complete; called on the save thread. It is a
+/// no-op for host memory and waits for an event for a device.
 pub type Fence = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
-/// A part of the staging buffer, or of the buffer of [`Store::stage_streamed`]: elements of one unit of one state, without padding.
+/// A part of the staging buffer, or of the buffer of [`Store::stage_streamed`]: elements of one
+/// unit of one state, without padding.
 #[non_exhaustive]
 pub struct StagingSlice<'a> {
     /// The state.
@@ -51,7 +53,8 @@ pub struct StagingSlice<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// A [`Store`] that saves in the background. All ranks call `begin`, `advance` and `complete` in the same order.
+/// A [`Store`] that saves in the background. All ranks call `begin`, `advance` and `complete` in
+/// the same order.
 pub struct BackgroundStore {
     store: Arc<Store>,
     layout: Arc<Layout>,
@@ -65,12 +68,12 @@ pub struct BackgroundStore {
 }
 
 impl BackgroundStore {
-    /// Creates a store that saves the `states` of `layout` through `store`, with `buffers` staging buffers (at least
-    /// 1) in host memory.
+    /// Creates a store that saves the `states` of `layout` through `store`, with `buffers` staging
+    /// buffers (at least 1) in host memory.
     ///
     /// # Errors
-    /// [`CkptError::OutOfMemory`], sizes beyond 64 bits, or on rank 0 a layout whose manifest readers would reject
-    /// ([`CkptError::TooLarge`]).
+    /// [`CkptError::OutOfMemory`], sizes beyond 64 bits, or on rank 0 a layout whose manifest
+    /// readers would reject ([`CkptError::TooLarge`]).
     pub fn new(
         store: Store,
         layout: Arc<Layout>,
@@ -90,12 +93,21 @@ impl BackgroundStore {
         };
         let free = (0..limit).map(allocate).collect::<Result<_, _>>()?;
         let free = Arc::new(Mutex::new(free));
-        Ok(Self { store: Arc::new(store), layout, states, file, limit, free, in_flight: VecDeque::new() })
+        Ok(Self {
+            store: Arc::new(store),
+            layout,
+            states,
+            file,
+            limit,
+            free,
+            in_flight: VecDeque::new(),
+        })
     }
 
-    /// Begins a save. `copy` fills every slice, or starts copies and returns the fence to wait for; `begin` returns
-    /// right after it. A failed copy counts as a save in flight, so that the order of saves stays the same on all
-    /// ranks; all ranks receive its error from [`BackgroundStore::advance`].
+    /// Begins a save. `copy` fills every slice, or starts copies and returns the fence to wait for;
+    /// `begin` returns right after it. A failed copy counts as a save in flight, so that the order
+    /// of saves stays the same on all ranks; all ranks receive its error from
+    /// [`BackgroundStore::advance`].
     ///
     /// # Errors
     /// [`CkptError::InFlight`] if no buffer is free; then no buffer is free on any rank.
@@ -108,7 +120,9 @@ impl BackgroundStore {
             return Err(CkptError::InFlight { limit: self.limit });
         }
         let meta = Arc::new(meta);
-        let staging = self.begin_staging(&meta, copy).unwrap_or_else(|error| Job::ended(Err(error)));
+        let staging = self
+            .begin_staging(&meta, copy)
+            .unwrap_or_else(|error| Job::ended(Err(error)));
         let save = Save::new(&self.store, meta.step, staging);
         self.in_flight.push_back((meta, save));
         Ok(())
@@ -124,7 +138,13 @@ impl BackgroundStore {
         let mut buffer = buffer.ok_or_else(|| CkptError::Snapshot {
             message: "the staging buffer of an earlier save that failed is still in use".into(),
         })?;
-        let slices = staging_slices(&self.layout, self.store.rank(), &self.file, &self.states, buffer.bytes_mut());
+        let slices = staging_slices(
+            &self.layout,
+            self.store.rank(),
+            &self.file,
+            &self.states,
+            buffer.bytes_mut(),
+        );
         let fence = match copy(slices) {
             Ok(fence) => fence,
             Err(message) => {
@@ -136,7 +156,10 @@ impl BackgroundStore {
         let layout = Arc::clone(&self.layout);
         let meta = Arc::clone(meta);
         let (states, pieces) = (self.states.clone(), self.file.pieces.clone());
-        let borrowed = Borrowed { buffer: Some(buffer), free: Arc::clone(&self.free) };
+        let borrowed = Borrowed {
+            buffer: Some(buffer),
+            free: Arc::clone(&self.free),
+        };
         Ok(Job::start(move || {
             let source = Slices::new(vec![borrowed.bytes()]);
             let save = (meta.step, number);
@@ -153,21 +176,38 @@ impl BackgroundStore {
     /// As `begin`. A shard of another rank, layout or other states fails the save on all ranks.
     pub fn begin_copy(&mut self, meta: SaveMeta, shard: &ShardData<'_>) -> Result<(), CkptError> {
         let rank = self.store.rank();
-        let same = shard.specs() == self.states && *shard.layout() == *self.layout && shard.rank() == rank;
+        let same =
+            shard.specs() == self.states && *shard.layout() == *self.layout && shard.rank() == rank;
         self.begin(meta, |slices| {
             if !same {
-                return Err("the shard has other states, another layout or another rank than the store".into());
+                return Err(
+                    "the shard has other states, another layout or another rank than the store"
+                        .into(),
+                );
             }
             let source = shard.source();
-            if slices.iter().zip(source.parts()).any(|(slice, part)| slice.bytes.len() != part.len()) {
-                return Err("internal error: the shard has other bytes than the staging buffer".into());
+            if slices
+                .iter()
+                .zip(source.parts())
+                .any(|(slice, part)| slice.bytes.len() != part.len())
+            {
+                return Err(
+                    "internal error: the shard has other bytes than the staging buffer".into(),
+                );
             }
             let pieces = slices
                 .into_iter()
                 .zip(source.parts())
-                .flat_map(|(slice, &part)| slice.bytes.chunks_mut(COPY_BYTES).zip(part.chunks(COPY_BYTES)));
+                .flat_map(|(slice, &part)| {
+                    slice
+                        .bytes
+                        .chunks_mut(COPY_BYTES)
+                        .zip(part.chunks(COPY_BYTES))
+                });
             // One core does not reach the memory's bandwidth.
-            let threads = (source.len() as usize).div_ceil(COPY_BYTES).min(MAX_COPY_THREADS);
+            let threads = (source.len() as usize)
+                .div_ceil(COPY_BYTES)
+                .min(MAX_COPY_THREADS);
             in_parallel(pieces, threads, |(to, from), _| {
                 to.copy_from_slice(from);
                 Ok::<_, String>(())
@@ -186,21 +226,30 @@ impl BackgroundStore {
         self.in_flight.len()
     }
 
-    /// Whether [`BackgroundStore::advance`] would not wait for this rank's thread. Call `advance` once it is true on
-    /// all ranks.
+    /// Whether [`BackgroundStore::advance`] would not wait for this rank's thread. Call `advance`
+    /// once it is true on all ranks.
     pub fn ready(&self) -> bool {
-        self.in_flight.front().is_some_and(|(_, save)| save.is_ready())
+        self.in_flight
+            .front()
+            .is_some_and(|(_, save)| save.is_ready())
     }
 
-    /// Advances the oldest save in flight: the first call gathers the records of the staged files, after which rank 0
-    /// publishes in the background (returns `None`); the second broadcasts the outcome. If a rank is not ready, the ranks
-    /// wait for it, and exchange their progress at least every 500 ms.
+    /// Advances the oldest save in flight: the first call gathers the records of the staged files,
+    /// after which rank 0 publishes in the background (returns `None`); the second broadcasts the
+    /// outcome. If a rank is not ready, the ranks wait for it, and exchange their progress at least
+    /// every 500 ms.
     ///
     /// # Errors
-    /// [`CkptError::NothingInFlight`], or an error of [`Store::save`], which is the same on all ranks and ends the
-    /// save.
-    pub fn advance(&mut self, exchange: &mut impl Exchange) -> Result<Option<PublishedCheckpoint>, CkptError> {
-        let (meta, mut save) = self.in_flight.pop_front().ok_or(CkptError::NothingInFlight)?;
+    /// [`CkptError::NothingInFlight`], or an error of [`Store::save`], which is the same on all
+    /// ranks and ends the save.
+    pub fn advance(
+        &mut self,
+        exchange: &mut impl Exchange,
+    ) -> Result<Option<PublishedCheckpoint>, CkptError> {
+        let (meta, mut save) = self
+            .in_flight
+            .pop_front()
+            .ok_or(CkptError::NothingInFlight)?;
         let publish = &mut |all| {
             let store = Arc::clone(&self.store);
             let layout = Arc::clone(&self.layout);
@@ -214,11 +263,15 @@ impl BackgroundStore {
         Ok(published)
     }
 
-    /// Completes the oldest save in flight together with the other ranks; waits until it is published.
+    /// Completes the oldest save in flight together with the other ranks; waits until it is
+    /// published.
     ///
     /// # Errors
     /// As [`BackgroundStore::advance`].
-    pub fn complete(&mut self, exchange: &mut impl Exchange) -> Result<PublishedCheckpoint, CkptError> {
+    pub fn complete(
+        &mut self,
+        exchange: &mut impl Exchange,
+    ) -> Result<PublishedCheckpoint, CkptError> {
         loop {
             if let Some(published) = self.advance(exchange)? {
                 return Ok(published);
@@ -241,7 +294,8 @@ impl Drop for BackgroundStore {
     }
 }
 
-/// A staging buffer in use. Its drop returns it, except after a panic: copies into it may still be in progress.
+/// A staging buffer in use. Its drop returns it, except after a panic: copies into it may still be
+/// in progress.
 struct Borrowed {
     buffer: Option<PageBuffer>,
     free: Arc<Mutex<Vec<PageBuffer>>>,
@@ -249,7 +303,10 @@ struct Borrowed {
 
 impl Borrowed {
     fn bytes(&self) -> &[u8] {
-        self.buffer.as_ref().map(PageBuffer::bytes).unwrap_or_default()
+        self.buffer
+            .as_ref()
+            .map(PageBuffer::bytes)
+            .unwrap_or_default()
     }
 }
 
@@ -280,7 +337,12 @@ fn staging_slices<'a>(
             for run in runs(&layout.units()[unit], rank) {
                 let (bytes, later) = rest.split_at_mut((run.len() * state.dtype.bytes()) as usize);
                 rest = later;
-                slices.push(StagingSlice { state, unit, in_shard: run.in_shard(), bytes });
+                slices.push(StagingSlice {
+                    state,
+                    unit,
+                    in_shard: run.in_shard(),
+                    bytes,
+                });
             }
         }
     }

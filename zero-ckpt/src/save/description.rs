@@ -1,4 +1,5 @@
-//! The description of a save: what a manifest needs besides the staged files, in a file beside that of rank 0.
+//! The description of a save: what a manifest needs besides the staged files, in a file beside that
+//! of rank 0.
 //!
 //! [`assemble`](crate::assemble) makes the manifest of it that the publication would have written.
 
@@ -50,29 +51,52 @@ struct Envelope {
 
 impl Description {
     fn encode(&self) -> Result<Vec<u8>, CkptError> {
-        let bad = |e: serde_json::Error| CkptError::BadFile { path: FORMAT_NAME.into(), why: e.to_string() };
-        let save = serde_json::to_string(self).and_then(RawValue::from_string).map_err(bad)?;
+        let bad = |e: serde_json::Error| CkptError::BadFile {
+            path: FORMAT_NAME.into(),
+            why: e.to_string(),
+        };
+        let save = serde_json::to_string(self)
+            .and_then(RawValue::from_string)
+            .map_err(bad)?;
         let crc64 = checksum(save.get().as_bytes());
-        let envelope = Envelope { format: FORMAT_NAME.into(), version: VERSION, crc64, save };
+        let envelope = Envelope {
+            format: FORMAT_NAME.into(),
+            version: VERSION,
+            crc64,
+            save,
+        };
         let bytes = serde_json::to_vec(&envelope).map_err(bad)?;
-        check_size("the description of the save", bytes.len() as u64, MAX_MANIFEST_BYTES)?;
+        check_size(
+            "the description of the save",
+            bytes.len() as u64,
+            MAX_MANIFEST_BYTES,
+        )?;
         Ok(bytes)
     }
 
     /// Reads the description `name`, whose name is that of a save of `step`.
     pub(crate) fn read(dir: &Dir, name: &str, step: u64) -> Result<Self, CkptError> {
         let bytes = dir.read_small(name, MAX_MANIFEST_BYTES)?;
-        let bad = |why: String| CkptError::BadFile { path: dir.path().join(name), why };
+        let bad = |why: String| CkptError::BadFile {
+            path: dir.path().join(name),
+            why,
+        };
         let envelope: Envelope = serde_json::from_slice(&bytes).map_err(|e| bad(e.to_string()))?;
         if (envelope.format.as_str(), envelope.version) != (FORMAT_NAME, VERSION) {
             return Err(bad(format!("it is no {FORMAT_NAME} of version {VERSION}")));
         }
         if checksum(envelope.save.get().as_bytes()) != envelope.crc64 {
-            return Err(bad("damaged: its content does not match its checksum".into()));
+            return Err(bad(
+                "damaged: its content does not match its checksum".into()
+            ));
         }
-        let description: Self = serde_json::from_str(envelope.save.get()).map_err(|e| bad(e.to_string()))?;
+        let description: Self =
+            serde_json::from_str(envelope.save.get()).map_err(|e| bad(e.to_string()))?;
         if description.manifest.step != step {
-            return Err(bad(format!("its name has step {step}, its content {}", description.manifest.step)));
+            return Err(bad(format!(
+                "its name has step {step}, its content {}",
+                description.manifest.step
+            )));
         }
         let records = &description.manifest.documents;
         let is_recorded = |(record, text): (&DocumentRecord, &String)| {
@@ -88,19 +112,30 @@ impl Description {
     /// Whether `manifest` is that of this save.
     pub(crate) fn fits(&self, manifest: Manifest) -> bool {
         let is_later = manifest.sequence > self.published;
-        is_later && Manifest { files: Vec::new(), sequence: 0, ..manifest } == self.manifest
+        is_later
+            && Manifest {
+                files: Vec::new(),
+                sequence: 0,
+                ..manifest
+            } == self.manifest
     }
 
     /// The documents by name.
     pub(crate) fn documents(&self) -> Vec<(String, Vec<u8>)> {
-        let names = self.manifest.documents.iter().map(|document| document.name.clone());
-        names.zip(self.documents.iter().map(|text| text.clone().into_bytes())).collect()
+        let names = self
+            .manifest
+            .documents
+            .iter()
+            .map(|document| document.name.clone());
+        names
+            .zip(self.documents.iter().map(|text| text.clone().into_bytes()))
+            .collect()
     }
 }
 
 impl Store {
-    /// On rank 0: writes the description beside the staged file. Removes that file on an error: without a description
-    /// nothing can be made of it.
+    /// On rank 0: writes the description beside the staged file. Removes that file on an error:
+    /// without a description nothing can be made of it.
     pub(crate) fn describe(
         &self,
         meta: &SaveMeta,
@@ -111,21 +146,32 @@ impl Store {
             Ok(file) if self.rank() == 0 => {
                 let described = self.write_description(meta, layout, &file);
                 // A description that did not fit is there in part.
-                described.inspect_err(|_| self.discard(&file)).map(|()| file)
+                described
+                    .inspect_err(|_| self.discard(&file))
+                    .map(|()| file)
             }
             other => other,
         }
     }
 
-    fn write_description(&self, meta: &SaveMeta, layout: &Layout, file: &StagedFile) -> Result<(), CkptError> {
+    fn write_description(
+        &self,
+        meta: &SaveMeta,
+        layout: &Layout,
+        file: &StagedFile,
+    ) -> Result<(), CkptError> {
         let documents = encode_documents(meta)?;
         let run = self.options.run.clone();
         let manifest = manifest_without_files(meta, layout, file.states.clone(), run, &documents);
-        let documents =
-            documents.into_iter().map(|(_, bytes)| String::from_utf8_lossy(&bytes).into_owned()).collect();
+        let documents = documents
+            .into_iter()
+            .map(|(_, bytes)| String::from_utf8_lossy(&bytes).into_owned())
+            .collect();
         let resumed_runs = self.options.resumed_runs.clone();
         let mut staged = self.staging.names()?;
-        staged.retain(|name| StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description));
+        staged.retain(|name| {
+            StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description)
+        });
         let description = Description {
             manifest,
             documents,
@@ -135,8 +181,13 @@ impl Store {
             published: self.newest_sequence.load(Ordering::Relaxed),
             staged,
         };
-        let name = StagedName { step: file.step, kind: Kind::Description, save: file.save };
-        self.staging.write_new(&name.to_string(), &description.encode()?)
+        let name = StagedName {
+            step: file.step,
+            kind: Kind::Description,
+            save: file.save,
+        };
+        self.staging
+            .write_new(&name.to_string(), &description.encode()?)
     }
 }
 
@@ -149,18 +200,36 @@ mod tests {
 
     /// Stages step 7 with a document as the only rank; then changes the description.
     fn change(path: &std::path::Path, change: impl FnOnce(&mut Description)) {
-        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let layout = Layout::new(
+            &[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])],
+            1,
+            1,
+        )
+        .unwrap();
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &[1.0; 15]).unwrap();
         let store = Store::create(path, 0, crate::StoreOptions::default()).unwrap();
         let document = ("run.json".to_owned(), serde_json::json!({"lr": 0.1}));
-        let meta = SaveMeta::default().step(7).dtype(StateDtype::F32).documents([document].into());
-        let file = store.describe(&meta, &layout, store.stage(7, &shard)).unwrap();
-        let name = StagedName { step: 7, kind: Kind::Description, save: file.save }.to_string();
+        let meta = SaveMeta::default()
+            .step(7)
+            .dtype(StateDtype::F32)
+            .documents([document].into());
+        let file = store
+            .describe(&meta, &layout, store.stage(7, &shard))
+            .unwrap();
+        let name = StagedName {
+            step: 7,
+            kind: Kind::Description,
+            save: file.save,
+        }
+        .to_string();
         let mut description = Description::read(&store.staging, &name, 7).unwrap();
         change(&mut description);
         store.staging.remove_file(&name).unwrap();
-        store.staging.write_new(&name, &description.encode().unwrap()).unwrap();
+        store
+            .staging
+            .write_new(&name, &description.encode().unwrap())
+            .unwrap();
     }
 
     fn error(path: &std::path::Path) -> String {
@@ -169,12 +238,18 @@ mod tests {
         error.to_string()
     }
 
-    /// The description of a save is written while an earlier one of its session is in flight, which is then published.
+    /// The description of a save is written while an earlier one of its session is in flight, which
+    /// is then published.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn earlier_save_in_flight_is_not_newer() {
         let dir = tempfile::tempdir().unwrap();
-        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let layout = Layout::new(
+            &[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])],
+            1,
+            1,
+        )
+        .unwrap();
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &[1.0; 15]).unwrap();
         let store = Store::create(dir.path(), 0, crate::StoreOptions::default()).unwrap();
@@ -184,18 +259,26 @@ mod tests {
         stage(8).unwrap();
         store.publish(&meta(7), &layout, vec![earlier]).unwrap();
         store.finish_removals();
-        assert_eq!(assemble(dir.path().join("new"), &[dir.path()]).unwrap().checkpoint.step, 8);
+        assert_eq!(
+            assemble(dir.path().join("new"), &[dir.path()])
+                .unwrap()
+                .checkpoint
+                .step,
+            8
+        );
     }
 
-    /// The cost of an error does not depend on the number of ranks that a file names: its list is short and made at once.
+    /// The cost of an error does not depend on the number of ranks that a file names: its list is
+    /// short and made at once.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn many_missing_ranks_are_counted() {
         let dir = tempfile::tempdir().unwrap();
-        change(dir.path(), |description| description.manifest.layout.world_size = 1_000_000_000_000);
+        change(dir.path(), |description| {
+            description.manifest.layout.world_size = 1_000_000_000_000
+        });
         let text = error(dir.path());
-        let count =
-            "the files of 999999999999 of 1000000000000 ranks are missing: 1, 2, 3, 4, 5, 6, 7, 8 and 999999999991";
+        let count = "the files of 999999999999 of 1000000000000 ranks are missing: 1, 2, 3, 4, 5, 6, 7, 8 and 999999999991";
         assert!(text.contains(count), "{text}");
     }
 
@@ -203,7 +286,9 @@ mod tests {
     #[cfg_attr(miri, ignore)]
     fn changed_document_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
-        change(dir.path(), |description| description.documents[0] = description.documents[0].replace("0.1", "0.2"));
+        change(dir.path(), |description| {
+            description.documents[0] = description.documents[0].replace("0.1", "0.2")
+        });
         assert!(error(dir.path()).contains("it has other documents than its manifest"));
     }
 

@@ -24,7 +24,10 @@ enum State<T> {
 
 impl<T: Send> Job<T> {
     fn in_state(state: State<T>) -> Self {
-        Self(Arc::new(Slot { state: Mutex::new(state), ended: Condvar::new() }))
+        Self(Arc::new(Slot {
+            state: Mutex::new(state),
+            ended: Condvar::new(),
+        }))
     }
 
     /// A job that has ended.
@@ -32,7 +35,8 @@ impl<T: Send> Job<T> {
         Self::in_state(State::Ended(result))
     }
 
-    /// Runs `work` on a new thread, or here if none can be started: a late save is better than a lost one.
+    /// Runs `work` on a new thread, or here if none can be started: a late save is better than a
+    /// lost one.
     pub(crate) fn start(work: impl FnOnce() -> T + Send + 'static) -> Self
     where
         T: 'static,
@@ -60,7 +64,8 @@ impl<T: Send> Job<T> {
     {
         let job = Self::in_state(State::Running);
         let of_thread = Self(Arc::clone(&job.0));
-        // If no thread starts, its closure is dropped; so the work stays here until the thread takes it.
+        // If no thread starts, its closure is dropped; so the work stays here until the thread
+        // takes it.
         let work = Arc::new(Mutex::new(Some(work)));
         let work_of_thread = Arc::clone(&work);
         let started = spawn(Box::new(move || of_thread.run(take(&work_of_thread))));
@@ -88,11 +93,19 @@ impl<T: Send> Job<T> {
     pub(crate) fn wait(&self, limit: Duration) -> bool {
         let running = |state: &mut State<T>| matches!(state, State::Running);
         let waited = self.0.ended.wait_timeout_while(self.lock(), limit, running);
-        !matches!(*waited.unwrap_or_else(PoisonError::into_inner).0, State::Running)
+        !matches!(
+            *waited.unwrap_or_else(PoisonError::into_inner).0,
+            State::Running
+        )
     }
 
-    /// Waits until the work has ended, or makes no progress for `limit`; returns whether it has ended.
-    pub(crate) fn wait_while_progressing(&self, limit: Duration, progress: impl Fn() -> u64) -> bool {
+    /// Waits until the work has ended, or makes no progress for `limit`; returns whether it has
+    /// ended.
+    pub(crate) fn wait_while_progressing(
+        &self,
+        limit: Duration,
+        progress: impl Fn() -> u64,
+    ) -> bool {
         let mut watch = Watch::new(limit);
         while !self.wait(watch.period()) {
             if watch.tick().is_stalled(0, progress()) {
@@ -106,9 +119,9 @@ impl<T: Send> Job<T> {
     pub(crate) fn take(&self) -> Result<T, CkptError> {
         match std::mem::replace(&mut *self.lock(), State::Empty) {
             State::Ended(result) => Ok(result),
-            State::Running | State::Empty => {
-                Err(CkptError::Snapshot { message: "the thread that saves has panicked".into() })
-            }
+            State::Running | State::Empty => Err(CkptError::Snapshot {
+                message: "the thread that saves has panicked".into(),
+            }),
         }
     }
 }
@@ -124,8 +137,8 @@ fn take<W>(work: &Mutex<Option<W>>) -> Option<W> {
 /// The longest interval between two messages of ranks that wait for each other.
 const MAX_PERIOD: Duration = Duration::from_millis(500);
 
-/// Finds work without progress. Time in which this process itself does not run, such as stopped by a signal, counts as one
-/// interval only.
+/// Finds work without progress. Time in which this process itself does not run, such as stopped by
+/// a signal, counts as one interval only.
 pub(crate) struct Watch {
     limit: Duration,
     last: Instant,
@@ -137,7 +150,12 @@ pub(crate) struct Watch {
 
 impl Watch {
     pub(crate) fn new(limit: Duration) -> Self {
-        Self { limit, last: Instant::now(), step: Duration::ZERO, seen: Vec::new() }
+        Self {
+            limit,
+            last: Instant::now(),
+            step: Duration::ZERO,
+            seen: Vec::new(),
+        }
     }
 
     /// The interval of messages: several fit the limit, which may be the communicator's.
@@ -159,7 +177,11 @@ impl Watch {
             self.seen.resize(rank + 1, (u64::MAX, Duration::ZERO));
         }
         let (seen, idle) = &mut self.seen[rank];
-        *idle = if *seen == progress { *idle + self.step } else { Duration::ZERO };
+        *idle = if *seen == progress {
+            *idle + self.step
+        } else {
+            Duration::ZERO
+        };
         *seen = progress;
         *idle >= self.limit
     }

@@ -1,8 +1,9 @@
 //! The staged saves that earlier runs have left in a directory.
 //!
-//! A save is complete if its description and the files of all ranks are there: `assemble` makes a checkpoint of it, so it
-//! stays. Opening the directory on all ranks removes the incomplete ones of its own run and of the runs that it resumed,
-//! because their bytes may be what the next save lacks. Those of other runs stay and are named.
+//! A save is complete if its description and the files of all ranks are there: `assemble` makes a
+//! checkpoint of it, so it stays. Opening the directory on all ranks removes the incomplete ones of
+//! its own run and of the runs that it resumed, because their bytes may be what the next save
+//! lacks. Those of other runs stay and are named.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -37,7 +38,11 @@ impl fmt::Display for StagedSaves {
 
 impl StagedSaves {
     fn none(staging: &Dir) -> Self {
-        Self { path: staging.path().to_owned(), saves: 0, bytes: 0 }
+        Self {
+            path: staging.path().to_owned(),
+            saves: 0,
+            bytes: 0,
+        }
     }
 
     fn add(&mut self, save: &StagedSave, staging: &Dir) {
@@ -47,19 +52,28 @@ impl StagedSaves {
 
     fn text(&self, which: &str) -> String {
         let plural = if self.saves == 1 { "" } else { "s" };
-        format!("{} staged save{plural} {which}, {}, in {}", self.saves, Size(self.bytes), self.path.display())
+        format!(
+            "{} staged save{plural} {which}, {}, in {}",
+            self.saves,
+            Size(self.bytes),
+            self.path.display()
+        )
     }
 }
 
-/// Counts the staged saves of the directory of checkpoints `path`, which publications have not used. Reads names and lengths
-/// only. A run that saves there now has such files too.
+/// Counts the staged saves of the directory of checkpoints `path`, which publications have not
+/// used. Reads names and lengths only. A run that saves there now has such files too.
 ///
 /// # Errors
 /// The directory cannot be opened or listed.
 pub fn staged_saves(path: impl AsRef<Path>) -> Result<StagedSaves, CkptError> {
     let dir = Dir::open(path.as_ref())?;
     if !dir.has(STAGING) {
-        return Ok(StagedSaves { path: dir.path().join(STAGING), saves: 0, bytes: 0 });
+        return Ok(StagedSaves {
+            path: dir.path().join(STAGING),
+            saves: 0,
+            bytes: 0,
+        });
     }
     let staging = dir.open_dir(STAGING)?;
     let mut found = StagedSaves::none(&staging);
@@ -133,8 +147,12 @@ impl StagedSave {
         if is_moved(MANIFEST_NAME) {
             return false;
         }
-        let Some(description) = &self.description else { return true };
-        let Ok(description) = Description::read(staging, description, step) else { return false };
+        let Some(description) = &self.description else {
+            return true;
+        };
+        let Ok(description) = Description::read(staging, description, step) else {
+            return false;
+        };
         let ranks = description.manifest.layout.world_size;
         (0..ranks).any(|rank| !self.ranks.contains(&rank) && !is_moved(&shard_name(rank, ranks)))
     }
@@ -145,8 +163,9 @@ impl StagedSave {
 }
 
 impl Store {
-    /// Removes the incomplete saves of this run and of those that it resumed, on a thread, and adds notices of the others.
-    /// Call it on rank 0 once all ranks see this directory, and before any save.
+    /// Removes the incomplete saves of this run and of those that it resumed, on a thread, and adds
+    /// notices of the others. Call it on rank 0 once all ranks see this directory, and before any
+    /// save.
     pub(crate) fn remove_incomplete_saves(&self) {
         let found = match Leftovers::find(&self.staging) {
             Ok(found) => found,
@@ -175,7 +194,9 @@ impl Store {
         }
         if others.saves > 0 {
             let text = others.text("of other runs");
-            self.removals.notice(format!("{text}; delete them if those runs will not be resumed"));
+            self.removals.notice(format!(
+                "{text}; delete them if those runs will not be resumed"
+            ));
         }
         // Without a lock, a file may be of a run that saves here now.
         if !due.is_empty() && self.is_locked() {
@@ -185,7 +206,11 @@ impl Store {
 
     /// Removes the files of this rank of a save that can never be whole.
     pub(crate) fn discard(&self, file: &StagedFile) {
-        let description = StagedName { step: file.step, kind: Kind::Description, save: file.save };
+        let description = StagedName {
+            step: file.step,
+            kind: Kind::Description,
+            save: file.save,
+        };
         if self.rank() == 0 {
             let _ = self.staging.remove_file(&description.to_string());
         }

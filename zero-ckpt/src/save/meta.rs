@@ -9,7 +9,8 @@ use zero_shard::{Layout, ZeroStage};
 use super::agreement::StagedFile;
 use crate::format::blocks::{checksum, shard_pieces};
 use crate::format::manifest::{
-    DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size,
+    DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest,
+    check_size,
 };
 use crate::{CkptError, ModelSpec, Piece, StateDtype, StateSpec};
 
@@ -27,12 +28,14 @@ pub struct SaveMeta {
     pub trainer: Value,
     /// The model's `config.json` for export, or null.
     pub model_config: Value,
-    /// JSON files to store in the checkpoint, by name; see [`Reader::document`](crate::Reader::document).
+    /// JSON files to store in the checkpoint, by name; see
+    /// [`Reader::document`](crate::Reader::document).
     pub documents: BTreeMap<String, Value>,
-    /// The step of the best checkpoint so far. If it is in the directory, `best` names it and it is never pruned.
-    /// Not stored in the manifest.
+    /// The step of the best checkpoint so far. If it is in the directory, `best` names it and it is
+    /// never pruned. Not stored in the manifest.
     pub best: Option<u64>,
-    /// The step of an older checkpoint of this run to remove once this one is published. Not stored in the manifest.
+    /// The step of an older checkpoint of this run to remove once this one is published. Not stored
+    /// in the manifest.
     pub superseded: Option<u64>,
 }
 
@@ -66,25 +69,33 @@ setters!(SaveMeta {
 /// Encodes the documents of a checkpoint; pairs of name and content.
 pub(crate) fn encode_documents(meta: &SaveMeta) -> Result<Vec<(String, Vec<u8>)>, CkptError> {
     let encode = |(name, value): (&String, &Value)| {
-        let mut bytes = serde_json::to_vec_pretty(value)
-            .map_err(|e| CkptError::BadFile { path: name.into(), why: e.to_string() })?;
+        let mut bytes = serde_json::to_vec_pretty(value).map_err(|e| CkptError::BadFile {
+            path: name.into(),
+            why: e.to_string(),
+        })?;
         bytes.push(b'\n');
         Ok((name.clone(), bytes))
     };
     meta.documents.iter().map(encode).collect()
 }
 
-/// Checks that the manifests of saves of `layout` can be small enough, by their longest part: the pieces of all ranks.
+/// Checks that the manifests of saves of `layout` can be small enough, by their longest part: the
+/// pieces of all ranks.
 pub(crate) fn check_pieces(layout: &Layout) -> Result<(), CkptError> {
-    let bytes =
-        (0..layout.world_size()).map(|rank| Ok(json_bytes(&shard_pieces(layout, rank)?))).sum::<Result<_, _>>()?;
+    let bytes = (0..layout.world_size())
+        .map(|rank| Ok(json_bytes(&shard_pieces(layout, rank)?)))
+        .sum::<Result<_, _>>()?;
     check_size("the manifest", bytes, MAX_MANIFEST_BYTES)
 }
 
-/// The length of a file's pieces in the manifest, with commas and without brackets: "[unit,start,end],".
+/// The length of a file's pieces in the manifest, with commas and without brackets:
+/// "[unit,start,end],".
 fn json_bytes(pieces: &[Piece]) -> u64 {
     let digits = |number: u64| u64::from(number.checked_ilog10().unwrap_or(0)) + 1;
-    pieces.iter().map(|p| digits(p.0) + digits(p.1) + digits(p.2) + 5).sum()
+    pieces
+        .iter()
+        .map(|p| digits(p.0) + digits(p.1) + digits(p.2) + 5)
+        .sum()
 }
 
 /// The manifest of a save before its files are known; its sequence is 0.
@@ -106,7 +117,10 @@ pub(crate) fn manifest_without_files(
         stage: meta.stage.number(),
         dtype: meta.dtype.param_name().to_owned(),
         model: ModelSpec::from(layout),
-        layout: LayoutRecord { world_size: layout.world_size(), align_elems: layout.align_elems() },
+        layout: LayoutRecord {
+            world_size: layout.world_size(),
+            align_elems: layout.align_elems(),
+        },
         states,
         files: Vec::new(),
         trainer: meta.trainer.clone(),
@@ -122,20 +136,33 @@ pub(crate) fn shard_name(rank: u64, world_size: u64) -> String {
 }
 
 /// Adds the staged files to the manifest and checks it as a reader does.
-pub(crate) fn with_files(manifest: Manifest, staged: &[StagedFile], path: &Path) -> Result<Manifest, CkptError> {
+pub(crate) fn with_files(
+    manifest: Manifest,
+    staged: &[StagedFile],
+    path: &Path,
+) -> Result<Manifest, CkptError> {
     let mismatch = |why: String| CkptError::Mismatch { why };
     let world_size = manifest.layout.world_size;
     if staged.len() as u64 != world_size {
-        return Err(mismatch(format!("{} files for {world_size} ranks", staged.len())));
+        return Err(mismatch(format!(
+            "{} files for {world_size} ranks",
+            staged.len()
+        )));
     }
     let states = &manifest.states;
     for (rank, file) in staged.iter().enumerate() {
         if file.rank != rank as u64 || file.step != manifest.step {
             let got = format!("rank {}, step {}", file.rank, file.step);
-            return Err(mismatch(format!("expected rank {rank}, step {}; got {got}", manifest.step)));
+            return Err(mismatch(format!(
+                "expected rank {rank}, step {}; got {got}",
+                manifest.step
+            )));
         }
         if file.states != *states {
-            return Err(mismatch(format!("rank {rank} has states {:?}, rank 0 has {states:?}", file.states)));
+            return Err(mismatch(format!(
+                "rank {rank} has states {:?}, rank 0 has {states:?}",
+                file.states
+            )));
         }
     }
     let files = staged.iter().map(|file| FileRecord {
@@ -144,7 +171,10 @@ pub(crate) fn with_files(manifest: Manifest, staged: &[StagedFile], path: &Path)
         front_crc64: file.front_crc64,
         pieces: file.pieces.clone(),
     });
-    let manifest = Manifest { files: files.collect(), ..manifest };
+    let manifest = Manifest {
+        files: files.collect(),
+        ..manifest
+    };
     manifest.check(&path.join(MANIFEST_NAME))?;
     Ok(manifest)
 }
@@ -157,7 +187,10 @@ mod tests {
     fn pieces_have_the_computed_length() {
         let pieces = [Piece(0, 0, 1), Piece(9, 10, 99), Piece(10, 100, u64::MAX)];
         for n in 1..=pieces.len() {
-            assert_eq!(json_bytes(&pieces[..n]) + 1, serde_json::to_vec(&pieces[..n]).unwrap().len() as u64);
+            assert_eq!(
+                json_bytes(&pieces[..n]) + 1,
+                serde_json::to_vec(&pieces[..n]).unwrap().len() as u64
+            );
         }
     }
 }

@@ -13,7 +13,9 @@ use super::replace;
 use super::staged_name::{Kind, SaveId, StagedName};
 use super::store::{SavePoint, Store};
 use crate::CkptError;
-use crate::format::catalog::{self, BEST, Entry, LATEST, backup_of, pointer_line, random, step_name};
+use crate::format::catalog::{
+    self, BEST, Entry, LATEST, backup_of, pointer_line, random, step_name,
+};
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::io::dir::Dir;
 
@@ -26,13 +28,13 @@ pub(crate) enum Place<'a> {
 }
 
 impl Store {
-    /// On rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint, names it in `latest` and removes
-    /// old checkpoints. On an error before the checkpoint has its final name, the staged files stay, and earlier checkpoints
-    /// do not change.
+    /// On rank 0: publishes the staged files of all ranks, in rank order, as a checkpoint, names it
+    /// in `latest` and removes old checkpoints. On an error before the checkpoint has its final
+    /// name, the staged files stay, and earlier checkpoints do not change.
     ///
     /// # Errors
-    /// The error of the first failed rank, staged files that do not form one checkpoint, another model in this
-    /// directory, a checkpoint of this step by another run, or a failed system call.
+    /// The error of the first failed rank, staged files that do not form one checkpoint, another
+    /// model in this directory, a checkpoint of this step by another run, or a failed system call.
     pub fn publish(
         &self,
         meta: &SaveMeta,
@@ -52,17 +54,29 @@ impl Store {
         staged: Vec<Result<StagedFile, CkptError>>,
     ) -> Result<Publication, CkptError> {
         let staged = staged.into_iter().collect::<Result<Vec<_>, _>>()?;
-        let states = staged.first().map(|file| file.states.clone()).unwrap_or_default();
+        let states = staged
+            .first()
+            .map(|file| file.states.clone())
+            .unwrap_or_default();
         let documents = encode_documents(meta)?;
-        let manifest = manifest_without_files(meta, layout, states, self.options.run.clone(), &documents);
+        let manifest =
+            manifest_without_files(meta, layout, states, self.options.run.clone(), &documents);
         for file in &staged {
             self.check_staged(file)?;
             self.progress.fetch_add(1, Ordering::Relaxed);
         }
-        let checkpoint = self.publish_manifest(manifest, &staged, &documents, meta.best, Place::Move)?;
+        let checkpoint =
+            self.publish_manifest(manifest, &staged, &documents, meta.best, Place::Move)?;
         let superseded = meta.superseded.map(step_name);
-        let numbers: BTreeMap<u64, u32> = staged.iter().map(|file| (file.save.session, file.save.number)).collect();
-        Ok(Publication { checkpoint, superseded, numbers })
+        let numbers: BTreeMap<u64, u32> = staged
+            .iter()
+            .map(|file| (file.save.session, file.save.number))
+            .collect();
+        Ok(Publication {
+            checkpoint,
+            superseded,
+            numbers,
+        })
     }
 
     /// Publishes a checkpoint of `manifest` and the staged files.
@@ -82,26 +96,42 @@ impl Store {
         manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
         let name = step_name(manifest.step);
         let path = self.dir.path().join(&name);
-        let replaced = published.iter().find(|e| e.name == name || backup_of(&e.name) == Some(&name));
+        let replaced = published
+            .iter()
+            .find(|e| e.name == name || backup_of(&e.name) == Some(&name));
         if let Some(another) = replaced.filter(|e| !self.options.owns(e.run.as_deref())) {
-            return Err(CkptError::AnotherRun { path, run: another.run.clone() });
+            return Err(CkptError::AnotherRun {
+                path,
+                run: another.run.clone(),
+            });
         }
         let manifest = with_files(manifest, staged, &path)?;
         let encoded = manifest.encode()?;
 
-        let own = SaveId { run: self.run_checksum(), session: self.session, number: 0 };
+        let own = SaveId {
+            run: self.run_checksum(),
+            session: self.session,
+            number: 0,
+        };
         let save = match place {
             Place::Move => staged.first().map_or(own, |file| file.save),
             // The directory of the staged files' own save may exist, and hold them.
             Place::Copy(_) => own,
         };
-        let ready_name = StagedName { step: manifest.step, kind: Kind::Ready, save }.to_string();
+        let ready_name = StagedName {
+            step: manifest.step,
+            kind: Kind::Ready,
+            save,
+        }
+        .to_string();
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
         let assembled = self
             .assemble(&ready, staged, documents, (&manifest, &encoded), &place)
-            .and_then(|()| replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up));
+            .and_then(|()| {
+                replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up)
+            });
         if let Err(error) = assembled {
             self.put_back(&ready, &ready_name, staged, &manifest, &place);
             return Err(error);
@@ -112,48 +142,93 @@ impl Store {
         let sequence = manifest.sequence;
         self.newest_sequence.store(sequence, Ordering::Relaxed);
         published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
-        published.push(Entry { name: name.clone(), sequence, model: manifest.model, run: manifest.run });
+        published.push(Entry {
+            name: name.clone(),
+            sequence,
+            model: manifest.model,
+            run: manifest.run,
+        });
 
         let best = self.point_to(&name, best, &published)?;
         if let Some(moved) = self.dir.moved() {
             self.removals.notice(moved.to_string());
         }
-        Ok(PublishedCheckpoint { name, step, sequence, bytes, best, notices: self.take_notices() })
+        Ok(PublishedCheckpoint {
+            name,
+            step,
+            sequence,
+            bytes,
+            best,
+            notices: self.take_notices(),
+        })
     }
 
-    /// Makes the new name durable, and `latest` and `best` name the checkpoint. Returns the name in `best`.
-    fn point_to(&self, name: &str, best: Option<u64>, published: &[Entry]) -> Result<Option<String>, CkptError> {
+    /// Makes the new name durable, and `latest` and `best` name the checkpoint. Returns the name in
+    /// `best`.
+    fn point_to(
+        &self,
+        name: &str,
+        best: Option<u64>,
+        published: &[Entry],
+    ) -> Result<Option<String>, CkptError> {
         let but = |what: &'static str| {
             let name = name.to_owned();
-            move |error| CkptError::Published { name, what, error: Box::new(error) }
+            move |error| CkptError::Published {
+                name,
+                what,
+                error: Box::new(error),
+            }
         };
-        self.dir.sync().map_err(but("its folder could not be synced"))?;
+        self.dir
+            .sync()
+            .map_err(but("its folder could not be synced"))?;
         self.at(SavePoint::Renamed);
-        self.point(LATEST, name).map_err(but("`latest` could not be updated"))?;
+        self.point(LATEST, name)
+            .map_err(but("`latest` could not be updated"))?;
         self.at(SavePoint::LatestMoved);
-        self.update_best(best, published).map_err(but("`best` could not be updated"))
+        self.update_best(best, published)
+            .map_err(but("`best` could not be updated"))
     }
 
-    /// Moves the files of a checkpoint that could not be published back to their staged names, and removes what was
-    /// written with them. Keeps what cannot be moved.
-    fn put_back(&self, ready: &Dir, ready_name: &str, staged: &[StagedFile], manifest: &Manifest, place: &Place<'_>) {
+    /// Moves the files of a checkpoint that could not be published back to their staged names, and
+    /// removes what was written with them. Keeps what cannot be moved.
+    fn put_back(
+        &self,
+        ready: &Dir,
+        ready_name: &str,
+        staged: &[StagedFile],
+        manifest: &Manifest,
+        place: &Place<'_>,
+    ) {
         for (staged, file) in staged.iter().zip(&manifest.files) {
             let _ = match place {
                 Place::Move => ready.rename(&file.name, &self.staging, &staged.file),
                 Place::Copy(_) => ready.remove_file(&file.name),
             };
         }
-        for document in manifest.documents.iter().map(|document| document.name.as_str()).chain([MANIFEST_NAME]) {
+        for document in manifest
+            .documents
+            .iter()
+            .map(|document| document.name.as_str())
+            .chain([MANIFEST_NAME])
+        {
             let _ = ready.remove_file(document);
         }
         let _ = self.staging.remove_empty_dir(ready_name);
     }
 
-    /// The place in which a failed save has left the staged file of this rank: the file, or the directory that rank 0 has
-    /// moved it into. `None` once the checkpoint has its final name.
+    /// The place in which a failed save has left the staged file of this rank: the file, or the
+    /// directory that rank 0 has moved it into. `None` once the checkpoint has its final name.
     pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
-        let ready = StagedName { step: staged.step, kind: Kind::Ready, save: staged.save }.to_string();
-        let name = [&staged.file, &ready].into_iter().find(|name| self.staging.has(name))?;
+        let ready = StagedName {
+            step: staged.step,
+            kind: Kind::Ready,
+            save: staged.save,
+        }
+        .to_string();
+        let name = [&staged.file, &ready]
+            .into_iter()
+            .find(|name| self.staging.has(name))?;
         Some(self.staging.path().join(name))
     }
 
@@ -189,7 +264,9 @@ impl Store {
             self.progress.fetch_add(1, Ordering::Relaxed);
         }
         self.at(SavePoint::FilesMoved);
-        documents.iter().try_for_each(|(name, bytes)| ready.write_new(name, bytes))?;
+        documents
+            .iter()
+            .try_for_each(|(name, bytes)| ready.write_new(name, bytes))?;
         ready.write_new(MANIFEST_NAME, encoded)?;
         ready.sync()?;
         self.at(SavePoint::ManifestSynced);
@@ -199,19 +276,31 @@ impl Store {
     /// Atomically makes `pointer`, `latest` or `best`, name the checkpoint `name`.
     fn point(&self, pointer: &str, name: &str) -> Result<(), CkptError> {
         let file = format!("{pointer}.{}", random());
-        self.staging.write_new(&file, pointer_line(name).as_bytes())?;
-        self.staging.rename(&file, &self.dir, pointer).inspect_err(|_| {
-            let _ = self.staging.remove_file(&file);
-        })?;
+        self.staging
+            .write_new(&file, pointer_line(name).as_bytes())?;
+        self.staging
+            .rename(&file, &self.dir, pointer)
+            .inspect_err(|_| {
+                let _ = self.staging.remove_file(&file);
+            })?;
         self.dir.sync()
     }
 
-    /// Makes `best` name the checkpoint of step `best`, if that is published here. Returns the name in `best`.
-    fn update_best(&self, best: Option<u64>, published: &[Entry]) -> Result<Option<String>, CkptError> {
+    /// Makes `best` name the checkpoint of step `best`, if that is published here. Returns the name
+    /// in `best`.
+    fn update_best(
+        &self,
+        best: Option<u64>,
+        published: &[Entry],
+    ) -> Result<Option<String>, CkptError> {
         let was = catalog::read_pointer(&self.dir, BEST).ok();
-        let now = best.map(step_name).filter(|name| published.iter().any(|e| e.name == *name));
+        let now = best
+            .map(step_name)
+            .filter(|name| published.iter().any(|e| e.name == *name));
         match now {
-            Some(name) if was.as_ref() != Some(&name) => self.point(BEST, &name).map(|()| Some(name)),
+            Some(name) if was.as_ref() != Some(&name) => {
+                self.point(BEST, &name).map(|()| Some(name))
+            }
             _ => Ok(was),
         }
     }
@@ -231,19 +320,30 @@ mod tests {
     #[cfg_attr(miri, ignore)]
     fn every_point_of_a_publication_is_progress() {
         let dir = tempfile::tempdir().unwrap();
-        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let layout =
+            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &[1.0; 3]).unwrap();
         let seen: Arc<Mutex<Vec<u64>>> = Arc::default();
         let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
         let progress = Arc::clone(&store.progress);
         let record = Arc::clone(&seen);
-        let store = store.observe(move |_| record.lock().unwrap().push(progress.load(Ordering::Relaxed)));
+        let store = store.observe(move |_| {
+            record
+                .lock()
+                .unwrap()
+                .push(progress.load(Ordering::Relaxed))
+        });
         let staged = store.stage(1, &shard);
-        store.publish_files(&SaveMeta::default().step(1), &layout, vec![staged]).unwrap();
+        store
+            .publish_files(&SaveMeta::default().step(1), &layout, vec![staged])
+            .unwrap();
         let seen = seen.lock().unwrap();
         // Three points of the staging and five of the publication.
         assert_eq!(seen.len(), 8);
-        assert!(seen.is_sorted_by(|earlier, later| earlier < later), "{seen:?}");
+        assert!(
+            seen.is_sorted_by(|earlier, later| earlier < later),
+            "{seen:?}"
+        );
     }
 }

@@ -6,15 +6,16 @@
 //! it cannot (NFS)                   one rename to a backup, DIR/step-00000030.old.<random>; another into place
 //! ```
 //!
-//! Until the new checkpoint has the name, the backup is the only copy of the step, and readers open it.
-//! [`resolve_backups`] later restores the backup if no entry has the checkpoint's name, or removes it if a complete
-//! checkpoint has that name.
+//! Until the new checkpoint has the name, the backup is the only copy of the step, and readers open
+//! it. [`resolve_backups`] later restores the backup if no entry has the checkpoint's name, or
+//! removes it if a complete checkpoint has that name.
 
 use crate::format::catalog::{backup_name, backup_of};
 use crate::io::dir::Dir;
 use crate::{CkptError, Reader};
 
-/// Renames `staging/from` to `dir/name`; calls `backed_up` after it has renamed an old checkpoint to a backup.
+/// Renames `staging/from` to `dir/name`; calls `backed_up` after it has renamed an old checkpoint
+/// to a backup.
 pub(crate) fn replace(
     staging: &Dir,
     from: &str,
@@ -26,8 +27,8 @@ pub(crate) fn replace(
         return staging.rename(from, dir, name);
     }
     if staging.exchange(from, dir, name)? {
-        // `from` would name the old checkpoint as the files of the new save. If this fails, `assemble` still finds that its
-        // manifest is not that of the save.
+        // `from` would name the old checkpoint as the files of the new save. If this fails,
+        // `assemble` still finds that its manifest is not that of the save.
         let _ = staging.rename(from, staging, &backup_name(name));
         return Ok(());
     }
@@ -40,16 +41,20 @@ pub(crate) fn replace(
     moved.inspect_err(|_| drop(dir.rename(&backup, dir, name)))
 }
 
-/// Restores all backups, the newest first, or moves them into `staging`, and returns their names there. Keeps a backup that
-/// is the only copy or cannot be renamed.
+/// Restores all backups, the newest first, or moves them into `staging`, and returns their names
+/// there. Keeps a backup that is the only copy or cannot be renamed.
 pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) -> Vec<String> {
     let sequence = |name: &str| {
-        let complete = dir.open_dir(name).and_then(|d| Reader::open_one(d, Vec::new()));
+        let complete = dir
+            .open_dir(name)
+            .and_then(|d| Reader::open_one(d, Vec::new()));
         complete.ok().map(|reader| reader.manifest().sequence)
     };
     let names = dir.names().unwrap_or_default();
     // Opens backups only: a directory of complete checkpoints costs nothing here.
-    let backups = names.iter().filter_map(|backup| backup_of(backup).map(|name| (sequence(backup), backup, name)));
+    let backups = names
+        .iter()
+        .filter_map(|backup| backup_of(backup).map(|name| (sequence(backup), backup, name)));
     let mut backups: Vec<_> = backups.collect();
     backups.sort_unstable();
     let mut hidden = Vec::new();
@@ -58,7 +63,11 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) -> Vec<String> {
             let _ = dir.rename(backup, dir, name).and_then(|()| dir.sync());
         } else if sequence(name).is_some() {
             // Hides it by one rename, so that no reader opens it partly removed.
-            hidden.extend(dir.rename(backup, staging, backup).is_ok().then(|| backup.to_owned()));
+            hidden.extend(
+                dir.rename(backup, staging, backup)
+                    .is_ok()
+                    .then(|| backup.to_owned()),
+            );
         }
     }
     hidden
@@ -82,12 +91,27 @@ mod tests {
         (step, value): (u64, f32),
         at: impl Fn(SavePoint) + Send + Sync + 'static,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        let layout = Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])], 1, 1).unwrap();
+        let layout = Layout::new(
+            &[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])],
+            1,
+            1,
+        )
+        .unwrap();
         let values = [value; 15];
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &values).unwrap();
-        let store = Store::create(path, 0, StoreOptions { keep_last: Some(2), ..StoreOptions::default() })?;
-        let meta = SaveMeta { step, ..SaveMeta::default() };
+        let store = Store::create(
+            path,
+            0,
+            StoreOptions {
+                keep_last: Some(2),
+                ..StoreOptions::default()
+            },
+        )?;
+        let meta = SaveMeta {
+            step,
+            ..SaveMeta::default()
+        };
         let store = store.observe(at);
         // On this thread, to which `WITHOUT_EXCHANGE` applies.
         let staged = store.stage(step, &shard);
@@ -105,7 +129,9 @@ mod tests {
 
     /// Names in the directory, except hidden ones.
     fn names(path: &Path) -> Vec<String> {
-        let names = std::fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+        let names = std::fs::read_dir(path)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<_> = names.filter(|name| !name.starts_with('.')).collect();
         names.sort();
         names
@@ -113,7 +139,10 @@ mod tests {
 
     /// The points of this thread.
     fn points() -> impl Iterator<Item = SavePoint> {
-        SavePoint::ALL.into_iter().filter(|at| *at != SavePoint::Pruned).chain([SavePoint::BackedUp])
+        SavePoint::ALL
+            .into_iter()
+            .filter(|at| *at != SavePoint::Pruned)
+            .chain([SavePoint::BackedUp])
     }
 
     #[test]
@@ -127,17 +156,34 @@ mod tests {
             }
             // The panic skips all cleanup of `save`.
             let stopped = catch_unwind(AssertUnwindSafe(|| {
-                save(dir.path(), (20, 3.0), move |at| assert_ne!(at, stop, "stopped on purpose"))
+                save(dir.path(), (20, 3.0), move |at| {
+                    assert_ne!(at, stop, "stopped on purpose")
+                })
             }));
             assert!(stopped.is_err(), "{stop:?}");
-            let renamed = matches!(stop, SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruning);
-            assert_eq!(found(dir.path()), (20, if renamed { 3.0 } else { 2.0 }), "stopped at {stop:?}");
+            let renamed = matches!(
+                stop,
+                SavePoint::Renamed | SavePoint::LatestMoved | SavePoint::Pruning
+            );
+            assert_eq!(
+                found(dir.path()),
+                (20, if renamed { 3.0 } else { 2.0 }),
+                "stopped at {stop:?}"
+            );
 
             // The next run restores the backup before it saves, and does not remove the only copy.
             drop(Store::create(dir.path(), 0, StoreOptions::default()).unwrap());
-            assert_eq!(names(dir.path()), ["latest", "step-00000010", "step-00000020"], "stopped at {stop:?}");
+            assert_eq!(
+                names(dir.path()),
+                ["latest", "step-00000010", "step-00000020"],
+                "stopped at {stop:?}"
+            );
             save(dir.path(), (30, 4.0), |_| ()).unwrap();
-            assert_eq!(names(dir.path()), ["latest", "step-00000020", "step-00000030"], "stopped at {stop:?}");
+            assert_eq!(
+                names(dir.path()),
+                ["latest", "step-00000020", "step-00000030"],
+                "stopped at {stop:?}"
+            );
             assert_eq!(found(dir.path()), (30, 4.0), "stopped at {stop:?}");
         }
     }
@@ -158,7 +204,10 @@ mod tests {
             }
         });
         assert!(failed.is_err());
-        assert_eq!((names(&path), found(&path)), (vec!["latest".into(), "step-00000020".into()], (20, 2.0)));
+        assert_eq!(
+            (names(&path), found(&path)),
+            (vec!["latest".into(), "step-00000020".into()], (20, 2.0))
+        );
 
         // If another directory has the checkpoint's name, later saves keep the backup.
         let name = path.join("step-00000020");
@@ -169,7 +218,12 @@ mod tests {
         });
         assert!(failed.is_err());
         let reader = Reader::open(&path).unwrap();
-        assert_eq!((reader.manifest().step, reader.notices().len()), (20, 1), "{:?}", reader.notices());
+        assert_eq!(
+            (reader.manifest().step, reader.notices().len()),
+            (20, 1),
+            "{:?}",
+            reader.notices()
+        );
         save(&path, (30, 4.0), |_| ()).unwrap();
         assert_eq!(names(&path).len(), 4, "{:?}", names(&path));
         std::fs::remove_dir_all(path.join("step-00000030")).unwrap();
@@ -178,6 +232,9 @@ mod tests {
 
         // Saving the step again removes the backup.
         save(&path, (20, 5.0), |_| ()).unwrap();
-        assert_eq!((names(&path), found(&path)), (vec!["latest".into(), "step-00000020".into()], (20, 5.0)));
+        assert_eq!(
+            (names(&path), found(&path)),
+            (vec!["latest".into(), "step-00000020".into()], (20, 5.0))
+        );
     }
 }

@@ -22,10 +22,16 @@ impl<'a> ShardData<'a> {
     /// # Errors
     /// The layout has no such rank.
     pub fn new(layout: &'a Layout, rank: u64) -> Result<Self, CkptError> {
-        Ok(Self { layout, rank, pieces: shard_pieces(layout, rank)?, states: Vec::new() })
+        Ok(Self {
+            layout,
+            rank,
+            pieces: shard_pieces(layout, rank)?,
+            states: Vec::new(),
+        })
     }
 
-    /// Adds a state in fp32: the rank's shard storage, `layout.shard_elems()` elements. Padding is not stored.
+    /// Adds a state in fp32: the rank's shard storage, `layout.shard_elems()` elements. Padding is
+    /// not stored.
     ///
     /// # Errors
     /// The length is wrong, or the state was added before.
@@ -33,20 +39,39 @@ impl<'a> ShardData<'a> {
         self.storage(state, StateDtype::F32, bytemuck::cast_slice(storage))
     }
 
-    /// Adds a state: the little-endian bytes of the rank's shard storage, `layout.shard_elems()` elements.
+    /// Adds a state: the little-endian bytes of the rank's shard storage, `layout.shard_elems()`
+    /// elements.
     ///
     /// # Errors
     /// The length is wrong, or the state was added before.
-    pub fn storage(&mut self, state: &str, dtype: StateDtype, storage: &'a [u8]) -> Result<&mut Self, CkptError> {
+    pub fn storage(
+        &mut self,
+        state: &str,
+        dtype: StateDtype,
+        storage: &'a [u8],
+    ) -> Result<&mut Self, CkptError> {
         let elems = self.layout.shard_elems();
         if Some(storage.len() as u64) != elems.checked_mul(dtype.bytes()) {
-            let (what, got) = (format!("shard storage of state {state:?}"), format!("{} bytes", storage.len()));
-            return Err(CkptError::argument(what, format!("{elems} elements of {}", dtype.name()), got));
+            let (what, got) = (
+                format!("shard storage of state {state:?}"),
+                format!("{} bytes", storage.len()),
+            );
+            return Err(CkptError::argument(
+                what,
+                format!("{elems} elements of {}", dtype.name()),
+                got,
+            ));
         }
         if self.states.iter().any(|(spec, _)| spec.name == state) {
             return Err(CkptError::argument("state", "a new one", state));
         }
-        self.states.push((StateSpec { name: state.into(), dtype }, storage));
+        self.states.push((
+            StateSpec {
+                name: state.into(),
+                dtype,
+            },
+            storage,
+        ));
         self.states.sort_by_key(|(spec, _)| file_order(spec));
         Ok(self)
     }
@@ -79,7 +104,10 @@ impl<'a> ShardData<'a> {
                 let at = unit.shard_range().start;
                 for run in runs(unit, self.rank) {
                     let range = run.in_shard();
-                    parts.push(&storage[((at + range.start) * width) as usize..((at + range.end) * width) as usize]);
+                    parts.push(
+                        &storage[((at + range.start) * width) as usize
+                            ..((at + range.end) * width) as usize],
+                    );
                 }
             }
         }
@@ -95,7 +123,8 @@ mod tests {
     use crate::io::parallel::Source;
 
     fn layout() -> Layout {
-        let unit = |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
+        let unit =
+            |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
         Layout::new(&[unit("a", 5), unit("b", 0), unit("c", 3)], 2, 1).unwrap()
     }
 

@@ -46,19 +46,22 @@ enum Refusal {
 }
 
 impl Store {
-    /// [`Store::create`] on all ranks together, and the check that all of them see one directory; all ranks call it.
-    /// `check` is called with the open store, such as for [`Store::check_runs`] and [`Store::check_model`].
+    /// [`Store::create`] on all ranks together, and the check that all of them see one directory;
+    /// all ranks call it. `check` is called with the open store, such as for [`Store::check_runs`]
+    /// and [`Store::check_model`].
     ///
-    /// The stores of all ranks then have one session and the run of rank 0, which [`assemble`](crate::assemble) needs
-    /// to tell the files of a save. Every rank sends messages while it opens, so that the time limit of the communicator need
-    /// not cover that; [`StoreOptions::stall_limit`] does.
+    /// The stores of all ranks then have one session and the run of rank 0, which
+    /// [`assemble`](crate::assemble) needs to tell the files of a save. Every rank sends messages
+    /// while it opens, so that the time limit of the communicator need not cover that;
+    /// [`StoreOptions::stall_limit`] does.
     ///
-    /// Then rank 0 removes the staged files of saves of this run, and of those that it resumed, that no checkpoint can be made
-    /// of. [`Store::take_notices`] returns what else is staged: complete saves, and those of other runs.
+    /// Then rank 0 removes the staged files of saves of this run, and of those that it resumed,
+    /// that no checkpoint can be made of. [`Store::take_notices`] returns what else is staged:
+    /// complete saves, and those of other runs.
     ///
     /// # Errors
-    /// All ranks return the error of the first rank that failed, as [`CkptError::Rank`], or [`CkptError::NotShared`];
-    /// or a failed exchange.
+    /// All ranks return the error of the first rank that failed, as [`CkptError::Rank`], or
+    /// [`CkptError::NotShared`]; or a failed exchange.
     pub fn create_on_ranks(
         path: impl AsRef<Path>,
         rank: u64,
@@ -111,9 +114,14 @@ fn lead(
     Ok(store)
 }
 
-/// Removes incomplete saves, and broadcasts "pending" while that makes progress and then the outcome. The first save may need
-/// their space.
-fn clean(store: &Store, opened: Opened, watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
+/// Removes incomplete saves, and broadcasts "pending" while that makes progress and then the
+/// outcome. The first save may need their space.
+fn clean(
+    store: &Store,
+    opened: Opened,
+    watch: &mut Watch,
+    exchange: &mut impl Exchange,
+) -> Result<(), CkptError> {
     std::thread::scope(|scope| {
         let find = Job::start_scoped(scope, || store.remove_incomplete_saves());
         while !find.wait(watch.period()) || !store.wait_for_removals(watch.period()) {
@@ -131,14 +139,21 @@ fn announced(store: Store) -> Result<(Store, Opened), CkptError> {
     let file = format!("{SHARED}{}", random());
     store.staging.write_new(&file, b"")?;
     let dir = absolute(store.path());
-    let opened = Opened { file, session: store.session, run: store.options.run.clone(), dir };
+    let opened = Opened {
+        file,
+        session: store.session,
+        run: store.options.run.clone(),
+        dir,
+    };
     Ok((store, opened))
 }
 
 /// Gathers until all ranks have opened the directory; broadcasts the error if one could not.
 fn lead_agreement(watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
     loop {
-        let gathered = exchange.gather(&record(OPENED, 0, [])).map_err(exchange_error)?;
+        let gathered = exchange
+            .gather(&record(OPENED, 0, []))
+            .map_err(exchange_error)?;
         let records = match records(&gathered, None) {
             Ok(records) => records,
             Err(error) => {
@@ -146,10 +161,16 @@ fn lead_agreement(watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(),
                 return Err(error);
             }
         };
-        let pending: Vec<usize> = (0..records.len()).filter(|rank| word(&records[*rank], 0) == PENDING).collect();
+        let pending: Vec<usize> = (0..records.len())
+            .filter(|rank| word(&records[*rank], 0) == PENDING)
+            .collect();
         let failed = records.iter().position(|record| word(record, 0) == FAILED);
         watch.tick();
-        let stalled: Vec<usize> = pending.iter().copied().filter(|rank| watch.is_stalled(*rank, 0)).collect();
+        let stalled: Vec<usize> = pending
+            .iter()
+            .copied()
+            .filter(|rank| watch.is_stalled(*rank, 0))
+            .collect();
         if let Some(&rank) = stalled.first() {
             let error = not_opened(rank as u64, watch);
             broadcast(&Message::<Opened>::error(&error), 0, exchange)?;
@@ -229,12 +250,19 @@ fn look_for(store: &Store, rank: u64, of_rank_0: &Opened) -> Result<(), CkptErro
         std::thread::sleep(LOOK_EVERY);
     }
     let own = absolute(store.path());
-    let message = format!("its checkpoint folder {own} is not the folder {} of rank 0", of_rank_0.dir);
+    let message = format!(
+        "its checkpoint folder {own} is not the folder {} of rank 0",
+        of_rank_0.dir
+    );
     Err(CkptError::NotShared { rank, message })
 }
 
 /// The error of `rank`, which broadcasts it; `own` is this rank's error if it is that rank.
-fn refusal_of(rank: u64, own: Option<CkptError>, exchange: &mut impl Exchange) -> Result<CkptError, CkptError> {
+fn refusal_of(
+    rank: u64,
+    own: Option<CkptError>,
+    exchange: &mut impl Exchange,
+) -> Result<CkptError, CkptError> {
     let own = match own {
         Some(CkptError::NotShared { message, .. }) => Refusal::NotShared(shorten(&message)),
         Some(other) => Refusal::Failed(shorten(&other.to_string())),
@@ -243,7 +271,10 @@ fn refusal_of(rank: u64, own: Option<CkptError>, exchange: &mut impl Exchange) -
     match broadcast(&Message::Done(own), rank, exchange)? {
         Message::Done(Refusal::NotShared(message)) => Ok(CkptError::NotShared { rank, message }),
         Message::Done(Refusal::Failed(message)) => Ok(CkptError::Rank { rank, message }),
-        _ => Err(CkptError::BadFrame { rank, why: "it is no error".into() }),
+        _ => Err(CkptError::BadFrame {
+            rank,
+            why: "it is no error".into(),
+        }),
     }
 }
 
@@ -252,11 +283,16 @@ fn not_opened(rank: u64, watch: &Watch) -> CkptError {
 }
 
 fn exchange_error(error: impl std::fmt::Display) -> CkptError {
-    CkptError::Exchange { message: error.to_string() }
+    CkptError::Exchange {
+        message: error.to_string(),
+    }
 }
 
 fn unexpected() -> CkptError {
-    CkptError::BadFrame { rank: 0, why: "it does not belong to the opening of a folder".into() }
+    CkptError::BadFrame {
+        rank: 0,
+        why: "it does not belong to the opening of a folder".into(),
+    }
 }
 
 fn absolute(path: &Path) -> String {

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! `run` is a checksum of the run's name, `session` a random number of the opened store, which
-//! [`Store::create_on_ranks`](crate::Store::create_on_ranks) makes equal on all ranks, and `number` counts the saves of a
-//! session. Names decide alone what a later publication may remove, so that nothing is opened for it.
+//! [`Store::create_on_ranks`](crate::Store::create_on_ranks) makes equal on all ranks, and `number`
+//! counts the saves of a session. Names decide alone what a later publication may remove, so that
+//! nothing is opened for it.
 
 use crate::format::blocks::checksum;
 use crate::format::catalog::{step_name, step_of};
@@ -48,7 +49,9 @@ pub(crate) struct StagedName {
 impl StagedName {
     pub(crate) fn parse(name: &str) -> Option<Self> {
         let parts: Vec<&str> = name.split('.').collect();
-        let [step, kind, run, session, number] = parts[..] else { return None };
+        let [step, kind, run, session, number] = parts[..] else {
+            return None;
+        };
         let kind = match kind {
             "save" => Kind::Description,
             "ready" => Kind::Ready,
@@ -56,15 +59,27 @@ impl StagedName {
         };
         let run = u32::from_str_radix(run, 16).ok()?;
         let session = u64::from_str_radix(session, 16).ok()?;
-        let save = SaveId { run, session, number: number.parse().ok()? };
-        let parsed = Self { step: step_of(step)?, kind, save };
+        let save = SaveId {
+            run,
+            session,
+            number: number.parse().ok()?,
+        };
+        let parsed = Self {
+            step: step_of(step)?,
+            kind,
+            save,
+        };
         (parsed.to_string() == name).then_some(parsed)
     }
 }
 
 impl std::fmt::Display for StagedName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let SaveId { run, session, number } = self.save;
+        let SaveId {
+            run,
+            session,
+            number,
+        } = self.save;
         write!(f, "{}.", step_name(self.step))?;
         match self.kind {
             Kind::File(rank) => write!(f, "rank-{rank:05}")?,
@@ -81,9 +96,22 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for kind in [Kind::File(0), Kind::File(123_456), Kind::Description, Kind::Ready] {
-            let save = SaveId { run: run_checksum(Some("a")), session: u64::MAX, number: 7 };
-            let name = StagedName { step: 30, kind, save };
+        for kind in [
+            Kind::File(0),
+            Kind::File(123_456),
+            Kind::Description,
+            Kind::Ready,
+        ] {
+            let save = SaveId {
+                run: run_checksum(Some("a")),
+                session: u64::MAX,
+                number: 7,
+            };
+            let name = StagedName {
+                step: 30,
+                kind,
+                save,
+            };
             assert_eq!(StagedName::parse(&name.to_string()), Some(name));
         }
         for other in [

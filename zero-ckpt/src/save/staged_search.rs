@@ -1,7 +1,7 @@
 //! The search for staged saves: which are complete by name, and which of them was staged last.
 //!
-//! Order comes from names, not from clocks: the description of a save lists the saves that it found in the staging
-//! directory, and has the sequence of the newest checkpoint then.
+//! Order comes from names, not from clocks: the description of a save lists the saves that it found
+//! in the staging directory, and has the sequence of the newest checkpoint then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -24,7 +24,12 @@ pub(crate) type Key = (u64, SaveId);
 
 /// The name of a save for a user: its step and the ends of its files' names.
 pub(crate) fn save_name((step, save): Key) -> String {
-    let name = StagedName { step, kind: Kind::Description, save }.to_string();
+    let name = StagedName {
+        step,
+        kind: Kind::Description,
+        save,
+    }
+    .to_string();
     name.replacen(".save.", ".*.", 1)
 }
 
@@ -63,25 +68,38 @@ impl Described {
     pub(crate) fn is_before(&self, other: &Self) -> bool {
         let (step, save) = self.key;
         let (_, later) = other.key;
-        let name = StagedName { step, kind: Kind::Description, save }.to_string();
-        (save.session == later.session && save.number < later.number) || other.description.staged.contains(&name)
+        let name = StagedName {
+            step,
+            kind: Kind::Description,
+            save,
+        }
+        .to_string();
+        (save.session == later.session && save.number < later.number)
+            || other.description.staged.contains(&name)
     }
 
-    /// The greatest sequence that a checkpoint has if it was published before this save or by an earlier one of its session.
+    /// The greatest sequence that a checkpoint has if it was published before this save or by an
+    /// earlier one of its session.
     fn last_sequence_before(&self) -> u64 {
-        let Description { published, staged, .. } = &self.description;
+        let Description {
+            published, staged, ..
+        } = &self.description;
         let is_earlier = |name: &&String| {
-            StagedName::parse(name).is_some_and(|earlier| earlier.save.session == self.key.1.session)
+            StagedName::parse(name)
+                .is_some_and(|earlier| earlier.save.session == self.key.1.session)
         };
         published.saturating_add(staged.iter().filter(is_earlier).count() as u64)
     }
 }
 
 impl Found {
-    /// Adds the staged files of `path` and of its `.staging`. A directory that does not exist has none.
+    /// Adds the staged files of `path` and of its `.staging`. A directory that does not exist has
+    /// none.
     pub(crate) fn search(&mut self, path: &Path) -> Result<(), CkptError> {
         let dir = match Dir::open(path) {
-            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(());
+            }
             other => other?,
         };
         if dir.has(STAGING) {
@@ -98,16 +116,25 @@ impl Found {
         let index = self.dirs.len();
         let mut moved = Vec::new();
         for name in dir.names()? {
-            let Some(StagedName { step, kind, save }) = StagedName::parse(&name) else { continue };
+            let Some(StagedName { step, kind, save }) = StagedName::parse(&name) else {
+                continue;
+            };
             let key = (step, save);
             match kind {
                 Kind::File(rank) => self.add_file(key, rank, Location { dir: index, name }),
                 Kind::Description => {
-                    self.descriptions.entry(key).or_default().push(Location { dir: index, name });
+                    self.descriptions
+                        .entry(key)
+                        .or_default()
+                        .push(Location { dir: index, name });
                 }
                 Kind::Ready => match dir.open_dir(&name).and_then(|dir| Ok((dir.names()?, dir))) {
                     Ok((names, dir)) => moved.push((key, names, dir)),
-                    Err(error) => self.unreadable.entry(key).or_default().push(error.to_string()),
+                    Err(error) => self
+                        .unreadable
+                        .entry(key)
+                        .or_default()
+                        .push(error.to_string()),
                 },
             }
         }
@@ -125,12 +152,22 @@ impl Found {
     }
 
     fn add_file(&mut self, save: Key, rank: u64, location: Location) {
-        self.files.entry(save).or_default().entry(rank).or_default().push(location);
+        self.files
+            .entry(save)
+            .or_default()
+            .entry(rank)
+            .or_default()
+            .push(location);
     }
 
     /// All saves, by step.
     pub(crate) fn saves(&self) -> BTreeSet<Key> {
-        self.descriptions.keys().chain(self.files.keys()).chain(self.unreadable.keys()).copied().collect()
+        self.descriptions
+            .keys()
+            .chain(self.files.keys())
+            .chain(self.unreadable.keys())
+            .copied()
+            .collect()
     }
 
     /// Finds the files of a save; returns what is missing or cannot be read.
@@ -138,12 +175,21 @@ impl Found {
         let mut defects = self.unreadable.get(&key).cloned().unwrap_or_default();
         let described = self.description(key).and_then(|description| {
             let manifest = &description.manifest;
-            let layout = Layout::new(&manifest.model.units, manifest.layout.world_size, manifest.layout.align_elems)
-                .map_err(|e| format!("its description has an invalid layout: {e}"))?;
+            let layout = Layout::new(
+                &manifest.model.units,
+                manifest.layout.world_size,
+                manifest.layout.align_elems,
+            )
+            .map_err(|e| format!("its description has an invalid layout: {e}"))?;
             let (files, replaced) = self.files_of(key, &description);
             defects.extend(replaced);
             check_ranks(&files, layout.world_size())?;
-            Ok(Described { key, description, layout, files })
+            Ok(Described {
+                key,
+                description,
+                layout,
+                files,
+            })
         });
         described.map_err(|error| {
             defects.insert(0, error);
@@ -152,11 +198,16 @@ impl Found {
     }
 
     fn description(&self, key: Key) -> Result<Description, String> {
-        let locations = self.descriptions.get(&key).map(Vec::as_slice).unwrap_or_default();
+        let locations = self
+            .descriptions
+            .get(&key)
+            .map(Vec::as_slice)
+            .unwrap_or_default();
         let missing = "its description, which rank 0 writes beside its file, is missing".to_owned();
         let mut result = Err(missing);
         for Location { dir, name } in locations {
-            result = Description::read(&self.dirs[*dir], name, key.0).map_err(|error| error.to_string());
+            result =
+                Description::read(&self.dirs[*dir], name, key.0).map_err(|error| error.to_string());
             if result.is_ok() {
                 break;
             }
@@ -164,32 +215,57 @@ impl Found {
         result
     }
 
-    /// The files of a save, without those of directories of another checkpoint; and these directories.
+    /// The files of a save, without those of directories of another checkpoint; and these
+    /// directories.
     ///
-    /// Why: an atomic exchange leaves the checkpoint that the save replaced under the save's name, until that is changed.
-    fn files_of(&self, key: Key, description: &Description) -> (BTreeMap<u64, Vec<Location>>, Vec<String>) {
+    /// Why: an atomic exchange leaves the checkpoint that the save replaced under the save's name,
+    /// until that is changed.
+    fn files_of(
+        &self,
+        key: Key,
+        description: &Description,
+    ) -> (BTreeMap<u64, Vec<Location>>, Vec<String>) {
         let mut files = self.files.get(&key).cloned().unwrap_or_default();
-        let dirs: BTreeSet<usize> = files.values().flatten().map(|location| location.dir).collect();
+        let dirs: BTreeSet<usize> = files
+            .values()
+            .flatten()
+            .map(|location| location.dir)
+            .collect();
         let is_other = |dir: &usize| {
             let dir = &self.dirs[*dir];
             // A manifest that was not written completely says nothing.
-            let manifest = dir.has(MANIFEST_NAME).then(|| Manifest::read(dir).ok()).flatten();
+            let manifest = dir
+                .has(MANIFEST_NAME)
+                .then(|| Manifest::read(dir).ok())
+                .flatten();
             manifest.is_some_and(|(manifest, ..)| !description.fits(manifest))
         };
         let others: BTreeSet<usize> = dirs.into_iter().filter(is_other).collect();
-        files.values_mut().for_each(|locations| locations.retain(|location| !others.contains(&location.dir)));
+        files
+            .values_mut()
+            .for_each(|locations| locations.retain(|location| !others.contains(&location.dir)));
         files.retain(|_, locations| !locations.is_empty());
-        let defect = |dir: usize| format!("{} holds another checkpoint", self.dirs[dir].path().display());
+        let defect = |dir: usize| {
+            format!(
+                "{} holds another checkpoint",
+                self.dirs[dir].path().display()
+            )
+        };
         (files, others.into_iter().map(defect).collect())
     }
 
-    /// The newest checkpoint that was published after `save` was staged, in the directory of its description.
+    /// The newest checkpoint that was published after `save` was staged, in the directory of its
+    /// description.
     pub(crate) fn published_after(&self, save: &Described) -> Option<PathBuf> {
         let locations = self.descriptions.get(&save.key)?;
-        let roots = locations.iter().filter_map(|location| self.roots.get(&location.dir));
+        let roots = locations
+            .iter()
+            .filter_map(|location| self.roots.get(&location.dir));
         roots.into_iter().find_map(|root| {
             let (published, _) = catalog::list(&Dir::open(root).ok()?).ok()?;
-            let newest = published.last().filter(|entry| entry.sequence > save.last_sequence_before())?;
+            let newest = published
+                .last()
+                .filter(|entry| entry.sequence > save.last_sequence_before())?;
             Some(root.join(&newest.name))
         })
     }
@@ -197,31 +273,51 @@ impl Found {
 
 /// The rank in the final name of a shard file.
 fn rank_of(name: &str) -> Option<u64> {
-    let (rank, world_size) = name.strip_prefix("shard-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
+    let (rank, world_size) = name
+        .strip_prefix("shard-")?
+        .strip_suffix(".safetensors")?
+        .split_once("-of-")?;
     let rank = rank.parse().ok()?;
     let world_size = world_size.parse().ok()?;
     (shard_name(rank, world_size) == name).then_some(rank)
 }
 
-/// Checks that all ranks have a file. Its cost does not depend on `world_size`, which may be any number.
+/// Checks that all ranks have a file. Its cost does not depend on `world_size`, which may be any
+/// number.
 fn check_ranks(files: &BTreeMap<u64, Vec<Location>>, world_size: u64) -> Result<(), String> {
     let missing = world_size - files.range(0..world_size).count() as u64;
     if missing == 0 {
         return Ok(());
     }
-    let listed = (0..world_size).filter(|rank| !files.contains_key(rank)).take(MAX_LISTED);
+    let listed = (0..world_size)
+        .filter(|rank| !files.contains_key(rank))
+        .take(MAX_LISTED);
     let listed: Vec<String> = listed.map(|rank| rank.to_string()).collect();
     let more = missing - listed.len() as u64;
-    let more = if more > 0 { format!(" and {more} others") } else { String::new() };
-    Err(format!("the files of {missing} of {world_size} ranks are missing: {}{more}", listed.join(", ")))
+    let more = if more > 0 {
+        format!(" and {more} others")
+    } else {
+        String::new()
+    };
+    Err(format!(
+        "the files of {missing} of {world_size} ranks are missing: {}{more}",
+        listed.join(", ")
+    ))
 }
 
-/// The remedy for a save that is staged completely, by the names of its files, and newer than all checkpoints of `path`.
+/// The remedy for a save that is staged completely, by the names of its files, and newer than all
+/// checkpoints of `path`.
 pub(crate) fn newer_staged(path: &Path) -> Option<String> {
     let mut found = Found::default();
     found.search(path).ok()?;
-    let described = found.saves().into_iter().rev().filter_map(|key| found.described(key).ok());
-    let newer = described.into_iter().find(|save| found.published_after(save).is_none())?;
+    let described = found
+        .saves()
+        .into_iter()
+        .rev()
+        .filter_map(|key| found.described(key).ok());
+    let newer = described
+        .into_iter()
+        .find(|save| found.published_after(save).is_none())?;
     Some(format!(
         "all files of a newer save of step {} are staged: unless a run is saving right now, `zero ckpt assemble {}` makes a \
          checkpoint of them",

@@ -11,12 +11,14 @@
 //! rank 0      prune     old checkpoints beyond the last k                renamed to .staging, then removed (see `sweep`)
 //! ```
 //!
-//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state. If a save fails after
-//! all ranks have staged, or crashes, staged files stay: `assemble` makes a checkpoint of them. The next publication of the
-//! same or a later step of the same run, or of one that resumed it, removes them.
+//! After a crash at any point, `latest` and its checkpoint are in either the old or the new state.
+//! If a save fails after all ranks have staged, or crashes, staged files stay: `assemble` makes a
+//! checkpoint of them. The next publication of the same or a later step of the same run, or of one
+//! that resumed it, removes them.
 //!
-//! Staged files of which no checkpoint can be made do not stay, or a full disk would stay full: if a rank could not stage,
-//! every rank removes its own file, and the next opening removes incomplete saves of its own runs (see `leftovers`).
+//! Staged files of which no checkpoint can be made do not stay, or a full disk would stay full: if
+//! a rank could not stage, every rank removes its own file, and the next opening removes incomplete
+//! saves of its own runs (see `leftovers`).
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -59,7 +61,8 @@ pub enum SavePoint {
     FilesMoved,
     /// Rank 0: manifest and directory are written and synced.
     ManifestSynced,
-    /// Rank 0, if the file system cannot exchange two names: the old checkpoint of this step is renamed to a backup.
+    /// Rank 0, if the file system cannot exchange two names: the old checkpoint of this step is
+    /// renamed to a backup.
     BackedUp,
     /// Rank 0: the checkpoint has its final name.
     Renamed,
@@ -95,20 +98,27 @@ const STALL_LIMIT: Duration = Duration::from_secs(600);
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StoreOptions {
-    /// Number of newest checkpoints to keep of this run and those that it resumed; `None` keeps all.
+    /// Number of newest checkpoints to keep of this run and those that it resumed; `None` keeps
+    /// all.
     pub keep_last: Option<usize>,
     /// The run that saves, a plain name; it is stored in every checkpoint.
     pub run: Option<String>,
     /// The runs that this one resumed. An empty name means checkpoints without a run.
     pub resumed_runs: Vec<String>,
-    /// The time without progress after which a save fails, 600 s by default: with no byte written by a rank, or no step of
-    /// the publication done. At most the time limit of the communicator, of which a quarter is the longest interval between messages.
+    /// The time without progress after which a save fails, 600 s by default: with no byte written
+    /// by a rank, or no step of the publication done. At most the time limit of the communicator,
+    /// of which a quarter is the longest interval between messages.
     pub stall_limit: Duration,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { keep_last: None, run: None, resumed_runs: Vec::new(), stall_limit: STALL_LIMIT }
+        Self {
+            keep_last: None,
+            run: None,
+            resumed_runs: Vec::new(),
+            stall_limit: STALL_LIMIT,
+        }
     }
 }
 
@@ -129,16 +139,19 @@ impl StoreOptions {
         self
     }
 
-    /// Checks that a run with these options may save into `path`: all checkpoints there are its own or of runs that
-    /// it resumed. Reads manifests only and changes nothing; a directory that does not exist is accepted.
+    /// Checks that a run with these options may save into `path`: all checkpoints there are its own
+    /// or of runs that it resumed. Reads manifests only and changes nothing; a directory that does
+    /// not exist is accepted.
     ///
     /// # Errors
-    /// [`CkptError::AnotherRun`] with the newest checkpoint of another run, `path` is itself a checkpoint, or a
-    /// failed read.
+    /// [`CkptError::AnotherRun`] with the newest checkpoint of another run, `path` is itself a
+    /// checkpoint, or a failed read.
     pub fn check_runs(&self, path: impl AsRef<Path>) -> Result<(), CkptError> {
         match Dir::open(path.as_ref()) {
             Ok(dir) => self.check_runs_in(&dir),
-            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => {
+                Ok(())
+            }
             Err(e) => Err(e),
         }
     }
@@ -146,14 +159,27 @@ impl StoreOptions {
     fn check_runs_in(&self, dir: &Dir) -> Result<(), CkptError> {
         if dir.has(MANIFEST_NAME) {
             let what = dir.path().display().to_string();
-            return Err(CkptError::argument(what, "a directory of checkpoints", "a checkpoint"));
+            return Err(CkptError::argument(
+                what,
+                "a directory of checkpoints",
+                "a checkpoint",
+            ));
         }
         let (entries, unreadable) = catalog::list(dir)?;
-        let another = entries.iter().rfind(|e| !self.owns(e.run.as_deref())).map(|e| (&e.name, e.run.clone()));
+        let another = entries
+            .iter()
+            .rfind(|e| !self.owns(e.run.as_deref()))
+            .map(|e| (&e.name, e.run.clone()));
         // Damaged checkpoints beside readable ones of this run are assumed to be of this run.
-        let unknown = unreadable.last().filter(|_| entries.is_empty()).map(|u| (&u.name, None));
+        let unknown = unreadable
+            .last()
+            .filter(|_| entries.is_empty())
+            .map(|u| (&u.name, None));
         match another.or(unknown) {
-            Some((name, run)) => Err(CkptError::AnotherRun { path: dir.path().join(name), run }),
+            Some((name, run)) => Err(CkptError::AnotherRun {
+                path: dir.path().join(name),
+                run,
+            }),
             None => Ok(()),
         }
     }
@@ -176,7 +202,11 @@ impl StoreOptions {
 
     /// Whether `run`, of a checkpoint, is this run or one that it resumed.
     pub(super) fn owns(&self, run: Option<&str>) -> bool {
-        run == self.run.as_deref() || self.resumed_runs.iter().any(|resumed| resumed == run.unwrap_or_default())
+        run == self.run.as_deref()
+            || self
+                .resumed_runs
+                .iter()
+                .any(|resumed| resumed == run.unwrap_or_default())
     }
 }
 
@@ -193,7 +223,8 @@ pub struct Store {
     pub(super) session: u64,
     /// The number of the next save, equal on all ranks.
     next_save: AtomicU32,
-    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] or [`Store::finish`] ends.
+    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] or
+    /// [`Store::finish`] ends.
     is_numbered: AtomicBool,
     /// Bytes written and files published or removed so far.
     pub(super) progress: Arc<AtomicU64>,
@@ -208,16 +239,25 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens `path` to save as `rank`; creates it if missing. Rank 0 locks the directory until the store is dropped
-    /// or the process ends. Ranks in several processes open it by [`Store::create_on_ranks`].
+    /// Opens `path` to save as `rank`; creates it if missing. Rank 0 locks the directory until the
+    /// store is dropped or the process ends. Ranks in several processes open it by
+    /// [`Store::create_on_ranks`].
     ///
     /// # Errors
-    /// The directory cannot be created or written, another run has locked it ([`CkptError::Busy`]), or the name of the
-    /// run is not a plain name.
-    pub fn create(path: impl AsRef<Path>, rank: u64, options: StoreOptions) -> Result<Self, CkptError> {
+    /// The directory cannot be created or written, another run has locked it ([`CkptError::Busy`]),
+    /// or the name of the run is not a plain name.
+    pub fn create(
+        path: impl AsRef<Path>,
+        rank: u64,
+        options: StoreOptions,
+    ) -> Result<Self, CkptError> {
         options.check_run_name()?;
         let dir = Dir::create(path.as_ref())?;
-        let lock = if rank == 0 { Lock::acquire(&dir)? } else { None };
+        let lock = if rank == 0 {
+            Lock::acquire(&dir)?
+        } else {
+            None
+        };
         let staging = dir.create_dir(STAGING)?;
         if rank == 0 {
             // The next publication deletes those that are moved.
@@ -226,7 +266,11 @@ impl Store {
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
         let _ = staging.remove_file(&probe);
-        let published = if rank == 0 { catalog::list(&dir)?.0 } else { Vec::new() };
+        let published = if rank == 0 {
+            catalog::list(&dir)?.0
+        } else {
+            Vec::new()
+        };
         Ok(Self {
             dir,
             staging: Arc::new(staging),
@@ -261,47 +305,61 @@ impl Store {
         self.rank
     }
 
-    /// Checks that the newest checkpoint in the directory belongs to this model. Call it before training, so that a
-    /// mismatch is not found at the first save. Only rank 0 checks.
+    /// Checks that the newest checkpoint in the directory belongs to this model. Call it before
+    /// training, so that a mismatch is not found at the first save. Only rank 0 checks.
     ///
     /// # Errors
     /// [`CkptError::AnotherModel`] with the first difference.
     pub fn check_model(&self, model: &ModelSpec) -> Result<(), CkptError> {
         let published = self.published();
-        match published.last().and_then(|e| Some((e, e.model.difference(model)?))) {
-            Some((entry, difference)) => {
-                Err(CkptError::AnotherModel { path: self.dir.path().join(&entry.name), difference })
-            }
+        match published
+            .last()
+            .and_then(|e| Some((e, e.model.difference(model)?)))
+        {
+            Some((entry, difference)) => Err(CkptError::AnotherModel {
+                path: self.dir.path().join(&entry.name),
+                difference,
+            }),
             None => Ok(()),
         }
     }
 
-    /// Checks that no checkpoint in the directory is of another run; see [`StoreOptions::check_runs`]. Only rank 0
-    /// checks.
+    /// Checks that no checkpoint in the directory is of another run; see
+    /// [`StoreOptions::check_runs`]. Only rank 0 checks.
     ///
     /// # Errors
     /// As [`StoreOptions::check_runs`].
     pub fn check_runs(&self) -> Result<(), CkptError> {
-        if self.rank == 0 { self.options.check_runs_in(&self.dir) } else { Ok(()) }
+        if self.rank == 0 {
+            self.options.check_runs_in(&self.dir)
+        } else {
+            Ok(())
+        }
     }
 
-    /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and return the same
-    /// result: the published checkpoint, or the error of the first rank that failed.
+    /// Saves a checkpoint together with the other ranks. All ranks call it with the same `meta` and
+    /// return the same result: the published checkpoint, or the error of the first rank that
+    /// failed.
     ///
-    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank could not stage; and again
-    /// at least every 500 ms while a rank writes.
+    /// Every rank gathers once and broadcasts once, even after an error, and once more if a rank
+    /// could not stage; and again at least every 500 ms while a rank writes.
     ///
     /// # Errors
-    /// The error of any rank, as [`CkptError::Rank`], or a failed exchange; as [`CkptError::Kept`] if this rank's file is
-    /// staged, which stays. If a rank could not stage, no file of this save stays. [`CkptError::Published`] on rank 0 if the
-    /// checkpoint is published all the same.
+    /// The error of any rank, as [`CkptError::Rank`], or a failed exchange; as [`CkptError::Kept`]
+    /// if this rank's file is staged, which stays. If a rank could not stage, no file of this save
+    /// stays. [`CkptError::Published`] on rank 0 if the checkpoint is published all the same.
     pub fn save(
         &self,
         meta: &SaveMeta,
         shard: &ShardData<'_>,
         exchange: &mut impl Exchange,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        self.save_with(meta, shard.layout(), || self.stage(meta.step, shard), exchange)
+        self.save_with(
+            meta,
+            shard.layout(),
+            || self.stage(meta.step, shard),
+            exchange,
+        )
     }
 
     /// Writes this rank's file into the staging directory and syncs it.
@@ -310,13 +368,24 @@ impl Store {
     /// State is missing, or a system call failed; the file is removed.
     pub fn stage(&self, step: u64, shard: &ShardData<'_>) -> Result<StagedFile, CkptError> {
         if shard.rank() != self.rank {
-            return Err(CkptError::argument("rank of the shard", self.rank, shard.rank()));
+            return Err(CkptError::argument(
+                "rank of the shard",
+                self.rank,
+                shard.rank(),
+            ));
         }
-        self.stage_next(step, shard.layout(), shard.specs(), shard.pieces().to_vec(), &shard.source())
+        self.stage_next(
+            step,
+            shard.layout(),
+            shard.specs(),
+            shard.pieces().to_vec(),
+            &shard.source(),
+        )
     }
 
-    /// As [`Store::stage`], with state that is not in memory as a whole: `fill` writes the bytes of each slice, which lie
-    /// in a buffer of the file's writer. Slices come in any order, one at a time, and cover all elements of `states`.
+    /// As [`Store::stage`], with state that is not in memory as a whole: `fill` writes the bytes of
+    /// each slice, which lie in a buffer of the file's writer. Slices come in any order, one at a
+    /// time, and cover all elements of `states`.
     ///
     /// # Errors
     /// As [`Store::stage`], or the message of `fill` as [`CkptError::Snapshot`].
@@ -329,7 +398,13 @@ impl Store {
     ) -> Result<StagedFile, CkptError> {
         states.sort_by_key(file_order);
         let source = Streamed::new(layout, self.rank, &states, fill);
-        let staged = self.stage_next(step, layout, states.clone(), shard_pieces(layout, self.rank)?, &source);
+        let staged = self.stage_next(
+            step,
+            layout,
+            states.clone(),
+            shard_pieces(layout, self.rank)?,
+            &source,
+        );
         match source.into_failure() {
             Some(message) => Err(CkptError::Snapshot { message }),
             None => staged,
@@ -355,7 +430,8 @@ impl Store {
         self.next_save.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Numbers the save that ends, unless its staging has, so that the numbers stay equal on all ranks whatever failed.
+    /// Numbers the save that ends, unless its staging has, so that the numbers stay equal on all
+    /// ranks whatever failed.
     pub(crate) fn end_numbered_save(&self) {
         if !self.is_numbered.swap(false, Ordering::Relaxed) {
             self.number_save();
@@ -373,27 +449,42 @@ impl Store {
     ) -> Result<StagedFile, CkptError> {
         let file_layout = FileLayout::new(&states, pieces)
             .filter(|file| file.state_bytes() == source.len())
-            .ok_or_else(|| CkptError::argument("bytes of state", "the sum of all pieces", source.len()))?;
+            .ok_or_else(|| {
+                CkptError::argument("bytes of state", "the sum of all pieces", source.len())
+            })?;
         let header = encode_header(layout, (self.rank, step), &states, &file_layout)?;
         let front_bytes = header.len() as u64 + file_layout.table_bytes();
         let bytes = front_bytes + file_layout.state_bytes();
 
-        let save = SaveId { run: self.run_checksum(), session: self.session, number };
-        let name = StagedName { step, kind: Kind::File(self.rank), save }.to_string();
+        let save = SaveId {
+            run: self.run_checksum(),
+            session: self.session,
+            number,
+        };
+        let name = StagedName {
+            step,
+            kind: Kind::File(self.rank),
+            save,
+        }
+        .to_string();
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, true)?;
         self.at(SavePoint::FileCreated);
         let write = || {
             // Reserves the space before the first write, if the file system supports it.
             match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
-                Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => return Err(e.into()),
+                Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => {
+                    return Err(e.into());
+                }
                 _ => {}
             }
             let table = parallel::write(&file, front_bytes, source, &self.progress)?;
             let mut front = PageBuffer::new(front_bytes as usize);
             let (head, tail) = front.bytes_mut().split_at_mut(header.len());
             head.copy_from_slice(&header);
-            tail.chunks_exact_mut(8).zip(&table).for_each(|(to, crc)| to.copy_from_slice(&crc.to_le_bytes()));
+            tail.chunks_exact_mut(8)
+                .zip(&table)
+                .for_each(|(to, crc)| to.copy_from_slice(&crc.to_le_bytes()));
             let crc = checksum(front.bytes());
             parallel::write_at(&file, front.whole(), 0)?;
             file.set_len(bytes)?;
@@ -407,7 +498,16 @@ impl Store {
         })?;
         self.at(SavePoint::FileSynced);
         let FileLayout { pieces, .. } = file_layout;
-        Ok(StagedFile { rank: self.rank, step, file: name, bytes, front_crc64: crc, states, pieces, save })
+        Ok(StagedFile {
+            rank: self.rank,
+            step,
+            file: name,
+            bytes,
+            front_crc64: crc,
+            states,
+            pieces,
+            save,
+        })
     }
 
     /// The error of a staged file of `bytes` that could not be written.
@@ -416,7 +516,13 @@ impl Store {
         match error.kind() {
             StorageFull | QuotaExceeded => {
                 let folder = self.dir.path().to_owned();
-                CkptError::NoSpace { path, bytes, folder, free_bytes: self.staging.free_bytes(), error }
+                CkptError::NoSpace {
+                    path,
+                    bytes,
+                    folder,
+                    free_bytes: self.staging.free_bytes(),
+                    error,
+                }
             }
             _ => CkptError::io("write", path)(error),
         }
@@ -454,7 +560,9 @@ impl Store {
     }
 
     pub(crate) fn published(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.published.lock().unwrap_or_else(PoisonError::into_inner)
+        self.published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -479,10 +587,21 @@ pub(crate) fn encode_header(
         ("world_size", layout.world_size().to_string()),
         ("step", step.to_string()),
     ];
-    let metadata = metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
-    let header = file_layout.header(states, |u| layout.units()[u as usize].name.as_str(), metadata);
+    let metadata = metadata
+        .into_iter()
+        .map(|(k, v)| (k.to_string(), v))
+        .collect();
+    let header = file_layout.header(
+        states,
+        |u| layout.units()[u as usize].name.as_str(),
+        metadata,
+    );
     let header = header.encode(PAGE_BYTES as u64, file_layout.table_bytes());
     // Eight bytes are the length field.
-    check_size("the header of a shard file", header.len() as u64 - 8, MAX_HEADER_BYTES)?;
+    check_size(
+        "the header of a shard file",
+        header.len() as u64 - 8,
+        MAX_HEADER_BYTES,
+    )?;
     Ok(header)
 }

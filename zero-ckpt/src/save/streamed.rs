@@ -36,18 +36,31 @@ impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F
         for (state, spec) in states.iter().enumerate() {
             for (unit, placed) in layout.units().iter().enumerate() {
                 for run in runs(placed, rank) {
-                    let part = Part { state, unit, in_shard: run.in_shard(), start: len };
+                    let part = Part {
+                        state,
+                        unit,
+                        in_shard: run.in_shard(),
+                        start: len,
+                    };
                     len += (part.in_shard.end - part.in_shard.start) * spec.dtype.bytes();
                     parts.push(part);
                 }
             }
         }
-        Self { states, parts, len, fill: Mutex::new((fill, None)) }
+        Self {
+            states,
+            parts,
+            len,
+            fill: Mutex::new((fill, None)),
+        }
     }
 
     /// The error of the function.
     pub(super) fn into_failure(self) -> Option<String> {
-        self.fill.into_inner().unwrap_or_else(PoisonError::into_inner).1
+        self.fill
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner)
+            .1
     }
 }
 
@@ -63,17 +76,29 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Source for Streame
             return Err(io::ErrorKind::Other.into());
         }
         let (mut at, mut rest) = (start, out);
-        let first = self.parts.partition_point(|part| part.start <= start).saturating_sub(1);
+        let first = self
+            .parts
+            .partition_point(|part| part.start <= start)
+            .saturating_sub(1);
         for part in &self.parts[first..] {
             if rest.is_empty() {
                 break;
             }
-            let (state, width) = (&self.states[part.state], self.states[part.state].dtype.bytes());
+            let (state, width) = (
+                &self.states[part.state],
+                self.states[part.state].dtype.bytes(),
+            );
             let skipped = (at - part.start) / width;
-            let elems = (part.in_shard.end - part.in_shard.start - skipped).min(rest.len() as u64 / width);
+            let elems =
+                (part.in_shard.end - part.in_shard.start - skipped).min(rest.len() as u64 / width);
             let (bytes, later) = rest.split_at_mut((elems * width) as usize);
             let from = part.in_shard.start + skipped;
-            let slice = StagingSlice { state, unit: part.unit, in_shard: from..from + elems, bytes };
+            let slice = StagingSlice {
+                state,
+                unit: part.unit,
+                in_shard: from..from + elems,
+                bytes,
+            };
             if let Err(message) = fill(slice) {
                 *failure = Some(message);
                 return Err(io::ErrorKind::Other.into());
@@ -94,9 +119,13 @@ mod tests {
     /// Any range of the bytes is that of the whole.
     #[test]
     fn ranges_are_parts_of_the_whole() {
-        let unit = |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
+        let unit =
+            |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
         let layout = Layout::new(&[unit("a", 5), unit("b", 0), unit("c", 9)], 2, 4).unwrap();
-        let spec = |name: &str, dtype| StateSpec { name: name.into(), dtype };
+        let spec = |name: &str, dtype| StateSpec {
+            name: name.into(),
+            dtype,
+        };
         let states = [spec("x", StateDtype::F32), spec("y", StateDtype::BF16)];
         let fill = |slice: StagingSlice<'_>| {
             let width = slice.state.dtype.bytes() as usize;
@@ -118,7 +147,9 @@ mod tests {
                 }
             }
         }
-        let failing = Streamed::new(&layout, 0, &states, |_: StagingSlice<'_>| Err("unplugged".to_owned()));
+        let failing = Streamed::new(&layout, 0, &states, |_: StagingSlice<'_>| {
+            Err("unplugged".to_owned())
+        });
         assert!(failing.fill(0, &mut [0; 4]).is_err());
         assert_eq!(failing.into_failure().as_deref(), Some("unplugged"));
     }

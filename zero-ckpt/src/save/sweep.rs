@@ -1,11 +1,11 @@
 //! Removal of old checkpoints and of superseded staged files, after the outcome of a save is sent.
 //!
-//! Checkpoints to remove are chosen and hidden by renames at once. The files are deleted on a thread, because that can take
-//! minutes, in which the other ranks would wait for rank 0. One thread deletes at a time: while it runs, later saves add their
-//! names to its queue.
+//! Checkpoints to remove are chosen and hidden by renames at once. The files are deleted on a
+//! thread, because that can take minutes, in which the other ranks would wait for rank 0. One
+//! thread deletes at a time: while it runs, later saves add their names to its queue.
 //!
-//! Never removed: checkpoints and staged files of other runs, staged files of later steps, those of saves of this process
-//! that are still in flight, and names that this crate does not write.
+//! Never removed: checkpoints and staged files of other runs, staged files of later steps, those of
+//! saves of this process that are still in flight, and names that this crate does not write.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,8 +31,8 @@ pub(crate) struct Removals(Arc<Mutex<Queue>>);
 #[derive(Default)]
 struct Queue {
     names: BTreeSet<String>,
-    /// Whether a thread deletes. Set and cleared under the lock under which names are added and found to be empty, so that
-    /// every name has a thread.
+    /// Whether a thread deletes. Set and cleared under the lock under which names are added and
+    /// found to be empty, so that every name has a thread.
     running: bool,
     /// The thread, until it has been waited for.
     job: Option<Job<()>>,
@@ -49,7 +49,8 @@ impl Removals {
         self.lock().notices.push(notice);
     }
 
-    /// Adds names to the queue; returns whether the caller must start a thread, which then counts as running.
+    /// Adds names to the queue; returns whether the caller must start a thread, which then counts
+    /// as running.
     fn add(&self, names: Vec<String>) -> bool {
         let mut queue = self.lock();
         queue.names.extend(names);
@@ -83,8 +84,9 @@ fn is_missing(error: &CkptError) -> bool {
 }
 
 impl Store {
-    /// Removes the superseded checkpoint, this run's checkpoints beyond the last `keep_last` except `best` and the one just
-    /// published, the one that this save replaced, and staged files that this save supersedes.
+    /// Removes the superseded checkpoint, this run's checkpoints beyond the last `keep_last` except
+    /// `best` and the one just published, the one that this save replaced, and staged files that
+    /// this save supersedes.
     pub(crate) fn prune(&self, publication: &Publication) {
         self.at(SavePoint::Pruning);
         let mut published = self.published();
@@ -103,7 +105,11 @@ impl Store {
         }
         hidden.extend(replace::resolve_backups(&self.dir, &self.staging));
         let leftovers = self.staging.names().unwrap_or_default();
-        hidden.extend(leftovers.into_iter().filter(|name| self.is_superseded(name, publication)));
+        hidden.extend(
+            leftovers
+                .into_iter()
+                .filter(|name| self.is_superseded(name, publication)),
+        );
         self.remove_staged(hidden);
     }
 
@@ -128,46 +134,85 @@ impl Store {
     }
 
     /// The checkpoints to remove.
-    fn due(&self, publication: &Publication, published: &[crate::format::catalog::Entry]) -> Vec<String> {
-        let Publication { checkpoint, superseded, .. } = publication;
-        let own: Vec<_> = published.iter().filter(|entry| self.options.owns(entry.run.as_deref())).collect();
-        let excess = self.options.keep_last.map_or(0, |keep| own.len().saturating_sub(keep.max(1)));
-        let is_due = |(index, name): &(usize, &String)| *index < excess || superseded.as_ref() == Some(*name);
-        let kept = |name: &String| *name == checkpoint.name || checkpoint.best.as_ref() == Some(name);
+    fn due(
+        &self,
+        publication: &Publication,
+        published: &[crate::format::catalog::Entry],
+    ) -> Vec<String> {
+        let Publication {
+            checkpoint,
+            superseded,
+            ..
+        } = publication;
+        let own: Vec<_> = published
+            .iter()
+            .filter(|entry| self.options.owns(entry.run.as_deref()))
+            .collect();
+        let excess = self
+            .options
+            .keep_last
+            .map_or(0, |keep| own.len().saturating_sub(keep.max(1)));
+        let is_due = |(index, name): &(usize, &String)| {
+            *index < excess || superseded.as_ref() == Some(*name)
+        };
+        let kept =
+            |name: &String| *name == checkpoint.name || checkpoint.best.as_ref() == Some(name);
         let names = own.iter().map(|entry| &entry.name).enumerate();
-        names.filter(is_due).map(|(_, name)| name.clone()).filter(|name| !kept(name)).collect()
+        names
+            .filter(is_due)
+            .map(|(_, name)| name.clone())
+            .filter(|name| !kept(name))
+            .collect()
     }
 
     /// Whether an entry of the staging directory is of no use after this publication.
     fn is_superseded(&self, name: &str, publication: &Publication) -> bool {
         let is_temporary = ["latest.", "best.", "probe.", SHARED].iter().any(|prefix| {
             let random = name.strip_prefix(prefix);
-            random.is_some_and(|digits| digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
+            random.is_some_and(|digits| {
+                digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit())
+            })
         });
         if is_temporary || backup_of(name).is_some() {
             return true;
         }
-        let Some(StagedName { step, save, .. }) = StagedName::parse(name) else { return false };
+        let Some(StagedName { step, save, .. }) = StagedName::parse(name) else {
+            return false;
+        };
         // Later saves of this process may be in flight.
-        let is_done = publication.numbers.get(&save.session).is_none_or(|number| save.number <= *number);
+        let is_done = publication
+            .numbers
+            .get(&save.session)
+            .is_none_or(|number| save.number <= *number);
         step <= publication.checkpoint.step && is_done && self.owns_checksum(save.run)
     }
 
-    /// Whether [`SaveId::run`](super::staged_name::SaveId::run) is of this run or of one that it resumed.
+    /// Whether [`SaveId::run`](super::staged_name::SaveId::run) is of this run or of one that it
+    /// resumed.
     pub(crate) fn owns_checksum(&self, run: u32) -> bool {
-        let resumed = self.options.resumed_runs.iter().map(|run| run_checksum(Some(run)));
+        let resumed = self
+            .options
+            .resumed_runs
+            .iter()
+            .map(|run| run_checksum(Some(run)));
         resumed.chain([self.run_checksum()]).any(|own| own == run)
     }
 
-    /// Waits until removed checkpoints are deleted, while that makes progress, and returns the notices since the last save.
-    /// A thread that makes no progress is waited for once: the next call does not wait for it again.
+    /// Waits until removed checkpoints are deleted, while that makes progress, and returns the
+    /// notices since the last save. A thread that makes no progress is waited for once: the next
+    /// call does not wait for it again.
     pub fn finish_removals(&self) -> Vec<String> {
         let job = self.removals.lock().job.take();
         if let Some(job) = job {
             let ended = job.wait_while_progressing(self.stall_limit(), || self.progress());
-            let failure =
-                if ended { job.take().err().map(|error| error.to_string()) } else { Some(self.hung_removals()) };
-            failure.into_iter().for_each(|failure| self.removals.notice(failure));
+            let failure = if ended {
+                job.take().err().map(|error| error.to_string())
+            } else {
+                Some(self.hung_removals())
+            };
+            failure
+                .into_iter()
+                .for_each(|failure| self.removals.notice(failure));
         }
         if let Some(moved) = self.dir.moved().filter(|_| self.rank() == 0) {
             self.removals.notice(moved.to_string());
@@ -184,11 +229,13 @@ impl Store {
         )
     }
 
-    /// Removes and returns the notices since the last save: failures of removals, staged saves that were found when the
-    /// directory was opened, and a directory that was moved.
+    /// Removes and returns the notices since the last save: failures of removals, staged saves that
+    /// were found when the directory was opened, and a directory that was moved.
     pub fn take_notices(&self) -> Vec<String> {
         let mut notices = std::mem::take(&mut self.removals.lock().notices);
-        notices.iter_mut().for_each(|notice| *notice = shorten(notice));
+        notices
+            .iter_mut()
+            .for_each(|notice| *notice = shorten(notice));
         notices.truncate(MAX_NOTICES);
         notices
     }

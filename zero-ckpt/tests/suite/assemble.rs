@@ -17,13 +17,23 @@ enum Fault {
     Error,
 }
 
-/// Saves the state of `seed` on all ranks of `run a`, with a fault at a point of rank 0; returns the errors.
-fn save_with_fault(dir: &Path, (meta, seed): (&SaveMeta, u64), at: SavePoint, fault: Fault) -> Vec<String> {
+/// Saves the state of `seed` on all ranks of `run a`, with a fault at a point of rank 0; returns
+/// the errors.
+fn save_with_fault(
+    dir: &Path,
+    (meta, seed): (&SaveMeta, u64),
+    at: SavePoint,
+    fault: Fault,
+) -> Vec<String> {
     let layout = layout(2, 4);
     let outcomes = on_ranks(2, |rank, world| {
         let exchange = &mut world.rank(rank);
         let store = Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
-        let pointer = dir.join(if at == SavePoint::Renamed { "latest" } else { "best" });
+        let pointer = dir.join(if at == SavePoint::Renamed {
+            "latest"
+        } else {
+            "best"
+        });
         let store = store.observe(move |point| match fault {
             _ if rank != 0 || point != at => {}
             Fault::Kill => std::panic::resume_unwind(Box::new("stopped on purpose")),
@@ -34,11 +44,15 @@ fn save_with_fault(dir: &Path, (meta, seed): (&SaveMeta, u64), at: SavePoint, fa
         });
         save_seed(&store, &layout, (meta, seed), exchange)
     });
-    outcomes.into_iter().filter_map(|outcome| outcome.err()).map(|error| error.to_string()).collect()
+    outcomes
+        .into_iter()
+        .filter_map(|outcome| outcome.err())
+        .map(|error| error.to_string())
+        .collect()
 }
 
-/// A save replaces the checkpoint of its step, and fails once that has its final name: the replaced files are never taken
-/// for those of the save, wherever they are then, whole or partly removed.
+/// A save replaces the checkpoint of its step, and fails once that has its final name: the replaced
+/// files are never taken for those of the save, wherever they are then, whole or partly removed.
 #[test]
 fn replaced_checkpoint_is_no_staged_save() {
     for at in [SavePoint::Renamed, SavePoint::LatestMoved] {
@@ -46,10 +60,14 @@ fn replaced_checkpoint_is_no_staged_save() {
             let context = format!("{fault:?} at {at:?}");
             let dir = tempfile::tempdir().unwrap();
             assert!(save(dir.path(), &layout(2, 4), 7, &run("a"), None).is_empty());
-            let other = document_meta(7).documents([("run.json".to_owned(), serde_json::json!({"lr": 0.2}))].into());
+            let other = document_meta(7)
+                .documents([("run.json".to_owned(), serde_json::json!({"lr": 0.2}))].into());
             let errors = save_with_fault(dir.path(), (&other, 70), at, fault);
             assert_eq!(errors.len(), 2, "{context}");
-            assert!(errors.iter().all(|error| !error.contains("is kept")), "{context}: {errors:?}");
+            assert!(
+                errors.iter().all(|error| !error.contains("is kept")),
+                "{context}: {errors:?}"
+            );
             assert_holds(&Reader::open(dir.path()).unwrap(), &layout(2, 4), 70);
 
             let staging = dir.path().join(".staging");
@@ -73,23 +91,31 @@ fn replaced_checkpoint_is_no_staged_save() {
     }
 }
 
-/// Step 8 is staged, the user continues from step 4, publishes step 6 and fails at step 7, in another branch.
+/// Step 8 is staged, the user continues from step 4, publishes step 6 and fails at step 7, in
+/// another branch.
 #[test]
 fn newest_branch_is_assembled() {
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(2, 4);
-    let save = |step: u64, stop: Option<SavePoint>| save(dir.path(), &layout, step, &run("a"), stop);
+    let save =
+        |step: u64, stop: Option<SavePoint>| save(dir.path(), &layout, step, &run("a"), stop);
     assert!(save(4, None).is_empty());
     assert_eq!(resolve(dir.path()).unwrap().staged, None);
     save(8, Some(SavePoint::DirCreated));
     let hint = resolve(dir.path()).unwrap().staged.unwrap();
-    assert!(hint.contains("of step 8") && hint.contains("zero ckpt assemble"), "{hint}");
+    assert!(
+        hint.contains("of step 8") && hint.contains("zero ckpt assemble"),
+        "{hint}"
+    );
 
     assert!(save(6, None).is_empty());
     assert_eq!(resolve(dir.path()).unwrap().staged, None);
     let new = tempfile::tempdir().unwrap();
     let error = assemble(new.path(), &[dir.path()]).unwrap_err().to_string();
-    assert!(error.contains("step-00000006 was published after it was staged"), "{error}");
+    assert!(
+        error.contains("step-00000006 was published after it was staged"),
+        "{error}"
+    );
     assert!(error.contains("zero ckpt assemble --step 8"), "{error}");
 
     save(7, Some(SavePoint::DirCreated));
@@ -98,11 +124,24 @@ fn newest_branch_is_assembled() {
     let assembled = assemble(new.path(), &[dir.path()]).unwrap();
     assert_eq!(assembled.checkpoint.step, 7);
     let passed_over = &assembled.passed_over[..];
-    assert!(matches!(passed_over, [other] if other.starts_with("step-00000008.") && other.contains("complete")));
+    assert!(
+        matches!(passed_over, [other] if other.starts_with("step-00000008.") && other.contains("complete"))
+    );
 
-    let error = assemble_step(new.path(), &[dir.path()], 9).unwrap_err().to_string();
-    assert!(error.contains("there are no staged files of step 9"), "{error}");
-    assert_eq!(assemble_step(new.path(), &[dir.path()], 8).unwrap().checkpoint.step, 8);
+    let error = assemble_step(new.path(), &[dir.path()], 9)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("there are no staged files of step 9"),
+        "{error}"
+    );
+    assert_eq!(
+        assemble_step(new.path(), &[dir.path()], 8)
+            .unwrap()
+            .checkpoint
+            .step,
+        8
+    );
     assert_holds(&Reader::open(new.path()).unwrap(), &layout, 8);
 }
 
@@ -110,12 +149,25 @@ fn newest_branch_is_assembled() {
 #[test]
 fn stray_entry_does_not_stop_the_search() {
     let dir = tempfile::tempdir().unwrap();
-    save(dir.path(), &layout(2, 4), 7, &run("a"), Some(SavePoint::DirCreated));
+    save(
+        dir.path(),
+        &layout(2, 4),
+        7,
+        &run("a"),
+        Some(SavePoint::DirCreated),
+    );
     let stray = "step-00000009.ready.252321d5.770df694368854c8.0";
     fs::write(dir.path().join(".staging").join(stray), "mine").unwrap();
     let assembled = assemble(dir.path(), &NONE).unwrap();
     assert_eq!(assembled.checkpoint.step, 7);
-    assert!(assembled.passed_over.iter().any(|defect| defect.contains(stray)), "{:?}", assembled.passed_over);
+    assert!(
+        assembled
+            .passed_over
+            .iter()
+            .any(|defect| defect.contains(stray)),
+        "{:?}",
+        assembled.passed_over
+    );
 }
 
 #[test]
@@ -123,6 +175,15 @@ fn steps_are_compared_as_numbers() {
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(2, 4);
     assert!(save(dir.path(), &layout, 99_999_999, &run("a"), None).is_empty());
-    save(dir.path(), &layout, 100_000_000, &run("a"), Some(SavePoint::DirCreated));
-    assert_eq!(assemble(dir.path(), &NONE).unwrap().checkpoint.step, 100_000_000);
+    save(
+        dir.path(),
+        &layout,
+        100_000_000,
+        &run("a"),
+        Some(SavePoint::DirCreated),
+    );
+    assert_eq!(
+        assemble(dir.path(), &NONE).unwrap().checkpoint.step,
+        100_000_000
+    );
 }

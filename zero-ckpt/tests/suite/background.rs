@@ -1,12 +1,13 @@
-//! Saving in the background: a snapshot holds its step, failures reach all ranks, buffers bound the saves in flight.
+//! Saving in the background: a snapshot holds its step, failures reach all ranks, buffers bound the
+//! saves in flight.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use zero_ckpt::{
-    BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, StateDtype, StateSpec, Store,
-    StoreOptions, assemble,
+    BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, StateDtype,
+    StateSpec, Store, StoreOptions, assemble,
 };
 use zero_shard::Layout;
 
@@ -14,11 +15,21 @@ use crate::common::{STATES, World, assert_holds, layout, meta, storage, value};
 
 fn open(dir: &Path, layout: &Layout, rank: u64, buffers: usize) -> BackgroundStore {
     let store = Store::create(dir, rank, StoreOptions::default()).unwrap();
-    let states = STATES.map(|name| StateSpec { name: name.into(), dtype: StateDtype::F32 }).to_vec();
+    let states = STATES
+        .map(|name| StateSpec {
+            name: name.into(),
+            dtype: StateDtype::F32,
+        })
+        .to_vec();
     BackgroundStore::new(store, Arc::new(layout.clone()), states, buffers).unwrap()
 }
 
-fn begin(store: &mut BackgroundStore, layout: &Layout, rank: u64, step: u64) -> Result<(), CkptError> {
+fn begin(
+    store: &mut BackgroundStore,
+    layout: &Layout,
+    rank: u64,
+    step: u64,
+) -> Result<(), CkptError> {
     let mut states = STATES.map(|s| storage(layout, rank, s, step));
     let mut shard = ShardData::new(layout, rank).unwrap();
     for (state, values) in STATES.iter().zip(&states) {
@@ -53,7 +64,10 @@ fn snapshot_holds_the_values_of_its_step() {
         assert!(!store.ready());
         begin(store, &layout, rank, 10).unwrap();
         begin(store, &layout, rank, 11).unwrap();
-        assert!(matches!(begin(store, &layout, rank, 12), Err(CkptError::InFlight { limit: 2 })));
+        assert!(matches!(
+            begin(store, &layout, rank, 12),
+            Err(CkptError::InFlight { limit: 2 })
+        ));
         assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 10);
         begin(store, &layout, rank, 12).unwrap();
         assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 11);
@@ -85,7 +99,12 @@ fn steps_continue_between_the_exchanges() {
             // A trainer adds this bit to its exchange of every step.
             let ready = world.rank(rank).all_gather(&[u8::from(store.ready())]);
             if ready.iter().all(|ready| *ready == 1) {
-                published.extend(store.advance(&mut world.rank(rank)).unwrap().map(|p| p.step));
+                published.extend(
+                    store
+                        .advance(&mut world.rank(rank))
+                        .unwrap()
+                        .map(|p| p.step),
+                );
             }
             if published.len() == 4 {
                 break;
@@ -104,22 +123,43 @@ fn failure_reaches_all_ranks_and_the_next_save_works() {
         // The copy fails on rank 1.
         match rank {
             0 => begin(store, &layout, rank, 1).unwrap(),
-            _ => store.begin(meta(1), |_| Err("the device is lost".into())).unwrap(),
+            _ => store
+                .begin(meta(1), |_| Err("the device is lost".into()))
+                .unwrap(),
         }
-        let error = store.complete(&mut world.rank(rank)).unwrap_err().to_string();
-        assert!(error.starts_with("rank 1: the snapshot failed: the device is lost"), "{error}");
+        let error = store
+            .complete(&mut world.rank(rank))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("rank 1: the snapshot failed: the device is lost"),
+            "{error}"
+        );
         // The fence fails on rank 0.
         match rank {
-            0 => store.begin(meta(2), |_| Ok(Box::new(|| Err("event failed".into())))).unwrap(),
+            0 => store
+                .begin(meta(2), |_| Ok(Box::new(|| Err("event failed".into()))))
+                .unwrap(),
             _ => begin(store, &layout, rank, 2).unwrap(),
         }
-        let error = store.complete(&mut world.rank(rank)).unwrap_err().to_string();
-        assert!(error.starts_with("rank 0: the snapshot failed: event failed"), "{error}");
+        let error = store
+            .complete(&mut world.rank(rank))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("rank 0: the snapshot failed: event failed"),
+            "{error}"
+        );
         begin(store, &layout, rank, 3).unwrap();
         assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 3);
     });
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 3);
-    assert_eq!(std::fs::read_dir(dir.path().join(".staging")).unwrap().count(), 0);
+    assert_eq!(
+        std::fs::read_dir(dir.path().join(".staging"))
+            .unwrap()
+            .count(),
+        0
+    );
 }
 
 #[test]
@@ -134,7 +174,11 @@ fn fence_precedes_the_write() {
             let first = unit.shard(0).start + slice.in_shard.start;
             for (i, bytes) in slice.bytes.chunks_exact_mut(4).enumerate() {
                 let elem = first + i as u64;
-                let param = unit.params.iter().find(|p| p.range().contains(&elem)).unwrap();
+                let param = unit
+                    .params
+                    .iter()
+                    .find(|p| p.range().contains(&elem))
+                    .unwrap();
                 let value = value(4, &slice.state.name, &param.name, elem - param.offset_elems);
                 bytes.copy_from_slice(&value.to_le_bytes());
             }
@@ -157,11 +201,27 @@ fn fence_precedes_the_write() {
 fn panic_of_the_save_thread_is_an_error() {
     let (dir, layout) = (tempfile::tempdir().unwrap(), layout(1, 1));
     let mut store = open(dir.path(), &layout, 0, 1);
-    store.begin(meta(1), |_| Ok(Box::new(|| std::panic::resume_unwind(Box::new("boom"))))).unwrap();
-    assert!(store.complete(&mut SingleRank).unwrap_err().to_string().contains("thread that saves has panicked"));
+    store
+        .begin(meta(1), |_| {
+            Ok(Box::new(|| std::panic::resume_unwind(Box::new("boom"))))
+        })
+        .unwrap();
+    assert!(
+        store
+            .complete(&mut SingleRank)
+            .unwrap_err()
+            .to_string()
+            .contains("thread that saves has panicked")
+    );
     // Copies into its buffer may still be in progress.
     store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();
-    assert!(store.complete(&mut SingleRank).unwrap_err().to_string().contains("still in use"));
+    assert!(
+        store
+            .complete(&mut SingleRank)
+            .unwrap_err()
+            .to_string()
+            .contains("still in use")
+    );
 }
 
 #[test]
@@ -171,7 +231,10 @@ fn dropped_store_keeps_staged_files() {
     begin(&mut store, &layout, 0, 1).unwrap();
     begin(&mut store, &layout, 0, 2).unwrap();
     drop(store);
-    assert!(matches!(Reader::open(dir.path()), Err(CkptError::NoCheckpoint { .. })));
+    assert!(matches!(
+        Reader::open(dir.path()),
+        Err(CkptError::NoCheckpoint { .. })
+    ));
     let none: [&Path; 0] = [];
     assert_eq!(assemble(dir.path(), &none).unwrap().checkpoint.step, 2);
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 2);
@@ -185,8 +248,13 @@ fn saves_of_one_step_keep_each_others_files() {
         for _ in 0..2 {
             begin(store, &layout, rank, 7).unwrap();
         }
-        // Both are staged on all ranks before the first is published: two files a rank, two descriptions.
-        while std::fs::read_dir(dir.path().join(".staging")).unwrap().count() < 6 {
+        // Both are staged on all ranks before the first is published: two files a rank, two
+        // descriptions.
+        while std::fs::read_dir(dir.path().join(".staging"))
+            .unwrap()
+            .count()
+            < 6
+        {
             std::thread::yield_now();
         }
         world.rank(rank).all_gather(&[]);
@@ -195,5 +263,10 @@ fn saves_of_one_step_keep_each_others_files() {
         }
     });
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 7);
-    assert_eq!(std::fs::read_dir(dir.path().join(".staging")).unwrap().count(), 0);
+    assert_eq!(
+        std::fs::read_dir(dir.path().join(".staging"))
+            .unwrap()
+            .count(),
+        0
+    );
 }

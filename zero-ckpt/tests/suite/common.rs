@@ -4,23 +4,40 @@ use std::path::Path;
 use std::sync::{Barrier, Mutex};
 
 use proptest::prelude::ProptestConfig;
-use zero_ckpt::{CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions};
+use zero_ckpt::{
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions,
+};
 use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
-    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    ProptestConfig {
+        cases: n.saturating_mul(factor),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 pub(crate) const STATES: [&str; 3] = ["master", "first_moment", "second_moment"];
 
-/// A small model with odd sizes, an empty parameter, an empty unit, a scalar, and a unit smaller than the world size.
+/// A small model with odd sizes, an empty parameter, an empty unit, a scalar, and a unit smaller
+/// than the world size.
 pub(crate) fn units() -> Vec<UnitSpec> {
     let p = |name: &str, shape: &[u64]| ParamSpec::new(name, shape);
     vec![
         UnitSpec::new("embedding", [p("wte", &[31, 7]), p("wpe", &[5, 7])]),
-        UnitSpec::new("h.0", [p("h.0.w", &[7, 21]), p("h.0.empty", &[0, 3]), p("h.0.b", &[21])]),
+        UnitSpec::new(
+            "h.0",
+            [
+                p("h.0.w", &[7, 21]),
+                p("h.0.empty", &[0, 3]),
+                p("h.0.b", &[21]),
+            ],
+        ),
         UnitSpec::new("nothing", []),
         UnitSpec::new("h.1", [p("h.1.w", &[7, 21]), p("h.1.b", &[21])]),
         UnitSpec::new("head", [p("temperature", &[]), p("ln", &[2])]),
@@ -31,11 +48,14 @@ pub(crate) fn layout(world_size: u64, align_elems: u64) -> Layout {
     Layout::new(&units(), world_size, align_elems).unwrap()
 }
 
-/// The value of element `elem` of parameter `param`: any bits, NaN payloads and signed zeros included.
+/// The value of element `elem` of parameter `param`: any bits, NaN payloads and signed zeros
+/// included.
 pub(crate) fn value(seed: u64, state: &str, param: &str, elem: u64) -> f32 {
     let mut h = seed ^ 0x9e37_79b9_7f4a_7c15;
     for b in state.bytes().chain(param.bytes()).chain(elem.to_le_bytes()) {
-        h = (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
+        h = (h ^ u64::from(b))
+            .wrapping_mul(0x0100_0000_01b3)
+            .rotate_left(23);
     }
     f32::from_bits((h >> 16) as u32)
 }
@@ -81,11 +101,18 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(ranks: u64) -> Self {
-        Self { bytes: Mutex::default(), barrier: Barrier::new(ranks as usize) }
+        Self {
+            bytes: Mutex::default(),
+            barrier: Barrier::new(ranks as usize),
+        }
     }
 
     pub(crate) fn rank(&self, rank: u64) -> ThreadRank<'_> {
-        ThreadRank { world: self, rank, received_bytes: 0 }
+        ThreadRank {
+            world: self,
+            rank,
+            received_bytes: 0,
+        }
     }
 }
 
@@ -134,7 +161,11 @@ impl Exchange for ThreadRank<'_> {
     fn gather(&mut self, record: &[u8]) -> Result<Vec<u8>, String> {
         assert_eq!(record.len(), zero_ckpt::RECORD_BYTES);
         self.put(record);
-        let all = if self.rank == 0 { self.world.bytes.lock().unwrap().clone() } else { Vec::new() };
+        let all = if self.rank == 0 {
+            self.world.bytes.lock().unwrap().clone()
+        } else {
+            Vec::new()
+        };
         self.received_bytes += all.len() as u64;
         self.end();
         Ok(all)
@@ -169,8 +200,9 @@ pub(crate) fn save(
     seed: u64,
     options: &StoreOptions,
 ) -> Vec<Result<PublishedCheckpoint, CkptError>> {
-    let stores: Vec<_> =
-        (0..layout.world_size()).map(|rank| Store::create(dir, rank, options.clone()).unwrap()).collect();
+    let stores: Vec<_> = (0..layout.world_size())
+        .map(|rank| Store::create(dir, rank, options.clone()).unwrap())
+        .collect();
     save_with(&stores, layout, step, seed)
 }
 
@@ -209,7 +241,11 @@ pub(crate) fn assert_holds(reader: &Reader, layout: &Layout, seed: u64) {
         for state in STATES {
             let mut got = vec![f32::NAN; layout.shard_elems() as usize];
             view.read_storage(state, rank, &mut got).unwrap();
-            assert_eq!(bits(&got), loaded(layout, rank, state, seed), "rank {rank}, {state}");
+            assert_eq!(
+                bits(&got),
+                loaded(layout, rank, state, seed),
+                "rank {rank}, {state}"
+            );
         }
     }
 }

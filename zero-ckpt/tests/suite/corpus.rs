@@ -19,10 +19,18 @@ const TARGETS: [Target; 4] = [
 ];
 
 fn corpus(target: &str) -> Vec<(PathBuf, Vec<u8>)> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
-    let mut files: Vec<_> = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fuzz/corpus")
+        .join(target);
+    let mut files: Vec<_> = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .collect();
     files.sort();
-    files.into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+    files
+        .into_iter()
+        .map(|path| (path.clone(), std::fs::read(path).unwrap()))
+        .collect()
 }
 
 #[test]
@@ -64,7 +72,11 @@ fn shard() -> Vec<u8> {
         tensor("first_moment/a[0:15]", "BF16", 15, 76, 106),
         tensor("first_moment/b[0:2]", "BF16", 2, 106, 110),
     ];
-    let mut bytes = Header { tensors, ..Header::default() }.encode(4096, 8);
+    let mut bytes = Header {
+        tensors,
+        ..Header::default()
+    }
+    .encode(4096, 8);
     let state: Vec<u8> = (0..102).collect();
     bytes.extend(targets::checksum(&state).to_le_bytes());
     bytes.extend(state);
@@ -83,8 +95,13 @@ fn valid_inputs_load() {
     let reader = zero_ckpt::Reader::open(dir.path()).unwrap();
     assert!(reader.verify().problems.is_empty());
     let mut b = [0.0; 2];
-    reader.read_param("first_moment", "b.w", 0..2, &mut b).unwrap();
-    assert_eq!(b, [98u16, 100].map(|n| half::bf16::from_bits(n | (n + 1) << 8).to_f32()));
+    reader
+        .read_param("first_moment", "b.w", 0..2, &mut b)
+        .unwrap();
+    assert_eq!(
+        b,
+        [98u16, 100].map(|n| half::bf16::from_bits(n | (n + 1) << 8).to_f32())
+    );
 }
 
 proptest! {
@@ -123,7 +140,9 @@ proptest! {
 #[ignore = "writes into the source tree; run after a change of the format"]
 fn seeds() {
     for (name, _) in TARGETS {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("fuzz/corpus")
+            .join(name);
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("good"), good(name)).unwrap();
     }

@@ -1,5 +1,5 @@
-//! Flipped bytes, truncated and missing files, malicious manifests: an error that names the file, never a panic, a
-//! wrong value, or access outside the directory.
+//! Flipped bytes, truncated and missing files, malicious manifests: an error that names the file,
+//! never a panic, a wrong value, or access outside the directory.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,15 @@ use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Piece, Reader, StoreOptions}
 fn two_checkpoints() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for step in [1, 2] {
-        save(dir.path(), &layout(2, 4), step, step, &StoreOptions::default())
-            .into_iter()
-            .for_each(|r| drop(r.unwrap()));
+        save(
+            dir.path(),
+            &layout(2, 4),
+            step,
+            step,
+            &StoreOptions::default(),
+        )
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
     }
     dir
 }
@@ -32,7 +38,9 @@ fn flipped_bytes_of_shard_files_are_found() {
     let good = std::fs::read(&path).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
-    let put = |at: usize, byte: u8| std::os::unix::fs::FileExt::write_all_at(&file, &[byte], at as u64).unwrap();
+    let put = |at: usize, byte: u8| {
+        std::os::unix::fs::FileExt::write_all_at(&file, &[byte], at as u64).unwrap()
+    };
     // Every byte, but only every 61st byte of the header's padding.
     for at in (0..good.len()).filter(|&i| good[i] != b' ' || i % 61 == 0) {
         put(at, good[at] ^ (1 << (at % 8)));
@@ -40,8 +48,14 @@ fn flipped_bytes_of_shard_files_are_found() {
         let found = Reader::open(newest(dir.path())).unwrap().verify();
         assert_eq!(found.problems.len(), 1, "byte {at}");
         match &found.problems[0] {
-            CkptError::Corrupt { path: named, range, .. } => {
-                assert!(*named == path && range.contains(&(at as u64)), "byte {at}: {:?}", found.problems);
+            CkptError::Corrupt {
+                path: named, range, ..
+            } => {
+                assert!(
+                    *named == path && range.contains(&(at as u64)),
+                    "byte {at}: {:?}",
+                    found.problems
+                );
             }
             other => panic!("byte {at}: {other}"),
         }
@@ -63,9 +77,18 @@ fn flipped_byte_fails_only_reads_of_its_block() {
     // Rank 0 reads only its own file.
     view.read_storage("master", 0, &mut out).unwrap();
     let error = view.read_storage("second_moment", 1, &mut out).unwrap_err();
-    assert!(error.to_string().contains("shard-00001-of-00002.safetensors: damaged: bytes"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("shard-00001-of-00002.safetensors: damaged: bytes"),
+        "{error}"
+    );
     // The previous checkpoint is intact.
-    assert_holds(&Reader::open(dir.path().join("step-00000001")).unwrap(), &layout, 1);
+    assert_holds(
+        &Reader::open(dir.path().join("step-00000001")).unwrap(),
+        &layout,
+        1,
+    );
 }
 
 #[test]
@@ -81,7 +104,11 @@ fn flipped_bytes_of_manifests_are_found() {
         assert!(Reader::open(newest(dir.path())).is_err(), "byte {at}");
         let before = Reader::open(dir.path()).unwrap();
         assert_eq!(before.manifest().step, 1, "byte {at}");
-        assert!(before.notices()[0].contains("step-00000002"), "{:?}", before.notices());
+        assert!(
+            before.notices()[0].contains("step-00000002"),
+            "{:?}",
+            before.notices()
+        );
     }
 }
 
@@ -96,7 +123,11 @@ fn damaged_latest_is_skipped_with_a_notice() {
         std::fs::write(&path, &bad).unwrap();
         let reader = Reader::open(dir.path()).unwrap();
         assert_eq!(reader.manifest().step, 2, "byte {at}");
-        assert!(reader.notices()[0].contains("latest"), "byte {at}: {:?}", reader.notices());
+        assert!(
+            reader.notices()[0].contains("latest"),
+            "byte {at}: {:?}",
+            reader.notices()
+        );
     }
     std::fs::remove_file(&path).unwrap();
     assert_eq!(Reader::open(dir.path()).unwrap().manifest().step, 2);
@@ -104,7 +135,11 @@ fn damaged_latest_is_skipped_with_a_notice() {
     std::fs::write(dir.path().join("elsewhere"), &good).unwrap();
     std::os::unix::fs::symlink("elsewhere", &path).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
-    assert!(reader.notices()[0].contains("is a symbolic link"), "{:?}", reader.notices());
+    assert!(
+        reader.notices()[0].contains("is a symbolic link"),
+        "{:?}",
+        reader.notices()
+    );
 }
 
 #[test]
@@ -117,15 +152,26 @@ fn truncated_or_missing_file_is_named() {
         bad.resize(len, 0);
         std::fs::write(&path, bad).unwrap();
         let error = Reader::open(newest(dir.path())).err().unwrap();
-        assert!(matches!(error, CkptError::WrongLength { .. }), "{len}: {error}");
+        assert!(
+            matches!(error, CkptError::WrongLength { .. }),
+            "{len}: {error}"
+        );
         let before = Reader::open(dir.path()).unwrap();
         assert_holds(&before, &layout(3, 1), 1);
-        assert!(before.notices()[0].contains(&format!("{len} bytes long")), "{:?}", before.notices());
+        assert!(
+            before.notices()[0].contains(&format!("{len} bytes long")),
+            "{:?}",
+            before.notices()
+        );
     }
     std::fs::remove_file(&path).unwrap();
     let before = Reader::open(dir.path()).unwrap();
     assert_eq!(before.manifest().step, 1);
-    assert!(before.notices()[0].contains("shard-00001-of-00002.safetensors: No such file"), "{:?}", before.notices());
+    assert!(
+        before.notices()[0].contains("shard-00001-of-00002.safetensors: No such file"),
+        "{:?}",
+        before.notices()
+    );
     std::fs::remove_dir_all(dir.path().join("step-00000001")).unwrap();
     let none = Reader::open(dir.path()).err().unwrap();
     assert!(matches!(none, CkptError::NoCheckpoint { .. }));
@@ -138,10 +184,25 @@ fn file_truncated_while_open_is_an_error() {
     let reader = Reader::open(dir.path()).unwrap();
     let layout = layout(2, 4);
     let mut out = vec![0.0; layout.shard_elems() as usize];
-    reader.view(&layout).unwrap().read_storage("master", 1, &mut out).unwrap();
-    std::fs::File::options().write(true).open(shard(dir.path())).unwrap().set_len(5000).unwrap();
-    let error = reader.view(&layout).unwrap().read_storage("master", 1, &mut out);
-    assert!(matches!(error, Err(CkptError::WrongLength { .. })), "{error:?}");
+    reader
+        .view(&layout)
+        .unwrap()
+        .read_storage("master", 1, &mut out)
+        .unwrap();
+    std::fs::File::options()
+        .write(true)
+        .open(shard(dir.path()))
+        .unwrap()
+        .set_len(5000)
+        .unwrap();
+    let error = reader
+        .view(&layout)
+        .unwrap()
+        .read_storage("master", 1, &mut out);
+    assert!(
+        matches!(error, Err(CkptError::WrongLength { .. })),
+        "{error:?}"
+    );
 }
 
 /// A change to a manifest, and a part of its error.
@@ -153,7 +214,10 @@ fn malicious_manifest_is_rejected() {
     let path = newest(dir.path()).join(MANIFEST_NAME);
     let (good, _) = Manifest::decode(&std::fs::read(&path).unwrap(), &path).unwrap();
     let changes: [Change; 19] = [
-        (|m| m.files[0].name = "../../../etc/passwd".into(), "is not plain"),
+        (
+            |m| m.files[0].name = "../../../etc/passwd".into(),
+            "is not plain",
+        ),
         (|m| m.files[0].name = "/etc/passwd".into(), "is not plain"),
         (|m| m.files[0].name = ".hidden".into(), "is not plain"),
         (|m| m.files[0].name = MANIFEST_NAME.into(), "is not plain"),
@@ -161,13 +225,22 @@ fn malicious_manifest_is_rejected() {
         (|m| m.files[0].bytes = u64::MAX, "do not match its pieces"),
         (|m| m.files[0].bytes = 0, "do not match its pieces"),
         (|m| m.files[0].pieces[0].2 = u64::MAX, "exceed"),
-        (|m| m.files[0].pieces[0] = Piece(u64::MAX, 0, 1), "which does not exist"),
-        (|m| m.files[0].pieces[0].1 = 1, "elements 0 to 1 of unit \"embedding\" are in no file"),
+        (
+            |m| m.files[0].pieces[0] = Piece(u64::MAX, 0, 1),
+            "which does not exist",
+        ),
+        (
+            |m| m.files[0].pieces[0].1 = 1,
+            "elements 0 to 1 of unit \"embedding\" are in no file",
+        ),
         (|m| m.files.truncate(1), "are in no file"),
         (|m| m.layout.world_size = 0, "at least one rank"),
         (|m| m.layout.world_size = u64::MAX, "64 bits"),
         (|m| m.layout.align_elems = 0, "alignment"),
-        (|m| m.model.units[0].params[0].shape = vec![u64::MAX, u64::MAX], "64 bits"),
+        (
+            |m| m.model.units[0].params[0].shape = vec![u64::MAX, u64::MAX],
+            "64 bits",
+        ),
         (|m| m.model.units[0].params[1].name = "wte".into(), "wte"),
         (|m| m.states.clear(), "no states"),
         (|m| m.states[1].name = "master".into(), "twice"),
@@ -185,12 +258,20 @@ fn malicious_manifest_is_rejected() {
     wrong.states[2].name = "third_moment".into();
     std::fs::write(&path, wrong.encode().unwrap()).unwrap();
     let found = Reader::open(newest(dir.path())).unwrap().verify();
-    assert!(found.problems[0].to_string().contains("second_moment"), "{:?}", found.problems);
+    assert!(
+        found.problems[0].to_string().contains("second_moment"),
+        "{:?}",
+        found.problems
+    );
     let mut wrong = good;
     wrong.files[0].front_crc64 = 0;
     std::fs::write(&path, wrong.encode().unwrap()).unwrap();
     let found = Reader::open(newest(dir.path())).unwrap().verify();
-    assert!(matches!(found.problems[..], [CkptError::Corrupt { .. }]), "{:?}", found.problems);
+    assert!(
+        matches!(found.problems[..], [CkptError::Corrupt { .. }]),
+        "{:?}",
+        found.problems
+    );
 }
 
 #[test]
@@ -198,9 +279,23 @@ fn unknown_version_is_rejected() {
     let dir = two_checkpoints();
     let path = newest(dir.path()).join(MANIFEST_NAME);
     let text = std::fs::read_to_string(&path).unwrap();
-    std::fs::write(&path, text.replacen("\"version\":2", "\"version\":3,\"news\":[]", 1)).unwrap();
+    std::fs::write(
+        &path,
+        text.replacen("\"version\":2", "\"version\":3,\"news\":[]", 1),
+    )
+    .unwrap();
     let error = Reader::open(newest(dir.path())).err().unwrap();
-    assert!(matches!(error, CkptError::UnsupportedVersion { found: 3, supported: 2, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            CkptError::UnsupportedVersion {
+                found: 3,
+                supported: 2,
+                ..
+            }
+        ),
+        "{error}"
+    );
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! A full disk, a read-only disk, and two runs in one directory.
 //!
-//! The disks are small tmpfs mounts; a test that may not mount prints that it is skipped and passes.
+//! The disks are small tmpfs mounts; a test that may not mount prints that it is skipped and
+//! passes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +18,10 @@ impl SmallDisk {
     fn mount(kib: u64) -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
         let size = format!("size={kib}k");
-        let done = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "none"]).arg(dir.path()).output();
+        let done = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &size, "none"])
+            .arg(dir.path())
+            .output();
         if done.is_ok_and(|o| o.status.success()) {
             return Some(Self { dir });
         }
@@ -30,7 +34,10 @@ impl SmallDisk {
     }
 
     fn read_only(&self) {
-        let done = Command::new("mount").args(["-o", "remount,ro"]).arg(self.path()).status();
+        let done = Command::new("mount")
+            .args(["-o", "remount,ro"])
+            .arg(self.path())
+            .status();
         assert!(done.unwrap().success());
     }
 }
@@ -42,15 +49,24 @@ impl Drop for SmallDisk {
 }
 
 fn staged(dir: &Path) -> Vec<PathBuf> {
-    std::fs::read_dir(dir.join(".staging")).unwrap().map(|e| e.unwrap().path()).collect()
+    std::fs::read_dir(dir.join(".staging"))
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .collect()
 }
 
 #[test]
 fn full_disk_fails_the_save_on_all_ranks() {
-    let Some(disk) = SmallDisk::mount(512) else { return };
+    let Some(disk) = SmallDisk::mount(512) else {
+        return;
+    };
     let (dir, layout) = (disk.path().join("ckpt"), layout(2, 4));
-    let stores: Vec<_> = (0..2).map(|r| Store::create(&dir, r, StoreOptions::default()).unwrap()).collect();
-    save_with(&stores, &layout, 1, 1).into_iter().for_each(|r| drop(r.unwrap()));
+    let stores: Vec<_> = (0..2)
+        .map(|r| Store::create(&dir, r, StoreOptions::default()).unwrap())
+        .collect();
+    save_with(&stores, &layout, 1, 1)
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
     let filler = disk.path().join("filler");
     let (mut failed, mut saved) = (0, 0);
     let mut unstaged = 0;
@@ -63,7 +79,11 @@ fn full_disk_fails_the_save_on_all_ranks() {
         file.set_len(len / 4096 * 4096 - leave * 4096).unwrap();
         drop(file);
         let outcomes = save_with(&stores, &layout, 2, 2);
-        let texts: Vec<_> = outcomes.iter().filter_map(|o| o.as_ref().err()).map(|e| e.to_string()).collect();
+        let texts: Vec<_> = outcomes
+            .iter()
+            .filter_map(|o| o.as_ref().err())
+            .map(|e| e.to_string())
+            .collect();
         if texts.is_empty() {
             saved += 1;
             assert_holds(&Reader::open(&dir).unwrap(), &layout, 2);
@@ -73,35 +93,59 @@ fn full_disk_fails_the_save_on_all_ranks() {
         }
         failed += 1;
         assert_eq!(texts.len(), 2, "both ranks know: {outcomes:?}");
-        assert!(texts.iter().all(|t| t.contains("No space left on device")), "{texts:?}");
+        assert!(
+            texts.iter().all(|t| t.contains("No space left on device")),
+            "{texts:?}"
+        );
         let reader = Reader::open(&dir).unwrap();
         assert!(reader.verify().problems.is_empty());
         // If only `latest` did not fit, the new checkpoint is already complete.
         let step = reader.manifest().step;
         assert_holds(&reader, &layout, step);
-        if texts.iter().all(|text| text.contains("this rank's file needs ")) {
+        if texts
+            .iter()
+            .all(|text| text.contains("this rank's file needs "))
+        {
             unstaged += 1;
             let folder = format!("and the folder {} has ", dir.display());
             assert!(texts.iter().all(|text| text.contains(&folder)), "{texts:?}");
-            assert_eq!(staged(&dir), Vec::<PathBuf>::new(), "the save can never be whole");
+            assert_eq!(
+                staged(&dir),
+                Vec::<PathBuf>::new(),
+                "the save can never be whole"
+            );
         }
         // An error names the staged file of its rank, which stays.
         for text in texts.iter().filter(|text| text.contains("is kept")) {
-            let path = text.split("is kept: ").nth(1).and_then(|rest| rest.split(';').next()).unwrap();
+            let path = text
+                .split("is kept: ")
+                .nth(1)
+                .and_then(|rest| rest.split(';').next())
+                .unwrap();
             assert!(Path::new(path).exists(), "{text}");
         }
     }
-    assert!(failed > 3 && saved == 1 && unstaged > 0, "{failed} failed, {saved} saved, {unstaged} not staged");
+    assert!(
+        failed > 3 && saved == 1 && unstaged > 0,
+        "{failed} failed, {saved} saved, {unstaged} not staged"
+    );
 }
 
 #[test]
 fn read_only_disk_loads_and_rejects_stores() {
-    let Some(disk) = SmallDisk::mount(512) else { return };
+    let Some(disk) = SmallDisk::mount(512) else {
+        return;
+    };
     let layout = layout(2, 4);
-    save(disk.path(), &layout, 1, 1, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    save(disk.path(), &layout, 1, 1, &StoreOptions::default())
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
     disk.read_only();
     for rank in 0..2 {
-        let error = Store::create(disk.path(), rank, StoreOptions::default()).err().unwrap().to_string();
+        let error = Store::create(disk.path(), rank, StoreOptions::default())
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("Read-only file system"), "{error}");
     }
     assert_holds(&Reader::open(disk.path()).unwrap(), &layout, 1);
@@ -109,9 +153,13 @@ fn read_only_disk_loads_and_rejects_stores() {
 
 #[test]
 fn remounted_read_only_disk_fails_staging() {
-    let Some(disk) = SmallDisk::mount(512) else { return };
+    let Some(disk) = SmallDisk::mount(512) else {
+        return;
+    };
     let layout = layout(2, 4);
-    save(disk.path(), &layout, 1, 1, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    save(disk.path(), &layout, 1, 1, &StoreOptions::default())
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
     {
         // Rank 1 only: rank 0's open lock file would prevent the remount.
         let store = Store::create(disk.path(), 1, StoreOptions::default()).unwrap();
@@ -131,23 +179,36 @@ fn remounted_read_only_disk_fails_staging() {
 fn second_run_is_rejected_with_the_holder() {
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(2, 4);
-    let first: Vec<_> = (0..2).map(|r| Store::create(dir.path(), r, StoreOptions::default()).unwrap()).collect();
-    let error = Store::create(dir.path(), 0, StoreOptions::default()).err().unwrap();
+    let first: Vec<_> = (0..2)
+        .map(|r| Store::create(dir.path(), r, StoreOptions::default()).unwrap())
+        .collect();
+    let error = Store::create(dir.path(), 0, StoreOptions::default())
+        .err()
+        .unwrap();
     assert!(matches!(error, CkptError::Busy { .. }));
     let us = format!("process {} on ", std::process::id());
     assert!(error.to_string().contains(&us), "{error}");
     // The first run is unaffected; dropping its stores unlocks the directory.
-    save_with(&first, &layout, 1, 1).into_iter().for_each(|r| drop(r.unwrap()));
+    save_with(&first, &layout, 1, 1)
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
     drop(first);
-    save(dir.path(), &layout, 2, 2, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
+    save(dir.path(), &layout, 2, 2, &StoreOptions::default())
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 2);
 }
 
 #[test]
 fn another_model_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
-    save(dir.path(), &layout(2, 4), 1, 1, &StoreOptions::default()).into_iter().for_each(|r| drop(r.unwrap()));
-    let units = [zero_shard::UnitSpec::new("u", [zero_shard::ParamSpec::new("wte", [3u64])])];
+    save(dir.path(), &layout(2, 4), 1, 1, &StoreOptions::default())
+        .into_iter()
+        .for_each(|r| drop(r.unwrap()));
+    let units = [zero_shard::UnitSpec::new(
+        "u",
+        [zero_shard::ParamSpec::new("wte", [3u64])],
+    )];
     let other = zero_shard::Layout::new(&units, 1, 1).unwrap();
     let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
     let early = store.check_model(&(&other).into());
@@ -156,7 +217,9 @@ fn another_model_is_rejected() {
     shard.storage_f32("master", &[1.0; 3]).unwrap();
     let meta = SaveMeta::default().step(1);
     let late = store.save(&meta, &shard, &mut SingleRank);
-    let Err(CkptError::Kept { error, path }) = late else { panic!("{late:?}") };
+    let Err(CkptError::Kept { error, path }) = late else {
+        panic!("{late:?}")
+    };
     assert!(matches!(*error, CkptError::AnotherModel { .. }), "{error}");
     assert!(path.exists());
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout(3, 1), 1);

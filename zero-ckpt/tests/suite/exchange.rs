@@ -1,4 +1,5 @@
-//! Export to and import from Hugging Face's layout, checked with the safetensors packages for Rust and Python.
+//! Export to and import from Hugging Face's layout, checked with the safetensors packages for Rust
+//! and Python.
 
 use std::path::Path;
 use std::process::Command;
@@ -28,18 +29,27 @@ fn single_file_export_is_bit_identical() {
     assert_eq!(file.len(), reader.params().count());
     for param in reader.params() {
         let tensor = file.tensor(&param.name).unwrap();
-        assert_eq!(tensor.shape().iter().map(|d| *d as u64).collect::<Vec<_>>(), param.shape);
-        let expected = (0..param.numel_elems).flat_map(|e| value(3, "master", &param.name, e).to_le_bytes());
+        assert_eq!(
+            tensor.shape().iter().map(|d| *d as u64).collect::<Vec<_>>(),
+            param.shape
+        );
+        let expected =
+            (0..param.numel_elems).flat_map(|e| value(3, "master", &param.name, e).to_le_bytes());
         assert!(tensor.data().iter().copied().eq(expected), "{}", param.name);
     }
     let config = std::fs::read_to_string(out.join("config.json")).unwrap();
-    assert_eq!(serde_json::from_str::<serde_json::Value>(&config).unwrap()["model_type"], "gpt2");
+    assert_eq!(
+        serde_json::from_str::<serde_json::Value>(&config).unwrap()["model_type"],
+        "gpt2"
+    );
     assert_eq!(partial(dir.path()), 0);
 }
 
 /// Number of unfinished exports in `dir`.
 fn partial(dir: &Path) -> usize {
-    let names = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let names = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names.filter(|name| name.contains(".partial.")).count()
 }
 
@@ -52,15 +62,29 @@ fn export_resolves_paths_and_overwrites_nothing() {
     std::os::unix::fs::symlink("real", path("link")).unwrap();
     std::fs::create_dir(path("new.partial")).unwrap();
     std::fs::write(path("new.partial/model.safetensors"), "another's").unwrap();
-    for (out, there) in [("new/", "new"), ("link", "real"), ("deep/er", "deep/er"), ("deep/../dots/.", "dots")] {
+    for (out, there) in [
+        ("new/", "new"),
+        ("link", "real"),
+        ("deep/er", "deep/er"),
+        ("deep/../dots/.", "dots"),
+    ] {
         let exported = reader.export(path(out), &ExportOptions::default()).unwrap();
-        assert!(exported.files.iter().all(|file| file.is_file()), "{out}: {exported:?}");
-        let mut names: Vec<_> = std::fs::read_dir(path(there)).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert!(
+            exported.files.iter().all(|file| file.is_file()),
+            "{out}: {exported:?}"
+        );
+        let mut names: Vec<_> = std::fs::read_dir(path(there))
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
         names.sort();
         assert_eq!(names, ["config.json", "model.safetensors"], "{out}");
     }
     assert!(path("link").is_symlink());
-    assert_eq!(std::fs::read_to_string(path("new.partial/model.safetensors")).unwrap(), "another's");
+    assert_eq!(
+        std::fs::read_to_string(path("new.partial/model.safetensors")).unwrap(),
+        "another's"
+    );
     assert_eq!(partial(dir.path()), 0);
 }
 
@@ -70,14 +94,18 @@ fn large_export_is_split_and_imports_again() {
     let reader = saved(dir.path(), 3);
     let out = dir.path().join("hf");
     std::fs::create_dir(&out).unwrap();
-    let options = ExportOptions::default().max_file_bytes(400).dtype(StateDtype::BF16);
+    let options = ExportOptions::default()
+        .max_file_bytes(400)
+        .dtype(StateDtype::BF16);
     let exported = reader.export(&out, &options).unwrap();
     assert!(exported.files.len() > 2);
     let index: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(out.join("model.safetensors.index.json")).unwrap()).unwrap();
+        serde_json::from_slice(&std::fs::read(out.join("model.safetensors.index.json")).unwrap())
+            .unwrap();
     assert_eq!(index["metadata"]["total_size"], exported.tensor_bytes);
     for param in reader.params() {
-        let bytes = std::fs::read(out.join(index["weight_map"][&param.name].as_str().unwrap())).unwrap();
+        let bytes =
+            std::fs::read(out.join(index["weight_map"][&param.name].as_str().unwrap())).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let tensor = file.tensor(&param.name).unwrap();
         let expected = (0..param.numel_elems)
@@ -95,11 +123,18 @@ fn large_export_is_split_and_imports_again() {
     assert_eq!(imported.manifest().model_config["model_type"], "gpt2");
     for param in imported.params() {
         let mut got = vec![0.0; param.numel_elems as usize];
-        imported.read_param("master", &param.name, 0..param.numel_elems, &mut got).unwrap();
+        imported
+            .read_param("master", &param.name, 0..param.numel_elems, &mut got)
+            .unwrap();
         let expected = (0..param.numel_elems)
             .map(|e| half::bf16::from_f32(value(3, "master", &param.name, e)).to_f32())
             .collect::<Vec<_>>();
-        assert_eq!(crate::common::bits(&got), crate::common::bits(&expected), "{}", param.name);
+        assert_eq!(
+            crate::common::bits(&got),
+            crate::common::bits(&expected),
+            "{}",
+            param.name
+        );
     }
     let moment = imported.read_param("first_moment", "ln", 0..2, &mut [0.0; 2]);
     assert!(matches!(moment, Err(CkptError::MissingState { .. })));
@@ -112,10 +147,16 @@ fn export_rejects_a_used_directory() {
     let out = dir.path().join("hf");
     std::fs::create_dir(&out).unwrap();
     std::fs::write(out.join("precious"), "x").unwrap();
-    let refused = reader.export(&out, &ExportOptions::default()).unwrap_err().to_string();
+    let refused = reader
+        .export(&out, &ExportOptions::default())
+        .unwrap_err()
+        .to_string();
     assert!(refused.contains("new or empty"), "{refused}");
     let missing = ExportOptions::default().state("weights".into());
-    assert!(matches!(reader.export(dir.path().join("o"), &missing), Err(CkptError::MissingState { .. })));
+    assert!(matches!(
+        reader.export(dir.path().join("o"), &missing),
+        Err(CkptError::MissingState { .. })
+    ));
     assert!(!dir.path().join("o").exists());
 }
 
@@ -128,7 +169,10 @@ fn damaged_checkpoint_is_not_exported() {
     bytes[4096 + 100] ^= 1;
     std::fs::write(&file, bytes).unwrap();
     let out = dir.path().join("hf");
-    assert!(matches!(reader.export(&out, &ExportOptions::default()), Err(CkptError::Corrupt { .. })));
+    assert!(matches!(
+        reader.export(&out, &ExportOptions::default()),
+        Err(CkptError::Corrupt { .. })
+    ));
     assert!(!out.exists());
     assert_eq!(partial(dir.path()), 0);
 }
@@ -157,21 +201,39 @@ fn invalid_imports_are_named() {
     index("../../etc/passwd", "a");
     assert!(text().contains("not a plain file name"), "{}", text());
     index("part.safetensors", "b");
-    assert!(text().contains("\"b\" is not in part.safetensors"), "{}", text());
+    assert!(
+        text().contains("\"b\" is not in part.safetensors"),
+        "{}",
+        text()
+    );
     std::fs::write(hf.join("model.safetensors.index.json"), "[").unwrap();
     assert!(text().contains("index.json"), "{}", text());
-    assert!(matches!(Reader::open(dir.path().join("store")), Err(CkptError::NoCheckpoint { .. })));
+    assert!(matches!(
+        Reader::open(dir.path().join("store")),
+        Err(CkptError::NoCheckpoint { .. })
+    ));
 }
 
 /// Runs Python with the safetensors package; prints and returns `None` if it is not installed.
 fn python(script: &str, args: &[&Path]) -> Option<String> {
-    let has = Command::new("python3").args(["-c", "import safetensors, numpy"]).output();
+    let has = Command::new("python3")
+        .args(["-c", "import safetensors, numpy"])
+        .output();
     if !has.is_ok_and(|o| o.status.success()) {
         eprintln!("SKIPPED: no python3 with safetensors and numpy on this machine");
         return None;
     }
-    let out = Command::new("python3").arg("-c").arg(script).args(args).output().unwrap();
-    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let out = Command::new("python3")
+        .arg("-c")
+        .arg(script)
+        .args(args)
+        .output()
+        .unwrap();
+    assert!(
+        out.status.success(),
+        "{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
     Some(String::from_utf8(out.stdout).unwrap())
 }
 
@@ -187,7 +249,9 @@ for path in sorted(glob.glob(sys.argv[1] + '/*.safetensors')):
     assert 'zero.block_crc64' in tensors
     total += sum(t.size for name, t in tensors.items() if '/' in name)
 print(total)";
-    let Some(out) = python(script, &[reader.path()]) else { return };
+    let Some(out) = python(script, &[reader.path()]) else {
+        return;
+    };
     let elems: u64 = reader.params().map(|p| p.numel_elems).sum();
     assert_eq!(out.trim(), (3 * elems).to_string());
 }

@@ -1,10 +1,13 @@
-//! Faults at a save of three processes: a killed or stopped rank, a full disk, a folder that is read-only or vanishes.
+//! Faults at a save of three processes: a killed or stopped rank, a full disk, a folder that is
+//! read-only or vanishes.
 //!
-//! Afterwards, whatever the fault and the load of the machine: no process hangs, the last whole checkpoint loads, a rank that
-//! failed has its staged file and names it, and rank 0 has deleted nothing unless the save succeeded.
+//! Afterwards, whatever the fault and the load of the machine: no process hangs, the last whole
+//! checkpoint loads, a rank that failed has its staged file and names it, and rank 0 has deleted
+//! nothing unless the save succeeded.
 //!
-//! The ranks are this test binary. They exchange over Unix sockets, whose read timeout is the communicator's limit. At
-//! the point of the fault a rank creates the file `reached` and waits for the file `go`.
+//! The ranks are this test binary. They exchange over Unix sockets, whose read timeout is the
+//! communicator's limit. At the point of the fault a rank creates the file `reached` and waits for
+//! the file `go`.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -16,8 +19,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zero_ckpt::{
-    BackgroundStore, CkptError, Exchange, MESSAGE_BYTES, PublishedCheckpoint, RECORD_BYTES, Reader, SavePoint,
-    ShardData, StateDtype, StateSpec, Store, StoreOptions, assemble,
+    BackgroundStore, CkptError, Exchange, MESSAGE_BYTES, PublishedCheckpoint, RECORD_BYTES, Reader,
+    SavePoint, ShardData, StateDtype, StateSpec, Store, StoreOptions, assemble,
 };
 use zero_shard::Layout;
 
@@ -59,7 +62,10 @@ fn name(at: At) -> String {
 }
 
 fn options(limit: Duration) -> StoreOptions {
-    StoreOptions::default().run("a").keep_last(1).stall_limit(limit)
+    StoreOptions::default()
+        .run("a")
+        .keep_last(1)
+        .stall_limit(limit)
 }
 
 fn wait_until(what: &str, mut ends: impl FnMut() -> bool) {
@@ -101,7 +107,10 @@ impl Sockets {
         let mut sockets = Self { rank, peers };
         // The limit holds once all are connected.
         sockets.broadcast(&mut [0; MESSAGE_BYTES], 0).unwrap();
-        sockets.peers.iter().for_each(|peer| peer.set_read_timeout(Some(limit)).unwrap());
+        sockets
+            .peers
+            .iter()
+            .for_each(|peer| peer.set_read_timeout(Some(limit)).unwrap());
         sockets
     }
 }
@@ -133,14 +142,18 @@ impl Exchange for Sockets {
         if root > 0 {
             self.peers[root as usize - 1].read_exact(message)?;
         }
-        self.peers.iter_mut().try_for_each(|peer| peer.write_all(message))
+        self.peers
+            .iter_mut()
+            .try_for_each(|peer| peer.write_all(message))
     }
 }
 
 /// A rank; its arguments are in the environment.
 #[test]
 fn rank_process() {
-    let Ok(arguments) = std::env::var("ZERO_CKPT_RANK") else { return };
+    let Ok(arguments) = std::env::var("ZERO_CKPT_RANK") else {
+        return;
+    };
     let args: Vec<&str> = arguments.split(' ').collect();
     let (folder, rank): (PathBuf, u64) = (args[0].into(), args[1].parse().unwrap());
     let limit = Duration::from_millis(args[2].parse().unwrap());
@@ -158,12 +171,21 @@ fn rank_process() {
     let mut sockets = Sockets::connect(&folder, rank, limit);
     let observe = Arc::clone(&stop);
     let dir = folder.join("ckpt");
-    let result =
-        Store::create_on_ranks(&dir, rank, options(stall_limit), &mut sockets, Store::check_runs).and_then(|store| {
-            let store = store.observe(move |at| observe(At::Point(at)));
-            save(store, &layout(RANKS, 4), 20, &mut sockets, &stop)
-        });
-    let text = result.map_or_else(|error| format!("error: {error}"), |published| published.name);
+    let result = Store::create_on_ranks(
+        &dir,
+        rank,
+        options(stall_limit),
+        &mut sockets,
+        Store::check_runs,
+    )
+    .and_then(|store| {
+        let store = store.observe(move |at| observe(At::Point(at)));
+        save(store, &layout(RANKS, 4), 20, &mut sockets, &stop)
+    });
+    let text = result.map_or_else(
+        |error| format!("error: {error}"),
+        |published| published.name,
+    );
     // Not into a file, which would need space on the disk.
     println!("{OUTCOME}{text}");
 }
@@ -186,14 +208,22 @@ fn save(
         // One of the ranks saves without a background store; the ranks' messages are the same.
         return store.save(&meta(step), &shard, exchange);
     }
-    let specs = STATES.map(|name| StateSpec { name: name.into(), dtype: StateDtype::F32 }).to_vec();
+    let specs = STATES
+        .map(|name| StateSpec {
+            name: name.into(),
+            dtype: StateDtype::F32,
+        })
+        .to_vec();
     let mut store = BackgroundStore::new(store, Arc::new(layout.clone()), specs, 1)?;
     let fence = Arc::clone(stop);
     store.begin(meta(step), |slices| {
         stop(At::Copy);
         for slice in slices {
             let unit = &layout.units()[slice.unit];
-            let state = STATES.iter().position(|state| *state == slice.state.name).unwrap();
+            let state = STATES
+                .iter()
+                .position(|state| *state == slice.state.name)
+                .unwrap();
             let start = unit.shard_range().start as usize;
             let elems = start + slice.in_shard.start as usize..start + slice.in_shard.end as usize;
             for (to, from) in slice.bytes.chunks_exact_mut(4).zip(&states[state][elems]) {
@@ -218,28 +248,56 @@ struct Scenario {
 }
 
 impl Scenario {
-    /// Saves step 10, then starts the ranks, and waits until `rank` has reached `at`. `None` if it ended before that: on a
-    /// busy machine a wait exceeded the limit of the communicator.
+    /// Saves step 10, then starts the ranks, and waits until `rank` has reached `at`. `None` if it
+    /// ended before that: on a busy machine a wait exceeded the limit of the communicator.
     fn start((fault, at, rank): (Fault, At, u64), limit: Duration) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("ckpt");
         let saved = crate::common::save(&dir, &layout(RANKS, 4), 10, 10, &options(LONG));
         saved.into_iter().for_each(|saved| drop(saved.unwrap()));
         let ranks = (0..RANKS).map(|this| {
-            let point = if this == rank { name(at) } else { String::new() };
-            // Root without this capability obeys permissions; a process that ignores the signal gets an error instead.
-            let wrapper = ["--ignore-signal=XFSZ", "setpriv", "--bounding-set", "-dac_override"];
+            let point = if this == rank {
+                name(at)
+            } else {
+                String::new()
+            };
+            // Root without this capability obeys permissions; a process that ignores the signal
+            // gets an error instead.
+            let wrapper = [
+                "--ignore-signal=XFSZ",
+                "setpriv",
+                "--bounding-set",
+                "-dac_override",
+            ];
             let mut command = Command::new("env");
             command.args(wrapper).arg(std::env::current_exe().unwrap());
             command.args(["--exact", "faults::rank_process", "--nocapture"]);
+            command.env(
+                "ZERO_CKPT_RANK",
+                format!(
+                    "{} {this} {} {point}",
+                    folder.path().display(),
+                    limit.as_millis()
+                ),
+            );
             command
-                .env("ZERO_CKPT_RANK", format!("{} {this} {} {point}", folder.path().display(), limit.as_millis()));
-            command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
+                .stdout(Stdio::piped())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap()
         });
         let ranks = ranks.collect();
-        let mut scenario = Self { fault, at, rank, folder, ranks };
+        let mut scenario = Self {
+            fault,
+            at,
+            rank,
+            folder,
+            ranks,
+        };
         let reached = scenario.path("reached");
-        wait_until("the point of the fault", || reached.exists() || scenario.have_ended());
+        wait_until("the point of the fault", || {
+            reached.exists() || scenario.have_ended()
+        });
         reached.exists().then_some(scenario)
     }
 
@@ -248,12 +306,20 @@ impl Scenario {
     }
 
     fn have_ended(&mut self) -> bool {
-        self.ranks.iter_mut().all(|rank| rank.try_wait().unwrap().is_some())
+        self.ranks
+            .iter_mut()
+            .all(|rank| rank.try_wait().unwrap().is_some())
     }
 
     fn signal(&self, signal: &str) {
         let process = self.ranks[self.rank as usize].id().to_string();
-        assert!(Command::new("kill").args([signal, &process]).status().unwrap().success());
+        assert!(
+            Command::new("kill")
+                .args([signal, &process])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
 
     /// Causes the fault, and waits until all ranks have ended.
@@ -275,7 +341,9 @@ impl Scenario {
             }
             Fault::FullDisk => {
                 let process = self.ranks[self.rank as usize].id().to_string();
-                let limited = Command::new("prlimit").args(["--fsize=0:unlimited", "--pid", &process]).status();
+                let limited = Command::new("prlimit")
+                    .args(["--fsize=0:unlimited", "--pid", &process])
+                    .status();
                 assert!(limited.unwrap().success());
             }
             Fault::ReadOnly => mode(0o555),
@@ -294,28 +362,55 @@ impl Scenario {
     /// The checkpoint that a rank has saved, or its error; empty if it was killed.
     fn outcome(&mut self, rank: u64) -> String {
         let mut text = String::new();
-        self.ranks[rank as usize].stdout.take().unwrap().read_to_string(&mut text).unwrap();
-        text.split(OUTCOME).nth(1).and_then(|rest| rest.lines().next()).unwrap_or_default().to_owned()
+        self.ranks[rank as usize]
+            .stdout
+            .take()
+            .unwrap()
+            .read_to_string(&mut text)
+            .unwrap();
+        text.split(OUTCOME)
+            .nth(1)
+            .and_then(|rest| rest.lines().next())
+            .unwrap_or_default()
+            .to_owned()
     }
 
     fn check(&mut self) {
         let outcomes: Vec<String> = (0..RANKS).map(|rank| self.outcome(rank)).collect();
-        let Self { fault, at, rank, .. } = self;
+        let Self {
+            fault, at, rank, ..
+        } = self;
         let dir = self.folder.path().join("ckpt");
         let context = format!("{fault:?} at {at:?} of rank {rank}");
         let context = format!("{context}: {outcomes:?}");
 
         // Whole, and the step that its name says.
-        let found = zero_ckpt::resolve(&dir).map_err(|error| error.to_string()).expect(&context);
-        assert!(found.passed_over.is_empty(), "{context}: {:?}", found.passed_over);
+        let found = zero_ckpt::resolve(&dir)
+            .map_err(|error| error.to_string())
+            .expect(&context);
+        assert!(
+            found.passed_over.is_empty(),
+            "{context}: {:?}",
+            found.passed_over
+        );
         let step = found.reader.manifest().step;
         assert_holds(&found.reader, &layout(RANKS, 4), step);
         drop(found);
         for (index, outcome) in outcomes.iter().enumerate() {
             let is_killed = *fault == Fault::Kill && index as u64 == *rank;
-            assert_eq!(outcome.is_empty(), is_killed, "{context}: a rank has no outcome");
-            assert!(outcome != "step-00000020" || step == 20, "{context}: a save that succeeded is lost");
-            let kept = outcome.split("is kept: ").nth(1).and_then(|rest| rest.split(';').next());
+            assert_eq!(
+                outcome.is_empty(),
+                is_killed,
+                "{context}: a rank has no outcome"
+            );
+            assert!(
+                outcome != "step-00000020" || step == 20,
+                "{context}: a save that succeeded is lost"
+            );
+            let kept = outcome
+                .split("is kept: ")
+                .nth(1)
+                .and_then(|rest| rest.split(';').next());
             // A later rename of rank 0 may have moved or published it.
             let staging = dir.join(".staging");
             if let Some(kept) = kept.filter(|_| step == 10 && *fault != Fault::StagingVanishes) {
@@ -323,13 +418,23 @@ impl Scenario {
             }
         }
         if outcomes[0] != "step-00000020" && *at != At::Point(SavePoint::Pruning) {
-            assert!(dir.join("step-00000010").exists(), "{context}: rank 0 failed and deleted a checkpoint");
+            assert!(
+                dir.join("step-00000010").exists(),
+                "{context}: rank 0 failed and deleted a checkpoint"
+            );
         }
         // Nothing was lost after all files were staged: what is not published can be assembled.
-        let all_staged = [SavePoint::DirCreated, SavePoint::FilesMoved, SavePoint::ManifestSynced].map(At::Point);
+        let all_staged = [
+            SavePoint::DirCreated,
+            SavePoint::FilesMoved,
+            SavePoint::ManifestSynced,
+        ]
+        .map(At::Point);
         if step == 10 && all_staged.contains(at) && *fault != Fault::StagingVanishes {
             let none: [&Path; 0] = [];
-            let assembled = assemble(&dir, &none).map_err(|error| error.to_string()).expect(&context);
+            let assembled = assemble(&dir, &none)
+                .map_err(|error| error.to_string())
+                .expect(&context);
             assert_eq!(assembled.checkpoint.step, 20, "{context}");
             assert_holds(&Reader::open(&dir).unwrap(), &layout(RANKS, 4), 20);
         }
@@ -347,13 +452,23 @@ impl Drop for Scenario {
 
 /// Whether rank 0 has moved staged files into the directory of the new checkpoint.
 fn has_ready(staging: &Path) -> bool {
-    fs::read_dir(staging).unwrap().any(|entry| entry.unwrap().file_name().to_string_lossy().contains(".ready."))
+    fs::read_dir(staging).unwrap().any(|entry| {
+        entry
+            .unwrap()
+            .file_name()
+            .to_string_lossy()
+            .contains(".ready.")
+    })
 }
 
 /// Runs the scenarios; skips them if the tools are missing.
 fn run(faults: &[(Fault, At, u64)], limit: Duration) {
     for tool in ["setpriv", "prlimit"] {
-        if !Command::new(tool).arg("--version").output().is_ok_and(|output| output.status.success()) {
+        if !Command::new(tool)
+            .arg("--version")
+            .output()
+            .is_ok_and(|output| output.status.success())
+        {
             eprintln!("SKIPPED: {tool} of util-linux is missing here");
             return;
         }

@@ -1,5 +1,5 @@
-//! The files that a save leaves: those of a failed one, old checkpoints that are deleted slowly, a checkpoint whose save failed
-//! after it was published, a folder that was moved.
+//! The files that a save leaves: those of a failed one, old checkpoints that are deleted slowly, a
+//! checkpoint whose save failed after it was published, a folder that was moved.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,8 +9,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SavePoint, ShardData, SingleRank, StagedFile, Store,
-    StoreOptions, assemble, resolve,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SavePoint, ShardData, SingleRank, StagedFile,
+    Store, StoreOptions, assemble, resolve,
 };
 use zero_shard::Layout;
 
@@ -25,7 +25,9 @@ fn run(name: &str) -> StoreOptions {
 /// The sorted names in the staging directory.
 fn staged(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir.join(".staging")).unwrap();
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -46,7 +48,9 @@ fn on_ranks<T: Send>(
         let rank = |rank| {
             scope.spawn(move || {
                 let exchange = &mut world.rank(rank);
-                let store = Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(())).unwrap();
+                let store =
+                    Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(()))
+                        .unwrap();
                 work(store, &mut |store, step| {
                     store.save_with(&meta(step), layout, || stage(store, layout, step), exchange)
                 })
@@ -89,7 +93,10 @@ fn save_and_stop(dir: &Path, options: &StoreOptions, step: u64) {
 }
 
 fn remove_staged(dir: &Path, prefix: &str) {
-    let name = staged(dir).into_iter().find(|name| name.starts_with(prefix)).unwrap();
+    let name = staged(dir)
+        .into_iter()
+        .find(|name| name.starts_with(prefix))
+        .unwrap();
     fs::remove_file(dir.join(".staging").join(name)).unwrap();
 }
 
@@ -107,13 +114,22 @@ fn failed_staging_leaves_no_files() {
                 let world = &world;
                 scope.spawn(move || {
                     let exchange = &mut world.rank(rank);
-                    let store = Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
+                    let store =
+                        Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
                     let work = || match rank == broken {
-                        true => Err(CkptError::Snapshot { message: "no space".into() }),
+                        true => Err(CkptError::Snapshot {
+                            message: "no space".into(),
+                        }),
                         false => stage(&store, layout, 7),
                     };
-                    let error = store.save_with(&meta(7), layout, work, exchange).unwrap_err().to_string();
-                    assert_eq!(error, format!("rank {broken}: the snapshot failed: no space"));
+                    let error = store
+                        .save_with(&meta(7), layout, work, exchange)
+                        .unwrap_err()
+                        .to_string();
+                    assert_eq!(
+                        error,
+                        format!("rank {broken}: the snapshot failed: no space")
+                    );
                 });
             }
         });
@@ -128,22 +144,51 @@ fn opening_removes_own_incomplete_saves() {
     for (name, step) in [("a", 5), ("a", 6), ("a", 7), ("b", 8)] {
         save_and_stop(dir, &run(name), step);
     }
-    for removed in ["step-00000006.rank-00001", "step-00000007.save", "step-00000008.rank-00001"] {
+    for removed in [
+        "step-00000006.rank-00001",
+        "step-00000007.save",
+        "step-00000008.rank-00001",
+    ] {
         remove_staged(dir, removed);
     }
     fs::create_dir(dir.join(".staging/step-00000001.old.0123456789abcdef")).unwrap();
-    let notices = on_ranks(dir, 2, &run("c").resumed_runs(vec!["a".into()]), |store, _| store.finish_removals());
+    let notices = on_ranks(
+        dir,
+        2,
+        &run("c").resumed_runs(vec!["a".into()]),
+        |store, _| store.finish_removals(),
+    );
     let left = staged(dir);
-    // Two files of ranks, the description and an empty directory; one file of the other run is missing.
+    // Two files of ranks, the description and an empty directory; one file of the other run is
+    // missing.
     let of_step = |step: &str| left.iter().filter(|name| name.starts_with(step)).count();
-    assert_eq!((of_step("step-00000005"), of_step("step-00000008"), left.len()), (4, 3, 7), "{left:?}");
+    assert_eq!(
+        (
+            of_step("step-00000005"),
+            of_step("step-00000008"),
+            left.len()
+        ),
+        (4, 3, 7),
+        "{left:?}"
+    );
     let text = notices[0].join("\n");
-    assert!(text.contains("step-00000005") && text.contains("zero ckpt assemble"), "{text}");
+    assert!(
+        text.contains("step-00000005") && text.contains("zero ckpt assemble"),
+        "{text}"
+    );
     let folder = dir.join(".staging").display().to_string();
-    assert!(text.contains("1 staged save of other runs, ") && text.contains(&folder), "{text}");
+    assert!(
+        text.contains("1 staged save of other runs, ") && text.contains(&folder),
+        "{text}"
+    );
     let found = zero_ckpt::staged_saves(dir).unwrap();
     assert_eq!(found.saves, 2);
-    assert!(found.to_string().starts_with("2 staged saves that no checkpoint holds, "), "{found}");
+    assert!(
+        found
+            .to_string()
+            .starts_with("2 staged saves that no checkpoint holds, "),
+        "{found}"
+    );
     assert_eq!(assemble(dir, &NONE).unwrap().checkpoint.step, 5);
 }
 
@@ -193,8 +238,15 @@ fn hung_removals_are_waited_for_once() {
     let notices = store.finish_removals();
     let folder = dir.path().join(".staging").display().to_string();
     assert_eq!(notices.len(), 1, "{notices:?}");
-    assert!(notices[0].contains(&folder) && notices[0].contains("0.02 s"), "{notices:?}");
-    assert_eq!(store.finish_removals(), [""; 0], "another wait would report it again");
+    assert!(
+        notices[0].contains(&folder) && notices[0].contains("0.02 s"),
+        "{notices:?}"
+    );
+    assert_eq!(
+        store.finish_removals(),
+        [""; 0],
+        "another wait would report it again"
+    );
     drop(go);
 }
 
@@ -205,11 +257,17 @@ fn failure_after_publication_names_the_checkpoint() {
     // A directory, which no file can replace.
     fs::create_dir(dir.path().join("latest")).unwrap();
     let error = publish(&store, 1).unwrap_err().to_string();
-    assert!(error.contains("step-00000001 is published, but `latest` could not be updated: "), "{error}");
+    assert!(
+        error.contains("step-00000001 is published, but `latest` could not be updated: "),
+        "{error}"
+    );
     assert_eq!(resolve(dir.path()).unwrap().reader.manifest().step, 1);
     fs::remove_dir(dir.path().join("latest")).unwrap();
     assert_eq!(publish(&store, 2).unwrap().sequence, 2);
-    assert!(!dir.path().join("step-00000001").exists(), "keep_last counts the first one");
+    assert!(
+        !dir.path().join("step-00000001").exists(),
+        "keep_last counts the first one"
+    );
 }
 
 #[test]
@@ -226,7 +284,8 @@ fn moved_folder_is_reported() {
             fs::rename(&from, &to).unwrap();
         }
     });
-    let names_both = |text: &str| text.contains(dir.to_str().unwrap()) && text.contains(moved.to_str().unwrap());
+    let names_both =
+        |text: &str| text.contains(dir.to_str().unwrap()) && text.contains(moved.to_str().unwrap());
 
     // Moved, and another folder in its place.
     fs::rename(&dir, &moved).unwrap();
@@ -235,13 +294,22 @@ fn moved_folder_is_reported() {
     assert!(names_both(&error) && error.contains("was moved"), "{error}");
     fs::remove_dir(&dir).unwrap();
     assert!(names_both(&publish(&store, 1).unwrap_err().to_string()));
-    assert!(store.finish_removals().iter().any(|notice| names_both(notice)));
+    assert!(
+        store
+            .finish_removals()
+            .iter()
+            .any(|notice| names_both(notice))
+    );
 
     // Moved back, and then moved while a checkpoint is published.
     fs::rename(&moved, &dir).unwrap();
     in_time.store(true, Ordering::Relaxed);
     let published = publish(&store, 2).unwrap();
-    assert!(published.notices.iter().any(|notice| names_both(notice)), "{:?}", published.notices);
+    assert!(
+        published.notices.iter().any(|notice| names_both(notice)),
+        "{:?}",
+        published.notices
+    );
     assert_holds(&Reader::open(&moved).unwrap(), &layout(1, 4), 2);
 }
 
@@ -255,20 +323,38 @@ fn failed_exchange_is_named_once() {
         }
         fn broadcast(&mut self, message: &mut [u8], _: u64) -> Result<(), String> {
             // A slow machine may send pending messages first.
-            if message.starts_with(b"{\"done") { Err("unplugged".into()) } else { Ok(()) }
+            if message.starts_with(b"{\"done") {
+                Err("unplugged".into())
+            } else {
+                Ok(())
+            }
         }
     }
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(1, 4);
     let store = Store::create(dir.path(), 0, run("a")).unwrap();
-    let saved = store.save_with(&meta(1), &layout, || stage(&store, &layout, 1), &mut Unplugged);
+    let saved = store.save_with(
+        &meta(1),
+        &layout,
+        || stage(&store, &layout, 1),
+        &mut Unplugged,
+    );
     let error = saved.unwrap_err().to_string();
-    assert_eq!(error.matches("the exchange between the ranks failed").count(), 1, "{error}");
-    assert!(error.contains("unplugged; step-00000001 is published all the same"), "{error}");
+    assert_eq!(
+        error
+            .matches("the exchange between the ranks failed")
+            .count(),
+        1,
+        "{error}"
+    );
+    assert!(
+        error.contains("unplugged; step-00000001 is published all the same"),
+        "{error}"
+    );
 }
 
-/// A rank whose staging panics, or fails after its file is staged, numbers the save as the others do. Otherwise the names of
-/// later files do not match.
+/// A rank whose staging panics, or fails after its file is staged, numbers the save as the others
+/// do. Otherwise the names of later files do not match.
 #[test]
 fn failed_stage_keeps_numbers_equal() {
     for panics in [true, false] {
@@ -282,7 +368,8 @@ fn failed_stage_keeps_numbers_equal() {
                 let world = &world;
                 scope.spawn(move || {
                     let exchange = &mut world.rank(rank);
-                    let store = Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
+                    let store =
+                        Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
                     let store = store.observe(move |at| {
                         if rank == 0 && at == SavePoint::DirCreated {
                             std::panic::resume_unwind(Box::new("stopped on purpose"));
@@ -291,17 +378,25 @@ fn failed_stage_keeps_numbers_equal() {
                     let fails = || match (rank, panics) {
                         (0, _) => stage(&store, layout, 1),
                         (_, true) => std::panic::resume_unwind(Box::new("boom")),
-                        (_, false) => stage(&store, layout, 1)
-                            .and_then(|_| Err(CkptError::Snapshot { message: "after staging".into() })),
+                        (_, false) => stage(&store, layout, 1).and_then(|_| {
+                            Err(CkptError::Snapshot {
+                                message: "after staging".into(),
+                            })
+                        }),
                     };
                     assert!(store.save_with(&meta(1), layout, fails, exchange).is_err());
-                    let kept = store.save_with(&meta(2), layout, || stage(&store, layout, 2), exchange);
+                    let kept =
+                        store.save_with(&meta(2), layout, || stage(&store, layout, 2), exchange);
                     assert!(matches!(kept, Err(CkptError::Kept { .. })));
                 });
             }
         });
         let assembled = assemble(dir.path(), &NONE).map_err(|error| error.to_string());
-        assert_eq!(assembled.map(|assembled| assembled.checkpoint.step), Ok(2), "panics: {panics}");
+        assert_eq!(
+            assembled.map(|assembled| assembled.checkpoint.step),
+            Ok(2),
+            "panics: {panics}"
+        );
     }
 }
 
@@ -309,8 +404,15 @@ fn failed_stage_keeps_numbers_equal() {
 fn long_run_name_is_refused_at_opening() {
     let dir = tempfile::tempdir().unwrap();
     for rank in 0..2 {
-        let error = Store::create(dir.path(), rank, run(&"x".repeat(5000))).err().map(|error| error.to_string());
-        assert!(error.as_ref().is_some_and(|error| error.contains("run") && error.contains("200")), "{error:?}");
+        let error = Store::create(dir.path(), rank, run(&"x".repeat(5000)))
+            .err()
+            .map(|error| error.to_string());
+        assert!(
+            error
+                .as_ref()
+                .is_some_and(|error| error.contains("run") && error.contains("200")),
+            "{error:?}"
+        );
     }
     let longest = run(&"x".repeat(200));
     drop(Store::create_on_ranks(dir.path(), 0, longest, &mut SingleRank, |_| Ok(())).unwrap());

@@ -14,7 +14,13 @@ const RANKS: u64 = 3;
 fn two_checkpoints() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for step in [1, 2] {
-        let saved = save(dir.path(), &layout(RANKS, 4), step, step, &StoreOptions::default());
+        let saved = save(
+            dir.path(),
+            &layout(RANKS, 4),
+            step,
+            step,
+            &StoreOptions::default(),
+        );
         saved.into_iter().for_each(|outcome| drop(outcome.unwrap()));
     }
     dir
@@ -35,7 +41,9 @@ fn open(dir: &Path) -> Vec<Result<Reader, CkptError>> {
 }
 
 fn shard(dir: &Path, step: u64, rank: u64) -> std::path::PathBuf {
-    dir.join(format!("step-{step:08}/shard-{rank:05}-of-{RANKS:05}.safetensors"))
+    dir.join(format!(
+        "step-{step:08}/shard-{rank:05}-of-{RANKS:05}.safetensors"
+    ))
 }
 
 fn flip_last_byte(path: &Path) {
@@ -47,10 +55,14 @@ fn flip_last_byte(path: &Path) {
 #[test]
 fn all_ranks_open_the_one_that_rank_0_chose() {
     let dir = two_checkpoints();
-    open(dir.path()).into_iter().for_each(|reader| assert_holds(&reader.unwrap(), &layout(RANKS, 4), 2));
+    open(dir.path())
+        .into_iter()
+        .for_each(|reader| assert_holds(&reader.unwrap(), &layout(RANKS, 4), 2));
     flip_last_byte(&shard(dir.path(), 2, 1));
     let readers = open(dir.path());
-    readers.into_iter().for_each(|reader| assert_holds(&reader.unwrap(), &layout(2, 1), 1));
+    readers
+        .into_iter()
+        .for_each(|reader| assert_holds(&reader.unwrap(), &layout(2, 1), 1));
 }
 
 #[test]
@@ -59,8 +71,15 @@ fn failure_of_rank_0_reaches_all() {
     for step in [1, 2] {
         flip_last_byte(&shard(dir.path(), step, 2));
     }
-    let errors: Vec<_> = open(dir.path()).into_iter().map(|reader| reader.err().unwrap()).collect();
-    assert!(matches!(errors[0], CkptError::NoCheckpoint { .. }), "{}", errors[0]);
+    let errors: Vec<_> = open(dir.path())
+        .into_iter()
+        .map(|reader| reader.err().unwrap())
+        .collect();
+    assert!(
+        matches!(errors[0], CkptError::NoCheckpoint { .. }),
+        "{}",
+        errors[0]
+    );
     for error in &errors[1..] {
         assert!(matches!(error, CkptError::Rank { rank: 0, .. }), "{error}");
         assert_eq!(error.to_string(), format!("rank 0: {}", errors[0]));
@@ -71,10 +90,22 @@ fn failure_of_rank_0_reaches_all() {
 fn damage_is_found_by_the_rank_that_reads_it() {
     type Damage = (fn(&Path), &'static str);
     let damages: [Damage; 4] = [
-        (|path| fs::remove_file(path).unwrap(), "shard-00001-of-00003.safetensors: No such file"),
-        (|path| fs::write(path, "short").unwrap(), "shard-00001-of-00003.safetensors: 5 bytes long"),
-        (flip_last_byte, "shard-00001-of-00003.safetensors: damaged: bytes"),
-        (|path| fs::write(path, vec![0; fs::read(path).unwrap().len()]).unwrap(), "damaged: bytes 0 to"),
+        (
+            |path| fs::remove_file(path).unwrap(),
+            "shard-00001-of-00003.safetensors: No such file",
+        ),
+        (
+            |path| fs::write(path, "short").unwrap(),
+            "shard-00001-of-00003.safetensors: 5 bytes long",
+        ),
+        (
+            flip_last_byte,
+            "shard-00001-of-00003.safetensors: damaged: bytes",
+        ),
+        (
+            |path| fs::write(path, vec![0; fs::read(path).unwrap().len()]).unwrap(),
+            "damaged: bytes 0 to",
+        ),
     ];
     for (damage, reason) in damages {
         let (dir, layout) = (two_checkpoints(), layout(RANKS, 4));
@@ -83,9 +114,15 @@ fn damage_is_found_by_the_rank_that_reads_it() {
         for rank in 0..RANKS {
             let reader = Reader::open_selected(dir.path(), &selection).unwrap();
             let mut out = vec![0.0; layout.shard_elems() as usize];
-            let read = reader.view(&layout).unwrap().read_storage(STATES[2], rank, &mut out);
+            let read = reader
+                .view(&layout)
+                .unwrap()
+                .read_storage(STATES[2], rank, &mut out);
             match rank {
-                1 => assert!(read.as_ref().is_err_and(|e| e.to_string().contains(reason)), "{reason}: {read:?}"),
+                1 => assert!(
+                    read.as_ref().is_err_and(|e| e.to_string().contains(reason)),
+                    "{reason}: {read:?}"
+                ),
                 rank => {
                     read.unwrap();
                     assert_eq!(bits(&out), loaded(&layout, rank, STATES[2], 2), "{reason}");
@@ -104,15 +141,27 @@ fn replaced_checkpoint_is_not_opened() {
     let text = serde_json::to_string(&selection).unwrap();
     let read: Selection = serde_json::from_str(&text).unwrap();
     for path in [dir.path(), &named] {
-        assert_eq!(Reader::open_selected(path, &read).unwrap().selection(), selection);
+        assert_eq!(
+            Reader::open_selected(path, &read).unwrap().selection(),
+            selection
+        );
     }
-    save(dir.path(), &layout(RANKS, 4), 2, 9, &StoreOptions::default());
+    save(
+        dir.path(),
+        &layout(RANKS, 4),
+        2,
+        9,
+        &StoreOptions::default(),
+    );
     for path in [dir.path(), &named] {
         let error = Reader::open_selected(path, &selection).err().unwrap();
         assert!(matches!(error, CkptError::NotSelected { .. }), "{error}");
     }
     fs::remove_file(named.join(MANIFEST_NAME)).unwrap();
-    let error = Reader::open_selected(dir.path(), &selection).err().unwrap().to_string();
+    let error = Reader::open_selected(dir.path(), &selection)
+        .err()
+        .unwrap()
+        .to_string();
     assert!(error.contains("manifest.json: No such file"), "{error}");
 }
 
@@ -137,7 +186,8 @@ fn slow_check_is_announced() {
     let path = dir.path();
     let check = move || {
         // Ends only after two messages of rank 0.
-        let _ = [announced.recv(), announced.recv()].map(|received| received.map_err(|e| e.to_string()).unwrap());
+        let _ = [announced.recv(), announced.recv()]
+            .map(|received| received.map_err(|e| e.to_string()).unwrap());
         Ok::<_, CkptError>(resolve(path)?.reader)
     };
     Reader::open_on_ranks(path, 0, &mut exchange, check).unwrap();

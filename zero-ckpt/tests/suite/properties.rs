@@ -1,4 +1,5 @@
-//! Properties of any model, any two layouts and any dtypes: the loaded state equals the saved state.
+//! Properties of any model, any two layouts and any dtypes: the loaded state equals the saved
+//! state.
 
 use proptest::prelude::*;
 use zero_ckpt::{Reader, SaveMeta, ShardData, SingleRank, StateDtype, Store, StoreOptions};
@@ -12,10 +13,15 @@ struct Cut {
 }
 
 fn cut() -> impl Strategy<Value = Cut> {
-    (1u64..6, 1u64..20, 1u64..9).prop_map(|(ranks, shard_align, param_align)| Cut { ranks, shard_align, param_align })
+    (1u64..6, 1u64..20, 1u64..9).prop_map(|(ranks, shard_align, param_align)| Cut {
+        ranks,
+        shard_align,
+        param_align,
+    })
 }
 
-/// The sizes of the parameters of each unit. Some parameters are empty; some units have no parameters.
+/// The sizes of the parameters of each unit. Some parameters are empty; some units have no
+/// parameters.
 fn model() -> impl Strategy<Value = Vec<Vec<u64>>> {
     let size = prop_oneof![Just(0u64), 1u64..9, 1u64..300, Just(70_000u64)];
     prop::collection::vec(prop::collection::vec(size, 0..4), 1..4)
@@ -23,18 +29,26 @@ fn model() -> impl Strategy<Value = Vec<Vec<u64>>> {
 
 fn layout(sizes: &[Vec<u64>], cut: &Cut) -> Layout {
     let unit = |(u, sizes): (usize, &Vec<u64>)| {
-        let params: Vec<_> =
-            sizes.iter().enumerate().map(|(p, n)| ParamSpec::new(format!("{u}.{p}"), [*n])).collect();
+        let params: Vec<_> = sizes
+            .iter()
+            .enumerate()
+            .map(|(p, n)| ParamSpec::new(format!("{u}.{p}"), [*n]))
+            .collect();
         UnitSpec::new(format!("u{u}"), params)
     };
     let units: Vec<_> = sizes.iter().enumerate().map(unit).collect();
-    let options = LayoutOptions::default().shard_align_elems(cut.shard_align).param_align_elems(cut.param_align);
+    let options = LayoutOptions::default()
+        .shard_align_elems(cut.shard_align)
+        .param_align_elems(cut.param_align);
     Layout::with_options(&units, cut.ranks, options).unwrap()
 }
 
 /// A value that 16-bit types hold exactly.
 fn exact(values: &[f32]) -> Vec<f32> {
-    values.iter().map(|v| half::bf16::from_bits((v.to_bits() >> 16) as u16 & 0x3fff).to_f32()).collect()
+    values
+        .iter()
+        .map(|v| half::bf16::from_bits((v.to_bits() >> 16) as u16 & 0x3fff).to_f32())
+        .collect()
 }
 
 proptest! {
@@ -81,7 +95,8 @@ proptest! {
     }
 }
 
-/// Requires serde_json's `float_roundtrip`: its default parser may be off by one unit in the last place.
+/// Requires serde_json's `float_roundtrip`: its default parser may be off by one unit in the last
+/// place.
 #[test]
 fn numbers_of_the_trainer_are_bit_identical() {
     let layout = crate::common::layout(1, 1);
@@ -94,6 +109,12 @@ fn numbers_of_the_trainer_are_bit_identical() {
     let meta = SaveMeta::default().trainer(serde_json::json!(numbers));
     store.save(&meta, &shard, &mut SingleRank).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
-    let read = reader.manifest().trainer.as_array().unwrap().iter().map(|n| n.as_f64().unwrap().to_bits());
+    let read = reader
+        .manifest()
+        .trainer
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|n| n.as_f64().unwrap().to_bits());
     assert!(read.eq(numbers.iter().map(|n| n.to_bits())));
 }

@@ -8,7 +8,13 @@ use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec, ZeroStage};
 fn every_world_size_loads_at_every_other() {
     for from in [1, 2, 3, 4, 7] {
         let dir = tempfile::tempdir().unwrap();
-        for outcome in save(dir.path(), &layout(from, 4), 30, from, &StoreOptions::default()) {
+        for outcome in save(
+            dir.path(),
+            &layout(from, 4),
+            30,
+            from,
+            &StoreOptions::default(),
+        ) {
             assert_eq!(outcome.unwrap().name, "step-00000030");
         }
         let reader = Reader::open(dir.path()).unwrap();
@@ -37,7 +43,11 @@ fn repeated_resharding_keeps_every_bit() {
                     _ => {
                         let reader = Reader::open(dir.path()).unwrap();
                         let mut out = vec![0.0; layout.shard_elems() as usize];
-                        reader.view(&layout).unwrap().read_storage(state, rank, &mut out).unwrap();
+                        reader
+                            .view(&layout)
+                            .unwrap()
+                            .read_storage(state, rank, &mut out)
+                            .unwrap();
                         out
                     }
                 };
@@ -62,21 +72,43 @@ fn repeated_resharding_keeps_every_bit() {
         assert_eq!(Reader::open(dir.path()).unwrap().manifest().stage, stage);
     }
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout(5, 2), 99);
-    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-    assert_eq!(left.iter().filter(|n| n.to_string_lossy().starts_with("step-")).count(), 1, "{left:?}");
-    assert_eq!(std::fs::read_dir(dir.path().join(".staging")).unwrap().count(), 0);
+    let left: Vec<_> = std::fs::read_dir(dir.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(
+        left.iter()
+            .filter(|n| n.to_string_lossy().starts_with("step-"))
+            .count(),
+        1,
+        "{left:?}"
+    );
+    assert_eq!(
+        std::fs::read_dir(dir.path().join(".staging"))
+            .unwrap()
+            .count(),
+        0
+    );
 }
 
 #[test]
 fn gaps_between_aligned_parameters_are_not_stored() {
     let gapped = |ranks| {
-        let options = LayoutOptions::default().shard_align_elems(8).param_align_elems(16);
+        let options = LayoutOptions::default()
+            .shard_align_elems(8)
+            .param_align_elems(16);
         Layout::with_options(&units(), ranks, options).unwrap()
     };
     let dir = tempfile::tempdir().unwrap();
     save(dir.path(), &gapped(3), 1, 5, &StoreOptions::default());
     let reader = Reader::open(dir.path()).unwrap();
-    let stored: u64 = reader.manifest().files.iter().flat_map(|f| &f.pieces).map(|p| p.elems()).sum();
+    let stored: u64 = reader
+        .manifest()
+        .files
+        .iter()
+        .flat_map(|f| &f.pieces)
+        .map(|p| p.elems())
+        .sum();
     assert_eq!(stored, layout(1, 1).numel_elems());
     for to in [gapped(2), gapped(5), layout(4, 4)] {
         assert_holds(&reader, &to, 5);
@@ -106,9 +138,13 @@ fn every_range_reads_as_saved() {
         let mut out = vec![0.0; (end - start) as usize];
         view.read_range("master", 4, start..end, &mut out).unwrap();
         let params = from.units()[4].params.iter();
-        let all: Vec<f32> =
-            params.flat_map(|p| (0..p.numel_elems).map(|e| crate::common::value(5, "master", &p.name, e))).collect();
-        assert_eq!(crate::common::bits(&out), crate::common::bits(&all[start as usize..end as usize]));
+        let all: Vec<f32> = params
+            .flat_map(|p| (0..p.numel_elems).map(|e| crate::common::value(5, "master", &p.name, e)))
+            .collect();
+        assert_eq!(
+            crate::common::bits(&out),
+            crate::common::bits(&all[start as usize..end as usize])
+        );
     }
 }
 
@@ -121,22 +157,33 @@ fn missing_state_is_an_error() {
     let view = reader.view(&from).unwrap();
     let mut out = [0.0; 4];
     let text = |r: Result<(), CkptError>| r.unwrap_err().to_string();
-    assert!(text(view.read_range("momentum", 0, 0..4, &mut out)).contains("it has master, first_moment"));
+    assert!(
+        text(view.read_range("momentum", 0, 0..4, &mut out))
+            .contains("it has master, first_moment")
+    );
     assert!(text(view.read_range("master", 9, 0..4, &mut out)).contains("below 5"));
     assert!(text(view.read_range("master", 4, 0..4, &mut out)).contains("within 0..3"));
     assert!(
-        text(view.read_range("master", 4, std::ops::Range { start: 2, end: 1 }, &mut out)).contains("within 0..3")
+        text(view.read_range("master", 4, std::ops::Range { start: 2, end: 1 }, &mut out))
+            .contains("within 0..3")
     );
     assert!(text(view.read_range("master", 0, 0..5, &mut out)).contains("expected 5, got 4"));
     assert!(text(view.read_shard("master", 0, 2, &mut out)).contains("rank"));
     assert!(text(view.read_storage("master", 0, &mut out)).contains("shard storage"));
     assert!(text(reader.read_param("master", "wqe", 0..4, &mut out)).contains("wqe"));
 
-    let bigger = Layout::new(&[UnitSpec::new("u", [ParamSpec::new("wte", [32u64, 7])])], 1, 1).unwrap();
+    let bigger = Layout::new(
+        &[UnitSpec::new("u", [ParamSpec::new("wte", [32u64, 7])])],
+        1,
+        1,
+    )
+    .unwrap();
     let error = reader.view(&bigger).err().unwrap();
     assert!(matches!(error, CkptError::AnotherModel { .. }), "{error}");
     assert!(
-        error.to_string().contains("\"wte\" has shape [31, 7] in the checkpoint and [32, 7] in the model"),
+        error
+            .to_string()
+            .contains("\"wte\" has shape [31, 7] in the checkpoint and [32, 7] in the model"),
         "{error}"
     );
 }

@@ -1,4 +1,5 @@
-//! Runs that meet in one directory, their documents, and the choice of the checkpoint to resume from.
+//! Runs that meet in one directory, their documents, and the choice of the checkpoint to resume
+//! from.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,8 +7,8 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use tempfile::TempDir;
 use zero_ckpt::{
-    CkptError, MANIFEST_NAME, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, Store, StoreOptions,
-    has_checkpoints, resolve,
+    CkptError, MANIFEST_NAME, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, Store,
+    StoreOptions, has_checkpoints, resolve,
 };
 
 use crate::common::{layout, meta, storage};
@@ -17,7 +18,11 @@ fn run(name: &str) -> StoreOptions {
 }
 
 /// Saves `meta` as the only rank.
-fn save(dir: &Path, meta: &SaveMeta, options: &StoreOptions) -> Result<PublishedCheckpoint, CkptError> {
+fn save(
+    dir: &Path,
+    meta: &SaveMeta,
+    options: &StoreOptions,
+) -> Result<PublishedCheckpoint, CkptError> {
     let layout = layout(1, 1);
     let values = storage(&layout, 0, "master", meta.step);
     let mut shard = ShardData::new(&layout, 0).unwrap();
@@ -28,13 +33,19 @@ fn save(dir: &Path, meta: &SaveMeta, options: &StoreOptions) -> Result<Published
 
 fn saved(steps: &[u64], options: &StoreOptions) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    steps.iter().for_each(|step| drop(save(dir.path(), &meta(*step), options).unwrap()));
+    steps
+        .iter()
+        .for_each(|step| drop(save(dir.path(), &meta(*step), options).unwrap()));
     dir
 }
 
 fn steps(dir: &Path) -> Vec<u64> {
-    let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
-    let mut steps: Vec<u64> = names.filter_map(|n| n.strip_prefix("step-")?.parse().ok()).collect();
+    let names = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut steps: Vec<u64> = names
+        .filter_map(|n| n.strip_prefix("step-")?.parse().ok())
+        .collect();
     steps.sort_unstable();
     steps
 }
@@ -49,11 +60,21 @@ const SHARD: &str = "shard-00000-of-00001.safetensors";
 fn another_runs_checkpoints_are_kept() {
     let dir = saved(&[5, 10], &run("a"));
     let other = run("b").keep_last(1);
-    let by_store = Store::create(dir.path(), 0, other.clone()).unwrap().check_runs();
+    let by_store = Store::create(dir.path(), 0, other.clone())
+        .unwrap()
+        .check_runs();
     for refused in [other.check_runs(dir.path()), by_store] {
         let error = refused.unwrap_err();
-        assert!(matches!(&error, CkptError::AnotherRun { run: Some(run), .. } if run == "a"), "{error}");
-        assert!(error.to_string().contains("step-00000010: a checkpoint of another run (a)"), "{error}");
+        assert!(
+            matches!(&error, CkptError::AnotherRun { run: Some(run), .. } if run == "a"),
+            "{error}"
+        );
+        assert!(
+            error
+                .to_string()
+                .contains("step-00000010: a checkpoint of another run (a)"),
+            "{error}"
+        );
     }
     // A program that ignores the check still neither removes nor replaces them.
     for step in [15, 20] {
@@ -61,9 +82,18 @@ fn another_runs_checkpoints_are_kept() {
     }
     assert_eq!(steps(dir.path()), [5, 10, 20]);
     let replaced = save(dir.path(), &meta(10), &other).unwrap_err();
-    let CkptError::Kept { error, .. } = &replaced else { panic!("{replaced}") };
+    let CkptError::Kept { error, .. } = &replaced else {
+        panic!("{replaced}")
+    };
     assert!(matches!(**error, CkptError::AnotherRun { .. }), "{error}");
-    assert_eq!(Reader::open(at(&dir, 10, "")).unwrap().manifest().run.as_deref(), Some("a"));
+    assert_eq!(
+        Reader::open(at(&dir, 10, ""))
+            .unwrap()
+            .manifest()
+            .run
+            .as_deref(),
+        Some("a")
+    );
 
     let heir = other.run("c").resumed_runs(vec!["a".into(), "b".into()]);
     heir.check_runs(dir.path()).unwrap();
@@ -76,7 +106,10 @@ fn checkpoints_without_run_are_another_runs() {
     let dir = saved(&[1], &StoreOptions::default());
     StoreOptions::default().check_runs(dir.path()).unwrap();
     let error = run("a").check_runs(dir.path()).unwrap_err();
-    assert!(matches!(error, CkptError::AnotherRun { run: None, .. }), "{error}");
+    assert!(
+        matches!(error, CkptError::AnotherRun { run: None, .. }),
+        "{error}"
+    );
     let resumed = run("a").resumed_runs(vec![String::new()]);
     resumed.check_runs(dir.path()).unwrap();
 }
@@ -90,7 +123,10 @@ fn unreadable_checkpoints_are_not_overwritten() {
     fs::write(at(&dir, 1, MANIFEST_NAME), "").unwrap();
     for name in ["a", "b"] {
         let error = run(name).check_runs(dir.path()).unwrap_err();
-        assert!(matches!(error, CkptError::AnotherRun { run: None, .. }), "{error}");
+        assert!(
+            matches!(error, CkptError::AnotherRun { run: None, .. }),
+            "{error}"
+        );
     }
     assert!(has_checkpoints(dir.path()).unwrap());
 }
@@ -98,8 +134,14 @@ fn unreadable_checkpoints_are_not_overwritten() {
 #[test]
 fn checkpoint_is_not_a_store() {
     let dir = saved(&[1], &run("a"));
-    let error = run("a").check_runs(at(&dir, 1, "")).unwrap_err().to_string();
-    assert!(error.contains("expected a directory of checkpoints, got a checkpoint"), "{error}");
+    let error = run("a")
+        .check_runs(at(&dir, 1, ""))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("expected a directory of checkpoints, got a checkpoint"),
+        "{error}"
+    );
     run("a").check_runs(dir.path().join("new")).unwrap();
     assert!(!dir.path().join("new").exists() && !has_checkpoints(dir.path().join("new")).unwrap());
 }
@@ -109,7 +151,12 @@ fn best_is_named_and_never_pruned() {
     let dir = tempfile::tempdir().unwrap();
     let options = run("a").keep_last(2);
     let save = |step, best, superseded| {
-        save(dir.path(), &meta(step).best(best).superseded(superseded), &options).unwrap();
+        save(
+            dir.path(),
+            &meta(step).best(best).superseded(superseded),
+            &options,
+        )
+        .unwrap();
         steps(dir.path())
     };
     let best = || Reader::open_best(dir.path()).map(|reader| reader.manifest().step);
@@ -118,8 +165,14 @@ fn best_is_named_and_never_pruned() {
     for step in 2..=5 {
         save(step, Some(2), None);
     }
-    assert_eq!((save(6, Some(2), None), best().unwrap()), (vec![2, 5, 6], 2));
-    assert_eq!((save(7, Some(7), Some(2)), best().unwrap()), (vec![6, 7], 7));
+    assert_eq!(
+        (save(6, Some(2), None), best().unwrap()),
+        (vec![2, 5, 6], 2)
+    );
+    assert_eq!(
+        (save(7, Some(7), Some(2)), best().unwrap()),
+        (vec![6, 7], 7)
+    );
     // The best step is in another directory, or is not known.
     assert_eq!((save(8, Some(99), None), best().unwrap()), (vec![7, 8], 7));
     assert_eq!((save(9, None, None), best().unwrap()), (vec![7, 8, 9], 7));
@@ -129,14 +182,23 @@ fn best_is_named_and_never_pruned() {
 fn superseded_step_is_not_the_saved_one() {
     let dir = saved(&[1], &run("a"));
     save(dir.path(), &meta(2).superseded(Some(2)), &run("a")).unwrap();
-    assert_eq!((steps(dir.path()), Reader::open(dir.path()).unwrap().manifest().step), (vec![1, 2], 2));
+    assert_eq!(
+        (
+            steps(dir.path()),
+            Reader::open(dir.path()).unwrap().manifest().step
+        ),
+        (vec![1, 2], 2)
+    );
 }
 
 #[test]
 fn documents_are_stored_and_verified() {
     let dir = tempfile::tempdir().unwrap();
     let (record, other) = (json!({"model": "nano", "lr": 0.1}), json!([1, null]));
-    let documents = [("run.json".to_owned(), record.clone()), ("other.json".to_owned(), other.clone())];
+    let documents = [
+        ("run.json".to_owned(), record.clone()),
+        ("other.json".to_owned(), other.clone()),
+    ];
     save(dir.path(), &meta(1).documents(documents.into()), &run("a")).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     assert_eq!(reader.document("run.json").unwrap(), Some(record));
@@ -150,12 +212,24 @@ fn documents_are_stored_and_verified() {
         let mut bad = good.clone();
         bad[i] ^= 1;
         fs::write(&path, bad).unwrap();
-        assert!(matches!(reader.document("run.json"), Err(CkptError::Corrupt { .. })), "byte {i}");
-        assert!(matches!(reader.verify().problems[..], [CkptError::Corrupt { .. }]), "byte {i}");
+        assert!(
+            matches!(reader.document("run.json"), Err(CkptError::Corrupt { .. })),
+            "byte {i}"
+        );
+        assert!(
+            matches!(reader.verify().problems[..], [CkptError::Corrupt { .. }]),
+            "byte {i}"
+        );
     }
     fs::write(&path, &good[1..]).unwrap();
-    assert!(matches!(reader.document("run.json"), Err(CkptError::WrongLength { .. })));
-    assert!(matches!(Reader::open(at(&dir, 1, "")), Err(CkptError::WrongLength { .. })));
+    assert!(matches!(
+        reader.document("run.json"),
+        Err(CkptError::WrongLength { .. })
+    ));
+    assert!(matches!(
+        Reader::open(at(&dir, 1, "")),
+        Err(CkptError::WrongLength { .. })
+    ));
     fs::remove_file(&path).unwrap();
     let error = Reader::open(at(&dir, 1, "")).err().unwrap().to_string();
     assert!(error.contains("run.json: No such file"), "{error}");
@@ -169,8 +243,14 @@ fn bad_document_and_run_names_are_rejected() {
         let error = save(dir.path(), &meta, &run("a")).unwrap_err();
         assert!(error.to_string().contains("document name"), "{error}");
     }
-    let error = Store::create(dir.path(), 0, run("a b")).err().unwrap().to_string();
-    assert!(error.contains("a plain name") && error.contains("\"a b\""), "{error}");
+    let error = Store::create(dir.path(), 0, run("a b"))
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(
+        error.contains("a plain name") && error.contains("\"a b\""),
+        "{error}"
+    );
     assert!(!has_checkpoints(dir.path()).unwrap());
 }
 
@@ -179,11 +259,26 @@ type Damage = (fn(&TempDir, u64), &'static str);
 
 const DAMAGES: [Damage; 6] = [
     (|dir, step| flip(&at(dir, step, SHARD)), "damaged: bytes"),
-    (|dir, step| fs::write(at(dir, step, SHARD), "short").unwrap(), "5 bytes long"),
-    (|dir, step| fs::remove_file(at(dir, step, SHARD)).unwrap(), "No such file"),
-    (|dir, step| flip(&at(dir, step, MANIFEST_NAME)), "invalid manifest"),
-    (|dir, step| fs::write(at(dir, step, MANIFEST_NAME), "").unwrap(), "invalid manifest"),
-    (|dir, step| fs::remove_file(at(dir, step, MANIFEST_NAME)).unwrap(), "No such file"),
+    (
+        |dir, step| fs::write(at(dir, step, SHARD), "short").unwrap(),
+        "5 bytes long",
+    ),
+    (
+        |dir, step| fs::remove_file(at(dir, step, SHARD)).unwrap(),
+        "No such file",
+    ),
+    (
+        |dir, step| flip(&at(dir, step, MANIFEST_NAME)),
+        "invalid manifest",
+    ),
+    (
+        |dir, step| fs::write(at(dir, step, MANIFEST_NAME), "").unwrap(),
+        "invalid manifest",
+    ),
+    (
+        |dir, step| fs::remove_file(at(dir, step, MANIFEST_NAME)).unwrap(),
+        "No such file",
+    ),
 ];
 
 /// Inverts a bit of the middle byte.
@@ -201,23 +296,40 @@ fn newest_whole_checkpoint_is_resolved() {
         damage(&dir, 2);
         // Damage to older ones is not looked for.
         let found = resolve(dir.path()).unwrap();
-        assert_eq!((found.reader.manifest().step, found.passed_over.len()), (4, 0), "{reason}");
+        assert_eq!(
+            (found.reader.manifest().step, found.passed_over.len()),
+            (4, 0),
+            "{reason}"
+        );
         assert_eq!(found.store_dir, dir.path());
 
         damage(&dir, 4);
         damage(&dir, 3);
         let found = resolve(dir.path()).unwrap();
         assert_eq!(found.reader.manifest().step, 1, "{reason}");
-        let mut names: Vec<&str> = found.passed_over.iter().map(|(name, _)| name.as_str()).collect();
+        let mut names: Vec<&str> = found
+            .passed_over
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .collect();
         names.sort_unstable();
         assert_eq!(names, ["step-00000002", "step-00000003", "step-00000004"]);
-        assert!(found.passed_over.iter().all(|(_, why)| why.contains(reason)), "{:?}", found.passed_over);
+        assert!(
+            found
+                .passed_over
+                .iter()
+                .all(|(_, why)| why.contains(reason)),
+            "{:?}",
+            found.passed_over
+        );
         let error = resolve(at(&dir, 4, "")).err().unwrap().to_string();
         assert!(error.contains(reason), "{error}");
 
         damage(&dir, 1);
         let error = resolve(dir.path()).err().unwrap();
-        let CkptError::NoCheckpoint { reasons, .. } = error else { panic!("{error}") };
+        let CkptError::NoCheckpoint { reasons, .. } = error else {
+            panic!("{error}")
+        };
         assert_eq!(reasons.len(), 4, "{reasons:?}");
     }
 }
@@ -236,10 +348,19 @@ fn order_is_that_of_saves() {
 #[test]
 fn named_checkpoint_keeps_its_directory() {
     let dir = saved(&[1, 2], &run("a"));
-    for path in [at(&dir, 1, ""), at(&dir, 1, "."), at(&dir, 1, "").join("../step-00000001")] {
+    for path in [
+        at(&dir, 1, ""),
+        at(&dir, 1, "."),
+        at(&dir, 1, "").join("../step-00000001"),
+    ] {
         let found = resolve(&path).unwrap();
         assert_eq!(found.reader.manifest().step, 1);
-        assert_eq!(found.store_dir.canonicalize().unwrap(), dir.path().canonicalize().unwrap(), "{}", path.display());
+        assert_eq!(
+            found.store_dir.canonicalize().unwrap(),
+            dir.path().canonicalize().unwrap(),
+            "{}",
+            path.display()
+        );
     }
     assert!(resolve(dir.path().join("step-00000003")).is_err());
 }
@@ -252,5 +373,11 @@ fn version_1_is_read() {
     assert!(!text.contains("\"run\"") && !text.contains("\"documents\""));
     fs::write(&path, text.replacen("\"version\":2", "\"version\":1", 1)).unwrap();
     let reader = resolve(dir.path()).unwrap().reader;
-    assert_eq!((reader.manifest().run.clone(), reader.manifest().documents.len()), (None, 0));
+    assert_eq!(
+        (
+            reader.manifest().run.clone(),
+            reader.manifest().documents.len()
+        ),
+        (None, 0)
+    );
 }

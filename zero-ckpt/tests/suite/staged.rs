@@ -1,4 +1,5 @@
-//! Staged files: how long ranks wait for them, what a failed save leaves, and the checkpoint that is assembled of it.
+//! Staged files: how long ranks wait for them, what a failed save leaves, and the checkpoint that
+//! is assembled of it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, SavePoint, ShardData, Store, StoreOptions, assemble,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, SavePoint, ShardData, Store,
+    StoreOptions, assemble,
 };
 use zero_shard::Layout;
 
@@ -28,7 +30,9 @@ pub(crate) fn on_ranks<T: Send>(ranks: u64, work: impl Fn(u64, &World) -> T + Sy
     std::thread::scope(|scope| {
         let world = &world;
         let work = &work;
-        let ranks: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || work(rank, world))).collect();
+        let ranks: Vec<_> = (0..ranks)
+            .map(|rank| scope.spawn(move || work(rank, world)))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -67,7 +71,8 @@ pub(crate) fn save(
 ) -> Vec<String> {
     let outcomes = on_ranks(layout.world_size(), |rank, world| {
         let exchange = &mut world.rank(rank);
-        let store = Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(())).unwrap();
+        let store =
+            Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(())).unwrap();
         let store = store.observe(move |at| {
             if rank == 0 && Some(at) == stop {
                 std::panic::resume_unwind(Box::new("stopped on purpose"));
@@ -75,15 +80,23 @@ pub(crate) fn save(
         });
         save_shard(&store, layout, &document_meta(step), exchange)
     });
-    outcomes.into_iter().filter_map(|outcome| outcome.err()).map(|error| error.to_string()).collect()
+    outcomes
+        .into_iter()
+        .filter_map(|outcome| outcome.err())
+        .map(|error| error.to_string())
+        .collect()
 }
 
 pub(crate) fn document_meta(step: u64) -> SaveMeta {
-    meta(step).documents([("run.json".to_owned(), serde_json::json!({"lr": 0.1}))].into()).best(Some(step))
+    meta(step)
+        .documents([("run.json".to_owned(), serde_json::json!({"lr": 0.1}))].into())
+        .best(Some(step))
 }
 
 pub(crate) fn staged(dir: &Path) -> Vec<String> {
-    let names = fs::read_dir(dir.join(".staging")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let names = fs::read_dir(dir.join(".staging"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<_> = names.collect();
     names.sort();
     names
@@ -95,7 +108,10 @@ fn assert_equal(a: &Path, b: &Path) {
     assert_eq!(a.manifest(), b.manifest());
     let files = a.manifest().files.iter().map(|file| &file.name);
     for name in files.chain(a.manifest().documents.iter().map(|document| &document.name)) {
-        assert!(fs::read(a.path().join(name)).unwrap() == fs::read(b.path().join(name)).unwrap(), "{name}");
+        assert!(
+            fs::read(a.path().join(name)).unwrap() == fs::read(b.path().join(name)).unwrap(),
+            "{name}"
+        );
     }
     assert!(a.verify().problems.is_empty() && b.verify().problems.is_empty());
 }
@@ -105,40 +121,69 @@ fn assembled_checkpoint_is_the_published_one() {
     let layout = layout(3, 4);
     let published = tempfile::tempdir().unwrap();
     assert!(save(published.path(), &layout, 7, &run("a"), None).is_empty());
-    for stop in [SavePoint::DirCreated, SavePoint::FilesMoved, SavePoint::ManifestSynced] {
+    for stop in [
+        SavePoint::DirCreated,
+        SavePoint::FilesMoved,
+        SavePoint::ManifestSynced,
+    ] {
         let dir = tempfile::tempdir().unwrap();
         let errors = save(dir.path(), &layout, 7, &run("a"), Some(stop));
         assert_eq!(errors.len(), 3, "{stop:?}");
         for error in &errors {
-            let path = error.split("is kept: ").nth(1).and_then(|rest| rest.split(';').next());
-            assert!(path.is_some_and(|path| Path::new(path).exists()), "{stop:?}: {error}");
+            let path = error
+                .split("is kept: ")
+                .nth(1)
+                .and_then(|rest| rest.split(';').next());
+            assert!(
+                path.is_some_and(|path| Path::new(path).exists()),
+                "{stop:?}: {error}"
+            );
         }
         let hint = Reader::open(dir.path()).err().unwrap().to_string();
         assert!(hint.contains("zero ckpt assemble"), "{hint}");
         let before = staged(dir.path());
         let assembled = assemble(dir.path(), &NONE).unwrap();
-        assert_eq!((assembled.checkpoint.step, assembled.passed_over.len()), (7, 0));
+        assert_eq!(
+            (assembled.checkpoint.step, assembled.passed_over.len()),
+            (7, 0)
+        );
         assert_equal(dir.path(), published.path());
         assert_eq!(Reader::open_best(dir.path()).unwrap().manifest().step, 7);
         assert_eq!(staged(dir.path()), before, "nothing is removed");
         let again = assemble(dir.path(), &NONE).unwrap_err().to_string();
-        assert!(again.contains("has step-00000007, of the same or a later step; name a new folder first"), "{again}");
+        assert!(
+            again.contains(
+                "has step-00000007, of the same or a later step; name a new folder first"
+            ),
+            "{again}"
+        );
         // The next save of the run removes what the checkpoint supersedes.
         assert!(save(dir.path(), &layout, 8, &run("a"), None).is_empty());
         assert_eq!(staged(dir.path()), [""; 0], "{stop:?}");
     }
 }
 
-/// The folders of two machines: rank 0's has the description and its file, the other one the files of ranks 1 and 2.
+/// The folders of two machines: rank 0's has the description and its file, the other one the files
+/// of ranks 1 and 2.
 pub(crate) fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let a = dir.path().join("a");
     let b = dir.path().join("b");
-    save(&a, &layout(3, 4), step, &run("a"), Some(SavePoint::DirCreated));
+    save(
+        &a,
+        &layout(3, 4),
+        step,
+        &run("a"),
+        Some(SavePoint::DirCreated),
+    );
     fs::create_dir_all(b.join(".staging")).unwrap();
     for name in staged(&a) {
         if name.contains(".rank-00001") || name.contains(".rank-00002") {
-            fs::rename(a.join(".staging").join(&name), b.join(".staging").join(&name)).unwrap();
+            fs::rename(
+                a.join(".staging").join(&name),
+                b.join(".staging").join(&name),
+            )
+            .unwrap();
         }
     }
     (dir, a, b)
@@ -148,11 +193,19 @@ pub(crate) fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
 fn folders_of_machines_are_assembled_together() {
     let (dir, a, b) = two_machines(7);
     let alone = assemble(&a, &NONE).unwrap_err().to_string();
-    assert!(alone.contains("the files of 2 of 3 ranks are missing: 1, 2"), "{alone}");
+    assert!(
+        alone.contains("the files of 2 of 3 ranks are missing: 1, 2"),
+        "{alone}"
+    );
     let alone = assemble(&b, &NONE).unwrap_err().to_string();
-    assert!(alone.contains("description, which rank 0 writes beside its file, is missing"), "{alone}");
+    assert!(
+        alone.contains("description, which rank 0 writes beside its file, is missing"),
+        "{alone}"
+    );
     assert_eq!(
-        assemble(dir.path().join("nothing"), &NONE).unwrap_err().to_string(),
+        assemble(dir.path().join("nothing"), &NONE)
+            .unwrap_err()
+            .to_string(),
         "no staged save can be assembled; there are no staged files"
     );
 
@@ -170,17 +223,35 @@ fn different_saves_are_not_mixed() {
     let (_dir, a, b) = two_machines(7);
     let (_other_dir, other_a, other_b) = two_machines(7);
     let mixed = assemble(&a, &[&other_b]).unwrap_err().to_string();
-    assert!(mixed.contains("the files of 2 of 3 ranks are missing"), "{mixed}");
-    let both = assemble(&a, &[&b, &other_a, &other_b]).unwrap_err().to_string();
-    assert!(both.contains("several saves are complete, and which one was staged last is not known"), "{both}");
+    assert!(
+        mixed.contains("the files of 2 of 3 ranks are missing"),
+        "{mixed}"
+    );
+    let both = assemble(&a, &[&b, &other_a, &other_b])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        both.contains("several saves are complete, and which one was staged last is not known"),
+        "{both}"
+    );
     // A renamed file of another step is not taken for one of this save.
     let (_later_dir, _, later_b) = two_machines(8);
     let own = staged(&b);
     for (own, later) in own.iter().zip(staged(&later_b)) {
-        fs::copy(later_b.join(".staging").join(later), b.join(".staging").join(own)).unwrap();
+        fs::copy(
+            later_b.join(".staging").join(later),
+            b.join(".staging").join(own),
+        )
+        .unwrap();
     }
     let renamed = assemble(&a, &[&b]).unwrap_err().to_string();
-    assert_eq!(renamed.matches("its header is not that of the save").count(), 2, "{renamed}");
+    assert_eq!(
+        renamed
+            .matches("its header is not that of the save")
+            .count(),
+        2,
+        "{renamed}"
+    );
 }
 
 #[test]
@@ -193,10 +264,18 @@ fn damaged_staged_file_is_named() {
         bad[at] ^= 1;
         fs::write(&path, bad).unwrap();
         let error = assemble(&a, &[&b]).unwrap_err().to_string();
-        assert!(error.contains(".rank-00001.") && !error.contains(".rank-00002."), "byte {at}: {error}");
+        assert!(
+            error.contains(".rank-00001.") && !error.contains(".rank-00002."),
+            "byte {at}: {error}"
+        );
     }
     fs::write(&path, &good[1..]).unwrap();
-    assert!(assemble(&a, &[&b]).unwrap_err().to_string().contains("bytes long"));
+    assert!(
+        assemble(&a, &[&b])
+            .unwrap_err()
+            .to_string()
+            .contains("bytes long")
+    );
     // A whole copy elsewhere is taken in its place.
     let copy = b.join(staged(&b)[0].as_str());
     fs::write(copy, good).unwrap();
@@ -207,13 +286,26 @@ fn damaged_staged_file_is_named() {
 fn newer_incomplete_save_is_passed_over() {
     let dir = tempfile::tempdir().unwrap();
     for step in [7, 8] {
-        save(dir.path(), &layout(2, 4), step, &run("a"), Some(SavePoint::DirCreated));
+        save(
+            dir.path(),
+            &layout(2, 4),
+            step,
+            &run("a"),
+            Some(SavePoint::DirCreated),
+        );
     }
-    let later = staged(dir.path()).into_iter().find(|name| name.starts_with("step-00000008.rank-00001")).unwrap();
+    let later = staged(dir.path())
+        .into_iter()
+        .find(|name| name.starts_with("step-00000008.rank-00001"))
+        .unwrap();
     fs::remove_file(dir.path().join(".staging").join(later)).unwrap();
     let assembled = assemble(dir.path(), &NONE).unwrap();
     assert_eq!(assembled.checkpoint.step, 7);
-    assert!(assembled.passed_over[0].contains("step-00000008"), "{:?}", assembled.passed_over);
+    assert!(
+        assembled.passed_over[0].contains("step-00000008"),
+        "{:?}",
+        assembled.passed_over
+    );
 }
 
 #[test]
@@ -221,7 +313,13 @@ fn staged_files_of_others_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(2, 4);
     for step in [5, 9] {
-        save(dir.path(), &layout, step, &run("a"), Some(SavePoint::DirCreated));
+        save(
+            dir.path(),
+            &layout,
+            step,
+            &run("a"),
+            Some(SavePoint::DirCreated),
+        );
     }
     let of_a = staged(dir.path());
     let own = dir.path().join(".staging");
@@ -230,15 +328,26 @@ fn staged_files_of_others_are_kept() {
     fs::write(own.join("latest.txt"), "mine").unwrap();
     let kept = |step: &str| {
         let names = staged(dir.path());
-        of_a.iter().filter(|name| name.starts_with(step)).all(|name| names.contains(name))
+        of_a.iter()
+            .filter(|name| name.starts_with(step))
+            .all(|name| names.contains(name))
     };
     assert!(save(dir.path(), &layout, 6, &run("b"), None).is_empty());
-    assert!(kept("step-00000005") && kept("step-00000009"), "of another run");
+    assert!(
+        kept("step-00000005") && kept("step-00000009"),
+        "of another run"
+    );
     let heir = run("c").resumed_runs(vec!["a".into(), "b".into()]);
     assert!(save(dir.path(), &layout, 7, &heir, None).is_empty());
-    assert!(!kept("step-00000005") && kept("step-00000009"), "of a later step");
+    assert!(
+        !kept("step-00000005") && kept("step-00000009"),
+        "of a later step"
+    );
     assert!(save(dir.path(), &layout, 9, &heir, None).is_empty());
-    assert_eq!(staged(dir.path()), ["latest.txt", "step-00000001", "step-00000001.notes"]);
+    assert_eq!(
+        staged(dir.path()),
+        ["latest.txt", "step-00000001", "step-00000001.notes"]
+    );
 }
 
 /// The open of one rank fails, or it sees another folder: all ranks return one error that names it.
@@ -250,26 +359,48 @@ fn all_ranks_learn_that_the_folder_is_not_shared() {
         let open = |path: &(dyn Fn(u64) -> PathBuf + Sync)| {
             let opened = on_ranks(ranks, |rank, world| {
                 let options = StoreOptions::default();
-                Store::create_on_ranks(path(rank), rank, options, &mut world.rank(rank), |_| Ok(())).map(drop)
+                Store::create_on_ranks(path(rank), rank, options, &mut world.rank(rank), |_| Ok(()))
+                    .map(drop)
             });
-            opened.into_iter().map(|opened| opened.unwrap_err()).collect::<Vec<_>>()
+            opened
+                .into_iter()
+                .map(|opened| opened.unwrap_err())
+                .collect::<Vec<_>>()
         };
         let folder = |rank| dir.path().join(if rank == last { "b" } else { "a" });
         for error in open(&folder) {
             let text = error.to_string();
-            assert!(matches!(error, CkptError::NotShared { rank, .. } if rank == last), "{text}");
+            assert!(
+                matches!(error, CkptError::NotShared { rank, .. } if rank == last),
+                "{text}"
+            );
             let a = dir.path().join("a");
             let b = dir.path().join("b");
-            let folders = format!("folder {} is not the folder {} of rank 0", b.display(), a.display());
-            assert!(text.starts_with(&format!("rank {last}: its checkpoint {folders}")), "{text}");
+            let folders = format!(
+                "folder {} is not the folder {} of rank 0",
+                b.display(),
+                a.display()
+            );
+            assert!(
+                text.starts_with(&format!("rank {last}: its checkpoint {folders}")),
+                "{text}"
+            );
         }
         fs::write(dir.path().join("file"), "").unwrap();
         for broken in [0, last] {
             let folder = |rank| dir.path().join(if rank == broken { "file" } else { "a" });
             let errors = open(&folder);
             let text = errors[1].to_string();
-            assert!(text.starts_with(&format!("rank {broken}: cannot create")), "{text}");
-            assert!(errors.iter().all(|error| error.to_string().contains("cannot create")), "{errors:?}");
+            assert!(
+                text.starts_with(&format!("rank {broken}: cannot create")),
+                "{text}"
+            );
+            assert!(
+                errors
+                    .iter()
+                    .all(|error| error.to_string().contains("cannot create")),
+                "{errors:?}"
+            );
         }
         assert!(staged(&dir.path().join("a")).is_empty());
     }
@@ -304,8 +435,8 @@ fn wait_until(ends: impl Fn() -> bool) -> bool {
     true
 }
 
-/// Rank 1 writes, and rank 0 publishes, only once more messages are exchanged: ranks that wait for each other exchange.
-/// Rank 0 deletes only once the others have the outcome.
+/// Rank 1 writes, and rank 0 publishes, only once more messages are exchanged: ranks that wait for
+/// each other exchange. Rank 0 deletes only once the others have the outcome.
 #[test]
 fn waiting_ranks_exchange_messages() {
     let dir = tempfile::tempdir().unwrap();
@@ -315,26 +446,46 @@ fn waiting_ranks_exchange_messages() {
     let (calls, done): (&'static AtomicUsize, &'static AtomicUsize) =
         (Box::leak(calls.into()), Box::leak(done.into()));
     on_ranks(3, |rank, world| {
-        let store = Store::create_on_ranks(dir.path(), rank, run("a"), &mut world.rank(rank), |_| Ok(())).unwrap();
+        let store = Store::create_on_ranks(
+            dir.path(),
+            rank,
+            run("a"),
+            &mut world.rank(rank),
+            |_| Ok(()),
+        )
+        .unwrap();
         let store = store.observe(move |at| {
             let more = calls.load(Ordering::Relaxed) + 7;
             match (at, rank) {
                 (SavePoint::FileCreated, 1) | (SavePoint::ManifestSynced, 0) => {
-                    assert!(wait_until(|| calls.load(Ordering::Relaxed) >= more), "no messages at {at:?}");
+                    assert!(
+                        wait_until(|| calls.load(Ordering::Relaxed) >= more),
+                        "no messages at {at:?}"
+                    );
                 }
                 (SavePoint::Pruning, 0) => {
-                    assert!(wait_until(|| done.load(Ordering::Relaxed) == 2), "deletes before the others continue");
+                    assert!(
+                        wait_until(|| done.load(Ordering::Relaxed) == 2),
+                        "deletes before the others continue"
+                    );
                 }
                 _ => {}
             }
         });
-        save_shard(&store, &layout, &meta(7), &mut Counted(world.rank(rank), calls)).unwrap();
+        save_shard(
+            &store,
+            &layout,
+            &meta(7),
+            &mut Counted(world.rank(rank), calls),
+        )
+        .unwrap();
         done.fetch_add(1, Ordering::Relaxed);
     });
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 7);
 }
 
-/// A rank whose disk does not answer, here its observer, is named by all ranks; its file is kept once it is written.
+/// A rank whose disk does not answer, here its observer, is named by all ranks; its file is kept
+/// once it is written.
 #[test]
 fn rank_without_progress_is_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -344,10 +495,13 @@ fn rank_without_progress_is_named() {
         let options = run("a").stall_limit(Duration::from_millis(200));
         let folder = dir.path().join("ckpt");
         let path = folder.clone();
-        let store = Store::create_on_ranks(&folder, rank, options, &mut world.rank(rank), |_| Ok(())).unwrap();
+        let store =
+            Store::create_on_ranks(&folder, rank, options, &mut world.rank(rank), |_| Ok(()))
+                .unwrap();
         let store = store.observe(move |at| {
             if (at, rank) == (SavePoint::FileCreated, 1) {
-                // The others have staged, so that none of them can be slow; then they have the error.
+                // The others have staged, so that none of them can be slow; then they have the
+                // error.
                 wait_until(|| failed.load(Ordering::Relaxed) == 2 && path.exists());
             }
         });
@@ -355,13 +509,24 @@ fn rank_without_progress_is_named() {
             // Three files and the description of the two other ranks.
             wait_until(|| staged(&folder).len() == 3);
         }
-        let error = save_shard(&store, &layout, &meta(7), &mut world.rank(rank)).unwrap_err().to_string();
+        let error = save_shard(&store, &layout, &meta(7), &mut world.rank(rank))
+            .unwrap_err()
+            .to_string();
         failed.fetch_add(1, Ordering::Relaxed);
         error
     });
     for error in errors {
-        assert!(error.starts_with("rank 1: has written nothing for step 7 for 0.2 s"), "{error}");
+        assert!(
+            error.starts_with("rank 1: has written nothing for step 7 for 0.2 s"),
+            "{error}"
+        );
         assert!(error.contains("is kept: "), "{error}");
     }
-    assert_eq!(assemble(dir.path().join("ckpt"), &NONE).unwrap().checkpoint.step, 7);
+    assert_eq!(
+        assemble(dir.path().join("ckpt"), &NONE)
+            .unwrap()
+            .checkpoint
+            .step,
+        7
+    );
 }

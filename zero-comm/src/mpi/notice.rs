@@ -17,7 +17,11 @@ pub(super) enum Notice {
     /// The rank dropped a communicator, after `done` collectives.
     Left { context: u32, done: u64 },
     /// The rank waits for `peer` in collective `sequence` of a communicator.
-    Waits { context: u32, sequence: u64, peer: usize },
+    Waits {
+        context: u32,
+        sequence: u64,
+        peer: usize,
+    },
 }
 
 impl Notice {
@@ -30,7 +34,9 @@ impl Notice {
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        postcard::take_from_bytes(bytes).ok().and_then(|(notice, rest)| rest.is_empty().then_some(notice))
+        postcard::take_from_bytes(bytes)
+            .ok()
+            .and_then(|(notice, rest)| rest.is_empty().then_some(notice))
     }
 }
 

@@ -1,15 +1,16 @@
 //! One collective of one rank over MPI: the ranks compare their calls, then transfer data directly.
 //!
-//! Every rank sends its call to every other rank; calls that differ are a mismatch. Then each rank sends segments
-//! directly to the ranks that need them:
+//! Every rank sends its call to every other rank; calls that differ are a mismatch. Then each rank
+//! sends segments directly to the ranks that need them:
 //!
-//! - reduce_scatter: segment q of `send` to rank q, which adds all ranks' segments in rank order, by the same code
-//!   and with the same bits as over threads;
+//! - reduce_scatter: segment q of `send` to rank q, which adds all ranks' segments in rank order,
+//!   by the same code and with the same bits as over threads;
 //! - all_gather, all_to_all: one transfer per pair; all_reduce: reduce_scatter, then all_gather;
 //! - broadcast: the root scatters, then all ranks gather.
 //!
-//! [`Traffic`](crate::Traffic) counts these bytes. Tags differ by communicator, sequence number and phase ([`tags`](super::tags)),
-//! so collectives of different streams can be in flight at the same time.
+//! [`Traffic`](crate::Traffic) counts these bytes. Tags differ by communicator, sequence number and
+//! phase ([`tags`](super::tags)), so collectives of different streams can be in flight at the same
+//! time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -38,7 +39,8 @@ pub(super) struct Members {
     pub(super) world_ranks: Arc<[usize]>,
 }
 
-/// One collective of this rank. Dropping it before it has run, because its stream failed, fails the world.
+/// One collective of this rank. Dropping it before it has run, because its stream failed, fails the
+/// world.
 pub(super) struct Operation {
     pub(super) world: Arc<World>,
     pub(super) members: Members,
@@ -55,9 +57,24 @@ impl Drop for Operation {
         let (sequence, call, rank) = (self.sequence, self.call(), self.members.rank);
         if !self.begun {
             let stream = std::mem::take(&mut self.stream);
-            self.fail(rank, CommError::Skipped { sequence, call, rank, stream });
+            self.fail(
+                rank,
+                CommError::Skipped {
+                    sequence,
+                    call,
+                    rank,
+                    stream,
+                },
+            );
         } else if std::thread::panicking() {
-            self.fail(rank, CommError::Panicked { sequence, call, rank });
+            self.fail(
+                rank,
+                CommError::Panicked {
+                    sequence,
+                    call,
+                    rank,
+                },
+            );
         }
         // Only now may a later collective use the tags: it finds the failure first.
         self.pending.remove(self.sequence);
@@ -87,18 +104,29 @@ impl Operation {
     /// The segments of `whole`, except this rank's.
     fn parts(&self, whole: AnySlice) -> Vec<Part> {
         let segments = self.checked.call.segments.ranges(self.n()).enumerate();
-        let part = |(peer, segment): (usize, Range<usize>)| Part { peer, bytes: whole.slice(segment) };
-        segments.filter(|&(peer, _)| peer != self.members.rank).map(part).collect()
+        let part = |(peer, segment): (usize, Range<usize>)| Part {
+            peer,
+            bytes: whole.slice(segment),
+        };
+        segments
+            .filter(|&(peer, _)| peer != self.members.rank)
+            .map(part)
+            .collect()
     }
 
     fn fail(&self, at_fault: usize, error: CommError) -> CommError {
-        let notice = Notice::Failed { at_fault: self.members.world_ranks[at_fault], message: error.to_string() };
+        let notice = Notice::Failed {
+            at_fault: self.members.world_ranks[at_fault],
+            message: error.to_string(),
+        };
         self.world.fail(error, &notice)
     }
 
     /// Waits until the collective that had the same tags has ended on this rank.
     fn wait_for_tags(&self) -> Result<(), CommError> {
-        let Some(previous) = self.world.raw.tags.previous(self.sequence) else { return Ok(()) };
+        let Some(previous) = self.world.raw.tags.previous(self.sequence) else {
+            return Ok(());
+        };
         let mut time = TimeLimit::new(self.world.limit);
         let mut pause = Pause::default();
 
@@ -111,7 +139,16 @@ impl Operation {
                 let call = self.call();
                 let rank = self.members.rank;
                 let limit = self.world.limit;
-                return Err(self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: previous }));
+                return Err(self.fail(
+                    rank,
+                    CommError::Stalled {
+                        sequence,
+                        call,
+                        rank,
+                        limit,
+                        done: previous,
+                    },
+                ));
             }
             pause.sleep(false);
         }
@@ -120,14 +157,21 @@ impl Operation {
 
     /// Sends and receives the parts of one phase, and waits for all of them.
     fn exchange(&self, phase: Phase, sends: &[Part], receives: &[Part]) -> Result<(), CommError> {
-        let sizes: Vec<_> = receives.iter().map(|part| (part.peer, part.bytes.len_bytes())).collect();
+        let sizes: Vec<_> = receives
+            .iter()
+            .map(|part| (part.peer, part.bytes.len_bytes()))
+            .collect();
         self.transfer(phase, sends, &sizes, |received| {
-            receives.iter().enumerate().for_each(|(index, part)| received.copy_to(index, part.bytes));
+            receives
+                .iter()
+                .enumerate()
+                .for_each(|(index, part)| received.copy_to(index, part.bytes));
             Ok(())
         })
     }
 
-    /// Sends parts and receives others of these peers and bytes, waits for all of them, and calls `deliver` with them.
+    /// Sends parts and receives others of these peers and bytes, waits for all of them, and calls
+    /// `deliver` with them.
     fn transfer(
         &self,
         phase: Phase,
@@ -138,36 +182,79 @@ impl Operation {
         let sent: Vec<AnySlice> = sends.iter().map(|part| part.bytes).collect();
         let mut staging = Staging::new(&sent, receives.iter().map(|&(_, bytes)| bytes));
         let [from, to] = staging.places();
-        let outgoing = sends.iter().map(|part| part.peer).zip(from).map(|(peer, place)| (false, peer, place));
-        let incoming = receives.iter().map(|&(peer, _)| peer).zip(to).map(|(peer, place)| (true, peer, place));
+        let outgoing = sends
+            .iter()
+            .map(|part| part.peer)
+            .zip(from)
+            .map(|(peer, place)| (false, peer, place));
+        let incoming = receives
+            .iter()
+            .map(|&(peer, _)| peer)
+            .zip(to)
+            .map(|(peer, place)| (true, peer, place));
         let mut requests = Vec::with_capacity(sends.len() + receives.len());
-        // SAFETY: the places are parts of `staging`, which is freed below only when every request is done; nothing
-        // writes to parts that are sent or accesses parts that are received before that.
+        // SAFETY: the places are parts of `staging`, which is freed below only when every request
+        // is done; nothing writes to parts that are sent or accesses parts that are received before
+        // that.
         let started = unsafe { self.start(phase, incoming.chain(outgoing), &mut requests) };
         let have_all_requests = started.is_ok();
         let result = started.map_err(|(peer, error)| Interrupt::Broken(peer, error));
-        let result = result.and_then(|()| self.world.wait(&mut requests, self.members.context, self.sequence));
+        let result = result.and_then(|()| {
+            self.world
+                .wait(&mut requests, self.members.context, self.sequence)
+        });
         let Err(interrupt) = result else {
             let delivered = deliver(&staging);
             // SAFETY: every request is done.
             unsafe { staging.free() };
             return delivered;
         };
-        let index = |peer: usize| self.members.world_ranks.iter().position(|&q| q == peer).unwrap_or(0);
+        let index = |peer: usize| {
+            self.members
+                .world_ranks
+                .iter()
+                .position(|&q| q == peer)
+                .unwrap_or(0)
+        };
         let (sequence, call) = (self.sequence, self.call());
         let error = match interrupt {
             Interrupt::Failed(error) => error,
             Interrupt::Broken(peer, error) => {
-                let message = format!("collective {sequence}, {call}: {}: {}", error.call, error.message);
-                self.fail(index(peer), CommError::Peer { rank: index(peer), message })
+                let message = format!(
+                    "collective {sequence}, {call}: {}: {}",
+                    error.call, error.message
+                );
+                self.fail(
+                    index(peer),
+                    CommError::Peer {
+                        rank: index(peer),
+                        message,
+                    },
+                )
             }
-            Interrupt::Left(peer, done) => {
-                self.fail(index(peer), CommError::Left { sequence, call, rank: index(peer), done })
-            }
+            Interrupt::Left(peer, done) => self.fail(
+                index(peer),
+                CommError::Left {
+                    sequence,
+                    call,
+                    rank: index(peer),
+                    done,
+                },
+            ),
             Interrupt::Late(peer) => {
                 let (rank, limit) = (index(peer), self.world.limit);
-                // The collectives of a communicator are in order, so the late rank had reached all before.
-                self.fail(rank, CommError::Stalled { sequence, call, rank, limit, done: sequence })
+                // The collectives of a communicator are in order, so the late rank had reached all
+                // before.
+                self.fail(
+                    rank,
+                    CommError::Stalled {
+                        sequence,
+                        call,
+                        rank,
+                        limit,
+                        done: sequence,
+                    },
+                )
             }
         };
         if self.world.settle(&mut requests) && have_all_requests {
@@ -187,7 +274,11 @@ impl Operation {
         parts: impl Iterator<Item = (bool, usize, (*mut u8, usize))>,
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
-        let tag = self.world.raw.tags.of(self.members.context, self.sequence, phase);
+        let tag = self
+            .world
+            .raw
+            .tags
+            .of(self.members.context, self.sequence, phase);
         for (receives, peer, (at, bytes)) in parts {
             let peer = self.members.world_ranks[peer];
             // SAFETY: the caller's promise.
@@ -201,10 +292,19 @@ impl Operation {
         let (call, bytes) = (&self.checked.call, Call::max_serialized_bytes(self.n()));
         let (sequence, rank) = (self.sequence, self.members.rank);
         let mut own = postcard::to_allocvec(call).unwrap_or_default();
-        debug_assert!(!own.is_empty() && own.len() <= bytes, "{call}: {} bytes, at most {bytes} expected", own.len());
+        debug_assert!(
+            !own.is_empty() && own.len() <= bytes,
+            "{call}: {} bytes, at most {bytes} expected",
+            own.len()
+        );
         // SAFETY: `own` outlives the transfer, which alone accesses it until it ends.
-        let own = unsafe { AnySlice::from_raw_parts(own.as_mut_ptr(), own.len(), DType::U8, DeviceId::HOST) };
-        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: own }).collect();
+        let own = unsafe {
+            AnySlice::from_raw_parts(own.as_mut_ptr(), own.len(), DType::U8, DeviceId::HOST)
+        };
+        let sends: Vec<Part> = self
+            .others()
+            .map(|peer| Part { peer, bytes: own })
+            .collect();
         let receives: Vec<_> = self.others().map(|peer| (peer, bytes)).collect();
         self.transfer(Phase::Compare, &sends, &receives, |received| {
             for (index, peer) in self.others().enumerate() {
@@ -213,12 +313,26 @@ impl Operation {
                     Ok((other, _)) if other == *call => {}
                     Ok((other, _)) => {
                         let (call, other_call) = (self.call(), Box::new(other));
-                        let error = CommError::Mismatch { sequence, rank, call, other_rank: peer, other_call };
+                        let error = CommError::Mismatch {
+                            sequence,
+                            rank,
+                            call,
+                            other_rank: peer,
+                            other_call,
+                        };
                         return Err(self.fail(peer, error));
                     }
                     Err(error) => {
-                        let message = format!("collective {sequence}, {call}: received an undecodable call: {error}");
-                        return Err(self.fail(peer, CommError::Peer { rank: peer, message }));
+                        let message = format!(
+                            "collective {sequence}, {call}: received an undecodable call: {error}"
+                        );
+                        return Err(self.fail(
+                            peer,
+                            CommError::Peer {
+                                rank: peer,
+                                message,
+                            },
+                        ));
                     }
                 }
             }
@@ -234,7 +348,12 @@ impl Operation {
         }
         self.wait_for_tags()?;
         self.compare()?;
-        let (Checked { call, send, recv, .. }, rank) = (&self.checked, self.members.rank);
+        let (
+            Checked {
+                call, send, recv, ..
+            },
+            rank,
+        ) = (&self.checked, self.members.rank);
         let (send, recv, own) = (*send, *recv, call.segments.range(rank, self.n()));
         match (call.collective, call.op) {
             (Collective::ReduceScatter, Some(op)) => self.reduce_scatter(op, send, recv),
@@ -248,16 +367,29 @@ impl Operation {
                 let (sends, receives) = if rank == root {
                     (self.parts(send), Vec::new())
                 } else {
-                    (Vec::new(), vec![Part { peer: root, bytes: send.slice(own.clone()) }])
+                    (
+                        Vec::new(),
+                        vec![Part {
+                            peer: root,
+                            bytes: send.slice(own.clone()),
+                        }],
+                    )
                 };
                 self.exchange(Phase::Scatter, &sends, &receives)?;
                 // The root has all segments: it sends its own and receives none.
                 let sends: Vec<Part> = self
                     .others()
                     .filter(|&peer| peer != root)
-                    .map(|peer| Part { peer, bytes: send.slice(own.clone()) })
+                    .map(|peer| Part {
+                        peer,
+                        bytes: send.slice(own.clone()),
+                    })
                     .collect();
-                let receives = if rank == root { Vec::new() } else { self.parts(send) };
+                let receives = if rank == root {
+                    Vec::new()
+                } else {
+                    self.parts(send)
+                };
                 self.exchange(Phase::Gather, &sends, &receives)
             }
             (Collective::AllToAll, _) => {
@@ -269,12 +401,28 @@ impl Operation {
     }
 
     fn all_gather(&self, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
-        copy(send, recv.slice(self.checked.call.segments.range(self.members.rank, self.n())));
-        let sends: Vec<Part> = self.others().map(|peer| Part { peer, bytes: send }).collect();
+        copy(
+            send,
+            recv.slice(
+                self.checked
+                    .call
+                    .segments
+                    .range(self.members.rank, self.n()),
+            ),
+        );
+        let sends: Vec<Part> = self
+            .others()
+            .map(|peer| Part { peer, bytes: send })
+            .collect();
         self.exchange(Phase::Gather, &sends, &self.parts(recv))
     }
 
-    fn reduce_scatter(&self, op: ReduceOp, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+    fn reduce_scatter(
+        &self,
+        op: ReduceOp,
+        send: AnySlice,
+        recv: AnySlice,
+    ) -> Result<(), CommError> {
         match self.checked.call.comm_dtype() {
             CommDType::F32 => self.reduce_scatter_of::<f32>(op, send, recv),
             CommDType::F64 => self.reduce_scatter_of::<f64>(op, send, recv),
@@ -284,27 +432,38 @@ impl Operation {
         }
     }
 
-    fn reduce_scatter_of<T: Reducible>(&self, op: ReduceOp, send: AnySlice, recv: AnySlice) -> Result<(), CommError> {
+    fn reduce_scatter_of<T: Reducible>(
+        &self,
+        op: ReduceOp,
+        send: AnySlice,
+        recv: AnySlice,
+    ) -> Result<(), CommError> {
         let (rank, n) = (self.members.rank, self.n());
         let own = self.checked.call.segments.range(rank, n);
         let len = own.len();
         let (mine, out) = (send.slice(own).typed::<T>()?, recv.typed::<T>()?);
-        let receives: Vec<_> = self.others().map(|peer| (peer, len * size_of::<T>())).collect();
+        let receives: Vec<_> = self
+            .others()
+            .map(|peer| (peer, len * size_of::<T>()))
+            .collect();
         self.transfer(Phase::Scatter, &self.parts(send), &receives, |received| {
-            let theirs: Vec<&[T]> =
-                (0..receives.len()).map(|index| bytemuck::cast_slice(received.received(index))).collect();
+            let theirs: Vec<&[T]> = (0..receives.len())
+                .map(|index| bytemuck::cast_slice(received.received(index)))
+                .collect();
             let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
             for start in (0..len).step_by(CHUNK_ELEMS) {
                 let chunk = start..(start + CHUNK_ELEMS).min(len);
                 let result = &mut result[..chunk.len()];
-                // SAFETY: the memory is valid by the promise of the slice's maker, and nothing writes to it now; this
-                // view's last use precedes the write to `out`, which may be the same memory.
+                // SAFETY: the memory is valid by the promise of the slice's maker, and nothing
+                // writes to it now; this view's last use precedes the write to `out`, which may be
+                // the same memory.
                 let mine = unsafe { mine.slice(chunk.clone()).as_host() };
-                let mut views: Vec<&[T]> = theirs.iter().map(|theirs| &theirs[chunk.clone()]).collect();
+                let mut views: Vec<&[T]> =
+                    theirs.iter().map(|theirs| &theirs[chunk.clone()]).collect();
                 views.insert(rank, mine);
                 T::reduce(op, &views, result, Store::Cached);
-                // SAFETY: the memory is valid by the promise of the slice's maker, and only this operation accesses it
-                // now.
+                // SAFETY: the memory is valid by the promise of the slice's maker, and only this
+                // operation accesses it now.
                 unsafe { out.slice(chunk.clone()).as_host_mut() }.copy_from_slice(result);
             }
             Ok(())
@@ -317,8 +476,8 @@ fn copy(from: AnySlice, to: AnySlice) {
     if from.as_ptr() != to.as_ptr() {
         from.note_access(false);
         to.note_access(true);
-        // SAFETY: both are valid by the promises of their makers and have the same length; they are not the same
-        // memory, and the check of the call excludes any other overlap.
+        // SAFETY: both are valid by the promises of their makers and have the same length; they are
+        // not the same memory, and the check of the call excludes any other overlap.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len_bytes()) };
     }
 }

@@ -1,12 +1,13 @@
 //! The MPI calls of the back end, each behind a safe or narrowly unsafe method.
 //!
-//! MPI is initialized with `MPI_THREAD_SERIALIZED`: any thread may call it, under one lock. Sends and receives are
-//! non-blocking; [`Raw::test`] drives them.
+//! MPI is initialized with `MPI_THREAD_SERIALIZED`: any thread may call it, under one lock. Sends
+//! and receives are non-blocking; [`Raw::test`] drives them.
 //!
-//! MPI cannot withdraw a transfer. `MPI_Cancel` ends a receive only if no message has matched it yet; for sends it is
-//! deprecated since MPI 4.0. A receive that has matched a message of a lost rank may never end, and an RDMA network may
-//! write to its buffer at any time without a call of this process. So a buffer is freed only when its transfer has
-//! ended; otherwise it is leaked ([`staging`](super::staging)).
+//! MPI cannot withdraw a transfer. `MPI_Cancel` ends a receive only if no message has matched it
+//! yet; for sends it is deprecated since MPI 4.0. A receive that has matched a message of a lost
+//! rank may never end, and an RDMA network may write to its buffer at any time without a call of
+//! this process. So a buffer is freed only when its transfer has ended; otherwise it is leaked
+//! ([`staging`](super::staging)).
 
 use std::ffi::{c_int, c_void};
 
@@ -33,7 +34,8 @@ pub(super) struct Request {
     pub(super) done: bool,
 }
 
-// SAFETY: MPI request handles may be used from any thread; this one is used only under `Raw`'s lock.
+// SAFETY: MPI request handles may be used from any thread; this one is used only under `Raw`'s
+// lock.
 unsafe impl Send for Request {}
 
 /// The MPI communicators of this process, and the lock that serializes all calls.
@@ -65,7 +67,10 @@ fn check(call: &'static str, code: c_int) -> Result<(), MpiError> {
     // SAFETY: the buffer has the length `MPI_MAX_ERROR_STRING`, which MPI requires.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
     let text = &text[..usize::try_from(len).unwrap_or(0).min(text.len())];
-    Err(MpiError { call, message: String::from_utf8_lossy(text).into_owned() })
+    Err(MpiError {
+        call,
+        message: String::from_utf8_lossy(text).into_owned(),
+    })
 }
 
 fn byte_type() -> ffi::MPI_Datatype {
@@ -85,26 +90,31 @@ fn ignored_status() -> *mut ffi::MPI_Status {
 
 fn duplicate(comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm, MpiError> {
     let mut copy = comm;
-    // SAFETY: MPI is initialized, `comm` is a valid communicator, and the pointer is valid for a write.
-    check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(comm, &mut copy) })?;
+    // SAFETY: MPI is initialized, `comm` is a valid communicator, and the pointer is valid for a
+    // write.
+    check("MPI_Comm_dup", unsafe {
+        ffi::MPI_Comm_dup(comm, &mut copy)
+    })?;
     // SAFETY: reads a constant that the library initializes when it is loaded.
     let errors_return = unsafe { ffi::RSMPI_ERRORS_RETURN };
     // SAFETY: `copy` is the communicator that the call above created.
-    check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(copy, errors_return) })?;
+    check("MPI_Comm_set_errhandler", unsafe {
+        ffi::MPI_Comm_set_errhandler(copy, errors_return)
+    })?;
     Ok(copy)
 }
 
 /// The greatest tag that every MPI library accepts.
 const GUARANTEED_TAG_BOUND: c_int = 32_767;
 
-/// The greatest tag that this MPI library accepts, the same on all ranks. `world` is the communicator of all processes,
-/// the one that has the attribute.
+/// The greatest tag that this MPI library accepts, the same on all ranks. `world` is the
+/// communicator of all processes, the one that has the attribute.
 fn tag_bound(world: ffi::MPI_Comm) -> Result<c_int, MpiError> {
     let mut value: *const c_int = std::ptr::null();
     let mut found: c_int = 0;
     let key = ffi::MPI_TAG_UB as c_int;
-    // SAFETY: MPI is initialized, `world` is a valid communicator, and the pointers are valid for writes; the value of
-    // this attribute is a pointer.
+    // SAFETY: MPI is initialized, `world` is a valid communicator, and the pointers are valid for
+    // writes; the value of this attribute is a pointer.
     let code = unsafe { ffi::MPI_Comm_get_attr(world, key, (&raw mut value).cast(), &mut found) };
     check("MPI_Comm_get_attr", code)?;
     if found == 0 || value.is_null() {
@@ -118,18 +128,25 @@ fn tag_bound(world: ffi::MPI_Comm) -> Result<c_int, MpiError> {
 pub(super) const MAX_BYTES: usize = 1 << 30;
 
 impl Raw {
-    /// Duplicates the communicator of all processes. All processes call it, with the same `max_tag`, which tags do not
-    /// exceed even if MPI accepts greater ones.
+    /// Duplicates the communicator of all processes. All processes call it, with the same
+    /// `max_tag`, which tags do not exceed even if MPI accepts greater ones.
     pub(super) fn new(_initialized: &Universe, max_tag: c_int) -> Result<Self, MpiError> {
         // SAFETY: reads a constant that the library initializes when it is loaded.
         let world = unsafe { ffi::RSMPI_COMM_WORLD };
         let (data, notices) = (duplicate(world)?, duplicate(world)?);
         let (mut rank, mut size): (c_int, c_int) = (0, 0);
         // SAFETY: `data` is a valid communicator, and the pointer is valid for a write.
-        check("MPI_Comm_rank", unsafe { ffi::MPI_Comm_rank(data, &mut rank) })?;
+        check("MPI_Comm_rank", unsafe {
+            ffi::MPI_Comm_rank(data, &mut rank)
+        })?;
         // SAFETY: as above.
-        check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(data, &mut size) })?;
-        let (rank, size) = (usize::try_from(rank).unwrap_or(0), usize::try_from(size).unwrap_or(1));
+        check("MPI_Comm_size", unsafe {
+            ffi::MPI_Comm_size(data, &mut size)
+        })?;
+        let (rank, size) = (
+            usize::try_from(rank).unwrap_or(0),
+            usize::try_from(size).unwrap_or(1),
+        );
         let tag_bound = tag_bound(world)?.min(max_tag);
         let tags = Tags::within(tag_bound).ok_or_else(|| {
             let least = Tags::MIN_BOUND;
@@ -137,7 +154,15 @@ impl Raw {
                 format!("tags end at {tag_bound}, and at least {least} is needed; use an MPI library that follows the standard");
             MpiError { call: "MPI_TAG_UB", message }
         })?;
-        Ok(Self { data, notices, rank, size, tags, tag_bound, usable: Mutex::new(true) })
+        Ok(Self {
+            data,
+            notices,
+            rank,
+            size,
+            tags,
+            tag_bound,
+            usable: Mutex::new(true),
+        })
     }
 
     /// Finalizes MPI, which waits for the other processes. No call is made afterwards.
@@ -149,14 +174,22 @@ impl Raw {
 
     fn call<R>(&self, f: impl FnOnce() -> Result<R, MpiError>) -> Result<R, MpiError> {
         let usable = self.usable.lock();
-        if *usable { f() } else { Err(MpiError { call: "MPI", message: "MPI is finalized".to_owned() }) }
+        if *usable {
+            f()
+        } else {
+            Err(MpiError {
+                call: "MPI",
+                message: "MPI is finalized".to_owned(),
+            })
+        }
     }
 
     /// Starts to receive `len` bytes from `peer` if `receives`, otherwise to send them.
     ///
     /// # Safety
-    /// Until the request is done, `buffer` must be valid for `len` bytes: for a receive, valid
-    /// for writes, and nothing else accesses them; for a send, valid for reads, and nothing writes to them.
+    /// Until the request is done, `buffer` must be valid for `len` bytes: for a receive, valid for
+    /// writes, and nothing else accesses them; for a send, valid for reads, and nothing writes to
+    /// them.
     pub(super) unsafe fn start(
         &self,
         receives: bool,
@@ -169,20 +202,49 @@ impl Raw {
         if tag > self.tag_bound {
             // As MPI answers, also where a test lowers the bound.
             let message = format!("tag {tag} exceeds the greatest, {}", self.tag_bound);
-            return Err(MpiError { call: "MPI_TAG_UB", message });
+            return Err(MpiError {
+                call: "MPI_TAG_UB",
+                message,
+            });
         }
         self.call(|| {
             let mut handle = null_request();
             if receives {
-                // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a write.
-                let code = unsafe { ffi::MPI_Irecv(buffer, count, byte_type(), rank, tag, self.data, &mut handle) };
+                // SAFETY: the buffer is valid by the caller's promise; `handle` is valid for a
+                // write.
+                let code = unsafe {
+                    ffi::MPI_Irecv(
+                        buffer,
+                        count,
+                        byte_type(),
+                        rank,
+                        tag,
+                        self.data,
+                        &mut handle,
+                    )
+                };
                 check("MPI_Irecv", code)?;
             } else {
                 // SAFETY: as above.
-                let code = unsafe { ffi::MPI_Isend(buffer, count, byte_type(), rank, tag, self.data, &mut handle) };
+                let code = unsafe {
+                    ffi::MPI_Isend(
+                        buffer,
+                        count,
+                        byte_type(),
+                        rank,
+                        tag,
+                        self.data,
+                        &mut handle,
+                    )
+                };
                 check("MPI_Isend", code)?;
             }
-            Ok(Request { handle, peer, receives, done: false })
+            Ok(Request {
+                handle,
+                peer,
+                receives,
+                done: false,
+            })
         })
     }
 
@@ -191,8 +253,10 @@ impl Raw {
         if !request.done {
             let mut flag: c_int = 0;
             self.call(|| {
-                // SAFETY: the request is not done, so its handle is valid; the pointers are valid for writes.
-                let code = unsafe { ffi::MPI_Test(&mut request.handle, &mut flag, ignored_status()) };
+                // SAFETY: the request is not done, so its handle is valid; the pointers are valid
+                // for writes.
+                let code =
+                    unsafe { ffi::MPI_Test(&mut request.handle, &mut flag, ignored_status()) };
                 check("MPI_Test", code)
             })?;
             request.done = flag != 0;
@@ -206,7 +270,11 @@ impl Raw {
             return Ok(());
         }
         // SAFETY: the request is not done, so its handle is valid.
-        self.call(|| check("MPI_Cancel", unsafe { ffi::MPI_Cancel(&mut request.handle) }))
+        self.call(|| {
+            check("MPI_Cancel", unsafe {
+                ffi::MPI_Cancel(&mut request.handle)
+            })
+        })
     }
 
     /// Sends a notice, best effort. Notices are small, so MPI sends them eagerly, within the call.
@@ -216,8 +284,17 @@ impl Raw {
         let _ = self.call(|| {
             let mut handle = null_request();
             // SAFETY: the buffer is never freed; `handle` is valid for a write.
-            let code =
-                unsafe { ffi::MPI_Isend(from, count, byte_type(), peer as c_int, 0, self.notices, &mut handle) };
+            let code = unsafe {
+                ffi::MPI_Isend(
+                    from,
+                    count,
+                    byte_type(),
+                    peer as c_int,
+                    0,
+                    self.notices,
+                    &mut handle,
+                )
+            };
             check("MPI_Isend", code)
         });
     }
@@ -230,17 +307,32 @@ impl Raw {
             // SAFETY: a struct of integers, for which zeros are valid.
             let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
             // SAFETY: the pointers are valid for writes.
-            check("MPI_Iprobe", unsafe { ffi::MPI_Iprobe(any, tag, self.notices, &mut flag, &mut status) })?;
+            check("MPI_Iprobe", unsafe {
+                ffi::MPI_Iprobe(any, tag, self.notices, &mut flag, &mut status)
+            })?;
             if flag == 0 {
                 return Ok(None);
             }
             let mut count: c_int = 0;
             // SAFETY: the probe above wrote the status.
-            check("MPI_Get_count", unsafe { ffi::MPI_Get_count(&status, byte_type(), &mut count) })?;
+            check("MPI_Get_count", unsafe {
+                ffi::MPI_Get_count(&status, byte_type(), &mut count)
+            })?;
             let mut bytes = vec![0u8; usize::try_from(count).unwrap_or(0)];
             let (to, from) = (bytes.as_mut_ptr().cast::<c_void>(), status.MPI_SOURCE);
-            // SAFETY: the buffer has the probed length. The message is pending, so the call does not block.
-            let code = unsafe { ffi::MPI_Recv(to, count, byte_type(), from, tag, self.notices, ignored_status()) };
+            // SAFETY: the buffer has the probed length. The message is pending, so the call does
+            // not block.
+            let code = unsafe {
+                ffi::MPI_Recv(
+                    to,
+                    count,
+                    byte_type(),
+                    from,
+                    tag,
+                    self.notices,
+                    ignored_status(),
+                )
+            };
             check("MPI_Recv", code)?;
             Ok(Some((usize::try_from(from).unwrap_or(0), bytes)))
         })

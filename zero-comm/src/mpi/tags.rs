@@ -1,13 +1,15 @@
 //! The tags of transfers, within the bound of the MPI library.
 //!
-//! MPI guarantees only tags up to 32,767. The bound is an attribute, `MPI_TAG_UB`: 2^19 - 1 over some networks of Intel
-//! MPI, 2^21 - 1 with Cray MPICH, 2^23 - 1 or 2^31 - 1 with Open MPI. So tags repeat: two collectives of a communicator
-//! whose numbers differ by a multiple of the **period** have the same ones.
+//! MPI guarantees only tags up to 32,767. The bound is an attribute, `MPI_TAG_UB`: 2^19 - 1 over
+//! some networks of Intel MPI, 2^21 - 1 with Cray MPICH, 2^23 - 1 or 2^31 - 1 with Open MPI. So
+//! tags repeat: two collectives of a communicator whose numbers differ by a multiple of the
+//! **period** have the same ones.
 //!
-//! Why messages are not confused: a collective begins only when the one a period before it has ended on this rank. Then
-//! on every rank all messages with one tag are sent and received in the order of the collectives, and MPI delivers
-//! messages of one sender and tag in order. The wait adds no deadlock on a rank whose streams wait only for events that were
-//! recorded before, since the collective a period before was enqueued before.
+//! Why messages are not confused: a collective begins only when the one a period before it has
+//! ended on this rank. Then on every rank all messages with one tag are sent and received in the
+//! order of the collectives, and MPI delivers messages of one sender and tag in order. The wait
+//! adds no deadlock on a rank whose streams wait only for events that were recorded before, since
+//! the collective a period before was enqueued before.
 
 use std::collections::BTreeSet;
 use std::ffi::c_int;
@@ -102,10 +104,19 @@ mod tests {
 
     #[test]
     fn greatest_tag_is_within_every_bound() {
-        for bound in [Tags::MIN_BOUND, 32_767, (1 << 21) - 1, (1 << 23) - 1, c_int::MAX] {
+        for bound in [
+            Tags::MIN_BOUND,
+            32_767,
+            (1 << 21) - 1,
+            (1 << 23) - 1,
+            c_int::MAX,
+        ] {
             let tags = Tags::within(bound).unwrap();
             let greatest = tags.of(MAX_CONTEXT, tags.period - 1, Phase::Gather);
-            assert!((0..=bound).contains(&greatest), "tag {greatest} with bound {bound}");
+            assert!(
+                (0..=bound).contains(&greatest),
+                "tag {greatest} with bound {bound}"
+            );
         }
     }
 
@@ -115,7 +126,10 @@ mod tests {
         assert_eq!(tags.previous(tags.period - 1), None);
         for sequence in [tags.period, 1 << 20, u64::MAX] {
             let previous = tags.previous(sequence).unwrap();
-            assert_eq!(tags.of(3, sequence, Phase::Scatter), tags.of(3, previous, Phase::Scatter));
+            assert_eq!(
+                tags.of(3, sequence, Phase::Scatter),
+                tags.of(3, previous, Phase::Scatter)
+            );
         }
     }
 

@@ -15,7 +15,8 @@ use crate::CommError;
 /// Time limit for transfers to end after a failure. If it passes, their memory is leaked.
 const SETTLE_LIMIT: Duration = Duration::from_secs(1);
 
-/// The maximum time before the limit at which a waiting rank notifies the others of the rank that it waits for.
+/// The maximum time before the limit at which a waiting rank notifies the others of the rank that
+/// it waits for.
 const NOTIFY_BEFORE: Duration = Duration::from_secs(2);
 
 /// The process's part of the world. Ranks are those of the whole world.
@@ -23,7 +24,8 @@ pub(super) struct World {
     pub(super) raw: Raw,
     pub(super) limit: Duration,
     failure: Mutex<Option<CommError>>,
-    /// By communicator and rank: the number of collectives that the rank had called when it dropped the communicator.
+    /// By communicator and rank: the number of collectives that the rank had called when it dropped
+    /// the communicator.
     left: Mutex<HashMap<(u32, usize), u64>>,
     /// The ranks that other ranks wait for.
     waits: Mutex<Waits>,
@@ -48,7 +50,15 @@ pub(super) enum Interrupt {
 impl World {
     pub(super) fn new(raw: Raw, limit: Duration) -> Self {
         let (failure, left, waits) = <_>::default();
-        Self { raw, limit, failure, left, waits, contexts: AtomicU32::new(0), splitting: Mutex::default() }
+        Self {
+            raw,
+            limit,
+            failure,
+            left,
+            waits,
+            contexts: AtomicU32::new(0),
+            splitting: Mutex::default(),
+        }
     }
 
     pub(super) fn failure(&self) -> Option<CommError> {
@@ -57,7 +67,9 @@ impl World {
 
     fn notify_all(&self, notice: &Notice) {
         let bytes = notice.encode();
-        (0..self.raw.size).filter(|&q| q != self.raw.rank).for_each(|q| self.raw.notify(q, &bytes));
+        (0..self.raw.size)
+            .filter(|&q| q != self.raw.rank)
+            .for_each(|q| self.raw.notify(q, &bytes));
     }
 
     /// Ends the world and notifies the other ranks. Returns the first failure.
@@ -81,16 +93,26 @@ impl World {
         while let Ok(Some((from, bytes))) = self.raw.notice() {
             let error = match Notice::decode(&bytes) {
                 Some(Notice::Aborted(reason)) => CommError::Aborted { rank: from, reason },
-                Some(Notice::Failed { at_fault, message }) => CommError::Peer { rank: at_fault, message },
+                Some(Notice::Failed { at_fault, message }) => CommError::Peer {
+                    rank: at_fault,
+                    message,
+                },
                 Some(Notice::Left { context, done }) => {
                     self.left.lock().insert((context, from), done);
                     continue;
                 }
-                Some(Notice::Waits { context, sequence, peer }) => {
+                Some(Notice::Waits {
+                    context,
+                    sequence,
+                    peer,
+                }) => {
                     self.waits.lock().insert(context, from, sequence, peer);
                     continue;
                 }
-                None => CommError::Peer { rank: from, message: "sent an undecodable notice".to_owned() },
+                None => CommError::Peer {
+                    rank: from,
+                    message: "sent an undecodable notice".to_owned(),
+                },
             };
             self.failure.lock().get_or_insert(error);
         }
@@ -99,10 +121,15 @@ impl World {
 
     /// Waits until all `requests` of collective `sequence` of communicator `context` are done.
     ///
-    /// The rank that this one waits for may itself wait for another. To find the late rank, a waiting rank notifies
-    /// all others before the limit, and every waiting rank that receives such a notice does the same; the rank that
-    /// sends none is late.
-    pub(super) fn wait(&self, requests: &mut [Request], context: u32, sequence: u64) -> Result<(), Interrupt> {
+    /// The rank that this one waits for may itself wait for another. To find the late rank, a
+    /// waiting rank notifies all others before the limit, and every waiting rank that receives such
+    /// a notice does the same; the rank that sends none is late.
+    pub(super) fn wait(
+        &self,
+        requests: &mut [Request],
+        context: u32,
+        sequence: u64,
+    ) -> Result<(), Interrupt> {
         let mut time = TimeLimit::new(self.limit);
         let notify_after = self.limit - (self.limit / 4).min(NOTIFY_BEFORE);
         let mut notified = false;
@@ -130,17 +157,23 @@ impl World {
             let waited = time.elapsed();
             if !notified && (waited >= notify_after || self.waits.lock().any(context)) {
                 notified = true;
-                self.notify_all(&Notice::Waits { context, sequence, peer });
+                self.notify_all(&Notice::Waits {
+                    context,
+                    sequence,
+                    peer,
+                });
             }
             if waited >= self.limit {
-                return Err(Interrupt::Late(self.waits.lock().late(context, sequence, peer)));
+                return Err(Interrupt::Late(
+                    self.waits.lock().late(context, sequence, peer),
+                ));
             }
             pause.sleep(progress);
         }
     }
 
-    /// After a failure: cancels the receives and waits for `requests`. Returns whether all have ended, so that their
-    /// buffers may be freed.
+    /// After a failure: cancels the receives and waits for `requests`. Returns whether all have
+    /// ended, so that their buffers may be freed.
     pub(super) fn settle(&self, requests: &mut [Request]) -> bool {
         let deadline = Instant::now() + SETTLE_LIMIT;
         for request in requests.iter_mut().filter(|request| request.receives) {
@@ -159,8 +192,8 @@ impl World {
         false
     }
 
-    /// Starts to receive `len` bytes from `peer` into `buffer` if `receives`, otherwise to send them, in transfers of at
-    /// most [`MAX_BYTES`].
+    /// Starts to receive `len` bytes from `peer` into `buffer` if `receives`, otherwise to send
+    /// them, in transfers of at most [`MAX_BYTES`].
     ///
     /// # Safety
     /// As for [`Raw::start`], for every request.
@@ -183,7 +216,8 @@ impl World {
     }
 }
 
-/// By communicator and rank: the collective in which the rank waits, and the peer that it waits for.
+/// By communicator and rank: the collective in which the rank waits, and the peer that it waits
+/// for.
 #[derive(Default)]
 struct Waits(HashMap<(u32, usize), (u64, usize)>);
 
@@ -194,15 +228,16 @@ impl Waits {
 
     /// Removes the entries of a collective that has ended, and of those before it.
     fn done(&mut self, context: u32, sequence: u64) {
-        self.0.retain(|&(c, _), &mut (s, _)| c != context || s > sequence);
+        self.0
+            .retain(|&(c, _), &mut (s, _)| c != context || s > sequence);
     }
 
     fn any(&self, context: u32) -> bool {
         self.0.keys().any(|&(c, _)| c == context)
     }
 
-    /// The late rank if this one waits for `peer`: the end of the chain of waiting ranks, or `peer` if the chain is a
-    /// cycle.
+    /// The late rank if this one waits for `peer`: the end of the chain of waiting ranks, or `peer`
+    /// if the chain is a cycle.
     fn late(&self, context: u32, sequence: u64, peer: usize) -> usize {
         let mut last = peer;
         for _ in 0..=self.0.len() {
@@ -215,7 +250,8 @@ impl Waits {
     }
 }
 
-/// The pause between polls: yields while transfers progress, then sleeps for up to half a millisecond.
+/// The pause between polls: yields while transfers progress, then sleeps for up to half a
+/// millisecond.
 #[derive(Default)]
 pub(super) struct Pause(u32);
 
@@ -224,7 +260,9 @@ impl Pause {
         self.0 = if progress { 0 } else { self.0 + 1 };
         match self.0 {
             0..30 => std::thread::yield_now(),
-            n => std::thread::sleep(Duration::from_micros(20 * u64::from(n - 29)).min(Duration::from_micros(500))),
+            n => std::thread::sleep(
+                Duration::from_micros(20 * u64::from(n - 29)).min(Duration::from_micros(500)),
+            ),
         }
     }
 }

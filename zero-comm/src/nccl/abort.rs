@@ -1,13 +1,14 @@
 //! The completion of an asynchronous abort.
 //!
-//! Why asynchronous: the work of one communicator may wait on a stream behind that of another, so all are
-//! aborted at the same time; and a graph that still holds collectives blocks an abort until it is destroyed.
+//! Why asynchronous: the work of one communicator may wait on a stream behind that of another, so
+//! all are aborted at the same time; and a graph that still holds collectives blocks an abort until
+//! it is destroyed.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// Time limit of a wait. After it, the abort completes in the background: it may need resources that the process
-/// releases only once it sees the failure, such as a graph with collectives.
+/// Time limit of a wait. After it, the abort completes in the background: it may need resources
+/// that the process releases only once it sees the failure, such as a graph with collectives.
 pub(super) const LIMIT: Duration = Duration::from_secs(5);
 
 /// The completion of an asynchronous abort.

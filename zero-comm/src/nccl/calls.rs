@@ -1,4 +1,5 @@
-//! A rank's calls on a communicator, numbered from 0, with a rolling hash, and the reports of its progress.
+//! A rank's calls on a communicator, numbered from 0, with a rolling hash, and the reports of its
+//! progress.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,7 +15,8 @@ const CALLS_BYTES: usize = 1 << 16;
 /// The offset basis and the prime of FNV-1a with 64 bits (Fowler, Noll, Vo; RFC 9923).
 const FNV: [u64; 2] = [0xcbf2_9ce4_8422_2325, 0x0100_0000_01b3];
 
-/// Hashes the bytes that postcard writes, so that all builds of a protocol version compute the same hash.
+/// Hashes the bytes that postcard writes, so that all builds of a protocol version compute the same
+/// hash.
 struct Fnv(u64);
 
 impl Flavor for Fnv {
@@ -45,14 +47,20 @@ pub(super) struct Calls {
 
 impl Default for Calls {
     fn default() -> Self {
-        Self { start: 0, kept: VecDeque::new(), kept_bytes: 0, hash: FNV[0] }
+        Self {
+            start: 0,
+            kept: VecDeque::new(),
+            kept_bytes: 0,
+            hash: FNV[0],
+        }
     }
 }
 
 impl Calls {
     pub(super) fn push(&mut self, call: Call) {
         // Neither the flavor nor a call's implementation of `Serialize` returns an error.
-        self.hash = postcard::serialize_with_flavor(&call, Fnv(self.hash)).expect("hashing cannot fail");
+        self.hash =
+            postcard::serialize_with_flavor(&call, Fnv(self.hash)).expect("hashing cannot fail");
         self.kept_bytes += memory_bytes(&call);
         self.kept.push_back((call, self.hash));
     }
@@ -62,7 +70,8 @@ impl Calls {
         self.start + self.kept.len() as u64
     }
 
-    /// The hash of the first `count` calls; `None` if there are fewer, or the last of them was dropped.
+    /// The hash of the first `count` calls; `None` if there are fewer, or the last of them was
+    /// dropped.
     pub(super) fn hash_of_first(&self, count: u64) -> Option<u64> {
         Some(self.entry(count.checked_sub(1)?)?.1)
     }
@@ -72,13 +81,18 @@ impl Calls {
     }
 
     fn entry(&self, sequence: u64) -> Option<&(Call, u64)> {
-        self.kept.get(usize::try_from(sequence.checked_sub(self.start)?).ok()?)
+        self.kept
+            .get(usize::try_from(sequence.checked_sub(self.start)?).ok()?)
     }
 
     /// Drops the calls before `sequence`.
     pub(super) fn drop_before(&mut self, sequence: u64) {
         let dropped = sequence.min(self.count()).saturating_sub(self.start);
-        self.kept_bytes -= self.kept.drain(..dropped as usize).map(|(call, _)| memory_bytes(&call)).sum::<usize>();
+        self.kept_bytes -= self
+            .kept
+            .drain(..dropped as usize)
+            .map(|(call, _)| memory_bytes(&call))
+            .sum::<usize>();
         self.start += dropped;
         // A burst of calls does not keep its memory.
         if self.kept.capacity() > 4 * self.kept.len() + 64 {
@@ -100,11 +114,17 @@ impl Calls {
     pub(super) fn messages(&self, context: Context, range: Range<u64>) -> Vec<Message> {
         let (mut messages, mut bytes) = (Vec::new(), usize::MAX);
         for sequence in range.start.max(self.start)..range.end.min(self.count()) {
-            let Some(call) = self.get(sequence) else { break };
+            let Some(call) = self.get(sequence) else {
+                break;
+            };
             let call_bytes = max_bytes(call);
             bytes = bytes.saturating_add(call_bytes);
             if bytes > CALLS_BYTES {
-                messages.push(Message::Calls { context, from: sequence, calls: Vec::new() });
+                messages.push(Message::Calls {
+                    context,
+                    from: sequence,
+                    calls: Vec::new(),
+                });
                 bytes = call_bytes;
             }
             if let Some(Message::Calls { calls, .. }) = messages.last_mut() {
@@ -117,7 +137,11 @@ impl Calls {
 
 /// The memory of a call that is kept, if it shares its counts with no other.
 fn memory_bytes(call: &Call) -> usize {
-    let counts = if let Segments::Uneven(counts) = &call.segments { counts.len() } else { 0 };
+    let counts = if let Segments::Uneven(counts) = &call.segments {
+        counts.len()
+    } else {
+        0
+    };
     size_of::<(Call, u64)>() + counts * size_of::<usize>()
 }
 
@@ -140,7 +164,14 @@ pub(super) struct Log {
 
 impl Log {
     pub(super) fn new(first: bool) -> Self {
-        Self { calls: Calls::default(), reached: 0, ended: 0, left: false, first, reported: (0, 0, 0) }
+        Self {
+            calls: Calls::default(),
+            reached: 0,
+            ended: 0,
+            left: false,
+            first,
+            reported: (0, 0, 0),
+        }
     }
 
     /// The messages that report what has changed since the last report.
@@ -151,8 +182,18 @@ impl Log {
         if progress == last {
             return Vec::new();
         }
-        let mut messages = if self.first { self.calls.messages(context, last.0..called) } else { Vec::new() };
-        messages.push(Message::Progress { context, called, hash: self.calls.hash, reached, ended });
+        let mut messages = if self.first {
+            self.calls.messages(context, last.0..called)
+        } else {
+            Vec::new()
+        };
+        messages.push(Message::Progress {
+            context,
+            called,
+            hash: self.calls.hash,
+            reached,
+            ended,
+        });
         messages
     }
 
@@ -163,11 +204,20 @@ impl Log {
         if first <= count || called <= first || called != self.reported.0 {
             return None;
         }
-        Some(Message::Hash { context, count: first, hash: self.calls.hash_of_first(first)? })
+        Some(Message::Hash {
+            context,
+            count: first,
+            hash: self.calls.hash_of_first(first)?,
+        })
     }
 }
 
 /// Upper bound of the bytes of a serialized call; an integer has at most 10.
 fn max_bytes(call: &Call) -> usize {
-    32 + 10 * if let Segments::Uneven(counts) = &call.segments { counts.len() } else { 0 }
+    32 + 10
+        * if let Segments::Uneven(counts) = &call.segments {
+            counts.len()
+        } else {
+            0
+        }
 }

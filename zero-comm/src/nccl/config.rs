@@ -5,8 +5,8 @@ use std::mem::offset_of;
 
 use cudarc::nccl::sys;
 
-/// `ncclConfig_t` of NCCL 2.18. Newer libraries accept it and use defaults for the fields that it lacks. NCCL's
-/// environment variables determine undefined fields.
+/// `ncclConfig_t` of NCCL 2.18. Newer libraries accept it and use defaults for the fields that it
+/// lacks. NCCL's environment variables determine undefined fields.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -25,7 +25,8 @@ const _: () = assert!(offset_of!(Config, blocking) == offset_of!(sys::ncclConfig
 const _: () = assert!(offset_of!(Config, net_name) == offset_of!(sys::ncclConfig_t, netName));
 const _: () = assert!(offset_of!(Config, split_share) == offset_of!(sys::ncclConfig_t, splitShare));
 
-/// The size to report to NCCL, without the padding after the last field, where later versions have another field.
+/// The size to report to NCCL, without the padding after the last field, where later versions have
+/// another field.
 const BYTES: usize = offset_of!(Config, split_share) + size_of::<c_int>();
 
 const UNDEFINED: c_int = c_int::MIN;

@@ -1,30 +1,33 @@
-//! The coordinator's state machine: compares the calls of all ranks and determines the failure of the world.
+//! The coordinator's state machine: compares the calls of all ranks and determines the failure of
+//! the world.
 //!
-//! It runs in rank 0's process, performs no I/O, reads no clock and never accesses the data of collectives. The first
-//! failure is final, and every rank receives it. It names
+//! It runs in rank 0's process, performs no I/O, reads no clock and never accesses the data of
+//! collectives. The first failure is final, and every rank receives it. It names
 //!
-//! - both ranks, if their calls of one sequence number differ, or one splits while the other registers memory;
+//! - both ranks, if their calls of one sequence number differ, or one splits while the other
+//!   registers memory;
 //! - the rank whose connection ended without a goodbye, or was silent for too long;
 //! - the rank that dropped a communicator on which others still call collectives;
-//! - if a collective exceeds its limit: the first rank that has not called it; else the first whose stream has not
-//!   reached it; else the rank that reported it.
+//! - if a collective exceeds its limit: the first rank that has not called it; else the first whose
+//!   stream has not reached it; else the rank that reported it.
 //!
-//! Calls are compared by hash. The first rank of a communicator sends its calls; every other rank sends only how many
-//! it has made and their rolling hash, which is compared with the first rank's hash at that count. A rank that is ahead
-//! of the first is compared when the first gets there, or as far as the first has come if both wait. Where an error names a call that the coordinator lacks, it
-//! requests the call from a rank; until the answer, no later failure replaces this one.
+//! Calls are compared by hash. The first rank of a communicator sends its calls; every other rank
+//! sends only how many it has made and their rolling hash, which is compared with the first rank's
+//! hash at that count. A rank that is ahead of the first is compared when the first gets there, or
+//! as far as the first has come if both wait. Where an error names a call that the coordinator
+//! lacks, it requests the call from a rank; until the answer, no later failure replaces this one.
 //!
-//! The cost of a message does not depend on the number of ranks, except of those that end the world. Minima over ranks
-//! are computed at each [`tick`](Coordinator::tick).
+//! The cost of a message does not depend on the number of ranks, except of those that end the
+//! world. Minima over ranks are computed at each [`tick`](Coordinator::tick).
 //!
-//! Why hashes: steps of one second with 3,000 calls are 1,030 messages in and 260 out a second at 1,024 ranks,
-//! and 4,080 and 1,050 at 4,096 (`benches/README.md`). With a message a call, 4,096 ranks sent 12.3 million
-//! messages of 0.2 GB. A split or a registration answers each rank with its own outcome, some 10 bytes, instead
-//! of the entries of all ranks.
+//! Why hashes: steps of one second with 3,000 calls are 1,030 messages in and 260 out a second at
+//! 1,024 ranks, and 4,080 and 1,050 at 4,096 (`benches/README.md`). With a message a call, 4,096
+//! ranks sent 12.3 million messages of 0.2 GB. A split or a registration answers each rank with its
+//! own outcome, some 10 bytes, instead of the entries of all ranks.
 //!
-//! Why a certain failure waits for its text: a rank may end, or report a hung collective, between the
-//! difference of its hash and the answer with its calls. Later failures are held back until it has answered, is
-//! lost, or six ticks have passed; the error has what is known then.
+//! Why a certain failure waits for its text: a rank may end, or report a hung collective, between
+//! the difference of its hash and the answer with its calls. Later failures are held back until it
+//! has answered, is lost, or six ticks have passed; the error has what is known then.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
@@ -39,15 +42,17 @@ use crate::{CommError, RendezvousError};
 
 /// Ticks after which the coordinator no longer waits for a call that it requested.
 const ANSWER_TICKS: u32 = 6;
-/// Ticks after which a goodbye is answered although calls of the rank, or of others for rank 0, were not compared.
+/// Ticks after which a goodbye is answered although calls of the rank, or of others for rank 0,
+/// were not compared.
 const GOODBYE_TICKS: u32 = 2;
-/// Maximum memory of the calls of one communicator that are not agreed or have not ended on all ranks.
+/// Maximum memory of the calls of one communicator that are not agreed or have not ended on all
+/// ranks.
 const MAX_CALL_BYTES: usize = if cfg!(test) { 1 << 20 } else { 1 << 30 };
 /// Ticks without a message to a rank, or from it, after which a keepalive is due.
 pub(super) const KEEPALIVE_TICKS: u32 = 4;
 
-/// Ticks between two agreements: in a large world, only as often as each rank needs a keepalive. Sending them is most of
-/// the coordinator's work.
+/// Ticks between two agreements: in a large world, only as often as each rank needs a keepalive.
+/// Sending them is most of the coordinator's work.
 fn agreement_ticks(world_size: usize) -> u32 {
     if world_size < 512 { 1 } else { KEEPALIVE_TICKS }
 }
@@ -118,7 +123,11 @@ struct Group {
 impl Group {
     fn new(ranks: Vec<usize>) -> Self {
         Self {
-            indices: ranks.iter().enumerate().map(|(index, &rank)| (rank, index)).collect(),
+            indices: ranks
+                .iter()
+                .enumerate()
+                .map(|(index, &rank)| (rank, index))
+                .collect(),
             members: vec![Member::default(); ranks.len()],
             ranks,
             calls: Calls::default(),
@@ -133,8 +142,8 @@ impl Group {
         }
     }
 
-    /// Compares the latest report of `index` with the first rank's calls, or notes that it is ahead of them. Returns
-    /// the calls that contain the first difference.
+    /// Compares the latest report of `index` with the first rank's calls, or notes that it is ahead
+    /// of them. Returns the calls that contain the first difference.
     fn compare(&mut self, index: usize) -> Option<Range<u64>> {
         let member = &mut self.members[index];
         if index == 0 || member.ahead.is_some() || member.called <= member.agreed {
@@ -152,8 +161,8 @@ impl Group {
         None
     }
 
-    /// Compares the next member that the first rank has caught up with. Returns its index and the calls that contain
-    /// the first difference; `None` if there is no such member.
+    /// Compares the next member that the first rank has caught up with. Returns its index and the
+    /// calls that contain the first difference; `None` if there is no such member.
     fn compare_next(&mut self) -> Option<(usize, Option<Range<u64>>)> {
         let &Reverse((count, index)) = self.ahead.peek()?;
         if count > self.calls.count() {
@@ -170,9 +179,9 @@ impl Group {
         Some((index, self.compare(index)))
     }
 
-    /// Drops the calls that no error can name any more. If an agreement `is_due` or the first rank has called nothing
-    /// since the last tick, returns the number of calls that all ranks agree on, if it has grown or if a rank is ahead of
-    /// the first with calls that were not compared.
+    /// Drops the calls that no error can name any more. If an agreement `is_due` or the first rank
+    /// has called nothing since the last tick, returns the number of calls that all ranks agree on,
+    /// if it has grown or if a rank is ahead of the first with calls that were not compared.
     fn settle(&mut self, context: Context, is_due: bool) -> Option<Message> {
         let agreed = self.members.iter().map(|member| member.agreed).min()?;
         let running = self.members.iter().filter(|member| member.left.is_none());
@@ -183,15 +192,25 @@ impl Group {
         if !is_due && !waits {
             return None;
         }
-        let ahead = self.members.iter().any(|member| member.ahead.is_some() && member.agreed < first);
+        let ahead = self
+            .members
+            .iter()
+            .any(|member| member.ahead.is_some() && member.agreed < first);
         let grown = agreed > std::mem::replace(&mut self.agreed, agreed);
-        (grown || ahead).then_some(Message::Agreed { context, count: agreed, first })
+        (grown || ahead).then_some(Message::Agreed {
+            context,
+            count: agreed,
+            first,
+        })
     }
 
-    /// The error for too many calls in memory: it names the rank without which they could be dropped.
+    /// The error for too many calls in memory: it names the rank without which they could be
+    /// dropped.
     fn farthest_behind(&self, context: Context) -> CommError {
         let count = |member: &Member| member.agreed.min(member.ended);
-        let index = (0..self.members.len()).min_by_key(|&index| count(&self.members[index])).unwrap_or(0);
+        let index = (0..self.members.len())
+            .min_by_key(|&index| count(&self.members[index]))
+            .unwrap_or(0);
         let message = format!(
             "is at collective {} of communicator {context}, and rank {} is so many ahead that the coordinator cannot keep \
              them: {}",
@@ -199,7 +218,10 @@ impl Group {
             self.ranks[0],
             self.calls.count()
         );
-        CommError::Peer { rank: self.ranks[index], message }
+        CommError::Peer {
+            rank: self.ranks[index],
+            message,
+        }
     }
 
     /// Sends `message` to all members of a world of `world_size` ranks.
@@ -207,7 +229,10 @@ impl Group {
         if self.ranks.len() == world_size {
             return vec![Outgoing::All(message)];
         }
-        self.ranks.iter().map(|&rank| Outgoing::To(rank, message.clone())).collect()
+        self.ranks
+            .iter()
+            .map(|&rank| Outgoing::To(rank, message.clone()))
+            .collect()
     }
 }
 
@@ -227,8 +252,13 @@ struct Pending {
 enum Cause {
     /// One of the calls differs from the first rank's.
     Difference,
-    /// `rank` left or was lost after `done` calls, before the requested call; `message` describes it.
-    Left { rank: usize, done: u64, message: String },
+    /// `rank` left or was lost after `done` calls, before the requested call; `message` describes
+    /// it.
+    Left {
+        rank: usize,
+        done: u64,
+        message: String,
+    },
 }
 
 /// The state of a world.
@@ -285,10 +315,18 @@ impl Coordinator {
     pub(super) fn join(&mut self, hello: &Hello) -> Result<usize, RendezvousError> {
         let (rank, got, expected) = (hello.rank, hello.world_size, self.world_size);
         if got != expected || rank >= got {
-            return Err(RendezvousError::WorldSize { rank, got, expected });
+            return Err(RendezvousError::WorldSize {
+                rank,
+                got,
+                expected,
+            });
         }
         if hello.library != self.library {
-            return Err(RendezvousError::Library { rank, got: hello.library, expected: self.library });
+            return Err(RendezvousError::Library {
+                rank,
+                got: hello.library,
+                expected: self.library,
+            });
         }
         if std::mem::replace(&mut self.joined[rank], true) {
             return Err(RendezvousError::Twice { rank });
@@ -298,10 +336,13 @@ impl Coordinator {
 
     /// The ranks that have not joined.
     pub(super) fn missing(&self) -> Vec<usize> {
-        (0..self.world_size).filter(|&rank| !self.joined[rank]).collect()
+        (0..self.world_size)
+            .filter(|&rank| !self.joined[rank])
+            .collect()
     }
 
-    /// Whether all ranks have ended, with or without an error, and no message for them is outstanding.
+    /// Whether all ranks have ended, with or without an error, and no message for them is
+    /// outstanding.
     pub(super) fn is_over(&self) -> bool {
         self.present == 0 && self.leaving.is_empty()
     }
@@ -318,18 +359,43 @@ impl Coordinator {
     }
 
     /// Requests calls for the error of a failure, unless the world has failed.
-    fn ask(&mut self, asked: usize, context: Context, calls: Range<u64>, cause: Cause) -> Vec<Outgoing> {
+    fn ask(
+        &mut self,
+        asked: usize,
+        context: Context,
+        calls: Range<u64>,
+        cause: Cause,
+    ) -> Vec<Outgoing> {
         if self.failure.is_some() || self.pending.is_some() {
             return Vec::new();
         }
-        let request = Message::ShowCalls { context, from: calls.start, to: calls.end };
-        self.pending = Some(Pending { asked, context, calls, cause, ticks: 0 });
+        let request = Message::ShowCalls {
+            context,
+            from: calls.start,
+            to: calls.end,
+        };
+        self.pending = Some(Pending {
+            asked,
+            context,
+            calls,
+            cause,
+            ticks: 0,
+        });
         vec![Outgoing::To(asked, request)]
     }
 
     /// Ends the world without the call that was requested, for `reason`.
     fn give_up(&mut self, reason: &str) -> Vec<Outgoing> {
-        let Some(Pending { asked, context, calls, cause, .. }) = self.pending.take() else { return Vec::new() };
+        let Some(Pending {
+            asked,
+            context,
+            calls,
+            cause,
+            ..
+        }) = self.pending.take()
+        else {
+            return Vec::new();
+        };
         let first = self.groups.get(&context).map_or(0, |group| group.ranks[0]);
         let error = match cause {
             Cause::Difference => {
@@ -339,7 +405,10 @@ impl Coordinator {
                     calls.start,
                     calls.end - 1
                 );
-                CommError::Peer { rank: asked, message }
+                CommError::Peer {
+                    rank: asked,
+                    message,
+                }
             }
             Cause::Left { rank, message, .. } => CommError::Peer { rank, message },
         };
@@ -359,21 +428,53 @@ impl Coordinator {
             Message::Goodbye => self.goodbye(rank),
             Message::Alive => Vec::new(),
             _ if self.failure.is_some() => Vec::new(),
-            Message::Calls { context, from, calls } => self.calls(rank, context, from, calls),
-            Message::Progress { context, called, hash, reached, ended } => {
-                self.progress(rank, context, (called, hash), reached, ended)
-            }
-            Message::Hash { context, count, hash } => self.hash(rank, context, count, hash),
-            Message::Late { context, sequence, call, limit } => {
+            Message::Calls {
+                context,
+                from,
+                calls,
+            } => self.calls(rank, context, from, calls),
+            Message::Progress {
+                context,
+                called,
+                hash,
+                reached,
+                ended,
+            } => self.progress(rank, context, (called, hash), reached, ended),
+            Message::Hash {
+                context,
+                count,
+                hash,
+            } => self.hash(rank, context, count, hash),
+            Message::Late {
+                context,
+                sequence,
+                call,
+                limit,
+            } => {
                 let error = self.late(rank, context, sequence, call, limit);
                 self.fail(error)
             }
             Message::Failed { error } => self.fail(error),
-            Message::Meet { context, number, entry } => self.meet(rank, context, number, entry),
-            Message::LateMeeting { context, number, limit } => {
-                let (absent, kind) = self.absent_from(context, number).unwrap_or((rank, "meeting"));
-                let message = format!("did not join {kind} {number} of communicator {context} within {limit:?}");
-                self.fail(CommError::Peer { rank: absent, message })
+            Message::Meet {
+                context,
+                number,
+                entry,
+            } => self.meet(rank, context, number, entry),
+            Message::LateMeeting {
+                context,
+                number,
+                limit,
+            } => {
+                let (absent, kind) = self
+                    .absent_from(context, number)
+                    .unwrap_or((rank, "meeting"));
+                let message = format!(
+                    "did not join {kind} {number} of communicator {context} within {limit:?}"
+                );
+                self.fail(CommError::Peer {
+                    rank: absent,
+                    message,
+                })
             }
             Message::Left { context, done } => self.left(rank, context, done),
             Message::Welcome { .. }
@@ -403,7 +504,8 @@ impl Coordinator {
         if let Some(pending) = &mut self.pending {
             pending.ticks += 1;
             if pending.ticks > ANSWER_TICKS {
-                outgoing.extend(self.give_up(&format!("it did not answer within {ANSWER_TICKS} s")));
+                outgoing
+                    .extend(self.give_up(&format!("it did not answer within {ANSWER_TICKS} s")));
             }
         }
         self.leaving.iter_mut().for_each(|(_, ticks)| *ticks += 1);
@@ -412,19 +514,33 @@ impl Coordinator {
     }
 
     /// Handles calls of the communicator's first rank, or calls that the coordinator requested.
-    fn calls(&mut self, rank: usize, context: Context, from: u64, calls: Vec<Call>) -> Vec<Outgoing> {
-        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+    fn calls(
+        &mut self,
+        rank: usize,
+        context: Context,
+        from: u64,
+        calls: Vec<Call>,
+    ) -> Vec<Outgoing> {
+        let Some((group, index)) = self.member(rank, context) else {
+            return Vec::new();
+        };
         if index > 0 {
             return self.answered(rank, context, from, calls);
         }
         let expected = group.calls.count();
         if from != expected {
-            let message = format!("sent its calls from {from} of communicator {context} instead of {expected}");
+            let message = format!(
+                "sent its calls from {from} of communicator {context} instead of {expected}"
+            );
             return self.fail(CommError::Peer { rank, message });
         }
         for call in calls {
-            if matches!(&call.segments, Segments::Uneven(counts) if counts.len() != group.ranks.len()) {
-                let message = format!("called {call} on communicator {context} of {} ranks", group.ranks.len());
+            if matches!(&call.segments, Segments::Uneven(counts) if counts.len() != group.ranks.len())
+            {
+                let message = format!(
+                    "called {call} on communicator {context} of {} ranks",
+                    group.ranks.len()
+                );
                 return self.fail(CommError::Peer { rank, message });
             }
             group.calls.push(call);
@@ -445,22 +561,44 @@ impl Coordinator {
     }
 
     /// Handles calls of a rank that is not the first.
-    fn answered(&mut self, rank: usize, context: Context, from: u64, calls: Vec<Call>) -> Vec<Outgoing> {
-        let Some(pending) = &mut self.pending else { return Vec::new() };
-        let Some(group) = self.groups.get(&context) else { return Vec::new() };
+    fn answered(
+        &mut self,
+        rank: usize,
+        context: Context,
+        from: u64,
+        calls: Vec<Call>,
+    ) -> Vec<Outgoing> {
+        let Some(pending) = &mut self.pending else {
+            return Vec::new();
+        };
+        let Some(group) = self.groups.get(&context) else {
+            return Vec::new();
+        };
         if (pending.asked, pending.context, pending.calls.start) != (rank, context, from) {
             return Vec::new();
         }
         for call in calls {
             let sequence = pending.calls.start;
             let error = match &pending.cause {
-                &Cause::Left { rank, done, .. } => CommError::Left { sequence, call: Box::new(call), rank, done },
+                &Cause::Left { rank, done, .. } => CommError::Left {
+                    sequence,
+                    call: Box::new(call),
+                    rank,
+                    done,
+                },
                 Cause::Difference => {
                     pending.calls.start += 1;
                     match group.calls.get(sequence) {
                         Some(other) if *other != call => {
-                            let (other_rank, other_call) = (group.ranks[0], Box::new(other.clone()));
-                            CommError::Mismatch { sequence, rank, call: Box::new(call), other_rank, other_call }
+                            let (other_rank, other_call) =
+                                (group.ranks[0], Box::new(other.clone()));
+                            CommError::Mismatch {
+                                sequence,
+                                rank,
+                                call: Box::new(call),
+                                other_rank,
+                                other_call,
+                            }
                         }
                         _ if pending.calls.is_empty() => {
                             let message = format!(
@@ -486,7 +624,9 @@ impl Coordinator {
         reached: u64,
         ended: u64,
     ) -> Vec<Outgoing> {
-        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+        let Some((group, index)) = self.member(rank, context) else {
+            return Vec::new();
+        };
         let member = &mut group.members[index];
         (member.reached, member.ended) = (member.reached.max(reached), member.ended.max(ended));
         if called <= member.called {
@@ -503,10 +643,12 @@ impl Coordinator {
         }
     }
 
-    /// Compares the calls of a rank that is ahead of the first, as far as the first has come: it may never come
-    /// further, if differing calls made it wait for ever.
+    /// Compares the calls of a rank that is ahead of the first, as far as the first has come: it
+    /// may never come further, if differing calls made it wait for ever.
     fn hash(&mut self, rank: usize, context: Context, count: u64, hash: u64) -> Vec<Outgoing> {
-        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+        let Some((group, index)) = self.member(rank, context) else {
+            return Vec::new();
+        };
         let member = &mut group.members[index];
         if count <= member.agreed || count > member.called || count > group.calls.count() {
             return Vec::new();
@@ -519,36 +661,77 @@ impl Coordinator {
         Vec::new()
     }
 
-    /// Ends the world because a member dropped the communicator before collective `done`, which others called.
+    /// Ends the world because a member dropped the communicator before collective `done`, which
+    /// others called.
     fn left_early(&mut self, context: Context, index: usize, done: u64) -> Vec<Outgoing> {
-        let Some(group) = self.groups.get(&context) else { return Vec::new() };
-        let message = format!("left communicator {context} after {done} collectives, before those of other ranks");
-        let left = Cause::Left { rank: group.ranks[index], done, message };
-        self.fail_left(context, index, done, left).unwrap_or_default()
+        let Some(group) = self.groups.get(&context) else {
+            return Vec::new();
+        };
+        let message = format!(
+            "left communicator {context} after {done} collectives, before those of other ranks"
+        );
+        let left = Cause::Left {
+            rank: group.ranks[index],
+            done,
+            message,
+        };
+        self.fail_left(context, index, done, left)
+            .unwrap_or_default()
     }
 
     /// Ends the world with [`CommError::Left`] for `index`. `None` if no rank can report the call.
-    fn fail_left(&mut self, context: Context, index: usize, sequence: u64, cause: Cause) -> Option<Vec<Outgoing>> {
+    fn fail_left(
+        &mut self,
+        context: Context,
+        index: usize,
+        sequence: u64,
+        cause: Cause,
+    ) -> Option<Vec<Outgoing>> {
         let group = self.groups.get(&context)?;
-        let &Cause::Left { rank, done, .. } = &cause else { return None };
+        let &Cause::Left { rank, done, .. } = &cause else {
+            return None;
+        };
         if let Some(call) = group.calls.get(sequence) {
             let call = Box::new(call.clone());
-            return Some(self.fail(CommError::Left { sequence, call, rank, done }));
+            return Some(self.fail(CommError::Left {
+                sequence,
+                call,
+                rank,
+                done,
+            }));
         }
-        let can_answer = |&i: &usize| i != index && group.members[i].called > sequence && !self.gone[group.ranks[i]];
+        let can_answer = |&i: &usize| {
+            i != index && group.members[i].called > sequence && !self.gone[group.ranks[i]]
+        };
         let asked = group.ranks[(0..group.members.len()).find(can_answer)?];
         Some(self.ask(asked, context, sequence..sequence + 1, cause))
     }
 
-    fn late(&self, rank: usize, context: Context, sequence: u64, call: Call, limit: Duration) -> CommError {
+    fn late(
+        &self,
+        rank: usize,
+        context: Context,
+        sequence: u64,
+        call: Call,
+        limit: Duration,
+    ) -> CommError {
         let Some(group) = self.groups.get(&context) else {
             let message = format!("waits in communicator {context}, which does not exist");
             return CommError::Peer { rank, message };
         };
         let stalled = |count: &dyn Fn(&Member) -> u64| {
-            let index = group.members.iter().position(|member| count(member) <= sequence)?;
+            let index = group
+                .members
+                .iter()
+                .position(|member| count(member) <= sequence)?;
             let (rank, done) = (group.ranks[index], count(&group.members[index]));
-            Some(CommError::Stalled { sequence, call: Box::new(call.clone()), rank, limit, done })
+            Some(CommError::Stalled {
+                sequence,
+                call: Box::new(call.clone()),
+                rank,
+                limit,
+                done,
+            })
         };
         stalled(&|member| member.called).or_else(|| stalled(&|member| member.reached)).unwrap_or_else(|| {
             let message =
@@ -558,9 +741,14 @@ impl Coordinator {
     }
 
     fn left(&mut self, rank: usize, context: Context, done: u64) -> Vec<Outgoing> {
-        let pending = self.pending.as_ref().is_some_and(|pending| pending.context == context);
+        let pending = self
+            .pending
+            .as_ref()
+            .is_some_and(|pending| pending.context == context);
         let world_size = self.world_size;
-        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+        let Some((group, index)) = self.member(rank, context) else {
+            return Vec::new();
+        };
         if group.members[index].left.replace(done).is_none() {
             group.left += 1;
         }
@@ -577,13 +765,15 @@ impl Coordinator {
             return Vec::new();
         }
         let agreed = group.settle(context, true);
-        let outgoing = agreed.map(|agreed| group.send(agreed, world_size)).unwrap_or_default();
+        let outgoing = agreed
+            .map(|agreed| group.send(agreed, world_size))
+            .unwrap_or_default();
         self.groups.remove(&context);
         outgoing
     }
 
-    /// Answers at once if all calls of the rank were compared, so that it is not needed any more. The coordinator ends
-    /// with rank 0's process, which waits for the other ranks.
+    /// Answers at once if all calls of the rank were compared, so that it is not needed any more.
+    /// The coordinator ends with rank 0's process, which waits for the other ranks.
     fn goodbye(&mut self, rank: usize) -> Vec<Outgoing> {
         if !self.set_gone(rank) || self.failure.is_some() {
             return Vec::new();
@@ -606,7 +796,8 @@ impl Coordinator {
         was_present
     }
 
-    /// Answers all goodbyes when all ranks have said theirs; else those that have waited for long enough.
+    /// Answers all goodbyes when all ranks have said theirs; else those that have waited for long
+    /// enough.
     fn answer_goodbyes(&mut self) -> Vec<Outgoing> {
         if self.pending.is_some() {
             // The failure that is certain must reach the ranks before they end.
@@ -614,19 +805,28 @@ impl Coordinator {
         }
         let all = self.present == 0;
         let is_due = |ticks: u32| all || ticks >= GOODBYE_TICKS;
-        if self.leaving.iter().any(|&(rank, ticks)| is_due(ticks) && (rank == 0 || all)) {
+        if self
+            .leaving
+            .iter()
+            .any(|&(rank, ticks)| is_due(ticks) && (rank == 0 || all))
+        {
             self.leaving.clear();
             return vec![Outgoing::All(Message::Goodbye)];
         }
         let due = self.leaving.extract_if(.., |&mut (_, ticks)| is_due(ticks));
-        due.map(|(rank, _)| Outgoing::To(rank, Message::Goodbye)).collect()
+        due.map(|(rank, _)| Outgoing::To(rank, Message::Goodbye))
+            .collect()
     }
 
     /// Handles the loss of the connection to `rank`; `cause` describes it.
     pub(super) fn lost(&mut self, rank: usize, cause: String) -> Vec<Outgoing> {
         self.leaving.retain(|&(leaving, _)| leaving != rank);
         let was_present = self.set_gone(rank);
-        if self.pending.as_ref().is_some_and(|pending| pending.asked == rank) {
+        if self
+            .pending
+            .as_ref()
+            .is_some_and(|pending| pending.asked == rank)
+        {
             return self.give_up(&cause);
         }
         if !was_present || self.failure.is_some() || self.pending.is_some() {
@@ -635,26 +835,46 @@ impl Coordinator {
         // The oldest collective in which other ranks may wait for it.
         let contexts: Vec<Context> = self.groups.keys().copied().collect();
         for context in contexts {
-            let Some((group, index)) = self.member(rank, context) else { continue };
+            let Some((group, index)) = self.member(rank, context) else {
+                continue;
+            };
             let (sequence, done) = (group.members[index].ended, group.members[index].called);
             if group.members[index].left.is_none() && group.most_called > sequence {
-                let left = Cause::Left { rank, done, message: cause.clone() };
+                let left = Cause::Left {
+                    rank,
+                    done,
+                    message: cause.clone(),
+                };
                 if let Some(outgoing) = self.fail_left(context, index, sequence, left) {
                     return outgoing;
                 }
             }
         }
-        self.fail(CommError::Peer { rank, message: cause })
+        self.fail(CommError::Peer {
+            rank,
+            message: cause,
+        })
     }
 
-    fn meet(&mut self, rank: usize, context: Context, number: u64, entry: MeetingEntry) -> Vec<Outgoing> {
-        let Some((group, index)) = self.member(rank, context) else { return Vec::new() };
+    fn meet(
+        &mut self,
+        rank: usize,
+        context: Context,
+        number: u64,
+        entry: MeetingEntry,
+    ) -> Vec<Outgoing> {
+        let Some((group, index)) = self.member(rank, context) else {
+            return Vec::new();
+        };
         let (n, kind) = (group.ranks.len(), entry.kind());
         if let Some((_, gone)) = group.first_left {
             let error = left_before(group.ranks[gone], context, number, kind);
             return self.fail(error);
         }
-        let joined = group.meeting.as_ref().is_some_and(|meeting| meeting.entries[index].is_some());
+        let joined = group
+            .meeting
+            .as_ref()
+            .is_some_and(|meeting| meeting.entries[index].is_some());
         if number != group.met || joined {
             let next = group.met + u64::from(joined);
             let message = format!(
@@ -663,7 +883,12 @@ impl Coordinator {
             );
             return self.fail(CommError::Peer { rank, message });
         }
-        let new = || Meeting { kind, first: rank, entries: vec![None; n], absent: n };
+        let new = || Meeting {
+            kind,
+            first: rank,
+            entries: vec![None; n],
+            absent: n,
+        };
         let meeting = group.meeting.get_or_insert_with(new);
         if meeting.kind != kind {
             let message = format!(
@@ -679,31 +904,62 @@ impl Coordinator {
             return Vec::new();
         }
         group.met += 1;
-        let entries = group.meeting.take().map(|meeting| meeting.entries).unwrap_or_default();
-        let (ranks, entries) = (group.ranks.clone(), entries.into_iter().flatten().collect::<Vec<_>>());
+        let entries = group
+            .meeting
+            .take()
+            .map(|meeting| meeting.entries)
+            .unwrap_or_default();
+        let (ranks, entries) = (
+            group.ranks.clone(),
+            entries.into_iter().flatten().collect::<Vec<_>>(),
+        );
         let outcomes = match kind {
-            "split" => self.split(&ranks, &entries).into_iter().map(Outcome::Split).collect(),
+            "split" => self
+                .split(&ranks, &entries)
+                .into_iter()
+                .map(Outcome::Split)
+                .collect(),
             _ => vec![Outcome::Registration(registered(&entries)); n],
         };
-        let send = |(rank, outcome)| Outgoing::To(rank, Message::Met { context, number, outcome });
+        let send = |(rank, outcome)| {
+            Outgoing::To(
+                rank,
+                Message::Met {
+                    context,
+                    number,
+                    outcome,
+                },
+            )
+        };
         ranks.into_iter().zip(outcomes).map(send).collect()
     }
 
-    /// Makes the communicators of a split, in ascending order of color. Returns the places of its ranks.
+    /// Makes the communicators of a split, in ascending order of color. Returns the places of its
+    /// ranks.
     fn split(&mut self, ranks: &[usize], entries: &[MeetingEntry]) -> Vec<Option<Place>> {
         let mut places = vec![None; ranks.len()];
-        let of_color = entries.iter().enumerate().filter_map(|(index, entry)| match entry {
-            MeetingEntry::Split(request) => Some((request.color?, request.key, index)),
-            MeetingEntry::Registration(_) => None,
-        });
+        let of_color = entries
+            .iter()
+            .enumerate()
+            .filter_map(|(index, entry)| match entry {
+                MeetingEntry::Split(request) => Some((request.color?, request.key, index)),
+                MeetingEntry::Registration(_) => None,
+            });
         let mut order: Vec<(u64, u64, usize)> = of_color.collect();
         order.sort_unstable();
         for members in order.chunk_by(|(a, ..), (b, ..)| a == b) {
             let context = self.next_context;
             for (rank, &(.., index)) in members.iter().enumerate() {
-                places[index] = Some(Place { context, rank, size: members.len() });
+                places[index] = Some(Place {
+                    context,
+                    rank,
+                    size: members.len(),
+                });
             }
-            self.groups.insert(context, Group::new(members.iter().map(|&(.., index)| ranks[index]).collect()));
+            self.groups.insert(
+                context,
+                Group::new(members.iter().map(|&(.., index)| ranks[index]).collect()),
+            );
             self.next_context += 1;
         }
         places
@@ -719,19 +975,35 @@ impl Coordinator {
 }
 
 fn registered(entries: &[MeetingEntry]) -> Registered {
-    let bytes = |entry: &MeetingEntry| if let MeetingEntry::Registration(bytes) = entry { *bytes } else { None };
+    let bytes = |entry: &MeetingEntry| {
+        if let MeetingEntry::Registration(bytes) = entry {
+            *bytes
+        } else {
+            None
+        }
+    };
     let Some(all) = entries.iter().map(bytes).collect::<Option<Vec<u64>>>() else {
-        let rank = entries.iter().position(|entry| bytes(entry).is_none()).unwrap_or(0);
+        let rank = entries
+            .iter()
+            .position(|entry| bytes(entry).is_none())
+            .unwrap_or(0);
         return Registered::Failed { rank };
     };
     match all.iter().position(|bytes| *bytes != all[0]) {
-        Some(rank) => Registered::Differs { rank, bytes: all[rank], expected: all[0] },
+        Some(rank) => Registered::Differs {
+            rank,
+            bytes: all[rank],
+            expected: all[0],
+        },
         None => Registered::Equal,
     }
 }
 
 fn left_before(rank: usize, context: Context, number: u64, kind: &str) -> CommError {
-    CommError::Peer { rank, message: format!("left communicator {context} before its {kind} {number}") }
+    CommError::Peer {
+        rank,
+        message: format!("left communicator {context} before its {kind} {number}"),
+    }
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ const MIN_PLACES: u64 = 16;
 /// Connections that can wait with their handshake, beside one for each rank.
 pub(super) const SPARE_PLACES: u64 = 64;
 
-/// Reserves the descriptors for `world_size` ranks: raises the soft limit, up to the hard limit. Returns the number of
-/// connections that may wait with their handshake.
+/// Reserves the descriptors for `world_size` ranks: raises the soft limit, up to the hard limit.
+/// Returns the number of connections that may wait with their handshake.
 ///
 /// # Errors
 /// [`RendezvousError::Descriptors`]: the hard limit is too low.
@@ -27,11 +27,21 @@ pub(super) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
     if current.is_some_and(|current| current < wanted) {
         let raised = Some(maximum.map_or(wanted, |maximum| maximum.min(wanted)));
         // If it fails, the check below decides.
-        let _ = setrlimit(Resource::Nofile, Rlimit { current: raised, maximum });
+        let _ = setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: raised,
+                maximum,
+            },
+        );
     }
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     if limit < used + MIN_PLACES {
-        return Err(RendezvousError::Descriptors { needed: used + MIN_PLACES, limit, world_size });
+        return Err(RendezvousError::Descriptors {
+            needed: used + MIN_PLACES,
+            limit,
+            world_size,
+        });
     }
     Ok((limit - used).min(ranks + SPARE_PLACES) as usize)
 }
@@ -47,11 +57,18 @@ pub(super) fn exhausted(error: &io::Error, world_size: usize) -> Option<Rendezvo
         Errno::MFILE => {
             let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
             let needed = limit.saturating_add(world_size as u64 + RESERVE);
-            Some(RendezvousError::Descriptors { needed, limit, world_size })
+            Some(RendezvousError::Descriptors {
+                needed,
+                limit,
+                world_size,
+            })
         }
         Errno::NFILE => {
-            let message = "rank 0's machine has no file descriptor left (ENFILE); raise `sysctl fs.file-max`";
-            Some(RendezvousError::System { message: message.to_owned() })
+            let message =
+                "rank 0's machine has no file descriptor left (ENFILE); raise `sysctl fs.file-max`";
+            Some(RendezvousError::System {
+                message: message.to_owned(),
+            })
         }
         _ => None,
     }

@@ -46,7 +46,9 @@ pub enum RendezvousError {
         expected: usize,
     },
     /// Two ranks run different builds.
-    #[error("rank {rank} has protocol version {got}, rank 0 version {expected}; start the same build on all ranks")]
+    #[error(
+        "rank {rank} has protocol version {got}, rank 0 version {expected}; start the same build on all ranks"
+    )]
     Version {
         /// The rank that differs.
         rank: usize,
@@ -149,7 +151,12 @@ pub enum RendezvousError {
 
 /// Formats NCCL's version number: 22809 is 2.28.9.
 pub(super) fn version_text(version: u64) -> String {
-    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+    format!(
+        "{}.{}.{}",
+        version / 10_000,
+        version / 100 % 100,
+        version % 100
+    )
 }
 
 fn strangers_text(strangers: usize) -> String {
@@ -162,7 +169,11 @@ fn strangers_text(strangers: usize) -> String {
 
 fn list(ranks: &[usize]) -> String {
     let shown: Vec<String> = ranks.iter().take(8).map(usize::to_string).collect();
-    format!("{}{}", shown.join(", "), if ranks.len() > 8 { ", ..." } else { "" })
+    format!(
+        "{}{}",
+        shown.join(", "),
+        if ranks.len() > 8 { ", ..." } else { "" }
+    )
 }
 
 #[cfg(test)]
@@ -173,13 +184,32 @@ mod tests {
     fn errors_name_ranks_and_versions() {
         let limit = Duration::from_secs(3);
         let missing = |strangers| {
-            RendezvousError::Missing { ranks: (1..12).collect(), world_size: 16, limit, strangers }.to_string()
+            RendezvousError::Missing {
+                ranks: (1..12).collect(),
+                world_size: 16,
+                limit,
+                strangers,
+            }
+            .to_string()
         };
         let text = "11 of 16 ranks did not join within 3s: 1, 2, 3, 4, 5, 6, 7, 8, ...";
         assert_eq!(missing(0), text);
-        assert_eq!(missing(1), format!("{text}; 1 connection came without the right ZERO_TOKEN"));
-        assert_eq!(missing(9), format!("{text}; 9 connections came without the right ZERO_TOKEN"));
-        let library = RendezvousError::Library { rank: 2, got: 22_809, expected: 23_007 };
-        assert_eq!(library.to_string(), "rank 2 has NCCL 2.28.9, rank 0 NCCL 2.30.7");
+        assert_eq!(
+            missing(1),
+            format!("{text}; 1 connection came without the right ZERO_TOKEN")
+        );
+        assert_eq!(
+            missing(9),
+            format!("{text}; 9 connections came without the right ZERO_TOKEN")
+        );
+        let library = RendezvousError::Library {
+            rank: 2,
+            got: 22_809,
+            expected: 23_007,
+        };
+        assert_eq!(
+            library.to_string(),
+            "rank 2 has NCCL 2.28.9, rank 0 NCCL 2.30.7"
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! An NCCL communicator. Only this module passes one to the library.
 //!
-//! The communicator is non-blocking: a call may return before it is complete, and until then only the communicator's
-//! state may be queried. Each method polls that state within a time limit and returns early when the world has
-//! failed. The lock is held during each library call but not between polls, so that [`Handle::abort`] can acquire it.
+//! The communicator is non-blocking: a call may return before it is complete, and until then only
+//! the communicator's state may be queried. Each method polls that state within a time limit and
+//! returns early when the world has failed. The lock is held during each library call but not
+//! between polls, so that [`Handle::abort`] can acquire it.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use crate::call::{Checked, Group};
 use crate::comm_dtype::CommDType;
 use crate::{Collective, CommError, ReduceOp};
 
-/// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to enqueue a collective.
+/// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to
+/// enqueue a collective.
 const SPIN: Duration = Duration::from_micros(100);
 /// First and longest pause between polls after [`SPIN`].
 const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_micros(100)];
@@ -61,11 +63,15 @@ impl Wait<'_> {
 }
 
 /// A wait to register memory or to finalize, independent of the world.
-const LOCAL_WAIT: Wait<'static> = Wait { limit: FINALIZE_LIMIT, failure: &|| None };
+const LOCAL_WAIT: Wait<'static> = Wait {
+    limit: FINALIZE_LIMIT,
+    failure: &|| None,
+};
 
 struct Raw(sys::ncclComm_t);
 
-// SAFETY: any thread may use an NCCL communicator, one thread at a time; it is used only under `Handle::raw`'s lock.
+// SAFETY: any thread may use an NCCL communicator, one thread at a time; it is used only under
+// `Handle::raw`'s lock.
 unsafe impl Send for Raw {}
 
 /// A communicator of NCCL.
@@ -80,16 +86,20 @@ pub(super) struct Handle {
 
 /// Returns a new id, with which all ranks of a world initialize their communicators.
 pub(super) fn unique_id(nccl: &Nccl) -> Result<Vec<u8>, CommError> {
-    let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
+    let mut id = sys::ncclUniqueId {
+        internal: [0; ID_BYTES],
+    };
     // SAFETY: the function writes one id to the pointer, which is valid.
-    nccl.check("ncclGetUniqueId", unsafe { (nccl.table.get_unique_id)(&raw mut id) })?;
+    nccl.check("ncclGetUniqueId", unsafe {
+        (nccl.table.get_unique_id)(&raw mut id)
+    })?;
     Ok(id.internal.map(|c| c as u8).to_vec())
 }
 
 const ID_BYTES: usize = 128;
 
-/// Allocates memory for a new communicator's handle. NCCL may write to it later, from another thread, so it is never
-/// freed.
+/// Allocates memory for a new communicator's handle. NCCL may write to it later, from another
+/// thread, so it is never freed.
 fn slot() -> &'static AtomicPtr<sys::ncclComm> {
     Box::leak(Box::new(AtomicPtr::new(std::ptr::null_mut())))
 }
@@ -104,34 +114,54 @@ impl Handle {
         wait: Wait<'_>,
     ) -> Result<Self, Interrupt> {
         let failed = |message: &str| Interrupt::Failed(back_end(message.to_owned()));
-        let id: [u8; ID_BYTES] = id.try_into().map_err(|_| failed("rank 0 sent an id of the wrong length"))?;
-        let id = sys::ncclUniqueId { internal: id.map(|c| c as c_char) };
+        let id: [u8; ID_BYTES] = id
+            .try_into()
+            .map_err(|_| failed("rank 0 sent an id of the wrong length"))?;
+        let id = sys::ncclUniqueId {
+            internal: id.map(|c| c as c_char),
+        };
         let number = |n: usize| c_int::try_from(n).map_err(|_| failed("too many ranks"));
         let (n, rank) = (number(world_size)?, number(rank)?);
         device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
         let (slot, mut config) = (slot(), Config::without_blocking());
-        // SAFETY: `slot` is never freed, so NCCL may write the handle at any time; `config` outlives the call, which
-        // reads it; the device is current.
+        // SAFETY: `slot` is never freed, so NCCL may write the handle at any time; `config`
+        // outlives the call, which reads it; the device is current.
         let code = unsafe { (nccl.table.init)(slot.as_ptr(), n, id, rank, config.as_ptr()) };
         let raw = slot.load(Ordering::Acquire);
         if raw.is_null() {
-            return Err(Interrupt::Failed(back_end(nccl.message("ncclCommInitRankConfig", code))));
+            return Err(Interrupt::Failed(back_end(
+                nccl.message("ncclCommInitRankConfig", code),
+            )));
         }
         let handle = Self::of(nccl, device.clone(), raw);
-        handle.settle("ncclCommInitRankConfig", code, wait).inspect_err(|_| handle.abort().wait())?;
+        handle
+            .settle("ncclCommInitRankConfig", code, wait)
+            .inspect_err(|_| handle.abort().wait())?;
         Ok(handle)
     }
 
     fn of(nccl: &'static Nccl, device: CudaDevice, raw: sys::ncclComm_t) -> Self {
-        Self { nccl, device, raw: Mutex::new(Some(Raw(raw))), released: Arc::default() }
+        Self {
+            nccl,
+            device,
+            raw: Mutex::new(Some(Raw(raw))),
+            released: Arc::default(),
+        }
     }
 
     /// Runs `call` with the communicator, under the lock.
-    fn with(&self, call: impl FnOnce(sys::ncclComm_t) -> c_int, wait: Wait<'_>) -> Result<c_int, Interrupt> {
-        self.device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
+    fn with(
+        &self,
+        call: impl FnOnce(sys::ncclComm_t) -> c_int,
+        wait: Wait<'_>,
+    ) -> Result<c_int, Interrupt> {
+        self.device
+            .bind()
+            .map_err(|e| Interrupt::Failed(e.into()))?;
         let raw = self.raw.lock();
-        let raw =
-            raw.as_ref().ok_or_else(|| wait.interrupt(|| back_end("the communicator was aborted".to_owned())))?;
+        let raw = raw.as_ref().ok_or_else(|| {
+            wait.interrupt(|| back_end("the communicator was aborted".to_owned()))
+        })?;
         Ok(call(raw.0))
     }
 
@@ -154,7 +184,9 @@ impl Handle {
             // SAFETY: `with` holds the lock and passes an existing communicator.
             code = self.with(|raw| unsafe { self.state(raw) }, wait)?;
         }
-        self.nccl.check(call, code).map_err(|error| wait.interrupt(|| error))
+        self.nccl
+            .check(call, code)
+            .map_err(|error| wait.interrupt(|| error))
     }
 
     /// Returns the communicator's asynchronous state.
@@ -168,12 +200,12 @@ impl Handle {
         if code == SUCCESS { state } else { code }
     }
 
-    /// Enqueues a collective on `stream` and waits until it is enqueued. NCCL connects the ranks in the first
-    /// collective of each kind, which therefore waits for all of them.
+    /// Enqueues a collective on `stream` and waits until it is enqueued. NCCL connects the ranks in
+    /// the first collective of each kind, which therefore waits for all of them.
     ///
     /// # Safety
-    /// `checked` was checked for `group`, which is the communicator's; `stream` is a stream of the device; `barrier` is
-    /// at least one byte of the device's memory, which stays allocated.
+    /// `checked` was checked for `group`, which is the communicator's; `stream` is a stream of the
+    /// device; `barrier` is at least one byte of the device's memory, which stays allocated.
     pub(super) unsafe fn enqueue(
         &self,
         checked: &Checked,
@@ -183,8 +215,12 @@ impl Handle {
         wait: Wait<'_>,
     ) -> Result<(), Interrupt> {
         let name = checked.call().collective.name();
-        // SAFETY: `with` holds the lock and passes an existing communicator; the rest is the caller's promise.
-        let code = self.with(|raw| unsafe { self.call(raw, checked, group, barrier, stream.cast()) }, wait)?;
+        // SAFETY: `with` holds the lock and passes an existing communicator; the rest is the
+        // caller's promise.
+        let code = self.with(
+            |raw| unsafe { self.call(raw, checked, group, barrier, stream.cast()) },
+            wait,
+        )?;
         self.settle(name, code, wait)
     }
 
@@ -194,28 +230,40 @@ impl Handle {
         &self,
         raw: sys::ncclComm_t,
         checked: &Checked,
-        Group { rank, world_size: n }: Group,
+        Group {
+            rank,
+            world_size: n,
+        }: Group,
         barrier: AnySlice,
         stream: sys::cudaStream_t,
     ) -> c_int {
         let (table, call) = (&self.nccl.table, checked.call());
         let (send, recv) = (checked.send(), checked.recv());
-        let (from, to) = (send.as_ptr().cast_const().cast::<c_void>(), recv.as_ptr().cast::<c_void>());
-        let (dtype, op) = (data_type(call.comm_dtype()), call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction));
+        let (from, to) = (
+            send.as_ptr().cast_const().cast::<c_void>(),
+            recv.as_ptr().cast::<c_void>(),
+        );
+        let (dtype, op) = (
+            data_type(call.comm_dtype()),
+            call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction),
+        );
         let segments = || (0..n).zip(call.segments.ranges(n));
         match call.collective {
             Collective::Barrier => {
                 let (at, len) = (barrier.as_ptr().cast::<c_void>(), 1);
                 let (u8, sum) = (sys::ncclDataType_t::ncclUint8, sys::ncclRedOp_t::ncclSum);
-                // SAFETY: the caller's promise. Concurrent barriers may write the byte in any order: its value is
-                // never used.
+                // SAFETY: the caller's promise. Concurrent barriers may write the byte in any
+                // order: its value is never used.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
             }
             // The check of the call has compared the buffers' lengths with this.
             _ if call.segments.total(n) == 0 => SUCCESS,
-            // SAFETY: `checked` proves that the buffers have these counts, and their maker that they stay valid until
-            // the stream has run the call; the communicator and the stream are valid by the caller's promise.
-            Collective::AllReduce => unsafe { (table.all_reduce)(from, to, recv.len(), dtype, op, raw, stream) },
+            // SAFETY: `checked` proves that the buffers have these counts, and their maker that
+            // they stay valid until the stream has run the call; the communicator and the stream
+            // are valid by the caller's promise.
+            Collective::AllReduce => unsafe {
+                (table.all_reduce)(from, to, recv.len(), dtype, op, raw, stream)
+            },
             Collective::Broadcast => {
                 let root = call.root.unwrap_or(0) as c_int;
                 // SAFETY: as above.
@@ -229,32 +277,45 @@ impl Handle {
                 // SAFETY: as above.
                 unsafe { (table.all_gather)(from, to, send.len(), dtype, raw, stream) }
             }
-            // NCCL has no uneven reduce-scatter: a group of one reduction to each rank. A rank sends each other
-            // segment once.
+            // NCCL has no uneven reduce-scatter: a group of one reduction to each rank. A rank
+            // sends each other segment once.
             Collective::ReduceScatter => {
-                self.grouped(segments().filter(|(_, part)| !part.is_empty()), |(q, part)| {
-                    let part = send.slice(part);
-                    let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
-                    // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
-                    unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
-                })
+                self.grouped(
+                    segments().filter(|(_, part)| !part.is_empty()),
+                    |(q, part)| {
+                        let part = send.slice(part);
+                        let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
+                        // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
+                        unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
+                    },
+                )
             }
             // NCCL has no uneven all-gather: a group of one broadcast from each rank.
-            Collective::AllGather => self.grouped(segments().filter(|(_, part)| !part.is_empty()), |(q, part)| {
-                let part = recv.slice(part);
-                let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
-                let from = if q == rank { from } else { at.cast_const() };
-                // SAFETY: as above; NCCL reads `from` only if this is rank `q`.
-                unsafe { (table.broadcast)(from, at, len, dtype, q as c_int, raw, stream) }
-            }),
+            Collective::AllGather => self.grouped(
+                segments().filter(|(_, part)| !part.is_empty()),
+                |(q, part)| {
+                    let part = recv.slice(part);
+                    let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
+                    let from = if q == rank { from } else { at.cast_const() };
+                    // SAFETY: as above; NCCL reads `from` only if this is rank `q`.
+                    unsafe { (table.broadcast)(from, at, len, dtype, q as c_int, raw, stream) }
+                },
+            ),
             Collective::AllToAll => {
-                let both = segments().flat_map(|(q, part)| [(q, part.clone(), true), (q, part, false)]);
+                let both =
+                    segments().flat_map(|(q, part)| [(q, part.clone(), true), (q, part, false)]);
                 self.grouped(both, |(q, part, sends)| {
-                    let part = if sends { send.slice(part) } else { recv.slice(part) };
+                    let part = if sends {
+                        send.slice(part)
+                    } else {
+                        recv.slice(part)
+                    };
                     let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
                     if sends {
                         // SAFETY: as above.
-                        unsafe { (table.send)(at.cast_const(), len, dtype, q as c_int, raw, stream) }
+                        unsafe {
+                            (table.send)(at.cast_const(), len, dtype, q as c_int, raw, stream)
+                        }
                     } else {
                         // SAFETY: as above.
                         unsafe { (table.receive)(at, len, dtype, q as c_int, raw, stream) }
@@ -265,32 +326,46 @@ impl Handle {
     }
 
     /// Makes the calls for all `parts` in one NCCL group.
-    fn grouped<P>(&self, parts: impl Iterator<Item = P>, mut call: impl FnMut(P) -> c_int) -> c_int {
+    fn grouped<P>(
+        &self,
+        parts: impl Iterator<Item = P>,
+        mut call: impl FnMut(P) -> c_int,
+    ) -> c_int {
         let table = &self.nccl.table;
         // SAFETY: no arguments; the group ends below, also after an error.
         let begun = unsafe { (table.group_start)() };
         if begun != SUCCESS {
             return begun;
         }
-        let failed = parts.map(&mut call).find(|&code| code != SUCCESS && code != IN_PROGRESS);
+        let failed = parts
+            .map(&mut call)
+            .find(|&code| code != SUCCESS && code != IN_PROGRESS);
         // SAFETY: ends the group that this function started.
         let ended = unsafe { (table.group_end)() };
         failed.unwrap_or(ended)
     }
 
-    /// Splits the communicator. `place` is this rank's color and its rank in the new communicator; `None` joins none.
-    /// All ranks call this.
-    pub(super) fn split(&self, place: Option<(usize, usize)>, wait: Wait<'_>) -> Result<Option<Self>, Interrupt> {
-        let number =
-            |n: usize| c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())));
+    /// Splits the communicator. `place` is this rank's color and its rank in the new communicator;
+    /// `None` joins none. All ranks call this.
+    pub(super) fn split(
+        &self,
+        place: Option<(usize, usize)>,
+        wait: Wait<'_>,
+    ) -> Result<Option<Self>, Interrupt> {
+        let number = |n: usize| {
+            c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())))
+        };
         let (color, key) = match place {
             Some((color, rank)) => (number(color)?, number(rank)?),
             None => (NO_COLOR, 0),
         };
         let (slot, mut config) = (slot(), Config::without_blocking());
         let code = self.with(
-            // SAFETY: `with` passes an existing communicator; `slot` is never freed; `config` outlives the call.
-            |raw| unsafe { (self.nccl.table.split)(raw, color, key, slot.as_ptr(), config.as_ptr()) },
+            // SAFETY: `with` passes an existing communicator; `slot` is never freed; `config`
+            // outlives the call.
+            |raw| unsafe {
+                (self.nccl.table.split)(raw, color, key, slot.as_ptr(), config.as_ptr())
+            },
             wait,
         )?;
         let settled = self.settle("ncclCommSplit", code, wait);
@@ -309,21 +384,26 @@ impl Handle {
     /// Registers the allocation that contains `memory`.
     ///
     /// # Safety
-    /// The allocation is on the device and stays mapped until the result is deregistered or the communicator
-    /// destroyed.
+    /// The allocation is on the device and stays mapped until the result is deregistered or the
+    /// communicator destroyed.
     pub(super) unsafe fn register(&self, memory: AnySlice) -> Result<Registered, CommError> {
         let Some(register) = self.nccl.table.register else {
-            return Err(back_end("this NCCL cannot register memory; 2.19 and later can".to_owned()));
+            return Err(back_end(
+                "this NCCL cannot register memory; 2.19 and later can".to_owned(),
+            ));
         };
         let (start, bytes) = self.device.shareable_allocation(memory)?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the caller's promise; `with` passes an existing communicator; the function writes one handle.
+        // SAFETY: the caller's promise; `with` passes an existing communicator; the function writes
+        // one handle.
         let call = |raw| unsafe { register(raw, start.cast(), bytes, &raw mut handle) };
         let code = self.with(call, LOCAL_WAIT);
         let settled = code.and_then(|code| self.settle("ncclCommRegister", code, LOCAL_WAIT));
         settled.map_err(|interrupt| match interrupt {
             Interrupt::World(error) | Interrupt::Failed(error) => error,
-            Interrupt::Late => back_end(format!("ncclCommRegister did not end within {FINALIZE_LIMIT:?}")),
+            Interrupt::Late => back_end(format!(
+                "ncclCommRegister did not end within {FINALIZE_LIMIT:?}"
+            )),
         })?;
         if handle.is_null() {
             return Err(back_end(
@@ -333,13 +413,20 @@ impl Handle {
         Ok(Registered { handle, bytes })
     }
 
-    /// Ends a registration; returns whether NCCL has ended it. An aborted or destroyed communicator ends it later, when
-    /// [`released`](Self::released) is set.
+    /// Ends a registration; returns whether NCCL has ended it. An aborted or destroyed communicator
+    /// ends it later, when [`released`](Self::released) is set.
     pub(super) fn deregister(&self, registered: &Registered) -> bool {
-        let Some(deregister) = self.nccl.table.deregister else { return false };
-        // SAFETY: `with` holds the lock and passes an existing communicator; `registered` came from it.
-        let code = self.with(|raw| unsafe { deregister(raw, registered.handle) }, LOCAL_WAIT);
-        code.and_then(|code| self.settle("ncclCommDeregister", code, LOCAL_WAIT)).is_ok()
+        let Some(deregister) = self.nccl.table.deregister else {
+            return false;
+        };
+        // SAFETY: `with` holds the lock and passes an existing communicator; `registered` came from
+        // it.
+        let code = self.with(
+            |raw| unsafe { deregister(raw, registered.handle) },
+            LOCAL_WAIT,
+        );
+        code.and_then(|code| self.settle("ncclCommDeregister", code, LOCAL_WAIT))
+            .is_ok()
     }
 }
 
@@ -365,26 +452,33 @@ impl Transport for Handle {
         }
     }
 
-    /// Aborts on a new thread: `ncclCommAbort` blocks until the collectives in flight have left their streams and all
-    /// graphs with collectives of the communicator are destroyed.
+    /// Aborts on a new thread: `ncclCommAbort` blocks until the collectives in flight have left
+    /// their streams and all graphs with collectives of the communicator are destroyed.
     fn abort(&self) -> AbortCompletion {
         let (sender, completion) = AbortCompletion::new();
         // If another thread's call blocks, the communicator is leaked.
-        let raw = self.raw.try_lock_for(LOCK_LIMIT).and_then(|mut raw| raw.take());
+        let raw = self
+            .raw
+            .try_lock_for(LOCK_LIMIT)
+            .and_then(|mut raw| raw.take());
         if let Some(raw) = raw {
-            let (nccl, device, released) = (self.nccl, self.device.clone(), Arc::clone(&self.released));
+            let (nccl, device, released) =
+                (self.nccl, self.device.clone(), Arc::clone(&self.released));
             let abort = move || {
                 // Moves the whole `Raw`, which is `Send`.
                 let raw = raw;
                 if device.bind().is_ok() {
-                    // SAFETY: the communicator exists; it was taken out of the handle, so this is its only user.
+                    // SAFETY: the communicator exists; it was taken out of the handle, so this is
+                    // its only user.
                     let code = unsafe { (nccl.table.abort)(raw.0) };
                     released.store(code == SUCCESS, Ordering::Release);
                 }
                 drop(sender);
             };
             // If the system has no thread for it, the communicator is leaked.
-            let _ = std::thread::Builder::new().name("nccl abort".to_owned()).spawn(abort);
+            let _ = std::thread::Builder::new()
+                .name("nccl abort".to_owned())
+                .spawn(abort);
         }
         completion
     }
@@ -399,12 +493,15 @@ impl Drop for Handle {
         // SAFETY: `with` passes an existing communicator.
         let finalize = |raw| unsafe { (self.nccl.table.finalize)(raw) };
         let finalized = self.with(finalize, LOCAL_WAIT);
-        if finalized.and_then(|code| self.settle("ncclCommFinalize", code, LOCAL_WAIT)).is_err() {
+        if finalized
+            .and_then(|code| self.settle("ncclCommFinalize", code, LOCAL_WAIT))
+            .is_err()
+        {
             return self.abort().wait();
         }
         if let Some(raw) = self.raw.lock().take() {
-            // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so this is its only
-            // user.
+            // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so
+            // this is its only user.
             let code = unsafe { (self.nccl.table.destroy)(raw.0) };
             self.released.store(code == SUCCESS, Ordering::Release);
         }

@@ -1,5 +1,5 @@
-//! The handshake: a rank and the coordinator prove to each other that they know the job's token. The token itself
-//! never crosses the network.
+//! The handshake: a rank and the coordinator prove to each other that they know the job's token.
+//! The token itself never crosses the network.
 //!
 //! | frame | from | content |
 //! |---|---|---|
@@ -7,12 +7,14 @@
 //! | challenge | coordinator | nonce, MAC over the hello and this nonce |
 //! | proof | rank | MAC over the hello and the coordinator's nonce |
 //!
-//! Numbers are little-endian `u32`. A MAC is HMAC-SHA-256 under the token, truncated to 16 bytes. A recorded hello is
-//! useless, because its sender cannot answer the new nonce. Later frames are neither encrypted nor authenticated one
-//! by one, like NCCL's own data: the token keeps out other programs and jobs, not someone who alters packets.
+//! Numbers are little-endian `u32`. A MAC is HMAC-SHA-256 under the token, truncated to 16 bytes. A
+//! recorded hello is useless, because its sender cannot answer the new nonce. Later frames are
+//! neither encrypted nor authenticated one by one, like NCCL's own data: the token keeps out other
+//! programs and jobs, not someone who alters packets.
 //!
-//! Why: without it, whoever reached rank 0's port could join as a rank and receive NCCL's unique id, or end the
-//! rendezvous with one packet; and a program that listens in rank 0's place could pass for it.
+//! Why: without it, whoever reached rank 0's port could join as a rank and receive NCCL's unique
+//! id, or end the rendezvous with one packet; and a program that listens in rank 0's place could
+//! pass for it.
 
 use hmac::{Hmac, Mac as _};
 use sha2::Sha256;
@@ -30,8 +32,9 @@ const MAC_BYTES: usize = 16;
 
 /// The claims of a rank in its first frame.
 ///
-/// In all versions, the frame begins with magic, version and rank and ends with its MAC, and the other frames of the
-/// handshake keep their layout, so that the coordinator can name a rank of another version.
+/// In all versions, the frame begins with magic, version and rank and ends with its MAC, and the
+/// other frames of the handshake keep their layout, so that the coordinator can name a rank of
+/// another version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) version: u32,
@@ -44,17 +47,36 @@ pub(super) struct Hello {
 
 impl Hello {
     pub(super) fn new(rank: usize, world_size: usize, library: u64) -> Self {
-        Self { version: VERSION, rank, world_size, library }
+        Self {
+            version: VERSION,
+            rank,
+            world_size,
+            library,
+        }
     }
 
     fn decode(body: &[u8]) -> Option<Self> {
         let numbers = body.strip_prefix(&MAGIC)?;
-        let number = |index: usize| Some(u32::from_le_bytes(*numbers.get(index * 4..)?.first_chunk()?));
+        let number = |index: usize| {
+            Some(u32::from_le_bytes(
+                *numbers.get(index * 4..)?.first_chunk()?,
+            ))
+        };
         let (version, rank) = (number(0)?, number(1)? as usize);
         if version != VERSION {
-            return Some(Self { version, rank, world_size: 0, library: 0 });
+            return Some(Self {
+                version,
+                rank,
+                world_size: 0,
+                library: 0,
+            });
         }
-        let hello = Self { version, rank, world_size: number(2)? as usize, library: u64::from(number(3)?) };
+        let hello = Self {
+            version,
+            rank,
+            world_size: number(2)? as usize,
+            library: u64::from(number(3)?),
+        };
         (numbers.len() == 16 + NONCE_BYTES).then_some(hello)
     }
 }
@@ -88,7 +110,12 @@ impl Key {
     /// The first frame of a rank.
     pub(super) fn hello(&self, hello: &Hello) -> std::io::Result<Vec<u8>> {
         let mut frame = MAGIC.to_vec();
-        for number in [hello.version, hello.rank as u32, hello.world_size as u32, hello.library as u32] {
+        for number in [
+            hello.version,
+            hello.rank as u32,
+            hello.world_size as u32,
+            hello.library as u32,
+        ] {
             frame.extend(number.to_le_bytes());
         }
         frame.extend(nonce()?);
@@ -103,7 +130,10 @@ impl Key {
     /// Decodes a rank's first frame; `None` if the sender does not know the token.
     pub(super) fn check_hello(&self, frame: &[u8]) -> Option<Hello> {
         let (body, mac) = frame.split_last_chunk::<MAC_BYTES>()?;
-        self.mac("hello", &[body]).matches(mac).then(|| Hello::decode(body)).flatten()
+        self.mac("hello", &[body])
+            .matches(mac)
+            .then(|| Hello::decode(body))
+            .flatten()
     }
 
     /// The coordinator's answer to a hello frame, and the proof that it expects.
@@ -118,7 +148,8 @@ impl Key {
     /// A rank's answer to a challenge; `None` if the sender does not know the token.
     pub(super) fn answer(&self, hello: &[u8], challenge: &[u8]) -> Option<Vec<u8>> {
         let (nonce, mac) = challenge.split_last_chunk::<MAC_BYTES>()?;
-        let genuine = nonce.len() == NONCE_BYTES && self.mac("challenge", &[hello, nonce]).matches(mac);
+        let genuine =
+            nonce.len() == NONCE_BYTES && self.mac("challenge", &[hello, nonce]).matches(mac);
         genuine.then(|| self.mac("proof", &[hello, nonce]).bytes().to_vec())
     }
 }
@@ -128,7 +159,12 @@ pub(super) struct Expected(Hmac<Sha256>);
 
 impl Expected {
     fn bytes(self) -> [u8; MAC_BYTES] {
-        *self.0.finalize().into_bytes().first_chunk().expect("SHA-256 has 32 bytes")
+        *self
+            .0
+            .finalize()
+            .into_bytes()
+            .first_chunk()
+            .expect("SHA-256 has 32 bytes")
     }
 
     /// Compares in constant time.
@@ -160,7 +196,9 @@ mod tests {
         let (challenge, expected) = key.challenge(&frame).unwrap();
         let proof = key.answer(&frame, &challenge).unwrap();
         assert!(expected.matches(&proof));
-        assert!(other.answer(&frame, &challenge).is_none() && open.answer(&frame, &challenge).is_none());
+        assert!(
+            other.answer(&frame, &challenge).is_none() && open.answer(&frame, &challenge).is_none()
+        );
         // Neither frame of the coordinator is a proof, nor is a recorded or a shortened one.
         let (again, expected) = key.challenge(&frame).unwrap();
         assert!(!expected.matches(&proof));
@@ -174,10 +212,23 @@ mod tests {
     #[test]
     fn another_version_is_recognized() {
         let key = key(SECRET);
-        let hello = Hello { version: VERSION + 1, ..Hello::new(3, 4, 23_007) };
-        let expected = Hello { world_size: 0, library: 0, ..hello };
+        let hello = Hello {
+            version: VERSION + 1,
+            ..Hello::new(3, 4, 23_007)
+        };
+        let expected = Hello {
+            world_size: 0,
+            library: 0,
+            ..hello
+        };
         assert_eq!(key.check_hello(&key.hello(&hello).unwrap()), Some(expected));
-        let mut body = [&MAGIC[..], &(VERSION + 1).to_le_bytes(), &3u32.to_le_bytes(), &[7; 3]].concat();
+        let mut body = [
+            &MAGIC[..],
+            &(VERSION + 1).to_le_bytes(),
+            &3u32.to_le_bytes(),
+            &[7; 3],
+        ]
+        .concat();
         body.extend(key.mac("hello", &[&body]).bytes());
         assert_eq!(key.check_hello(&body), Some(expected));
     }

@@ -1,9 +1,9 @@
 //! The NCCL library, found at run time, and its functions.
 //!
-//! The types are those of cudarc, generated from NVIDIA's headers. cudarc's functions are not used: they panic if the
-//! library or a function is missing, return a Rust enum that cannot hold the codes of newer libraries, and never try
-//! `libnccl.so.2`, the only name that NCCL's packages install. The signatures below are checked against cudarc's at
-//! compile time.
+//! The types are those of cudarc, generated from NVIDIA's headers. cudarc's functions are not used:
+//! they panic if the library or a function is missing, return a Rust enum that cannot hold the
+//! codes of newer libraries, and never try `libnccl.so.2`, the only name that NCCL's packages
+//! install. The signatures below are checked against cudarc's at compile time.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -58,7 +58,8 @@ macro_rules! table {
 }
 
 /// `ncclCommRegister`.
-pub(super) type Register = unsafe extern "C" fn(sys::ncclComm_t, *mut c_void, usize, *mut *mut c_void) -> c_int;
+pub(super) type Register =
+    unsafe extern "C" fn(sys::ncclComm_t, *mut c_void, usize, *mut *mut c_void) -> c_int;
 
 table! {
     get_version = ncclGetVersion(*mut c_int);
@@ -90,10 +91,17 @@ table! {
 }
 
 pub(super) fn back_end(message: String) -> CommError {
-    CommError::BackEnd { back_end: "nccl", message }
+    CommError::BackEnd {
+        back_end: "nccl",
+        message,
+    }
 }
 
-const SEARCH: Search = Search { variable: "ZERO_NCCL", names: &["libnccl.so.2", "libnccl.so"], in_toolkit: false };
+const SEARCH: Search = Search {
+    variable: "ZERO_NCCL",
+    names: &["libnccl.so.2", "libnccl.so"],
+    in_toolkit: false,
+};
 
 /// NCCL.
 pub(super) struct Nccl {
@@ -106,14 +114,20 @@ impl Nccl {
     /// Returns the library of this machine, searched once per process.
     pub(super) fn get() -> Result<&'static Self, CommError> {
         static FOUND: OnceLock<Result<Nccl, CommError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::find_among(&SEARCH.paths())).as_ref().map_err(Clone::clone)
+        FOUND
+            .get_or_init(|| Self::find_among(&SEARCH.paths()))
+            .as_ref()
+            .map_err(Clone::clone)
     }
 
     /// Loads the first library of `paths` that can be loaded.
     fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CommError> {
-        // SAFETY: the paths name NCCL, or a library that the user chose; its initializers are sound to run.
-        let library =
-            unsafe { Library::open(paths) }.map_err(|tried| CommError::NoLibrary { name: "NCCL", tried })?;
+        // SAFETY: the paths name NCCL, or a library that the user chose; its initializers are sound
+        // to run.
+        let library = unsafe { Library::open(paths) }.map_err(|tried| CommError::NoLibrary {
+            name: "NCCL",
+            tried,
+        })?;
         let table = Table::load(&library).map_err(|error| back_end(error.to_string()))?;
         let mut version = 0;
         // SAFETY: the function writes one `c_int` to the pointer, which is valid.
@@ -123,25 +137,35 @@ impl Nccl {
         if version < OLDEST {
             let (has, needs) = (version_text(version as u64), version_text(OLDEST as u64));
             let path = library.path();
-            return Err(back_end(format!("{path} is NCCL {has}, but {needs} or later is needed")));
+            return Err(back_end(format!(
+                "{path} is NCCL {has}, but {needs} or later is needed"
+            )));
         }
         Ok(nccl)
     }
 
-    /// Returns an error for any code but success. Calls with a communicator may also return [`IN_PROGRESS`]; they
-    /// must not use this.
+    /// Returns an error for any code but success. Calls with a communicator may also return
+    /// [`IN_PROGRESS`]; they must not use this.
     pub(super) fn check(&self, call: &str, code: c_int) -> Result<(), CommError> {
-        if code == SUCCESS { Ok(()) } else { Err(back_end(self.message(call, code))) }
+        if code == SUCCESS {
+            Ok(())
+        } else {
+            Err(back_end(self.message(call, code)))
+        }
     }
 
     /// Formats an error of `call`: NCCL's description of the code, and its last error.
     pub(super) fn message(&self, call: &str, code: c_int) -> String {
         // SAFETY: the function accepts any code and returns a static string.
         let name = text(unsafe { (self.table.error_string)(code) });
-        // SAFETY: the function ignores the communicator; its string is valid until this thread's next error.
+        // SAFETY: the function ignores the communicator; its string is valid until this thread's
+        // next error.
         let detail = text(unsafe { (self.table.last_error)(std::ptr::null_mut()) });
         let name = name.unwrap_or_else(|| format!("error {code}"));
-        match detail.map(|detail| detail.trim().to_owned()).filter(|detail| !detail.is_empty()) {
+        match detail
+            .map(|detail| detail.trim().to_owned())
+            .filter(|detail| !detail.is_empty())
+        {
             Some(detail) => format!("{call}: {name}: {detail}"),
             None => format!("{call}: {name}"),
         }
@@ -153,7 +177,11 @@ fn text(text: *const c_char) -> Option<String> {
         return None;
     }
     // SAFETY: not null, so a C string of the library, which is never unloaded.
-    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    Some(
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned(),
+    )
 }
 
 #[cfg(test)]
@@ -166,17 +194,33 @@ mod tests {
         let Err(error) = Nccl::find_among(&["libno-such-nccl.so.2", "libnor-this.so"]) else {
             panic!("a library that does not exist was found")
         };
-        let CommError::NoLibrary { name: "NCCL", tried } = &error else { panic!("{error}") };
+        let CommError::NoLibrary {
+            name: "NCCL",
+            tried,
+        } = &error
+        else {
+            panic!("{error}")
+        };
         assert_eq!(tried.len(), 2);
         let text = error.to_string();
-        assert!(text.contains("libno-such-nccl.so.2") && text.contains("libnor-this.so"), "{text}");
+        assert!(
+            text.contains("libno-such-nccl.so.2") && text.contains("libnor-this.so"),
+            "{text}"
+        );
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn wrong_library_error_names_the_function() {
-        let Err(error) = Nccl::find_among(&["libc.so.6"]) else { panic!("libc is not NCCL") };
-        assert!(error.to_string().contains("libc.so.6 has no function ncclGetVersion"), "{error}");
+        let Err(error) = Nccl::find_among(&["libc.so.6"]) else {
+            panic!("libc is not NCCL")
+        };
+        assert!(
+            error
+                .to_string()
+                .contains("libc.so.6 has no function ncclGetVersion"),
+            "{error}"
+        );
     }
 }

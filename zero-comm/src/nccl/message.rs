@@ -1,4 +1,5 @@
-//! Messages of the control plane, between each rank and the coordinator. Ranks are those of the whole world.
+//! Messages of the control plane, between each rank and the coordinator. Ranks are those of the
+//! whole world.
 
 use std::time::Duration;
 
@@ -13,8 +14,8 @@ use crate::{CommError, RendezvousError};
 /// The number of a communicator of the world; communicator 0 contains all ranks.
 pub(super) type Context = u32;
 
-/// A rank's entry of a meeting. A meeting is a split or a registration, in which the hosts of all ranks of a
-/// communicator wait for each other. Each communicator numbers its meetings from 0.
+/// A rank's entry of a meeting. A meeting is a split or a registration, in which the hosts of all
+/// ranks of a communicator wait for each other. Each communicator numbers its meetings from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum MeetingEntry {
     Split(SplitRequest),
@@ -57,48 +58,94 @@ pub(super) enum Registered {
     /// The first rank that failed to register.
     Failed { rank: usize },
     /// The first rank whose bytes differ from rank 0's.
-    Differs { rank: usize, bytes: u64, expected: u64 },
+    Differs {
+        rank: usize,
+        bytes: u64,
+        expected: u64,
+    },
 }
 
 /// All frames after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
     // From the coordinator.
-    /// All ranks have joined. `id` initializes NCCL; ranks report their progress once every `report_every`.
+    /// All ranks have joined. `id` initializes NCCL; ranks report their progress once every
+    /// `report_every`.
     Welcome { id: Vec<u8>, report_every: Duration },
     /// The rendezvous failed.
     Refused { error: RendezvousError },
     /// Requests the rank's calls `from..to` on a communicator; the rank answers with `Calls`.
-    ShowCalls { context: Context, from: u64, to: u64 },
-    /// The first `count` calls of all ranks on a communicator are equal; ranks need not keep them. The communicator's
-    /// first rank has made `first` calls: a rank that has made more, and makes none now, sends its `Hash` of that many.
-    Agreed { context: Context, count: u64, first: u64 },
+    ShowCalls {
+        context: Context,
+        from: u64,
+        to: u64,
+    },
+    /// The first `count` calls of all ranks on a communicator are equal; ranks need not keep them.
+    /// The communicator's first rank has made `first` calls: a rank that has made more, and makes
+    /// none now, sends its `Hash` of that many.
+    Agreed {
+        context: Context,
+        count: u64,
+        first: u64,
+    },
     /// All ranks have joined meeting `number` of a communicator.
-    Met { context: Context, number: u64, outcome: Outcome },
+    Met {
+        context: Context,
+        number: u64,
+        outcome: Outcome,
+    },
 
     // From a rank.
-    /// The numbers of calls on a communicator that the rank has made, that its streams have reached, and that have
-    /// ended; and the hash of the calls made.
-    Progress { context: Context, called: u64, hash: u64, reached: u64, ended: u64 },
+    /// The numbers of calls on a communicator that the rank has made, that its streams have
+    /// reached, and that have ended; and the hash of the calls made.
+    Progress {
+        context: Context,
+        called: u64,
+        hash: u64,
+        reached: u64,
+        ended: u64,
+    },
     /// The hash of the rank's first `count` calls on a communicator.
-    Hash { context: Context, count: u64, hash: u64 },
-    /// The rank's calls on a communicator from number `from`. The communicator's first rank sends all of its calls,
-    /// before the progress that counts them; other ranks send those that the coordinator requests.
-    Calls { context: Context, from: u64, calls: Vec<Call> },
+    Hash {
+        context: Context,
+        count: u64,
+        hash: u64,
+    },
+    /// The rank's calls on a communicator from number `from`. The communicator's first rank sends
+    /// all of its calls, before the progress that counts them; other ranks send those that the
+    /// coordinator requests.
+    Calls {
+        context: Context,
+        from: u64,
+        calls: Vec<Call>,
+    },
     /// A collective of the rank exceeded its limit.
-    Late { context: Context, sequence: u64, call: Call, limit: Duration },
+    Late {
+        context: Context,
+        sequence: u64,
+        call: Call,
+        limit: Duration,
+    },
     /// The rank waits in meeting `number` of a communicator.
-    Meet { context: Context, number: u64, entry: MeetingEntry },
+    Meet {
+        context: Context,
+        number: u64,
+        entry: MeetingEntry,
+    },
     /// The rank waited in that meeting for longer than its limit.
-    LateMeeting { context: Context, number: u64, limit: Duration },
+    LateMeeting {
+        context: Context,
+        number: u64,
+        limit: Duration,
+    },
     /// The rank dropped a communicator, after `done` calls.
     Left { context: Context, done: u64 },
 
     // In both directions.
     /// To the coordinator: the rank failed. From the coordinator: the failure of the world.
     Failed { error: CommError },
-    /// To the coordinator: the rank ends without an error; it waits for the answer. From the coordinator: the answer,
-    /// or rank 0 and the coordinator end without an error.
+    /// To the coordinator: the rank ends without an error; it waits for the answer. From the
+    /// coordinator: the answer, or rank 0 and the coordinator end without an error.
     Goodbye,
     /// Keepalive.
     Alive,
@@ -120,14 +167,23 @@ pub(super) fn bounded(error: CommError) -> CommError {
         return error;
     }
     match error {
-        Aborted { rank, reason } => Aborted { rank, reason: text(reason) },
-        Peer { rank, message } => Peer { rank, message: text(message) },
+        Aborted { rank, reason } => Aborted {
+            rank,
+            reason: text(reason),
+        },
+        Peer { rank, message } => Peer {
+            rank,
+            message: text(message),
+        },
         // Their calls have as many counts as the communicator has ranks.
         Mismatch { rank, .. }
         | Stalled { rank, .. }
         | Left { rank, .. }
         | Skipped { rank, .. }
-        | Panicked { rank, .. } => Peer { rank, message: text(error.to_string()) },
+        | Panicked { rank, .. } => Peer {
+            rank,
+            message: text(error.to_string()),
+        },
         other => other,
     }
 }
@@ -147,53 +203,131 @@ mod tests {
         let segments = prop_oneof![
             any::<usize>().prop_map(Segments::Even),
             any::<usize>().prop_map(Segments::Balanced),
-            prop::collection::vec(any::<usize>(), 0..9).prop_map(|counts| Segments::Uneven(counts.into())),
+            prop::collection::vec(any::<usize>(), 0..9)
+                .prop_map(|counts| Segments::Uneven(counts.into())),
         ];
-        let ops = prop::sample::select(vec![None, Some(ReduceOp::Sum), Some(ReduceOp::Avg), Some(ReduceOp::Max)]);
-        let dtypes = prop::sample::select(vec![DType::U8, DType::F16, DType::Bf16, DType::F32, DType::F64]);
+        let ops = prop::sample::select(vec![
+            None,
+            Some(ReduceOp::Sum),
+            Some(ReduceOp::Avg),
+            Some(ReduceOp::Max),
+        ]);
+        let dtypes = prop::sample::select(vec![
+            DType::U8,
+            DType::F16,
+            DType::Bf16,
+            DType::F32,
+            DType::F64,
+        ]);
         let collectives = prop::sample::select(&Collective::ALL[..]);
-        (collectives, ops, dtypes, segments, any::<Option<usize>>(), any::<bool>()).prop_map(
-            |(collective, op, dtype, segments, root, control)| Call {
+        (
+            collectives,
+            ops,
+            dtypes,
+            segments,
+            any::<Option<usize>>(),
+            any::<bool>(),
+        )
+            .prop_map(|(collective, op, dtype, segments, root, control)| Call {
                 collective,
                 op,
                 dtype,
                 segments,
                 root,
                 control,
-            },
-        )
+            })
     }
 
     fn errors() -> impl Strategy<Value = CommError> {
-        let fields = (any::<u64>(), calls(), any::<usize>(), any::<u64>(), ".{0,9}", any::<Duration>());
-        (0..7, fields, calls()).prop_map(|(kind, (sequence, call, rank, done, text, limit), other)| {
-            let (call, other_call) = (Box::new(call), Box::new(other));
-            match kind {
-                0 => CommError::Mismatch { sequence, rank, call, other_rank: done as usize, other_call },
-                1 => CommError::Stalled { sequence, call, rank, limit, done },
-                2 => CommError::Left { sequence, call, rank, done },
-                3 => CommError::Skipped { sequence, call, rank, stream: text },
-                4 => CommError::Panicked { sequence, call, rank },
-                5 => CommError::Aborted { rank, reason: text },
-                _ => CommError::Peer { rank, message: text },
-            }
-        })
+        let fields = (
+            any::<u64>(),
+            calls(),
+            any::<usize>(),
+            any::<u64>(),
+            ".{0,9}",
+            any::<Duration>(),
+        );
+        (0..7, fields, calls()).prop_map(
+            |(kind, (sequence, call, rank, done, text, limit), other)| {
+                let (call, other_call) = (Box::new(call), Box::new(other));
+                match kind {
+                    0 => CommError::Mismatch {
+                        sequence,
+                        rank,
+                        call,
+                        other_rank: done as usize,
+                        other_call,
+                    },
+                    1 => CommError::Stalled {
+                        sequence,
+                        call,
+                        rank,
+                        limit,
+                        done,
+                    },
+                    2 => CommError::Left {
+                        sequence,
+                        call,
+                        rank,
+                        done,
+                    },
+                    3 => CommError::Skipped {
+                        sequence,
+                        call,
+                        rank,
+                        stream: text,
+                    },
+                    4 => CommError::Panicked {
+                        sequence,
+                        call,
+                        rank,
+                    },
+                    5 => CommError::Aborted { rank, reason: text },
+                    _ => CommError::Peer {
+                        rank,
+                        message: text,
+                    },
+                }
+            },
+        )
     }
 
     fn refusals() -> impl Strategy<Value = RendezvousError> {
-        (0..7, any::<[usize; 3]>(), any::<u32>(), ".{0,9}", any::<Duration>()).prop_map(
-            |(kind, [rank, got, expected], version, message, limit)| match kind {
-                0 => RendezvousError::WorldSize { rank, got, expected },
-                1 => RendezvousError::Version { rank, got: version, expected: VERSION },
-                2 => RendezvousError::Library { rank, got: got as u64, expected: expected as u64 },
-                3 => RendezvousError::Twice { rank },
-                4 => RendezvousError::Died { rank },
-                5 => {
-                    RendezvousError::Missing { ranks: vec![rank, got], world_size: expected, limit, strangers: rank }
-                }
-                _ => RendezvousError::Broken { message },
-            },
+        (
+            0..7,
+            any::<[usize; 3]>(),
+            any::<u32>(),
+            ".{0,9}",
+            any::<Duration>(),
         )
+            .prop_map(
+                |(kind, [rank, got, expected], version, message, limit)| match kind {
+                    0 => RendezvousError::WorldSize {
+                        rank,
+                        got,
+                        expected,
+                    },
+                    1 => RendezvousError::Version {
+                        rank,
+                        got: version,
+                        expected: VERSION,
+                    },
+                    2 => RendezvousError::Library {
+                        rank,
+                        got: got as u64,
+                        expected: expected as u64,
+                    },
+                    3 => RendezvousError::Twice { rank },
+                    4 => RendezvousError::Died { rank },
+                    5 => RendezvousError::Missing {
+                        ranks: vec![rank, got],
+                        world_size: expected,
+                        limit,
+                        strangers: rank,
+                    },
+                    _ => RendezvousError::Broken { message },
+                },
+            )
     }
 
     fn messages() -> impl Strategy<Value = Message> {
@@ -202,36 +336,93 @@ mod tests {
                 .prop_map(|(color, key)| MeetingEntry::Split(SplitRequest { color, key })),
             any::<Option<u64>>().prop_map(MeetingEntry::Registration),
         ];
-        let outcomes =
-            (0..4, any::<[usize; 2]>(), any::<[u64; 2]>()).prop_map(|(kind, [rank, size], [bytes, expected])| {
-                match kind {
-                    0 => Outcome::Split((bytes > 9).then_some(Place { context: expected as Context, rank, size })),
-                    1 => Outcome::Registration(Registered::Equal),
-                    2 => Outcome::Registration(Registered::Failed { rank }),
-                    _ => Outcome::Registration(Registered::Differs { rank, bytes, expected }),
-                }
-            });
+        let outcomes = (0..4, any::<[usize; 2]>(), any::<[u64; 2]>()).prop_map(
+            |(kind, [rank, size], [bytes, expected])| match kind {
+                0 => Outcome::Split((bytes > 9).then_some(Place {
+                    context: expected as Context,
+                    rank,
+                    size,
+                })),
+                1 => Outcome::Registration(Registered::Equal),
+                2 => Outcome::Registration(Registered::Failed { rank }),
+                _ => Outcome::Registration(Registered::Differs {
+                    rank,
+                    bytes,
+                    expected,
+                }),
+            },
+        );
         let numbers = (any::<Context>(), any::<[u64; 4]>());
         prop_oneof![
-            (prop::collection::vec(any::<u8>(), 0..200), any::<Duration>())
+            (
+                prop::collection::vec(any::<u8>(), 0..200),
+                any::<Duration>()
+            )
                 .prop_map(|(id, report_every)| Message::Welcome { id, report_every }),
             refusals().prop_map(|error| Message::Refused { error }),
             errors().prop_map(|error| Message::Failed { error }),
-            (numbers, prop::collection::vec(calls(), 1..9), any::<Duration>(), entries, outcomes, 0..11).prop_map(
-                |((context, [a, b, c, d]), mut calls, limit, entry, outcome, kind)| match kind {
-                    0 => Message::Calls { context, from: a, calls },
-                    1 => Message::Progress { context, called: a, hash: b, reached: c, ended: d },
-                    2 => Message::Late { context, sequence: a, call: calls.remove(0), limit },
-                    3 => Message::Meet { context, number: a, entry },
-                    4 => Message::Met { context, number: a, outcome },
-                    5 => Message::LateMeeting { context, number: a, limit },
-                    6 => Message::Left { context, done: a },
-                    7 => Message::ShowCalls { context, from: a, to: b },
-                    8 => Message::Agreed { context, count: a, first: b },
-                    9 => Message::Hash { context, count: a, hash: b },
-                    _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
-                }
-            ),
+            (
+                numbers,
+                prop::collection::vec(calls(), 1..9),
+                any::<Duration>(),
+                entries,
+                outcomes,
+                0..11
+            )
+                .prop_map(
+                    |((context, [a, b, c, d]), mut calls, limit, entry, outcome, kind)| match kind {
+                        0 => Message::Calls {
+                            context,
+                            from: a,
+                            calls
+                        },
+                        1 => Message::Progress {
+                            context,
+                            called: a,
+                            hash: b,
+                            reached: c,
+                            ended: d
+                        },
+                        2 => Message::Late {
+                            context,
+                            sequence: a,
+                            call: calls.remove(0),
+                            limit
+                        },
+                        3 => Message::Meet {
+                            context,
+                            number: a,
+                            entry
+                        },
+                        4 => Message::Met {
+                            context,
+                            number: a,
+                            outcome
+                        },
+                        5 => Message::LateMeeting {
+                            context,
+                            number: a,
+                            limit
+                        },
+                        6 => Message::Left { context, done: a },
+                        7 => Message::ShowCalls {
+                            context,
+                            from: a,
+                            to: b
+                        },
+                        8 => Message::Agreed {
+                            context,
+                            count: a,
+                            first: b
+                        },
+                        9 => Message::Hash {
+                            context,
+                            count: a,
+                            hash: b
+                        },
+                        _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
+                    }
+                ),
         ]
     }
 
@@ -245,19 +436,54 @@ mod tests {
         let long = || "\u{e9}".repeat(MAX_ERROR_BYTES);
         let segments = Segments::Uneven(vec![usize::MAX; 5000].into());
         let (collective, dtype, op, root) = (Collective::AllGather, DType::F32, None, None);
-        let call = || Box::new(Call { collective, op, dtype, segments: segments.clone(), root, control: false });
-        let short = CommError::Aborted { rank: 1, reason: "r".repeat(MAX_TEXT_BYTES) };
+        let call = || {
+            Box::new(Call {
+                collective,
+                op,
+                dtype,
+                segments: segments.clone(),
+                root,
+                control: false,
+            })
+        };
+        let short = CommError::Aborted {
+            rank: 1,
+            reason: "r".repeat(MAX_TEXT_BYTES),
+        };
         assert_eq!(bounded(short.clone()), short);
         for error in [
-            CommError::Aborted { rank: 1, reason: long() },
-            CommError::Peer { rank: 1, message: long() },
-            CommError::Skipped { sequence: 7, call: call(), rank: 1, stream: long() },
-            CommError::Mismatch { sequence: 7, rank: 1, call: call(), other_rank: 0, other_call: call() },
+            CommError::Aborted {
+                rank: 1,
+                reason: long(),
+            },
+            CommError::Peer {
+                rank: 1,
+                message: long(),
+            },
+            CommError::Skipped {
+                sequence: 7,
+                call: call(),
+                rank: 1,
+                stream: long(),
+            },
+            CommError::Mismatch {
+                sequence: 7,
+                rank: 1,
+                call: call(),
+                other_rank: 0,
+                other_call: call(),
+            },
         ] {
             let bounded = bounded(error.clone());
-            assert!(encode(&bounded).unwrap().len() <= MAX_TEXT_BYTES + 16, "{bounded}");
+            assert!(
+                encode(&bounded).unwrap().len() <= MAX_TEXT_BYTES + 16,
+                "{bounded}"
+            );
             let begins = bounded.to_string();
-            assert!(begins.starts_with("rank 1") && begins.len() > MAX_TEXT_BYTES - 2, "{begins}");
+            assert!(
+                begins.starts_with("rank 1") && begins.len() > MAX_TEXT_BYTES - 2,
+                "{begins}"
+            );
         }
     }
 

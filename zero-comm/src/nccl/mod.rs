@@ -14,35 +14,39 @@
 //!
 //! The library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
 //!
-//! **Several machines.** The ranks meet at a TCP port of rank 0. Across machines they need a shared secret, the
-//! [token](Token): `export ZERO_TOKEN=$(openssl rand -hex 16)` on one machine, and the same value on all others
-//! (`mpirun -x ZERO_TOKEN`; `srun` exports it by itself). A connection that does not prove that it knows the token is
-//! closed without an answer, cannot disturb the others, and never receives NCCL's unique id. `ZERO_TOKEN=none` opens the
-//! port to everyone. Ranks of one machine need no token: rank 0 then listens on the loopback interface only. The token
-//! admits ranks; it does not protect their traffic. After the handshake neither the control connection nor NCCL's data
-//! is encrypted or authenticated, so train on a network in which nobody alters packets.
+//! **Several machines.** The ranks meet at a TCP port of rank 0. Across machines they need a shared
+//! secret, the [token](Token): `export ZERO_TOKEN=$(openssl rand -hex 16)` on one machine, and the
+//! same value on all others (`mpirun -x ZERO_TOKEN`; `srun` exports it by itself). A connection
+//! that does not prove that it knows the token is closed without an answer, cannot disturb the
+//! others, and never receives NCCL's unique id. `ZERO_TOKEN=none` opens the port to everyone. Ranks
+//! of one machine need no token: rank 0 then listens on the loopback interface only. The token
+//! admits ranks; it does not protect their traffic. After the handshake neither the control
+//! connection nor NCCL's data is encrypted or authenticated, so train on a network in which nobody
+//! alters packets.
 //!
-//! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop: with N ranks, the
-//! sum of N values of one sign is within (N - 1) units in the last place of the host back ends' sum, which rounds
-//! once. Repeating a call on the same ranks gives the same bits. The result of `Max` with NaN is not specified.
+//! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop:
+//! with N ranks, the sum of N values of one sign is within (N - 1) units in the last place of the
+//! host back ends' sum, which rounds once. Repeating a call on the same ranks gives the same bits.
+//! The result of `Max` with NaN is not specified.
 //!
-//! **Order.** One communicator runs its collectives one after the other, even on different streams. Concurrent
-//! collectives of two communicators must be enqueued in the same order on all ranks.
+//! **Order.** One communicator runs its collectives one after the other, even on different streams.
+//! Concurrent collectives of two communicators must be enqueued in the same order on all ranks.
 //!
-//! **Waiting.** The host waits when NCCL connects ranks: in `join`, `split` and registration, in the first collective
-//! of each kind, and in the first collective on registered memory; always within the limit. Otherwise it only
-//! enqueues.
+//! **Waiting.** The host waits when NCCL connects ranks: in `join`, `split` and registration, in
+//! the first collective of each kind, and in the first collective on registered memory; always
+//! within the limit. Otherwise it only enqueues.
 //!
-//! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries to open the
-//! peers' buffers for direct access. It cannot open pages of a pool, and each attempt leaks a reference to a page, whose
-//! memory is then not freed before the process ends. A program that captures collectives calls [`set_environment`] at the
-//! start of `main`, or is started with `NCCL_GRAPH_REGISTER=0`; a communicator cannot set the variable, because other
-//! threads may be reading the environment when it is made.
-//! NCCL releases a communicator only after all graphs with its collectives are destroyed, so drop graphs before
-//! communicators.
+//! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries
+//! to open the peers' buffers for direct access. It cannot open pages of a pool, and each attempt
+//! leaks a reference to a page, whose memory is then not freed before the process ends. A program
+//! that captures collectives calls [`set_environment`] at the start of `main`, or is started with
+//! `NCCL_GRAPH_REGISTER=0`; a communicator cannot set the variable, because other threads may be
+//! reading the environment when it is made. NCCL releases a communicator only after all graphs with
+//! its collectives are destroyed, so drop graphs before communicators.
 //!
-//! **Registration.** NCCL copies unregistered memory through internal buffers. [`NcclCommunicator::register_pool`]
-//! registers a pool of [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
+//! **Registration.** NCCL copies unregistered memory through internal buffers.
+//! [`NcclCommunicator::register_pool`] registers a pool of
+//! [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
 //! ```no_run
 //! # use zero_alloc::{Pool, cuda::CudaDevice};
 //! # use zero_comm::nccl::NcclCommunicator;
@@ -57,19 +61,22 @@
 //! # }
 //! ```
 //!
-//! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP connection to the
-//! *coordinator*, a thread in rank 0's process that listens at the rendezvous address. Off the critical path, each rank
-//! reports the number and a hash of its calls: every ten milliseconds in a small world, every second from 2,000 ranks
-//! on. The coordinator compares them; it also detects processes that end and ranks that are late. The first failure ends
-//! the world: every rank returns the same [`CommError`], which names ranks by their numbers in the whole world; for
-//! differing calls, two ranks and the first calls in which they differ. Until then, a call that
-//! differs from its peers' may succeed with wrong results. Only the capture of a graph is compared, not its replays:
-//! a stalled replay appears as the timeout of a wait on the stream, and the stream is not poisoned. Check
-//! [`Communicator::failure`] before using the results of a replay.
+//! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP
+//! connection to the *coordinator*, a thread in rank 0's process that listens at the rendezvous
+//! address. Off the critical path, each rank reports the number and a hash of its calls: every ten
+//! milliseconds in a small world, every second from 2,000 ranks on. The coordinator compares them;
+//! it also detects processes that end and ranks that are late. The first failure ends the world:
+//! every rank returns the same [`CommError`], which names ranks by their numbers in the whole
+//! world; for differing calls, two ranks and the first calls in which they differ. Until then, a
+//! call that differs from its peers' may succeed with wrong results. Only the capture of a graph is
+//! compared, not its replays: a stalled replay appears as the timeout of a wait on the stream, and
+//! the stream is not poisoned. Check [`Communicator::failure`] before using the results of a
+//! replay.
 
-// `handle` calls the library. The control plane: `rendezvous` connects each rank to the coordinator, `server` is the
-// coordinator's event loop, `coordinator` its state machine, `handshake`, `message` and `wire` define the protocol,
-// `calls` keeps and hashes a rank's calls, and `world` is a rank's side with its watcher thread.
+// `handle` calls the library. The control plane: `rendezvous` connects each rank to the
+// coordinator, `server` is the coordinator's event loop, `coordinator` its state machine,
+// `handshake`, `message` and `wire` define the protocol, `calls` keeps and hashes a rank's calls,
+// and `world` is a rank's side with its watcher thread.
 mod abort;
 mod calls;
 mod config;
@@ -113,8 +120,9 @@ use library::Nccl;
 use message::{Context, Place};
 use world::{Operation, Transport, World};
 
-/// Sets the environment variable `NCCL_GRAPH_REGISTER` to 0, unless it is set: the start of `main` in a program that captures
-/// collectives into graphs (see the [module](self)'s documentation). Child processes inherit it.
+/// Sets the environment variable `NCCL_GRAPH_REGISTER` to 0, unless it is set: the start of `main`
+/// in a program that captures collectives into graphs (see the [module](self)'s documentation).
+/// Child processes inherit it.
 ///
 /// ```no_run
 /// // SAFETY: `main` has started no thread yet.
@@ -134,7 +142,8 @@ pub unsafe fn set_environment() {
 /// The version of the NCCL library, such as `2.30.7`.
 ///
 /// # Errors
-/// [`CommError::NoLibrary`] if no library was found; [`CommError::BackEnd`] if it is too old or not NCCL.
+/// [`CommError::NoLibrary`] if no library was found; [`CommError::BackEnd`] if it is too old or not
+/// NCCL.
 pub fn version() -> Result<String, CommError> {
     Nccl::get().map(|nccl| error::version_text(nccl.version as u64))
 }
@@ -142,7 +151,8 @@ pub fn version() -> Result<String, CommError> {
 /// The state that a process's communicators share.
 struct Process {
     world: World,
-    /// One byte of device memory for barriers. It is never freed, because freeing it would wait for the whole device.
+    /// One byte of device memory for barriers. It is never freed, because freeing it would wait for
+    /// the whole device.
     barrier: AnySlice,
 }
 
@@ -154,9 +164,10 @@ struct Enqueued {
     meetings: u64,
 }
 
-/// One rank's communicator of a group of processes, each with a GPU. After it is dropped, later collectives of the
-/// other ranks fail with [`CommError::Left`]. Dropping waits, for some seconds at most, until the other ranks of the
-/// machine drop theirs and all graphs with its collectives are destroyed; drop those first.
+/// One rank's communicator of a group of processes, each with a GPU. After it is dropped, later
+/// collectives of the other ranks fail with [`CommError::Left`]. Dropping waits, for some seconds
+/// at most, until the other ranks of the machine drop theirs and all graphs with its collectives
+/// are destroyed; drop those first.
 pub struct NcclCommunicator {
     // Declared before `process`, so that NCCL's communicator is destroyed before the world.
     handle: Arc<Handle>,
@@ -169,58 +180,110 @@ pub struct NcclCommunicator {
 
 impl fmt::Debug for NcclCommunicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "NcclCommunicator(rank {} of {})", self.group.rank, self.group.world_size)
+        write!(
+            f,
+            "NcclCommunicator(rank {} of {})",
+            self.group.rank, self.group.world_size
+        )
     }
 }
 
 impl NcclCommunicator {
     /// Joins the world of `ranks`, with `device` as this rank's GPU. Every process calls it once.
     ///
-    /// It ends within `options.limit`, from the first attempt to connect to the last connection of NCCL; so the limit must
-    /// cover the time between the starts of the first and the last rank. Rank 0 waits for the others for three quarters
-    /// of it, and NCCL has at least an eighth. If NCCL hangs, releasing it takes some seconds more.
+    /// It ends within `options.limit`, from the first attempt to connect to the last connection of
+    /// NCCL; so the limit must cover the time between the starts of the first and the last rank.
+    /// Rank 0 waits for the others for three quarters of it, and NCCL has at least an eighth. If
+    /// NCCL hangs, releasing it takes some seconds more.
     ///
     /// # Errors
-    /// NCCL was not found, the rendezvous failed or exceeded the limit, or NCCL cannot connect the ranks.
-    pub fn join(device: &CudaDevice, ranks: &Ranks, options: CommOptions) -> Result<Self, CommError> {
+    /// NCCL was not found, the rendezvous failed or exceeded the limit, or NCCL cannot connect the
+    /// ranks.
+    pub fn join(
+        device: &CudaDevice,
+        ranks: &Ranks,
+        options: CommOptions,
+    ) -> Result<Self, CommError> {
         let (nccl, limit, mut time) = (Nccl::get()?, options.limit, TimeLimit::new(options.limit));
-        let joined = rendezvous::join(ranks, nccl.version as u64, || handle::unique_id(nccl), limit)?;
+        let joined = rendezvous::join(
+            ranks,
+            nccl.version as u64,
+            || handle::unique_id(nccl),
+            limit,
+        )?;
         let id = joined.id.clone();
         let world = World::start(joined, ranks.rank, limit)?;
         let memory = Memory::allocate(device, 1)?;
         // SAFETY: the allocation has one byte and is never freed.
-        let barrier = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8, device.id()) };
+        let barrier =
+            unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8, device.id()) };
         let process = Arc::new(Process { world, barrier });
-        let group = Group { rank: ranks.rank, world_size: ranks.world_size };
-        let wait = Wait { limit: time.left(), failure: &|| process.world.failure() };
+        let group = Group {
+            rank: ranks.rank,
+            world_size: ranks.world_size,
+        };
+        let wait = Wait {
+            limit: time.left(),
+            failure: &|| process.world.failure(),
+        };
         let handle = Handle::init(nccl, device, group, &id, wait);
-        let handle = handle.map_err(|interrupt| process.fail(interrupt, "NCCL did not connect the ranks", limit))?;
+        let handle = handle.map_err(|interrupt| {
+            process.fail(interrupt, "NCCL did not connect the ranks", limit)
+        })?;
         Ok(Self::open(process, handle, 0, group))
     }
 
     fn open(process: Arc<Process>, handle: Handle, context: Context, group: Group) -> Self {
         let handle = Arc::new(handle);
-        process.world.open(context, group.rank == 0, Arc::clone(&handle) as Arc<dyn Transport>);
-        Self { handle, process, context, group, enqueued: Mutex::default(), traffic: Mutex::default() }
+        process.world.open(
+            context,
+            group.rank == 0,
+            Arc::clone(&handle) as Arc<dyn Transport>,
+        );
+        Self {
+            handle,
+            process,
+            context,
+            group,
+            enqueued: Mutex::default(),
+            traffic: Mutex::default(),
+        }
     }
 
     /// Enqueues call `sequence`. Any error fails the world.
-    fn run(&self, stream: &CudaStream, checked: &Checked, sequence: u64) -> Result<Operation, CommError> {
+    fn run(
+        &self,
+        stream: &CudaStream,
+        checked: &Checked,
+        sequence: u64,
+    ) -> Result<Operation, CommError> {
         let (world, call) = (&self.process.world, checked.call());
         let label = call.collective.name();
         let skipped = |error: DeviceError| {
-            let (call, rank, stream) = (Box::new(call.clone()), world.rank, stream.name().to_owned());
-            world.fail(CommError::Skipped { sequence, call, rank, stream });
+            let (call, rank, stream) =
+                (Box::new(call.clone()), world.rank, stream.name().to_owned());
+            world.fail(CommError::Skipped {
+                sequence,
+                call,
+                rank,
+                stream,
+            });
             CommError::Device(error)
         };
         let reached = stream.record().map_err(skipped)?;
         let mut failure = None;
         let enqueued = stream.labelled(label, || {
             let raw = interop::raw_stream(stream);
-            let wait = Wait { limit: world.limit, failure: &|| world.failure() };
-            // SAFETY: `enqueue` compared the groups; `raw` is a stream of the communicator's device; `barrier` is one byte of it that is never
-            // freed.
-            let enqueued = unsafe { self.handle.enqueue(checked, self.group, self.process.barrier, raw, wait) };
+            let wait = Wait {
+                limit: world.limit,
+                failure: &|| world.failure(),
+            };
+            // SAFETY: `enqueue` compared the groups; `raw` is a stream of the communicator's
+            // device; `barrier` is one byte of it that is never freed.
+            let enqueued = unsafe {
+                self.handle
+                    .enqueue(checked, self.group, self.process.barrier, raw, wait)
+            };
             enqueued.map_err(|interrupt| {
                 let error = match interrupt {
                     Interrupt::Late => world.late(self.context, sequence, call.clone()),
@@ -228,12 +291,17 @@ impl NcclCommunicator {
                 };
                 let cause = Cause::new(error.clone());
                 failure = Some(error);
-                DeviceError::Operation { stream: stream.name().to_owned(), op: label.to_owned(), cause }
+                DeviceError::Operation {
+                    stream: stream.name().to_owned(),
+                    op: label.to_owned(),
+                    cause,
+                }
             })
         });
         match (enqueued, failure) {
             (_, Some(failure)) => {
-                // NCCL may still be about to enqueue the call, behind what the caller records from now on.
+                // NCCL may still be about to enqueue the call, behind what the caller records from
+                // now on.
                 world.abort(&*self.handle).wait();
                 return Err(failure);
             }
@@ -254,7 +322,11 @@ impl NcclCommunicator {
 
 fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
     let (stream_name, cause) = (stream.name().to_owned(), Cause::new(failure.clone()));
-    stream.poison(DeviceError::Operation { stream: stream_name, op: op.to_owned(), cause });
+    stream.poison(DeviceError::Operation {
+        stream: stream_name,
+        op: op.to_owned(),
+        cause,
+    });
 }
 
 impl Process {
@@ -264,7 +336,10 @@ impl Process {
         let error = match interrupt {
             Interrupt::World(failure) => return failure,
             Interrupt::Failed(error) => error,
-            Interrupt::Late => CommError::Peer { rank, message: format!("{what} within {limit:?}") },
+            Interrupt::Late => CommError::Peer {
+                rank,
+                message: format!("{what} within {limit:?}"),
+            },
         };
         self.world.fail(error)
     }
@@ -307,20 +382,53 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         Ok(())
     }
 
-    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<CudaDevice>>>, CommError> {
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<CudaDevice>>>, CommError> {
         let mut enqueued = self.enqueued.lock();
         // NCCL can split only an idle communicator.
         self.process.world.drain(self.context)?;
         let (world, number) = (&self.process.world, enqueued.meetings);
         enqueued.meetings += 1;
         let place = world.split(self.context, number, SplitRequest { color, key })?;
-        let wait = Wait { limit: world.limit, failure: &|| world.failure() };
-        let child = self.handle.split(place.map(|place| (place.context as usize, place.rank)), wait);
-        let child = child
-            .map_err(|interrupt| self.process.fail(interrupt, "NCCL did not split the communicator", world.limit))?;
-        let Some((Place { context, rank, size }, handle)) = place.zip(child) else { return Ok(None) };
-        let group = Group { rank, world_size: size };
-        Ok(Some(Arc::new(Self::open(Arc::clone(&self.process), handle, context, group))))
+        let wait = Wait {
+            limit: world.limit,
+            failure: &|| world.failure(),
+        };
+        let child = self.handle.split(
+            place.map(|place| (place.context as usize, place.rank)),
+            wait,
+        );
+        let child = child.map_err(|interrupt| {
+            self.process.fail(
+                interrupt,
+                "NCCL did not split the communicator",
+                world.limit,
+            )
+        })?;
+        let Some((
+            Place {
+                context,
+                rank,
+                size,
+            },
+            handle,
+        )) = place.zip(child)
+        else {
+            return Ok(None);
+        };
+        let group = Group {
+            rank,
+            world_size: size,
+        };
+        Ok(Some(Arc::new(Self::open(
+            Arc::clone(&self.process),
+            handle,
+            context,
+            group,
+        ))))
     }
 
     fn traffic(&self) -> Traffic {
@@ -329,7 +437,10 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
 
     fn abort(&self, reason: &str) {
         let rank = self.process.world.rank;
-        self.process.world.fail(CommError::Aborted { rank, reason: reason.to_owned() });
+        self.process.world.fail(CommError::Aborted {
+            rank,
+            reason: reason.to_owned(),
+        });
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -10,19 +10,22 @@
 //! | one machine | `LOCAL_WORLD_SIZE` is `WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_SIZE` is `OMPI_COMM_WORLD_SIZE` | `SLURM_STEP_NUM_NODES` is 1 |
 //! | token | `ZERO_TOKEN` | `ZERO_TOKEN`, with `mpirun -x ZERO_TOKEN` | `ZERO_TOKEN`, which `srun` exports |
 //!
-//! All ranks are also on one machine if rank 0's host is a loopback address or `localhost`, or if there is one rank.
-//! They then meet at a loopback address, and need no token. Ranks on several machines do:
+//! All ranks are also on one machine if rank 0's host is a loopback address or `localhost`, or if
+//! there is one rank. They then meet at a loopback address, and need no token. Ranks on several
+//! machines do:
 //!
 //! ```sh
 //! export ZERO_TOKEN=$(openssl rand -hex 16)    # on one machine; set the same value on the others
 //! ```
 //!
-//! Only processes with the token join the world and receive NCCL's unique id. With `ZERO_TOKEN=none`, every process
-//! that reaches rank 0's port can. `zero train` makes a token for the ranks that it starts.
+//! Only processes with the token join the world and receive NCCL's unique id. With
+//! `ZERO_TOKEN=none`, every process that reaches rank 0's port can. `zero train` makes a token for
+//! the ranks that it starts.
 //!
-//! Slurm also sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script, which is not a rank; only `srun` sets the
-//! variables of a *step*. A step of one task does not count as a launch. If `TORCHELASTIC_USE_AGENT_STORE` is true,
-//! torchrun's agent listens at `MASTER_PORT`, and rank 0 uses the next port.
+//! Slurm also sets `SLURM_NTASKS` and `SLURM_PROCID` in a batch script, which is not a rank; only
+//! `srun` sets the variables of a *step*. A step of one task does not count as a launch. If
+//! `TORCHELASTIC_USE_AGENT_STORE` is true, torchrun's agent listens at `MASTER_PORT`, and rank 0
+//! uses the next port.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -57,29 +60,47 @@ pub struct Ranks {
     pub port: u16,
     /// The program that set the variables.
     pub launcher: Launcher,
-    /// Whether all ranks are on this machine. They then connect over its loopback interface, whatever `host` is.
+    /// Whether all ranks are on this machine. They then connect over its loopback interface,
+    /// whatever `host` is.
     pub one_machine: bool,
     /// The secret that the ranks share. Required if they are on several machines.
     pub token: Option<Token>,
 }
 
 impl Ranks {
-    /// Rank `rank` of `world_size`, the `local_rank`-th of its machine; rank 0 listens at `port` of `host`. The ranks may be
-    /// on several machines, so they need a [`token`](Self::token) or [`one_machine`](Self::one_machine).
-    pub fn new(rank: usize, world_size: usize, local_rank: usize, host: impl Into<String>, port: u16) -> Self {
+    /// Rank `rank` of `world_size`, the `local_rank`-th of its machine; rank 0 listens at `port` of
+    /// `host`. The ranks may be on several machines, so they need a [`token`](Self::token) or
+    /// [`one_machine`](Self::one_machine).
+    pub fn new(
+        rank: usize,
+        world_size: usize,
+        local_rank: usize,
+        host: impl Into<String>,
+        port: u16,
+    ) -> Self {
         let (host, launcher) = (host.into(), Launcher::Torchrun);
-        Self { rank, world_size, local_rank, host, port, launcher, one_machine: false, token: None }
+        Self {
+            rank,
+            world_size,
+            local_rank,
+            host,
+            port,
+            launcher,
+            one_machine: false,
+            token: None,
+        }
     }
 }
 setters!(Ranks { launcher: Launcher, one_machine: bool, token: Option<Token> });
 
-/// A secret that all ranks of a job share. Only processes that know it can join the world. Its `Debug` output does not
-/// contain it.
+/// A secret that all ranks of a job share. Only processes that know it can join the world. Its
+/// `Debug` output does not contain it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Vec<u8>);
 
 impl Token {
-    /// Shortest secret, in bytes: whoever sees the handshake on the network could guess a shorter one.
+    /// Shortest secret, in bytes: whoever sees the handshake on the network could guess a shorter
+    /// one.
     const MIN_BYTES: usize = 16;
 
     /// The token with this secret. `none` lets every process that reaches rank 0's port join.
@@ -89,7 +110,9 @@ impl Token {
     pub fn new(secret: &str) -> Result<Self, LaunchError> {
         match secret.trim() {
             "none" => Ok(Self(Vec::new())),
-            short if short.len() < Self::MIN_BYTES => Err(LaunchError::ShortToken { len: short.len() }),
+            short if short.len() < Self::MIN_BYTES => {
+                Err(LaunchError::ShortToken { len: short.len() })
+            }
             secret => Ok(Self(secret.as_bytes().to_vec())),
         }
     }
@@ -101,12 +124,22 @@ impl Token {
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
-        Ok(Self(bytes.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()).collect()))
+        Ok(Self(
+            bytes
+                .iter()
+                .flat_map(|byte| format!("{byte:02x}").into_bytes())
+                .collect(),
+        ))
     }
 
-    /// The value of `ZERO_TOKEN` for the processes of the job. Keep it out of command lines and logs.
+    /// The value of `ZERO_TOKEN` for the processes of the job. Keep it out of command lines and
+    /// logs.
     pub fn to_variable(&self) -> String {
-        if self.0.is_empty() { "none".to_owned() } else { String::from_utf8_lossy(&self.0).into_owned() }
+        if self.0.is_empty() {
+            "none".to_owned()
+        } else {
+            String::from_utf8_lossy(&self.0).into_owned()
+        }
     }
 
     pub(super) fn secret(&self) -> &[u8] {
@@ -116,7 +149,11 @@ impl Token {
 
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_empty() { "Token(none)" } else { "Token(secret)" })
+        f.write_str(if self.0.is_empty() {
+            "Token(none)"
+        } else {
+            "Token(secret)"
+        })
     }
 }
 
@@ -153,7 +190,9 @@ pub enum LaunchError {
         world_size: usize,
     },
     /// The secret of `ZERO_TOKEN` can be guessed.
-    #[error("ZERO_TOKEN has {len} bytes; use at least 16, for example those of `openssl rand -hex 16`")]
+    #[error(
+        "ZERO_TOKEN has {len} bytes; use at least 16, for example those of `openssl rand -hex 16`"
+    )]
     ShortToken {
         /// Its length.
         len: usize,
@@ -163,7 +202,8 @@ pub enum LaunchError {
 /// The variable of the token.
 const TOKEN: &str = "ZERO_TOKEN";
 
-/// The range of derived ports: above the ports of services, below the ephemeral ports of outgoing connections.
+/// The range of derived ports: above the ports of services, below the ephemeral ports of outgoing
+/// connections.
 const DERIVED_PORTS: std::ops::Range<u16> = 20_000..30_000;
 
 /// The lookup of a variable.
@@ -179,13 +219,23 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         name: &'static str,
         expected: &'static str,
     ) -> Result<Option<T>, LaunchError> {
-        let Some(value) = self.text(name) else { return Ok(None) };
-        value.trim().parse().map(Some).map_err(|_| LaunchError::Value { variable: name, value, expected })
+        let Some(value) = self.text(name) else {
+            return Ok(None);
+        };
+        value
+            .trim()
+            .parse()
+            .map(Some)
+            .map_err(|_| LaunchError::Value {
+                variable: name,
+                value,
+                expected,
+            })
     }
 
-    /// Reads the variables of rank, world size and local rank with these names. `host` and `port` are the defaults of
-    /// `MASTER_ADDR` and `MASTER_PORT`. `all_here`: whether the launcher placed all ranks on this machine; `None` if it
-    /// does not say, and then a loopback address decides.
+    /// Reads the variables of rank, world size and local rank with these names. `host` and `port`
+    /// are the defaults of `MASTER_ADDR` and `MASTER_PORT`. `all_here`: whether the launcher placed
+    /// all ranks on this machine; `None` if it does not say, and then a loopback address decides.
     fn world(
         &self,
         launcher: Launcher,
@@ -194,21 +244,44 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         port: Option<u16>,
         all_here: Option<bool>,
     ) -> Result<Ranks, LaunchError> {
-        let present = if self.text(rank_name).is_some() { rank_name } else { size_name };
+        let present = if self.text(rank_name).is_some() {
+            rank_name
+        } else {
+            size_name
+        };
         let missing = |missing| LaunchError::Missing { present, missing };
         let need = |name| self.number(name, "a number")?.ok_or(missing(name));
         let (rank, world_size): (usize, usize) = (need(rank_name)?, need(size_name)?);
         if rank >= world_size {
-            return Err(LaunchError::Rank { variable: rank_name, rank, world_size });
+            return Err(LaunchError::Rank {
+                variable: rank_name,
+                rank,
+                world_size,
+            });
         }
         // Without a local rank, all ranks are assumed to be on this machine.
         let local_rank = self.number(local_name, "a number")?.unwrap_or(rank);
-        let host = self.text("MASTER_ADDR").or(host).ok_or(missing("MASTER_ADDR"))?;
+        let host = self
+            .text("MASTER_ADDR")
+            .or(host)
+            .ok_or(missing("MASTER_ADDR"))?;
         let master_port = self.number("MASTER_PORT", "a port, 1 to 65535")?;
         let port = master_port.or(port).ok_or(missing("MASTER_PORT"))?;
         let one_machine = world_size == 1 || all_here.unwrap_or_else(|| is_loopback(&host));
-        let token = self.text(TOKEN).map(|secret| Token::new(&secret)).transpose()?;
-        Ok(Ranks { rank, world_size, local_rank, host, port, launcher, one_machine, token })
+        let token = self
+            .text(TOKEN)
+            .map(|secret| Token::new(&secret))
+            .transpose()?;
+        Ok(Ranks {
+            rank,
+            world_size,
+            local_rank,
+            host,
+            port,
+            launcher,
+            one_machine,
+            token,
+        })
     }
 }
 
@@ -226,12 +299,16 @@ impl Ranks {
     ///
     /// # Errors
     /// The variables are inconsistent.
-    pub fn parse(variable: impl Fn(&'static str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
+    pub fn parse(
+        variable: impl Fn(&'static str) -> Option<String>,
+    ) -> Result<Option<Self>, LaunchError> {
         let vars = Variables(variable);
         let text = |name| vars.text(name).unwrap_or_default();
         if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
             let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
-            let all_here = vars.text("LOCAL_WORLD_SIZE").map(|local| Some(local) == vars.text("WORLD_SIZE"));
+            let all_here = vars
+                .text("LOCAL_WORLD_SIZE")
+                .map(|local| Some(local) == vars.text("WORLD_SIZE"));
             let mut ranks = vars.world(Launcher::Torchrun, names, None, None, all_here)?;
             if text("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true") {
                 ranks.port = ranks.port.checked_add(1).unwrap_or(u16::MAX - 1);
@@ -239,16 +316,38 @@ impl Ranks {
             return Ok(Some(ranks));
         }
         if vars.text("OMPI_COMM_WORLD_RANK").is_some() {
-            let names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"];
-            let all_here = vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
-            let (host, port) = (all_here.then(|| "127.0.0.1".to_owned()), derived_port(&text("PMIX_NAMESPACE")));
-            return vars.world(Launcher::OpenMpi, names, host, Some(port), Some(all_here)).map(Some);
+            let names = [
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+            ];
+            let all_here =
+                vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
+            let (host, port) = (
+                all_here.then(|| "127.0.0.1".to_owned()),
+                derived_port(&text("PMIX_NAMESPACE")),
+            );
+            return vars
+                .world(Launcher::OpenMpi, names, host, Some(port), Some(all_here))
+                .map(Some);
         }
-        if vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?.is_some_and(|tasks| tasks > 1) {
+        if vars
+            .number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?
+            .is_some_and(|tasks| tasks > 1)
+        {
             let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"];
-            let port = derived_port(&format!("{}.{}", text("SLURM_JOB_ID"), text("SLURM_STEP_ID")));
-            let (host, all_here) = (first_node(&text("SLURM_STEP_NODELIST")), text("SLURM_STEP_NUM_NODES") == "1");
-            return vars.world(Launcher::Slurm, names, host, Some(port), Some(all_here)).map(Some);
+            let port = derived_port(&format!(
+                "{}.{}",
+                text("SLURM_JOB_ID"),
+                text("SLURM_STEP_ID")
+            ));
+            let (host, all_here) = (
+                first_node(&text("SLURM_STEP_NODELIST")),
+                text("SLURM_STEP_NUM_NODES") == "1",
+            );
+            return vars
+                .world(Launcher::Slurm, names, host, Some(port), Some(all_here))
+                .map(Some);
         }
         Ok(None)
     }
@@ -259,9 +358,12 @@ fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }
 
-/// Derives a port from a job's name (FNV-1a): equal in all its processes, rarely equal for two jobs.
+/// Derives a port from a job's name (FNV-1a): equal in all its processes, rarely equal for two
+/// jobs.
 fn derived_port(job: &str) -> u16 {
-    let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+    let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| {
+        (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
+    });
     DERIVED_PORTS.start + (hash % DERIVED_PORTS.len() as u64) as u16
 }
 
@@ -276,8 +378,16 @@ fn first_node(list: &str) -> Option<String> {
     let tail = &list[close + 1..];
     let tail = &tail[..end(tail, &[','])];
     // The name may contain a second bracket.
-    let tail = if tail.contains('[') { first_node(tail)? } else { tail.to_owned() };
-    Some(format!("{}{}{tail}", &list[..open], &inside[..end(inside, &['-', ',', ']'])]))
+    let tail = if tail.contains('[') {
+        first_node(tail)?
+    } else {
+        tail.to_owned()
+    };
+    Some(format!(
+        "{}{}{tail}",
+        &list[..open],
+        &inside[..end(inside, &['-', ',', ']'])]
+    ))
 }
 
 #[cfg(test)]
@@ -287,7 +397,12 @@ mod tests {
     use super::*;
 
     fn parse(variables: &[(&str, &str)]) -> Result<Option<Ranks>, LaunchError> {
-        Ranks::parse(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))
+        Ranks::parse(|name| {
+            variables
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map(|(_, value)| (*value).to_owned())
+        })
     }
 
     const TORCHRUN: [(&str, &str); 5] = [
@@ -312,7 +427,11 @@ mod tests {
         ("SLURM_STEP_ID", "0"),
     ];
 
-    fn with<'a>(base: &[(&'a str, &'a str)], name: &'a str, value: &'a str) -> Vec<(&'a str, &'a str)> {
+    fn with<'a>(
+        base: &[(&'a str, &'a str)],
+        name: &'a str,
+        value: &'a str,
+    ) -> Vec<(&'a str, &'a str)> {
         let others = base.iter().filter(|(n, _)| *n != name).copied();
         others.chain([(name, value)]).collect()
     }
@@ -325,41 +444,85 @@ mod tests {
         let host = "node-0".to_owned();
         let launcher = Launcher::Torchrun;
         let (port, one_machine, token) = (29500, false, None);
-        assert_eq!(ranks, Ranks { rank: 5, world_size: 8, local_rank: 1, host, port, launcher, one_machine, token });
+        assert_eq!(
+            ranks,
+            Ranks {
+                rank: 5,
+                world_size: 8,
+                local_rank: 1,
+                host,
+                port,
+                launcher,
+                one_machine,
+                token
+            }
+        );
         // The agent listens at the port.
-        let agent = parse(&with(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "True")).unwrap().unwrap();
+        let agent = parse(&with(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "True"))
+            .unwrap()
+            .unwrap();
         assert_eq!(agent.port, 29501);
         // They take precedence over Open MPI's and Slurm's.
-        assert_eq!(parse(&[&TORCHRUN[..], &OPEN_MPI, &SLURM].concat()).unwrap().unwrap(), ranks);
+        assert_eq!(
+            parse(&[&TORCHRUN[..], &OPEN_MPI, &SLURM].concat())
+                .unwrap()
+                .unwrap(),
+            ranks
+        );
     }
 
     #[test]
     fn open_mpi_variables() {
         let ranks = parse(&OPEN_MPI).unwrap().unwrap();
         assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (3, 4, 3));
-        assert_eq!((ranks.host.as_str(), ranks.launcher), ("127.0.0.1", Launcher::OpenMpi));
+        assert_eq!(
+            (ranks.host.as_str(), ranks.launcher),
+            ("127.0.0.1", Launcher::OpenMpi)
+        );
         assert!(DERIVED_PORTS.contains(&ranks.port));
         // On several machines, the address of rank 0 must be set.
         let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
-        let missing = LaunchError::Missing { present: "OMPI_COMM_WORLD_RANK", missing: "MASTER_ADDR" };
+        let missing = LaunchError::Missing {
+            present: "OMPI_COMM_WORLD_RANK",
+            missing: "MASTER_ADDR",
+        };
         assert_eq!(parse(&spread), Err(missing));
-        assert_eq!(parse(&with(&spread, "MASTER_ADDR", "a")).unwrap().unwrap().host, "a");
+        assert_eq!(
+            parse(&with(&spread, "MASTER_ADDR", "a"))
+                .unwrap()
+                .unwrap()
+                .host,
+            "a"
+        );
     }
 
     #[test]
     fn slurm_variables() {
         let ranks = parse(&SLURM).unwrap().unwrap();
         assert_eq!((ranks.rank, ranks.world_size, ranks.local_rank), (2, 16, 2));
-        assert_eq!((ranks.host.as_str(), ranks.launcher), ("gpu-007", Launcher::Slurm));
-        assert_ne!(ranks.port, parse(&with(&SLURM, "SLURM_JOB_ID", "4712")).unwrap().unwrap().port);
+        assert_eq!(
+            (ranks.host.as_str(), ranks.launcher),
+            ("gpu-007", Launcher::Slurm)
+        );
+        assert_ne!(
+            ranks.port,
+            parse(&with(&SLURM, "SLURM_JOB_ID", "4712"))
+                .unwrap()
+                .unwrap()
+                .port
+        );
         // Neither a batch script nor a step of one task is a rank.
-        assert_eq!(parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")]), Ok(None));
+        assert_eq!(
+            parse(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")]),
+            Ok(None)
+        );
         assert_eq!(parse(&with(&SLURM, "SLURM_STEP_NUM_TASKS", "1")), Ok(None));
     }
 
     #[test]
     fn machines_of_the_ranks() {
-        let one_machine = |variables: &[(&str, &str)]| parse(variables).unwrap().unwrap().one_machine;
+        let one_machine =
+            |variables: &[(&str, &str)]| parse(variables).unwrap().unwrap().one_machine;
         assert!(!one_machine(&TORCHRUN));
         for (name, value, expected) in [
             ("LOCAL_WORLD_SIZE", "8", true),
@@ -370,11 +533,23 @@ mod tests {
             ("MASTER_ADDR", "localhost", true),
             ("MASTER_ADDR", "10.0.0.1", false),
         ] {
-            assert_eq!(one_machine(&with(&TORCHRUN, name, value)), expected, "{name}={value}");
+            assert_eq!(
+                one_machine(&with(&TORCHRUN, name, value)),
+                expected,
+                "{name}={value}"
+            );
         }
-        assert!(one_machine(&with(&with(&TORCHRUN, "WORLD_SIZE", "1"), "RANK", "0")));
+        assert!(one_machine(&with(
+            &with(&TORCHRUN, "WORLD_SIZE", "1"),
+            "RANK",
+            "0"
+        )));
         // On the master alone, some operators set a loopback name.
-        assert!(!one_machine(&with(&with(&TORCHRUN, "LOCAL_WORLD_SIZE", "4"), "MASTER_ADDR", "localhost")));
+        assert!(!one_machine(&with(
+            &with(&TORCHRUN, "LOCAL_WORLD_SIZE", "4"),
+            "MASTER_ADDR",
+            "localhost"
+        )));
         assert!(one_machine(&OPEN_MPI));
         let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
         assert!(!one_machine(&with(&spread, "MASTER_ADDR", "a")));
@@ -386,22 +561,36 @@ mod tests {
     fn token_is_never_printed() {
         let ranks = parse(&with(&TORCHRUN, TOKEN, SECRET)).unwrap().unwrap();
         assert_eq!(ranks.token, Some(Token::new(SECRET).unwrap()));
-        assert_eq!(ranks.token.as_ref().map(Token::to_variable).as_deref(), Some(SECRET));
+        assert_eq!(
+            ranks.token.as_ref().map(Token::to_variable).as_deref(),
+            Some(SECRET)
+        );
         assert!(!format!("{ranks:?}").contains(SECRET), "{ranks:?}");
         let short = parse(&with(&TORCHRUN, TOKEN, "hunter2")).unwrap_err();
         assert_eq!(short, LaunchError::ShortToken { len: 7 });
         assert!(!short.to_string().contains("hunter2"), "{short}");
         let open = Token::new("none").unwrap();
-        assert_eq!((open.secret(), open.to_variable().as_str()), (&[][..], "none"));
+        assert_eq!(
+            (open.secret(), open.to_variable().as_str()),
+            (&[][..], "none")
+        );
         let random = [Token::random().unwrap(), Token::random().unwrap()];
         assert_ne!(random[0], random[1]);
-        assert_eq!(Token::new(&random[0].to_variable()).as_ref(), Ok(&random[0]));
+        assert_eq!(
+            Token::new(&random[0].to_variable()).as_ref(),
+            Ok(&random[0])
+        );
     }
 
     #[test]
     fn node_lists() {
-        let cases =
-            [("n1", "n1"), ("n1,n2", "n1"), ("r-[07-09,12],x", "r-07"), ("a[1,2]b,c", "a1b"), ("x,a[1-2]", "x")];
+        let cases = [
+            ("n1", "n1"),
+            ("n1,n2", "n1"),
+            ("r-[07-09,12],x", "r-07"),
+            ("a[1,2]b,c", "a1b"),
+            ("x,a[1-2]", "x"),
+        ];
         for (list, first) in cases.into_iter().chain([("a[1-2]b[3-4]", "a1b3")]) {
             assert_eq!(first_node(list).as_deref(), Some(first), "{list}");
         }
@@ -415,15 +604,30 @@ mod tests {
         for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
             let rest: Vec<_> = TORCHRUN.into_iter().filter(|(n, _)| *n != name).collect();
             let error = parse(&rest).unwrap_err();
-            assert!(matches!(error, LaunchError::Missing { missing, .. } if missing == name), "{name}: {error}");
+            assert!(
+                matches!(error, LaunchError::Missing { missing, .. } if missing == name),
+                "{name}: {error}"
+            );
             assert!(parse(&with(&TORCHRUN, name, "")).is_err(), "{name}");
         }
-        for (name, value) in [("RANK", "-1"), ("WORLD_SIZE", "two"), ("MASTER_PORT", "70000"), ("LOCAL_RANK", "x")] {
+        for (name, value) in [
+            ("RANK", "-1"),
+            ("WORLD_SIZE", "two"),
+            ("MASTER_PORT", "70000"),
+            ("LOCAL_RANK", "x"),
+        ] {
             let error = parse(&with(&TORCHRUN, name, value)).unwrap_err();
-            assert!(matches!(&error, LaunchError::Value { variable, .. } if *variable == name), "{error}");
+            assert!(
+                matches!(&error, LaunchError::Value { variable, .. } if *variable == name),
+                "{error}"
+            );
             assert!(error.to_string().contains(value), "{error}");
         }
-        let beyond = LaunchError::Rank { variable: "RANK", rank: 8, world_size: 8 };
+        let beyond = LaunchError::Rank {
+            variable: "RANK",
+            rank: 8,
+            world_size: 8,
+        };
         assert_eq!(parse(&with(&TORCHRUN, "RANK", "8")), Err(beyond));
     }
 

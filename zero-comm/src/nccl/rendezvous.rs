@@ -1,9 +1,9 @@
 //! The rendezvous: all ranks connect to the coordinator at rank 0's address.
 //!
-//! Why a rank whose connection is dropped tries again: rank 0 closes a connection for a wrong token as soon as
-//! it has the first frame, and for lack of places at the earliest after 0.1 s. So a rank gives up after eight
-//! drops that came sooner (1.6 s), and repeats all others until its limit. What ended its last connection is
-//! its error, even if rank 0 has ended since.
+//! Why a rank whose connection is dropped tries again: rank 0 closes a connection for a wrong token
+//! as soon as it has the first frame, and for lack of places at the earliest after 0.1 s. So a rank
+//! gives up after eight drops that came sooner (1.6 s), and repeats all others until its limit.
+//! What ended its last connection is its error, even if rank 0 has ended since.
 
 use std::io::{self, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -25,8 +25,9 @@ mod tests;
 
 /// First and longest pause between attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
-/// Attempts that rank 0 may end sooner than [`server::SILENT_LIMIT`]. It ends a connection that soon for its token; for
-/// lack of places it ends a connection only later, and those attempts are repeated until the limit.
+/// Attempts that rank 0 may end sooner than [`server::SILENT_LIMIT`]. It ends a connection that
+/// soon for its token; for lack of places it ends a connection only later, and those attempts are
+/// repeated until the limit.
 const REJECTIONS: usize = 8;
 /// Connections that may wait until the coordinator accepts them; the system may allow fewer.
 pub(super) const BACKLOG: i32 = 4096;
@@ -41,9 +42,9 @@ pub(super) struct Joined {
     pub(super) incoming: Incoming,
 }
 
-/// Joins the world, within seven eighths of `limit`; the rest is left for NCCL. Rank 0 first starts the coordinator, with
-/// the id that `make_id` returns. It waits for the other ranks for three quarters of `limit`, so that its answer reaches
-/// them before their limit.
+/// Joins the world, within seven eighths of `limit`; the rest is left for NCCL. Rank 0 first starts
+/// the coordinator, with the id that `make_id` returns. It waits for the other ranks for three
+/// quarters of `limit`, so that its answer reaches them before their limit.
 ///
 /// # Errors
 /// The rendezvous failed or exceeded its limit, or `make_id` failed.
@@ -69,15 +70,25 @@ pub(super) fn join(
     let hello = Hello::new(ranks.rank, ranks.world_size, library);
     let mut first = None;
     if ranks.rank == 0 {
-        // NCCL needs time for an id. Meanwhile connections that nobody accepts would fill the backlog.
+        // NCCL needs time for an id. Meanwhile connections that nobody accepts would fill the
+        // backlog.
         let (id, key) = (make_id()?, client.key.clone());
         let listener = client.listen()?;
         let (own, accepted) = connected_pair().map_err(|e| RendezvousError::System {
-            message: format!("failed to connect rank 0 to itself: {e}; check the loopback interface"),
+            message: format!(
+                "failed to connect rank 0 to itself: {e}; check the loopback interface"
+            ),
         })?;
         first = Some(own);
         let (world_size, join_limit) = (ranks.world_size, limit / 4 * 3);
-        let options = server::Options { world_size, library, key, id, join_limit, limit };
+        let options = server::Options {
+            world_size,
+            library,
+            key,
+            id,
+            join_limit,
+            limit,
+        };
         server::start(listener, Some(accepted), options)?;
     }
     let (mut rejections, mut pause) = (0, PAUSES[0]);
@@ -112,8 +123,8 @@ enum Failure {
 
 /// The two ends of a connection within this process, which no other connection can delay.
 fn connected_pair() -> io::Result<(TcpStream, TcpStream)> {
-    let private =
-        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).or_else(|_| TcpListener::bind((Ipv6Addr::LOCALHOST, 0)))?;
+    let private = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .or_else(|_| TcpListener::bind((Ipv6Addr::LOCALHOST, 0)))?;
     let own = TcpStream::connect(private.local_addr()?)?;
     loop {
         let (accepted, address) = private.accept()?;
@@ -139,29 +150,40 @@ struct Client<'a> {
 }
 
 impl Client<'_> {
-    /// Listens at a loopback address if all ranks are on this machine, otherwise at all addresses: rank 0's name may
-    /// resolve to a loopback address here (as on Debian), or to one that a network translates.
+    /// Listens at a loopback address if all ranks are on this machine, otherwise at all addresses:
+    /// rank 0's name may resolve to a loopback address here (as on Debian), or to one that a
+    /// network translates.
     fn listen(&self) -> Result<TcpListener, RendezvousError> {
         let all = vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
-        let candidates = if self.ranks.one_machine { self.loopback() } else { all };
+        let candidates = if self.ranks.one_machine {
+            self.loopback()
+        } else {
+            all
+        };
         let mut last = io::Error::from(ErrorKind::AddrNotAvailable);
         for ip in candidates {
             match TcpListener::bind((ip, self.ranks.port)) {
                 // Some systems do not accept IPv4 at IPv6's unspecified address.
-                Ok(listener) if ip == Ipv6Addr::UNSPECIFIED && ipv6_v6only(&listener).unwrap_or(true) => {}
+                Ok(listener)
+                    if ip == Ipv6Addr::UNSPECIFIED && ipv6_v6only(&listener).unwrap_or(true) => {}
                 Ok(listener) => {
-                    // Ranks beyond the backlog that `bind` asks for would connect only after a second or more. If it
-                    // fails, that backlog stays.
+                    // Ranks beyond the backlog that `bind` asks for would connect only after a
+                    // second or more. If it fails, that backlog stays.
                     let _ = rustix::net::listen(&listener, BACKLOG);
                     return Ok(listener);
                 }
                 Err(error) if error.kind() == ErrorKind::AddrInUse => {
-                    return Err(RendezvousError::AddressInUse { address: self.address.clone() });
+                    return Err(RendezvousError::AddressInUse {
+                        address: self.address.clone(),
+                    });
                 }
                 Err(error) => last = error,
             }
         }
-        Err(RendezvousError::Listen { address: self.address.clone(), message: last.to_string() })
+        Err(RendezvousError::Listen {
+            address: self.address.clone(),
+            message: last.to_string(),
+        })
     }
 
     /// The loopback addresses at which ranks of one machine meet, in order of preference.
@@ -172,41 +194,60 @@ impl Client<'_> {
         }
     }
 
-    /// The addresses at which rank 0 listens. Each call resolves the name: in a cluster, rank 0's name can appear after
-    /// the other ranks start.
+    /// The addresses at which rank 0 listens. Each call resolves the name: in a cluster, rank 0's
+    /// name can appear after the other ranks start.
     fn addresses(&mut self) -> io::Result<Vec<SocketAddr>> {
         let port = self.ranks.port;
         if self.ranks.rank == 0 || self.ranks.one_machine {
-            return Ok(self.loopback().into_iter().map(|ip| (ip, port).into()).collect());
+            return Ok(self
+                .loopback()
+                .into_iter()
+                .map(|ip| (ip, port).into())
+                .collect());
         }
         // A lookup has no time limit of its own.
         let (sender, receiver) = mpsc::channel();
         let host = self.ranks.host.clone();
-        std::thread::Builder::new().name("zero name lookup".to_owned()).spawn(move || {
-            let addresses = (host.as_str(), port).to_socket_addrs();
-            let _ = sender.send(addresses.map(Vec::from_iter));
-        })?;
+        std::thread::Builder::new()
+            .name("zero name lookup".to_owned())
+            .spawn(move || {
+                let addresses = (host.as_str(), port).to_socket_addrs();
+                let _ = sender.send(addresses.map(Vec::from_iter));
+            })?;
         while !self.time.has_passed() {
             if let Ok(addresses) = receiver.recv_timeout(self.time.slice()) {
                 return addresses;
             }
         }
-        Err(io::Error::new(ErrorKind::TimedOut, "the lookup of the name did not end"))
+        Err(io::Error::new(
+            ErrorKind::TimedOut,
+            "the lookup of the name did not end",
+        ))
     }
 
-    /// Connects to rank 0, as soon as it listens; if rank 0 ended after it had proved the token, only while it listens.
+    /// Connects to rank 0, as soon as it listens; if rank 0 ended after it had proved the token,
+    /// only while it listens.
     fn connect(&mut self) -> Result<TcpStream, RendezvousError> {
         let mut pause = PAUSES[0];
         loop {
-            let error = match self.addresses().and_then(|addresses| self.connect_to(&addresses)) {
+            let error = match self
+                .addresses()
+                .and_then(|addresses| self.connect_to(&addresses))
+            {
                 Ok(stream) => return Ok(stream),
                 Err(error) => error,
             };
             let has_ended = matches!(self.ended, Some(RendezvousError::Broken { .. }))
                 && error.kind() == ErrorKind::ConnectionRefused;
             if has_ended || self.time.left() <= pause {
-                let (rank, address, message) = (self.ranks.rank, self.address.clone(), error.to_string());
-                let unreachable = RendezvousError::Unreachable { rank, address, limit: self.limit, message };
+                let (rank, address, message) =
+                    (self.ranks.rank, self.address.clone(), error.to_string());
+                let unreachable = RendezvousError::Unreachable {
+                    rank,
+                    address,
+                    limit: self.limit,
+                    message,
+                };
                 return Err(self.ended.take().unwrap_or(unreachable));
             }
             std::thread::sleep(pause);
@@ -233,13 +274,24 @@ impl Client<'_> {
     /// Proves the token to the coordinator, and receives its answer when all ranks have joined.
     fn handshake(&mut self, mut stream: TcpStream, hello: &Hello) -> Result<Joined, Failure> {
         let (rank, address) = (self.ranks.rank, || self.address.clone());
-        let broken = |e: io::Error| RendezvousError::Broken { message: e.to_string() };
-        let not_rank_0 = || Failure::Final(RendezvousError::NotRankZero { rank, address: address() });
-        // The errors of the system, and of the connection before and after rank 0 has proved the token.
+        let broken = |e: io::Error| RendezvousError::Broken {
+            message: e.to_string(),
+        };
+        let not_rank_0 = || {
+            Failure::Final(RendezvousError::NotRankZero {
+                rank,
+                address: address(),
+            })
+        };
+        // The errors of the system, and of the connection before and after rank 0 has proved the
+        // token.
         let system = |e: io::Error| Failure::Final(broken(e));
         let dropped = |e: io::Error| match e.kind() {
             ErrorKind::InvalidData => not_rank_0(),
-            _ => Failure::Ended(RendezvousError::Dropped { rank, address: address() }),
+            _ => Failure::Ended(RendezvousError::Dropped {
+                rank,
+                address: address(),
+            }),
         };
         let ended = |e: io::Error| match e.kind() {
             ErrorKind::InvalidData => Failure::Final(broken(e)),
@@ -248,13 +300,21 @@ impl Client<'_> {
         prepare(&stream).map_err(system)?;
         let mut incoming = Incoming::new(stream.try_clone().map_err(system)?);
         let hello = self.key.hello(hello).map_err(system)?;
-        stream.write_all(&frame(&hello).map_err(system)?).map_err(dropped)?;
+        stream
+            .write_all(&frame(&hello).map_err(system)?)
+            .map_err(dropped)?;
         let proof = loop {
-            if let Some(challenge) = incoming.next_frame(self.time.slice(), MAX_HELLO_BYTES).map_err(dropped)? {
+            if let Some(challenge) = incoming
+                .next_frame(self.time.slice(), MAX_HELLO_BYTES)
+                .map_err(dropped)?
+            {
                 break self.key.answer(&hello, challenge).ok_or_else(not_rank_0)?;
             }
             if self.time.has_passed() {
-                let (limit, message) = (self.limit, "it accepted the connection, but did not answer".to_owned());
+                let (limit, message) = (
+                    self.limit,
+                    "it accepted the connection, but did not answer".to_owned(),
+                );
                 return Err(Failure::Final(RendezvousError::Unreachable {
                     rank,
                     address: address(),
@@ -263,11 +323,18 @@ impl Client<'_> {
                 }));
             }
         };
-        stream.write_all(&frame(&proof).map_err(system)?).map_err(ended)?;
+        stream
+            .write_all(&frame(&proof).map_err(system)?)
+            .map_err(ended)?;
         loop {
             match incoming.next(self.time.slice()).map_err(ended)? {
                 Some(Message::Welcome { id, report_every }) => {
-                    return Ok(Joined { id, report_every, outgoing: stream, incoming });
+                    return Ok(Joined {
+                        id,
+                        report_every,
+                        outgoing: stream,
+                        incoming,
+                    });
                 }
                 Some(Message::Refused { error }) => return Err(Failure::Final(error)),
                 _ if self.time.has_passed() => {

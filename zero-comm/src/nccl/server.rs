@@ -1,17 +1,18 @@
 //! The coordinator's thread, in rank 0's process: an event loop over non-blocking connections.
 //!
-//! A connection is a *stranger* until it has passed the [handshake](super::handshake). Strangers may send two small
-//! frames within [`HELLO_LIMIT`]. They cannot change the state: those without the token are closed without an answer
-//! and counted. When they fill all places, the oldest silent one is closed, so that a rank always gets in. A stranger
-//! that passes the handshake becomes the *peer* of its rank, or ends the rendezvous with an error that names it. When
-//! all ranks have joined, the listener and all strangers are closed.
+//! A connection is a *stranger* until it has passed the [handshake](super::handshake). Strangers
+//! may send two small frames within [`HELLO_LIMIT`]. They cannot change the state: those without
+//! the token are closed without an answer and counted. When they fill all places, the oldest silent
+//! one is closed, so that a rank always gets in. A stranger that passes the handshake becomes the
+//! *peer* of its rank, or ends the rendezvous with an error that names it. When all ranks have
+//! joined, the listener and all strangers are closed.
 //!
 //! A peer has a buffer of bytes that it has not read yet. It is lost if that exceeds
-//! [`MAX_OUTPUT_BYTES`](super::wire::MAX_OUTPUT_BYTES), if it reads nothing for [`WRITE_LIMIT`], or if it sends
-//! nothing within the [`silence_limit`]. No other thread shares this state.
+//! [`MAX_OUTPUT_BYTES`](super::wire::MAX_OUTPUT_BYTES), if it reads nothing for [`WRITE_LIMIT`], or
+//! if it sends nothing within the [`silence_limit`]. No other thread shares this state.
 //!
-//! Why one event loop: a thread for each rank needed a stack and two descriptors, and a rank that did not read
-//! blocked all others under a lock.
+//! Why one event loop: a thread for each rank needed a stack and two descriptors, and a rank that
+//! did not read blocked all others under a lock.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, Write};
@@ -36,7 +37,8 @@ mod tests;
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Time for which a stranger with a correct hello keeps its place when all places are taken.
 const CROWDED_LIMIT: Duration = Duration::from_secs(1);
-/// Time for which a silent stranger keeps its place when all places are taken: a rank may be delayed.
+/// Time for which a silent stranger keeps its place when all places are taken: a rank may be
+/// delayed.
 pub(super) const SILENT_LIMIT: Duration = Duration::from_millis(100);
 /// Connections to accept before the others have their turn.
 const ACCEPTS: usize = 128;
@@ -133,7 +135,8 @@ pub(super) fn start(
     let world_size = options.world_size;
     let mut server = Server::new(listener, options)?;
     if let Some(own) = own {
-        own.set_nonblocking(true).map_err(|error| failed(&error, world_size))?;
+        own.set_nonblocking(true)
+            .map_err(|error| failed(&error, world_size))?;
         server.admit(TcpStream::from_std(own));
     }
     let builder = std::thread::Builder::new().name("zero coordinator".to_owned());
@@ -153,7 +156,9 @@ impl Server {
         listener.set_nonblocking(true).map_err(failed)?;
         let mut listener = TcpListener::from_std(listener);
         let poll = Poll::new().map_err(failed)?;
-        poll.registry().register(&mut listener, Token(n), Interest::READABLE).map_err(failed)?;
+        poll.registry()
+            .register(&mut listener, Token(n), Interest::READABLE)
+            .map_err(failed)?;
         Ok(Self {
             poll,
             listener: Some(listener),
@@ -188,7 +193,11 @@ impl Server {
         }
         if self.acceptable && self.listener.is_some() {
             let is_crowded = self.strangers.len() > self.places;
-            wait = wait.min(if is_crowded { SILENT_LIMIT } else { Duration::ZERO });
+            wait = wait.min(if is_crowded {
+                SILENT_LIMIT
+            } else {
+                Duration::ZERO
+            });
         }
         if !self.unread.is_empty() {
             wait = Duration::ZERO;
@@ -204,8 +213,16 @@ impl Server {
         self.accept();
         if self.is_joining() && self.joining.has_passed() {
             let (ranks, world_size) = (self.coordinator.missing(), self.peers.len());
-            let (limit, strangers) = (self.options.join_limit, self.rejected + self.strangers.len());
-            self.refuse(RendezvousError::Missing { ranks, world_size, limit, strangers });
+            let (limit, strangers) = (
+                self.options.join_limit,
+                self.rejected + self.strangers.len(),
+            );
+            self.refuse(RendezvousError::Missing {
+                ranks,
+                world_size,
+                limit,
+                strangers,
+            });
         }
         if Instant::now() >= self.next_tick {
             self.next_tick = Instant::now() + TICK;
@@ -222,7 +239,13 @@ impl Server {
     }
 
     fn is_done(&mut self) -> bool {
-        let sent = |server: &Self| server.peers.iter().flatten().all(|peer| peer.output.is_empty());
+        let sent = |server: &Self| {
+            server
+                .peers
+                .iter()
+                .flatten()
+                .all(|peer| peer.output.is_empty())
+        };
         if let Some((_, time)) = &mut self.refused {
             return time.has_passed() || self.strangers.is_empty() && sent(self);
         }
@@ -245,13 +268,16 @@ impl Server {
         }
     }
 
-    /// Accepts the pending connections. If one is too many and no other makes room, the rest stays pending.
+    /// Accepts the pending connections. If one is too many and no other makes room, the rest stays
+    /// pending.
     fn accept(&mut self) {
         for _ in 0..ACCEPTS {
             if !self.acceptable || self.strangers.len() > self.places && !self.close_one() {
                 return;
             }
-            let Some(listener) = &self.listener else { return };
+            let Some(listener) = &self.listener else {
+                return;
+            };
             match listener.accept() {
                 Ok((stream, _)) => {
                     self.admit(stream);
@@ -261,22 +287,27 @@ impl Server {
                 }
                 Err(error) => match descriptors::exhausted(&error, self.peers.len()) {
                     Some(error) => return self.refuse(error),
-                    // Some errors concern the connection only. After the others, the next tick tries again.
+                    // Some errors concern the connection only. After the others, the next tick
+                    // tries again.
                     None => {
-                        self.acceptable =
-                            matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted);
+                        self.acceptable = matches!(
+                            error.kind(),
+                            ErrorKind::Interrupted | ErrorKind::ConnectionAborted
+                        );
                     }
                 },
             }
         }
     }
 
-    /// Closes the oldest silent stranger, except the newest one, or else the oldest one, if its time in a crowd is over.
+    /// Closes the oldest silent stranger, except the newest one, or else the oldest one, if its
+    /// time in a crowd is over.
     fn close_one(&mut self) -> bool {
         let mut others = self.strangers.iter_mut().rev().skip(1).rev();
         let silent = others.find(|(_, stranger)| stranger.claims.is_none());
-        let is_over =
-            |(&token, stranger): (_, &mut Stranger)| (stranger.time.elapsed() >= SILENT_LIMIT).then_some(token);
+        let is_over = |(&token, stranger): (_, &mut Stranger)| {
+            (stranger.time.elapsed() >= SILENT_LIMIT).then_some(token)
+        };
         let silent = silent.and_then(is_over);
         let closed = silent.or_else(|| {
             let (&token, oldest) = self.strangers.iter_mut().next()?;
@@ -292,20 +323,33 @@ impl Server {
         let token = self.next_token;
         self.next_token += 1;
         let both = Interest::READABLE | Interest::WRITABLE;
-        let registered = self.poll.registry().register(&mut stream, Token(token), both);
+        let registered = self
+            .poll
+            .registry()
+            .register(&mut stream, Token(token), both);
         if registered.and_then(|()| stream.set_nodelay(true)).is_err() {
             self.rejected += 1;
             return;
         }
         let (input, time) = (Input::default(), TimeLimit::new(HELLO_LIMIT));
-        self.strangers.insert(token, Stranger { stream, input, time, claims: None });
+        self.strangers.insert(
+            token,
+            Stranger {
+                stream,
+                input,
+                time,
+                claims: None,
+            },
+        );
         // A rank sends its hello at once: a rank is not taken for a silent stranger.
         self.greet(token);
     }
 
     /// Continues the handshake of a stranger.
     fn greet(&mut self, token: usize) {
-        let Some(mut stranger) = self.strangers.remove(&token) else { return };
+        let Some(mut stranger) = self.strangers.remove(&token) else {
+            return;
+        };
         match stranger.receive(&self.options.key) {
             Ok(None) => drop(self.strangers.insert(token, stranger)),
             Ok(Some(hello)) => self.join(stranger, &hello),
@@ -317,15 +361,24 @@ impl Server {
     fn join(&mut self, mut stranger: Stranger, hello: &Hello) {
         let joined = match (&self.refused, hello) {
             (Some((error, _)), _) => Err(error.clone()),
-            (None, &Hello { version: got, rank, .. }) if got != VERSION => {
-                Err(RendezvousError::Version { rank, got, expected: VERSION })
-            }
+            (
+                None,
+                &Hello {
+                    version: got, rank, ..
+                },
+            ) if got != VERSION => Err(RendezvousError::Version {
+                rank,
+                got,
+                expected: VERSION,
+            }),
             (None, hello) => self.coordinator.join(hello),
         };
         let rank = match joined {
             Ok(rank) => rank,
             Err(error) => {
-                if let Ok(refusal) = encode(&Message::Refused { error: error.clone() }) {
+                if let Ok(refusal) = encode(&Message::Refused {
+                    error: error.clone(),
+                }) {
                     // The frame fits into the buffer of a new connection.
                     let _ = stranger.stream.write(&refusal);
                 }
@@ -333,26 +386,43 @@ impl Server {
             }
         };
         let both = Interest::READABLE | Interest::WRITABLE;
-        if let Err(error) = self.poll.registry().reregister(&mut stranger.stream, Token(rank), both) {
+        if let Err(error) = self
+            .poll
+            .registry()
+            .reregister(&mut stranger.stream, Token(rank), both)
+        {
             self.lost.push_back((rank, ended(&error)));
         }
         let silence = TimeLimit::new(silence_limit(self.options.limit));
         let (Stranger { stream, input, .. }, output) = (stranger, Output::default());
-        let peer = Peer { stream, input, output, silence, heard: true, quiet_ticks: 0, stalled: None };
+        let peer = Peer {
+            stream,
+            input,
+            output,
+            silence,
+            heard: true,
+            quiet_ticks: 0,
+            stalled: None,
+        };
         self.peers[rank] = Some(peer);
         self.missing -= 1;
         if self.missing == 0 {
             self.listener = None;
             self.strangers.clear();
             let report_every = report_every(self.options.world_size);
-            self.send_all(&Message::Welcome { id: self.options.id.clone(), report_every });
+            self.send_all(&Message::Welcome {
+                id: self.options.id.clone(),
+                report_every,
+            });
         }
     }
 
     /// Ends the rendezvous and answers the ranks that have joined or try to.
     fn refuse(&mut self, error: RendezvousError) {
         if self.refused.is_none() {
-            self.send_all(&Message::Refused { error: error.clone() });
+            self.send_all(&Message::Refused {
+                error: error.clone(),
+            });
             self.refused = Some((error, TimeLimit::new(REFUSAL_LIMIT)));
             // Another rendezvous may use the port.
             self.acceptable = true;
@@ -364,7 +434,9 @@ impl Server {
     /// Receives from a peer. `closed`: its end has arrived, and no event follows.
     fn receive(&mut self, rank: usize, closed: bool) {
         for _ in 0..READS {
-            let Some(peer) = &mut self.peers[rank] else { return };
+            let Some(peer) = &mut self.peers[rank] else {
+                return;
+            };
             let more = match peer.input.read_from(&mut peer.stream, MAX_FRAME_BYTES) {
                 Ok(more) => more,
                 Err(error) => return self.lost.push_back((rank, ended(&error))),
@@ -385,7 +457,9 @@ impl Server {
                     Err(error) => return self.lost.push_back((rank, ended(&error))),
                 }
             }
-            let drained = self.peers[rank].as_ref().is_none_or(|peer| peer.input.is_drained());
+            let drained = self.peers[rank]
+                .as_ref()
+                .is_none_or(|peer| peer.input.is_drained());
             if !more || drained && !closed {
                 return;
             }
@@ -410,36 +484,52 @@ impl Server {
         self.peers[rank] = None;
     }
 
-    /// Once a second: checks time limits, and sends what the coordinator has to send, or else keepalives.
+    /// Once a second: checks time limits, and sends what the coordinator has to send, or else
+    /// keepalives.
     fn tick(&mut self) {
         self.acceptable = true;
         let before = self.strangers.len();
-        self.strangers.retain(|_, stranger| !stranger.time.has_passed());
+        self.strangers
+            .retain(|_, stranger| !stranger.time.has_passed());
         self.rejected += before - self.strangers.len();
         if self.missing > 0 {
             return;
         }
         let limit = silence_limit(self.options.limit);
-        for (rank, peer) in self.peers.iter_mut().enumerate().filter_map(|(rank, peer)| Some((rank, peer.as_mut()?)))
+        for (rank, peer) in self
+            .peers
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(rank, peer)| Some((rank, peer.as_mut()?)))
         {
             if std::mem::take(&mut peer.heard) {
                 peer.silence = TimeLimit::new(limit);
             }
             if peer.silence.has_passed() {
-                self.lost.push_back((rank, format!("sent nothing for {limit:?}")));
+                self.lost
+                    .push_back((rank, format!("sent nothing for {limit:?}")));
             } else if peer.stalled.as_mut().is_some_and(TimeLimit::has_passed) {
-                self.lost.push_back((rank, format!("received nothing for {WRITE_LIMIT:?}")));
+                self.lost
+                    .push_back((rank, format!("received nothing for {WRITE_LIMIT:?}")));
             }
         }
         let outgoing = self.coordinator.tick();
         self.send(outgoing);
-        let Ok(alive) = encode(&Message::Alive) else { return };
+        let Ok(alive) = encode(&Message::Alive) else {
+            return;
+        };
         for rank in 0..self.peers.len() {
-            if self.peers[rank].as_ref().is_some_and(|peer| peer.quiet_ticks >= KEEPALIVE_TICKS) {
+            if self.peers[rank]
+                .as_ref()
+                .is_some_and(|peer| peer.quiet_ticks >= KEEPALIVE_TICKS)
+            {
                 self.write(rank, &alive);
             }
         }
-        self.peers.iter_mut().flatten().for_each(|peer| peer.quiet_ticks += 1);
+        self.peers
+            .iter_mut()
+            .flatten()
+            .for_each(|peer| peer.quiet_ticks += 1);
     }
 
     fn send(&mut self, outgoing: Vec<Outgoing>) {
@@ -454,17 +544,23 @@ impl Server {
         }
     }
 
-    /// Sends to rank 0 last: when it receives the message, its process, which runs this thread, may end.
+    /// Sends to rank 0 last: when it receives the message, its process, which runs this thread, may
+    /// end.
     fn send_all(&mut self, message: &Message) {
         let frame = self.encode(message);
-        (0..self.peers.len()).rev().for_each(|rank| self.write(rank, &frame));
+        (0..self.peers.len())
+            .rev()
+            .for_each(|rank| self.write(rank, &frame));
     }
 
     /// Encodes a message, or the failure that it is too large.
     fn encode(&self, message: &Message) -> Vec<u8> {
         encode(message).unwrap_or_else(|error| {
             let message = format!("the coordinator failed to send a message: {error}");
-            encode(&Message::Failed { error: CommError::Peer { rank: 0, message } }).unwrap_or_default()
+            encode(&Message::Failed {
+                error: CommError::Peer { rank: 0, message },
+            })
+            .unwrap_or_default()
         })
     }
 
@@ -479,8 +575,9 @@ impl Server {
 
 /// The error of the coordinator's start.
 fn failed(error: &io::Error, world_size: usize) -> RendezvousError {
-    descriptors::exhausted(error, world_size)
-        .unwrap_or_else(|| RendezvousError::System { message: format!("failed to start the coordinator: {error}") })
+    descriptors::exhausted(error, world_size).unwrap_or_else(|| RendezvousError::System {
+        message: format!("failed to start the coordinator: {error}"),
+    })
 }
 
 fn ended(error: &io::Error) -> String {
@@ -488,7 +585,8 @@ fn ended(error: &io::Error) -> String {
 }
 
 impl Stranger {
-    /// Reads the handshake as far as it has arrived; returns the claims of a rank that has passed it.
+    /// Reads the handshake as far as it has arrived; returns the claims of a rank that has passed
+    /// it.
     ///
     /// # Errors
     /// It is not a rank of this job, or its connection ended.
@@ -498,7 +596,11 @@ impl Stranger {
             while let Some(received) = self.input.next_frame(MAX_HELLO_BYTES)? {
                 let rejected = || io::Error::from(ErrorKind::PermissionDenied);
                 if let Some((hello, expected)) = self.claims.take() {
-                    return if expected.matches(received) { Ok(Some(hello)) } else { Err(rejected()) };
+                    return if expected.matches(received) {
+                        Ok(Some(hello))
+                    } else {
+                        Err(rejected())
+                    };
                 }
                 let hello = key.check_hello(received).ok_or_else(rejected)?;
                 let (challenge, expected) = key.challenge(received)?;

@@ -1,5 +1,5 @@
-//! Tests of rendezvous and failures without NCCL or a device: ranks are threads, each connected to the coordinator;
-//! collectives are simulated by the results of their probes.
+//! Tests of rendezvous and failures without NCCL or a device: ranks are threads, each connected to
+//! the coordinator; collectives are simulated by the results of their probes.
 
 use std::io::{ErrorKind, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -37,8 +37,15 @@ fn process_sets_its_environment() {
 fn environment_is_set_unless_the_user_did() {
     for (users, expected) in [(None, "value 0"), (Some("1"), "value 1")] {
         let mut process = std::process::Command::new(std::env::current_exe().unwrap());
-        process.args(["--ignored", "--exact", "--nocapture", "nccl::tests::process_sets_its_environment"]);
-        process.env_remove("NCCL_GRAPH_REGISTER").envs(users.map(|value| ("NCCL_GRAPH_REGISTER", value)));
+        process.args([
+            "--ignored",
+            "--exact",
+            "--nocapture",
+            "nccl::tests::process_sets_its_environment",
+        ]);
+        process
+            .env_remove("NCCL_GRAPH_REGISTER")
+            .envs(users.map(|value| ("NCCL_GRAPH_REGISTER", value)));
         let output = process.output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(text.contains(expected), "{text}");
@@ -50,8 +57,13 @@ pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> V
     let port = free_port();
     std::thread::scope(|scope| {
         let body = &body;
-        let threads: Vec<_> = (0..n).map(|rank| scope.spawn(move || body(ranks(rank, n, port)))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        let threads: Vec<_> = (0..n)
+            .map(|rank| scope.spawn(move || body(ranks(rank, n, port))))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
     })
 }
 
@@ -79,7 +91,9 @@ pub(super) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incomin
     let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let hello = send_hello(stream, key, hello);
     let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-    stream.write_all(&frame(&key.answer(&hello, challenge).unwrap()).unwrap()).unwrap();
+    stream
+        .write_all(&frame(&key.answer(&hello, challenge).unwrap()).unwrap())
+        .unwrap();
     incoming
 }
 
@@ -88,10 +102,17 @@ pub(super) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incomin
 fn late_strangers_do_not_end_the_world() {
     let ended = Barrier::new(2);
     let failures = on_ranks(2, |ranks| {
-        let strangers: Vec<_> =
-            if ranks.rank == 1 { (0..5).map(|_| connect(ranks.port)).collect() } else { Vec::new() };
+        let strangers: Vec<_> = if ranks.rank == 1 {
+            (0..5).map(|_| connect(ranks.port)).collect()
+        } else {
+            Vec::new()
+        };
         let rank = Rank::start(&ranks, LONG);
-        let bad = [Hello::new(1, 2, LIBRARY), Hello::new(7, 9, LIBRARY), Hello::new(0, 2, LIBRARY + 1)];
+        let bad = [
+            Hello::new(1, 2, LIBRARY),
+            Hello::new(7, 9, LIBRARY),
+            Hello::new(0, 2, LIBRARY + 1),
+        ];
         for (stranger, hello) in strangers.iter().zip(bad) {
             send_hello(stranger, &Key::new(None), &hello);
         }
@@ -102,7 +123,10 @@ fn late_strangers_do_not_end_the_world() {
         // The coordinator closes them.
         for stranger in strangers {
             let mut incoming = Incoming::new(stranger);
-            while incoming.next_frame(LONG, MAX_FRAME_BYTES).is_ok_and(|frame| frame.is_some()) {}
+            while incoming
+                .next_frame(LONG, MAX_FRAME_BYTES)
+                .is_ok_and(|frame| frame.is_some())
+            {}
             assert!(incoming.next_frame(LONG, MAX_FRAME_BYTES).is_err());
         }
         rank.call(8, Ok(true), Ok(true));
@@ -117,7 +141,8 @@ fn late_strangers_do_not_end_the_world() {
     assert_eq!(failures, [None, None]);
 }
 
-/// A transport whose abort completes only after another's abort, as if its collective waited behind the other's.
+/// A transport whose abort completes only after another's abort, as if its collective waited behind
+/// the other's.
 struct Behind(Arc<Fake>);
 
 impl Transport for Behind {
@@ -146,7 +171,10 @@ fn all_aborts_start_before_any_is_awaited() {
         world.open(0, true, Arc::new(Behind(Arc::clone(&last))));
         world.open(1, true, last);
         let begun = Instant::now();
-        world.fail(CommError::Aborted { rank: 0, reason: "on purpose".to_owned() });
+        world.fail(CommError::Aborted {
+            rank: 0,
+            reason: "on purpose".to_owned(),
+        });
         // Waits for both aborts.
         drop(world);
         begun.elapsed()
@@ -160,18 +188,23 @@ fn all_aborts_start_before_any_is_awaited() {
 fn communicator_of_failed_world_is_aborted() {
     on_ranks(1, |ranks| {
         let rank = Rank::start(&ranks, LONG);
-        rank.world.fail(CommError::Aborted { rank: 0, reason: "on purpose".to_owned() });
+        rank.world.fail(CommError::Aborted {
+            rank: 0,
+            reason: "on purpose".to_owned(),
+        });
         rank.wait_for_failure();
         // The watcher has aborted the communicators that it found.
         let late = Arc::new(Fake::default());
-        rank.world.open(1, true, Arc::clone(&late) as Arc<dyn Transport>);
+        rank.world
+            .open(1, true, Arc::clone(&late) as Arc<dyn Transport>);
         assert_eq!(late.aborts.load(Ordering::Relaxed), 1);
         rank.call(8, Ok(true), Ok(false));
         assert_eq!(rank.poisoned.lock().len(), 1);
     });
 }
 
-/// Rank 0 has said goodbye, so the rank fails by itself and aborts before its watcher, which waits, sees the failure.
+/// Rank 0 has said goodbye, so the rank fails by itself and aborts before its watcher, which waits,
+/// sees the failure.
 #[test]
 fn own_abort_poisons_streams_first() {
     let port = free_port();
@@ -205,7 +238,10 @@ fn own_abort_poisons_streams_first() {
     }
     // Until the watcher has received the goodbye, a failure waits for the coordinator's answer.
     std::thread::sleep(SHORT);
-    world.fail(CommError::Aborted { rank: 1, reason: "on purpose".to_owned() });
+    world.fail(CommError::Aborted {
+        rank: 1,
+        reason: "on purpose".to_owned(),
+    });
     world.drain(0).unwrap_err();
     let _completion = world.abort(&*own);
     world.close(0, 2);
@@ -228,7 +264,17 @@ fn drain_names_the_late_rank() {
         rank.world.drain(0).unwrap_err()
     });
     for failure in failures {
-        assert!(matches!(failure, CommError::Stalled { sequence: 0 | 1, rank: 1, .. }), "{failure}");
+        assert!(
+            matches!(
+                failure,
+                CommError::Stalled {
+                    sequence: 0 | 1,
+                    rank: 1,
+                    ..
+                }
+            ),
+            "{failure}"
+        );
     }
 }
 
@@ -263,7 +309,15 @@ fn differing_calls_poison_all_streams() {
         error
     });
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-    let CommError::Mismatch { sequence: 1, rank, other_rank, .. } = errors[0] else { panic!("{}", errors[0]) };
+    let CommError::Mismatch {
+        sequence: 1,
+        rank,
+        other_rank,
+        ..
+    } = errors[0]
+    else {
+        panic!("{}", errors[0])
+    };
     assert!((rank == 1) != (other_rank == 1));
 }
 
@@ -276,7 +330,10 @@ fn late_collective_ends_all_ranks() {
     });
     assert_eq!(errors[0], errors[1]);
     let text = errors[0].to_string();
-    assert!(text.contains("collective 0, broadcast") && text.contains("within 300ms"), "{text}");
+    assert!(
+        text.contains("collective 0, broadcast") && text.contains("within 300ms"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -302,9 +359,16 @@ fn lost_connection_ends_the_other_ranks() {
         rank.call(8, Ok(true), Ok(false));
         Some(rank.wait_for_failure())
     });
-    let named =
-        |error: &CommError| matches!(error, CommError::Left { rank: 1, .. } | CommError::Peer { rank: 1, .. });
-    assert!(errors[0] == errors[2] && errors[0].as_ref().is_some_and(named), "{errors:?}");
+    let named = |error: &CommError| {
+        matches!(
+            error,
+            CommError::Left { rank: 1, .. } | CommError::Peer { rank: 1, .. }
+        )
+    };
+    assert!(
+        errors[0] == errors[2] && errors[0].as_ref().is_some_and(named),
+        "{errors:?}"
+    );
 }
 
 /// Acts as the coordinator: lets one rank join, which reports its progress once in a long time.
@@ -313,9 +377,18 @@ fn welcome_one(port: u16) -> (TcpStream, Incoming) {
     let (stream, _) = listener.accept().unwrap();
     let (key, mut incoming) = (Key::new(None), Incoming::new(stream.try_clone().unwrap()));
     let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-    (&stream).write_all(&frame(&key.challenge(hello).unwrap().0).unwrap()).unwrap();
+    (&stream)
+        .write_all(&frame(&key.challenge(hello).unwrap().0).unwrap())
+        .unwrap();
     incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-    send(&stream, &[Message::Welcome { id: vec![1], report_every: 60 * LONG }]).unwrap();
+    send(
+        &stream,
+        &[Message::Welcome {
+            id: vec![1],
+            report_every: 60 * LONG,
+        }],
+    )
+    .unwrap();
     (stream, incoming)
 }
 
@@ -329,14 +402,20 @@ fn end_of_rank_0_ends_the_other_ranks() {
         }
         Some(Rank::start(&ranks, LONG).wait_for_failure())
     });
-    assert!(matches!(errors[1], Some(CommError::Peer { rank: 0, .. })), "{errors:?}");
+    assert!(
+        matches!(errors[1], Some(CommError::Peer { rank: 0, .. })),
+        "{errors:?}"
+    );
 }
 
-/// A part of a frame may have been sent: the coordinator sees the end of the connection, not another message in its
-/// place. What it had sent before is the cause.
+/// A part of a frame may have been sent: the coordinator sees the end of the connection, not
+/// another message in its place. What it had sent before is the cause.
 #[test]
 fn failed_write_ends_the_connection() {
-    let sent_cause = CommError::Aborted { rank: 0, reason: "on purpose".to_owned() };
+    let sent_cause = CommError::Aborted {
+        rank: 0,
+        reason: "on purpose".to_owned(),
+    };
     for cause in [None, Some(sent_cause)] {
         let port = free_port();
         let (joined, stream, mut incoming) = std::thread::scope(|scope| {
@@ -349,11 +428,20 @@ fn failed_write_ends_the_connection() {
         let world = World::start(joined, 1, LONG).unwrap();
         world.open(0, true, Arc::new(Fake::default()));
         // More bytes than the buffers of the connection have.
-        let call = Call { segments: Segments::Uneven(vec![usize::MAX; 100_000].into()), ..broadcast(8) };
+        let call = Call {
+            segments: Segments::Uneven(vec![usize::MAX; 100_000].into()),
+            ..broadcast(8)
+        };
         (0..32).for_each(|_| world.called(0, call.clone()));
         world.close(1, 0);
         if let Some(error) = &cause {
-            send(&stream, &[Message::Failed { error: error.clone() }]).unwrap();
+            send(
+                &stream,
+                &[Message::Failed {
+                    error: error.clone(),
+                }],
+            )
+            .unwrap();
         }
         let begun = Instant::now();
         while world.failure().is_none() {
@@ -361,10 +449,16 @@ fn failed_write_ends_the_connection() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let failure = world.failure().unwrap();
-        let message = "a message of rank 1 to rank 0 was not sent: it received nothing for 10s".to_owned();
-        assert_eq!(failure, cause.unwrap_or(CommError::Peer { rank: 0, message }));
+        let message =
+            "a message of rank 1 to rank 0 was not sent: it received nothing for 10s".to_owned();
+        assert_eq!(
+            failure,
+            cause.unwrap_or(CommError::Peer { rank: 0, message })
+        );
         drop(world);
-        let end = std::iter::repeat_with(|| incoming.next(LONG)).find_map(Result::err).unwrap();
+        let end = std::iter::repeat_with(|| incoming.next(LONG))
+            .find_map(Result::err)
+            .unwrap();
         assert_eq!(end.kind(), ErrorKind::UnexpectedEof, "{end}");
     }
 }
@@ -377,15 +471,25 @@ fn each_local_failure_reaches_all_ranks() {
             let at_fault = ranks.rank == 1;
             match cause {
                 "abort" if at_fault => {
-                    let error = CommError::Aborted { rank: 1, reason: "on purpose".to_owned() };
+                    let error = CommError::Aborted {
+                        rank: 1,
+                        reason: "on purpose".to_owned(),
+                    };
                     assert_eq!(rank.world.fail(error.clone()), error);
                     // The first failure is final.
-                    let second = CommError::Aborted { rank: 1, reason: "again".to_owned() };
+                    let second = CommError::Aborted {
+                        rank: 1,
+                        reason: "again".to_owned(),
+                    };
                     assert_eq!(rank.world.fail(second), error);
                 }
-                "library" if at_fault => *rank.fake.error.lock() = Some("unhandled system error".to_owned()),
+                "library" if at_fault => {
+                    *rank.fake.error.lock() = Some("unhandled system error".to_owned())
+                }
                 "stream" if at_fault => {
-                    let failed = DeviceError::Closed { stream: "comm".to_owned() };
+                    let failed = DeviceError::Closed {
+                        stream: "comm".to_owned(),
+                    };
                     rank.call(8, Err(failed.clone()), Err(failed));
                 }
                 _ => rank.call(8, Ok(true), Ok(false)),
@@ -393,11 +497,22 @@ fn each_local_failure_reaches_all_ranks() {
             rank.wait_for_failure()
         });
         let expected = match cause {
-            "abort" => CommError::Aborted { rank: 1, reason: "on purpose".to_owned() },
-            "library" => CommError::Peer { rank: 1, message: "unhandled system error".to_owned() },
+            "abort" => CommError::Aborted {
+                rank: 1,
+                reason: "on purpose".to_owned(),
+            },
+            "library" => CommError::Peer {
+                rank: 1,
+                message: "unhandled system error".to_owned(),
+            },
             _ => {
                 let (call, stream) = (Box::new(broadcast(8)), "comm".to_owned());
-                CommError::Skipped { sequence: 0, call, rank: 1, stream }
+                CommError::Skipped {
+                    sequence: 0,
+                    call,
+                    rank: 1,
+                    stream,
+                }
             }
         };
         assert_eq!(errors, vec![expected; 3], "{cause}");
@@ -413,27 +528,55 @@ fn errors_of_one_process_become_peer_errors() {
         }
         rank.wait_for_failure()
     });
-    let expected = CommError::Peer { rank: 1, message: CommError::NoRanks.to_string() };
+    let expected = CommError::Peer {
+        rank: 1,
+        message: CommError::NoRanks.to_string(),
+    };
     assert_eq!(errors, [expected.clone(), expected]);
 }
 
 #[test]
 fn meetings_return_a_rank_its_own_outcome() {
-    let request =
-        |rank: usize| SplitRequest { color: (rank != 2).then_some(rank as u64 % 2 + 5), key: 10 - rank as u64 };
+    let request = |rank: usize| SplitRequest {
+        color: (rank != 2).then_some(rank as u64 % 2 + 5),
+        key: 10 - rank as u64,
+    };
     let bytes = |rank: usize| (rank != 1).then_some(rank as u64 + 7);
     let outcomes = on_ranks(4, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         let first = rank.world.split(0, 0, request(ranks.rank)).unwrap();
         let registered = rank.world.register(0, 1, bytes(ranks.rank)).unwrap();
-        let second = rank.world.split(0, 2, SplitRequest { color: Some(1), key: 0 }).unwrap();
+        let second = rank
+            .world
+            .split(
+                0,
+                2,
+                SplitRequest {
+                    color: Some(1),
+                    key: 0,
+                },
+            )
+            .unwrap();
         rank.world.close(0, 0);
         (first, registered, second)
     });
-    let place = |context, rank, size| Some(Place { context, rank, size });
+    let place = |context, rank, size| {
+        Some(Place {
+            context,
+            rank,
+            size,
+        })
+    };
     let first = [place(1, 0, 1), place(2, 1, 2), None, place(2, 0, 2)];
     for (rank, outcome) in outcomes.into_iter().enumerate() {
-        assert_eq!(outcome, (first[rank], Registered::Failed { rank: 1 }, place(3, rank, 4)));
+        assert_eq!(
+            outcome,
+            (
+                first[rank],
+                Registered::Failed { rank: 1 },
+                place(3, rank, 4)
+            )
+        );
     }
 }
 
@@ -445,7 +588,18 @@ fn rank_whose_stream_is_late_is_named() {
         rank.wait_for_failure()
     });
     assert_eq!(errors[0], errors[1]);
-    assert!(matches!(errors[0], CommError::Stalled { sequence: 0, rank: 1, .. }), "{}", errors[0]);
+    assert!(
+        matches!(
+            errors[0],
+            CommError::Stalled {
+                sequence: 0,
+                rank: 1,
+                ..
+            }
+        ),
+        "{}",
+        errors[0]
+    );
 }
 
 #[test]
@@ -456,20 +610,43 @@ fn meeting_ends_when_a_rank_leaves() {
             rank.world.close(0, 0);
             return None;
         }
-        Some(rank.world.split(0, 0, SplitRequest { color: None, key: 0 }).unwrap_err())
+        Some(
+            rank.world
+                .split(
+                    0,
+                    0,
+                    SplitRequest {
+                        color: None,
+                        key: 0,
+                    },
+                )
+                .unwrap_err(),
+        )
     });
-    assert!(matches!(errors[0], Some(CommError::Peer { rank: 1, .. })), "{errors:?}");
+    assert!(
+        matches!(errors[0], Some(CommError::Peer { rank: 1, .. })),
+        "{errors:?}"
+    );
 }
 
 #[test]
 fn late_meeting_ends_all_ranks() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, SHORT);
-        if ranks.rank == 0 { rank.world.register(0, 0, Some(1)).unwrap_err() } else { rank.wait_for_failure() }
+        if ranks.rank == 0 {
+            rank.world.register(0, 0, Some(1)).unwrap_err()
+        } else {
+            rank.wait_for_failure()
+        }
     });
     for error in errors {
-        let CommError::Peer { rank: 1, message } = &error else { panic!("{error}") };
-        assert!(message.contains("did not join registration 0 of communicator 0"), "{message}");
+        let CommError::Peer { rank: 1, message } = &error else {
+            panic!("{error}")
+        };
+        assert!(
+            message.contains("did not join registration 0 of communicator 0"),
+            "{message}"
+        );
     }
 }
 
@@ -483,44 +660,135 @@ fn next(incoming: &mut Incoming) -> Message {
     }
 }
 
-/// Urgent messages do not wait for the report interval, the progress comes before them, and the watcher answers
-/// requests while the host thread does something else.
+/// Urgent messages do not wait for the report interval, the progress comes before them, and the
+/// watcher answers requests while the host thread does something else.
 #[test]
 fn urgent_messages_follow_the_progress() {
     on_ranks(2, |ranks| {
         if ranks.rank == 1 {
             let rank = Rank::start(&ranks, 60 * LONG);
             rank.broadcast(0..3).unwrap();
-            let place = rank.world.split(0, 0, SplitRequest { color: Some(1), key: 0 }).unwrap().unwrap();
-            assert_eq!(place, Place { context: 5, rank: 0, size: 1 });
+            let place = rank
+                .world
+                .split(
+                    0,
+                    0,
+                    SplitRequest {
+                        color: Some(1),
+                        key: 0,
+                    },
+                )
+                .unwrap()
+                .unwrap();
+            assert_eq!(
+                place,
+                Place {
+                    context: 5,
+                    rank: 0,
+                    size: 1
+                }
+            );
             rank.world.open(5, true, Arc::new(Fake::default()));
             rank.world.called(5, broadcast(9));
             rank.world.close(5, 1);
-            let failure = CommError::Aborted { rank: 1, reason: "on purpose".to_owned() };
+            let failure = CommError::Aborted {
+                rank: 1,
+                reason: "on purpose".to_owned(),
+            };
             assert_eq!(rank.world.fail(failure.clone()), failure);
             return;
         }
         let (stream, mut incoming) = welcome_one(ranks.port);
-        let Message::Progress { context: 0, called: 3, hash, reached: 3, ended: 3 } = next(&mut incoming) else {
+        let Message::Progress {
+            context: 0,
+            called: 3,
+            hash,
+            reached: 3,
+            ended: 3,
+        } = next(&mut incoming)
+        else {
             panic!("no progress before the split")
         };
-        let entry = MeetingEntry::Split(SplitRequest { color: Some(1), key: 0 });
-        assert_eq!(next(&mut incoming), Message::Meet { context: 0, number: 0, entry });
+        let entry = MeetingEntry::Split(SplitRequest {
+            color: Some(1),
+            key: 0,
+        });
+        assert_eq!(
+            next(&mut incoming),
+            Message::Meet {
+                context: 0,
+                number: 0,
+                entry
+            }
+        );
         // Requests are answered until the calls are agreed.
-        let show = |from| Message::ShowCalls { context: 0, from, to: 3 };
-        send(&stream, &[show(1), Message::Agreed { context: 0, count: 2, first: 2 }, show(0)]).unwrap();
+        let show = |from| Message::ShowCalls {
+            context: 0,
+            from,
+            to: 3,
+        };
+        send(
+            &stream,
+            &[
+                show(1),
+                Message::Agreed {
+                    context: 0,
+                    count: 2,
+                    first: 2,
+                },
+                show(0),
+            ],
+        )
+        .unwrap();
         for from in [1, 2] {
             let calls = (from..3).map(broadcast).collect();
-            assert_eq!(next(&mut incoming), Message::Calls { context: 0, from: from as u64, calls });
+            assert_eq!(
+                next(&mut incoming),
+                Message::Calls {
+                    context: 0,
+                    from: from as u64,
+                    calls
+                }
+            );
         }
-        let outcome = Outcome::Split(Some(Place { context: 5, rank: 0, size: 1 }));
-        send(&stream, &[Message::Met { context: 0, number: 0, outcome }]).unwrap();
-        // The first rank of a communicator sends its calls; they come before the message that it left.
+        let outcome = Outcome::Split(Some(Place {
+            context: 5,
+            rank: 0,
+            size: 1,
+        }));
+        send(
+            &stream,
+            &[Message::Met {
+                context: 0,
+                number: 0,
+                outcome,
+            }],
+        )
+        .unwrap();
+        // The first rank of a communicator sends its calls; they come before the message that it
+        // left.
         let (first, progress) = (next(&mut incoming), next(&mut incoming));
-        assert_eq!(first, Message::Calls { context: 5, from: 0, calls: vec![broadcast(9)] });
-        assert!(matches!(progress, Message::Progress { context: 5, called: 1, hash: other, .. } if other != hash));
-        assert_eq!(next(&mut incoming), Message::Left { context: 5, done: 1 });
-        let Message::Failed { error } = next(&mut incoming) else { panic!("no failure") };
+        assert_eq!(
+            first,
+            Message::Calls {
+                context: 5,
+                from: 0,
+                calls: vec![broadcast(9)]
+            }
+        );
+        assert!(
+            matches!(progress, Message::Progress { context: 5, called: 1, hash: other, .. } if other != hash)
+        );
+        assert_eq!(
+            next(&mut incoming),
+            Message::Left {
+                context: 5,
+                done: 1
+            }
+        );
+        let Message::Failed { error } = next(&mut incoming) else {
+            panic!("no failure")
+        };
         send(&stream, &[Message::Failed { error }]).unwrap();
         // Until the rank has received it.
         while incoming.next(LONG).is_ok() {}
@@ -532,17 +800,35 @@ fn urgent_messages_follow_the_progress() {
 fn differing_calls_after_a_split_name_world_ranks() {
     let errors = on_ranks(3, |ranks| {
         let rank = Rank::start(&ranks, LONG);
-        let request = SplitRequest { color: (ranks.rank > 0).then_some(0), key: 2 - ranks.rank as u64 };
+        let request = SplitRequest {
+            color: (ranks.rank > 0).then_some(0),
+            key: 2 - ranks.rank as u64,
+        };
         if let Some(place) = rank.world.split(0, 0, request).unwrap() {
-            assert_eq!(place, Place { context: 1, rank: 2 - ranks.rank, size: 2 });
-            rank.world.open(1, place.rank == 0, Arc::new(Fake::default()));
+            assert_eq!(
+                place,
+                Place {
+                    context: 1,
+                    rank: 2 - ranks.rank,
+                    size: 2
+                }
+            );
+            rank.world
+                .open(1, place.rank == 0, Arc::new(Fake::default()));
             for len in 0..100 {
-                rank.world.called(1, broadcast(if len < 90 { 1 } else { len * ranks.rank }));
+                rank.world
+                    .called(1, broadcast(if len < 90 { 1 } else { len * ranks.rank }));
             }
         }
         rank.wait_for_failure()
     });
     let (call, other_call) = (Box::new(broadcast(90)), Box::new(broadcast(180)));
-    let expected = CommError::Mismatch { sequence: 90, rank: 1, call, other_rank: 2, other_call };
+    let expected = CommError::Mismatch {
+        sequence: 90,
+        rank: 1,
+        call,
+        other_rank: 2,
+        other_call,
+    };
     assert_eq!(errors, vec![expected; 3]);
 }

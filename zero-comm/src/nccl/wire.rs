@@ -1,5 +1,6 @@
-//! Frames over a TCP connection: a little-endian `u32` length, then that many bytes: postcard, or a frame of the
-//! handshake. [`Input`] and [`Output`] are the buffers of a non-blocking connection, [`Incoming`] and [`send`] block.
+//! Frames over a TCP connection: a little-endian `u32` length, then that many bytes: postcard, or a
+//! frame of the handshake. [`Input`] and [`Output`] are the buffers of a non-blocking connection,
+//! [`Incoming`] and [`send`] block.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -12,7 +13,8 @@ use super::message::Message;
 
 /// Maximum frame size. A larger length is a protocol error.
 pub(super) const MAX_FRAME_BYTES: usize = 1 << 20;
-/// Maximum of bytes that wait to be sent over one non-blocking connection: a peer that leaves more unread is too slow.
+/// Maximum of bytes that wait to be sent over one non-blocking connection: a peer that leaves more
+/// unread is too slow.
 pub(super) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
 /// Time limit without progress of a write. A peer that reads nothing for this long counts as lost.
 pub(super) const WRITE_LIMIT: Duration = Duration::from_secs(10);
@@ -33,7 +35,8 @@ fn protocol_error(message: String) -> io::Error {
 
 /// Encodes `message` as a frame, with its length.
 pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
-    let bytes = postcard::to_extend(message, vec![0; LENGTH_BYTES]).map_err(|e| protocol_error(e.to_string()))?;
+    let bytes = postcard::to_extend(message, vec![0; LENGTH_BYTES])
+        .map_err(|e| protocol_error(e.to_string()))?;
     with_length(bytes)
 }
 
@@ -46,7 +49,9 @@ pub(super) fn frame(contents: &[u8]) -> io::Result<Vec<u8>> {
 fn with_length(mut frame: Vec<u8>) -> io::Result<Vec<u8>> {
     let len = frame.len() - LENGTH_BYTES;
     if len > MAX_FRAME_BYTES {
-        return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}")));
+        return Err(protocol_error(format!(
+            "a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}"
+        )));
     }
     frame[..LENGTH_BYTES].copy_from_slice(&(len as u32).to_le_bytes());
     Ok(frame)
@@ -56,17 +61,28 @@ fn with_length(mut frame: Vec<u8>) -> io::Result<Vec<u8>> {
 pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     match postcard::take_from_bytes(frame) {
         Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(protocol_error(format!("{} bytes follow the message in its frame", rest.len()))),
-        Err(error) => Err(protocol_error(format!("a frame of {} bytes cannot be decoded: {error}", frame.len()))),
+        Ok((_, rest)) => Err(protocol_error(format!(
+            "{} bytes follow the message in its frame",
+            rest.len()
+        ))),
+        Err(error) => Err(protocol_error(format!(
+            "a frame of {} bytes cannot be decoded: {error}",
+            frame.len()
+        ))),
     }
 }
 
-/// The number of bytes of the first frame of `bytes`, with its length; `None` while it is incomplete.
+/// The number of bytes of the first frame of `bytes`, with its length; `None` while it is
+/// incomplete.
 fn frame_len(bytes: &[u8], max_bytes: usize) -> io::Result<Option<usize>> {
-    let Some(len) = bytes.first_chunk() else { return Ok(None) };
+    let Some(len) = bytes.first_chunk() else {
+        return Ok(None);
+    };
     let len = u32::from_le_bytes(*len) as usize;
     if len > max_bytes {
-        return Err(protocol_error(format!("a frame of {len} bytes exceeds the maximum of {max_bytes}")));
+        return Err(protocol_error(format!(
+            "a frame of {len} bytes exceeds the maximum of {max_bytes}"
+        )));
     }
     Ok(Some(LENGTH_BYTES + len).filter(|&end| end <= bytes.len()))
 }
@@ -87,12 +103,16 @@ impl Input {
         self.drained
     }
 
-    /// Reads once from `source`, at most what a frame of `max_frame_bytes` needs and 4 KiB. Returns whether it received
-    /// bytes; `false` if none are available now.
+    /// Reads once from `source`, at most what a frame of `max_frame_bytes` needs and 4 KiB. Returns
+    /// whether it received bytes; `false` if none are available now.
     ///
     /// # Errors
     /// The connection ended.
-    pub(super) fn read_from(&mut self, source: &mut impl Read, max_frame_bytes: usize) -> io::Result<bool> {
+    pub(super) fn read_from(
+        &mut self,
+        source: &mut impl Read,
+        max_frame_bytes: usize,
+    ) -> io::Result<bool> {
         self.bytes.drain(..self.returned);
         self.returned = 0;
         if self.bytes.is_empty() {
@@ -100,9 +120,14 @@ impl Input {
         }
         let mut chunk = [0; CHUNK_BYTES];
         self.drained = false;
-        let most = (LENGTH_BYTES + max_frame_bytes).saturating_sub(self.bytes.len()).clamp(1, CHUNK_BYTES);
+        let most = (LENGTH_BYTES + max_frame_bytes)
+            .saturating_sub(self.bytes.len())
+            .clamp(1, CHUNK_BYTES);
         match source.read(&mut chunk[..most]) {
-            Ok(0) => Err(io::Error::new(ErrorKind::UnexpectedEof, "the peer closed the connection")),
+            Ok(0) => Err(io::Error::new(
+                ErrorKind::UnexpectedEof,
+                "the peer closed the connection",
+            )),
             Ok(n) => {
                 self.bytes.extend(&chunk[..n]);
                 self.drained = n < most;
@@ -122,7 +147,9 @@ impl Input {
     /// The frame exceeds `max_frame_bytes`.
     pub(super) fn next_frame(&mut self, max_frame_bytes: usize) -> io::Result<Option<&[u8]>> {
         let rest = &self.bytes[self.returned..];
-        let Some(len) = frame_len(rest, max_frame_bytes)? else { return Ok(None) };
+        let Some(len) = frame_len(rest, max_frame_bytes)? else {
+            return Ok(None);
+        };
         self.returned += len;
         Ok(Some(&rest[LENGTH_BYTES..len]))
     }
@@ -152,7 +179,10 @@ impl Output {
     /// More than [`MAX_OUTPUT_BYTES`] would wait.
     pub(super) fn append(&mut self, frames: &[u8]) -> io::Result<()> {
         if self.len() + frames.len() > MAX_OUTPUT_BYTES {
-            return Err(io::Error::new(ErrorKind::TimedOut, format!("it left {} bytes unread", self.len())));
+            return Err(io::Error::new(
+                ErrorKind::TimedOut,
+                format!("it left {} bytes unread", self.len()),
+            ));
         }
         self.bytes.drain(..self.sent);
         self.sent = 0;
@@ -186,16 +216,23 @@ impl Output {
 /// Sends messages over a blocking connection.
 ///
 /// # Errors
-/// `InvalidData`: a message is too large, and nothing was sent. Otherwise the connection ended, or the peer received
-/// nothing for [`WRITE_LIMIT`]; a part of a frame may have been sent, so that the connection is of no further use.
+/// `InvalidData`: a message is too large, and nothing was sent. Otherwise the connection ended, or
+/// the peer received nothing for [`WRITE_LIMIT`]; a part of a frame may have been sent, so that the
+/// connection is of no further use.
 pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::Result<()> {
-    let frames = messages.iter().map(encode).collect::<io::Result<Vec<_>>>()?;
-    stream.write_all(&frames.concat()).map_err(|error| match error.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-            io::Error::new(ErrorKind::TimedOut, format!("it received nothing for {WRITE_LIMIT:?}"))
-        }
-        _ => error,
-    })
+    let frames = messages
+        .iter()
+        .map(encode)
+        .collect::<io::Result<Vec<_>>>()?;
+    stream
+        .write_all(&frames.concat())
+        .map_err(|error| match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => io::Error::new(
+                ErrorKind::TimedOut,
+                format!("it received nothing for {WRITE_LIMIT:?}"),
+            ),
+            _ => error,
+        })
 }
 
 /// The receiving side of a blocking connection.
@@ -207,7 +244,10 @@ pub(super) struct Incoming {
 
 impl Incoming {
     pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, input: Input::default() }
+        Self {
+            stream,
+            input: Input::default(),
+        }
     }
 
     /// Receives the next message; `None` if none arrives within `wait`.
@@ -215,14 +255,21 @@ impl Incoming {
     /// # Errors
     /// The connection ended, or the peer violated the protocol.
     pub(super) fn next(&mut self, wait: Duration) -> io::Result<Option<Message>> {
-        self.next_frame(wait, MAX_FRAME_BYTES)?.map(decode).transpose()
+        self.next_frame(wait, MAX_FRAME_BYTES)?
+            .map(decode)
+            .transpose()
     }
 
     /// Like [`next`](Self::next), for a frame of at most `max_bytes`, without its length.
-    pub(super) fn next_frame(&mut self, wait: Duration, max_bytes: usize) -> io::Result<Option<&[u8]>> {
+    pub(super) fn next_frame(
+        &mut self,
+        wait: Duration,
+        max_bytes: usize,
+    ) -> io::Result<Option<&[u8]>> {
         if frame_len(&self.input.bytes[self.input.returned..], max_bytes)?.is_none() {
             // `set_read_timeout` rejects 0.
-            self.stream.set_read_timeout(Some(wait.max(Duration::from_millis(1))))?;
+            self.stream
+                .set_read_timeout(Some(wait.max(Duration::from_millis(1))))?;
             self.input.read_from(&mut self.stream, max_bytes)?;
         }
         self.input.next_frame(max_bytes)
@@ -235,9 +282,18 @@ mod tests {
 
     #[test]
     fn frames_arrive_in_any_pieces() {
-        let messages =
-            [Message::Alive, Message::Welcome { id: vec![7; 300], report_every: Duration::ZERO }, Message::Goodbye];
-        let bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
+        let messages = [
+            Message::Alive,
+            Message::Welcome {
+                id: vec![7; 300],
+                report_every: Duration::ZERO,
+            },
+            Message::Goodbye,
+        ];
+        let bytes: Vec<u8> = messages
+            .iter()
+            .flat_map(|message| encode(message).unwrap())
+            .collect();
         for piece in 1..bytes.len() {
             let (mut received, mut input) = (Vec::new(), Input::default());
             for mut piece in bytes.chunks(piece) {
@@ -255,14 +311,24 @@ mod tests {
 
     #[test]
     fn oversized_length_is_a_protocol_error() {
-        for len in [MAX_FRAME_BYTES as u32 + 1, u32::MAX, u32::from_le_bytes(*b"GET ")] {
+        for len in [
+            MAX_FRAME_BYTES as u32 + 1,
+            u32::MAX,
+            u32::from_le_bytes(*b"GET "),
+        ] {
             let error = frame_len(&len.to_le_bytes(), MAX_FRAME_BYTES).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidData);
         }
         let largest = (MAX_FRAME_BYTES as u32).to_le_bytes();
         assert!(frame_len(&largest, MAX_FRAME_BYTES).unwrap().is_none());
         assert!(frame_len(&largest, 64).is_err());
-        assert!(encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES], report_every: Duration::ZERO }).is_err());
+        assert!(
+            encode(&Message::Welcome {
+                id: vec![0; MAX_FRAME_BYTES],
+                report_every: Duration::ZERO
+            })
+            .is_err()
+        );
         assert!(frame(&[0; MAX_FRAME_BYTES + 1]).is_err());
     }
 
@@ -283,7 +349,11 @@ mod tests {
             let n = bytes.len().min(self.0);
             self.0 -= n;
             self.1.extend(&bytes[..n]);
-            if n == 0 { Err(ErrorKind::WouldBlock.into()) } else { Ok(n) }
+            if n == 0 {
+                Err(ErrorKind::WouldBlock.into())
+            } else {
+                Ok(n)
+            }
         }
 
         fn flush(&mut self) -> io::Result<()> {
@@ -310,8 +380,13 @@ mod tests {
     /// A sequence whose count exceeds its frame's bytes is an error.
     #[test]
     fn oversized_sequence_is_a_protocol_error() {
-        let mut frame =
-            encode(&Message::Calls { context: 0, from: 0, calls: Vec::new() }).unwrap().split_off(LENGTH_BYTES);
+        let mut frame = encode(&Message::Calls {
+            context: 0,
+            from: 0,
+            calls: Vec::new(),
+        })
+        .unwrap()
+        .split_off(LENGTH_BYTES);
         // The last byte is the count of calls, 0.
         frame.pop();
         frame.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]);

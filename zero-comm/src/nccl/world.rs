@@ -1,17 +1,19 @@
 //! A process's part of the world: its collectives in flight, and the watcher thread.
 //!
-//! A host thread that enqueues a collective only queues the call for the watcher. Every few milliseconds the watcher
+//! A host thread that enqueues a collective only queues the call for the watcher. Every few
+//! milliseconds the watcher
 //!
 //! - hashes the queued calls, and keeps them until all ranks agree on them;
 //! - queries each communicator for an asynchronous error;
-//! - measures how long the oldest collective in flight has run since its stream reached it; earlier compute does not
-//!   count. If it exceeds the limit, the coordinator determines which rank is late;
-//! - receives from the coordinator, and answers its requests for calls. A failure ends the world: the watcher first
-//!   poisons the streams that have collectives in flight, so that nothing uses their results, and then aborts the
-//!   communicators.
+//! - measures how long the oldest collective in flight has run since its stream reached it; earlier
+//!   compute does not count. If it exceeds the limit, the coordinator determines which rank is
+//!   late;
+//! - receives from the coordinator, and answers its requests for calls. A failure ends the world:
+//!   the watcher first poisons the streams that have collectives in flight, so that nothing uses
+//!   their results, and then aborts the communicators.
 //!
-//! Once a report interval it sends this rank's progress to the coordinator. All other messages are urgent: they are
-//! sent at once, after the progress up to them.
+//! Once a report interval it sends this rank's progress to the coordinator. All other messages are
+//! urgent: they are sent at once, after the progress up to them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::ErrorKind;
@@ -37,7 +39,8 @@ use crate::split_request::SplitRequest;
 
 /// The watcher's period.
 const TICK: Duration = Duration::from_millis(10);
-/// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure that it saw itself.
+/// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure
+/// that it saw itself.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// The NCCL communicator of a communicator, or a test's substitute.
@@ -72,7 +75,8 @@ struct Open {
     operations: VecDeque<Operation>,
     /// Operations that have ended.
     ended: u64,
-    /// The limit of the oldest operation, which starts when the watcher sees that the stream has reached it.
+    /// The limit of the oldest operation, which starts when the watcher sees that the stream has
+    /// reached it.
     time: Option<TimeLimit>,
 }
 
@@ -130,7 +134,12 @@ impl std::ops::Deref for World {
 
 impl World {
     pub(super) fn start(joined: Joined, rank: usize, limit: Duration) -> Result<Self, CommError> {
-        let shared = Arc::new(Shared { rank, limit, state: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            rank,
+            limit,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
         let watcher = Watcher {
             shared: Arc::clone(&shared),
             outgoing: joined.outgoing,
@@ -143,9 +152,15 @@ impl World {
             sent: Instant::now(),
             unsent: None,
         };
-        let spawned = std::thread::Builder::new().name(format!("rank {rank} watcher")).spawn(move || watcher.run());
-        let watcher = spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
-        Ok(Self { shared, watcher: Some(watcher) })
+        let spawned = std::thread::Builder::new()
+            .name(format!("rank {rank} watcher"))
+            .spawn(move || watcher.run());
+        let watcher =
+            spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
+        Ok(Self {
+            shared,
+            watcher: Some(watcher),
+        })
     }
 }
 
@@ -191,13 +206,19 @@ impl Shared {
         transport.abort()
     }
 
-    /// After a failure of the world, poisons the streams of all collectives in flight. This precedes every abort,
-    /// because an abort ends collectives without results.
+    /// After a failure of the world, poisons the streams of all collectives in flight. This
+    /// precedes every abort, because an abort ends collectives without results.
     fn poison_in_flight(&self) {
         // Under the lock: another thread that finds no collective left may abort at once.
         let mut state = self.state.lock();
-        let Some(failure) = state.failure.clone() else { return };
-        for operation in state.open.values_mut().flat_map(|open| std::mem::take(&mut open.operations)) {
+        let Some(failure) = state.failure.clone() else {
+            return;
+        };
+        for operation in state
+            .open
+            .values_mut()
+            .flat_map(|open| std::mem::take(&mut open.operations))
+        {
             if !matches!((operation.ended)(), Ok(true)) {
                 (operation.poison)(&failure);
             }
@@ -207,11 +228,15 @@ impl Shared {
     /// The number of collectives of `context` in flight.
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn under_way(&self, context: Context) -> usize {
-        self.state.lock().open.get(&context).map_or(0, |open| open.operations.len())
+        self.state
+            .lock()
+            .open
+            .get(&context)
+            .map_or(0, |open| open.operations.len())
     }
 
-    /// Waits until `context` has no collective in flight. One that does not end within the limit, since the drain or the
-    /// end of the one before it, is late and ends the world.
+    /// Waits until `context` has no collective in flight. One that does not end within the limit,
+    /// since the drain or the end of the one before it, is late and ends the world.
     ///
     /// # Errors
     /// The failure of the world. The collectives in flight are then aborted, which may take longer.
@@ -223,8 +248,12 @@ impl Shared {
                 if let Some(failure) = &state.failure {
                     return Err(failure.clone());
                 }
-                let Some(open) = state.open.get(&context) else { return Ok(()) };
-                let Some(oldest) = open.operations.front() else { return Ok(()) };
+                let Some(open) = state.open.get(&context) else {
+                    return Ok(());
+                };
+                let Some(oldest) = open.operations.front() else {
+                    return Ok(());
+                };
                 (open.ended, oldest.call.clone())
             };
             if before.replace(sequence) != Some(sequence) {
@@ -237,15 +266,23 @@ impl Shared {
         }
     }
 
-    /// Adds a new communicator, whose first rank is this rank if `first`. If the world has failed, aborts it: the
-    /// watcher aborts only those that it finds.
+    /// Adds a new communicator, whose first rank is this rank if `first`. If the world has failed,
+    /// aborts it: the watcher aborts only those that it finds.
     pub(super) fn open(&self, context: Context, first: bool, transport: Arc<dyn Transport>) {
         let mut state = self.state.lock();
         if state.failure.is_some() {
             drop(state);
             return transport.abort().wait();
         }
-        state.open.insert(context, Open { transport, operations: VecDeque::new(), ended: 0, time: None });
+        state.open.insert(
+            context,
+            Open {
+                transport,
+                operations: VecDeque::new(),
+                ended: 0,
+                time: None,
+            },
+        );
         state.events.push(Event::Open { context, first });
     }
 
@@ -253,22 +290,35 @@ impl Shared {
     pub(super) fn close(&self, context: Context, done: u64) {
         let mut state = self.state.lock();
         state.open.remove(&context);
-        state.events.push(Event::Send(Message::Left { context, done }));
+        state
+            .events
+            .push(Event::Send(Message::Left { context, done }));
     }
 
     /// Ends the world with `error`, or with the failure that came first, which is returned.
     pub(super) fn fail(&self, error: CommError) -> CommError {
         use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
         let error = match error {
-            Mismatch { .. } | Stalled { .. } | Left { .. } | Skipped { .. } | Panicked { .. } | Aborted { .. } => {
-                error
-            }
+            Mismatch { .. }
+            | Stalled { .. }
+            | Left { .. }
+            | Skipped { .. }
+            | Panicked { .. }
+            | Aborted { .. } => error,
             Peer { .. } => error,
             // All other variants concern this process only.
-            other => Peer { rank: self.rank, message: other.to_string() },
+            other => Peer {
+                rank: self.rank,
+                message: other.to_string(),
+            },
         };
         let error = bounded(error);
-        self.report(Message::Failed { error: error.clone() }, error)
+        self.report(
+            Message::Failed {
+                error: error.clone(),
+            },
+            error,
+        )
     }
 
     /// Ends the world because a collective of this rank exceeded the limit; returns the failure.
@@ -278,13 +328,27 @@ impl Shared {
     }
 
     fn late_fault(&self, context: Context, sequence: u64, call: Call) -> Fault {
-        let message = format!("collective {sequence}, {call}: did not end within {:?}", self.limit);
-        let fallback = CommError::Peer { rank: self.rank, message };
-        Fault { message: Message::Late { context, sequence, call, limit: self.limit }, fallback }
+        let message = format!(
+            "collective {sequence}, {call}: did not end within {:?}",
+            self.limit
+        );
+        let fallback = CommError::Peer {
+            rank: self.rank,
+            message,
+        };
+        Fault {
+            message: Message::Late {
+                context,
+                sequence,
+                call,
+                limit: self.limit,
+            },
+            fallback,
+        }
     }
 
-    /// Reports a failure to the coordinator and returns the failure that it answers with, or `fallback` without an
-    /// answer.
+    /// Reports a failure to the coordinator and returns the failure that it answers with, or
+    /// `fallback` without an answer.
     fn report(&self, message: Message, fallback: CommError) -> CommError {
         let disconnected = {
             let mut state = self.state.lock();
@@ -294,8 +358,13 @@ impl Shared {
             state.events.push(Event::Send(message));
             state.disconnected || state.over
         };
-        let limit = if disconnected { Duration::ZERO } else { ANSWER_LIMIT };
-        self.wait(limit, |state| state.failure.clone()).unwrap_or_else(|| self.set_failure(fallback))
+        let limit = if disconnected {
+            Duration::ZERO
+        } else {
+            ANSWER_LIMIT
+        };
+        self.wait(limit, |state| state.failure.clone())
+            .unwrap_or_else(|| self.set_failure(fallback))
     }
 
     /// Sets the failure unless one is set; returns the first.
@@ -320,7 +389,8 @@ impl Shared {
         }
     }
 
-    /// Joins meeting `number` of `context`, a split. Returns this rank's place in its new communicator.
+    /// Joins meeting `number` of `context`, a split. Returns this rank's place in its new
+    /// communicator.
     pub(super) fn split(
         &self,
         context: Context,
@@ -347,29 +417,55 @@ impl Shared {
     }
 
     fn wrong_outcome(&self) -> CommError {
-        self.fail(CommError::Peer { rank: 0, message: "answered a meeting with another kind of outcome".to_owned() })
+        self.fail(CommError::Peer {
+            rank: 0,
+            message: "answered a meeting with another kind of outcome".to_owned(),
+        })
     }
 
     /// Joins a meeting and waits until all ranks have.
-    fn meet(&self, context: Context, number: u64, entry: MeetingEntry) -> Result<Outcome, CommError> {
+    fn meet(
+        &self,
+        context: Context,
+        number: u64,
+        entry: MeetingEntry,
+    ) -> Result<Outcome, CommError> {
         let kind = entry.kind();
         if self.state.lock().disconnected {
-            return Err(self.fail(CommError::Peer { rank: 0, message: format!("left before {kind} {number}") }));
+            return Err(self.fail(CommError::Peer {
+                rank: 0,
+                message: format!("left before {kind} {number}"),
+            }));
         }
-        self.queue(Event::Send(Message::Meet { context, number, entry }));
+        self.queue(Event::Send(Message::Meet {
+            context,
+            number,
+            entry,
+        }));
         let met = self.wait(self.limit, |state| match &state.failure {
             Some(failure) => Some(Err(failure.clone())),
             None => state.meetings.remove(&(context, number)).map(Ok),
         });
         met.unwrap_or_else(|| {
             let message = format!("{kind} {number} did not end within {:?}", self.limit);
-            let late = Message::LateMeeting { context, number, limit: self.limit };
-            Err(self.report(late, CommError::Peer { rank: self.rank, message }))
+            let late = Message::LateMeeting {
+                context,
+                number,
+                limit: self.limit,
+            };
+            Err(self.report(
+                late,
+                CommError::Peer {
+                    rank: self.rank,
+                    message,
+                },
+            ))
         })
     }
 }
 
-/// A failure that this process detected: the report to the coordinator, and the failure to set if it does not answer.
+/// A failure that this process detected: the report to the coordinator, and the failure to set if
+/// it does not answer.
 struct Fault {
     message: Message,
     fallback: CommError,
@@ -441,7 +537,11 @@ impl Watcher {
         let mut messages = Vec::new();
         if !urgent.is_empty() || self.reported.elapsed() >= self.report_every {
             self.reported = Instant::now();
-            messages.extend(self.logs.iter_mut().flat_map(|(&context, log)| log.report(context)));
+            messages.extend(
+                self.logs
+                    .iter_mut()
+                    .flat_map(|(&context, log)| log.report(context)),
+            );
         }
         messages.extend(urgent);
         if messages.is_empty() && self.sent.elapsed() > KEEPALIVE {
@@ -450,11 +550,18 @@ impl Watcher {
         if !messages.is_empty() && !disconnected && self.unsent.is_none() {
             self.sent = Instant::now();
             if let Err(error) = send(&self.outgoing, &messages) {
-                // After a part of a frame, the coordinator must not take the next message for the rest of it. What it
-                // has sent, which may be the cause, can still be received.
+                // After a part of a frame, the coordinator must not take the next message for the
+                // rest of it. What it has sent, which may be the cause, can still be received.
                 let _ = self.outgoing.shutdown(Shutdown::Both);
-                let rank = if error.kind() == ErrorKind::InvalidData { self.shared.rank } else { 0 };
-                let message = format!("a message of rank {} to rank 0 was not sent: {error}", self.shared.rank);
+                let rank = if error.kind() == ErrorKind::InvalidData {
+                    self.shared.rank
+                } else {
+                    0
+                };
+                let message = format!(
+                    "a message of rank {} to rank 0 was not sent: {error}",
+                    self.shared.rank
+                );
                 self.unsent = Some(CommError::Peer { rank, message });
             }
         }
@@ -487,21 +594,37 @@ impl Watcher {
         let lost = |message| CommError::Peer { rank: 0, message };
         let lost = match received {
             Ok(None) if !self.silence.has_passed() => None,
-            Ok(None) => Some(lost(format!("sent nothing for {:?}", silence_limit(self.shared.limit)))),
+            Ok(None) => Some(lost(format!(
+                "sent nothing for {:?}",
+                silence_limit(self.shared.limit)
+            ))),
             Ok(Some(message)) => {
                 self.silence = TimeLimit::new(silence_limit(self.shared.limit));
                 match message {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);
                     }
-                    Message::Met { context, number, outcome } => {
+                    Message::Met {
+                        context,
+                        number,
+                        outcome,
+                    } => {
                         state.meetings.insert((context, number), outcome);
                     }
                     Message::ShowCalls { context, from, to } => {
-                        let calls = self.logs.get(&context).map(|log| log.calls.messages(context, from..to));
-                        state.events.extend(calls.into_iter().flatten().map(Event::Send));
+                        let calls = self
+                            .logs
+                            .get(&context)
+                            .map(|log| log.calls.messages(context, from..to));
+                        state
+                            .events
+                            .extend(calls.into_iter().flatten().map(Event::Send));
                     }
-                    Message::Agreed { context, count, first } => {
+                    Message::Agreed {
+                        context,
+                        count,
+                        first,
+                    } => {
                         let log = self.logs.get_mut(&context);
                         let answer = log.and_then(|log| log.agreed(context, count, first));
                         state.events.extend(answer.map(Event::Send));
@@ -512,11 +635,11 @@ impl Watcher {
                 }
                 None
             }
-            Err(error) => Some(
-                self.unsent
-                    .clone()
-                    .unwrap_or_else(|| lost(format!("its process or the connection to it ended: {error}"))),
-            ),
+            Err(error) => Some(self.unsent.clone().unwrap_or_else(|| {
+                lost(format!(
+                    "its process or the connection to it ended: {error}"
+                ))
+            })),
         };
         if let Some(error) = lost {
             state.failure.get_or_insert(error);
@@ -526,7 +649,8 @@ impl Watcher {
         self.shared.changed.notify_all();
     }
 
-    /// Removes collectives that have ended, records this rank's progress, and returns the first fault.
+    /// Removes collectives that have ended, records this rank's progress, and returns the first
+    /// fault.
     fn check_collectives(&mut self) -> Option<Fault> {
         let mut state = self.shared.state.lock();
         if state.failure.is_some() {
@@ -535,13 +659,21 @@ impl Watcher {
         for (&context, open) in &mut state.open {
             let checked = open.check(self.shared.rank, self.shared.limit);
             if let Some(log) = self.logs.get_mut(&context) {
-                (log.reached, log.ended) = (open.ended + u64::from(open.time.is_some()), open.ended);
+                (log.reached, log.ended) =
+                    (open.ended + u64::from(open.time.is_some()), open.ended);
             }
             match checked {
                 Ok(None) => {}
-                Ok(Some((sequence, call))) => return Some(self.shared.late_fault(context, sequence, call)),
+                Ok(Some((sequence, call))) => {
+                    return Some(self.shared.late_fault(context, sequence, call));
+                }
                 Err(error) => {
-                    return Some(Fault { message: Message::Failed { error: error.clone() }, fallback: error });
+                    return Some(Fault {
+                        message: Message::Failed {
+                            error: error.clone(),
+                        },
+                        fallback: error,
+                    });
                 }
             }
         }
@@ -551,10 +683,20 @@ impl Watcher {
     /// Poisons the streams of the collectives in flight and aborts all communicators.
     fn abort_all(&self) {
         self.shared.poison_in_flight();
-        let transports: Vec<_> =
-            self.shared.state.lock().open.values().map(|open| Arc::clone(&open.transport)).collect();
-        // All aborts start before any is awaited: on a stream, a collective can wait behind another communicator's.
-        let completions: Vec<AbortCompletion> = transports.iter().map(|transport| transport.abort()).collect();
+        let transports: Vec<_> = self
+            .shared
+            .state
+            .lock()
+            .open
+            .values()
+            .map(|open| Arc::clone(&open.transport))
+            .collect();
+        // All aborts start before any is awaited: on a stream, a collective can wait behind another
+        // communicator's.
+        let completions: Vec<AbortCompletion> = transports
+            .iter()
+            .map(|transport| transport.abort())
+            .collect();
         AbortCompletion::wait_for_all(completions);
         self.shared.changed.notify_all();
     }
@@ -564,15 +706,16 @@ impl Watcher {
         if self.shared.failure().is_some() {
             return self.send();
         }
-        // Until the coordinator answers, it may request calls of this rank; and rank 0's process may end only when the
-        // coordinator has sent its goodbye to all ranks.
+        // Until the coordinator answers, it may request calls of this rank; and rank 0's process
+        // may end only when the coordinator has sent its goodbye to all ranks.
         self.shared.queue(Event::Send(Message::Goodbye));
         self.receive_until(|state| state.failure.is_some());
     }
 }
 
 impl Open {
-    /// Removes the operations that have ended. Returns the oldest collective in flight if it exceeds `limit`.
+    /// Removes the operations that have ended. Returns the oldest collective in flight if it
+    /// exceeds `limit`.
     fn check(&mut self, rank: usize, limit: Duration) -> Result<Option<(u64, Call)>, CommError> {
         if let Some(message) = self.transport.error() {
             return Err(CommError::Peer { rank, message });

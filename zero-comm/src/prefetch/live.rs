@@ -33,7 +33,12 @@ impl Lease {
         now.peak_elems = now.peak_elems.max(now.elems);
         let step = now.step;
         drop(now);
-        Self { live: Arc::clone(live), step, unit, elems }
+        Self {
+            live: Arc::clone(live),
+            step,
+            unit,
+            elems,
+        }
     }
 
     /// Whether the elements are counted in `live`, and were gathered in its present step.

@@ -1,7 +1,8 @@
 //! Unit prefetch: sharded units are gathered on the communication stream ahead of their use.
 //!
-//! The caller owns the **shards** and keeps them valid for the prefetcher's lifetime. A **gathered unit** is a block
-//! of `shard.len() * world_size` elements, allocated as `Purpose::Buckets`. A step is a [`PrefetchStep`]:
+//! The caller owns the **shards** and keeps them valid for the prefetcher's lifetime. A **gathered
+//! unit** is a block of `shard.len() * world_size` elements, allocated as `Purpose::Buckets`. A
+//! step is a [`PrefetchStep`]:
 //!
 //! ```text
 //! sharded --step, unshard--> in flight --unshard--> held --reshard--> sharded
@@ -9,21 +10,26 @@
 //! ```
 //!
 //! - *in flight*: its block counts as live; the communication stream writes it.
-//! - *held* ([`Unsharded`]): the compute stream waits for the gather; the caller's operations use the block.
-//! - *kept*: resharded, but its block stays live, because the next use is of the same unit (the last unit of a
-//!   model, forward then backward), or because it is small ([`PrefetchOptions::persistence_threshold_elems`]).
-//!   Parameters do not change within a step, so it is not gathered again before the step ends.
+//! - *held* ([`Unsharded`]): the compute stream waits for the gather; the caller's operations use
+//!   the block.
+//! - *kept*: resharded, but its block stays live, because the next use is of the same unit (the
+//!   last unit of a model, forward then backward), or because it is small
+//!   ([`PrefetchOptions::persistence_threshold_elems`]). Parameters do not change within a step, so
+//!   it is not gathered again before the step ends.
 //!
-//! The order of use is set by [`Prefetcher::expect_order`] or recorded on the first step, and checked on each later
-//! one. A use out of order ends prefetching for that step: later units are gathered on demand, the [`PrefetchReport`]
-//! contains the position, and the next step expects this step's order.
+//! The order of use is set by [`Prefetcher::expect_order`] or recorded on the first step, and
+//! checked on each later one. A use out of order ends prefetching for that step: later units are
+//! gathered on demand, the [`PrefetchReport`] contains the position, and the next step expects this
+//! step's order.
 //!
-//! **Limits.** The elements in flight together exceed [`PrefetchOptions::ahead_elems`] only if a single unit does. The
-//! elements in flight, held and kept together never exceed [`PrefetchOptions::max_live_elems`]. One exception: a unit
-//! that is larger than the limit is gathered on demand when nothing else is live. The host never waits; the memory of a
-//! resharded unit is reused in stream order.
+//! **Limits.** The elements in flight together exceed [`PrefetchOptions::ahead_elems`] only if a
+//! single unit does. The elements in flight, held and kept together never exceed
+//! [`PrefetchOptions::max_live_elems`]. One exception: a unit that is larger than the limit is
+//! gathered on demand when nothing else is live. The host never waits; the memory of a resharded
+//! unit is reused in stream order.
 //!
-//! **Exposed communication** with one use ahead: `tests/suite/overlap.rs` derives a bound and tests it.
+//! **Exposed communication** with one use ahead: `tests/suite/overlap.rs` derives a bound and tests
+//! it.
 
 mod live;
 mod report;
@@ -100,14 +106,16 @@ pub enum PrefetchError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrefetchOptions {
-    /// How many uses ahead units are gathered. With 0, a gather is enqueued at its use and waits for all earlier
-    /// compute, so nothing overlaps. Default: 1.
+    /// How many uses ahead units are gathered. With 0, a gather is enqueued at its use and waits
+    /// for all earlier compute, so nothing overlaps. Default: 1.
     pub ahead: usize,
-    /// Limit of the elements in flight together. One unit is gathered ahead even if it is larger. Default: no limit.
+    /// Limit of the elements in flight together. One unit is gathered ahead even if it is larger.
+    /// Default: no limit.
     pub ahead_elems: usize,
     /// Limit of live elements. Default: no limit.
     pub max_live_elems: usize,
-    /// A unit of at most this many elements is gathered once per step and kept until its end. Default: 0.
+    /// A unit of at most this many elements is gathered once per step and kept until its end.
+    /// Default: 0.
     pub persistence_threshold_elems: usize,
 }
 
@@ -120,12 +128,17 @@ setters!(PrefetchOptions {
 
 impl Default for PrefetchOptions {
     fn default() -> Self {
-        Self { ahead: 1, ahead_elems: usize::MAX, max_live_elems: usize::MAX, persistence_threshold_elems: 0 }
+        Self {
+            ahead: 1,
+            ahead_elems: usize::MAX,
+            max_live_elems: usize::MAX,
+            persistence_threshold_elems: 0,
+        }
     }
 }
 
-/// Gathers the units of one rank ahead of their use, within a [step](Self::step). Gathers before a step, which could read
-/// parameters that the optimizer still writes, do not compile:
+/// Gathers the units of one rank ahead of their use, within a [step](Self::step). Gathers before a
+/// step, which could read parameters that the optimizer still writes, do not compile:
 ///
 /// ```compile_fail,E0599
 /// # use zero_alloc::host::HostDevice;
@@ -168,7 +181,8 @@ pub struct Prefetcher<D: Device> {
     report: PrefetchReport,
 }
 
-/// The shards of one rank that are elsewhere than in memory of the device, such as host memory or NVMe.
+/// The shards of one rank that are elsewhere than in memory of the device, such as host memory or
+/// NVMe.
 pub trait ShardSource<D: Device>: Send {
     /// The dtype of the shards.
     fn dtype(&self) -> DType;
@@ -176,18 +190,27 @@ pub trait ShardSource<D: Device>: Send {
     /// Elements of each unit's shard; they do not change.
     fn shard_elems(&self) -> Vec<usize>;
 
-    /// Enqueues filling `own` with the shard of `unit`, in the order of `comm_stream`, and returns `own`; or returns other
-    /// memory of the device that has the shard for the work enqueued on `comm_stream` next. `own` is this rank's part of
-    /// the gathered unit. The host should not wait.
+    /// Enqueues filling `own` with the shard of `unit`, in the order of `comm_stream`, and returns
+    /// `own`; or returns other memory of the device that has the shard for the work enqueued on
+    /// `comm_stream` next. `own` is this rank's part of the gathered unit. The host should not
+    /// wait.
     ///
     /// # Errors
     /// A stream returned an error.
-    fn fetch(&mut self, comm_stream: &D::Stream, unit: usize, own: AnySlice) -> Result<AnySlice, DeviceError>;
+    fn fetch(
+        &mut self,
+        comm_stream: &D::Stream,
+        unit: usize,
+        own: AnySlice,
+    ) -> Result<AnySlice, DeviceError>;
 }
 
 enum Shards<D: Device> {
     Slices(Vec<AnySlice>),
-    Source { elems: Vec<usize>, source: Box<dyn ShardSource<D>> },
+    Source {
+        elems: Vec<usize>,
+        source: Box<dyn ShardSource<D>>,
+    },
 }
 
 impl<D: Device> Shards<D> {
@@ -208,12 +231,18 @@ impl<D: Device> Shards<D> {
 
 impl<D: Device> fmt::Debug for Prefetcher<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Prefetcher({} units, {:?})", self.shards.units(), self.options)
+        write!(
+            f,
+            "Prefetcher({} units, {:?})",
+            self.shards.units(),
+            self.options
+        )
     }
 }
 
 impl<D: Device> Prefetcher<D> {
-    /// Creates a prefetcher. `shards[u]` is this rank's shard of unit `u`; its length is the same on all ranks.
+    /// Creates a prefetcher. `shards[u]` is this rank's shard of unit `u`; its length is the same
+    /// on all ranks.
     pub fn new(
         pool: Pool<D>,
         comm: Arc<dyn Communicator<D>>,
@@ -222,7 +251,14 @@ impl<D: Device> Prefetcher<D> {
         shards: Vec<AnySlice>,
         options: PrefetchOptions,
     ) -> Self {
-        Self::of(pool, comm, compute, comm_stream, Shards::Slices(shards), options)
+        Self::of(
+            pool,
+            comm,
+            compute,
+            comm_stream,
+            Shards::Slices(shards),
+            options,
+        )
     }
 
     /// As [`Self::new`], with shards from `source`.
@@ -235,7 +271,14 @@ impl<D: Device> Prefetcher<D> {
         options: PrefetchOptions,
     ) -> Self {
         let (elems, source) = (source.shard_elems(), Box::new(source));
-        Self::of(pool, comm, compute, comm_stream, Shards::Source { elems, source }, options)
+        Self::of(
+            pool,
+            comm,
+            compute,
+            comm_stream,
+            Shards::Source { elems, source },
+            options,
+        )
     }
 
     fn of(
@@ -248,22 +291,37 @@ impl<D: Device> Prefetcher<D> {
     ) -> Self {
         let (live, ready) = (Arc::default(), HashMap::new());
         let (order, used, report) = (None, Vec::new(), PrefetchReport::default());
-        Self { pool, comm, compute, comm_stream, shards, options, live, ready, order, used, starting: false, report }
+        Self {
+            pool,
+            comm,
+            compute,
+            comm_stream,
+            shards,
+            options,
+            live,
+            ready,
+            order,
+            used,
+            starting: false,
+            report,
+        }
     }
 
-    /// Sets the expected order: the units of one step in order of use (forward, then backward, for each micro-batch).
-    /// Without it the first step records the order.
+    /// Sets the expected order: the units of one step in order of use (forward, then backward, for
+    /// each micro-batch). Without it the first step records the order.
     ///
     /// # Errors
     /// [`PrefetchError::NoSuchUnit`].
     pub fn expect_order(&mut self, order: Vec<usize>) -> Result<(), PrefetchError> {
-        order.iter().try_for_each(|&unit| self.elems(unit).map(drop))?;
+        order
+            .iter()
+            .try_for_each(|&unit| self.elems(unit).map(drop))?;
         self.order = Some(order);
         Ok(())
     }
 
-    /// Replaces the shards, for a framework that has moved its parameters. Work that was enqueued before may still read
-    /// the old ones.
+    /// Replaces the shards, for a framework that has moved its parameters. Work that was enqueued
+    /// before may still read the old ones.
     ///
     /// # Errors
     /// [`PrefetchError::ShardCount`].
@@ -281,7 +339,10 @@ impl<D: Device> Prefetcher<D> {
     /// # Errors
     /// [`PrefetchError::NoSuchUnit`].
     pub fn elems(&self, unit: usize) -> Result<usize, PrefetchError> {
-        let no_such = || PrefetchError::NoSuchUnit { unit, units: self.shards.units() };
+        let no_such = || PrefetchError::NoSuchUnit {
+            unit,
+            units: self.shards.units(),
+        };
         Ok(self.shards.elems(unit).ok_or_else(no_such)? * self.comm.world_size())
     }
 
@@ -290,8 +351,8 @@ impl<D: Device> Prefetcher<D> {
         self.live.lock().elems
     }
 
-    /// Starts a step, during which parameters do not change. Its gathers wait for everything enqueued on the compute
-    /// stream so far, such as the update of the parameters.
+    /// Starts a step, during which parameters do not change. Its gathers wait for everything
+    /// enqueued on the compute stream so far, such as the update of the parameters.
     ///
     /// # Errors
     /// A stream, the pool or the collective returned an error.
@@ -301,12 +362,17 @@ impl<D: Device> Prefetcher<D> {
     }
 
     fn begin_step(&mut self) -> Result<(), PrefetchError> {
-        // A start that failed may have gathered units, which other ranks count: the next start goes on with them.
+        // A start that failed may have gathered units, which other ranks count: the next start goes
+        // on with them.
         if !std::mem::replace(&mut self.starting, true) {
             self.ready.clear();
             self.used.clear();
             self.report = PrefetchReport::default();
-            self.report.order = if self.order.is_some() { OrderCheck::Followed } else { OrderCheck::Recorded };
+            self.report.order = if self.order.is_some() {
+                OrderCheck::Followed
+            } else {
+                OrderCheck::Recorded
+            };
             let mut live = self.live.lock();
             live.step += 1;
             live.peak_elems = live.elems;
@@ -322,7 +388,10 @@ impl<D: Device> Prefetcher<D> {
         if self.live.lock().held.contains(&unit) {
             return Err(PrefetchError::Held { unit });
         }
-        let expected = self.order.as_ref().and_then(|order| order.get(self.used.len()).copied());
+        let expected = self
+            .order
+            .as_ref()
+            .and_then(|order| order.get(self.used.len()).copied());
         if expected != Some(unit) {
             self.order_changed(expected, Some(unit));
         }
@@ -339,7 +408,11 @@ impl<D: Device> Prefetcher<D> {
         let mut unsharded = match self.ready.remove(&unit) {
             Some(unsharded) => {
                 let in_flight = unsharded.is_in_flight();
-                *(if in_flight { &mut self.report.prefetched } else { &mut self.report.kept }) += 1;
+                *(if in_flight {
+                    &mut self.report.prefetched
+                } else {
+                    &mut self.report.kept
+                }) += 1;
                 unsharded
             }
             None => {
@@ -370,7 +443,10 @@ impl<D: Device> Prefetcher<D> {
         unsharded.lease.set_held(false);
         let (unit, elems) = (unsharded.lease.unit, unsharded.lease.elems);
         let next = match self.report.order {
-            OrderCheck::Followed => self.order.as_ref().and_then(|order| order.get(self.used.len()).copied()),
+            OrderCheck::Followed => self
+                .order
+                .as_ref()
+                .and_then(|order| order.get(self.used.len()).copied()),
             _ => None,
         };
         if next == Some(unit) || elems <= self.options.persistence_threshold_elems {
@@ -380,7 +456,12 @@ impl<D: Device> Prefetcher<D> {
 
     /// `whole`: all uses were made, so that a missing one is a change of order.
     fn end_step(&mut self, whole: bool) -> PrefetchReport {
-        if whole && let Some(&expected) = self.order.as_ref().and_then(|order| order.get(self.used.len())) {
+        if whole
+            && let Some(&expected) = self
+                .order
+                .as_ref()
+                .and_then(|order| order.get(self.used.len()))
+        {
             self.order_changed(Some(expected), None);
         }
         self.drop_in_flight();
@@ -394,7 +475,11 @@ impl<D: Device> Prefetcher<D> {
 
     fn order_changed(&mut self, expected: Option<usize>, got: Option<usize>) {
         if self.report.order == OrderCheck::Followed {
-            self.report.order = OrderCheck::Changed { position: self.used.len(), expected, got };
+            self.report.order = OrderCheck::Changed {
+                position: self.used.len(),
+                expected,
+                got,
+            };
             self.drop_in_flight();
         }
     }
@@ -411,7 +496,12 @@ impl<D: Device> Prefetcher<D> {
     /// Frees units in flight, then units kept, until `unit` fits the limit.
     fn make_room(&mut self, unit: usize, unit_elems: usize) -> Result<(), PrefetchError> {
         let limit_elems = self.options.max_live_elems;
-        let fits = |live: usize| live == 0 || live.checked_add(unit_elems).is_some_and(|sum| sum <= limit_elems);
+        let fits = |live: usize| {
+            live == 0
+                || live
+                    .checked_add(unit_elems)
+                    .is_some_and(|sum| sum <= limit_elems)
+        };
         if !fits(self.live_elems()) {
             self.drop_in_flight();
         }
@@ -422,17 +512,36 @@ impl<D: Device> Prefetcher<D> {
         if fits(live_elems) {
             Ok(())
         } else {
-            Err(PrefetchError::LiveLimit { unit, unit_elems, live_elems, limit_elems })
+            Err(PrefetchError::LiveLimit {
+                unit,
+                unit_elems,
+                live_elems,
+                limit_elems,
+            })
         }
     }
 
     fn gather(&mut self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
-        let Self { pool, comm, comm_stream, live, shards, .. } = self;
+        let Self {
+            pool,
+            comm,
+            comm_stream,
+            live,
+            shards,
+            ..
+        } = self;
         let lease = Lease::new(live, unit, elems);
         match shards {
             Shards::Slices(shards) => {
                 let shard = shards[unit];
-                Unsharded::gather(pool, &**comm, comm_stream, (shard.len(), shard.dtype()), |_| Ok(shard), lease)
+                Unsharded::gather(
+                    pool,
+                    &**comm,
+                    comm_stream,
+                    (shard.len(), shard.dtype()),
+                    |_| Ok(shard),
+                    lease,
+                )
             }
             Shards::Source { elems, source } => {
                 let shard = (elems[unit], source.dtype());
@@ -453,11 +562,17 @@ impl<D: Device> Prefetcher<D> {
         if self.report.order != OrderCheck::Followed {
             return Ok(());
         }
-        let mut in_flight: usize =
-            self.ready.values().filter(|unit| unit.is_in_flight()).map(|unit| unit.lease.elems).sum();
+        let mut in_flight: usize = self
+            .ready
+            .values()
+            .filter(|unit| unit.is_in_flight())
+            .map(|unit| unit.lease.elems)
+            .sum();
         let at = self.used.len();
         for position in at..at.saturating_add(self.options.ahead) {
-            let Some(&unit) = self.order.as_ref().and_then(|order| order.get(position)) else { break };
+            let Some(&unit) = self.order.as_ref().and_then(|order| order.get(position)) else {
+                break;
+            };
             if self.ready.contains_key(&unit) {
                 continue;
             }
@@ -466,7 +581,10 @@ impl<D: Device> Prefetcher<D> {
                 break;
             }
             let live = self.live.lock();
-            let room = live.elems.checked_add(elems).is_some_and(|sum| sum <= self.options.max_live_elems);
+            let room = live
+                .elems
+                .checked_add(elems)
+                .is_some_and(|sum| sum <= self.options.max_live_elems);
             // A held unit may become kept, so do not gather it now.
             if !room || live.held.contains(&unit) {
                 break;

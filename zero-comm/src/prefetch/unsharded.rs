@@ -3,15 +3,17 @@
 use std::fmt;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Element, Event, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceKind, Element, Event, Stream,
+};
 use zero_alloc::{Block, Pool, Purpose};
 
 use super::PrefetchError;
 use super::live::Lease;
 use crate::Communicator;
 
-/// A gathered unit. Dropping it frees its memory in stream order; pass it to `PrefetchStep::reshard` so that it can be
-/// kept.
+/// A gathered unit. Dropping it frees its memory in stream order; pass it to
+/// `PrefetchStep::reshard` so that it can be kept.
 #[must_use = "dropping it frees the gathered unit"]
 pub struct Unsharded<D: Device> {
     block: Block<D>,
@@ -27,7 +29,12 @@ pub struct Unsharded<D: Device> {
 
 impl<D: Device> fmt::Debug for Unsharded<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Unsharded({} x {})", self.slice.len(), self.slice.dtype())
+        write!(
+            f,
+            "Unsharded({} x {})",
+            self.slice.len(),
+            self.slice.dtype()
+        )
     }
 }
 
@@ -41,8 +48,9 @@ impl<D: Device> Drop for Unsharded<D> {
 }
 
 impl<D: Device> Unsharded<D> {
-    /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into a block of `pool`. `shard`
-    /// returns it, given its place in the block; it has `len` elements of `dtype`.
+    /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into a
+    /// block of `pool`. `shard` returns it, given its place in the block; it has `len` elements of
+    /// `dtype`.
     ///
     /// # Errors
     /// The pool is out of memory, `shard` failed, or the collective was not enqueued.
@@ -54,9 +62,14 @@ impl<D: Device> Unsharded<D> {
         shard: impl FnOnce(AnySlice) -> Result<AnySlice, DeviceError>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
-        let mut block = pool.allocate(len * comm.world_size(), dtype, Purpose::Buckets, comm_stream)?;
-        // SAFETY: every stream that uses the slice is recorded before the block is dropped: the communication stream
-        // below, the user's stream by `Drop`.
+        let mut block = pool.allocate(
+            len * comm.world_size(),
+            dtype,
+            Purpose::Buckets,
+            comm_stream,
+        )?;
+        // SAFETY: every stream that uses the slice is recorded before the block is dropped: the
+        // communication stream below, the user's stream by `Drop`.
         let slice = unsafe { block.slice() };
         let own = slice.slice(comm.rank() * len..(comm.rank() + 1) * len);
         let enqueued = shard(own).map_err(PrefetchError::from);
@@ -65,7 +78,15 @@ impl<D: Device> Unsharded<D> {
         enqueued?;
         let gathered = comm_stream.record()?;
         let (device, comm_stream) = (pool.device().clone(), comm_stream.clone());
-        Ok(Self { block, slice, device, comm_stream, gathered, user: None, lease })
+        Ok(Self {
+            block,
+            slice,
+            device,
+            comm_stream,
+            gathered,
+            user: None,
+            lease,
+        })
     }
 
     /// Makes `stream` wait for the gather and records it as the unit's user.
@@ -89,27 +110,37 @@ impl<D: Device> Unsharded<D> {
     /// The whole unit: the concatenated shards of all ranks.
     ///
     /// # Safety
-    /// The slice is used only by operations enqueued on the prefetcher's compute stream, before this value is dropped
-    /// or resharded; nothing writes to it.
+    /// The slice is used only by operations enqueued on the prefetcher's compute stream, before
+    /// this value is dropped or resharded; nothing writes to it.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
     }
 
-    /// Waits at most `limit` for the gather and calls `read` with the whole unit in host memory: the elements themselves on
-    /// the host, a copy on other devices.
+    /// Waits at most `limit` for the gather and calls `read` with the whole unit in host memory:
+    /// the elements themselves on the host, a copy on other devices.
     ///
     /// # Errors
     /// The unit has another dtype, the gather failed, or the limit passed.
-    pub fn read<T: Element, R>(&self, limit: Duration, read: impl FnOnce(&[T]) -> R) -> Result<R, DeviceError> {
+    pub fn read<T: Element, R>(
+        &self,
+        limit: Duration,
+        read: impl FnOnce(&[T]) -> R,
+    ) -> Result<R, DeviceError> {
         let slice = self.slice.typed::<T>()?;
         if self.device.kind() == DeviceKind::Host {
             self.gathered.synchronize(limit)?;
-            // SAFETY: host memory that the gather has written. Nothing writes to it before the drop: `slice` forbids it.
+            // SAFETY: host memory that the gather has written. Nothing writes to it before the
+            // drop: `slice` forbids it.
             return Ok(read(unsafe { slice.as_host() }));
         }
         let mut copy = vec![T::zeroed(); slice.len()];
         let stream = self.user.as_ref().unwrap_or(&self.comm_stream);
-        self.device.download(stream, self.slice, bytemuck::cast_slice_mut(&mut copy), limit)?;
+        self.device.download(
+            stream,
+            self.slice,
+            bytemuck::cast_slice_mut(&mut copy),
+            limit,
+        )?;
         Ok(read(&copy))
     }
 

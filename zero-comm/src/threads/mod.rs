@@ -1,17 +1,19 @@
-//! Ranks as threads of one process. Each rank's stream reads and writes its peers' buffers directly.
+//! Ranks as threads of one process. Each rank's stream reads and writes its peers' buffers
+//! directly.
 //!
 //! ```text
 //! rank 0's stream   ... | post, wait | work | wait | ...
 //! rank 1's stream     ... | post, wait | work | wait | ...
 //! ```
 //!
-//! An operation posts its call and buffers, waits until every rank has posted the same call with the same sequence
-//! number, does its share (`work`), and waits until every rank has done its share; only then may the buffers change
-//! again. There are no intermediate copies: each byte of a result is written once, by the rank that computed it. A
-//! waiting rank spins for about the time of a wake-up (yields if there are more ranks than cores), then sleeps.
+//! An operation posts its call and buffers, waits until every rank has posted the same call with
+//! the same sequence number, does its share (`work`), and waits until every rank has done its
+//! share; only then may the buffers change again. There are no intermediate copies: each byte of a
+//! result is written once, by the rank that computed it. A waiting rank spins for about the time of
+//! a wake-up (yields if there are more ranks than cores), then sleeps.
 //!
-//! **Failure.** The first failure ends the world: every running and later collective returns that failure on every
-//! rank. No rank leaves an operation while another still works in its buffers.
+//! **Failure.** The first failure ends the world: every running and later collective returns that
+//! failure on every rank. No rank leaves an operation while another still works in its buffers.
 
 #[cfg(all(test, loom))]
 mod loom_tests;
@@ -46,16 +48,24 @@ impl World {
     ///
     /// # Errors
     /// [`CommError::NoRanks`], or [`CommError::TooManyRanks`] above 65536.
-    #[expect(clippy::new_ret_no_self, reason = "a world is the set of its ranks' communicators")]
+    #[expect(
+        clippy::new_ret_no_self,
+        reason = "a world is the set of its ranks' communicators"
+    )]
     pub fn new(world_size: usize, options: CommOptions) -> Result<Vec<ThreadsComm>, CommError> {
         if world_size == 0 {
             return Err(CommError::NoRanks);
         }
         if world_size > MOST_RANKS {
-            return Err(CommError::TooManyRanks { world_size, most: MOST_RANKS });
+            return Err(CommError::TooManyRanks {
+                world_size,
+                most: MOST_RANKS,
+            });
         }
         let shared = Arc::new(Shared::new(world_size, options));
-        Ok((0..world_size).map(|rank| ThreadsComm::new(Arc::clone(&shared), rank)).collect())
+        Ok((0..world_size)
+            .map(|rank| ThreadsComm::new(Arc::clone(&shared), rank))
+            .collect())
     }
 }
 
@@ -69,8 +79,8 @@ struct Enqueued {
     traffic: Traffic,
 }
 
-/// One rank's communicator. After it is dropped, the other ranks can complete the collectives that it had enqueued;
-/// later ones fail with [`CommError::Left`].
+/// One rank's communicator. After it is dropped, the other ranks can complete the collectives that
+/// it had enqueued; later ones fail with [`CommError::Left`].
 ///
 /// A rank may use several streams; all ranks must enqueue collectives in the same order.
 pub struct ThreadsComm {
@@ -81,55 +91,85 @@ pub struct ThreadsComm {
 
 impl fmt::Debug for ThreadsComm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ThreadsComm(rank {} of {})", self.rank, self.shared.world_size)
+        write!(
+            f,
+            "ThreadsComm(rank {} of {})",
+            self.rank, self.shared.world_size
+        )
     }
 }
 
 impl Drop for ThreadsComm {
     fn drop(&mut self) {
-        self.shared.leave(self.rank, self.enqueued.get_mut().sequence);
+        self.shared
+            .leave(self.rank, self.enqueued.get_mut().sequence);
     }
 }
 
 impl ThreadsComm {
     fn new(shared: Arc<Shared>, rank: usize) -> Self {
-        Self { shared, rank, enqueued: Mutex::default() }
+        Self {
+            shared,
+            rank,
+            enqueued: Mutex::default(),
+        }
     }
 }
 
 // SAFETY: an operation ends when no rank uses the buffers that it posted (`slot`).
 unsafe impl Communicator<HostDevice> for ThreadsComm {
     fn group(&self) -> Group {
-        Group { rank: self.rank, world_size: self.shared.world_size }
+        Group {
+            rank: self.rank,
+            world_size: self.shared.world_size,
+        }
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
         checked.check(self.group(), DeviceId::HOST)?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
-        let (sequence, group, label) = (enqueued.sequence, self.group(), checked.call.collective.name());
+        let (sequence, group, label) = (
+            enqueued.sequence,
+            self.group(),
+            checked.call.collective.name(),
+        );
         enqueued.sequence += 1;
         group.count(&checked.call, &mut enqueued.traffic);
-        let ticket = Ticket::new(Arc::clone(&self.shared), self.rank, sequence, checked, stream.name().to_owned());
+        let ticket = Ticket::new(
+            Arc::clone(&self.shared),
+            self.rank,
+            sequence,
+            checked,
+            stream.name().to_owned(),
+        );
         let name = stream.name().to_owned();
         stream.enqueue(label, move || {
-            ticket.run(|call, posted| work::run(group, call, posted)).map_err(|error| DeviceError::Operation {
-                stream: name,
-                op: label.to_owned(),
-                cause: Cause::new(error),
-            })
+            ticket
+                .run(|call, posted| work::run(group, call, posted))
+                .map_err(|error| DeviceError::Operation {
+                    stream: name,
+                    op: label.to_owned(),
+                    cause: Cause::new(error),
+                })
         })?;
         Ok(())
     }
 
-    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
         let number = {
             let mut enqueued = self.enqueued.lock();
             enqueued.splits += 1;
             enqueued.splits - 1
         };
         let answer = split::split(&self.shared, self.rank, number, SplitRequest { color, key })?;
-        Ok(answer.map(|(rank, child)| Arc::new(Self::new(child, rank)) as Arc<dyn Communicator<HostDevice>>))
+        Ok(answer.map(|(rank, child)| {
+            Arc::new(Self::new(child, rank)) as Arc<dyn Communicator<HostDevice>>
+        }))
     }
 
     fn traffic(&self) -> Traffic {
@@ -137,7 +177,10 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
     }
 
     fn abort(&self, reason: &str) {
-        self.shared.fail(CommError::Aborted { rank: self.rank, reason: reason.to_owned() });
+        self.shared.fail(CommError::Aborted {
+            rank: self.rank,
+            reason: reason.to_owned(),
+        });
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -1,4 +1,5 @@
-//! The shared state of a world's ranks: the running collectives, the ranks that left, and the first failure.
+//! The shared state of a world's ranks: the running collectives, the ranks that left, and the first
+//! failure.
 
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -14,7 +15,8 @@ use crate::{Call, CommError};
 
 #[derive(Default)]
 struct State {
-    /// The running collectives, by sequence number. There are several if ranks enqueue on several streams.
+    /// The running collectives, by sequence number. There are several if ranks enqueue on several
+    /// streams.
     slots: HashMap<u64, Arc<Slot>>,
     /// The number of collectives that each rank has reached.
     reached: Vec<u64>,
@@ -33,22 +35,34 @@ pub(super) struct Shared {
     /// How a rank spins before it sleeps.
     spin: SpinPolicy,
     state: Mutex<State>,
-    /// Lets loom explore all orders of the critical sections of `state`, which is an ordinary mutex.
+    /// Lets loom explore all orders of the critical sections of `state`, which is an ordinary
+    /// mutex.
     #[cfg(all(loom, test))]
     order: loom::sync::atomic::AtomicUsize,
 }
 
 impl Shared {
     pub(super) fn new(world_size: usize, options: CommOptions) -> Self {
-        let state = State { reached: vec![0; world_size], left: vec![None; world_size], ..State::default() };
+        let state = State {
+            reached: vec![0; world_size],
+            left: vec![None; world_size],
+            ..State::default()
+        };
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // With a core per rank, spinning is faster than sleeping and waking; with more ranks than cores, ranks yield.
+        // With a core per rank, spinning is faster than sleeping and waking; with more ranks than
+        // cores, ranks yield.
         let spin = if cfg!(loom) {
             SpinPolicy::default()
         } else if world_size <= cores {
-            SpinPolicy { rounds: 20, spins: 50 }
+            SpinPolicy {
+                rounds: 20,
+                spins: 50,
+            }
         } else {
-            SpinPolicy { rounds: 3, spins: 0 }
+            SpinPolicy {
+                rounds: 3,
+                spins: 0,
+            }
         };
         Self {
             world_size,
@@ -63,7 +77,8 @@ impl Shared {
 
     fn state(&self) -> MutexGuard<'_, State> {
         #[cfg(all(loom, test))]
-        self.order.fetch_add(1, loom::sync::atomic::Ordering::SeqCst);
+        self.order
+            .fetch_add(1, loom::sync::atomic::Ordering::SeqCst);
         self.state.lock()
     }
 
@@ -72,7 +87,11 @@ impl Shared {
         let (failure, slots, children) = {
             let mut state = self.state();
             let failure = state.failure.get_or_insert(error).clone();
-            (failure, state.slots.values().cloned().collect::<Vec<_>>(), std::mem::take(&mut state.children))
+            (
+                failure,
+                state.slots.values().cloned().collect::<Vec<_>>(),
+                std::mem::take(&mut state.children),
+            )
         };
         slots.iter().for_each(|slot| slot.fail(&failure));
         self.splits.fail(&failure);
@@ -94,20 +113,42 @@ impl Shared {
     /// Returns the slot of collective `sequence`, which `rank` has reached with `call`.
     ///
     /// # Errors
-    /// The world has failed, or a rank has left before this collective ([`Shared::leave`] fails only the slots that
-    /// are open then).
-    pub(super) fn open(&self, sequence: u64, rank: usize, call: &Call) -> Result<Arc<Slot>, CommError> {
+    /// The world has failed, or a rank has left before this collective ([`Shared::leave`] fails
+    /// only the slots that are open then).
+    pub(super) fn open(
+        &self,
+        sequence: u64,
+        rank: usize,
+        call: &Call,
+    ) -> Result<Arc<Slot>, CommError> {
         let mut state = self.state();
         if let Some(error) = &state.failure {
             return Err(error.clone());
         }
         let gone = |left: &Option<u64>| left.filter(|&done| done <= sequence);
-        if let Some((rank, done)) = state.left.iter().enumerate().find_map(|(q, left)| Some((q, gone(left)?))) {
+        if let Some((rank, done)) = state
+            .left
+            .iter()
+            .enumerate()
+            .find_map(|(q, left)| Some((q, gone(left)?)))
+        {
             drop(state);
-            return Err(self.fail(CommError::Left { sequence, call: Box::new(call.clone()), rank, done }));
+            return Err(self.fail(CommError::Left {
+                sequence,
+                call: Box::new(call.clone()),
+                rank,
+                done,
+            }));
         }
         state.reached[rank] = state.reached[rank].max(sequence + 1);
-        let new = || Arc::new(Slot::new(sequence, (rank, call.clone()), self.world_size, self.spin));
+        let new = || {
+            Arc::new(Slot::new(
+                sequence,
+                (rank, call.clone()),
+                self.world_size,
+                self.spin,
+            ))
+        };
         Ok(Arc::clone(state.slots.entry(sequence).or_insert_with(new)))
     }
 
@@ -121,12 +162,21 @@ impl Shared {
         let waiting = {
             let mut state = self.state();
             state.left[rank] = Some(done);
-            state.slots.iter().find(|(sequence, _)| **sequence >= done).map(|(&s, slot)| (s, Arc::clone(slot)))
+            state
+                .slots
+                .iter()
+                .find(|(sequence, _)| **sequence >= done)
+                .map(|(&s, slot)| (s, Arc::clone(slot)))
         };
         self.splits.leave(rank);
         if let Some((sequence, slot)) = waiting {
             let (_, call) = &slot.call;
-            self.fail(CommError::Left { sequence, call: Box::new(call.clone()), rank, done });
+            self.fail(CommError::Left {
+                sequence,
+                call: Box::new(call.clone()),
+                rank,
+                done,
+            });
         }
     }
 

@@ -1,13 +1,14 @@
 //! The synchronization of the ranks in one collective.
 //!
-//! A slot's states: *gathering* (ranks post their calls and buffers) -> *working* (all have posted the same call) ->
-//! *done* (all have done their shares). A failure ends it in any state. Invariants, under its monitor:
+//! A slot's states: *gathering* (ranks post their calls and buffers) -> *working* (all have posted
+//! the same call) -> *done* (all have done their shares). A failure ends it in any state.
+//! Invariants, under its monitor:
 //!
-//! - `arrived` counts the ranks that have posted, `working` those that access the posted buffers now, `done`
-//!   those that have done their shares; `working + done <= arrived`;
+//! - `arrived` counts the ranks that have posted, `working` those that access the posted buffers
+//!   now, `done` those that have done their shares; `working + done <= arrived`;
 //! - `working` is above 0 only if all ranks have arrived; no rank starts to work after a failure;
-//! - a rank that has posted returns only if `working` is 0 and no rank will start to work: its buffers are then
-//!   unused.
+//! - a rank that has posted returns only if `working` is 0 and no rank will start to work: its
+//!   buffers are then unused.
 
 use std::time::Duration;
 
@@ -34,8 +35,8 @@ struct State {
 }
 
 impl State {
-    /// Starts this rank's work when all ranks have posted; returns their buffers. After a failure, returns it when no
-    /// rank works. `None`: neither yet.
+    /// Starts this rank's work when all ranks have posted; returns their buffers. After a failure,
+    /// returns it when no rank works. `None`: neither yet.
     fn begin_work(&mut self) -> Option<Result<Vec<Posted>, CommError>> {
         if self.failure.is_none() && self.arrived == self.posted.len() {
             self.working += 1;
@@ -55,9 +56,21 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, spin: SpinPolicy) -> Self {
-        let state = State { posted: vec![None; world_size], ..State::default() };
-        Self { sequence, call, monitor: Monitor::new(state).with_spin_policy(spin) }
+    pub(super) fn new(
+        sequence: u64,
+        call: (usize, Call),
+        world_size: usize,
+        spin: SpinPolicy,
+    ) -> Self {
+        let state = State {
+            posted: vec![None; world_size],
+            ..State::default()
+        };
+        Self {
+            sequence,
+            call,
+            monitor: Monitor::new(state).with_spin_policy(spin),
+        }
     }
 
     /// Fails the collective for all ranks that wait in it.
@@ -83,35 +96,46 @@ impl Slot {
             });
         }
         self.monitor.update(|state| {
-            state.posted[rank] = Some(Posted { send: checked.send, recv: checked.recv });
+            state.posted[rank] = Some(Posted {
+                send: checked.send,
+                recv: checked.recv,
+            });
             state.arrived += 1;
         });
         Ok(())
     }
 
-    /// Waits until all ranks have posted, for at most `limit`; `None` if it passed. This rank must have posted. It then
-    /// does its share, and must call [`Slot::finish`] or [`Slot::break_off`].
+    /// Waits until all ranks have posted, for at most `limit`; `None` if it passed. This rank must
+    /// have posted. It then does its share, and must call [`Slot::finish`] or [`Slot::break_off`].
     ///
     /// # Errors
     /// The failure that ended the collective; the rank's buffers are unused.
     pub(super) fn arrive(&self, limit: Duration) -> Result<Option<Vec<Posted>>, CommError> {
-        self.monitor.wait_until(limit, String::new, State::begin_work).map_or(Ok(None), |begun| begun.map(Some))
+        self.monitor
+            .wait_until(limit, String::new, State::begin_work)
+            .map_or(Ok(None), |begun| begun.map(Some))
     }
 
-    /// Like [`Slot::arrive`] without a limit, when all ranks have arrived or the world has failed. It ends: no rank
-    /// starts to work after a failure, and those that work run a finite loop over memory. Until they end they access
-    /// this rank's buffers, so a limit would be unsound.
+    /// Like [`Slot::arrive`] without a limit, when all ranks have arrived or the world has failed.
+    /// It ends: no rank starts to work after a failure, and those that work run a finite loop over
+    /// memory. Until they end they access this rank's buffers, so a limit would be unsound.
     pub(super) fn arrive_or_fail(&self) -> Result<Vec<Posted>, CommError> {
         // `Duration::MAX` never times out.
-        self.monitor.wait_until(Duration::MAX, String::new, State::begin_work)?
+        self.monitor
+            .wait_until(Duration::MAX, String::new, State::begin_work)?
     }
 
     /// The ranks that have not posted.
     pub(super) fn missing(&self) -> Vec<usize> {
-        self.monitor.update(|state| (0..state.posted.len()).filter(|&rank| state.posted[rank].is_none()).collect())
+        self.monitor.update(|state| {
+            (0..state.posted.len())
+                .filter(|&rank| state.posted[rank].is_none())
+                .collect()
+        })
     }
 
-    /// Records that this rank has done its share, and waits until all have. Returns whether it was the last.
+    /// Records that this rank has done its share, and waits until all have. Returns whether it was
+    /// the last.
     ///
     /// # Errors
     /// The failure that ended the collective.
@@ -121,7 +145,8 @@ impl Slot {
             state.done += 1;
             state.done == state.posted.len()
         });
-        self.drain(|state| state.done == state.posted.len()).map(|()| last)
+        self.drain(|state| state.done == state.posted.len())
+            .map(|()| last)
     }
 
     /// Fails the collective after a panic of this rank's work, and waits until no rank works.
@@ -133,14 +158,18 @@ impl Slot {
         let _the_failure = self.drain(|_| false);
     }
 
-    /// Waits until `done`, or until no rank works after a failure. It needs no time limit: all ranks have arrived,
-    /// and each either runs a finite loop over memory or sees the failure.
+    /// Waits until `done`, or until no rank works after a failure. It needs no time limit: all
+    /// ranks have arrived, and each either runs a finite loop over memory or sees the failure.
     fn drain(&self, done: impl Fn(&State) -> bool) -> Result<(), CommError> {
         let ready = |state: &mut State| {
             if done(state) {
                 return Some(Ok(()));
             }
-            state.failure.clone().filter(|_| state.working == 0).map(Err)
+            state
+                .failure
+                .clone()
+                .filter(|_| state.working == 0)
+                .map(Err)
         };
         // `Duration::MAX` never times out.
         self.monitor.wait_until(Duration::MAX, String::new, ready)?

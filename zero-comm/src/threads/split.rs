@@ -49,11 +49,14 @@ impl Splits {
 }
 
 fn left(rank: usize) -> CommError {
-    CommError::Peer { rank, message: "left before a split".to_owned() }
+    CommError::Peer {
+        rank,
+        message: "left before a split".to_owned(),
+    }
 }
 
-/// Waits until all ranks have called split `number`. Returns `rank`'s new rank and world; `None` if it passed no
-/// color.
+/// Waits until all ranks have called split `number`. Returns `rank`'s new rank and world; `None` if
+/// it passed no color.
 pub(super) fn split(
     shared: &Shared,
     rank: usize,
@@ -63,11 +66,12 @@ pub(super) fn split(
     let (n, limit) = (shared.world_size, shared.options.limit);
     let monitor = {
         let mut splits = shared.splits.0.lock();
-        Arc::clone(
-            splits
-                .entry(number)
-                .or_insert_with(|| Arc::new(Monitor::new(Turn { requests: vec![None; n], ..Turn::default() }))),
-        )
+        Arc::clone(splits.entry(number).or_insert_with(|| {
+            Arc::new(Monitor::new(Turn {
+                requests: vec![None; n],
+                ..Turn::default()
+            }))
+        }))
     };
     monitor.update(|turn| turn.requests[rank] = Some(request));
     // Ranks that failed or left before this split was opened have not failed it, so check here.
@@ -80,21 +84,33 @@ pub(super) fn split(
     }
     let met = monitor.wait_until(limit, String::new, |turn| {
         let requests: Vec<SplitRequest> = turn.requests.iter().flatten().copied().collect();
-        if requests.len() == n { Some(Ok(requests)) } else { turn.failure.clone().map(Err) }
+        if requests.len() == n {
+            Some(Ok(requests))
+        } else {
+            turn.failure.clone().map(Err)
+        }
     });
     let requests = match met {
         Ok(result) => result.map_err(|error| shared.fail(error))?,
         Err(_) => {
             let message = format!("did not call split {number} within {limit:?}");
-            return Err(shared.fail(CommError::Peer { rank: missing().unwrap_or(rank), message }));
+            return Err(shared.fail(CommError::Peer {
+                rank: missing().unwrap_or(rank),
+                message,
+            }));
         }
     };
     let answer = request.color.map(|color| {
         let members = members(&requests, color);
-        let new_rank = members.iter().position(|&member| member == rank).unwrap_or(0);
+        let new_rank = members
+            .iter()
+            .position(|&member| member == rank)
+            .unwrap_or(0);
         let child = monitor.update(|turn| {
             let child = turn.children.entry(color);
-            Arc::clone(child.or_insert_with(|| Arc::new(Shared::new(members.len(), shared.options))))
+            Arc::clone(
+                child.or_insert_with(|| Arc::new(Shared::new(members.len(), shared.options))),
+            )
         });
         shared.adopt(&child);
         (new_rank, child)

@@ -7,8 +7,9 @@ use super::slot::{Posted, Slot};
 use crate::CommError;
 use crate::call::{Call, Checked};
 
-/// One rank's part in one collective, created when the collective is enqueued. Dropping it before it has completed
-/// (the stream failed and skipped it, or the work panicked) fails the world, so that no peer waits for this rank.
+/// One rank's part in one collective, created when the collective is enqueued. Dropping it before
+/// it has completed (the stream failed and skipped it, or the work panicked) fails the world, so
+/// that no peer waits for this rank.
 pub(super) struct Ticket {
     shared: Arc<Shared>,
     rank: usize,
@@ -31,10 +32,19 @@ impl Drop for Ticket {
             Phase::Ended => {}
             Phase::Enqueued => {
                 let stream = std::mem::take(&mut self.stream);
-                self.shared.fail(CommError::Skipped { sequence, call: self.call(), rank, stream });
+                self.shared.fail(CommError::Skipped {
+                    sequence,
+                    call: self.call(),
+                    rank,
+                    stream,
+                });
             }
             Phase::Working(slot) => {
-                let error = self.shared.fail(CommError::Panicked { sequence, call: self.call(), rank });
+                let error = self.shared.fail(CommError::Panicked {
+                    sequence,
+                    call: self.call(),
+                    rank,
+                });
                 slot.break_off(&error);
             }
         }
@@ -42,8 +52,21 @@ impl Drop for Ticket {
 }
 
 impl Ticket {
-    pub(super) fn new(shared: Arc<Shared>, rank: usize, sequence: u64, checked: Checked, stream: String) -> Self {
-        Self { shared, rank, sequence, checked, stream, phase: Phase::Enqueued }
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        rank: usize,
+        sequence: u64,
+        checked: Checked,
+        stream: String,
+    ) -> Self {
+        Self {
+            shared,
+            rank,
+            sequence,
+            checked,
+            stream,
+            phase: Phase::Enqueued,
+        }
     }
 
     /// Sets the phase that `Drop` reads if the work panics.
@@ -73,13 +96,20 @@ impl Ticket {
     fn arrive(&self) -> Result<(Arc<Slot>, Vec<Posted>), CommError> {
         let (sequence, rank, limit) = (self.sequence, self.rank, self.shared.options.limit);
         let slot = self.shared.open(sequence, rank, &self.checked.call)?;
-        slot.post(rank, &self.checked).map_err(|error| self.shared.fail(error))?;
+        slot.post(rank, &self.checked)
+            .map_err(|error| self.shared.fail(error))?;
         let posted = match slot.arrive(limit)? {
             Some(posted) => posted,
             None => {
                 if let Some(&rank) = slot.missing().first() {
                     let done = self.shared.reached(rank);
-                    self.shared.fail(CommError::Stalled { sequence, call: self.call(), rank, limit, done });
+                    self.shared.fail(CommError::Stalled {
+                        sequence,
+                        call: self.call(),
+                        rank,
+                        limit,
+                        done,
+                    });
                 }
                 slot.arrive_or_fail()?
             }

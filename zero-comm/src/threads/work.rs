@@ -10,12 +10,13 @@
 //! | broadcast | segment `r` of the root's buffer | segment `r` of every other buffer |
 //! | all_to_all | segment `r` of every `send` | its `recv` |
 //!
-//! No two ranks write the same byte, and no rank reads a byte that another writes: in place, only rank `r` reads
-//! segment `r` of `send`, before it writes there. Every SAFETY comment here relies on this, and on `Checked::check`:
-//! each buffer is host memory with the length that its group determines, and a rank's two buffers overlap only in
-//! place. Buffers of different ranks are different memory, because the makers of their slices promised that accesses
-//! are ordered by streams, and no event orders the ranks' streams within a collective. The two waits order these accesses
-//! against everything before and after.
+//! No two ranks write the same byte, and no rank reads a byte that another writes: in place, only
+//! rank `r` reads segment `r` of `send`, before it writes there. Every SAFETY comment here relies
+//! on this, and on `Checked::check`: each buffer is host memory with the length that its group
+//! determines, and a rank's two buffers overlap only in place. Buffers of different ranks are
+//! different memory, because the makers of their slices promised that accesses are ordered by
+//! streams, and no event orders the ranks' streams within a collective. The two waits order these
+//! accesses against everything before and after.
 
 use std::ops::Range;
 
@@ -36,7 +37,8 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let Group { rank, world_size } = group;
     let own = call.segments.range(rank, world_size);
     let whole_bytes = call.segments.total(world_size) * call.dtype.size_bytes();
-    let everywhere = || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
+    let everywhere =
+        || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
     // `buffers`: the number of whole buffers that all ranks together read and write.
     let store = |buffers: usize| {
         if whole_bytes.saturating_mul(buffers) >= nontemporal::THRESHOLD_BYTES {
@@ -60,10 +62,16 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
                 CommDType::U8 => reduce_all::<u8>(op, &inputs, &outputs, store),
             }
         }
-        (Collective::AllGather, _) => copy_to_all(posted[rank].send, &everywhere(), store(world_size + 1)),
+        (Collective::AllGather, _) => {
+            copy_to_all(posted[rank].send, &everywhere(), store(world_size + 1))
+        }
         (Collective::Broadcast, _) => {
             let root = call.root.unwrap_or(0);
-            copy_to_all(posted[root].send.slice(own.clone()), &everywhere(), store(world_size + 1));
+            copy_to_all(
+                posted[root].send.slice(own.clone()),
+                &everywhere(),
+                store(world_size + 1),
+            );
         }
         (Collective::AllToAll, _) => {
             for (peer, segment) in posted.iter().zip(call.segments.ranges(world_size)) {
@@ -78,22 +86,28 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
 /// Combines the inputs in order and writes the result to every output.
 fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySlice], store: Store) {
     let typed = |slices: &[AnySlice]| -> Vec<DeviceSlice<T>> {
-        slices.iter().filter_map(|slice| slice.typed().ok()).collect()
+        slices
+            .iter()
+            .filter_map(|slice| slice.typed().ok())
+            .collect()
     };
     let (inputs, outputs) = (typed(inputs), typed(outputs));
     let len = inputs[0].len();
     let views = |range: Range<usize>| -> Vec<&[T]> {
         let view = |input: &DeviceSlice<T>| {
-            // SAFETY: host memory that its owner keeps valid; only this rank accesses the segment now, and the view
-            // ends before this rank writes to it.
+            // SAFETY: host memory that its owner keeps valid; only this rank accesses the segment
+            // now, and the view ends before this rank writes to it.
             unsafe { input.slice(range.clone()).as_host() }
         };
         inputs.iter().map(view).collect()
     };
-    let in_place = outputs.iter().any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
+    let in_place = outputs
+        .iter()
+        .any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
     if let ([output], false) = (&outputs[..], in_place) {
-        // SAFETY: host memory that its owner keeps valid, apart from the inputs: this rank's passed the check, and
-        // different ranks' buffers are different memory; only this rank accesses it now.
+        // SAFETY: host memory that its owner keeps valid, apart from the inputs: this rank's passed
+        // the check, and different ranks' buffers are different memory; only this rank accesses it
+        // now.
         return T::reduce(op, &views(0..len), unsafe { output.as_host_mut() }, store);
     }
     let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
@@ -106,7 +120,10 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
             let target = unsafe { output.slice(chunk.clone()).as_host_mut() };
             // In place, the target is in the cache, because it was just read.
             if store == Store::PastCache && !in_place {
-                nontemporal::copy(bytemuck::cast_slice(result), bytemuck::cast_slice_mut(target));
+                nontemporal::copy(
+                    bytemuck::cast_slice(result),
+                    bytemuck::cast_slice_mut(target),
+                );
             } else {
                 target.copy_from_slice(result);
             }
@@ -117,15 +134,22 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
 /// Copies `from` to each slice of `to` except itself.
 fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
     let bytes = |slice: AnySlice| slice.bytes().typed::<u8>();
-    let (Ok(from), len) = (bytes(from), from.len_bytes()) else { return };
+    let (Ok(from), len) = (bytes(from), from.len_bytes()) else {
+        return;
+    };
     for start in (0..len).step_by(COPY_CHUNK_BYTES) {
         let chunk = start..(start + COPY_CHUNK_BYTES).min(len);
         let source = from.slice(chunk.clone());
-        for to in to.iter().filter_map(|&to| bytes(to).ok()).filter(|to| to.as_ptr() != from.as_ptr()) {
+        for to in to
+            .iter()
+            .filter_map(|&to| bytes(to).ok())
+            .filter(|to| to.as_ptr() != from.as_ptr())
+        {
             // SAFETY: host memory that its owner keeps valid; no rank writes to it now.
             let source = unsafe { source.as_host() };
-            // SAFETY: host memory that its owner keeps valid, apart from the source: a rank's own buffers passed the
-            // check, and different ranks' buffers are different memory; only this rank accesses it now.
+            // SAFETY: host memory that its owner keeps valid, apart from the source: a rank's own
+            // buffers passed the check, and different ranks' buffers are different memory; only
+            // this rank accesses it now.
             let target = unsafe { to.slice(chunk.clone()).as_host_mut() };
             if store == Store::PastCache {
                 nontemporal::copy(source, target);

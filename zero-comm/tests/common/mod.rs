@@ -21,10 +21,12 @@ pub type Comm = Arc<dyn Communicator<HostDevice>>;
 /// A slice of `values`, which the test keeps until its streams are synchronized.
 pub fn view<T: Element>(values: &mut [T]) -> AnySlice {
     // SAFETY: every test synchronizes its streams before it touches or drops the values.
-    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len(), DeviceId::HOST) }.erase()
+    unsafe { DeviceSlice::from_raw_parts(values.as_mut_ptr(), values.len(), DeviceId::HOST) }
+        .erase()
 }
 
-/// Calls `which` with `len` elements per rank, or in total; `send` and `recv` have `len` elements for every rank.
+/// Calls `which` with `len` elements per rank, or in total; `send` and `recv` have `len` elements
+/// for every rank.
 pub fn call(
     comm: &Comm,
     s: &Streams,
@@ -35,13 +37,25 @@ pub fn call(
 ) -> Result<(), CommError> {
     let (n, stream) = (comm.world_size(), &s.comm);
     match which {
-        Collective::ReduceScatter => {
-            comm.reduce_scatter(stream, send.slice(0..len * n), recv.slice(0..len), ReduceOp::Sum)
+        Collective::ReduceScatter => comm.reduce_scatter(
+            stream,
+            send.slice(0..len * n),
+            recv.slice(0..len),
+            ReduceOp::Sum,
+        ),
+        Collective::AllGather => {
+            comm.all_gather(stream, send.slice(0..len), recv.slice(0..len * n))
         }
-        Collective::AllGather => comm.all_gather(stream, send.slice(0..len), recv.slice(0..len * n)),
-        Collective::AllReduce => comm.all_reduce(stream, send.slice(0..len), recv.slice(0..len), ReduceOp::Sum),
+        Collective::AllReduce => comm.all_reduce(
+            stream,
+            send.slice(0..len),
+            recv.slice(0..len),
+            ReduceOp::Sum,
+        ),
         Collective::Broadcast => comm.broadcast(stream, send.slice(0..len), 0),
-        Collective::AllToAll => comm.all_to_all(stream, send.slice(0..len * n), recv.slice(0..len * n)),
+        Collective::AllToAll => {
+            comm.all_to_all(stream, send.slice(0..len * n), recv.slice(0..len * n))
+        }
         Collective::Barrier => comm.barrier(stream),
         other => panic!("add {other:?} to this test"),
     }
@@ -49,7 +63,11 @@ pub fn call(
 
 /// Returns another collective than `which`.
 pub fn another(which: Collective) -> Collective {
-    if which == Collective::Barrier { Collective::AllGather } else { Collective::Barrier }
+    if which == Collective::Barrier {
+        Collective::AllGather
+    } else {
+        Collective::Barrier
+    }
 }
 
 /// The streams of a rank.
@@ -61,8 +79,15 @@ pub struct Streams {
 impl Streams {
     pub fn new(rank: usize) -> Self {
         let device = HostDevice::new();
-        let stream = |what: &str| device.create_stream(&format!("rank {rank} {what}")).unwrap();
-        Self { compute: stream("compute"), comm: stream("comm") }
+        let stream = |what: &str| {
+            device
+                .create_stream(&format!("rank {rank} {what}"))
+                .unwrap()
+        };
+        Self {
+            compute: stream("compute"),
+            comm: stream("comm"),
+        }
     }
 
     pub fn synchronize(&self) {
@@ -72,7 +97,11 @@ impl Streams {
 }
 
 /// Runs `body` on a thread for each rank; returns the results by rank.
-pub fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(Comm, &Streams) -> R + Sync) -> Vec<R> {
+pub fn on_ranks<R: Send>(
+    n: usize,
+    options: CommOptions,
+    body: impl Fn(Comm, &Streams) -> R + Sync,
+) -> Vec<R> {
     let comms = World::new(n, options).unwrap();
     std::thread::scope(|scope| {
         let handles: Vec<_> = comms
@@ -83,7 +112,10 @@ pub fn on_ranks<R: Send>(n: usize, options: CommOptions, body: impl Fn(Comm, &St
                     let streams = Streams::new(comm.rank());
                     let result = body(Arc::new(comm), &streams);
                     // Operations may use the body's memory until the streams are drained.
-                    let _ = (streams.compute.synchronize(LIMIT), streams.comm.synchronize(LIMIT));
+                    let _ = (
+                        streams.compute.synchronize(LIMIT),
+                        streams.comm.synchronize(LIMIT),
+                    );
                     result
                 })
             })

@@ -1,12 +1,14 @@
-//! A device with simulated time: an operation has a given duration, a wait ends at the later of two times, and
-//! nothing is computed. The time of a step follows exactly, in nanoseconds, from its operations, waits and events.
-//! All ranks behave alike, so only one is simulated.
+//! A device with simulated time: an operation has a given duration, a wait ends at the later of two
+//! times, and nothing is computed. The time of a step follows exactly, in nanoseconds, from its
+//! operations, waits and events. All ranks behave alike, so only one is simulated.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream};
+use zero_alloc::device::{
+    AnySlice, Device, DeviceError, DeviceId, DeviceKind, Event, Memory, Stream,
+};
 use zero_alloc::host::OpSpan;
 use zero_alloc::testing::Simulated;
 use zero_comm::slow::Link;
@@ -21,7 +23,10 @@ pub struct Model {
 
 impl Model {
     pub fn new() -> Self {
-        Self { memory: Simulated::new(1 << 40, 4096).without_virtual_memory(), spans: Arc::default() }
+        Self {
+            memory: Simulated::new(1 << 40, 4096).without_virtual_memory(),
+            spans: Arc::default(),
+        }
     }
 
     /// All operations so far.
@@ -61,10 +66,20 @@ unsafe impl Device for Model {
 
     fn create_stream(&self, name: &str) -> Result<ModelStream, DeviceError> {
         let id = self.memory.create_stream(name)?.id();
-        Ok(ModelStream { name: name.into(), id, now: Arc::default(), spans: Arc::clone(&self.spans) })
+        Ok(ModelStream {
+            name: name.into(),
+            id,
+            now: Arc::default(),
+            spans: Arc::clone(&self.spans),
+        })
     }
 
-    fn copy(&self, stream: &ModelStream, _src: AnySlice, _dst: AnySlice) -> Result<(), DeviceError> {
+    fn copy(
+        &self,
+        stream: &ModelStream,
+        _src: AnySlice,
+        _dst: AnySlice,
+    ) -> Result<(), DeviceError> {
         stream.run("copy", Duration::ZERO);
         Ok(())
     }
@@ -74,11 +89,23 @@ unsafe impl Device for Model {
         Ok(())
     }
 
-    fn upload(&self, _: &ModelStream, _: &[u8], _: AnySlice, _: Duration) -> Result<(), DeviceError> {
+    fn upload(
+        &self,
+        _: &ModelStream,
+        _: &[u8],
+        _: AnySlice,
+        _: Duration,
+    ) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    fn download(&self, _: &ModelStream, _: AnySlice, _: &mut [u8], _: Duration) -> Result<(), DeviceError> {
+    fn download(
+        &self,
+        _: &ModelStream,
+        _: AnySlice,
+        _: &mut [u8],
+        _: Duration,
+    ) -> Result<(), DeviceError> {
         Ok(())
     }
 }
@@ -155,17 +182,27 @@ pub struct ModelComm {
 // SAFETY: it accesses no memory.
 unsafe impl Communicator<Model> for ModelComm {
     fn group(&self) -> Group {
-        Group { rank: 0, world_size: self.world_size }
+        Group {
+            rank: 0,
+            world_size: self.world_size,
+        }
     }
 
     fn enqueue(&self, stream: &ModelStream, checked: Checked) -> Result<(), CommError> {
         let mut traffic = Traffic::default();
         self.group().count(checked.call(), &mut traffic);
-        stream.run(checked.call().collective.name(), self.link.time(traffic.total_bytes()));
+        stream.run(
+            checked.call().collective.name(),
+            self.link.time(traffic.total_bytes()),
+        );
         Ok(())
     }
 
-    fn split(&self, _: Option<u64>, _: u64) -> Result<Option<Arc<dyn Communicator<Model>>>, CommError> {
+    fn split(
+        &self,
+        _: Option<u64>,
+        _: u64,
+    ) -> Result<Option<Arc<dyn Communicator<Model>>>, CommError> {
         Ok(None)
     }
 

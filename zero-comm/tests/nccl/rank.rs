@@ -19,7 +19,8 @@ pub(crate) const FAULT_LIMIT: Duration = Duration::from_secs(4);
 const LIMIT: Duration = Duration::from_secs(120);
 
 pub(crate) fn is_stand_in() -> bool {
-    static IS_STAND_IN: LazyLock<bool> = LazyLock::new(|| CudaDevice::open(0).unwrap().name().contains("stand-in"));
+    static IS_STAND_IN: LazyLock<bool> =
+        LazyLock::new(|| CudaDevice::open(0).unwrap().name().contains("stand-in"));
     *IS_STAND_IN
 }
 
@@ -32,20 +33,28 @@ struct Rank {
 impl Rank {
     /// A buffer of `len` ones if `dtype` is f32, otherwise of zeros.
     fn buffer(&self, len: usize, dtype: DType) -> (AnySlice, Block<CudaDevice>) {
-        let block = self.pool.allocate(len, dtype, Purpose::Workspace, &self.stream).unwrap();
+        let block = self
+            .pool
+            .allocate(len, dtype, Purpose::Workspace, &self.stream)
+            .unwrap();
         // SAFETY: the callers keep the block until the stream has run the collectives on it.
         let slice = unsafe { block.slice() };
         let ones: Vec<u8> = match dtype {
             DType::F32 => 1f32.to_le_bytes().repeat(len),
             _ => vec![0; slice.len_bytes()],
         };
-        self.pool.device().upload(&self.stream, &ones, slice, LIMIT).unwrap();
+        self.pool
+            .device()
+            .upload(&self.stream, &ones, slice, LIMIT)
+            .unwrap();
         (slice, block)
     }
 }
 
 fn kill_this_process() -> ! {
-    let _never = Command::new("kill").args(["-9", &std::process::id().to_string()]).status();
+    let _never = Command::new("kill")
+        .args(["-9", &std::process::id().to_string()])
+        .status();
     loop {
         std::thread::sleep(Duration::from_secs(1));
     }
@@ -54,14 +63,26 @@ fn kill_this_process() -> ! {
 pub(crate) fn main(case: &str) {
     let ranks = Ranks::from_env().unwrap().unwrap();
     let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
-    let limit = if case == "stalled" { FAULT_LIMIT } else { LIMIT };
-    let comm = NcclCommunicator::join(&device, &ranks, CommOptions::default().limit(limit)).unwrap();
+    let limit = if case == "stalled" {
+        FAULT_LIMIT
+    } else {
+        LIMIT
+    };
+    let comm =
+        NcclCommunicator::join(&device, &ranks, CommOptions::default().limit(limit)).unwrap();
     let stream = device.create_stream("comm").unwrap();
-    let rank = Rank { stream, pool: Pool::new(device.clone(), usize::MAX) };
+    let rank = Rank {
+        stream,
+        pool: Pool::new(device.clone(), usize::MAX),
+    };
     match case {
         "conformance" => {
             let cases = if is_stand_in() { 40 } else { 120 };
-            let plan = Plan::default().seed(ranks.world_size as u64).cases(cases).sums(Sums::AnyOrder).limit(limit);
+            let plan = Plan::default()
+                .seed(ranks.world_size as u64)
+                .cases(cases)
+                .sums(Sums::AnyOrder)
+                .limit(limit);
             check(&device, &comm, &rank.stream, plan).unwrap();
             two_streams(&device, &comm, &rank);
             println!("rank {} conforms", ranks.rank);
@@ -93,12 +114,19 @@ fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
     let before = rank.stream.record().unwrap();
     other.wait(&before).unwrap();
     for i in 0..20 {
-        let (stream, next) = if i % 2 == 0 { (&rank.stream, &other) } else { (&other, &rank.stream) };
-        comm.all_reduce(stream, slice, slice, ReduceOp::Avg).unwrap();
+        let (stream, next) = if i % 2 == 0 {
+            (&rank.stream, &other)
+        } else {
+            (&other, &rank.stream)
+        };
+        comm.all_reduce(stream, slice, slice, ReduceOp::Avg)
+            .unwrap();
         next.wait(&stream.record().unwrap()).unwrap();
     }
     let mut bytes = vec![0; slice.len_bytes()];
-    device.download(&rank.stream, slice, &mut bytes, LIMIT).unwrap();
+    device
+        .download(&rank.stream, slice, &mut bytes, LIMIT)
+        .unwrap();
     assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
 }
 
@@ -106,14 +134,20 @@ fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
 fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
     const LEN: usize = 3000;
     let (device, n) = (rank.pool.device(), comm.world_size());
-    let ((parts, _parts), (sum, _sum), (all, _all)) =
-        (rank.buffer(LEN * n, DType::F32), rank.buffer(LEN, DType::F32), rank.buffer(LEN * n, DType::F32));
+    let ((parts, _parts), (sum, _sum), (all, _all)) = (
+        rank.buffer(LEN * n, DType::F32),
+        rank.buffer(LEN, DType::F32),
+        rank.buffer(LEN * n, DType::F32),
+    );
     for _ in 0..repeats {
-        comm.reduce_scatter(&rank.stream, parts, sum, ReduceOp::Sum).unwrap();
+        comm.reduce_scatter(&rank.stream, parts, sum, ReduceOp::Sum)
+            .unwrap();
         comm.all_gather(&rank.stream, sum, all).unwrap();
     }
     let mut bytes = vec![0; all.len_bytes()];
-    device.download(&rank.stream, all, &mut bytes, LIMIT).unwrap();
+    device
+        .download(&rank.stream, all, &mut bytes, LIMIT)
+        .unwrap();
     assert!(bytes.chunks(4).all(|b| b == (n as f32).to_le_bytes()));
 }
 
@@ -121,7 +155,10 @@ fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
 fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     const BUDGET: usize = 8 << 20;
     let shareable = || Pool::new(device.clone().with_shareable_backings().unwrap(), BUDGET);
-    let mut rank = Rank { pool: shareable(), ..rank };
+    let mut rank = Rank {
+        pool: shareable(),
+        ..rank
+    };
     let registration = comm.register_pool(&rank.pool).unwrap();
     sum_and_gather(&comm, &rank, 3);
     assert_eq!(rank.pool.report().backing_allocations, 1);
@@ -135,31 +172,55 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
     // Dropping a registration waits for the collectives in flight.
     let (slice, block) = rank.buffer(1 << 20, DType::F32);
     for _ in 0..10 {
-        comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).unwrap();
+        comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg)
+            .unwrap();
     }
     drop(registration);
     sum_and_gather(&comm, &rank, 1);
     drop(block);
     // If one rank's memory is not shareable, no rank registers, and collectives still work.
     let odd = comm.rank() == 1;
-    rank.pool = if odd { Pool::new(device.clone().with_backings(), BUDGET) } else { shareable() };
+    rank.pool = if odd {
+        Pool::new(device.clone().with_backings(), BUDGET)
+    } else {
+        shareable()
+    };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     // Which of the first two occurs depends on the driver.
-    let texts = ["no shareable handle", "for this process alone", "rank 1 did not register its memory"];
-    assert!(texts[if odd { 0..2 } else { 2..3 }].iter().any(|text| refused.contains(text)), "{refused}");
+    let texts = [
+        "no shareable handle",
+        "for this process alone",
+        "rank 1 did not register its memory",
+    ];
+    assert!(
+        texts[if odd { 0..2 } else { 2..3 }]
+            .iter()
+            .any(|text| refused.contains(text)),
+        "{refused}"
+    );
     sum_and_gather(&comm, &rank, 1);
     // Nor if the lengths differ.
     let budget = if odd { 2 * BUDGET } else { BUDGET };
     rank.pool = Pool::new(device.clone().with_shareable_backings().unwrap(), budget);
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
-    let texts = [format!("rank 0 registered {BUDGET} bytes"), format!("rank 1 {}", 2 * BUDGET)];
+    let texts = [
+        format!("rank 0 registered {BUDGET} bytes"),
+        format!("rank 1 {}", 2 * BUDGET),
+    ];
     assert!(texts.iter().all(|text| refused.contains(text)), "{refused}");
     sum_and_gather(&comm, &rank, 1);
     // Pages are many handles, which are not shareable.
     rank.pool = Pool::new(device.clone(), BUDGET);
-    assert!(comm.register_pool(&rank.pool).unwrap_err().to_string().contains("uses pages"));
+    assert!(
+        comm.register_pool(&rank.pool)
+            .unwrap_err()
+            .to_string()
+            .contains("uses pages")
+    );
     // SAFETY: the pool outlives the call, which registers nothing.
-    let refused = unsafe { comm.register(rank.buffer(100, DType::F32).0) }.unwrap_err().to_string();
+    let refused = unsafe { comm.register(rank.buffer(100, DType::F32).0) }
+        .unwrap_err()
+        .to_string();
     assert!(refused.contains("for this process alone"), "{refused}");
     // The registration keeps its pool, and may be dropped after its communicator.
     rank.pool = shareable();
@@ -172,29 +233,47 @@ fn registers(device: &CudaDevice, comm: NcclCommunicator, rank: Rank) {
 
 /// Without shareable memory, registration fails on all ranks, and collectives work.
 fn registers_nothing(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
-    let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20), ..rank };
+    let rank = Rank {
+        pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20),
+        ..rank
+    };
     let refused = comm.register_pool(&rank.pool).unwrap_err().to_string();
     assert!(refused.contains("no shareable handle"), "{refused}");
     sum_and_gather(comm, &rank, 1);
 }
 
-/// NCCL releases a failed communicator only after all graphs with its collectives. Until then, registered memory stays
-/// mapped, whatever else is dropped.
+/// NCCL releases a failed communicator only after all graphs with its collectives. Until then,
+/// registered memory stays mapped, whatever else is dropped.
 fn keeps_registered_memory(device: &CudaDevice, comm: &NcclCommunicator, rank: Rank) {
-    let rank = Rank { pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20), ..rank };
+    let rank = Rank {
+        pool: Pool::new(device.clone().with_shareable_backings().unwrap(), 1 << 20),
+        ..rank
+    };
     let registration = comm.register_pool(&rank.pool).unwrap();
     let (slice, block) = rank.buffer(1000, DType::F32);
-    comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).unwrap();
+    comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg)
+        .unwrap();
     rank.stream.synchronize(LIMIT).unwrap();
-    let failed = |e: CommError| DeviceError::Driver { call: "all_reduce", message: e.to_string() };
-    let reduce = || comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg).map_err(failed);
+    let failed = |e: CommError| DeviceError::Driver {
+        call: "all_reduce",
+        message: e.to_string(),
+    };
+    let reduce = || {
+        comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Avg)
+            .map_err(failed)
+    };
     let graph = rank.stream.capture(reduce).unwrap();
     // Both ranks have recorded their graphs. The other one may have aborted since.
-    let _ = comm.barrier(&rank.stream).and_then(|()| Ok(rank.stream.synchronize(LIMIT)?));
+    let _ = comm
+        .barrier(&rank.stream)
+        .and_then(|()| Ok(rank.stream.synchronize(LIMIT)?));
     comm.abort("on purpose");
     drop((block, rank));
     drop(registration);
-    let (stream, mut bytes) = (device.create_stream("after").unwrap(), vec![0; slice.len_bytes()]);
+    let (stream, mut bytes) = (
+        device.create_stream("after").unwrap(),
+        vec![0; slice.len_bytes()],
+    );
     device.download(&stream, slice, &mut bytes, LIMIT).unwrap();
     assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
     drop(graph);
@@ -204,21 +283,40 @@ fn keeps_registered_memory(device: &CudaDevice, comm: &NcclCommunicator, rank: R
 fn sums(comm: &NcclCommunicator, rank: &Rank) {
     const LEN: usize = 5000;
     let n = comm.world_size();
-    let value = |q: usize, i: usize| 0.1 + ((i * 2_654_435_761 + q * 40_503) % 10_007) as f32 * 1e-3;
+    let value =
+        |q: usize, i: usize| 0.1 + ((i * 2_654_435_761 + q * 40_503) % 10_007) as f32 * 1e-3;
     let device = rank.pool.device();
-    for (dtype, ulp) in [(DType::F16, f16::EPSILON.to_f32()), (DType::Bf16, bf16::EPSILON.to_f32())] {
-        let round =
-            |v: f32| if dtype == DType::F16 { f16::from_f32(v).to_bits() } else { bf16::from_f32(v).to_bits() };
-        let wide =
-            |b: u16| if dtype == DType::F16 { f16::from_bits(b).to_f32() } else { bf16::from_bits(b).to_f32() };
+    for (dtype, ulp) in [
+        (DType::F16, f16::EPSILON.to_f32()),
+        (DType::Bf16, bf16::EPSILON.to_f32()),
+    ] {
+        let round = |v: f32| {
+            if dtype == DType::F16 {
+                f16::from_f32(v).to_bits()
+            } else {
+                bf16::from_f32(v).to_bits()
+            }
+        };
+        let wide = |b: u16| {
+            if dtype == DType::F16 {
+                f16::from_bits(b).to_f32()
+            } else {
+                bf16::from_bits(b).to_f32()
+            }
+        };
         let (slice, _block) = rank.buffer(LEN, dtype);
         let mut seen: Vec<Vec<u8>> = Vec::new();
         for _ in 0..2 {
-            let own: Vec<u8> = (0..LEN).flat_map(|i| round(value(comm.rank(), i)).to_le_bytes()).collect();
+            let own: Vec<u8> = (0..LEN)
+                .flat_map(|i| round(value(comm.rank(), i)).to_le_bytes())
+                .collect();
             device.upload(&rank.stream, &own, slice, LIMIT).unwrap();
-            comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Sum).unwrap();
+            comm.all_reduce(&rank.stream, slice, slice, ReduceOp::Sum)
+                .unwrap();
             let mut bytes = vec![0; slice.len_bytes()];
-            device.download(&rank.stream, slice, &mut bytes, LIMIT).unwrap();
+            device
+                .download(&rank.stream, slice, &mut bytes, LIMIT)
+                .unwrap();
             seen.push(bytes);
         }
         assert_eq!(seen[0], seen[1], "the same bits each time");
@@ -227,7 +325,10 @@ fn sums(comm: &NcclCommunicator, rank: &Rank) {
             let sum: f64 = (0..n).map(|q| f64::from(wide(round(value(q, i))))).sum();
             // A unit in the last place is at most the epsilon times the value.
             let off = (f64::from(got) - sum).abs() / (sum * f64::from(ulp));
-            assert!(off <= (n - 1) as f64, "{dtype} {i}: {got} for {sum}: {off} units");
+            assert!(
+                off <= (n - 1) as f64,
+                "{dtype} {i}: {got} for {sum}: {off} units"
+            );
         }
     }
     println!("within (N - 1) units in the last place");
@@ -261,7 +362,8 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
                 kill_this_process();
             }
         }
-        // On the stream, the world's collective follows one of another communicator that cannot end.
+        // On the stream, the world's collective follows one of another communicator that cannot
+        // end.
         "killed-behind" => {
             let part = comm.split(Some(0), comm.rank() as u64)?.unwrap();
             part.all_reduce(stream, a, a, ReduceOp::Sum)?;
@@ -272,10 +374,15 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
             part.all_reduce(stream, a, a, ReduceOp::Sum)?;
             parts.push(part);
         }
-        // NCCL releases a communicator only after all graphs with its collectives. This graph is never dropped.
+        // NCCL releases a communicator only after all graphs with its collectives. This graph is
+        // never dropped.
         "killed-with-graph" => {
-            let failed = |e: CommError| DeviceError::Driver { call: "all_reduce", message: e.to_string() };
-            let graph = stream.capture(|| comm.all_reduce(stream, a, a, ReduceOp::Sum).map_err(failed))?;
+            let failed = |e: CommError| DeviceError::Driver {
+                call: "all_reduce",
+                message: e.to_string(),
+            };
+            let graph =
+                stream.capture(|| comm.all_reduce(stream, a, a, ReduceOp::Sum).map_err(failed))?;
             // SAFETY: `a` lives until the process ends.
             unsafe { graph.launch(stream) }?;
             stream.synchronize(LIMIT)?;
@@ -297,7 +404,9 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
             drop(comm);
             std::process::exit(0);
         }
-        "poison" if at_fault => stream.poison(DeviceError::Closed { stream: "on purpose".to_owned() }),
+        "poison" if at_fault => stream.poison(DeviceError::Closed {
+            stream: "on purpose".to_owned(),
+        }),
         "split" if at_fault => std::process::exit(0),
         "split" => return comm.split(Some(0), 0).map(|_| ()),
         _ => {}

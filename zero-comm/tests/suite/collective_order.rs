@@ -1,5 +1,6 @@
-//! Every collective under the seeded scheduler, between a producer and a consumer on another stream. With both waits
-//! the checker finds no error; without one of them it reports one, in every order.
+//! Every collective under the seeded scheduler, between a producer and a consumer on another
+//! stream. With both waits the checker finds no error; without one of them it reports one, in every
+//! order.
 
 use std::time::Duration;
 
@@ -34,11 +35,24 @@ struct Rank {
 
 impl Rank {
     fn new(device: &HostDevice, pool: &Pool<HostDevice>, comm: ThreadsComm) -> Self {
-        let stream = |what: &str| device.create_stream(&format!("rank {} {what}", comm.rank())).unwrap();
+        let stream = |what: &str| {
+            device
+                .create_stream(&format!("rank {} {what}", comm.rank()))
+                .unwrap()
+        };
         let (compute, comm_stream) = (stream("compute"), stream("comm"));
-        let block = || pool.allocate(LEN * RANKS, DType::F32, Purpose::Workspace, &compute).unwrap();
+        let block = || {
+            pool.allocate(LEN * RANKS, DType::F32, Purpose::Workspace, &compute)
+                .unwrap()
+        };
         let (send, recv) = (block(), block());
-        Self { comm, compute, comm_stream, send, recv }
+        Self {
+            comm,
+            compute,
+            comm_stream,
+            send,
+            recv,
+        }
     }
 
     /// The buffers that `which` reads and writes; a broadcast has only one.
@@ -55,13 +69,18 @@ impl Rank {
     }
 
     fn run(&self, which: Collective, forgotten: Forgotten) {
-        let forgotten = if self.comm.rank() == 1 { forgotten } else { Forgotten::Nothing };
+        let forgotten = if self.comm.rank() == 1 {
+            forgotten
+        } else {
+            Forgotten::Nothing
+        };
         let (send, recv) = self.buffers(which);
         let touch = |slice: AnySlice, write: bool| {
             let slice = slice.typed::<f32>().unwrap();
             let op = move || {
                 if write {
-                    // SAFETY: streams and events order the accesses, otherwise the checker fails the operation.
+                    // SAFETY: streams and events order the accesses, otherwise the checker fails
+                    // the operation.
                     unsafe { slice.as_host_mut() }.fill(1.0);
                 } else {
                     // SAFETY: as above.
@@ -74,11 +93,15 @@ impl Rank {
         touch(send, true);
         touch(recv, true);
         if forgotten != Forgotten::Producer {
-            self.comm_stream.wait(&self.compute.record().unwrap()).unwrap();
+            self.comm_stream
+                .wait(&self.compute.record().unwrap())
+                .unwrap();
         }
         let stream = &self.comm_stream;
         match which {
-            Collective::ReduceScatter => self.comm.reduce_scatter(stream, send, recv, ReduceOp::Sum),
+            Collective::ReduceScatter => {
+                self.comm.reduce_scatter(stream, send, recv, ReduceOp::Sum)
+            }
             Collective::AllGather => self.comm.all_gather(stream, send, recv),
             Collective::AllReduce => self.comm.all_reduce(stream, send, recv, ReduceOp::Sum),
             Collective::Broadcast => self.comm.broadcast(stream, send, 0),
@@ -88,7 +111,9 @@ impl Rank {
         }
         .unwrap();
         if forgotten != Forgotten::Consumer {
-            self.compute.wait(&self.comm_stream.record().unwrap()).unwrap();
+            self.compute
+                .wait(&self.comm_stream.record().unwrap())
+                .unwrap();
         }
         touch(recv, false);
     }
@@ -99,12 +124,18 @@ fn sound(seed: u64, which: Collective, forgotten: Forgotten) -> bool {
     let device = HostDevice::seeded(seed);
     let pool = Pool::new(device.clone(), 1 << 20);
     let comms = World::new(RANKS, CommOptions::default()).unwrap();
-    let ranks: Vec<Rank> = comms.into_iter().map(|comm| Rank::new(&device, &pool, comm)).collect();
+    let ranks: Vec<Rank> = comms
+        .into_iter()
+        .map(|comm| Rank::new(&device, &pool, comm))
+        .collect();
     ranks.iter().for_each(|rank| rank.run(which, forgotten));
     for rank in &ranks {
         for stream in [&rank.compute, &rank.comm_stream] {
             let ended = stream.synchronize(LIMIT);
-            assert!(ended.is_ok() || forgotten != Forgotten::Nothing, "{which:?}, seed {seed}: {ended:?}");
+            assert!(
+                ended.is_ok() || forgotten != Forgotten::Nothing,
+                "{which:?}, seed {seed}: {ended:?}"
+            );
         }
     }
     device.violations().is_empty()
@@ -112,11 +143,20 @@ fn sound(seed: u64, which: Collective, forgotten: Forgotten) -> bool {
 
 #[test]
 fn missing_wait_is_found_in_every_order() {
-    for which in Collective::ALL.into_iter().filter(|&which| which != Collective::Barrier) {
+    for which in Collective::ALL
+        .into_iter()
+        .filter(|&which| which != Collective::Barrier)
+    {
         for seed in 0..if cfg!(miri) { 1 } else { 10 } {
-            assert!(sound(seed, which, Forgotten::Nothing), "{which:?}, seed {seed}");
+            assert!(
+                sound(seed, which, Forgotten::Nothing),
+                "{which:?}, seed {seed}"
+            );
             for forgotten in [Forgotten::Producer, Forgotten::Consumer] {
-                assert!(!sound(seed, which, forgotten), "{which:?}, {forgotten:?}, seed {seed}");
+                assert!(
+                    !sound(seed, which, forgotten),
+                    "{which:?}, {forgotten:?}, seed {seed}"
+                );
             }
         }
     }

@@ -8,7 +8,12 @@ use zero_comm::{CommOptions, Solo};
 fn run(worlds: std::ops::RangeInclusive<usize>, cases: usize) {
     for n in worlds {
         for result in on_ranks(n, CommOptions::default(), |comm, streams| {
-            check(&HostDevice::new(), &*comm, &streams.comm, Plan::default().seed(n as u64).cases(cases))
+            check(
+                &HostDevice::new(),
+                &*comm,
+                &streams.comm,
+                Plan::default().seed(n as u64).cases(cases),
+            )
         }) {
             result.unwrap();
         }
@@ -29,5 +34,11 @@ fn threads_conform_with_many_ranks() {
 fn one_rank_alone_conforms() {
     let device = HostDevice::new();
     let stream = zero_alloc::device::Device::create_stream(&device, "comm").unwrap();
-    check(&device, &Solo::new(device.clone()), &stream, Plan::default().cases(200)).unwrap();
+    check(
+        &device,
+        &Solo::new(device.clone()),
+        &stream,
+        Plan::default().cases(200),
+    )
+    .unwrap();
 }

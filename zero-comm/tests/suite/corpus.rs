@@ -1,5 +1,5 @@
-//! The fuzz targets of the control plane on their corpus and on damaged copies of valid inputs. To run the fuzzer
-//! itself: `cargo +nightly fuzz run coordinator` in this crate (see `fuzz/`).
+//! The fuzz targets of the control plane on their corpus and on damaged copies of valid inputs. To
+//! run the fuzzer itself: `cargo +nightly fuzz run coordinator` in this crate (see `fuzz/`).
 
 use std::path::{Path, PathBuf};
 
@@ -7,13 +7,18 @@ use proptest::prelude::*;
 use zero_comm::nccl::testing::fuzz::{TARGETS, valid};
 
 fn folder(target: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fuzz/corpus")
+        .join(target)
 }
 
 #[test]
 fn corpus_does_not_panic() {
     for (name, target) in TARGETS {
-        let mut files: Vec<_> = std::fs::read_dir(folder(name)).unwrap().map(|e| e.unwrap().path()).collect();
+        let mut files: Vec<_> = std::fs::read_dir(folder(name))
+            .unwrap()
+            .map(|e| e.unwrap().path())
+            .collect();
         files.sort();
         assert!(!files.is_empty(), "{name} has no corpus");
         for path in files {

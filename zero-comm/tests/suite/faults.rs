@@ -1,5 +1,5 @@
-//! Every fault of a rank at every collective: all ranks fail with the same error, in time. `tests/mpi.rs` does the
-//! same with processes.
+//! Every fault of a rank at every collective: all ranks fail with the same error, in time.
+//! `tests/mpi.rs` does the same with processes.
 
 use std::time::Duration;
 
@@ -51,10 +51,20 @@ const FAULTS: [Fault; 11] = [
 ];
 
 /// Makes rank 1 fail; returns whether it then waits for the failure of the world.
-fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers: [AnySlice; 4]) -> bool {
+fn misbehave(
+    fault: Fault,
+    comm: &Comm,
+    s: &Streams,
+    which: Collective,
+    buffers: [AnySlice; 4],
+) -> bool {
     let [send, recv, send_bytes, recv_bytes] = buffers;
     let other = another(which);
-    let error = || Err(DeviceError::Closed { stream: "on purpose".to_owned() });
+    let error = || {
+        Err(DeviceError::Closed {
+            stream: "on purpose".to_owned(),
+        })
+    };
     match fault {
         Fault::Dies => return false,
         Fault::DiesMeanwhile => {
@@ -84,11 +94,20 @@ fn misbehave(fault: Fault, comm: &Comm, s: &Streams, which: Collective, buffers:
 }
 
 fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
-    let limit = if fault == Fault::Stalls { Duration::from_secs(1) } else { LIMIT };
+    let limit = if fault == Fault::Stalls {
+        Duration::from_secs(1)
+    } else {
+        LIMIT
+    };
     on_ranks(RANKS, CommOptions::default().limit(limit), |comm, s| {
         let (mut send, mut recv) = (vec![1f32; 32], vec![1f32; 32]);
         let (mut send_bytes, mut recv_bytes) = (vec![1u8; 32], vec![1u8; 32]);
-        let buffers = [view(&mut send), view(&mut recv), view(&mut send_bytes), view(&mut recv_bytes)];
+        let buffers = [
+            view(&mut send),
+            view(&mut recv),
+            view(&mut send_bytes),
+            view(&mut recv_bytes),
+        ];
         // Collective 0 succeeds.
         comm.barrier(&s.comm).unwrap();
         s.comm.synchronize(LIMIT).unwrap();
@@ -104,7 +123,10 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
         }
         if fault != Fault::Stalls || comm.rank() != 1 {
             let ended = s.comm.synchronize(LIMIT);
-            assert!(ended.is_err() || fault == Fault::Closed && comm.rank() == 1, "{fault:?} at {which:?}");
+            assert!(
+                ended.is_err() || fault == Fault::Closed && comm.rank() == 1,
+                "{fault:?} at {which:?}"
+            );
         }
         comm.failure()
     })
@@ -119,35 +141,72 @@ fn every_fault_ends_all_ranks() {
                 continue;
             }
             let seen = outcomes(fault, which);
-            let first = seen[0].clone().unwrap_or_else(|| panic!("{fault:?} at {which:?}: rank 0 saw nothing"));
+            let first = seen[0]
+                .clone()
+                .unwrap_or_else(|| panic!("{fault:?} at {which:?}: rank 0 saw nothing"));
             for (rank, seen) in seen.iter().enumerate() {
                 let gone = rank == 1 && matches!(fault, Fault::Dies | Fault::DiesMeanwhile);
-                assert!(gone || seen.as_ref() == Some(&first), "{fault:?} at {which:?}: rank {rank}: {seen:?}");
+                assert!(
+                    gone || seen.as_ref() == Some(&first),
+                    "{fault:?} at {which:?}: rank {rank}: {seen:?}"
+                );
             }
             let right = match (&first, fault) {
-                (CommError::Left { sequence: 1, rank: 1, done: 1, .. }, Fault::Dies | Fault::DiesMeanwhile)
-                | (CommError::Stalled { sequence: 1, rank: 1, done: 1, .. }, Fault::Stalls)
+                (
+                    CommError::Left {
+                        sequence: 1,
+                        rank: 1,
+                        done: 1,
+                        ..
+                    },
+                    Fault::Dies | Fault::DiesMeanwhile,
+                )
                 | (
-                    CommError::Skipped { sequence: 1, rank: 1, .. },
+                    CommError::Stalled {
+                        sequence: 1,
+                        rank: 1,
+                        done: 1,
+                        ..
+                    },
+                    Fault::Stalls,
+                )
+                | (
+                    CommError::Skipped {
+                        sequence: 1,
+                        rank: 1,
+                        ..
+                    },
                     Fault::Poisoned | Fault::Panics | Fault::Closed,
                 )
                 | (CommError::Aborted { rank: 1, .. }, Fault::Aborts) => true,
                 (
-                    CommError::Mismatch { sequence: 1, rank, other_rank, call, other_call },
+                    CommError::Mismatch {
+                        sequence: 1,
+                        rank,
+                        other_rank,
+                        call,
+                        other_call,
+                    },
                     Fault::Kind | Fault::Count | Fault::DType | Fault::Order,
                 ) => (*rank == 1) != (*other_rank == 1) && call != other_call,
                 _ => false,
             };
             assert!(right, "{fault:?} at {which:?}: {first:?}");
             let message = first.to_string();
-            assert!(message.contains("rank 1") && !message.contains('\n'), "{message}");
-            assert!(fault == Fault::Aborts || message.contains("collective 1"), "{message}");
+            assert!(
+                message.contains("rank 1") && !message.contains('\n'),
+                "{message}"
+            );
+            assert!(
+                fault == Fault::Aborts || message.contains("collective 1"),
+                "{message}"
+            );
         }
     }
 }
 
-/// A rank frees its buffers as soon as it sees the error, so no peer may still access them then. A sanitizer would
-/// detect such an access.
+/// A rank frees its buffers as soon as it sees the error, so no peer may still access them then. A
+/// sanitizer would detect such an access.
 #[test]
 fn ranks_leave_only_unused_buffers() {
     for seed in 0..if cfg!(miri) { 3 } else { 60 } {
@@ -156,7 +215,8 @@ fn ranks_leave_only_unused_buffers() {
             for _ in 0..20 {
                 let mut values = vec![1f32; if cfg!(miri) { 300 } else { 100_000 }];
                 let buffer = view(&mut values);
-                comm.all_reduce(&s.comm, buffer, buffer, ReduceOp::Max).unwrap();
+                comm.all_reduce(&s.comm, buffer, buffer, ReduceOp::Max)
+                    .unwrap();
                 if comm.rank() == 1 && random.below(8) == 0 {
                     std::thread::sleep(Duration::from_micros(random.below(100)));
                     comm.abort("on purpose");
@@ -172,11 +232,15 @@ fn ranks_leave_only_unused_buffers() {
     }
 }
 
-/// Limits that pass and aborts at any point of a collective: when a rank has seen its end, no peer writes to its buffer.
-/// Half of the ranks' streams are late by up to 300 us. `ZERO_PROPTEST_FACTOR` multiplies the seeds.
+/// Limits that pass and aborts at any point of a collective: when a rank has seen its end, no peer
+/// writes to its buffer. Half of the ranks' streams are late by up to 300 us.
+/// `ZERO_PROPTEST_FACTOR` multiplies the seeds.
 #[test]
 fn limits_of_microseconds_leave_only_unused_buffers() {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1u64);
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1u64);
     let (mut failed, seeds) = (0, if cfg!(miri) { 3 } else { 100 * factor });
     for seed in 0..seeds {
         let mut random = Random::new(seed);
@@ -203,7 +267,10 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
             }
             values.fill(2.0);
             all_have_ended.wait();
-            assert!(values.iter().all(|&v| v == 2.0), "seed {seed}: a peer wrote after the end");
+            assert!(
+                values.iter().all(|&v| v == 2.0),
+                "seed {seed}: a peer wrote after the end"
+            );
             result
         });
         failed += u64::from(results.iter().any(Result::is_err));
@@ -214,7 +281,11 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
 #[test]
 fn missed_split_ends_all_ranks() {
     for how in ["leaves", "aborts", "stalls"] {
-        let limit = if how == "stalls" { Duration::from_secs(1) } else { LIMIT };
+        let limit = if how == "stalls" {
+            Duration::from_secs(1)
+        } else {
+            LIMIT
+        };
         let seen = on_ranks(RANKS, CommOptions::default().limit(limit), |comm, _| {
             match (comm.rank(), how) {
                 (1, "leaves") => return None,
@@ -244,7 +315,10 @@ fn failure_reaches_split_communicators() {
     // The failure must occur after all ranks have split and called.
     let all_have_called = std::sync::Barrier::new(RANKS);
     on_ranks(RANKS, CommOptions::default(), |comm, s| {
-        let child = comm.split(Some((comm.rank() / 2) as u64), 0).unwrap().unwrap();
+        let child = comm
+            .split(Some((comm.rank() / 2) as u64), 0)
+            .unwrap()
+            .unwrap();
         if comm.rank() == 0 {
             // Its peer does not call it.
             child.barrier(&s.comm).unwrap();
@@ -260,6 +334,9 @@ fn failure_reaches_split_communicators() {
         while child.failure().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert!(matches!(child.failure(), Some(CommError::Aborted { rank: 2, .. })));
+        assert!(matches!(
+            child.failure(),
+            Some(CommError::Aborted { rank: 2, .. })
+        ));
     });
 }

@@ -1,4 +1,5 @@
-//! The tests that need neither a GPU nor processes: collectives, buckets, prefetch, overlap, seeded orders.
+//! The tests that need neither a GPU nor processes: collectives, buckets, prefetch, overlap, seeded
+//! orders.
 
 mod buckets;
 mod collective_order;

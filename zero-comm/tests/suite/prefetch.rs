@@ -4,7 +4,9 @@ use crate::common::{Comm, LIMIT, Random, Streams, copy, delay, on_ranks, view};
 use zero_alloc::device::{AnySlice, DType, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
-use zero_comm::{CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher};
+use zero_comm::{
+    CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher,
+};
 
 /// Forward and backward over four units.
 const ORDER: &[usize] = &[0, 1, 2, 3, 3, 2, 1, 0];
@@ -18,12 +20,24 @@ fn prefetcher(
     shards: Vec<AnySlice>,
     options: PrefetchOptions,
 ) -> Prefetcher<HostDevice> {
-    Prefetcher::new(pool.clone(), comm.clone(), streams.compute.clone(), streams.comm.clone(), shards, options)
+    Prefetcher::new(
+        pool.clone(),
+        comm.clone(),
+        streams.compute.clone(),
+        streams.comm.clone(),
+        shards,
+        options,
+    )
 }
 
-/// Runs one step per order of `orders`, checks every gathered value, and returns the reports of rank 0. Between
-/// steps, the compute stream changes the shards, as an optimizer does.
-fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[usize]]) -> Vec<PrefetchReport> {
+/// Runs one step per order of `orders`, checks every gathered value, and returns the reports of
+/// rank 0. Between steps, the compute stream changes the shards, as an optimizer does.
+fn run(
+    n: usize,
+    options: PrefetchOptions,
+    given: Option<&[usize]>,
+    orders: &[&[usize]],
+) -> Vec<PrefetchReport> {
     let reports = on_ranks(n, CommOptions::default(), |comm, streams| {
         let mut random = Random::new(comm.rank() as u64);
         let pool = Pool::new(HostDevice::new(), 1 << 20);
@@ -36,13 +50,19 @@ fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[
         }
         let (mut reports, mut backings) = (Vec::new(), 0);
         for (step, order) in orders.iter().enumerate() {
-            let mut new: Vec<Vec<f32>> =
-                SHARDS.iter().enumerate().map(|(u, &len)| vec![value(step, u, comm.rank()); len]).collect();
+            let mut new: Vec<Vec<f32>> = SHARDS
+                .iter()
+                .enumerate()
+                .map(|(u, &len)| vec![value(step, u, comm.rank()); len])
+                .collect();
             delay(&streams.compute, &mut random);
             for (new, shard) in new.iter_mut().zip(&views) {
                 copy(&streams.compute, view(new), *shard);
             }
-            let mut seen: Vec<Vec<f32>> = order.iter().map(|&unit| vec![-1.0; SHARDS[unit] * n]).collect();
+            let mut seen: Vec<Vec<f32>> = order
+                .iter()
+                .map(|&unit| vec![-1.0; SHARDS[unit] * n])
+                .collect();
             let mut running = prefetch.step().unwrap();
             for (&unit, seen) in order.iter().zip(&mut seen) {
                 let unsharded = running.unshard(unit).unwrap();
@@ -58,7 +78,9 @@ fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[
             assert_eq!(pool.report().of(Purpose::Buckets).live_bytes, 0);
             streams.synchronize();
             for (&unit, seen) in order.iter().zip(&seen) {
-                let expected: Vec<f32> = (0..n).flat_map(|q| vec![value(step, unit, q); SHARDS[unit]]).collect();
+                let expected: Vec<f32> = (0..n)
+                    .flat_map(|q| vec![value(step, unit, q); SHARDS[unit]])
+                    .collect();
                 assert_eq!(seen, &expected, "step {step}, unit {unit}");
             }
             if step == 2 {
@@ -66,7 +88,11 @@ fn run(n: usize, options: PrefetchOptions, given: Option<&[usize]>, orders: &[&[
             }
         }
         if orders.len() > 3 {
-            assert_eq!(pool.report().backing_allocations, backings, "a steady step takes nothing from the device");
+            assert_eq!(
+                pool.report().backing_allocations,
+                backings,
+                "a steady step takes nothing from the device"
+            );
         }
         reports
     });
@@ -80,7 +106,8 @@ fn unit_of_another_prefetcher_is_freed() {
         let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
         let shards = vec![view(&mut shard)];
         let options = PrefetchOptions::default().persistence_threshold_elems(usize::MAX);
-        let [mut a, mut b] = [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
+        let [mut a, mut b] =
+            [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
         let (mut a, mut b) = (a.step().unwrap(), b.step().unwrap());
         b.reshard(a.unshard(0).unwrap());
         assert_eq!(a.live_elems(), 0);
@@ -96,9 +123,18 @@ fn unit_of_another_prefetcher_is_freed() {
 fn the_first_step_records_and_later_ones_prefetch() {
     for n in [1, 2, 3] {
         let reports = run(n, PrefetchOptions::default(), None, &[ORDER; 6]);
-        assert_eq!((reports[0].order, reports[0].on_demand), (OrderCheck::Recorded, 8));
+        assert_eq!(
+            (reports[0].order, reports[0].on_demand),
+            (OrderCheck::Recorded, 8)
+        );
         for report in &reports[1..] {
-            let seen = (report.order, report.prefetched, report.on_demand, report.kept, report.wasted);
+            let seen = (
+                report.order,
+                report.prefetched,
+                report.on_demand,
+                report.kept,
+                report.wasted,
+            );
             // Unit 3 is used twice in a row: once gathered, once kept.
             assert_eq!(seen, (OrderCheck::Followed, 7, 0, 1, 0));
             assert_eq!(report.peak_live_elems, 10 * n, "two units at a time");
@@ -111,7 +147,10 @@ fn a_given_order_prefetches_from_the_first_step() {
     for ahead in 1..5 {
         let options = PrefetchOptions::default().ahead(ahead);
         for report in run(2, options, Some(ORDER), &[ORDER; 5]) {
-            assert_eq!((report.order, report.on_demand, report.wasted), (OrderCheck::Followed, 0, 0));
+            assert_eq!(
+                (report.order, report.on_demand, report.wasted),
+                (OrderCheck::Followed, 0, 0)
+            );
         }
     }
 }
@@ -120,7 +159,10 @@ fn a_given_order_prefetches_from_the_first_step() {
 fn no_prefetch_gathers_on_demand() {
     let options = PrefetchOptions::default().ahead(0);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
-        assert_eq!((report.prefetched, report.on_demand, report.kept), (0, 7, 1));
+        assert_eq!(
+            (report.prefetched, report.on_demand, report.kept),
+            (0, 7, 1)
+        );
         assert_eq!(report.peak_live_elems, 10, "one unit at a time");
     }
 }
@@ -129,24 +171,68 @@ fn no_prefetch_gathers_on_demand() {
 fn changed_order_is_gathered_on_demand_then_expected() {
     let other = [0, 1, 3, 2, 2, 3, 1, 0];
     let shorter = [0, 1];
-    let reports = run(2, PrefetchOptions::default(), None, &[ORDER, ORDER, &other, &other, &shorter, &shorter]);
+    let reports = run(
+        2,
+        PrefetchOptions::default(),
+        None,
+        &[ORDER, ORDER, &other, &other, &shorter, &shorter],
+    );
     assert_eq!(reports[1].order, OrderCheck::Followed);
-    assert_eq!(reports[2].order, OrderCheck::Changed { position: 2, expected: Some(2), got: Some(3) });
-    assert_eq!((reports[2].prefetched, reports[2].on_demand, reports[2].wasted), (2, 6, 1));
-    assert_eq!((reports[3].order, reports[3].on_demand), (OrderCheck::Followed, 0));
-    assert_eq!(reports[4].order, OrderCheck::Changed { position: 2, expected: Some(3), got: None });
-    assert_eq!((reports[5].order, reports[5].prefetched), (OrderCheck::Followed, 2));
+    assert_eq!(
+        reports[2].order,
+        OrderCheck::Changed {
+            position: 2,
+            expected: Some(2),
+            got: Some(3)
+        }
+    );
+    assert_eq!(
+        (
+            reports[2].prefetched,
+            reports[2].on_demand,
+            reports[2].wasted
+        ),
+        (2, 6, 1)
+    );
+    assert_eq!(
+        (reports[3].order, reports[3].on_demand),
+        (OrderCheck::Followed, 0)
+    );
+    assert_eq!(
+        reports[4].order,
+        OrderCheck::Changed {
+            position: 2,
+            expected: Some(3),
+            got: None
+        }
+    );
+    assert_eq!(
+        (reports[5].order, reports[5].prefetched),
+        (OrderCheck::Followed, 2)
+    );
     let longer = run(1, PrefetchOptions::default(), Some(&[0]), &[&[0, 1]]);
-    assert_eq!(longer[0].order, OrderCheck::Changed { position: 1, expected: None, got: Some(1) });
+    assert_eq!(
+        longer[0].order,
+        OrderCheck::Changed {
+            position: 1,
+            expected: None,
+            got: Some(1)
+        }
+    );
 }
 
 #[test]
 fn the_limit_of_live_elements_is_never_exceeded() {
-    // Units have 4, 10, 10 and 6 elements: room for one large unit and the last, but not for two large ones.
+    // Units have 4, 10, 10 and 6 elements: room for one large unit and the last, but not for two
+    // large ones.
     let options = PrefetchOptions::default().ahead(8).max_live_elems(16);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
         assert_eq!(report.peak_live_elems, 16);
-        assert_eq!((report.prefetched, report.on_demand, report.kept), (5, 2, 1), "two large units never fit");
+        assert_eq!(
+            (report.prefetched, report.on_demand, report.kept),
+            (5, 2, 1),
+            "two large units never fit"
+        );
     }
     // A unit that is larger than the limit is gathered on demand, when nothing else is live.
     let options = PrefetchOptions::default().ahead(8).max_live_elems(9);
@@ -159,10 +245,16 @@ fn the_limit_of_live_elements_is_never_exceeded() {
 #[test]
 fn units_in_flight_fit_their_limit() {
     let peaks = |ahead_elems| {
-        let options = PrefetchOptions::default().ahead(usize::MAX).ahead_elems(ahead_elems);
+        let options = PrefetchOptions::default()
+            .ahead(usize::MAX)
+            .ahead_elems(ahead_elems);
         let reports = run(2, options, Some(ORDER), &[ORDER; 3]);
         for report in &reports {
-            assert_eq!((report.prefetched, report.on_demand, report.wasted), (7, 0, 0), "{ahead_elems}");
+            assert_eq!(
+                (report.prefetched, report.on_demand, report.wasted),
+                (7, 0, 0),
+                "{ahead_elems}"
+            );
         }
         reports[0].peak_live_elems
     };
@@ -182,7 +274,15 @@ fn units_in_flight_fit_their_limit() {
 fn small_units_are_gathered_once_in_a_step() {
     let options = PrefetchOptions::default().persistence_threshold_elems(6);
     for report in run(2, options, Some(ORDER), &[ORDER; 4]) {
-        assert_eq!((report.prefetched, report.on_demand, report.kept, report.wasted), (6, 0, 2, 0));
+        assert_eq!(
+            (
+                report.prefetched,
+                report.on_demand,
+                report.kept,
+                report.wasted
+            ),
+            (6, 0, 2, 0)
+        );
     }
 }
 
@@ -194,27 +294,48 @@ fn failed_gather_leaves_nothing_live() {
         let views: Vec<AnySlice> = shards.iter_mut().map(|s| view(s)).collect();
         let options = PrefetchOptions::default().max_live_elems(15);
         let mut prefetch = prefetcher(&comm, streams, &pool, views, options);
-        assert_eq!(prefetch.expect_order(vec![0, 3]), Err(PrefetchError::NoSuchUnit { unit: 3, units: 3 }));
+        assert_eq!(
+            prefetch.expect_order(vec![0, 3]),
+            Err(PrefetchError::NoSuchUnit { unit: 3, units: 3 })
+        );
         let mut prefetch = prefetch.step().unwrap();
-        assert_eq!(prefetch.unshard(7).unwrap_err(), PrefetchError::NoSuchUnit { unit: 7, units: 3 });
+        assert_eq!(
+            prefetch.unshard(7).unwrap_err(),
+            PrefetchError::NoSuchUnit { unit: 7, units: 3 }
+        );
         let held = prefetch.unshard(0).unwrap();
-        assert_eq!(prefetch.unshard(0).unwrap_err(), PrefetchError::Held { unit: 0 });
-        let full = PrefetchError::LiveLimit { unit: 1, unit_elems: 10, live_elems: 10, limit_elems: 15 };
+        assert_eq!(
+            prefetch.unshard(0).unwrap_err(),
+            PrefetchError::Held { unit: 0 }
+        );
+        let full = PrefetchError::LiveLimit {
+            unit: 1,
+            unit_elems: 10,
+            live_elems: 10,
+            limit_elems: 15,
+        };
         assert_eq!(prefetch.unshard(1).unwrap_err(), full);
         drop(held);
         assert_eq!(prefetch.live_elems(), 0);
-        assert!(matches!(prefetch.unshard(2).unwrap_err(), PrefetchError::Alloc(_)));
+        assert!(matches!(
+            prefetch.unshard(2).unwrap_err(),
+            PrefetchError::Alloc(_)
+        ));
         assert_eq!(prefetch.live_elems(), 0);
         streams.comm.close();
         let closed = prefetch.unshard(1).unwrap_err();
         assert!(
             matches!(
                 closed,
-                PrefetchError::Comm(CommError::Device(DeviceError::Closed { .. })) | PrefetchError::Alloc(_)
+                PrefetchError::Comm(CommError::Device(DeviceError::Closed { .. }))
+                    | PrefetchError::Alloc(_)
             ),
             "{closed}"
         );
-        assert_eq!((prefetch.live_elems(), pool.report().total.live_bytes), (0, 0));
+        assert_eq!(
+            (prefetch.live_elems(), pool.report().total.live_bytes),
+            (0, 0)
+        );
     });
 }
 
@@ -228,11 +349,20 @@ fn failed_prefetch_can_be_tried_again() {
         let value = |unit: usize, rank: usize| (10 * unit + rank) as f32;
         let mut shards = [0, 1, 2, 3].map(|unit| vec![value(unit, comm.rank()); LEN]);
         let views = shards.iter_mut().map(|shard| view(shard)).collect();
-        let mut prefetch = prefetcher(&comm, streams, &pool, views, PrefetchOptions::default().ahead(2));
+        let mut prefetch = prefetcher(
+            &comm,
+            streams,
+            &pool,
+            views,
+            PrefetchOptions::default().ahead(2),
+        );
         prefetch.expect_order(vec![0, 1, 2, 3]).unwrap();
         let is_short = comm.rank() == 1;
         let fill = |units: usize| {
-            let others = || pool.allocate(units * UNIT, DType::F32, Purpose::Workspace, &streams.comm).unwrap();
+            let others = || {
+                pool.allocate(units * UNIT, DType::F32, Purpose::Workspace, &streams.comm)
+                    .unwrap()
+            };
             is_short.then(others)
         };
         let full = |error: Option<PrefetchError>| matches!(error, Some(PrefetchError::Alloc(_)));
@@ -250,9 +380,15 @@ fn failed_prefetch_can_be_tried_again() {
         }
         for unit in 0..4 {
             let unsharded = running.unshard(unit).unwrap();
-            let values = unsharded.read(LIMIT, |values: &[f32]| values.to_vec()).unwrap();
+            let values = unsharded
+                .read(LIMIT, |values: &[f32]| values.to_vec())
+                .unwrap();
             running.reshard(unsharded);
-            assert_eq!(values, [vec![value(unit, 0); LEN], vec![value(unit, 1); LEN]].concat(), "unit {unit}");
+            assert_eq!(
+                values,
+                [vec![value(unit, 0); LEN], vec![value(unit, 1); LEN]].concat(),
+                "unit {unit}"
+            );
         }
         assert_eq!(running.end().order, OrderCheck::Followed);
         streams.synchronize();
@@ -273,7 +409,11 @@ fn dropped_step_is_ended() {
             }
             if step == 2 {
                 let report = running.end();
-                assert_eq!((report.order, report.prefetched), (OrderCheck::Followed, 2), "the order was recorded");
+                assert_eq!(
+                    (report.order, report.prefetched),
+                    (OrderCheck::Followed, 2),
+                    "the order was recorded"
+                );
             }
         }
         assert_eq!(prefetch.live_elems(), 0);
@@ -287,7 +427,13 @@ fn unit_of_an_earlier_step_is_not_kept() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 1 << 20);
         let (mut old, mut new) = (vec![1f32; 3], vec![2f32; 3]);
-        let mut prefetch = prefetcher(&comm, streams, &pool, vec![view(&mut old)], PrefetchOptions::default());
+        let mut prefetch = prefetcher(
+            &comm,
+            streams,
+            &pool,
+            vec![view(&mut old)],
+            PrefetchOptions::default(),
+        );
         prefetch.expect_order(vec![0, 0]).unwrap();
         let unit = prefetch.step().unwrap().unshard(0).unwrap();
         prefetch.set_shards(vec![view(&mut new)]).unwrap();
@@ -311,7 +457,13 @@ fn moved_shards_are_gathered() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
         let (pool, rank) = (Pool::new(HostDevice::new(), 1 << 20), comm.rank() as f32);
         let (mut old, mut new) = (vec![rank; 3], vec![rank + 10.0; 3]);
-        let mut prefetch = prefetcher(&comm, streams, &pool, vec![view(&mut old)], PrefetchOptions::default());
+        let mut prefetch = prefetcher(
+            &comm,
+            streams,
+            &pool,
+            vec![view(&mut old)],
+            PrefetchOptions::default(),
+        );
         let read = |prefetch: &mut Prefetcher<HostDevice>| {
             let unit = prefetch.step().unwrap().unshard(0).unwrap();
             assert!(unit.read::<u8, _>(LIMIT, |_| ()).is_err(), "another dtype");
@@ -319,7 +471,13 @@ fn moved_shards_are_gathered() {
         };
         let before = read(&mut prefetch);
         let none = prefetch.set_shards(Vec::new());
-        assert_eq!(none, Err(PrefetchError::ShardCount { expected: 1, got: 0 }));
+        assert_eq!(
+            none,
+            Err(PrefetchError::ShardCount {
+                expected: 1,
+                got: 0
+            })
+        );
         prefetch.set_shards(vec![view(&mut new)]).unwrap();
         let after = read(&mut prefetch);
         streams.synchronize();

@@ -1,5 +1,6 @@
-//! Buckets and prefetch under the seeded scheduler: every order that streams and events allow has the same result,
-//! and the checker finds no unordered access. One host thread enqueues for all ranks, so a seed determines the order.
+//! Buckets and prefetch under the seeded scheduler: every order that streams and events allow has
+//! the same result, and the checker finds no unordered access. One host thread enqueues for all
+//! ranks, so a seed determines the order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +10,8 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::threads::World;
 use zero_comm::{
-    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, PrefetchStep, Prefetcher, ReduceOp, SumInto,
-    Unsharded,
+    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, PrefetchStep, Prefetcher,
+    ReduceOp, SumInto, Unsharded,
 };
 use zero_kernels::host::HostKernels;
 
@@ -23,15 +24,23 @@ const ORDER: [usize; 6] = [0, 1, 2, 2, 1, 0];
 
 /// The number of seeds per test: the variable `ZERO_SEEDS`, or 1000.
 fn seeds() -> u64 {
-    let asked = std::env::var("ZERO_SEEDS").ok().and_then(|n| n.parse().ok());
+    let asked = std::env::var("ZERO_SEEDS")
+        .ok()
+        .and_then(|n| n.parse().ok());
     asked.unwrap_or(if cfg!(miri) { 3 } else { 1000 })
 }
 
 /// Enqueues an operation that reads `src` and writes `dst`.
-fn enqueue(stream: &HostStream, src: AnySlice, dst: AnySlice, f: impl Fn(&[f32], &mut [f32]) + Send + 'static) {
+fn enqueue(
+    stream: &HostStream,
+    src: AnySlice,
+    dst: AnySlice,
+    f: impl Fn(&[f32], &mut [f32]) + Send + 'static,
+) {
     let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
     let op = move || {
-        // SAFETY: host memory; streams and events order the accesses, otherwise the checker fails the operation.
+        // SAFETY: host memory; streams and events order the accesses, otherwise the checker fails
+        // the operation.
         let src = unsafe { src.as_host() };
         // SAFETY: as above.
         let dst = unsafe { dst.as_host_mut() };
@@ -74,21 +83,58 @@ impl Rank {
         overlap: bool,
     ) -> (Self, Prefetcher<HostDevice>) {
         let rank = comm.rank();
-        let stream = |what: &str| device.create_stream(&format!("rank {rank} {what}")).unwrap();
+        let stream = |what: &str| {
+            device
+                .create_stream(&format!("rank {rank} {what}"))
+                .unwrap()
+        };
         let (compute, comm_stream) = (stream("compute"), stream("comm"));
         let pool = Pool::new(device.clone(), 1 << 20);
         let block = |len, purpose| pool.allocate(len, DType::F32, purpose, &compute).unwrap();
-        let weights: Vec<_> = SHARDS.iter().map(|&len| block(len, Purpose::Params)).collect();
-        let grads: Vec<_> = SHARDS.iter().map(|&len| block(len, Purpose::Grads)).collect();
+        let weights: Vec<_> = SHARDS
+            .iter()
+            .map(|&len| block(len, Purpose::Params))
+            .collect();
+        let grads: Vec<_> = SHARDS
+            .iter()
+            .map(|&len| block(len, Purpose::Grads))
+            .collect();
         let activation = block(SHARDS.iter().max().unwrap() * RANKS, Purpose::Activations);
         let options = BucketOptions::new(2 * RANKS, DType::F32).overlap(overlap);
-        let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options).unwrap();
+        let buckets = Buckets::new(
+            &pool,
+            comm.clone(),
+            compute.clone(),
+            comm_stream.clone(),
+            options,
+        )
+        .unwrap();
         let options = PrefetchOptions::default().ahead(ahead);
         // SAFETY: the blocks outlive the streams' work, which every test waits for.
         let shards = weights.iter().map(|w| unsafe { w.slice() }).collect();
-        let mut prefetch = Prefetcher::new(pool.clone(), comm, compute.clone(), comm_stream.clone(), shards, options);
+        let mut prefetch = Prefetcher::new(
+            pool.clone(),
+            comm,
+            compute.clone(),
+            comm_stream.clone(),
+            shards,
+            options,
+        );
         prefetch.expect_order(ORDER.to_vec()).unwrap();
-        (Self { compute, comm: comm_stream, weights, grads, activation, pool, buckets, held: None, rank }, prefetch)
+        (
+            Self {
+                compute,
+                comm: comm_stream,
+                weights,
+                grads,
+                activation,
+                pool,
+                buckets,
+                held: None,
+                rank,
+            },
+            prefetch,
+        )
     }
 
     fn slice(block: &Block<HostDevice>) -> AnySlice {
@@ -100,10 +146,18 @@ impl Rank {
     fn start(&mut self) {
         for (unit, (weight, grad)) in self.weights.iter().zip(&self.grads).enumerate() {
             let value = (10 * unit + self.rank) as f32;
-            enqueue(&self.compute, Self::slice(&self.activation).slice(0..0), Self::slice(weight), move |_, w| {
-                w.fill(value);
-            });
-            self.pool.device().fill_zero(&self.compute, Self::slice(grad)).unwrap();
+            enqueue(
+                &self.compute,
+                Self::slice(&self.activation).slice(0..0),
+                Self::slice(weight),
+                move |_, w| {
+                    w.fill(value);
+                },
+            );
+            self.pool
+                .device()
+                .fill_zero(&self.compute, Self::slice(grad))
+                .unwrap();
         }
         self.comm.wait(&self.compute.record().unwrap()).unwrap();
     }
@@ -112,8 +166,14 @@ impl Rank {
         self.held = Some(prefetch.unshard(ORDER[use_]).unwrap());
     }
 
-    /// Uses the unit. In backward, reduces its gradient, which is the gathered weights plus the rank.
-    fn finish(&mut self, prefetch: &mut PrefetchStep<'_, HostDevice>, use_: usize, mistake: Mistake) {
+    /// Uses the unit. In backward, reduces its gradient, which is the gathered weights plus the
+    /// rank.
+    fn finish(
+        &mut self,
+        prefetch: &mut PrefetchStep<'_, HostDevice>,
+        use_: usize,
+        mistake: Mistake,
+    ) {
         let (unit, backward) = (ORDER[use_], use_ >= ORDER.len() / 2);
         let unsharded = self.held.take().unwrap();
         // SAFETY: used on the compute stream before it is resharded, unless that is the mistake.
@@ -123,7 +183,9 @@ impl Rank {
         if mistake == Mistake::UseAfterReshard {
             prefetch.reshard(unsharded.take().unwrap());
         }
-        enqueue(&self.compute, gathered, activation, |w, a| a.copy_from_slice(w));
+        enqueue(&self.compute, gathered, activation, |w, a| {
+            a.copy_from_slice(w)
+        });
         if let Some(unsharded) = unsharded {
             prefetch.reshard(unsharded);
         }
@@ -134,8 +196,12 @@ impl Rank {
         for start in (0..SHARDS[unit]).step_by(2) {
             let piece = start..(start + 2).min(SHARDS[unit]);
             let mut filling = self.buckets.begin(piece.len() * RANKS).unwrap();
-            let helper = (mistake == Mistake::UnknownProducer || start == 2)
-                .then(|| self.pool.device().create_stream(&format!("rank {} helper", self.rank)).unwrap());
+            let helper = (mistake == Mistake::UnknownProducer || start == 2).then(|| {
+                self.pool
+                    .device()
+                    .create_stream(&format!("rank {} helper", self.rank))
+                    .unwrap()
+            });
             if let Some(helper) = &helper {
                 // The helper stream reads the activation too.
                 helper.wait(&self.compute.record().unwrap()).unwrap();
@@ -146,11 +212,18 @@ impl Rank {
             // SAFETY: used by producers before the launch.
             let bucket = unsafe { filling.slice() };
             for q in 0..RANKS {
-                let from = activation.slice(q * SHARDS[unit] + piece.start..q * SHARDS[unit] + piece.end);
+                let from =
+                    activation.slice(q * SHARDS[unit] + piece.start..q * SHARDS[unit] + piece.end);
                 let to = bucket.slice(q * piece.len()..(q + 1) * piece.len());
-                let stream = if q == 1 { helper.as_ref().unwrap_or(&self.compute) } else { &self.compute };
+                let stream = if q == 1 {
+                    helper.as_ref().unwrap_or(&self.compute)
+                } else {
+                    &self.compute
+                };
                 enqueue(stream, from, to, move |from, to| {
-                    to.iter_mut().zip(from).for_each(|(to, from)| *to = from + rank);
+                    to.iter_mut()
+                        .zip(from)
+                        .for_each(|(to, from)| *to = from + rank);
                 });
             }
             let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
@@ -160,9 +233,14 @@ impl Rank {
             }
             // SAFETY: used on the communication stream before it is finished.
             let segment = unsafe { in_flight.segment() };
-            enqueue(&self.comm, segment, Self::slice(&self.grads[unit]).slice(piece), |s, g| {
-                g.iter_mut().zip(s).for_each(|(g, s)| *g += s);
-            });
+            enqueue(
+                &self.comm,
+                segment,
+                Self::slice(&self.grads[unit]).slice(piece),
+                |s, g| {
+                    g.iter_mut().zip(s).for_each(|(g, s)| *g += s);
+                },
+            );
             let _done = in_flight.finish().unwrap();
         }
     }
@@ -173,34 +251,62 @@ impl Rank {
             self.buckets.wait_all_on(&self.compute).unwrap();
         }
         for (weight, grad) in self.weights.iter().zip(&self.grads) {
-            enqueue(&self.compute, Self::slice(grad), Self::slice(weight), |g, w| w.copy_from_slice(g));
+            enqueue(
+                &self.compute,
+                Self::slice(grad),
+                Self::slice(weight),
+                |g, w| w.copy_from_slice(g),
+            );
         }
     }
 }
 
-/// Runs a step on all ranks under `seed`; returns the weights of all ranks after it if no stream failed.
-fn step(seed: u64, ahead: usize, overlap: bool, mistake: Mistake) -> (HostDevice, Option<Vec<Vec<f32>>>) {
+/// Runs a step on all ranks under `seed`; returns the weights of all ranks after it if no stream
+/// failed.
+fn step(
+    seed: u64,
+    ahead: usize,
+    overlap: bool,
+    mistake: Mistake,
+) -> (HostDevice, Option<Vec<Vec<f32>>>) {
     let device = HostDevice::seeded(seed);
-    let (mut ranks, mut prefetchers): (Vec<Rank>, Vec<_>) = World::new(RANKS, CommOptions::default().limit(LIMIT))
-        .unwrap()
-        .into_iter()
-        .map(|comm| Rank::new(&device, Arc::new(comm), ahead, overlap))
-        .unzip();
+    let (mut ranks, mut prefetchers): (Vec<Rank>, Vec<_>) =
+        World::new(RANKS, CommOptions::default().limit(LIMIT))
+            .unwrap()
+            .into_iter()
+            .map(|comm| Rank::new(&device, Arc::new(comm), ahead, overlap))
+            .unzip();
     ranks.iter_mut().for_each(Rank::start);
-    let mut steps: Vec<_> = prefetchers.iter_mut().map(|prefetch| prefetch.step().unwrap()).collect();
+    let mut steps: Vec<_> = prefetchers
+        .iter_mut()
+        .map(|prefetch| prefetch.step().unwrap())
+        .collect();
     for use_ in 0..ORDER.len() {
-        ranks.iter_mut().zip(&mut steps).for_each(|(rank, step)| rank.begin(step, use_));
-        ranks.iter_mut().zip(&mut steps).for_each(|(rank, step)| rank.finish(step, use_, mistake));
+        ranks
+            .iter_mut()
+            .zip(&mut steps)
+            .for_each(|(rank, step)| rank.begin(step, use_));
+        ranks
+            .iter_mut()
+            .zip(&mut steps)
+            .for_each(|(rank, step)| rank.finish(step, use_, mistake));
     }
     drop(steps);
     ranks.iter_mut().for_each(|rank| rank.end(mistake));
-    let ran = ranks.iter().all(|rank| rank.compute.synchronize(LIMIT).is_ok() & rank.comm.synchronize(LIMIT).is_ok());
+    let ran = ranks
+        .iter()
+        .all(|rank| rank.compute.synchronize(LIMIT).is_ok() & rank.comm.synchronize(LIMIT).is_ok());
     let read = |block: &Block<HostDevice>| {
         let values = Rank::slice(block).typed::<f32>().unwrap();
         // SAFETY: all streams are synchronized.
         unsafe { values.as_host() }.to_vec()
     };
-    let weights = ran.then(|| ranks.iter().flat_map(|rank| rank.weights.iter().map(read)).collect());
+    let weights = ran.then(|| {
+        ranks
+            .iter()
+            .flat_map(|rank| rank.weights.iter().map(read))
+            .collect()
+    });
     (device, weights)
 }
 
@@ -208,14 +314,25 @@ fn expected() -> Vec<Vec<f32>> {
     let value = |unit: usize, rank: usize| (10 * unit + rank) as f32;
     // A rank's shard of the sum over ranks of (gathered weights + rank).
     let sum = |unit, rank| 2.0 * value(unit, rank) + 1.0;
-    (0..RANKS).flat_map(|rank| SHARDS.iter().enumerate().map(move |(u, &len)| vec![sum(u, rank); len])).collect()
+    (0..RANKS)
+        .flat_map(|rank| {
+            SHARDS
+                .iter()
+                .enumerate()
+                .map(move |(u, &len)| vec![sum(u, rank); len])
+        })
+        .collect()
 }
 
 /// Checks that the step has the expected weights under every seed.
 fn every_order(ahead: usize, overlap: bool) {
     for seed in 0..seeds() {
         let (device, weights) = step(seed, ahead, overlap, Mistake::None);
-        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        assert!(
+            device.violations().is_empty(),
+            "seed {seed}: {:?}",
+            device.violations()
+        );
         assert_eq!(weights.as_ref(), Some(&expected()), "seed {seed}");
     }
 }
@@ -242,21 +359,37 @@ fn every_order_with_all_prefetched_gives_the_same() {
 
 #[test]
 fn a_forgotten_wait_for_the_gradients_is_found() {
-    assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::NoWaitForGrads).0.violations().is_empty()));
+    assert!((0..20).all(|seed| {
+        !step(seed, 1, true, Mistake::NoWaitForGrads)
+            .0
+            .violations()
+            .is_empty()
+    }));
 }
 
 #[test]
 fn a_producer_that_the_bucket_does_not_know_is_found() {
-    assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::UnknownProducer).0.violations().is_empty()));
+    assert!((0..20).all(|seed| {
+        !step(seed, 1, true, Mistake::UnknownProducer)
+            .0
+            .violations()
+            .is_empty()
+    }));
 }
 
 #[test]
 fn a_use_after_reshard_is_found() {
-    assert!((0..20).all(|seed| !step(seed, 1, true, Mistake::UseAfterReshard).0.violations().is_empty()));
+    assert!((0..20).all(|seed| {
+        !step(seed, 1, true, Mistake::UseAfterReshard)
+            .0
+            .violations()
+            .is_empty()
+    }));
 }
 
-/// Two micro-batches of two units in parts, through one bucket: the sums in `Reduced` are complete for each stream that
-/// waits on it, and the second is added after a third stream has read the first.
+/// Two micro-batches of two units in parts, through one bucket: the sums in `Reduced` are complete
+/// for each stream that waits on it, and the second is added after a third stream has read the
+/// first.
 #[test]
 fn every_order_of_unit_reductions_gives_the_same() {
     for seed in 0..seeds().min(200) {
@@ -266,13 +399,22 @@ fn every_order_of_unit_reductions_gives_the_same() {
             .unwrap()
             .into_iter()
             .map(|comm| {
-                let stream = |what| device.create_stream(&format!("rank {} {what}", comm.rank())).unwrap();
+                let stream = |what| {
+                    device
+                        .create_stream(&format!("rank {} {what}", comm.rank()))
+                        .unwrap()
+                };
                 let [compute, comm_stream, reader] = ["compute", "comm", "reader"].map(stream);
                 let pool = Pool::new(device.clone(), 1 << 20);
-                let block = || pool.allocate(6, DType::F32, Purpose::Workspace, &compute).unwrap();
+                let block = || {
+                    pool.allocate(6, DType::F32, Purpose::Workspace, &compute)
+                        .unwrap()
+                };
                 let blocks: Vec<_> = (0..5).map(|_| block()).collect();
                 let options = BucketOptions::new(4, DType::F32).count(1);
-                let buckets = Buckets::new(&pool, Arc::new(comm), compute.clone(), comm_stream, options).unwrap();
+                let buckets =
+                    Buckets::new(&pool, Arc::new(comm), compute.clone(), comm_stream, options)
+                        .unwrap();
                 (compute, blocks, buckets, reader)
             })
             .collect();
@@ -284,8 +426,11 @@ fn every_order_of_unit_reductions_gives_the_same() {
                 enqueue(compute, grad.slice(0..0), grad, move |_, g| g.fill(value));
                 let into = match sums[rank * 2 + unit].take() {
                     Some(earlier) => {
-                        let (sum, copy) = (earlier.wait_on(reader).unwrap(), Rank::slice(&blocks[4]));
-                        device.copy(reader, sum, copy.slice(3 * unit..3 * unit + 3)).unwrap();
+                        let (sum, copy) =
+                            (earlier.wait_on(reader).unwrap(), Rank::slice(&blocks[4]));
+                        device
+                            .copy(reader, sum, copy.slice(3 * unit..3 * unit + 3))
+                            .unwrap();
                         SumInto::Add(earlier)
                     }
                     None => SumInto::Write(shard.slice(0..3)),
@@ -296,14 +441,30 @@ fn every_order_of_unit_reductions_gives_the_same() {
         }
         for (rank, (compute, blocks, ..)) in ranks.iter().enumerate() {
             for unit in 0..2 {
-                let sum = sums[rank * 2 + unit].take().unwrap().wait_on(compute).unwrap();
-                device.copy(compute, sum, Rank::slice(&blocks[3]).slice(3 * unit..3 * unit + 3)).unwrap();
+                let sum = sums[rank * 2 + unit]
+                    .take()
+                    .unwrap()
+                    .wait_on(compute)
+                    .unwrap();
+                device
+                    .copy(
+                        compute,
+                        sum,
+                        Rank::slice(&blocks[3]).slice(3 * unit..3 * unit + 3),
+                    )
+                    .unwrap();
             }
         }
         assert!(ranks.iter().all(|(compute, _, buckets, reader)| {
-            [compute, buckets.comm_stream(), reader].into_iter().all(|stream| stream.synchronize(LIMIT).is_ok())
+            [compute, buckets.comm_stream(), reader]
+                .into_iter()
+                .all(|stream| stream.synchronize(LIMIT).is_ok())
         }));
-        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        assert!(
+            device.violations().is_empty(),
+            "seed {seed}: {:?}",
+            device.violations()
+        );
         for (rank, (_, blocks, ..)) in ranks.iter().enumerate() {
             let values = Rank::slice(&blocks[3]).typed::<f32>().unwrap();
             // SAFETY: all streams are synchronized.

@@ -18,7 +18,10 @@ use crate::common::{LIMIT, on_ranks, view};
 #[test]
 fn earlier_work_ends_before_the_drop() {
     let device = HostDevice::new();
-    let (first, second) = (device.create_stream("first").unwrap(), device.create_stream("second").unwrap());
+    let (first, second) = (
+        device.create_stream("first").unwrap(),
+        device.create_stream("second").unwrap(),
+    );
     let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(Solo::new(device));
     let ended = Arc::new(AtomicBool::new(false));
     {
@@ -42,15 +45,23 @@ fn missing_rank_ends_in_an_abort() {
     let failures = on_ranks(2, CommOptions::default().limit(LIMIT), |comm, streams| {
         let mut values = [0f32; 3];
         if comm.rank() == 0 {
-            let _wait = WaitOnDrop::new(comm.clone(), [streams.comm.clone()], Duration::from_millis(20));
+            let _wait = WaitOnDrop::new(
+                comm.clone(),
+                [streams.comm.clone()],
+                Duration::from_millis(20),
+            );
             let values = view(&mut values);
-            comm.all_gather(&streams.comm, values.slice(0..1), values.slice(0..2)).unwrap();
+            comm.all_gather(&streams.comm, values.slice(0..1), values.slice(0..2))
+                .unwrap();
         }
         left.wait();
         comm.failure().unwrap().to_string()
     });
     for failure in failures {
-        assert!(failure.contains("rank 0") && failure.contains("did not end within 20ms"), "{failure}");
+        assert!(
+            failure.contains("rank 0") && failure.contains("did not end within 20ms"),
+            "{failure}"
+        );
     }
 }
 
@@ -75,12 +86,20 @@ fn endless_work_ends_the_process() {
     }
     let test = "wait_on_drop::endless_work_ends_the_process";
     let mut child = Command::new(std::env::current_exe().unwrap());
-    let output = child.args([test, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
+    let output = child
+        .args([test, "--exact", "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && text.contains("stream endless did not end within 10s"), "{text}");
+    assert!(
+        !output.status.success() && text.contains("stream endless did not end within 10s"),
+        "{text}"
+    );
 }
 
-/// The error of a stream comes before the end of its earlier work, which ends only when its communicator is aborted.
+/// The error of a stream comes before the end of its earlier work, which ends only when its
+/// communicator is aborted.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -93,7 +112,10 @@ fn cuda_poisoned_stream_is_waited_for() {
     let (begin, begun) = std::sync::mpsc::channel();
     let work = move || {
         let _receiver = begin.send(());
-        while aborted.upgrade().is_some_and(|comm| comm.failure().is_none()) {
+        while aborted
+            .upgrade()
+            .is_some_and(|comm| comm.failure().is_none())
+        {
             thread::sleep(Duration::from_millis(1));
         }
         end.store(true, Ordering::SeqCst);
@@ -101,7 +123,13 @@ fn cuda_poisoned_stream_is_waited_for() {
     };
     stream.enqueue_host("work", work).unwrap();
     begun.recv_timeout(LIMIT).unwrap();
-    stream.poison(DeviceError::Closed { stream: "on purpose".to_owned() });
-    drop(WaitOnDrop::new(comm.clone(), [stream], Duration::from_secs(3)));
+    stream.poison(DeviceError::Closed {
+        stream: "on purpose".to_owned(),
+    });
+    drop(WaitOnDrop::new(
+        comm.clone(),
+        [stream],
+        Duration::from_secs(3),
+    ));
     assert!(ended.load(Ordering::SeqCst));
 }

@@ -4,7 +4,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Memory, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Memory, Stream,
+};
 
 use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
 use super::source::SOURCES;
@@ -14,8 +16,9 @@ use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArg
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
 ///
-/// A source is compiled and loaded when the first of its kernels is launched, or by [`Self::warm`]. Loading
-/// synchronises with the device, so it must not happen while a collective waits for another rank of the process.
+/// A source is compiled and loaded when the first of its kernels is launched, or by [`Self::warm`].
+/// Loading synchronises with the device, so it must not happen while a collective waits for another
+/// rank of the process.
 #[derive(Clone, Debug)]
 pub struct CudaKernels {
     loader: Loader,
@@ -33,11 +36,14 @@ impl CudaKernels {
 
     /// Operations on the loader's device.
     pub fn with_loader(loader: Loader) -> Self {
-        Self { loader, loaded: Arc::default() }
+        Self {
+            loader,
+            loaded: Arc::default(),
+        }
     }
 
-    /// Compiles and loads all kernels and runs each once on empty ranges; afterwards no launch compiles, loads or
-    /// allocates. Blocks the host, for at most `limit` while the kernels run.
+    /// Compiles and loads all kernels and runs each once on empty ranges; afterwards no launch
+    /// compiles, loads or allocates. Blocks the host, for at most `limit` while the kernels run.
     ///
     /// # Errors
     /// A kernel does not compile, or the device failed.
@@ -49,10 +55,13 @@ impl CudaKernels {
         let bytes = device.granularity_bytes().max(EVERY_KERNEL_BYTES);
         let memory = device.allocate(bytes)?;
         // SAFETY: allocated above, used on `stream` only, and freed after that is drained.
-        let all = unsafe { AnySlice::from_raw_parts(memory.as_ptr(), EVERY_KERNEL_BYTES, DType::U8, device.id()) };
+        let all = unsafe {
+            AnySlice::from_raw_parts(memory.as_ptr(), EVERY_KERNEL_BYTES, DType::U8, device.id())
+        };
         let enqueue = || {
             device.fill_zero(stream, all)?;
-            let mut launches = launch::every_kernel(all.as_ptr() as usize, device.id())?.into_iter();
+            let mut launches =
+                launch::every_kernel(all.as_ptr() as usize, device.id())?.into_iter();
             // SAFETY: these launches access only the zeroed bytes.
             launches.try_for_each(|launch| unsafe { self.launch(stream, "warm", launch) })
         };
@@ -77,7 +86,9 @@ impl CudaKernels {
             return Ok(functions);
         }
         let source = &SOURCES[index];
-        let functions = self.loader.load(source, &launch::entries_of(source.name)?)?;
+        let functions = self
+            .loader
+            .load(source, &launch::entries_of(source.name)?)?;
         Ok(slot.get_or_init(|| functions))
     }
 
@@ -86,7 +97,11 @@ impl CudaKernels {
         let functions = index.map(|index| self.source(index)).transpose()?;
         functions.and_then(|f| f.get(launch.entry)).ok_or_else(|| {
             let message = format!("{} has no {}", launch.source, launch.entry);
-            DeviceError::Driver { call: "kernel", message }.into()
+            DeviceError::Driver {
+                call: "kernel",
+                message,
+            }
+            .into()
         })
     }
 
@@ -94,26 +109,39 @@ impl CudaKernels {
     ///
     /// # Safety
     /// The memory at its addresses is valid until it has run, and conflicting accesses are ordered.
-    unsafe fn launch(&self, stream: &CudaStream, op: &'static str, launch: Launch) -> Result<(), KernelError> {
+    unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        op: &'static str,
+        launch: Launch,
+    ) -> Result<(), KernelError> {
         stream.check_device(op, self.id())?;
         let function = self.function(&launch)?;
-        let (grid, block, mut params) = ([launch.blocks, 1, 1], [launch.threads, 1, 1], launch.params);
+        let (grid, block, mut params) =
+            ([launch.blocks, 1, 1], [launch.threads, 1, 1], launch.params);
         let mut args: Vec<_> = params.iter_mut().map(Param::as_mut_ptr).collect();
         let enqueue = || {
-            // SAFETY: `params` has the kernel's parameters in order and with their types (tests/nvrtc.rs compares
-            // them with the compiled kernels); the caller guarantees the memory.
+            // SAFETY: `params` has the kernel's parameters in order and with their types
+            // (tests/nvrtc.rs compares them with the compiled kernels); the caller guarantees the
+            // memory.
             unsafe { function.launch(stream, grid, block, 0, &mut args) }
         };
         Ok(stream.labelled(op, enqueue)?)
     }
 
     /// Enqueues the launch of a checked operation, unless its range is empty.
-    fn enqueue(&self, stream: &CudaStream, op: &'static str, launch: Launch) -> Result<(), KernelError> {
+    fn enqueue(
+        &self,
+        stream: &CudaStream,
+        op: &'static str,
+        launch: Launch,
+    ) -> Result<(), KernelError> {
         if launch.blocks == 0 {
             return Ok(());
         }
-        // SAFETY: the addresses and lengths are those of slices that `check` compared with one another; the creator
-        // of a slice guarantees that its memory is valid and its accesses ordered.
+        // SAFETY: the addresses and lengths are those of slices that `check` compared with one
+        // another; the creator of a slice guarantees that its memory is valid and its accesses
+        // ordered.
         unsafe { self.launch(stream, op, launch) }
     }
 }
@@ -125,10 +153,20 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
     }
 
     fn adam_remainder(&self, stream: &CudaStream, args: RemainderArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam_remainder", launch::adam_remainder(self.id(), &args)?)
+        self.enqueue(
+            stream,
+            "adam_remainder",
+            launch::adam_remainder(self.id(), &args)?,
+        )
     }
 
-    fn cast(&self, stream: &CudaStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
+    fn cast(
+        &self,
+        stream: &CudaStream,
+        src: AnySlice,
+        dst: AnySlice,
+        scale: f32,
+    ) -> Result<(), KernelError> {
         self.enqueue(stream, "cast", launch::cast(self.id(), src, dst, scale)?)
     }
 
@@ -143,8 +181,17 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         launches.try_for_each(|launch| self.enqueue(stream, "pack", launch))
     }
 
-    fn accumulate(&self, stream: &CudaStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
-        self.enqueue(stream, "accumulate", launch::accumulate(self.id(), grad, acc)?)
+    fn accumulate(
+        &self,
+        stream: &CudaStream,
+        grad: AnySlice,
+        acc: DeviceSlice<f32>,
+    ) -> Result<(), KernelError> {
+        self.enqueue(
+            stream,
+            "accumulate",
+            launch::accumulate(self.id(), grad, acc)?,
+        )
     }
 
     fn stats_scratch_elems(&self, lens: &[usize]) -> usize {
@@ -173,10 +220,18 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         flags: DeviceSlice<u64>,
         out: DeviceSlice<RankStats>,
     ) -> Result<(), KernelError> {
-        self.enqueue(stream, "rank_stats", launch::rank_stats(self.id(), units, loss, flags, out)?)
+        self.enqueue(
+            stream,
+            "rank_stats",
+            launch::rank_stats(self.id(), units, loss, flags, out)?,
+        )
     }
 
     fn advance_step(&self, stream: &CudaStream, args: AdvanceArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "advance_step", launch::advance_step(self.id(), &args)?)
+        self.enqueue(
+            stream,
+            "advance_step",
+            launch::advance_step(self.id(), &args)?,
+        )
     }
 }

@@ -1,5 +1,5 @@
-//! Launches as values: the kernel, grid and parameters of each operation. No code here needs a device, so tests
-//! compare the launches with the compiled kernels.
+//! Launches as values: the kernel, grid and parameters of each operation. No code here needs a
+//! device, so tests compare the launches with the compiled kernels.
 
 use std::ffi::c_void;
 
@@ -9,12 +9,14 @@ use super::span::{Span, THREADS, grid};
 use crate::host::stats_order::CHUNK_ELEMS;
 use crate::kernels::AdamConstants;
 use crate::step::RankStats;
-use crate::{AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments, check};
+use crate::{
+    AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments, check,
+};
 
-/// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel parameters, 3 KiB:
-/// the statistics of 128 units take two launches, with the bits of one unit after the other. Why not a table in
-/// device memory: it would need an upload, and a recorded graph would read whatever the table has when it is
-/// replayed.
+/// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel
+/// parameters, 3 KiB: the statistics of 128 units take two launches, with the bits of one unit
+/// after the other. Why not a table in device memory: it would need an upload, and a recorded graph
+/// would read whatever the table has when it is replayed.
 pub(super) const RANGES: usize = 128;
 
 /// `Range` of cuda/prelude.cuh.
@@ -37,9 +39,16 @@ pub(super) struct Ranges {
 impl Ranges {
     /// At most [`RANGES`] slices, each with its `first`.
     fn param(slices: impl IntoIterator<Item = (AnySlice, u64)>) -> Param {
-        let mut ranges = Self { count: 0, of: [Range::default(); RANGES] };
+        let mut ranges = Self {
+            count: 0,
+            of: [Range::default(); RANGES],
+        };
         for (to, (slice, first)) in ranges.of.iter_mut().zip(slices) {
-            *to = Range { address: slice.as_ptr() as u64, len: slice.len() as u64, first };
+            *to = Range {
+                address: slice.as_ptr() as u64,
+                len: slice.len() as u64,
+                first,
+            };
             ranges.count += 1;
         }
         Param::Ranges(Box::new(ranges))
@@ -126,14 +135,24 @@ impl Launch {
     /// A launch over a flat range; the span is the kernel's last parameter.
     fn flat(source: &'static str, entry: &'static str, span: Span, mut params: Vec<Param>) -> Self {
         params.push(Param::Span(span));
-        Self { source, entry, blocks: span.blocks(), threads: THREADS, params }
+        Self {
+            source,
+            entry,
+            blocks: span.blocks(),
+            threads: THREADS,
+            params,
+        }
     }
 }
 
 /// The names of a kernel's variants for fp32, bf16 and fp16.
 macro_rules! entries {
     ($prefix:literal) => {
-        [concat!($prefix, "_f32"), concat!($prefix, "_bf16"), concat!($prefix, "_f16")]
+        [
+            concat!($prefix, "_f32"),
+            concat!($prefix, "_bf16"),
+            concat!($prefix, "_f16"),
+        ]
     };
 }
 
@@ -153,40 +172,84 @@ pub(super) fn adam(device: DeviceId, args: &AdamArgs) -> Result<Launch, KernelEr
     let entry = match args.param_out {
         None => entries!("adam")[grad],
         Some(param) => {
-            let names = [entries!("adam_f32"), entries!("adam_bf16"), entries!("adam_f16")];
+            let names = [
+                entries!("adam_f32"),
+                entries!("adam_bf16"),
+                entries!("adam_f16"),
+            ];
             names[grad][index("adam: param_out", param.dtype())?]
         }
     };
-    let mut streams = vec![args.master.erase(), args.first_moment.erase(), args.second_moment.erase(), args.grad];
+    let mut streams = vec![
+        args.master.erase(),
+        args.first_moment.erase(),
+        args.second_moment.erase(),
+        args.grad,
+    ];
     streams.extend(args.param_out);
     let mut params: Vec<Param> = streams.iter().copied().map(Param::from).collect();
     params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
     Ok(Launch::flat("adam.cu", entry, Span::of(&streams), params))
 }
 
-pub(super) fn adam_remainder(device: DeviceId, args: &RemainderArgs) -> Result<Launch, KernelError> {
+pub(super) fn adam_remainder(
+    device: DeviceId,
+    args: &RemainderArgs,
+) -> Result<Launch, KernelError> {
     check::adam_remainder(device, args)?;
     let entry = entries!("adam_remainder")[index("adam_remainder: grad", args.grad.dtype())?];
     // SAFETY: the same memory as two-byte elements; only its address and length are used.
-    let remainder =
-        unsafe { AnySlice::from_raw_parts(args.remainder.as_ptr().cast(), args.remainder.len(), DType::F16, device) };
-    let streams = [args.param.erase(), remainder, args.first_moment.erase(), args.second_moment.erase(), args.grad];
+    let remainder = unsafe {
+        AnySlice::from_raw_parts(
+            args.remainder.as_ptr().cast(),
+            args.remainder.len(),
+            DType::F16,
+            device,
+        )
+    };
+    let streams = [
+        args.param.erase(),
+        remainder,
+        args.first_moment.erase(),
+        args.second_moment.erase(),
+        args.grad,
+    ];
     let mut params: Vec<Param> = streams.map(Param::from).into();
     params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
-    Ok(Launch::flat("adam_remainder.cu", entry, Span::of(&streams), params))
+    Ok(Launch::flat(
+        "adam_remainder.cu",
+        entry,
+        Span::of(&streams),
+        params,
+    ))
 }
 
-pub(super) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice, scale: f32) -> Result<Launch, KernelError> {
+pub(super) fn cast(
+    device: DeviceId,
+    src: AnySlice,
+    dst: AnySlice,
+    scale: f32,
+) -> Result<Launch, KernelError> {
     check::cast(device, src, dst)?;
-    let names = [entries!("cast_f32"), entries!("cast_bf16"), entries!("cast_f16")];
+    let names = [
+        entries!("cast_f32"),
+        entries!("cast_bf16"),
+        entries!("cast_f16"),
+    ];
     let entry = names[index("cast: src", src.dtype())?][index("cast: dst", dst.dtype())?];
-    Ok(Launch::flat("cast.cu", entry, Span::of(&[src, dst]), vec![src.into(), dst.into(), Param::F32(scale)]))
+    Ok(Launch::flat(
+        "cast.cu",
+        entry,
+        Span::of(&[src, dst]),
+        vec![src.into(), dst.into(), Param::F32(scale)],
+    ))
 }
 
 /// Elements of a block of pack (`PACK_ELEMS` of cuda/pack.cu).
 const PACK_ELEMS: u64 = 2048;
 
-/// One launch for each [`RANGES`] parts of a dtype; the first also writes what is before its parts, each what is behind them.
+/// One launch for each [`RANGES`] parts of a dtype; the first also writes what is before its parts,
+/// each what is behind them.
 pub(super) fn pack(
     device: DeviceId,
     parts: &[(AnySlice, usize)],
@@ -194,10 +257,19 @@ pub(super) fn pack(
     dst: AnySlice,
 ) -> Result<Vec<Launch>, KernelError> {
     check::pack(device, parts, segments, dst)?;
-    let names = [entries!("pack_f32"), entries!("pack_bf16"), entries!("pack_f16")];
+    let names = [
+        entries!("pack_f32"),
+        entries!("pack_bf16"),
+        entries!("pack_f16"),
+    ];
     let to = index("pack: dst", dst.dtype())?;
-    let [start, len, stride, count] =
-        [segments.start, segments.len, segments.stride, segments.count].map(|n| n as u64);
+    let [start, len, stride, count] = [
+        segments.start,
+        segments.len,
+        segments.stride,
+        segments.count,
+    ]
+    .map(|n| n as u64);
     let blocks = grid(len.div_ceil(PACK_ELEMS).saturating_mul(count));
     let mut runs: Vec<&[(AnySlice, usize)]> = runs(parts, |(part, _)| part.dtype()).collect();
     if runs.is_empty() {
@@ -206,40 +278,70 @@ pub(super) fn pack(
     let launch = |(nth, run): (usize, &&[(AnySlice, usize)])| {
         let from = if nth == 0 { 0 } else { run[0].1 as u64 };
         let until = runs.get(nth + 1).map_or(u64::MAX, |next| next[0].1 as u64);
-        let src = run.first().map_or(Ok(0), |(part, _)| index("pack: part", part.dtype()))?;
-        let segments = PackSegments { start, len, stride, count, from, until };
+        let src = run
+            .first()
+            .map_or(Ok(0), |(part, _)| index("pack: part", part.dtype()))?;
+        let segments = PackSegments {
+            start,
+            len,
+            stride,
+            count,
+            from,
+            until,
+        };
         let ranges = Ranges::param(run.iter().map(|&(part, at)| (part, at as u64)));
         let params = vec![ranges, dst.into(), Param::Segments(segments)];
-        Ok(Launch { source: "pack.cu", entry: names[src][to], blocks, threads: THREADS, params })
+        Ok(Launch {
+            source: "pack.cu",
+            entry: names[src][to],
+            blocks,
+            threads: THREADS,
+            params,
+        })
     };
     runs.iter().enumerate().map(launch).collect()
 }
 
 /// The items cut into runs of one dtype, each of at most [`RANGES`].
 fn runs<T>(items: &[T], dtype: impl Fn(&T) -> DType) -> impl Iterator<Item = &[T]> {
-    items.chunk_by(move |a, b| dtype(a) == dtype(b)).flat_map(|run| run.chunks(RANGES))
+    items
+        .chunk_by(move |a, b| dtype(a) == dtype(b))
+        .flat_map(|run| run.chunks(RANGES))
 }
 
-pub(super) fn accumulate(device: DeviceId, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<Launch, KernelError> {
+pub(super) fn accumulate(
+    device: DeviceId,
+    grad: AnySlice,
+    acc: DeviceSlice<f32>,
+) -> Result<Launch, KernelError> {
     check::accumulate(device, grad, acc)?;
     let entry = entries!("accumulate")[index("accumulate: grad", grad.dtype())?];
     let span = Span::of(&[grad, acc.erase()]);
-    Ok(Launch::flat("accumulate.cu", entry, span, vec![grad.into(), acc.into()]))
+    Ok(Launch::flat(
+        "accumulate.cu",
+        entry,
+        span,
+        vec![grad.into(), acc.into()],
+    ))
 }
 
-/// Chunks of gradients of these lengths: blocks of the first stage of grad_stats, each with an fp64 sum and a 32-bit count
-/// in scratch. `None` beyond 2^31 (over 70 thousand billion elements).
+/// Chunks of gradients of these lengths: blocks of the first stage of grad_stats, each with an fp64
+/// sum and a 32-bit count in scratch. `None` beyond 2^31 (over 70 thousand billion elements).
 fn stats_chunks(lens: impl IntoIterator<Item = usize>) -> Option<u32> {
-    let chunks = lens.into_iter().try_fold(0usize, |sum, len| sum.checked_add(len.div_ceil(CHUNK_ELEMS)))?;
+    let chunks = lens.into_iter().try_fold(0usize, |sum, len| {
+        sum.checked_add(len.div_ceil(CHUNK_ELEMS))
+    })?;
     Some(i32::try_from(chunks).ok()?.unsigned_abs())
 }
 
 /// See [`Kernels::stats_scratch_elems`](crate::Kernels::stats_scratch_elems).
 pub(super) fn stats_scratch_elems(lens: &[usize]) -> usize {
-    stats_chunks(lens.iter().copied()).map_or(usize::MAX, |chunks| (chunks as usize * (8 + 4)).div_ceil(8))
+    stats_chunks(lens.iter().copied())
+        .map_or(usize::MAX, |chunks| (chunks as usize * (8 + 4)).div_ceil(8))
 }
 
-/// The two stages for each [`RANGES`] gradients of a dtype; the first has no blocks if there are no elements.
+/// The two stages for each [`RANGES`] gradients of a dtype; the first has no blocks if there are no
+/// elements.
 pub(super) fn grad_stats(
     device: DeviceId,
     grads: &[AnySlice],
@@ -259,14 +361,22 @@ pub(super) fn grad_stats(
             (grad, first.into())
         }));
         let counts = Param::Address(scratch.as_ptr() as u64 + u64::from(chunks) * 8);
-        let launch =
-            |entry, blocks, params| Launch { source: "grad_stats.cu", entry, blocks, threads: THREADS, params };
+        let launch = |entry, blocks, params| Launch {
+            source: "grad_stats.cu",
+            entry,
+            blocks,
+            threads: THREADS,
+            params,
+        };
         let out_of_run = out.slice(end..end + run.len());
         end += run.len();
         let first = vec![ranges.clone(), scratch.into(), counts.clone()];
         let second = vec![ranges, scratch.into(), counts, out_of_run.into()];
         let blocks = run.len() as u32;
-        Ok([launch(entry, chunks, first), launch("grad_stats_combine", blocks, second)])
+        Ok([
+            launch(entry, chunks, first),
+            launch("grad_stats_combine", blocks, second),
+        ])
     };
     runs(grads, |grad| grad.dtype()).map(stages).collect()
 }
@@ -279,19 +389,48 @@ pub(super) fn rank_stats(
     out: DeviceSlice<RankStats>,
 ) -> Result<Launch, KernelError> {
     check::rank_stats(device, units, loss, flags, out)?;
-    let params = vec![units.into(), Param::U64(units.len() as u64), loss.into(), flags.into(), out.into()];
-    Ok(Launch { source: "step.cu", entry: "rank_stats", blocks: 1, threads: 1, params })
+    let params = vec![
+        units.into(),
+        Param::U64(units.len() as u64),
+        loss.into(),
+        flags.into(),
+        out.into(),
+    ];
+    Ok(Launch {
+        source: "step.cu",
+        entry: "rank_stats",
+        blocks: 1,
+        threads: 1,
+        params,
+    })
 }
 
 pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launch, KernelError> {
     check::advance_step(device, args)?;
-    let AdvanceArgs { ranks, config, rates, state, scalars, records } = *args;
+    let AdvanceArgs {
+        ranks,
+        config,
+        rates,
+        state,
+        scalars,
+        records,
+    } = *args;
     let mut params = vec![ranks.into(), Param::U64(ranks.len() as u64), config.into()];
     // `check` found at least one element of scalars.
-    params.extend([rates.into(), Param::U64((rates.len() / scalars.len()) as u64), state.into()]);
+    params.extend([
+        rates.into(),
+        Param::U64((rates.len() / scalars.len()) as u64),
+        state.into(),
+    ]);
     params.extend([scalars.into(), Param::U64(scalars.len() as u64)]);
     params.extend([records.into(), Param::U64(records.len() as u64)]);
-    Ok(Launch { source: "step.cu", entry: "advance_step", blocks: 1, threads: 1, params })
+    Ok(Launch {
+        source: "step.cu",
+        entry: "advance_step",
+        blocks: 1,
+        threads: 1,
+        params,
+    })
 }
 
 /// Slots of [`every_kernel`], each for a single value.
@@ -300,14 +439,18 @@ const SLOT_BYTES: usize = 128;
 /// Bytes that the launches of [`every_kernel`] access.
 pub(super) const EVERY_KERNEL_BYTES: usize = SLOTS * SLOT_BYTES;
 
-/// A launch of each kernel, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`] zeroed bytes at
-/// `address`.
+/// A launch of each kernel, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`]
+/// zeroed bytes at `address`.
 pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launch>, KernelError> {
     fn slot<T>(address: usize, device: DeviceId, nth: usize, len: usize) -> DeviceSlice<T> {
         debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
         // SAFETY: only the address and the length are used here; the launcher provides the memory.
         unsafe {
-            DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address + nth * SLOT_BYTES), len, device)
+            DeviceSlice::from_raw_parts(
+                std::ptr::without_provenance_mut(address + nth * SLOT_BYTES),
+                len,
+                device,
+            )
         }
     }
     let floats = [
@@ -315,8 +458,14 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
         slot::<half::bf16>(address, device, 0, 0).erase(),
         slot::<half::f16>(address, device, 0, 0).erase(),
     ];
-    let hyper =
-        AdamHyper { beta1: 0.0, beta2: 0.0, eps: 0.0, weight_decay: 0.0, decoupled: true, bias_correction: true };
+    let hyper = AdamHyper {
+        beta1: 0.0,
+        beta2: 0.0,
+        eps: 0.0,
+        weight_decay: 0.0,
+        decoupled: true,
+        bias_correction: true,
+    };
     let (flat, scalars, scratch, stats) = (
         slot(address, device, 0, 0),
         slot(address, device, 1, 1),
@@ -327,39 +476,87 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
     let mut launches = Vec::new();
     for grad in floats {
         for param_out in [None].into_iter().chain(floats.map(Some)) {
-            let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+            let args = AdamArgs {
+                master,
+                first_moment,
+                second_moment,
+                grad,
+                param_out,
+                scalars,
+                hyper,
+            };
             launches.push(adam(device, &args)?);
         }
         let (param, remainder) = (slot(address, device, 0, 0), slot(address, device, 0, 0));
-        let args = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+        let args = RemainderArgs {
+            param,
+            remainder,
+            first_moment,
+            second_moment,
+            grad,
+            scalars,
+            hyper,
+        };
         launches.push(adam_remainder(device, &args)?);
         for dst in floats {
             launches.push(cast(device, grad, dst, 1.0)?);
-            let none = Segments { start: 0, len: 0, stride: 0, count: 0 };
+            let none = Segments {
+                start: 0,
+                len: 0,
+                stride: 0,
+                count: 0,
+            };
             launches.extend(pack(device, &[(grad, 0)], none, dst)?);
         }
         launches.push(accumulate(device, grad, flat)?);
-        launches.extend(grad_stats(device, &[grad], scratch, stats)?.into_iter().map(|[chunks, _]| chunks));
+        launches.extend(
+            grad_stats(device, &[grad], scratch, stats)?
+                .into_iter()
+                .map(|[chunks, _]| chunks),
+        );
     }
-    let combine = grad_stats(device, &floats[..1], scratch, stats)?.into_iter().map(|[_, combine]| combine);
+    let combine = grad_stats(device, &floats[..1], scratch, stats)?
+        .into_iter()
+        .map(|[_, combine]| combine);
     let (zero, ranks) = (slot(address, device, 4, 1), slot(address, device, 5, 1));
     launches.extend(combine);
-    launches.push(rank_stats(device, slot(address, device, 3, 0), zero, slot(address, device, 4, 1), ranks)?);
+    launches.push(rank_stats(
+        device,
+        slot(address, device, 3, 0),
+        zero,
+        slot(address, device, 4, 1),
+        ranks,
+    )?);
     // With no rates the step halts the run at once.
-    let (config, rates, state) =
-        (slot(address, device, 6, 1), slot(address, device, 0, 0), slot(address, device, 7, 1));
-    let args = AdvanceArgs { ranks, config, rates, state, scalars, records: slot(address, device, 8, 1) };
+    let (config, rates, state) = (
+        slot(address, device, 6, 1),
+        slot(address, device, 0, 0),
+        slot(address, device, 7, 1),
+    );
+    let args = AdvanceArgs {
+        ranks,
+        config,
+        rates,
+        state,
+        scalars,
+        records: slot(address, device, 8, 1),
+    };
     launches.push(advance_step(device, &args)?);
-    // Kernels over empty ranges return at once, except the first stage of grad_stats: it writes one chunk's zeros to
-    // scratch.
-    launches.iter_mut().for_each(|launch| launch.blocks = launch.blocks.max(1));
+    // Kernels over empty ranges return at once, except the first stage of grad_stats: it writes one
+    // chunk's zeros to scratch.
+    launches
+        .iter_mut()
+        .for_each(|launch| launch.blocks = launch.blocks.max(1));
     Ok(launches)
 }
 
 /// The kernels of a source file.
 pub(super) fn entries_of(source: &str) -> Result<Vec<&'static str>, KernelError> {
     let launches = every_kernel(0, DeviceId::HOST)?.into_iter();
-    Ok(launches.filter(|launch| launch.source == source).map(|launch| launch.entry).collect())
+    Ok(launches
+        .filter(|launch| launch.source == source)
+        .map(|launch| launch.entry)
+        .collect())
 }
 
 /// A kernel's source, its name, and the sizes of the parameters that launches pass.
@@ -371,7 +568,9 @@ pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
     let mut signatures = Vec::new();
     for launch in every_kernel(0, DeviceId::HOST)? {
         let sizes = launch.params.iter().map(Param::size_bytes).collect();
-        signatures.extend(super::Source::named(launch.source).map(|source| (*source, launch.entry, sizes)));
+        signatures.extend(
+            super::Source::named(launch.source).map(|source| (*source, launch.entry, sizes)),
+        );
     }
     Ok(signatures)
 }
@@ -382,11 +581,23 @@ mod tests {
 
     fn at<T>(address: usize, len: usize) -> DeviceSlice<T> {
         // SAFETY: building a launch computes with addresses and accesses no memory.
-        unsafe { DeviceSlice::from_raw_parts(std::ptr::without_provenance_mut(address), len, DeviceId::HOST) }
+        unsafe {
+            DeviceSlice::from_raw_parts(
+                std::ptr::without_provenance_mut(address),
+                len,
+                DeviceId::HOST,
+            )
+        }
     }
 
-    const HYPER: AdamHyper =
-        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled: true, bias_correction: true };
+    const HYPER: AdamHyper = AdamHyper {
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        decoupled: true,
+        bias_correction: true,
+    };
 
     fn args(len: usize) -> AdamArgs {
         AdamArgs {
@@ -403,14 +614,32 @@ mod tests {
     #[test]
     fn adam_passes_its_streams_in_order() {
         let launch = adam(DeviceId::HOST, &args(5000)).unwrap();
-        let mut params: Vec<Param> =
-            [0x1_0000, 0x2_0000, 0x3_0000, 0x4_0000, 0x5_0000, 0x100].map(Param::Address).into();
+        let mut params: Vec<Param> = [0x1_0000, 0x2_0000, 0x3_0000, 0x4_0000, 0x5_0000, 0x100]
+            .map(Param::Address)
+            .into();
         params.push(Param::Adam(HYPER.constants()));
-        params.push(Param::Span(Span { len: 5000, head: 0, wide: 0b11111 }));
+        params.push(Param::Span(Span {
+            len: 5000,
+            head: 0,
+            wide: 0b11111,
+        }));
         // 20 tiles of 256 elements, 8 a block.
-        let expected = Launch { source: "adam.cu", entry: "adam_bf16_f16", blocks: 3, threads: 256, params };
+        let expected = Launch {
+            source: "adam.cu",
+            entry: "adam_bf16_f16",
+            blocks: 3,
+            threads: 256,
+            params,
+        };
         assert_eq!(launch, expected);
-        let without = adam(DeviceId::HOST, &AdamArgs { param_out: None, ..args(5000) }).unwrap();
+        let without = adam(
+            DeviceId::HOST,
+            &AdamArgs {
+                param_out: None,
+                ..args(5000)
+            },
+        )
+        .unwrap();
         assert_eq!((without.entry, without.params.len()), ("adam_bf16", 7));
     }
 
@@ -419,33 +648,72 @@ mod tests {
         assert_eq!(adam(DeviceId::HOST, &args(0)).unwrap().blocks, 0);
         let doubles: DeviceSlice<f64> = at(0x1000, 0);
         let unsupported = |what, dtype| Err(KernelError::Unsupported { what, dtype });
-        assert_eq!(cast(DeviceId::HOST, doubles.erase(), doubles.erase(), 1.0), unsupported("cast: src", DType::F64));
-        let (src, dst): (DeviceSlice<f32>, DeviceSlice<half::bf16>) = (at(0x1000, 0), at(0x2000, 0));
-        assert_eq!(cast(DeviceId::HOST, src.erase(), dst.erase(), 1.0).unwrap().blocks, 0);
-        assert_eq!(accumulate(DeviceId::HOST, dst.erase(), src).unwrap().blocks, 0);
+        assert_eq!(
+            cast(DeviceId::HOST, doubles.erase(), doubles.erase(), 1.0),
+            unsupported("cast: src", DType::F64)
+        );
+        let (src, dst): (DeviceSlice<f32>, DeviceSlice<half::bf16>) =
+            (at(0x1000, 0), at(0x2000, 0));
+        assert_eq!(
+            cast(DeviceId::HOST, src.erase(), dst.erase(), 1.0)
+                .unwrap()
+                .blocks,
+            0
+        );
+        assert_eq!(
+            accumulate(DeviceId::HOST, dst.erase(), src).unwrap().blocks,
+            0
+        );
         // The second stage writes the zero statistics.
         let launches = grad_stats(DeviceId::HOST, &[src.erase()], doubles, at(0x3000, 1)).unwrap();
-        let [[chunks, combine]] = &launches[..] else { panic!("{launches:?}") };
-        assert_eq!((chunks.blocks, combine.entry, combine.blocks), (0, "grad_stats_combine", 1));
+        let [[chunks, combine]] = &launches[..] else {
+            panic!("{launches:?}")
+        };
+        assert_eq!(
+            (chunks.blocks, combine.entry, combine.blocks),
+            (0, "grad_stats_combine", 1)
+        );
     }
 
     #[test]
     fn stats_scratch_has_sums_before_counts() {
-        let (grad, scratch): (DeviceSlice<f32>, _) =
-            (at(0x10_0000, 70_000), at(0x1000, stats_scratch_elems(&[70_000])));
+        let (grad, scratch): (DeviceSlice<f32>, _) = (
+            at(0x10_0000, 70_000),
+            at(0x1000, stats_scratch_elems(&[70_000])),
+        );
         let grads = [grad.erase()];
         let launches = grad_stats(DeviceId::HOST, &grads, scratch, at(0x100, 1)).unwrap();
-        let [[chunks, combine]] = &launches[..] else { panic!("{launches:?}") };
+        let [[chunks, combine]] = &launches[..] else {
+            panic!("{launches:?}")
+        };
         // 3 chunks: 24 bytes of sums, 12 of counts.
         assert_eq!(scratch.len(), 5);
         let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
         let ranges = Ranges::param([(grad.erase(), 0)]);
-        assert_eq!((chunks.blocks, &chunks.params), (3, &vec![ranges.clone(), sums.clone(), counts.clone()]));
-        assert_eq!(combine.params, [ranges, sums, counts, Param::Address(0x100)]);
-        let short = grad_stats(DeviceId::HOST, &grads, scratch.slice(0..4), at(0x100, 1)).unwrap_err();
-        assert_eq!(short, KernelError::LengthMismatch { what: "grad_stats: scratch", expected: 5, got: 4 });
         assert_eq!(
-            (stats_chunks([0]), stats_chunks([32_769, 1]), stats_chunks([usize::MAX])),
+            (chunks.blocks, &chunks.params),
+            (3, &vec![ranges.clone(), sums.clone(), counts.clone()])
+        );
+        assert_eq!(
+            combine.params,
+            [ranges, sums, counts, Param::Address(0x100)]
+        );
+        let short =
+            grad_stats(DeviceId::HOST, &grads, scratch.slice(0..4), at(0x100, 1)).unwrap_err();
+        assert_eq!(
+            short,
+            KernelError::LengthMismatch {
+                what: "grad_stats: scratch",
+                expected: 5,
+                got: 4
+            }
+        );
+        assert_eq!(
+            (
+                stats_chunks([0]),
+                stats_chunks([32_769, 1]),
+                stats_chunks([usize::MAX])
+            ),
             (Some(0), Some(3), None)
         );
         assert_eq!(stats_chunks([usize::MAX; 1 << 16]), None);
@@ -459,35 +727,72 @@ mod tests {
                 false => at::<half::bf16>(0x8000_0000, 40_000).erase(),
             })
             .collect();
-        let launches = grad_stats(DeviceId::HOST, &grads, at(0x1_0000_0000, 1000), at(0x10, 130)).unwrap();
-        let found = |l: &[Launch; 2]| (l[0].entry, l[0].blocks, l[1].blocks, l[1].params[3].clone());
+        let launches = grad_stats(
+            DeviceId::HOST,
+            &grads,
+            at(0x1_0000_0000, 1000),
+            at(0x10, 130),
+        )
+        .unwrap();
+        let found =
+            |l: &[Launch; 2]| (l[0].entry, l[0].blocks, l[1].blocks, l[1].params[3].clone());
         let found: Vec<_> = launches.iter().map(found).collect();
         let out = |nth: u64| Param::Address(0x10 + 16 * nth);
         let f32s = "grad_stats_chunks_f32";
         assert_eq!(
             found,
-            [(f32s, 128, 128, out(0)), (f32s, 1, 1, out(128)), ("grad_stats_chunks_bf16", 2, 1, out(129))]
+            [
+                (f32s, 128, 128, out(0)),
+                (f32s, 1, 1, out(128)),
+                ("grad_stats_chunks_bf16", 2, 1, out(129))
+            ]
         );
     }
 
     #[test]
     fn a_bucket_is_packed_by_one_launch() {
-        let segments = Segments { start: 100, len: 3000, stride: 10_000, count: 8 };
-        let (part, dst): (DeviceSlice<f32>, _) = (at(0x10_0000, 80_000), at::<half::bf16>(0x100, 24_000).erase());
+        let segments = Segments {
+            start: 100,
+            len: 3000,
+            stride: 10_000,
+            count: 8,
+        };
+        let (part, dst): (DeviceSlice<f32>, _) = (
+            at(0x10_0000, 80_000),
+            at::<half::bf16>(0x100, 24_000).erase(),
+        );
         let launches = pack(DeviceId::HOST, &[(part.erase(), 0)], segments, dst).unwrap();
-        let [launch] = &launches[..] else { panic!("{launches:?}") };
+        let [launch] = &launches[..] else {
+            panic!("{launches:?}")
+        };
         // Two blocks for each rank's segment.
         assert_eq!((launch.entry, launch.blocks), ("pack_f32_bf16", 16));
         let [start, len, stride, count] = [100, 3000, 10_000, 8];
-        let all = PackSegments { start, len, stride, count, from: 0, until: u64::MAX };
+        let all = PackSegments {
+            start,
+            len,
+            stride,
+            count,
+            from: 0,
+            until: u64::MAX,
+        };
         assert_eq!(launch.params[2], Param::Segments(all));
         // A launch writes from its first part to that of the next.
-        let parts = [(part.slice(0..10).erase(), 5), (at::<half::f16>(0x200_0000, 4).erase(), 30)];
+        let parts = [
+            (part.slice(0..10).erase(), 5),
+            (at::<half::f16>(0x200_0000, 4).erase(), 30),
+        ];
         let launches = pack(DeviceId::HOST, &parts, segments, dst).unwrap();
-        let windows: Vec<_> = launches.iter().map(|l| (l.entry, l.params[2].clone())).collect();
+        let windows: Vec<_> = launches
+            .iter()
+            .map(|l| (l.entry, l.params[2].clone()))
+            .collect();
         let first = Param::Segments(PackSegments { until: 30, ..all });
         let second = Param::Segments(PackSegments { from: 30, ..all });
-        assert_eq!(windows, [("pack_f32_bf16", first), ("pack_f16_bf16", second)]);
+        assert_eq!(
+            windows,
+            [("pack_f32_bf16", first), ("pack_f16_bf16", second)]
+        );
     }
 
     #[test]
@@ -497,16 +802,26 @@ mod tests {
             assert_eq!(launch.blocks, 1);
             for param in launch.params {
                 let end = 0x1000 + EVERY_KERNEL_BYTES as u64;
-                assert!(!matches!(param, Param::Address(a) if a < 0x1000 || a + SLOT_BYTES as u64 > end));
+                assert!(
+                    !matches!(param, Param::Address(a) if a < 0x1000 || a + SLOT_BYTES as u64 > end)
+                );
                 assert!(!matches!(param, Param::Span(span) if span.len > 0));
             }
             entries.push(launch.entry);
         }
         entries.sort_unstable();
         entries.dedup();
-        assert_eq!(entries.len(), 12 + 3 + 9 + 9 + 3 + 4 + 2, "each kernel once");
+        assert_eq!(
+            entries.len(),
+            12 + 3 + 9 + 9 + 3 + 4 + 2,
+            "each kernel once"
+        );
         for source in super::super::source::SOURCES {
-            assert!(!entries_of(source.name).unwrap().is_empty(), "{}", source.name);
+            assert!(
+                !entries_of(source.name).unwrap().is_empty(),
+                "{}",
+                source.name
+            );
         }
     }
 }

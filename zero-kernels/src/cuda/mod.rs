@@ -1,8 +1,8 @@
 //! The operations as CUDA kernels: sources, run-time compilation, and launches.
 //!
-//! Building needs no GPU, driver or toolkit: NVRTC is loaded at run time ([`Nvrtc::find`]); without it the error
-//! [`CudaError::NoNvrtc`] lists the library names that were tried. A kernel is compiled at first use for the device's
-//! architecture and cached on disk ([`KernelCache`]).
+//! Building needs no GPU, driver or toolkit: NVRTC is loaded at run time ([`Nvrtc::find`]); without
+//! it the error [`CudaError::NoNvrtc`] lists the library names that were tried. A kernel is
+//! compiled at first use for the device's architecture and cached on disk ([`KernelCache`]).
 //!
 //! | file of `cuda/` | operation | host version |
 //! |---|---|---|
@@ -13,11 +13,12 @@
 //! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
 //! | step.cu | statistics of a rank; clipping, loss scale and scalars of a step; one thread | [`step::advance_step`](crate::step::advance_step) |
 //!
-//! [`CudaKernels`] launches them. A [`Loader`] compiles and loads any source, including those of other crates.
+//! [`CudaKernels`] launches them. A [`Loader`] compiles and loads any source, including those of
+//! other crates.
 //!
-//! The kernels do the operations of the host versions in the same order, with fused multiply-adds in the same places,
-//! so results are equal bit for bit except for NaN payloads. This is checked on a stand-in for a GPU that interprets
-//! PTX, and **not yet on a GPU**.
+//! The kernels do the operations of the host versions in the same order, with fused multiply-adds
+//! in the same places, so results are equal bit for bit except for NaN payloads. This is checked on
+//! a stand-in for a GPU that interprets PTX, and **not yet on a GPU**.
 
 mod cache;
 mod error;

@@ -9,8 +9,8 @@ use zero_alloc::library::{Library, MissingFunction, Search};
 
 use super::{Arch, Compile, CudaError, Source, Target};
 
-/// Options of every compilation, besides the architecture. Without `--fmad=false` the compiler would fuse operations
-/// that the host versions do not.
+/// Options of every compilation, besides the architecture. Without `--fmad=false` the compiler
+/// would fuse operations that the host versions do not.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
 
 /// NVIDIA's run-time compiler, as a loaded library.
@@ -64,7 +64,10 @@ struct Calls {
 }
 
 impl Calls {
-    #[allow(clippy::multiple_unsafe_ops_per_block, reason = "the same proof for each")]
+    #[allow(
+        clippy::multiple_unsafe_ops_per_block,
+        reason = "the same proof for each"
+    )]
     fn load(library: &Library) -> Result<Self, MissingFunction> {
         // SAFETY: each field has the function's signature in NVRTC's header.
         unsafe {
@@ -87,7 +90,14 @@ impl Calls {
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<(), CudaError> {
-        if code == 0 { Ok(()) } else { Err(CudaError::Call { call, message: self.message(code) }) }
+        if code == 0 {
+            Ok(())
+        } else {
+            Err(CudaError::Call {
+                call,
+                message: self.message(code),
+            })
+        }
     }
 
     fn message(&self, code: c_int) -> String {
@@ -97,17 +107,30 @@ impl Calls {
             return format!("error {code}");
         }
         // SAFETY: a string of the library, which is loaded.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
     }
 }
 
-/// Loads `libnvrtc-builtins.so` from NVRTC's folder. NVRTC opens it by name when it compiles, and not every build
-/// searches NVRTC's folder (13.0.88 from pip does not); an already loaded library is found. If loading fails here,
-/// NVRTC reports the error when it compiles.
+/// Loads `libnvrtc-builtins.so` from NVRTC's folder. NVRTC opens it by name when it compiles, and
+/// not every build searches NVRTC's folder (13.0.88 from pip does not); an already loaded library
+/// is found. If loading fails here, NVRTC reports the error when it compiles.
 fn load_builtins(nvrtc: &str) {
-    let folder = Path::new(nvrtc).parent().filter(|folder| !folder.as_os_str().is_empty());
-    for entry in folder.and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
+    let folder = Path::new(nvrtc)
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    for entry in folder
+        .and_then(|folder| folder.read_dir().ok())
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        if entry
+            .file_name()
+            .to_string_lossy()
+            .starts_with("libnvrtc-builtins.so")
+        {
             // SAFETY: a part of NVRTC, which NVRTC would load itself.
             let _loaded = unsafe { Library::open(&[entry.path().to_string_lossy()]) };
         }
@@ -125,8 +148,8 @@ const SEARCH: Search = Search {
 };
 
 impl Nvrtc {
-    /// Loads the library at the path in `ZERO_NVRTC`, or by its usual names. Names of a newer major version than the
-    /// driver's come last: such a driver may refuse what they compile.
+    /// Loads the library at the path in `ZERO_NVRTC`, or by its usual names. Names of a newer major
+    /// version than the driver's come last: such a driver may refuse what they compile.
     ///
     /// # Errors
     /// There is no such library, or it is not NVRTC.
@@ -138,19 +161,34 @@ impl Nvrtc {
     /// Loads the first of `paths` that can be loaded.
     fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, CudaError> {
         // SAFETY: the names are NVRTC's, or the user's choice.
-        let library = unsafe { Library::open(paths) }.map_err(|tried| CudaError::NoNvrtc { tried })?;
+        let library =
+            unsafe { Library::open(paths) }.map_err(|tried| CudaError::NoNvrtc { tried })?;
         load_builtins(library.path());
         let calls = Calls::load(&library)?;
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: writes two numbers.
-        calls.check("nvrtcVersion", unsafe { (calls.version)(&raw mut major, &raw mut minor) })?;
+        calls.check("nvrtcVersion", unsafe {
+            (calls.version)(&raw mut major, &raw mut minor)
+        })?;
         // SAFETY: writes one number.
-        calls.check("nvrtcGetNumSupportedArchs", unsafe { (calls.count_archs)(&raw mut count) })?;
+        calls.check("nvrtcGetNumSupportedArchs", unsafe {
+            (calls.count_archs)(&raw mut count)
+        })?;
         let mut archs: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
         // SAFETY: writes `count` numbers, the length of `archs`.
-        calls.check("nvrtcGetSupportedArchs", unsafe { (calls.list_archs)(archs.as_mut_ptr()) })?;
-        let supported = archs.into_iter().filter_map(|a| u32::try_from(a).ok()).collect();
-        Ok(Self { path: library.path().to_owned(), version: (major, minor), supported, calls })
+        calls.check("nvrtcGetSupportedArchs", unsafe {
+            (calls.list_archs)(archs.as_mut_ptr())
+        })?;
+        let supported = archs
+            .into_iter()
+            .filter_map(|a| u32::try_from(a).ok())
+            .collect();
+        Ok(Self {
+            path: library.path().to_owned(),
+            version: (major, minor),
+            supported,
+            calls,
+        })
     }
 
     /// The version, for example `13.2`.
@@ -163,44 +201,83 @@ impl Nvrtc {
         &self.supported
     }
 
-    /// Compiles `source` for `target`. With `report_registers` the log lists the registers and spilled bytes of
-    /// every kernel.
+    /// Compiles `source` for `target`. With `report_registers` the log lists the registers and
+    /// spilled bytes of every kernel.
     ///
     /// # Errors
     /// The target is not supported, or the source does not compile.
-    pub fn compile(&self, source: &Source, target: Target, report_registers: bool) -> Result<Compiled, CudaError> {
+    pub fn compile(
+        &self,
+        source: &Source,
+        target: Target,
+        report_registers: bool,
+    ) -> Result<Compiled, CudaError> {
         let (Target::Cubin(arch) | Target::Ptx(arch)) = target;
         if !self.supported.contains(&arch.0) {
             let (version, supported) = (self.version_text(), self.supported.clone());
-            return Err(CudaError::UnsupportedArch { version, arch, supported });
+            return Err(CudaError::UnsupportedArch {
+                version,
+                arch,
+                supported,
+            });
         }
         let c_string = |text: String| {
-            CString::new(text)
-                .map_err(|_| CudaError::Call { call: "source", message: "it contains a zero byte".into() })
+            CString::new(text).map_err(|_| CudaError::Call {
+                call: "source",
+                message: "it contains a zero byte".into(),
+            })
         };
         let (text, name) = (c_string(source.text())?, c_string(source.name.to_owned())?);
         let mut options = vec![c_string(format!("--gpu-architecture={target}"))?];
-        for option in OPTIONS.into_iter().chain(report_registers.then_some("--ptxas-options=-v")) {
+        for option in OPTIONS
+            .into_iter()
+            .chain(report_registers.then_some("--ptxas-options=-v"))
+        {
             options.push(c_string(option.to_owned())?);
         }
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
 
         let mut raw: Program = ptr::null_mut();
         // SAFETY: two zero-terminated strings and no headers; a program is written to `raw`.
-        let code =
-            unsafe { (self.calls.create)(&raw mut raw, text.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null()) };
+        let code = unsafe {
+            (self.calls.create)(
+                &raw mut raw,
+                text.as_ptr(),
+                name.as_ptr(),
+                0,
+                ptr::null(),
+                ptr::null(),
+            )
+        };
         self.calls.check("nvrtcCreateProgram", code)?;
-        let program = OwnedProgram { calls: &self.calls, raw };
+        let program = OwnedProgram {
+            calls: &self.calls,
+            raw,
+        };
         // SAFETY: a live program, and `pointers` with its length.
-        let code = unsafe { (self.calls.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
+        let code = unsafe {
+            (self.calls.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr())
+        };
         let log = program.bytes("nvrtcGetProgramLog", self.calls.log_size, self.calls.log)?;
-        let log = String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned();
+        let log = String::from_utf8_lossy(&log)
+            .trim_end_matches(['\0', '\n'])
+            .to_owned();
         if code != 0 {
-            let log = if log.is_empty() { self.calls.message(code) } else { log };
-            return Err(CudaError::Compilation { source_name: source.name.to_owned(), target, log });
+            let log = if log.is_empty() {
+                self.calls.message(code)
+            } else {
+                log
+            };
+            return Err(CudaError::Compilation {
+                source_name: source.name.to_owned(),
+                target,
+                log,
+            });
         }
         let mut image = match target {
-            Target::Cubin(_) => program.bytes("nvrtcGetCUBIN", self.calls.cubin_size, self.calls.cubin)?,
+            Target::Cubin(_) => {
+                program.bytes("nvrtcGetCUBIN", self.calls.cubin_size, self.calls.cubin)?
+            }
             Target::Ptx(_) => program.bytes("nvrtcGetPTX", self.calls.ptx_size, self.calls.ptx)?,
         };
         if matches!(target, Target::Ptx(_)) && image.last() != Some(&0) {
@@ -241,10 +318,12 @@ impl OwnedProgram<'_> {
     ) -> Result<Vec<u8>, CudaError> {
         let mut len = 0usize;
         // SAFETY: a live program; one number is written.
-        self.calls.check(call, unsafe { size(self.raw, &raw mut len) })?;
+        self.calls
+            .check(call, unsafe { size(self.raw, &raw mut len) })?;
         let mut bytes = vec![0u8; len];
         // SAFETY: a live program; `len` bytes are written, the length of `bytes`.
-        self.calls.check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
+        self.calls
+            .check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
 }
@@ -264,11 +343,19 @@ mod tests {
     #[cfg_attr(miri, ignore = "loads a library")]
     fn missing_library_error_lists_names_tried() {
         let error = Nvrtc::find_among(&["libno-such-nvrtc.so.1", "libnor-this.so"]).unwrap_err();
-        let CudaError::NoNvrtc { tried } = &error else { panic!("{error}") };
+        let CudaError::NoNvrtc { tried } = &error else {
+            panic!("{error}")
+        };
         assert_eq!(tried.len(), 2);
         let text = error.to_string();
-        assert!(text.contains("libno-such-nvrtc.so.1") && text.contains("libnor-this.so"), "{text}");
-        assert!(matches!(Nvrtc::find_among(&[] as &[&str]), Err(CudaError::NoNvrtc { .. })));
+        assert!(
+            text.contains("libno-such-nvrtc.so.1") && text.contains("libnor-this.so"),
+            "{text}"
+        );
+        assert!(matches!(
+            Nvrtc::find_among(&[] as &[&str]),
+            Err(CudaError::NoNvrtc { .. })
+        ));
     }
 
     #[test]
@@ -277,7 +364,13 @@ mod tests {
     fn wrong_library_error_names_the_function() {
         let error = Nvrtc::find_among(&["libc.so.6"]).unwrap_err();
         assert!(
-            matches!(&error, CudaError::MissingFunction(MissingFunction { function: "nvrtcVersion", .. })),
+            matches!(
+                &error,
+                CudaError::MissingFunction(MissingFunction {
+                    function: "nvrtcVersion",
+                    ..
+                })
+            ),
             "{error}"
         );
     }

@@ -17,8 +17,15 @@ macro_rules! sources {
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [Source; 7] =
-    sources!["adam.cu", "adam_remainder.cu", "cast.cu", "pack.cu", "accumulate.cu", "grad_stats.cu", "step.cu"];
+pub(super) const SOURCES: [Source; 7] = sources![
+    "adam.cu",
+    "adam_remainder.cu",
+    "cast.cu",
+    "pack.cu",
+    "accumulate.cu",
+    "grad_stats.cu",
+    "step.cu"
+];
 
 impl Source {
     /// A source of another crate. This crate's prelude is prepended.
@@ -26,9 +33,13 @@ impl Source {
         Self { name, body }
     }
 
-    /// The text to compile: the prelude, then the file. `#line` makes compiler messages refer to the files' lines.
+    /// The text to compile: the prelude, then the file. `#line` makes compiler messages refer to
+    /// the files' lines.
     pub fn text(&self) -> String {
-        format!("#line 1 \"prelude.cuh\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.name, self.body)
+        format!(
+            "#line 1 \"prelude.cuh\"\n{PRELUDE}\n#line 1 \"{}\"\n{}",
+            self.name, self.body
+        )
     }
 
     /// The source of this crate with this file name.

@@ -1,9 +1,10 @@
-//! The launch geometry of a flat range: the elements before the first whole tile, the streams that are aligned to 16
-//! bytes from there on, and the number of blocks. Pure arithmetic on addresses.
+//! The launch geometry of a flat range: the elements before the first whole tile, the streams that
+//! are aligned to 16 bytes from there on, and the number of blocks. Pure arithmetic on addresses.
 //!
-//! A warp works on tiles of 256 elements, a thread on 8 of them: 16 bytes of a 16-bit stream, 32 of an fp32 stream.
-//! Shards start at any element, so the streams of one launch may be aligned differently; the head is chosen so that
-//! as many bytes as possible use 16-byte accesses. The other streams are accessed element by element.
+//! A warp works on tiles of 256 elements, a thread on 8 of them: 16 bytes of a 16-bit stream, 32 of
+//! an fp32 stream. Shards start at any element, so the streams of one launch may be aligned
+//! differently; the head is chosen so that as many bytes as possible use 16-byte accesses. The
+//! other streams are accessed element by element.
 
 use bytemuck::{Pod, Zeroable};
 use zero_alloc::device::AnySlice;
@@ -32,21 +33,26 @@ pub struct Span {
 }
 
 impl Span {
-    /// The partition with the most bytes in 16-byte accesses, for at most 32 streams of equal length, in the kernel's
-    /// order.
+    /// The partition with the most bytes in 16-byte accesses, for at most 32 streams of equal
+    /// length, in the kernel's order.
     pub fn of(streams: &[AnySlice]) -> Self {
-        let streams_at: Vec<(u64, u64)> =
-            streams.iter().map(|s| (s.as_ptr() as u64, s.dtype().size_bytes() as u64)).collect();
+        let streams_at: Vec<(u64, u64)> = streams
+            .iter()
+            .map(|s| (s.as_ptr() as u64, s.dtype().size_bytes() as u64))
+            .collect();
         Self::best(streams.first().map_or(0, |s| s.len() as u64), &streams_at)
     }
 
-    /// The partition with the most bytes in 16-byte accesses, for streams of `len` elements as (address, element
-    /// bytes).
+    /// The partition with the most bytes in 16-byte accesses, for streams of `len` elements as
+    /// (address, element bytes).
     fn best(len: u64, streams: &[(u64, u64)]) -> Self {
         let wide_at = |head: u64| {
-            let is_aligned = |&(address, size): &(u64, u64)| (address + head * size).is_multiple_of(WIDE_BYTES);
+            let is_aligned =
+                |&(address, size): &(u64, u64)| (address + head * size).is_multiple_of(WIDE_BYTES);
             let aligned = streams.iter().enumerate().filter(|(_, s)| is_aligned(s));
-            aligned.fold((0u32, 0u64), |(bits, bytes), (i, &(_, size))| (bits | 1 << i, bytes + size))
+            aligned.fold((0u32, 0u64), |(bits, bytes), (i, &(_, size))| {
+                (bits | 1 << i, bytes + size)
+            })
         };
         let mut best = (0, wide_at(0));
         for head in 1..GROUP_ELEMS {
@@ -56,10 +62,15 @@ impl Span {
             }
         }
         let (head, (wide, _)) = best;
-        Self { len, head: head.min(len) as u32, wide }
+        Self {
+            len,
+            head: head.min(len) as u32,
+            wide,
+        }
     }
 
-    /// The number of tiles: the head, if any, and tiles of 256 elements after it, the last of which may be shorter.
+    /// The number of tiles: the head, if any, and tiles of 256 elements after it, the last of which
+    /// may be shorter.
     pub fn tiles(&self) -> u64 {
         u64::from(self.head > 0) + (self.len - u64::from(self.head)).div_ceil(TILE_ELEMS)
     }
@@ -72,7 +83,9 @@ impl Span {
 
 /// The number of blocks within the grid's limit.
 pub(super) fn grid(blocks: u64) -> u32 {
-    u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX as u32)
+    u32::try_from(blocks)
+        .unwrap_or(u32::MAX)
+        .min(i32::MAX as u32)
 }
 
 #[cfg(test)]
@@ -85,7 +98,9 @@ mod tests {
     /// The elements of tile `index`: `tile_at` of the prelude.
     fn tile(span: &Span, index: u64) -> std::ops::Range<u64> {
         let head = u64::from(span.head);
-        let Some(whole) = index.checked_sub(u64::from(head > 0)) else { return 0..head };
+        let Some(whole) = index.checked_sub(u64::from(head > 0)) else {
+            return 0..head;
+        };
         let start = head + whole * TILE_ELEMS;
         start..(start + TILE_ELEMS).min(span.len)
     }
@@ -126,16 +141,38 @@ mod tests {
     #[test]
     fn aligned_streams_need_no_head() {
         let streams = [(4096, 4), (8192, 4), (512, 4), (64, 2), (96, 2)];
-        assert_eq!(Span::best(1000, &streams), Span { len: 1000, head: 0, wide: 0b11111 });
+        assert_eq!(
+            Span::best(1000, &streams),
+            Span {
+                len: 1000,
+                head: 0,
+                wide: 0b11111
+            }
+        );
     }
 
     #[test]
     fn most_bytes_use_wide_accesses() {
-        // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is then misaligned.
+        // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is then
+        // misaligned.
         let streams = [(4100, 4), (8196, 4), (516, 4), (64, 2)];
-        assert_eq!(Span::best(1000, &streams), Span { len: 1000, head: 3, wide: 0b0111 });
+        assert_eq!(
+            Span::best(1000, &streams),
+            Span {
+                len: 1000,
+                head: 3,
+                wide: 0b0111
+            }
+        );
         // One element past a boundary each: a head of 7 serves both widths.
-        assert_eq!(Span::best(1000, &[(4100, 4), (66, 2)]), Span { len: 1000, head: 7, wide: 0b11 });
+        assert_eq!(
+            Span::best(1000, &[(4100, 4), (66, 2)]),
+            Span {
+                len: 1000,
+                head: 7,
+                wide: 0b11
+            }
+        );
     }
 
     #[test]
@@ -143,7 +180,10 @@ mod tests {
         assert_eq!(Span::best(0, &[(0, 4)]).blocks(), 0);
         assert_eq!(Span::best(1, &[(0, 4)]).blocks(), 1);
         assert_eq!(Span::best(2049, &[(0, 4)]).blocks(), 2);
-        assert_eq!(Span::best(u64::MAX / 4, &[(0, 4)]).blocks(), i32::MAX as u32);
+        assert_eq!(
+            Span::best(u64::MAX / 4, &[(0, 4)]).blocks(),
+            i32::MAX as u32
+        );
     }
 
     /// The kernels' constants are the host's.
@@ -158,8 +198,14 @@ mod tests {
             ("STRIP", STRIP_ELEMS),
             ("RANGES", super::super::launch::RANGES),
         ] {
-            assert!(text.contains(&format!("#define {name} {value}\n")), "{name}");
+            assert!(
+                text.contains(&format!("#define {name} {value}\n")),
+                "{name}"
+            );
         }
-        assert_eq!(THREADS as usize, TOP_LANES, "a thread a lane in the second stage");
+        assert_eq!(
+            THREADS as usize, TOP_LANES,
+            "a thread a lane in the second stage"
+        );
     }
 }

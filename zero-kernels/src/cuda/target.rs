@@ -27,13 +27,14 @@ impl fmt::Display for Arch {
 pub enum Target {
     /// Machine code (an ELF file) for devices of this architecture alone.
     Cubin(Arch),
-    /// PTX for this virtual architecture, as zero-terminated text. The driver of any newer device compiles it.
+    /// PTX for this virtual architecture, as zero-terminated text. The driver of any newer device
+    /// compiles it.
     Ptx(Arch),
 }
 
 impl Target {
-    /// The target for devices of `arch` with a compiler that supports `supported`: machine code, or PTX for the
-    /// nearest older architecture if the device's own is not supported.
+    /// The target for devices of `arch` with a compiler that supports `supported`: machine code, or
+    /// PTX for the nearest older architecture if the device's own is not supported.
     ///
     /// # Errors
     /// The device is older than all of `supported`. `version` appears in the message.
@@ -41,12 +42,18 @@ impl Target {
         if supported.contains(&arch.0) {
             return Ok(Self::Cubin(arch));
         }
-        let older = supported.iter().copied().filter(|&older| older < arch.0).max();
-        older.map(|older| Self::Ptx(Arch(older))).ok_or_else(|| CudaError::UnsupportedArch {
-            version: version.to_owned(),
-            arch,
-            supported: supported.to_vec(),
-        })
+        let older = supported
+            .iter()
+            .copied()
+            .filter(|&older| older < arch.0)
+            .max();
+        older
+            .map(|older| Self::Ptx(Arch(older)))
+            .ok_or_else(|| CudaError::UnsupportedArch {
+                version: version.to_owned(),
+                arch,
+                supported: supported.to_vec(),
+            })
     }
 
     /// The extension of the cache file's name.
@@ -77,9 +84,16 @@ mod tests {
         assert_eq!(choose(90), Ok(Target::Cubin(Arch(90))));
         assert_eq!(choose(121), Ok(Target::Cubin(Arch(121))));
         assert_eq!(choose(990), Ok(Target::Ptx(Arch(121))));
-        assert_eq!(choose(86), Ok(Target::Ptx(Arch(80))), "between two supported ones");
+        assert_eq!(
+            choose(86),
+            Ok(Target::Ptx(Arch(80))),
+            "between two supported ones"
+        );
         let error = choose(70).unwrap_err();
-        assert!(matches!(error, CudaError::UnsupportedArch { arch: Arch(70), .. }), "{error}");
+        assert!(
+            matches!(error, CudaError::UnsupportedArch { arch: Arch(70), .. }),
+            "{error}"
+        );
         assert_eq!(Arch::of_capability((12, 1)), Arch(121));
         let names = [Target::Cubin(Arch(90)), Target::Ptx(Arch(121))].map(|t| t.to_string());
         assert_eq!(names, ["sm_90", "compute_121"]);

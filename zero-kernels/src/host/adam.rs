@@ -1,4 +1,5 @@
-//! Fused AdamW and Adam: unscale, clip, decay, moments, update and narrowing in one pass over memory.
+//! Fused AdamW and Adam: unscale, clip, decay, moments, update and narrowing in one pass over
+//! memory.
 //!
 //! With `g` the gradient times `grad_scale`, `t` the step, all in fp32 and in this order:
 //!
@@ -9,8 +10,8 @@
 //! w = w - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
 //!
-//! This is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), including its fused multiply-adds.
-//! Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
+//! This is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), including its fused
+//! multiply-adds. Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
 
 use half::bf16;
 use multiversion::multiversion;
@@ -45,7 +46,11 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
         same_len("adam: first_moment", n, self.first_moment.len())?;
         same_len("adam: second_moment", n, self.second_moment.len())?;
         same_len("adam: grad", n, self.grad.len())?;
-        same_len("adam: param_out", n, self.param_out.as_ref().map_or(n, |p| p.len()))?;
+        same_len(
+            "adam: param_out",
+            n,
+            self.param_out.as_ref().map_or(n, |p| p.len()),
+        )?;
         Ok(n)
     }
 
@@ -66,7 +71,13 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
             None => (None, None),
         };
         (
-            Self { weights, first_moment, second_moment, grad, param_out },
+            Self {
+                weights,
+                first_moment,
+                second_moment,
+                grad,
+                param_out,
+            },
             Self {
                 weights: weights_rest,
                 first_moment: first_rest,
@@ -114,21 +125,36 @@ impl Coefficients {
     }
 }
 
-/// `x / y` rounded like a division, which takes longer; `reciprocal` is 1 / y, rounded. x is a square root: its remainders are
-/// exact, since none is subnormal. Source: Brisebarre, Muller, Raina: Accelerating correctly rounded floating-point
-/// division when the divisor is known in advance, 2004.
+/// `x / y` rounded like a division, which takes longer; `reciprocal` is 1 / y, rounded. x is a
+/// square root: its remainders are exact, since none is subnormal. Source: Brisebarre, Muller,
+/// Raina: Accelerating correctly rounded floating-point division when the divisor is known in
+/// advance, 2004.
 #[inline(always)]
 fn quotient(x: f32, y: f32, reciprocal: f32) -> f32 {
     let near = x * reciprocal;
     let remainder = (-near).mul_add(y, x);
-    if near.is_finite() { remainder.mul_add(reciprocal, near) } else { near }
+    if near.is_finite() {
+        remainder.mul_add(reciprocal, near)
+    } else {
+        near
+    }
 }
 
 /// Returns the new weight and moments of one element.
 #[inline(always)]
-pub(super) fn element<const DECOUPLED: bool>(c: &Coefficients, w: f32, m: f32, v: f32, g: f32) -> (f32, f32, f32) {
+pub(super) fn element<const DECOUPLED: bool>(
+    c: &Coefficients,
+    w: f32,
+    m: f32,
+    v: f32,
+    g: f32,
+) -> (f32, f32, f32) {
     let g = g * c.grad_scale;
-    let (w, g) = if DECOUPLED { (w * c.keep, g) } else { (w, c.weight_decay.mul_add(w, g)) };
+    let (w, g) = if DECOUPLED {
+        (w * c.keep, g)
+    } else {
+        (w, c.weight_decay.mul_add(w, g))
+    };
     let m = c.one_minus_beta1.mul_add(g - m, m);
     let v = (c.one_minus_beta2 * g).mul_add(g, v * c.beta2);
     let denominator = quotient(v.sqrt(), c.bias_correction2_sqrt, c.reciprocal) + c.eps;
@@ -147,15 +173,20 @@ fn update<W: Float, M: Float, G: Float, const DECOUPLED: bool>(
     c: Coefficients,
 ) {
     let n = weights.len();
-    let (first_moment, second_moment, grad) = (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
+    let (first_moment, second_moment, grad) =
+        (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
     for block in blocks(n) {
         prefetch(weights, &block);
         prefetch(first_moment, &block);
         prefetch(second_moment, &block);
         prefetch(grad, &block);
         for i in block {
-            let (w, m, v, g) =
-                (weights[i].to_f32(), first_moment[i].to_f32(), second_moment[i].to_f32(), grad[i].to_f32());
+            let (w, m, v, g) = (
+                weights[i].to_f32(),
+                first_moment[i].to_f32(),
+                second_moment[i].to_f32(),
+                grad[i].to_f32(),
+            );
             let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
             weights[i] = W::from_f32(w);
             first_moment[i] = M::from_f32(m);
@@ -185,8 +216,12 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
         prefetch(second_moment, &block);
         prefetch(grad, &block);
         for i in block {
-            let (w, m, v, g) =
-                (weights[i].to_f32(), first_moment[i].to_f32(), second_moment[i].to_f32(), grad[i].to_f32());
+            let (w, m, v, g) = (
+                weights[i].to_f32(),
+                first_moment[i].to_f32(),
+                second_moment[i].to_f32(),
+                grad[i].to_f32(),
+            );
             let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
             weights[i] = W::from_f32(w);
             first_moment[i] = M::from_f32(m);
@@ -196,11 +231,11 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     }
 }
 
-/// [`update`] for slices that are all bf16: two adjacent elements are processed as one 32-bit value, whose halves
-/// widen and narrow in place, with a third fewer instructions.
+/// [`update`] for slices that are all bf16: two adjacent elements are processed as one 32-bit
+/// value, whose halves widen and narrow in place, with a third fewer instructions.
 ///
-/// Rounding needs no special case for NaN: a NaN that comes from bf16 values ends in 16 zero bits, so rounding does
-/// not carry into the exponent.
+/// Rounding needs no special case for NaN: a NaN that comes from bf16 values ends in 16 zero bits,
+/// so rounding does not carry into the exponent.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
@@ -214,12 +249,18 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
 ) {
     let halves = |pair: [bf16; 2]| {
         let word: u32 = bytemuck::cast(pair);
-        (f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000))
+        (
+            f32::from_bits(word << 16),
+            f32::from_bits(word & 0xffff_0000),
+        )
     };
     let round = |x: f32| x.to_bits().wrapping_add(0x7fff + ((x.to_bits() >> 16) & 1));
-    let join = |a: f32, b: f32| -> [bf16; 2] { bytemuck::cast((round(a) >> 16) | (round(b) & 0xffff_0000)) };
+    let join = |a: f32, b: f32| -> [bf16; 2] {
+        bytemuck::cast((round(a) >> 16) | (round(b) & 0xffff_0000))
+    };
     let n = weights.len();
-    let (first_moment, second_moment, grad) = (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
+    let (first_moment, second_moment, grad) =
+        (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
     for block in blocks(n) {
         prefetch(weights, &block);
         prefetch(first_moment, &block);
@@ -237,8 +278,8 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
     }
 }
 
-/// One fused step of AdamW (`hyper.decoupled`) or Adam with L2 over all elements of `slices`, on this thread.
-/// If `scalars.skip` is nonzero, nothing is written.
+/// One fused step of AdamW (`hyper.decoupled`) or Adam with L2 over all elements of `slices`, on
+/// this thread. If `scalars.skip` is nonzero, nothing is written.
 ///
 /// # Errors
 /// The slices' lengths differ.
@@ -252,10 +293,20 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         return Ok(());
     }
     let c = Coefficients::new(scalars, hyper);
-    let AdamSlices { weights, first_moment, second_moment, grad, param_out } = slices;
-    if let (None, Some(w), Some(m), Some(v), Some(g)) =
-        (&param_out, as_bf16_mut(weights), as_bf16_mut(first_moment), as_bf16_mut(second_moment), as_bf16(grad))
-    {
+    let AdamSlices {
+        weights,
+        first_moment,
+        second_moment,
+        grad,
+        param_out,
+    } = slices;
+    if let (None, Some(w), Some(m), Some(v), Some(g)) = (
+        &param_out,
+        as_bf16_mut(weights),
+        as_bf16_mut(first_moment),
+        as_bf16_mut(second_moment),
+        as_bf16(grad),
+    ) {
         adam_bf16(w, m, v, g, hyper.decoupled, c);
         return Ok(());
     }
@@ -266,7 +317,14 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
             update_and_narrow::<W, M, G, P, true>(weights, first_moment, second_moment, grad, p, c);
         }
         (Some(p), false) => {
-            update_and_narrow::<W, M, G, P, false>(weights, first_moment, second_moment, grad, p, c);
+            update_and_narrow::<W, M, G, P, false>(
+                weights,
+                first_moment,
+                second_moment,
+                grad,
+                p,
+                c,
+            );
         }
     }
     Ok(())
@@ -282,7 +340,14 @@ fn as_bf16_mut<T: Float>(x: &mut [T]) -> Option<&mut [bf16]> {
     (T::DTYPE == DType::Bf16).then(|| bytemuck::cast_slice_mut(x))
 }
 
-fn adam_bf16(w: &mut [bf16], m: &mut [bf16], v: &mut [bf16], g: &[bf16], decoupled: bool, c: Coefficients) {
+fn adam_bf16(
+    w: &mut [bf16],
+    m: &mut [bf16],
+    v: &mut [bf16],
+    g: &[bf16],
+    decoupled: bool,
+    c: Coefficients,
+) {
     let ((w, w_tail), (m, m_tail)) = (w.as_chunks_mut::<2>(), m.as_chunks_mut::<2>());
     let ((v, v_tail), (g, g_tail)) = (v.as_chunks_mut::<2>(), g.as_chunks::<2>());
     if decoupled {
@@ -302,13 +367,33 @@ mod tests {
     fn quotients_are_rounded_like_divisions() {
         let betas = [0.9, 0.95, 0.98, 0.99, 0.999, 0.9999, 0.999_999];
         let steps = [1, 2, 3, 7, 20, 100, 1000, 100_000];
-        let corrections = betas.iter().flat_map(|&beta: &f64| steps.map(|t| (1.0 - beta.powi(t)).sqrt() as f32));
-        let limits = [1.0, f32::from_bits(0x3f7f_ffff), f32::from_bits(0x3eff_ffff), 1e-8];
-        let special = [0.0, f32::MIN_POSITIVE, 1e-45, f32::MAX, f32::INFINITY, f32::NAN];
+        let corrections = betas
+            .iter()
+            .flat_map(|&beta: &f64| steps.map(|t| (1.0 - beta.powi(t)).sqrt() as f32));
+        let limits = [
+            1.0,
+            f32::from_bits(0x3f7f_ffff),
+            f32::from_bits(0x3eff_ffff),
+            1e-8,
+        ];
+        let special = [
+            0.0,
+            f32::MIN_POSITIVE,
+            1e-45,
+            f32::MAX,
+            f32::INFINITY,
+            f32::NAN,
+        ];
         for y in corrections.chain(limits) {
-            // Squares with all exponents and, of roots between 1 and 2, a hundredth of all mantissas.
-            let squares = (0..0x7f80_0000).step_by(1_000_003).map(f32::from_bits).chain(special);
-            let roots = (0x3f80_0000..0x4000_0000).step_by(if cfg!(miri) { 99_991 } else { 97 }).map(f32::from_bits);
+            // Squares with all exponents and, of roots between 1 and 2, a hundredth of all
+            // mantissas.
+            let squares = (0..0x7f80_0000)
+                .step_by(1_000_003)
+                .map(f32::from_bits)
+                .chain(special);
+            let roots = (0x3f80_0000..0x4000_0000)
+                .step_by(if cfg!(miri) { 99_991 } else { 97 })
+                .map(f32::from_bits);
             for x in squares.map(f32::sqrt).chain(roots) {
                 let (ours, exact) = (quotient(x, y, y.recip()), x / y);
                 assert!(

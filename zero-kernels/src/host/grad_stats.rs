@@ -1,14 +1,15 @@
 //! Sum of squares and count of non-finite elements, deterministically.
 //!
-//! The order of the sum depends on the length alone, and suits GPUs and CPUs. *Pairwise* addition adds the upper half
-//! of the values to the lower half until one value is left.
+//! The order of the sum depends on the length alone, and suits GPUs and CPUs. *Pairwise* addition
+//! adds the upper half of the values to the lower half until one value is left.
 //!
-//! 1. The gradient is split into strips of [`STRIP_ELEMS`] from its start. Within a strip, lane `l` of 256 sums the
-//!    squares of elements `l`, `l + 256`, ... in that order in fp64 (the square of an fp32 value is exact there).
-//!    Each [`NEIGHBOURS`] neighbouring lanes are then added pairwise, and their 32 sums pairwise.
+//! 1. The gradient is split into strips of [`STRIP_ELEMS`] from its start. Within a strip, lane `l`
+//!    of 256 sums the squares of elements `l`, `l + 256`, ... in that order in fp64 (the square of
+//!    an fp32 value is exact there). Each [`NEIGHBOURS`] neighbouring lanes are then added
+//!    pairwise, and their 32 sums pairwise.
 //! 2. The strips of a chunk of [`CHUNK_ELEMS`] are added pairwise; missing strips are 0.
-//! 3. Lane `l` of [`TOP_LANES`] sums the results of chunks `l`, `l + TOP_LANES`, ... in that order; these lanes are
-//!    then added pairwise.
+//! 3. Lane `l` of [`TOP_LANES`] sums the results of chunks `l`, `l + TOP_LANES`, ... in that order;
+//!    these lanes are then added pairwise.
 //!
 //! Non-finite elements are counted and add 0 to the sum.
 
@@ -41,7 +42,10 @@ pub(crate) fn combine(chunks: impl IntoIterator<Item = GradStats>) -> GradStats 
         sums[i % TOP_LANES] += chunk.sum_sq;
         nonfinite += chunk.nonfinite;
     }
-    GradStats { sum_sq: add_pairwise(sums), nonfinite }
+    GradStats {
+        sum_sq: add_pairwise(sums),
+        nonfinite,
+    }
 }
 
 /// The pairwise sum of `N` values; `N` is a power of two.
@@ -64,7 +68,10 @@ pub(crate) fn chunk<G: Float>(grad: &[G]) -> GradStats {
         *sum = strip.sum_sq;
         nonfinite += strip.nonfinite;
     }
-    GradStats { sum_sq: add_pairwise(sums), nonfinite }
+    GradStats {
+        sum_sq: add_pairwise(sums),
+        nonfinite,
+    }
 }
 
 /// Statistics of one strip.
@@ -76,7 +83,9 @@ fn strip<G: Float>(grad: &[G]) -> GradStats {
     let (mut sums, mut nonfinite) = ([0f64; LANES], 0);
     let (tiles, tail) = grad.as_chunks::<LANES>();
     for tile in tiles {
-        let largest = tile.iter().fold(0, |max, g| max.max(g.to_f32().to_bits() & !SIGN));
+        let largest = tile
+            .iter()
+            .fold(0, |max, g| max.max(g.to_f32().to_bits() & !SIGN));
         if largest < f32::INFINITY.to_bits() {
             for lane in 0..LANES {
                 let g = f64::from(tile[lane].to_f32());
@@ -89,8 +98,14 @@ fn strip<G: Float>(grad: &[G]) -> GradStats {
     nonfinite += add_finite(&mut sums, tail);
     let (rows, _) = sums.as_chunks::<NEIGHBOURS>();
     let mut row_sums = [0f64; LANES / NEIGHBOURS];
-    row_sums.iter_mut().zip(rows).for_each(|(sum, row)| *sum = add_pairwise(*row));
-    GradStats { sum_sq: add_pairwise(row_sums), nonfinite }
+    row_sums
+        .iter_mut()
+        .zip(rows)
+        .for_each(|(sum, row)| *sum = add_pairwise(*row));
+    GradStats {
+        sum_sq: add_pairwise(row_sums),
+        nonfinite,
+    }
 }
 
 /// Adds the squares of the finite elements to their lanes, and counts the others.

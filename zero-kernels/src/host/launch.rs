@@ -7,10 +7,12 @@ use zero_alloc::host::{HostDevice, HostStream};
 use super::pack::copies;
 use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
 use crate::step::{self, RankStats};
-use crate::{AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, Segments, check};
+use crate::{
+    AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, Segments, check,
+};
 
-/// The operations on host streams. adam, cast, pack, accumulate and grad_stats are split over a fixed number of threads;
-/// the others run on the stream's thread.
+/// The operations on host streams. adam, cast, pack, accumulate and grad_stats are split over a
+/// fixed number of threads; the others run on the stream's thread.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
     workers: Workers,
@@ -22,7 +24,9 @@ impl HostKernels {
     /// # Errors
     /// [`KernelError::Threads`].
     pub fn new(threads: usize) -> Result<Self, KernelError> {
-        Ok(Self { workers: Workers::new(threads)? })
+        Ok(Self {
+            workers: Workers::new(threads)?,
+        })
     }
 
     /// Operations on `workers`, which may be shared.
@@ -31,9 +35,13 @@ impl HostKernels {
     }
 }
 
-/// Converts an error of a running operation. It does not occur, since the call checked the arguments.
+/// Converts an error of a running operation. It does not occur, since the call checked the
+/// arguments.
 fn failed(error: KernelError) -> DeviceError {
-    DeviceError::Driver { call: "host kernel", message: error.to_string() }
+    DeviceError::Driver {
+        call: "host kernel",
+        message: error.to_string(),
+    }
 }
 
 /// Reads one element of host memory.
@@ -67,10 +75,25 @@ macro_rules! with_float {
 }
 
 impl HostKernels {
-    fn enqueue_adam<G: Float, P: Float>(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
+    fn enqueue_adam<G: Float, P: Float>(
+        &self,
+        stream: &HostStream,
+        args: AdamArgs,
+    ) -> Result<(), KernelError> {
         let workers = self.workers.clone();
-        let AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper } = args;
-        let (grad, param_out) = (grad.typed::<G>()?, param_out.map(AnySlice::typed::<P>).transpose()?);
+        let AdamArgs {
+            master,
+            first_moment,
+            second_moment,
+            grad,
+            param_out,
+            scalars,
+            hyper,
+        } = args;
+        let (grad, param_out) = (
+            grad.typed::<G>()?,
+            param_out.map(AnySlice::typed::<P>).transpose()?,
+        );
         stream.enqueue("adam", move || {
             // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
             let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
@@ -84,7 +107,13 @@ impl HostKernels {
             let grad = unsafe { grad.as_host() };
             // SAFETY: as for the weights.
             let param_out = param_out.map(|p| unsafe { p.as_host_mut() });
-            let slices = AdamSlices { weights, first_moment, second_moment, grad, param_out };
+            let slices = AdamSlices {
+                weights,
+                first_moment,
+                second_moment,
+                grad,
+                param_out,
+            };
             workers.adam(slices, &scalars, &hyper).map_err(failed)
         })?;
         Ok(())
@@ -106,7 +135,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         with_float!("adam_remainder: grad", args.grad.dtype(), G => {
             let grad = args.grad.typed::<G>()?;
             stream.enqueue("adam_remainder", move || {
-                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered
+                // accesses.
                 let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
                 // SAFETY: as above, and `check` found it disjoint from the others.
                 let param = unsafe { args.param.as_host_mut() };
@@ -125,13 +155,20 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         })
     }
 
-    fn cast(&self, stream: &HostStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
+    fn cast(
+        &self,
+        stream: &HostStream,
+        src: AnySlice,
+        dst: AnySlice,
+        scale: f32,
+    ) -> Result<(), KernelError> {
         check::cast(DeviceId::HOST, src, dst)?;
         let workers = self.workers.clone();
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
             let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
             stream.enqueue("cast", move || {
-                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered
+                // accesses.
                 let src = unsafe { src.as_host() };
                 // SAFETY: as above, and `check` found it disjoint from `src`.
                 let dst = unsafe { dst.as_host_mut() };
@@ -156,8 +193,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         with_float!("pack: dst", dst.dtype(), D => {
             stream.enqueue("pack", move || {
                 copies.iter().try_for_each(|(src, dst)| {
-                    // SAFETY: `check` found host memory, disjoint from the parts; its maker promised validity and ordered
-                    // accesses.
+                    // SAFETY: `check` found host memory, disjoint from the parts; its maker
+                    // promised validity and ordered accesses.
                     let dst = unsafe { dst.typed::<D>()?.as_host_mut() };
                     let Some(src) = src else {
                         dst.fill(D::from_f32(0.0));
@@ -173,13 +210,19 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         })
     }
 
-    fn accumulate(&self, stream: &HostStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
+    fn accumulate(
+        &self,
+        stream: &HostStream,
+        grad: AnySlice,
+        acc: DeviceSlice<f32>,
+    ) -> Result<(), KernelError> {
         check::accumulate(DeviceId::HOST, grad, acc)?;
         let workers = self.workers.clone();
         with_float!("accumulate: grad", grad.dtype(), G => {
             let grad = grad.typed::<G>()?;
             stream.enqueue("accumulate", move || {
-                // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
+                // SAFETY: `check` found host memory; its maker promised validity and ordered
+                // accesses.
                 let grad = unsafe { grad.as_host() };
                 // SAFETY: as above, and `check` found it disjoint from `grad`.
                 let acc = unsafe { acc.as_host_mut() };
@@ -204,8 +247,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         check::grad_stats(DeviceId::HOST, grads, scratch, 0, out)?;
         let (workers, grads) = (self.workers.clone(), grads.to_vec());
         stream.enqueue("grad_stats", move || {
-            // SAFETY: `check` found host memory, disjoint from the gradients; its maker promised validity and ordered
-            // accesses.
+            // SAFETY: `check` found host memory, disjoint from the gradients; its maker promised
+            // validity and ordered accesses.
             for (grad, out) in grads.iter().zip(unsafe { out.as_host_mut() }) {
                 *out = with_float!("grad_stats: grad", grad.dtype(), G => {
                     // SAFETY: as for `out`; nothing writes to it.
@@ -235,7 +278,10 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             // SAFETY: as above.
             let flags = unsafe { read_first(flags) }.unwrap_or_default();
             // SAFETY: as above, and `check` found it disjoint from the others.
-            unsafe { out.as_host_mut() }.fill(RankStats { flags, ..RankStats::new(units, loss) });
+            unsafe { out.as_host_mut() }.fill(RankStats {
+                flags,
+                ..RankStats::new(units, loss)
+            });
             Ok(())
         })?;
         Ok(())
@@ -244,7 +290,14 @@ unsafe impl Kernels<HostDevice> for HostKernels {
     fn advance_step(&self, stream: &HostStream, args: AdvanceArgs) -> Result<(), KernelError> {
         check::advance_step(DeviceId::HOST, &args)?;
         stream.enqueue("advance_step", move || {
-            let AdvanceArgs { ranks, config, rates, state, scalars, records } = args;
+            let AdvanceArgs {
+                ranks,
+                config,
+                rates,
+                state,
+                scalars,
+                records,
+            } = args;
             // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
             let ranks = unsafe { ranks.as_host() };
             // SAFETY: as above.
@@ -259,7 +312,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
                 && let Some(record) = step::advance_step(ranks, config, rates, state, scalars)
             {
                 let at = (record.iteration % records.len() as u64) as usize;
-                // SAFETY: as for the state; only this record is borrowed, since the host may be reading others.
+                // SAFETY: as for the state; only this record is borrowed, since the host may be
+                // reading others.
                 unsafe { records.slice(at..at + 1).as_host_mut() }.fill(record);
             }
             Ok(())

@@ -1,12 +1,14 @@
-//! The operations on the host: safe functions over Rust slices, and [`HostKernels`], which enqueues them on streams.
+//! The operations on the host: safe functions over Rust slices, and [`HostKernels`], which enqueues
+//! them on streams.
 //!
-//! Each function runs on the calling thread and is compiled for several instruction sets (AVX-512, AVX2 with FMA, the
-//! baseline), one of which is selected at run time. [`Workers`] splits adam, cast, accumulate and grad_stats over
-//! threads. Results are bit-identical for every instruction set, alignment and split:
+//! Each function runs on the calling thread and is compiled for several instruction sets (AVX-512,
+//! AVX2 with FMA, the baseline), one of which is selected at run time. [`Workers`] splits adam,
+//! cast, accumulate and grad_stats over threads. Results are bit-identical for every instruction
+//! set, alignment and split:
 //!
-//! - adam, cast and accumulate compute each element separately in fp32, with IEEE rounding at each operation and
-//!   fused multiply-adds exactly where the source has `mul_add` (a CPU without FMA computes them in software: slowly,
-//!   with the same bits);
+//! - adam, cast and accumulate compute each element separately in fp32, with IEEE rounding at each
+//!   operation and fused multiply-adds exactly where the source has `mul_add` (a CPU without FMA
+//!   computes them in software: slowly, with the same bits);
 //! - grad_stats sums in fp64 in an order fixed by the length alone (see [`grad_stats`]).
 
 mod accumulate;

@@ -17,7 +17,10 @@ pub(super) fn copies(
         let to = |from: usize, until: usize| dst.slice(at + from - start..at + until - start);
         let mut end = range.start;
         for &(part, at) in parts {
-            let (from, until) = (at.max(range.start), at.saturating_add(part.len()).min(range.end));
+            let (from, until) = (
+                at.max(range.start),
+                at.saturating_add(part.len()).min(range.end),
+            );
             if from < until {
                 if end < from {
                     copies.push((None, to(end, from)));

@@ -1,8 +1,8 @@
 //! Weights as a bf16 parameter and a 16-bit remainder, together exactly fp32: no separate master.
 //!
-//! `bits(w) = (bits(parameter) << 16) + remainder` with a signed remainder. So the parameter is `w` rounded to
-//! nearest, ties away from zero (ties to even could not be inverted), and no bit is lost. A NaN becomes the canonical
-//! NaN. CUDA version: cuda/adam_remainder.cu.
+//! `bits(w) = (bits(parameter) << 16) + remainder` with a signed remainder. So the parameter is `w`
+//! rounded to nearest, ties away from zero (ties to even could not be inverted), and no bit is
+//! lost. A NaN becomes the canonical NaN. CUDA version: cuda/adam_remainder.cu.
 
 use half::bf16;
 use multiversion::multiversion;
@@ -16,7 +16,10 @@ use crate::{AdamHyper, Float, KernelError, StepScalars};
 #[inline(always)]
 pub fn split(w: f32) -> (bf16, i16) {
     let bits = if w.is_nan() { 0x7fc0_0000 } else { w.to_bits() };
-    (bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16), bits as u16 as i16)
+    (
+        bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16),
+        bits as u16 as i16,
+    )
 }
 
 /// The weight with this parameter and remainder.
@@ -40,8 +43,8 @@ pub struct RemainderSlices<'a, G> {
     pub grad: &'a [G],
 }
 
-/// One step of AdamW or Adam: the same bits as [`adam`](super::adam()) on fp32 masters, with 26 bytes of traffic per
-/// element instead of 28.
+/// One step of AdamW or Adam: the same bits as [`adam`](super::adam()) on fp32 masters, with 26
+/// bytes of traffic per element instead of 28.
 ///
 /// # Errors
 /// The slices' lengths differ.
@@ -50,10 +53,24 @@ pub fn adam_remainder<G: Float>(
     scalars: &StepScalars,
     hyper: &AdamHyper,
 ) -> Result<(), KernelError> {
-    let RemainderSlices { param, remainder, first_moment, second_moment, grad } = slices;
+    let RemainderSlices {
+        param,
+        remainder,
+        first_moment,
+        second_moment,
+        grad,
+    } = slices;
     same_len("adam_remainder: remainder", param.len(), remainder.len())?;
-    same_len("adam_remainder: first_moment", param.len(), first_moment.len())?;
-    same_len("adam_remainder: second_moment", param.len(), second_moment.len())?;
+    same_len(
+        "adam_remainder: first_moment",
+        param.len(),
+        first_moment.len(),
+    )?;
+    same_len(
+        "adam_remainder: second_moment",
+        param.len(),
+        second_moment.len(),
+    )?;
     same_len("adam_remainder: grad", param.len(), grad.len())?;
     if scalars.skip != 0 {
         return Ok(());
@@ -90,7 +107,8 @@ fn update<G: Float, const DECOUPLED: bool>(
         prefetch(grad, &block);
         for i in block {
             let w = join(param[i], remainder[i]);
-            let (w, m, v) = element::<DECOUPLED>(&c, w, first_moment[i], second_moment[i], grad[i].to_f32());
+            let (w, m, v) =
+                element::<DECOUPLED>(&c, w, first_moment[i], second_moment[i], grad[i].to_f32());
             (param[i], remainder[i]) = split(w);
             first_moment[i] = m;
             second_moment[i] = v;

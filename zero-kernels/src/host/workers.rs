@@ -38,8 +38,13 @@ impl Workers {
             .num_threads(threads)
             .thread_name(|i| format!("zero-kernels-{i}"))
             .build()
-            .map_err(|e| KernelError::Threads { threads, message: e.to_string() })?;
-        Ok(Self { pool: Some(Arc::new(pool)) })
+            .map_err(|e| KernelError::Threads {
+                threads,
+                message: e.to_string(),
+            })?;
+        Ok(Self {
+            pool: Some(Arc::new(pool)),
+        })
     }
 
     /// The number of threads.
@@ -47,12 +52,16 @@ impl Workers {
         self.pool.as_ref().map_or(1, |p| p.current_num_threads())
     }
 
-    /// The length of each part of a range of `len` elements: a multiple of the chunk length, or at least `len` if one
-    /// thread is enough. Each thread gets several parts, so that a preempted thread delays the others only briefly.
+    /// The length of each part of a range of `len` elements: a multiple of the chunk length, or at
+    /// least `len` if one thread is enough. Each thread gets several parts, so that a preempted
+    /// thread delays the others only briefly.
     fn part_elems(&self, len: usize) -> usize {
         match self.threads() {
             1 => len.max(1),
-            threads => len.div_ceil(threads * PARTS_PER_THREAD).next_multiple_of(CHUNK_ELEMS).max(MIN_PART_ELEMS),
+            threads => len
+                .div_ceil(threads * PARTS_PER_THREAD)
+                .next_multiple_of(CHUNK_ELEMS)
+                .max(MIN_PART_ELEMS),
         }
     }
 
@@ -62,7 +71,9 @@ impl Workers {
             None => parts.into_iter().for_each(work),
             Some(pool) => {
                 let (parts, work) = (parts.into_iter(), &work);
-                pool.in_place_scope(|scope| parts.for_each(|part| scope.spawn(move |_| work(part))));
+                pool.in_place_scope(|scope| {
+                    parts.for_each(|part| scope.spawn(move |_| work(part)))
+                });
             }
         }
     }
@@ -103,16 +114,24 @@ impl Workers {
     ///
     /// # Errors
     /// The lengths differ.
-    pub fn cast<S: Float, D: Float>(&self, src: &[S], dst: &mut [D], scale: f32) -> Result<(), KernelError> {
+    pub fn cast<S: Float, D: Float>(
+        &self,
+        src: &[S],
+        dst: &mut [D],
+        scale: f32,
+    ) -> Result<(), KernelError> {
         same_len("cast: dst", src.len(), dst.len())?;
         let part_elems = self.part_elems(src.len());
         if src.len() <= part_elems {
             return cast(src, dst, scale);
         }
-        self.each(src.chunks(part_elems).zip(dst.chunks_mut(part_elems)), |(src, dst)| {
-            let equal = cast(src, dst, scale);
-            debug_assert!(equal.is_ok(), "the lengths were checked above");
-        });
+        self.each(
+            src.chunks(part_elems).zip(dst.chunks_mut(part_elems)),
+            |(src, dst)| {
+                let equal = cast(src, dst, scale);
+                debug_assert!(equal.is_ok(), "the lengths were checked above");
+            },
+        );
         Ok(())
     }
 
@@ -126,10 +145,13 @@ impl Workers {
         if grad.len() <= part_elems {
             return accumulate(grad, acc);
         }
-        self.each(grad.chunks(part_elems).zip(acc.chunks_mut(part_elems)), |(grad, acc)| {
-            let equal = accumulate(grad, acc);
-            debug_assert!(equal.is_ok(), "the lengths were checked above");
-        });
+        self.each(
+            grad.chunks(part_elems).zip(acc.chunks_mut(part_elems)),
+            |(grad, acc)| {
+                let equal = accumulate(grad, acc);
+                debug_assert!(equal.is_ok(), "the lengths were checked above");
+            },
+        );
         Ok(())
     }
 
@@ -141,7 +163,9 @@ impl Workers {
         }
         // Parts are whole numbers of chunks, so the chunks are those of the whole gradient.
         let mut partials = vec![GradStats::default(); grad.len().div_ceil(CHUNK_ELEMS)];
-        let parts = grad.chunks(part_elems).zip(partials.chunks_mut(part_elems / CHUNK_ELEMS));
+        let parts = grad
+            .chunks(part_elems)
+            .zip(partials.chunks_mut(part_elems / CHUNK_ELEMS));
         self.each(parts, |(grad, partials)| {
             for (g, out) in grad.chunks(CHUNK_ELEMS).zip(partials) {
                 *out = chunk(g);

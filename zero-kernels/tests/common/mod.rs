@@ -1,11 +1,16 @@
-//! Test inputs: values of every kind (normal, denormal, infinite, NaN), and lengths around vector widths.
+//! Test inputs: values of every kind (normal, denormal, infinite, NaN), and lengths around vector
+//! widths.
 // Each test binary uses a part of it.
 #![allow(unreachable_pub, dead_code)]
 
 use zero_kernels::{AdamHyper, Float, StepScalars};
 
 /// Lengths around vector widths, and one that threads share.
-pub const LENGTHS: &[usize] = if cfg!(miri) { &[0, 1, 37] } else { &[0, 1, 7, 8, 9, 255, (1 << 20) + 3] };
+pub const LENGTHS: &[usize] = if cfg!(miri) {
+    &[0, 1, 37]
+} else {
+    &[0, 1, 7, 8, 9, 255, (1 << 20) + 3]
+};
 
 /// A SplitMix64 generator.
 pub struct Random(pub u64);
@@ -21,8 +26,13 @@ impl Random {
     /// A value of magnitude 2^-20 to 2^3 and either sign.
     pub fn value(&mut self) -> f32 {
         let r = self.next();
-        let magnitude = f32::from_bits(((107 + (r % 23) as u32) << 23) | (r >> 41) as u32 & 0x7f_ffff);
-        if r & (1 << 40) == 0 { magnitude } else { -magnitude }
+        let magnitude =
+            f32::from_bits(((107 + (r % 23) as u32) << 23) | (r >> 41) as u32 & 0x7f_ffff);
+        if r & (1 << 40) == 0 {
+            magnitude
+        } else {
+            -magnitude
+        }
     }
 }
 
@@ -56,7 +66,10 @@ pub fn values<T: Float>(len: usize, seed: u64, special: bool) -> Vec<T> {
 
 /// `len` random values that are not negative: second moments.
 pub fn squares<T: Float>(len: usize, seed: u64) -> Vec<T> {
-    values::<f32>(len, seed, false).into_iter().map(|x| T::from_f32(x * x)).collect()
+    values::<f32>(len, seed, false)
+        .into_iter()
+        .map(|x| T::from_f32(x * x))
+        .collect()
 }
 
 /// Asserts equal bits, except for NaN payloads.
@@ -87,5 +100,12 @@ pub fn scalars(lr: f32, grad_scale: f32) -> StepScalars {
 }
 
 pub fn hyper(decoupled: bool) -> AdamHyper {
-    AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, decoupled, bias_correction: true }
+    AdamHyper {
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        decoupled,
+        bias_correction: true,
+    }
 }

@@ -8,7 +8,8 @@ use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, host,
 use crate::Rig;
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
-/// The first element of stream `s` in case `i`: all streams aligned, misaligned equally, or misaligned differently.
+/// The first element of stream `s` in case `i`: all streams aligned, misaligned equally, or
+/// misaligned differently.
 pub fn from(i: usize, s: usize) -> usize {
     [0, i, 3 * i + 5 * s][i % 3] % 8
 }
@@ -21,7 +22,11 @@ struct State {
 
 impl State {
     fn new(len: usize) -> Self {
-        Self { weights: values(len, 1, false), first_moment: values(len, 2, false), second_moment: squares(len, 3) }
+        Self {
+            weights: values(len, 1, false),
+            first_moment: values(len, 2, false),
+            second_moment: squares(len, 3),
+        }
     }
 
     fn slices<'a, G, P>(
@@ -29,8 +34,18 @@ impl State {
         grad: &'a [G],
         param: Option<&'a mut [P]>,
     ) -> host::AdamSlices<'a, f32, f32, G, P> {
-        let Self { weights, first_moment, second_moment } = self;
-        host::AdamSlices { weights, first_moment, second_moment, grad, param_out: param }
+        let Self {
+            weights,
+            first_moment,
+            second_moment,
+        } = self;
+        host::AdamSlices {
+            weights,
+            first_moment,
+            second_moment,
+            grad,
+            param_out: param,
+        }
     }
 }
 
@@ -38,7 +53,12 @@ impl State {
 fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
         for decoupled in [true, false] {
-            let what = format!("{} elements, gradient {}, parameter {}", len, G::DTYPE, P::DTYPE);
+            let what = format!(
+                "{} elements, gradient {}, parameter {}",
+                len,
+                G::DTYPE,
+                P::DTYPE
+            );
             let (start, grad) = (State::new(len), values::<G>(len, 4, true));
             let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(decoupled));
             let master = rig.buffer(&start.weights, from(i, 0));
@@ -59,10 +79,27 @@ fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
             rig.kernels.adam(&rig.stream, args).unwrap();
 
             let (mut expected, mut narrow) = (State::new(len), param_poison::<P>(len));
-            reference::adam(expected.slices(&grad, with_param.then_some(&mut narrow[..])), &scalars, &hyper).unwrap();
-            assert_same(&format!("{what}: master"), &master.read(), &expected.weights);
-            assert_same(&format!("{what}: first moment"), &first_moment.read(), &expected.first_moment);
-            assert_same(&format!("{what}: second moment"), &second_moment.read(), &expected.second_moment);
+            reference::adam(
+                expected.slices(&grad, with_param.then_some(&mut narrow[..])),
+                &scalars,
+                &hyper,
+            )
+            .unwrap();
+            assert_same(
+                &format!("{what}: master"),
+                &master.read(),
+                &expected.weights,
+            );
+            assert_same(
+                &format!("{what}: first moment"),
+                &first_moment.read(),
+                &expected.first_moment,
+            );
+            assert_same(
+                &format!("{what}: second moment"),
+                &second_moment.read(),
+                &expected.second_moment,
+            );
             assert_same(&format!("{what}: parameter"), &param.read(), &narrow);
             assert_same(&format!("{what}: gradient"), &on_device.read(), &grad);
             near_fp64(&start, &grad, &scalars, &hyper, &expected);
@@ -74,20 +111,35 @@ fn param_poison<P: Float>(len: usize) -> Vec<P> {
     vec![P::from_f32(f32::NAN); len]
 }
 
-/// Asserts that the plain loop is within a few roundings of the formula in fp64, where that is finite.
+/// Asserts that the plain loop is within a few roundings of the formula in fp64, where that is
+/// finite.
 fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper, ours: &State) {
     const U: f64 = f32::EPSILON as f64 / 2.0;
     let least = f64::from(f32::from_bits(1));
     for (i, grad) in grad.iter().enumerate() {
-        let (w0, m0) = (f64::from(start.weights[i]), f64::from(start.first_moment[i]));
-        let (v0, plain) = (f64::from(start.second_moment[i]), f64::from(grad.to_f32()) * f64::from(s.grad_scale));
+        let (w0, m0) = (
+            f64::from(start.weights[i]),
+            f64::from(start.first_moment[i]),
+        );
+        let (v0, plain) = (
+            f64::from(start.second_moment[i]),
+            f64::from(grad.to_f32()) * f64::from(s.grad_scale),
+        );
         if !plain.is_finite() || plain.abs() > 1e18 {
             continue;
         }
         let (w, g, largest) = if h.decoupled {
-            (w0 * (1.0 - f64::from(s.lr) * h.weight_decay), plain, plain.abs())
+            (
+                w0 * (1.0 - f64::from(s.lr) * h.weight_decay),
+                plain,
+                plain.abs(),
+            )
         } else {
-            (w0, plain + h.weight_decay * w0, plain.abs() + (h.weight_decay * w0).abs())
+            (
+                w0,
+                plain + h.weight_decay * w0,
+                plain.abs() + (h.weight_decay * w0).abs(),
+            )
         };
         let m = h.beta1 * m0 + (1.0 - h.beta1) * g;
         let v = h.beta2 * v0 + (1.0 - h.beta2) * g * g;
@@ -102,7 +154,10 @@ fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper
             ("second moment", ours.second_moment[i], v, v_error),
             ("weight", ours.weights[i], w - update, w_error),
         ] {
-            assert!((f64::from(ours) - exact).abs() <= error, "{what} {i}: {ours:e}, in fp64 {exact:e} +- {error:e}");
+            assert!(
+                (f64::from(ours) - exact).abs() <= error,
+                "{what} {i}: {ours:e}, in fp64 {exact:e} +- {error:e}"
+            );
         }
     }
 }
@@ -133,11 +188,18 @@ pub fn adam_to_fp16_parameters<D: Device>(rig: &Rig<D>) {
 
 fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
-        let (mut m, mut v, grad) = (values::<f32>(len, 2, false), squares::<f32>(len, 3), values::<G>(len, 4, true));
+        let (mut m, mut v, grad) = (
+            values::<f32>(len, 2, false),
+            squares::<f32>(len, 3),
+            values::<G>(len, 4, true),
+        );
         let (mut param, mut remainder): (Vec<bf16>, Vec<i16>) =
             values::<f32>(len, 1, false).into_iter().map(split).unzip();
         let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
-        let (on_param, on_remainder) = (rig.buffer(&param, from(i, 0)), rig.buffer(&remainder, from(i, 1)));
+        let (on_param, on_remainder) = (
+            rig.buffer(&param, from(i, 0)),
+            rig.buffer(&remainder, from(i, 1)),
+        );
         let (on_m, on_v) = (rig.buffer(&m, from(i, 2)), rig.buffer(&v, from(i, 3)));
         let (on_grad, at) = (rig.buffer(&grad, from(i, 4)), rig.buffer(&[scalars], 0));
         let args = RemainderArgs {
@@ -158,9 +220,14 @@ fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
             grad: &grad,
         };
         host::adam_remainder(slices, &scalars, &hyper).unwrap();
-        let join =
-            |(p, r): (Vec<bf16>, Vec<i16>)| -> Vec<f32> { p.into_iter().zip(r).map(|(p, r)| join(p, r)).collect() };
-        assert_same("weights", &join((on_param.read(), on_remainder.read())), &join((param, remainder)));
+        let join = |(p, r): (Vec<bf16>, Vec<i16>)| -> Vec<f32> {
+            p.into_iter().zip(r).map(|(p, r)| join(p, r)).collect()
+        };
+        assert_same(
+            "weights",
+            &join((on_param.read(), on_remainder.read())),
+            &join((param, remainder)),
+        );
         assert_same("first moment", &on_m.read(), &m);
         assert_same("second moment", &on_v.read(), &v);
     }
@@ -175,16 +242,41 @@ pub fn adam_with_remainders<D: Device>(rig: &Rig<D>) {
 pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let len = rig.most_elems.min(255);
     let (start, grad) = (State::new(len), values::<bf16>(len, 4, true));
-    let (wide, narrow) = (rig.buffer(&start.weights, 1), rig.buffer(&values::<bf16>(len, 5, false), 0));
-    let (m, v) = (rig.buffer(&start.first_moment, 0), rig.buffer(&start.second_moment, 0));
+    let (wide, narrow) = (
+        rig.buffer(&start.weights, 1),
+        rig.buffer(&values::<bf16>(len, 5, false), 0),
+    );
+    let (m, v) = (
+        rig.buffer(&start.first_moment, 0),
+        rig.buffer(&start.second_moment, 0),
+    );
     let (g, r) = (rig.buffer(&grad, 0), rig.buffer(&vec![5i16; len], 0));
-    let (at, param) = (rig.buffer(&[StepScalars::skipped()], 0), rig.poisoned::<bf16>(len, 0));
+    let (at, param) = (
+        rig.buffer(&[StepScalars::skipped()], 0),
+        rig.poisoned::<bf16>(len, 0),
+    );
     let (first_moment, second_moment, grad, hyper) = (m.slice(), v.slice(), g.any(), hyper(true));
     let (master, param_out, scalars) = (wide.slice(), Some(param.any()), at.slice());
-    let args = AdamArgs { master, first_moment, second_moment, grad, param_out, scalars, hyper };
+    let args = AdamArgs {
+        master,
+        first_moment,
+        second_moment,
+        grad,
+        param_out,
+        scalars,
+        hyper,
+    };
     rig.kernels.adam(&rig.stream, args).unwrap();
     let (param16, remainder) = (narrow.slice(), r.slice());
-    let args = RemainderArgs { param: param16, remainder, first_moment, second_moment, grad, scalars, hyper };
+    let args = RemainderArgs {
+        param: param16,
+        remainder,
+        first_moment,
+        second_moment,
+        grad,
+        scalars,
+        hyper,
+    };
     rig.kernels.adam_remainder(&rig.stream, args).unwrap();
     assert_same("master", &wide.read(), &start.weights);
     assert_same("weights", &narrow.read(), &values::<bf16>(len, 5, false));

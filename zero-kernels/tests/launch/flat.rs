@@ -1,4 +1,5 @@
-//! Cast and accumulate against the plain loops, and grad_stats against the host's functions, bit for bit.
+//! Cast and accumulate against the plain loops, and grad_stats against the host's functions, bit
+//! for bit.
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
@@ -12,11 +13,20 @@ fn check_cast<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
         for scale in [1.0, 0.125, 3.7e4] {
             let src = values::<S>(len, 5, true);
-            let (on_src, dst) = (rig.buffer(&src, from(i, 0)), rig.poisoned::<T>(len, from(i, 1)));
-            rig.kernels.cast(&rig.stream, on_src.any(), dst.any(), scale).unwrap();
+            let (on_src, dst) = (
+                rig.buffer(&src, from(i, 0)),
+                rig.poisoned::<T>(len, from(i, 1)),
+            );
+            rig.kernels
+                .cast(&rig.stream, on_src.any(), dst.any(), scale)
+                .unwrap();
             let mut expected = vec![T::from_f32(f32::NAN); len];
             reference::cast(&src, &mut expected, scale).unwrap();
-            assert_same(&format!("cast {} to {}", S::DTYPE, T::DTYPE), &dst.read(), &expected);
+            assert_same(
+                &format!("cast {} to {}", S::DTYPE, T::DTYPE),
+                &dst.read(),
+                &expected,
+            );
             assert_same("the source", &on_src.read(), &src);
         }
     }
@@ -46,16 +56,41 @@ pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
     let highs = || (0..=u16::MAX).step_by(step);
     let halves: Vec<f16> = highs().map(f16::from_bits).collect();
     let (src, dst) = (rig.buffer(&halves, 0), rig.poisoned::<f32>(halves.len(), 0));
-    rig.kernels.cast(&rig.stream, src.any(), dst.any(), 1.0).unwrap();
-    assert_same("fp16 widened", &dst.read(), &halves.iter().map(|h| h.to_f32()).collect::<Vec<_>>());
-    for low in [0u32, 1, 0xfff, 0x1000, 0x1001, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff] {
-        let wide: Vec<f32> = highs().map(|high| f32::from_bits((u32::from(high) << 16) | low)).collect();
+    rig.kernels
+        .cast(&rig.stream, src.any(), dst.any(), 1.0)
+        .unwrap();
+    assert_same(
+        "fp16 widened",
+        &dst.read(),
+        &halves.iter().map(|h| h.to_f32()).collect::<Vec<_>>(),
+    );
+    for low in [
+        0u32, 1, 0xfff, 0x1000, 0x1001, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff,
+    ] {
+        let wide: Vec<f32> = highs()
+            .map(|high| f32::from_bits((u32::from(high) << 16) | low))
+            .collect();
         let src = rig.buffer(&wide, 0);
-        let (b, h) = (rig.poisoned::<bf16>(wide.len(), 0), rig.poisoned::<f16>(wide.len(), 0));
-        rig.kernels.cast(&rig.stream, src.any(), b.any(), 1.0).unwrap();
-        rig.kernels.cast(&rig.stream, src.any(), h.any(), 1.0).unwrap();
-        assert_same("bf16", &b.read(), &wide.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
-        assert_same("fp16", &h.read(), &wide.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>());
+        let (b, h) = (
+            rig.poisoned::<bf16>(wide.len(), 0),
+            rig.poisoned::<f16>(wide.len(), 0),
+        );
+        rig.kernels
+            .cast(&rig.stream, src.any(), b.any(), 1.0)
+            .unwrap();
+        rig.kernels
+            .cast(&rig.stream, src.any(), h.any(), 1.0)
+            .unwrap();
+        assert_same(
+            "bf16",
+            &b.read(),
+            &wide.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(),
+        );
+        assert_same(
+            "fp16",
+            &h.read(),
+            &wide.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(),
+        );
     }
 }
 
@@ -63,7 +98,9 @@ fn check_accumulate<D: Device, G: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
         let (grad, mut acc) = (values::<G>(len, 6, true), values::<f32>(len, 7, true));
         let (on_grad, on_acc) = (rig.buffer(&grad, from(i, 0)), rig.buffer(&acc, from(i, 1)));
-        rig.kernels.accumulate(&rig.stream, on_grad.any(), on_acc.slice()).unwrap();
+        rig.kernels
+            .accumulate(&rig.stream, on_grad.any(), on_acc.slice())
+            .unwrap();
         reference::accumulate(&grad, &mut acc).unwrap();
         assert_same("accumulate", &on_acc.read(), &acc);
     }
@@ -76,17 +113,33 @@ pub fn accumulate_from_every_type<D: Device>(rig: &Rig<D>) {
 }
 
 fn check_stats<D: Device, G: Float>(rig: &Rig<D>) {
-    // Lengths around a strip (4096), several chunks (32768), and more chunks than the 256 lanes that add them.
-    let long = if cfg!(miri) { &[][..] } else { &[4095, 4096, 4097, 70_001, 257 * 32_768 + 5] };
-    for (i, len) in rig.lengths().into_iter().chain(long.iter().copied()).enumerate() {
+    // Lengths around a strip (4096), several chunks (32768), and more chunks than the 256 lanes
+    // that add them.
+    let long = if cfg!(miri) {
+        &[][..]
+    } else {
+        &[4095, 4096, 4097, 70_001, 257 * 32_768 + 5]
+    };
+    for (i, len) in rig
+        .lengths()
+        .into_iter()
+        .chain(long.iter().copied())
+        .enumerate()
+    {
         let grad = values::<G>(len, 8, true);
         let on_grad = rig.buffer(&grad, from(i, 1));
         let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[len]), 0);
         let out = rig.poisoned::<GradStats>(1, 0);
-        rig.kernels.grad_stats(&rig.stream, &[on_grad.any()], scratch.slice(), out.slice()).unwrap();
+        rig.kernels
+            .grad_stats(&rig.stream, &[on_grad.any()], scratch.slice(), out.slice())
+            .unwrap();
         let expected = host::grad_stats(&grad);
         let ours = out.read()[0];
-        assert_eq!((ours.sum_sq.to_bits(), ours.nonfinite), (expected.sum_sq.to_bits(), expected.nonfinite), "{len}");
+        assert_eq!(
+            (ours.sum_sq.to_bits(), ours.nonfinite),
+            (expected.sum_sq.to_bits(), expected.nonfinite),
+            "{len}"
+        );
         scratch.read();
     }
 }
@@ -97,7 +150,8 @@ pub fn grad_stats_of_every_type<D: Device>(rig: &Rig<D>) {
     check_stats::<D, f16>(rig);
 }
 
-/// More gradients than a launch serves, empty ones among them, and of two dtypes: each has the bits that it has alone.
+/// More gradients than a launch serves, empty ones among them, and of two dtypes: each has the bits
+/// that it has alone.
 pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
     let count = if cfg!(miri) { 5 } else { 131 };
     let values = values::<f32>(33_003, 9, true);
@@ -109,19 +163,36 @@ pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
     };
     let is_wide = |i: usize| i + 2 < count;
     let grads: Vec<_> = (0..count)
-        .map(|i| if is_wide(i) { wide.any().slice(range(i)) } else { halves.any().slice(range(i)) })
+        .map(|i| {
+            if is_wide(i) {
+                wide.any().slice(range(i))
+            } else {
+                halves.any().slice(range(i))
+            }
+        })
         .collect();
     let lens: Vec<usize> = (0..count).map(|i| range(i).len()).collect();
     let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&lens), 0);
     let out = rig.poisoned::<GradStats>(count, 0);
-    rig.kernels.grad_stats(&rig.stream, &grads, scratch.slice(), out.slice()).unwrap();
+    rig.kernels
+        .grad_stats(&rig.stream, &grads, scratch.slice(), out.slice())
+        .unwrap();
     for (i, ours) in out.read().iter().enumerate() {
-        let expected =
-            if is_wide(i) { host::grad_stats(&values[range(i)]) } else { host::grad_stats(&narrow[range(i)]) };
-        assert_eq!((ours.sum_sq.to_bits(), ours.nonfinite), (expected.sum_sq.to_bits(), expected.nonfinite), "{i}");
+        let expected = if is_wide(i) {
+            host::grad_stats(&values[range(i)])
+        } else {
+            host::grad_stats(&narrow[range(i)])
+        };
+        assert_eq!(
+            (ours.sum_sq.to_bits(), ours.nonfinite),
+            (expected.sum_sq.to_bits(), expected.nonfinite),
+            "{i}"
+        );
     }
     scratch.read();
-    rig.kernels.grad_stats(&rig.stream, &[], scratch.slice(), out.slice().slice(0..0)).unwrap();
+    rig.kernels
+        .grad_stats(&rig.stream, &[], scratch.slice(), out.slice().slice(0..0))
+        .unwrap();
 }
 
 /// Segments of every alignment, across parts and gaps.
@@ -129,22 +200,48 @@ fn check_pack<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
     let most = if cfg!(miri) { 60 } else { 5000 };
     let src = values::<S>(most, 11, true);
     let on_device = rig.buffer(&src, 1);
-    // (start in the unit, start of its values, elements); the unit has gaps before, between and behind parts.
-    let parts = [(3, 7, 5), (8, 16, 0), (8, 15, most / 2), (most / 2 + 20, 31, 17)];
+    // (start in the unit, start of its values, elements); the unit has gaps before, between and
+    // behind parts.
+    let parts = [
+        (3, 7, 5),
+        (8, 16, 0),
+        (8, 15, most / 2),
+        (most / 2 + 20, 31, 17),
+    ];
     let one = [(0, 7, most - 7)];
     for parts in [&parts[..], &one[..], &[]] {
-        let slices: Vec<_> =
-            parts.iter().map(|&(at, from, len)| (on_device.any().slice(from..from + len), at)).collect();
-        let plain: Vec<_> = parts.iter().map(|&(at, from, len)| (&src[from..from + len], at)).collect();
-        for (start, len, stride, count) in
-            [(0, most / 4, most / 4, 4), (8, most / 8, most / 4, 3), (5, 3, 7, 6), (0, 0, 9, 4), (2, most, 0, 1)]
-        {
-            let segments = Segments { start, len, stride, count };
+        let slices: Vec<_> = parts
+            .iter()
+            .map(|&(at, from, len)| (on_device.any().slice(from..from + len), at))
+            .collect();
+        let plain: Vec<_> = parts
+            .iter()
+            .map(|&(at, from, len)| (&src[from..from + len], at))
+            .collect();
+        for (start, len, stride, count) in [
+            (0, most / 4, most / 4, 4),
+            (8, most / 8, most / 4, 3),
+            (5, 3, 7, 6),
+            (0, 0, 9, 4),
+            (2, most, 0, 1),
+        ] {
+            let segments = Segments {
+                start,
+                len,
+                stride,
+                count,
+            };
             let dst = rig.poisoned::<T>(len * count, start);
-            rig.kernels.pack(&rig.stream, &slices, segments, dst.any()).unwrap();
+            rig.kernels
+                .pack(&rig.stream, &slices, segments, dst.any())
+                .unwrap();
             let mut expected = vec![T::from_f32(f32::NAN); len * count];
             reference::pack(&plain, segments, &mut expected).unwrap();
-            assert_same(&format!("pack {} to {}: {segments:?}", S::DTYPE, T::DTYPE), &dst.read(), &expected);
+            assert_same(
+                &format!("pack {} to {}: {segments:?}", S::DTYPE, T::DTYPE),
+                &dst.read(),
+                &expected,
+            );
         }
     }
 }
@@ -168,18 +265,30 @@ pub fn pack_of_many_parts<D: Device>(rig: &Rig<D>) {
     let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
     let (wide, narrow) = (rig.buffer(&values, 1), rig.buffer(&halves, 0));
     let is_wide = |i: usize| i < 140 || i.is_multiple_of(50);
-    let slice = |i: usize| if is_wide(i) { wide.any() } else { narrow.any() }.slice(2 * i..2 * i + 2);
+    let slice =
+        |i: usize| if is_wide(i) { wide.any() } else { narrow.any() }.slice(2 * i..2 * i + 2);
     // Two elements of every three.
     let parts: Vec<_> = (0..count).map(|i| (slice(i), 3 * i + 1)).collect();
     let dst = rig.poisoned::<f32>(3 * count, 0);
-    let segments = Segments { start: 1, len: count, stride: count, count: 3 };
-    rig.kernels.pack(&rig.stream, &parts, segments, dst.any()).unwrap();
+    let segments = Segments {
+        start: 1,
+        len: count,
+        stride: count,
+        count: 3,
+    };
+    rig.kernels
+        .pack(&rig.stream, &parts, segments, dst.any())
+        .unwrap();
     let rounded = |elem: usize| match (elem / 3, elem % 3) {
         (_, 2) => 0.0,
         (i, j) if is_wide(i) => values[2 * i + j],
         (i, j) => halves[2 * i + j].to_f32(),
     };
-    assert_same("pack", &dst.read(), &(0..3 * count).map(rounded).collect::<Vec<_>>());
+    assert_same(
+        "pack",
+        &dst.read(),
+        &(0..3 * count).map(rounded).collect::<Vec<_>>(),
+    );
 }
 
 pub fn grad_stats_of_extremes<D: Device>(rig: &Rig<D>) {
@@ -187,7 +296,9 @@ pub fn grad_stats_of_extremes<D: Device>(rig: &Rig<D>) {
         let grad = rig.buffer(&[value; 33], 0);
         let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[33]), 0);
         let out = rig.poisoned::<GradStats>(1, 0);
-        rig.kernels.grad_stats(&rig.stream, &[grad.any()], scratch.slice(), out.slice()).unwrap();
+        rig.kernels
+            .grad_stats(&rig.stream, &[grad.any()], scratch.slice(), out.slice())
+            .unwrap();
         assert_eq!(out.read()[0], host::grad_stats(&[value; 33]));
     }
 }

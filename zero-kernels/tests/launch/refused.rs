@@ -1,15 +1,23 @@
 //! Bad arguments: the same errors on every device, before anything runs.
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, DeviceSlice, Element};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, DeviceSlice, Element,
+};
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
-use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, Segments, StepScalars};
+use zero_kernels::{
+    AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, Segments, StepScalars,
+};
 
 use crate::Rig;
 use crate::common::hyper;
 
 fn length(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    Err(KernelError::LengthMismatch { what, expected, got })
+    Err(KernelError::LengthMismatch {
+        what,
+        expected,
+        got,
+    })
 }
 
 fn unsupported(what: &'static str, dtype: DType) -> Result<(), KernelError> {
@@ -20,10 +28,23 @@ fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError>
     Err(KernelError::Overlap { first, second })
 }
 
-fn another_device<D: Device>(rig: &Rig<D>, what: &'static str, got: DeviceId) -> Result<(), KernelError> {
+fn another_device<D: Device>(
+    rig: &Rig<D>,
+    what: &'static str,
+    got: DeviceId,
+) -> Result<(), KernelError> {
     let host = rig.device.kind() == DeviceKind::Host;
-    let expected = if host { DeviceId::HOST } else { rig.device.id() };
-    Err(DeviceError::AnotherDevice { what, expected, got }.into())
+    let expected = if host {
+        DeviceId::HOST
+    } else {
+        rig.device.id()
+    };
+    Err(DeviceError::AnotherDevice {
+        what,
+        expected,
+        got,
+    }
+    .into())
 }
 
 /// The same address, of a device that does not exist.
@@ -40,8 +61,15 @@ fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
 }
 
 pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
-    let (master, m, v) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f32; 8], 0));
-    let (grad, scalars) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[StepScalars::skipped()], 0));
+    let (master, m, v) = (
+        rig.buffer(&[1f32; 8], 0),
+        rig.buffer(&[0f32; 8], 0),
+        rig.buffer(&[0f32; 8], 0),
+    );
+    let (grad, scalars) = (
+        rig.buffer(&[0f32; 8], 0),
+        rig.buffer(&[StepScalars::skipped()], 0),
+    );
     let doubles = rig.buffer(&[0f64; 8], 0);
     let good = AdamArgs {
         master: master.slice(),
@@ -53,61 +81,172 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         hyper: hyper(true),
     };
     let run = |args: AdamArgs| rig.kernels.adam(&rig.stream, args);
-    assert_eq!(run(AdamArgs { grad: good.grad.slice(0..7), ..good }), length("adam: grad", 8, 7));
+    assert_eq!(
+        run(AdamArgs {
+            grad: good.grad.slice(0..7),
+            ..good
+        }),
+        length("adam: grad", 8, 7)
+    );
     let first_moment = good.first_moment.slice(0..7);
-    assert_eq!(run(AdamArgs { first_moment, ..good }), length("adam: first_moment", 8, 7));
+    assert_eq!(
+        run(AdamArgs {
+            first_moment,
+            ..good
+        }),
+        length("adam: first_moment", 8, 7)
+    );
     let second_moment = good.second_moment.slice(0..7);
-    assert_eq!(run(AdamArgs { second_moment, ..good }), length("adam: second_moment", 8, 7));
+    assert_eq!(
+        run(AdamArgs {
+            second_moment,
+            ..good
+        }),
+        length("adam: second_moment", 8, 7)
+    );
     let param_out = Some(doubles.any().slice(0..7));
-    assert_eq!(run(AdamArgs { param_out, ..good }), length("adam: param_out", 8, 7));
+    assert_eq!(
+        run(AdamArgs { param_out, ..good }),
+        length("adam: param_out", 8, 7)
+    );
     let scalars = good.scalars.slice(0..0);
-    assert_eq!(run(AdamArgs { scalars, ..good }), length("adam: scalars", 1, 0));
+    assert_eq!(
+        run(AdamArgs { scalars, ..good }),
+        length("adam: scalars", 1, 0)
+    );
 
-    assert_eq!(run(AdamArgs { grad: doubles.any(), ..good }), unsupported("adam: grad", DType::F64));
+    assert_eq!(
+        run(AdamArgs {
+            grad: doubles.any(),
+            ..good
+        }),
+        unsupported("adam: grad", DType::F64)
+    );
     let param_out = Some(doubles.any());
-    assert_eq!(run(AdamArgs { param_out, ..good }), unsupported("adam: param_out", DType::F64));
+    assert_eq!(
+        run(AdamArgs { param_out, ..good }),
+        unsupported("adam: param_out", DType::F64)
+    );
 
     let param_out = Some(good.master.erase());
-    assert_eq!(run(AdamArgs { param_out, ..good }), overlap("adam: master", "adam: param_out"));
+    assert_eq!(
+        run(AdamArgs { param_out, ..good }),
+        overlap("adam: master", "adam: param_out")
+    );
     let grad = good.second_moment.erase();
-    assert_eq!(run(AdamArgs { grad, ..good }), overlap("adam: second_moment", "adam: grad"));
+    assert_eq!(
+        run(AdamArgs { grad, ..good }),
+        overlap("adam: second_moment", "adam: grad")
+    );
     let scalars = cast(good.first_moment, 1);
-    assert_eq!(run(AdamArgs { scalars, ..good }), overlap("adam: first_moment", "adam: scalars"));
+    assert_eq!(
+        run(AdamArgs { scalars, ..good }),
+        overlap("adam: first_moment", "adam: scalars")
+    );
 
     // SAFETY: within `doubles`; the launch is rejected before it accesses memory.
-    let askew =
-        unsafe { AnySlice::from_raw_parts(doubles.any().as_ptr().wrapping_add(1), 8, DType::Bf16, rig.device.id()) };
-    let error = run(AdamArgs { grad: askew, ..good }).unwrap_err();
+    let askew = unsafe {
+        AnySlice::from_raw_parts(
+            doubles.any().as_ptr().wrapping_add(1),
+            8,
+            DType::Bf16,
+            rig.device.id(),
+        )
+    };
+    let error = run(AdamArgs {
+        grad: askew,
+        ..good
+    })
+    .unwrap_err();
     let address = askew.as_ptr() as usize;
-    assert_eq!(error, KernelError::Misaligned { what: "adam: grad", address, align_bytes: 2 });
+    assert_eq!(
+        error,
+        KernelError::Misaligned {
+            what: "adam: grad",
+            address,
+            align_bytes: 2
+        }
+    );
 
     let other = elsewhere(good.master);
     let on_other = |what| another_device(rig, what, other.device());
-    assert_eq!(run(AdamArgs { grad: other.erase(), ..good }), on_other("adam: grad"));
-    assert_eq!(run(AdamArgs { master: other, ..good }), on_other("adam: master"));
+    assert_eq!(
+        run(AdamArgs {
+            grad: other.erase(),
+            ..good
+        }),
+        on_other("adam: grad")
+    );
+    assert_eq!(
+        run(AdamArgs {
+            master: other,
+            ..good
+        }),
+        on_other("adam: master")
+    );
 
     run(good).unwrap();
-    assert_eq!(master.read(), [1.0; 8], "the stream is fine, and the step was a skipped one");
+    assert_eq!(
+        master.read(),
+        [1.0; 8],
+        "the stream is fine, and the step was a skipped one"
+    );
 }
 
 pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
     let (weights, r) = (rig.buffer(&[bf16::ONE; 8], 0), rig.buffer(&[0i16; 8], 0));
-    let (m, v, doubles) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f32; 8], 0), rig.buffer(&[0f64; 8], 0));
-    let (grad, scalars) = (rig.buffer(&[0f32; 8], 0), rig.buffer(&[StepScalars::skipped()], 0));
+    let (m, v, doubles) = (
+        rig.buffer(&[0f32; 8], 0),
+        rig.buffer(&[0f32; 8], 0),
+        rig.buffer(&[0f64; 8], 0),
+    );
+    let (grad, scalars) = (
+        rig.buffer(&[0f32; 8], 0),
+        rig.buffer(&[StepScalars::skipped()], 0),
+    );
     let (first_moment, second_moment, scalars) = (m.slice(), v.slice(), scalars.slice());
     let (param, remainder, hyper, grad) = (weights.slice(), r.slice(), hyper(true), grad.any());
-    let good = RemainderArgs { param, remainder, first_moment, second_moment, grad, scalars, hyper };
+    let good = RemainderArgs {
+        param,
+        remainder,
+        first_moment,
+        second_moment,
+        grad,
+        scalars,
+        hyper,
+    };
     let run = |args: RemainderArgs| rig.kernels.adam_remainder(&rig.stream, args);
-    let short = RemainderArgs { remainder: remainder.slice(0..7), ..good };
+    let short = RemainderArgs {
+        remainder: remainder.slice(0..7),
+        ..good
+    };
     assert_eq!(run(short), length("adam_remainder: remainder", 8, 7));
-    assert_eq!(run(RemainderArgs { grad: grad.slice(0..7), ..good }), length("adam_remainder: grad", 8, 7));
-    let wide = RemainderArgs { grad: doubles.any(), ..good };
+    assert_eq!(
+        run(RemainderArgs {
+            grad: grad.slice(0..7),
+            ..good
+        }),
+        length("adam_remainder: grad", 8, 7)
+    );
+    let wide = RemainderArgs {
+        grad: doubles.any(),
+        ..good
+    };
     assert_eq!(run(wide), unsupported("adam_remainder: grad", DType::F64));
-    let shared = RemainderArgs { remainder: cast(param, 8), ..good };
-    assert_eq!(run(shared), overlap("adam_remainder: param", "adam_remainder: remainder"));
+    let shared = RemainderArgs {
+        remainder: cast(param, 8),
+        ..good
+    };
+    assert_eq!(
+        run(shared),
+        overlap("adam_remainder: param", "adam_remainder: remainder")
+    );
     let param = elsewhere(param);
     let elsewhere = run(RemainderArgs { param, ..good });
-    assert_eq!(elsewhere, another_device(rig, "adam_remainder: param", param.device()));
+    assert_eq!(
+        elsewhere,
+        another_device(rig, "adam_remainder: param", param.device())
+    );
     run(good).unwrap();
     assert_eq!(weights.read(), [bf16::ONE; 8]);
 }
@@ -116,30 +255,80 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
     let (stream, kernels) = (&rig.stream, &rig.kernels);
     let (floats, doubles) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f64; 8], 0));
     let all = floats.any();
-    assert_eq!(kernels.cast(stream, all, doubles.any(), 1.0), unsupported("cast: dst", DType::F64));
-    assert_eq!(kernels.cast(stream, doubles.any(), all, 1.0), unsupported("cast: src", DType::F64));
-    assert_eq!(kernels.cast(stream, all, all, 1.0), overlap("cast: dst", "cast: src"));
-    assert_eq!(kernels.cast(stream, all, all.slice(1..3), 1.0), length("cast: dst", 8, 2));
+    assert_eq!(
+        kernels.cast(stream, all, doubles.any(), 1.0),
+        unsupported("cast: dst", DType::F64)
+    );
+    assert_eq!(
+        kernels.cast(stream, doubles.any(), all, 1.0),
+        unsupported("cast: src", DType::F64)
+    );
+    assert_eq!(
+        kernels.cast(stream, all, all, 1.0),
+        overlap("cast: dst", "cast: src")
+    );
+    assert_eq!(
+        kernels.cast(stream, all, all.slice(1..3), 1.0),
+        length("cast: dst", 8, 2)
+    );
 
     let acc = floats.slice();
-    assert_eq!(kernels.accumulate(stream, doubles.any(), acc), unsupported("accumulate: grad", DType::F64));
-    assert_eq!(kernels.accumulate(stream, all, acc.slice(0..1)), length("accumulate: acc", 8, 1));
-    assert_eq!(kernels.accumulate(stream, all, acc), overlap("accumulate: acc", "accumulate: grad"));
+    assert_eq!(
+        kernels.accumulate(stream, doubles.any(), acc),
+        unsupported("accumulate: grad", DType::F64)
+    );
+    assert_eq!(
+        kernels.accumulate(stream, all, acc.slice(0..1)),
+        length("accumulate: acc", 8, 1)
+    );
+    assert_eq!(
+        kernels.accumulate(stream, all, acc),
+        overlap("accumulate: acc", "accumulate: grad")
+    );
 
-    let segments = Segments { start: 0, len: 2, stride: 4, count: 2 };
+    let segments = Segments {
+        start: 0,
+        len: 2,
+        stride: 4,
+        count: 2,
+    };
     let pack = |parts: &[_], dst| kernels.pack(stream, parts, segments, dst);
     let (part, bucket) = (all.slice(0..4), all.slice(4..8));
     assert_eq!(pack(&[(part, 0)], all), length("pack: dst", 4, 8));
-    assert_eq!(pack(&[(part, 0)], all.slice(3..7)), overlap("pack: dst", "pack: part"));
-    assert_eq!(pack(&[(part, 0), (part, 3)], bucket), Err(KernelError::PartOrder { index: 1 }));
-    assert_eq!(pack(&[(doubles.any(), 0)], bucket), unsupported("pack: part", DType::F64));
-    assert_eq!(pack(&[(part, 0)], doubles.any().slice(0..4)), unsupported("pack: dst", DType::F64));
-    let endless = Segments { start: usize::MAX, ..segments };
-    assert_eq!(kernels.pack(stream, &[(part, 0)], endless, bucket), length("pack: dst", usize::MAX, 4));
+    assert_eq!(
+        pack(&[(part, 0)], all.slice(3..7)),
+        overlap("pack: dst", "pack: part")
+    );
+    assert_eq!(
+        pack(&[(part, 0), (part, 3)], bucket),
+        Err(KernelError::PartOrder { index: 1 })
+    );
+    assert_eq!(
+        pack(&[(doubles.any(), 0)], bucket),
+        unsupported("pack: part", DType::F64)
+    );
+    assert_eq!(
+        pack(&[(part, 0)], doubles.any().slice(0..4)),
+        unsupported("pack: dst", DType::F64)
+    );
+    let endless = Segments {
+        start: usize::MAX,
+        ..segments
+    };
+    assert_eq!(
+        kernels.pack(stream, &[(part, 0)], endless, bucket),
+        length("pack: dst", usize::MAX, 4)
+    );
 
-    let (out, scratch) = (rig.poisoned::<GradStats>(2, 0), rig.poisoned::<f64>(kernels.stats_scratch_elems(&[8]), 0));
+    let (out, scratch) = (
+        rig.poisoned::<GradStats>(2, 0),
+        rig.poisoned::<f64>(kernels.stats_scratch_elems(&[8]), 0),
+    );
     let (one, two, scratch) = (out.slice().slice(0..1), out.slice(), scratch.slice());
-    assert_eq!(kernels.grad_stats(stream, &[all], scratch, two), length("grad_stats: out", 1, 2));
+    assert_eq!(
+        kernels.grad_stats(stream, &[all], scratch, two),
+        length("grad_stats: out", 1, 2)
+    );
     let wide = kernels.grad_stats(stream, &[doubles.any()], scratch, one);
     assert_eq!(wide, unsupported("grad_stats: grad", DType::F64));
     let shared = kernels.grad_stats(stream, &[all], scratch, cast(acc, 1));
@@ -150,18 +339,32 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         assert_eq!(short, length("grad_stats: scratch", needed, needed - 1));
     }
     let other = elsewhere(floats.slice());
-    let (grad, on_other) = (other.erase(), |what| another_device(rig, what, other.device()));
+    let (grad, on_other) = (other.erase(), |what| {
+        another_device(rig, what, other.device())
+    });
     assert_eq!(kernels.cast(stream, grad, all, 1.0), on_other("cast: src"));
     assert_eq!(kernels.cast(stream, all, grad, 1.0), on_other("cast: dst"));
-    assert_eq!(kernels.accumulate(stream, grad, acc), on_other("accumulate: grad"));
-    assert_eq!(kernels.accumulate(stream, all, other), on_other("accumulate: acc"));
-    assert_eq!(kernels.grad_stats(stream, &[grad], scratch, one), on_other("grad_stats: grad"));
+    assert_eq!(
+        kernels.accumulate(stream, grad, acc),
+        on_other("accumulate: grad")
+    );
+    assert_eq!(
+        kernels.accumulate(stream, all, other),
+        on_other("accumulate: acc")
+    );
+    assert_eq!(
+        kernels.grad_stats(stream, &[grad], scratch, one),
+        on_other("grad_stats: grad")
+    );
     assert_eq!(floats.read(), [1.0; 8]);
 }
 
 pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
     let (words, records) = (rig.buffer(&[0f64; 40], 0), rig.poisoned::<StepRecord>(1, 0));
-    let (scalars, ranks) = (rig.poisoned::<StepScalars>(1, 0), rig.buffer(&[RankStats::new(&[], 0.0)], 0));
+    let (scalars, ranks) = (
+        rig.poisoned::<StepScalars>(1, 0),
+        rig.buffer(&[RankStats::new(&[], 0.0)], 0),
+    );
     let all = words.slice();
     let config: DeviceSlice<StepConfig> = cast(all, 1);
     let state: DeviceSlice<StepState> = cast(all.slice(10..20), 1);
@@ -174,22 +377,57 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
         records: records.slice(),
     };
     let run = |args: AdvanceArgs| rig.kernels.advance_step(&rig.stream, args);
-    let empty = AdvanceArgs { ranks: ranks.slice().slice(0..0), ..good };
+    let empty = AdvanceArgs {
+        ranks: ranks.slice().slice(0..0),
+        ..good
+    };
     assert_eq!(run(empty), length("advance_step: ranks", 1, 0));
-    let empty = AdvanceArgs { records: records.slice().slice(0..0), ..good };
+    let empty = AdvanceArgs {
+        records: records.slice().slice(0..0),
+        ..good
+    };
     assert_eq!(run(empty), length("advance_step: records", 1, 0));
     let two = rig.poisoned::<StepScalars>(2, 0);
-    let odd = AdvanceArgs { scalars: two.slice(), ..good };
+    let odd = AdvanceArgs {
+        scalars: two.slice(),
+        ..good
+    };
     assert_eq!(run(odd), length("advance_step: rates", 2, 1));
-    assert_eq!(run(AdvanceArgs { state: cast(all.slice(10..31), 3), ..good }), length("advance_step: state", 1, 3));
-    let shared = AdvanceArgs { state: cast(all, 1), ..good };
-    assert_eq!(run(shared), overlap("advance_step: state", "advance_step: config"));
+    assert_eq!(
+        run(AdvanceArgs {
+            state: cast(all.slice(10..31), 3),
+            ..good
+        }),
+        length("advance_step: state", 1, 3)
+    );
+    let shared = AdvanceArgs {
+        state: cast(all, 1),
+        ..good
+    };
+    assert_eq!(
+        run(shared),
+        overlap("advance_step: state", "advance_step: config")
+    );
     let units = rig.buffer(&[GradStats::default()], 0);
-    let stats = |loss, out| rig.kernels.rank_stats(&rig.stream, units.slice(), loss, cast(all.slice(9..10), 1), out);
+    let stats = |loss, out| {
+        rig.kernels.rank_stats(
+            &rig.stream,
+            units.slice(),
+            loss,
+            cast(all.slice(9..10), 1),
+            out,
+        )
+    };
     assert_eq!(stats(all, ranks.slice()), length("rank_stats: loss", 1, 40));
-    assert_eq!(stats(all.slice(0..1), cast(all, 1)), overlap("rank_stats: out", "rank_stats: loss"));
+    assert_eq!(
+        stats(all.slice(0..1), cast(all, 1)),
+        overlap("rank_stats: out", "rank_stats: loss")
+    );
     let other = elsewhere(all.slice(0..1));
-    assert_eq!(stats(other, ranks.slice()), another_device(rig, "rank_stats: loss", other.device()));
+    assert_eq!(
+        stats(other, ranks.slice()),
+        another_device(rig, "rank_stats: loss", other.device())
+    );
     let state = elsewhere(good.state);
     let on_other = another_device(rig, "advance_step: state", state.device());
     assert_eq!(run(AdvanceArgs { state, ..good }), on_other);

@@ -46,7 +46,12 @@ impl Rig<HostDevice> {
     fn of(device: HostDevice) -> Self {
         let stream = device.create_stream("compute").unwrap();
         let kernels = Arc::new(HostKernels::new(if cfg!(miri) { 1 } else { 2 }).unwrap());
-        Self { device, stream, kernels, most_elems: if cfg!(miri) { 37 } else { (1 << 20) + 3 } }
+        Self {
+            device,
+            stream,
+            kernels,
+            most_elems: if cfg!(miri) { 37 } else { (1 << 20) + 3 },
+        }
     }
 }
 
@@ -57,8 +62,17 @@ impl Rig<CudaDevice> {
         let stream = device.create_stream("compute").unwrap();
         let kernels = Arc::new(CudaKernels::new(&device).unwrap());
         // The stand-in interprets PTX, which is slow.
-        let most_elems = if device.name().contains("stand-in") { 33_003 } else { (1 << 20) + 3 };
-        Self { device, stream, kernels, most_elems }
+        let most_elems = if device.name().contains("stand-in") {
+            33_003
+        } else {
+            (1 << 20) + 3
+        };
+        Self {
+            device,
+            stream,
+            kernels,
+            most_elems,
+        }
     }
 }
 
@@ -82,8 +96,17 @@ impl<D: Device> Rig<D> {
         let range = from * size_of::<T>()..(from + values.len()) * size_of::<T>();
         image[range].copy_from_slice(bytemuck::cast_slice(values));
         let ptr = self.device.allocate(image.len()).unwrap();
-        let buffer = Buffer { rig: self, ptr, bytes: image.len(), from, len: values.len(), _elements: PhantomData };
-        self.device.upload(&self.stream, &image, buffer.all(), LIMIT).unwrap();
+        let buffer = Buffer {
+            rig: self,
+            ptr,
+            bytes: image.len(),
+            from,
+            len: values.len(),
+            _elements: PhantomData,
+        };
+        self.device
+            .upload(&self.stream, &image, buffer.all(), LIMIT)
+            .unwrap();
         buffer
     }
 
@@ -106,8 +129,16 @@ pub struct Buffer<'a, D: Device, T> {
 
 impl<D: Device, T: Pod> Buffer<'_, D, T> {
     fn all(&self) -> AnySlice {
-        // SAFETY: the buffer's own memory, used on the rig's one stream, which is drained before it is freed.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.bytes, DType::U8, self.rig.device.id()) }
+        // SAFETY: the buffer's own memory, used on the rig's one stream, which is drained before it
+        // is freed.
+        unsafe {
+            AnySlice::from_raw_parts(
+                self.ptr.as_ptr(),
+                self.bytes,
+                DType::U8,
+                self.rig.device.id(),
+            )
+        }
     }
 
     pub fn slice(&self) -> DeviceSlice<T> {
@@ -119,10 +150,16 @@ impl<D: Device, T: Pod> Buffer<'_, D, T> {
     /// Reads the range in stream order, and checks that the guards have not changed.
     pub fn read(&self) -> Vec<T> {
         let mut image = vec![0; self.bytes];
-        self.rig.device.download(&self.rig.stream, self.all(), &mut image, LIMIT).unwrap();
+        self.rig
+            .device
+            .download(&self.rig.stream, self.all(), &mut image, LIMIT)
+            .unwrap();
         let (before, rest) = image.split_at(self.from * size_of::<T>());
         let (range, after) = rest.split_at(self.len * size_of::<T>());
-        assert!(before.iter().chain(after).all(|&b| b == POISON), "a guard was overwritten");
+        assert!(
+            before.iter().chain(after).all(|&b| b == POISON),
+            "a guard was overwritten"
+        );
         bytemuck::pod_collect_to_vec(range)
     }
 }

@@ -7,40 +7,98 @@ use zero_kernels::{AdvanceArgs, GradStats, RankStats, StepScalars};
 use crate::Rig;
 use crate::common::Random;
 
-const BAD: GradStats = GradStats { sum_sq: 2.0, nonfinite: 3 };
-const GOOD: GradStats = GradStats { sum_sq: 0.1, nonfinite: 0 };
+const BAD: GradStats = GradStats {
+    sum_sq: 2.0,
+    nonfinite: 3,
+};
+const GOOD: GradStats = GradStats {
+    sum_sq: 0.1,
+    nonfinite: 0,
+};
 
 pub fn rank_stats<D: Device>(rig: &Rig<D>) {
-    let overflown = GradStats { sum_sq: f64::INFINITY, nonfinite: 0 };
-    for units in [vec![], vec![GOOD; 3], vec![GOOD, GOOD, BAD, GOOD, BAD], vec![overflown]] {
-        let (on_units, loss, flags) = (rig.buffer(&units, 0), rig.buffer(&[2.5f64], 0), rig.buffer(&[0xf00du64], 0));
+    let overflown = GradStats {
+        sum_sq: f64::INFINITY,
+        nonfinite: 0,
+    };
+    for units in [
+        vec![],
+        vec![GOOD; 3],
+        vec![GOOD, GOOD, BAD, GOOD, BAD],
+        vec![overflown],
+    ] {
+        let (on_units, loss, flags) = (
+            rig.buffer(&units, 0),
+            rig.buffer(&[2.5f64], 0),
+            rig.buffer(&[0xf00du64], 0),
+        );
         let out = rig.poisoned::<RankStats>(1, 0);
-        rig.kernels.rank_stats(&rig.stream, on_units.slice(), loss.slice(), flags.slice(), out.slice()).unwrap();
-        assert_eq!(out.read(), [RankStats { flags: 0xf00d, ..RankStats::new(&units, 2.5) }]);
+        rig.kernels
+            .rank_stats(
+                &rig.stream,
+                on_units.slice(),
+                loss.slice(),
+                flags.slice(),
+                out.slice(),
+            )
+            .unwrap();
+        assert_eq!(
+            out.read(),
+            [RankStats {
+                flags: 0xf00d,
+                ..RankStats::new(&units, 2.5)
+            }]
+        );
     }
 }
 
 /// Compares a run of steps in device memory with the plain function.
-fn check_run<D: Device>(rig: &Rig<D>, config: StepConfig, ranks: usize, steps: u64, rates: u64, seed: u64) {
+fn check_run<D: Device>(
+    rig: &Rig<D>,
+    config: StepConfig,
+    ranks: usize,
+    steps: u64,
+    rates: u64,
+    seed: u64,
+) {
     const RECORDS: usize = 5;
     // Sets of rates, as of parameter groups.
     let sets = if seed.is_multiple_of(2) { 3 } else { 1 };
     let mut random = Random(seed);
     // The betas change as well.
-    let rate = |p| StepRates { lr: 1e-3 / (p + 1) as f64, beta1: 0.9 - 0.01 * (p % 7) as f64, beta2: 0.999 };
+    let rate = |p| StepRates {
+        lr: 1e-3 / (p + 1) as f64,
+        beta1: 0.9 - 0.01 * (p % 7) as f64,
+        beta2: 0.999,
+    };
     let rates: Vec<StepRates> = (0..sets * rates).map(rate).collect();
-    let mut state = StepState { schedule_position: config.first_position, ..StepState::new(16.0, config.hysteresis) };
+    let mut state = StepState {
+        schedule_position: config.first_position,
+        ..StepState::new(16.0, config.hysteresis)
+    };
     let on_state = rig.buffer(&[state], 0);
     let (on_config, on_rates) = (rig.buffer(&[config], 0), rig.buffer(&rates, 0));
-    let (scalars, records) = (rig.poisoned::<StepScalars>(sets as usize, 0), rig.poisoned::<StepRecord>(RECORDS, 0));
+    let (scalars, records) = (
+        rig.poisoned::<StepScalars>(sets as usize, 0),
+        rig.poisoned::<StepRecord>(RECORDS, 0),
+    );
     let mut expected = records.read();
     for _ in 0..steps {
         let stats: Vec<RankStats> = (0..ranks as u64)
             .map(|rank| match random.next() % (4 * ranks as u64) {
-                0 => RankStats { first_bad_unit: rank, ..RankStats::new(&[BAD], 1.5) },
+                0 => RankStats {
+                    first_bad_unit: rank,
+                    ..RankStats::new(&[BAD], 1.5)
+                },
                 r => RankStats {
                     flags: random.next(),
-                    ..RankStats::new(&[GradStats { sum_sq: r as f64 * 17.3, nonfinite: 0 }], 0.1)
+                    ..RankStats::new(
+                        &[GradStats {
+                            sum_sq: r as f64 * 17.3,
+                            nonfinite: 0,
+                        }],
+                        0.1,
+                    )
                 },
             })
             .collect();
@@ -55,13 +113,18 @@ fn check_run<D: Device>(rig: &Rig<D>, config: StepConfig, ranks: usize, steps: u
         };
         rig.kernels.advance_step(&rig.stream, args).unwrap();
         let mut step_scalars = vec![StepScalars::default(); sets as usize];
-        if let Some(record) = step::advance_step(&stats, &config, &rates, &mut state, &mut step_scalars) {
+        if let Some(record) =
+            step::advance_step(&stats, &config, &rates, &mut state, &mut step_scalars)
+        {
             expected[record.iteration as usize % RECORDS] = record;
         }
         assert_eq!(scalars.read(), step_scalars);
         assert_eq!(on_state.read(), [state]);
         // As bytes: records that were never written are NaNs.
-        assert_eq!(bytemuck::cast_slice::<_, u8>(&records.read()), bytemuck::cast_slice::<_, u8>(&expected));
+        assert_eq!(
+            bytemuck::cast_slice::<_, u8>(&records.read()),
+            bytemuck::cast_slice::<_, u8>(&expected)
+        );
     }
 }
 
@@ -81,11 +144,65 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
     };
     let steps = if cfg!(miri) { 6 } else { 40 };
     check_run(rig, config, 1, steps, 64, 1);
-    check_run(rig, StepConfig { max_grad_norm: 0.0, consecutive_hysteresis: 1, ..config }, 3, steps, 64, 2);
-    check_run(rig, StepConfig { dynamic: 0, ..config }, 2, steps, 64, 3);
-    check_run(rig, StepConfig { bias_correction: 0, hysteresis: 0, ..config }, 2, steps, 64, 6);
-    check_run(rig, StepConfig { divisor: 77.0, ..config }, 2, steps, 64, 8);
+    check_run(
+        rig,
+        StepConfig {
+            max_grad_norm: 0.0,
+            consecutive_hysteresis: 1,
+            ..config
+        },
+        3,
+        steps,
+        64,
+        2,
+    );
+    check_run(
+        rig,
+        StepConfig {
+            dynamic: 0,
+            ..config
+        },
+        2,
+        steps,
+        64,
+        3,
+    );
+    check_run(
+        rig,
+        StepConfig {
+            bias_correction: 0,
+            hysteresis: 0,
+            ..config
+        },
+        2,
+        steps,
+        64,
+        6,
+    );
+    check_run(
+        rig,
+        StepConfig {
+            divisor: 77.0,
+            ..config
+        },
+        2,
+        steps,
+        64,
+        8,
+    );
     // These two runs are halted: at the minimum scale, and after the end of the table of rates.
-    check_run(rig, StepConfig { fail_at_min: 1, min_scale: 16.0, hysteresis: 1, ..config }, 2, steps, 64, 4);
+    check_run(
+        rig,
+        StepConfig {
+            fail_at_min: 1,
+            min_scale: 16.0,
+            hysteresis: 1,
+            ..config
+        },
+        2,
+        steps,
+        64,
+        4,
+    );
     check_run(rig, config, 2, steps, 2, 5);
 }

@@ -1,4 +1,5 @@
-//! Ten steps compared with PyTorch's AdamW and Adam, element by element (tests/data/torch_adam.safetensors).
+//! Ten steps compared with PyTorch's AdamW and Adam, element by element
+//! (tests/data/torch_adam.safetensors).
 
 use safetensors::SafeTensors;
 use zero_alloc::device::Device;
@@ -17,8 +18,15 @@ fn ulps(a: f32, b: f32) -> u32 {
     (a.to_bits() as i32).abs_diff(b.to_bits() as i32)
 }
 
-/// Runs the case. Moments must be equal; `close(t, ours, torch's)` accepts a parameter after step t.
-fn check<D: Device>(rig: &Rig<D>, name: &str, lr: f64, hyper: AdamHyper, close: impl Fn(i32, f32, f32) -> bool) {
+/// Runs the case. Moments must be equal; `close(t, ours, torch's)` accepts a parameter after step
+/// t.
+fn check<D: Device>(
+    rig: &Rig<D>,
+    name: &str,
+    lr: f64,
+    hyper: AdamHyper,
+    close: impl Fn(i32, f32, f32) -> bool,
+) {
     let start = tensor(&format!("{name}.param0"));
     let (weights, zeroes) = (rig.buffer(&start, 0), vec![0f32; start.len()]);
     let (first_moment, second_moment) = (rig.buffer(&zeroes, 0), rig.buffer(&zeroes, 0));
@@ -28,7 +36,10 @@ fn check<D: Device>(rig: &Rig<D>, name: &str, lr: f64, hyper: AdamHyper, close: 
             bias_correction2_sqrt: (1.0 - hyper.beta2.powi(t)).sqrt() as f32,
             ..StepScalars::new(t as u64, lr, &hyper, 1.0)
         };
-        let (grad, scalars) = (rig.buffer(&tensor(&format!("{name}.grad{}", t - 1)), 0), rig.buffer(&[scalars], 0));
+        let (grad, scalars) = (
+            rig.buffer(&tensor(&format!("{name}.grad{}", t - 1)), 0),
+            rig.buffer(&[scalars], 0),
+        );
         let args = AdamArgs {
             master: weights.slice(),
             first_moment: first_moment.slice(),
@@ -39,8 +50,16 @@ fn check<D: Device>(rig: &Rig<D>, name: &str, lr: f64, hyper: AdamHyper, close: 
             hyper,
         };
         rig.kernels.adam(&rig.stream, args).unwrap();
-        for (i, (&ours, &theirs)) in weights.read().iter().zip(&tensor(&format!("{name}.param{t}"))).enumerate() {
-            assert!(close(t, ours, theirs), "{name}, step {t}, element {i}: {ours:e}, torch {theirs:e}");
+        for (i, (&ours, &theirs)) in weights
+            .read()
+            .iter()
+            .zip(&tensor(&format!("{name}.param{t}")))
+            .enumerate()
+        {
+            assert!(
+                close(t, ours, theirs),
+                "{name}, step {t}, element {i}: {ours:e}, torch {theirs:e}"
+            );
         }
     }
     assert_eq!(first_moment.read(), tensor(&format!("{name}.exp_avg")));
@@ -48,15 +67,26 @@ fn check<D: Device>(rig: &Rig<D>, name: &str, lr: f64, hyper: AdamHyper, close: 
 }
 
 pub fn adamw_agrees_with_torch<D: Device>(rig: &Rig<D>) {
-    let hyper =
-        AdamHyper { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, decoupled: true, bias_correction: true };
+    let hyper = AdamHyper {
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.01,
+        decoupled: true,
+        bias_correction: true,
+    };
     check(rig, "adamw_1", 1e-3, hyper, |_, a, b| ulps(a, b) <= 1);
-    let hyper = AdamHyper { beta2: 0.95, weight_decay: 0.1, ..hyper };
+    let hyper = AdamHyper {
+        beta2: 0.95,
+        weight_decay: 0.1,
+        ..hyper
+    };
     check(rig, "adamw_1025", 3e-4, hyper, |_, a, b| ulps(a, b) <= 1);
 }
 
 pub fn adam_with_l2_agrees_with_torch<D: Device>(rig: &Rig<D>) {
-    // Near zero a parameter's ulp is tiny; there the bound is the rounding error of `t` updates of about lr each.
+    // Near zero a parameter's ulp is tiny; there the bound is the rounding error of `t` updates of
+    // about lr each.
     let hyper = AdamHyper {
         beta1: 0.9,
         beta2: 0.999,
@@ -65,6 +95,7 @@ pub fn adam_with_l2_agrees_with_torch<D: Device>(rig: &Rig<D>) {
         decoupled: false,
         bias_correction: true,
     };
-    let close = |t, a: f32, b: f32| ulps(a, b) <= 1 || (a - b).abs() <= t as f32 * 1e-2 * f32::EPSILON;
+    let close =
+        |t, a: f32, b: f32| ulps(a, b) <= 1 || (a - b).abs() <= t as f32 * 1e-2 * f32::EPSILON;
     check(rig, "adam_l2_257", 1e-2, hyper, close);
 }

@@ -8,8 +8,15 @@ use zero_kernels::{Float, GradStats, StepScalars, reference};
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
 fn config(cases: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
-    ProptestConfig { cases: cases.saturating_mul(factor), failure_persistence: None, ..Default::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    ProptestConfig {
+        cases: cases.saturating_mul(factor),
+        failure_persistence: None,
+        ..Default::default()
+    }
 }
 
 /// Runs `step` on the middle of new slices, and returns the whole slices, guards included.
@@ -19,8 +26,14 @@ fn adam_within<W: Float, M: Float, G: Float>(
     step: impl FnOnce(AdamSlices<'_, W, M, G, bf16>),
 ) -> (Vec<W>, Vec<M>, Vec<M>) {
     let all = before + len + after;
-    let (mut w, mut m) = (values::<W>(all, seed, false), values::<M>(all, seed + 1, false));
-    let (mut v, g) = (squares::<M>(all, seed + 2), values::<G>(all, seed + 3, true));
+    let (mut w, mut m) = (
+        values::<W>(all, seed, false),
+        values::<M>(all, seed + 1, false),
+    );
+    let (mut v, g) = (
+        squares::<M>(all, seed + 2),
+        values::<G>(all, seed + 3, true),
+    );
     let range = before..before + len;
     step(AdamSlices {
         weights: &mut w[range.clone()],
@@ -32,9 +45,16 @@ fn adam_within<W: Float, M: Float, G: Float>(
     (w, m, v)
 }
 
-fn check_adam<W: Float, M: Float, G: Float>(shape: (usize, usize, usize), seed: u64, decoupled: bool, lr: f32) {
+fn check_adam<W: Float, M: Float, G: Float>(
+    shape: (usize, usize, usize),
+    seed: u64,
+    decoupled: bool,
+    lr: f32,
+) {
     let (scalars, hyper) = (scalars(lr, 0.5), hyper(decoupled));
-    let expected = adam_within::<W, M, G>(shape, seed, |s| reference::adam(s, &scalars, &hyper).unwrap());
+    let expected = adam_within::<W, M, G>(shape, seed, |s| {
+        reference::adam(s, &scalars, &hyper).unwrap()
+    });
     let ours = adam_within::<W, M, G>(shape, seed, |s| host::adam(s, &scalars, &hyper).unwrap());
     assert_same("weights and guards", &ours.0, &expected.0);
     assert_same("first moment and guards", &ours.1, &expected.1);
@@ -44,7 +64,13 @@ fn check_adam<W: Float, M: Float, G: Float>(shape: (usize, usize, usize), seed: 
 #[test]
 fn too_many_threads_are_refused() {
     let error = Workers::new(usize::MAX).unwrap_err().to_string();
-    assert_eq!(error, format!("failed to start {} threads: the maximum is 4096", usize::MAX));
+    assert_eq!(
+        error,
+        format!(
+            "failed to start {} threads: the maximum is 4096",
+            usize::MAX
+        )
+    );
 }
 
 proptest! {

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory, Stream};
-use zero_kernels::cuda::{Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, Source, Target};
+use zero_kernels::cuda::{
+    Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, Source, Target,
+};
 use zero_kernels::{KernelError, Kernels};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -51,10 +53,21 @@ fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
     static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
     let device = DEVICE.clone();
     let (folder, compiled) = (tempfile::tempdir().unwrap(), Arc::<AtomicU32>::default());
-    let compiler = Counting { nvrtc: Nvrtc::find().unwrap(), compiled: Arc::clone(&compiled), instead };
-    let loader = Loader::with_compiler(&device, Box::new(compiler), KernelCache::at(folder.path())).unwrap();
+    let compiler = Counting {
+        nvrtc: Nvrtc::find().unwrap(),
+        compiled: Arc::clone(&compiled),
+        instead,
+    };
+    let loader =
+        Loader::with_compiler(&device, Box::new(compiler), KernelCache::at(folder.path())).unwrap();
     let stream = device.create_stream("compute").unwrap();
-    Setup { stream, kernels: CudaKernels::with_loader(loader.clone()), loader, compiled, _folder: folder }
+    Setup {
+        stream,
+        kernels: CudaKernels::with_loader(loader.clone()),
+        loader,
+        compiled,
+        _folder: folder,
+    }
 }
 
 impl Setup {
@@ -62,8 +75,14 @@ impl Setup {
     fn cast(&self, elems: usize) -> Result<(), KernelError> {
         let (mut host, id) = (vec![0f64; elems], self.loader.device().id());
         // SAFETY: never accessed: launches fail before they run, or are empty.
-        let slice = unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32, id) };
-        self.kernels.cast(&self.stream, slice.slice(0..elems / 2), slice.slice(elems / 2..elems), 1.0)
+        let slice =
+            unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32, id) };
+        self.kernels.cast(
+            &self.stream,
+            slice.slice(0..elems / 2),
+            slice.slice(elems / 2..elems),
+            1.0,
+        )
     }
 
     fn compiled(&self) -> u32 {
@@ -84,7 +103,9 @@ mod cuda {
         setup.kernels.clone().warm(&setup.stream, LIMIT).unwrap();
         assert_eq!(setup.compiled(), 7, "handles share what is loaded");
         // Other kernels of the same loader read the cached files, as another process would.
-        CudaKernels::with_loader(setup.loader.clone()).warm(&setup.stream, LIMIT).unwrap();
+        CudaKernels::with_loader(setup.loader.clone())
+            .warm(&setup.stream, LIMIT)
+            .unwrap();
         assert_eq!(setup.compiled(), 7);
     }
 
@@ -100,11 +121,23 @@ mod cuda {
     #[test]
     #[ignore = "needs a CUDA device"]
     fn compile_error_leaves_the_stream_usable() {
-        let (source_name, target, log) = ("cast.cu".to_owned(), Target::Cubin(Arch(90)), "line 3: no".to_owned());
-        let error = CudaError::Compilation { source_name, target, log };
+        let (source_name, target, log) = (
+            "cast.cu".to_owned(),
+            Target::Cubin(Arch(90)),
+            "line 3: no".to_owned(),
+        );
+        let error = CudaError::Compilation {
+            source_name,
+            target,
+            log,
+        };
         let setup = setup(Some(Err(error.clone())));
         assert_eq!(setup.cast(8), Err(KernelError::Cuda(error.clone())));
-        assert_eq!(setup.cast(8), Err(KernelError::Cuda(error)), "it is compiled again");
+        assert_eq!(
+            setup.cast(8),
+            Err(KernelError::Cuda(error)),
+            "it is compiled again"
+        );
         assert_eq!(setup.compiled(), 2);
         setup.stream.synchronize(LIMIT).unwrap();
     }
@@ -114,22 +147,32 @@ mod cuda {
     fn bad_image_is_a_driver_error() {
         let setup = setup(Some(Ok(b"not an image\0".to_vec())));
         let error = setup.cast(8).unwrap_err();
-        assert!(matches!(&error, KernelError::Device(DeviceError::Driver { .. })), "{error}");
+        assert!(
+            matches!(&error, KernelError::Device(DeviceError::Driver { .. })),
+            "{error}"
+        );
         setup.stream.synchronize(LIMIT).unwrap();
     }
 
     #[test]
     #[ignore = "needs a CUDA device"]
     fn foreign_source_is_loaded_by_its_entries() {
-        const FOREIGN: Source = Source::new("foreign.cu", "extern \"C\" __global__ void nothing() {}");
+        const FOREIGN: Source =
+            Source::new("foreign.cu", "extern \"C\" __global__ void nothing() {}");
         let setup = setup(None);
         let functions = setup.loader.load(&FOREIGN, &["nothing"]).unwrap();
         let nothing = &functions["nothing"];
         // SAFETY: the kernel has no parameters and does nothing.
         unsafe { nothing.launch(&setup.stream, [1; 3], [32, 1, 1], 0, &mut []) }.unwrap();
         setup.stream.synchronize(LIMIT).unwrap();
-        let error = setup.loader.load(&FOREIGN, &["nothing", "missing"]).unwrap_err();
-        assert!(matches!(&error, KernelError::Device(DeviceError::Driver { .. })), "{error}");
+        let error = setup
+            .loader
+            .load(&FOREIGN, &["nothing", "missing"])
+            .unwrap_err();
+        assert!(
+            matches!(&error, KernelError::Device(DeviceError::Driver { .. })),
+            "{error}"
+        );
         assert!(error.to_string().contains("missing"), "{error}");
     }
 }

@@ -1,5 +1,5 @@
-//! Every operation against its plain loop, bit for bit: all dtypes, lengths, misaligned starts, special values,
-//! poisoned outputs, threads.
+//! Every operation against its plain loop, bit for bit: all dtypes, lengths, misaligned starts,
+//! special values, poisoned outputs, threads.
 
 use half::{bf16, f16};
 use zero_kernels::host::{self, AdamSlices, Workers};
@@ -34,7 +34,12 @@ impl<W: Float, M: Float, P: Float> State<W, M, P> {
         }
     }
 
-    fn slices<'a, G>(&'a mut self, grad: &'a [G], from: usize, with_param: bool) -> AdamSlices<'a, W, M, G, P> {
+    fn slices<'a, G>(
+        &'a mut self,
+        grad: &'a [G],
+        from: usize,
+        with_param: bool,
+    ) -> AdamSlices<'a, W, M, G, P> {
         AdamSlices {
             weights: &mut self.weights[from..],
             first_moment: &mut self.first_moment[from..],
@@ -46,9 +51,21 @@ impl<W: Float, M: Float, P: Float> State<W, M, P> {
 
     fn assert_same(&self, what: &str, other: &Self) {
         assert_same(&format!("{what}: weights"), &self.weights, &other.weights);
-        assert_same(&format!("{what}: first_moment"), &self.first_moment, &other.first_moment);
-        assert_same(&format!("{what}: second_moment"), &self.second_moment, &other.second_moment);
-        assert_same(&format!("{what}: param_out"), &self.param_out, &other.param_out);
+        assert_same(
+            &format!("{what}: first_moment"),
+            &self.first_moment,
+            &other.first_moment,
+        );
+        assert_same(
+            &format!("{what}: second_moment"),
+            &self.second_moment,
+            &other.second_moment,
+        );
+        assert_same(
+            &format!("{what}: param_out"),
+            &self.param_out,
+            &other.param_out,
+        );
     }
 }
 
@@ -56,7 +73,10 @@ fn check_adam<W: Float, M: Float, G: Float, P: Float>(with_param: bool) {
     let what = format!("{} {} {} {}", W::DTYPE, M::DTYPE, G::DTYPE, P::DTYPE);
     for (i, &len) in LENGTHS.iter().enumerate() {
         let from = OFFSETS[i % OFFSETS.len()];
-        let (start, grad) = (State::<W, M, P>::new(len + from), values::<G>(len + from, 4, true));
+        let (start, grad) = (
+            State::<W, M, P>::new(len + from),
+            values::<G>(len + from, 4, true),
+        );
         let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
         let mut expected = start.clone();
         reference::adam(expected.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
@@ -65,7 +85,9 @@ fn check_adam<W: Float, M: Float, G: Float, P: Float>(with_param: bool) {
         ours.assert_same(&what, &expected);
         for workers in workers() {
             let mut ours = start.clone();
-            workers.adam(ours.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
+            workers
+                .adam(ours.slices(&grad, from, with_param), &scalars, &hyper)
+                .unwrap();
             ours.assert_same(&format!("{what}, {} threads", workers.threads()), &expected);
         }
     }
@@ -99,7 +121,11 @@ fn adam_on_sixteen_bit_weights() {
 fn splits_change_no_bit_of_adam() {
     let len = if cfg!(miri) { 19 } else { 203 };
     let grad = values::<bf16>(len, 4, true);
-    let (start, scalars, hyper) = (State::<f32, f32, bf16>::new(len), scalars(1e-2, 0.37), hyper(true));
+    let (start, scalars, hyper) = (
+        State::<f32, f32, bf16>::new(len),
+        scalars(1e-2, 0.37),
+        hyper(true),
+    );
     let mut whole = start.clone();
     host::adam(whole.slices(&grad, 0, true), &scalars, &hyper).unwrap();
     for cut in 0..=len {
@@ -116,7 +142,10 @@ fn skipped_step_writes_nothing() {
     let grad = values::<bf16>(255, 4, true);
     let start = State::<f32, f32, bf16>::new(255);
     let mut after = start.clone();
-    let skip = StepScalars { skip: 1, ..scalars(1e-2, 1.0) };
+    let skip = StepScalars {
+        skip: 1,
+        ..scalars(1e-2, 1.0)
+    };
     host::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
     after.assert_same("skipped", &start);
     reference::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
@@ -133,10 +162,16 @@ fn check_cast<S: Float, D: Float>() {
             reference::cast(&src[from..], &mut expected[from..], scale).unwrap();
             let mut ours = poison.clone();
             host::cast(&src[from..], &mut ours[from..], scale).unwrap();
-            assert_same(&format!("cast {} to {}", S::DTYPE, D::DTYPE), &ours, &expected);
+            assert_same(
+                &format!("cast {} to {}", S::DTYPE, D::DTYPE),
+                &ours,
+                &expected,
+            );
             for workers in workers() {
                 let mut ours = poison.clone();
-                workers.cast(&src[from..], &mut ours[from..], scale).unwrap();
+                workers
+                    .cast(&src[from..], &mut ours[from..], scale)
+                    .unwrap();
                 assert_same("cast in threads", &ours, &expected);
             }
         }
@@ -159,7 +194,10 @@ fn cast_between_all_types() {
 fn check_accumulate<G: Float>() {
     for (i, &len) in LENGTHS.iter().enumerate() {
         let from = OFFSETS[i % OFFSETS.len()];
-        let (grad, start) = (values::<G>(len + from, 6, true), values::<f32>(len + from, 7, false));
+        let (grad, start) = (
+            values::<G>(len + from, 6, true),
+            values::<f32>(len + from, 7, false),
+        );
         let mut expected = start.clone();
         reference::accumulate(&grad[from..], &mut expected[from..]).unwrap();
         let mut ours = start.clone();
@@ -167,7 +205,9 @@ fn check_accumulate<G: Float>() {
         assert_same("accumulate", &ours, &expected);
         for workers in workers() {
             let mut ours = start.clone();
-            workers.accumulate(&grad[from..], &mut ours[from..]).unwrap();
+            workers
+                .accumulate(&grad[from..], &mut ours[from..])
+                .unwrap();
             assert_same("accumulate in threads", &ours, &expected);
         }
     }
@@ -187,14 +227,24 @@ fn check_stats<G: Float>() {
         assert_eq!(ours.nonfinite, expected.nonfinite);
         // The rounding error of an fp64 sum of `len` nonnegative terms in two orders.
         let bound = len as f64 * f64::EPSILON * expected.sum_sq;
-        assert!((ours.sum_sq - expected.sum_sq).abs() <= bound, "{} and {}", ours.sum_sq, expected.sum_sq);
+        assert!(
+            (ours.sum_sq - expected.sum_sq).abs() <= bound,
+            "{} and {}",
+            ours.sum_sq,
+            expected.sum_sq
+        );
         for from in OFFSETS {
             // The same values at another alignment.
             let mut moved = vec![G::from_f32(1.0); from];
             moved.extend_from_slice(&grad);
             for workers in workers() {
                 let again = workers.grad_stats(&moved[from..]);
-                assert_eq!(again.sum_sq.to_bits(), ours.sum_sq.to_bits(), "{} threads", workers.threads());
+                assert_eq!(
+                    again.sum_sq.to_bits(),
+                    ours.sum_sq.to_bits(),
+                    "{} threads",
+                    workers.threads()
+                );
                 assert_eq!(again.nonfinite, ours.nonfinite);
             }
         }
@@ -237,7 +287,11 @@ fn grad_stats_follow_the_documented_order() {
     for len in LENGTHS.iter().copied().chain([long]) {
         let grad = values::<f32>(len, 8, false);
         let expected = pairwise(lanes(grad.chunks(32_768).map(chunk)));
-        assert_eq!(host::grad_stats(&grad).sum_sq.to_bits(), expected.to_bits(), "{len}");
+        assert_eq!(
+            host::grad_stats(&grad).sum_sq.to_bits(),
+            expected.to_bits(),
+            "{len}"
+        );
     }
 }
 
@@ -262,7 +316,10 @@ fn different_lengths_are_refused() {
         param_out: Some(&mut p[..]),
     };
     let error = host::adam(slices, &scalars(1e-3, 1.0), &hyper(true)).unwrap_err();
-    assert_eq!(error.to_string(), "adam: param_out: expected 4 elements, got 3");
+    assert_eq!(
+        error.to_string(),
+        "adam: param_out: expected 4 elements, got 3"
+    );
     assert!(host::cast(&[1f32; 2], &mut [0f32; 3], 1.0).is_err());
     assert!(host::accumulate(&[1f32; 2], &mut [0f32; 3]).is_err());
     let workers = Workers::new(1).unwrap();

@@ -21,7 +21,11 @@ fn parameter_and_remainder_are_the_weight() {
             assert_eq!(back.to_bits(), w.to_bits());
             let nearest = <bf16 as Float>::from_f32(w);
             if low == 0x8000 {
-                assert_eq!(param.to_bits(), high.wrapping_add(1), "ties go away from zero");
+                assert_eq!(
+                    param.to_bits(),
+                    high.wrapping_add(1),
+                    "ties go away from zero"
+                );
             } else {
                 assert_eq!(param.to_bits(), nearest.to_bits(), "{w:e}");
             }
@@ -35,7 +39,8 @@ fn check_remainder<G: Float>() {
         let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
         let (mut m, mut v) = (values::<f32>(len, 3, false), squares::<f32>(len, 4));
         let (mut master, mut m2, mut v2) = (start.clone(), m.clone(), v.clone());
-        let (mut param, mut remainder): (Vec<bf16>, Vec<i16>) = start.iter().map(|&w| split(w)).unzip();
+        let (mut param, mut remainder): (Vec<bf16>, Vec<i16>) =
+            start.iter().map(|&w| split(w)).unzip();
         let slices = RemainderSlices {
             param: &mut param[..],
             remainder: &mut remainder[..],
@@ -52,7 +57,11 @@ fn check_remainder<G: Float>() {
             param_out: None,
         };
         adam(slices, &scalars, &hyper).unwrap();
-        let joined: Vec<f32> = param.iter().zip(&remainder).map(|(&p, &r)| join(p, r)).collect();
+        let joined: Vec<f32> = param
+            .iter()
+            .zip(&remainder)
+            .map(|(&p, &r)| join(p, r))
+            .collect();
         assert_same("weights", &joined, &master);
         assert_same("first moment", &m, &m2);
         assert_same("second moment", &v, &v2);
@@ -69,7 +78,8 @@ fn remainder_and_master_have_equal_bits() {
 #[test]
 fn short_slices_are_refused() {
     let hyper = hyper(true);
-    let (mut w, mut r, mut m, mut v, g) = ([bf16::ONE; 3], [5i16; 3], [1f32; 3], [1f32; 3], [1f32; 3]);
+    let (mut w, mut r, mut m, mut v, g) =
+        ([bf16::ONE; 3], [5i16; 3], [1f32; 3], [1f32; 3], [1f32; 3]);
     let short = RemainderSlices {
         param: &mut w,
         remainder: &mut r[1..],
@@ -78,8 +88,13 @@ fn short_slices_are_refused() {
         grad: &g,
     };
     assert!(adam_remainder(short, &scalars(1e-3, 1.0), &hyper).is_err());
-    let all =
-        RemainderSlices { param: &mut w, remainder: &mut r, first_moment: &mut m, second_moment: &mut v, grad: &g };
+    let all = RemainderSlices {
+        param: &mut w,
+        remainder: &mut r,
+        first_moment: &mut m,
+        second_moment: &mut v,
+        grad: &g,
+    };
     adam_remainder(all, &StepScalars::skipped(), &hyper).unwrap();
     assert_eq!((w, r, m, v), ([bf16::ONE; 3], [5; 3], [1.0; 3], [1.0; 3]));
 }

@@ -18,27 +18,56 @@ fn missing_rates_halt_the_run() {
         fail_at_min: 1,
         divisor: 0.0,
     };
-    let start = StepState { schedule_position: 5, ..StepState::new(1.0, 1) };
-    let (ranks, rates) = ([RankStats::new(&[], 0.0)], [StepRates { lr: 1e-3, beta1: 0.9, beta2: 0.999 }]);
+    let start = StepState {
+        schedule_position: 5,
+        ..StepState::new(1.0, 1)
+    };
+    let (ranks, rates) = (
+        [RankStats::new(&[], 0.0)],
+        [StepRates {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+        }],
+    );
     let (mut state, mut scalars) = (start, [StepScalars::default()]);
     advance_step(&ranks, &config, &rates, &mut state, &mut scalars);
     assert_eq!(scalars[0].skip, 0);
     let record = advance_step(&ranks, &config, &rates, &mut state, &mut scalars);
-    assert_eq!((scalars[0].skip, record.unwrap().halted, state.halted), (1, StepState::NO_RATE, StepState::NO_RATE));
+    assert_eq!(
+        (scalars[0].skip, record.unwrap().halted, state.halted),
+        (1, StepState::NO_RATE, StepState::NO_RATE)
+    );
     let before = state;
-    assert_eq!(advance_step(&ranks, &config, &rates, &mut state, &mut scalars), None);
+    assert_eq!(
+        advance_step(&ranks, &config, &rates, &mut state, &mut scalars),
+        None
+    );
     assert_eq!(state, before);
-    let mut early = StepState { schedule_position: 4, ..start };
+    let mut early = StepState {
+        schedule_position: 4,
+        ..start
+    };
     advance_step(&ranks, &config, &rates, &mut early, &mut scalars);
     assert_eq!(early.halted, StepState::NO_RATE);
 }
 
-/// DeepSpeed's FusedAdam with `bias_correction: false` divides by neither `1 - beta1^t` nor `1 - beta2^t`.
+/// DeepSpeed's FusedAdam with `bias_correction: false` divides by neither `1 - beta1^t` nor
+/// `1 - beta2^t`.
 #[test]
 fn bias_correction_can_be_off() {
-    let on =
-        AdamHyper { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.0, decoupled: true, bias_correction: true };
-    let off = AdamHyper { bias_correction: false, ..on };
+    let on = AdamHyper {
+        beta1: 0.9,
+        beta2: 0.99,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        decoupled: true,
+        bias_correction: true,
+    };
+    let off = AdamHyper {
+        bias_correction: false,
+        ..on
+    };
     let with = |t, hyper: &AdamHyper| {
         let scalars = StepScalars::new(t, 0.25, hyper, 1.0);
         (scalars.step_size, scalars.bias_correction2_sqrt)
@@ -46,7 +75,10 @@ fn bias_correction_can_be_off() {
     for t in [1, 2, 1000] {
         assert_eq!(with(t, &off), (0.25, 1.0));
     }
-    assert_eq!(with(1, &on), ((0.25 / (1.0 - 0.9)) as f32, 0.01f64.sqrt() as f32));
+    assert_eq!(
+        with(1, &on),
+        ((0.25 / (1.0 - 0.9)) as f32, 0.01f64.sqrt() as f32)
+    );
 }
 
 #[test]
@@ -64,12 +96,31 @@ fn scale_never_halves_without_hysteresis() {
         fail_at_min: 1,
         divisor: 0.0,
     };
-    let rates = [StepRates { lr: 1e-3, beta1: 0.9, beta2: 0.999 }; 8];
+    let rates = [StepRates {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.999,
+    }; 8];
     let mut state = StepState::new(4.0, 0);
     let scales = [1, 1, 1, 0, 0, 0, 1].map(|nonfinite| {
-        let ranks = [RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite }], 0.0)];
-        advance_step(&ranks, &config, &rates, &mut state, &mut [StepScalars::default()]);
-        assert_eq!((state.hysteresis_left, state.halted), (0, StepState::RUNNING));
+        let ranks = [RankStats::new(
+            &[GradStats {
+                sum_sq: 1.0,
+                nonfinite,
+            }],
+            0.0,
+        )];
+        advance_step(
+            &ranks,
+            &config,
+            &rates,
+            &mut state,
+            &mut [StepScalars::default()],
+        );
+        assert_eq!(
+            (state.hysteresis_left, state.halted),
+            (0, StepState::RUNNING)
+        );
         state.loss_scale
     });
     assert_eq!(scales, [4.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0]);

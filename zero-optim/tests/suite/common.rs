@@ -11,8 +11,8 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Reduced
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, GatheredStats, GroupRules, GroupRun, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment,
-    ShardedAdamW, StateKind, StepInputs, StepOutcome, UnitSlices,
+    Divisor, GatheredStats, GroupRules, GroupRun, OptimError, OptimizerConfig, ParamGroups,
+    RankStats, Segment, ShardedAdamW, StateKind, StepInputs, StepOutcome, UnitSlices,
 };
 
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -26,12 +26,20 @@ pub struct Buffer {
 
 impl Buffer {
     pub fn new(values: &[f32], dtype: DType) -> Self {
-        let mut buffer = Self { bytes: vec![0; values.len().div_ceil(2) + 1], len: values.len(), dtype };
+        let mut buffer = Self {
+            bytes: vec![0; values.len().div_ceil(2) + 1],
+            len: values.len(),
+            dtype,
+        };
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer.bytes);
         for (i, &x) in values.iter().enumerate() {
             match dtype {
-                DType::Bf16 => bytes[2 * i..2 * i + 2].copy_from_slice(&bf16::from_f32(x).to_ne_bytes()),
-                DType::F16 => bytes[2 * i..2 * i + 2].copy_from_slice(&f16::from_f32(x).to_ne_bytes()),
+                DType::Bf16 => {
+                    bytes[2 * i..2 * i + 2].copy_from_slice(&bf16::from_f32(x).to_ne_bytes())
+                }
+                DType::F16 => {
+                    bytes[2 * i..2 * i + 2].copy_from_slice(&f16::from_f32(x).to_ne_bytes())
+                }
                 _ => bytes[4 * i..4 * i + 4].copy_from_slice(&x.to_ne_bytes()),
             }
         }
@@ -51,7 +59,14 @@ impl Buffer {
 
     pub fn slice(&mut self) -> AnySlice {
         // SAFETY: tests keep their buffers until the stream is drained, and use one stream.
-        unsafe { AnySlice::from_raw_parts(self.bytes.as_mut_ptr().cast(), self.len, self.dtype, DeviceId::HOST) }
+        unsafe {
+            AnySlice::from_raw_parts(
+                self.bytes.as_mut_ptr().cast(),
+                self.len,
+                self.dtype,
+                DeviceId::HOST,
+            )
+        }
     }
 }
 
@@ -60,7 +75,10 @@ pub struct Random(pub u64);
 impl Random {
     /// A value in -1..1.
     pub fn value(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        self.0 = self
+            .0
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
         ((self.0 >> 40) as f32 / (1 << 23) as f32) - 1.0
     }
 
@@ -89,7 +107,8 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Rank `rank` of `world`; unit `u` has the initial values `init[u]`, padded to a multiple of `world`.
+    /// Rank `rank` of `world`; unit `u` has the initial values `init[u]`, padded to a multiple of
+    /// `world`.
     pub fn new(
         config: &OptimizerConfig,
         dtype: DType,
@@ -101,7 +120,8 @@ impl Rank {
         Self::with_groups(config, dtype, init, (rank, world), how, &[], &|_, _| 0)
     }
 
-    /// As [`Self::new`], with parameter groups: `group_of` returns the group of an element of a unit.
+    /// As [`Self::new`], with parameter groups: `group_of` returns the group of an element of a
+    /// unit.
     pub fn with_groups(
         config: &OptimizerConfig,
         dtype: DType,
@@ -119,7 +139,11 @@ impl Rank {
             assert!(init.len().is_multiple_of(world), "units are padded");
             let shard = init.len() / world;
             let own = rank * shard..(rank + 1) * shard;
-            let held_here = if how == Holding::Whole { 0..init.len() } else { own.clone() };
+            let held_here = if how == Holding::Whole {
+                0..init.len()
+            } else {
+                own.clone()
+            };
             let state = end..end + held_here.len();
             end = state.end;
             segments.push(match how {
@@ -132,34 +156,63 @@ impl Rank {
         // A run an element: the optimizer joins them.
         let mut runs = Vec::new();
         for (u, held) in held.iter().enumerate().filter(|_| !rules.is_empty()) {
-            let run = |elem| GroupRun { elems: 0..0, group: group_of(u, elem) };
+            let run = |elem| GroupRun {
+                elems: 0..0,
+                group: group_of(u, elem),
+            };
             runs.extend(held.clone().map(run));
         }
-        runs.iter_mut().enumerate().for_each(|(i, run)| run.elems = i..i + 1);
-        let groups = ParamGroups { rules: rules.to_vec(), runs };
+        runs.iter_mut()
+            .enumerate()
+            .for_each(|(i, run)| run.elems = i..i + 1);
+        let groups = ParamGroups {
+            rules: rules.to_vec(),
+            runs,
+        };
         let config = config.clone();
-        let optim = ShardedAdamW::with_groups(&pool, kernels, &stream, config, dtype, segments, &groups);
+        let optim =
+            ShardedAdamW::with_groups(&pool, kernels, &stream, config, dtype, segments, &groups);
         let mut optim = optim.unwrap();
-        let mut params: Vec<Buffer> =
-            init.iter().zip(&held).map(|(w, held)| Buffer::new(&w[held.clone()], dtype)).collect();
+        let mut params: Vec<Buffer> = init
+            .iter()
+            .zip(&held)
+            .map(|(w, held)| Buffer::new(&w[held.clone()], dtype))
+            .collect();
         let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         optim.init_masters(&stream, &slices).unwrap();
         stream.synchronize(LIMIT).unwrap();
-        Self { optim, params, pool, stream, held }
+        Self {
+            optim,
+            params,
+            pool,
+            stream,
+            held,
+        }
     }
 
     fn grads(&self, grads: &[Vec<f32>], dtype: DType) -> Vec<Buffer> {
-        grads.iter().zip(&self.held).map(|(g, held)| Buffer::new(&g[held.clone()], dtype)).collect()
+        grads
+            .iter()
+            .zip(&self.held)
+            .map(|(g, held)| Buffer::new(&g[held.clone()], dtype))
+            .collect()
     }
 
     /// The gradients, complete from now on.
     fn reduced(&self, grads: &mut [Buffer]) -> Vec<Reduced<HostDevice>> {
         // SAFETY: written by the test's thread before; tests keep them until the stream is drained.
-        let reduced = |grad: &mut Buffer| unsafe { Reduced::new(grad.slice(), self.stream.record().unwrap()) };
+        let reduced = |grad: &mut Buffer| unsafe {
+            Reduced::new(grad.slice(), self.stream.record().unwrap())
+        };
         grads.iter_mut().map(reduced).collect()
     }
 
-    pub fn stats(&mut self, grads: &[Vec<f32>], dtype: DType, loss: f64) -> Result<RankStats, OptimError> {
+    pub fn stats(
+        &mut self,
+        grads: &[Vec<f32>],
+        dtype: DType,
+        loss: f64,
+    ) -> Result<RankStats, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
         self.optim.enqueue_stats(&self.stream, &reduced)?;
@@ -185,7 +238,11 @@ impl Rank {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
         let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        let units: Vec<_> = reduced.iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param }).collect();
+        let units: Vec<_> = reduced
+            .iter()
+            .zip(&params)
+            .map(|(grad, param)| UnitSlices { grad, param })
+            .collect();
         let outcome = self.optim.step(&self.stream, &units, gathered, limit)?;
         self.stream.synchronize(LIMIT).unwrap();
         Ok(outcome)
@@ -202,9 +259,15 @@ impl Rank {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
         let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        let units: Vec<_> = reduced.iter().zip(&params).map(|(grad, param)| UnitSlices { grad, param }).collect();
+        let units: Vec<_> = reduced
+            .iter()
+            .zip(&params)
+            .map(|(grad, param)| UnitSlices { grad, param })
+            .collect();
         let inputs = StepInputs::new(loss, Divisor::MicroBatches(2));
-        let outcome = self.optim.step_with(&self.stream, &units, inputs, exchange, LIMIT);
+        let outcome = self
+            .optim
+            .step_with(&self.stream, &units, inputs, exchange, LIMIT);
         self.stream.synchronize(LIMIT).unwrap();
         outcome
     }
@@ -242,7 +305,13 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(config: &OptimizerConfig, dtype: DType, init: &[Vec<f32>], world: usize, how: Holding) -> Self {
+    pub fn new(
+        config: &OptimizerConfig,
+        dtype: DType,
+        init: &[Vec<f32>],
+        world: usize,
+        how: Holding,
+    ) -> Self {
         Self::with_groups(config, dtype, init, world, how, &[], &|_, _| 0)
     }
 
@@ -257,16 +326,32 @@ impl World {
         group_of: &dyn Fn(usize, usize) -> usize,
     ) -> Self {
         let rank = |r| Rank::with_groups(config, dtype, init, (r, world), how, rules, group_of);
-        Self { ranks: (0..world).map(rank).collect(), how }
+        Self {
+            ranks: (0..world).map(rank).collect(),
+            how,
+        }
     }
 
-    /// Runs one step on all ranks with these reduced gradients (whole padded units), and asserts equal outcomes.
-    pub fn step(&mut self, grads: &[Vec<f32>], dtype: DType, micro_batches: usize) -> (Vec<RankStats>, StepOutcome) {
-        let stats: Vec<RankStats> =
-            self.ranks.iter_mut().enumerate().map(|(r, rank)| rank.stats(grads, dtype, r as f64).unwrap()).collect();
+    /// Runs one step on all ranks with these reduced gradients (whole padded units), and asserts
+    /// equal outcomes.
+    pub fn step(
+        &mut self,
+        grads: &[Vec<f32>],
+        dtype: DType,
+        micro_batches: usize,
+    ) -> (Vec<RankStats>, StepOutcome) {
+        let stats: Vec<RankStats> = self
+            .ranks
+            .iter_mut()
+            .enumerate()
+            .map(|(r, rank)| rank.stats(grads, dtype, r as f64).unwrap())
+            .collect();
         let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(micro_batches));
-        let mut outcomes: Vec<StepOutcome> =
-            self.ranks.iter_mut().map(|rank| rank.step(grads, dtype, gathered).unwrap()).collect();
+        let mut outcomes: Vec<StepOutcome> = self
+            .ranks
+            .iter_mut()
+            .map(|rank| rank.step(grads, dtype, gathered).unwrap())
+            .collect();
         let outcome = outcomes.pop().unwrap();
         assert!(outcomes.iter().all(|o| *o == outcome), "the ranks disagree");
         (stats, outcome)
@@ -277,15 +362,25 @@ impl World {
         let units = self.ranks[0].params.len();
         match self.how {
             Holding::Whole => {
-                let first: Vec<Vec<f32>> = self.ranks[0].params.iter().map(Buffer::values).collect();
+                let first: Vec<Vec<f32>> =
+                    self.ranks[0].params.iter().map(Buffer::values).collect();
                 for rank in &self.ranks {
-                    assert_eq!(rank.params.iter().map(Buffer::values).collect::<Vec<_>>(), first, "the ranks differ");
+                    assert_eq!(
+                        rank.params.iter().map(Buffer::values).collect::<Vec<_>>(),
+                        first,
+                        "the ranks differ"
+                    );
                 }
                 first
             }
-            Holding::Shard => {
-                (0..units).map(|u| self.ranks.iter().flat_map(|rank| rank.params[u].values()).collect()).collect()
-            }
+            Holding::Shard => (0..units)
+                .map(|u| {
+                    self.ranks
+                        .iter()
+                        .flat_map(|rank| rank.params[u].values())
+                        .collect()
+                })
+                .collect(),
         }
     }
 }

@@ -1,18 +1,38 @@
-//! Steps without a device: rank statistics, clipping, loss scale, schedules, settings and saved progress.
+//! Steps without a device: rank statistics, clipping, loss scale, schedules, settings and saved
+//! progress.
 
 use proptest::prelude::*;
 use zero_kernels::GradStats;
 use zero_optim::{
-    Decay, DecayCurve, Divisor, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError, OptimizerConfig,
-    Progress, RangeTest, RankStats, StepController, StepOutcome, Warmup, WarmupCosine, WarmupDecay,
+    Decay, DecayCurve, Divisor, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError,
+    OptimizerConfig, Progress, RangeTest, RankStats, StepController, StepOutcome, Warmup,
+    WarmupCosine, WarmupDecay,
 };
 
 fn good(sum_sq: f64) -> RankStats {
-    RankStats::new(&[GradStats { sum_sq, nonfinite: 0 }], 0.0)
+    RankStats::new(
+        &[GradStats {
+            sum_sq,
+            nonfinite: 0,
+        }],
+        0.0,
+    )
 }
 
 fn bad() -> RankStats {
-    RankStats::new(&[GradStats { sum_sq: 1.0, nonfinite: 0 }, GradStats { sum_sq: 0.0, nonfinite: 3 }], 0.0)
+    RankStats::new(
+        &[
+            GradStats {
+                sum_sq: 1.0,
+                nonfinite: 0,
+            },
+            GradStats {
+                sum_sq: 0.0,
+                nonfinite: 3,
+            },
+        ],
+        0.0,
+    )
 }
 
 fn names() -> Vec<String> {
@@ -27,48 +47,100 @@ fn dynamic(settings: DynamicScaling) -> OptimizerConfig {
 fn rank_stats_add_units_in_order() {
     let stats = |sum_sq, nonfinite| GradStats { sum_sq, nonfinite };
     let combined = RankStats::new(&[stats(0.1, 0), stats(0.2, 2), stats(0.3, 1)], 4.0);
-    assert_eq!(combined, RankStats { sum_sq: 0.1 + 0.2 + 0.3, nonfinite: 3, first_bad_unit: 1, loss: 4.0, flags: 0 });
+    assert_eq!(
+        combined,
+        RankStats {
+            sum_sq: 0.1 + 0.2 + 0.3,
+            nonfinite: 3,
+            first_bad_unit: 1,
+            loss: 4.0,
+            flags: 0
+        }
+    );
     assert_eq!(
         RankStats::new(&[], 1.0),
-        RankStats { sum_sq: 0.0, nonfinite: 0, first_bad_unit: RankStats::NO_UNIT, loss: 1.0, flags: 0 }
+        RankStats {
+            sum_sq: 0.0,
+            nonfinite: 0,
+            first_bad_unit: RankStats::NO_UNIT,
+            loss: 1.0,
+            flags: 0
+        }
     );
     assert_eq!(size_of::<RankStats>(), 40, "gathered as bytes");
 }
 
 #[test]
 fn clipping_uses_the_mean_gradient() {
-    let config = OptimizerConfig::default().max_grad_norm(2.0).loss_scaling(LossScaling::Static { scale: 8.0 });
+    let config = OptimizerConfig::default()
+        .max_grad_norm(2.0)
+        .loss_scaling(LossScaling::Static { scale: 8.0 });
     let mut steps = StepController::new(config).unwrap();
-    // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. A mean norm of 5 is a sum of squares of 240^2.
-    let (scalars, outcome) =
-        steps.advance(&[good(144.0 * 144.0), good(192.0 * 192.0)], Divisor::MicroBatches(3), &names()).unwrap();
-    let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
+    // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. A mean norm of 5 is a sum of
+    // squares of 240^2.
+    let (scalars, outcome) = steps
+        .advance(
+            &[good(144.0 * 144.0), good(192.0 * 192.0)],
+            Divisor::MicroBatches(3),
+            &names(),
+        )
+        .unwrap();
+    let StepOutcome::Applied {
+        grad_norm, clip, ..
+    } = outcome
+    else {
+        panic!("skipped")
+    };
     assert_eq!((grad_norm, clip), (5.0, 2.0 / (5.0 + 1e-6)));
     assert_eq!(scalars[0].grad_scale, (clip / 48.0) as f32);
     // A norm equal to the limit is not clipped.
-    let (scalars, outcome) =
-        steps.advance(&[good(96.0 * 96.0), good(0.0)], Divisor::MicroBatches(3), &names()).unwrap();
-    let StepOutcome::Applied { grad_norm, clip, .. } = outcome else { panic!("skipped") };
-    assert_eq!((grad_norm, clip, scalars[0].grad_scale), (2.0, 1.0, (1.0 / 48.0) as f32));
+    let (scalars, outcome) = steps
+        .advance(
+            &[good(96.0 * 96.0), good(0.0)],
+            Divisor::MicroBatches(3),
+            &names(),
+        )
+        .unwrap();
+    let StepOutcome::Applied {
+        grad_norm, clip, ..
+    } = outcome
+    else {
+        panic!("skipped")
+    };
+    assert_eq!(
+        (grad_norm, clip, scalars[0].grad_scale),
+        (2.0, 1.0, (1.0 / 48.0) as f32)
+    );
 }
 
 #[test]
 fn no_clipping_by_default() {
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
-    let (scalars, outcome) = steps.advance(&[good(1e12)], Divisor::MicroBatches(1), &names()).unwrap();
-    assert_eq!((scalars[0].grad_scale, outcome.grad_norm()), (1.0, Some(1e6)));
+    let (scalars, outcome) = steps
+        .advance(&[good(1e12)], Divisor::MicroBatches(1), &names())
+        .unwrap();
+    assert_eq!(
+        (scalars[0].grad_scale, outcome.grad_norm()),
+        (1.0, Some(1e6))
+    );
 }
 
-/// Regression test for DeepSpeed #2686: the scale grew between backward and step, and the new scale was divided out.
+/// Regression test for DeepSpeed #2686: the scale grew between backward and step, and the new scale
+/// was divided out.
 #[test]
 fn gradients_are_divided_by_their_scale() {
     let growing = dynamic(DynamicScaling::default().initial_scale_power(4).window(1));
     let mut steps = StepController::new(growing).unwrap();
     for step in 0..4 {
         let scale = steps.loss_scale();
-        let (scalars, outcome) = steps.advance(&[good(scale * scale)], Divisor::MicroBatches(1), &names()).unwrap();
+        let (scalars, outcome) = steps
+            .advance(&[good(scale * scale)], Divisor::MicroBatches(1), &names())
+            .unwrap();
         assert_eq!(scalars[0].grad_scale, 1.0 / scale as f32, "step {step}");
-        assert_eq!((outcome.grad_norm(), outcome.loss_scale()), (Some(1.0), scale));
+        assert_eq!(
+            (outcome.grad_norm(), outcome.loss_scale()),
+            (Some(1.0), scale)
+        );
     }
     assert!(steps.loss_scale() > 16.0, "it grew");
 }
@@ -77,13 +149,32 @@ fn gradients_are_divided_by_their_scale() {
 fn non_finite_gradient_skips_the_step() {
     // The default: a static scale of 1, as for fp32 and bf16.
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
-    let ranks = [RankStats { flags: 0b110, ..good(1.0) }, RankStats { flags: 0b011, ..bad() }];
-    let (scalars, outcome) = steps.advance(&ranks, Divisor::MicroBatches(1), &names()).unwrap();
+    let ranks = [
+        RankStats {
+            flags: 0b110,
+            ..good(1.0)
+        },
+        RankStats {
+            flags: 0b011,
+            ..bad()
+        },
+    ];
+    let (scalars, outcome) = steps
+        .advance(&ranks, Divisor::MicroBatches(1), &names())
+        .unwrap();
     assert_eq!((outcome.flags().any, outcome.flags().all), (0b111, 0b010));
     assert_eq!((scalars[0].skip, outcome.grad_norm()), (1, None));
-    let StepOutcome::Skipped { overflow, .. } = outcome else { panic!("applied") };
-    assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "block", 3));
-    assert_eq!((steps.progress().adam_steps, steps.progress().skipped_steps), (0, 1));
+    let StepOutcome::Skipped { overflow, .. } = outcome else {
+        panic!("applied")
+    };
+    assert_eq!(
+        (overflow.rank, overflow.unit.as_str(), overflow.nonfinite),
+        (1, "block", 3)
+    );
+    assert_eq!(
+        (steps.progress().adam_steps, steps.progress().skipped_steps),
+        (0, 1)
+    );
 }
 
 #[test]
@@ -92,10 +183,15 @@ fn bias_corrections_count_applied_steps() {
     let mut applied = 0;
     for step in 0..20 {
         let ranks = [if step % 3 == 1 { bad() } else { good(1.0) }];
-        let (scalars, outcome) = steps.advance(&ranks, Divisor::MicroBatches(1), &names()).unwrap();
+        let (scalars, outcome) = steps
+            .advance(&ranks, Divisor::MicroBatches(1), &names())
+            .unwrap();
         if !outcome.is_skipped() {
             applied += 1;
-            assert_eq!(scalars[0].step_size, (1e-3 / (1.0 - 0.9f64.powf(f64::from(applied)))) as f32);
+            assert_eq!(
+                scalars[0].step_size,
+                (1e-3 / (1.0 - 0.9f64.powf(f64::from(applied)))) as f32
+            );
         }
     }
     assert_eq!(steps.progress().adam_steps, u64::from(applied as u32));
@@ -107,7 +203,13 @@ fn one_cycle_changes_the_betas() {
         "cycle_first_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0, "decay_mom_rate": 0.5}});
     let schedule: LrSchedule = serde_json::from_value(params).unwrap();
     let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} and {b}");
-    for (position, lr, beta1) in [(0, 0.1, 0.8), (1, 0.3, 0.85), (2, 0.5, 0.8), (3, 0.3, 0.85), (4, 0.1, 0.9)] {
+    for (position, lr, beta1) in [
+        (0, 0.1, 0.8),
+        (1, 0.3, 0.85),
+        (2, 0.5, 0.8),
+        (3, 0.3, 0.85),
+        (4, 0.1, 0.9),
+    ] {
         near(schedule.lr(1.0, position), lr);
         near(schedule.betas(position).unwrap().0, beta1);
     }
@@ -115,8 +217,13 @@ fn one_cycle_changes_the_betas() {
     near(schedule.lr(1.0, 5), 0.1 / 1.5);
     near(schedule.betas(5).unwrap().0, 0.9 * 1.25);
     let mut steps = StepController::new(OptimizerConfig::default().schedule(schedule)).unwrap();
-    let (scalars, _) = steps.advance(&[good(1.0)], Divisor::MicroBatches(1), &names()).unwrap();
-    assert_eq!((scalars[0].one_minus_beta1, scalars[0].beta2), ((1.0 - 0.8f64) as f32, 0.99));
+    let (scalars, _) = steps
+        .advance(&[good(1.0)], Divisor::MicroBatches(1), &names())
+        .unwrap();
+    assert_eq!(
+        (scalars[0].one_minus_beta1, scalars[0].beta2),
+        ((1.0 - 0.8f64) as f32, 0.99)
+    );
 }
 
 #[test]
@@ -148,11 +255,21 @@ fn schedules_have_deepspeed_names_and_defaults() {
     assert_eq!(bare.lr(3e-4, 5000), 3e-4, "up to the base rate");
     let bare = parse(serde_json::json!({"type": "LRRangeTest", "params": {}})).unwrap();
     assert_eq!(bare, LrSchedule::RangeTest(RangeTest::default()));
-    assert!(parse(serde_json::json!({"type": "WarmupLR", "params": {"warmup_steps": 3}})).is_err(), "unknown key");
-    assert!(parse(serde_json::json!({"type": "WarmupDecayLR", "params": {}})).is_err(), "no total_num_steps");
+    assert!(
+        parse(serde_json::json!({"type": "WarmupLR", "params": {"warmup_steps": 3}})).is_err(),
+        "unknown key"
+    );
+    assert!(
+        parse(serde_json::json!({"type": "WarmupDecayLR", "params": {}})).is_err(),
+        "no total_num_steps"
+    );
     let again = serde_json::to_value(LrSchedule::RangeTest(RangeTest::default())).unwrap();
     assert_eq!(again["type"], "LRRangeTest");
-    let stairs = RangeTest { lr_range_test_staircase: true, lr_range_test_step_size: 2, ..Default::default() };
+    let stairs = RangeTest {
+        lr_range_test_staircase: true,
+        lr_range_test_step_size: 2,
+        ..Default::default()
+    };
     let schedule = LrSchedule::RangeTest(stairs);
     let rates: Vec<f64> = (0..5).map(|p| schedule.lr(1.0, p)).collect();
     assert_eq!(rates, [1e-3, 1e-3, 2e-3, 2e-3, 3e-3]);
@@ -167,31 +284,70 @@ fn settings_outside_their_ranges_are_refused() {
     let base = OptimizerConfig::default;
     let with = |schedule| base().schedule(schedule);
     assert_eq!(refused(base().max_grad_norm(-1.0)), "max_grad_norm");
-    assert_eq!(refused(base().loss_scaling(LossScaling::Static { scale: 0.0 })), "loss_scale");
+    assert_eq!(
+        refused(base().loss_scaling(LossScaling::Static { scale: 0.0 })),
+        "loss_scale"
+    );
     let d = DynamicScaling::default;
     assert_eq!(refused(dynamic(d().window(0))), "loss_scale_window");
-    assert_eq!(refused(OptimizerConfig::default().sub_group_elems(0)), "sub_group_elems");
-    assert_eq!(refused(dynamic(d().initial_scale_power(200))), "initial_scale_power");
+    assert_eq!(
+        refused(OptimizerConfig::default().sub_group_elems(0)),
+        "sub_group_elems"
+    );
+    assert_eq!(
+        refused(dynamic(d().initial_scale_power(200))),
+        "initial_scale_power"
+    );
     assert_eq!(refused(dynamic(d().min_scale(1e9))), "min_loss_scale");
-    let zero = Warmup { warmup_num_steps: 0, ..Default::default() };
+    let zero = Warmup {
+        warmup_num_steps: 0,
+        ..Default::default()
+    };
     assert_eq!(refused(with(LrSchedule::Warmup(zero))), "warmup_num_steps");
     let decay = |json| serde_json::from_value::<WarmupDecay>(json).unwrap();
     let json = serde_json::json!({"total_num_steps": 9, "warmup_max_lr": -1.0});
-    assert_eq!(refused(with(LrSchedule::WarmupDecay(decay(json)))), "warmup_max_lr");
+    assert_eq!(
+        refused(with(LrSchedule::WarmupDecay(decay(json)))),
+        "warmup_max_lr"
+    );
     let json = serde_json::json!({"total_num_steps": 9, "cos_min_ratio": -1.0});
     let cosine: WarmupCosine = serde_json::from_value(json).unwrap();
-    assert_eq!(refused(with(LrSchedule::WarmupCosine(cosine))), "cos_min_ratio");
+    assert_eq!(
+        refused(with(LrSchedule::WarmupCosine(cosine))),
+        "cos_min_ratio"
+    );
     let json = serde_json::json!({"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_min_mom": 1.0});
     let cycle: OneCycle = serde_json::from_value(json).unwrap();
     assert_eq!(refused(with(LrSchedule::OneCycle(cycle))), "cycle_min_mom");
-    let decay = Decay { curve: DecayCurve::Linear, warmup_steps: 0, decay_steps: 5, total_steps: 9, min_lr: 0.0 };
+    let decay = Decay {
+        curve: DecayCurve::Linear,
+        warmup_steps: 0,
+        decay_steps: 5,
+        total_steps: 9,
+        min_lr: 0.0,
+    };
     for decay_steps in [0, 10] {
-        let decay = Decay { decay_steps, ..decay.clone() };
+        let decay = Decay {
+            decay_steps,
+            ..decay.clone()
+        };
         assert_eq!(refused(with(LrSchedule::Decay(decay))), "decay_steps");
     }
-    assert_eq!(refused(with(LrSchedule::Decay(Decay { min_lr: -1.0, ..decay }))), "min_lr");
-    let zero = RangeTest { lr_range_test_step_size: 0, ..Default::default() };
-    assert_eq!(refused(with(LrSchedule::RangeTest(zero))), "lr_range_test_step_size");
+    assert_eq!(
+        refused(with(LrSchedule::Decay(Decay {
+            min_lr: -1.0,
+            ..decay
+        }))),
+        "min_lr"
+    );
+    let zero = RangeTest {
+        lr_range_test_step_size: 0,
+        ..Default::default()
+    };
+    assert_eq!(
+        refused(with(LrSchedule::RangeTest(zero))),
+        "lr_range_test_step_size"
+    );
 }
 
 #[test]
@@ -226,7 +382,9 @@ fn saved_progress_keeps_its_json_keys() {
 #[test]
 fn progress_without_hysteresis_is_restored() {
     let mut steps = StepController::new(dynamic(DynamicScaling::default().hysteresis(0))).unwrap();
-    let saved = StepController::new(dynamic(DynamicScaling::default())).unwrap().progress();
+    let saved = StepController::new(dynamic(DynamicScaling::default()))
+        .unwrap()
+        .progress();
     steps.restore(&saved).unwrap();
     assert_eq!(steps.progress().loss_scaler.hysteresis_left, 0);
 }
@@ -244,26 +402,38 @@ fn bad_loss_scale_is_not_restored() {
     steps.restore(&with(4.0, 3)).unwrap();
     let mut limited = with(4.0, 3).loss_scaler;
     limited.hysteresis_left = 2;
-    assert_eq!(steps.progress().loss_scaler, limited, "at most this run's hysteresis");
+    assert_eq!(
+        steps.progress().loss_scaler,
+        limited,
+        "at most this run's hysteresis"
+    );
     let mut not_a_number = with(4.0, 3);
     not_a_number.loss_scaler.scale = f64::NAN;
     for bad in [not_a_number, with(0.0, 3), with(4.0, 10)] {
-        assert!(matches!(steps.restore(&bad), Err(OptimError::Restore { what: "loss scale", .. })));
+        assert!(matches!(
+            steps.restore(&bad),
+            Err(OptimError::Restore {
+                what: "loss scale",
+                ..
+            })
+        ));
         assert_eq!(steps.progress().loss_scaler, limited);
     }
     let fixed = OptimizerConfig::default().loss_scaling(LossScaling::Static { scale: 8.0 });
     let mut fixed = StepController::new(fixed).unwrap();
     assert!(fixed.restore(&with(4.0, 3)).is_err());
     fixed.restore(&with(8.0, 3)).unwrap();
-    fixed.advance(&[bad()], Divisor::MicroBatches(1), &names()).unwrap();
+    fixed
+        .advance(&[bad()], Divisor::MicroBatches(1), &names())
+        .unwrap();
     assert_eq!(fixed.loss_scale(), 8.0, "a static scale never changes");
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
-    /// The scale is a power of two, at least the minimum; it doubles only after `window` good steps and halves only
-    /// on an overflow with a hysteresis of 1 left.
+    /// The scale is a power of two, at least the minimum; it doubles only after `window` good steps
+    /// and halves only on an overflow with a hysteresis of 1 left.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn loss_scale_stays_in_its_bounds(

@@ -9,8 +9,8 @@ use zero_alloc::{Pool, Purpose};
 use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule, OptimError,
-    OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW, StateKind,
+    Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
+    OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW, StateKind,
 };
 
 use crate::common::{Holding, LIMIT, Random, Rank, World};
@@ -19,18 +19,33 @@ const UNITS: [usize; 3] = [18, 6, 24];
 const WORLD: usize = 3;
 
 fn config() -> OptimizerConfig {
-    let hyper = AdamHyper { weight_decay: 0.1, beta2: 0.95, ..OptimizerConfig::default().hyper };
+    let hyper = AdamHyper {
+        weight_decay: 0.1,
+        beta2: 0.95,
+        ..OptimizerConfig::default().hyper
+    };
     let schedule = LrSchedule::LinearWarmup { warmup_steps: 3 };
-    let dynamic = DynamicScaling::default().initial_scale_power(3).window(2).hysteresis(1);
+    let dynamic = DynamicScaling::default()
+        .initial_scale_power(3)
+        .window(2)
+        .hysteresis(1);
     let loss_scaling = LossScaling::Dynamic(dynamic);
-    OptimizerConfig::default().hyper(hyper).lr(1e-2).schedule(schedule).max_grad_norm(0.5).loss_scaling(loss_scaling)
+    OptimizerConfig::default()
+        .hyper(hyper)
+        .lr(1e-2)
+        .schedule(schedule)
+        .max_grad_norm(0.5)
+        .loss_scaling(loss_scaling)
 }
 
 fn rules() -> [GroupRules; 3] {
     [
         GroupRules::default(),
         GroupRules::default().weight_decay(0.0),
-        GroupRules::default().lr_scale(0.25).weight_decay(0.5).betas([0.8, 0.9]),
+        GroupRules::default()
+            .lr_scale(0.25)
+            .weight_decay(0.5)
+            .betas([0.8, 0.9]),
     ]
 }
 
@@ -51,9 +66,18 @@ fn bits(values: &[f32]) -> Vec<u32> {
 fn step_all(worlds: &mut [World], grads: &[Vec<f32>], dtype: DType) {
     let mut votes: Vec<Vec<RankStats>> = Vec::new();
     for world in &mut *worlds {
-        votes.push(world.ranks.iter_mut().map(|rank| rank.stats(grads, dtype, 1.0).unwrap()).collect());
+        votes.push(
+            world
+                .ranks
+                .iter_mut()
+                .map(|rank| rank.stats(grads, dtype, 1.0).unwrap())
+                .collect(),
+        );
     }
-    assert!(votes.iter().all(|vote| *vote == votes[0]), "groups do not change the statistics");
+    assert!(
+        votes.iter().all(|vote| *vote == votes[0]),
+        "groups do not change the statistics"
+    );
     let gathered = GatheredStats::new(&votes[0], Divisor::MicroBatches(2));
     for rank in worlds.iter_mut().flat_map(|world| &mut world.ranks) {
         rank.step(grads, dtype, gathered).unwrap();
@@ -63,7 +87,11 @@ fn step_all(worlds: &mut [World], grads: &[Vec<f32>], dtype: DType) {
 #[test]
 #[cfg_attr(miri, ignore = "minutes")]
 fn groups_equal_an_optimizer_each() {
-    for (dtype, how) in [(DType::F32, Holding::Shard), (DType::Bf16, Holding::Shard), (DType::F16, Holding::Whole)] {
+    for (dtype, how) in [
+        (DType::F32, Holding::Shard),
+        (DType::Bf16, Holding::Shard),
+        (DType::F16, Holding::Whole),
+    ] {
         let mut random = Random(7);
         let init = random_units(&mut random);
         // The optimizers of one group each, on all elements; the last one has all groups.
@@ -77,7 +105,15 @@ fn groups_equal_an_optimizer_each() {
             World::new(&config, dtype, &init, WORLD, how)
         });
         let mut worlds = Vec::from(alone);
-        worlds.push(World::with_groups(&config(), dtype, &init, WORLD, how, &rules(), &group_of));
+        worlds.push(World::with_groups(
+            &config(),
+            dtype,
+            &init,
+            WORLD,
+            how,
+            &rules(),
+            &group_of,
+        ));
         for step in 0..6 {
             let mut grads = random_units(&mut random);
             if step == 3 {
@@ -85,56 +121,109 @@ fn groups_equal_an_optimizer_each() {
             }
             step_all(&mut worlds, &grads, dtype);
         }
-        let (grouped, alone) = (worlds[3].params(), [0, 1, 2].map(|group| worlds[group].params()));
+        let (grouped, alone) = (
+            worlds[3].params(),
+            [0, 1, 2].map(|group| worlds[group].params()),
+        );
         for (unit, values) in grouped.iter().enumerate() {
             for (elem, x) in values.iter().enumerate() {
-                assert_eq!(x.to_bits(), alone[group_of(unit, elem)][unit][elem].to_bits(), "{dtype} {unit} {elem}");
+                assert_eq!(
+                    x.to_bits(),
+                    alone[group_of(unit, elem)][unit][elem].to_bits(),
+                    "{dtype} {unit} {elem}"
+                );
             }
         }
         let progress = worlds[3].ranks[0].optim.progress();
-        assert!(worlds.iter().all(|world| world.ranks[0].optim.progress() == progress));
+        assert!(
+            worlds
+                .iter()
+                .all(|world| world.ranks[0].optim.progress() == progress)
+        );
         assert_eq!((progress.adam_steps, progress.skipped_steps), (5, 1));
     }
 }
 
-/// The gradients of frozen elements are set to zero after earlier readers on other streams, and before later ones.
+/// The gradients of frozen elements are set to zero after earlier readers on other streams, and
+/// before later ones.
 #[test]
 #[cfg_attr(miri, ignore = "minutes")]
 fn readers_of_gradients_are_ordered_around_the_statistics() {
     for seed in 0..100 {
         let device = HostDevice::seeded(seed);
-        let [writer, compute, before, after] =
-            ["writer", "compute", "before", "after"].map(|name| device.create_stream(name).unwrap());
-        let (pool, kernels) = (Pool::new(device.clone(), 1 << 20), Arc::new(HostKernels::new(1).unwrap()));
-        let block = || pool.allocate(8, DType::F32, Purpose::Workspace, &writer).unwrap();
+        let [writer, compute, before, after] = ["writer", "compute", "before", "after"]
+            .map(|name| device.create_stream(name).unwrap());
+        let (pool, kernels) = (
+            Pool::new(device.clone(), 1 << 20),
+            Arc::new(HostKernels::new(1).unwrap()),
+        );
+        let block = || {
+            pool.allocate(8, DType::F32, Purpose::Workspace, &writer)
+                .unwrap()
+        };
         let blocks = [block(), block(), block()];
         // SAFETY: the blocks are dropped after all streams are synchronized.
         let [grad, first, second] = blocks.each_ref().map(|block| unsafe { block.slice() });
         let rules = vec![GroupRules::default(), GroupRules::frozen()];
-        let runs = vec![GroupRun { elems: 0..5, group: 0 }, GroupRun { elems: 5..8, group: 1 }];
-        let (config, segments) = (OptimizerConfig::default(), vec![Segment::shard("unit", 0..8)]);
+        let runs = vec![
+            GroupRun {
+                elems: 0..5,
+                group: 0,
+            },
+            GroupRun {
+                elems: 5..8,
+                group: 1,
+            },
+        ];
+        let (config, segments) = (
+            OptimizerConfig::default(),
+            vec![Segment::shard("unit", 0..8)],
+        );
         let groups = ParamGroups { rules, runs };
-        let mut optim =
-            ShardedAdamW::with_groups(&pool, kernels, &compute, config, DType::F32, segments, &groups).unwrap();
+        let mut optim = ShardedAdamW::with_groups(
+            &pool,
+            kernels,
+            &compute,
+            config,
+            DType::F32,
+            segments,
+            &groups,
+        )
+        .unwrap();
         let values = grad.typed::<f32>().unwrap();
         let fill = move || {
-            // SAFETY: host memory of the block; streams and events order the accesses, which is tested.
+            // SAFETY: host memory of the block; streams and events order the accesses, which is
+            // tested.
             unsafe { values.as_host_mut() }.fill(3.0);
             Ok(())
         };
         writer.enqueue("fill", fill).unwrap();
-        // SAFETY: the writes precede the event, and no others follow; the block is dropped at the end.
+        // SAFETY: the writes precede the event, and no others follow; the block is dropped at the
+        // end.
         let reduced = unsafe { Reduced::new(grad, writer.record().unwrap()) };
-        device.copy(&before, reduced.wait_on(&before).unwrap(), first).unwrap();
+        device
+            .copy(&before, reduced.wait_on(&before).unwrap(), first)
+            .unwrap();
         optim.enqueue_stats(&compute, &[&reduced]).unwrap();
-        device.copy(&after, reduced.wait_on(&after).unwrap(), second).unwrap();
+        device
+            .copy(&after, reduced.wait_on(&after).unwrap(), second)
+            .unwrap();
         for stream in [&writer, &compute, &before, &after] {
             stream.synchronize(LIMIT).unwrap();
         }
-        assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+        assert!(
+            device.violations().is_empty(),
+            "seed {seed}: {:?}",
+            device.violations()
+        );
         // SAFETY: all streams are synchronized.
-        let [first, second] = [first, second].map(|copy| unsafe { copy.typed::<f32>().unwrap().as_host().to_vec() });
-        assert_eq!((first, second), (vec![3.0; 8], [[3.0; 5].to_vec(), vec![0.0; 3]].concat()), "seed {seed}");
+        let [first, second] =
+            [first, second].map(|copy| unsafe { copy.typed::<f32>().unwrap().as_host().to_vec() });
+        assert_eq!(
+            (first, second),
+            (vec![3.0; 8], [[3.0; 5].to_vec(), vec![0.0; 3]].concat()),
+            "seed {seed}"
+        );
     }
 }
 
@@ -144,22 +233,37 @@ fn equal_rules_change_nothing() {
     let mut random = Random(8);
     let init = random_units(&mut random);
     let own = config().hyper;
-    let same = GroupRules::default().weight_decay(own.weight_decay).betas([own.beta1, own.beta2]);
+    let same = GroupRules::default()
+        .weight_decay(own.weight_decay)
+        .betas([own.beta1, own.beta2]);
     let rules = [GroupRules::default(), same];
-    let grouped =
-        World::with_groups(&config(), DType::Bf16, &init, WORLD, Holding::Shard, &rules, &|_, elem| elem % 2);
+    let grouped = World::with_groups(
+        &config(),
+        DType::Bf16,
+        &init,
+        WORLD,
+        Holding::Shard,
+        &rules,
+        &|_, elem| elem % 2,
+    );
     assert!((0..UNITS.len()).all(|unit| grouped.ranks[0].optim.pieces(unit).len() == 1));
-    let mut worlds = [World::new(&config(), DType::Bf16, &init, WORLD, Holding::Shard), grouped];
+    let mut worlds = [
+        World::new(&config(), DType::Bf16, &init, WORLD, Holding::Shard),
+        grouped,
+    ];
     for _ in 0..4 {
         step_all(&mut worlds, &random_units(&mut random), DType::Bf16);
     }
     for kind in StateKind::ALL {
-        let [plain, grouped] = worlds.each_ref().map(|world| bits(world.ranks[1].state(kind).unwrap()));
+        let [plain, grouped] = worlds
+            .each_ref()
+            .map(|world| bits(world.ranks[1].state(kind).unwrap()));
         assert_eq!(plain, grouped);
     }
 }
 
-/// Frozen elements have no state, do not change, and count in no statistics, even if they are not finite.
+/// Frozen elements have no state, do not change, and count in no statistics, even if they are not
+/// finite.
 #[test]
 fn frozen_elements_do_not_take_part() {
     let rules = [GroupRules::default(), GroupRules::frozen()];
@@ -186,13 +290,32 @@ fn frozen_elements_do_not_take_part() {
         let (after, plain) = (world.params(), plain.params());
         for (unit, values) in after.iter().enumerate() {
             for elem in 0..values.len() {
-                let expected = if frozen(unit, elem) { before[unit][elem] } else { plain[unit][elem] };
-                assert_eq!(values[elem].to_bits(), expected.to_bits(), "{dtype} {unit} {elem}");
+                let expected = if frozen(unit, elem) {
+                    before[unit][elem]
+                } else {
+                    plain[unit][elem]
+                };
+                assert_eq!(
+                    values[elem].to_bits(),
+                    expected.to_bits(),
+                    "{dtype} {unit} {elem}"
+                );
             }
         }
-        let state: usize = world.ranks.iter().map(|rank| rank.optim.state_elems()).sum();
+        let state: usize = world
+            .ranks
+            .iter()
+            .map(|rank| rank.optim.state_elems())
+            .sum();
         let trained = 18 + 24 - 2 * 5;
-        assert_eq!(state, if how == Holding::Whole { WORLD * trained } else { trained });
+        assert_eq!(
+            state,
+            if how == Holding::Whole {
+                WORLD * trained
+            } else {
+                trained
+            }
+        );
     }
 }
 
@@ -205,7 +328,9 @@ fn learning_rate_and_divisor_can_be_set() {
         let mut rank = Rank::new(config, DType::F32, &init, 0, 1, Holding::Shard);
         rank.optim.set_lr(lr).unwrap();
         let stats = [rank.stats(&grads, DType::F32, 0.0).unwrap()];
-        let outcome = rank.step(&grads, DType::F32, GatheredStats::new(&stats, divisor)).unwrap();
+        let outcome = rank
+            .step(&grads, DType::F32, GatheredStats::new(&stats, divisor))
+            .unwrap();
         (rank.params[0].values(), outcome)
     };
     let expected = run(0.1, Divisor::MicroBatches(12), &config.clone().lr(0.1));
@@ -214,8 +339,15 @@ fn learning_rate_and_divisor_can_be_set() {
     let mut rank = Rank::new(&config, DType::F32, &init, 0, 1, Holding::Shard);
     assert!(rank.optim.set_lr(f64::NAN).is_err());
     let stats = [rank.stats(&grads, DType::F32, 0.0).unwrap()];
-    let error = rank.step(&grads, DType::F32, GatheredStats::new(&stats, Divisor::Sum(0.0)));
-    assert_eq!(error.unwrap_err().to_string(), "divisor is 0; it must be a finite number above 0");
+    let error = rank.step(
+        &grads,
+        DType::F32,
+        GatheredStats::new(&stats, Divisor::Sum(0.0)),
+    );
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "divisor is 0; it must be a finite number above 0"
+    );
 }
 
 /// `step_with` does the four parts, with the votes of all ranks.
@@ -223,7 +355,8 @@ fn learning_rate_and_divisor_can_be_set() {
 fn one_call_does_the_four_parts() {
     let mut random = Random(10);
     let init = random_units(&mut random);
-    let mut worlds = [(); 2].map(|()| World::new(&config(), DType::F32, &init, WORLD, Holding::Shard));
+    let mut worlds =
+        [(); 2].map(|()| World::new(&config(), DType::F32, &init, WORLD, Holding::Shard));
     for _ in 0..3 {
         let grads = random_units(&mut random);
         let [four, one] = &mut worlds;
@@ -231,15 +364,30 @@ fn one_call_does_the_four_parts() {
         for (r, rank) in one.ranks.iter_mut().enumerate() {
             let exchange = |own: &[u8]| {
                 assert_eq!(own, bytemuck::bytes_of(&votes[r]));
-                Ok(votes.iter().map(|vote| bytemuck::bytes_of(vote).to_vec()).collect())
+                Ok(votes
+                    .iter()
+                    .map(|vote| bytemuck::bytes_of(vote).to_vec())
+                    .collect())
             };
-            assert_eq!(rank.step_with(&grads, DType::F32, r as f64, exchange).unwrap(), outcome);
+            assert_eq!(
+                rank.step_with(&grads, DType::F32, r as f64, exchange)
+                    .unwrap(),
+                outcome
+            );
         }
         assert_eq!(one.params(), four.params());
     }
-    let short =
-        worlds[0].ranks[0].step_with(&random_units(&mut random), DType::F32, 0.0, |own| Ok(vec![own[1..].into()]));
-    assert_eq!(short, Err(OptimError::StatsLen { rank: 0, expected: 40, got: 39 }));
+    let short = worlds[0].ranks[0].step_with(&random_units(&mut random), DType::F32, 0.0, |own| {
+        Ok(vec![own[1..].into()])
+    });
+    assert_eq!(
+        short,
+        Err(OptimError::StatsLen {
+            rank: 0,
+            expected: 40,
+            got: 39
+        })
+    );
 }
 
 #[derive(Deserialize)]
@@ -273,7 +421,8 @@ struct TorchStep {
 #[test]
 #[cfg_attr(miri, ignore = "minutes")]
 fn groups_match_pytorch() {
-    let torch: Torch = serde_json::from_str(include_str!("../data/torch_param_groups.json")).unwrap();
+    let torch: Torch =
+        serde_json::from_str(include_str!("../data/torch_param_groups.json")).unwrap();
     let rules: Vec<GroupRules> = torch
         .params
         .iter()
@@ -285,22 +434,46 @@ fn groups_match_pytorch() {
                 .trainable(p.trainable)
         })
         .collect();
-    let ends: Vec<usize> = torch.params.iter().scan(0, |end, p| Some((*end += p.elems, *end).1)).collect();
+    let ends: Vec<usize> = torch
+        .params
+        .iter()
+        .scan(0, |end, p| Some((*end += p.elems, *end).1))
+        .collect();
     let group_of = |_, elem: usize| ends.iter().position(|end| elem < *end).unwrap();
     let [beta1, beta2] = torch.betas;
-    let hyper = AdamHyper { beta1, beta2, weight_decay: torch.weight_decay, ..OptimizerConfig::default().hyper };
-    let config = OptimizerConfig::default().hyper(hyper).lr(torch.lr).max_grad_norm(torch.max_grad_norm);
+    let hyper = AdamHyper {
+        beta1,
+        beta2,
+        weight_decay: torch.weight_decay,
+        ..OptimizerConfig::default().hyper
+    };
+    let config = OptimizerConfig::default()
+        .hyper(hyper)
+        .lr(torch.lr)
+        .max_grad_norm(torch.max_grad_norm);
     let init = vec![torch.initial.concat()];
-    for (world, how) in [(1, Holding::Shard), (5, Holding::Shard), (5, Holding::Whole)] {
-        let mut world = World::with_groups(&config, DType::F32, &init, world, how, &rules, &group_of);
+    for (world, how) in [
+        (1, Holding::Shard),
+        (5, Holding::Shard),
+        (5, Holding::Whole),
+    ] {
+        let mut world =
+            World::with_groups(&config, DType::F32, &init, world, how, &rules, &group_of);
         let ranks = world.ranks.len();
         for (grads, expected) in torch.grads.iter().zip(&torch.steps) {
             // The optimizer gets sums over ranks.
-            let sums = grads.concat().into_iter().map(|x| x * ranks as f32).collect();
+            let sums = grads
+                .concat()
+                .into_iter()
+                .map(|x| x * ranks as f32)
+                .collect();
             let (_, outcome) = world.step(&[sums], DType::F32, 1);
             assert!((outcome.grad_norm().unwrap() / expected.grad_norm - 1.0).abs() < 1e-6);
             for (got, want) in world.params()[0].iter().zip(expected.params.concat()) {
-                assert!((got - want).abs() < 1e-6 * want.abs().max(1e-3), "{got} and {want}");
+                assert!(
+                    (got - want).abs() < 1e-6 * want.abs().max(1e-3),
+                    "{got} and {want}"
+                );
             }
         }
     }

@@ -1,5 +1,5 @@
-//! State in pieces, in memory and on NVMe, and masters as remainders: the bits of fp32 state in plain memory, in any order
-//! that the streams allow.
+//! State in pieces, in memory and on NVMe, and masters as remainders: the bits of fp32 state in
+//! plain memory, in any order that the streams allow.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,10 +12,12 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::host::HostKernels;
 use zero_kernels::step::RankStats;
-use zero_kernels::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments};
+use zero_kernels::{
+    AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments,
+};
 use zero_optim::{
-    Divisor, GatheredStats, GroupRules, OffloadOptions, OptimError, OptimizerConfig, ParamGroups, Segment,
-    ShardedAdamW, StateHome, StateKind, StateRange, UnitSlices,
+    Divisor, GatheredStats, GroupRules, OffloadOptions, OptimError, OptimizerConfig, ParamGroups,
+    Segment, ShardedAdamW, StateHome, StateKind, StateRange, UnitSlices,
 };
 
 use super::common::{Buffer, LIMIT, Random};
@@ -59,7 +61,9 @@ impl Inputs {
     ) -> Result<Run, OptimError> {
         let stream = device.create_stream("update")?;
         let pool = Pool::new(device.clone(), 1 << 30);
-        let config = OptimizerConfig::default().max_grad_norm(0.5).sub_group_elems(2000);
+        let config = OptimizerConfig::default()
+            .max_grad_norm(0.5)
+            .sub_group_elems(2000);
         let (mut segments, mut end, mut random) = (Vec::new(), 0, Random(self.seed));
         for (u, len) in self.lens.iter().enumerate() {
             segments.push(Segment::shard(format!("unit{u}"), end..end + len));
@@ -67,48 +71,83 @@ impl Inputs {
         }
         let rules = vec![
             GroupRules::default(),
-            GroupRules::default().weight_decay(Some(0.1)).betas(Some([0.8, 0.95])),
+            GroupRules::default()
+                .weight_decay(Some(0.1))
+                .betas(Some([0.8, 0.95])),
             GroupRules::frozen(),
         ];
         let starts = (0..end).step_by(700).enumerate();
-        let runs = starts.map(|(i, at)| (at..end.min(at + 700), self.groups[i % self.groups.len()]));
+        let runs =
+            starts.map(|(i, at)| (at..end.min(at + 700), self.groups[i % self.groups.len()]));
         let groups = ParamGroups::new(rules, runs);
-        let mut params: Vec<Buffer> =
-            self.lens.iter().map(|&len| Buffer::new(&random.values(len), self.dtype)).collect();
+        let mut params: Vec<Buffer> = self
+            .lens
+            .iter()
+            .map(|&len| Buffer::new(&random.values(len), self.dtype))
+            .collect();
         let mut optim = match form {
-            Form::Plain => ShardedAdamW::with_groups(&pool, kernels, &stream, config, self.dtype, segments, &groups)?,
-            Form::Remainders => {
-                ShardedAdamW::with_remainders(&pool, kernels, &stream, config, self.dtype, segments, &groups)?
-            }
-            Form::Offloaded(options) => {
-                ShardedAdamW::offloaded(&pool, kernels, &stream, config, self.dtype, segments, &groups, options)?
-            }
+            Form::Plain => ShardedAdamW::with_groups(
+                &pool, kernels, &stream, config, self.dtype, segments, &groups,
+            )?,
+            Form::Remainders => ShardedAdamW::with_remainders(
+                &pool, kernels, &stream, config, self.dtype, segments, &groups,
+            )?,
+            Form::Offloaded(options) => ShardedAdamW::offloaded(
+                &pool, kernels, &stream, config, self.dtype, segments, &groups, options,
+            )?,
         };
         let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         optim.init_masters(&stream, &slices)?;
         stream.synchronize(LIMIT)?;
-        Ok(Run { stream, optim, params })
+        Ok(Run {
+            stream,
+            optim,
+            params,
+        })
     }
 
     /// A step with random gradients, unit by unit.
     fn step(&self, run: &mut Run, step: u64) {
-        let Run { stream, optim, params } = run;
+        let Run {
+            stream,
+            optim,
+            params,
+        } = run;
         let mut random = Random(self.seed ^ ((step + 1) << 20));
-        let mut buffers: Vec<Buffer> =
-            self.lens.iter().map(|&len| Buffer::new(&random.values(len), self.dtype)).collect();
+        let mut buffers: Vec<Buffer> = self
+            .lens
+            .iter()
+            .map(|&len| Buffer::new(&random.values(len), self.dtype))
+            .collect();
         let done = stream.record().unwrap();
         // SAFETY: written by this thread before; kept until the stream is drained.
-        let reduced = |grad: &mut Buffer| unsafe { Reduced::<HostDevice>::new(grad.slice(), done.clone()) };
+        let reduced =
+            |grad: &mut Buffer| unsafe { Reduced::<HostDevice>::new(grad.slice(), done.clone()) };
         let grads: Vec<_> = buffers.iter_mut().map(reduced).collect();
         for (unit, grad) in grads.iter().enumerate().rev() {
             optim.enqueue_unit_stats(stream, unit, grad).unwrap();
         }
         let own = optim.rank_stats(stream, 0.0, LIMIT).unwrap();
-        let outcome = optim.decide(stream, GatheredStats::new(&[own], Divisor::MicroBatches(1)), LIMIT).unwrap();
+        let outcome = optim
+            .decide(
+                stream,
+                GatheredStats::new(&[own], Divisor::MicroBatches(1)),
+                LIMIT,
+            )
+            .unwrap();
         assert!(!outcome.is_skipped());
         for (unit, grad) in grads.iter().enumerate() {
             let param = [(params[unit].slice(), 0)];
-            optim.enqueue_unit_update(stream, unit, &UnitSlices { grad, param: &param }).unwrap();
+            optim
+                .enqueue_unit_update(
+                    stream,
+                    unit,
+                    &UnitSlices {
+                        grad,
+                        param: &param,
+                    },
+                )
+                .unwrap();
         }
         stream.synchronize(LIMIT).unwrap();
     }
@@ -120,8 +159,14 @@ impl Run {
         let param = [(self.params[unit].slice(), 0)];
         let mut values = vec![f32::NAN; param[0].0.len()];
         for (i, part) in values.chunks_mut(600).enumerate() {
-            let range = StateRange { kind, unit, elems: i * 600..i * 600 + part.len() };
-            self.optim.read_state(&self.stream, &range, &param, part, LIMIT).unwrap();
+            let range = StateRange {
+                kind,
+                unit,
+                elems: i * 600..i * 600 + part.len(),
+            };
+            self.optim
+                .read_state(&self.stream, &range, &param, part, LIMIT)
+                .unwrap();
         }
         values.into_iter().map(f32::to_bits).collect()
     }
@@ -130,33 +175,64 @@ impl Run {
         let param = [(self.params[unit].slice(), 0)];
         let values: Vec<f32> = values.iter().copied().map(f32::from_bits).collect();
         for (i, part) in values.chunks(900).enumerate() {
-            let range = StateRange { kind, unit, elems: i * 900..i * 900 + part.len() };
-            self.optim.write_state(&self.stream, &range, &param, part, LIMIT).unwrap();
+            let range = StateRange {
+                kind,
+                unit,
+                elems: i * 900..i * 900 + part.len(),
+            };
+            self.optim
+                .write_state(&self.stream, &range, &param, part, LIMIT)
+                .unwrap();
         }
-        self.optim.write_unit_params(&self.stream, unit, &param).unwrap();
+        self.optim
+            .write_unit_params(&self.stream, unit, &param)
+            .unwrap();
         self.stream.synchronize(LIMIT).unwrap();
     }
 
     fn params(&self) -> Vec<Vec<u32>> {
-        self.params.iter().map(|p| p.values().into_iter().map(f32::to_bits).collect()).collect()
+        self.params
+            .iter()
+            .map(|p| p.values().into_iter().map(f32::to_bits).collect())
+            .collect()
     }
 }
 
 fn nvme(dir: &std::path::Path, buffers: usize) -> StateHome {
-    StateHome::Nvme { dir: dir.to_owned(), options: SwapOptions::default(), buffers }
+    StateHome::Nvme {
+        dir: dir.to_owned(),
+        options: SwapOptions::default(),
+        buffers,
+    }
 }
 
 fn inputs() -> impl Strategy<Value = Inputs> {
     let dtype = prop_oneof![Just(DType::F32), Just(DType::Bf16), Just(DType::F16)];
-    let parts =
-        (prop::collection::vec(0usize..6000, 1..4), dtype, prop::collection::vec(0usize..3, 1..5), any::<u64>());
-    parts.prop_map(|(lens, dtype, groups, seed)| Inputs { lens, dtype, groups, seed })
+    let parts = (
+        prop::collection::vec(0usize..6000, 1..4),
+        dtype,
+        prop::collection::vec(0usize..3, 1..5),
+        any::<u64>(),
+    );
+    parts.prop_map(|(lens, dtype, groups, seed)| Inputs {
+        lens,
+        dtype,
+        groups,
+        seed,
+    })
 }
 
 /// As many cases as requested, times `ZERO_PROPTEST_FACTOR` if that is set.
 fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
-    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    ProptestConfig {
+        cases: n.saturating_mul(factor),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 proptest! {
@@ -208,20 +284,38 @@ proptest! {
     }
 }
 
-/// The bytes that a step reads and writes: every piece once, masters and moments, in whole blocks of the disk.
+/// The bytes that a step reads and writes: every piece once, masters and moments, in whole blocks
+/// of the disk.
 #[test]
 fn bytes_of_a_step() {
     let dir = tempfile::tempdir().unwrap();
-    let inputs = Inputs { lens: vec![2048 * 3, 100, 0, 5000], dtype: DType::Bf16, groups: vec![0], seed: 1 };
-    for (remainder, bf16_moments, bytes) in [(false, false, 12), (true, false, 10), (false, true, 8), (true, true, 6)]
-    {
-        let options = OffloadOptions::default().home(nvme(dir.path(), 3)).remainder(remainder);
-        let mut run = inputs.run(HostDevice::new(), Form::Offloaded(&options.bf16_moments(bf16_moments))).unwrap();
+    let inputs = Inputs {
+        lens: vec![2048 * 3, 100, 0, 5000],
+        dtype: DType::Bf16,
+        groups: vec![0],
+        seed: 1,
+    };
+    for (remainder, bf16_moments, bytes) in [
+        (false, false, 12),
+        (true, false, 10),
+        (false, true, 8),
+        (true, true, 6),
+    ] {
+        let options = OffloadOptions::default()
+            .home(nvme(dir.path(), 3))
+            .remainder(remainder);
+        let mut run = inputs
+            .run(
+                HostDevice::new(),
+                Form::Offloaded(&options.bf16_moments(bf16_moments)),
+            )
+            .unwrap();
         let blocks = |elems: usize| (elems * bytes).next_multiple_of(4096) as u64;
         let pieces = [2048, 2048, 2048, 100, 2048, 2048, 904];
         let expected: u64 = pieces.into_iter().map(blocks).sum();
         // Reading the state waits for all writes.
-        let read_all = |run: &mut Run| (0..4).for_each(|unit| drop(run.state(StateKind::FirstMoment, unit)));
+        let read_all =
+            |run: &mut Run| (0..4).for_each(|unit| drop(run.state(StateKind::FirstMoment, unit)));
         read_all(&mut run);
         let file = run.optim.file().unwrap().clone();
         let before = [file.read_bytes(), file.written_bytes()];
@@ -235,14 +329,22 @@ fn bytes_of_a_step() {
     }
 }
 
-/// Moments in bf16 follow those in fp32, also second moments that fall by less than half a unit in the last place a step.
+/// Moments in bf16 follow those in fp32, also second moments that fall by less than half a unit in
+/// the last place a step.
 #[test]
 fn bf16_moments_are_not_biased() {
-    let inputs = Inputs { lens: vec![20_000], dtype: DType::Bf16, groups: vec![0], seed: 3 };
+    let inputs = Inputs {
+        lens: vec![20_000],
+        dtype: DType::Bf16,
+        groups: vec![0],
+        seed: 3,
+    };
     let options = OffloadOptions::default().bf16_moments(true);
     let offloaded = Form::Offloaded(&options);
-    let (mut plain, mut small) =
-        (inputs.run(HostDevice::new(), Form::Plain).unwrap(), inputs.run(HostDevice::new(), offloaded).unwrap());
+    let (mut plain, mut small) = (
+        inputs.run(HostDevice::new(), Form::Plain).unwrap(),
+        inputs.run(HostDevice::new(), offloaded).unwrap(),
+    );
     let mut again = inputs.run(HostDevice::new(), offloaded).unwrap();
     for step in 0..100 {
         for run in [&mut plain, &mut small, &mut again] {
@@ -250,7 +352,10 @@ fn bf16_moments_are_not_biased() {
         }
     }
     let sum = |run: &mut Run| {
-        run.state(StateKind::SecondMoment, 0).into_iter().map(|b| f64::from(f32::from_bits(b))).sum::<f64>()
+        run.state(StateKind::SecondMoment, 0)
+            .into_iter()
+            .map(|b| f64::from(f32::from_bits(b)))
+            .sum::<f64>()
     };
     let ratio = sum(&mut small) / sum(&mut plain);
     // Rounded to nearest, the second moments of this test are 1.9% off.
@@ -265,33 +370,71 @@ fn bf16_moments_are_not_biased() {
 #[test]
 fn settings_that_do_not_fit_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let inputs = Inputs { lens: vec![10], dtype: DType::F16, groups: vec![0], seed: 0 };
-    let refused = |form: Form<'_>| inputs.run(HostDevice::new(), form).err().unwrap().to_string();
+    let inputs = Inputs {
+        lens: vec![10],
+        dtype: DType::F16,
+        groups: vec![0],
+        seed: 0,
+    };
+    let refused = |form: Form<'_>| {
+        inputs
+            .run(HostDevice::new(), form)
+            .err()
+            .unwrap()
+            .to_string()
+    };
     let error = |options: OffloadOptions| refused(Form::Offloaded(&options));
-    assert_eq!(refused(Form::Remainders), "masters as 16-bit remainders need parameters of bf16, got fp16");
+    assert_eq!(
+        refused(Form::Remainders),
+        "masters as 16-bit remainders need parameters of bf16, got fp16"
+    );
     assert_eq!(
         error(OffloadOptions::default().remainder(true)),
         "masters as 16-bit remainders need parameters of bf16, got fp16"
     );
-    assert_eq!(error(OffloadOptions::default().home(nvme(dir.path(), 0))), "buffers is 0; it must be at least 1");
+    assert_eq!(
+        error(OffloadOptions::default().home(nvme(dir.path(), 0))),
+        "buffers is 0; it must be at least 1"
+    );
     let missing = dir.path().join("missing");
     let error = error(OffloadOptions::default().home(nvme(&missing, 3)));
     assert!(error.contains(&missing.display().to_string()), "{error}");
 }
 
-/// A failed transfer is the error of the next wait, and the optimizer's memory outlives what is enqueued.
+/// A failed transfer is the error of the next wait, and the optimizer's memory outlives what is
+/// enqueued.
 #[test]
 fn failed_transfer_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    let inputs = Inputs { lens: vec![9000, 3000], dtype: DType::Bf16, groups: vec![0], seed: 5 };
+    let inputs = Inputs {
+        lens: vec![9000, 3000],
+        dtype: DType::Bf16,
+        groups: vec![0],
+        seed: 5,
+    };
     let options = OffloadOptions::default().home(nvme(dir.path(), 2));
-    let mut run = inputs.run(HostDevice::new(), Form::Offloaded(&options)).unwrap();
+    let mut run = inputs
+        .run(HostDevice::new(), Form::Offloaded(&options))
+        .unwrap();
     let stream = run.stream.clone();
-    stream.enqueue("unplugged", || Err(zero_alloc::device::DeviceError::Closed { stream: "disk".into() })).unwrap();
+    stream
+        .enqueue("unplugged", || {
+            Err(zero_alloc::device::DeviceError::Closed {
+                stream: "disk".into(),
+            })
+        })
+        .unwrap();
     let mut out = [0.0; 100];
     let param = [(run.params[0].slice(), 0)];
-    let range = StateRange { kind: StateKind::Master, unit: 0, elems: 0..100 };
-    let error = run.optim.read_state(&stream, &range, &param, &mut out, LIMIT).unwrap_err();
+    let range = StateRange {
+        kind: StateKind::Master,
+        unit: 0,
+        elems: 0..100,
+    };
+    let error = run
+        .optim
+        .read_state(&stream, &range, &param, &mut out, LIMIT)
+        .unwrap_err();
     assert!(error.to_string().contains("unplugged"), "{error}");
 }
 
@@ -312,7 +455,13 @@ unsafe impl Kernels<HostDevice> for Panics {
         self.kernels.adam_remainder(stream, args)
     }
 
-    fn cast(&self, stream: &HostStream, src: AnySlice, dst: AnySlice, scale: f32) -> Result<(), KernelError> {
+    fn cast(
+        &self,
+        stream: &HostStream,
+        src: AnySlice,
+        dst: AnySlice,
+        scale: f32,
+    ) -> Result<(), KernelError> {
         self.kernels.cast(stream, src, dst, scale)
     }
 
@@ -326,7 +475,12 @@ unsafe impl Kernels<HostDevice> for Panics {
         self.kernels.pack(stream, parts, segments, dst)
     }
 
-    fn accumulate(&self, stream: &HostStream, grad: AnySlice, acc: DeviceSlice<f32>) -> Result<(), KernelError> {
+    fn accumulate(
+        &self,
+        stream: &HostStream,
+        grad: AnySlice,
+        acc: DeviceSlice<f32>,
+    ) -> Result<(), KernelError> {
         self.kernels.accumulate(stream, grad, acc)
     }
 
@@ -363,11 +517,25 @@ unsafe impl Kernels<HostDevice> for Panics {
 #[test]
 fn panicked_update_fails_later_ones() {
     let dir = tempfile::tempdir().unwrap();
-    let inputs = Inputs { lens: vec![9000, 3000], dtype: DType::Bf16, groups: vec![0], seed: 5 };
+    let inputs = Inputs {
+        lens: vec![9000, 3000],
+        dtype: DType::Bf16,
+        groups: vec![0],
+        seed: 5,
+    };
     for home in [StateHome::Memory, nvme(dir.path(), 2)] {
         let options = OffloadOptions::default().home(home);
-        let kernels = Arc::new(Panics { kernels: HostKernels::new(1).unwrap(), armed: AtomicBool::new(false) });
-        let mut run = inputs.run_with(HostDevice::new(), Form::Offloaded(&options), kernels.clone()).unwrap();
+        let kernels = Arc::new(Panics {
+            kernels: HostKernels::new(1).unwrap(),
+            armed: AtomicBool::new(false),
+        });
+        let mut run = inputs
+            .run_with(
+                HostDevice::new(),
+                Form::Offloaded(&options),
+                kernels.clone(),
+            )
+            .unwrap();
         inputs.step(&mut run, 0);
 
         kernels.armed.store(true, Ordering::Relaxed);
@@ -376,21 +544,40 @@ fn panicked_update_fails_later_ones() {
 
         let later = catch_unwind(AssertUnwindSafe(|| inputs.step(&mut run, 2)));
         let error = later.expect_err("the state is lost");
-        assert!(error.downcast_ref::<String>().unwrap().contains("StateLost"));
-        assert_eq!(run.optim.wait_for_transfers(LIMIT), Err(OptimError::StateLost));
+        assert!(
+            error
+                .downcast_ref::<String>()
+                .unwrap()
+                .contains("StateLost")
+        );
+        assert_eq!(
+            run.optim.wait_for_transfers(LIMIT),
+            Err(OptimError::StateLost)
+        );
         let param = [(run.params[0].slice(), 0)];
-        let range = StateRange { kind: StateKind::Master, unit: 0, elems: 0..100 };
-        let read = run.optim.read_state(&run.stream, &range, &param, &mut [0.0; 100], LIMIT);
+        let range = StateRange {
+            kind: StateKind::Master,
+            unit: 0,
+            elems: 0..100,
+        };
+        let read = run
+            .optim
+            .read_state(&run.stream, &range, &param, &mut [0.0; 100], LIMIT);
         assert_eq!(read, Err(OptimError::StateLost));
         run.stream.synchronize(LIMIT).unwrap();
     }
 }
 
-/// Remainders in memory of the device: the parameters follow from bf16 weights alone, and each is its master rounded to
-/// nearest, ties away from zero.
+/// Remainders in memory of the device: the parameters follow from bf16 weights alone, and each is
+/// its master rounded to nearest, ties away from zero.
 #[test]
 fn resident_remainders_split_the_masters() {
-    let inputs = Inputs { lens: vec![3000, 0, 700], dtype: DType::Bf16, groups: vec![0, 1, 2], seed: 7 };
+    let inputs = Inputs {
+        lens: vec![3000, 0, 700],
+        dtype: DType::Bf16,
+        groups: vec![0, 1, 2],
+        seed: 7,
+    };
     let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
     let mut split = inputs.run(HostDevice::new(), Form::Remainders).unwrap();
     for step in 0..20 {
@@ -400,13 +587,24 @@ fn resident_remainders_split_the_masters() {
     for (unit, params) in split.params().into_iter().enumerate() {
         let masters = split.state(StateKind::Master, unit);
         assert_eq!(masters, plain.state(StateKind::Master, unit));
-        let rounded = masters.iter().map(|bits| bits.wrapping_add(0x8000) & 0xffff_0000);
+        let rounded = masters
+            .iter()
+            .map(|bits| bits.wrapping_add(0x8000) & 0xffff_0000);
         assert!(params.into_iter().eq(rounded), "unit {unit}");
     }
     // fp32 weights have no place in a bf16 parameter.
     let mut weights = Buffer::new(&[0.5; 3000], DType::F32);
-    let (mut none, mut last) = (Buffer::new(&[], DType::F32), Buffer::new(&[0.5; 700], DType::F32));
+    let (mut none, mut last) = (
+        Buffer::new(&[], DType::F32),
+        Buffer::new(&[0.5; 700], DType::F32),
+    );
     let slices = [&mut weights, &mut none, &mut last].map(|weights| [(weights.slice(), 0)]);
-    let error = split.optim.init_masters(&split.stream, &slices).unwrap_err();
-    assert!(matches!(error, OptimError::Remainders { dtype: DType::F32 }), "{error}");
+    let error = split
+        .optim
+        .init_masters(&split.stream, &slices)
+        .unwrap_err();
+    assert!(
+        matches!(error, OptimError::Remainders { dtype: DType::F32 }),
+        "{error}"
+    );
 }

@@ -1,4 +1,5 @@
-//! The sharded optimizer compared with the unsharded one and a plain loop; skipping, resuming, memory.
+//! The sharded optimizer compared with the unsharded one and a plain loop; skipping, resuming,
+//! memory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,15 +10,18 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Reduced, Stream};
 use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig, Segment,
-    ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+    Divisor, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig,
+    Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
 };
 
 use crate::common::{Buffer, Holding, LIMIT, Random, Rank, World};
 
 fn config() -> OptimizerConfig {
     OptimizerConfig::default()
-        .hyper(AdamHyper { weight_decay: 0.1, ..OptimizerConfig::default().hyper })
+        .hyper(AdamHyper {
+            weight_decay: 0.1,
+            ..OptimizerConfig::default().hyper
+        })
         .lr(1e-2)
         .schedule(LrSchedule::LinearWarmup { warmup_steps: 3 })
         .max_grad_norm(1.0)
@@ -27,25 +31,37 @@ fn config() -> OptimizerConfig {
 fn material(sizes: &[usize], steps: usize, seed: u64) -> (Vec<Vec<f32>>, Vec<Vec<Vec<f32>>>) {
     let mut random = Random(seed);
     let init = sizes.iter().map(|&n| random.values(n)).collect();
-    let grads = (0..steps).map(|_| sizes.iter().map(|&n| random.values(n)).collect()).collect();
+    let grads = (0..steps)
+        .map(|_| sizes.iter().map(|&n| random.values(n)).collect())
+        .collect();
     (init, grads)
 }
 
 fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
-    params.iter().map(|u| u.iter().map(|x| x.to_bits()).collect()).collect()
+    params
+        .iter()
+        .map(|u| u.iter().map(|x| x.to_bits()).collect())
+        .collect()
 }
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
 fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
-    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    ProptestConfig {
+        cases: n.saturating_mul(factor),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 proptest! {
     #![proptest_config(cases(24))]
 
-    /// Whole units (stage 0) and shards (stages 1 to 3), updated in pieces, have bit-identical statistics, norms and
-    /// weights; one step is skipped.
+    /// Whole units (stage 0) and shards (stages 1 to 3), updated in pieces, have bit-identical
+    /// statistics, norms and weights; one step is skipped.
     #[test]
     #[cfg_attr(miri, ignore)]
     fn sharding_changes_no_bit(
@@ -84,12 +100,19 @@ fn steps_are_clipped_adamw() {
     for dtype in [DType::F32, DType::Bf16] {
         let mut ours = World::new(&config(), dtype, &init, world, Holding::Shard);
         let rounded = |w: &[f32]| Buffer::new(w, dtype).values();
-        let mut weights: Vec<f64> = init.iter().flat_map(|w| rounded(w)).map(f64::from).collect();
+        let mut weights: Vec<f64> = init
+            .iter()
+            .flat_map(|w| rounded(w))
+            .map(f64::from)
+            .collect();
         let (mut m, mut v) = (vec![0f64; weights.len()], vec![0f64; weights.len()]);
         for (t, grads) in grads.iter().enumerate() {
             let (_, outcome) = ours.step(grads, DType::F32, micro_batches);
-            let mean: Vec<f64> =
-                grads.iter().flatten().map(|&g| f64::from(g) / (world * micro_batches) as f64).collect();
+            let mean: Vec<f64> = grads
+                .iter()
+                .flatten()
+                .map(|&g| f64::from(g) / (world * micro_batches) as f64)
+                .collect();
             let norm = mean.iter().map(|g| g * g).sum::<f64>().sqrt();
             let clip = if norm > 1.0 { 1.0 / (norm + 1e-6) } else { 1.0 };
             let lr = 1e-2 * ((t + 1) as f64 / 3.0).min(1.0);
@@ -97,10 +120,20 @@ fn steps_are_clipped_adamw() {
                 let g = mean[i] * clip;
                 m[i] = 0.9 * m[i] + 0.1 * g;
                 v[i] = 0.999 * v[i] + 0.001 * g * g;
-                let (mh, vh) = (m[i] / (1.0 - 0.9f64.powi(t as i32 + 1)), v[i] / (1.0 - 0.999f64.powi(t as i32 + 1)));
+                let (mh, vh) = (
+                    m[i] / (1.0 - 0.9f64.powi(t as i32 + 1)),
+                    v[i] / (1.0 - 0.999f64.powi(t as i32 + 1)),
+                );
                 weights[i] = weights[i] * (1.0 - lr * 0.1) - lr * mh / (vh.sqrt() + 1e-8);
             }
-            let StepOutcome::Applied { grad_norm, clip: our_clip, lr: our_lr, loss, .. } = outcome else {
+            let StepOutcome::Applied {
+                grad_norm,
+                clip: our_clip,
+                lr: our_lr,
+                loss,
+                ..
+            } = outcome
+            else {
                 panic!("skipped: {outcome:?}")
             };
             assert!((grad_norm - norm).abs() < 1e-9 * norm && (our_clip - clip).abs() < 1e-9);
@@ -110,53 +143,90 @@ fn steps_are_clipped_adamw() {
                 _ => {
                     let unit = |range: std::ops::Range<usize>| {
                         let ranks = ours.ranks.iter();
-                        ranks.flat_map(move |r| r.state(StateKind::Master).unwrap()[range.clone()].to_vec())
+                        ranks.flat_map(move |r| {
+                            r.state(StateKind::Master).unwrap()[range.clone()].to_vec()
+                        })
                     };
                     unit(0..3).chain(unit(3..5)).collect()
                 }
             };
             for (ours, expected) in masters.iter().zip(&weights) {
-                assert!((f64::from(*ours) - expected).abs() < 2e-6, "{ours} and {expected}");
+                assert!(
+                    (f64::from(*ours) - expected).abs() < 2e-6,
+                    "{ours} and {expected}"
+                );
             }
-            assert_eq!(ours.params().concat(), rounded(&masters), "the parameter is the rounded master");
+            assert_eq!(
+                ours.params().concat(),
+                rounded(&masters),
+                "the parameter is the rounded master"
+            );
         }
     }
 }
 
 #[test]
 fn skipped_step_changes_only_the_loss_scale() {
-    let scaling = LossScaling::Dynamic(DynamicScaling::default().initial_scale_power(4).hysteresis(1));
+    let scaling = LossScaling::Dynamic(
+        DynamicScaling::default()
+            .initial_scale_power(4)
+            .hysteresis(1),
+    );
     let config = config().loss_scaling(scaling);
     let (init, mut grads) = material(&[4, 8], 3, 11);
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut world = World::new(&config, DType::F16, &init, 2, Holding::Shard);
         world.step(&grads[0], DType::F16, 1);
-        let before: Vec<_> = StateKind::ALL.map(|k| world.ranks[1].state(k).unwrap().to_vec()).into();
+        let before: Vec<_> = StateKind::ALL
+            .map(|k| world.ranks[1].state(k).unwrap().to_vec())
+            .into();
         let (params, progress) = (world.params(), world.ranks[1].optim.progress());
         grads[1][1][5] = bad;
         grads[1][1][7] = bad;
         let (_, outcome) = world.step(&grads[1], DType::F16, 1);
-        let StepOutcome::Skipped { overflow, loss_scale, next_loss_scale, lr, .. } = outcome else {
+        let StepOutcome::Skipped {
+            overflow,
+            loss_scale,
+            next_loss_scale,
+            lr,
+            ..
+        } = outcome
+        else {
             panic!("not skipped: {outcome:?}")
         };
         // Elements 5 and 7 of unit 1 are in the second half: rank 1's shard.
-        assert_eq!((overflow.rank, overflow.unit.as_str(), overflow.nonfinite), (1, "unit1", 2));
+        assert_eq!(
+            (overflow.rank, overflow.unit.as_str(), overflow.nonfinite),
+            (1, "unit1", 2)
+        );
         assert_eq!((loss_scale, next_loss_scale), (16.0, 8.0));
         assert_eq!(world.ranks[0].optim.loss_scale(), 8.0);
-        let after: Vec<_> = StateKind::ALL.map(|k| world.ranks[1].state(k).unwrap().to_vec()).into();
+        let after: Vec<_> = StateKind::ALL
+            .map(|k| world.ranks[1].state(k).unwrap().to_vec())
+            .into();
         assert_eq!(after, before);
         assert_eq!(world.params(), params);
         let now = world.ranks[1].optim.progress();
-        assert_eq!((now.adam_steps, now.schedule_position), (progress.adam_steps, progress.schedule_position));
+        assert_eq!(
+            (now.adam_steps, now.schedule_position),
+            (progress.adam_steps, progress.schedule_position)
+        );
         assert_eq!(now.skipped_steps, 1);
         let (_, outcome) = world.step(&grads[2], DType::F16, 1);
-        assert_eq!(outcome.lr(), config.schedule.lr(config.lr, 1), "the schedule continues: {lr}");
+        assert_eq!(
+            outcome.lr(),
+            config.schedule.lr(config.lr, 1),
+            "the schedule continues: {lr}"
+        );
     }
 }
 
 #[test]
 fn overflow_at_minimum_scale_changes_nothing() {
-    let settings = DynamicScaling::default().initial_scale_power(1).hysteresis(1).min_scale(2.0);
+    let settings = DynamicScaling::default()
+        .initial_scale_power(1)
+        .hysteresis(1)
+        .min_scale(2.0);
     let config = config().loss_scaling(LossScaling::Dynamic(settings));
     let (init, mut grads) = material(&[4], 1, 5);
     grads[0][0][0] = f32::INFINITY;
@@ -165,8 +235,19 @@ fn overflow_at_minimum_scale_changes_nothing() {
     let before = rank.optim.progress();
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
     let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
-    assert_eq!(error, OptimError::LossScaleAtMinimum { step: 0, scale: 2.0, rank: 0, unit: "unit0".into() });
-    assert!(error.to_string().contains("unit unit0 on rank 0"), "{error}");
+    assert_eq!(
+        error,
+        OptimError::LossScaleAtMinimum {
+            step: 0,
+            scale: 2.0,
+            rank: 0,
+            unit: "unit0".into()
+        }
+    );
+    assert!(
+        error.to_string().contains("unit unit0 on rank 0"),
+        "{error}"
+    );
     assert_eq!(rank.optim.progress(), before);
 }
 
@@ -177,14 +258,19 @@ fn resumed_run_is_bit_identical() {
     let (init, mut grads) = material(&[6, 0, 10], 8, 3);
     grads[1][0][0] = f32::NAN;
     let mut straight = World::new(&config, DType::Bf16, &init, 2, Holding::Shard);
-    grads[..4].iter().for_each(|g| drop(straight.step(g, DType::Bf16, 1)));
+    grads[..4]
+        .iter()
+        .for_each(|g| drop(straight.step(g, DType::Bf16, 1)));
 
-    // Progress is saved as JSON, masters and moments as slices; parameters are recomputed from the masters.
+    // Progress is saved as JSON, masters and moments as slices; parameters are recomputed from the
+    // masters.
     let nothing: Vec<Vec<f32>> = init.iter().map(|u| vec![0.0; u.len()]).collect();
     let mut resumed = World::new(&config, DType::Bf16, &nothing, 2, Holding::Shard);
     for (old, new) in straight.ranks.iter().zip(&mut resumed.ranks) {
         let progress = serde_json::to_string(&old.optim.progress()).unwrap();
-        new.optim.restore(&serde_json::from_str(&progress).unwrap()).unwrap();
+        new.optim
+            .restore(&serde_json::from_str(&progress).unwrap())
+            .unwrap();
         for kind in StateKind::ALL {
             new.write_state(kind, old.state(kind).unwrap());
         }
@@ -192,7 +278,10 @@ fn resumed_run_is_bit_identical() {
     }
     assert_eq!(bits(&resumed.params()), bits(&straight.params()));
     for g in &grads[4..] {
-        assert_eq!(straight.step(g, DType::Bf16, 1), resumed.step(g, DType::Bf16, 1));
+        assert_eq!(
+            straight.step(g, DType::Bf16, 1),
+            resumed.step(g, DType::Bf16, 1)
+        );
         assert_eq!(bits(&resumed.params()), bits(&straight.params()));
     }
 }
@@ -209,7 +298,14 @@ fn state_bytes_per_parameter() {
         assert_eq!(report.of(Purpose::Optimizer).live_bytes, 42 / 3 * bytes);
         assert_eq!(report.backing_allocations, made, "a step allocates nothing");
         let whole = World::new(&config(), dtype, &init, 3, Holding::Whole);
-        assert_eq!(whole.ranks[0].pool.report().of(Purpose::Optimizer).live_bytes, 42 * bytes);
+        assert_eq!(
+            whole.ranks[0]
+                .pool
+                .report()
+                .of(Purpose::Optimizer)
+                .live_bytes,
+            42 * bytes
+        );
     }
 }
 
@@ -224,7 +320,9 @@ fn scattered_params_have_the_same_bits() {
         let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
         let kernels = Arc::new(HostKernels::new(1).unwrap());
         let segments = vec![Segment::shard("unit0", 0..8).with_padding(2)];
-        let mut optim = ShardedAdamW::new(&flat.pool, kernels, &flat.stream, config(), dtype, segments).unwrap();
+        let mut optim =
+            ShardedAdamW::new(&flat.pool, kernels, &flat.stream, config(), dtype, segments)
+                .unwrap();
         let mut params = [0..3, 4..7].map(|range| Buffer::new(&init[0][range], dtype));
         let [first, second] = &mut params;
         let pieces = [(first.slice(), 0), (second.slice(), 4)];
@@ -237,14 +335,38 @@ fn scattered_params_have_the_same_bits() {
             // SAFETY: kept until the stream is drained.
             let grad = unsafe { Reduced::new(grad.slice(), flat.stream.record().unwrap()) };
             optim.enqueue_stats(&flat.stream, &[&grad]).unwrap();
-            assert_eq!(optim.rank_stats(&flat.stream, 0.0, LIMIT).unwrap(), stats[0]);
+            assert_eq!(
+                optim.rank_stats(&flat.stream, 0.0, LIMIT).unwrap(),
+                stats[0]
+            );
             let mut step = |param: &[(AnySlice, usize)]| {
-                optim.step(&flat.stream, &[UnitSlices { grad: &grad, param }], gathered, LIMIT)
+                optim.step(
+                    &flat.stream,
+                    &[UnitSlices { grad: &grad, param }],
+                    gathered,
+                    LIMIT,
+                )
             };
             let (unit, what) = ("unit0".to_owned(), "params");
-            let short = OptimError::SliceLen { unit: unit.clone(), what, expected: 6, got: 3 };
-            assert_eq!(step(&pieces[..1]), Err(short), "a forgotten parameter is not padding");
-            let overlap = OptimError::Piece { unit, what, start: 0, end: 3, free: 7, len: 8 };
+            let short = OptimError::SliceLen {
+                unit: unit.clone(),
+                what,
+                expected: 6,
+                got: 3,
+            };
+            assert_eq!(
+                step(&pieces[..1]),
+                Err(short),
+                "a forgotten parameter is not padding"
+            );
+            let overlap = OptimError::Piece {
+                unit,
+                what,
+                start: 0,
+                end: 3,
+                free: 7,
+                len: 8,
+            };
             assert_eq!(step(&[pieces[1], pieces[0]]), Err(overlap));
             assert_eq!(step(&pieces), Ok(outcome));
             flat.stream.synchronize(LIMIT).unwrap();
@@ -262,23 +384,70 @@ fn bad_slices_change_nothing() {
     let stats = [rank.stats(&grads[0], DType::Bf16, 0.0).unwrap()];
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
 
-    let short = rank.step(&grads[0][..1], DType::Bf16, gathered).unwrap_err();
-    assert_eq!(short, OptimError::SliceCount { what: "grads", expected: 2, got: 1 });
+    let short = rank
+        .step(&grads[0][..1], DType::Bf16, gathered)
+        .unwrap_err();
+    assert_eq!(
+        short,
+        OptimError::SliceCount {
+            what: "grads",
+            expected: 2,
+            got: 1
+        }
+    );
     rank.params[1] = Buffer::new(&[0.0; 2], DType::Bf16);
     let short = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
-    assert_eq!(short, OptimError::SliceLen { unit: "unit1".into(), what: "params", expected: 3, got: 2 });
+    assert_eq!(
+        short,
+        OptimError::SliceLen {
+            unit: "unit1".into(),
+            what: "params",
+            expected: 3,
+            got: 2
+        }
+    );
     rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
     let wide = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
     let (expected, got) = (DType::Bf16, DType::F32);
-    assert_eq!(wide, OptimError::SliceDType { unit: "unit1".into(), what: "params", expected, got });
+    assert_eq!(
+        wide,
+        OptimError::SliceDType {
+            unit: "unit1".into(),
+            what: "params",
+            expected,
+            got
+        }
+    );
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
-    let none = rank.step(&grads[0], DType::Bf16, GatheredStats::new(&[], gathered.divisor)).unwrap_err();
+    let none = rank
+        .step(
+            &grads[0],
+            DType::Bf16,
+            GatheredStats::new(&[], gathered.divisor),
+        )
+        .unwrap_err();
     assert_eq!(none, OptimError::NoStats);
-    let none =
-        rank.step(&grads[0], DType::Bf16, GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0))).unwrap_err();
-    assert!(matches!(none, OptimError::Setting { setting: "micro_batches", .. }));
+    let none = rank
+        .step(
+            &grads[0],
+            DType::Bf16,
+            GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0)),
+        )
+        .unwrap_err();
+    assert!(matches!(
+        none,
+        OptimError::Setting {
+            setting: "micro_batches",
+            ..
+        }
+    ));
     assert_eq!(rank.optim.progress(), before);
-    assert!(!rank.step(&grads[0], DType::Bf16, gathered).unwrap().is_skipped());
+    assert!(
+        !rank
+            .step(&grads[0], DType::Bf16, gathered)
+            .unwrap()
+            .is_skipped()
+    );
 }
 
 #[test]
@@ -303,8 +472,13 @@ fn timed_out_step_can_be_retried() {
         Ok(())
     };
     late.stream.enqueue("held up", wait).unwrap();
-    let error = late.step_within(Duration::from_millis(20), &grads[0], DType::F32, gathered).unwrap_err();
-    assert!(matches!(error, OptimError::Device(DeviceError::TimedOut { .. })), "{error:?}");
+    let error = late
+        .step_within(Duration::from_millis(20), &grads[0], DType::F32, gathered)
+        .unwrap_err();
+    assert!(
+        matches!(error, OptimError::Device(DeviceError::TimedOut { .. })),
+        "{error:?}"
+    );
     assert_eq!(late.optim.progress(), before);
     go.send(()).unwrap();
     for rank in &mut ranks {
@@ -329,18 +503,41 @@ fn bad_settings_are_refused() {
     let pool = zero_alloc::Pool::new(device, 1 << 20);
     let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
     let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        ShardedAdamW::new(&pool, kernels.clone(), &stream, config, dtype, segments).map(drop).unwrap_err()
+        ShardedAdamW::new(&pool, kernels.clone(), &stream, config, dtype, segments)
+            .map(drop)
+            .unwrap_err()
     };
     let good = || vec![Segment::shard("a", 0..4)];
-    assert_eq!(make(config(), DType::U8, good()), OptimError::ParamDType { dtype: DType::U8 });
+    assert_eq!(
+        make(config(), DType::U8, good()),
+        OptimError::ParamDType { dtype: DType::U8 }
+    );
     let gap = vec![Segment::shard("a", 0..4), Segment::shard("b", 5..6)];
-    assert_eq!(make(config(), DType::F32, gap), OptimError::Segments { unit: "b".into(), expected: 4, got: 5 });
+    assert_eq!(
+        make(config(), DType::F32, gap),
+        OptimError::Segments {
+            unit: "b".into(),
+            expected: 4,
+            got: 5
+        }
+    );
     let outside = vec![Segment::whole("a", 0..4, 2..5)];
-    let error = OptimError::OwnShard { unit: "a".into(), start: 2, end: 5, len: 4 };
+    let error = OptimError::OwnShard {
+        unit: "a".into(),
+        start: 2,
+        end: 5,
+        len: 4,
+    };
     assert_eq!(make(config(), DType::F32, outside), error);
-    let hyper = AdamHyper { beta2: 1.0, ..config().hyper };
+    let hyper = AdamHyper {
+        beta2: 1.0,
+        ..config().hyper
+    };
     let error = make(config().hyper(hyper), DType::F32, good());
-    assert_eq!(error.to_string(), "beta2 is 1; it must be at least 0, below 1");
+    assert_eq!(
+        error.to_string(),
+        "beta2 is 1; it must be at least 0, below 1"
+    );
     let error = make(config().lr(f64::NAN), DType::F32, good());
     assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
     stream_is_fine(&stream);

@@ -15,12 +15,24 @@ fn rank(dtype: DType) -> Rank {
     let init = [random.values(8), random.values(4)];
     let group = |unit, elem| usize::from(unit == 1 || (2..5).contains(&elem));
     let rules = [GroupRules::default(), GroupRules::frozen()];
-    Rank::with_groups(&OptimizerConfig::default(), dtype, &init, (0, 1), Holding::Shard, &rules, &group)
+    Rank::with_groups(
+        &OptimizerConfig::default(),
+        dtype,
+        &init,
+        (0, 1),
+        Holding::Shard,
+        &rules,
+        &group,
+    )
 }
 
 #[test]
 fn ranges_round_trip() {
-    let dtypes = if cfg!(miri) { &[DType::Bf16][..] } else { &[DType::F32, DType::Bf16, DType::F16] };
+    let dtypes = if cfg!(miri) {
+        &[DType::Bf16][..]
+    } else {
+        &[DType::F32, DType::Bf16, DType::F16]
+    };
     for &dtype in dtypes {
         let mut rank = rank(dtype);
         let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
@@ -29,19 +41,38 @@ fn ranges_round_trip() {
                 // Exact in fp16 and bf16.
                 let values: Vec<f32> = (0..len).map(|i| (i + 8 * unit + 1) as f32).collect();
                 let all = range(kind, unit, 0..len);
-                rank.optim.write_state(&rank.stream, &all, &params[unit], &values, LIMIT).unwrap();
-                for (start, end) in (0..=len).flat_map(|start| (start..=len).map(move |end| (start, end))) {
+                rank.optim
+                    .write_state(&rank.stream, &all, &params[unit], &values, LIMIT)
+                    .unwrap();
+                for (start, end) in
+                    (0..=len).flat_map(|start| (start..=len).map(move |end| (start, end)))
+                {
                     let mut read = vec![f32::NAN; end - start];
                     let part = range(kind, unit, start..end);
-                    rank.optim.read_state(&rank.stream, &part, &params[unit], &mut read, LIMIT).unwrap();
+                    rank.optim
+                        .read_state(&rank.stream, &part, &params[unit], &mut read, LIMIT)
+                        .unwrap();
                     let frozen = |i| unit == 1 || (2..5).contains(&i);
-                    let expected = |i| if kind != StateKind::Master && frozen(i) { 0.0 } else { values[i] };
-                    assert_eq!(read, (start..end).map(expected).collect::<Vec<_>>(), "{dtype} {part:?}");
+                    let expected = |i| {
+                        if kind != StateKind::Master && frozen(i) {
+                            0.0
+                        } else {
+                            values[i]
+                        }
+                    };
+                    assert_eq!(
+                        read,
+                        (start..end).map(expected).collect::<Vec<_>>(),
+                        "{dtype} {part:?}"
+                    );
                 }
             }
         }
         rank.write_params();
-        assert_eq!(rank.params[0].values(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+        assert_eq!(
+            rank.params[0].values(),
+            [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+        );
         assert_eq!(rank.params[1].values(), [9.0, 10.0, 11.0, 12.0]);
     }
 }
@@ -51,10 +82,18 @@ fn written_weights_are_rounded() {
     let mut rank = rank(DType::Bf16);
     let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
     let (all, x) = (range(StateKind::Master, 0, 0..8), 1.0 + f32::EPSILON);
-    rank.optim.write_state(&rank.stream, &all, &params[0], &[x; 8], LIMIT).unwrap();
+    rank.optim
+        .write_state(&rank.stream, &all, &params[0], &[x; 8], LIMIT)
+        .unwrap();
     let mut read = [0.0; 8];
-    rank.optim.read_state(&rank.stream, &all, &params[0], &mut read, LIMIT).unwrap();
-    assert_eq!(read, [x, x, 1.0, 1.0, 1.0, x, x, x], "frozen weights are the bf16 parameters");
+    rank.optim
+        .read_state(&rank.stream, &all, &params[0], &mut read, LIMIT)
+        .unwrap();
+    assert_eq!(
+        read,
+        [x, x, 1.0, 1.0, 1.0, x, x, x],
+        "frozen weights are the bf16 parameters"
+    );
 }
 
 #[test]
@@ -62,11 +101,22 @@ fn parameters_may_lie_in_pieces() {
     for dtype in [DType::F32, DType::F16] {
         let mut rank = rank(dtype);
         let param = rank.params[0].slice();
-        let pieces = [(param.slice(0..3), 0), (param.slice(3..4), 3), (param.slice(4..8), 4)];
-        let (part, values) = (range(StateKind::Master, 0, 1..7), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-        rank.optim.write_state(&rank.stream, &part, &pieces, &values, LIMIT).unwrap();
+        let pieces = [
+            (param.slice(0..3), 0),
+            (param.slice(3..4), 3),
+            (param.slice(4..8), 4),
+        ];
+        let (part, values) = (
+            range(StateKind::Master, 0, 1..7),
+            [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        );
+        rank.optim
+            .write_state(&rank.stream, &part, &pieces, &values, LIMIT)
+            .unwrap();
         let mut read = [0.0; 6];
-        rank.optim.read_state(&rank.stream, &part, &[(param, 0)], &mut read, LIMIT).unwrap();
+        rank.optim
+            .read_state(&rank.stream, &part, &[(param, 0)], &mut read, LIMIT)
+            .unwrap();
         assert_eq!(read, values);
     }
 }
@@ -76,20 +126,58 @@ fn wrong_ranges_are_rejected() {
     let mut rank = rank(DType::F32);
     let (param, mut out) = ([(rank.params[0].slice(), 0)], [0.0; 8]);
     let mut read = |range: StateRange, param: &[_], len: usize| {
-        rank.optim.read_state(&rank.stream, &range, param, &mut out[..len], LIMIT).unwrap_err()
+        rank.optim
+            .read_state(&rank.stream, &range, param, &mut out[..len], LIMIT)
+            .unwrap_err()
     };
     let kind = StateKind::FirstMoment;
-    assert_eq!(read(range(kind, 2, 0..1), &param, 1), OptimError::NoUnit { unit: 2, units: 2 });
+    assert_eq!(
+        read(range(kind, 2, 0..1), &param, 1),
+        OptimError::NoUnit { unit: 2, units: 2 }
+    );
     let past = read(range(kind, 0, 7..9), &param, 2);
-    assert_eq!(past.to_string(), "unit unit0, first_moment: there are no elements 7..9 in a segment of 8");
+    assert_eq!(
+        past.to_string(),
+        "unit unit0, first_moment: there are no elements 7..9 in a segment of 8"
+    );
     #[allow(clippy::reversed_empty_ranges)]
     let reversed = read(range(kind, 0, 3..2), &param, 0);
-    assert!(matches!(reversed, OptimError::StateRange { .. }), "{reversed}");
+    assert!(
+        matches!(reversed, OptimError::StateRange { .. }),
+        "{reversed}"
+    );
     let length = read(range(kind, 0, 0..3), &param, 2);
-    assert!(matches!(length, OptimError::SliceLen { expected: 3, got: 2, .. }), "{length}");
+    assert!(
+        matches!(
+            length,
+            OptimError::SliceLen {
+                expected: 3,
+                got: 2,
+                ..
+            }
+        ),
+        "{length}"
+    );
     let short = read(range(kind, 0, 0..3), &[(param[0].0.slice(0..7), 0)], 3);
-    assert!(matches!(short, OptimError::SliceLen { what: "params", expected: 8, got: 7, .. }), "{short}");
-    let (dtype, mut other) = (DType::Bf16, crate::common::Buffer::new(&[0.0; 8], DType::Bf16));
+    assert!(
+        matches!(
+            short,
+            OptimError::SliceLen {
+                what: "params",
+                expected: 8,
+                got: 7,
+                ..
+            }
+        ),
+        "{short}"
+    );
+    let (dtype, mut other) = (
+        DType::Bf16,
+        crate::common::Buffer::new(&[0.0; 8], DType::Bf16),
+    );
     let dtypes = read(range(kind, 0, 0..3), &[(other.slice(), 0)], 3);
-    assert!(matches!(dtypes, OptimError::SliceDType { got, .. } if got == dtype), "{dtypes}");
+    assert!(
+        matches!(dtypes, OptimError::SliceDType { got, .. } if got == dtype),
+        "{dtypes}"
+    );
 }

@@ -3,16 +3,18 @@
 use crate::support::{cases, huge_layout};
 use proptest::prelude::*;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, MemoryModel, Placement, ShardError, StateBytes, StepTraffic, Tier,
-    TransformerShape, Widths, ZeroStage, largest,
+    ActivationBytes, ActivationOptions, MemoryModel, Placement, ShardError, StateBytes,
+    StepTraffic, Tier, TransformerShape, Widths, ZeroStage, largest,
 };
 
 fn state_bytes(stage: ZeroStage, elems: u64, ranks: u64) -> u64 {
-    StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, ranks).unwrap().total_bytes()
+    StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, ranks)
+        .unwrap()
+        .total_bytes()
 }
 
-/// arXiv 1910.02054, table 1: GB per device for stages 1, 2 and 3. It has three digits: truncated if there are three
-/// before the point, rounded otherwise.
+/// arXiv 1910.02054, table 1: GB per device for stages 1, 2 and 3. It has three digits: truncated
+/// if there are three before the point, rounded otherwise.
 #[test]
 fn table_1_of_the_paper() {
     let table: [(u64, [[&str; 6]; 3]); 3] = [
@@ -42,18 +44,33 @@ fn table_1_of_the_paper() {
         ),
     ];
     for (elems, stages) in table {
-        for (stage, row) in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three].into_iter().zip(stages) {
+        for (stage, row) in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three]
+            .into_iter()
+            .zip(stages)
+        {
             for (ranks, printed) in [1, 4, 16, 64, 256, 1024].into_iter().zip(row) {
                 let bytes = state_bytes(stage, elems, ranks);
-                let decimals = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
+                let decimals = printed
+                    .split_once('.')
+                    .map_or(0, |(_, digits)| digits.len());
                 let digit = 1_000_000_000 / 10u64.pow(decimals as u32);
-                let shown = if bytes >= 100_000_000_000 { bytes / digit } else { (bytes + digit / 2) / digit };
+                let shown = if bytes >= 100_000_000_000 {
+                    bytes / digit
+                } else {
+                    (bytes + digit / 2) / digit
+                };
                 let wanted: u64 = printed.replace('.', "").parse().unwrap();
-                assert_eq!(shown, wanted, "{elems} at stage {stage} on {ranks}: {bytes}, printed as {printed}");
+                assert_eq!(
+                    shown, wanted,
+                    "{elems} at stage {stage} on {ranks}: {bytes}, printed as {printed}"
+                );
             }
         }
     }
-    assert_eq!(state_bytes(ZeroStage::Zero, 7_500_000_000, 1024), 120_000_000_000);
+    assert_eq!(
+        state_bytes(ZeroStage::Zero, 7_500_000_000, 1024),
+        120_000_000_000
+    );
 }
 
 #[test]
@@ -63,7 +80,11 @@ fn widths_of_adam() {
     assert_eq!(Widths::adam(2, 1), Widths::MIXED_ADAM);
     assert_eq!(Widths::adam(2, 2), Widths::MIXED_ADAM_ACCUMULATING);
     let total = |w: Widths| w.param_bytes + w.grad_bytes + w.optimizer_bytes;
-    let all = [Widths::FP32_ADAM, Widths::MIXED_ADAM, Widths::MIXED_ADAM_ACCUMULATING];
+    let all = [
+        Widths::FP32_ADAM,
+        Widths::MIXED_ADAM,
+        Widths::MIXED_ADAM_ACCUMULATING,
+    ];
     assert_eq!(all.map(total), [16, 16, 18]);
 }
 
@@ -85,9 +106,14 @@ fn formulas_that_overflow_are_errors() {
         too_large(StepTraffic::of(stage, &Widths::MIXED_ADAM, 1, 3, u64::MAX / 2).unwrap_err());
         let none = StateBytes::of_elems(stage, &Widths::MIXED_ADAM, 10, 0).unwrap_err();
         assert_eq!(none, ShardError::NoRanks);
-        assert_eq!(StepTraffic::of(stage, &Widths::MIXED_ADAM, 1, 0, 1).unwrap_err(), ShardError::NoRanks);
+        assert_eq!(
+            StepTraffic::of(stage, &Widths::MIXED_ADAM, 1, 0, 1).unwrap_err(),
+            ShardError::NoRanks
+        );
     }
-    too_large(StepTraffic::of(ZeroStage::One, &Widths::MIXED_ADAM, u64::MAX / 5, 2, 2).unwrap_err());
+    too_large(
+        StepTraffic::of(ZeroStage::One, &Widths::MIXED_ADAM, u64::MAX / 5, 2, 2).unwrap_err(),
+    );
 }
 
 proptest! {
@@ -129,11 +155,20 @@ proptest! {
     }
 }
 
-/// arXiv 2205.05198, equations 1 and 2 (one layer, tensor parallelism of 1): sbh (34 + 5 a s / h) bytes.
+/// arXiv 2205.05198, equations 1 and 2 (one layer, tensor parallelism of 1): sbh (34 + 5 a s / h)
+/// bytes.
 #[test]
 fn activations_are_those_of_the_paper() {
-    let shape = TransformerShape { layers: 96, hidden: 12_288, heads: 96, inner: 4 * 12_288, vocab: 51_200 };
-    let run = ActivationOptions::new(1, 2048, 2).flash_attention(false).dropout(true);
+    let shape = TransformerShape {
+        layers: 96,
+        hidden: 12_288,
+        heads: 96,
+        inner: 4 * 12_288,
+        vocab: 51_200,
+    };
+    let run = ActivationOptions::new(1, 2048, 2)
+        .flash_attention(false)
+        .dropout(true);
     let (s, h, a) = (2048, 12_288, 96);
     let layer = 34 * s * h + 5 * a * s * s;
     let estimate = |run: ActivationOptions| ActivationBytes::estimate(&shape, &run).unwrap();
@@ -143,28 +178,49 @@ fn activations_are_those_of_the_paper() {
     assert_eq!(estimate(run).backward_bytes, 6 * 2 * s * h);
     let mut three = run;
     three.micro_batch = 3;
-    assert_eq!(estimate(three).total_bytes(), 3 * estimate(run).total_bytes());
+    assert_eq!(
+        estimate(three).total_bytes(),
+        3 * estimate(run).total_bytes()
+    );
     let checkpointing = run.checkpointing(true);
     let kept = estimate(checkpointing);
-    assert_eq!((kept.blocks_bytes, kept.recomputed_bytes), (96 * 2 * s * h, layer - 2 * s * h));
+    assert_eq!(
+        (kept.blocks_bytes, kept.recomputed_bytes),
+        (96 * 2 * s * h, layer - 2 * s * h)
+    );
     assert_eq!(kept.statistics_bytes, 3 * 8 * s);
     let shared = estimate(checkpointing.checkpoint_shards(8));
-    assert_eq!((shared.blocks_bytes, shared.recomputed_bytes), (96 * 2 * s * h / 8, layer));
+    assert_eq!(
+        (shared.blocks_bytes, shared.recomputed_bytes),
+        (96 * 2 * s * h / 8, layer)
+    );
     let flash = run.flash_attention(true).dropout(false);
     assert_eq!(estimate(flash).blocks_bytes, 96 * 32 * s * h);
-    assert_eq!(estimate(flash).statistics_bytes, 96 * (16 * s + 4 * a * s) + 8 * s);
+    assert_eq!(
+        estimate(flash).statistics_bytes,
+        96 * (16 * s + 4 * a * s) + 8 * s
+    );
     let plain = ActivationOptions::new(1, 2048, 4).flash_attention(false);
-    assert_eq!(estimate(plain).blocks_bytes, 96 * (64 * s * h + 4 * a * s * s));
+    assert_eq!(
+        estimate(plain).blocks_bytes,
+        96 * (64 * s * h + 4 * a * s * s)
+    );
     // Another feed-forward width: with a narrow one, query, key and value are larger in backward.
     for (inner, widest) in [(h, 3 * h), (8 * h, 8 * h)] {
         let shape = TransformerShape { inner, ..shape };
         let other = ActivationBytes::estimate(&shape, &flash).unwrap();
         assert_eq!(other.blocks_bytes, 96 * 2 * s * (8 * h + 2 * inner));
         assert_eq!(other.backward_bytes, 2 * s * (2 * h + widest));
-        assert_eq!(shape.numel_elems(), Ok(96 * h * (4 * h + 2 * inner) + 51_200 * h));
+        assert_eq!(
+            shape.numel_elems(),
+            Ok(96 * h * (4 * h + 2 * inner) + 51_200 * h)
+        );
     }
     let too_long = ActivationOptions::new(1, u64::MAX, 2);
-    assert!(matches!(ActivationBytes::estimate(&shape, &too_long), Err(ShardError::TooLarge { .. })));
+    assert!(matches!(
+        ActivationBytes::estimate(&shape, &too_long),
+        Err(ShardError::TooLarge { .. })
+    ));
 }
 
 #[test]
@@ -172,18 +228,38 @@ fn a_shape_is_found_for_a_size() {
     // GPT-3: 96 layers of width 12288 are 174 x 10^9 parameters.
     let gpt3 = TransformerShape::with_about(174_000_000_000);
     assert_eq!((gpt3.layers, gpt3.hidden, gpt3.heads), (96, 12_288, 96));
-    assert_eq!(gpt3.numel_elems(), Ok(12 * 96 * 12_288 * 12_288 + 50_257 * 12_288));
+    assert_eq!(
+        gpt3.numel_elems(),
+        Ok(12 * 96 * 12_288 * 12_288 + 50_257 * 12_288)
+    );
     assert_eq!(TransformerShape::with_about(0).layers, 1);
     assert!(TransformerShape::with_about(u64::MAX).numel_elems().is_ok());
-    let wide = TransformerShape { layers: 1, hidden: u64::MAX, heads: 1, inner: 1, vocab: 1 };
-    assert!(matches!(wide.numel_elems(), Err(ShardError::TooLarge { .. })));
+    let wide = TransformerShape {
+        layers: 1,
+        hidden: u64::MAX,
+        heads: 1,
+        inner: 1,
+        vocab: 1,
+    };
+    assert!(matches!(
+        wide.numel_elems(),
+        Err(ShardError::TooLarge { .. })
+    ));
 }
 
 #[test]
 fn tiers_hold_what_is_placed_on_them() {
-    let state = StateBytes { params_bytes: 20, grads_bytes: 20, optimizer_bytes: 120 };
+    let state = StateBytes {
+        params_bytes: 20,
+        grads_bytes: 20,
+        optimizer_bytes: 120,
+    };
     let model = MemoryModel::state_only(ZeroStage::Three, Widths::MIXED_ADAM)
-        .placement(Placement { params: Tier::Nvme, grads: Tier::Host, optimizer: Tier::Nvme })
+        .placement(Placement {
+            params: Tier::Nvme,
+            grads: Tier::Host,
+            optimizer: Tier::Nvme,
+        })
         .gathered_elems(7)
         .bucket_elems(5)
         .buckets(2)
@@ -195,35 +271,85 @@ fn tiers_hold_what_is_placed_on_them() {
         .activations_bytes(11)
         .host_activations_bytes(13);
     let all = model.footprint(&state).unwrap();
-    let device = [all.device.gathered_bytes, all.device.buckets_bytes, all.device.scratch_bytes];
+    let device = [
+        all.device.gathered_bytes,
+        all.device.buckets_bytes,
+        all.device.scratch_bytes,
+    ];
     assert_eq!((device, all.device.activations_bytes), ([14, 20, 9], 11));
     // Two transfer buffers of six parameters.
-    assert_eq!((all.device.staging_bytes, all.device.total_bytes()), (24, Ok(54 + 24)));
-    // Twelve bytes of optimizer state an element pass through the host in sub-groups, two of parameters by unit.
+    assert_eq!(
+        (all.device.staging_bytes, all.device.total_bytes()),
+        (24, Ok(54 + 24))
+    );
+    // Twelve bytes of optimizer state an element pass through the host in sub-groups, two of
+    // parameters by unit.
     assert_eq!(all.host.staging_bytes, 3 * 4 * 12 + 6 * 5 * 2);
-    assert_eq!((all.host.copies_bytes, all.host.total_bytes()), (0, Ok(3 * 4 * 12 + 6 * 5 * 2 + 20 + 13)));
+    assert_eq!(
+        (all.host.copies_bytes, all.host.total_bytes()),
+        (0, Ok(3 * 4 * 12 + 6 * 5 * 2 + 20 + 13))
+    );
     assert_eq!(all.nvme.total_bytes(), Ok(140));
-    let grads = model.placement(Placement { grads: Tier::Nvme, ..Placement::DEVICE });
-    assert_eq!(grads.footprint(&state).unwrap().host.total_bytes(), Ok(2 * 6 * (2 + 2) + 13));
-    let away = |stage, placement| MemoryModel::state_only(stage, Widths::MIXED_ADAM).placement(placement);
+    let grads = model.placement(Placement {
+        grads: Tier::Nvme,
+        ..Placement::DEVICE
+    });
+    assert_eq!(
+        grads.footprint(&state).unwrap().host.total_bytes(),
+        Ok(2 * 6 * (2 + 2) + 13)
+    );
+    let away =
+        |stage, placement| MemoryModel::state_only(stage, Widths::MIXED_ADAM).placement(placement);
     let at = |stage, tier| away(stage, Placement::offload_optimizer(tier)).unit_shard_elems(4);
     for stage in ZeroStage::ALL {
         let all = at(stage, Tier::Host).footprint(&state).unwrap();
-        assert_eq!(all.device.total_bytes(), Ok(20 + 16), "stage {stage}: parameters and two transfer buffers");
-        assert_eq!((all.host.copies_bytes, all.host.total_bytes()), (20, Ok(20 + 20 + 120)));
+        assert_eq!(
+            all.device.total_bytes(),
+            Ok(20 + 16),
+            "stage {stage}: parameters and two transfer buffers"
+        );
+        assert_eq!(
+            (all.host.copies_bytes, all.host.total_bytes()),
+            (20, Ok(20 + 20 + 120))
+        );
         // A rank keeps the gradients that it updates with, here of ten elements.
-        let whole = StateBytes { params_bytes: 40, grads_bytes: 40, ..state };
-        assert_eq!(at(stage, Tier::Host).footprint(&whole).unwrap().host.state.grads_bytes, 20);
+        let whole = StateBytes {
+            params_bytes: 40,
+            grads_bytes: 40,
+            ..state
+        };
+        assert_eq!(
+            at(stage, Tier::Host)
+                .footprint(&whole)
+                .unwrap()
+                .host
+                .state
+                .grads_bytes,
+            20
+        );
         let all = at(stage, Tier::Device).footprint(&state).unwrap();
-        assert_eq!((all.device.total_bytes(), all.host.total_bytes()), (Ok(160), Ok(0)));
+        assert_eq!(
+            (all.device.total_bytes(), all.host.total_bytes()),
+            (Ok(160), Ok(0))
+        );
     }
-    let params = Placement { params: Tier::Host, ..Placement::DEVICE };
+    let params = Placement {
+        params: Tier::Host,
+        ..Placement::DEVICE
+    };
     assert_eq!(
         away(ZeroStage::Two, params).footprint(&state),
-        Err(ShardError::NotSharded { what: "parameters", needs_stage: 3, stage: 2 })
+        Err(ShardError::NotSharded {
+            what: "parameters",
+            needs_stage: 3,
+            stage: 2
+        })
     );
     let huge = model.bucket_elems(u64::MAX);
-    assert!(matches!(huge.footprint(&state), Err(ShardError::TooLarge { .. })));
+    assert!(matches!(
+        huge.footprint(&state),
+        Err(ShardError::TooLarge { .. })
+    ));
 }
 
 proptest! {
@@ -249,13 +375,19 @@ proptest! {
 
 #[test]
 fn the_largest_model_of_the_paper() {
-    // arXiv 1910.02054, section 5.4: 32 GB and 1024 ranks hold 2 x 10^12 parameters of stage 3's states.
-    let most = |stage| MemoryModel::state_only(stage, Widths::MIXED_ADAM).largest_model_elems(1024, 32_000_000_000);
+    // arXiv 1910.02054, section 5.4: 32 GB and 1024 ranks hold 2 x 10^12 parameters of stage 3's
+    // states.
+    let most = |stage| {
+        MemoryModel::state_only(stage, Widths::MIXED_ADAM).largest_model_elems(1024, 32_000_000_000)
+    };
     assert_eq!(most(ZeroStage::Three), Ok(2_048_000_000_000));
     assert_eq!(most(ZeroStage::Zero), Ok(2_000_000_000));
     assert_eq!(
         MemoryModel::state_only(ZeroStage::One, Widths::MIXED_ADAM).largest_model_elems(0, 1),
         Err(ShardError::NoRanks)
     );
-    assert_eq!((largest(|_| true), largest(|_| false), largest(|n| n <= 77)), (u64::MAX, 0, 77));
+    assert_eq!(
+        (largest(|_| true), largest(|_| false), largest(|n| n <= 77)),
+        (u64::MAX, 0, 77)
+    );
 }

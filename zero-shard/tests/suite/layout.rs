@@ -1,9 +1,11 @@
-//! Partition, order, inverse maps and balance of layouts: small models are compared with a plain list of elements,
-//! large ones are checked at sampled elements.
+//! Partition, order, inverse maps and balance of layouts: small models are compared with a plain
+//! list of elements, large ones are checked at sampled elements.
 
 use crate::support::{cases, huge_layout, huge_units, laid_out, small_layout};
 use proptest::prelude::*;
-use zero_shard::{Layout, LayoutOptions, LayoutSpec, ParamId, ParamSpec, ShardError, Tie, UnitSpec};
+use zero_shard::{
+    Layout, LayoutOptions, LayoutSpec, ParamId, ParamSpec, ShardError, Tie, UnitSpec,
+};
 
 /// The flat parameter of a unit, element by element: the global index, or padding.
 fn plain_flat(layout: &Layout, unit: usize) -> Vec<Option<u64>> {
@@ -31,7 +33,10 @@ fn plain_storages(layout: &Layout) -> Vec<Vec<Option<u64>>> {
     let mut storages = vec![Vec::new(); layout.world_size() as usize];
     for unit in 0..layout.units().len() {
         let flat = plain_flat(layout, unit);
-        for (rank, shard) in flat.chunks((flat.len() / storages.len()).max(1)).enumerate() {
+        for (rank, shard) in flat
+            .chunks((flat.len() / storages.len()).max(1))
+            .enumerate()
+        {
             storages[rank].extend_from_slice(shard);
         }
     }
@@ -41,7 +46,8 @@ fn plain_storages(layout: &Layout) -> Vec<Vec<Option<u64>>> {
 proptest! {
     #![proptest_config(cases(300))]
 
-    /// Every element has one owner, the owner's place maps back to the element, and nothing else is owned.
+    /// Every element has one owner, the owner's place maps back to the element, and nothing else is
+    /// owned.
     #[test]
     fn elements_are_partitioned_as_a_plain_list_is(layout in small_layout()) {
         let storages = plain_storages(&layout);
@@ -65,7 +71,8 @@ proptest! {
         prop_assert_eq!(layout.global_at(layout.world_size(), 0), None);
     }
 
-    /// `params_in` lists the pieces of a shard in order, without overlap; `locate` of each piece returns it.
+    /// `params_in` lists the pieces of a shard in order, without overlap; `locate` of each piece
+    /// returns it.
     #[test]
     fn locate_and_params_in_are_inverse(layout in small_layout(), cut in (0u64..200, 0u64..200)) {
         let storages = plain_storages(&layout);
@@ -117,7 +124,8 @@ proptest! {
         }
     }
 
-    /// Every shard is a multiple of the alignment, and less than one alignment longer than necessary.
+    /// Every shard is a multiple of the alignment, and less than one alignment longer than
+    /// necessary.
     #[test]
     fn shards_are_balanced_and_aligned(units in huge_units(), ranks in 1u64..=65_536, align in 1u64..5_000) {
         let layout = laid_out(&units, ranks, align, 1);
@@ -200,36 +208,68 @@ fn one(shape: &[u64]) -> Vec<UnitSpec> {
 fn a_model_smaller_than_the_world_has_ranks_of_padding() {
     let layout = Layout::new(&one(&[3]), 8, 1).unwrap();
     assert_eq!((layout.shard_elems(), layout.padded_elems()), (1, 8));
-    assert_eq!((0..4).map(|i| layout.owner(i)).collect::<Vec<_>>(), [Some(0), Some(1), Some(2), None]);
+    assert_eq!(
+        (0..4).map(|i| layout.owner(i)).collect::<Vec<_>>(),
+        [Some(0), Some(1), Some(2), None]
+    );
     assert!((3..8).all(|rank| layout.rank_pieces(rank).unwrap().next().is_none()));
 }
 
 #[test]
 fn empty_models_units_and_parameters_are_layouts() {
     let empty = Layout::new(&[], 4, 8).unwrap();
-    assert_eq!((empty.numel_elems(), empty.padded_elems(), empty.owner(0)), (0, 0, None));
+    assert_eq!(
+        (empty.numel_elems(), empty.padded_elems(), empty.owner(0)),
+        (0, 0, None)
+    );
     let layout = Layout::new(&one(&[5, 0]), 4, 8).unwrap();
-    assert_eq!((layout.padded_elems(), layout.units()[0].owner(0)), (0, None));
+    assert_eq!(
+        (layout.padded_elems(), layout.units()[0].owner(0)),
+        (0, None)
+    );
     let id = layout.find_param("p").unwrap();
     assert_eq!(layout.locate(id, 0..0).unwrap().count(), 0);
     assert_eq!(layout.units()[0].locate(0..0).unwrap().count(), 0);
     assert_eq!(layout.buckets(0, 100).unwrap().count(), 0);
     // An extent of 0 makes the parameter empty, however large the others are.
-    assert_eq!(Layout::new(&one(&[u64::MAX, u64::MAX, 0]), 4, 8).unwrap().numel_elems(), 0);
+    assert_eq!(
+        Layout::new(&one(&[u64::MAX, u64::MAX, 0]), 4, 8)
+            .unwrap()
+            .numel_elems(),
+        0
+    );
 }
 
 #[test]
 fn ties_are_names_without_elements() {
     let units = [
-        UnitSpec::new("embedding", [ParamSpec::new("wte", [10, 4]), ParamSpec::new("wpe", [3, 4])]),
+        UnitSpec::new(
+            "embedding",
+            [
+                ParamSpec::new("wte", [10, 4]),
+                ParamSpec::new("wpe", [3, 4]),
+            ],
+        ),
         UnitSpec::new("head", [ParamSpec::new("ln_f", [4])]),
     ];
     let options = LayoutOptions::default().ties(vec![Tie::new("head", "lm_head", "wte")]);
     let layout = Layout::with_options(&units, 2, options).unwrap();
     assert_eq!(layout.numel_elems(), 56);
-    assert_eq!(layout.find_param("lm_head"), Some(ParamId { unit: 0, param: 0 }));
-    assert_eq!((layout.units_needed_by(0), layout.units_needed_by(1)), (vec![0], vec![0, 1]));
-    assert_eq!(layout.ties().map(|(t, user, id)| (t.name.as_str(), user, id.unit)).next(), Some(("lm_head", 1, 0)));
+    assert_eq!(
+        layout.find_param("lm_head"),
+        Some(ParamId { unit: 0, param: 0 })
+    );
+    assert_eq!(
+        (layout.units_needed_by(0), layout.units_needed_by(1)),
+        (vec![0], vec![0, 1])
+    );
+    assert_eq!(
+        layout
+            .ties()
+            .map(|(t, user, id)| (t.name.as_str(), user, id.unit))
+            .next(),
+        Some(("lm_head", 1, 0))
+    );
     assert_eq!(layout.find_param("nothing"), None);
 }
 
@@ -238,18 +278,46 @@ fn each_wrong_layout_has_its_error() {
     let units = one(&[4]);
     let with = |options: LayoutOptions| Layout::with_options(&units, 2, options).unwrap_err();
     assert_eq!(Layout::new(&units, 0, 1).unwrap_err(), ShardError::NoRanks);
-    assert_eq!(Layout::new(&units, 1, 0).unwrap_err(), ShardError::ZeroAlignment);
-    assert_eq!(with(LayoutOptions::default().param_align_elems(0)), ShardError::ZeroAlignment);
-    let twice = [UnitSpec::new("a", [ParamSpec::new("p", [1])]), UnitSpec::new("b", [ParamSpec::new("p", [1])])];
-    assert_eq!(Layout::new(&twice, 1, 1).unwrap_err(), ShardError::DuplicateName { name: "p".into() });
+    assert_eq!(
+        Layout::new(&units, 1, 0).unwrap_err(),
+        ShardError::ZeroAlignment
+    );
+    assert_eq!(
+        with(LayoutOptions::default().param_align_elems(0)),
+        ShardError::ZeroAlignment
+    );
+    let twice = [
+        UnitSpec::new("a", [ParamSpec::new("p", [1])]),
+        UnitSpec::new("b", [ParamSpec::new("p", [1])]),
+    ];
+    assert_eq!(
+        Layout::new(&twice, 1, 1).unwrap_err(),
+        ShardError::DuplicateName { name: "p".into() }
+    );
     let twice = [UnitSpec::new("a", []), UnitSpec::new("a", [])];
-    assert_eq!(Layout::new(&twice, 1, 1).unwrap_err(), ShardError::DuplicateName { name: "a".into() });
-    let tie = |unit, name, target| LayoutOptions::default().ties(vec![Tie::new(unit, name, target)]);
-    assert_eq!(with(tie("u", "p", "p")), ShardError::DuplicateName { name: "p".into() });
-    assert_eq!(with(tie("v", "q", "p")), ShardError::UnknownUnitName { name: "v".into() });
-    assert_eq!(with(tie("u", "q", "r")), ShardError::UnknownParam { name: "r".into() });
+    assert_eq!(
+        Layout::new(&twice, 1, 1).unwrap_err(),
+        ShardError::DuplicateName { name: "a".into() }
+    );
+    let tie =
+        |unit, name, target| LayoutOptions::default().ties(vec![Tie::new(unit, name, target)]);
+    assert_eq!(
+        with(tie("u", "p", "p")),
+        ShardError::DuplicateName { name: "p".into() }
+    );
+    assert_eq!(
+        with(tie("v", "q", "p")),
+        ShardError::UnknownUnitName { name: "v".into() }
+    );
+    assert_eq!(
+        with(tie("u", "q", "r")),
+        ShardError::UnknownParam { name: "r".into() }
+    );
     // The target of a tie must be a parameter, not a tie.
-    assert_eq!(with(tie("u", "q", "q")), ShardError::UnknownParam { name: "q".into() });
+    assert_eq!(
+        with(tie("u", "q", "q")),
+        ShardError::UnknownParam { name: "q".into() }
+    );
 }
 
 #[test]
@@ -260,16 +328,25 @@ fn sizes_beyond_64_bits_are_errors() {
     too_large(Layout::new(&one(&[u64::MAX]), 1, 2).unwrap_err());
     too_large(Layout::new(&one(&[1]), u64::MAX, 2).unwrap_err());
     let two = |a: u64, b: u64| {
-        [UnitSpec::new("a", [ParamSpec::new("x", [a])]), UnitSpec::new("b", [ParamSpec::new("y", [b])])]
+        [
+            UnitSpec::new("a", [ParamSpec::new("x", [a])]),
+            UnitSpec::new("b", [ParamSpec::new("y", [b])]),
+        ]
     };
     too_large(Layout::new(&two(u64::MAX, 1), 1, 1).unwrap_err());
     let largest = Layout::new(&two(u64::MAX - 1, 1), 1, 1).unwrap();
     assert_eq!(largest.owner(u64::MAX - 1), Some(0));
     assert_eq!(largest.owner(u64::MAX), None);
-    let both = [UnitSpec::new("a", [ParamSpec::new("x", [u64::MAX]), ParamSpec::new("y", [1])])];
+    let both = [UnitSpec::new(
+        "a",
+        [ParamSpec::new("x", [u64::MAX]), ParamSpec::new("y", [1])],
+    )];
     too_large(Layout::new(&both, 1, 1).unwrap_err());
     let gap = LayoutOptions::default().param_align_elems(1 << 63);
-    let three = [1u64, 1, 1].iter().enumerate().map(|(i, &n)| ParamSpec::new(format!("{i}"), [n]));
+    let three = [1u64, 1, 1]
+        .iter()
+        .enumerate()
+        .map(|(i, &n)| ParamSpec::new(format!("{i}"), [n]));
     let three = [UnitSpec::new("a", three.collect::<Vec<_>>())];
     too_large(Layout::with_options(&three, 1, gap).unwrap_err());
 }
@@ -285,10 +362,27 @@ fn ranges_and_ranks_outside_are_errors() {
     outside(layout.units()[0].locate(0..13).err().unwrap());
     outside(layout.units()[0].params_in(0..13).err().unwrap());
     outside(layout.params_in(0, 0, 0..4).err().unwrap());
-    assert_eq!(layout.params_in(1, 0, 0..1).err(), Some(ShardError::UnknownUnit { unit: 1, units: 1 }));
-    assert_eq!(layout.rank_pieces(4).err(), Some(ShardError::UnknownRank { rank: 4, world_size: 4 }));
-    assert_eq!(layout.buckets(1, 1).err(), Some(ShardError::UnknownUnit { unit: 1, units: 1 }));
+    assert_eq!(
+        layout.params_in(1, 0, 0..1).err(),
+        Some(ShardError::UnknownUnit { unit: 1, units: 1 })
+    );
+    assert_eq!(
+        layout.rank_pieces(4).err(),
+        Some(ShardError::UnknownRank {
+            rank: 4,
+            world_size: 4
+        })
+    );
+    assert_eq!(
+        layout.buckets(1, 1).err(),
+        Some(ShardError::UnknownUnit { unit: 1, units: 1 })
+    );
     let none = layout.locate(ParamId { unit: 0, param: 1 }, 0..1).err();
-    assert_eq!(none, Some(ShardError::UnknownParam { name: "number 1 of u".into() }));
+    assert_eq!(
+        none,
+        Some(ShardError::UnknownParam {
+            name: "number 1 of u".into()
+        })
+    );
     assert_eq!(layout.place_of(id, 10), None);
 }

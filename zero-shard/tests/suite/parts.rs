@@ -5,8 +5,8 @@ use std::ops::Range;
 use crate::support::{cases, huge_layout, laid_out, small_layout, small_units};
 use proptest::prelude::*;
 use zero_shard::{
-    Grid, GridLayout, Layout, LayoutOptions, ParamId, ParamSpec, Routing, ShardError, Sharding, UnitSpec, Widths,
-    ZeroStage, split_persistent,
+    Grid, GridLayout, Layout, LayoutOptions, ParamId, ParamSpec, Routing, ShardError, Sharding,
+    UnitSpec, Widths, ZeroStage, split_persistent,
 };
 
 fn sub_groups_cut(layout: &Layout, capacity: u64) {
@@ -41,7 +41,8 @@ proptest! {
         sub_groups_cut(&layout, u64::MAX);
     }
 
-    /// Runs tile both storages. Elements are in their parameter's group, padding in that of the parameter before it.
+    /// Runs tile both storages. Elements are in their parameter's group, padding in that of the
+    /// parameter before it.
     #[test]
     fn group_runs_tile_the_storages(layout in small_layout(), mask in any::<u64>()) {
         let group_of = |id: ParamId| (mask >> ((id.unit * 5 + id.param) % 64)) as usize & 1;
@@ -120,7 +121,8 @@ proptest! {
         }
     }
 
-    /// Group and position identify each rank; groups are consecutive ranks; peers are one rank of each group.
+    /// Group and position identify each rank; groups are consecutive ranks; peers are one rank of
+    /// each group.
     #[test]
     fn grids_name_every_rank_once(groups in 1u64..20, group_size in 1u64..20) {
         let grid = Grid::new(groups * group_size, group_size).unwrap();
@@ -156,8 +158,8 @@ proptest! {
             let two_level = sent(Sharding::Flat, stage, Routing::TwoLevel).group_egress_bytes;
             prop_assert_eq!(ring, part / n * (n - 1));
             prop_assert_eq!(two_level, part / groups * (groups - 1));
-            // Two levels: a rank's M - 1 shards to its peers and (P - 1) M shards within its group are the
-            // N - 1 shards of any all-gather.
+            // Two levels: a rank's M - 1 shards to its peers and (P - 1) M shards within its group
+            // are the N - 1 shards of any all-gather.
             prop_assert_eq!((groups - 1) + (group_size - 1) * groups, n - 1);
             prop_assert!(two_level <= ring);
         }
@@ -184,15 +186,35 @@ fn memory_over_a_grid() {
     let grid = Grid::new(64, 8).unwrap();
     let bytes = |sharding, stage| {
         let layout = GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
-        layout.state_bytes(stage, &Widths::MIXED_ADAM).unwrap().total_bytes()
+        layout
+            .state_bytes(stage, &Widths::MIXED_ADAM)
+            .unwrap()
+            .total_bytes()
     };
     assert_eq!(bytes(Sharding::Flat, ZeroStage::Three), 16 * 100);
-    assert_eq!(bytes(Sharding::Secondary, ZeroStage::Three), 16 * 100 + 2 * 800);
-    assert_eq!(bytes(Sharding::Secondary, ZeroStage::Two), bytes(Sharding::Flat, ZeroStage::Two));
+    assert_eq!(
+        bytes(Sharding::Secondary, ZeroStage::Three),
+        16 * 100 + 2 * 800
+    );
+    assert_eq!(
+        bytes(Sharding::Secondary, ZeroStage::Two),
+        bytes(Sharding::Flat, ZeroStage::Two)
+    );
     assert_eq!(bytes(Sharding::Replicated, ZeroStage::Three), 16 * 800);
     let layout = |s| GridLayout::new(&units, grid, s, LayoutOptions::default()).unwrap();
-    assert_eq!((layout(Sharding::Replicated).shard_of(19), layout(Sharding::Secondary).shard_of(19)), (3, 19));
-    assert_eq!(layout(Sharding::Secondary).secondary().map(Layout::shard_elems), Some(800));
+    assert_eq!(
+        (
+            layout(Sharding::Replicated).shard_of(19),
+            layout(Sharding::Secondary).shard_of(19)
+        ),
+        (3, 19)
+    );
+    assert_eq!(
+        layout(Sharding::Secondary)
+            .secondary()
+            .map(Layout::shard_elems),
+        Some(800)
+    );
     assert_eq!(layout(Sharding::Flat).grid(), grid);
     assert_eq!(layout(Sharding::Flat).sharding(), Sharding::Flat);
 }
@@ -200,22 +222,57 @@ fn memory_over_a_grid() {
 #[test]
 fn each_wrong_part_has_its_error() {
     assert_eq!(Grid::new(0, 1), Err(ShardError::NoRanks));
-    assert_eq!(Grid::new(6, 4), Err(ShardError::NotDivisible { world_size: 6, group_size: 4 }));
-    assert_eq!(Grid::new(6, 0), Err(ShardError::NotDivisible { world_size: 6, group_size: 0 }));
+    assert_eq!(
+        Grid::new(6, 4),
+        Err(ShardError::NotDivisible {
+            world_size: 6,
+            group_size: 4
+        })
+    );
+    assert_eq!(
+        Grid::new(6, 0),
+        Err(ShardError::NotDivisible {
+            world_size: 6,
+            group_size: 0
+        })
+    );
     let units = [UnitSpec::new("u", [ParamSpec::new("p", [5])])];
     let layout = Layout::new(&units, 6, 1).unwrap();
-    assert_eq!(layout.regroup(4).err(), Some(ShardError::NotDivisible { world_size: 6, group_size: 4 }));
+    assert_eq!(
+        layout.regroup(4).err(),
+        Some(ShardError::NotDivisible {
+            world_size: 6,
+            group_size: 4
+        })
+    );
     let far = Layout::new(&[], 4, u64::MAX).unwrap();
-    assert_eq!(far.regroup(2).err(), Some(ShardError::TooLarge { what: "an alignment".into() }));
-    assert_eq!(split_persistent(&units, "u", 1, 1).err(), Some(ShardError::DuplicateName { name: "u".into() }));
-    assert_eq!(layout.group_runs(6, |_| 0), Err(ShardError::UnknownRank { rank: 6, world_size: 6 }));
+    assert_eq!(
+        far.regroup(2).err(),
+        Some(ShardError::TooLarge {
+            what: "an alignment".into()
+        })
+    );
+    assert_eq!(
+        split_persistent(&units, "u", 1, 1).err(),
+        Some(ShardError::DuplicateName { name: "u".into() })
+    );
+    assert_eq!(
+        layout.group_runs(6, |_| 0),
+        Err(ShardError::UnknownRank {
+            rank: 6,
+            world_size: 6
+        })
+    );
     let huge = [UnitSpec::new("u", [ParamSpec::new("p", [u64::MAX / 64])])];
     let grid = Grid::new(4, 2).unwrap();
     for sharding in [Sharding::Flat, Sharding::Secondary, Sharding::Replicated] {
         let layout = GridLayout::new(&huge, grid, sharding, LayoutOptions::default()).unwrap();
         for stage in ZeroStage::ALL {
             let sent = layout.step_traffic(stage, &Widths::MIXED_ADAM, 64, Routing::TwoLevel);
-            assert!(matches!(sent, Err(ShardError::TooLarge { .. })), "{sharding:?} {stage}");
+            assert!(
+                matches!(sent, Err(ShardError::TooLarge { .. })),
+                "{sharding:?} {stage}"
+            );
         }
     }
 }

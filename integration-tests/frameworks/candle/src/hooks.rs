@@ -1,18 +1,22 @@
-//! candle's side: where gradients leave candle's backward, and where updated parameters enter its tensors.
+//! candle's side: where gradients leave candle's backward, and where updated parameters enter its
+//! tensors.
 //!
-//! candle has no hook on the gradient of a variable, which leaves `backward` only at its end. The result of a
-//! `CustomOp1` has one: its `bwd` is called with the gradient while `backward` runs, and may return `None`, so
-//! that candle keeps nothing. Every trained parameter is therefore such a result. The argument of the
-//! operation, the **anchor**, is a variable of one element, which only makes candle track the result; the
-//! parameter's elements are those of the result, and no other copy exists.
+//! candle has no hook on the gradient of a variable, which leaves `backward` only at its end. The
+//! result of a `CustomOp1` has one: its `bwd` is called with the gradient while `backward` runs,
+//! and may return `None`, so that candle keeps nothing. Every trained parameter is therefore such a
+//! result. The argument of the operation, the **anchor**, is a variable of one element, which only
+//! makes candle track the result; the parameter's elements are those of the result, and no other
+//! copy exists.
 //!
-//! Parameters are written in place, under nested in-place operations: the only exclusive access that candle
-//! grants.
+//! Parameters are written in place, under nested in-place operations: the only exclusive access
+//! that candle grants.
 
 use std::cell::Cell;
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Device, InplaceOp1, Layout, Result, Shape, Tensor, Var, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, DType, Device, InplaceOp1, Layout, Result, Shape, Tensor, Var, bail,
+};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
 use parking_lot::Mutex;
@@ -34,7 +38,8 @@ pub(crate) enum Receiver {
 
 pub(crate) type Sink = Arc<Mutex<Receiver>>;
 
-/// The right of a `ZeroAdamW` that is being created to set the receiver. Dropping it makes way for another.
+/// The right of a `ZeroAdamW` that is being created to set the receiver. Dropping it makes way for
+/// another.
 pub(crate) struct Claim(Sink);
 
 impl Claim {
@@ -79,7 +84,8 @@ struct Inner {
     sink: Sink,
 }
 
-/// The parameters of a model, for a `VarBuilder`: each trained one passes its gradient to the optimizer during backward.
+/// The parameters of a model, for a `VarBuilder`: each trained one passes its gradient to the
+/// optimizer during backward.
 #[derive(Clone)]
 pub struct ShardedVars(Arc<Inner>);
 
@@ -90,11 +96,20 @@ impl std::fmt::Debug for ShardedVars {
 }
 
 impl ShardedVars {
-    /// Takes the initial values from `source`: a `VarMap`, safetensors files, or any other back end of a `VarBuilder`.
-    /// Parameters whose name `trains` rejects stay as they are: no gradient, no optimizer state, no traffic.
-    pub fn new(source: impl SimpleBackend + 'static, trains: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+    /// Takes the initial values from `source`: a `VarMap`, safetensors files, or any other back end
+    /// of a `VarBuilder`. Parameters whose name `trains` rejects stay as they are: no gradient, no
+    /// optimizer state, no traffic.
+    pub fn new(
+        source: impl SimpleBackend + 'static,
+        trains: impl Fn(&str) -> bool + Send + Sync + 'static,
+    ) -> Self {
         let source = Mutex::new(Some(Box::new(source) as Box<dyn SimpleBackend>));
-        Self(Arc::new(Inner { source, trains: Box::new(trains), params: Mutex::default(), sink: Sink::default() }))
+        Self(Arc::new(Inner {
+            source,
+            trains: Box::new(trains),
+            params: Mutex::default(),
+            sink: Sink::default(),
+        }))
     }
 
     /// The builder to load the model with.
@@ -102,12 +117,19 @@ impl ShardedVars {
         VarBuilder::from_backend(Box::new(self.clone()), DType::F32, device.clone())
     }
 
-    /// The names and current values of the trained parameters, in the order in which the model loaded them.
+    /// The names and current values of the trained parameters, in the order in which the model
+    /// loaded them.
     pub fn trained(&self) -> Vec<(String, Tensor)> {
-        self.0.params.lock().iter().map(|p| (p.name.clone(), p.tensor.detach())).collect()
+        self.0
+            .params
+            .lock()
+            .iter()
+            .map(|p| (p.name.clone(), p.tensor.detach()))
+            .collect()
     }
 
-    /// Ends loading: frees the source, and returns the trained parameters and the receiver of their gradients.
+    /// Ends loading: frees the source, and returns the trained parameters and the receiver of their
+    /// gradients.
     pub(crate) fn finish_loading(&self) -> (Vec<Param>, Sink) {
         *self.0.source.lock() = None;
         (self.0.params.lock().clone(), Arc::clone(&self.0.sink))
@@ -115,12 +137,22 @@ impl ShardedVars {
 }
 
 impl SimpleBackend for ShardedVars {
-    fn get(&self, shape: Shape, name: &str, init: candle_nn::Init, dtype: DType, device: &Device) -> Result<Tensor> {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: candle_nn::Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
         let mut params = self.0.params.lock();
         // A tied parameter: one tensor, so candle adds both gradients before it calls the hook.
         if let Some(param) = params.iter().find(|p| p.name == name) {
             if *param.tensor.shape() != shape {
-                bail!("{name} is loaded with shape {shape:?} and with {:?}", param.tensor.shape());
+                bail!(
+                    "{name} is loaded with shape {shape:?} and with {:?}",
+                    param.tensor.shape()
+                );
             }
             return Ok(param.tensor.clone());
         }
@@ -133,7 +165,9 @@ impl SimpleBackend for ShardedVars {
             return Ok(values.detach());
         }
         if dtype != DType::F32 || !device.is_cpu() {
-            bail!("{name} has dtype {dtype:?} on {device:?}; trained parameters must be F32 on the CPU");
+            bail!(
+                "{name} has dtype {dtype:?} on {device:?}; trained parameters must be F32 on the CPU"
+            );
         }
         let initial = CpuStorage::F32(values.flatten_all()?.to_vec1::<f32>()?);
         let hook = GradientHook {
@@ -144,7 +178,10 @@ impl SimpleBackend for ShardedVars {
         };
         let anchor = Var::zeros(1, dtype, device)?;
         let tensor = anchor.apply_op1(hook)?;
-        params.push(Param { name: name.to_owned(), tensor: tensor.clone() });
+        params.push(Param {
+            name: name.to_owned(),
+            tensor: tensor.clone(),
+        });
         Ok(tensor)
     }
 
@@ -154,7 +191,13 @@ impl SimpleBackend for ShardedVars {
 
     fn contains_tensor(&self, name: &str) -> bool {
         let known = self.0.params.lock().iter().any(|p| p.name == name);
-        known || self.0.source.lock().as_ref().is_some_and(|source| source.contains_tensor(name))
+        known
+            || self
+                .0
+                .source
+                .lock()
+                .as_ref()
+                .is_some_and(|source| source.contains_tensor(name))
     }
 }
 
@@ -173,14 +216,18 @@ impl CustomOp1 for GradientHook {
     }
 
     fn cpu_fwd(&self, _anchor: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some(initial) = self.initial.lock().take() else { bail!("the hook of a parameter is applied once") };
+        let Some(initial) = self.initial.lock().take() else {
+            bail!("the hook of a parameter is applied once")
+        };
         Ok((initial, self.shape.clone()))
     }
 
     fn bwd(&self, _anchor: &Tensor, _param: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         match &mut *self.sink.lock() {
             Receiver::Reducer(reducer) => reducer.gradient(self.param, grad)?,
-            Receiver::None | Receiver::Claimed => bail!("backward of sharded parameters without a ZeroAdamW"),
+            Receiver::None | Receiver::Claimed => {
+                bail!("backward of sharded parameters without a ZeroAdamW")
+            }
         }
         Ok(None)
     }
@@ -189,8 +236,8 @@ impl CustomOp1 for GradientHook {
 /// The function to run while all parameters are locked.
 type Run<'a> = Box<dyn FnOnce(&[AnySlice]) -> Result<()> + 'a>;
 
-/// Locks the elements of all `tensors` for writing, and calls `run` with a slice of each, in order. No other access to
-/// the tensors is possible until `run` returns. No two tensors share a storage.
+/// Locks the elements of all `tensors` for writing, and calls `run` with a slice of each, in order.
+/// No other access to the tensors is possible until `run` returns. No two tensors share a storage.
 ///
 /// # Safety
 /// When `run` returns or panics, no enqueued operation uses the slices any more.
@@ -205,12 +252,16 @@ pub(crate) unsafe fn with_locked<'a>(tensors: &'a [Tensor], run: Run<'a>) -> Res
 /// As for [`with_locked`].
 unsafe fn lock_next<'a>(tensors: &'a [Tensor], slices: Vec<AnySlice>, run: Run<'a>) -> Result<()> {
     match tensors.split_first() {
-        Some((first, rest)) => first.inplace_op1(&Lock { rest, state: Cell::new(Some((slices, run))) }),
+        Some((first, rest)) => first.inplace_op1(&Lock {
+            rest,
+            state: Cell::new(Some((slices, run))),
+        }),
         None => run(&slices),
     }
 }
 
-/// An in-place operation of candle has the storage of a tensor while it runs; this one locks the next tensor within.
+/// An in-place operation of candle has the storage of a tensor while it runs; this one locks the
+/// next tensor within.
 struct Lock<'a> {
     rest: &'a [Tensor],
     state: Cell<Option<(Vec<AnySlice>, Run<'a>)>>,
@@ -222,13 +273,19 @@ impl InplaceOp1 for Lock<'_> {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        let (CpuStorage::F32(values), Some((mut slices, run))) = (storage, self.state.take()) else {
+        let (CpuStorage::F32(values), Some((mut slices, run))) = (storage, self.state.take())
+        else {
             bail!("a parameter is not F32 any more");
         };
-        // SAFETY: `values` is borrowed exclusively until `run` has returned, which leaves no operation behind; the elements
-        // are initialised.
+        // SAFETY: `values` is borrowed exclusively until `run` has returned, which leaves no
+        // operation behind; the elements are initialised.
         slices.push(unsafe {
-            AnySlice::from_raw_parts(values.as_mut_ptr().cast(), values.len(), ZeroDType::F32, DeviceId::HOST)
+            AnySlice::from_raw_parts(
+                values.as_mut_ptr().cast(),
+                values.len(),
+                ZeroDType::F32,
+                DeviceId::HOST,
+            )
         });
         // SAFETY: only `lock_next` makes a `Lock`; its caller's promise.
         unsafe { lock_next(self.rest, slices, run) }
@@ -238,17 +295,27 @@ impl InplaceOp1 for Lock<'_> {
 /// The elements of a contiguous F32 tensor, to be read.
 ///
 /// # Safety
-/// The tensor outlives every use of the slice, nothing writes to the tensor until then, and the uses only read.
+/// The tensor outlives every use of the slice, nothing writes to the tensor until then, and the
+/// uses only read.
 pub(crate) unsafe fn readable(tensor: &Tensor) -> Result<AnySlice> {
     let (storage, layout) = tensor.storage_and_layout();
     let (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) =
         (&*storage, layout.contiguous_offsets())
     else {
-        bail!("expected a contiguous F32 tensor on the CPU, got {:?} on {:?}", tensor.dtype(), tensor.device());
+        bail!(
+            "expected a contiguous F32 tensor on the CPU, got {:?} on {:?}",
+            tensor.dtype(),
+            tensor.device()
+        );
     };
     let values = &values[start..end];
     // SAFETY: the caller's promise; the pointer is only read through.
     Ok(unsafe {
-        AnySlice::from_raw_parts(values.as_ptr().cast_mut().cast(), values.len(), ZeroDType::F32, DeviceId::HOST)
+        AnySlice::from_raw_parts(
+            values.as_ptr().cast_mut().cast(),
+            values.len(),
+            ZeroDType::F32,
+            DeviceId::HOST,
+        )
     })
 }

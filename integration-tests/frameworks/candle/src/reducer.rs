@@ -1,4 +1,5 @@
-//! From a parameter's gradient to the sum of its unit's shard over ranks, while candle's backward runs.
+//! From a parameter's gradient to the sum of its unit's shard over ranks, while candle's backward
+//! runs.
 //!
 //! | buffer | elements | lifetime |
 //! |---|---|---|
@@ -44,9 +45,11 @@ pub struct BackwardReport {
     pub arrivals: Vec<String>,
     /// The reductions, in order.
     pub launches: Vec<UnitLaunch>,
-    /// Gradient elements copied: into buckets, and before that if candle passed a gradient that is not contiguous.
+    /// Gradient elements copied: into buckets, and before that if candle passed a gradient that is
+    /// not contiguous.
     pub copied_elems: u64,
-    /// Trained parameters whose gradient candle's `GradStore` has after backward: none, because the hook takes it.
+    /// Trained parameters whose gradient candle's `GradStore` has after backward: none, because the
+    /// hook takes it.
     pub kept_by_candle: usize,
 }
 
@@ -76,7 +79,12 @@ impl Reducer {
     pub(crate) fn begin(&mut self) {
         self.backward = Some(thread::current().id());
         self.report = BackwardReport::default();
-        self.waiting = self.layout.units().iter().map(|unit| vec![None; unit.params.len()]).collect();
+        self.waiting = self
+            .layout
+            .units()
+            .iter()
+            .map(|unit| vec![None; unit.params.len()])
+            .collect();
     }
 
     /// Receives the gradient of a parameter.
@@ -97,22 +105,30 @@ impl Reducer {
         self.report.copied_elems += elems;
         self.report.arrivals.push(layout.params[param].name.clone());
         let Some(waiting) = self.waiting[unit].get_mut(param) else {
-            bail!("a second gradient of {} in one backward", layout.params[param].name);
+            bail!(
+                "a second gradient of {} in one backward",
+                layout.params[param].name
+            );
         };
         *waiting = Some(grad.contiguous()?);
         let complete: Option<Vec<Tensor>> = self.waiting[unit].iter().cloned().collect();
         let Some(grads) = complete else { return Ok(()) };
         self.waiting[unit].clear();
         let (name, after_params) = (layout.name.clone(), self.report.arrivals.len());
-        self.report.launches.push(UnitLaunch { unit: name, after_params, elems: layout.padded_elems });
+        self.report.launches.push(UnitLaunch {
+            unit: name,
+            after_params,
+            elems: layout.padded_elems,
+        });
         self.reduce(unit, grads)
     }
 
     fn reduce(&mut self, unit: usize, grads: Vec<Tensor>) -> Result<()> {
         let mut parts = Vec::with_capacity(grads.len());
         for (grad, placed) in grads.iter().zip(&self.layout.units()[unit].params) {
-            // SAFETY: only the compute stream reads the slice, in `reduce_unit`; the tensor lives until that stream has
-            // passed the operation enqueued below. Nobody else has the tensor: candle has computed it, and drops its handle.
+            // SAFETY: only the compute stream reads the slice, in `reduce_unit`; the tensor lives
+            // until that stream has passed the operation enqueued below. Nobody else has the
+            // tensor: candle has computed it, and drops its handle.
             parts.push((unsafe { readable(grad)? }, placed.offset_elems as usize));
         }
         let into = match self.reduced[unit].take() {
@@ -120,8 +136,8 @@ impl Reducer {
             _ => SumInto::Write(self.sums[unit]),
         };
         let reduced = self.buckets.reduce_unit(&*self.kernels, &parts, into);
-        // Whatever was enqueued: the tensors are freed behind it. The stream is this crate's and never closed, so an
-        // error does not drop them early.
+        // Whatever was enqueued: the tensors are freed behind it. The stream is this crate's and
+        // never closed, so an error does not drop them early.
         let freed = self.compute.enqueue("free gradients", move || {
             drop(grads);
             Ok(())
@@ -135,7 +151,11 @@ impl Reducer {
         let mut missing = Vec::new();
         for (unit, waiting) in self.layout.units().iter().zip(&self.waiting) {
             missing.extend(
-                unit.params.iter().zip(waiting).filter(|(_, grad)| grad.is_none()).map(|(p, _)| p.name.as_str()),
+                unit.params
+                    .iter()
+                    .zip(waiting)
+                    .filter(|(_, grad)| grad.is_none())
+                    .map(|(p, _)| p.name.as_str()),
             );
         }
         self.waiting.iter_mut().for_each(Vec::clear);

@@ -1,8 +1,8 @@
 //! The optimizer: stages 1 and 2 of ZeRO over candle's tensors.
 //!
-//! Each rank updates its shard of every unit in candle's own memory (fp32 parameters are their own masters), and then
-//! the shards are gathered, unit by unit, through one block that a unit fits in. candle computes on the host's thread,
-//! so a step waits for its own work before it returns.
+//! Each rank updates its shard of every unit in candle's own memory (fp32 parameters are their own
+//! masters), and then the shards are gathered, unit by unit, through one block that a unit fits in.
+//! candle computes on the host's thread, so a step waits for its own work before it returns.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +15,9 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::{BucketOptions, Buckets, Communicator, WaitOnDrop};
 use zero_kernels::host::HostKernels;
-use zero_optim::{Divisor, OptimizerConfig, Segment, ShardedAdamW, StepInputs, StepOutcome, UnitSlices};
+use zero_optim::{
+    Divisor, OptimizerConfig, Segment, ShardedAdamW, StepInputs, StepOutcome, UnitSlices,
+};
 use zero_shard::{Layout, ParamId, ParamSpec, UnitSpec, ZeroStage};
 
 use crate::hooks::{Claim, Receiver, ShardedVars, Sink, with_locked};
@@ -55,8 +57,8 @@ impl ZeroConfig {
     }
 }
 
-/// The name up to its first number, which is a block (`model.layers.3`), or else without its last part
-/// (`lm_head` of `lm_head.weight`).
+/// The name up to its first number, which is a block (`model.layers.3`), or else without its last
+/// part (`lm_head` of `lm_head.weight`).
 pub fn unit_of_block(name: &str) -> &str {
     let mut end = 0;
     for part in name.split('.') {
@@ -82,8 +84,8 @@ impl PieceOfParam {
     }
 }
 
-/// AdamW for the trained parameters of a [`ShardedVars`], with its state (and at stage 2 the gradients) sharded over
-/// the ranks of a communicator.
+/// AdamW for the trained parameters of a [`ShardedVars`], with its state (and at stage 2 the
+/// gradients) sharded over the ranks of a communicator.
 pub struct ZeroAdamW {
     sink: Sink,
     params: Vec<Tensor>,
@@ -95,7 +97,8 @@ pub struct ZeroAdamW {
     optimizer: ShardedAdamW<HostDevice>,
     /// The sums of gradients; `sink` has slices of it.
     grads: Block<HostDevice>,
-    /// Per unit: this rank's shard, with offsets in the shard, and the other ranks' with offsets in the unit.
+    /// Per unit: this rank's shard, with offsets in the shard, and the other ranks' with offsets in
+    /// the unit.
     own: Vec<Vec<PieceOfParam>>,
     others: Vec<Vec<PieceOfParam>>,
     loss: f64,
@@ -131,7 +134,10 @@ fn index(range: Range<u64>) -> Range<usize> {
 }
 
 /// The units in the order of their first parameter, and the place of each parameter.
-fn units_of(params: &[crate::hooks::Param], unit_of: fn(&str) -> &str) -> (Vec<UnitSpec>, Vec<ParamId>) {
+fn units_of(
+    params: &[crate::hooks::Param],
+    unit_of: fn(&str) -> &str,
+) -> (Vec<UnitSpec>, Vec<ParamId>) {
     let (mut units, mut places) = (Vec::<UnitSpec>::new(), Vec::with_capacity(params.len()));
     let mut known = HashMap::new();
     for param in params {
@@ -140,21 +146,30 @@ fn units_of(params: &[crate::hooks::Param], unit_of: fn(&str) -> &str) -> (Vec<U
         if unit == units.len() {
             units.push(UnitSpec::new(name, Vec::<ParamSpec>::new()));
         }
-        places.push(ParamId { unit, param: units[unit].params.len() });
+        places.push(ParamId {
+            unit,
+            param: units[unit].params.len(),
+        });
         let shape: Vec<u64> = param.tensor.dims().iter().map(|&dim| dim as u64).collect();
-        units[unit].params.push(ParamSpec::new(param.name.as_str(), shape));
+        units[unit]
+            .params
+            .push(ParamSpec::new(param.name.as_str(), shape));
     }
     (units, places)
 }
 
 impl ZeroAdamW {
-    /// Creates the optimizer of this rank, after the model is loaded. All ranks call it; rank 0's parameters are copied
-    /// to the others, because candle's initial values are random and differ.
+    /// Creates the optimizer of this rank, after the model is loaded. All ranks call it; rank 0's
+    /// parameters are copied to the others, because candle's initial values are random and differ.
     ///
     /// # Errors
-    /// The stage is not 1 or 2, no parameter is trained, the parameters have another `ZeroAdamW`, a setting is out of range, an
-    /// allocation failed, or the ranks' models differ.
-    pub fn new(comm: Arc<dyn Communicator<HostDevice>>, vars: &ShardedVars, config: ZeroConfig) -> Result<Self> {
+    /// The stage is not 1 or 2, no parameter is trained, the parameters have another `ZeroAdamW`, a
+    /// setting is out of range, an allocation failed, or the ranks' models differ.
+    pub fn new(
+        comm: Arc<dyn Communicator<HostDevice>>,
+        vars: &ShardedVars,
+        config: ZeroConfig,
+    ) -> Result<Self> {
         Self::create(comm, vars, config).map_err(candle_error)
     }
 
@@ -166,13 +181,21 @@ impl ZeroAdamW {
         let whole = match config.stage {
             ZeroStage::One => true,
             ZeroStage::Two => false,
-            stage => return Err(format!("stage {} is not supported, only 1 and 2", stage.number()).into()),
+            stage => {
+                return Err(
+                    format!("stage {} is not supported, only 1 and 2", stage.number()).into(),
+                );
+            }
         };
         let (params, sink) = vars.finish_loading();
         let Some(first) = params.first() else {
-            return Err("no parameter is trained; load the model with ShardedVars::var_builder first".into());
+            return Err(
+                "no parameter is trained; load the model with ShardedVars::var_builder first"
+                    .into(),
+            );
         };
-        // Why before anything else: the other optimizer must stay as it is. Its reducer's sums are in its memory.
+        // Why before anything else: the other optimizer must stay as it is. Its reducer's sums are
+        // in its memory.
         let claim = Claim::of(&sink).ok_or_else(|| {
             let others = params.len() - 1;
             format!(
@@ -186,37 +209,75 @@ impl ZeroAdamW {
 
         let (device, kernels) = (config.device, Arc::new(HostKernels::new(1)?));
         let pool = Pool::new(device.clone(), POOL_BYTES);
-        let (compute, comm_stream) = (device.create_stream("compute")?, device.create_stream("comm")?);
+        let (compute, comm_stream) = (
+            device.create_stream("compute")?,
+            device.create_stream("comm")?,
+        );
         let options = BucketOptions::new(config.bucket_elems.max(comm.world_size()), DType::F32);
-        let buckets = Buckets::new(&pool, comm.clone(), compute.clone(), comm_stream.clone(), options)?;
-        let elems = if whole { layout.padded_elems() } else { layout.shard_elems() };
+        let buckets = Buckets::new(
+            &pool,
+            comm.clone(),
+            compute.clone(),
+            comm_stream.clone(),
+            options,
+        )?;
+        let elems = if whole {
+            layout.padded_elems()
+        } else {
+            layout.shard_elems()
+        };
         let grads = pool.allocate(elems as usize, DType::F32, Purpose::Grads, &compute)?;
-        // SAFETY: used on the two streams, which the drop records; `Reduced` orders the reads after the sums, and the
-        // step before the next sums.
+        // SAFETY: used on the two streams, which the drop records; `Reduced` orders the reads after
+        // the sums, and the step before the next sums.
         let all_sums = unsafe { grads.slice() };
 
-        let ids: HashMap<ParamId, usize> = places.iter().enumerate().map(|(param, &id)| (id, param)).collect();
-        let (mut own, mut others, mut segments, mut sums) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let ids: HashMap<ParamId, usize> = places
+            .iter()
+            .enumerate()
+            .map(|(param, &id)| (id, param))
+            .collect();
+        let (mut own, mut others, mut segments, mut sums) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (unit, placed) in layout.units().iter().enumerate() {
             let shard = placed.shard(rank);
-            let pieces = |range: Range<u64>, base: u64| -> std::result::Result<Vec<PieceOfParam>, Failure> {
-                let pieces = placed.params_in(range)?.map(|piece| PieceOfParam {
-                    param: ids[&ParamId { unit, param: piece.param }],
-                    elems: index(piece.in_param),
-                    at: (piece.in_flat.start - base) as usize,
-                });
-                Ok(pieces.collect())
-            };
+            let pieces =
+                |range: Range<u64>, base: u64| -> std::result::Result<Vec<PieceOfParam>, Failure> {
+                    let pieces = placed.params_in(range)?.map(|piece| PieceOfParam {
+                        param: ids[&ParamId {
+                            unit,
+                            param: piece.param,
+                        }],
+                        elems: index(piece.in_param),
+                        at: (piece.in_flat.start - base) as usize,
+                    });
+                    Ok(pieces.collect())
+                };
             own.push(pieces(shard.clone(), shard.start)?);
             let mut of_others = pieces(0..shard.start, 0)?;
             of_others.extend(pieces(shard.end..placed.padded_elems, 0)?);
             others.push(of_others);
-            let padding = shard.end.saturating_sub(shard.start.max(placed.numel_elems));
-            segments.push(Segment::shard(&placed.name, index(placed.shard_range())).with_padding(padding as usize));
-            let sum = if whole { layout.own_in_whole(unit, rank)? } else { placed.shard_range() };
+            let padding = shard
+                .end
+                .saturating_sub(shard.start.max(placed.numel_elems));
+            segments.push(
+                Segment::shard(&placed.name, index(placed.shard_range()))
+                    .with_padding(padding as usize),
+            );
+            let sum = if whole {
+                layout.own_in_whole(unit, rank)?
+            } else {
+                placed.shard_range()
+            };
             sums.push(all_sums.slice(index(sum)));
         }
-        let optimizer = ShardedAdamW::new(&pool, kernels.clone(), &compute, config.optimizer, DType::F32, segments)?;
+        let optimizer = ShardedAdamW::new(
+            &pool,
+            kernels.clone(),
+            &compute,
+            config.optimizer,
+            DType::F32,
+            segments,
+        )?;
         let reducer = Reducer {
             layout: layout.clone(),
             places,
@@ -250,17 +311,19 @@ impl ZeroAdamW {
             limit,
         };
         zero.with_params(|zero, params| {
-            params.iter().try_for_each(|&param| Ok(zero.comm.broadcast(&zero.comm_stream, param, 0)?))
+            params
+                .iter()
+                .try_for_each(|&param| Ok(zero.comm.broadcast(&zero.comm_stream, param, 0)?))
         })?;
         Ok(zero)
     }
 
-    /// Runs backward. The reduction of a unit starts when its last gradient is known, and runs beside the rest of
-    /// backward. Several calls before a step add up, as micro-batches.
+    /// Runs backward. The reduction of a unit starts when its last gradient is known, and runs
+    /// beside the rest of backward. Several calls before a step add up, as micro-batches.
     ///
     /// # Errors
-    /// candle failed, a parameter got no gradient, `loss` depends on parameters of another `ZeroAdamW`, or a reduction was not
-    /// enqueued; the other ranks then fail, too.
+    /// candle failed, a parameter got no gradient, `loss` depends on parameters of another
+    /// `ZeroAdamW`, or a reduction was not enqueued; the other ranks then fail, too.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         let result = self.try_backward(loss);
         self.abort_on_error(&result);
@@ -280,17 +343,23 @@ impl ZeroAdamW {
             Ok(())
         })?;
         let store = store?;
-        let kept = self.params.iter().filter(|param| store.get(param).is_some()).count();
+        let kept = self
+            .params
+            .iter()
+            .filter(|param| store.get(param).is_some())
+            .count();
         self.with_reducer(|reducer| {
             reducer.report.kept_by_candle = kept;
             reducer.end()
         })
     }
 
-    /// Updates the parameters from the gradients since the last step. The outcome, equal on all ranks, has the mean loss.
+    /// Updates the parameters from the gradients since the last step. The outcome, equal on all
+    /// ranks, has the mean loss.
     ///
     /// # Errors
-    /// No backward precedes, a rank failed, or a wait exceeded the limit; the other ranks then fail, too.
+    /// No backward precedes, a rank failed, or a wait exceeded the limit; the other ranks then
+    /// fail, too.
     pub fn step(&mut self) -> Result<StepOutcome> {
         let result = self.try_step().map_err(candle_error);
         self.abort_on_error(&result);
@@ -299,7 +368,11 @@ impl ZeroAdamW {
 
     fn try_step(&mut self) -> std::result::Result<StepOutcome, Failure> {
         let (reduced, micro_batches) = self.with_reducer(|reducer| {
-            let reduced: Vec<_> = reducer.reduced.iter_mut().filter_map(Option::take).collect();
+            let reduced: Vec<_> = reducer
+                .reduced
+                .iter_mut()
+                .filter_map(Option::take)
+                .collect();
             Ok((reduced, std::mem::take(&mut reducer.micro_batches)))
         })?;
         if micro_batches == 0 || reduced.len() != self.own.len() {
@@ -323,22 +396,44 @@ impl ZeroAdamW {
         reduced: &[Reduced<HostDevice>],
         inputs: StepInputs,
     ) -> std::result::Result<StepOutcome, Failure> {
-        let own: Vec<Vec<_>> =
-            self.own.iter().map(|unit| unit.iter().map(|piece| piece.of(params)).collect()).collect();
-        let units: Vec<_> = reduced.iter().zip(&own).map(|(grad, param)| UnitSlices { grad, param }).collect();
-        let exchange =
-            |message: &[u8]| Ok::<_, Failure>(self.comm.exchange(&self.pool, &self.compute, message, self.limit)?);
-        self.optimizer.step_with(&self.compute, &units, inputs, exchange, self.limit)
+        let own: Vec<Vec<_>> = self
+            .own
+            .iter()
+            .map(|unit| unit.iter().map(|piece| piece.of(params)).collect())
+            .collect();
+        let units: Vec<_> = reduced
+            .iter()
+            .zip(&own)
+            .map(|(grad, param)| UnitSlices { grad, param })
+            .collect();
+        let exchange = |message: &[u8]| {
+            Ok::<_, Failure>(
+                self.comm
+                    .exchange(&self.pool, &self.compute, message, self.limit)?,
+            )
+        };
+        self.optimizer
+            .step_with(&self.compute, &units, inputs, exchange, self.limit)
     }
 
     /// Copies the shards that the other ranks updated into candle's tensors.
     fn all_gather(&mut self, params: &[AnySlice]) -> std::result::Result<(), Failure> {
         self.comm_stream.wait(&self.compute.record()?)?;
         let device = self.pool.device();
-        for (unit, (own, others)) in self.layout.units().iter().zip(self.own.iter().zip(&self.others)) {
-            // On one stream from the first use to the last: the next unit reuses the memory in its order.
-            let block =
-                self.pool.allocate(unit.padded_elems as usize, DType::F32, Purpose::Buckets, &self.comm_stream)?;
+        for (unit, (own, others)) in self
+            .layout
+            .units()
+            .iter()
+            .zip(self.own.iter().zip(&self.others))
+        {
+            // On one stream from the first use to the last: the next unit reuses the memory in its
+            // order.
+            let block = self.pool.allocate(
+                unit.padded_elems as usize,
+                DType::F32,
+                Purpose::Buckets,
+                &self.comm_stream,
+            )?;
             // SAFETY: used on the block's own stream alone.
             let whole = unsafe { block.slice() };
             let shard = whole.slice(index(unit.shard(self.comm.rank() as u64)));
@@ -355,7 +450,8 @@ impl ZeroAdamW {
         Ok(())
     }
 
-    /// Locks candle's tensors, calls `run` with their elements, and waits until its operations have ended.
+    /// Locks candle's tensors, calls `run` with their elements, and waits until its operations have
+    /// ended.
     fn with_params<R>(
         &mut self,
         run: impl FnOnce(&mut Self, &[AnySlice]) -> std::result::Result<R, Failure>,
@@ -367,7 +463,9 @@ impl ZeroAdamW {
             // candle may use the memory again after this.
             let _wait = WaitOnDrop::new(comm.clone(), streams.clone(), limit);
             let ran = run(self, slices).and_then(|value| {
-                streams.iter().try_for_each(|stream| stream.synchronize(limit))?;
+                streams
+                    .iter()
+                    .try_for_each(|stream| stream.synchronize(limit))?;
                 Ok(value)
             });
             if let Err(error) = &ran {
@@ -377,7 +475,8 @@ impl ZeroAdamW {
             result = Some(ran);
             Ok::<(), candle_core::Error>(())
         });
-        // SAFETY: the slices are used on the two streams, and `WaitOnDrop` waits for both when it is dropped, also in a panic.
+        // SAFETY: the slices are used on the two streams, and `WaitOnDrop` waits for both when it
+        // is dropped, also in a panic.
         unsafe { with_locked(&params, locked) }?;
         result.unwrap_or_else(|| Err("the parameters could not be locked".into()))
     }

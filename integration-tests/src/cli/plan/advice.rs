@@ -10,10 +10,13 @@ use crate::trainer::Home;
 /// The highest number of GPUs that is recommended.
 const MAX_GPUS: u64 = 65_536;
 
-/// Of the stages that fit, the one with the least traffic; ties go to the one with the least memory.
+/// Of the stages that fit, the one with the least traffic; ties go to the one with the least
+/// memory.
 pub(super) fn recommended(stages: &[Stage]) -> Option<u8> {
     let fitting = stages.iter().filter(|s| s.fits == Some(true));
-    fitting.min_by_key(|s| (s.sent.total_bytes, s.gpu.total_bytes)).map(|s| s.stage)
+    fitting
+        .min_by_key(|s| (s.sent.total_bytes, s.gpu.total_bytes))
+        .map(|s| s.stage)
 }
 
 /// Sentences for the user; empty if the memory of the GPU is unknown.
@@ -23,20 +26,36 @@ pub(super) fn advice(
     stages: &[Stage],
     chosen: Option<u8>,
 ) -> Result<Vec<String>, ShardError> {
-    let Some(memory) = request.gpu_memory_bytes else { return Ok(Vec::new()) };
+    let Some(memory) = request.gpu_memory_bytes else {
+        return Ok(Vec::new());
+    };
     if let Some(stage) = stages.iter().find(|s| Some(s.stage) == chosen) {
         let spare = HumanBytes(memory - stage.gpu.total_bytes);
         let number = stage.stage;
-        let mut lines =
-            vec![format!("Use stage {number}: it leaves {spare} free and sends the least of the stages that fit.")];
-        if let Some(configured) = stages.iter().find(|s| s.configured && s.fits == Some(false)) {
+        let mut lines = vec![format!(
+            "Use stage {number}: it leaves {spare} free and sends the least of the stages that fit."
+        )];
+        if let Some(configured) = stages
+            .iter()
+            .find(|s| s.configured && s.fits == Some(false))
+        {
             let over = HumanBytes(configured.gpu.total_bytes - memory);
-            lines.push(format!("The configuration's stage {} does not fit: {over} too much.", configured.stage));
+            lines.push(format!(
+                "The configuration's stage {} does not fit: {over} too much.",
+                configured.stage
+            ));
         }
         return Ok(lines);
     }
-    let over = stages.iter().map(|s| s.gpu.total_bytes - memory).min().unwrap_or(0);
-    let mut lines = vec![format!("No stage fits: the smallest needs {} more.", HumanBytes(over))];
+    let over = stages
+        .iter()
+        .map(|s| s.gpu.total_bytes - memory)
+        .min()
+        .unwrap_or(0);
+    let mut lines = vec![format!(
+        "No stage fits: the smallest needs {} more.",
+        HumanBytes(over)
+    )];
     let search = Search { request, layout };
     let mut fitting = search.single()?;
     if fitting.is_empty() {
@@ -48,7 +67,11 @@ pub(super) fn advice(
     if let Some(gpus) = gpus_needed(request)? {
         lines.push(format!("Stage 3 fits on {gpus} GPUs of this kind."));
     }
-    let most = stages.iter().filter_map(|s| s.largest_model_params).max().unwrap_or(0);
+    let most = stages
+        .iter()
+        .filter_map(|s| s.largest_model_params)
+        .max()
+        .unwrap_or(0);
     lines.push(match most {
         0 => "Activations alone exceed the memory of a GPU.".to_owned(),
         most => format!(
@@ -74,7 +97,12 @@ enum Change {
 
 impl Change {
     /// All but the bucket, in order of rising cost.
-    const ALL: [Self; 4] = [Self::Checkpointing, Self::MicroBatch, Self::Offload, Self::OffloadParams];
+    const ALL: [Self; 4] = [
+        Self::Checkpointing,
+        Self::MicroBatch,
+        Self::Offload,
+        Self::OffloadParams,
+    ];
 
     /// Whether the request is without the change.
     fn is_new(self, request: &Request) -> bool {
@@ -107,7 +135,10 @@ impl Change {
     fn text(self, request: &Request) -> String {
         match self {
             Self::Checkpointing => "--activation-checkpointing".to_owned(),
-            Self::MicroBatch => format!("--micro-batch 1 --grad-accum {}", grad_accum_of_rows(request)),
+            Self::MicroBatch => format!(
+                "--micro-batch 1 --grad-accum {}",
+                grad_accum_of_rows(request)
+            ),
             Self::Offload => "--offload cpu".to_owned(),
             Self::OffloadParams => "--offload-params cpu".to_owned(),
             Self::Bucket(elems) => format!("--bucket-elems {elems}"),
@@ -142,7 +173,10 @@ impl Search<'_> {
 
     /// The changes other than a bucket, in order of rising cost.
     fn changes(&self) -> Vec<Change> {
-        Change::ALL.into_iter().filter(|change| change.is_new(self.request)).collect()
+        Change::ALL
+            .into_iter()
+            .filter(|change| change.is_new(self.request))
+            .collect()
     }
 
     /// The changes each of which fits alone.
@@ -157,8 +191,8 @@ impl Search<'_> {
         Ok(fitting)
     }
 
-    /// Several changes that fit together, none of which can be left out, if no change fits alone. A smaller bucket, which
-    /// slows every step, is the last resort.
+    /// Several changes that fit together, none of which can be left out, if no change fits alone. A
+    /// smaller bucket, which slows every step, is the last resort.
     fn combined(&self) -> Result<Option<Vec<Change>>, ShardError> {
         let all = self.changes();
         for count in 2..=all.len() {
@@ -166,9 +200,12 @@ impl Search<'_> {
                 return self.without_needless(all[..count].to_vec()).map(Some);
             }
         }
-        let Some(bucket) = self.bucket(&all)? else { return Ok(None) };
+        let Some(bucket) = self.bucket(&all)? else {
+            return Ok(None);
+        };
         // Fewer changes leave no room for a larger bucket.
-        self.without_needless([&all[..], &[bucket]].concat()).map(Some)
+        self.without_needless([&all[..], &[bucket]].concat())
+            .map(Some)
     }
 
     /// Leaves out changes, the costliest first, until none can be left out.
@@ -187,12 +224,25 @@ impl Search<'_> {
         Ok(changes)
     }
 
-    /// The largest bucket, a power of two, that is smaller than that of the request and fits with `changes`.
+    /// The largest bucket, a power of two, that is smaller than that of the request and fits with
+    /// `changes`.
     fn bucket(&self, changes: &[Change]) -> Result<Option<Change>, ShardError> {
-        let largest_unit = self.layout.primary().units().iter().map(|unit| unit.padded_elems).max().unwrap_or(0);
-        let now = self.request.settings(ZeroStage::Three, largest_unit).bucket_capacity_elems as u64;
+        let largest_unit = self
+            .layout
+            .primary()
+            .units()
+            .iter()
+            .map(|unit| unit.padded_elems)
+            .max()
+            .unwrap_or(0);
+        let now = self
+            .request
+            .settings(ZeroStage::Three, largest_unit)
+            .bucket_capacity_elems as u64;
         let smallest = MIN_BUCKET_ELEMS.ilog2();
-        let smaller = (smallest..u64::BITS).map(|power| 1u64 << power).take_while(|elems| *elems < now);
+        let smaller = (smallest..u64::BITS)
+            .map(|power| 1u64 << power)
+            .take_while(|elems| *elems < now);
         let mut smaller: Vec<u64> = smaller.collect();
 
         // Memory rises with the bucket: the first that does not fit ends those that do.
@@ -217,10 +267,14 @@ impl Search<'_> {
 
     /// The flags of changes, with the host memory that they need.
     fn describe(&self, changes: &[Change]) -> Result<String, ShardError> {
-        let texts: Vec<String> = changes.iter().map(|change| change.text(self.request)).collect();
+        let texts: Vec<String> = changes
+            .iter()
+            .map(|change| change.text(self.request))
+            .collect();
         let text = texts.join(", ");
-        let host_bytes =
-            |request: &Request| evaluate_on(request, self.layout, ZeroStage::Three).map(|stage| stage.host_bytes);
+        let host_bytes = |request: &Request| {
+            evaluate_on(request, self.layout, ZeroStage::Three).map(|stage| stage.host_bytes)
+        };
         let now = host_bytes(&self.with(changes))?;
         if now == host_bytes(self.request)? {
             return Ok(text);
@@ -233,7 +287,11 @@ impl Search<'_> {
 /// The fewest GPUs on which stage 3 fits, with as many per node as now.
 fn gpus_needed(request: &Request) -> Result<Option<u64>, ShardError> {
     let each = request.gpus / request.nodes;
-    let with = |nodes: u64| Request { nodes, gpus: nodes * each, ..request.clone() };
+    let with = |nodes: u64| Request {
+        nodes,
+        gpus: nodes * each,
+        ..request.clone()
+    };
     let most = MAX_GPUS / each;
     let fits = |request: &Request| stage::fits(request, ZeroStage::Three);
     if most <= request.nodes || !fits(&with(most))? {

@@ -5,15 +5,19 @@ use zero_shard::{TransformerShape, ZeroStage};
 use super::request::Request;
 use super::stage::fits;
 
-/// Returns the most parameters of a transformer of typical shape that fits at `stage`, with the buckets and gathered units
-/// that a run of that model has; 0 if none fits, and `None` if the memory of a GPU is unknown. 1.1 times as many do not fit.
+/// Returns the most parameters of a transformer of typical shape that fits at `stage`, with the
+/// buckets and gathered units that a run of that model has; 0 if none fits, and `None` if the
+/// memory of a GPU is unknown. 1.1 times as many do not fit.
 ///
-/// With more layers, a layer has a smaller part of the parameters, so memory does not always rise with their number. But it
-/// does rise among models of equal shape, and from the smallest model of one shape to that of the next.
+/// With more layers, a layer has a smaller part of the parameters, so memory does not always rise
+/// with their number. But it does rise among models of equal shape, and from the smallest model of
+/// one shape to that of the next.
 pub(super) fn largest_model_params(request: &Request, stage: ZeroStage) -> Option<u64> {
     request.gpu_memory_bytes?;
     // A size that overflows 64 bits does not fit.
-    let fits = |params: u64| params <= MAX_PARAMS && fits(&request.with_about(params), stage).unwrap_or(false);
+    let fits = |params: u64| {
+        params <= MAX_PARAMS && fits(&request.with_about(params), stage).unwrap_or(false)
+    };
 
     let layers = galloping(|layers| fits(least_params(layers)));
     let mut params = match layers {
@@ -32,7 +36,8 @@ pub(super) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
     Some(params)
 }
 
-/// Among models of equal shape the result is exact to this part of it, so that a search of large models ends soon.
+/// Among models of equal shape the result is exact to this part of it, so that a search of large
+/// models ends soon.
 const PRECISION: u64 = 1_000_000;
 
 /// As many as `--params` accepts.
@@ -49,8 +54,8 @@ fn least_params(layers: u64) -> u64 {
     if layers <= 1 { 1 } else { fewer + 1 }
 }
 
-/// The greatest n for which the monotone predicate `holds` is true, or 0. It is called with numbers of at most twice that,
-/// since a predicate may cost as much as its number.
+/// The greatest n for which the monotone predicate `holds` is true, or 0. It is called with numbers
+/// of at most twice that, since a predicate may cost as much as its number.
 fn galloping(mut holds: impl FnMut(u64) -> bool) -> u64 {
     let mut low = 0;
     let mut high = 1;
@@ -64,8 +69,9 @@ fn galloping(mut holds: impl FnMut(u64) -> bool) -> u64 {
     bisect(low, high, 1, holds)
 }
 
-/// A number of `low..high` for which the monotone predicate `holds` is true, at most `precision` below the greatest one, and
-/// the greatest one itself if `precision` is 0 or 1. The predicate is true for `low`, and not called with `low` or `high`.
+/// A number of `low..high` for which the monotone predicate `holds` is true, at most `precision`
+/// below the greatest one, and the greatest one itself if `precision` is 0 or 1. The predicate is
+/// true for `low`, and not called with `low` or `high`.
 fn bisect(mut low: u64, mut high: u64, precision: u64, mut holds: impl FnMut(u64) -> bool) -> u64 {
     while high - low > precision.max(1) {
         let middle = low + (high - low) / 2;

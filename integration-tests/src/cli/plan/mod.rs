@@ -1,5 +1,6 @@
-//! `zero plan`: memory and traffic of each stage on a given number of GPUs, the stages that fit, and changes that
-//! make one fit. The arithmetic is zero-shard's; the activations of a GPT-2 are exact, others an estimate.
+//! `zero plan`: memory and traffic of each stage on a given number of GPUs, the stages that fit,
+//! and changes that make one fit. The arithmetic is zero-shard's; the activations of a GPT-2 are
+//! exact, others an estimate.
 
 mod advice;
 mod largest;
@@ -58,7 +59,8 @@ pub struct PlanArgs {
     /// GPUs of all nodes, one rank each
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub gpus: u64,
-    /// Memory of one GPU, such as 24GiB or 80GB (1 GB = 10^9 bytes; a card sold as 24 GB has about 24GiB)
+    /// Memory of one GPU, such as 24GiB or 80GB (1 GB = 10^9 bytes; a card sold as 24 GB has about
+    /// 24GiB)
     #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
     pub gpu_memory: Option<u64>,
     /// Nodes (machines) that hold the GPUs
@@ -82,8 +84,8 @@ pub struct PlanArgs {
     /// Keep only the input of each block and recompute its activations in backward
     #[arg(long)]
     pub activation_checkpointing: bool,
-    /// Recompute GELU's output in backward in place of keeping it, on GPUs [default: where it does not fit otherwise, with
-    /// 1 GiB left for the CUDA context]
+    /// Recompute GELU's output in backward in place of keeping it, on GPUs
+    /// [default: where it does not fit otherwise, with 1 GiB left for the CUDA context]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub recompute_gelu: Option<bool>,
     /// The offload.
@@ -95,13 +97,15 @@ pub struct PlanArgs {
     /// Elements of a gradient bucket [default: those of the largest unit]
     #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
     pub bucket_elems: Option<u64>,
-    /// Speed of a GPU in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity assumes of a V100
+    /// Speed of a GPU in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity
+    /// assumes of a V100
     #[arg(long, value_name = "TFLOPS", default_value_t = 70.0, value_parser = parse_above_0)]
     pub peak_tflops: f64,
     /// Terabytes that a drive is rated to write in its life (TBW of its data sheet)
     #[arg(long, value_name = "TB", default_value_t = 600.0, value_parser = parse_above_0)]
     pub drive_tbw: f64,
-    /// Speed at which the drive of a node reads, and at which it writes, in GB/s: a step takes no less than its transfers
+    /// Speed at which the drive of a node reads, and at which it writes, in GB/s: a step takes no
+    /// less than its transfers
     #[arg(long, value_name = "GB/S", default_value_t = 7.0, value_parser = parse_above_0)]
     pub drive_gb_per_s: f64,
     /// Print JSON, with exact bytes

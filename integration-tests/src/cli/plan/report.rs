@@ -65,9 +65,15 @@ impl Report {
         let layout = layout(request, Sharding::Flat)?;
         let stage = |stage| {
             let largest_model_params = largest_model_params(request, stage);
-            evaluate_on(request, &layout, stage).map(|figures| Stage { largest_model_params, ..figures })
+            evaluate_on(request, &layout, stage).map(|figures| Stage {
+                largest_model_params,
+                ..figures
+            })
         };
-        let stages = ZeroStage::ALL.into_iter().map(stage).collect::<Result<Vec<_>, _>>()?;
+        let stages = ZeroStage::ALL
+            .into_iter()
+            .map(stage)
+            .collect::<Result<Vec<_>, _>>()?;
         let recommended = advice::recommended(&stages);
         Ok(Self {
             model: Model {
@@ -106,14 +112,27 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
     }
     let ways = [
         ("over all GPUs, one ring", Sharding::Flat, Routing::Ring),
-        ("over all GPUs, node by node", Sharding::Flat, Routing::TwoLevel),
-        ("and a copy in each node (hpZ)", Sharding::Secondary, Routing::TwoLevel),
-        ("within a node, nodes alike (MiCS, HSDP)", Sharding::Replicated, Routing::TwoLevel),
+        (
+            "over all GPUs, node by node",
+            Sharding::Flat,
+            Routing::TwoLevel,
+        ),
+        (
+            "and a copy in each node (hpZ)",
+            Sharding::Secondary,
+            Routing::TwoLevel,
+        ),
+        (
+            "within a node, nodes alike (MiCS, HSDP)",
+            Sharding::Replicated,
+            Routing::TwoLevel,
+        ),
     ];
     let topology = |(name, sharding, routing)| {
         let layout = layout(request, sharding)?;
         let widths = request.settings(ZeroStage::Three, 0).widths();
-        let traffic = layout.step_traffic(ZeroStage::Three, &widths, request.grad_accum, routing)?;
+        let traffic =
+            layout.step_traffic(ZeroStage::Three, &widths, request.grad_accum, routing)?;
         Ok(Topology {
             name,
             states_bytes: layout.state_bytes(ZeroStage::Three, &widths)?.total_bytes(),

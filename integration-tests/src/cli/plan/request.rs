@@ -54,9 +54,11 @@ pub(in crate::cli) struct Request {
     pub(super) offload: OffloadSettings,
     /// Elements of a gradient bucket; `None`: the trainer's default.
     pub(super) bucket_elems: Option<u64>,
-    /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from a configuration.
+    /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from
+    /// a configuration.
     pub(super) trims_bucket: bool,
-    /// Elements that stage 3 gathers ahead of their use, at least one unit if not 0; `None`: one unit.
+    /// Elements that stage 3 gathers ahead of their use, at least one unit if not 0; `None`: one
+    /// unit.
     pub(super) prefetch_elems: Option<u64>,
     /// Maximum number of gathered elements at stage 3.
     pub(super) max_live_elems: u64,
@@ -79,8 +81,16 @@ const MAX_GPUS_OF_NODE: u64 = 1024;
 impl Request {
     /// Builds the request and the warnings about ignored settings.
     pub(super) fn new(args: &PlanArgs) -> Result<(Self, Vec<String>), CliError> {
-        let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
-        let mut notices = file.as_ref().map(|f| f.warnings.clone()).unwrap_or_default();
+        let file = args
+            .config
+            .as_deref()
+            .map(DsConfig::open)
+            .transpose()
+            .map_err(CliError::usage)?;
+        let mut notices = file
+            .as_ref()
+            .map(|f| f.warnings.clone())
+            .unwrap_or_default();
         if args.gpus == 0 || args.nodes == 0 || !args.gpus.is_multiple_of(args.nodes) {
             let (gpus, nodes) = (args.gpus, args.nodes);
             return Err(CliError::Usage(format!(
@@ -104,21 +114,42 @@ impl Request {
         let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
         check_seq_len(seq_len, positions)?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
-        let batch = batch.resolve(args.gpus, args.micro_batch, args.grad_accum, 1).map_err(CliError::usage)?;
+        let batch = batch
+            .resolve(args.gpus, args.micro_batch, args.grad_accum, 1)
+            .map_err(CliError::usage)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
         let zero = zero.as_ref();
-        let checkpointing =
-            args.activation_checkpointing || file.as_ref().is_some_and(|f| f.activation_checkpointing.is_some());
-        let dtype = args.dtype.map_or(file.as_ref().map_or(DType::Bf16, configured_dtype), DType::from);
-        let run = Offloaded { stage: ZeroStage::Three, dtype, checkpointing };
-        let mut offload =
-            offload::settings(&args.offload, file.as_ref(), &OffloadSettings::default(), run, &mut notices)?;
+        let checkpointing = args.activation_checkpointing
+            || file
+                .as_ref()
+                .is_some_and(|f| f.activation_checkpointing.is_some());
+        let dtype = args.dtype.map_or(
+            file.as_ref().map_or(DType::Bf16, configured_dtype),
+            DType::from,
+        );
+        let run = Offloaded {
+            stage: ZeroStage::Three,
+            dtype,
+            checkpointing,
+        };
+        let mut offload = offload::settings(
+            &args.offload,
+            file.as_ref(),
+            &OffloadSettings::default(),
+            run,
+            &mut notices,
+        )?;
         // At stages without offloaded parameters the optimizer is where it was placed.
         offload.optimizer = match &args.offload.offload {
             Some(home) => home.clone(),
-            None => zero.map(|z| z.offload_optimizer.clone()).unwrap_or_default(),
+            None => zero
+                .map(|z| z.offload_optimizer.clone())
+                .unwrap_or_default(),
         };
-        let sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX).max(MIN_SUB_GROUP_ELEMS);
+        let sub_group = zero
+            .and_then(|z| z.sub_group_elems)
+            .unwrap_or(u64::MAX)
+            .max(MIN_SUB_GROUP_ELEMS);
         let request = Self {
             model: Arc::new(model),
             gpus: args.gpus,
@@ -149,11 +180,21 @@ impl Request {
 
     /// Sets the sizes of the configuration file, for the width of this model.
     fn with_sizes_of_file(mut self) -> Self {
-        let Some(zero) = self.file.as_ref().map(|file| file.zero_for(self.model.shape.hidden)) else { return self };
+        let Some(zero) = self
+            .file
+            .as_ref()
+            .map(|file| file.zero_for(self.model.shape.hidden))
+        else {
+            return self;
+        };
         if self.trims_bucket {
             self.bucket_elems = Some(zero.reduce_bucket_elems);
         }
-        self.prefetch_elems = Some(if zero.overlaps_at(3) { zero.prefetch_bucket_elems } else { 0 });
+        self.prefetch_elems = Some(if zero.overlaps_at(3) {
+            zero.prefetch_bucket_elems
+        } else {
+            0
+        });
         self.max_live_elems = zero.max_live_elems;
         self.persistence_threshold_elems = zero.persistence_threshold_elems;
         self
@@ -161,7 +202,11 @@ impl Request {
 
     /// The same run of a transformer of typical shape with `params` parameters.
     pub(super) fn with_about(&self, params: u64) -> Self {
-        Self { model: Arc::new(ModelSize::with_about(params)), ..self.clone() }.with_sizes_of_file()
+        Self {
+            model: Arc::new(ModelSize::with_about(params)),
+            ..self.clone()
+        }
+        .with_sizes_of_file()
     }
 
     /// The request of a run of `settings` on GPUs with `gpu_memory_bytes` of memory each.
@@ -219,7 +264,8 @@ impl Request {
         options.validate(config).ok().map(|()| (config, options))
     }
 
-    /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit` elements.
+    /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit`
+    /// elements.
     pub(super) fn settings(&self, stage: ZeroStage, largest_unit: u64) -> Settings {
         let mut offload = self.offload.clone();
         if !stage.shards_params() {
@@ -232,11 +278,17 @@ impl Request {
         if offload.optimizer == Home::Device {
             offload.format.bf16_moments = false;
         }
-        let bucket_limit = if self.trims_bucket { largest_unit } else { u64::MAX };
+        let bucket_limit = if self.trims_bucket {
+            largest_unit
+        } else {
+            u64::MAX
+        };
         let prefetch = match self.prefetch_elems {
             None => PrefetchOptions::default(),
             Some(0) => PrefetchOptions::default().ahead(0),
-            Some(elems) => PrefetchOptions::default().ahead(usize::MAX).ahead_elems(elems as usize),
+            Some(elems) => PrefetchOptions::default()
+                .ahead(usize::MAX)
+                .ahead_elems(elems as usize),
         };
         let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
         Settings {
@@ -244,8 +296,11 @@ impl Request {
             dtype: self.dtype,
             grad_accum_steps: self.grad_accum as usize,
             reduce_every_micro_batch: self.reduce_every_micro_batch,
-            bucket_capacity_elems: self.bucket_elems.unwrap_or(largest_unit).min(bucket_limit).max(self.gpus)
-                as usize,
+            bucket_capacity_elems: self
+                .bucket_elems
+                .unwrap_or(largest_unit)
+                .min(bucket_limit)
+                .max(self.gpus) as usize,
             overlap: true,
             prefetch: prefetch
                 .max_live_elems(self.max_live_elems as usize)
@@ -259,10 +314,12 @@ impl Request {
     }
 }
 
-/// The type that the file selects. `"auto"` is the default of a plan, and without a choice it is DeepSpeed's.
+/// The type that the file selects. `"auto"` is the default of a plan, and without a choice it is
+/// DeepSpeed's.
 fn configured_dtype(file: &DsConfig) -> DType {
     let is_auto = file.is_auto("bf16.enabled") || file.is_auto("fp16.enabled");
-    file.dtype.unwrap_or(if is_auto { DType::Bf16 } else { DType::F32 })
+    file.dtype
+        .unwrap_or(if is_auto { DType::Bf16 } else { DType::F32 })
 }
 
 /// The model, and its number of positions if that is known.
@@ -271,12 +328,18 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Optio
         (Some(name), _) => {
             let (config, _) = find_model(name, notices)?;
             config.validate().map_err(CliError::usage)?;
-            Ok((ModelSize::of(name, &config), Some(config.n_positions as u64)))
+            Ok((
+                ModelSize::of(name, &config),
+                Some(config.n_positions as u64),
+            ))
         }
         (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
         (None, None) => {
             let config = shape(args)?;
-            Ok((ModelSize::of("gpt2", &config), Some(config.n_positions as u64)))
+            Ok((
+                ModelSize::of("gpt2", &config),
+                Some(config.n_positions as u64),
+            ))
         }
     }
 }
@@ -287,7 +350,9 @@ const HEAD_WIDTH: u64 = 64;
 /// The GPT-2 of the shape that the flags give, with positions for --seq-len.
 fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
     let (Some(layers), Some(hidden)) = (args.layers, args.hidden) else {
-        return Err(CliError::Usage("expected --model, --params, or --layers and --hidden".to_owned()));
+        return Err(CliError::Usage(
+            "expected --model, --params, or --layers and --hidden".to_owned(),
+        ));
     };
     check_positive(&[
         ("--layers", Some(layers)),
@@ -315,26 +380,35 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
     }
 
     let size = |flag: &str, value: u64| {
-        usize::try_from(value).map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
+        usize::try_from(value)
+            .map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
     };
     let gpt2 = GptConfig::preset("gpt2-124m").map_err(CliError::usage)?;
     let config = GptConfig {
-        vocab_size: args.vocab.map_or(Ok(gpt2.vocab_size), |vocab| size("--vocab", vocab))?,
-        n_positions: args.seq_len.map_or(Ok(gpt2.n_positions), |seq_len| size("--seq-len", seq_len))?,
+        vocab_size: args
+            .vocab
+            .map_or(Ok(gpt2.vocab_size), |vocab| size("--vocab", vocab))?,
+        n_positions: args
+            .seq_len
+            .map_or(Ok(gpt2.n_positions), |seq_len| size("--seq-len", seq_len))?,
         n_embd: size("--hidden", hidden)?,
         n_layer: size("--layers", layers)?,
         n_head: size("--heads", heads)?,
         n_inner: size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?,
         ..gpt2
     };
-    config.validate().map_err(|e| CliError::Usage(format!("--layers {layers} --hidden {hidden}: {e}")))?;
+    config
+        .validate()
+        .map_err(|e| CliError::Usage(format!("--layers {layers} --hidden {hidden}: {e}")))?;
     Ok(config)
 }
 
 impl ModelSize {
     /// The sizes of a GPT-2.
     fn of(name: &str, config: &GptConfig) -> Self {
-        let tied = config.tied_head.then(|| Tie::new("head", "lm_head.weight", "transformer.wte.weight"));
+        let tied = config
+            .tied_head
+            .then(|| Tie::new("head", "lm_head.weight", "transformer.wte.weight"));
         let shape = TransformerShape {
             layers: config.n_layer as u64,
             hidden: config.n_embd as u64,
@@ -342,20 +416,40 @@ impl ModelSize {
             inner: config.n_inner as u64,
             vocab: config.vocab_size as u64,
         };
-        let options = LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS).ties(tied.into_iter().collect());
+        let options = LayoutOptions::default()
+            .shard_align_elems(SHARD_ALIGN_ELEMS)
+            .ties(tied.into_iter().collect());
         let (units, passes, config) = (config.units(), passes(config), Some(config.clone()));
-        Self { name: name.to_owned(), units, options, shape, passes, config, assumed: false }
+        Self {
+            name: name.to_owned(),
+            units,
+            options,
+            shape,
+            passes,
+            config,
+            assumed: false,
+        }
     }
 
     /// A transformer of `params` parameters in layers of equal size.
     fn with_about(params: u64) -> Self {
         let shape = TransformerShape::with_about(params);
         let layer = |i: u64| {
-            let (start, end) = (cut(params, i, shape.layers), cut(params, i + 1, shape.layers));
-            UnitSpec::new(format!("layer.{i}"), [ParamSpec::new(format!("layer.{i}.weight"), [end - start])])
+            let (start, end) = (
+                cut(params, i, shape.layers),
+                cut(params, i + 1, shape.layers),
+            );
+            UnitSpec::new(
+                format!("layer.{i}"),
+                [ParamSpec::new(format!("layer.{i}.weight"), [end - start])],
+            )
         };
         let units = (0..shape.layers).map(layer).collect();
-        let pass = |i| Pass { forward_reads: vec![i], backward_reads: vec![i], grads: vec![i] };
+        let pass = |i| Pass {
+            forward_reads: vec![i],
+            backward_reads: vec![i],
+            grads: vec![i],
+        };
         Self {
             name: "transformer".to_owned(),
             units,

@@ -1,11 +1,12 @@
-//! Memory and traffic of one stage, exact except for the activations of a model whose shape is assumed.
+//! Memory and traffic of one stage, exact except for the activations of a model whose shape is
+//! assumed.
 
 use std::num::NonZero;
 
 use serde::Serialize;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing, ShardError,
-    Sharding, Tier, UnitLayout, ZeroStage,
+    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing,
+    ShardError, Sharding, Tier, UnitLayout, ZeroStage,
 };
 
 use super::request::Request;
@@ -14,11 +15,13 @@ use crate::cli::train::{BUCKET_ELEMS, rank_overhead_bytes};
 use crate::cuda::matmul;
 use crate::model::gpt2::GpuBytes;
 use crate::model::gpt2::cuda::writes_grad;
-use crate::trainer::{OffloadSettings, RankBytes, Settings, device_steps, piece_elems, scratch_elems, wide_moments};
+use crate::trainer::{
+    OffloadSettings, RankBytes, Settings, device_steps, piece_elems, scratch_elems, wide_moments,
+};
 
-/// Memory of a GPU that is left for the CUDA context and its libraries by the default of `recompute_gelu`. The default
-/// depends on the total memory of the card: its free memory differs from start to start. `run.json` records the choice,
-/// and a resumed run keeps it.
+/// Memory of a GPU that is left for the CUDA context and its libraries by the default of
+/// `recompute_gelu`. The default depends on the total memory of the card: its free memory differs
+/// from start to start. `run.json` records the choice, and a resumed run keeps it.
 const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// Figures of one stage for one GPU.
@@ -42,8 +45,8 @@ pub(in crate::cli) struct Stage {
     pub(super) transfers: Vec<Transfers>,
     /// The wear of a drive, if anything is on NVMe.
     pub(super) wear: Option<Wear>,
-    /// Memory of a rank that runs on this machine's cores instead of a GPU, and saves checkpoints. `None`: more than 64 bits
-    /// can count.
+    /// Memory of a rank that runs on this machine's cores instead of a GPU, and saves checkpoints.
+    /// `None`: more than 64 bits can count.
     pub(super) on_cores: Option<RankBytes>,
     /// Memory of one process with all of these ranks.
     pub(super) process_bytes: Option<u64>,
@@ -105,7 +108,8 @@ pub(super) struct Sent {
 
 #[cfg(test)]
 thread_local! {
-    /// The units of all layouts and evaluations of this thread, a measure of the time that they take.
+    /// The units of all layouts and evaluations of this thread, a measure of the time that they
+    /// take.
     pub(super) static UNITS_VISITED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
@@ -119,18 +123,32 @@ pub(super) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout
     #[cfg(test)]
     count_units(request);
     let grid = Grid::new(request.gpus, request.gpus / request.nodes)?;
-    GridLayout::new(&request.model.units, grid, sharding, request.model.options.clone())
+    GridLayout::new(
+        &request.model.units,
+        grid,
+        sharding,
+        request.model.options.clone(),
+    )
 }
 
-/// Computes the figures of `stage`. If the request does not say whether to recompute GELU's output, it is recomputed where
-/// the memory of the GPU is too small otherwise.
+/// Computes the figures of `stage`. If the request does not say whether to recompute GELU's output,
+/// it is recomputed where the memory of the GPU is too small otherwise.
 pub(in crate::cli) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
     evaluate_on(request, &layout(request, Sharding::Flat)?, stage)
 }
 
 /// As [`evaluate`], on the flat `layout` of the request.
-pub(super) fn evaluate_on(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Result<Stage, ShardError> {
-    let kept = evaluate_with(request, layout, stage, request.recompute_gelu.unwrap_or(false))?;
+pub(super) fn evaluate_on(
+    request: &Request,
+    layout: &GridLayout,
+    stage: ZeroStage,
+) -> Result<Stage, ShardError> {
+    let kept = evaluate_with(
+        request,
+        layout,
+        stage,
+        request.recompute_gelu.unwrap_or(false),
+    )?;
     match request.gpu_memory_bytes {
         Some(memory)
             if request.recompute_gelu.is_none()
@@ -149,8 +167,14 @@ pub(super) fn fits(request: &Request, stage: ZeroStage) -> Result<bool, ShardErr
 }
 
 /// As [`fits`], on the flat `layout` of the request.
-pub(super) fn fits_on(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Result<bool, ShardError> {
-    let Some(memory) = request.gpu_memory_bytes else { return Ok(false) };
+pub(super) fn fits_on(
+    request: &Request,
+    layout: &GridLayout,
+    stage: ZeroStage,
+) -> Result<bool, ShardError> {
+    let Some(memory) = request.gpu_memory_bytes else {
+        return Ok(false);
+    };
     let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
     let state = layout.state_bytes(stage, &settings.widths())?;
     // Without a request, it is recomputed where the model does not fit otherwise.
@@ -173,7 +197,12 @@ fn evaluate_with(
     let workspace_bytes = wide_moments(&settings, layout.primary()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
-    let (transfers, wear) = transfers(request, &settings, layout.primary(), model.host_activations_bytes);
+    let (transfers, wear) = transfers(
+        request,
+        &settings,
+        layout.primary(),
+        model.host_activations_bytes,
+    );
     let traffic = layout.step_traffic(stage, &widths, settings.reductions(), Routing::TwoLevel)?;
     let total_bytes = gpu.total_bytes()?;
     Ok(Stage {
@@ -204,7 +233,10 @@ fn evaluate_with(
             workspace_bytes,
         },
         nvme_bytes: nvme.total_bytes()?,
-        nvme: Nvme { params_bytes: nvme.state.params_bytes, optimizer_bytes: nvme.state.optimizer_bytes },
+        nvme: Nvme {
+            params_bytes: nvme.state.params_bytes,
+            optimizer_bytes: nvme.state.optimizer_bytes,
+        },
         transfers,
         wear,
         on_cores,
@@ -239,8 +271,8 @@ fn memory_model(
         Some((config, options)) => options.gpu_bytes(config),
         None => estimate(request, widths.param_bytes, recompute_gelu)?,
     };
-    let scratch =
-        scratch_bytes(request, settings, layout)?.saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
+    let scratch = scratch_bytes(request, settings, layout)?
+        .saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(gathered_elems(request, layout))
@@ -250,7 +282,11 @@ fn memory_model(
         .sub_group_elems(piece_elems(settings, layout))
         .sub_group_buffers(offload.buffers as u64)
         .unit_shard_elems(largest(layout, |u| {
-            if settings.stage.shards_optimizer() { u.shard_elems } else { u.padded_elems }
+            if settings.stage.shards_optimizer() {
+                u.shard_elems
+            } else {
+                u.padded_elems
+            }
         }))
         .param_buffers(OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3)
         .activations_bytes(of_model.activations)
@@ -258,9 +294,15 @@ fn memory_model(
 }
 
 /// The activations of a model whose shape is assumed.
-fn estimate(request: &Request, elem_bytes: u64, recompute_gelu: bool) -> Result<GpuBytes, ShardError> {
+fn estimate(
+    request: &Request,
+    elem_bytes: u64,
+    recompute_gelu: bool,
+) -> Result<GpuBytes, ShardError> {
     let options = ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes);
-    let options = options.checkpointing(request.checkpointing).recompute_gelu(recompute_gelu);
+    let options = options
+        .checkpointing(request.checkpointing)
+        .recompute_gelu(recompute_gelu);
     let activations = ActivationBytes::estimate(&request.model.shape, &options)?;
     // Of the inputs of blocks and of the head, three are on the device.
     let layers = request.model.shape.layers;
@@ -268,13 +310,21 @@ fn estimate(request: &Request, elem_bytes: u64, recompute_gelu: bool) -> Result<
         true => activations.blocks_bytes / layers.max(1) * layers.saturating_sub(2),
         false => 0,
     };
-    Ok(GpuBytes { activations: activations.total_bytes() - host, workspace: matmul_workspace_bytes(request), host })
+    Ok(GpuBytes {
+        activations: activations.total_bytes() - host,
+        workspace: matmul_workspace_bytes(request),
+        host,
+    })
 }
 
 /// The workspace of matrix products, for the largest weight of a block.
 fn matmul_workspace_bytes(request: &Request) -> u64 {
     let shape = &request.model.shape;
-    matmul::workspace_bytes(shape.hidden.saturating_mul(shape.inner.max(shape.hidden.saturating_mul(3))))
+    matmul::workspace_bytes(
+        shape
+            .hidden
+            .saturating_mul(shape.inner.max(shape.hidden.saturating_mul(3))),
+    )
 }
 
 /// The largest of a unit's sizes.
@@ -288,7 +338,9 @@ fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<R
         (Some((config, options)), _) => options.activations_bytes(config),
         (None, Some(_)) => return None,
         // The host computes in fp32.
-        (None, None) => estimate(request, 4, false).ok().and_then(|all| all.activations.checked_add(all.host))?,
+        (None, None) => estimate(request, 4, false)
+            .ok()
+            .and_then(|all| all.activations.checked_add(all.host))?,
     };
     let mut settings = settings.clone();
     if request.bucket_elems.is_none() {
@@ -301,29 +353,57 @@ fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<R
 fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get) as u64;
     let overhead = rank_overhead_bytes((cores / request.gpus).max(1));
-    rank.total().checked_add(overhead)?.checked_mul(request.gpus)
+    rank.total()
+        .checked_add(overhead)?
+        .checked_mul(request.gpus)
 }
 
-/// Peak number of gathered elements in the trainer's order: units up to the persistence threshold stay gathered; the
-/// next units are gathered while the current one is in use, as far as they fit the limits.
+/// Peak number of gathered elements in the trainer's order: units up to the persistence threshold
+/// stay gathered; the next units are gathered while the current one is in use, as far as they fit
+/// the limits.
 fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
     let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
-    let sum = |units: &[usize]| units.iter().fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]));
+    let sum = |units: &[usize]| {
+        units
+            .iter()
+            .fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]))
+    };
     let is_kept = |unit: usize| elems[unit] <= request.persistence_threshold_elems;
     let kept: Vec<usize> = (0..elems.len()).filter(|&unit| is_kept(unit)).collect();
-    let needed = |unit| layout.units_needed_by(unit).into_iter().filter(|&unit| !is_kept(unit)).collect();
+    let needed = |unit| {
+        layout
+            .units_needed_by(unit)
+            .into_iter()
+            .filter(|&unit| !is_kept(unit))
+            .collect()
+    };
     let forward: Vec<Vec<usize>> = (0..elems.len()).map(needed).collect();
     let kept_elems = sum(&kept);
-    let all_elems = elems.iter().fold(0, |sum: u64, &unit| sum.saturating_add(unit));
-    let uses: Vec<&[usize]> = forward.iter().chain(forward.iter().rev()).map(Vec::as_slice).collect();
+    let all_elems = elems
+        .iter()
+        .fold(0, |sum: u64, &unit| sum.saturating_add(unit));
+    let uses: Vec<&[usize]> = forward
+        .iter()
+        .chain(forward.iter().rev())
+        .map(Vec::as_slice)
+        .collect();
     let mut most = 0;
     // The use before which each unit was last listed as gathered ahead.
     let mut listed_at = vec![usize::MAX; elems.len()];
     for (at, now) in uses.iter().enumerate() {
         let alone = kept_elems.saturating_add(sum(now));
-        let last = if request.prefetch_elems.is_some() { uses.len() } else { uses.len().min(at + 2) };
+        let last = if request.prefetch_elems.is_some() {
+            uses.len()
+        } else {
+            uses.len().min(at + 2)
+        };
         let mut ahead: u64 = 0;
-        for &unit in uses[at + 1..last].iter().copied().flatten().filter(|unit| !now.contains(unit)) {
+        for &unit in uses[at + 1..last]
+            .iter()
+            .copied()
+            .flatten()
+            .filter(|unit| !now.contains(unit))
+        {
             if listed_at[unit] == at {
                 continue;
             }
@@ -339,7 +419,9 @@ fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
             ahead = with;
         }
         // Kept units are freed before the limit is exceeded by anything but the use itself.
-        let live = alone.saturating_add(ahead).min(request.max_live_elems.max(sum(now)));
+        let live = alone
+            .saturating_add(ahead)
+            .min(request.max_live_elems.max(sum(now)));
         most = most.max(live);
         if most == all_elems {
             break;
@@ -349,9 +431,17 @@ fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
 }
 
 /// Bytes of flat fp32 gradients.
-fn scratch_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Result<u64, ShardError> {
+fn scratch_bytes(
+    request: &Request,
+    settings: &Settings,
+    layout: &Layout,
+) -> Result<u64, ShardError> {
     let passes = &request.model.passes;
-    let elems = scratch_elems(settings, layout, passes, &|pass, _| writes_grad(passes.len(), pass));
+    let elems = scratch_elems(settings, layout, passes, &|pass, _| {
+        writes_grad(passes.len(), pass)
+    });
     let bytes = elems.and_then(|elems| elems.checked_mul(4));
-    bytes.ok_or_else(|| ShardError::TooLarge { what: "gradients of a unit".to_owned() })
+    bytes.ok_or_else(|| ShardError::TooLarge {
+        what: "gradients of a unit".to_owned(),
+    })
 }

@@ -1,4 +1,5 @@
-//! The agreement of ranks in separate processes, which read their settings from their own command lines and files.
+//! The agreement of ranks in separate processes, which read their settings from their own command
+//! lines and files.
 //!
 //! ```text
 //! connect
@@ -11,10 +12,10 @@
 //!
 //! Paths, the id of the run, its outputs, threads and limits may differ.
 //!
-//! Why: two ranks with other learning rates, seeds, data or weights train without an error, since collectives
-//! compare counts and types only, and at stages 2 and 3 a checkpoint has shards of both. The weights of a
-//! model's folder are hashed only where ranks read different files, each rank of a machine a part; machines
-//! that share a network folder read it once each.
+//! Why: two ranks with other learning rates, seeds, data or weights train without an error, since
+//! collectives compare counts and types only, and at stages 2 and 3 a checkpoint has shards of
+//! both. The weights of a model's folder are hashed only where ranks read different files, each
+//! rank of a machine a part; machines that share a network folder read it once each.
 
 use std::time::Duration;
 
@@ -35,7 +36,8 @@ use crate::hf::HfFolder;
 use crate::trainer::{Home, RankExchange, Settings};
 use crate::workload::Weights;
 
-/// The parts of `run.json` that are not compared: they belong to one machine, identify the run, or follow from others.
+/// The parts of `run.json` that are not compared: they belong to one machine, identify the run, or
+/// follow from others.
 const NOT_COMPARED: &[&str] = &[
     "run",
     "resumed_runs",
@@ -52,8 +54,9 @@ const NOT_COMPARED: &[&str] = &[
     "auto",
 ];
 
-/// The settings of a run in the order in which they are compared, with their flags. A name covers all below it, unless a
-/// longer one is listed too. A setting that others are derived from comes before them.
+/// The settings of a run in the order in which they are compared, with their flags. A name covers
+/// all below it, unless a longer one is listed too. A setting that others are derived from comes
+/// before them.
 const ORDER: &[(&str, &str)] = &[
     ("program", ""),
     ("format", ""),
@@ -91,7 +94,10 @@ const ORDER: &[(&str, &str)] = &[
     ("optimizer.hyper.beta2", "--betas"),
     ("optimizer.hyper.eps", "--eps"),
     ("optimizer.hyper.weight_decay", "--weight-decay"),
-    ("optimizer.schedule", "--schedule, --warmup-steps, --min-lr or --decay-steps"),
+    (
+        "optimizer.schedule",
+        "--schedule, --warmup-steps, --min-lr or --decay-steps",
+    ),
     ("optimizer.max_grad_norm", "--clip"),
     ("optimizer.loss_scaling", "fp16 of --config"),
     ("optimizer", "optimizer of --config"),
@@ -124,14 +130,27 @@ pub(super) struct Unrecorded<'a> {
 
 /// The settings that must be equal on all ranks.
 pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded<'_>) -> RankSettings {
-    let Unrecorded { settings, layout, .. } = unrecorded;
+    let Unrecorded {
+        settings, layout, ..
+    } = unrecorded;
     let mut document = record.document();
     let checksum = |sum: u64| Value::String(format!("{sum:016x}"));
-    document["data"]["order"] = Value::from(if unrecorded.in_order { "consecutive" } else { "random" });
+    document["data"]["order"] = Value::from(if unrecorded.in_order {
+        "consecutive"
+    } else {
+        "random"
+    });
     document["data"]["tokenizer"] = unrecorded.tokenizer.map_or(Value::Null, checksum);
-    document["model"]["source"] = Value::from(if unrecorded.loads_weights { "a folder" } else { "initial weights" });
+    document["model"]["source"] = Value::from(if unrecorded.loads_weights {
+        "a folder"
+    } else {
+        "initial weights"
+    });
     let units = format!("{:?}", layout.units());
-    document["layout"] = checksum(crc_fast::checksum(CrcAlgorithm::Crc64Nvme, units.as_bytes()));
+    document["layout"] = checksum(crc_fast::checksum(
+        CrcAlgorithm::Crc64Nvme,
+        units.as_bytes(),
+    ));
     document["checkpoint"] = Value::Bool(unrecorded.saves);
 
     // The settings that act, in place of those that were requested.
@@ -149,7 +168,10 @@ pub(super) fn settings(record: &RunRecord, unrecorded: &Unrecorded<'_>) -> RankS
     let mut leaves = Vec::new();
     flatten("", &document, &mut leaves);
     leaves.sort_by_key(|(name, _)| place(name));
-    leaves.into_iter().map(|(name, value)| (label(&name), value)).collect()
+    leaves
+        .into_iter()
+        .map(|(name, value)| (label(&name), value))
+        .collect()
 }
 
 /// A place of offloaded state, without its folder.
@@ -161,7 +183,8 @@ fn tier(home: &Home) -> &'static str {
     }
 }
 
-/// Appends the numbers, strings, flags and lists below `path` that are compared. What is not set has no entry.
+/// Appends the numbers, strings, flags and lists below `path` that are compared. What is not set
+/// has no entry.
 fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
     if NOT_COMPARED.contains(&path) {
         return;
@@ -169,7 +192,11 @@ fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
     match value {
         Value::Object(fields) => {
             for (key, value) in fields {
-                let below = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                let below = if path.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{path}.{key}")
+                };
                 flatten(&below, value, leaves);
             }
         }
@@ -181,10 +208,17 @@ fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
 
 /// The position in [`ORDER`] of the longest name that covers `name`; the end if no name does.
 fn place(name: &str) -> usize {
-    let covers =
-        |listed: &str| name.strip_prefix(listed).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
-    let listed = ORDER.iter().enumerate().filter(|(_, (listed, _))| covers(listed));
-    listed.max_by_key(|(_, (listed, _))| listed.len()).map_or(ORDER.len(), |(place, _)| place)
+    let covers = |listed: &str| {
+        name.strip_prefix(listed)
+            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    let listed = ORDER
+        .iter()
+        .enumerate()
+        .filter(|(_, (listed, _))| covers(listed));
+    listed
+        .max_by_key(|(_, (listed, _))| listed.len())
+        .map_or(ORDER.len(), |(place, _)| place)
 }
 
 /// The flag of a setting and its name in `run.json`.
@@ -205,11 +239,20 @@ pub(super) struct StartExchange<'a, D: Device> {
 
 impl<'a, D: Device> StartExchange<'a, D> {
     /// Each collective of `comm` has a limit of `time_limit_s` seconds.
-    pub(super) fn new(comm: &'a dyn Communicator<D>, device: D, time_limit_s: u64) -> Result<Self, CliError> {
+    pub(super) fn new(
+        comm: &'a dyn Communicator<D>,
+        device: D,
+        time_limit_s: u64,
+    ) -> Result<Self, CliError> {
         let stream = device.create_stream("start").map_err(CliError::failure)?;
         // Longer than that of a collective, whose error names the missing rank.
         let limit = Duration::from_secs(time_limit_s).saturating_mul(2);
-        Ok(Self { comm, pool: Pool::new(device, usize::MAX), stream, limit })
+        Ok(Self {
+            comm,
+            pool: Pool::new(device, usize::MAX),
+            stream,
+            limit,
+        })
     }
 
     /// This rank.
@@ -222,12 +265,23 @@ impl<'a, D: Device> StartExchange<'a, D> {
         RankExchange::new(self.comm, &self.pool, &self.stream, self.limit)
     }
 
-    /// Checks that all ranks run this program, and that all resume or none does. `own` is the error of a rank that cannot
-    /// start.
-    pub(super) fn agree_on_start(&self, args: &TrainArgs, own: Result<(), CliError>) -> Result<(), CliError> {
+    /// Checks that all ranks run this program, and that all resume or none does. `own` is the error
+    /// of a rank that cannot start.
+    pub(super) fn agree_on_start(
+        &self,
+        args: &TrainArgs,
+        own: Result<(), CliError>,
+    ) -> Result<(), CliError> {
         let mut settings = RankSettings::new();
         settings.push("program", PROGRAM);
-        settings.push("--resume", if args.resume.is_some() { "given" } else { "not given" });
+        settings.push(
+            "--resume",
+            if args.resume.is_some() {
+                "given"
+            } else {
+                "not given"
+            },
+        );
         settings.push("--resume-exact", args.resume_exact);
         settings.push("a checkpoint chosen by a launcher", resume::is_selected());
         self.agree(own, |()| settings)
@@ -239,7 +293,10 @@ impl<'a, D: Device> StartExchange<'a, D> {
     }
 
     /// Checks that the settings, the data and the weights of all ranks are equal.
-    pub(super) fn agree_on_setup(&self, setup: Result<RunSetup, CliError>) -> Result<RunSetup, CliError> {
+    pub(super) fn agree_on_setup(
+        &self,
+        setup: Result<RunSetup, CliError>,
+    ) -> Result<RunSetup, CliError> {
         let setup = self.agree(setup, |setup| setup.agreed.clone())?;
         if let (Weights::Folder(folder), None) = (&setup.workload.weights, &setup.options.resume) {
             self.agree_on_weights(folder)?;
@@ -255,29 +312,49 @@ impl<'a, D: Device> StartExchange<'a, D> {
         if sharers.len() == identities.len() {
             return Ok(());
         }
-        let part = sharers.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
+        let part = sharers
+            .iter()
+            .position(|rank| *rank == self.rank())
+            .unwrap_or(0);
         let own = folder.checksum(part, sharers.len());
 
         let parts = self.exchange_u64(*own.as_ref().unwrap_or(&0))?;
-        let checksum = sharers.iter().fold(0_u64, |sum, rank| sum.wrapping_add(parts[*rank]));
+        let checksum = sharers
+            .iter()
+            .fold(0_u64, |sum, rank| sum.wrapping_add(parts[*rank]));
         self.agree(own.map(drop).map_err(CliError::usage), |()| {
-            [("--model (checksum of the weights)", format!("{checksum:016x}"))].into_iter().collect()
+            [(
+                "--model (checksum of the weights)",
+                format!("{checksum:016x}"),
+            )]
+            .into_iter()
+            .collect()
         })
     }
 
     /// The number that each rank sends.
     fn exchange_u64(&self, own: u64) -> Result<Vec<u64>, CliError> {
-        let messages = self.messages().exchange(&own.to_le_bytes()).map_err(CliError::failure)?;
-        let number = |message: &Vec<u8>| Some(u64::from_le_bytes(message.as_slice().try_into().ok()?));
+        let messages = self
+            .messages()
+            .exchange(&own.to_le_bytes())
+            .map_err(CliError::failure)?;
+        let number =
+            |message: &Vec<u8>| Some(u64::from_le_bytes(message.as_slice().try_into().ok()?));
         let numbers: Option<Vec<u64>> = messages.iter().map(number).collect();
         numbers.ok_or_else(|| {
-            CliError::Failure("a rank sent a message of another kind while the run started".to_owned())
+            CliError::Failure(
+                "a rank sent a message of another kind while the run started".to_owned(),
+            )
         })
     }
 
-    /// Returns `own` if all ranks succeeded with equal settings; otherwise the error of the lowest rank that failed, or the
-    /// first setting that differs.
-    fn agree<T>(&self, own: Result<T, CliError>, settings: impl FnOnce(&T) -> RankSettings) -> Result<T, CliError> {
+    /// Returns `own` if all ranks succeeded with equal settings; otherwise the error of the lowest
+    /// rank that failed, or the first setting that differs.
+    fn agree<T>(
+        &self,
+        own: Result<T, CliError>,
+        settings: impl FnOnce(&T) -> RankSettings,
+    ) -> Result<T, CliError> {
         if self.comm.world_size() == 1 {
             return own;
         }
@@ -306,14 +383,26 @@ mod tests {
     #[test]
     fn longest_name_decides_the_place() {
         assert_eq!(label("optimizer.lr"), "--lr (optimizer.lr)");
-        assert_eq!(label("optimizer.hyper.decoupled"), "optimizer of --config (optimizer.hyper.decoupled)");
+        assert_eq!(
+            label("optimizer.hyper.decoupled"),
+            "optimizer of --config (optimizer.hyper.decoupled)"
+        );
         assert_eq!(label("data.fingerprint"), "--data (data.fingerprint)");
-        assert_eq!(label("checkpoint"), "--checkpoint or --no-checkpoint (checkpoint)");
-        assert_eq!(label("a setting of a later version"), "a setting of a later version");
+        assert_eq!(
+            label("checkpoint"),
+            "--checkpoint or --no-checkpoint (checkpoint)"
+        );
+        assert_eq!(
+            label("a setting of a later version"),
+            "a setting of a later version"
+        );
         // A setting precedes those that are derived from it.
         assert!(place("model.config.n_embd") < place("layout"));
         assert!(place("batch.micro_batch") < place("batch.step_tokens"));
-        assert!(place("validation.split") < place("data.tokens") && place("data.tokens") < place("data.fingerprint"));
+        assert!(
+            place("validation.split") < place("data.tokens")
+                && place("data.tokens") < place("data.fingerprint")
+        );
         assert!(place("checkpoint_every") > place("checkpoint"));
     }
 }

@@ -17,7 +17,11 @@ const LAYERS: [(Purpose, &str, RGBColor); Purpose::COUNT] = [
     (Purpose::Grads, "gradients", RGBColor(110, 190, 200)),
     (Purpose::Activations, "activations", RGBColor(245, 190, 90)),
     (Purpose::Workspace, "workspace", RGBColor(190, 190, 190)),
-    (Purpose::Buckets, "buckets, gathered units", RGBColor(215, 110, 100)),
+    (
+        Purpose::Buckets,
+        "buckets, gathered units",
+        RGBColor(215, 110, 100),
+    ),
 ];
 /// The copy of the state for a checkpoint, above all layers.
 const COPY: RGBColor = RGBColor(150, 110, 90);
@@ -33,7 +37,8 @@ const POINTS: usize = 2000;
 /// Memory that a trace does not have.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Besides {
-    /// The copy of the state for a checkpoint, in the memory of the trace: drawn during the whole step.
+    /// The copy of the state for a checkpoint, in the memory of the trace: drawn during the whole
+    /// step.
     pub(super) copy_bytes: u64,
     /// The parts that are not drawn, as text, such as `3 GiB in host memory`; empty if all is.
     pub(super) undrawn: String,
@@ -41,7 +46,9 @@ pub(super) struct Besides {
 
 /// Draws the trace; `None` if it is empty.
 pub(super) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String>, CliError> {
-    let Some(peak) = trace.peak() else { return Ok(None) };
+    let Some(peak) = trace.peak() else {
+        return Ok(None);
+    };
     let bytes = |n: u64| HumanBytes(n).to_string();
     let peak_bytes = peak.total_bytes() + besides.copy_bytes;
     let moment = trace.peak_moment().unwrap_or_default();
@@ -79,7 +86,11 @@ pub(super) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String
         let mut below = vec![0.0; points.len()];
         for (purpose, _, color) in LAYERS {
             let held = |point: &&MemoryPoint| point.bytes[purpose as usize] as f64 / divisor;
-            let above: Vec<f64> = points.iter().zip(&below).map(|(point, below)| below + held(point)).collect();
+            let above: Vec<f64> = points
+                .iter()
+                .zip(&below)
+                .map(|(point, below)| below + held(point))
+                .collect();
             if above != below {
                 let mut outline = edge(&points, &above, end);
                 outline.extend(edge(&points, &below, end).into_iter().rev());
@@ -102,7 +113,10 @@ pub(super) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String
             }
         }
         let at = ms(peak.at);
-        chart.draw_series([PathElement::new([(at, 0.0), (at, top * 1.05)], BLACK.stroke_width(1))])?;
+        chart.draw_series([PathElement::new(
+            [(at, 0.0), (at, top * 1.05)],
+            BLACK.stroke_width(1),
+        )])?;
         Ok(())
     })?;
     Ok(Some(drawn))
@@ -122,7 +136,12 @@ fn legend(trace: &MemoryTrace, at_peak: &[u64; Purpose::COUNT], copy_bytes: u64)
         }
     }
     let runs = |phase: &str| trace.points.iter().any(|point| phase_of(point) == phase);
-    legend.extend(PHASES.into_iter().filter(|(name, _)| runs(name)).map(|(name, color)| (color, name.to_owned())));
+    legend.extend(
+        PHASES
+            .into_iter()
+            .filter(|(name, _)| runs(name))
+            .map(|(name, color)| (color, name.to_owned())),
+    );
     legend
 }
 
@@ -137,13 +156,24 @@ fn phase_of(point: &MemoryPoint) -> &str {
 /// The points with the most bytes of each of at most [`POINTS`] parts.
 fn thinned(points: &[MemoryPoint]) -> Vec<&MemoryPoint> {
     let part = points.len().div_ceil(POINTS).max(1);
-    points.chunks(part).filter_map(|part| part.iter().max_by_key(|point| point.total_bytes())).collect()
+    points
+        .chunks(part)
+        .filter_map(|part| part.iter().max_by_key(|point| point.total_bytes()))
+        .collect()
 }
 
 /// The line of `heights` over the points, constant until the next point.
 fn edge(points: &[&MemoryPoint], heights: &[f64], end: f64) -> Vec<(f64, f64)> {
-    let at = |i: usize| points.get(i).map_or(end, |point| point.at.as_secs_f64() * 1e3);
-    heights.iter().enumerate().flat_map(|(i, height)| [(at(i), *height), (at(i + 1), *height)]).collect()
+    let at = |i: usize| {
+        points
+            .get(i)
+            .map_or(end, |point| point.at.as_secs_f64() * 1e3)
+    };
+    heights
+        .iter()
+        .enumerate()
+        .flat_map(|(i, height)| [(at(i), *height), (at(i + 1), *height)])
+        .collect()
 }
 
 #[cfg(test)]
@@ -157,11 +187,21 @@ mod tests {
         let point = |ms: u64, activations: u64| {
             let mut bytes = bytes;
             bytes[Purpose::Activations as usize] = activations;
-            MemoryPoint { at: Duration::from_millis(ms), operation: "forward block".to_owned(), bytes }
+            MemoryPoint {
+                at: Duration::from_millis(ms),
+                operation: "forward block".to_owned(),
+                bytes,
+            }
         };
         let points = vec![point(0, 0), point(2, 1 << 20), point(6, 0)];
-        let trace = MemoryTrace { step: Duration::from_millis(9), points };
-        let copy = Besides { copy_bytes: 2 << 20, undrawn: String::new() };
+        let trace = MemoryTrace {
+            step: Duration::from_millis(9),
+            points,
+        };
+        let copy = Besides {
+            copy_bytes: 2 << 20,
+            undrawn: String::new(),
+        };
         let svg = svg(&trace, copy).unwrap().unwrap();
         for part in [
             "peak 6.00 MiB",
@@ -172,11 +212,24 @@ mod tests {
         ] {
             assert!(svg.contains(part), "{part:?} is not in: {svg}");
         }
-        for part in ["gradients", "optimizer", "buckets", "workspace", "backward", "host memory"] {
+        for part in [
+            "gradients",
+            "optimizer",
+            "buckets",
+            "workspace",
+            "backward",
+            "host memory",
+        ] {
             assert!(!svg.contains(part), "{part:?} is in: {svg}");
         }
-        let host = Besides { copy_bytes: 0, undrawn: "5 GiB in host memory".to_owned() };
+        let host = Besides {
+            copy_bytes: 0,
+            undrawn: "5 GiB in host memory".to_owned(),
+        };
         let svg = super::svg(&trace, host).unwrap().unwrap();
-        assert!(svg.contains("peak 4.00 MiB") && svg.contains("; not drawn: 5 GiB in host memory"), "{svg}");
+        assert!(
+            svg.contains("peak 4.00 MiB") && svg.contains("; not drawn: 5 GiB in host memory"),
+            "{svg}"
+        );
     }
 }

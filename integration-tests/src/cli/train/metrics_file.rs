@@ -1,8 +1,8 @@
 //! The file of `--metrics`: one JSON object a step and nothing else. A resumed run appends to it.
 //!
-//! Nothing is written before the first step. Then the lines of that step and later ones, which a run before the resume
-//! wrote, and a line that a crash cut short are removed: the lines to keep are written to a new file, which replaces
-//! the old one by a rename.
+//! Nothing is written before the first step. Then the lines of that step and later ones, which a
+//! run before the resume wrote, and a line that a crash cut short are removed: the lines to keep
+//! are written to a new file, which replaces the old one by a rename.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -25,7 +25,8 @@ const START: &str = "{\"step\":";
 pub(super) struct MetricsFile {
     path: PathBuf,
     run: String,
-    /// The file that [`MetricsFile::new`] opened; its lock excludes other runs. The first step may replace it.
+    /// The file that [`MetricsFile::new`] opened; its lock excludes other runs. The first step may
+    /// replace it.
     _lock: File,
     /// Open from the first step on.
     file: Option<BufWriter<File>>,
@@ -59,7 +60,9 @@ impl<'a> NewLine<'a> {
 fn add_flat(key: String, value: Value, flat: &mut BTreeMap<String, Value>) {
     match value {
         Value::Object(figures) => {
-            figures.into_iter().for_each(|(inner, value)| add_flat(format!("{key}.{inner}"), value, flat));
+            figures
+                .into_iter()
+                .for_each(|(inner, value)| add_flat(format!("{key}.{inner}"), value, flat));
         }
         figure => {
             flat.insert(key, figure);
@@ -80,12 +83,17 @@ struct Line {
     _comm_bytes: IgnoredAny,
 }
 
-/// Checks that a run may write to `path`: the file is new or empty, or a run resumed at `first_step` continues it.
-/// Returns notes about the lines that the run will replace, and about steps between its lines and those in the file.
+/// Checks that a run may write to `path`: the file is new or empty, or a run resumed at
+/// `first_step` continues it. Returns notes about the lines that the run will replace, and about
+/// steps between its lines and those in the file.
 ///
 /// # Errors
 /// As [`check_lines`].
-pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Result<Vec<String>, CliError> {
+pub(super) fn check(
+    path: &Path,
+    options: &RunOptions,
+    first_step: u64,
+) -> Result<Vec<String>, CliError> {
     let steps = check_run(path, options)?;
     if first_step >= options.steps {
         return Ok(Vec::new());
@@ -93,22 +101,36 @@ pub(super) fn check(path: &Path, options: &RunOptions, first_step: u64) -> Resul
     let (mut notes, name) = (Vec::new(), path.display());
     let later = steps.iter().filter(|step| **step > first_step).count();
     if later > 0 {
-        notes.push(format!("{name}: {later} lines of steps after {first_step} are replaced"));
+        notes.push(format!(
+            "{name}: {later} lines of steps after {first_step} are replaced"
+        ));
     }
-    if let Some(last) = steps.iter().filter(|step| **step <= first_step).max().filter(|last| **last < first_step) {
-        notes.push(format!("{name}: it has no lines of steps {} to {first_step}", last + 1));
+    if let Some(last) = steps
+        .iter()
+        .filter(|step| **step <= first_step)
+        .max()
+        .filter(|last| **last < first_step)
+    {
+        notes.push(format!(
+            "{name}: it has no lines of steps {} to {first_step}",
+            last + 1
+        ));
     }
     Ok(notes)
 }
 
-/// Checks that a run resumed at `step` may continue the metrics file that its record names, and no flag: at least one line
-/// is there, every line is of one of `runs`, and none is of a later step, since continuing would remove it.
+/// Checks that a run resumed at `step` may continue the metrics file that its record names, and no
+/// flag: at least one line is there, every line is of one of `runs`, and none is of a later step,
+/// since continuing would remove it.
 ///
 /// # Errors
 /// The reason.
 pub(super) fn check_recorded(path: &Path, runs: &[&str], step: u64) -> Result<(), String> {
     // A link may lead anywhere.
-    if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_file()) {
+    if !path
+        .symlink_metadata()
+        .is_ok_and(|metadata| metadata.is_file())
+    {
         return Err("no file is there now".to_owned());
     }
     let text = fs::read(path).map_err(|e| format!("the file cannot be read: {e}"))?;
@@ -119,18 +141,26 @@ pub(super) fn check_recorded(path: &Path, runs: &[&str], step: u64) -> Result<()
     }
     match lines.iter().filter(|(line, _)| line.step > step).count() {
         0 => Ok(()),
-        later => {
-            Err(format!("the file has {} after step {step}, which would be removed", counted(later as u64, "line")))
-        }
+        later => Err(format!(
+            "the file has {} after step {step}, which would be removed",
+            counted(later as u64, "line")
+        )),
     }
 }
 
 /// The steps up to `last` of a metrics file, in order; none if it cannot be read.
 pub(super) fn steps_until(path: &Path, last: u64) -> Vec<StepMetrics> {
     let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-    let text = if is_file { fs::read(path).unwrap_or_default() } else { Vec::new() };
+    let text = if is_file {
+        fs::read(path).unwrap_or_default()
+    } else {
+        Vec::new()
+    };
     let lines = parse(&text).unwrap_or_default();
-    let texts = lines.into_iter().filter(|(line, _)| line.step <= last).map(|(_, text)| text);
+    let texts = lines
+        .into_iter()
+        .filter(|(line, _)| line.step <= last)
+        .map(|(_, text)| text);
     let mut steps: Vec<StepMetrics> = texts.filter_map(parse_step).collect();
     steps.sort_by_key(|step| step.step);
     steps
@@ -144,7 +174,14 @@ pub(super) fn parse_step(text: &str) -> Option<StepMetrics> {
         line["loss"] = 0.0.into();
     }
     let step: StepMetrics = serde_json::from_value(line).ok()?;
-    Some(if is_finite { step } else { StepMetrics { loss: f64::NAN, ..step } })
+    Some(if is_finite {
+        step
+    } else {
+        StepMetrics {
+            loss: f64::NAN,
+            ..step
+        }
+    })
 }
 
 /// As [`check_lines`], for a run with these options.
@@ -152,13 +189,18 @@ fn check_run(path: &Path, options: &RunOptions) -> Result<Vec<u64>, CliError> {
     check_lines(path, options.resume.is_some().then_some(&*options.runs()))
 }
 
-/// Checks that the file is new or empty, or that `resumed` has the runs of all lines. Lines of older versions have no
-/// run. Returns the steps of the lines.
+/// Checks that the file is new or empty, or that `resumed` has the runs of all lines. Lines of
+/// older versions have no run. Returns the steps of the lines.
 ///
 /// # Errors
 /// Exit code 2; the file stays as it is.
 fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliError> {
-    let usage = |why: String| Err(CliError::Usage(format!("--metrics {}: {why}", path.display())));
+    let usage = |why: String| {
+        Err(CliError::Usage(format!(
+            "--metrics {}: {why}",
+            path.display()
+        )))
+    };
     let text = match path.metadata() {
         // Such as a pipe or /dev/null.
         Ok(meta) if !meta.is_file() && !meta.is_dir() => return Ok(Vec::new()),
@@ -170,24 +212,36 @@ fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliErr
     };
     let lines = match parse(&text) {
         Ok(lines) => lines,
-        Err(why) => return usage(format!("not a metrics file of `zero train` ({why}); name another file")),
+        Err(why) => {
+            return usage(format!(
+                "not a metrics file of `zero train` ({why}); name another file"
+            ));
+        }
     };
-    let runs: BTreeSet<&str> = lines.iter().filter_map(|(line, _)| line.run.as_deref()).collect();
+    let runs: BTreeSet<&str> = lines
+        .iter()
+        .filter_map(|(line, _)| line.run.as_deref())
+        .collect();
     let names = runs.iter().copied().collect::<Vec<_>>().join(", ");
     match resumed {
         None if !text.is_empty() => usage(format!(
             "the file holds {} steps of another run{}; continue that run with --resume, or name another file",
             lines.len(),
-            if names.is_empty() { String::new() } else { format!(" ({names})") }
+            if names.is_empty() {
+                String::new()
+            } else {
+                format!(" ({names})")
+            }
         )),
-        Some(resumed) if !runs.iter().all(|run| resumed.contains(run)) => {
-            usage(format!("the file holds steps of another run than the resumed one ({names}); name another file"))
-        }
+        Some(resumed) if !runs.iter().all(|run| resumed.contains(run)) => usage(format!(
+            "the file holds steps of another run than the resumed one ({names}); name another file"
+        )),
         _ => Ok(lines.iter().map(|(line, _)| line.step).collect()),
     }
 }
 
-/// The complete lines of a metrics file, parsed and as they are. A last line that a crash cut short is left out.
+/// The complete lines of a metrics file, parsed and as they are. A last line that a crash cut short
+/// is left out.
 fn parse(bytes: &[u8]) -> Result<Vec<(Line, &str)>, String> {
     let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
     // A file system may fill the end of a file with zeros after a power failure.
@@ -196,7 +250,9 @@ fn parse(bytes: &[u8]) -> Result<Vec<(Line, &str)>, String> {
     for (index, text) in text.split_inclusive('\n').enumerate() {
         match serde_json::from_str(text) {
             Ok(line) => lines.push((line, text.trim_end())),
-            Err(_) if !text.ends_with('\n') && (text.starts_with(START) || START.starts_with(text)) => {}
+            Err(_)
+                if !text.ends_with('\n')
+                    && (text.starts_with(START) || START.starts_with(text)) => {}
             Err(e) => return Err(format!("line {}: {e}", index + 1)),
         }
     }
@@ -207,7 +263,8 @@ impl MetricsFile {
     /// Creates the file if it does not exist, and excludes other runs from it.
     ///
     /// # Errors
-    /// The file cannot be written, or another run has written to it since [`check`] accepted it: exit code 2.
+    /// The file cannot be written, or another run has written to it since [`check`] accepted it:
+    /// exit code 2.
     pub(super) fn new(path: &Path, options: &RunOptions) -> Result<Self, CliError> {
         let usage = |why: String| CliError::Usage(format!("--metrics {}: {why}", path.display()));
         let opened = OpenOptions::new().append(true).create(true).open(path);
@@ -216,10 +273,17 @@ impl MetricsFile {
         if path.is_file()
             && let Err(TryLockError::WouldBlock) = lock.try_lock()
         {
-            return Err(usage("another run is writing to the file; name another file".to_owned()));
+            return Err(usage(
+                "another run is writing to the file; name another file".to_owned(),
+            ));
         }
         check_run(path, options)?;
-        Ok(Self { path: path.to_owned(), run: options.run_id.clone(), _lock: lock, file: None })
+        Ok(Self {
+            path: path.to_owned(),
+            run: options.run_id.clone(),
+            _lock: lock,
+            file: None,
+        })
     }
 
     /// Writes the line of a step.
@@ -227,14 +291,20 @@ impl MetricsFile {
     /// # Errors
     /// A failed write.
     pub(super) fn write(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
-        let error = |source| TrainError::Metrics { path: self.path.display().to_string(), source };
+        let error = |source| TrainError::Metrics {
+            path: self.path.display().to_string(),
+            source,
+        };
         let file = match &mut self.file {
             Some(file) => file,
             closed => closed.insert(start(&self.path, metrics.step).map_err(error)?),
         };
-        serde_json::to_writer(&mut *file, &NewLine::new(metrics, &self.run)).map_err(|e| error(e.into()))?;
+        serde_json::to_writer(&mut *file, &NewLine::new(metrics, &self.run))
+            .map_err(|e| error(e.into()))?;
         // A reader that follows the file sees only complete lines.
-        file.write_all(b"\n").and_then(|()| file.flush()).map_err(error)
+        file.write_all(b"\n")
+            .and_then(|()| file.flush())
+            .map_err(error)
     }
 }
 
@@ -243,7 +313,10 @@ fn start(path: &Path, step: u64) -> io::Result<BufWriter<File>> {
     if path.metadata()?.is_file() {
         let text = fs::read(path)?;
         let lines = parse(&text).map_err(io::Error::other)?;
-        let kept = lines.iter().filter(|(line, _)| line.step < step).flat_map(|(_, text)| [*text, "\n"]);
+        let kept = lines
+            .iter()
+            .filter(|(line, _)| line.step < step)
+            .flat_map(|(_, text)| [*text, "\n"]);
         let kept = kept.collect::<String>();
         if kept.as_bytes() != text {
             // The rename replaces the file and not a link to it.
@@ -260,7 +333,8 @@ fn start(path: &Path, step: u64) -> io::Result<BufWriter<File>> {
 fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut new = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
     new.write_all(content)?;
-    new.as_file().set_permissions(path.metadata()?.permissions())?;
+    new.as_file()
+        .set_permissions(path.metadata()?.permissions())?;
     new.as_file().sync_all()?;
     new.persist(path)?;
     Ok(())
@@ -271,7 +345,11 @@ mod tests {
     use super::*;
 
     fn line(step: u64, run: &str) -> String {
-        let run = if run.is_empty() { String::new() } else { format!(r#","run":"{run}""#) };
+        let run = if run.is_empty() {
+            String::new()
+        } else {
+            format!(r#","run":"{run}""#)
+        };
         format!(r#"{{"step":{step},"loss":null,"loss_scale":1.0,"comm_bytes":{{}}{run}}}"#)
     }
 
@@ -297,10 +375,19 @@ mod tests {
         assert!(check_lines(dir.path(), None).is_err());
         with("", None).unwrap();
         for (content, reason) in [
-            (lines(1..=3, "aa"), "holds 3 steps of another run (aa); continue that run with --resume"),
+            (
+                lines(1..=3, "aa"),
+                "holds 3 steps of another run (aa); continue that run with --resume",
+            ),
             (lines(1..=2, ""), "holds 2 steps of another run; continue"),
-            ("notes\n".to_owned(), "not a metrics file of `zero train` (line 1"),
-            ("{\"step\": 1, \"loss\": 2.0}\n".to_owned(), "not a metrics file"),
+            (
+                "notes\n".to_owned(),
+                "not a metrics file of `zero train` (line 1",
+            ),
+            (
+                "{\"step\": 1, \"loss\": 2.0}\n".to_owned(),
+                "not a metrics file",
+            ),
             ("not even a line".to_owned(), "not a metrics file"),
         ] {
             let error = with(&content, None).unwrap_err();
@@ -309,13 +396,25 @@ mod tests {
         let both = lines(1..=2, "aa") + &lines(3..=4, "bb");
         with(&both, Some(&["bb", "aa"])).unwrap();
         with(&lines(1..=2, ""), Some(&["bb"])).unwrap();
-        assert!(with(&both, Some(&["bb"])).unwrap_err().contains("another run than the resumed one (aa, bb)"));
-        assert!(with(&(both.clone() + "notes\n"), Some(&["aa", "bb"])).unwrap_err().contains("line 5"));
+        assert!(
+            with(&both, Some(&["bb"]))
+                .unwrap_err()
+                .contains("another run than the resumed one (aa, bb)")
+        );
+        assert!(
+            with(&(both.clone() + "notes\n"), Some(&["aa", "bb"]))
+                .unwrap_err()
+                .contains("line 5")
+        );
         // Cut short by a crash.
         for torn in ["{", "{\"step\":", &line(5, "bb")[..30], "\0\0\0"] {
             with(&(both.clone() + torn), Some(&["aa", "bb"])).unwrap();
         }
-        assert!(with(&both.replacen('\n', "", 1), Some(&["aa", "bb"])).unwrap_err().contains("line 1"));
+        assert!(
+            with(&both.replacen('\n', "", 1), Some(&["aa", "bb"]))
+                .unwrap_err()
+                .contains("line 1")
+        );
     }
 
     #[test]
@@ -327,7 +426,11 @@ mod tests {
         for torn in ["", "{\"st", &line(5, "aa")[..20], &line(5, "aa"), "\0\0"] {
             fs::write(&path, four.clone() + torn).unwrap();
             drop(start(&link, 4).unwrap());
-            assert_eq!(fs::read_to_string(&path).unwrap(), lines(1..=3, "aa"), "{torn:?}");
+            assert_eq!(
+                fs::read_to_string(&path).unwrap(),
+                lines(1..=3, "aa"),
+                "{torn:?}"
+            );
         }
         assert!(link.is_symlink());
         let modified = || path.metadata().unwrap().modified().unwrap();
@@ -343,12 +446,19 @@ mod tests {
 
     #[test]
     fn nested_figures_are_also_flat() {
-        let metrics = StepMetrics { step: 7, loss: f64::NAN, ..StepMetrics::default() };
+        let metrics = StepMetrics {
+            step: 7,
+            loss: f64::NAN,
+            ..StepMetrics::default()
+        };
         let text = serde_json::to_string(&NewLine::new(&metrics, "aa")).unwrap();
         assert!(text.starts_with(START), "{text}");
         let line: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(line["memory.peak_bytes"], line["memory"]["peak_bytes"]);
-        assert_eq!(line["comm_bytes.all_gather"], line["comm_bytes"]["all_gather"]);
+        assert_eq!(
+            line["comm_bytes.all_gather"],
+            line["comm_bytes"]["all_gather"]
+        );
         assert!(line["overlap.compute_ms"].is_number() && line["run"] == "aa");
         // Read again, for a picture of the whole run.
         let step = parse_step(&text).unwrap();
@@ -363,12 +473,18 @@ mod tests {
         assert_eq!(check(&["aa"], 3).unwrap_err(), "no file is there now");
         fs::write(&path, lines(1..=2, "aa") + &lines(3..=3, "bb")).unwrap();
         check(&["bb", "aa"], 3).unwrap();
-        assert_eq!(check(&["bb", "aa"], 2).unwrap_err(), "the file has 1 line after step 2, which would be removed");
+        assert_eq!(
+            check(&["bb", "aa"], 2).unwrap_err(),
+            "the file has 1 line after step 2, which would be removed"
+        );
         check(&["aa"], 3).unwrap_err();
         fs::write(&path, "").unwrap();
         check(&["aa"], 3).unwrap_err();
         fs::write(&path, "notes\n").unwrap();
-        assert_eq!(check(&["aa"], 3).unwrap_err(), "the file is no metrics file now");
+        assert_eq!(
+            check(&["aa"], 3).unwrap_err(),
+            "the file is no metrics file now"
+        );
         fs::write(&path, lines(1..=2, "aa")).unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink("m", &link).unwrap();

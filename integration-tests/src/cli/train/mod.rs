@@ -51,9 +51,10 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     let resumed = if deferred { None } else { Resumed::open(args)? };
     let filled = match &resumed {
         Some(resumed) => resumed.fill(args),
-        None if resume::recorded_device(args) == Some(DeviceChoice::Cpu) => {
-            TrainArgs { device: DeviceChoice::Cpu, ..args.clone() }
-        }
+        None if resume::recorded_device(args) == Some(DeviceChoice::Cpu) => TrainArgs {
+            device: DeviceChoice::Cpu,
+            ..args.clone()
+        },
         None => args.clone(),
     };
     let (args, resumed) = (&filled, resumed.as_ref());
@@ -63,7 +64,12 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     if mpi::is_selected(args)? {
         return mpi::run(args, resumed);
     }
-    let mut setup = RunSetup::new(args, resumed, args.ranks.or(args.recorded_ranks).unwrap_or(4), None)?;
+    let mut setup = RunSetup::new(
+        args,
+        resumed,
+        args.ranks.or(args.recorded_ranks).unwrap_or(4),
+        None,
+    )?;
     memory_check::check(&setup, setup.ranks, args.memory_limit)?;
     if args.checkpoint.is_none() {
         setup.reserve_folder()?;
@@ -72,14 +78,23 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
     observed(&setup, &signals, true, |observe| {
-        run_on_threads(setup.ranks, workload.threads, settings, workload, options, observe).map_err(run_error)
+        run_on_threads(
+            setup.ranks,
+            workload.threads,
+            settings,
+            workload,
+            options,
+            observe,
+        )
+        .map_err(run_error)
     })
 }
 
 /// Receives the metrics of each step.
 type Observe<'a> = &'a mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send);
 
-/// Calls `train`. If this process prints, it shows settings, progress and results, and writes the report.
+/// Calls `train`. If this process prints, it shows settings, progress and results, and writes the
+/// report.
 ///
 /// # Errors
 /// The failure of the run, or [`CliError::Interrupted`] if a signal ended it before its last step.
@@ -105,7 +120,12 @@ fn observed(
     });
     observer.finish();
     let summaries = summaries?;
-    let closing = summary::closing(setup, &summaries, &observer.seen, observer.utilization.as_ref());
+    let closing = summary::closing(
+        setup,
+        &summaries,
+        &observer.seen,
+        observer.utilization.as_ref(),
+    );
     print_text(&closing)?;
     observer.write_report(setup, &summaries, &closing)?;
     if let Some(failure) = observer.failure {

@@ -12,7 +12,11 @@ const WORLD_SIZE_VARIABLES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
 /// The number of processes that `mpirun` started, or 1.
 fn mpi_ranks() -> usize {
     let size = |name| std::env::var(name).ok()?.parse().ok();
-    WORLD_SIZE_VARIABLES.into_iter().filter_map(size).max().unwrap_or(1)
+    WORLD_SIZE_VARIABLES
+        .into_iter()
+        .filter_map(size)
+        .max()
+        .unwrap_or(1)
 }
 
 /// The number of processes, as a launcher tells them, that train one run together.
@@ -20,7 +24,10 @@ pub(super) fn launched_ranks(args: &TrainArgs) -> usize {
     if args.comm == CommChoice::Threads {
         return 1;
     }
-    let launched = Ranks::from_env().ok().flatten().map_or(1, |ranks| ranks.world_size);
+    let launched = Ranks::from_env()
+        .ok()
+        .flatten()
+        .map_or(1, |ranks| ranks.world_size);
     launched.max(mpi_ranks())
 }
 
@@ -41,13 +48,18 @@ pub(super) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
         CommChoice::Auto if launched && cfg!(feature = "mpi") => Ok(true),
         CommChoice::Auto if launched => Err(not_built()),
         // Inconsistent variables are not a launcher's.
-        CommChoice::Auto => check_not_launched(Ranks::from_env().ok().flatten().as_ref()).map(|()| false),
+        CommChoice::Auto => {
+            check_not_launched(Ranks::from_env().ok().flatten().as_ref()).map(|()| false)
+        }
     }
 }
 
-/// Rejects processes of a launcher under which host ranks cannot communicate: each would train the whole run.
+/// Rejects processes of a launcher under which host ranks cannot communicate: each would train the
+/// whole run.
 fn check_not_launched(launched: Option<&Ranks>) -> Result<(), CliError> {
-    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else { return Ok(()) };
+    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else {
+        return Ok(());
+    };
     let (rank, world_size) = (ranks.rank, ranks.world_size);
     let by = match ranks.launcher {
         Launcher::Torchrun => "torchrun (RANK, WORLD_SIZE)",
@@ -78,9 +90,9 @@ pub(super) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), C
 #[cfg(feature = "mpi")]
 fn check_ranks(args: &TrainArgs, started: usize) -> Result<(), CliError> {
     match args.ranks {
-        Some(flag) if flag != started => {
-            Err(CliError::Usage(format!("--ranks {flag}: mpirun started {started} ranks")))
-        }
+        Some(flag) if flag != started => Err(CliError::Usage(format!(
+            "--ranks {flag}: mpirun started {started} ranks"
+        ))),
         _ => Ok(()),
     }
 }
@@ -135,8 +147,11 @@ mod tests {
 
     #[test]
     fn host_rank_of_torchrun_is_rejected() {
-        let rank =
-            |world_size, launcher| Ranks::new(0, world_size, 0, "127.0.0.1", 1).launcher(launcher).one_machine(true);
+        let rank = |world_size, launcher| {
+            Ranks::new(0, world_size, 0, "127.0.0.1", 1)
+                .launcher(launcher)
+                .one_machine(true)
+        };
         for launcher in [Launcher::Torchrun, Launcher::Slurm] {
             let error = check_not_launched(Some(&rank(4, launcher))).unwrap_err();
             assert_eq!(error.exit_code(), 2);

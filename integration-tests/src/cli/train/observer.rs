@@ -50,7 +50,11 @@ impl Observer {
                 .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
         let bar = progress_bar(setup.options.steps);
-        let utilization = setup.options.breakdown.then(|| Utilization::new(setup)).transpose()?;
+        let utilization = setup
+            .options
+            .breakdown
+            .then(|| Utilization::new(setup))
+            .transpose()?;
         let cancel = Arc::clone(&setup.options.cancel);
         Ok(Self {
             bar,
@@ -69,17 +73,31 @@ impl Observer {
         if let Some(utilization) = &self.utilization {
             utilization.complete(&mut metrics);
         }
-        let (step, loss, speed) = (metrics.step, metrics.loss, HumanCount(metrics.tokens_per_s as u64));
+        let (step, loss, speed) = (
+            metrics.step,
+            metrics.loss,
+            HumanCount(metrics.tokens_per_s as u64),
+        );
         if let Some(validation) = &metrics.validation {
             self.validation = format!("  validation {:.4}", validation.loss);
         }
         let seen = HumanCount(metrics.tokens_seen);
         let left = Duration::try_from_secs_f64(metrics.eta_s).unwrap_or(Duration::MAX);
-        let text = format!("loss {loss:.4}{}  {speed} tokens/s  {seen} tokens", self.validation);
+        let text = format!(
+            "loss {loss:.4}{}  {speed} tokens/s  {seen} tokens",
+            self.validation
+        );
         show_progress(&self.bar, step, &text, left);
         let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
-        if self.bar.is_hidden() && (metrics.step.is_multiple_of(tenth) || metrics.validation.is_some()) {
-            let of_step = |v: Validation| format!(", validation loss {:.4} (perplexity {:.4})", v.loss, v.perplexity);
+        if self.bar.is_hidden()
+            && (metrics.step.is_multiple_of(tenth) || metrics.validation.is_some())
+        {
+            let of_step = |v: Validation| {
+                format!(
+                    ", validation loss {:.4} (perplexity {:.4})",
+                    v.loss, v.perplexity
+                )
+            };
             let validation = metrics.validation.map(of_step).unwrap_or_default();
             let left = HumanDuration(left);
             print_note(format_args!(
@@ -99,8 +117,15 @@ impl Observer {
         self.bar.finish_and_clear();
     }
 
-    pub(super) fn write_report(&self, setup: &RunSetup, ranks: &[RankSummary], table: &str) -> Result<(), CliError> {
-        let Some(dir) = &setup.report else { return Ok(()) };
+    pub(super) fn write_report(
+        &self,
+        setup: &RunSetup,
+        ranks: &[RankSummary],
+        table: &str,
+    ) -> Result<(), CliError> {
+        let Some(dir) = &setup.report else {
+            return Ok(());
+        };
         let trace = ranks.first().and_then(|rank| rank.memory.as_ref());
         let steps = [self.earlier.as_slice(), &self.seen].concat();
         let summary = serde_json::json!({
@@ -116,9 +141,13 @@ impl Observer {
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": steps,
         });
-        let timeline = zero_comm::overlap::chrome_trace(ranks.first().map_or(&[], |r| r.last_spans.as_slice()));
-        let validation: Vec<(u64, f64)> =
-            steps.iter().filter_map(|step| Some((step.step, step.validation?.loss))).collect();
+        let timeline = zero_comm::overlap::chrome_trace(
+            ranks.first().map_or(&[], |r| r.last_spans.as_slice()),
+        );
+        let validation: Vec<(u64, f64)> = steps
+            .iter()
+            .filter_map(|step| Some((step.step, step.validation?.loss)))
+            .collect();
         let curve = loss_curve::svg(&steps, &validation, setup.workload.data.unigram_loss())?;
         let files = [
             ("summary.txt", table.to_owned()),
@@ -128,18 +157,23 @@ impl Observer {
             ("trace.json", timeline),
         ];
         let besides = besides(setup, ranks);
-        let memory = trace.map(|trace| memory_picture::svg(trace, besides)).transpose()?.flatten();
+        let memory = trace
+            .map(|trace| memory_picture::svg(trace, besides))
+            .transpose()?
+            .flatten();
         let memory = memory.map(|svg| ("memory.svg", svg));
         for (name, text) in files.into_iter().chain(memory) {
             let path = dir.join(name);
-            fs::write(&path, text)
-                .map_err(|e| CliError::Failure(format!("failed to write {}: {e}", path.display())))?;
+            fs::write(&path, text).map_err(|e| {
+                CliError::Failure(format!("failed to write {}: {e}", path.display()))
+            })?;
         }
         Ok(())
     }
 }
 
-/// Opens the metrics file. One that no flag names is optional: another process may be writing to it.
+/// Opens the metrics file. One that no flag names is optional: another process may be writing to
+/// it.
 fn open_metrics(path: &Path, setup: &RunSetup) -> Result<Option<MetricsFile>, CliError> {
     match MetricsFile::new(path, &setup.options) {
         Err(error) if setup.recorded_metrics => {
@@ -152,22 +186,41 @@ fn open_metrics(path: &Path, setup: &RunSetup) -> Result<Option<MetricsFile>, Cl
 
 /// The memory that the trace of rank 0 does not have.
 fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
-    let memory = ranks.first().and_then(|rank| rank.last.as_ref()).map(|last| last.memory).unwrap_or_default();
+    let memory = ranks
+        .first()
+        .and_then(|rank| rank.last.as_ref())
+        .map(|last| last.memory)
+        .unwrap_or_default();
     let (copy_bytes, undrawn_bytes, what) = match &setup.device {
         None => (memory.staging_bytes, memory.host_bytes, "of offload"),
-        Some(_) => (0, memory.host_bytes + memory.staging_bytes, "in host memory"),
+        Some(_) => (
+            0,
+            memory.host_bytes + memory.staging_bytes,
+            "in host memory",
+        ),
     };
-    let undrawn = if undrawn_bytes == 0 { String::new() } else { format!("{} {what}", HumanBytes(undrawn_bytes)) };
-    Besides { copy_bytes, undrawn }
+    let undrawn = if undrawn_bytes == 0 {
+        String::new()
+    } else {
+        format!("{} {what}", HumanBytes(undrawn_bytes))
+    };
+    Besides {
+        copy_bytes,
+        undrawn,
+    }
 }
 
-/// For a report of the whole run, the steps before the first one: those in the metrics file or, without one, those in the
-/// report that this run continues.
+/// For a report of the whole run, the steps before the first one: those in the metrics file or,
+/// without one, those in the report that this run continues.
 fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
-    let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else { return Vec::new() };
+    let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else {
+        return Vec::new();
+    };
     match &setup.metrics {
         Some(path) => metrics_file::steps_until(path, setup.first_step),
-        None => reported_steps(report).filter(|step| step.step <= setup.first_step).collect(),
+        None => reported_steps(report)
+            .filter(|step| step.step <= setup.first_step)
+            .collect(),
     }
 }
 
@@ -175,46 +228,79 @@ fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
 fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
     let path = dir.join("summary.json");
     let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-    let summary = if is_file { fs::read(path).unwrap_or_default() } else { Vec::new() };
+    let summary = if is_file {
+        fs::read(path).unwrap_or_default()
+    } else {
+        Vec::new()
+    };
     let mut summary: serde_json::Value = serde_json::from_slice(&summary).unwrap_or_default();
-    let steps = summary.get_mut("steps").and_then(|steps| steps.as_array_mut()).map(std::mem::take);
-    steps.unwrap_or_default().into_iter().filter_map(|step| metrics_file::parse_step(&step.to_string()))
+    let steps = summary
+        .get_mut("steps")
+        .and_then(|steps| steps.as_array_mut())
+        .map(std::mem::take);
+    steps
+        .unwrap_or_default()
+        .into_iter()
+        .filter_map(|step| metrics_file::parse_step(&step.to_string()))
 }
 
-/// Checks that a run resumed at `step` may replace the report in `dir` that its record names, and no flag: the report is of
-/// one of `runs`, on this machine, and has no later step. Links are not theirs, and writing to them would write elsewhere.
+/// Checks that a run resumed at `step` may replace the report in `dir` that its record names, and
+/// no flag: the report is of one of `runs`, on this machine, and has no later step. Links are not
+/// theirs, and writing to them would write elsewhere.
 ///
 /// # Errors
 /// The reason.
 pub(super) fn check_recorded_report(dir: &Path, runs: &[&str], step: u64) -> Result<(), String> {
-    let is_link = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink());
+    let is_link = |path: &Path| {
+        path.symlink_metadata()
+            .is_ok_and(|metadata| metadata.is_symlink())
+    };
     if is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name))) {
         return Err("links are there now".to_owned());
     }
     if !report_run(dir).is_some_and(|run| runs.contains(&run.as_str())) {
         return Err("no report of it is there now".to_owned());
     }
-    match reported_steps(dir).map(|step| step.step).max().filter(|last| *last > step) {
+    match reported_steps(dir)
+        .map(|step| step.step)
+        .max()
+        .filter(|last| *last > step)
+    {
         None => Ok(()),
-        Some(last) => Err(format!("the report has steps after {step}, up to {last}, which would be removed")),
+        Some(last) => Err(format!(
+            "the report has steps after {step}, up to {last}, which would be removed"
+        )),
     }
 }
 
 /// The run whose report is in `dir`.
 fn report_run(dir: &Path) -> Option<String> {
-    let record: serde_json::Value = serde_json::from_slice(&read_small(&dir.join(RUN_JSON))?).ok()?;
+    let record: serde_json::Value =
+        serde_json::from_slice(&read_small(&dir.join(RUN_JSON))?).ok()?;
     record["run"].as_str().map(str::to_owned)
 }
 
 /// The files of a report.
-const FILES: [&str; 6] = ["summary.txt", "summary.json", RUN_JSON, "loss.svg", "trace.json", "memory.svg"];
+const FILES: [&str; 6] = [
+    "summary.txt",
+    "summary.json",
+    RUN_JSON,
+    "loss.svg",
+    "trace.json",
+    "memory.svg",
+];
 
-/// Checks that the run, which saves to `checkpoints`, may write its report to `dir`: it is no folder of checkpoints, and no
-/// file of a report is there, or they are the report of one of `runs`.
+/// Checks that the run, which saves to `checkpoints`, may write its report to `dir`: it is no
+/// folder of checkpoints, and no file of a report is there, or they are the report of one of
+/// `runs`.
 ///
 /// # Errors
 /// Exit code 2; the folder stays as it is.
-pub(super) fn check_report(dir: &Path, checkpoints: Option<&Path>, runs: &[&str]) -> Result<(), CliError> {
+pub(super) fn check_report(
+    dir: &Path,
+    checkpoints: Option<&Path>,
+    runs: &[&str],
+) -> Result<(), CliError> {
     let dir_name = dir.display();
     let saves_here = checkpoints.is_some_and(|checkpoints| absolute(checkpoints) == absolute(dir));
     if saves_here || has_checkpoints(dir).map_err(CliError::usage)? {
@@ -222,7 +308,9 @@ pub(super) fn check_report(dir: &Path, checkpoints: Option<&Path>, runs: &[&str]
             "--report {dir_name}: the folder is for checkpoints; name another folder"
         )));
     }
-    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else { return Ok(()) };
+    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else {
+        return Ok(());
+    };
     match report_run(dir) {
         Some(run) if runs.contains(&run.as_str()) => Ok(()),
         Some(run) => Err(CliError::Usage(format!(

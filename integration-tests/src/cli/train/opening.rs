@@ -34,12 +34,32 @@ pub(super) fn text(setup: &RunSetup) -> String {
             record.stage,
         ),
     );
-    let from = options.resume.as_ref().map(|path| format!(", resumes {}", path.display())).unwrap_or_default();
-    line("run", format!("{}, seed {}, weights from {}{from}", record.run, record.seed, model.weights));
-    let tokenizer = data.tokenizer.as_ref().map(|path| format!(" by {path}")).unwrap_or_default();
-    line("data", format!("{}{tokenizer}", setup.workload.data.describe()));
+    let from = options
+        .resume
+        .as_ref()
+        .map(|path| format!(", resumes {}", path.display()))
+        .unwrap_or_default();
+    line(
+        "run",
+        format!(
+            "{}, seed {}, weights from {}{from}",
+            record.run, record.seed, model.weights
+        ),
+    );
+    let tokenizer = data
+        .tokenizer
+        .as_ref()
+        .map(|path| format!(" by {path}"))
+        .unwrap_or_default();
+    line(
+        "data",
+        format!("{}{tokenizer}", setup.workload.data.describe()),
+    );
     if let Some(validation) = &options.validation {
-        line("validation", super::validation::describe(validation, options.seq_len));
+        line(
+            "validation",
+            super::validation::describe(validation, options.seq_len),
+        );
     }
     line(
         "step",
@@ -55,20 +75,32 @@ pub(super) fn text(setup: &RunSetup) -> String {
         ),
     );
     if setup.settings.sums_locally() {
-        line("gradients", "micro-batches are summed on each rank and reduced once a step".to_owned());
+        line(
+            "gradients",
+            "micro-batches are summed on each rank and reduced once a step".to_owned(),
+        );
     }
     let first = setup.first_step + 1;
     if first <= record.steps {
         let tokens = (record.steps - setup.first_step) as f64 * batch.step_tokens as f64;
         let epochs = tokens / data.tokens.max(1) as f64;
-        line("steps", format!("{first} to {}: {epochs:.3} epochs of the data", record.steps));
+        line(
+            "steps",
+            format!(
+                "{first} to {}: {epochs:.3} epochs of the data",
+                record.steps
+            ),
+        );
     }
     let optimizer = &record.optimizer;
     line("optimizer", adam(optimizer));
     if !record.param_groups.is_default() {
         line("parameter groups", record.param_groups.to_string());
     }
-    line("learning rate", format!("{}, {}", optimizer.lr, optimizer.schedule));
+    line(
+        "learning rate",
+        format!("{}, {}", optimizer.lr, optimizer.schedule),
+    );
     let clip = match optimizer.max_grad_norm {
         0.0 => "off".to_owned(),
         norm => format!("gradient norm {norm}"),
@@ -78,18 +110,34 @@ pub(super) fn text(setup: &RunSetup) -> String {
     if record.activation_checkpointing {
         line("activations", "recomputed in backward".to_owned());
     } else if record.recompute_gelu {
-        line("activations", "the output of GELU is recomputed in backward".to_owned());
+        line(
+            "activations",
+            "the output of GELU is recomputed in backward".to_owned(),
+        );
     }
     if record.offload.format.remainder && !record.offload.updates_on_host() {
-        line("masters", "bf16 parameters and 16-bit remainders".to_owned());
+        line(
+            "masters",
+            "bf16 parameters and 16-bit remainders".to_owned(),
+        );
     }
     if record.offload.is_any() {
         line("offload", record.offload.to_string());
     }
     if let Some((dir, every)) = &options.checkpoint {
-        let every = if *every == 0 { String::new() } else { format!("every {every} steps and ") };
-        let keep = options.keep_last.map(|n| format!(", the newest {n} kept")).unwrap_or_default();
-        line("checkpoints", format!("{}, {every}at the end{keep}", dir.display()));
+        let every = if *every == 0 {
+            String::new()
+        } else {
+            format!("every {every} steps and ")
+        };
+        let keep = options
+            .keep_last
+            .map(|n| format!(", the newest {n} kept"))
+            .unwrap_or_default();
+        line(
+            "checkpoints",
+            format!("{}, {every}at the end{keep}", dir.display()),
+        );
     }
     for (name, path) in [("metrics", &setup.metrics), ("report", &setup.report)] {
         if let Some(path) = path {
@@ -108,11 +156,18 @@ pub(super) fn text(setup: &RunSetup) -> String {
 
 /// The text in one line, without the control characters that a `run.json` from elsewhere may have.
 fn printable(text: &str) -> String {
-    let escaped = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    let escaped = |c: char| {
+        if c.is_control() {
+            c.escape_default().to_string()
+        } else {
+            c.to_string()
+        }
+    };
     text.chars().map(escaped).collect()
 }
 
-/// The block of a configuration key: `zero_optimization` of `zero_optimization.stage`; empty for a key of the file.
+/// The block of a configuration key: `zero_optimization` of `zero_optimization.stage`; empty for a
+/// key of the file.
 fn block_of(key: &str) -> &str {
     key.split_once('.').map_or("", |(block, _)| block)
 }
@@ -120,7 +175,11 @@ fn block_of(key: &str) -> &str {
 fn adam(optimizer: &OptimizerConfig) -> String {
     let hyper = &optimizer.hyper;
     let name = if hyper.decoupled { "AdamW" } else { "Adam" };
-    let uncorrected = if hyper.bias_correction { "" } else { ", no bias correction" };
+    let uncorrected = if hyper.bias_correction {
+        ""
+    } else {
+        ", no bias correction"
+    };
     format!(
         "{name}, betas {} and {}, eps {}, weight decay {}{uncorrected}",
         hyper.beta1,

@@ -34,13 +34,27 @@ pub(super) fn draw(
         root.fill(&WHITE)?;
         let rows = legend.len().div_ceil(PER_ROW) as i32;
         let (head, body) = root.split_vertically(TITLE_PX + ROW_PX * rows);
-        head.draw(&Text::new(title.to_owned(), (MARGIN, 14), ("sans-serif", 20)))?;
+        head.draw(&Text::new(
+            title.to_owned(),
+            (MARGIN, 14),
+            ("sans-serif", 20),
+        ))?;
         let note_x = MARGIN + 30 + 11 * title.chars().count() as i32;
-        head.draw(&Text::new(note.to_owned(), (note_x, 18), ("sans-serif", 14)))?;
+        head.draw(&Text::new(
+            note.to_owned(),
+            (note_x, 18),
+            ("sans-serif", 14),
+        ))?;
         for (i, (color, name)) in legend.iter().enumerate() {
             let column = (SIZE.0 as i32 - 2 * MARGIN) / PER_ROW as i32;
-            let (x, y) = (MARGIN + (i % PER_ROW) as i32 * column, TITLE_PX + (i / PER_ROW) as i32 * ROW_PX);
-            head.draw(&Rectangle::new([(x, y + 4), (x + 18, y + 10)], color.filled()))?;
+            let (x, y) = (
+                MARGIN + (i % PER_ROW) as i32 * column,
+                TITLE_PX + (i / PER_ROW) as i32 * ROW_PX,
+            );
+            head.draw(&Rectangle::new(
+                [(x, y + 4), (x + 18, y + 10)],
+                color.filled(),
+            ))?;
             head.draw(&Text::new(name.clone(), (x + 26, y), ("sans-serif", 14)))?;
         }
         chart(&body)?;

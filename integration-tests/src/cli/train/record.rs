@@ -1,4 +1,5 @@
-//! `run.json`: everything that decides the numbers of a run. Each checkpoint contains it, and `--resume` takes it up.
+//! `run.json`: everything that decides the numbers of a run. Each checkpoint contains it, and
+//! `--resume` takes it up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -67,11 +68,12 @@ pub(super) struct RunRecord {
     /// Interval of checkpoints in steps; 0 saves only at the end.
     pub(super) checkpoint_every: u64,
     pub(super) keep_last: Option<usize>,
-    /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default before each checkpoint.
+    /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default
+    /// before each checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) check_replicas: Option<u64>,
-    /// The absolute path of the folder of checkpoints, on one machine: a copy of the folder is not that folder. `None`: none
-    /// is saved, or an older version wrote the record.
+    /// The absolute path of the folder of checkpoints, on one machine: a copy of the folder is not
+    /// that folder. `None`: none is saved, or an older version wrote the record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) checkpoint_dir: Option<String>,
     /// The absolute path of the metrics file, which is a file of one machine.
@@ -128,11 +130,12 @@ pub(super) struct BatchRecord {
     pub(super) step_tokens: u64,
 }
 
-/// How a run communicates, and its sizes of launches. All but `reduce_every_micro_batch` change time and memory, not the
-/// numbers. A limit that is `None` does not apply.
+/// How a run communicates, and its sizes of launches. All but `reduce_every_micro_batch` change
+/// time and memory, not the numbers. A limit that is `None` does not apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CommunicationRecord {
-    /// Whether stages 0 and 1 reduced gradients after every micro-batch, as all runs without this field did.
+    /// Whether stages 0 and 1 reduced gradients after every micro-batch, as all runs without this
+    /// field did.
     #[serde(default = "always")]
     pub(super) reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket.
@@ -177,7 +180,11 @@ impl CommunicationRecord {
         let limit = |n: Option<usize>| n.unwrap_or(usize::MAX);
         PrefetchOptions::default()
             // Without overlap it was 0; a flag may enable overlap again.
-            .ahead(if self.overlap { limit(self.gather_ahead) } else { 1 })
+            .ahead(if self.overlap {
+                limit(self.gather_ahead)
+            } else {
+                1
+            })
             .ahead_elems(limit(self.gather_ahead_elems))
             .max_live_elems(limit(self.max_live_elems))
             .persistence_threshold_elems(self.persistence_threshold_elems)
@@ -193,31 +200,41 @@ pub(super) fn new_run_id() -> String {
 /// Maximum length of a file that [`read_small`] reads.
 const SMALL_FILE_BYTES: u64 = 4 << 20;
 
-/// Reads a small file whose content nobody has verified; `None` if it is missing, long or no regular file. Never waits for
-/// the writer of a pipe.
+/// Reads a small file whose content nobody has verified; `None` if it is missing, long or no
+/// regular file. Never waits for the writer of a pipe.
 pub(super) fn read_small(path: &Path) -> Option<Vec<u8>> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+        .ok()?;
     let metadata = file.metadata().ok()?;
     if !metadata.is_file() || metadata.len() > SMALL_FILE_BYTES {
         return None;
     }
     let mut bytes = Vec::new();
-    let read = file.take(SMALL_FILE_BYTES + 1).read_to_end(&mut bytes).ok()?;
+    let read = file
+        .take(SMALL_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .ok()?;
     (read as u64 <= SMALL_FILE_BYTES).then_some(bytes)
 }
 
 impl RunRecord {
     /// The ids of this run and of those that it resumed.
     pub(super) fn runs(&self) -> Vec<&str> {
-        std::iter::once(&self.run).chain(&self.resumed_runs).map(String::as_str).collect()
+        std::iter::once(&self.run)
+            .chain(&self.resumed_runs)
+            .map(String::as_str)
+            .collect()
     }
 
     /// Parses the document of a checkpoint.
     pub(super) fn parse(document: Value) -> Result<Self, String> {
         match document["format"].as_u64() {
-            Some(format) if format != u64::from(FORMAT) => {
-                Err(format!("format {format} is not supported; this program reads format {FORMAT}"))
-            }
+            Some(format) if format != u64::from(FORMAT) => Err(format!(
+                "format {format} is not supported; this program reads format {FORMAT}"
+            )),
             _ => serde_json::from_value(document).map_err(|e| e.to_string()),
         }
     }
@@ -248,10 +265,18 @@ impl RunRecord {
         // One line each, in the words of the block of settings.
         let texts = |record: &Self| {
             let optimizer = &record.optimizer;
-            [("schedule", optimizer.schedule.to_string()), ("loss_scaling", loss_scale(&optimizer.loss_scaling))]
+            [
+                ("schedule", optimizer.schedule.to_string()),
+                ("loss_scaling", loss_scale(&optimizer.loss_scaling)),
+            ]
         };
-        for ((key, old), (_, new)) in texts(self).into_iter().zip(texts(now)).filter(|(old, new)| old != new) {
-            (was["optimizer"][key], is["optimizer"][key]) = (Value::String(old), Value::String(new));
+        for ((key, old), (_, new)) in texts(self)
+            .into_iter()
+            .zip(texts(now))
+            .filter(|(old, new)| old != new)
+        {
+            (was["optimizer"][key], is["optimizer"][key]) =
+                (Value::String(old), Value::String(new));
         }
         if self.param_groups != now.param_groups {
             let text = |record: &Self| Value::String(record.param_groups.to_string());
@@ -268,18 +293,39 @@ impl RunRecord {
 
 /// The keys of either object.
 fn keys(a: &Value, b: &Value) -> BTreeSet<String> {
-    [a, b].into_iter().filter_map(Value::as_object).flat_map(|object| object.keys().cloned()).collect()
+    [a, b]
+        .into_iter()
+        .filter_map(Value::as_object)
+        .flat_map(|object| object.keys().cloned())
+        .collect()
 }
 
-/// Appends the differing numbers, strings and flags below `path`, except those of `skipped`, as `name old -> new`.
-pub(super) fn compare(path: &str, was: &Value, now: &Value, skipped: &[&str], out: &mut Vec<String>) {
+/// Appends the differing numbers, strings and flags below `path`, except those of `skipped`, as
+/// `name old -> new`.
+pub(super) fn compare(
+    path: &str,
+    was: &Value,
+    now: &Value,
+    skipped: &[&str],
+    out: &mut Vec<String>,
+) {
     if skipped.contains(&path) {
         return;
     }
     if was.is_object() || now.is_object() {
-        let parent = if path.is_empty() { String::new() } else { format!("{path}.") };
+        let parent = if path.is_empty() {
+            String::new()
+        } else {
+            format!("{path}.")
+        };
         for key in keys(was, now) {
-            compare(&format!("{parent}{key}"), &was[&key], &now[&key], skipped, out);
+            compare(
+                &format!("{parent}{key}"),
+                &was[&key],
+                &now[&key],
+                skipped,
+                out,
+            );
         }
     } else if was != now {
         let text = |value: &Value| match value {
@@ -301,7 +347,11 @@ mod tests {
     fn run_ids_are_distinct_hex_digits() {
         let ids: BTreeSet<String> = (0..100).map(|_| new_run_id()).collect();
         assert_eq!(ids.len(), 100);
-        assert!(ids.iter().all(|id| id.len() == 16 && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))));
+        assert!(
+            ids.iter()
+                .all(|id| id.len() == 16
+                    && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')))
+        );
     }
 
     #[test]
@@ -313,14 +363,20 @@ mod tests {
         };
         assert!(differences(json!({"a": {"b": 1e-3}}), json!({"a": {"b": 0.001}})).is_empty());
         assert_eq!(
-            differences(json!({"a": {"b": 1}, "c": "d", "e": {"f": 1}}), json!({"a": {"b": 2}, "c": "e"})),
+            differences(
+                json!({"a": {"b": 1}, "c": "d", "e": {"f": 1}}),
+                json!({"a": {"b": 2}, "c": "e"})
+            ),
             ["a.b 1 -> 2", "c d -> e"]
         );
         let constant = json!({"type": "Constant"});
         let warmup = json!({"type": "LinearWarmup", "params": {"warmup_steps": 10}});
         assert_eq!(
             differences(constant, warmup),
-            ["params.warmup_steps none -> 10", "type Constant -> LinearWarmup"]
+            [
+                "params.warmup_steps none -> 10",
+                "type Constant -> LinearWarmup"
+            ]
         );
     }
 
@@ -331,8 +387,17 @@ mod tests {
         let path = |name: &str| dir.path().join(name);
         std::fs::write(path("file"), "text").unwrap();
         assert_eq!(read_small(&path("file")).unwrap(), b"text");
-        assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
-        std::fs::File::create(path("long")).unwrap().set_len(SMALL_FILE_BYTES + 1).unwrap();
+        assert!(
+            std::process::Command::new("mkfifo")
+                .arg(path("pipe"))
+                .status()
+                .unwrap()
+                .success()
+        );
+        std::fs::File::create(path("long"))
+            .unwrap()
+            .set_len(SMALL_FILE_BYTES + 1)
+            .unwrap();
         for name in ["missing", "pipe", "long", ".", "/dev/zero"] {
             assert!(read_small(&path(name)).is_none(), "{name}");
         }
@@ -341,7 +406,10 @@ mod tests {
     #[test]
     fn another_format_is_refused() {
         let error = RunRecord::parse(json!({"format": 2})).unwrap_err();
-        assert_eq!(error, "format 2 is not supported; this program reads format 1");
+        assert_eq!(
+            error,
+            "format 2 is not supported; this program reads format 1"
+        );
         assert!(RunRecord::parse(json!({})).unwrap_err().contains("format"));
     }
 }

@@ -1,5 +1,5 @@
-//! The settings of a run: flags override the configuration file, which overrides the defaults. Everything is checked
-//! before a rank starts.
+//! The settings of a run: flags override the configuration file, which overrides the defaults.
+//! Everything is checked before a rank starts.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,13 @@ use zero_shard::Layout;
 use super::agreement::{self, Unrecorded};
 use super::args::TrainArgs;
 use super::record::{
-    BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON, RunRecord, new_run_id,
+    BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON,
+    RunRecord, new_run_id,
 };
 use super::resume::Resumed;
 use super::settings::{
-    RunShape, check_graphs, checkpoints_activations, raise_live_limit, resolved_autos, settings, stage,
+    RunShape, check_graphs, checkpoints_activations, raise_live_limit, resolved_autos, settings,
+    stage,
 };
 use super::validation::Rows;
 use super::{checks, memory_check, metrics_file, observer, save_folder, unused_keys, validation};
@@ -61,8 +63,9 @@ pub(super) struct RunSetup {
 }
 
 impl RunSetup {
-    /// Builds and checks the settings for `ranks` ranks, on the GPU `device` or on the host. Where neither a flag
-    /// nor the configuration file gives a setting, it is that of the run that saved `resumed`, or the default.
+    /// Builds and checks the settings for `ranks` ranks, on the GPU `device` or on the host. Where
+    /// neither a flag nor the configuration file gives a setting, it is that of the run that saved
+    /// `resumed`, or the default.
     pub(super) fn new(
         args: &TrainArgs,
         resumed: Option<&Resumed>,
@@ -70,24 +73,40 @@ impl RunSetup {
         device: Option<Gpu>,
     ) -> Result<Self, CliError> {
         checks::numbers(args, ranks)?;
-        let file = args.config.as_deref().map(DsConfig::open).transpose().map_err(CliError::usage)?;
+        let file = args
+            .config
+            .as_deref()
+            .map(DsConfig::open)
+            .transpose()
+            .map_err(CliError::usage)?;
         let file = file.as_ref();
         let recorded = resumed.and_then(|resumed| resumed.record.as_ref());
         let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
-        let base = resumed.map(|resumed| resumed.base(ranks)).unwrap_or_default();
+        let base = resumed
+            .map(|resumed| resumed.base(ranks))
+            .unwrap_or_default();
         let stage = stage(args, file, &base)?;
-        notices.extend(file.map(|file| unused_keys::notices(file, stage)).unwrap_or_default());
-        notices.extend(resumed.map(|resumed| resumed.notices.clone()).unwrap_or_default());
+        notices.extend(
+            file.map(|file| unused_keys::notices(file, stage))
+                .unwrap_or_default(),
+        );
+        notices.extend(
+            resumed
+                .map(|resumed| resumed.notices.clone())
+                .unwrap_or_default(),
+        );
         let seed = args.seed.unwrap_or(0);
-        let (model_name, config, folder) = match (&args.model, resumed.and_then(|resumed| resumed.model())) {
-            (None, Some((name, config))) => (name, config, None),
-            (model, _) => {
-                let name = model.clone().unwrap_or_else(|| "nano".to_owned());
-                let (config, folder) = find_model(&name, &mut notices)?;
-                (name, config, folder)
-            }
-        };
-        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS).map_err(CliError::usage)?;
+        let (model_name, config, folder) =
+            match (&args.model, resumed.and_then(|resumed| resumed.model())) {
+                (None, Some((name, config))) => (name, config, None),
+                (model, _) => {
+                    let name = model.clone().unwrap_or_else(|| "nano".to_owned());
+                    let (config, folder) = find_model(&name, &mut notices)?;
+                    (name, config, folder)
+                }
+            };
+        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS)
+            .map_err(CliError::usage)?;
         if let Some(resumed) = resumed {
             resumed.check_model(&model_name, &config, &layout)?;
         }
@@ -114,27 +133,54 @@ impl RunSetup {
             (None, Some(folder)) => absolute(folder.path()),
             (None, None) => format!("seed {seed}"),
         };
-        let weights = folder.map_or(Weights::Initial(seed), |folder| Weights::Folder(Box::new(folder)));
-        let largest_unit = layout.units().iter().map(|u| u.padded_elems).max().unwrap_or(0);
+        let weights = folder.map_or(Weights::Initial(seed), |folder| {
+            Weights::Folder(Box::new(folder))
+        });
+        let largest_unit = layout
+            .units()
+            .iter()
+            .map(|u| u.padded_elems)
+            .max()
+            .unwrap_or(0);
         let steps = args.steps.unwrap_or(1000);
-        let shape = RunShape { ranks, largest_unit, on_gpus: device.is_some(), hidden: config.n_embd as u64, steps };
+        let shape = RunShape {
+            ranks,
+            largest_unit,
+            on_gpus: device.is_some(),
+            hidden: config.n_embd as u64,
+            steps,
+        };
         let (mut settings, notes) = settings(args, file, &base, shape)?;
         notices.extend(notes);
         // A run that recorded graphs may continue on the host.
         settings.graphs &= device.is_some() || args.cuda_graph.is_some();
         check_graphs(&settings, device.is_some())?;
-        resumed.map_or(Ok(()), |resumed| resumed.check_scratch(args, &settings.offload))?;
+        resumed.map_or(Ok(()), |resumed| {
+            resumed.check_scratch(args, &settings.offload)
+        })?;
         resolve_folders(&mut settings.offload)?;
         let groups = settings.groups.resolve(&layout).map_err(CliError::usage)?;
         if device.is_some() && args.bucket_elems.is_none() {
-            let trained = layout.units().iter().enumerate().filter(|(unit, _)| !groups.is_frozen(*unit));
-            let largest = trained.map(|(_, unit)| unit.padded_elems as usize).max().unwrap_or(0);
+            let trained = layout
+                .units()
+                .iter()
+                .enumerate()
+                .filter(|(unit, _)| !groups.is_frozen(*unit));
+            let largest = trained
+                .map(|(_, unit)| unit.padded_elems as usize)
+                .max()
+                .unwrap_or(0);
             settings.bucket_capacity_elems = settings.bucket_capacity_elems.min(largest).max(ranks);
         }
         notices.extend(raise_live_limit(&mut settings, &layout, &config));
-        let batch = resumed.map_or_else(|| file.map(|f| f.batch).unwrap_or_default(), |resumed| resumed.batch(file));
+        let batch = resumed.map_or_else(
+            || file.map(|f| f.batch).unwrap_or_default(),
+            |resumed| resumed.batch(file),
+        );
         let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
-        let batch = batch.resolve(ranks as u64, flags[0], flags[1], base.micro_batch).map_err(CliError::usage)?;
+        let batch = batch
+            .resolve(ranks as u64, flags[0], flags[1], base.micro_batch)
+            .map_err(CliError::usage)?;
         checks::accumulation(batch.grad_accum)?;
         let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
         check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
@@ -149,12 +195,22 @@ impl RunSetup {
             recompute_gelu: false,
         };
         model_options.validate(&config).map_err(CliError::usage)?;
-        let settings = Settings { grad_accum_steps: batch.grad_accum as usize, ..settings };
-        model_options.recompute_gelu = match (&device, args.recompute_gelu.or(base.recompute_gelu)) {
+        let settings = Settings {
+            grad_accum_steps: batch.grad_accum as usize,
+            ..settings
+        };
+        model_options.recompute_gelu = match (&device, args.recompute_gelu.or(base.recompute_gelu))
+        {
             (None, _) => false,
             (Some(_), Some(recompute)) => recompute && !model_options.activation_checkpointing,
             (Some(gpu), None) => {
-                let request = plan::Request::of_run(&config, &model_options, &settings, ranks, gpu.memory_bytes);
+                let request = plan::Request::of_run(
+                    &config,
+                    &model_options,
+                    &settings,
+                    ranks,
+                    gpu.memory_bytes,
+                );
                 plan::evaluate(&request, settings.stage).map(|plan| plan.recompute_gelu).unwrap_or_else(|error| {
                     notices
                         .push(format!("GELU's output is kept, since this run's memory cannot be planned: {error}"));
@@ -163,8 +219,11 @@ impl RunSetup {
             }
         };
         if args.recompute_gelu == Some(true) && !model_options.recompute_gelu {
-            let why =
-                if device.is_none() { "this run uses no GPU" } else { "checkpointed blocks are recomputed whole" };
+            let why = if device.is_none() {
+                "this run uses no GPU"
+            } else {
+                "checkpointed blocks are recomputed whole"
+            };
             notices.push(format!("--recompute-gelu has no effect: {why}"));
         }
 
@@ -175,14 +234,23 @@ impl RunSetup {
         };
         let checkpoint_every = args.checkpoint_every.unwrap_or(0);
         let micro_batch = batch.micro_batch.saturating_mul(ranks as u64);
-        let rows = Rows { step: batch.train_batch_size, micro_batch, seq_len };
-        let (validation, validation_record) = validation::options(args, held_out, rows, steps)?.unzip();
+        let rows = Rows {
+            step: batch.train_batch_size,
+            micro_batch,
+            seq_len,
+        };
+        let (validation, validation_record) =
+            validation::options(args, held_out, rows, steps)?.unzip();
         let (run, resumed_runs) = match resumed {
             Some(resumed) => resumed.run_ids(checkpoint.as_deref()),
             None => (new_run_id(), Vec::new()),
         };
-        let dtype = DTypeFlag::from_name(settings.dtype.name())
-            .ok_or_else(|| CliError::Usage(format!("--dtype {}: not a type of parameters", settings.dtype)))?;
+        let dtype = DTypeFlag::from_name(settings.dtype.name()).ok_or_else(|| {
+            CliError::Usage(format!(
+                "--dtype {}: not a type of parameters",
+                settings.dtype
+            ))
+        })?;
         let record = RunRecord {
             format: FORMAT,
             run: run.clone(),
@@ -232,21 +300,37 @@ impl RunSetup {
             metrics: args.metrics.as_deref().map(absolute),
             report: args.report.as_deref().map(absolute),
             validation: validation_record,
-            auto: file.map(|f| resolved_autos(f, &settings, &batch, shape)).unwrap_or_default().into_iter().collect(),
+            auto: file
+                .map(|f| resolved_autos(f, &settings, &batch, shape))
+                .unwrap_or_default()
+                .into_iter()
+                .collect(),
         };
-        let in_order = source.path.as_deref().is_some_and(|path| path.is_file() && is_token_file(path));
+        let in_order = source
+            .path
+            .as_deref()
+            .is_some_and(|path| path.is_file() && is_token_file(path));
         let tokenizer = source.tokenizer.as_deref().filter(|_| !in_order);
         let unrecorded = Unrecorded {
             settings: &settings,
             layout: &layout,
             in_order,
-            tokenizer: tokenizer.map(tokenizer_checksum).transpose().map_err(CliError::usage)?,
+            tokenizer: tokenizer
+                .map(tokenizer_checksum)
+                .transpose()
+                .map_err(CliError::usage)?,
             loads_weights: resumed.is_none() && matches!(weights, Weights::Folder(_)),
-            recompute_gelu: device.as_ref().and_then(|_| args.recompute_gelu.or(base.recompute_gelu)),
+            recompute_gelu: device
+                .as_ref()
+                .and_then(|_| args.recompute_gelu.or(base.recompute_gelu)),
             saves: checkpoint.is_some(),
         };
         let agreed = agreement::settings(&record, &unrecorded);
-        notices.extend(resumed.map(|resumed| resumed.differences(&record)).unwrap_or_default());
+        notices.extend(
+            resumed
+                .map(|resumed| resumed.differences(&record))
+                .unwrap_or_default(),
+        );
         let breakdown = args.breakdown || file.is_some_and(|file| file.wall_clock_breakdown);
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut setup = Self {
@@ -298,30 +382,40 @@ impl RunSetup {
 
     /// Reserves the folder of checkpoints that no flag names; see [`save_folder::reserve`].
     pub(super) fn reserve_folder(&mut self) -> Result<(), CliError> {
-        let Some((folder, _)) = &mut self.options.checkpoint else { return Ok(()) };
+        let Some((folder, _)) = &mut self.options.checkpoint else {
+            return Ok(());
+        };
         save_folder::reserve(folder, &mut self.notices)?;
         self.record.checkpoint_dir = Some(absolute(folder));
-        self.options.documents.insert(RUN_JSON.to_owned(), self.record.document());
+        self.options
+            .documents
+            .insert(RUN_JSON.to_owned(), self.record.document());
         Ok(())
     }
 
-    /// Checks that the run may write to the folders of checkpoints and of the report, and to the metrics file.
+    /// Checks that the run may write to the folders of checkpoints and of the report, and to the
+    /// metrics file.
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
         }
         if let Some(path) = &self.metrics {
-            self.notices.extend(metrics_file::check(path, &self.options, self.first_step)?);
+            self.notices
+                .extend(metrics_file::check(path, &self.options, self.first_step)?);
         }
         if let Some(dir) = &self.report {
-            let checkpoints = self.options.checkpoint.as_ref().map(|(dir, _)| dir.as_path());
+            let checkpoints = self
+                .options
+                .checkpoint
+                .as_ref()
+                .map(|(dir, _)| dir.as_path());
             observer::check_report(dir, checkpoints, &self.options.runs())?;
         }
         Ok(())
     }
 
-    /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a report or a
-    /// breakdown.
+    /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a
+    /// report or a breakdown.
     pub(super) fn is_recorded(&self) -> bool {
         self.device.is_none() || self.report.is_some() || self.options.breakdown
     }
@@ -333,8 +427,14 @@ fn data_source(
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
 ) -> Result<DataSource, CliError> {
-    let is_tokens = args.data.as_ref().is_some_and(|path| path.is_file() && is_token_file(path))
-        && args.val_data.as_ref().is_none_or(|path| is_token_file(path));
+    let is_tokens = args
+        .data
+        .as_ref()
+        .is_some_and(|path| path.is_file() && is_token_file(path))
+        && args
+            .val_data
+            .as_ref()
+            .is_none_or(|path| is_token_file(path));
     if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
         return Err(CliError::Usage(format!(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
@@ -343,12 +443,22 @@ fn data_source(
     }
     for (flag, path) in [("--data", &args.data), ("--tokenizer", &args.tokenizer)] {
         if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
-            return Err(CliError::Usage(format!("{flag} {}: no such file or folder", path.display())));
+            return Err(CliError::Usage(format!(
+                "{flag} {}: no such file or folder",
+                path.display()
+            )));
         }
     }
-    let tokenizer = args.tokenizer.clone().or_else(|| folder.and_then(HfFolder::tokenizer));
+    let tokenizer = args
+        .tokenizer
+        .clone()
+        .or_else(|| folder.and_then(HfFolder::tokenizer));
     let Some(recorded) = recorded.map(|record| &record.data) else {
-        return Ok(DataSource { path: args.data.clone(), tokenizer, files: FolderFiles::All });
+        return Ok(DataSource {
+            path: args.data.clone(),
+            tokenizer,
+            files: FolderFiles::All,
+        });
     };
     let path = match &args.data {
         Some(path) => Some(path.clone()),
@@ -373,8 +483,16 @@ fn data_source(
         (tokenizer, _) => tokenizer,
     };
     let is_default = recorded.default && args.data.is_none();
-    let files = if is_default { FolderFiles::AsDefault } else { FolderFiles::All };
-    Ok(DataSource { path, tokenizer, files })
+    let files = if is_default {
+        FolderFiles::AsDefault
+    } else {
+        FolderFiles::All
+    };
+    Ok(DataSource {
+        path,
+        tokenizer,
+        files,
+    })
 }
 
 /// The absolute path, for a record that is read in another current folder.

@@ -1,11 +1,11 @@
 //! The folder that a run saves into.
 //!
-//! Why a folder belongs to a run: a folder of checkpoints, a metrics file and a report are refused to another
-//! run before any work; a lock on the metrics file excludes runs that start together. A resumed run that saves
-//! to the same folder keeps its id; into another one it gets a new id and lists the old. A run without
-//! `--checkpoint` selects a free folder, so that the first command of the README works twice and the earlier
-//! result stays. A run of one process creates that folder at once, so that runs that start together get one
-//! each.
+//! Why a folder belongs to a run: a folder of checkpoints, a metrics file and a report are refused
+//! to another run before any work; a lock on the metrics file excludes runs that start together. A
+//! resumed run that saves to the same folder keeps its id; into another one it gets a new id and
+//! lists the old. A run without `--checkpoint` selects a free folder, so that the first command of
+//! the README works twice and the earlier result stays. A run of one process creates that folder at
+//! once, so that runs that start together get one each.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -18,13 +18,17 @@ use crate::cli::CliError;
 /// The folder of a run without `--checkpoint`.
 const DEFAULT: &str = "checkpoints";
 
-/// Checks that `run` may save into `dir`, the value of `--checkpoint` or of `--resume`. Reads all manifests there, so of a
-/// launcher's ranks only rank 0 does it; its error ends the job.
+/// Checks that `run` may save into `dir`, the value of `--checkpoint` or of `--resume`. Reads all
+/// manifests there, so of a launcher's ranks only rank 0 does it; its error ends the job.
 ///
 /// # Errors
 /// The folder holds checkpoints of another run, or it is itself a checkpoint: exit code 2.
 pub(super) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
-    if Ranks::from_env().ok().flatten().is_some_and(|ranks| ranks.rank > 0) {
+    if Ranks::from_env()
+        .ok()
+        .flatten()
+        .is_some_and(|ranks| ranks.rank > 0)
+    {
         return Ok(());
     }
     let dir_name = dir.display();
@@ -62,9 +66,9 @@ pub(super) fn default(notices: &mut Vec<String>) -> Result<PathBuf, CliError> {
     Ok(PathBuf::from(DEFAULT))
 }
 
-/// Creates the folder that [`default`] returned, or the next one that does not exist: another run that started at the
-/// same time may have created it, and has not saved yet. Only for runs of one process; the ranks of several would not
-/// agree.
+/// Creates the folder that [`default`] returned, or the next one that does not exist: another run
+/// that started at the same time may have created it, and has not saved yet. Only for runs of one
+/// process; the ranks of several would not agree.
 ///
 /// # Errors
 /// A folder cannot be created.
@@ -73,9 +77,18 @@ pub(super) fn reserve(folder: &mut PathBuf, notices: &mut Vec<String>) -> Result
     for next in defaults().skip_while(|next| *next != taken) {
         match std::fs::create_dir(&next) {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
-            Err(e) => return Err(CliError::Usage(format!("failed to create the folder {}: {e}", next.display()))),
+            Err(e) => {
+                return Err(CliError::Usage(format!(
+                    "failed to create the folder {}: {e}",
+                    next.display()
+                )));
+            }
             Ok(()) if next != taken => {
-                notices.push(format!("{} exists, so this run saves to {}", taken.display(), next.display()));
+                notices.push(format!(
+                    "{} exists, so this run saves to {}",
+                    taken.display(),
+                    next.display()
+                ));
                 *folder = next;
             }
             Ok(()) => {}
@@ -88,5 +101,7 @@ pub(super) fn reserve(folder: &mut PathBuf, notices: &mut Vec<String>) -> Result
 /// `checkpoints`, `checkpoints-2`, `checkpoints-3`, ...
 fn defaults() -> impl Iterator<Item = PathBuf> {
     let numbered = (2u64..).map(|number| format!("{DEFAULT}-{number}"));
-    std::iter::once(DEFAULT.to_owned()).chain(numbered).map(PathBuf::from)
+    std::iter::once(DEFAULT.to_owned())
+        .chain(numbered)
+        .map(PathBuf::from)
 }

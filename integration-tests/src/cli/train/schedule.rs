@@ -1,5 +1,6 @@
-//! The learning-rate schedule of a run: that of `--schedule`, of the configuration file, or of the resumed run, with the
-//! flags that change a part of it. A flag that a schedule has no place for is an error.
+//! The learning-rate schedule of a run: that of `--schedule`, of the configuration file, or of the
+//! resumed run, with the flags that change a part of it. A flag that a schedule has no place for is
+//! an error.
 
 use serde_json::{Value, json};
 use zero_optim::{Decay, DecayCurve, LrSchedule};
@@ -22,11 +23,16 @@ pub(super) fn schedule(
     let mut schedule = match (args.schedule, of_file) {
         (Some(flag), of_file) => {
             if of_file.is_some() {
-                notices.push(format!("--schedule {} replaces the scheduler of the configuration", flag.name()));
+                notices.push(format!(
+                    "--schedule {} replaces the scheduler of the configuration",
+                    flag.name()
+                ));
             }
             from_flag(flag, args, &base.schedule, steps)
         }
-        (None, Some((file, of_file))) => fill_autos(of_file.clone(), file, &base.schedule, lr, steps),
+        (None, Some((file, of_file))) => {
+            fill_autos(of_file.clone(), file, &base.schedule, lr, steps)
+        }
         (None, None) => base.schedule.clone(),
     };
     apply_flags(&mut schedule, args, lr)?;
@@ -44,7 +50,8 @@ pub(super) fn schedule(
     Ok(schedule)
 }
 
-/// The schedule of `--schedule`. Warm-up and minimum that no flag gives are those of the resumed run.
+/// The schedule of `--schedule`. Warm-up and minimum that no flag gives are those of the resumed
+/// run.
 fn from_flag(flag: ScheduleFlag, args: &TrainArgs, base: &LrSchedule, steps: u64) -> LrSchedule {
     let (warmup, min_lr) = match base {
         LrSchedule::LinearWarmup { warmup_steps } => (*warmup_steps, 0.0),
@@ -57,19 +64,39 @@ fn from_flag(flag: ScheduleFlag, args: &TrainArgs, base: &LrSchedule, steps: u64
         ScheduleFlag::Constant => return LrSchedule::LinearWarmup { warmup_steps },
         ScheduleFlag::Linear => (DecayCurve::Linear, after_warmup),
         ScheduleFlag::Cosine => (DecayCurve::Cosine, after_warmup),
-        ScheduleFlag::Wsd => (DecayCurve::Linear, args.decay_steps.unwrap_or((total_steps / 5).max(1))),
+        ScheduleFlag::Wsd => (
+            DecayCurve::Linear,
+            args.decay_steps.unwrap_or((total_steps / 5).max(1)),
+        ),
     };
-    LrSchedule::Decay(Decay { curve, warmup_steps, decay_steps, total_steps, min_lr })
+    LrSchedule::Decay(Decay {
+        curve,
+        warmup_steps,
+        decay_steps,
+        total_steps,
+        min_lr,
+    })
 }
 
-/// Replaces `"auto"` as the Hugging Face Trainer does, or by the values of the resumed run's schedule of this type.
-fn fill_autos(mut schedule: LrSchedule, file: &DsConfig, base: &LrSchedule, lr: f64, steps: u64) -> LrSchedule {
+/// Replaces `"auto"` as the Hugging Face Trainer does, or by the values of the resumed run's
+/// schedule of this type.
+fn fill_autos(
+    mut schedule: LrSchedule,
+    file: &DsConfig,
+    base: &LrSchedule,
+    lr: f64,
+    steps: u64,
+) -> LrSchedule {
     let auto = |key: &str| file.is_auto(&format!("scheduler.params.{key}"));
     // DeepSpeed raises a warm-up of 0 or 1 steps to 2.
     let no_warmup = 2;
     match (&mut schedule, base) {
         (LrSchedule::Warmup(w), base) => {
-            let base = if let LrSchedule::Warmup(base) = base { Some(base) } else { None };
+            let base = if let LrSchedule::Warmup(base) = base {
+                Some(base)
+            } else {
+                None
+            };
             if auto("warmup_num_steps") {
                 w.warmup_num_steps = base.map_or(no_warmup, |b| b.warmup_num_steps);
             }
@@ -81,7 +108,11 @@ fn fill_autos(mut schedule: LrSchedule, file: &DsConfig, base: &LrSchedule, lr: 
             }
         }
         (LrSchedule::WarmupDecay(w), base) => {
-            let base = if let LrSchedule::WarmupDecay(base) = base { Some(base) } else { None };
+            let base = if let LrSchedule::WarmupDecay(base) = base {
+                Some(base)
+            } else {
+                None
+            };
             if auto("warmup_num_steps") {
                 w.warmup_num_steps = base.map_or(no_warmup, |b| b.warmup_num_steps);
             }
@@ -96,7 +127,11 @@ fn fill_autos(mut schedule: LrSchedule, file: &DsConfig, base: &LrSchedule, lr: 
             }
         }
         (LrSchedule::WarmupCosine(w), base) => {
-            let base = if let LrSchedule::WarmupCosine(base) = base { Some(base) } else { None };
+            let base = if let LrSchedule::WarmupCosine(base) = base {
+                Some(base)
+            } else {
+                None
+            };
             if auto("warmup_num_steps") {
                 w.warmup_num_steps = base.map_or(no_warmup, |b| b.warmup_num_steps);
             }
@@ -109,7 +144,8 @@ fn fill_autos(mut schedule: LrSchedule, file: &DsConfig, base: &LrSchedule, lr: 
     schedule
 }
 
-/// Applies `--lr`, `--betas`, `--warmup-steps`, `--min-lr` and `--decay-steps` to the parts of the schedule.
+/// Applies `--lr`, `--betas`, `--warmup-steps`, `--min-lr` and `--decay-steps` to the parts of the
+/// schedule.
 fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(), CliError> {
     let usage = |text: String| Err(CliError::Usage(text));
     let name = name(schedule);
@@ -136,7 +172,9 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
     if let Some(steps) = args.warmup_steps {
         match schedule {
             LrSchedule::Constant | LrSchedule::LinearWarmup { .. } => {
-                *schedule = LrSchedule::LinearWarmup { warmup_steps: steps };
+                *schedule = LrSchedule::LinearWarmup {
+                    warmup_steps: steps,
+                };
             }
             LrSchedule::Decay(d) => {
                 if d.warmup_steps.saturating_add(d.decay_steps) == d.total_steps {
@@ -144,7 +182,9 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
                 }
                 d.warmup_steps = steps;
             }
-            LrSchedule::Warmup(_) | LrSchedule::WarmupDecay(_) | LrSchedule::WarmupCosine(_) if steps < 2 => {
+            LrSchedule::Warmup(_) | LrSchedule::WarmupDecay(_) | LrSchedule::WarmupCosine(_)
+                if steps < 2 =>
+            {
                 return usage(format!(
                     "--warmup-steps {steps}: DeepSpeed's schedule {name} has at least 2 steps of warm-up; pass 2, or \
                      --schedule constant, linear or cosine"
@@ -154,7 +194,9 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
             LrSchedule::WarmupDecay(w) => w.warmup_num_steps = steps,
             LrSchedule::WarmupCosine(w) => w.warmup_num_steps = steps,
             _ => {
-                return usage(format!("--warmup-steps {steps}: the schedule {name} has no warm-up; pass --schedule"));
+                return usage(format!(
+                    "--warmup-steps {steps}: the schedule {name} has no warm-up; pass --schedule"
+                ));
             }
         }
     }
@@ -163,7 +205,9 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
     }
     if let Some(min_lr) = args.min_lr {
         if min_lr > lr {
-            return usage(format!("--min-lr {min_lr}: expected at most the learning rate {lr}"));
+            return usage(format!(
+                "--min-lr {min_lr}: expected at most the learning rate {lr}"
+            ));
         }
         match schedule {
             LrSchedule::Decay(d) => d.min_lr = min_lr,
@@ -184,7 +228,8 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
     }
     match schedule {
         LrSchedule::Decay(d)
-            if d.warmup_steps.saturating_add(d.decay_steps) > d.total_steps.max(d.warmup_steps.saturating_add(1)) =>
+            if d.warmup_steps.saturating_add(d.decay_steps)
+                > d.total_steps.max(d.warmup_steps.saturating_add(1)) =>
         {
             usage(format!(
                 "{} steps of warm-up and {} of decay are more than {} steps; pass fewer --warmup-steps or --decay-steps",
@@ -233,6 +278,9 @@ fn name(schedule: &LrSchedule) -> String {
         LrSchedule::Constant | LrSchedule::LinearWarmup { .. } => "constant".to_owned(),
         LrSchedule::Decay(d) if d.curve == DecayCurve::Cosine => "cosine".to_owned(),
         LrSchedule::Decay(_) => "linear".to_owned(),
-        other => serde_json::to_value(other).unwrap_or_default()["type"].as_str().unwrap_or_default().to_owned(),
+        other => serde_json::to_value(other).unwrap_or_default()["type"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned(),
     }
 }

@@ -20,11 +20,12 @@ use crate::model::gpt2::passes;
 use crate::model::param_groups::GroupSettings;
 use crate::trainer::{AT_STAGE_3, OffloadSettings, Settings};
 
-/// Default elements of a gradient bucket on the host: 2 MiB in fp32. On GPUs a bucket has room for the largest unit.
+/// Default elements of a gradient bucket on the host: 2 MiB in fp32. On GPUs a bucket has room for
+/// the largest unit.
 pub(in crate::cli) const BUCKET_ELEMS: usize = 1 << 19;
 
-/// The settings that apply where neither a flag nor the configuration file gives one, or where the file has `"auto"`:
-/// the defaults, or those of the checkpoint that the run resumes.
+/// The settings that apply where neither a flag nor the configuration file gives one, or where the
+/// file has `"auto"`: the defaults, or those of the checkpoint that the run resumes.
 #[derive(Clone, Debug)]
 pub(super) struct Base {
     /// `None`: 3, or DeepSpeed's default 0 with a configuration file.
@@ -33,7 +34,8 @@ pub(super) struct Base {
     pub(super) hyper: AdamHyper,
     pub(super) lr: f64,
     pub(super) schedule: LrSchedule,
-    /// 0 disables clipping. `None`: 0, or 1 with a configuration file, as in DeepSpeed and for `"auto"`.
+    /// 0 disables clipping. `None`: 0, or 1 with a configuration file, as in DeepSpeed and for
+    /// `"auto"`.
     pub(super) max_grad_norm: Option<f64>,
     pub(super) loss_scaling: LossScaling,
     /// Sequences per micro-batch and rank.
@@ -48,7 +50,8 @@ pub(super) struct Base {
     pub(super) sub_group_elems: usize,
     /// Whether activations are recomputed in backward.
     pub(super) activation_checkpointing: bool,
-    /// Whether a GPU recomputes GELU's output in backward. `None`: where its memory is too small otherwise.
+    /// Whether a GPU recomputes GELU's output in backward. `None`: where its memory is too small
+    /// otherwise.
     pub(super) recompute_gelu: Option<bool>,
     /// The offload.
     pub(super) offload: OffloadSettings,
@@ -88,17 +91,28 @@ impl Default for Base {
     }
 }
 
-/// Raises a limit of live parameters that is too low for one pass of the model, and returns a note about it.
-pub(super) fn raise_live_limit(settings: &mut Settings, layout: &Layout, config: &GptConfig) -> Option<String> {
-    let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems as usize);
+/// Raises a limit of live parameters that is too low for one pass of the model, and returns a note
+/// about it.
+pub(super) fn raise_live_limit(
+    settings: &mut Settings,
+    layout: &Layout,
+    config: &GptConfig,
+) -> Option<String> {
+    let elems = |unit: &usize| {
+        layout
+            .units()
+            .get(*unit)
+            .map_or(0, |u| u.padded_elems as usize)
+    };
     let pass = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<usize>();
     let least = passes(config).iter().map(pass).max().unwrap_or(0);
     let limit = &mut settings.prefetch.max_live_elems;
     if !settings.stage.shards_params() || *limit >= least {
         return None;
     }
-    let notice =
-        format!("stage3_max_live_parameters {limit} is less than one pass of the model reads; using {least}");
+    let notice = format!(
+        "stage3_max_live_parameters {limit} is less than one pass of the model reads; using {least}"
+    );
     *limit = least;
     Some(notice)
 }
@@ -118,20 +132,32 @@ pub(super) struct RunShape {
 }
 
 /// Whether the run recomputes activations in backward.
-pub(super) fn checkpoints_activations(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> bool {
+pub(super) fn checkpoints_activations(
+    args: &TrainArgs,
+    file: Option<&DsConfig>,
+    base: &Base,
+) -> bool {
     let of_file = file.is_some_and(|f| f.activation_checkpointing.is_some());
-    args.activation_checkpointing.unwrap_or(of_file || base.activation_checkpointing)
+    args.activation_checkpointing
+        .unwrap_or(of_file || base.activation_checkpointing)
 }
 
 /// The ZeRO stage of a run.
-pub(super) fn stage(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> Result<ZeroStage, CliError> {
-    let of_file = file.filter(|f| f.has_stage || base.stage.is_none()).map(|f| u64::from(f.zero.stage));
+pub(super) fn stage(
+    args: &TrainArgs,
+    file: Option<&DsConfig>,
+    base: &Base,
+) -> Result<ZeroStage, CliError> {
+    let of_file = file
+        .filter(|f| f.has_stage || base.stage.is_none())
+        .map(|f| u64::from(f.zero.stage));
     let stage = args.stage.or(of_file).or(base.stage).unwrap_or(3);
-    ZeroStage::from_number(stage).ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2 or 3")))
+    ZeroStage::from_number(stage)
+        .ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2 or 3")))
 }
 
-/// The settings of a run, and notes for the user: flags override `file`, which overrides `base`. `"auto"` in the file
-/// has the value that accelerate and the Hugging Face Trainer give it.
+/// The settings of a run, and notes for the user: flags override `file`, which overrides `base`.
+/// `"auto"` in the file has the value that accelerate and the Hugging Face Trainer give it.
 pub(super) fn settings(
     args: &TrainArgs,
     file: Option<&DsConfig>,
@@ -140,10 +166,15 @@ pub(super) fn settings(
 ) -> Result<(Settings, Vec<String>), CliError> {
     let mut notices = Vec::new();
     let stage = stage(args, file, base)?;
-    let dtype = args.dtype.map_or(file.and_then(|f| f.dtype).unwrap_or(base.dtype), DType::from);
+    let dtype = args.dtype.map_or(
+        file.and_then(|f| f.dtype).unwrap_or(base.dtype),
+        DType::from,
+    );
     for (key, requested) in file.map(|f| &f.requested_types[..]).unwrap_or_default() {
         if *requested != dtype {
-            notices.push(format!("{key} {requested} is ignored: it is {dtype}, the type of the parameters"));
+            notices.push(format!(
+                "{key} {requested} is ignored: it is {dtype}, the type of the parameters"
+            ));
         }
     }
     let loss_scaling = match file.and_then(|f| f.loss_scaling.clone()) {
@@ -155,7 +186,11 @@ pub(super) fn settings(
     // A resumed run keeps its sizes and places unless the file has the block.
     let with_block = file.filter(|f| f.has_stage || base.stage.is_none());
     let checkpointing = checkpoints_activations(args, file, base);
-    let run = Offloaded { stage, dtype, checkpointing };
+    let run = Offloaded {
+        stage,
+        dtype,
+        checkpointing,
+    };
     let offload = offload::settings(&args.offload, with_block, &base.offload, run, &mut notices)?;
     let (lr, hyper) = adam(args, file, base);
     let schedule = schedule::schedule(args, file, base, lr, shape.steps, &mut notices)?;
@@ -174,16 +209,29 @@ pub(super) fn settings(
             with_block.map_or(base.sub_group_elems, |file| sub_group(file, &mut notices)),
             &offload,
         ));
-    rules.check().map_err(|error| CliError::Usage(name_flag(args, error.to_string())))?;
+    rules
+        .check()
+        .map_err(|error| CliError::Usage(name_flag(args, error.to_string())))?;
     let zero = with_block.map(|f| f.zero_for(shape.hidden));
     let zero = zero.as_ref();
-    // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is reduced.
+    // A bucket holds gradients of at most one unit, so DeepSpeed's default of 5e8 elements is
+    // reduced.
     let ranks = shape.ranks;
-    let from_file = zero.map(|z| z.reduce_bucket_elems.min(shape.largest_unit).max(ranks as u64) as usize);
-    let default = if shape.on_gpus { (shape.largest_unit as usize).max(ranks) } else { BUCKET_ELEMS };
+    let from_file = zero.map(|z| {
+        z.reduce_bucket_elems
+            .min(shape.largest_unit)
+            .max(ranks as u64) as usize
+    });
+    let default = if shape.on_gpus {
+        (shape.largest_unit as usize).max(ranks)
+    } else {
+        BUCKET_ELEMS
+    };
     let chosen = args.bucket_elems.or(from_file);
     // Runs on the host record its default, and so did older versions on GPUs, where it is slow.
-    let recorded = base.bucket_elems.filter(|&elems| !shape.on_gpus || elems != BUCKET_ELEMS);
+    let recorded = base
+        .bucket_elems
+        .filter(|&elems| !shape.on_gpus || elems != BUCKET_ELEMS);
     if chosen.or(recorded).is_none() && base.bucket_elems.is_some() && default != BUCKET_ELEMS {
         notices.push(format!(
             "the recorded run has buckets of {BUCKET_ELEMS} elements, the default of a host; on a GPU they have {default}: \
@@ -196,10 +244,17 @@ pub(super) fn settings(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
         )));
     }
-    let overlap = args.no_overlap.map_or(zero.map_or(base.overlap, |z| z.overlaps_at(stage.number())), |no| !no);
+    let overlap = args.no_overlap.map_or(
+        zero.map_or(base.overlap, |z| z.overlaps_at(stage.number())),
+        |no| !no,
+    );
     let mut prefetch = zero.map_or(base.prefetch, |z| {
         PrefetchOptions::default()
-            .ahead(if z.prefetch_bucket_elems == 0 { 0 } else { usize::MAX })
+            .ahead(if z.prefetch_bucket_elems == 0 {
+                0
+            } else {
+                usize::MAX
+            })
             .ahead_elems(z.prefetch_bucket_elems as usize)
             .max_live_elems(z.max_live_elems as usize)
             .persistence_threshold_elems(z.persistence_threshold_elems as usize)
@@ -212,16 +267,23 @@ pub(super) fn settings(
         stage,
         dtype,
         grad_accum_steps: 1,
-        reduce_every_micro_batch: args.reduce_every_micro_batch.unwrap_or(base.reduce_every_micro_batch),
+        reduce_every_micro_batch: args
+            .reduce_every_micro_batch
+            .unwrap_or(base.reduce_every_micro_batch),
         bucket_capacity_elems: bucket,
         overlap,
         prefetch,
         optimizer: rules,
         groups: GroupSettings {
-            groups: file.and_then(|f| f.param_groups.as_ref()).unwrap_or(&base.groups.groups).clone(),
+            groups: file
+                .and_then(|f| f.param_groups.as_ref())
+                .unwrap_or(&base.groups.groups)
+                .clone(),
             no_decay_1d: args.no_decay_1d.unwrap_or(base.groups.no_decay_1d),
         },
-        graphs: args.cuda_graph.unwrap_or(args.recorded_graphs && stage != ZeroStage::Three && !offload.is_any()),
+        graphs: args
+            .cuda_graph
+            .unwrap_or(args.recorded_graphs && stage != ZeroStage::Three && !offload.is_any()),
         offload,
         limit,
     };
@@ -233,11 +295,18 @@ fn name_flag(args: &TrainArgs, error: String) -> String {
     let flags = [
         ("lr ", "--lr", args.lr.is_some()),
         ("max_grad_norm ", "--clip", args.clip.is_some()),
-        ("weight_decay ", "--weight-decay", args.weight_decay.is_some()),
+        (
+            "weight_decay ",
+            "--weight-decay",
+            args.weight_decay.is_some(),
+        ),
         ("eps ", "--eps", args.eps.is_some()),
         ("beta", "--betas", args.betas.is_some()),
     ];
-    match flags.into_iter().find(|(name, _, given)| *given && error.starts_with(name)) {
+    match flags
+        .into_iter()
+        .find(|(name, _, given)| *given && error.starts_with(name))
+    {
         Some((_, flag, _)) => format!("{flag}: {error}"),
         None => error,
     }
@@ -268,7 +337,9 @@ fn adam(args: &TrainArgs, file: Option<&DsConfig>, base: &Base) -> (f64, AdamHyp
 }
 
 fn sub_group(file: &DsConfig, notices: &mut Vec<String>) -> usize {
-    let Some(elems) = file.zero.sub_group_elems else { return usize::MAX };
+    let Some(elems) = file.zero.sub_group_elems else {
+        return usize::MAX;
+    };
     if elems < MIN_SUB_GROUP_ELEMS {
         notices.push(format!(
             "zero_optimization.sub_group_size {elems} is too small for one launch; using {MIN_SUB_GROUP_ELEMS}"
@@ -306,7 +377,10 @@ pub(super) fn resolved_autos(
             None => json!(default),
         },
     };
-    file.autos.iter().map(|key| (key.clone(), value(key))).collect()
+    file.autos
+        .iter()
+        .map(|key| (key.clone(), value(key)))
+        .collect()
 }
 
 /// Rejects `--cuda-graph` for steps that cannot be recorded.
@@ -330,38 +404,94 @@ mod tests {
     use crate::cli::OffloadArgs;
     use crate::trainer::Home;
 
-    const SHAPE: RunShape = RunShape { ranks: 2, largest_unit: 1000, on_gpus: false, hidden: 8, steps: 10 };
+    const SHAPE: RunShape = RunShape {
+        ranks: 2,
+        largest_unit: 1000,
+        on_gpus: false,
+        hidden: 8,
+        steps: 10,
+    };
 
     fn of(args: &TrainArgs, file: Option<&str>) -> Settings {
         let file = file.map(|text| DsConfig::parse(text).unwrap());
-        settings(args, file.as_ref(), &Base::default(), SHAPE).unwrap().0
+        settings(args, file.as_ref(), &Base::default(), SHAPE)
+            .unwrap()
+            .0
     }
 
     #[test]
     fn graphs_and_offload_exclude_each_other() {
-        let cpu = || OffloadArgs { offload: Some(Home::Host), ..OffloadArgs::default() };
-        let flag = TrainArgs { cuda_graph: Some(true), stage: Some(2), offload: cpu(), ..TrainArgs::default() };
-        let error = check_graphs(&of(&flag, None), true).unwrap_err().to_string();
-        assert!(error.starts_with("--cuda-graph: steps with offload"), "{error}");
+        let cpu = || OffloadArgs {
+            offload: Some(Home::Host),
+            ..OffloadArgs::default()
+        };
+        let flag = TrainArgs {
+            cuda_graph: Some(true),
+            stage: Some(2),
+            offload: cpu(),
+            ..TrainArgs::default()
+        };
+        let error = check_graphs(&of(&flag, None), true)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("--cuda-graph: steps with offload"),
+            "{error}"
+        );
         // A resumed run that recorded graphs records none.
-        let resumed = TrainArgs { recorded_graphs: true, stage: Some(2), offload: cpu(), ..TrainArgs::default() };
+        let resumed = TrainArgs {
+            recorded_graphs: true,
+            stage: Some(2),
+            offload: cpu(),
+            ..TrainArgs::default()
+        };
         assert!(!of(&resumed, None).graphs);
-        let without = TrainArgs { recorded_graphs: true, stage: Some(2), ..TrainArgs::default() };
+        let without = TrainArgs {
+            recorded_graphs: true,
+            stage: Some(2),
+            ..TrainArgs::default()
+        };
         assert!(of(&without, None).graphs);
     }
 
     #[test]
     fn bucket_of_gpus_has_room_for_the_largest_unit() {
-        let file = DsConfig::parse(r#"{"zero_optimization": {"stage": 2, "reduce_bucket_size": 700}}"#).unwrap();
-        let flag = TrainArgs { bucket_elems: Some(500), ..TrainArgs::default() };
-        let recorded = Base { bucket_elems: Some(600), ..Base::default() };
+        let file =
+            DsConfig::parse(r#"{"zero_optimization": {"stage": 2, "reduce_bucket_size": 700}}"#)
+                .unwrap();
+        let flag = TrainArgs {
+            bucket_elems: Some(500),
+            ..TrainArgs::default()
+        };
+        let recorded = Base {
+            bucket_elems: Some(600),
+            ..Base::default()
+        };
         let elems = |on_gpus, args: &TrainArgs, file, base: &Base| {
-            settings(args, file, base, RunShape { on_gpus, ..SHAPE }).unwrap().0.bucket_capacity_elems
+            settings(args, file, base, RunShape { on_gpus, ..SHAPE })
+                .unwrap()
+                .0
+                .bucket_capacity_elems
         };
         let (none, base) = (TrainArgs::default(), Base::default());
-        assert_eq!((elems(true, &none, None, &base), elems(false, &none, None, &base)), (1000, 1 << 19));
-        let hosts = Base { bucket_elems: Some(1 << 19), ..Base::default() };
-        assert_eq!((elems(true, &none, None, &hosts), elems(false, &none, None, &hosts)), (1000, 1 << 19));
+        assert_eq!(
+            (
+                elems(true, &none, None, &base),
+                elems(false, &none, None, &base)
+            ),
+            (1000, 1 << 19)
+        );
+        let hosts = Base {
+            bucket_elems: Some(1 << 19),
+            ..Base::default()
+        };
+        assert_eq!(
+            (
+                elems(true, &none, None, &hosts),
+                elems(false, &none, None, &hosts)
+            ),
+            (1000, 1 << 19)
+        );
         for on_gpus in [true, false] {
             assert_eq!(elems(on_gpus, &none, None, &recorded), 600);
             assert_eq!(elems(on_gpus, &none, Some(&file), &base), 700);
@@ -372,9 +502,15 @@ mod tests {
     #[test]
     fn offload_cuts_sub_groups() {
         let file = |keys: &str| {
-            format!(r#"{{"zero_optimization": {{"stage": 2, "offload_optimizer": {{"device": "cpu"}}{keys}}}}}"#)
+            format!(
+                r#"{{"zero_optimization": {{"stage": 2, "offload_optimizer": {{"device": "cpu"}}{keys}}}}}"#
+            )
         };
-        let elems = |text: &str| of(&TrainArgs::default(), Some(text)).optimizer.sub_group_elems;
+        let elems = |text: &str| {
+            of(&TrainArgs::default(), Some(text))
+                .optimizer
+                .sub_group_elems
+        };
         assert_eq!(elems(&file("")), 1 << 20);
         assert_eq!(elems(&file(r#", "sub_group_size": 1e9"#)), 1_000_000_000);
         assert_eq!(elems(r#"{"zero_optimization": {"stage": 2}}"#), usize::MAX);

@@ -1,5 +1,5 @@
-//! SIGINT, SIGTERM and SIGHUP. The first ends the run after the current step, or at the next micro-batch of an
-//! evaluation, with a checkpoint; the second ends the process at once.
+//! SIGINT, SIGTERM and SIGHUP. The first ends the run after the current step, or at the next
+//! micro-batch of an evaluation, with a checkpoint; the second ends the process at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -30,14 +30,16 @@ impl Signals {
         for signal in ENDING {
             signals.register(signal).map_err(not_handled)?;
         }
-        // A write beyond the limit of a file's size (ulimit -f) then returns an error, and does not end the process.
+        // A write beyond the limit of a file's size (ulimit -f) then returns an error, and does not
+        // end the process.
         flag::register(SIGXFSZ, Arc::default()).map_err(not_handled)?;
         Ok(signals)
     }
 
     fn register(&self, signal: i32) -> std::io::Result<()> {
-        // In this order, so that the first signal only sets the flag. A rank that the launcher started may receive a
-        // signal twice, from it and from the system, and leaves the end to it.
+        // In this order, so that the first signal only sets the flag. A rank that the launcher
+        // started may receive a signal twice, from it and from the system, and leaves the end to
+        // it.
         if !Report::is_expected() {
             flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&self.received))?;
         }
@@ -51,16 +53,24 @@ impl Signals {
         let mut signals = signal_hook::iterator::Signals::new(ENDING).map_err(not_handled)?;
         let announce = move || {
             if signals.forever().next().is_some() {
-                print_note("interrupted: the run ends after this step and its save; a second signal ends it at once");
+                print_note(
+                    "interrupted: the run ends after this step and its save; a second signal ends it at once",
+                );
             }
         };
-        std::thread::Builder::new().name("signals".to_owned()).spawn(announce).map(drop).map_err(not_handled)
+        std::thread::Builder::new()
+            .name("signals".to_owned())
+            .spawn(announce)
+            .map(drop)
+            .map_err(not_handled)
     }
 
     /// The end of a run that a signal ended early. The signal may have reached only another rank.
     pub(super) fn interruption(&self) -> CliError {
         let last = i32::try_from(self.last.load(Ordering::Relaxed)).unwrap_or(0);
-        CliError::Interrupted { signal: if last == 0 { SIGINT } else { last } }
+        CliError::Interrupted {
+            signal: if last == 0 { SIGINT } else { last },
+        }
     }
 }
 

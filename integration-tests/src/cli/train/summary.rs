@@ -11,7 +11,8 @@ use super::run_setup::RunSetup;
 use super::utilization::Utilization;
 use crate::cli::output::counted;
 use crate::trainer::{
-    Breakdown, CommBytes, Home, MemoryBytes, MemoryTrace, NvmeBytes, RankSummary, StepMetrics, Validation,
+    Breakdown, CommBytes, Home, MemoryBytes, MemoryTrace, NvmeBytes, RankSummary, StepMetrics,
+    Validation,
 };
 
 /// The figures of the run.
@@ -22,12 +23,17 @@ pub(super) fn closing(
     utilization: Option<&Utilization>,
 ) -> String {
     let mut out = String::new();
-    let Some(first) = ranks.first() else { return out };
+    let Some(first) = ranks.first() else {
+        return out;
+    };
     let Some(last) = &first.last else {
         let (steps, at) = (setup.options.steps, first.resumed_at);
         let _ = match setup.options.resume {
             Some(_) => {
-                writeln!(out, "nothing to do: the checkpoint is at step {at}, --steps {steps} is the last step")
+                writeln!(
+                    out,
+                    "nothing to do: the checkpoint is at step {at}, --steps {steps} is the last step"
+                )
             }
             None => writeln!(out, "nothing to do: --steps {steps} is the last step"),
         };
@@ -37,9 +43,15 @@ pub(super) fn closing(
         return out;
     };
     if first.cancelled {
-        let dir =
-            setup.options.checkpoint.as_ref().filter(|_| first.checkpoint.is_some()).map(|(dir, _)| dir.display());
-        let rest = dir.map(|dir| format!("; continue with --resume {dir}")).unwrap_or_default();
+        let dir = setup
+            .options
+            .checkpoint
+            .as_ref()
+            .filter(|_| first.checkpoint.is_some())
+            .map(|(dir, _)| dir.display());
+        let rest = dir
+            .map(|dir| format!("; continue with --resume {dir}"))
+            .unwrap_or_default();
         let _ = writeln!(out, "interrupted at step {}{rest}", first.step);
     }
     let newest = &steps[steps.len().saturating_sub(20)..];
@@ -53,11 +65,24 @@ pub(super) fn closing(
     );
     validation(&mut out, first, steps);
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
-        let _ = writeln!(out, "{} tokens/s, the median of the steps after the second", HumanCount(rate as u64));
+        let _ = writeln!(
+            out,
+            "{} tokens/s, the median of the steps after the second",
+            HumanCount(rate as u64)
+        );
     }
-    let exposed = median(steps.iter().skip(2).map(|s| s.overlap.exposed_comm_ms / s.step_ms));
+    let exposed = median(
+        steps
+            .iter()
+            .skip(2)
+            .map(|s| s.overlap.exposed_comm_ms / s.step_ms),
+    );
     if let Some(exposed) = exposed.filter(|_| setup.is_recorded()) {
-        let _ = writeln!(out, "{:.0}% of a step is communication that compute does not hide", exposed * 100.0);
+        let _ = writeln!(
+            out,
+            "{:.0}% of a step is communication that compute does not hide",
+            exposed * 100.0
+        );
     }
     if let Some(utilization) = utilization {
         breakdown_table(&mut out, steps, utilization);
@@ -72,13 +97,13 @@ pub(super) fn closing(
     out
 }
 
-/// A run that ends with this many skipped steps has diverged, if a lower loss scale could not help: a skipped step changes
-/// no weight, so one batch may be an outlier, but not several in a row.
+/// A run that ends with this many skipped steps has diverged, if a lower loss scale could not help:
+/// a skipped step changes no weight, so one batch may be an outlier, but not several in a row.
 const DIVERGED_STEPS: usize = 3;
 
-/// An error if the run ended with at least [`DIVERGED_STEPS`] skipped steps under the least loss scale, or with one without
-/// a finite loss under a loss scale that does not change. Steps that are skipped while the loss scale falls, as at the
-/// start of a run in fp16, do not count.
+/// An error if the run ended with at least [`DIVERGED_STEPS`] skipped steps under the least loss
+/// scale, or with one without a finite loss under a loss scale that does not change. Steps that are
+/// skipped while the loss scale falls, as at the start of a run in fp16, do not count.
 pub(super) fn diverged(setup: &RunSetup, steps: &[StepMetrics]) -> Option<String> {
     let least_scale = match &setup.settings.optimizer.loss_scaling {
         LossScaling::Dynamic(dynamic) => Some(dynamic.min_scale),
@@ -90,7 +115,9 @@ pub(super) fn diverged(setup: &RunSetup, steps: &[StepMetrics]) -> Option<String
 
 /// As [`diverged`]; `least_scale` is that of a dynamic loss scale.
 fn divergence(steps: &[StepMetrics], least_scale: Option<f64>, saves: bool) -> Option<String> {
-    let is_hopeless = |step: &&StepMetrics| step.skipped && least_scale.is_none_or(|least| step.loss_scale <= least);
+    let is_hopeless = |step: &&StepMetrics| {
+        step.skipped && least_scale.is_none_or(|least| step.loss_scale <= least)
+    };
     let skipped = steps.iter().rev().take_while(is_hopeless).count();
     let last = steps.last().filter(|_| skipped > 0)?;
     if last.loss.is_finite() || least_scale.is_some() {
@@ -106,19 +133,35 @@ fn divergence(steps: &[StepMetrics], least_scale: Option<f64>, saves: bool) -> O
             )
         });
     }
-    let saves = if saves { ", and its weights are not saved" } else { "" };
+    let saves = if saves {
+        ", and its weights are not saved"
+    } else {
+        ""
+    };
     Some(format!(
         "step {}: the loss is not finite, and the last {} skipped: training diverged{saves}; start again, or resume from \
          an earlier checkpoint, with a lower --lr or with --clip",
         last.step,
-        if skipped == 1 { "step was".to_owned() } else { format!("{skipped} steps were") },
+        if skipped == 1 {
+            "step was".to_owned()
+        } else {
+            format!("{skipped} steps were")
+        },
     ))
 }
 
 /// The last and the best evaluation.
 fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
-    if let Some((step, last)) = steps.iter().rev().find_map(|s| Some((s.step, s.validation?))) {
-        let Validation { loss, perplexity, tokens } = last;
+    if let Some((step, last)) = steps
+        .iter()
+        .rev()
+        .find_map(|s| Some((s.step, s.validation?)))
+    {
+        let Validation {
+            loss,
+            perplexity,
+            tokens,
+        } = last;
         let tokens = HumanCount(tokens);
         let _ = writeln!(
             out,
@@ -126,8 +169,15 @@ fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
         );
     }
     if let Some((best, path)) = &rank.best {
-        let path = path.as_ref().map(|path| format!(": {}", path.display())).unwrap_or_default();
-        let _ = writeln!(out, "best validation loss {:.4}, after step {}{path}", best.loss, best.step);
+        let path = path
+            .as_ref()
+            .map(|path| format!(": {}", path.display()))
+            .unwrap_or_default();
+        let _ = writeln!(
+            out,
+            "best validation loss {:.4}, after step {}{path}",
+            best.loss, best.step
+        );
     }
 }
 
@@ -136,38 +186,85 @@ type Field<'a> = &'a dyn Fn(&MemoryBytes) -> u64;
 
 fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let settings = &setup.settings;
-    let formula =
-        |stage| settings.groups.resolve(&setup.layout).ok()?.state_bytes(&setup.layout, stage, &settings.widths());
-    let (Some(formula), stage0) = (formula(settings.stage), formula(zero_shard::ZeroStage::Zero)) else { return };
+    let formula = |stage| {
+        settings.groups.resolve(&setup.layout).ok()?.state_bytes(
+            &setup.layout,
+            stage,
+            &settings.widths(),
+        )
+    };
+    let (Some(formula), stage0) = (
+        formula(settings.stage),
+        formula(zero_shard::ZeroStage::Zero),
+    ) else {
+        return;
+    };
     let stage0 = stage0.map(|state| state.total_bytes());
     // The part in memory.
     let offload = &settings.offload;
-    let kept = |home: &Home, bytes: u64| if matches!(home, Home::Nvme(_)) { 0 } else { bytes };
+    let kept = |home: &Home, bytes: u64| {
+        if matches!(home, Home::Nvme(_)) {
+            0
+        } else {
+            bytes
+        }
+    };
     let formula = StateBytes {
         params_bytes: kept(&offload.params, formula.params_bytes),
         grads_bytes: kept(&offload.params, formula.grads_bytes),
         optimizer_bytes: kept(&offload.optimizer, formula.optimizer_bytes),
     };
-    let held: Vec<MemoryBytes> = ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect();
+    let held: Vec<MemoryBytes> = ranks
+        .iter()
+        .filter_map(|r| r.last.as_ref())
+        .map(|m| m.memory)
+        .collect();
     let range = |of: Field<'_>| {
-        let (least, most) = (held.iter().map(of).min().unwrap_or(0), held.iter().map(of).max().unwrap_or(0));
+        let (least, most) = (
+            held.iter().map(of).min().unwrap_or(0),
+            held.iter().map(of).max().unwrap_or(0),
+        );
         let (least, most) = (bytes(least), bytes(most));
-        if least == most { most } else { format!("{least} to {most}") }
+        if least == most {
+            most
+        } else {
+            format!("{least} to {most}")
+        }
     };
     let n = setup.ranks;
-    let who = if held.len() == n { format!("each of {}", counted(n as u64, "rank")) } else { "rank 0".to_owned() };
+    let who = if held.len() == n {
+        format!("each of {}", counted(n as u64, "rank"))
+    } else {
+        "rank 0".to_owned()
+    };
     // The trace has no offloaded state.
-    let trace = ranks.first().and_then(|rank| rank.memory.as_ref()).filter(|_| !offload.updates_on_host());
+    let trace = ranks
+        .first()
+        .and_then(|rank| rank.memory.as_ref())
+        .filter(|_| !offload.updates_on_host());
     let peak = trace.and_then(MemoryTrace::peak);
-    let heading = if peak.is_some() { format!(" {:>12}", "at the peak") } else { String::new() };
+    let heading = if peak.is_some() {
+        format!(" {:>12}", "at the peak")
+    } else {
+        String::new()
+    };
     let held_by = format!("held by {who}");
     let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
-    let all =
-        |m: &MemoryBytes| total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes + m.staging_bytes;
+    let all = |m: &MemoryBytes| {
+        total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes + m.staging_bytes
+    };
     let rows: [(&str, Field<'_>, Option<u64>); 10] = [
-        ("parameters", &|m| m.params_bytes, Some(formula.params_bytes)),
+        (
+            "parameters",
+            &|m| m.params_bytes,
+            Some(formula.params_bytes),
+        ),
         ("gradients", &|m| m.grads_bytes, Some(formula.grads_bytes)),
-        ("optimizer state", &|m| m.optimizer_bytes, Some(formula.optimizer_bytes)),
+        (
+            "optimizer state",
+            &|m| m.optimizer_bytes,
+            Some(formula.optimizer_bytes),
+        ),
         ("model state", &total, Some(formula.total_bytes())),
         ("buckets, gathered units", &|m| m.buckets_bytes, None),
         ("activations", &|m| m.activations_bytes, None),
@@ -178,10 +275,20 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     ];
     // The bytes at the peak, in the same fields.
     let at_peak = peak.map(|peak| {
-        let [params_bytes, grads_bytes, optimizer_bytes, buckets_bytes, activations_bytes, workspace_bytes] =
-            peak.bytes;
+        let [
+            params_bytes,
+            grads_bytes,
+            optimizer_bytes,
+            buckets_bytes,
+            activations_bytes,
+            workspace_bytes,
+        ] = peak.bytes;
         let staging_bytes = held.first().map_or(0, |m| m.staging_bytes);
-        let in_peak = if setup.device.is_none() { staging_bytes } else { 0 };
+        let in_peak = if setup.device.is_none() {
+            staging_bytes
+        } else {
+            0
+        };
         let (peak_bytes, reserved_bytes) = (peak.total_bytes() + in_peak, 0);
         MemoryBytes {
             params_bytes,
@@ -197,12 +304,28 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         }
     });
     // The ranks may differ; then the columns are wider.
-    let width = rows.iter().map(|(_, of, _)| range(*of).len()).max().unwrap_or(0).max(12);
-    let _ = writeln!(out, "\n{held_by:<26} {:>width$} {:>12}{heading} (padding included)", "measured", "formula");
+    let width = rows
+        .iter()
+        .map(|(_, of, _)| range(*of).len())
+        .max()
+        .unwrap_or(0)
+        .max(12);
+    let _ = writeln!(
+        out,
+        "\n{held_by:<26} {:>width$} {:>12}{heading} (padding included)",
+        "measured", "formula"
+    );
     for (name, of, formula) in rows {
-        let at_peak = at_peak.as_ref().map(|peak| format!(" {:>12}", bytes(of(peak)))).unwrap_or_default();
+        let at_peak = at_peak
+            .as_ref()
+            .map(|peak| format!(" {:>12}", bytes(of(peak))))
+            .unwrap_or_default();
         let formula = formula.map_or("-".to_owned(), bytes);
-        let _ = writeln!(out, "  {name:<24} {:>width$} {formula:>12}{at_peak}", range(of));
+        let _ = writeln!(
+            out,
+            "  {name:<24} {:>width$} {formula:>12}{at_peak}",
+            range(of)
+        );
     }
     if let Some(moment) = trace.and_then(MemoryTrace::peak_moment) {
         let _ = writeln!(out, "  (the peak is rank 0's in its last step, {moment})");
@@ -210,11 +333,26 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     if let (Some(process), None) = (resident_peak_bytes(), &setup.device) {
         let _ = writeln!(out, "  (this process held at most {})", bytes(process));
     }
-    if let Some(host) = held.first().filter(|m| m.host_bytes > 0 && setup.device.is_some()) {
-        let _ = writeln!(out, "  in host memory, at most  {:>width$}", bytes(host.host_bytes));
+    if let Some(host) = held
+        .first()
+        .filter(|m| m.host_bytes > 0 && setup.device.is_some())
+    {
+        let _ = writeln!(
+            out,
+            "  in host memory, at most  {:>width$}",
+            bytes(host.host_bytes)
+        );
     }
-    let files = ranks.first().and_then(|rank| rank.last.as_ref()).and_then(|last| last.nvme);
-    if let Some(NvmeBytes { file_bytes, read_bytes, written_bytes }) = files {
+    let files = ranks
+        .first()
+        .and_then(|rank| rank.last.as_ref())
+        .and_then(|last| last.nvme);
+    if let Some(NvmeBytes {
+        file_bytes,
+        read_bytes,
+        written_bytes,
+    }) = files
+    {
         let _ = writeln!(
             out,
             "  on NVMe                  {:>width$}   (the last step read {} and wrote {})",
@@ -225,14 +363,20 @@ fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     }
     if let (Some(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
         let ours = (formula.total_bytes() + files.map_or(0, |files| files.file_bytes)).max(1);
-        let _ = writeln!(out, "  (stage 0 would hold {}: {:.2} x)", bytes(stage0), stage0 as f64 / ours as f64);
+        let _ = writeln!(
+            out,
+            "  (stage 0 would hold {}: {:.2} x)",
+            bytes(stage0),
+            stage0 as f64 / ours as f64
+        );
     }
 }
 
 /// A row of the breakdown.
 type Row = (&'static str, fn(&Breakdown) -> f64);
 
-/// The parts of the steps' wall time; parts that never occurred are left out, except the usual ones.
+/// The parts of the steps' wall time; parts that never occurred are left out, except the usual
+/// ones.
 const ROWS: [Row; 18] = [
     ("forward", |b| b.parts.forward_ms),
     ("  embedding", |b| b.units.embedding.forward_ms),
@@ -255,17 +399,34 @@ const ROWS: [Row; 18] = [
 ];
 
 fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utilization) {
-    let all: Vec<&Breakdown> = steps.iter().filter_map(|step| step.breakdown.as_ref()).collect();
+    let all: Vec<&Breakdown> = steps
+        .iter()
+        .filter_map(|step| step.breakdown.as_ref())
+        .collect();
     // The first two steps also load kernels and fill caches.
-    let usual = if all.len() > 2 { &all[2..] } else { all.as_slice() };
-    let Some(tflops) = median(usual.iter().map(|b| b.tflops)) else { return };
-    let _ = writeln!(out, "\n{:<26} {:>12} {:>12}", "a step of rank 0", "median ms", "of the run");
+    let usual = if all.len() > 2 {
+        &all[2..]
+    } else {
+        all.as_slice()
+    };
+    let Some(tflops) = median(usual.iter().map(|b| b.tflops)) else {
+        return;
+    };
+    let _ = writeln!(
+        out,
+        "\n{:<26} {:>12} {:>12}",
+        "a step of rank 0", "median ms", "of the run"
+    );
     let wall: f64 = all.iter().map(|b| b.wall_ms).sum();
     let mut row = |name: &str, of: fn(&Breakdown) -> f64| {
         let sum: f64 = all.iter().map(|b| of(b)).sum();
         let ms = median(usual.iter().map(|b| of(b))).unwrap_or(0.0);
         if sum > 0.0 {
-            let _ = writeln!(out, "  {name:<24} {ms:>12.3} {:>11.1}%", sum / wall.max(f64::MIN_POSITIVE) * 100.0);
+            let _ = writeln!(
+                out,
+                "  {name:<24} {ms:>12.3} {:>11.1}%",
+                sum / wall.max(f64::MIN_POSITIVE) * 100.0
+            );
         }
     };
     for (name, of) in ROWS {
@@ -279,17 +440,39 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
 fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
     let settings = &setup.settings;
     let reductions = settings.reductions();
-    let Ok(formula) = setup.layout.step_traffic(settings.stage, &settings.widths(), reductions) else { return };
-    let most = if settings.stage.shards_params() { "formula (at most)" } else { "formula" };
-    let _ = writeln!(out, "\n{:<26} {:>12} {most:>12}", "sent by a rank in a step", "measured");
+    let Ok(formula) = setup
+        .layout
+        .step_traffic(settings.stage, &settings.widths(), reductions)
+    else {
+        return;
+    };
+    let most = if settings.stage.shards_params() {
+        "formula (at most)"
+    } else {
+        "formula"
+    };
+    let _ = writeln!(
+        out,
+        "\n{:<26} {:>12} {most:>12}",
+        "sent by a rank in a step", "measured"
+    );
     let rows = [
-        ("reduce-scatter", sent.reduce_scatter, formula.reduce_scatter_bytes),
+        (
+            "reduce-scatter",
+            sent.reduce_scatter,
+            formula.reduce_scatter_bytes,
+        ),
         ("all-gather", sent.all_gather, formula.all_gather_bytes),
         ("all-reduce", sent.all_reduce, formula.all_reduce_bytes),
         ("all", sent.total(), formula.total_bytes()),
     ];
     for (name, measured, formula) in rows {
-        let _ = writeln!(out, "  {name:<24} {:>12} {:>12}", bytes(measured), bytes(formula));
+        let _ = writeln!(
+            out,
+            "  {name:<24} {:>12} {:>12}",
+            bytes(measured),
+            bytes(formula)
+        );
     }
 }
 
@@ -325,11 +508,20 @@ mod tests {
         let skipped = (2e9, 1.0, true);
         let message = |all: &[(f64, f64, bool)], least| divergence(&steps(all), least, true);
         let error = message(&[applied, skipped, skipped, skipped], None).unwrap();
-        assert!(error.starts_with("step 4: the last 3 steps were skipped"), "{error}");
-        assert!(error.contains("the checkpoint has the weights of step 1"), "{error}");
+        assert!(
+            error.starts_with("step 4: the last 3 steps were skipped"),
+            "{error}"
+        );
+        assert!(
+            error.contains("the checkpoint has the weights of step 1"),
+            "{error}"
+        );
         assert!(message(&[(2.0, 1.0, false), skipped, skipped, skipped], Some(1.0)).is_some());
         let error = message(&[applied, (f64::NAN, 1.0, true)], None).unwrap();
-        assert!(error.contains("the loss is not finite") && error.contains("not saved"), "{error}");
+        assert!(
+            error.contains("the loss is not finite") && error.contains("not saved"),
+            "{error}"
+        );
 
         // One or two outliers, and steps that were skipped earlier.
         assert_eq!(message(&[applied, skipped, skipped], None), None);

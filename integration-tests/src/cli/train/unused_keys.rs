@@ -35,10 +35,15 @@ pub(super) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
             "zero_optimization.gather_16bit_weights_on_model_save",
             "`zero ckpt export` writes whole weights from a checkpoint",
         ),
-        (file.steps_per_print.is_some(), "steps_per_print", "every step is in the progress bar and in --metrics"),
+        (
+            file.steps_per_print.is_some(),
+            "steps_per_print",
+            "every step is in the progress bar and in --metrics",
+        ),
     ];
     let set = keys.into_iter().filter(|(is_set, ..)| *is_set);
-    set.map(|(_, key, reason)| format!("{key} is ignored: {reason}")).collect()
+    set.map(|(_, key, reason)| format!("{key} is ignored: {reason}"))
+        .collect()
 }
 
 #[cfg(test)]
@@ -60,10 +65,19 @@ mod tests {
             "zero_optimization.gather_16bit_weights_on_model_save",
             "steps_per_print",
         ];
-        assert_eq!(lines.iter().map(|l| l.split(" is ignored: ").next().unwrap()).collect::<Vec<_>>(), expected);
+        assert_eq!(
+            lines
+                .iter()
+                .map(|l| l.split(" is ignored: ").next().unwrap())
+                .collect::<Vec<_>>(),
+            expected
+        );
         let defaults = r#"{"activation_checkpointing": {"partition_activations": false},
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 5e8, "sub_group_size": "auto"}}"#;
-        assert_eq!(notices(&DsConfig::parse(defaults).unwrap(), ZeroStage::Three), Vec::<String>::new());
+        assert_eq!(
+            notices(&DsConfig::parse(defaults).unwrap(), ZeroStage::Three),
+            Vec::<String>::new()
+        );
         // The stage of the run counts, not that of the file.
         let offload = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#;
         let offload = DsConfig::parse(offload).unwrap();

@@ -1,8 +1,9 @@
 //! Model FLOPs utilization: the rate of a run beside what its machine could do.
 //!
-//! A token costs `6 N + 12 L C T` FLOPs (PaLM, arXiv 2204.02311, appendix B; nanoGPT counts the same): N parameters that
-//! are factors of matrix products, L blocks of width C, T tokens a sequence. Recomputed activations do not count. N
-//! excludes the position embedding, and the token embedding if the head is not tied to it.
+//! A token costs `6 N + 12 L C T` FLOPs (PaLM, arXiv 2204.02311, appendix B; nanoGPT counts the
+//! same): N parameters that are factors of matrix products, L blocks of width C, T tokens a
+//! sequence. Recomputed activations do not count. N excludes the position embedding, and the token
+//! embedding if the head is not tied to it.
 
 use std::num::NonZero;
 use std::time::{Duration, Instant};
@@ -19,8 +20,8 @@ const MEASURED: Duration = Duration::from_millis(200);
 /// Rows and columns of the measured product: three matrices fit a core's cache.
 const SIDE: usize = 256;
 
-/// Dense peaks in TFLOP/s from NVIDIA's data sheets, by a part of the device's name: bf16, fp16 and fp32 without TF32.
-/// 0 if the card has no units for the type. The first match counts.
+/// Dense peaks in TFLOP/s from NVIDIA's data sheets, by a part of the device's name: bf16, fp16 and
+/// fp32 without TF32. 0 if the card has no units for the type. The first match counts.
 const GPUS: [(&str, [f64; 3]); 13] = [
     ("B200", [2250.0, 2250.0, 75.0]),
     ("H200 NVL", [835.5, 835.5, 60.0]),
@@ -47,11 +48,16 @@ pub(super) struct Utilization {
 }
 
 impl Utilization {
-    /// For the run of `setup`; measures matrix products on the host, which takes a fifth of a second.
+    /// For the run of `setup`; measures matrix products on the host, which takes a fifth of a
+    /// second.
     pub(super) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let config = &setup.workload.config;
         let (c, layers) = (config.n_embd as f64, config.n_layer as f64);
-        let tokens = if config.tied_head { 0.0 } else { config.vocab_size as f64 };
+        let tokens = if config.tied_head {
+            0.0
+        } else {
+            config.vocab_size as f64
+        };
         let factors = config.parameter_count() as f64 - (config.n_positions as f64 + tokens) * c;
         let flops_per_token = 6.0 * factors + 12.0 * layers * c * setup.options.seq_len as f64;
         let (peak, source) = match setup.device.as_ref().map(|gpu| &gpu.name) {
@@ -61,7 +67,9 @@ impl Utilization {
                 let peak = measure(threads).map_err(CliError::failure)?;
                 (
                     Some(peak),
-                    format!("the rate of fp32 matrix products here on {threads} threads, measured at the start"),
+                    format!(
+                        "the rate of fp32 matrix products here on {threads} threads, measured at the start"
+                    ),
                 )
             }
             Some(name) => {
@@ -71,11 +79,18 @@ impl Utilization {
                         Some(peak * 1e12 * setup.ranks as f64),
                         format!("the dense {dtype} peak of {} x {name}", setup.ranks),
                     ),
-                    None => (None, format!("the {dtype} peak of {name} is not known to this program")),
+                    None => (
+                        None,
+                        format!("the {dtype} peak of {name} is not known to this program"),
+                    ),
                 }
             }
         };
-        Ok(Self { flops_per_token, peak, source })
+        Ok(Self {
+            flops_per_token,
+            peak,
+            source,
+        })
     }
 
     /// Completes the breakdown of a step.
@@ -99,7 +114,11 @@ impl Utilization {
 
     /// Describes a rate of `tflops` in one line.
     pub(super) fn describe(&self, tflops: f64) -> String {
-        let Self { flops_per_token, peak, source } = self;
+        let Self {
+            flops_per_token,
+            peak,
+            source,
+        } = self;
         let per_token = format!("{} a token: 6 N + 12 L C T", si(*flops_per_token, "FLOP"));
         match peak {
             Some(peak) => format!(
@@ -108,7 +127,10 @@ impl Utilization {
                 tflops * 1e14 / peak,
                 si(*peak, "FLOP/s")
             ),
-            None => format!("model FLOPs: {} ({per_token}); {source}", si(tflops * 1e12, "FLOP/s")),
+            None => format!(
+                "model FLOPs: {} ({per_token}); {source}",
+                si(tflops * 1e12, "FLOP/s")
+            ),
         }
     }
 }
@@ -116,7 +138,10 @@ impl Utilization {
 /// A number with a decimal prefix: `1.25 TFLOP/s`.
 fn si(value: f64, unit: &str) -> String {
     let prefixes = [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
-    let (scale, prefix) = prefixes.into_iter().find(|(scale, _)| value >= *scale).unwrap_or((1.0, ""));
+    let (scale, prefix) = prefixes
+        .into_iter()
+        .find(|(scale, _)| value >= *scale)
+        .unwrap_or((1.0, ""));
     format!("{:.2} {prefix}{unit}", value / scale)
 }
 
@@ -136,7 +161,10 @@ fn data_sheet(name: &str, dtype: DType) -> Option<f64> {
 fn measure(threads: usize) -> Result<f64, rayon::ThreadPoolBuildError> {
     let pool = Threads::new(threads)?;
     // Each thread multiplies SIDE rows of x.
-    let (x, w) = (vec![1.0f32; threads * SIDE * SIDE], vec![1.0f32; SIDE * SIDE]);
+    let (x, w) = (
+        vec![1.0f32; threads * SIDE * SIDE],
+        vec![1.0f32; SIDE * SIDE],
+    );
     let mut y = vec![0.0f32; threads * SIDE * SIDE];
     let (started, mut best) = (Instant::now(), f64::INFINITY);
     while started.elapsed() < MEASURED {
@@ -153,7 +181,10 @@ mod tests {
 
     #[test]
     fn cards_are_found_by_name() {
-        assert_eq!(data_sheet("NVIDIA H100 80GB HBM3", DType::Bf16), Some(989.4));
+        assert_eq!(
+            data_sheet("NVIDIA H100 80GB HBM3", DType::Bf16),
+            Some(989.4)
+        );
         assert_eq!(data_sheet("NVIDIA H100 PCIe", DType::F32), Some(51.2));
         assert_eq!(data_sheet("NVIDIA A100-SXM4-80GB", DType::F16), Some(312.0));
         assert_eq!(data_sheet("NVIDIA L40S", DType::Bf16), Some(362.1));

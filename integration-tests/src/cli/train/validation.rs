@@ -52,12 +52,17 @@ pub(super) struct Rows {
 ///
 /// # Errors
 /// Flags that contradict each other, or data that cannot be read.
-pub(super) fn open(args: &TrainArgs, source: &DataSource) -> Result<(Dataset, Option<Arc<Dataset>>), CliError> {
+pub(super) fn open(
+    args: &TrainArgs,
+    source: &DataSource,
+) -> Result<(Dataset, Option<Arc<Dataset>>), CliError> {
     let usage = |text: &str| Err(CliError::Usage(text.to_owned()));
     let (training, validation) = match (&args.val_data, args.val_split) {
         (Some(_), Some(_)) => return usage("--val-data and --val-split: pass only one of them"),
         (None, Some(split)) if !(split > 0.0 && split < 1.0) => {
-            return usage(&format!("--val-split {split}: expected a fraction between 0 and 1, such as 0.1"));
+            return usage(&format!(
+                "--val-split {split}: expected a fraction between 0 and 1, such as 0.1"
+            ));
         }
         (None, None) if args.eval_every.is_some() || args.eval_tokens.is_some() => {
             return usage(
@@ -67,16 +72,21 @@ pub(super) fn open(args: &TrainArgs, source: &DataSource) -> Result<(Dataset, Op
         (None, None) => return Ok((Dataset::open(source).map_err(CliError::usage)?, None)),
         (None, Some(split)) => Dataset::open_split(source, split).map_err(CliError::usage)?,
         (Some(path), None) => {
-            let other = DataSource { path: Some(path.clone()), files: FolderFiles::All, ..source.clone() };
-            let validation =
-                Dataset::open(&other).map_err(|e| CliError::Usage(format!("--val-data {}: {e}", path.display())))?;
+            let other = DataSource {
+                path: Some(path.clone()),
+                files: FolderFiles::All,
+                ..source.clone()
+            };
+            let validation = Dataset::open(&other)
+                .map_err(|e| CliError::Usage(format!("--val-data {}: {e}", path.display())))?;
             (Dataset::open(source).map_err(CliError::usage)?, validation)
         }
     };
     Ok((training, Some(Arc::new(validation))))
 }
 
-/// Checks that training and validation data fit a model of `vocab_size` tokens and rows of `seq_len` tokens.
+/// Checks that training and validation data fit a model of `vocab_size` tokens and rows of
+/// `seq_len` tokens.
 pub(super) fn check_data(
     args: &TrainArgs,
     training: &Dataset,
@@ -91,7 +101,10 @@ pub(super) fn check_data(
         other => other.map_err(CliError::usage),
     };
     let (less, more) = match args.val_split {
-        Some(_) => ("a smaller --val-split", "a larger --val-split, or other data with --val-data"),
+        Some(_) => (
+            "a smaller --val-split",
+            "a larger --val-split, or other data with --val-data",
+        ),
         None => ("longer --data", "longer --val-data"),
     };
     check(training, less)?;
@@ -128,11 +141,18 @@ pub(super) fn options(
         eval_every: every,
         eval_tokens: windows * seq_len,
     };
-    Ok(Some((ValidationOptions { data, every, windows }, record)))
+    Ok(Some((
+        ValidationOptions {
+            data,
+            every,
+            windows,
+        },
+        record,
+    )))
 }
 
-/// As many windows as cost a tenth of `steps` steps: a forward is about a third of a step. Whole micro-batches of all
-/// ranks, at least one.
+/// As many windows as cost a tenth of `steps` steps: a forward is about a third of a step. Whole
+/// micro-batches of all ranks, at least one.
 fn default_windows(steps: u64, rows: Rows) -> u64 {
     let trained = u128::from(steps) * u128::from(rows.step);
     let micro_batches = (trained * 3 / 10 / u128::from(rows.micro_batch)).max(1);
@@ -146,17 +166,32 @@ pub(super) fn describe(options: &ValidationOptions, seq_len: usize) -> String {
         1 => "every step".to_owned(),
         every => format!("every {every} steps and at the end"),
     };
-    format!("{}; {} of them {when}", options.data.describe(), HumanCount(options.windows * seq_len as u64))
+    format!(
+        "{}; {} of them {when}",
+        options.data.describe(),
+        HumanCount(options.windows * seq_len as u64)
+    )
 }
 
 /// Notes about files that are left out, and a note if the validation data is the training data.
 pub(super) fn notices(training: &Dataset, validation: Option<&Arc<Dataset>>) -> Vec<String> {
     let mut notices = training.notices().to_vec();
-    let Some(validation) = validation else { return notices };
+    let Some(validation) = validation else {
+        return notices;
+    };
     // Those of a part of the training data are the same.
-    notices.extend(validation.notices().iter().filter(|notice| !training.notices().contains(notice)).cloned());
+    notices.extend(
+        validation
+            .notices()
+            .iter()
+            .filter(|notice| !training.notices().contains(notice))
+            .cloned(),
+    );
     if validation.fingerprint() == training.fingerprint() {
-        notices.push("the validation data is the training data: its loss does not show overfitting".to_owned());
+        notices.push(
+            "the validation data is the training data: its loss does not show overfitting"
+                .to_owned(),
+        );
     }
     notices
 }
@@ -167,7 +202,11 @@ mod tests {
 
     #[test]
     fn default_costs_a_tenth_of_the_steps() {
-        let rows = Rows { step: 16, micro_batch: 8, seq_len: 32 };
+        let rows = Rows {
+            step: 16,
+            micro_batch: 8,
+            seq_len: 32,
+        };
         assert_eq!(default_windows(100, rows), 480);
         // Whole micro-batches, at least one.
         assert_eq!(default_windows(3, rows), 8);

@@ -1,7 +1,8 @@
 //! Choices on disk, one file each, so that the bits of products stay the same on a machine.
 //!
-//! A file's name is a hash of the choice's subject: the card, the versions of driver and library, and the product. The
-//! file repeats the subject, lists what was measured, and ends with the choice and a checksum:
+//! A file's name is a hash of the choice's subject: the card, the versions of driver and library,
+//! and the product. The file repeats the subject, lists what was measured, and ends with the choice
+//! and a checksum:
 //!
 //! ```text
 //! zero matmul choice, version 1
@@ -12,15 +13,17 @@
 //! checksum 1f0c6e5a90b3d274
 //! ```
 //!
-//! Processes that need a choice at the same time measure one after the other: the first locks the file, measures and
-//! writes; the others wait for the lock and then read. Ranks reach the first use of a product after the same
-//! collectives, so the rank that measures needs nothing from those that wait for the same file.
+//! Processes that need a choice at the same time measure one after the other: the first locks the
+//! file, measures and writes; the others wait for the lock and then read. Ranks reach the first use
+//! of a product after the same collectives, so the rank that measures needs nothing from those that
+//! wait for the same file.
 //!
-//! A new choice is written to a temporary file, which replaces the old one when its bytes are on the disk: readers without the
-//! lock and crashes see one or the other, whole. Whoever waited for the lock of the old file then locks the new one.
+//! A new choice is written to a temporary file, which replaces the old one when its bytes are on
+//! the disk: readers without the lock and crashes see one or the other, whole. Whoever waited for
+//! the lock of the old file then locks the new one.
 //!
-//! A choice selects machine code, and the folder may be one that others can write to. So a file is used only if it is a
-//! regular file of this user or of root, and symbolic links are refused.
+//! A choice selects machine code, and the folder may be one that others can write to. So a file is
+//! used only if it is a regular file of this user or of root, and symbolic links are refused.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -71,21 +74,32 @@ impl Choices {
     /// Locks the file of `subject` for this process, after others have released it.
     ///
     /// # Errors
-    /// The file cannot be created or locked, is a symbolic link or another user's, or the limit has passed
-    /// ([`io::ErrorKind::WouldBlock`]).
+    /// The file cannot be created or locked, is a symbolic link or another user's, or the limit has
+    /// passed ([`io::ErrorKind::WouldBlock`]).
     pub(super) fn lock(&self, subject: &str, limit: Duration) -> io::Result<Locked> {
         std::fs::create_dir_all(&self.0)?;
         let path = self.path(subject);
         let start = Instant::now();
         loop {
-            let file = open(&path, File::options().read(true).write(true).create(true).truncate(false))?;
+            let file = open(
+                &path,
+                File::options()
+                    .read(true)
+                    .write(true)
+                    .create(true)
+                    .truncate(false),
+            )?;
             while let Err(error) = file.try_lock() {
                 match error {
                     TryLockError::WouldBlock if start.elapsed() < limit => std::thread::sleep(POLL),
                     error => return Err(error.into()),
                 }
             }
-            let locked = Locked { file, path: path.clone(), subject: subject.to_owned() };
+            let locked = Locked {
+                file,
+                path: path.clone(),
+                subject: subject.to_owned(),
+            };
             if locked.is_current()? {
                 return Ok(locked);
             }
@@ -108,7 +122,8 @@ impl Locked {
         read(&self.path, &self.subject)
     }
 
-    /// Replaces the file by one with this choice, on the disk when this returns, and releases the lock.
+    /// Replaces the file by one with this choice, on the disk when this returns, and releases the
+    /// lock.
     pub(super) fn write(self, table: &str, choice: &str) -> io::Result<()> {
         let body = format!("{FIRST}\n{}\n{table}choice {choice}\n", self.subject);
         let text = format!("{body}checksum {:016x}\n", hash(&body));
@@ -116,7 +131,10 @@ impl Locked {
 
         // Readable by all, as the file of a plain `File::create`.
         let permissions = std::fs::Permissions::from_mode(0o644);
-        let mut new = tempfile::Builder::new().prefix(".choice-").permissions(permissions).tempfile_in(folder)?;
+        let mut new = tempfile::Builder::new()
+            .prefix(".choice-")
+            .permissions(permissions)
+            .tempfile_in(folder)?;
         new.write_all(text.as_bytes())?;
         new.as_file().sync_all()?;
         new.persist(&self.path)?;
@@ -135,17 +153,24 @@ impl Locked {
 }
 
 impl Drop for Locked {
-    /// Unlocks explicitly: closing the file does not unlock it if a forked process has inherited it.
+    /// Unlocks explicitly: closing the file does not unlock it if a forked process has inherited
+    /// it.
     fn drop(&mut self) {
         let _ = self.file.unlock();
     }
 }
 
-/// Opens a regular file that is no symbolic link and that this user or root owns. Never waits, as for a writer of a pipe.
+/// Opens a regular file that is no symbolic link and that this user or root owns. Never waits, as
+/// for a writer of a pipe.
 fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    let file = match options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path) {
+    let file = match options
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)
+    {
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
-            return Err(io::Error::other("it is a symbolic link, which is not followed"));
+            return Err(io::Error::other(
+                "it is a symbolic link, which is not followed",
+            ));
         }
         opened => opened?,
     };
@@ -155,7 +180,10 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     }
     let user = rustix::process::geteuid().as_raw();
     if !is_trusted(metadata.uid(), user) {
-        let message = format!("it belongs to user {}, and this program runs as user {user}", metadata.uid());
+        let message = format!(
+            "it belongs to user {}, and this program runs as user {user}",
+            metadata.uid()
+        );
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
     }
     Ok(file)
@@ -173,8 +201,12 @@ fn read(path: &Path, subject: &str) -> io::Result<Contents> {
     if bytes.is_empty() {
         return Ok(Contents::Nothing);
     }
-    let choice = std::str::from_utf8(&bytes).ok().and_then(|text| parse(text, subject));
-    Ok(choice.map_or(Contents::Damaged, |choice| Contents::Choice(choice.to_owned())))
+    let choice = std::str::from_utf8(&bytes)
+        .ok()
+        .and_then(|text| parse(text, subject));
+    Ok(choice.map_or(Contents::Damaged, |choice| {
+        Contents::Choice(choice.to_owned())
+    }))
 }
 
 /// The choice in a file's text, if the file is whole and for this subject.
@@ -183,14 +215,19 @@ fn parse<'a>(text: &'a str, subject: &str) -> Option<&'a str> {
     if checksum != format!("{:016x}\n", hash(body)) {
         return None;
     }
-    let rest = body.strip_prefix(FIRST)?.strip_prefix('\n')?.strip_prefix(subject)?.strip_prefix('\n')?;
+    let rest = body
+        .strip_prefix(FIRST)?
+        .strip_prefix('\n')?
+        .strip_prefix(subject)?
+        .strip_prefix('\n')?;
     rest.lines().last()?.strip_prefix("choice ")
 }
 
 /// 64-bit FNV-1a.
 fn hash(text: &str) -> u64 {
-    text.bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
 }
 
 #[cfg(test)]
@@ -212,24 +249,36 @@ mod tests {
         assert_eq!(choices.find(SUBJECT).as_deref(), Some("ab"));
         assert_eq!(choices.find("a card\nanother product"), None);
         let text = std::fs::read_to_string(choices.path(SUBJECT)).unwrap();
-        assert!(text.contains("\na card\na product\n  1.0 us  t\nchoice ab\nchecksum "), "{text}");
+        assert!(
+            text.contains("\na card\na product\n  1.0 us  t\nchoice ab\nchecksum "),
+            "{text}"
+        );
     }
 
     #[test]
     fn damaged_and_foreign_files_are_not_read() {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        choices
+            .lock(SUBJECT, Duration::ZERO)
+            .unwrap()
+            .write("", "abc")
+            .unwrap();
         let path = choices.path(SUBJECT);
         let good = std::fs::read(&path).unwrap();
-        let mut damaged: Vec<Vec<u8>> = vec![good[..10].into(), good[..good.len() - 1].into(), vec![0xff]];
+        let mut damaged: Vec<Vec<u8>> =
+            vec![good[..10].into(), good[..good.len() - 1].into(), vec![0xff]];
         for at in [0, 40, good.len() - 2] {
             let mut flipped = good.clone();
             flipped[at] ^= 1;
             damaged.push(flipped);
         }
         // A whole file under the name of another.
-        choices.lock("other", Duration::ZERO).unwrap().write("", "abc").unwrap();
+        choices
+            .lock("other", Duration::ZERO)
+            .unwrap()
+            .write("", "abc")
+            .unwrap();
         damaged.push(std::fs::read(choices.path("other")).unwrap());
         for bytes in damaged {
             std::fs::write(&path, bytes).unwrap();
@@ -246,10 +295,19 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
         let first = choices.lock(SUBJECT, Duration::ZERO).unwrap();
-        assert_eq!(choices.lock(SUBJECT, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(
+            choices.lock(SUBJECT, Duration::ZERO).unwrap_err().kind(),
+            io::ErrorKind::WouldBlock
+        );
         drop(choices.lock("another subject", Duration::ZERO).unwrap());
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| choices.lock(SUBJECT, Duration::from_secs(300)).unwrap().read().unwrap());
+            let waits = scope.spawn(|| {
+                choices
+                    .lock(SUBJECT, Duration::from_secs(300))
+                    .unwrap()
+                    .read()
+                    .unwrap()
+            });
             first.write("", "abc").unwrap();
             assert_eq!(waits.join().unwrap(), Contents::Choice("abc".into()));
         });
@@ -260,7 +318,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
         let path = choices.path(SUBJECT);
-        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        choices
+            .lock(SUBJECT, Duration::ZERO)
+            .unwrap()
+            .write("", "abc")
+            .unwrap();
         let target = folder.path().join("another file");
         std::fs::rename(&path, &target).unwrap();
         let contents = std::fs::read(&target).unwrap();
@@ -278,7 +340,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
         let path = choices.path(SUBJECT);
-        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
         assert_eq!(choices.find(SUBJECT), None);
         let error = choices.lock(SUBJECT, Duration::ZERO).unwrap_err();
         assert!(error.to_string().contains("not a regular file"), "{error}");
@@ -290,25 +359,40 @@ mod tests {
         assert!(!is_trusted(1001, 1000) && !is_trusted(1000, 0));
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        choices
+            .lock(SUBJECT, Duration::ZERO)
+            .unwrap()
+            .write("", "abc")
+            .unwrap();
         if std::os::unix::fs::chown(choices.path(SUBJECT), Some(12345), None).is_err() {
             return eprintln!("NOT TESTED with a file: only root can give one away");
         }
         assert_eq!(choices.find(SUBJECT), None);
         let error = choices.lock(SUBJECT, Duration::ZERO).unwrap_err();
-        assert!(error.to_string().contains("belongs to user 12345"), "{error}");
+        assert!(
+            error.to_string().contains("belongs to user 12345"),
+            "{error}"
+        );
     }
 
     #[test]
     fn open_file_stays_whole_when_it_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "abc").unwrap();
+        choices
+            .lock(SUBJECT, Duration::ZERO)
+            .unwrap()
+            .write("", "abc")
+            .unwrap();
         let path = choices.path(SUBJECT);
         let before = std::fs::read_to_string(&path).unwrap();
         let mut open = File::open(&path).unwrap();
 
-        choices.lock(SUBJECT, Duration::ZERO).unwrap().write("", "another").unwrap();
+        choices
+            .lock(SUBJECT, Duration::ZERO)
+            .unwrap()
+            .write("", "another")
+            .unwrap();
         let mut seen = String::new();
         open.read_to_string(&mut seen).unwrap();
         assert_eq!(seen, before);
@@ -320,6 +404,10 @@ mod tests {
     #[test]
     fn unwritable_folder_is_an_error() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        assert!(Choices::at(file.path()).lock(SUBJECT, Duration::ZERO).is_err());
+        assert!(
+            Choices::at(file.path())
+                .lock(SUBJECT, Duration::ZERO)
+                .is_err()
+        );
     }
 }

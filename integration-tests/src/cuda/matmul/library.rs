@@ -71,8 +71,18 @@ pub(super) struct Calls {
     pub(super) preference_create: unsafe extern "C" fn(*mut Raw) -> Status,
     pub(super) preference_destroy: unsafe extern "C" fn(Raw) -> Status,
     pub(super) preference_set: unsafe extern "C" fn(Raw, c_int, *const c_void, usize) -> Status,
-    pub(super) heuristic:
-        unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Algorithm, *mut c_int) -> Status,
+    pub(super) heuristic: unsafe extern "C" fn(
+        Raw,
+        Raw,
+        Raw,
+        Raw,
+        Raw,
+        Raw,
+        Raw,
+        c_int,
+        *mut Algorithm,
+        *mut c_int,
+    ) -> Status,
     pub(super) check_algorithm:
         unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, *const c_void, *mut Algorithm) -> Status,
     pub(super) algorithm_attribute:
@@ -99,7 +109,10 @@ pub(super) struct Calls {
 }
 
 impl Calls {
-    #[allow(clippy::multiple_unsafe_ops_per_block, reason = "one proof for all of one kind")]
+    #[allow(
+        clippy::multiple_unsafe_ops_per_block,
+        reason = "one proof for all of one kind"
+    )]
     fn load(library: &Library) -> Result<Self, MissingFunction> {
         // SAFETY: each field has the function's signature in cublasLt.h.
         unsafe {
@@ -127,7 +140,8 @@ impl Calls {
     /// Loads the first of `paths` that can be loaded.
     fn find_among(paths: &[impl AsRef<str>]) -> Result<Self, LibraryError> {
         // SAFETY: the names are cuBLASLt's, or the user's choice.
-        let library = unsafe { Library::open(paths) }.map_err(|tried| LibraryError::NotFound { tried })?;
+        let library =
+            unsafe { Library::open(paths) }.map_err(|tried| LibraryError::NotFound { tried })?;
         Ok(Self::load(&library)?)
     }
 
@@ -141,7 +155,9 @@ impl Calls {
             format!("status {status}")
         } else {
             // SAFETY: a string of the library, which is loaded.
-            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+            unsafe { CStr::from_ptr(text) }
+                .to_string_lossy()
+                .into_owned()
         };
         Err(LibraryError::Call { call, message })
     }
@@ -164,7 +180,8 @@ const SEARCH: Search = Search {
     in_toolkit: true,
 };
 
-/// The paths to try. Libraries of a newer major version than the driver's come last, because they need a newer driver.
+/// The paths to try. Libraries of a newer major version than the driver's come last, because they
+/// need a newer driver.
 fn paths() -> Vec<String> {
     SEARCH.paths_for_driver(CudaDevice::driver_version().ok().map(|(major, _)| major))
 }
@@ -199,18 +216,31 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_an_error_that_names_what_was_tried() {
-        let error = Calls::find_among(&["libno-such-blas.so.1", "libnor-this.so"]).err().unwrap();
-        let LibraryError::NotFound { tried } = &error else { panic!("{error}") };
+        let error = Calls::find_among(&["libno-such-blas.so.1", "libnor-this.so"])
+            .err()
+            .unwrap();
+        let LibraryError::NotFound { tried } = &error else {
+            panic!("{error}")
+        };
         assert_eq!(tried.len(), 2);
         let text = error.to_string();
-        assert!(text.contains("libno-such-blas.so.1") && text.contains("libnor-this.so"), "{text}");
+        assert!(
+            text.contains("libno-such-blas.so.1") && text.contains("libnor-this.so"),
+            "{text}"
+        );
     }
 
     #[test]
     fn wrong_library_error_names_the_function() {
         let error = Calls::find_among(&["libc.so.6"]).err().unwrap();
         assert!(
-            matches!(&error, LibraryError::MissingFunction(MissingFunction { function: "cublasLtCreate", .. })),
+            matches!(
+                &error,
+                LibraryError::MissingFunction(MissingFunction {
+                    function: "cublasLtCreate",
+                    ..
+                })
+            ),
             "{error}"
         );
     }

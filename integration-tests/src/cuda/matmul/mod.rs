@@ -1,10 +1,11 @@
 //! Matrix products by cuBLASLt, with biases and GELU in the same pass over memory.
 //!
-//! The library proposes several algorithms for a shape, which differ in speed and in the order of their sums. The first is
-//! used, or with [`Timing`] the fastest.
+//! The library proposes several algorithms for a shape, which differ in speed and in the order of
+//! their sums. The first is used, or with [`Timing`] the fastest.
 //!
-//! All matrices here are row-major. The library is column-major, so it computes the transposed product:
-//! `(x w)^T = w^T x^T`, where a row-major matrix is its own transpose in column-major order.
+//! All matrices here are row-major. The library is column-major, so it computes the transposed
+//! product: `(x w)^T = w^T x^T`, where a row-major matrix is its own transpose in column-major
+//! order.
 
 mod kept;
 mod library;
@@ -43,10 +44,13 @@ const MOST_WORKSPACE_BYTES: u64 = 256 << 20;
 /// Parts of the sums of a weight's gradient that fit the workspace. Each part is a matrix in fp32.
 const PARTS: u64 = 16;
 
-/// The workspace for products whose sums are worth splitting, the gradients of weights of at most `weight_elems` elements:
-/// 32 to 256 MiB. Large devices are filled only if several blocks compute parts of one sum, which they leave here.
+/// The workspace for products whose sums are worth splitting, the gradients of weights of at most
+/// `weight_elems` elements: 32 to 256 MiB. Large devices are filled only if several blocks compute
+/// parts of one sum, which they leave here.
 pub fn workspace_bytes(weight_elems: u64) -> u64 {
-    weight_elems.saturating_mul(4 * PARTS).clamp(LEAST_WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
+    weight_elems
+        .saturating_mul(4 * PARTS)
+        .clamp(LEAST_WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
 }
 
 /// A row-major matrix: rows of `cols` elements, `stride` elements apart.
@@ -67,23 +71,39 @@ impl Matrix {
 
     /// Rows of `cols` elements, `stride` elements apart. Their number is `data.len() / stride`.
     pub fn with_stride(data: AnySlice, cols: usize, stride: usize) -> Self {
-        Self { data, rows: data.len() / stride.max(1), cols, stride, transposed: false }
+        Self {
+            data,
+            rows: data.len() / stride.max(1),
+            cols,
+            stride,
+            transposed: false,
+        }
     }
 
     /// The transposed matrix, without a copy.
     #[must_use]
     pub fn t(self) -> Self {
-        Self { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
+        Self {
+            rows: self.cols,
+            cols: self.rows,
+            transposed: !self.transposed,
+            ..self
+        }
     }
 
     /// Rows and columns in memory.
     fn stored(&self) -> [usize; 2] {
-        if self.transposed { [self.cols, self.rows] } else { [self.rows, self.cols] }
+        if self.transposed {
+            [self.cols, self.rows]
+        } else {
+            [self.rows, self.cols]
+        }
     }
 }
 
-/// The greatest power of two, at most 32, that divides the address. Tensor cores need 16 bytes. A unit's flat
-/// parameter is aligned to 32 bytes at every stage, so a product has the same algorithm and bits at all stages.
+/// The greatest power of two, at most 32, that divides the address. Tensor cores need 16 bytes. A
+/// unit's flat parameter is aligned to 32 bytes at every stage, so a product has the same algorithm
+/// and bits at all stages.
 fn alignment(slice: AnySlice) -> u32 {
     1 << slice.as_ptr().addr().trailing_zeros().min(5)
 }
@@ -107,9 +127,9 @@ pub enum Epilogue {
         /// GELU's input, in the shape of the result.
         input: AnySlice,
     },
-    /// Also writes the sum of each column of the right factor, in the type of the result: beside the gradient of a
-    /// weight, `x^T dy`, the gradient of its bias. `n` elements, which the addend does not concern. Not every library
-    /// and type supports it: see [`Matmul::supports`].
+    /// Also writes the sum of each column of the right factor, in the type of the result: beside
+    /// the gradient of a weight, `x^T dy`, the gradient of its bias. `n` elements, which the addend
+    /// does not concern. Not every library and type supports it: see [`Matmul::supports`].
     BiasGradient(AnySlice),
 }
 
@@ -169,13 +189,25 @@ impl Product {
             start..start.saturating_add(slice.len_bytes())
         };
         let out = range(self.out.data);
-        let read = [Some(self.left.data), Some(self.right.data), self.add.map(|add| add.data), read];
-        read.into_iter().flatten().map(range).any(|read| read.start < out.end && out.start < read.end)
+        let read = [
+            Some(self.left.data),
+            Some(self.right.data),
+            self.add.map(|add| add.data),
+            read,
+        ];
+        read.into_iter()
+            .flatten()
+            .map(range)
+            .any(|read| read.start < out.end && out.start < read.end)
     }
 
     /// The label in timelines: one for each kind of product.
     fn label(&self) -> &'static str {
-        match (self.epilogue, self.add.is_some(), self.left.data.dtype() == self.out.data.dtype()) {
+        match (
+            self.epilogue,
+            self.add.is_some(),
+            self.left.data.dtype() == self.out.data.dtype(),
+        ) {
             (Epilogue::Bias(_), false, _) => "matmul + bias",
             (Epilogue::Bias(_), true, _) => "matmul + bias + residual",
             (Epilogue::BiasGelu { .. }, ..) => "matmul + bias, GELU",
@@ -226,7 +258,8 @@ pub struct Matmul {
     device: CudaDevice,
     library: Arc<CublasLt>,
     workspace: AnySlice,
-    /// The card and the versions of driver and library, and the limit of the workspace: choices by time are for these.
+    /// The card and the versions of driver and library, and the limit of the workspace: choices by
+    /// time are for these.
     identity: String,
     timing: Option<Timing>,
     plans: Mutex<HashMap<Key, Plan>>,
@@ -239,12 +272,18 @@ impl std::fmt::Debug for Matmul {
 }
 
 impl Matmul {
-    /// Loads the library. `workspace` (see [`workspace_bytes`]) is aligned to 256 bytes; one stream at a time uses it.
+    /// Loads the library. `workspace` (see [`workspace_bytes`]) is aligned to 256 bytes; one stream
+    /// at a time uses it.
     ///
     /// # Errors
-    /// [`LibraryError::NotFound`], the library does not support this device, or the workspace is not aligned.
+    /// [`LibraryError::NotFound`], the library does not support this device, or the workspace is
+    /// not aligned.
     pub fn new(device: &CudaDevice, workspace: AnySlice) -> Result<Self, OpError> {
-        check_len("matmul: workspace's address modulo 256", workspace.as_ptr().addr() % 256, 0)?;
+        check_len(
+            "matmul: workspace's address modulo 256",
+            workspace.as_ptr().addr() % 256,
+            0,
+        )?;
         workspace.check_device("matmul: workspace", device.id())?;
         device.bind()?;
         let (device, library, workspace) = (device.clone(), CublasLt::find()?, workspace.bytes());
@@ -253,10 +292,18 @@ impl Matmul {
         let identity = format!(
             "{name}, sm_{major}{minor}, driver {driver}.{update}, cuBLASLt {version}, at most {bytes} bytes of workspace"
         );
-        Ok(Self { device, library, workspace, identity, timing: None, plans: Mutex::default() })
+        Ok(Self {
+            device,
+            library,
+            workspace,
+            identity,
+            timing: None,
+            plans: Mutex::default(),
+        })
     }
 
-    /// Chooses algorithms by time, or with `None` takes the library's first one, which is the default.
+    /// Chooses algorithms by time, or with `None` takes the library's first one, which is the
+    /// default.
     #[must_use]
     pub fn with_timing(self, timing: Option<Timing>) -> Self {
         Self { timing, ..self }
@@ -272,22 +319,35 @@ impl Matmul {
         Ok(!self.plan(&mut plans, key, product)?.candidates.is_empty())
     }
 
-    /// Enqueues `product` on `stream`. With [`Timing`] the first product of a shape that is not kept on disk is measured
-    /// before: the host waits for the stream, and what the product writes is written several times.
+    /// Enqueues `product` on `stream`. With [`Timing`] the first product of a shape that is not
+    /// kept on disk is measured before: the host waits for the stream, and what the product writes
+    /// is written several times.
     ///
     /// # Errors
-    /// The matrices do not fit one another, the library has no algorithm, or the stream failed or did not end within
-    /// ten minutes when the host waited for it.
+    /// The matrices do not fit one another, the library has no algorithm, or the stream failed or
+    /// did not end within ten minutes when the host waited for it.
     pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
         let plan = self.plan(&mut plans, key, product)?;
         plan.point_at(product, |slice| slice.as_ptr().addr() as u64)?;
-        let Product { left, right, out, add, .. } = product;
+        let Product {
+            left,
+            right,
+            out,
+            add,
+            ..
+        } = product;
         let id = self.device.id();
         stream.check_device(product.label(), id)?;
-        let matrices = [left, right, out].into_iter().chain(add).map(|matrix| matrix.data);
-        for slice in matrices.chain(product.epilogue.bias()).chain(product.epilogue.gelu_input()) {
+        let matrices = [left, right, out]
+            .into_iter()
+            .chain(add)
+            .map(|matrix| matrix.data);
+        for slice in matrices
+            .chain(product.epilogue.bias())
+            .chain(product.epilogue.gelu_input())
+        {
             slice.check_device(product.label(), id)?;
         }
         let algorithm = match plan.chosen {
@@ -299,10 +359,14 @@ impl Matmul {
             plan.chosen = Some(algorithm);
         }
         let enqueue = || {
-            // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid and that accesses
-            // are ordered by the stream.
-            unsafe { self.enqueue(stream, plan, product, out.data, &algorithm) }
-                .map_err(|e| DeviceError::Driver { call: "cublasLtMatmul", message: e.to_string() })
+            // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid
+            // and that accesses are ordered by the stream.
+            unsafe { self.enqueue(stream, plan, product, out.data, &algorithm) }.map_err(|e| {
+                DeviceError::Driver {
+                    call: "cublasLtMatmul",
+                    message: e.to_string(),
+                }
+            })
         };
         Ok(stream.labelled(product.label(), enqueue)?)
     }
@@ -310,8 +374,8 @@ impl Matmul {
     /// Enqueues the product with its result in `out` and an algorithm that was chosen for the plan.
     ///
     /// # Safety
-    /// The slices of `product`, to which the plan points, and `out` are valid for the layouts of the plan until the
-    /// stream has run, which orders all conflicting accesses.
+    /// The slices of `product`, to which the plan points, and `out` are valid for the layouts of
+    /// the plan until the stream has run, which orders all conflicting accesses.
     unsafe fn enqueue(
         &self,
         stream: &CudaStream,
@@ -329,27 +393,62 @@ impl Matmul {
             d: out.as_ptr().cast(),
         };
         let workspace = self.workspace.as_ptr().cast();
-        // SAFETY: the caller's promise; the workspace has the size limit given to the choice of the algorithm.
-        unsafe { self.library.matmul(stream, &plan.description, &plan.layouts, at, beta, algorithm, workspace) }
+        // SAFETY: the caller's promise; the workspace has the size limit given to the choice of the
+        // algorithm.
+        unsafe {
+            self.library.matmul(
+                stream,
+                &plan.description,
+                &plan.layouts,
+                at,
+                beta,
+                algorithm,
+                workspace,
+            )
+        }
     }
 
     /// The algorithm for a product's shape.
-    fn choose(&self, stream: &CudaStream, key: Key, product: &Product, plan: &Plan) -> Result<Algorithm, OpError> {
+    fn choose(
+        &self,
+        stream: &CudaStream,
+        key: Key,
+        product: &Product,
+        plan: &Plan,
+    ) -> Result<Algorithm, OpError> {
         let Some(&first) = plan.candidates.first() else {
-            return Err(LibraryError::NoAlgorithm { product: format!("{}, {key:?}", key.text()) }.into());
+            return Err(LibraryError::NoAlgorithm {
+                product: format!("{}, {key:?}", key.text()),
+            }
+            .into());
         };
-        let Some(timing) = self.timing.as_ref().filter(|_| plan.candidates.len() > 1) else { return Ok(first) };
+        let Some(timing) = self.timing.as_ref().filter(|_| plan.candidates.len() > 1) else {
+            return Ok(first);
+        };
         let accept = |choice: &str| {
             let data = from_hex(choice)?;
-            let proposed = plan.candidates.iter().find(|candidate| candidate.data == data).copied();
-            proposed.or_else(|| self.library.accept(&plan.description, &plan.layouts, data, self.workspace.len()))
+            let proposed = plan
+                .candidates
+                .iter()
+                .find(|candidate| candidate.data == data)
+                .copied();
+            proposed.or_else(|| {
+                self.library
+                    .accept(&plan.description, &plan.layouts, data, self.workspace.len())
+            })
         };
         let measure = || {
             let Some(times) = self.measure(timing, stream, product, plan, key)? else {
                 // Kept as well: what memory is free must not decide the bits of later runs.
-                return Ok(Some(("not measured: no memory for the result\n".to_owned(), to_hex(first.data))));
+                return Ok(Some((
+                    "not measured: no memory for the result\n".to_owned(),
+                    to_hex(first.data),
+                )));
             };
-            let names = plan.candidates.iter().map(|algorithm| self.library.describe(algorithm));
+            let names = plan
+                .candidates
+                .iter()
+                .map(|algorithm| self.library.describe(algorithm));
             let table = timing::table(&times, names);
             Ok(timing::fastest(&times).map(|index| (table, to_hex(plan.candidates[index].data))))
         };
@@ -359,7 +458,12 @@ impl Matmul {
 
     /// All that a choice by time depends on.
     fn subject(&self, question: &str, product: &Product, key: Key) -> String {
-        format!("{}\n{question}{}, {}; {key:?}", self.identity, product.label(), key.text())
+        format!(
+            "{}\n{question}{}, {}; {key:?}",
+            self.identity,
+            product.label(),
+            key.text()
+        )
     }
 
     /// The least time of each candidate. `None`: there is no memory for the result.
@@ -374,7 +478,10 @@ impl Matmul {
         let out = product.out.data;
         // A result that is read would change with each repetition.
         let apart = if product.reads_its_result() {
-            match timing.pool.allocate(out.len(), out.dtype(), Purpose::Workspace, stream) {
+            match timing
+                .pool
+                .allocate(out.len(), out.dtype(), Purpose::Workspace, stream)
+            {
                 Ok(block) => Some(block),
                 Err(error) => {
                     tracing::warn!(
@@ -395,9 +502,10 @@ impl Matmul {
         let time = |index: usize| {
             let mut enqueued = Ok(());
             let enqueue = || {
-                // SAFETY: as in `run`; a block of the pool is valid for the layout of the result, since it has the length
-                // and type, and is aligned to 256 bytes.
-                enqueued = unsafe { self.enqueue(stream, plan, product, out, &plan.candidates[index]) };
+                // SAFETY: as in `run`; a block of the pool is valid for the layout of the result,
+                // since it has the length and type, and is aligned to 256 bytes.
+                enqueued =
+                    unsafe { self.enqueue(stream, plan, product, out, &plan.candidates[index]) };
                 Ok(())
             };
             let time = stream.time("matmul timing", timing::LIMIT, enqueue)?;
@@ -406,9 +514,10 @@ impl Matmul {
         timing.measure(plan.candidates.len(), time).map(Some)
     }
 
-    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same results but for
-    /// rounding. Measured once and kept like the choice of an algorithm; both run several times on `stream`, so repeating
-    /// them must not change their results. Without [`Timing`], and where the library does not support `fused`, the answer is no.
+    /// Whether `fused` takes less time than `apart`, which enqueues other operations with the same
+    /// results but for rounding. Measured once and kept like the choice of an algorithm; both run
+    /// several times on `stream`, so repeating them must not change their results. Without
+    /// [`Timing`], and where the library does not support `fused`, the answer is no.
     ///
     /// # Errors
     /// As for [`Matmul::run`], and those of `apart`.
@@ -420,21 +529,36 @@ impl Matmul {
     ) -> Result<bool, OpError> {
         const ANSWERS: [&str; 2] = ["apart", "fused"];
         let key = check(fused)?;
-        let Some(timing) = &self.timing else { return Ok(false) };
+        let Some(timing) = &self.timing else {
+            return Ok(false);
+        };
         let known = {
             let mut plans = self.plans.lock();
             let plan = self.plan(&mut plans, key, fused)?;
-            if plan.candidates.is_empty() { Some(false) } else { plan.is_faster }
+            if plan.candidates.is_empty() {
+                Some(false)
+            } else {
+                plan.is_faster
+            }
         };
         if let Some(known) = known {
             return Ok(known);
         }
-        let accept = |choice: &str| ANSWERS.iter().position(|answer| *answer == choice).map(|index| index == 1);
+        let accept = |choice: &str| {
+            ANSWERS
+                .iter()
+                .position(|answer| *answer == choice)
+                .map(|index| index == 1)
+        };
         let measure = || {
             let times = timing.measure(2, |index| {
                 let mut ran = Ok(());
                 let enqueue = || {
-                    ran = if index == 0 { apart(stream) } else { self.run(stream, fused) };
+                    ran = if index == 0 {
+                        apart(stream)
+                    } else {
+                        self.run(stream, fused)
+                    };
                     Ok(())
                 };
                 let time = stream.time("matmul timing", timing::LIMIT, enqueue)?;
@@ -444,7 +568,9 @@ impl Matmul {
             Ok(timing::fastest(&times).map(|index| (table, ANSWERS[index].to_owned())))
         };
         let subject = self.subject("fused or apart: ", fused, key);
-        let answer = timing.choose(stream, &subject, accept, measure)?.unwrap_or(false);
+        let answer = timing
+            .choose(stream, &subject, accept, measure)?
+            .unwrap_or(false);
         if !stream.is_recorded() {
             self.plan(&mut self.plans.lock(), key, fused)?.is_faster = Some(answer);
         }
@@ -467,9 +593,18 @@ impl Matmul {
 
     fn make_plan(&self, key: &Key, product: &Product) -> Result<Plan, OpError> {
         let library = &self.library;
-        let Product { left, right, out, add, epilogue } = product;
+        let Product {
+            left,
+            right,
+            out,
+            add,
+            epilogue,
+        } = product;
         let layout = |m: &Matrix, dtype: DType| {
-            let code = data_type(dtype).ok_or(zero_kernels::KernelError::Unsupported { what: "matmul", dtype })?;
+            let code = data_type(dtype).ok_or(zero_kernels::KernelError::Unsupported {
+                what: "matmul",
+                dtype,
+            })?;
             let [rows, cols] = m.stored();
             // The rows of a row-major matrix are the columns of a column-major one.
             Ok::<_, OpError>(MatrixLayout::new(library, code, cols, rows, m.stride)?)
@@ -487,23 +622,40 @@ impl Matmul {
         if epilogue.gelu_input().is_some() {
             description.set_wide(Attribute::AuxStride, out.cols as u64)?;
         }
-        let plan = Plan { description, layouts, candidates: Vec::new(), chosen: None, is_faster: None };
-        // The choice depends only on the alignment of an address, so this address has exactly the key's alignment.
+        let plan = Plan {
+            description,
+            layouts,
+            candidates: Vec::new(),
+            chosen: None,
+            is_faster: None,
+        };
+        // The choice depends only on the alignment of an address, so this address has exactly the
+        // key's alignment.
         plan.point_at(product, |slice| alignment(slice).into())?;
-        let candidates =
-            library.candidates(&plan.description, &plan.layouts, key.alignments, self.workspace.len())?;
+        let candidates = library.candidates(
+            &plan.description,
+            &plan.layouts,
+            key.alignments,
+            self.workspace.len(),
+        )?;
         Ok(Plan { candidates, ..plan })
     }
 }
 
 impl Plan {
     /// Sets the addresses of this product's bias and GELU input in the description.
-    fn point_at(&self, product: &Product, address: impl Fn(AnySlice) -> u64) -> Result<(), LibraryError> {
+    fn point_at(
+        &self,
+        product: &Product,
+        address: impl Fn(AnySlice) -> u64,
+    ) -> Result<(), LibraryError> {
         if let Some(bias) = product.epilogue.bias() {
-            self.description.set_wide(Attribute::BiasPointer, address(bias))?;
+            self.description
+                .set_wide(Attribute::BiasPointer, address(bias))?;
         }
         if let Some(input) = product.epilogue.gelu_input() {
-            self.description.set_wide(Attribute::AuxPointer, address(input))?;
+            self.description
+                .set_wide(Attribute::AuxPointer, address(input))?;
         }
         Ok(())
     }
@@ -528,12 +680,22 @@ fn from_hex(text: &str) -> Option<[u64; 8]> {
 
 /// Compares the sizes and types of a product's matrices.
 fn check(product: &Product) -> Result<Key, OpError> {
-    let Product { left, right, out, add, epilogue } = product;
+    let Product {
+        left,
+        right,
+        out,
+        add,
+        epilogue,
+    } = product;
     let (m, n, k) = (left.rows, right.cols, left.cols);
     check_len("matmul: rows of the right factor", right.rows, k)?;
     check_len("matmul: rows of the result", out.rows, m)?;
     check_len("matmul: columns of the result", out.cols, n)?;
-    check_len("matmul: a transposed result", usize::from(out.transposed), 0)?;
+    check_len(
+        "matmul: a transposed result",
+        usize::from(out.transposed),
+        0,
+    )?;
     for (what, matrix) in [
         ("matmul: left", Some(left)),
         ("matmul: right", Some(right)),
@@ -542,19 +704,38 @@ fn check(product: &Product) -> Result<Key, OpError> {
     ] {
         let Some(matrix) = matrix else { continue };
         let [rows, cols] = matrix.stored();
-        let needs = rows.saturating_sub(1).saturating_mul(matrix.stride).saturating_add(cols);
+        let needs = rows
+            .saturating_sub(1)
+            .saturating_mul(matrix.stride)
+            .saturating_add(cols);
         if matrix.stride < cols || matrix.data.len() < needs {
-            return Err(OpError::Length { what, expected: needs, got: matrix.data.len() });
+            return Err(OpError::Length {
+                what,
+                expected: needs,
+                got: matrix.data.len(),
+            });
         }
     }
     let same = |what, expected: DType, got: DType| {
-        if expected == got { Ok(()) } else { Err(OpError::DType { what, expected, got }) }
+        if expected == got {
+            Ok(())
+        } else {
+            Err(OpError::DType {
+                what,
+                expected,
+                got,
+            })
+        }
     };
     same("matmul: right", left.data.dtype(), right.data.dtype())?;
     if let Some(add) = add {
         check_len("matmul: rows of the addend", add.rows, m)?;
         check_len("matmul: columns of the addend", add.cols, n)?;
-        check_len("matmul: a transposed addend", usize::from(add.transposed), 0)?;
+        check_len(
+            "matmul: a transposed addend",
+            usize::from(add.transposed),
+            0,
+        )?;
         same("matmul: addend", out.data.dtype(), add.data.dtype())?;
     }
     if let Some(bias) = epilogue.bias() {
@@ -572,7 +753,8 @@ fn check(product: &Product) -> Result<Key, OpError> {
         transposed: [left.transposed, right.transposed],
         dtypes: [left.data.dtype(), out.data.dtype()],
         alignments: [right, left, c, out].map(|m| alignment(m.data)),
-        operand_alignments: [epilogue.bias(), epilogue.gelu_input()].map(|slice| slice.map(alignment)),
+        operand_alignments: [epilogue.bias(), epilogue.gelu_input()]
+            .map(|slice| slice.map(alignment)),
         adds: add.is_some(),
         epilogue: epilogue.code(),
     })
@@ -596,7 +778,10 @@ mod tests {
     #[test]
     fn workspace_follows_the_largest_weight() {
         assert_eq!(workspace_bytes(384 * 1536), 36 << 20);
-        assert_eq!([1, 768 * 3072, 1600 * 6400, u64::MAX].map(|n| workspace_bytes(n) >> 20), [32, 144, 256, 256]);
+        assert_eq!(
+            [1, 768 * 3072, 1600 * 6400, u64::MAX].map(|n| workspace_bytes(n) >> 20),
+            [32, 144, 256, 256]
+        );
     }
 
     #[test]
@@ -605,21 +790,37 @@ mod tests {
         let device = CudaDevice::open(0).unwrap();
         let stream = device.create_stream("test").unwrap();
         let pool = Pool::new(device.clone(), usize::MAX);
-        let block = |len, dtype| pool.allocate(len, dtype, Purpose::Workspace, &stream).unwrap();
+        let block = |len, dtype| {
+            pool.allocate(len, dtype, Purpose::Workspace, &stream)
+                .unwrap()
+        };
         let (workspace, x) = (block(1 << 20, DType::U8), block(64 * 64, DType::Bf16));
         // SAFETY: the block lives to the end of the test, and nothing runs.
         let x = Matrix::new(unsafe { x.slice() }, 64);
         // SAFETY: as above.
         let matmul = Matmul::new(&device, unsafe { workspace.slice() }).unwrap();
-        let product = Product { left: x, right: x, out: x, add: None, epilogue: Epilogue::None };
+        let product = Product {
+            left: x,
+            right: x,
+            out: x,
+            add: None,
+            epilogue: Epilogue::None,
+        };
         let (mut plans, key) = (matmul.plans.lock(), check(&product).unwrap());
         let plan = matmul.plan(&mut plans, key, &product).unwrap();
-        let accept = |data, bytes| matmul.library.accept(&plan.description, &plan.layouts, data, bytes);
+        let accept = |data, bytes| {
+            matmul
+                .library
+                .accept(&plan.description, &plan.layouts, data, bytes)
+        };
         assert!(!plan.candidates.is_empty());
         for candidate in &plan.candidates {
             let bytes = candidate.workspace_bytes;
             let accepted = accept(candidate.data, bytes).unwrap();
-            assert_eq!((accepted.data, accepted.workspace_bytes), (candidate.data, bytes));
+            assert_eq!(
+                (accepted.data, accepted.workspace_bytes),
+                (candidate.data, bytes)
+            );
             assert!(bytes == 0 || accept(candidate.data, bytes - 1).is_none());
         }
         if device.name().contains("stand-in") {

@@ -1,4 +1,5 @@
-//! Calls of cuBLASLt: descriptors of matrices and products, the choice of an algorithm, and the product itself.
+//! Calls of cuBLASLt: descriptors of matrices and products, the choice of an algorithm, and the
+//! product itself.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -67,10 +68,21 @@ impl MatrixLayout {
     ) -> Result<Self, LibraryError> {
         let mut raw: Raw = ptr::null_mut();
         // SAFETY: writes one descriptor.
-        let status =
-            unsafe { (library.calls.layout_create)(&raw mut raw, dtype, rows as u64, cols as u64, stride as i64) };
+        let status = unsafe {
+            (library.calls.layout_create)(
+                &raw mut raw,
+                dtype,
+                rows as u64,
+                cols as u64,
+                stride as i64,
+            )
+        };
         library.calls.check("cublasLtMatrixLayoutCreate", status)?;
-        Ok(Self(Owned { raw, destroy: library.calls.layout_destroy, library: Arc::clone(library) }))
+        Ok(Self(Owned {
+            raw,
+            destroy: library.calls.layout_destroy,
+            library: Arc::clone(library),
+        }))
     }
 }
 
@@ -83,7 +95,11 @@ impl Description {
         // SAFETY: writes one descriptor.
         let status = unsafe { (library.calls.desc_create)(&raw mut raw, COMPUTE_F32, SCALE_F32) };
         library.calls.check("cublasLtMatmulDescCreate", status)?;
-        Ok(Self(Owned { raw, destroy: library.calls.desc_destroy, library: Arc::clone(library) }))
+        Ok(Self(Owned {
+            raw,
+            destroy: library.calls.desc_destroy,
+            library: Arc::clone(library),
+        }))
     }
 
     /// Sets a 4-byte attribute.
@@ -99,7 +115,14 @@ impl Description {
     fn set(&self, attribute: Attribute, bytes: &[u8]) -> Result<(), LibraryError> {
         let calls = &self.0.library.calls;
         // SAFETY: a live descriptor; the attribute is copied from `bytes`.
-        let status = unsafe { (calls.desc_set)(self.0.raw, attribute as c_int, bytes.as_ptr().cast(), bytes.len()) };
+        let status = unsafe {
+            (calls.desc_set)(
+                self.0.raw,
+                attribute as c_int,
+                bytes.as_ptr().cast(),
+                bytes.len(),
+            )
+        };
         calls.check("cublasLtMatmulDescSetAttribute", status)
     }
 }
@@ -134,8 +157,8 @@ const PREFERENCE_ALIGNMENT: c_int = 5;
 /// Number of algorithms requested.
 const CANDIDATES: usize = 32;
 
-/// The attributes of an algorithm's configuration (`cublasLtMatmulAlgoConfigAttributes_t`) that describe it, with their
-/// sizes in bytes.
+/// The attributes of an algorithm's configuration (`cublasLtMatmulAlgoConfigAttributes_t`) that
+/// describe it, with their sizes in bytes.
 const CONFIGURATION: [(&str, c_int, usize); 8] = [
     ("id", 0, 4),
     ("tile", 1, 4),
@@ -154,14 +177,21 @@ impl CublasLt {
         unsafe { (self.calls.version)() }
     }
 
-    /// The numbers of an algorithm's configuration that the library names, such as its tile and the split of its sums.
+    /// The numbers of an algorithm's configuration that the library names, such as its tile and the
+    /// split of its sums.
     pub(super) fn describe(&self, algorithm: &Algorithm) -> String {
         let mut text = String::new();
         for (name, number, bytes) in CONFIGURATION {
             let (mut value, mut written) = ([0u8; 4], 0);
-            let (data, to) = ((&raw const algorithm.data).cast(), value.as_mut_ptr().cast());
-            // SAFETY: an algorithm of the library or one that it has checked; writes at most `bytes` bytes and a size.
-            let status = unsafe { (self.calls.algorithm_attribute)(data, number, to, bytes, &raw mut written) };
+            let (data, to) = (
+                (&raw const algorithm.data).cast(),
+                value.as_mut_ptr().cast(),
+            );
+            // SAFETY: an algorithm of the library or one that it has checked; writes at most
+            // `bytes` bytes and a size.
+            let status = unsafe {
+                (self.calls.algorithm_attribute)(data, number, to, bytes, &raw mut written)
+            };
             if status == 0 {
                 text += &format!("{name} {}, ", u32::from_le_bytes(value));
             }
@@ -169,8 +199,8 @@ impl CublasLt {
         text + &format!("workspace {}", algorithm.workspace_bytes)
     }
 
-    /// The algorithm with this description, if the library accepts it for the product and it needs at most
-    /// `workspace_bytes`.
+    /// The algorithm with this description, if the library accepts it for the product and it needs
+    /// at most `workspace_bytes`.
     pub(super) fn accept(
         &self,
         what: &Description,
@@ -178,16 +208,26 @@ impl CublasLt {
         data: [u64; 8],
         workspace_bytes: usize,
     ) -> Option<Algorithm> {
-        let (a, b, c, d) = (layouts.a.0.raw, layouts.b.0.raw, layouts.c.0.raw, layouts.d.0.raw);
+        let (a, b, c, d) = (
+            layouts.a.0.raw,
+            layouts.b.0.raw,
+            layouts.c.0.raw,
+            layouts.d.0.raw,
+        );
         let (mut found, at) = (Algorithm::default(), (&raw const data).cast());
-        // SAFETY: live descriptors; the library checks the 64 bytes of an algorithm and writes one result.
-        let status = unsafe { (self.calls.check_algorithm)(self.handle, what.0.raw, a, b, c, d, at, &raw mut found) };
+        // SAFETY: live descriptors; the library checks the 64 bytes of an algorithm and writes one
+        // result.
+        let status = unsafe {
+            (self.calls.check_algorithm)(self.handle, what.0.raw, a, b, c, d, at, &raw mut found)
+        };
         found.data = data;
-        (status == 0 && found.state == 0 && found.workspace_bytes <= workspace_bytes).then_some(found)
+        (status == 0 && found.state == 0 && found.workspace_bytes <= workspace_bytes)
+            .then_some(found)
     }
 
-    /// The library's usable algorithms for matrices aligned to `alignments` bytes (a, b, c, d), those first that it
-    /// estimates to be faster. The library has no attribute for beta: its estimate is the same with and without an addend.
+    /// The library's usable algorithms for matrices aligned to `alignments` bytes (a, b, c, d),
+    /// those first that it estimates to be faster. The library has no attribute for beta: its
+    /// estimate is the same with and without an addend.
     pub(super) fn candidates(
         self: &Arc<Self>,
         what: &Description,
@@ -200,11 +240,21 @@ impl CublasLt {
         // SAFETY: writes one descriptor.
         let status = unsafe { (calls.preference_create)(&raw mut raw) };
         calls.check("cublasLtMatmulPreferenceCreate", status)?;
-        let preference = Owned { raw, destroy: calls.preference_destroy, library: Arc::clone(self) };
+        let preference = Owned {
+            raw,
+            destroy: calls.preference_destroy,
+            library: Arc::clone(self),
+        };
         let set = |attribute: c_int, bytes: &[u8]| {
             // SAFETY: a live descriptor; the attribute is copied from `bytes`.
-            let status =
-                unsafe { (calls.preference_set)(preference.raw, attribute, bytes.as_ptr().cast(), bytes.len()) };
+            let status = unsafe {
+                (calls.preference_set)(
+                    preference.raw,
+                    attribute,
+                    bytes.as_ptr().cast(),
+                    bytes.len(),
+                )
+            };
             calls.check("cublasLtMatmulPreferenceSetAttribute", status)
         };
         set(PREFERENCE_WORKSPACE, &workspace_bytes.to_le_bytes())?;
@@ -213,23 +263,47 @@ impl CublasLt {
             set(attribute, &alignment.to_le_bytes())?;
         }
         let (mut found, mut count) = ([Algorithm::default(); CANDIDATES], 0);
-        let (a, b, c, d) = (layouts.a.0.raw, layouts.b.0.raw, layouts.c.0.raw, layouts.d.0.raw);
+        let (a, b, c, d) = (
+            layouts.a.0.raw,
+            layouts.b.0.raw,
+            layouts.c.0.raw,
+            layouts.d.0.raw,
+        );
         let (raw, most) = (preference.raw, CANDIDATES as c_int);
         // SAFETY: live descriptors; writes at most `CANDIDATES` results and their count.
         let status = unsafe {
-            (calls.heuristic)(self.handle, what.0.raw, a, b, c, d, raw, most, found.as_mut_ptr(), &raw mut count)
+            (calls.heuristic)(
+                self.handle,
+                what.0.raw,
+                a,
+                b,
+                c,
+                d,
+                raw,
+                most,
+                found.as_mut_ptr(),
+                &raw mut count,
+            )
         };
         // An error means that there is no algorithm.
-        let count = if status == 0 { usize::try_from(count).unwrap_or(0) } else { 0 };
-        Ok(found.into_iter().take(count).filter(|algorithm| algorithm.state == 0).collect())
+        let count = if status == 0 {
+            usize::try_from(count).unwrap_or(0)
+        } else {
+            0
+        };
+        Ok(found
+            .into_iter()
+            .take(count)
+            .filter(|algorithm| algorithm.state == 0)
+            .collect())
     }
 
     /// Enqueues the product on `stream`: `beta` times c is added.
     ///
     /// # Safety
-    /// The addresses are of matrices with these layouts (and those in the description too), and of a workspace of as
-    /// many bytes as the algorithm requires; all stay valid until the stream has run, which orders all conflicting
-    /// accesses.
+    /// The addresses are of matrices with these layouts (and those in the description too), and of
+    /// a workspace of as many bytes as the algorithm requires; all stay valid until the stream has
+    /// run, which orders all conflicting accesses.
     #[allow(clippy::too_many_arguments)]
     pub(super) unsafe fn matmul(
         &self,
@@ -242,8 +316,14 @@ impl CublasLt {
         workspace: *mut c_void,
     ) -> Result<(), LibraryError> {
         let alpha = 1.0f32;
-        let (a, b, c, d) = (layouts.a.0.raw, layouts.b.0.raw, layouts.c.0.raw, layouts.d.0.raw);
-        // SAFETY: live descriptors, host scalars that are read before the call returns, and the caller's promise.
+        let (a, b, c, d) = (
+            layouts.a.0.raw,
+            layouts.b.0.raw,
+            layouts.c.0.raw,
+            layouts.d.0.raw,
+        );
+        // SAFETY: live descriptors, host scalars that are read before the call returns, and the
+        // caller's promise.
         let status = unsafe {
             (self.calls.matmul)(
                 self.handle,

@@ -8,16 +8,21 @@ use super::{ConfigError, GptConfig};
 impl GptConfig {
     /// The configuration in a GPT-2 `config.json`, and warnings about settings that are ignored.
     ///
-    /// Keys that do not affect the model are ignored. Missing keys have Hugging Face's defaults, except for
-    /// sizes: `n_inner` defaults to `4 * n_embd`, and the others are required. Null counts as missing.
+    /// Keys that do not affect the model are ignored. Missing keys have Hugging Face's defaults,
+    /// except for sizes: `n_inner` defaults to `4 * n_embd`, and the others are required. Null
+    /// counts as missing.
     ///
     /// # Errors
-    /// Text that is not a JSON object, a missing or mistyped key, an unsupported variant of the architecture, or
-    /// a shape that [`validate`](Self::validate) rejects.
+    /// Text that is not a JSON object, a missing or mistyped key, an unsupported variant of the
+    /// architecture, or a shape that [`validate`](Self::validate) rejects.
     pub fn from_hf_json(text: &str) -> Result<(Self, Vec<String>), ConfigError> {
-        let value: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json(e.to_string()))?;
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| ConfigError::Json(e.to_string()))?;
         let Value::Object(object) = value else {
-            return Err(ConfigError::Json(format!("the text is {}", name_of(&value))));
+            return Err(ConfigError::Json(format!(
+                "the text is {}",
+                name_of(&value)
+            )));
         };
         let keys = Keys(object);
         keys.expect("model_type", |v| v == "gpt2", "\"gpt2\"")?;
@@ -51,10 +56,11 @@ impl GptConfig {
 
     /// The text of a `config.json` that Hugging Face transformers reads as this model.
     ///
-    /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or `bfloat16`.
+    /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or
+    /// `bfloat16`.
     pub fn to_hf_json(&self, dtype: &str) -> String {
-        // As in GPT-2 (50256 of 50257), the last token marks the end of a text. With byte tokens that is 255, which
-        // no UTF-8 text contains.
+        // As in GPT-2 (50256 of 50257), the last token marks the end of a text. With byte tokens
+        // that is 255, which no UTF-8 text contains.
         let last_token = self.vocab_size.saturating_sub(1);
         let file = HfConfig {
             activation_function: "gelu_new",
@@ -123,25 +129,48 @@ impl Keys {
         supported: &'static str,
     ) -> Result<(), ConfigError> {
         match self.get(key) {
-            Some(v) if !ok(v) => Err(ConfigError::Unsupported { key, got: v.to_string(), supported }),
+            Some(v) if !ok(v) => Err(ConfigError::Unsupported {
+                key,
+                got: v.to_string(),
+                supported,
+            }),
             _ => Ok(()),
         }
     }
 
     fn size(&self, key: &'static str) -> Result<usize, ConfigError> {
         let value = self.get(key).ok_or(ConfigError::MissingKey(key))?;
-        let wrong = || ConfigError::WrongType { key, expected: "a whole number", got: value.to_string() };
-        value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(wrong)
+        let wrong = || ConfigError::WrongType {
+            key,
+            expected: "a whole number",
+            got: value.to_string(),
+        };
+        value
+            .as_u64()
+            .and_then(|n| usize::try_from(n).ok())
+            .ok_or_else(wrong)
     }
 
     fn number(&self, key: &'static str) -> Result<Option<f64>, ConfigError> {
-        let wrong = |v: &Value| ConfigError::WrongType { key, expected: "a number", got: v.to_string() };
-        self.get(key).map(|v| v.as_f64().ok_or_else(|| wrong(v))).transpose()
+        let wrong = |v: &Value| ConfigError::WrongType {
+            key,
+            expected: "a number",
+            got: v.to_string(),
+        };
+        self.get(key)
+            .map(|v| v.as_f64().ok_or_else(|| wrong(v)))
+            .transpose()
     }
 
     fn flag(&self, key: &'static str) -> Result<Option<bool>, ConfigError> {
-        let wrong = |v: &Value| ConfigError::WrongType { key, expected: "true or false", got: v.to_string() };
-        self.get(key).map(|v| v.as_bool().ok_or_else(|| wrong(v))).transpose()
+        let wrong = |v: &Value| ConfigError::WrongType {
+            key,
+            expected: "true or false",
+            got: v.to_string(),
+        };
+        self.get(key)
+            .map(|v| v.as_bool().ok_or_else(|| wrong(v)))
+            .transpose()
     }
 
     fn warnings(&self) -> Result<Vec<String>, ConfigError> {
@@ -154,7 +183,10 @@ impl Keys {
             }
         }
         if !dropouts.is_empty() {
-            warnings.push(format!("dropout is not applied: {} of the model's config.json", dropouts.join(", ")));
+            warnings.push(format!(
+                "dropout is not applied: {} of the model's config.json",
+                dropouts.join(", ")
+            ));
         }
         if self.flag("reorder_and_upcast_attn")?.unwrap_or(false) {
             warnings.push(
@@ -212,7 +244,9 @@ mod tests {
         assert_eq!(config.n_inner, 96);
         let (config, _) = GptConfig::from_hf_json(&with("tie_word_embeddings", "false")).unwrap();
         assert!(!config.tied_head);
-        let same = GptConfig::from_hf_json(&with("activation_function", "\"gelu_pytorch_tanh\"")).unwrap().0;
+        let same = GptConfig::from_hf_json(&with("activation_function", "\"gelu_pytorch_tanh\""))
+            .unwrap()
+            .0;
         assert_eq!(same, expected);
     }
 
@@ -220,43 +254,97 @@ mod tests {
     fn what_is_written_reads_back_the_same() {
         for name in PRESETS {
             for tied_head in [true, false] {
-                let config = GptConfig { tied_head, n_inner: 99, ..GptConfig::preset(name).unwrap() };
+                let config = GptConfig {
+                    tied_head,
+                    n_inner: 99,
+                    ..GptConfig::preset(name).unwrap()
+                };
                 let text = config.to_hf_json("float32");
-                assert_eq!(GptConfig::from_hf_json(&text), Ok((config, vec![])), "{text}");
+                assert_eq!(
+                    GptConfig::from_hf_json(&text),
+                    Ok((config, vec![])),
+                    "{text}"
+                );
             }
         }
         let text = GptConfig::preset("nano").unwrap().to_hf_json("bfloat16");
         let value: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!(value["layer_norm_epsilon"], 1e-5, "written as the f32's shortest decimal: {text}");
+        assert_eq!(
+            value["layer_norm_epsilon"], 1e-5,
+            "written as the f32's shortest decimal: {text}"
+        );
     }
 
     #[test]
     fn what_is_ignored_is_a_warning_that_names_it() {
         let (_, warnings) = GptConfig::from_hf_json(&with("attn_pdrop", "0.1")).unwrap();
-        assert_eq!(warnings, ["dropout is not applied: attn_pdrop 0.1 of the model's config.json"]);
-        let (_, warnings) = GptConfig::from_hf_json(&with("reorder_and_upcast_attn", "true")).unwrap();
-        assert!(warnings[0].contains("reorder_and_upcast_attn"), "{warnings:?}");
+        assert_eq!(
+            warnings,
+            ["dropout is not applied: attn_pdrop 0.1 of the model's config.json"]
+        );
+        let (_, warnings) =
+            GptConfig::from_hf_json(&with("reorder_and_upcast_attn", "true")).unwrap();
+        assert!(
+            warnings[0].contains("reorder_and_upcast_attn"),
+            "{warnings:?}"
+        );
     }
 
     #[test]
     fn each_wrong_file_is_an_error_that_names_the_key() {
         let cases = [
-            ("not json".into(), "not a JSON object: expected ident at line 1 column 2"),
+            (
+                "not json".into(),
+                "not a JSON object: expected ident at line 1 column 2",
+            ),
             ("[1]".into(), "not a JSON object: the text is an array"),
             ("3".into(), "not a JSON object: the text is a number"),
-            (with("vocab_size", "null"), "the key \"vocab_size\" is missing"),
-            (with("n_layer", "\"three\""), "the key \"n_layer\" is \"three\"; expected a whole number"),
-            (with("n_embd", "-64"), "the key \"n_embd\" is -64; expected a whole number"),
-            (with("n_embd", "64.5"), "the key \"n_embd\" is 64.5; expected a whole number"),
-            (with("n_inner", "true"), "the key \"n_inner\" is true; expected a whole number"),
-            (with("layer_norm_epsilon", "\"x\""), "the key \"layer_norm_epsilon\" is \"x\"; expected a number"),
-            (with("tie_word_embeddings", "1"), "the key \"tie_word_embeddings\" is 1; expected true or false"),
-            (with("attn_pdrop", "true"), "the key \"attn_pdrop\" is true; expected a number"),
-            (with("n_head", "5"), "the model's width n_embd 64 is not divisible by its n_head 5 heads"),
-            (with("n_head", "0"), "the model's n_head is 0; it must be at least 1"),
+            (
+                with("vocab_size", "null"),
+                "the key \"vocab_size\" is missing",
+            ),
+            (
+                with("n_layer", "\"three\""),
+                "the key \"n_layer\" is \"three\"; expected a whole number",
+            ),
+            (
+                with("n_embd", "-64"),
+                "the key \"n_embd\" is -64; expected a whole number",
+            ),
+            (
+                with("n_embd", "64.5"),
+                "the key \"n_embd\" is 64.5; expected a whole number",
+            ),
+            (
+                with("n_inner", "true"),
+                "the key \"n_inner\" is true; expected a whole number",
+            ),
+            (
+                with("layer_norm_epsilon", "\"x\""),
+                "the key \"layer_norm_epsilon\" is \"x\"; expected a number",
+            ),
+            (
+                with("tie_word_embeddings", "1"),
+                "the key \"tie_word_embeddings\" is 1; expected true or false",
+            ),
+            (
+                with("attn_pdrop", "true"),
+                "the key \"attn_pdrop\" is true; expected a number",
+            ),
+            (
+                with("n_head", "5"),
+                "the model's width n_embd 64 is not divisible by its n_head 5 heads",
+            ),
+            (
+                with("n_head", "0"),
+                "the model's n_head is 0; it must be at least 1",
+            ),
         ];
         for (text, expected) in cases {
-            assert_eq!(GptConfig::from_hf_json(&text).unwrap_err().to_string(), expected);
+            assert_eq!(
+                GptConfig::from_hf_json(&text).unwrap_err().to_string(),
+                expected
+            );
         }
     }
 
@@ -272,8 +360,16 @@ mod tests {
         ];
         for (key, value) in cases {
             let error = GptConfig::from_hf_json(&with(key, value)).unwrap_err();
-            assert!(matches!(&error, ConfigError::Unsupported { key: k, .. } if *k == key), "{error}");
-            assert!(error.to_string().starts_with(&format!("the key {key:?} is {value}, which")), "{error}");
+            assert!(
+                matches!(&error, ConfigError::Unsupported { key: k, .. } if *k == key),
+                "{error}"
+            );
+            assert!(
+                error
+                    .to_string()
+                    .starts_with(&format!("the key {key:?} is {value}, which")),
+                "{error}"
+            );
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Initial parameters by GPT-2's rules: a pure function of (seed, parameter, element).
 //!
-//! Weights are normal with standard deviation `initializer_range`; the two projections that end in the
-//! residual stream (`attn.c_proj`, `mlp.c_proj`) are smaller by `sqrt(2 * n_layer)`, so that the variance of
-//! the stream does not grow with depth (Radford et al. 2019, section 2.3). Biases are 0, gains 1.
+//! Weights are normal with standard deviation `initializer_range`; the two projections that end in
+//! the residual stream (`attn.c_proj`, `mlp.c_proj`) are smaller by `sqrt(2 * n_layer)`, so that
+//! the variance of the stream does not grow with depth (Radford et al. 2019, section 2.3). Biases
+//! are 0, gains 1.
 
 use std::ops::Range;
 
@@ -17,25 +18,46 @@ const CHUNK: usize = 1 << 16;
 impl GptConfig {
     /// Writes the initial values of elements `range` of parameter `name` to `out`.
     ///
-    /// An element's value depends only on `seed`, `name` and its index, so a rank can generate any part without
-    /// the rest. It is the same on all machines whose maths libraries have the same `ln`, `sin` and `cos`.
+    /// An element's value depends only on `seed`, `name` and its index, so a rank can generate any
+    /// part without the rest. It is the same on all machines whose maths libraries have the same
+    /// `ln`, `sin` and `cos`.
     ///
     /// # Errors
-    /// An unknown parameter, or a range that is outside the parameter or does not have the length of `out`.
-    pub fn fill_initial(&self, seed: u64, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), ConfigError> {
-        let param = self.param(name).ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
+    /// An unknown parameter, or a range that is outside the parameter or does not have the length
+    /// of `out`.
+    pub fn fill_initial(
+        &self,
+        seed: u64,
+        name: &str,
+        range: Range<u64>,
+        out: &mut [f32],
+    ) -> Result<(), ConfigError> {
+        let param = self
+            .param(name)
+            .ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
         let numel: u64 = param.shape.iter().product();
-        if range.start > range.end || range.end > numel || range.end - range.start != out.len() as u64 {
+        if range.start > range.end
+            || range.end > numel
+            || range.end - range.start != out.len() as u64
+        {
             let (start, end, len) = (range.start, range.end, out.len());
-            return Err(ConfigError::BadRange { name: name.to_owned(), start, end, numel, len });
+            return Err(ConfigError::BadRange {
+                name: name.to_owned(),
+                start,
+                end,
+                numel,
+                len,
+            });
         }
         match self.rule(name) {
             Rule::Constant(value) => out.fill(value),
             Rule::Normal(std) => {
                 let counter = Counter::new(seed, name);
-                out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, chunk)| {
-                    fill_normal(&counter, range.start + (i * CHUNK) as u64, std, chunk);
-                });
+                out.par_chunks_mut(CHUNK)
+                    .enumerate()
+                    .for_each(|(i, chunk)| {
+                        fill_normal(&counter, range.start + (i * CHUNK) as u64, std, chunk);
+                    });
             }
         }
         Ok(())
@@ -92,14 +114,26 @@ mod tests {
 
     #[test]
     fn every_parameter_has_the_deviation_that_gpt2_gives_it() {
-        let config = GptConfig { n_layer: 2, tied_head: false, ..GptConfig::preset("nano").unwrap() };
+        let config = GptConfig {
+            n_layer: 2,
+            tied_head: false,
+            ..GptConfig::preset("nano").unwrap()
+        };
         let close = |name: &str, std: f32| {
             let values = whole(&config, 1, name);
             // Five standard errors of a deviation: std / sqrt(2 n).
             let margin = 5.0 * std / (2.0 * values.len() as f32).sqrt();
-            assert!((std_of(&values) - std).abs() < margin, "{name}: {} for {std}", std_of(&values));
+            assert!(
+                (std_of(&values) - std).abs() < margin,
+                "{name}: {} for {std}",
+                std_of(&values)
+            );
         };
-        for name in ["transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"] {
+        for name in [
+            "transformer.wte.weight",
+            "transformer.wpe.weight",
+            "lm_head.weight",
+        ] {
             close(name, 0.02);
         }
         close("transformer.h.1.attn.c_attn.weight", 0.02);
@@ -123,12 +157,18 @@ mod tests {
         let name = "transformer.h.0.mlp.c_fc.weight";
         assert_eq!(whole(&config, 1, name), whole(&config, 1, name));
         assert_ne!(whole(&config, 1, name), whole(&config, 2, name));
-        assert_ne!(whole(&config, 1, name), whole(&config, 1, "transformer.h.1.mlp.c_fc.weight"));
+        assert_ne!(
+            whole(&config, 1, name),
+            whole(&config, 1, "transformer.h.1.mlp.c_fc.weight")
+        );
     }
 
     #[test]
     fn a_part_that_crosses_tasks_is_the_same_part_of_the_whole() {
-        let config = GptConfig { vocab_size: 1200, ..GptConfig::preset("nano").unwrap() };
+        let config = GptConfig {
+            vocab_size: 1200,
+            ..GptConfig::preset("nano").unwrap()
+        };
         let name = "transformer.wte.weight";
         let all = whole(&config, 5, name);
         let range = 3..2 * CHUNK as u64 + 3;
@@ -157,9 +197,15 @@ mod tests {
         let config = GptConfig::preset("nano").unwrap();
         let error = |name, range, len| {
             let mut out = vec![0.0; len];
-            config.fill_initial(0, name, range, &mut out).unwrap_err().to_string()
+            config
+                .fill_initial(0, name, range, &mut out)
+                .unwrap_err()
+                .to_string()
         };
-        assert_eq!(error("lm_head.weight", 0..1, 1), "the model has no parameter \"lm_head.weight\"");
+        assert_eq!(
+            error("lm_head.weight", 0..1, 1),
+            "the model has no parameter \"lm_head.weight\""
+        );
         let ln = "transformer.ln_f.bias";
         let expected = "elements 0..129 of \"transformer.ln_f.bias\" (128 elements) do not fit a buffer of 129";
         assert_eq!(error(ln, 0..129, 129), expected);

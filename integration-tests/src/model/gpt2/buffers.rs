@@ -31,8 +31,8 @@ macro_rules! views {
 
             /// The buffers as host slices, for a pass that is running on the stream.
             pub(super) fn view<'a>(self) -> $view<'a> {
-                // SAFETY: distinct parts of a block that the model holds as long as its stream runs, and
-                // all passes that use them are ordered by that one stream.
+                // SAFETY: distinct parts of a block that the model holds as long as its stream
+                // runs, and all passes that use them are ordered by that one stream.
                 $view { $($field: unsafe { self.$field.as_host_mut() }),* }
             }
         }
@@ -49,8 +49,8 @@ views! {
     HeadSlices, HeadView { out, stats }
 }
 views! {
-    /// Gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, and some rows
-    /// of `logits`.
+    /// Gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, and some
+    /// rows of `logits`.
     ScratchSlices, ScratchView { dres, narrow, wide, logits }
 }
 
@@ -91,7 +91,12 @@ pub(super) struct Held<D: Device> {
 
 impl<D: Device> Held<D> {
     pub(super) fn new(pool: &Pool<D>, stream: &D::Stream) -> Self {
-        Self { blocks: Vec::new(), pool: pool.clone(), stream: stream.clone(), other: None }
+        Self {
+            blocks: Vec::new(),
+            pool: pool.clone(),
+            stream: stream.clone(),
+            other: None,
+        }
     }
 
     /// Allows uses on `stream`, too.
@@ -100,7 +105,12 @@ impl<D: Device> Held<D> {
     }
 
     /// Allocates a slice for first use on the stream. It is valid as long as `self`.
-    pub(super) fn allocate(&mut self, elems: usize, dtype: DType, purpose: Purpose) -> Result<AnySlice, TrainError> {
+    pub(super) fn allocate(
+        &mut self,
+        elems: usize,
+        dtype: DType,
+        purpose: Purpose,
+    ) -> Result<AnySlice, TrainError> {
         let block = self.pool.allocate(elems, dtype, purpose, &self.stream)?;
         // SAFETY: the block lives as long as `self`, whose drop records the streams that use it.
         let slice = unsafe { block.slice() };
@@ -112,7 +122,10 @@ impl<D: Device> Held<D> {
 impl<D: Device> Drop for Held<D> {
     fn drop(&mut self) {
         for block in &mut self.blocks {
-            for stream in [Some(&self.stream), self.other.as_ref()].into_iter().flatten() {
+            for stream in [Some(&self.stream), self.other.as_ref()]
+                .into_iter()
+                .flatten()
+            {
                 // Recording fails only on a closed stream, which no longer uses the block.
                 let _closed = block.record_use(stream);
             }
@@ -151,7 +164,11 @@ impl Sizes {
         let (stats, lse, wide) = (2 * tokens, tokens * config.n_head, tokens * f);
         Self {
             row,
-            distinct: if options.activation_checkpointing { 1 } else { config.n_layer },
+            distinct: if options.activation_checkpointing {
+                1
+            } else {
+                config.n_layer
+            },
             block: [row, stats, 3 * row, row, lse, row, row, stats, wide, wide],
             head: [row, stats],
             scratch: [row, row, tokens * f.max(3 * c), logits],
@@ -161,7 +178,13 @@ impl Sizes {
 
 /// Bytes of activations of a model on the host. The options must pass [`Gpt2Options::validate`].
 pub(super) fn activations_bytes(config: &GptConfig, options: &Gpt2Options) -> u64 {
-    let Sizes { row, distinct, block, head, scratch } = Sizes::new(config, options);
+    let Sizes {
+        row,
+        distinct,
+        block,
+        head,
+        scratch,
+    } = Sizes::new(config, options);
     let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
     let kept = (config.n_layer as u128 + 1) * row as u128 + distinct as u128 * sum(&block);
     u64::try_from(4 * (kept + sum(&head) + sum(&scratch))).unwrap_or(u64::MAX)
@@ -175,20 +198,46 @@ impl Buffers {
         pool: &Pool<HostDevice>,
         stream: &HostStream,
     ) -> Result<Self, TrainError> {
-        let Sizes { row, distinct, block, head, scratch } = Sizes::new(config, options);
+        let Sizes {
+            row,
+            distinct,
+            block,
+            head,
+            scratch,
+        } = Sizes::new(config, options);
         let mut held = Held::new(pool, stream);
-        let loss = held.allocate(1, DType::F64, Purpose::Workspace)?.typed::<f64>()?;
-        let mut floats =
-            |elems, purpose| Ok::<_, TrainError>(held.allocate(elems, DType::F32, purpose)?.typed::<f32>()?);
+        let loss = held
+            .allocate(1, DType::F64, Purpose::Workspace)?
+            .typed::<f64>()?;
+        let mut floats = |elems, purpose| {
+            Ok::<_, TrainError>(held.allocate(elems, DType::F32, purpose)?.typed::<f32>()?)
+        };
 
-        let residual = (0..=config.n_layer).map(|_| floats(row, Purpose::Activations)).collect::<Result<_, _>>()?;
+        let residual = (0..=config.n_layer)
+            .map(|_| floats(row, Purpose::Activations))
+            .collect::<Result<_, _>>()?;
         let blocks = (0..distinct)
-            .map(|_| Ok(BlockSlices::cut(floats(block.iter().sum(), Purpose::Activations)?, &block)))
+            .map(|_| {
+                Ok(BlockSlices::cut(
+                    floats(block.iter().sum(), Purpose::Activations)?,
+                    &block,
+                ))
+            })
             .collect::<Result<_, TrainError>>()?;
         let head = HeadSlices::cut(floats(head.iter().sum(), Purpose::Activations)?, &head);
-        let scratch = ScratchSlices::cut(floats(scratch.iter().sum(), Purpose::Activations)?, &scratch);
+        let scratch = ScratchSlices::cut(
+            floats(scratch.iter().sum(), Purpose::Activations)?,
+            &scratch,
+        );
         let upcast = floats(upcast, Purpose::Workspace)?;
-        Ok(Self { layers: Layers { residual, blocks }, head, scratch, upcast, loss, _held: held })
+        Ok(Self {
+            layers: Layers { residual, blocks },
+            head,
+            scratch,
+            upcast,
+            loss,
+            _held: held,
+        })
     }
 }
 

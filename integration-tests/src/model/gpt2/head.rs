@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss.
 //!
-//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an evaluation the logits
-//! alone, some rows at a time, so that they are never all in memory.
+//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an
+//! evaluation the logits alone, some rows at a time, so that they are never all in memory.
 
 use super::buffers::{HeadView, ScratchView};
 use super::params::Flat;
@@ -9,7 +9,14 @@ use crate::ops::{cross_entropy, layer_norm, linear};
 
 /// `h.out = ln_f(x)`.
 pub(super) fn forward(h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>, eps: f32) {
-    layer_norm::forward(h.out, h.stats, x, p.get(0, "ln_f.weight"), p.get(0, "ln_f.bias"), eps);
+    layer_norm::forward(
+        h.out,
+        h.stats,
+        x,
+        p.get(0, "ln_f.weight"),
+        p.get(0, "ln_f.bias"),
+        eps,
+    );
 }
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.
@@ -17,7 +24,8 @@ pub(super) fn logits(out: &mut [f32], x: &[f32], w: &[f32], vocab: usize) {
     linear::product_transposed(out, x, w, vocab);
 }
 
-/// Returns the sum of the losses of the first `targets.len()` tokens after [`forward`]. Uses `s.logits` alone.
+/// Returns the sum of the losses of the first `targets.len()` tokens after [`forward`]. Uses
+/// `s.logits` alone.
 pub(super) fn losses(s: ScratchView<'_>, h: &HeadView<'_>, targets: &[u32], p: &Flat<'_>) -> f64 {
     let w = p.head_weight();
     let c = p.get(0, "ln_f.weight").len();
@@ -32,8 +40,9 @@ pub(super) fn losses(s: ScratchView<'_>, h: &HeadView<'_>, targets: &[u32], p: &
     sums.sum()
 }
 
-/// Computes the loss and the gradients, and returns the sum of the losses. Writes the gradient of `x` to `s.dres` and
-/// adds to `grads`: the head's unit and, if tied, the embedding's. `scale` is the factor of each token's loss.
+/// Computes the loss and the gradients, and returns the sum of the losses. Writes the gradient of
+/// `x` to `s.dres` and adds to `grads`: the head's unit and, if tied, the embedding's. `scale` is
+/// the factor of each token's loss.
 pub(super) fn backward(
     s: ScratchView<'_>,
     h: &HeadView<'_>,
@@ -58,7 +67,10 @@ pub(super) fn backward(
     };
     let rows = s.logits.len() / vocab;
     let mut loss = 0.0;
-    let chunks = targets.chunks(rows).zip(h.out.chunks(rows * c)).zip(s.narrow.chunks_mut(rows * c));
+    let chunks = targets
+        .chunks(rows)
+        .zip(h.out.chunks(rows * c))
+        .zip(s.narrow.chunks_mut(rows * c));
     for ((targets, out), dout) in chunks {
         let logits_part = &mut s.logits[..targets.len() * vocab];
         logits(logits_part, out, w, vocab);
@@ -67,6 +79,14 @@ pub(super) fn backward(
         linear::add_weight_gradient(dw, logits_part, out, c);
     }
     s.dres.fill(0.0);
-    layer_norm::backward(s.dres, dgain, dbias, s.narrow, x, h.stats, p.get(0, "ln_f.weight"));
+    layer_norm::backward(
+        s.dres,
+        dgain,
+        dbias,
+        s.narrow,
+        x,
+        h.stats,
+        p.get(0, "ln_f.weight"),
+    );
     loss
 }

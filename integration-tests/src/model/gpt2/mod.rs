@@ -30,7 +30,8 @@ use crate::ops::{Threads, attention, embedding};
 use buffers::{Activations, Buffers};
 use params::{Flat, UnitParams};
 
-/// Maximum number of tokens of a micro-batch, so that no buffer size of a valid model overflows 64 bits.
+/// Maximum number of tokens of a micro-batch, so that no buffer size of a valid model overflows 64
+/// bits.
 const MAX_TOKENS: usize = 1 << 31;
 
 /// Options of a [`Gpt2`].
@@ -44,16 +45,18 @@ pub struct Gpt2Options {
     pub dtype: DType,
     /// Whether only the input of each block is kept, and the rest is recomputed in backward.
     pub activation_checkpointing: bool,
-    /// Whether a GPU keeps those inputs in pinned host memory; needs `activation_checkpointing`. On the host it changes
-    /// nothing, because the device's memory is the host's.
+    /// Whether a GPU keeps those inputs in pinned host memory; needs `activation_checkpointing`. On
+    /// the host it changes nothing, because the device's memory is the host's.
     pub offload_activations: bool,
-    /// Whether matrix products on a GPU choose their algorithm by time, with choices kept in the user's folder: see
-    /// [`Timing`](crate::cuda::matmul::Timing). Otherwise they use the library's first choice.
+    /// Whether matrix products on a GPU choose their algorithm by time, with choices kept in the
+    /// user's folder: see [`Timing`](crate::cuda::matmul::Timing). Otherwise they use the library's
+    /// first choice.
     pub matmul_timing: bool,
-    /// Whether a GPU computes GELU's output again in backward, in place of `micro_batch` x `seq_len` x `n_inner` elements a
-    /// block. In 16-bit types the gradient of the MLP's second matrix then has other low bits, because cuBLASLt's
-    /// first output comes from an fp32 input and the second from the rounded one. With `activation_checkpointing` it
-    /// changes nothing, and on the host neither.
+    /// Whether a GPU computes GELU's output again in backward, in place of `micro_batch` x
+    /// `seq_len` x `n_inner` elements a block. In 16-bit types the gradient of the MLP's second
+    /// matrix then has other low bits, because cuBLASLt's first output comes from an fp32 input and
+    /// the second from the rounded one. With `activation_checkpointing` it changes nothing, and on
+    /// the host neither.
     pub recompute_gelu: bool,
 }
 
@@ -81,7 +84,11 @@ impl Gpt2Options {
                 self.micro_batch, self.seq_len, config.n_positions
             )));
         }
-        if self.micro_batch.checked_mul(self.seq_len).is_none_or(|tokens| tokens > MAX_TOKENS) {
+        if self
+            .micro_batch
+            .checked_mul(self.seq_len)
+            .is_none_or(|tokens| tokens > MAX_TOKENS)
+        {
             return Err(TrainError::Usage(format!(
                 "micro-batch {} x sequence {}: a micro-batch can have at most {MAX_TOKENS} tokens",
                 self.micro_batch, self.seq_len
@@ -125,7 +132,8 @@ impl Gpt2 {
     /// Allocates activations for the model from `pool`, for passes on `stream` only.
     ///
     /// # Errors
-    /// The configuration is not valid, the sequence is longer than its positions, or memory ran out.
+    /// The configuration is not valid, the sequence is longer than its positions, or memory ran
+    /// out.
     pub fn new(
         config: GptConfig,
         options: Gpt2Options,
@@ -137,7 +145,11 @@ impl Gpt2 {
         let units = config.units();
         let params = units.iter().map(UnitParams::new).collect();
         let passes = passes(&config);
-        let upcast = if options.dtype == DType::F32 { 0 } else { widest_pass(&passes, &units) };
+        let upcast = if options.dtype == DType::F32 {
+            0
+        } else {
+            widest_pass(&passes, &units)
+        };
         let buffers = Buffers::new(&config, &options, upcast, pool, stream)?;
         Ok(Self {
             config,
@@ -156,20 +168,33 @@ impl Gpt2 {
     ///
     /// # Errors
     /// The stream failed.
-    pub fn logits(&self, stream: &HostStream, params: &[AnySlice], out: DeviceSlice<f32>) -> Result<(), TrainError> {
+    pub fn logits(
+        &self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        out: DeviceSlice<f32>,
+    ) -> Result<(), TrainError> {
         let (head, vocab) = (self.buffers.head, self.config.vocab_size);
         self.check(stream, "logits", params, &[out])?;
-        self.enqueue(stream, "logits", self.passes.len() - 1, params, &[], move |flat, _| {
-            // SAFETY: the buffer is this model's, and the stream orders its passes.
-            let x = unsafe { head.out.as_host() };
-            // SAFETY: `check` found host memory apart from the parameters; its maker promised ordered accesses.
-            let out = unsafe { out.as_host_mut() };
-            head::logits(out, x, flat.head_weight(), vocab);
-        })
+        self.enqueue(
+            stream,
+            "logits",
+            self.passes.len() - 1,
+            params,
+            &[],
+            move |flat, _| {
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let x = unsafe { head.out.as_host() };
+                // SAFETY: `check` found host memory apart from the parameters; its maker promised
+                // ordered accesses.
+                let out = unsafe { out.as_host_mut() };
+                head::logits(out, x, flat.head_weight(), vocab);
+            },
+        )
     }
 
-    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass in fp32 and the
-    /// gradients, both as host slices.
+    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass in
+    /// fp32 and the gradients, both as host slices.
     fn enqueue(
         &self,
         stream: &HostStream,
@@ -181,7 +206,11 @@ impl Gpt2 {
     ) -> Result<(), TrainError> {
         self.check(stream, label, params, grads)?;
         let reads = self.passes[pass].forward_reads.clone();
-        let (all, threads, upcast) = (Arc::clone(&self.params), self.threads.clone(), self.buffers.upcast);
+        let (all, threads, upcast) = (
+            Arc::clone(&self.params),
+            self.threads.clone(),
+            self.buffers.upcast,
+        );
         let (params, grads) = (params.to_vec(), grads.to_vec());
         stream.enqueue(label, move || {
             threads.run(|| {
@@ -190,18 +219,28 @@ impl Gpt2 {
                 for slice in params {
                     flats.push(in_fp32(slice, upcast, &mut used)?);
                 }
-                // SAFETY: `check` found host memory, and that the gradients overlap neither one another nor a
-                // parameter; their makers promised accesses ordered by the stream.
-                let grads = grads.into_iter().map(|g| unsafe { g.as_host_mut() }).collect();
-                work(Flat { units: &all, reads: &reads, flats }, grads);
+                // SAFETY: `check` found host memory, and that the gradients overlap neither one
+                // another nor a parameter; their makers promised accesses ordered by the stream.
+                let grads = grads
+                    .into_iter()
+                    .map(|g| unsafe { g.as_host_mut() })
+                    .collect();
+                work(
+                    Flat {
+                        units: &all,
+                        reads: &reads,
+                        flats,
+                    },
+                    grads,
+                );
                 Ok(())
             })
         })?;
         Ok(())
     }
 
-    /// Checks the slices of a pass, of which it makes Rust slices: host memory, and what is written overlaps nothing. The
-    /// model's own buffers are ordered by one stream.
+    /// Checks the slices of a pass, of which it makes Rust slices: host memory, and what is written
+    /// overlaps nothing. The model's own buffers are ordered by one stream.
     fn check(
         &self,
         stream: &HostStream,
@@ -215,14 +254,17 @@ impl Gpt2 {
                 "{label}: stream {name} is not the one that the model was made for"
             )));
         }
-        let extent = |slice: AnySlice| slice.as_ptr().addr()..slice.as_ptr().addr() + slice.len_bytes();
+        let extent =
+            |slice: AnySlice| slice.as_ptr().addr()..slice.as_ptr().addr() + slice.len_bytes();
         let written: Vec<AnySlice> = written.iter().map(|slice| slice.erase()).collect();
         for (i, &slice) in written.iter().chain(read).enumerate() {
             slice.check_device(label, DeviceId::HOST)?;
             let a = extent(slice);
             for b in written.iter().take(i).map(|&slice| extent(slice)) {
                 if a.start < b.end && b.start < a.end {
-                    return Err(TrainError::Usage(format!("{label}: a gradient overlaps another argument")));
+                    return Err(TrainError::Usage(format!(
+                        "{label}: a gradient overlaps another argument"
+                    )));
                 }
             }
         }
@@ -239,15 +281,22 @@ impl Gpt2 {
     }
 }
 
-/// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first `used` elements.
-fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> Result<&'a [f32], DeviceError> {
+/// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first
+/// `used` elements.
+fn in_fp32<'a>(
+    slice: AnySlice,
+    upcast: DeviceSlice<f32>,
+    used: &mut usize,
+) -> Result<&'a [f32], DeviceError> {
     if slice.dtype() == DType::F32 {
-        // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised ordered accesses.
+        // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised
+        // ordered accesses.
         return Ok(unsafe { slice.typed::<f32>()?.as_host() });
     }
     let copy = upcast.slice(*used..*used + slice.len());
     *used += slice.len();
-    // SAFETY: the workspace is this model's, one part a parameter, and its one stream orders the passes.
+    // SAFETY: the workspace is this model's, one part a parameter, and its one stream orders the
+    // passes.
     let out = unsafe { copy.as_host_mut() };
     params::upcast(slice, out)?;
     // SAFETY: as above; the writable view has ended.
@@ -257,39 +306,91 @@ fn in_fp32<'a>(slice: AnySlice, upcast: DeviceSlice<f32>, used: &mut usize) -> R
 /// The passes of a GPT-2, one per unit: the embedding, each block, the head.
 pub fn passes(config: &GptConfig) -> Vec<Pass> {
     let head = config.n_layer + 1;
-    let mut passes = vec![Pass { forward_reads: vec![0], backward_reads: vec![], grads: vec![0] }];
-    let block = |i| Pass { forward_reads: vec![i], backward_reads: vec![i], grads: vec![i] };
+    let mut passes = vec![Pass {
+        forward_reads: vec![0],
+        backward_reads: vec![],
+        grads: vec![0],
+    }];
+    let block = |i| Pass {
+        forward_reads: vec![i],
+        backward_reads: vec![i],
+        grads: vec![i],
+    };
     passes.extend((1..head).map(block));
-    let reads = if config.tied_head { vec![head, 0] } else { vec![head] };
-    passes.push(Pass { forward_reads: reads.clone(), backward_reads: reads.clone(), grads: reads });
+    let reads = if config.tied_head {
+        vec![head, 0]
+    } else {
+        vec![head]
+    };
+    passes.push(Pass {
+        forward_reads: reads.clone(),
+        backward_reads: reads.clone(),
+        grads: reads,
+    });
     passes
 }
 
 fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
     // The slices that a pass receives have no padding.
-    let numel = |&u: &usize| units[u].params.iter().map(|p| p.shape.iter().product::<u64>() as usize).sum::<usize>();
-    passes.iter().map(|p| p.forward_reads.iter().map(numel).sum()).max().unwrap_or(0)
+    let numel = |&u: &usize| {
+        units[u]
+            .params
+            .iter()
+            .map(|p| p.shape.iter().product::<u64>() as usize)
+            .sum::<usize>()
+    };
+    passes
+        .iter()
+        .map(|p| p.forward_reads.iter().map(numel).sum())
+        .max()
+        .unwrap_or(0)
 }
 
 impl Model<HostDevice> for Gpt2 {
-    fn set_batch(&mut self, _stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+    fn set_batch(
+        &mut self,
+        _stream: &HostStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError> {
         self.inputs = Arc::new(inputs.to_vec());
         self.targets = Arc::new(targets.to_vec());
         Ok(())
     }
 
-    fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
-        let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
-        let Activations { input, output, block } = self.buffers.layers.of_pass(pass);
+    fn forward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError> {
+        let (seq, c, eps) = (
+            self.options.seq_len,
+            self.config.n_embd,
+            self.config.layer_norm_epsilon,
+        );
+        let Activations {
+            input,
+            output,
+            block,
+        } = self.buffers.layers.of_pass(pass);
         if pass == 0 {
             let tokens = Arc::clone(&self.inputs);
-            return self.enqueue(stream, "forward embedding", pass, params, &[], move |flat, _| {
-                // SAFETY: the buffer is this model's, and the stream orders its passes.
-                let x = unsafe { output.as_host_mut() };
-                embedding::forward(x, &tokens, flat.get(0, "wte"), flat.get(0, "wpe"), seq, c);
-            });
+            return self.enqueue(
+                stream,
+                "forward embedding",
+                pass,
+                params,
+                &[],
+                move |flat, _| {
+                    // SAFETY: the buffer is this model's, and the stream orders its passes.
+                    let x = unsafe { output.as_host_mut() };
+                    embedding::forward(x, &tokens, flat.get(0, "wte"), flat.get(0, "wpe"), seq, c);
+                },
+            );
         }
-        // SAFETY of the views below: the buffers are this model's, and the stream orders its passes.
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its
+        // passes.
         if pass + 1 == self.passes.len() {
             let head = self.buffers.head;
             return self.enqueue(stream, "forward head", pass, params, &[], move |flat, _| {
@@ -299,14 +400,21 @@ impl Model<HostDevice> for Gpt2 {
             });
         }
         let shape = self.attention_shape();
-        self.enqueue(stream, "forward block", pass, params, &[], move |flat, _| {
-            // SAFETY: as above.
-            let x = unsafe { input.as_host() };
-            // SAFETY: as above; input and output are different buffers.
-            let out = unsafe { output.as_host_mut() };
-            block::forward(&mut block.view(), x, &flat, shape, eps);
-            block::output(out, &block.view(), &flat);
-        })
+        self.enqueue(
+            stream,
+            "forward block",
+            pass,
+            params,
+            &[],
+            move |flat, _| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                // SAFETY: as above; input and output are different buffers.
+                let out = unsafe { output.as_host_mut() };
+                block::forward(&mut block.view(), x, &flat, shape, eps);
+                block::output(out, &block.view(), &flat);
+            },
+        )
     }
 
     fn backward(
@@ -317,54 +425,112 @@ impl Model<HostDevice> for Gpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        let (seq, c, eps) = (self.options.seq_len, self.config.n_embd, self.config.layer_norm_epsilon);
+        let (seq, c, eps) = (
+            self.options.seq_len,
+            self.config.n_embd,
+            self.config.layer_norm_epsilon,
+        );
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = self.buffers.scratch;
-        let grads = &grads.iter().map(|grad| grad.sums("GPT-2's backward")).collect::<Result<Vec<_>, _>>()?;
-        // SAFETY of the views below: the buffers are this model's, and the stream orders its passes.
+        let grads = &grads
+            .iter()
+            .map(|grad| grad.sums("GPT-2's backward"))
+            .collect::<Result<Vec<_>, _>>()?;
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its
+        // passes.
         if pass == 0 {
             let tokens = Arc::clone(&self.inputs);
             let layout = Arc::clone(&self.params);
-            return self.enqueue(stream, "backward embedding", pass, params, grads, move |_, mut grads| {
-                let [dwte, dwpe] = layout[0].split_mut(grads[0]);
-                embedding::backward(dwte, dwpe, &tokens, scratch.view().dres, seq, c);
-            });
+            return self.enqueue(
+                stream,
+                "backward embedding",
+                pass,
+                params,
+                grads,
+                move |_, mut grads| {
+                    let [dwte, dwpe] = layout[0].split_mut(grads[0]);
+                    embedding::backward(dwte, dwpe, &tokens, scratch.view().dres, seq, c);
+                },
+            );
         }
         if pass + 1 == self.passes.len() {
-            let (head, loss, targets) = (self.buffers.head, self.buffers.loss, Arc::clone(&self.targets));
+            let (head, loss, targets) = (
+                self.buffers.head,
+                self.buffers.loss,
+                Arc::clone(&self.targets),
+            );
             let tokens = self.options.micro_batch * seq;
-            loss_scale.erase().check_device("backward head: loss scale", DeviceId::HOST)?;
-            return self.enqueue(stream, "backward head", pass, params, grads, move |flat, grads| {
+            loss_scale
+                .erase()
+                .check_device("backward head: loss scale", DeviceId::HOST)?;
+            return self.enqueue(
+                stream,
+                "backward head",
+                pass,
+                params,
+                grads,
+                move |flat, grads| {
+                    // SAFETY: as above.
+                    let x = unsafe { input.as_host() };
+                    // SAFETY: checked above to be host memory; its maker promised ordered accesses.
+                    let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
+                    let sum = head::backward(
+                        scratch.view(),
+                        &head.view(),
+                        x,
+                        &targets,
+                        &flat,
+                        grads,
+                        scale,
+                    );
+                    // SAFETY: as above.
+                    let loss = unsafe { loss.as_host_mut() };
+                    loss[0] += sum / tokens as f64;
+                },
+            );
+        }
+        let (shape, again) = (
+            self.attention_shape(),
+            self.options.activation_checkpointing,
+        );
+        self.enqueue(
+            stream,
+            "backward block",
+            pass,
+            params,
+            grads,
+            move |flat, mut grads| {
                 // SAFETY: as above.
                 let x = unsafe { input.as_host() };
-                // SAFETY: checked above to be host memory; its maker promised ordered accesses.
-                let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
-                let sum = head::backward(scratch.view(), &head.view(), x, &targets, &flat, grads, scale);
-                // SAFETY: as above.
-                let loss = unsafe { loss.as_host_mut() };
-                loss[0] += sum / tokens as f64;
-            });
-        }
-        let (shape, again) = (self.attention_shape(), self.options.activation_checkpointing);
-        self.enqueue(stream, "backward block", pass, params, grads, move |flat, mut grads| {
-            // SAFETY: as above.
-            let x = unsafe { input.as_host() };
-            if again {
-                block::forward(&mut block.view(), x, &flat, shape, eps);
-            }
-            block::backward(scratch.view(), &block.view(), x, &flat, grads[0], shape);
-        })
+                if again {
+                    block::forward(&mut block.view(), x, &flat, shape, eps);
+                }
+                block::backward(scratch.view(), &block.view(), x, &flat, grads[0], shape);
+            },
+        )
     }
 
-    fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+    fn add_losses(
+        &mut self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         let (head, loss, scratch) = (self.buffers.head, self.buffers.loss, self.buffers.scratch);
         let targets = Arc::clone(&self.targets);
-        self.enqueue(stream, "losses", self.passes.len() - 1, params, &[], move |flat, _| {
-            let sum = head::losses(scratch.view(), &head.view(), &targets[..tokens], &flat);
-            // SAFETY: the buffer is this model's, and the stream orders its passes.
-            let loss = unsafe { loss.as_host_mut() };
-            loss[0] += sum;
-        })
+        self.enqueue(
+            stream,
+            "losses",
+            self.passes.len() - 1,
+            params,
+            &[],
+            move |flat, _| {
+                let sum = head::losses(scratch.view(), &head.view(), &targets[..tokens], &flat);
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let loss = unsafe { loss.as_host_mut() };
+                loss[0] += sum;
+            },
+        )
     }
 
     unsafe fn loss(&self) -> DeviceSlice<f64> {

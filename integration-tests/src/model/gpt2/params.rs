@@ -10,7 +10,8 @@ use zero_shard::UnitSpec;
 
 use crate::ops::rows_per_thread;
 
-/// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds a parameter.
+/// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds
+/// a parameter.
 pub(super) struct UnitParams(Vec<(String, Range<usize>)>);
 
 impl UnitParams {
@@ -26,7 +27,11 @@ impl UnitParams {
 
     /// The range of the parameter whose name contains `part`.
     pub(super) fn range(&self, part: &str) -> Range<usize> {
-        let found = self.0.iter().find(|(name, _)| name.contains(part)).map(|(_, range)| range.clone());
+        let found = self
+            .0
+            .iter()
+            .find(|(name, _)| name.contains(part))
+            .map(|(_, range)| range.clone());
         debug_assert!(found.is_some(), "no parameter {part}");
         found.unwrap_or_default()
     }
@@ -62,23 +67,29 @@ impl<'a> Flat<'a> {
 
     /// The head's matrix `[vocab, c]`; if tied, the embedding's.
     pub(super) fn head_weight(&self) -> &'a [f32] {
-        if self.flats.len() > 1 { self.get(1, "wte") } else { self.get(0, "lm_head") }
+        if self.flats.len() > 1 {
+            self.get(1, "wte")
+        } else {
+            self.get(0, "lm_head")
+        }
     }
 }
 
 /// Writes `slice` to `out` in fp32, on all threads.
 pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
     fn from<T: Element + Float>(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
-        // SAFETY: the model has checked that it is host memory apart from `out` and the gradients; its maker promised
-        // ordered accesses.
+        // SAFETY: the model has checked that it is host memory apart from `out` and the gradients;
+        // its maker promised ordered accesses.
         let src = unsafe { slice.typed::<T>()?.as_host() };
         let n = rows_per_thread(out.len());
         let parts = (out.par_chunks_mut(n), src.par_chunks(n)).into_par_iter();
-        parts.try_for_each(|(out, src)| host::cast(src, out, 1.0)).map_err(|e| DeviceError::Operation {
-            stream: String::new(),
-            op: "upcast".to_owned(),
-            cause: Cause::new(e),
-        })
+        parts
+            .try_for_each(|(out, src)| host::cast(src, out, 1.0))
+            .map_err(|e| DeviceError::Operation {
+                stream: String::new(),
+                op: "upcast".to_owned(),
+                cause: Cause::new(e),
+            })
     }
     match slice.dtype() {
         DType::Bf16 => from::<bf16>(slice, out),

@@ -71,7 +71,8 @@ unsafe fn destroy<T>(object: *mut c_void) -> Status {
 /// `place` is null or valid for reading a `T` of `size` bytes.
 unsafe fn read<T: Copy>(place: *const c_void, size: usize) -> Option<T> {
     // SAFETY: the caller guarantees it.
-    (!place.is_null() && size == size_of::<T>()).then(|| unsafe { place.cast::<T>().read_unaligned() })
+    (!place.is_null() && size == size_of::<T>())
+        .then(|| unsafe { place.cast::<T>().read_unaligned() })
 }
 
 /// Creates a handle.
@@ -99,11 +100,21 @@ pub unsafe extern "C" fn cublasLtDestroy(handle: *mut c_void) -> Status {
 /// # Safety
 /// `out` is null or valid for a write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cublasLtMatmulDescCreate(out: *mut *mut c_void, compute: c_int, scale: c_int) -> Status {
+pub unsafe extern "C" fn cublasLtMatmulDescCreate(
+    out: *mut *mut c_void,
+    compute: c_int,
+    scale: c_int,
+) -> Status {
     if (compute, scale) != (68, 0) {
         return NOT_SUPPORTED;
     }
-    let plain = Description { transposed: [false; 2], epilogue: NOTHING, bias: 0, aux: 0, aux_stride: 0 };
+    let plain = Description {
+        transposed: [false; 2],
+        epilogue: NOTHING,
+        bias: 0,
+        aux: 0,
+        aux_stride: 0,
+    };
     // SAFETY: the caller guarantees it.
     unsafe { make(out, plain) }
 }
@@ -121,7 +132,8 @@ pub unsafe extern "C" fn cublasLtMatmulDescDestroy(description: *mut c_void) -> 
 /// Sets an attribute.
 ///
 /// # Safety
-/// The description is live and not used by another thread; `value` is valid for reading `size` bytes.
+/// The description is live and not used by another thread; `value` is valid for reading `size`
+/// bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
     description: *mut c_void,
@@ -130,7 +142,9 @@ pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
     size: usize,
 ) -> Status {
     // SAFETY: the caller guarantees it.
-    let Some(what) = (unsafe { description.cast::<Description>().as_mut() }) else { return INVALID_VALUE };
+    let Some(what) = (unsafe { description.cast::<Description>().as_mut() }) else {
+        return INVALID_VALUE;
+    };
     // SAFETY: the caller guarantees it.
     let number = unsafe { read::<u32>(value, size) };
     // SAFETY: the caller guarantees it.
@@ -160,10 +174,24 @@ pub unsafe extern "C" fn cublasLtMatrixLayoutCreate(
     cols: u64,
     stride: i64,
 ) -> Status {
-    let Some(storage) = Storage::from_code(data_type) else { return NOT_SUPPORTED };
-    let Ok(stride) = usize::try_from(stride) else { return INVALID_VALUE };
+    let Some(storage) = Storage::from_code(data_type) else {
+        return NOT_SUPPORTED;
+    };
+    let Ok(stride) = usize::try_from(stride) else {
+        return INVALID_VALUE;
+    };
     // SAFETY: the caller guarantees it.
-    unsafe { make(out, Layout { storage, rows: rows as usize, cols: cols as usize, stride }) }
+    unsafe {
+        make(
+            out,
+            Layout {
+                storage,
+                rows: rows as usize,
+                cols: cols as usize,
+                stride,
+            },
+        )
+    }
 }
 
 /// Destroys a layout.
@@ -199,7 +227,8 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void
 /// Sets the workspace limit, the reduction schemes or an alignment.
 ///
 /// # Safety
-/// The preferences are live and not used by another thread; `value` is valid for reading `size` bytes.
+/// The preferences are live and not used by another thread; `value` is valid for reading `size`
+/// bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
     preference: *mut c_void,
@@ -208,7 +237,9 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
     size: usize,
 ) -> Status {
     // SAFETY: the caller guarantees it.
-    let Some(preference) = (unsafe { preference.cast::<Preference>().as_mut() }) else { return INVALID_VALUE };
+    let Some(preference) = (unsafe { preference.cast::<Preference>().as_mut() }) else {
+        return INVALID_VALUE;
+    };
     // SAFETY: the caller guarantees it.
     let number = unsafe { read::<u32>(value, size) };
     // SAFETY: the caller guarantees it.
@@ -216,7 +247,9 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
     match (attribute, number, wide) {
         (1, _, Some(bytes)) => preference.workspace_bytes = bytes,
         (3, Some(schemes @ 0..=7), _) => preference.reductions = schemes,
-        (5..=8, Some(bytes), _) if bytes.is_power_of_two() => preference.alignments[attribute as usize - 5] = bytes,
+        (5..=8, Some(bytes), _) if bytes.is_power_of_two() => {
+            preference.alignments[attribute as usize - 5] = bytes
+        }
         _ => return INVALID_VALUE,
     }
     SUCCESS
@@ -243,14 +276,21 @@ pub extern "C" fn cublasLtGetVersion() -> usize {
 impl HeuristicResult {
     fn new(algorithm: Algorithm) -> Self {
         let workspace_bytes = algorithm.workspace_bytes();
-        Self { algorithm, workspace_bytes, state: SUCCESS, waves: 1.0, reserved: [0; 4] }
+        Self {
+            algorithm,
+            workspace_bytes,
+            state: SUCCESS,
+            waves: 1.0,
+            reserved: [0; 4],
+        }
     }
 }
 
 /// Returns the algorithms of a supported product, at most as many as requested.
 ///
 /// # Safety
-/// Handles are null or live; `results` is valid for writing the requested number of results, `count` for a write.
+/// Handles are null or live; `results` is valid for writing the requested number of results,
+/// `count` for a write.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
@@ -271,7 +311,9 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     let layouts = unsafe { layouts([a, b, c, d]) };
     // SAFETY: the caller guarantees it.
     let preference = unsafe { preference.cast::<Preference>().as_ref() };
-    let (Some(what), Some(layouts), Some(preference)) = (what, layouts, preference) else { return INVALID_VALUE };
+    let (Some(what), Some(layouts), Some(preference)) = (what, layouts, preference) else {
+        return INVALID_VALUE;
+    };
     if asked < 1 || results.is_null() || count.is_null() {
         return INVALID_VALUE;
     }
@@ -282,17 +324,26 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     let found = &found[..found.len().min(asked as usize)];
     for (index, &algorithm) in found.iter().enumerate() {
         // SAFETY: not null, so valid for as many as requested.
-        unsafe { results.wrapping_add(index).write(HeuristicResult::new(algorithm)) };
+        unsafe {
+            results
+                .wrapping_add(index)
+                .write(HeuristicResult::new(algorithm))
+        };
     }
     // SAFETY: not null, so valid.
     unsafe { count.write(found.len() as c_int) };
-    if found.is_empty() { NOT_SUPPORTED } else { SUCCESS }
+    if found.is_empty() {
+        NOT_SUPPORTED
+    } else {
+        SUCCESS
+    }
 }
 
 /// Checks an algorithm, which may come from a file, for a product.
 ///
 /// # Safety
-/// Handles are null or live; `algorithm` is null or valid for reading, `result` is null or valid for a write.
+/// Handles are null or live; `algorithm` is null or valid for reading, `result` is null or valid
+/// for a write.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cublasLtMatmulAlgoCheck(
@@ -311,7 +362,9 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoCheck(
     let layouts = unsafe { layouts([a, b, c, d]) };
     // SAFETY: the caller guarantees it.
     let algorithm = unsafe { read::<Algorithm>(algorithm, size_of::<Algorithm>()) };
-    let (Some(what), Some(layouts), Some(algorithm)) = (what, layouts, algorithm) else { return INVALID_VALUE };
+    let (Some(what), Some(layouts), Some(algorithm)) = (what, layouts, algorithm) else {
+        return INVALID_VALUE;
+    };
     if result.is_null() {
         return INVALID_VALUE;
     }
@@ -326,7 +379,8 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoCheck(
 /// Returns an attribute of an algorithm's configuration; those of 32 bits only.
 ///
 /// # Safety
-/// `algorithm` is null or valid for reading, `value` null or valid for writing `size` bytes, `written` null or valid.
+/// `algorithm` is null or valid for reading, `value` null or valid for writing `size` bytes,
+/// `written` null or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulAlgoConfigGetAttribute(
     algorithm: *const c_void,
@@ -337,8 +391,12 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoConfigGetAttribute(
 ) -> Status {
     // SAFETY: the caller guarantees it.
     let algorithm = unsafe { read::<Algorithm>(algorithm, size_of::<Algorithm>()) };
-    let number = algorithm.filter(Algorithm::is_valid).and_then(|algorithm| algorithm.attribute(attribute));
-    let Some(number) = number.filter(|_| !value.is_null() && size >= size_of::<u32>()) else { return INVALID_VALUE };
+    let number = algorithm
+        .filter(Algorithm::is_valid)
+        .and_then(|algorithm| algorithm.attribute(attribute));
+    let Some(number) = number.filter(|_| !value.is_null() && size >= size_of::<u32>()) else {
+        return INVALID_VALUE;
+    };
     // SAFETY: not null and large enough.
     unsafe { value.cast::<u32>().write_unaligned(number) };
     // SAFETY: the caller guarantees it.
@@ -394,7 +452,8 @@ unsafe extern "C" fn run(product: *mut c_void) {
 /// Enqueues a product.
 ///
 /// # Safety
-/// As for cuBLASLt: handles are live, and the matrices match their layouts and stay valid until the product has run.
+/// As for cuBLASLt: handles are live, and the matrices match their layouts and stay valid until the
+/// product has run.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)]
 pub unsafe extern "C" fn cublasLtMatmul(
@@ -438,14 +497,35 @@ pub unsafe extern "C" fn cublasLtMatmul(
     if !is_supported(what, &layouts, gelu_is_known()) {
         return NOT_SUPPORTED;
     }
-    let Some(driver) = driver() else { return INTERNAL_ERROR };
+    let Some(driver) = driver() else {
+        return INTERNAL_ERROR;
+    };
     let sums = algorithm.sums();
-    // Leaked, since a graph may run it any number of times: about 200 bytes a product, in a test tool.
-    let product = Product { what: *what, layouts, at, alpha, beta, sums };
-    let Ok(name) = CString::new(product.name()) else { return INTERNAL_ERROR };
+    // Leaked, since a graph may run it any number of times: about 200 bytes a product, in a test
+    // tool.
+    let product = Product {
+        what: *what,
+        layouts,
+        at,
+        alpha,
+        beta,
+        sums,
+    };
+    let Ok(name) = CString::new(product.name()) else {
+        return INTERNAL_ERROR;
+    };
     let [loaded, stored, operations] = product.work();
     // SAFETY: the caller guarantees a live stream; the strings are valid during the call.
-    unsafe { (driver.tally)(stream, c"product".as_ptr(), name.as_ptr(), loaded, stored, operations) };
+    unsafe {
+        (driver.tally)(
+            stream,
+            c"product".as_ptr(),
+            name.as_ptr(),
+            loaded,
+            stored,
+            operations,
+        )
+    };
     // SAFETY: the function has no conditions.
     if unsafe { (driver.is_dry)() } == 1 {
         return SUCCESS;

@@ -1,11 +1,12 @@
-//! Preferences and algorithms. An algorithm records the alignments that it was chosen for; products that use it are
-//! checked against them, and against the workspace that it requires.
+//! Preferences and algorithms. An algorithm records the alignments that it was chosen for; products
+//! that use it are checked against them, and against the workspace that it requires.
 
 use crate::product::Description;
 
 /// Required alignment of a workspace, in bytes.
 const WORKSPACE_ALIGNMENT: usize = 256;
-/// The reduction schemes that round partial sums to the type of the result: in place, and out of place.
+/// The reduction schemes that round partial sums to the type of the result: in place, and out of
+/// place.
 const ROUNDING_SCHEMES: u32 = 1 | 4;
 /// If all matrices have at least this alignment, in bytes, another algorithm is chosen.
 const WELL_ALIGNED: u32 = 64;
@@ -22,7 +23,11 @@ pub(crate) struct Preference {
 
 impl Default for Preference {
     fn default() -> Self {
-        Self { workspace_bytes: 0, reductions: 7, alignments: [256; 4] }
+        Self {
+            workspace_bytes: 0,
+            reductions: 7,
+            alignments: [256; 4],
+        }
     }
 }
 
@@ -42,7 +47,8 @@ pub(crate) struct Algorithm {
 pub(crate) enum Sums {
     /// All terms in one part.
     Whole,
-    /// Two parts. First for well-aligned matrices, so that tests see that another algorithm has other bits.
+    /// Two parts. First for well-aligned matrices, so that tests see that another algorithm has
+    /// other bits.
     InParts,
     /// Two parts, each rounded to the type of the result. Used where the preferences allow it.
     InRoundedParts,
@@ -51,7 +57,12 @@ pub(crate) enum Sums {
 }
 
 impl Sums {
-    const ALL: [Self; 4] = [Self::Whole, Self::InParts, Self::InRoundedParts, Self::InFourParts];
+    const ALL: [Self; 4] = [
+        Self::Whole,
+        Self::InParts,
+        Self::InRoundedParts,
+        Self::InFourParts,
+    ];
 
     /// The number of parts.
     pub(crate) fn parts(self) -> usize {
@@ -76,7 +87,11 @@ impl Algorithm {
         // As in the library: the greatest power of two that divides the address, at most 256.
         let divides = |address: u64| 1 << address.trailing_zeros().min(8);
         let order: &[Sums] = match preference.reductions & ROUNDING_SCHEMES {
-            0 if preference.alignments.iter().all(|&bytes| bytes >= WELL_ALIGNED) => {
+            0 if preference
+                .alignments
+                .iter()
+                .all(|&bytes| bytes >= WELL_ALIGNED) =>
+            {
                 &[Sums::InParts, Sums::Whole, Sums::InFourParts]
             }
             0 => &[Sums::Whole, Sums::InParts, Sums::InFourParts],
@@ -84,7 +99,15 @@ impl Algorithm {
         };
         let fits = |sums: &&Sums| preference.workspace_bytes >= sums.workspace_bytes() as u64;
         let alignments = [a, b, c, d, divides(what.bias), divides(what.aux)];
-        order.iter().filter(fits).map(|&sums| Self { mark: MARK, alignments, sums: sums as u64 }).collect()
+        order
+            .iter()
+            .filter(fits)
+            .map(|&sums| Self {
+                mark: MARK,
+                alignments,
+                sums: sums as u64,
+            })
+            .collect()
     }
 
     /// Whether this is an algorithm of this library.
@@ -117,11 +140,19 @@ impl Algorithm {
     }
 
     /// Whether the addresses and the workspace meet the algorithm's requirements.
-    pub(crate) fn takes(&self, at: [u64; 4], what: &Description, workspace: (usize, usize)) -> bool {
+    pub(crate) fn takes(
+        &self,
+        at: [u64; 4],
+        what: &Description,
+        workspace: (usize, usize),
+    ) -> bool {
         let [a, b, c, d] = at;
         let aligned = |(at, alignment): (u64, u64)| at.is_multiple_of(alignment);
         self.is_valid()
-            && [a, b, c, d, what.bias, what.aux].into_iter().zip(self.alignments).all(aligned)
+            && [a, b, c, d, what.bias, what.aux]
+                .into_iter()
+                .zip(self.alignments)
+                .all(aligned)
             && workspace.0.is_multiple_of(WORKSPACE_ALIGNMENT)
             && workspace.1 >= self.workspace_bytes()
     }
@@ -134,25 +165,70 @@ mod tests {
 
     #[test]
     fn products_must_match_their_algorithm() {
-        let what = Description { transposed: [false; 2], epilogue: NOTHING, bias: 0x40, aux: 0, aux_stride: 0 };
-        let all = Preference { workspace_bytes: 1 << 20, ..Preference::default() };
+        let what = Description {
+            transposed: [false; 2],
+            epilogue: NOTHING,
+            bias: 0x40,
+            aux: 0,
+            aux_stride: 0,
+        };
+        let all = Preference {
+            workspace_bytes: 1 << 20,
+            ..Preference::default()
+        };
         let sums = |preference: &Preference| {
-            Algorithm::candidates(preference, &what).iter().map(Algorithm::sums).collect::<Vec<_>>()
+            Algorithm::candidates(preference, &what)
+                .iter()
+                .map(Algorithm::sums)
+                .collect::<Vec<_>>()
         };
         assert_eq!(sums(&Preference::default()), [], "no workspace");
         assert_eq!(sums(&all), [Sums::InRoundedParts]);
-        let fp32 = Preference { reductions: 2, ..all };
+        let fp32 = Preference {
+            reductions: 2,
+            ..all
+        };
         assert_eq!(sums(&fp32), [Sums::InParts, Sums::Whole, Sums::InFourParts]);
-        assert_eq!(sums(&Preference { workspace_bytes: 2 << 10, ..fp32 }), [Sums::InParts, Sums::Whole]);
-        let narrow = Preference { alignments: [256, 32, 256, 256], ..fp32 };
-        assert_eq!(sums(&narrow), [Sums::Whole, Sums::InParts, Sums::InFourParts]);
+        assert_eq!(
+            sums(&Preference {
+                workspace_bytes: 2 << 10,
+                ..fp32
+            }),
+            [Sums::InParts, Sums::Whole]
+        );
+        let narrow = Preference {
+            alignments: [256, 32, 256, 256],
+            ..fp32
+        };
+        assert_eq!(
+            sums(&narrow),
+            [Sums::Whole, Sums::InParts, Sums::InFourParts]
+        );
         let algorithm = Algorithm::candidates(&all, &what)[0];
         let (at, workspace) = ([0x100; 4], (0x200, 2 << 10));
         assert!(algorithm.takes(at, &what, workspace));
-        assert!(!algorithm.takes([0x100, 0x110, 0x100, 0x100], &what, workspace), "b");
-        assert!(!algorithm.takes(at, &Description { bias: 0x20, ..what }, workspace), "the bias");
-        assert!(!algorithm.takes(at, &what, (0x210, 2 << 10)) && !algorithm.takes(at, &what, (0x200, 1)));
-        assert!(!Algorithm::default().takes(at, &what, workspace), "none was chosen");
-        assert!(!Algorithm { sums: 4, ..algorithm }.is_valid());
+        assert!(
+            !algorithm.takes([0x100, 0x110, 0x100, 0x100], &what, workspace),
+            "b"
+        );
+        assert!(
+            !algorithm.takes(at, &Description { bias: 0x20, ..what }, workspace),
+            "the bias"
+        );
+        assert!(
+            !algorithm.takes(at, &what, (0x210, 2 << 10))
+                && !algorithm.takes(at, &what, (0x200, 1))
+        );
+        assert!(
+            !Algorithm::default().takes(at, &what, workspace),
+            "none was chosen"
+        );
+        assert!(
+            !Algorithm {
+                sums: 4,
+                ..algorithm
+            }
+            .is_valid()
+        );
     }
 }

@@ -47,7 +47,13 @@ pub(crate) struct Product {
 
 /// Whether the sizes match and the types and the epilogue are supported.
 pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu: bool) -> bool {
-    let op = |l: &Layout, transposed: bool| if transposed { [l.cols, l.rows] } else { [l.rows, l.cols] };
+    let op = |l: &Layout, transposed: bool| {
+        if transposed {
+            [l.cols, l.rows]
+        } else {
+            [l.rows, l.cols]
+        }
+    };
     let ([m, k], [k_b, n]) = (op(a, what.transposed[0]), op(b, what.transposed[1]));
     let has_aux = what.epilogue & AUX != 0;
     let known = match what.epilogue {
@@ -69,12 +75,22 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
 impl Product {
     /// Its sizes, epilogue, whether it adds to `c`, and the type of `d`.
     pub(crate) fn name(&self) -> String {
-        let ([a, _, _, d], Description { transposed, epilogue, .. }) = (&self.layouts, &self.what);
+        let (
+            [a, _, _, d],
+            Description {
+                transposed,
+                epilogue,
+                ..
+            },
+        ) = (&self.layouts, &self.what);
         let k = if transposed[0] { a.rows } else { a.cols };
         let letter = |transposed: bool| if transposed { 'T' } else { 'N' };
         let add = if self.beta == 0.0 { "" } else { " + C" };
         let (ta, tb) = (letter(transposed[0]), letter(transposed[1]));
-        format!("{}x{}x{k} {ta}{tb} epilogue {epilogue}{add} to {:?}", d.rows, d.cols, d.storage)
+        format!(
+            "{}x{}x{k} {ta}{tb} epilogue {epilogue}{add} to {:?}",
+            d.rows, d.cols, d.storage
+        )
     }
 
     /// Bytes loaded and stored if each matrix is used once, and floating-point operations.
@@ -82,21 +98,37 @@ impl Product {
         let ([a, b, c, d], what) = (&self.layouts, &self.what);
         let bytes = |l: &Layout| (l.rows * l.cols * l.storage.bytes()) as u64;
         let k = if what.transposed[0] { a.rows } else { a.cols };
-        let aux = if what.epilogue & AUX == 0 { 0 } else { bytes(d) };
-        let (aux_loaded, aux_stored) = if what.epilogue & GELU_BACKWARD == 0 { (0, aux) } else { (aux, 0) };
+        let aux = if what.epilogue & AUX == 0 {
+            0
+        } else {
+            bytes(d)
+        };
+        let (aux_loaded, aux_stored) = if what.epilogue & GELU_BACKWARD == 0 {
+            (0, aux)
+        } else {
+            (aux, 0)
+        };
         let addend = if self.beta == 0.0 { 0 } else { bytes(c) };
         let loaded = bytes(a) + bytes(b) + addend + aux_loaded;
-        [loaded, bytes(d) + aux_stored, 2 * (d.rows * d.cols * k) as u64]
+        [
+            loaded,
+            bytes(d) + aux_stored,
+            2 * (d.rows * d.cols * k) as u64,
+        ]
     }
 
     /// Computes the product.
     ///
     /// # Safety
-    /// The addresses are those of arrays that match the layouts and the description. During the call nothing else
-    /// writes them, and nothing else reads d or the auxiliary array.
+    /// The addresses are those of arrays that match the layouts and the description. During the
+    /// call nothing else writes them, and nothing else reads d or the auxiliary array.
     pub(crate) unsafe fn run(&self) {
         let [a, b, c, d] = self.layouts;
-        let k = if self.what.transposed[0] { a.rows } else { a.cols };
+        let k = if self.what.transposed[0] {
+            a.rows
+        } else {
+            a.cols
+        };
         // Rows of op(a) and columns of op(b), each contiguous.
         // SAFETY: the caller guarantees it.
         let left = unsafe { gather(self.at[0], &a, !self.what.transposed[0]) };
@@ -106,7 +138,15 @@ impl Product {
         // The parts of a sum of k terms are added in order.
         let sum = |part: &dyn Fn(Range<usize>) -> f32| -> f32 {
             let part = |i: usize| part(i * k / parts..(i + 1) * k / parts);
-            (0..parts).map(|i| if self.sums.rounds() { d.storage.round(part(i)) } else { part(i) }).sum()
+            (0..parts)
+                .map(|i| {
+                    if self.sums.rounds() {
+                        d.storage.round(part(i))
+                    } else {
+                        part(i)
+                    }
+                })
+                .sum()
         };
         if self.what.epilogue & BIAS_GRADIENT != 0 {
             let ones = vec![1.0; k];
@@ -162,7 +202,11 @@ impl Product {
 /// # Safety
 /// The array matches the layout, and nothing writes it during the call.
 unsafe fn gather(at: u64, l: &Layout, by_rows: bool) -> Vec<f32> {
-    let (outer, inner) = if by_rows { (l.rows, l.cols) } else { (l.cols, l.rows) };
+    let (outer, inner) = if by_rows {
+        (l.rows, l.cols)
+    } else {
+        (l.cols, l.rows)
+    };
     let mut all = Vec::with_capacity(outer * inner);
     for o in 0..outer {
         for i in 0..inner {
@@ -178,7 +222,12 @@ unsafe fn gather(at: u64, l: &Layout, by_rows: bool) -> Vec<f32> {
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let (a_chunks, b_chunks) = (a.chunks_exact(8), b.chunks_exact(8));
-    let rest: f32 = a_chunks.remainder().iter().zip(b_chunks.remainder()).map(|(a, b)| a * b).sum();
+    let rest: f32 = a_chunks
+        .remainder()
+        .iter()
+        .zip(b_chunks.remainder())
+        .map(|(a, b)| a * b)
+        .sum();
     for (a, b) in a_chunks.zip(b_chunks) {
         for i in 0..8 {
             sums[i] += a[i] * b[i];
@@ -209,11 +258,21 @@ mod tests {
     use super::*;
 
     fn layout(rows: usize, cols: usize, stride: usize) -> Layout {
-        Layout { storage: Storage::F32, rows, cols, stride }
+        Layout {
+            storage: Storage::F32,
+            rows,
+            cols,
+            stride,
+        }
     }
 
-    const PLAIN: Description =
-        Description { transposed: [false; 2], epilogue: NOTHING, bias: 0, aux: 0, aux_stride: 0 };
+    const PLAIN: Description = Description {
+        transposed: [false; 2],
+        epilogue: NOTHING,
+        bias: 0,
+        aux: 0,
+        aux_stride: 0,
+    };
 
     fn address(x: &mut [f32]) -> u64 {
         x.as_mut_ptr().expose_provenance() as u64
@@ -221,22 +280,51 @@ mod tests {
 
     #[test]
     fn a_product_with_strides_transposition_bias_and_addend() {
-        // a = [1 3; 2 4] (stride 3), b^T stored as [5 6 7; 8 9 10]^T..., c all 100, bias [1000, 2000].
+        // a = [1 3; 2 4] (stride 3), b^T stored as [5 6 7; 8 9 10]^T..., c all 100, bias
+        // [1000, 2000].
         let mut a = [1.0, 2.0, -1.0, 3.0, 4.0, -1.0];
         let mut b = [5.0, 6.0, 7.0, 8.0, 9.0, 10.0];
         let mut c = [100.0; 6];
         let mut d = [f32::NAN; 12];
         let mut bias = [1000.0, 2000.0];
-        let what = Description { transposed: [false, true], epilogue: BIAS, bias: address(&mut bias), ..PLAIN };
-        let layouts = [layout(2, 2, 3), layout(3, 2, 3), layout(2, 3, 2), layout(2, 3, 4)];
+        let what = Description {
+            transposed: [false, true],
+            epilogue: BIAS,
+            bias: address(&mut bias),
+            ..PLAIN
+        };
+        let layouts = [
+            layout(2, 2, 3),
+            layout(3, 2, 3),
+            layout(2, 3, 2),
+            layout(2, 3, 4),
+        ];
         assert!(is_supported(&what, &layouts, true));
-        let at = [address(&mut a), address(&mut b), address(&mut c), address(&mut d)];
+        let at = [
+            address(&mut a),
+            address(&mut b),
+            address(&mut c),
+            address(&mut d),
+        ];
         // SAFETY: arrays of this test, with the sizes of the layouts.
-        unsafe { Product { what, layouts, at, alpha: 1.0, beta: 2.0, sums: Sums::Whole }.run() };
+        unsafe {
+            Product {
+                what,
+                layouts,
+                at,
+                alpha: 1.0,
+                beta: 2.0,
+                sums: Sums::Whole,
+            }
+            .run()
+        };
         // b^T = [5 6 7; 8 9 10]; a b^T = [29 33 37; 42 48 54].
         let want = [1229.0, 2242.0, 1233.0, 2248.0, 1237.0, 2254.0];
         assert_eq!([d[0], d[1], d[4], d[5], d[8], d[9]], want);
-        assert!(d[2].is_nan() && d[3].is_nan(), "between columns nothing is written");
+        assert!(
+            d[2].is_nan() && d[3].is_nan(),
+            "between columns nothing is written"
+        );
     }
 
     #[test]
@@ -244,31 +332,94 @@ mod tests {
         // a = [1 3 5; 2 4 6]; beta does not concern its sums.
         let (mut a, mut b, mut d) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, 0.0], [10.0; 2]);
         let mut sums = [f32::NAN; 2];
-        let what = Description { epilogue: BIAS_GRADIENT, bias: address(&mut sums), ..PLAIN };
-        let layouts = [layout(2, 3, 2), layout(3, 1, 3), layout(2, 1, 2), layout(2, 1, 2)];
+        let what = Description {
+            epilogue: BIAS_GRADIENT,
+            bias: address(&mut sums),
+            ..PLAIN
+        };
+        let layouts = [
+            layout(2, 3, 2),
+            layout(3, 1, 3),
+            layout(2, 1, 2),
+            layout(2, 1, 2),
+        ];
         assert!(is_supported(&what, &layouts, false));
-        let at = [address(&mut a), address(&mut b), address(&mut d), address(&mut d)];
+        let at = [
+            address(&mut a),
+            address(&mut b),
+            address(&mut d),
+            address(&mut d),
+        ];
         // SAFETY: arrays of this test, with the sizes of the layouts.
-        unsafe { Product { what, layouts, at, alpha: 1.0, beta: 1.0, sums: Sums::InFourParts }.run() };
+        unsafe {
+            Product {
+                what,
+                layouts,
+                at,
+                alpha: 1.0,
+                beta: 1.0,
+                sums: Sums::InFourParts,
+            }
+            .run()
+        };
         assert_eq!((sums, d), ([9.0, 12.0], [11.0, 12.0]));
     }
 
     #[test]
     fn what_is_not_known_is_not_supported() {
-        let good = [layout(2, 4, 2), layout(4, 3, 4), layout(2, 3, 2), layout(2, 3, 2)];
+        let good = [
+            layout(2, 4, 2),
+            layout(4, 3, 4),
+            layout(2, 3, 2),
+            layout(2, 3, 2),
+        ];
         assert!(is_supported(&PLAIN, &good, true));
-        let with = |epilogue| Description { epilogue, aux_stride: 8, ..PLAIN };
-        let half = good.map(|l| Layout { storage: Storage::Bf16, ..l });
+        let with = |epilogue| Description {
+            epilogue,
+            aux_stride: 8,
+            ..PLAIN
+        };
+        let half = good.map(|l| Layout {
+            storage: Storage::Bf16,
+            ..l
+        });
         assert!(is_supported(&with(GELU | AUX | BIAS), &half, true));
-        assert!(!is_supported(&with(GELU | AUX | BIAS), &half, false), "switched off");
-        assert!(!is_supported(&Description { aux_stride: 9, ..with(GELU_BACKWARD | AUX) }, &half, true));
+        assert!(
+            !is_supported(&with(GELU | AUX | BIAS), &half, false),
+            "switched off"
+        );
+        assert!(!is_supported(
+            &Description {
+                aux_stride: 9,
+                ..with(GELU_BACKWARD | AUX)
+            },
+            &half,
+            true
+        ));
         assert!(!is_supported(&with(2), &good, true), "ReLU");
-        assert!(!is_supported(&Description { transposed: [true, false], ..PLAIN }, &good, true), "sizes");
+        assert!(
+            !is_supported(
+                &Description {
+                    transposed: [true, false],
+                    ..PLAIN
+                },
+                &good,
+                true
+            ),
+            "sizes"
+        );
         let [a, b, c, d] = half;
-        let wide = |l| Layout { storage: Storage::F32, ..l };
+        let wide = |l| Layout {
+            storage: Storage::F32,
+            ..l
+        };
         assert!(is_supported(&PLAIN, &[a, b, wide(c), wide(d)], true));
         assert!(!is_supported(&PLAIN, &[a, wide(b), c, d], true));
-        assert!(!is_supported(&PLAIN, &[a, b, c, Layout { stride: 1, ..d }], true));
+        assert!(!is_supported(
+            &PLAIN,
+            &[a, b, c, Layout { stride: 1, ..d }],
+            true
+        ));
     }
 
     #[test]
@@ -285,14 +436,38 @@ mod tests {
     fn parts_of_sums_are_rounded_where_they_may_be() {
         let bits = |x: f32| half::bf16::from_f32(x).to_bits();
         let (a, b) = ([bits(1.0); 4], [256.0, 1.0, -256.0, 0.0].map(bits));
-        let matrix = |rows, cols| Layout { storage: Storage::Bf16, rows, cols, stride: rows };
+        let matrix = |rows, cols| Layout {
+            storage: Storage::Bf16,
+            rows,
+            cols,
+            stride: rows,
+        };
         let layouts = [matrix(1, 4), matrix(4, 1), matrix(1, 1), matrix(1, 1)];
-        for (sums, want) in [(Sums::Whole, 1.0), (Sums::InParts, 1.0), (Sums::InRoundedParts, 0.0)] {
+        for (sums, want) in [
+            (Sums::Whole, 1.0),
+            (Sums::InParts, 1.0),
+            (Sums::InRoundedParts, 0.0),
+        ] {
             let mut d = [0u16];
-            let at = [a.as_ptr(), b.as_ptr(), d.as_ptr(), d.as_mut_ptr().cast_const()];
+            let at = [
+                a.as_ptr(),
+                b.as_ptr(),
+                d.as_ptr(),
+                d.as_mut_ptr().cast_const(),
+            ];
             let at = at.map(|p| p.expose_provenance() as u64);
             // SAFETY: arrays of this test, with the sizes of the layouts.
-            unsafe { Product { what: PLAIN, layouts, at, alpha: 1.0, beta: 0.0, sums }.run() };
+            unsafe {
+                Product {
+                    what: PLAIN,
+                    layouts,
+                    at,
+                    alpha: 1.0,
+                    beta: 0.0,
+                    sums,
+                }
+                .run()
+            };
             assert_eq!(half::bf16::from_bits(d[0]).to_f32(), want);
         }
     }

@@ -39,7 +39,8 @@ impl Storage {
     /// # Safety
     /// The array has this type and contains the element, and nothing writes it during the call.
     pub(crate) unsafe fn read(self, base: u64, index: usize) -> f32 {
-        let at = std::ptr::with_exposed_provenance::<u8>(base as usize).wrapping_add(index * self.bytes());
+        let at = std::ptr::with_exposed_provenance::<u8>(base as usize)
+            .wrapping_add(index * self.bytes());
         let mut bytes = [0u8; 4];
         // SAFETY: the caller guarantees a readable element, of at most 4 bytes.
         unsafe { std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), self.bytes()) };
@@ -54,16 +55,22 @@ impl Storage {
     /// Writes element `index` of the array at `base`, rounded to nearest even.
     ///
     /// # Safety
-    /// The array has this type and contains the element, and nothing else accesses it during the call.
+    /// The array has this type and contains the element, and nothing else accesses it during the
+    /// call.
     pub(crate) unsafe fn write(self, base: u64, index: usize, value: f32) {
-        let at = std::ptr::with_exposed_provenance_mut::<u8>(base as usize).wrapping_add(index * self.bytes());
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(base as usize)
+            .wrapping_add(index * self.bytes());
         let half = match self {
             Self::F32 => 0,
             Self::F16 => f16::from_f32(value).to_bits(),
             Self::Bf16 => bf16::from_f32(value).to_bits(),
         };
         let (whole, half) = (value.to_le_bytes(), half.to_le_bytes());
-        let source = if self == Self::F32 { whole.as_ptr() } else { half.as_ptr() };
+        let source = if self == Self::F32 {
+            whole.as_ptr()
+        } else {
+            half.as_ptr()
+        };
         // SAFETY: the caller guarantees a writable element; the type's size is copied.
         unsafe { std::ptr::copy_nonoverlapping(source, at, self.bytes()) };
     }

@@ -23,15 +23,27 @@ pub(crate) struct Work {
 impl Work {
     pub(crate) fn plus(self, other: Self) -> Self {
         let (loaded, stored) = (self.loaded + other.loaded, self.stored + other.stored);
-        Self { loaded, stored, operations: self.operations + other.operations }
+        Self {
+            loaded,
+            stored,
+            operations: self.operations + other.operations,
+        }
     }
 
     pub(crate) fn times(self, count: u64) -> Self {
-        Self { loaded: self.loaded * count, stored: self.stored * count, operations: self.operations * count }
+        Self {
+            loaded: self.loaded * count,
+            stored: self.stored * count,
+            operations: self.operations * count,
+        }
     }
 
     pub(crate) fn halved(self) -> Self {
-        Self { loaded: self.loaded / 2, stored: self.stored / 2, operations: self.operations / 2 }
+        Self {
+            loaded: self.loaded / 2,
+            stored: self.stored / 2,
+            operations: self.operations / 2,
+        }
     }
 }
 
@@ -50,14 +62,27 @@ pub(crate) fn add(kind: &str, name: &str, work: Work) {
         unsafe { libc::atexit(write) };
     });
     let mut counts = lock(&COUNTS);
-    let (calls, sum) = counts.entry((kind.to_owned(), name.to_owned())).or_default();
+    let (calls, sum) = counts
+        .entry((kind.to_owned(), name.to_owned()))
+        .or_default();
     *calls += 1;
     *sum = sum.plus(work);
 }
 
 fn text(counts: &Counts) -> String {
     let mut text = String::from("kind,name,calls,loaded_bytes,stored_bytes,operations\n");
-    for ((kind, name), (calls, Work { loaded, stored, operations })) in counts {
+    for (
+        (kind, name),
+        (
+            calls,
+            Work {
+                loaded,
+                stored,
+                operations,
+            },
+        ),
+    ) in counts
+    {
         // Writing to a string does not fail.
         let _ = writeln!(text, "{kind},{name},{calls},{loaded},{stored},{operations}");
     }
@@ -66,7 +91,9 @@ fn text(counts: &Counts) -> String {
 
 /// Writes the counts to the file of the setting; rank r > 0 of a launcher (`RANK`) to FILE.r.
 extern "C" fn write() {
-    let Some(path) = &settings().counts else { return };
+    let Some(path) = &settings().counts else {
+        return;
+    };
     let rank = std::env::var("RANK").ok().filter(|rank| rank != "0");
     let path = rank.map_or_else(|| path.clone(), |rank| format!("{path}.{rank}"));
     if let Err(error) = std::fs::write(&path, text(&lock(&COUNTS))) {
@@ -80,9 +107,17 @@ mod tests {
 
     #[test]
     fn counts_are_lines_of_csv() {
-        let work = Work { loaded: 64, stored: 32, operations: 7 };
-        let counts = Counts::from([(("kernel".into(), "add".into()), (2, work.times(2).halved().plus(work)))]);
-        let expected = "kind,name,calls,loaded_bytes,stored_bytes,operations\nkernel,add,2,128,64,14\n";
+        let work = Work {
+            loaded: 64,
+            stored: 32,
+            operations: 7,
+        };
+        let counts = Counts::from([(
+            ("kernel".into(), "add".into()),
+            (2, work.times(2).halved().plus(work)),
+        )]);
+        let expected =
+            "kind,name,calls,loaded_bytes,stored_bytes,operations\nkernel,add,2,128,64,14\n";
         assert_eq!(text(&counts), expected);
     }
 }

@@ -8,7 +8,8 @@ macro_rules! failures {
         pub(crate) enum Failure { $(#[doc = $text] $variant = $code),* }
 
         impl Failure {
-            /// The failure with this code; `None` for success and for codes that the stand-in does not use.
+            /// The failure with this code; `None` for success and for codes that the stand-in does
+            /// not use.
             pub(crate) fn from_code(code: u32) -> Option<Self> {
                 match code { $($code => Some(Self::$variant),)* _ => None }
             }
@@ -78,7 +79,7 @@ pub(crate) use say;
 
 pub(crate) fn say_text(text: &str) {
     use std::io::Write;
-    // Written to stderr directly, since the test harness captures `eprintln!`, and in one write, so that threads do
-    // not mix their lines. Errors are ignored.
+    // Written to stderr directly, since the test harness captures `eprintln!`, and in one write, so
+    // that threads do not mix their lines. Errors are ignored.
     let _ = std::io::stderr().write_all(format!("cuda stand-in: {text}\n").as_bytes());
 }

@@ -1,10 +1,11 @@
-//! A stand-in for `libcuda.so.1` on machines without a GPU, so that tests there run all CUDA code of this workspace:
-//! memory, streams, events, graphs, launches and, through PTX, the kernels.
+//! A stand-in for `libcuda.so.1` on machines without a GPU, so that tests there run all CUDA code
+//! of this workspace: memory, streams, events, graphs, launches and, through PTX, the kernels.
 //!
-//! Device memory is host memory at the same address; a registry of live ranges decides which accesses are legal. A
-//! stream is a thread with a queue, so only events order two streams. A kernel is PTX, decoded at load and
-//! interpreted warp by warp. New memory is filled with one bits (NaN in every float format), the default stream is
-//! rejected, and an access outside live memory fails the context permanently, as on a GPU.
+//! Device memory is host memory at the same address; a registry of live ranges decides which
+//! accesses are legal. A stream is a thread with a queue, so only events order two streams. A
+//! kernel is PTX, decoded at load and interpreted warp by warp. New memory is filled with one bits
+//! (NaN in every float format), the default stream is rejected, and an access outside live memory
+//! fails the context permanently, as on a GPU.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -21,13 +22,14 @@
 //! | `ZERO_STANDIN_COUNTS` | a file: at the end of the process, the calls and bytes of all work are written there as CSV |
 //! | `ZERO_STANDIN_DRY` | 1: the dry mode, below |
 //!
-//! In the dry mode the device is as large as an H200 (132 multiprocessors, 140 GiB) and its memory is reserved addresses
-//! that read as zero until they are written. Of a large kernel four blocks run at its first launch, and the work of the
-//! others is estimated; large copies, fills, products and collectives do not run. So a run of any size takes seconds,
-//! its numbers are meaningless, and its counts are those of a real run.
+//! In the dry mode the device is as large as an H200 (132 multiprocessors, 140 GiB) and its memory
+//! is reserved addresses that read as zero until they are written. Of a large kernel four blocks
+//! run at its first launch, and the work of the others is estimated; large copies, fills, products
+//! and collectives do not run. So a run of any size takes seconds, its numbers are meaningless, and
+//! its counts are those of a real run.
 //!
-//! Limits: a block's memory accesses are sequentially consistent, unlike a GPU's; races are found only in shared
-//! memory and only between warps; times are meaningless.
+//! Limits: a block's memory accesses are sequentially consistent, unlike a GPU's; races are found
+//! only in shared memory and only between warps; times are meaningless.
 
 mod api;
 mod counts;

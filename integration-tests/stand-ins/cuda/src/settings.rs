@@ -3,7 +3,8 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Default memory of a device. Small in this crate's tests, which must not depend on the host's memory.
+/// Default memory of a device. Small in this crate's tests, which must not depend on the host's
+/// memory.
 pub(crate) const DEFAULT_MEMORY_BYTES: u64 = if cfg!(test) { 8 << 20 } else { 8 << 30 };
 
 /// Memory of a device in the dry mode: that of an H200.
@@ -48,15 +49,23 @@ impl Settings {
             }
             value
         };
-        // Every test of this crate uses its own device, because a failed context fails all users of the device.
+        // Every test of this crate uses its own device, because a failed context fails all users of
+        // the device.
         let devices = if cfg!(test) { 256 } else { 1 };
         let dry = number("ZERO_STANDIN_DRY").is_some_and(|n| n > 0);
-        let memory_bytes = if dry { DRY_MEMORY_BYTES } else { DEFAULT_MEMORY_BYTES };
+        let memory_bytes = if dry {
+            DRY_MEMORY_BYTES
+        } else {
+            DEFAULT_MEMORY_BYTES
+        };
         Self {
             dry,
             multiprocessors: if dry { 132 } else { 2 },
             counts: variable("ZERO_STANDIN_COUNTS"),
-            devices: number("ZERO_STANDIN_DEVICES").and_then(|n| u32::try_from(n).ok()).unwrap_or(devices).max(1),
+            devices: number("ZERO_STANDIN_DEVICES")
+                .and_then(|n| u32::try_from(n).ok())
+                .unwrap_or(devices)
+                .max(1),
             memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(memory_bytes),
             delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
             launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
@@ -73,7 +82,8 @@ impl Settings {
 
 pub(crate) fn settings() -> &'static Settings {
     static SETTINGS: OnceLock<Settings> = OnceLock::new();
-    SETTINGS.get_or_init(|| Settings::read(|name| std::env::var(name).ok().filter(|v| !v.is_empty())))
+    SETTINGS
+        .get_or_init(|| Settings::read(|name| std::env::var(name).ok().filter(|v| !v.is_empty())))
 }
 
 #[cfg(test)]
@@ -87,6 +97,13 @@ mod tests {
             "ZERO_STANDIN_DELAY_SEED" => Some("soon".into()),
             _ => None,
         });
-        assert_eq!((read.memory_bytes, read.delay_seed, read.launch_limit.as_secs()), (4096, None, 300));
+        assert_eq!(
+            (
+                read.memory_bytes,
+                read.delay_seed,
+                read.launch_limit.as_secs()
+            ),
+            (4096, None, 300)
+        );
     }
 }

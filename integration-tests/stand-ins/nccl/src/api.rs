@@ -49,7 +49,8 @@ fn fail(code: c_int, message: &str) -> c_int {
 }
 
 fn guarded(call: impl FnOnce() -> c_int) -> c_int {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| fail(INTERNAL_ERROR, "the stand-in panicked"))
+    catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|_| fail(INTERNAL_ERROR, "the stand-in panicked"))
 }
 
 /// The version.
@@ -93,10 +94,19 @@ pub extern "C" fn ncclGetLastError(_comm: usize) -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos());
-    let name = format!("{}-{time:x}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let time = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |d| d.as_nanos());
+    let name = format!(
+        "{}-{time:x}-{}",
+        std::process::id(),
+        COUNT.fetch_add(1, Ordering::Relaxed)
+    );
     let mut internal = [0; 128];
-    internal.iter_mut().zip(name.bytes()).for_each(|(to, byte)| *to = byte as c_char);
+    internal
+        .iter_mut()
+        .zip(name.bytes())
+        .for_each(|(to, byte)| *to = byte as c_char);
     // SAFETY: the caller guarantees it.
     unsafe { id.write(UniqueId { internal }) };
     SUCCESS
@@ -106,7 +116,10 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
 /// `config` is null or a configuration.
 unsafe fn check(config: *const Config) -> c_int {
     if config.is_null() {
-        return fail(INVALID_USAGE, "the stand-in supports only non-blocking communicators");
+        return fail(
+            INVALID_USAGE,
+            "the stand-in supports only non-blocking communicators",
+        );
     }
     // SAFETY: the caller guarantees it.
     let config = unsafe { &*config };
@@ -114,7 +127,10 @@ unsafe fn check(config: *const Config) -> c_int {
         return fail(INVALID_ARGUMENT, "the configuration was not initialized");
     }
     if config.blocking != 0 {
-        return fail(INVALID_USAGE, "the stand-in supports only non-blocking communicators");
+        return fail(
+            INVALID_USAGE,
+            "the stand-in supports only non-blocking communicators",
+        );
     }
     SUCCESS
 }
@@ -136,11 +152,21 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     if code != SUCCESS {
         return code;
     }
-    let (Ok(n), Ok(rank)) = (usize::try_from(n), usize::try_from(rank)) else { return INVALID_ARGUMENT };
+    let (Ok(n), Ok(rank)) = (usize::try_from(n), usize::try_from(rank)) else {
+        return INVALID_ARGUMENT;
+    };
     if rank >= n {
-        return fail(INVALID_ARGUMENT, "the rank is not less than the number of ranks");
+        return fail(
+            INVALID_ARGUMENT,
+            "the rank is not less than the number of ranks",
+        );
     }
-    let name: String = id.internal.iter().map(|&c| c as u8 as char).take_while(|&c| c != '\0').collect();
+    let name: String = id
+        .internal
+        .iter()
+        .map(|&c| c as u8 as char)
+        .take_while(|&c| c != '\0')
+        .collect();
     if name.is_empty() || !name.chars().all(|c| c.is_ascii_hexdigit() || c == '-') {
         return fail(INVALID_ARGUMENT, "the id is not from the stand-in");
     }
@@ -152,14 +178,18 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
 /// Calls `f` with the communicator of a handle.
 fn with(handle: usize, f: impl FnOnce(&Arc<Comm>) -> c_int) -> c_int {
     guarded(|| {
-        comm::find(handle).map_or_else(|| fail(INVALID_ARGUMENT, "the communicator does not exist"), |comm| f(&comm))
+        comm::find(handle).map_or_else(
+            || fail(INVALID_ARGUMENT, "the communicator does not exist"),
+            |comm| f(&comm),
+        )
     })
 }
 
 /// Splits a communicator. Another thread writes the new one's handle.
 ///
 /// # Safety
-/// `out` stays valid for a write until the communicator is no longer in progress; `config` is a configuration.
+/// `out` stays valid for a write until the communicator is no longer in progress; `config` is a
+/// configuration.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommSplit(
     handle: usize,
@@ -176,7 +206,9 @@ pub unsafe extern "C" fn ncclCommSplit(
     // SAFETY: the caller guarantees a valid pointer; all later accesses are atomic.
     let out = unsafe { &*out.cast::<std::sync::atomic::AtomicUsize>() };
     out.store(0, Ordering::Release);
-    with(handle, |comm| comm.split(color, key, move |child| out.store(child, Ordering::Release)))
+    with(handle, |comm| {
+        comm.split(color, key, move |child| out.store(child, Ordering::Release))
+    })
 }
 
 /// The state of a communicator.
@@ -195,12 +227,13 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(handle: usize, state: *mut c_int)
 /// Finalizes a communicator.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommFinalize(handle: usize) -> c_int {
-    with(
-        handle,
-        |comm| {
-            if comm.is_idle() { comm.finalize() } else { fail(INVALID_USAGE, "collectives are under way") }
-        },
-    )
+    with(handle, |comm| {
+        if comm.is_idle() {
+            comm.finalize()
+        } else {
+            fail(INVALID_USAGE, "collectives are under way")
+        }
+    })
 }
 
 /// Destroys a communicator.
@@ -240,7 +273,10 @@ pub unsafe extern "C" fn ncclCommRegister(
             return fail(INVALID_ARGUMENT, "no memory to register");
         }
         let Some(number) = comm.register(start..start + bytes as u64) else {
-            return fail(INVALID_ARGUMENT, "the memory is not one allocation that other processes can open");
+            return fail(
+                INVALID_ARGUMENT,
+                "the memory is not one allocation that other processes can open",
+            );
         };
         // SAFETY: the caller guarantees it.
         unsafe { out.write(std::ptr::without_provenance_mut(number)) };
@@ -253,7 +289,10 @@ pub unsafe extern "C" fn ncclCommRegister(
 pub extern "C" fn ncclCommDeregister(handle: usize, registered: *mut c_void) -> c_int {
     with(handle, |comm| match comm.deregister(registered.addr()) {
         SUCCESS => SUCCESS,
-        code => fail(code, "the memory is not registered, was freed, or is in use"),
+        code => fail(
+            code,
+            "the memory is not registered, was freed, or is in use",
+        ),
     })
 }
 
@@ -270,14 +309,30 @@ pub extern "C" fn ncclGroupEnd() -> c_int {
     let calls = GROUP.with(|group| {
         let (depth, calls) = &mut *group.borrow_mut();
         *depth = depth.checked_sub(1)?;
-        Some(if *depth == 0 { std::mem::take(calls) } else { Vec::new() })
+        Some(if *depth == 0 {
+            std::mem::take(calls)
+        } else {
+            Vec::new()
+        })
     });
-    let Some(calls) = calls else { return fail(INVALID_USAGE, "no group is open") };
-    let Some(&(handle, stream, _)) = calls.first() else { return SUCCESS };
-    if calls.iter().any(|call| (call.0, call.1) != (handle, stream)) {
-        return fail(INVALID_USAGE, "the stand-in supports only groups of one communicator and one stream");
+    let Some(calls) = calls else {
+        return fail(INVALID_USAGE, "no group is open");
+    };
+    let Some(&(handle, stream, _)) = calls.first() else {
+        return SUCCESS;
+    };
+    if calls
+        .iter()
+        .any(|call| (call.0, call.1) != (handle, stream))
+    {
+        return fail(
+            INVALID_USAGE,
+            "the stand-in supports only groups of one communicator and one stream",
+        );
     }
-    with(handle, |comm| comm.enqueue(stream, calls.into_iter().map(|call| call.2).collect()))
+    with(handle, |comm| {
+        comm.enqueue(stream, calls.into_iter().map(|call| call.2).collect())
+    })
 }
 
 fn call(handle: usize, stream: *mut c_void, part: Part) -> c_int {
@@ -285,16 +340,24 @@ fn call(handle: usize, stream: *mut c_void, part: Part) -> c_int {
         let (rank, n) = comm.rank_and_size();
         let all_bytes = width(part.dtype).and_then(|w| w.checked_mul(part.count)?.checked_mul(n));
         if all_bytes.is_none_or(|bytes| bytes > isize::MAX as usize) || part.other >= n {
-            return fail(INVALID_ARGUMENT, "the type is unknown, the root is not a rank, or the count is too large");
+            return fail(
+                INVALID_ARGUMENT,
+                "the type is unknown, the root is not a rank, or the count is too large",
+            );
         }
-        let no_read = part.kind == Kind::Receive || part.kind == Kind::Broadcast && rank != part.other;
+        let no_read =
+            part.kind == Kind::Receive || part.kind == Kind::Broadcast && rank != part.other;
         let no_write = part.kind == Kind::Send || part.kind == Kind::Reduce && rank != part.other;
-        if part.count > 0 && (!no_read && part.from.0.is_null() || !no_write && part.to.0.is_null()) {
+        if part.count > 0 && (!no_read && part.from.0.is_null() || !no_write && part.to.0.is_null())
+        {
             return fail(INVALID_ARGUMENT, "a buffer is null");
         }
         let bytes = width(part.dtype).unwrap_or(0) * part.count;
         let mut part = part;
-        part.note_registered(|at, times| comm.is_registered(at.0 as u64, bytes * times), n);
+        part.note_registered(
+            |at, times| comm.is_registered(at.0 as u64, bytes * times),
+            n,
+        );
         let grouped = GROUP.with(|group| {
             let (depth, calls) = &mut *group.borrow_mut();
             if *depth > 0 {
@@ -306,7 +369,10 @@ fn call(handle: usize, stream: *mut c_void, part: Part) -> c_int {
             return SUCCESS;
         }
         if matches!(part.kind, Kind::Send | Kind::Receive) {
-            return fail(INVALID_USAGE, "the stand-in supports sends and receives only in groups");
+            return fail(
+                INVALID_USAGE,
+                "the stand-in supports sends and receives only in groups",
+            );
         }
         comm.enqueue(Stream(stream), vec![part])
     })
@@ -317,7 +383,8 @@ macro_rules! collective {
         $(#[$doc])*
         ///
         /// # Safety
-        /// As for NCCL: the buffers have the lengths of the counts until the stream has run the call.
+        /// As for NCCL: the buffers have the lengths of the counts until the stream has run the
+        /// call.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $t,)* comm: usize, stream: *mut c_void) -> c_int {
             let (from, to) = (At(($from).cast_mut().cast()), At(($to).cast()));

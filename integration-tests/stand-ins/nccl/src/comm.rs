@@ -100,7 +100,15 @@ impl Comm {
         let (order, changed) = (Mutex::default(), Condvar::new());
         let (state, failed) = (AtomicI32::new(IN_PROGRESS), AtomicI32::new(SUCCESS));
         let registered = Mutex::default();
-        let comm = Arc::new(Self { exchange, state, failed, order, changed, is_world, registered });
+        let comm = Arc::new(Self {
+            exchange,
+            state,
+            failed,
+            order,
+            changed,
+            is_world,
+            registered,
+        });
         let meeting = Arc::clone(&comm);
         comm.background(move || {
             if meeting.exchange.meet("init", &[]).is_ok() {
@@ -122,7 +130,11 @@ impl Comm {
             work();
             comm.change(|order| order.busy -= 1);
         };
-        if std::thread::Builder::new().name("nccl stand-in".to_owned()).spawn(work).is_err() {
+        if std::thread::Builder::new()
+            .name("nccl stand-in".to_owned())
+            .spawn(work)
+            .is_err()
+        {
             self.change(|order| order.busy -= 1);
             self.set(SYSTEM_ERROR);
         }
@@ -134,7 +146,9 @@ impl Comm {
     }
 
     fn wait_while(&self, condition: impl Fn(&Order) -> bool) {
-        let wait = self.changed.wait_while(lock(&self.order), |order| condition(order));
+        let wait = self
+            .changed
+            .wait_while(lock(&self.order), |order| condition(order));
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -159,10 +173,16 @@ impl Comm {
         let state = self.state();
         if state != SUCCESS {
             // As NCCL: a communicator in progress must not be used.
-            return if state == IN_PROGRESS { INVALID_ARGUMENT } else { state };
+            return if state == IN_PROGRESS {
+                INVALID_ARGUMENT
+            } else {
+                state
+            };
         }
         let (_, n) = self.rank_and_size();
-        parts.iter().for_each(|part| tally(stream, part.kind.name(), part.sent_bytes(n)));
+        parts
+            .iter()
+            .for_each(|part| tally(stream, part.kind.name(), part.sent_bytes(n)));
         if is_dry() && parts.iter().map(|part| part.sent_bytes(n)).sum::<u64>() > SMALL_BYTES {
             return SUCCESS;
         }
@@ -172,14 +192,24 @@ impl Comm {
         let mut order = lock(&self.order);
         let sequence = order.enqueued;
         order.enqueued += 1;
-        let new: Vec<Kind> =
-            parts.iter().map(|part| part.kind).filter(|&kind| order.connected.insert(kind)).collect();
+        let new: Vec<Kind> = parts
+            .iter()
+            .map(|part| part.kind)
+            .filter(|&kind| order.connected.insert(kind))
+            .collect();
         drop(order);
-        let Some(context) = Current::of_this_thread() else { return CUDA_ERROR };
+        let Some(context) = Current::of_this_thread() else {
+            return CUDA_ERROR;
+        };
         let comm = Arc::clone(self);
         self.set(IN_PROGRESS);
         self.background(move || {
-            if new.is_empty() || comm.exchange.meet(&format!("connect-{sequence}"), &[]).is_ok() {
+            if new.is_empty()
+                || comm
+                    .exchange
+                    .meet(&format!("connect-{sequence}"), &[])
+                    .is_ok()
+            {
                 let taken = context.make() && comm.submit(stream, sequence, parts);
                 comm.set(if taken { SUCCESS } else { CUDA_ERROR });
             }
@@ -192,7 +222,9 @@ impl Comm {
         self.change(|order| order.launched += 1);
         let taken = launch(stream, move || {
             let _ = comm.run(sequence, &parts);
-            comm.change(|order| (order.ended, order.passed, order.working) = (sequence + 1, order.passed + 1, false));
+            comm.change(|order| {
+                (order.ended, order.passed, order.working) = (sequence + 1, order.passed + 1, false)
+            });
         });
         if !taken {
             self.change(|order| order.launched -= 1);
@@ -200,17 +232,23 @@ impl Comm {
         taken
     }
 
-    /// Captures the parts as one operation. Its runs meet those of the other ranks' operation of the same number.
+    /// Captures the parts as one operation. Its runs meet those of the other ranks' operation of
+    /// the same number.
     fn record(self: &Arc<Self>, stream: Stream, parts: Vec<Part>) -> i32 {
         let mut order = lock(&self.order);
-        if parts.iter().any(|part| !order.connected.contains(&part.kind)) {
+        if parts
+            .iter()
+            .any(|part| !order.connected.contains(&part.kind))
+        {
             // NCCL would connect now. Here the first operation of a kind must not be captured.
             return INVALID_USAGE;
         }
         let number = order.recorded;
         order.recorded += 1;
         drop(order);
-        let Some(context) = Current::of_this_thread() else { return CUDA_ERROR };
+        let Some(context) = Current::of_this_thread() else {
+            return CUDA_ERROR;
+        };
         let comm = Arc::clone(self);
         self.set(IN_PROGRESS);
         self.background(move || {
@@ -229,7 +267,10 @@ impl Comm {
             let name = |run| format!("recorded-{number}-{run}");
             let mut order = lock(&comm.order);
             while order.working && !comm.exchange.aborted.load(Ordering::Acquire) {
-                order = comm.changed.wait(order).unwrap_or_else(PoisonError::into_inner);
+                order = comm
+                    .changed
+                    .wait(order)
+                    .unwrap_or_else(PoisonError::into_inner);
             }
             if comm.exchange.aborted.load(Ordering::Acquire) {
                 return;
@@ -245,7 +286,10 @@ impl Comm {
     fn run(&self, sequence: u64, parts: &[Part]) -> Result<(), Aborted> {
         let mut order = lock(&self.order);
         while order.ended != sequence && !self.exchange.aborted.load(Ordering::Acquire) {
-            order = self.changed.wait(order).unwrap_or_else(PoisonError::into_inner);
+            order = self
+                .changed
+                .wait(order)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         // Under the lock, so that an abort is either seen here or waits for the end.
         if self.exchange.aborted.load(Ordering::Acquire) {
@@ -258,10 +302,15 @@ impl Comm {
             self.failed.store(SYSTEM_ERROR, Ordering::Release);
             return Err(self.exchange.hang());
         }
-        self.work(&sequence.to_string(), sequence.checked_sub(1).map(|before| before.to_string()), parts)
+        self.work(
+            &sequence.to_string(),
+            sequence.checked_sub(1).map(|before| before.to_string()),
+            parts,
+        )
     }
 
-    /// Exchanges the parts with all ranks under `name` and runs them. All ranks have ended operation `before`.
+    /// Exchanges the parts with all ranks under `name` and runs them. All ranks have ended
+    /// operation `before`.
     fn work(&self, name: &str, before: Option<String>, parts: &[Part]) -> Result<(), Aborted> {
         let (rank, n) = self.rank_and_size();
         let all = self.exchange.meet(name, &serialize(parts, rank, n))?;
@@ -281,7 +330,12 @@ impl Comm {
     }
 
     /// Starts a split, which passes the handle of the new communicator to `out`.
-    pub(crate) fn split(self: &Arc<Self>, color: i32, key: i32, out: impl FnOnce(usize) + Send + 'static) -> i32 {
+    pub(crate) fn split(
+        self: &Arc<Self>,
+        color: i32,
+        key: i32,
+        out: impl FnOnce(usize) + Send + 'static,
+    ) -> i32 {
         if self.state() != SUCCESS {
             return INVALID_ARGUMENT;
         }
@@ -296,15 +350,28 @@ impl Comm {
         let comm = Arc::clone(self);
         self.background(move || {
             let own = [color.to_le_bytes(), key.to_le_bytes()].concat();
-            let Ok(all) = comm.exchange.meet(&name, &own) else { return };
+            let Ok(all) = comm.exchange.meet(&name, &own) else {
+                return;
+            };
             let number = |bytes: &[u8]| bytes.try_into().map_or(0, i32::from_le_bytes);
-            let requests: Vec<(i32, i32)> = all.iter().map(|b| (number(&b[..4]), number(&b[4..]))).collect();
-            let of_color = requests.iter().enumerate().filter(|(_, request)| request.0 == color);
-            let mut members: Vec<(i32, usize)> = of_color.map(|(rank, request)| (request.1, rank)).collect();
+            let requests: Vec<(i32, i32)> = all
+                .iter()
+                .map(|b| (number(&b[..4]), number(&b[4..])))
+                .collect();
+            let of_color = requests
+                .iter()
+                .enumerate()
+                .filter(|(_, request)| request.0 == color);
+            let mut members: Vec<(i32, usize)> =
+                of_color.map(|(rank, request)| (request.1, rank)).collect();
             members.sort_unstable();
-            let place = members.iter().position(|&(_, rank)| rank == comm.exchange.rank);
+            let place = members
+                .iter()
+                .position(|&(_, rank)| rank == comm.exchange.rank);
             if let (true, Some(rank)) = (color >= 0, place) {
-                let part = comm.exchange.part(&format!("{name}-{color}"), rank, members.len());
+                let part = comm
+                    .exchange
+                    .part(&format!("{name}-{color}"), rank, members.len());
                 out(insert(Self::start(part, false)));
             }
             comm.set(SUCCESS);
@@ -323,14 +390,18 @@ impl Comm {
             let aborted = || comm.exchange.aborted.load(Ordering::Acquire);
             comm.wait_while(|order| !order.is_quiet() && !aborted());
             if !aborted() {
-                comm.set(if comm.exchange.finalize() { SUCCESS } else { REMOTE_ERROR });
+                comm.set(if comm.exchange.finalize() {
+                    SUCCESS
+                } else {
+                    REMOTE_ERROR
+                });
             }
         });
         IN_PROGRESS
     }
 
-    /// Aborts the operations under way, and waits until they have left their streams and all graphs with operations
-    /// of the communicator are gone.
+    /// Aborts the operations under way, and waits until they have left their streams and all graphs
+    /// with operations of the communicator are gone.
     pub(crate) fn abort(&self) {
         self.exchange.aborted.store(true, Ordering::Release);
         self.change(|_| ());
@@ -338,8 +409,8 @@ impl Comm {
         self.exchange.destroy();
     }
 
-    /// Registers memory from the beginning of one allocation that other processes can open, since NVLink switches
-    /// need aligned memory. Returns its handle.
+    /// Registers memory from the beginning of one allocation that other processes can open, since
+    /// NVLink switches need aligned memory. Returns its handle.
     pub(crate) fn register(&self, bytes: Range<u64>) -> Option<usize> {
         let whole = shareable_bytes(bytes.start)?;
         if self.state() != SUCCESS || bytes.start != whole.start || bytes.end > whole.end {
@@ -352,11 +423,14 @@ impl Comm {
 
     /// Whether these bytes are registered.
     pub(crate) fn is_registered(&self, at: u64, bytes: usize) -> bool {
-        bytes > 0 && lock(&self.registered).values().any(|r| r.start <= at && at + bytes as u64 <= r.end)
+        bytes > 0
+            && lock(&self.registered)
+                .values()
+                .any(|r| r.start <= at && at + bytes as u64 <= r.end)
     }
 
-    /// Deregisters memory, which must still exist, with no operation under way: otherwise a peer may access freed
-    /// memory.
+    /// Deregisters memory, which must still exist, with no operation under way: otherwise a peer
+    /// may access freed memory.
     pub(crate) fn deregister(&self, number: usize) -> i32 {
         let known = lock(&self.registered).remove(&number);
         let exists = known.is_some_and(|bytes| shareable_bytes(bytes.start).is_some());

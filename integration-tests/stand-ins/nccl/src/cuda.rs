@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-type LaunchHostFunc = unsafe extern "C" fn(*mut c_void, unsafe extern "C" fn(*mut c_void), *mut c_void) -> c_int;
+type LaunchHostFunc =
+    unsafe extern "C" fn(*mut c_void, unsafe extern "C" fn(*mut c_void), *mut c_void) -> c_int;
 
 struct Driver {
     launch: LaunchHostFunc,
@@ -24,7 +25,8 @@ struct Driver {
 /// `CUmemAllocationProp`, of which only the handle types are read.
 type Properties = [u32; 8];
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, which NCCL shares with the other processes of a machine.
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, which NCCL shares with the other processes of a
+/// machine.
 const DESCRIPTOR: u32 = 1;
 
 fn driver() -> Option<&'static Driver> {
@@ -52,7 +54,8 @@ fn driver() -> Option<&'static Driver> {
             // SAFETY: as above.
             retain: *unsafe { library.get(b"cuMemRetainAllocationHandle\0") }.ok()?,
             // SAFETY: as above.
-            properties: *unsafe { library.get(b"cuMemGetAllocationPropertiesFromHandle\0") }.ok()?,
+            properties: *unsafe { library.get(b"cuMemGetAllocationPropertiesFromHandle\0") }
+                .ok()?,
             // SAFETY: as above.
             release: *unsafe { library.get(b"cuMemRelease\0") }.ok()?,
         };
@@ -88,8 +91,18 @@ pub(crate) fn is_dry() -> bool {
 /// Counts a call that sends `bytes` when the stream gets there.
 pub(crate) fn tally(stream: Stream, name: &CStr, bytes: u64) {
     if let Some(driver) = driver() {
-        // SAFETY: both strings are valid; a stream that does not exist is an error, which the collective returns too.
-        unsafe { (driver.tally)(stream.0, c"collective".as_ptr(), name.as_ptr(), bytes, bytes, 0) };
+        // SAFETY: both strings are valid; a stream that does not exist is an error, which the
+        // collective returns too.
+        unsafe {
+            (driver.tally)(
+                stream.0,
+                c"collective".as_ptr(),
+                name.as_ptr(),
+                bytes,
+                bytes,
+                0,
+            )
+        };
     }
 }
 
@@ -125,7 +138,9 @@ impl Stream {
     pub(crate) fn is_capturing(self) -> bool {
         let mut status = 0;
         // SAFETY: the caller's stream is valid, and the pointer is valid for a write.
-        driver().is_some_and(|driver| unsafe { (driver.is_capturing)(self.0, &raw mut status) } == 0 && status != 0)
+        driver().is_some_and(
+            |driver| unsafe { (driver.is_capturing)(self.0, &raw mut status) } == 0 && status != 0,
+        )
     }
 }
 
@@ -138,8 +153,8 @@ unsafe extern "C" fn repeat(work: *mut c_void) {
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
 }
 
-/// Captures `work`, which runs in each launch of the graph; returns whether the driver accepted it. It is never
-/// freed, since the driver does not report the end of the graph.
+/// Captures `work`, which runs in each launch of the graph; returns whether the driver accepted it.
+/// It is never freed, since the driver does not report the end of the graph.
 pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
     let Some(driver) = driver() else { return false };
     let work: Box<Repeated> = Box::new(Box::new(work));
@@ -159,7 +174,8 @@ pub(crate) fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bo
     hand_over(stream, work, |driver| driver.launch)
 }
 
-/// Runs `work` when the graph that the stream is captured into is destroyed, or now if the driver does not accept it.
+/// Runs `work` when the graph that the stream is captured into is destroyed, or now if the driver
+/// does not accept it.
 pub(crate) fn tie(stream: Stream, work: impl FnOnce() + Clone + Send + 'static) {
     if !hand_over(stream, work.clone(), |driver| driver.tie) {
         work();

@@ -1,5 +1,5 @@
-//! The exchange of bytes between ranks: each rank writes a file under a common name and waits for those of the
-//! others.
+//! The exchange of bytes between ranks: each rank writes a file under a common name and waits for
+//! those of the others.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,15 +23,29 @@ pub(crate) struct Aborted;
 impl Exchange {
     pub(crate) fn new(name: &str, rank: usize, n: usize) -> Self {
         let memory = Path::new("/dev/shm");
-        let base = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
-        Self { folder: base.join(format!("zero-nccl-stand-in-{name}")), rank, n, aborted: Arc::default() }
+        let base = if memory.is_dir() {
+            memory.to_owned()
+        } else {
+            std::env::temp_dir()
+        };
+        Self {
+            folder: base.join(format!("zero-nccl-stand-in-{name}")),
+            rank,
+            n,
+            aborted: Arc::default(),
+        }
     }
 
     /// The exchange of some of these ranks.
     pub(crate) fn part(&self, name: &str, rank: usize, n: usize) -> Self {
         let mut folder = self.folder.clone().into_os_string();
         folder.push(format!("-{name}"));
-        Self { folder: folder.into(), rank, n, aborted: Arc::default() }
+        Self {
+            folder: folder.into(),
+            rank,
+            n,
+            aborted: Arc::default(),
+        }
     }
 
     fn file(&self, name: &str, rank: usize) -> PathBuf {
@@ -39,7 +53,11 @@ impl Exchange {
     }
 
     fn check(&self) -> Result<(), Aborted> {
-        if self.aborted.load(Ordering::Acquire) { Err(Aborted) } else { Ok(()) }
+        if self.aborted.load(Ordering::Acquire) {
+            Err(Aborted)
+        } else {
+            Ok(())
+        }
     }
 
     /// Returns only after an abort.
@@ -52,7 +70,10 @@ impl Exchange {
 
     /// Publishes `bytes` under `name`, and waits for the bytes of all ranks, in rank order.
     pub(crate) fn meet(&self, name: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Aborted> {
-        let (part, whole) = (self.folder.join(format!("{name}.{}.part", self.rank)), self.file(name, self.rank));
+        let (part, whole) = (
+            self.folder.join(format!("{name}.{}.part", self.rank)),
+            self.file(name, self.rank),
+        );
         let written = fs::create_dir_all(&self.folder)
             .and_then(|()| fs::write(&part, bytes))
             .and_then(|()| fs::rename(&part, &whole));
@@ -79,7 +100,8 @@ impl Exchange {
         let _ = fs::remove_file(self.file(name, self.rank));
     }
 
-    /// Waits until all ranks finalize; false if another rank removed the folder or this one is aborted.
+    /// Waits until all ranks finalize; false if another rank removed the folder or this one is
+    /// aborted.
     pub(crate) fn finalize(&self) -> bool {
         let written = fs::write(self.file("finalized", self.rank), []).is_ok();
         while written && !(0..self.n).all(|rank| self.file("finalized", rank).exists()) {

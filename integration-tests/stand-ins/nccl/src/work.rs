@@ -8,7 +8,8 @@ use half::{bf16, f16};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct At(pub(crate) *mut u8);
 
-// SAFETY: only an address; the caller of the collective guarantees exclusive access to the memory until it ends.
+// SAFETY: only an address; the caller of the collective guarantees exclusive access to the memory
+// until it ends.
 unsafe impl Send for At {}
 // SAFETY: as above.
 unsafe impl Sync for At {}
@@ -25,8 +26,8 @@ impl At {
     fn write(self, offset: usize, bytes: &[u8]) {
         if !bytes.is_empty() {
             let to = self.0.wrapping_add(offset);
-            // SAFETY: the caller of the collective guarantees that these bytes are writable; `bytes` is another
-            // allocation.
+            // SAFETY: the caller of the collective guarantees that these bytes are writable;
+            // `bytes` is another allocation.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
     }
@@ -110,8 +111,8 @@ impl Part {
         }
     }
 
-    /// Sets `registered` for a collective of `n` ranks. `is` receives an address and a multiple of the count. A
-    /// buffer that only the root uses is not counted as registered.
+    /// Sets `registered` for a collective of `n` ranks. `is` receives an address and a multiple of
+    /// the count. A buffer that only the root uses is not counted as registered.
     pub(crate) fn note_registered(&mut self, is: impl Fn(At, usize) -> bool, n: usize) {
         let (from, to) = match self.kind {
             Kind::AllReduce => (is(self.from, 1), is(self.to, 1)),
@@ -147,7 +148,9 @@ impl Part {
             Kind::Broadcast | Kind::Receive => 0,
         };
         let bytes = self.from.read(self.bytes(elems));
-        self.header(bytes.len()).iter().for_each(|word| out.extend(word.to_le_bytes()));
+        self.header(bytes.len())
+            .iter()
+            .for_each(|word| out.extend(word.to_le_bytes()));
         out.extend(bytes);
     }
 }
@@ -155,7 +158,9 @@ impl Part {
 /// Serializes all parts of an operation.
 pub(crate) fn serialize(parts: &[Part], rank: usize, n: usize) -> Vec<u8> {
     let mut out = Vec::new();
-    parts.iter().for_each(|part| part.serialize(rank, n, &mut out));
+    parts
+        .iter()
+        .for_each(|part| part.serialize(rank, n, &mut out));
     out
 }
 
@@ -168,21 +173,36 @@ fn parse(mut bytes: &[u8]) -> Option<Vec<Received<'_>>> {
             (*word, bytes) = (u64::from_le_bytes(*first), rest);
         }
         let (data, rest) = bytes.split_at_checked(header[4] as usize)?;
-        all.push(Received { header, bytes: data });
+        all.push(Received {
+            header,
+            bytes: data,
+        });
         bytes = rest;
     }
     Some(all)
 }
 
-/// Runs the parts of rank `rank` on the parts of all ranks. `None` if the ranks' calls differ; then nothing is
-/// written.
+/// Runs the parts of rank `rank` on the parts of all ranks. `None` if the ranks' calls differ; then
+/// nothing is written.
 pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
-    let all: Vec<Vec<Received<'_>>> = all.iter().map(|bytes| parse(bytes)).collect::<Option<_>>()?;
+    let all: Vec<Vec<Received<'_>>> = all
+        .iter()
+        .map(|bytes| parse(bytes))
+        .collect::<Option<_>>()?;
     let to_peers = |kind: u64| kind == Kind::Send as u64 || kind == Kind::Receive as u64;
     // Collectives are the same on all ranks, in the same order.
     let shared = |received: &[Received<'_>]| -> Vec<[u64; 4]> {
         let collectives = received.iter().filter(|part| !to_peers(part.header[0]));
-        collectives.map(|part| [part.header[0], part.header[1], part.header[2], part.header[3]]).collect()
+        collectives
+            .map(|part| {
+                [
+                    part.header[0],
+                    part.header[1],
+                    part.header[2],
+                    part.header[3],
+                ]
+            })
+            .collect()
     };
     let own = shared(&all[rank]);
     if all.iter().any(|received| shared(received) != own) {
@@ -191,7 +211,9 @@ pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()>
     // The parts for this rank, by sender, in reverse order.
     let mut inboxes: Vec<Vec<&Received<'_>>> = Vec::new();
     for received in &all {
-        let to_here = |part: &&Received<'_>| part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64;
+        let to_here = |part: &&Received<'_>| {
+            part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64
+        };
         inboxes.push(received.iter().filter(to_here).rev().collect());
     }
     let mut writes: Vec<(At, usize, Vec<u8>)> = Vec::new();
@@ -207,29 +229,43 @@ pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()>
             Kind::Send => continue,
             Kind::Receive => {
                 let received = inboxes.get_mut(part.other)?.pop()?;
-                if (received.header[1], received.header[2]) != (part.count as u64, (part.dtype as u64) << 8) {
+                if (received.header[1], received.header[2])
+                    != (part.count as u64, (part.dtype as u64) << 8)
+                {
                     return None;
                 }
                 writes.push((part.to, 0, received.bytes.to_vec()));
                 continue;
             }
             Kind::AllReduce => writes.push((part.to, 0, reduce(part, &of(index))?)),
-            Kind::Reduce if rank == part.other => writes.push((part.to, 0, reduce(part, &of(index))?)),
+            Kind::Reduce if rank == part.other => {
+                writes.push((part.to, 0, reduce(part, &of(index))?))
+            }
             Kind::Reduce => {}
             Kind::ReduceScatter => {
                 let own = part.bytes(part.count);
-                let segments: Vec<&[u8]> = of(index).into_iter().map(|b| &b[rank * own..(rank + 1) * own]).collect();
+                let segments: Vec<&[u8]> = of(index)
+                    .into_iter()
+                    .map(|b| &b[rank * own..(rank + 1) * own])
+                    .collect();
                 writes.push((part.to, 0, reduce(part, &segments)?));
             }
             Kind::AllGather => {
                 let len = part.bytes(part.count);
-                writes.extend(of(index).into_iter().enumerate().map(|(q, bytes)| (part.to, q * len, bytes.to_vec())));
+                writes.extend(
+                    of(index)
+                        .into_iter()
+                        .enumerate()
+                        .map(|(q, bytes)| (part.to, q * len, bytes.to_vec())),
+                );
             }
             Kind::Broadcast => writes.push((part.to, 0, of(index).get(part.other)?.to_vec())),
         }
         index += 1;
     }
-    writes.iter().for_each(|(to, offset, bytes)| to.write(*offset, bytes));
+    writes
+        .iter()
+        .for_each(|(to, offset, bytes)| to.write(*offset, bytes));
     Some(())
 }
 
@@ -303,33 +339,65 @@ mod tests {
     use super::*;
 
     fn run(parts: impl Fn(usize) -> Vec<Part>, n: usize) -> Option<()> {
-        let all: Vec<Vec<u8>> = (0..n).map(|rank| serialize(&parts(rank), rank, n)).collect();
+        let all: Vec<Vec<u8>> = (0..n)
+            .map(|rank| serialize(&parts(rank), rank, n))
+            .collect();
         (0..n).try_for_each(|rank| finish(&parts(rank), rank, &all))
     }
 
     fn part(kind: Kind, from: &[f32], to: &mut [f32], count: usize, other: usize) -> Part {
-        let (from, to) = (At(from.as_ptr().cast_mut().cast()), At(to.as_mut_ptr().cast()));
-        Part { kind, from, to, count, dtype: 7, op: 0, other, registered: 0 }
+        let (from, to) = (
+            At(from.as_ptr().cast_mut().cast()),
+            At(to.as_mut_ptr().cast()),
+        );
+        Part {
+            kind,
+            from,
+            to,
+            count,
+            dtype: 7,
+            op: 0,
+            other,
+            registered: 0,
+        }
     }
 
     /// Rank r's element i is 10 r + i.
     fn sent(n: usize, len: usize) -> Vec<Vec<f32>> {
-        (0..n).map(|r| (0..len).map(|i| (10 * r + i) as f32).collect()).collect()
+        (0..n)
+            .map(|r| (0..len).map(|i| (10 * r + i) as f32).collect())
+            .collect()
     }
 
     #[test]
     fn collectives_of_two_ranks() {
         let from = sent(2, 4);
         for (kind, count, expected) in [
-            (Kind::AllReduce, 4, [[10., 12., 14., 16.], [10., 12., 14., 16.]]),
-            (Kind::ReduceScatter, 2, [[10., 12., 0., 0.], [14., 16., 0., 0.]]),
+            (
+                Kind::AllReduce,
+                4,
+                [[10., 12., 14., 16.], [10., 12., 14., 16.]],
+            ),
+            (
+                Kind::ReduceScatter,
+                2,
+                [[10., 12., 0., 0.], [14., 16., 0., 0.]],
+            ),
             (Kind::AllGather, 2, [[0., 1., 10., 11.], [0., 1., 10., 11.]]),
-            (Kind::Broadcast, 4, [[10., 11., 12., 13.], [10., 11., 12., 13.]]),
+            (
+                Kind::Broadcast,
+                4,
+                [[10., 11., 12., 13.], [10., 11., 12., 13.]],
+            ),
             (Kind::Reduce, 4, [[0.; 4], [10., 12., 14., 16.]]),
         ] {
             let to = std::cell::RefCell::new(vec![vec![0f32; 4]; 2]);
             let other = usize::from(matches!(kind, Kind::Broadcast | Kind::Reduce));
-            run(|r| vec![part(kind, &from[r], &mut to.borrow_mut()[r], count, other)], 2).unwrap();
+            run(
+                |r| vec![part(kind, &from[r], &mut to.borrow_mut()[r], count, other)],
+                2,
+            )
+            .unwrap();
             assert_eq!(to.into_inner(), expected, "{kind:?}");
         }
     }
@@ -354,7 +422,15 @@ mod tests {
             vec![part]
         };
         assert!(run(mixed, 2).is_none());
-        let differs = |r: usize| vec![part(Kind::AllReduce, &from[r], &mut to.borrow_mut()[r], r, 0)];
+        let differs = |r: usize| {
+            vec![part(
+                Kind::AllReduce,
+                &from[r],
+                &mut to.borrow_mut()[r],
+                r,
+                0,
+            )]
+        };
         assert!(run(differs, 2).is_none());
     }
 }

@@ -1,5 +1,6 @@
-//! Losses, norms and the final state are bit-identical at stages 0 to 3, with each tested switch, if all reduce every
-//! micro-batch; stages 0 and 1, which by default reduce once a step, agree with each other.
+//! Losses, norms and the final state are bit-identical at stages 0 to 3, with each tested switch,
+//! if all reduce every micro-batch; stages 0 and 1, which by default reduce once a step, agree with
+//! each other.
 
 use std::sync::Arc;
 
@@ -24,69 +25,136 @@ pub(super) fn same(a: &Outcome, b: &Outcome, what: &str) {
 
 /// Compares stage 0 and its default switches with every stage and each switch.
 fn stages_agree(dtype: DType, grad_accum: usize, ranks: usize) {
-    let base = Case { stage: 0, dtype, grad_accum, reduce_every_micro_batch: true, ranks, ..Case::default() };
+    let base = Case {
+        stage: 0,
+        dtype,
+        grad_accum,
+        reduce_every_micro_batch: true,
+        ranks,
+        ..Case::default()
+    };
     agree(&base, 0..4);
 }
 
 fn agree(base: &Case, stages: std::ops::Range<u64>) -> Outcome {
     let reference = base.run_tiny();
-    assert!(reference.steps.iter().any(|s| !s.skipped), "nothing was trained");
+    assert!(
+        reference.steps.iter().any(|s| !s.skipped),
+        "nothing was trained"
+    );
     for stage in stages {
         for (overlap, activation_checkpointing) in [(true, false), (false, false), (true, true)] {
-            let case = Case { stage, overlap, activation_checkpointing, ..base.clone() };
+            let case = Case {
+                stage,
+                overlap,
+                activation_checkpointing,
+                ..base.clone()
+            };
             same(&reference, &case.run_tiny(), &format!("{case:?}"));
         }
         // Buckets that split units into odd pieces, and one that holds every unit whole.
         for bucket_elems in [1000, 1 << 20] {
-            let case = Case { stage, bucket_elems, ..base.clone() };
+            let case = Case {
+                stage,
+                bucket_elems,
+                ..base.clone()
+            };
             same(&reference, &case.run_tiny(), &format!("{case:?}"));
         }
     }
     reference
 }
 
-/// Micro-batches that are summed on each rank and reduced once: the same bits at stages 0 and 1, and those of reducing
-/// each but for the order of a sum and, in 16 bits, for fewer roundings.
+/// Micro-batches that are summed on each rank and reduced once: the same bits at stages 0 and 1,
+/// and those of reducing each but for the order of a sum and, in 16 bits, for fewer roundings.
 #[test]
 fn local_sums_agree() {
-    for (dtype, grad_accum, ranks, limit) in
-        [(DType::F32, 3, 2, 1e-6), (DType::Bf16, 2, 3, 1e-3), (DType::Bf16, 3, 1, 1e-3)]
-    {
-        let base = Case { stage: 0, dtype, grad_accum, ranks, ..Case::default() };
+    for (dtype, grad_accum, ranks, limit) in [
+        (DType::F32, 3, 2, 1e-6),
+        (DType::Bf16, 2, 3, 1e-3),
+        (DType::Bf16, 3, 1, 1e-3),
+    ] {
+        let base = Case {
+            stage: 0,
+            dtype,
+            grad_accum,
+            ranks,
+            ..Case::default()
+        };
         let once = agree(&base, 0..2);
-        let each = Case { reduce_every_micro_batch: true, ..base }.run_tiny();
-        assert_ne!(once.curve(), each.curve(), "{dtype}: the sums have another order");
+        let each = Case {
+            reduce_every_micro_batch: true,
+            ..base
+        }
+        .run_tiny();
+        assert_ne!(
+            once.curve(),
+            each.curve(),
+            "{dtype}: the sums have another order"
+        );
         for (once, each) in once.steps.iter().zip(&each.steps) {
             let error = (once.loss - each.loss).abs() / each.loss;
-            assert!(error < limit, "{dtype}, step {}: loss differs by {error:e}", once.step);
+            assert!(
+                error < limit,
+                "{dtype}, step {}: loss differs by {error:e}",
+                once.step
+            );
         }
     }
 }
 
-/// A sum of micro-batches that are finite in fp16 may be none, so each is reduced: the bits of all stages are the same.
+/// A sum of micro-batches that are finite in fp16 may be none, so each is reduced: the bits of all
+/// stages are the same.
 #[test]
 fn micro_batches_in_fp16_are_reduced_one_by_one() {
-    let base = Case { dtype: DType::F16, grad_accum: 3, reduce_every_micro_batch: false, ..Case::default() };
+    let base = Case {
+        dtype: DType::F16,
+        grad_accum: 3,
+        reduce_every_micro_batch: false,
+        ..Case::default()
+    };
     agree(&base, 0..4);
 }
 
-/// Gradients that the model writes in the dtype of communication have the bits of those that it adds to fp32 sums: in
-/// buckets that hold a unit and that do not, and on one rank, which needs no bucket.
+/// Gradients that the model writes in the dtype of communication have the bits of those that it
+/// adds to fp32 sums: in buckets that hold a unit and that do not, and on one rank, which needs no
+/// bucket.
 #[test]
 fn written_gradients_agree() {
     let units = [vec![40, 3], vec![70], vec![], vec![9, 30], vec![5]];
-    for (ranks, dtype, tied) in
-        [(1, DType::F32, true), (1, DType::Bf16, false), (2, DType::Bf16, true), (3, DType::F32, false)]
-    {
+    for (ranks, dtype, tied) in [
+        (1, DType::F32, true),
+        (1, DType::Bf16, false),
+        (2, DType::Bf16, true),
+        (3, DType::F32, false),
+    ] {
         let adds = Toy::new(&units, tied);
         let writes = Toy::new(&units, tied).writing();
-        for (bucket_elems, offload) in [(1 << 10, Home::Device), (50, Home::Device), (1 << 10, Home::Host)] {
-            let offload = OffloadSettings { optimizer: offload, ..OffloadSettings::default() };
-            let base = Case { ranks, dtype, bucket_elems, offload, stage: 0, ..Case::default() };
+        for (bucket_elems, offload) in [
+            (1 << 10, Home::Device),
+            (50, Home::Device),
+            (1 << 10, Home::Host),
+        ] {
+            let offload = OffloadSettings {
+                optimizer: offload,
+                ..OffloadSettings::default()
+            };
+            let base = Case {
+                ranks,
+                dtype,
+                bucket_elems,
+                offload,
+                stage: 0,
+                ..Case::default()
+            };
             let reference = base.run(&adds);
             for stage in 0..4 {
                 for overlap in [true, false] {
-                    let case = Case { stage, overlap, ..base.clone() };
+                    let case = Case {
+                        stage,
+                        overlap,
+                        ..base.clone()
+                    };
                     same(&reference, &case.run(&writes), &format!("{case:?}"));
                 }
             }
@@ -101,17 +169,41 @@ fn no_wait_is_missing() {
     for (writes, grad_accum) in [(true, 1), (false, 3)] {
         let toy = Toy::new(&units, true);
         let toy = if writes { toy.writing() } else { toy };
-        for (stage, optimizer) in (0..4).flat_map(|stage| [(stage, Home::Device), (stage, Home::Host)]) {
+        for (stage, optimizer) in
+            (0..4).flat_map(|stage| [(stage, Home::Device), (stage, Home::Host)])
+        {
             for seed in 0..3 {
-                let offload = OffloadSettings { optimizer: optimizer.clone(), ..OffloadSettings::default() };
-                let case = Case { ranks: 1, stage, dtype: DType::Bf16, grad_accum, offload, ..Case::default() };
+                let offload = OffloadSettings {
+                    optimizer: optimizer.clone(),
+                    ..OffloadSettings::default()
+                };
+                let case = Case {
+                    ranks: 1,
+                    stage,
+                    dtype: DType::Bf16,
+                    grad_accum,
+                    offload,
+                    ..Case::default()
+                };
                 let device = HostDevice::seeded(seed);
                 let comm: Arc<dyn Communicator<HostDevice>> =
                     Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
                 let (settings, options) = (case.settings(), case.options(None));
-                let run = run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
+                let run = run_on_host_device(
+                    device.clone(),
+                    comm,
+                    1,
+                    &settings,
+                    &toy,
+                    &options,
+                    &mut |_| Ok(()),
+                );
                 run.unwrap_or_else(|error| panic!("seed {seed}, {case:?}: {error}"));
-                assert!(device.violations().is_empty(), "seed {seed}, {case:?}: {:?}", device.violations());
+                assert!(
+                    device.violations().is_empty(),
+                    "seed {seed}, {case:?}: {:?}",
+                    device.violations()
+                );
             }
         }
     }
@@ -144,14 +236,22 @@ fn fp16_accumulating() {
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
 pub(super) fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
-    ProptestConfig { cases: n.saturating_mul(factor), failure_persistence: None, ..ProptestConfig::default() }
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    ProptestConfig {
+        cases: n.saturating_mul(factor),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 proptest! {
     #![proptest_config(cases(12))]
 
-    /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters without elements.
+    /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters
+    /// without elements.
     #[test]
     fn units_of_any_size(
         units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),

@@ -1,5 +1,5 @@
-//! The whole trainer: PyTorch's numbers, bit identity of the stages, memory and traffic by the formulas, resume,
-//! overflow and failures.
+//! The whole trainer: PyTorch's numbers, bit identity of the stages, memory and traffic by the
+//! formulas, resume, overflow and failures.
 
 mod ends;
 mod failures;

@@ -1,4 +1,5 @@
-//! Offload to host memory and to files changes no bit: losses, norms and the final state are those of the run without.
+//! Offload to host memory and to files changes no bit: losses, norms and the final state are those
+//! of the run without.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -36,78 +37,181 @@ fn kinds(stage: u64, dir: &Path) -> Vec<OffloadSettings> {
         (Home::Device, nvme()),
         (nvme(), Home::Host),
     ];
-    let sharded = homes.into_iter().filter(|(_, params)| stage == 3 || *params == Home::Device);
-    sharded.map(|(optimizer, params)| OffloadSettings { optimizer, params, ..OffloadSettings::default() }).collect()
+    let sharded = homes
+        .into_iter()
+        .filter(|(_, params)| stage == 3 || *params == Home::Device);
+    sharded
+        .map(|(optimizer, params)| OffloadSettings {
+            optimizer,
+            params,
+            ..OffloadSettings::default()
+        })
+        .collect()
 }
 
-/// Compares all stages and kinds of offload with stage 0 without, which must reduce every micro-batch, too.
+/// Compares all stages and kinds of offload with stage 0 without, which must reduce every
+/// micro-batch, too.
 fn agree(base: &Case) {
     let dir = folder();
-    let base = &Case { reduce_every_micro_batch: true, ..base.clone() };
-    let reference = Case { stage: 0, ..base.clone() }.run_tiny();
-    assert!(reference.steps.iter().any(|s| !s.skipped), "nothing was trained");
+    let base = &Case {
+        reduce_every_micro_batch: true,
+        ..base.clone()
+    };
+    let reference = Case {
+        stage: 0,
+        ..base.clone()
+    }
+    .run_tiny();
+    assert!(
+        reference.steps.iter().any(|s| !s.skipped),
+        "nothing was trained"
+    );
     for stage in 0..4 {
         for offload in kinds(stage, dir.path()) {
             for overlap in [true, false] {
-                let case = Case { stage, overlap, offload: offload.clone(), ..base.clone() };
+                let case = Case {
+                    stage,
+                    overlap,
+                    offload: offload.clone(),
+                    ..base.clone()
+                };
                 same(&reference, &case.run_tiny(), &format!("{case:?}"));
             }
         }
     }
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "scratch files have no names");
+    assert_eq!(
+        std::fs::read_dir(dir.path()).unwrap().count(),
+        0,
+        "scratch files have no names"
+    );
 }
 
 /// Pieces of 2048 elements: several a unit.
 fn small_pieces() -> OptimizerConfig {
-    OptimizerConfig::default().max_grad_norm(0.5).sub_group_elems(2048)
+    OptimizerConfig::default()
+        .max_grad_norm(0.5)
+        .sub_group_elems(2048)
 }
 
 #[test]
 fn fp32() {
-    agree(&Case { optimizer: small_pieces(), ..Case::default() });
+    agree(&Case {
+        optimizer: small_pieces(),
+        ..Case::default()
+    });
 }
 
 #[test]
 fn bf16_accumulating() {
-    agree(&Case { dtype: DType::Bf16, grad_accum: 3, ranks: 3, optimizer: small_pieces(), ..Case::default() });
+    agree(&Case {
+        dtype: DType::Bf16,
+        grad_accum: 3,
+        ranks: 3,
+        optimizer: small_pieces(),
+        ..Case::default()
+    });
 }
 
 #[test]
 fn fp16_with_overflows() {
-    let scaling = LossScaling::Dynamic(DynamicScaling::default().initial_scale_power(24).hysteresis(1));
+    let scaling = LossScaling::Dynamic(
+        DynamicScaling::default()
+            .initial_scale_power(24)
+            .hysteresis(1),
+    );
     let optimizer = small_pieces().loss_scaling(scaling);
-    let base = Case { dtype: DType::F16, steps: 8, optimizer, ..Case::default() };
-    let steps = Case { stage: 0, ..base.clone() }.run_tiny().steps;
-    assert!(steps.iter().any(|s| s.skipped) && steps.iter().any(|s| !s.skipped), "no overflow, or nothing else");
+    let base = Case {
+        dtype: DType::F16,
+        steps: 8,
+        optimizer,
+        ..Case::default()
+    };
+    let steps = Case {
+        stage: 0,
+        ..base.clone()
+    }
+    .run_tiny()
+    .steps;
+    assert!(
+        steps.iter().any(|s| s.skipped) && steps.iter().any(|s| !s.skipped),
+        "no overflow, or nothing else"
+    );
     agree(&base);
 }
 
 #[test]
 fn groups_and_frozen_tensors() {
-    agree(&Case { dtype: DType::Bf16, ranks: 3, optimizer: small_pieces(), groups: mixed(), ..Case::default() });
+    agree(&Case {
+        dtype: DType::Bf16,
+        ranks: 3,
+        optimizer: small_pieces(),
+        groups: mixed(),
+        ..Case::default()
+    });
     let upper = r#"[{"names": ["transformer.h.0.*", "*wpe*", "*wte*"], "trainable": false}]"#;
-    let groups = GroupSettings { groups: serde_json::from_str(upper).unwrap(), no_decay_1d: false };
-    agree(&Case { grad_accum: 2, optimizer: small_pieces(), groups, ..Case::default() });
+    let groups = GroupSettings {
+        groups: serde_json::from_str(upper).unwrap(),
+        no_decay_1d: false,
+    };
+    agree(&Case {
+        grad_accum: 2,
+        optimizer: small_pieces(),
+        groups,
+        ..Case::default()
+    });
 }
 
 /// A resume may have other offload than the save, another stage and another number of ranks.
 #[test]
 fn resume_with_and_without() {
     let dir = folder();
-    let base = Case { dtype: DType::Bf16, steps: 6, optimizer: small_pieces(), ..Case::default() };
+    let base = Case {
+        dtype: DType::Bf16,
+        steps: 6,
+        optimizer: small_pieces(),
+        ..Case::default()
+    };
     let whole = base.run_tiny();
     for (stage, ranks) in [(2, 2), (3, 2), (3, 3)] {
         for offload in kinds(stage, dir.path()) {
-            let (with, without) =
-                (Case { stage, ranks, offload, ..base.clone() }, Case { stage, ranks, ..base.clone() });
+            let (with, without) = (
+                Case {
+                    stage,
+                    ranks,
+                    offload,
+                    ..base.clone()
+                },
+                Case {
+                    stage,
+                    ranks,
+                    ..base.clone()
+                },
+            );
             for (first, second) in [(&with, &without), (&without, &with)] {
-                let saved = Case { steps: 3, ranks: 2, ..first.clone() }.run_tiny();
+                let saved = Case {
+                    steps: 3,
+                    ranks: 2,
+                    ..first.clone()
+                }
+                .run_tiny();
                 let resume = Some(saved.dir.path().join("step-00000003"));
-                let resumed = Case { resume: resume.clone(), ..second.clone() }.run_tiny();
+                let resumed = Case {
+                    resume: resume.clone(),
+                    ..second.clone()
+                }
+                .run_tiny();
                 if ranks == 2 {
-                    same(&whole_from(&whole, 3), &resumed, &format!("{first:?} then {second:?}"));
+                    same(
+                        &whole_from(&whole, 3),
+                        &resumed,
+                        &format!("{first:?} then {second:?}"),
+                    );
                 } else {
-                    let plain = Case { resume, ..without.clone() }.run_tiny();
+                    let plain = Case {
+                        resume,
+                        ..without.clone()
+                    }
+                    .run_tiny();
                     same(&plain, &resumed, &format!("{first:?} then {second:?}"));
                 }
             }
@@ -128,56 +232,137 @@ fn whole_from(outcome: &super::support::Outcome, step: usize) -> super::support:
 
 fn copy(from: &Path) -> tempfile::TempDir {
     let to = tempfile::tempdir().unwrap();
-    let status = std::process::Command::new("cp").arg("-r").arg(from.join(".")).arg(to.path()).status().unwrap();
+    let status = std::process::Command::new("cp")
+        .arg("-r")
+        .arg(from.join("."))
+        .arg(to.path())
+        .status()
+        .unwrap();
     assert!(status.success());
     to
 }
 
-/// Remainders have the bits of fp32 masters where no weight is halfway between two bf16 numbers; bf16 moments follow the
-/// losses of fp32 ones.
+/// Remainders have the bits of fp32 masters where no weight is halfway between two bf16 numbers;
+/// bf16 moments follow the losses of fp32 ones.
 #[test]
 fn smaller_formats_follow_the_losses() {
     let dir = folder();
-    let base = Case { stage: 2, dtype: DType::Bf16, steps: 200, ..Case::default() };
-    let losses = |case: &Case| case.run_tiny().steps.iter().map(|s| s.loss).collect::<Vec<_>>();
+    let base = Case {
+        stage: 2,
+        dtype: DType::Bf16,
+        steps: 200,
+        ..Case::default()
+    };
+    let losses = |case: &Case| {
+        case.run_tiny()
+            .steps
+            .iter()
+            .map(|s| s.loss)
+            .collect::<Vec<_>>()
+    };
     let plain = losses(&base);
     for home in [Home::Host, Home::Nvme(dir.path().to_owned())] {
-        for (remainder, bf16_moments, tolerance) in [(true, false, 0.01), (false, true, 0.03), (true, true, 0.03)] {
-            let format = StateFormat { remainder, bf16_moments };
-            let offload = OffloadSettings { optimizer: home.clone(), format, ..OffloadSettings::default() };
-            let small = losses(&Case { offload, ..base.clone() });
-            let worst = plain.iter().zip(&small).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
+        for (remainder, bf16_moments, tolerance) in
+            [(true, false, 0.01), (false, true, 0.03), (true, true, 0.03)]
+        {
+            let format = StateFormat {
+                remainder,
+                bf16_moments,
+            };
+            let offload = OffloadSettings {
+                optimizer: home.clone(),
+                format,
+                ..OffloadSettings::default()
+            };
+            let small = losses(&Case {
+                offload,
+                ..base.clone()
+            });
+            let worst = plain
+                .iter()
+                .zip(&small)
+                .map(|(a, b)| ((a - b) / a).abs())
+                .fold(0.0, f64::max);
             println!("{home} {format:?}: {worst}");
-            assert!(worst <= tolerance, "{home} {format:?}: losses differ by {worst}");
+            assert!(
+                worst <= tolerance,
+                "{home} {format:?}: losses differ by {worst}"
+            );
         }
     }
 }
 
-/// Remainders on the device have the bits of those in host memory, at every stage, and their checkpoints load into fp32
-/// masters and back.
+/// Remainders on the device have the bits of those in host memory, at every stage, and their
+/// checkpoints load into fp32 masters and back.
 #[test]
 fn remainders_need_no_offload() {
-    let format = StateFormat { remainder: true, bf16_moments: false };
-    let on_device = OffloadSettings { format, ..OffloadSettings::default() };
-    let on_host = OffloadSettings { optimizer: Home::Host, ..on_device.clone() };
-    let base = Case { dtype: DType::Bf16, optimizer: small_pieces(), groups: mixed(), steps: 6, ..Case::default() };
-    let [device, host] = [on_device, on_host].map(|offload| Case { offload, ..base.clone() });
-    let half = |case: &Case, resume| Case { steps: 3, resume, ..case.clone() }.run_tiny();
+    let format = StateFormat {
+        remainder: true,
+        bf16_moments: false,
+    };
+    let on_device = OffloadSettings {
+        format,
+        ..OffloadSettings::default()
+    };
+    let on_host = OffloadSettings {
+        optimizer: Home::Host,
+        ..on_device.clone()
+    };
+    let base = Case {
+        dtype: DType::Bf16,
+        optimizer: small_pieces(),
+        groups: mixed(),
+        steps: 6,
+        ..Case::default()
+    };
+    let [device, host] = [on_device, on_host].map(|offload| Case {
+        offload,
+        ..base.clone()
+    });
+    let half = |case: &Case, resume| {
+        Case {
+            steps: 3,
+            resume,
+            ..case.clone()
+        }
+        .run_tiny()
+    };
     let rest = |case: &Case, from: &super::support::Outcome| {
-        Case { resume: Some(from.dir.path().to_owned()), ..case.clone() }.run_tiny()
+        Case {
+            resume: Some(from.dir.path().to_owned()),
+            ..case.clone()
+        }
+        .run_tiny()
     };
     for stage in 0..4 {
-        let [plain, device, host] = [&base, &device, &host].map(|case| Case { stage, ..case.clone() });
-        let [saved, saved_device, saved_host] = [&plain, &device, &host].map(|case| half(case, None));
+        let [plain, device, host] = [&base, &device, &host].map(|case| Case {
+            stage,
+            ..case.clone()
+        });
+        let [saved, saved_device, saved_host] =
+            [&plain, &device, &host].map(|case| half(case, None));
         same(&saved_host, &saved_device, &format!("stage {stage}"));
-        same(&rest(&host, &saved_host), &rest(&device, &saved_device), &format!("stage {stage}, resumed"));
-        same(&rest(&host, &saved), &rest(&device, &saved), &format!("stage {stage}, from fp32 masters"));
-        same(&rest(&plain, &saved_host), &rest(&plain, &saved_device), &format!("stage {stage}, to fp32 masters"));
+        same(
+            &rest(&host, &saved_host),
+            &rest(&device, &saved_device),
+            &format!("stage {stage}, resumed"),
+        );
+        same(
+            &rest(&host, &saved),
+            &rest(&device, &saved),
+            &format!("stage {stage}, from fp32 masters"),
+        );
+        same(
+            &rest(&plain, &saved_host),
+            &rest(&plain, &saved_device),
+            &format!("stage {stage}, to fp32 masters"),
+        );
     }
 }
 
-/// In any order that streams and events allow, no access is unordered: with gradients that are read by the host, parameters
-/// that it writes, and slots and pieces that are read and written beside it.
+/// In any order that streams and events allow, no access is unordered: with gradients that are read
+/// by the host, parameters that it writes, and slots and pieces that are read and written beside
+/// it.
 #[test]
 fn no_wait_is_missing() {
     let dir = folder();
@@ -198,25 +383,46 @@ fn no_wait_is_missing() {
                 let comm: Arc<dyn Communicator<HostDevice>> =
                     Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
                 let (settings, options) = (case.settings(), case.options(None));
-                let run = run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
+                let run = run_on_host_device(
+                    device.clone(),
+                    comm,
+                    1,
+                    &settings,
+                    &toy,
+                    &options,
+                    &mut |_| Ok(()),
+                );
                 run.unwrap_or_else(|error| panic!("seed {seed}, {case:?}: {error}"));
-                assert!(device.violations().is_empty(), "seed {seed}, {case:?}: {:?}", device.violations());
+                assert!(
+                    device.violations().is_empty(),
+                    "seed {seed}, {case:?}: {:?}",
+                    device.violations()
+                );
             }
         }
     }
 }
 
-/// A scratch file that loses its contents in the middle of a run ends all ranks with an error that names the folder; the
-/// last checkpoint stays.
+/// A scratch file that loses its contents in the middle of a run ends all ranks with an error that
+/// names the folder; the last checkpoint stays.
 #[test]
 fn truncated_file_is_an_error() {
     let (dir, saves) = (folder(), folder());
     for params in [Home::Device, Home::Nvme(dir.path().to_owned())] {
-        let offload =
-            OffloadSettings { optimizer: Home::Nvme(dir.path().to_owned()), params, ..OffloadSettings::default() };
-        let case = Case { steps: 50, offload, ..Case::default() };
+        let offload = OffloadSettings {
+            optimizer: Home::Nvme(dir.path().to_owned()),
+            params,
+            ..OffloadSettings::default()
+        };
+        let case = Case {
+            steps: 50,
+            offload,
+            ..Case::default()
+        };
         let mut options = case.options(None);
-        let saved = saves.path().join(case.offload.params.to_string().replace('/', "_"));
+        let saved = saves
+            .path()
+            .join(case.offload.params.to_string().replace('/', "_"));
         options.checkpoint = Some((saved.clone(), 1));
         let mut steps = 0;
         let mut truncate = |_: &StepMetrics| {
@@ -226,7 +432,14 @@ fn truncated_file_is_an_error() {
             }
             Ok(())
         };
-        let run = run_on_threads(2, 1, &case.settings(), &case.tiny(), &options, &mut truncate);
+        let run = run_on_threads(
+            2,
+            1,
+            &case.settings(),
+            &case.tiny(),
+            &options,
+            &mut truncate,
+        );
         let error = run.unwrap_err().to_string();
         assert!(error.contains(&dir.path().display().to_string()), "{error}");
         assert!(error.contains("swap file"), "{error}");
@@ -238,9 +451,17 @@ fn truncated_file_is_an_error() {
 /// Truncates all open files of this process that were in `dir`; they have no names.
 fn truncate_files_in(dir: &Path) {
     let mut truncated = 0;
-    for fd in std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path()) {
+    for fd in std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+    {
         if std::fs::read_link(&fd).is_ok_and(|file| file.starts_with(dir)) {
-            std::fs::File::options().write(true).open(&fd).unwrap().set_len(0).unwrap();
+            std::fs::File::options()
+                .write(true)
+                .open(&fd)
+                .unwrap()
+                .set_len(0)
+                .unwrap();
             truncated += 1;
         }
     }
@@ -250,7 +471,8 @@ fn truncate_files_in(dir: &Path) {
 proptest! {
     #![proptest_config(cases(6))]
 
-    /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters without elements.
+    /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters
+    /// without elements.
     #[test]
     fn units_of_any_size(
         units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),

@@ -59,7 +59,17 @@ fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
     settings.prefetch.ahead = ahead;
     // A new thread: its modelled time begins at zero.
     std::thread::scope(|scope| {
-        let run = || run_on_host_device(device.clone(), comm, 1, &settings, &toy, &options, &mut |_| Ok(()));
+        let run = || {
+            run_on_host_device(
+                device.clone(),
+                comm,
+                1,
+                &settings,
+                &toy,
+                &options,
+                &mut |_| Ok(()),
+            )
+        };
         scope.spawn(run).join().unwrap().unwrap()
     });
     let mut spans = device.modelled_spans();
@@ -74,29 +84,63 @@ fn of<'a>(spans: &'a [OpSpan], label: &'a str) -> impl Iterator<Item = &'a OpSpa
 
 /// Milliseconds of the third step: from its first forward to that of the fourth.
 fn step_ms(spans: &[OpSpan]) -> u128 {
-    let firsts: Vec<_> = of(spans, "toy forward").step_by(UNITS).map(|span| span.start).collect();
+    let firsts: Vec<_> = of(spans, "toy forward")
+        .step_by(UNITS)
+        .map(|span| span.start)
+        .collect();
     (firsts[3] - firsts[2]).as_millis()
 }
 
 fn offload(dir: &Path, stage: u64, params: bool) -> Case {
     let nvme = || Home::Nvme(dir.to_owned());
     let params = if params { nvme() } else { Home::Device };
-    let offload = OffloadSettings { optimizer: nvme(), params, ..OffloadSettings::default() };
-    Case { stage, ranks: 1, steps: 5, dtype: DType::Bf16, offload, ..Case::default() }
+    let offload = OffloadSettings {
+        optimizer: nvme(),
+        params,
+        ..OffloadSettings::default()
+    };
+    Case {
+        stage,
+        ranks: 1,
+        steps: 5,
+        dtype: DType::Bf16,
+        offload,
+        ..Case::default()
+    }
 }
 
-/// A step costs at most 1.05 times the greatest of compute, update and transfers, each of which fits behind forward.
+/// A step costs at most 1.05 times the greatest of compute, update and transfers, each of which
+/// fits behind forward.
 #[test]
 fn forward_hides_the_update() {
     let dir = tempfile::tempdir().unwrap();
     let compute = UNITS as u32 * (FORWARD + BACKWARD);
     for stage in 0..4 {
         for costs in [
-            Costs { adam: 9, ..Costs::default() },
-            Costs { adam: 1, read: 10, write: 10, ..Costs::default() },
-            Costs { adam: 10, read: 9, write: 9, ..Costs::default() },
+            Costs {
+                adam: 9,
+                ..Costs::default()
+            },
+            Costs {
+                adam: 1,
+                read: 10,
+                write: 10,
+                ..Costs::default()
+            },
+            Costs {
+                adam: 10,
+                read: 9,
+                write: 9,
+                ..Costs::default()
+            },
             // The disk is slower than the update.
-            Costs { adam: 3, read: 9, write: 10, gather: 9, other: 9 },
+            Costs {
+                adam: 3,
+                read: 9,
+                write: 10,
+                gather: 9,
+                other: 9,
+            },
         ] {
             let params = costs.other > 0;
             if params && stage < 3 {
@@ -105,29 +149,50 @@ fn forward_hides_the_update() {
             let ms = step_ms(&spans(&offload(dir.path(), stage, params), costs));
             let most = compute.max(UNITS as u32 * costs.adam.max(costs.read).max(costs.write));
             println!("stage {stage}, {costs:?}: {ms} ms, {most} at best");
-            assert!(ms as f64 <= 1.05 * f64::from(most), "stage {stage}, {costs:?}: {ms} ms, {most} at best");
+            assert!(
+                ms as f64 <= 1.05 * f64::from(most),
+                "stage {stage}, {costs:?}: {ms} ms, {most} at best"
+            );
         }
     }
 }
 
-/// The forward of the first unit starts before the last unit is updated, and statistics are computed during backward.
+/// The forward of the first unit starts before the last unit is updated, and statistics are
+/// computed during backward.
 #[test]
 fn next_forward_starts_before_the_last_update() {
     let dir = tempfile::tempdir().unwrap();
     for stage in 0..4 {
-        let spans = spans(&offload(dir.path(), stage, false), Costs { adam: 8, ..Costs::default() });
+        let spans = spans(
+            &offload(dir.path(), stage, false),
+            Costs {
+                adam: 8,
+                ..Costs::default()
+            },
+        );
         let updates: Vec<_> = of(&spans, "adam").collect();
         let forwards: Vec<_> = of(&spans, "toy forward").collect();
         let backwards: Vec<_> = of(&spans, "toy backward").collect();
         for step in 0..4 {
             let (first, last) = (updates[step * UNITS], updates[(step + 1) * UNITS - 1]);
             let next = forwards[(step + 1) * UNITS];
-            assert!(first.end <= next.start && next.start < last.start, "stage {stage}, step {step}");
+            assert!(
+                first.end <= next.start && next.start < last.start,
+                "stage {stage}, step {step}"
+            );
         }
         let statistics: Vec<_> = of(&spans, "grad_stats").collect();
         let last_backward = backwards[UNITS - 1];
-        let early = statistics.iter().take(UNITS).filter(|span| span.start < last_backward.end).count();
-        assert_eq!(early, UNITS - 1, "stage {stage}: statistics during backward");
+        let early = statistics
+            .iter()
+            .take(UNITS)
+            .filter(|span| span.start < last_backward.end)
+            .count();
+        assert_eq!(
+            early,
+            UNITS - 1,
+            "stage {stage}: statistics during backward"
+        );
     }
 }
 
@@ -135,21 +200,39 @@ fn next_forward_starts_before_the_last_update() {
 #[test]
 fn without_overlap_the_update_is_exposed() {
     let dir = tempfile::tempdir().unwrap();
-    let case = Case { overlap: false, ..offload(dir.path(), 2, false) };
-    let ms = step_ms(&spans(&case, Costs { adam: 9, ..Costs::default() }));
-    assert!(ms >= u128::from(UNITS as u32 * (FORWARD + BACKWARD + 9)), "{ms} ms");
+    let case = Case {
+        overlap: false,
+        ..offload(dir.path(), 2, false)
+    };
+    let ms = step_ms(&spans(
+        &case,
+        Costs {
+            adam: 9,
+            ..Costs::default()
+        },
+    ));
+    assert!(
+        ms >= u128::from(UNITS as u32 * (FORWARD + BACKWARD + 9)),
+        "{ms} ms"
+    );
 }
 
-/// Reading parameters more than one unit ahead gains little: a disk that is slower than forward stays slower, and one that
-/// is faster needs no more.
+/// Reading parameters more than one unit ahead gains little: a disk that is slower than forward
+/// stays slower, and one that is faster needs no more.
 #[test]
 fn one_unit_ahead_is_enough() {
     let dir = tempfile::tempdir().unwrap();
     for gather in [5, 9, 12, 18, 30] {
-        let costs = Costs { gather, ..Costs::default() };
+        let costs = Costs {
+            gather,
+            ..Costs::default()
+        };
         let ms = |ahead| step_ms(&spans_ahead(&offload(dir.path(), 3, true), costs, ahead));
         let (one, two, four) = (ms(1), ms(2), ms(4));
         println!("gathers of {gather} ms: {one}, {two} and {four} ms with 1, 2 and 4 units ahead");
-        assert!(one as f64 <= 1.05 * four as f64, "gathers of {gather} ms: {one} ms with one, {four} with four");
+        assert!(
+            one as f64 <= 1.05 * four as f64,
+            "gathers of {gather} ms: {one} ms with one, {four} with four"
+        );
     }
 }

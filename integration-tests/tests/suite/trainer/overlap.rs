@@ -1,6 +1,6 @@
-//! Overlap of communication and compute, without a clock: operations of one stream wait for those of the other that
-//! must be able to run beside them, so a step without overlap never ends. (In DeepSpeed #7804 a fix removed all overlap
-//! unnoticed.)
+//! Overlap of communication and compute, without a clock: operations of one stream wait for those
+//! of the other that must be able to run beside them, so a step without overlap never ends. (In
+//! DeepSpeed #7804 a fix removed all overlap unnoticed.)
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -27,7 +27,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 const UNITS: u64 = 5;
 /// All-gathers of a step of stage 3: units 0 1 2 3 4 0 in forward, 3 2 1 in backward.
 const GATHERS: u64 = 9;
-/// The all-gathers of a step that are enqueued before each forward pass; the next unit's is among them.
+/// The all-gathers of a step that are enqueued before each forward pass; the next unit's is among
+/// them.
 const AHEAD: [u64; 5] = [2, 3, 4, 5, 7];
 
 /// An operation: its kind, and the number of its pass.
@@ -42,21 +43,32 @@ struct Progress {
 
 impl Progress {
     /// Counts `operation` in the order of `stream`.
-    fn count(self: &Arc<Self>, stream: &HostStream, operation: Operation) -> Result<(), DeviceError> {
+    fn count(
+        self: &Arc<Self>,
+        stream: &HostStream,
+        operation: Operation,
+    ) -> Result<(), DeviceError> {
         let this = Arc::clone(self);
         stream.enqueue("count", move || {
-            this.runs.update(|runs| *runs.entry(operation).or_default() += 1);
+            this.runs
+                .update(|runs| *runs.entry(operation).or_default() += 1);
             Ok(())
         })
     }
 
     /// Blocks `stream` until `operation` has run `times` times.
-    fn block(self: &Arc<Self>, stream: &HostStream, operation: Operation, times: u64) -> Result<(), DeviceError> {
+    fn block(
+        self: &Arc<Self>,
+        stream: &HostStream,
+        operation: Operation,
+        times: u64,
+    ) -> Result<(), DeviceError> {
         let this = Arc::clone(self);
         stream.enqueue("block", move || {
             let what = || format!("{operation:?} to run {times} times: no overlap");
-            this.runs
-                .wait_until(LIMIT, what, |runs| (runs.get(&operation).copied().unwrap_or(0) >= times).then_some(()))
+            this.runs.wait_until(LIMIT, what, |runs| {
+                (runs.get(&operation).copied().unwrap_or(0) >= times).then_some(())
+            })
         })
     }
 }
@@ -83,16 +95,18 @@ unsafe impl Communicator<HostDevice> for BlockedComm {
             let n = self.reductions.fetch_add(1, Ordering::Relaxed);
             let (step, i) = (n / UNITS, n % UNITS);
             if i + 1 < UNITS {
-                self.progress.block(stream, ("backward", UNITS - 2 - i), step + 1)?;
+                self.progress
+                    .block(stream, ("backward", UNITS - 2 - i), step + 1)?;
             }
         }
         if gather && self.progress.stage < 3 {
-            // The gather of a unit after update s waits for the forward pass before the unit's, in step s + 1. Update 0
-            // is the initial weights; no forward follows the last.
+            // The gather of a unit after update s waits for the forward pass before the unit's, in
+            // step s + 1. Update 0 is the initial weights; no forward follows the last.
             let n = self.gathers.fetch_add(1, Ordering::Relaxed);
             let (update, unit) = (n / UNITS, n % UNITS);
             if unit > 0 && (1..self.progress.steps).contains(&update) {
-                self.progress.block(stream, ("forward", unit - 1), update + 1)?;
+                self.progress
+                    .block(stream, ("forward", unit - 1), update + 1)?;
             }
         }
         self.inner.enqueue(stream, checked)?;
@@ -102,7 +116,11 @@ unsafe impl Communicator<HostDevice> for BlockedComm {
         Ok(())
     }
 
-    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
         self.inner.split(color, key)
     }
 
@@ -127,14 +145,28 @@ struct BlockedModel {
 }
 
 impl Model<HostDevice> for BlockedModel {
-    fn set_batch(&mut self, stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+    fn set_batch(
+        &mut self,
+        stream: &HostStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError> {
         self.inner.set_batch(stream, inputs, targets)
     }
 
-    fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+    fn forward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError> {
         self.steps += u64::from(pass == 0);
         if self.progress.stage == 3 {
-            self.progress.block(stream, ("all_gather", 0), GATHERS * (self.steps - 1) + AHEAD[pass])?;
+            self.progress.block(
+                stream,
+                ("all_gather", 0),
+                GATHERS * (self.steps - 1) + AHEAD[pass],
+            )?;
         }
         self.inner.forward(stream, pass, params)?;
         Ok(self.progress.count(stream, ("forward", pass as u64))?)
@@ -148,11 +180,17 @@ impl Model<HostDevice> for BlockedModel {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        self.inner.backward(stream, pass, params, grads, loss_scale)?;
+        self.inner
+            .backward(stream, pass, params, grads, loss_scale)?;
         Ok(self.progress.count(stream, ("backward", pass as u64))?)
     }
 
-    fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+    fn add_losses(
+        &mut self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         self.inner.add_losses(stream, params, tokens)
     }
 
@@ -177,16 +215,29 @@ impl Workload<HostDevice> for Blocked<'_> {
         Workload::<HostDevice>::passes(self.inner)
     }
 
-    fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+    fn model(
+        &self,
+        pool: &Pool<HostDevice>,
+        compute: &HostStream,
+    ) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
         let inner = Workload::<HostDevice>::model(self.inner, pool, compute)?;
-        Ok(Box::new(BlockedModel { inner, progress: Arc::clone(&self.progress), steps: 0 }))
+        Ok(Box::new(BlockedModel {
+            inner,
+            progress: Arc::clone(&self.progress),
+            steps: 0,
+        }))
     }
 
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
         Workload::<HostDevice>::weights(self.inner)
     }
 
-    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+    fn batch(
+        &self,
+        at: BatchAt,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), TrainError> {
         Workload::<HostDevice>::batch(self.inner, at, inputs, targets)
     }
 
@@ -201,38 +252,58 @@ impl Workload<HostDevice> for Blocked<'_> {
 
 fn run(case: &Case) {
     let (workload, options) = (case.tiny(), case.options(None));
-    let settings = Settings { limit: 2 * LIMIT, ..case.settings() };
+    let settings = Settings {
+        limit: 2 * LIMIT,
+        ..case.settings()
+    };
     let world = World::new(case.ranks, CommOptions::default().limit(settings.limit)).unwrap();
     std::thread::scope(|scope| {
         for comm in world {
             let (workload, options, settings) = (&workload, &options, &settings);
             scope.spawn(move || {
                 let runs = Monitor::new(HashMap::new());
-                let progress = Arc::new(Progress { stage: case.stage, steps: case.steps, runs });
+                let progress = Arc::new(Progress {
+                    stage: case.stage,
+                    steps: case.steps,
+                    runs,
+                });
                 let comm = BlockedComm {
                     inner: Arc::new(comm),
                     progress: Arc::clone(&progress),
                     reductions: AtomicU64::new(0),
                     gathers: AtomicU64::new(0),
                 };
-                let workload = Blocked { inner: workload, progress };
-                run_as_rank(Arc::new(comm), 1, settings, &workload, options, &mut |_| Ok(())).unwrap();
+                let workload = Blocked {
+                    inner: workload,
+                    progress,
+                };
+                run_as_rank(Arc::new(comm), 1, settings, &workload, options, &mut |_| {
+                    Ok(())
+                })
+                .unwrap();
             });
         }
     });
 }
 
-/// Every reduction runs beside the next backward pass, every gather beside the forward pass before its own.
+/// Every reduction runs beside the next backward pass, every gather beside the forward pass before
+/// its own.
 #[test]
 fn stage_3_overlaps_reductions_and_gathers() {
     // A bucket holds the largest unit, so each unit is one reduction.
-    run(&Case { bucket_elems: 1 << 16, ..Case::default() });
+    run(&Case {
+        bucket_elems: 1 << 16,
+        ..Case::default()
+    });
 }
 
 /// The gathers of an update run beside the next step's forward, unit by unit.
 #[test]
 fn updates_are_gathered_beside_the_next_forward() {
     for stage in [1, 2] {
-        run(&Case { stage, ..Case::default() });
+        run(&Case {
+            stage,
+            ..Case::default()
+        });
     }
 }

@@ -1,4 +1,5 @@
-//! 30 steps against PyTorch: loss, gradient norm and final parameters, at every stage and world size.
+//! 30 steps against PyTorch: loss, gradient norm and final parameters, at every stage and world
+//! size.
 
 use std::collections::HashMap;
 
@@ -10,7 +11,8 @@ use super::support::{Case, relative_error, tensors};
 use crate::place::data;
 
 fn matches_pytorch(ranks: usize, micro_batch: usize) {
-    let expected: Value = serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
+    let expected: Value =
+        serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
     let expected = expected["steps"].as_array().unwrap();
     let last: HashMap<_, _> = tensors("params_last.safetensors").into_iter().collect();
     let optimizer = OptimizerConfig::default()
@@ -37,20 +39,42 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
         let outcome = case.run_tiny();
         assert_eq!(outcome.steps.len(), expected.len());
         for (got, want) in outcome.steps.iter().zip(expected) {
-            let (loss, norm) = (want["loss"].as_f64().unwrap(), want["grad_norm"].as_f64().unwrap());
+            let (loss, norm) = (
+                want["loss"].as_f64().unwrap(),
+                want["grad_norm"].as_f64().unwrap(),
+            );
             let loss_error = (got.loss - loss).abs() / loss;
             let norm_error = (got.grad_norm.unwrap() - norm).abs() / norm;
-            assert!(loss_error < 1e-6, "stage {stage}, step {}: loss differs by {loss_error:e}", got.step);
-            assert!(norm_error < 1e-5, "stage {stage}, step {}: norm differs by {norm_error:e}", got.step);
+            assert!(
+                loss_error < 1e-6,
+                "stage {stage}, step {}: loss differs by {loss_error:e}",
+                got.step
+            );
+            assert!(
+                norm_error < 1e-5,
+                "stage {stage}, step {}: norm differs by {norm_error:e}",
+                got.step
+            );
         }
         let state = outcome.state();
         for (name, want) in &last {
-            let got: Vec<f32> = state[&format!("master/{name}")].iter().map(|b| f32::from_bits(*b)).collect();
+            let got: Vec<f32> = state[&format!("master/{name}")]
+                .iter()
+                .map(|b| f32::from_bits(*b))
+                .collect();
             let error = relative_error(&got, want);
-            // The keys' third of this bias shifts all scores of a query equally, so its exact gradient is 0, and Adam
-            // makes steps of full size from rounding errors, here and in PyTorch.
-            let tolerance = if name.ends_with("c_attn.bias") { 1e-3 } else { 1e-5 };
-            assert!(error < tolerance, "stage {stage}: {name} differs by {error:e}");
+            // The keys' third of this bias shifts all scores of a query equally, so its exact
+            // gradient is 0, and Adam makes steps of full size from rounding errors, here and in
+            // PyTorch.
+            let tolerance = if name.ends_with("c_attn.bias") {
+                1e-3
+            } else {
+                1e-5
+            };
+            assert!(
+                error < tolerance,
+                "stage {stage}: {name} differs by {error:e}"
+            );
         }
         assert_eq!(state.len(), 3 * last.len(), "no parameter more");
     }

@@ -23,7 +23,8 @@ struct DamagedLink {
     received: AtomicUsize,
 }
 
-// SAFETY: calls are those of the inner communicator; the damage is an operation of their stream, on their result.
+// SAFETY: calls are those of the inner communicator; the damage is an operation of their stream, on
+// their result.
 unsafe impl Communicator<HostDevice> for DamagedLink {
     fn group(&self) -> Group {
         self.inner.group()
@@ -35,20 +36,30 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
         let is_control = call.control;
         let recv = checked.recv();
         self.inner.enqueue(stream, checked)?;
-        let Some((damaged, number)) = self.damaged else { return Ok(()) };
-        if collective != damaged || is_control || self.received.fetch_add(1, Ordering::Relaxed) != number {
+        let Some((damaged, number)) = self.damaged else {
+            return Ok(());
+        };
+        if collective != damaged
+            || is_control
+            || self.received.fetch_add(1, Ordering::Relaxed) != number
+        {
             return Ok(());
         }
         let sign = recv.as_ptr() as usize + 3;
         stream.enqueue("damage", move || {
-            // SAFETY: the result of the collective, in host memory, used in the order of its stream.
+            // SAFETY: the result of the collective, in host memory, used in the order of its
+            // stream.
             unsafe { *(sign as *mut u8) ^= 0x80 };
             Ok(())
         })?;
         Ok(())
     }
 
-    fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
         self.inner.split(color, key)
     }
 
@@ -66,7 +77,12 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
 }
 
 /// Runs `case`; the link of `rank` damages the result `damaged`. Returns the results of all ranks.
-fn run(case: &Case, options: &RunOptions, rank: usize, damaged: (Collective, usize)) -> Vec<Result<(), String>> {
+fn run(
+    case: &Case,
+    options: &RunOptions,
+    rank: usize,
+    damaged: (Collective, usize),
+) -> Vec<Result<(), String>> {
     let workload = Toy::new(&[vec![40], vec![7], vec![100]], false);
     let comms = World::new(case.ranks, CommOptions::default()).unwrap();
     std::thread::scope(|scope| {
@@ -80,7 +96,14 @@ fn run(case: &Case, options: &RunOptions, rank: usize, damaged: (Collective, usi
             let settings = case.settings();
             scope.spawn(move || {
                 let mut observe = |_: &StepMetrics| Ok(());
-                let run = run_as_rank(Arc::new(link), 1, &settings, workload, options, &mut observe);
+                let run = run_as_rank(
+                    Arc::new(link),
+                    1,
+                    &settings,
+                    workload,
+                    options,
+                    &mut observe,
+                );
                 run.map(drop).map_err(|error| error.to_string())
             })
         };
@@ -89,11 +112,15 @@ fn run(case: &Case, options: &RunOptions, rank: usize, damaged: (Collective, usi
     })
 }
 
-/// The result of the last step's collective for the damaged unit: its gradients at stage 0, its parameters above.
+/// The result of the last step's collective for the damaged unit: its gradients at stage 0, its
+/// parameters above.
 fn of_last_step(stage: u64, steps: u64) -> (Collective, usize) {
     match stage {
         // Backward runs from the last unit to the first.
-        0 => (Collective::AllReduce, (steps as usize - 1) * UNITS + (UNITS - 1 - DAMAGED)),
+        0 => (
+            Collective::AllReduce,
+            (steps as usize - 1) * UNITS + (UNITS - 1 - DAMAGED),
+        ),
         // The initial weights are gathered too.
         _ => (Collective::AllGather, steps as usize * UNITS + DAMAGED),
     }
@@ -104,7 +131,12 @@ fn damaged_replica_is_named_and_not_saved() {
     for stage in 0..3 {
         for (ranks, rank, named) in [(2, 0, 1), (3, 0, 0), (3, 2, 2), (4, 1, 1)] {
             let dir = tempfile::tempdir().unwrap();
-            let case = Case { stage, ranks, steps: 3, ..Case::default() };
+            let case = Case {
+                stage,
+                ranks,
+                steps: 3,
+                ..Case::default()
+            };
             let options = case.options(Some(dir.path()));
             let context = format!("stage {stage}, {ranks} ranks, rank {rank} damaged");
 
@@ -113,26 +145,44 @@ fn damaged_replica_is_named_and_not_saved() {
             for result in results {
                 let error = result.expect_err(&context);
                 assert!(
-                    error.contains(&format!("step 3: rank {named} holds other parameters than rank")),
+                    error.contains(&format!(
+                        "step 3: rank {named} holds other parameters than rank"
+                    )),
                     "{context}: {error}"
                 );
                 assert!(error.contains("unit u1 first"), "{context}: {error}");
             }
-            assert!(!dir.path().join("latest").exists(), "{context}: a checkpoint was saved");
+            assert!(
+                !dir.path().join("latest").exists(),
+                "{context}: a checkpoint was saved"
+            );
         }
     }
 }
 
 #[test]
 fn replicas_are_compared_at_intervals() {
-    let case = Case { stage: 2, ranks: 3, steps: 6, ..Case::default() };
+    let case = Case {
+        stage: 2,
+        ranks: 3,
+        steps: 6,
+        ..Case::default()
+    };
     let damaged = of_last_step(2, 4);
     let checked = |check_replicas| {
-        let options = RunOptions { check_replicas, ..case.options(None) };
+        let options = RunOptions {
+            check_replicas,
+            ..case.options(None)
+        };
         run(&case, &options, 2, damaged)
     };
     let errors = checked(ReplicaChecks::Every(2));
-    assert!(errors.iter().all(|result| result.as_ref().is_err_and(|e| e.contains("step 4: rank 2"))), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|result| result.as_ref().is_err_and(|e| e.contains("step 4: rank 2"))),
+        "{errors:?}"
+    );
     // Without a check nothing notices, and without a checkpoint none is due.
     assert!(checked(ReplicaChecks::Never).iter().all(Result::is_ok));
     assert!(checked(ReplicaChecks::AtSaves).iter().all(Result::is_ok));

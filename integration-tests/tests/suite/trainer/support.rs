@@ -12,8 +12,8 @@ use integration_tests::hf::HfFolder;
 use integration_tests::model::gpt2::Gpt2Options;
 use integration_tests::model::param_groups::GroupSettings;
 use integration_tests::trainer::{
-    OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics, ValidationOptions, Workload,
-    run_on_threads,
+    OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics,
+    ValidationOptions, Workload, run_on_threads,
 };
 use integration_tests::workload::{GptWorkload, Weights};
 use tempfile::TempDir;
@@ -29,7 +29,9 @@ use crate::place::data;
 
 /// A folder in memory if possible: hundreds of synced checkpoints are slow on a disk.
 fn temporary_folder() -> TempDir {
-    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+    tempfile::tempdir_in("/dev/shm")
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
 }
 
 /// A run. The default is 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
@@ -90,7 +92,10 @@ pub(crate) struct Outcome {
 impl Outcome {
     /// The bits of losses and norms.
     pub(crate) fn curve(&self) -> Vec<(u64, Option<u64>)> {
-        self.steps.iter().map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits))).collect()
+        self.steps
+            .iter()
+            .map(|s| (s.loss.to_bits(), s.grad_norm.map(f64::to_bits)))
+            .collect()
     }
 
     /// The state in the last checkpoint: maps `state/parameter` to the bits of its elements.
@@ -100,8 +105,13 @@ impl Outcome {
         for state in ["master", "first_moment", "second_moment"] {
             for param in reader.params() {
                 let mut values = vec![f32::NAN; param.numel_elems as usize];
-                reader.read_param(state, &param.name, 0..param.numel_elems, &mut values).unwrap();
-                all.insert(format!("{state}/{}", param.name), values.into_iter().map(f32::to_bits).collect());
+                reader
+                    .read_param(state, &param.name, 0..param.numel_elems, &mut values)
+                    .unwrap();
+                all.insert(
+                    format!("{state}/{}", param.name),
+                    values.into_iter().map(f32::to_bits).collect(),
+                );
             }
         }
         all
@@ -146,7 +156,10 @@ impl Case {
     }
 
     /// Runs `workload` and saves at the end.
-    pub(crate) fn try_run(&self, workload: &dyn Workload<HostDevice>) -> Result<Outcome, TrainError> {
+    pub(crate) fn try_run(
+        &self,
+        workload: &dyn Workload<HostDevice>,
+    ) -> Result<Outcome, TrainError> {
         let dir = temporary_folder();
         let options = self.options(Some(dir.path()));
         let mut steps = Vec::new();
@@ -157,12 +170,19 @@ impl Case {
         let settings = self.settings();
         let summaries = run_on_threads(self.ranks, 1, &settings, workload, &options, &mut observe)?;
         let layout = Layout::new(&workload.units(), self.ranks as u64, SHARD_ALIGN_ELEMS).unwrap();
-        Ok(Outcome { steps, summaries, layout, settings, dir })
+        Ok(Outcome {
+            steps,
+            summaries,
+            layout,
+            settings,
+            dir,
+        })
     }
 
     /// [`Self::try_run`] for a run that must succeed.
     pub(crate) fn run(&self, workload: &dyn Workload<HostDevice>) -> Outcome {
-        self.try_run(workload).unwrap_or_else(|e| panic!("{self:?}: {e}"))
+        self.try_run(workload)
+            .unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
 
     /// GPT-2 tiny with PyTorch's weights and tokens.

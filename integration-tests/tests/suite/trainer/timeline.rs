@@ -11,10 +11,19 @@ fn spans(case: &Case) -> Vec<OpSpan> {
 #[test]
 fn without_overlap_no_collective_runs_beside_compute() {
     for stage in 0..4 {
-        let case = Case { stage, overlap: false, grad_accum: 2, ..Case::default() };
+        let case = Case {
+            stage,
+            overlap: false,
+            grad_accum: 2,
+            ..Case::default()
+        };
         let spans = spans(&case);
-        let work: Vec<_> = spans.iter().filter(|s| s.label != "wait" && !s.stream.ends_with("host")).collect();
-        let (comm, compute): (Vec<_>, Vec<_>) = work.into_iter().partition(|s| s.stream.ends_with("comm"));
+        let work: Vec<_> = spans
+            .iter()
+            .filter(|s| s.label != "wait" && !s.stream.ends_with("host"))
+            .collect();
+        let (comm, compute): (Vec<_>, Vec<_>) =
+            work.into_iter().partition(|s| s.stream.ends_with("comm"));
         assert!(!comm.is_empty() && !compute.is_empty());
         for c in &comm {
             let beside = compute.iter().find(|s| s.start < c.end && c.start < s.end);

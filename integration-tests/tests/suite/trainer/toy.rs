@@ -1,5 +1,6 @@
-//! A model with units of any sizes and a simple gradient: each weight w has a target t(element, tokens) and the loss
-//! 0.5 (w - t)^2. Forward copies the parameters that it reads, and backward asserts that it reads the same values.
+//! A model with units of any sizes and a simple gradient: each weight w has a target t(element,
+//! tokens) and the loss 0.5 (w - t)^2. Forward copies the parameters that it reads, and backward
+//! asserts that it reads the same values.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,14 +30,28 @@ pub(crate) struct Toy {
 }
 
 impl Toy {
-    /// One unit and pass for each list of parameter lengths. If `tied`, the last pass also uses the first unit.
+    /// One unit and pass for each list of parameter lengths. If `tied`, the last pass also uses the
+    /// first unit.
     pub(crate) fn new(units: &[Vec<u64>], tied: bool) -> Self {
         let spec = |(u, lengths): (usize, &Vec<u64>)| {
-            let params = lengths.iter().enumerate().map(|(p, &n)| ParamSpec::new(format!("u{u}.p{p}"), [n]));
+            let params = lengths
+                .iter()
+                .enumerate()
+                .map(|(p, &n)| ParamSpec::new(format!("u{u}.p{p}"), [n]));
             UnitSpec::new(format!("u{u}"), params.collect::<Vec<_>>())
         };
-        let reads = |u| if tied && u > 0 && u + 1 == units.len() { vec![u, 0] } else { vec![u] };
-        let pass = |u| Pass { forward_reads: reads(u), backward_reads: reads(u), grads: reads(u) };
+        let reads = |u| {
+            if tied && u > 0 && u + 1 == units.len() {
+                vec![u, 0]
+            } else {
+                vec![u]
+            }
+        };
+        let pass = |u| Pass {
+            forward_reads: reads(u),
+            backward_reads: reads(u),
+            grads: reads(u),
+        };
         Self {
             units: units.iter().enumerate().map(spec).collect(),
             passes: (0..units.len()).map(pass).collect(),
@@ -48,7 +63,10 @@ impl Toy {
 
     /// The same, with passes that write gradients that no other pass adds to.
     pub(crate) fn writing(self) -> Self {
-        Self { writes: true, ..self }
+        Self {
+            writes: true,
+            ..self
+        }
     }
 }
 
@@ -61,15 +79,39 @@ impl Workload<HostDevice> for Toy {
         self.passes.clone()
     }
 
-    fn model(&self, pool: &Pool<HostDevice>, compute: &HostStream) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+    fn model(
+        &self,
+        pool: &Pool<HostDevice>,
+        compute: &HostStream,
+    ) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));
-        let cancel = self.cancel.clone().filter(|_| compute_is_of_rank_0(compute));
+        let cancel = self
+            .cancel
+            .clone()
+            .filter(|_| compute_is_of_rank_0(compute));
         let kept = self.passes.iter().map(|_| Arc::default()).collect();
-        let alone =
-            |pass: &Pass| self.passes.iter().filter(|other| other.grads.contains(&pass.grads[0])).count() == 1;
-        let writes = self.passes.iter().map(|pass| self.writes && alone(pass)).collect();
-        Ok(Box::new(ToyModel { loss, tokens: Arc::default(), kept, writes, panic_at, cancel, forwards: 0 }))
+        let alone = |pass: &Pass| {
+            self.passes
+                .iter()
+                .filter(|other| other.grads.contains(&pass.grads[0]))
+                .count()
+                == 1
+        };
+        let writes = self
+            .passes
+            .iter()
+            .map(|pass| self.writes && alone(pass))
+            .collect();
+        Ok(Box::new(ToyModel {
+            loss,
+            tokens: Arc::default(),
+            kept,
+            writes,
+            panic_at,
+            cancel,
+            forwards: 0,
+        }))
     }
 
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
@@ -82,9 +124,15 @@ impl Workload<HostDevice> for Toy {
         }))
     }
 
-    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), TrainError> {
+    fn batch(
+        &self,
+        at: BatchAt,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), TrainError> {
         for (i, token) in inputs.iter_mut().chain(targets).enumerate() {
-            *token = ((at.step * 7 + at.micro_batch_index * 5 + at.rank * 3 + i as u64) % 97) as u32;
+            *token =
+                ((at.step * 7 + at.micro_batch_index * 5 + at.rank * 3 + i as u64) % 97) as u32;
         }
         Ok(())
     }
@@ -120,7 +168,10 @@ fn values(slice: AnySlice) -> Result<Vec<f32>, DeviceError> {
         unsafe { slice.typed::<f32>()?.as_host() }.to_vec()
     } else {
         // SAFETY: as above.
-        unsafe { slice.typed::<bf16>()?.as_host() }.iter().map(|x| x.to_f32()).collect()
+        unsafe { slice.typed::<bf16>()?.as_host() }
+            .iter()
+            .map(|x| x.to_f32())
+            .collect()
     })
 }
 
@@ -129,27 +180,45 @@ fn store(grad: Grad, values: impl Iterator<Item = f32>) -> Result<(), DeviceErro
     // SAFETY of the views: the trainer passes distinct gradients that only this pass uses.
     match grad {
         // SAFETY: as above.
-        Grad::Add(sums) => unsafe { sums.as_host_mut() }.iter_mut().zip(values).for_each(|(sum, x)| *sum += x),
+        Grad::Add(sums) => unsafe { sums.as_host_mut() }
+            .iter_mut()
+            .zip(values)
+            .for_each(|(sum, x)| *sum += x),
         Grad::Write(out) if out.dtype() == DType::F32 => {
             // SAFETY: as above.
-            unsafe { out.typed::<f32>()?.as_host_mut() }.iter_mut().zip(values).for_each(|(out, x)| *out = x);
+            unsafe { out.typed::<f32>()?.as_host_mut() }
+                .iter_mut()
+                .zip(values)
+                .for_each(|(out, x)| *out = x);
         }
         Grad::Write(out) => {
             // SAFETY: as above.
             let out = unsafe { out.typed::<bf16>()?.as_host_mut() };
-            out.iter_mut().zip(values).for_each(|(out, x)| *out = bf16::from_f32(x));
+            out.iter_mut()
+                .zip(values)
+                .for_each(|(out, x)| *out = bf16::from_f32(x));
         }
     }
     Ok(())
 }
 
 impl Model<HostDevice> for ToyModel {
-    fn set_batch(&mut self, _stream: &HostStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+    fn set_batch(
+        &mut self,
+        _stream: &HostStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError> {
         self.tokens = Arc::new(inputs.iter().chain(targets).copied().collect());
         Ok(())
     }
 
-    fn forward(&mut self, stream: &HostStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+    fn forward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError> {
         self.forwards += usize::from(pass == 0);
         let panics = self.forwards == 3 && self.panic_at == Some(pass);
         let cancel = self.cancel.clone().filter(|_| self.forwards == 3);
@@ -160,7 +229,11 @@ impl Model<HostDevice> for ToyModel {
                 std::thread::sleep(Duration::from_millis(50)); // meanwhile the host enqueues the rest of the step
                 cancel.store(true, Ordering::Relaxed);
             }
-            *kept.lock() = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
+            *kept.lock() = params
+                .into_iter()
+                .map(values)
+                .collect::<Result<Vec<_>, _>>()?
+                .concat();
             Ok(())
         })?;
         Ok(())
@@ -178,16 +251,30 @@ impl Model<HostDevice> for ToyModel {
         // SAFETY: used by a pass.
         let (params, grads, loss) = (params.to_vec(), grads.to_vec(), unsafe { self.loss() });
         stream.enqueue("toy backward", move || {
-            let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?;
-            assert_eq!(*kept.lock(), params.concat(), "backward reads what forward read");
+            let params = params
+                .into_iter()
+                .map(values)
+                .collect::<Result<Vec<_>, _>>()?;
+            assert_eq!(
+                *kept.lock(),
+                params.concat(),
+                "backward reads what forward read"
+            );
             // SAFETY: the trainer passes a scale that nothing writes before the pass has run.
             let loss_scale = unsafe { loss_scale.as_host() }[0] as f32;
             let mut sum = 0.0f64;
             for (param, grad) in params.iter().zip(grads) {
                 let target = |i: usize| (tokens[i % tokens.len()] as f32 + i as f32) / 97.0;
-                let own = param.iter().enumerate().map(|(i, w)| loss_scale * (w - target(i)));
+                let own = param
+                    .iter()
+                    .enumerate()
+                    .map(|(i, w)| loss_scale * (w - target(i)));
                 store(grad, own)?;
-                sum += param.iter().enumerate().map(|(i, w)| 0.5 * f64::from(w - target(i)).powi(2)).sum::<f64>();
+                sum += param
+                    .iter()
+                    .enumerate()
+                    .map(|(i, w)| 0.5 * f64::from(w - target(i)).powi(2))
+                    .sum::<f64>();
             }
             // SAFETY: the model holds the block, and only this stream uses it.
             let loss = unsafe { loss.as_host_mut() };
@@ -201,14 +288,26 @@ impl Model<HostDevice> for ToyModel {
         self.writes[pass] && unit == pass
     }
 
-    fn add_losses(&mut self, stream: &HostStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+    fn add_losses(
+        &mut self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         let kept = Arc::clone(&self.kept[self.kept.len() - 1]);
         // SAFETY: used by a pass.
-        let (batch, params, loss) = (Arc::clone(&self.tokens), params.to_vec(), unsafe { self.loss() });
+        let (batch, params, loss) = (Arc::clone(&self.tokens), params.to_vec(), unsafe {
+            self.loss()
+        });
         stream.enqueue("toy losses", move || {
-            let params = params.into_iter().map(values).collect::<Result<Vec<_>, _>>()?.concat();
+            let params = params
+                .into_iter()
+                .map(values)
+                .collect::<Result<Vec<_>, _>>()?
+                .concat();
             assert_eq!(*kept.lock(), params, "the losses read what forward read");
-            let of_token = |t: &u32| f64::from(*t) + params.iter().map(|x| f64::from(*x)).sum::<f64>();
+            let of_token =
+                |t: &u32| f64::from(*t) + params.iter().map(|x| f64::from(*x)).sum::<f64>();
             // SAFETY: the model holds the block, and only this stream uses it.
             let loss = unsafe { loss.as_host_mut() };
             loss[0] += batch[..tokens].iter().map(of_token).sum::<f64>();
@@ -218,7 +317,8 @@ impl Model<HostDevice> for ToyModel {
     }
 
     unsafe fn loss(&self) -> DeviceSlice<f64> {
-        // SAFETY: only passes on one stream use it, and the trainer drains that stream before it drops the model.
+        // SAFETY: only passes on one stream use it, and the trainer drains that stream before it
+        // drops the model.
         unsafe { self.loss.typed() }.expect("it was allocated as fp64")
     }
 }

@@ -12,23 +12,48 @@ fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
     let (layout, settings) = (&outcome.layout, &outcome.settings);
     let widths = settings.widths();
     let held = layout.state_bytes(settings.stage, &widths).unwrap();
-    let sent = layout.step_traffic(settings.stage, &widths, settings.reductions()).unwrap();
+    let sent = layout
+        .step_traffic(settings.stage, &widths, settings.reductions())
+        .unwrap();
     assert_eq!(outcome.summaries.len(), case.ranks);
     for summary in &outcome.summaries {
         let last = summary.last.as_ref().unwrap();
-        assert_eq!(last.memory.params_bytes, held.params_bytes, "{case:?}: parameters");
-        assert_eq!(last.memory.grads_bytes, held.grads_bytes, "{case:?}: gradients");
-        assert_eq!(last.memory.optimizer_bytes, held.optimizer_bytes, "{case:?}: optimizer state");
-        let CommBytes { reduce_scatter, all_gather, all_reduce, .. } = last.comm_bytes;
-        assert_eq!(reduce_scatter, sent.reduce_scatter_bytes, "{case:?}: reduce-scatter");
+        assert_eq!(
+            last.memory.params_bytes, held.params_bytes,
+            "{case:?}: parameters"
+        );
+        assert_eq!(
+            last.memory.grads_bytes, held.grads_bytes,
+            "{case:?}: gradients"
+        );
+        assert_eq!(
+            last.memory.optimizer_bytes, held.optimizer_bytes,
+            "{case:?}: optimizer state"
+        );
+        let CommBytes {
+            reduce_scatter,
+            all_gather,
+            all_reduce,
+            ..
+        } = last.comm_bytes;
+        assert_eq!(
+            reduce_scatter, sent.reduce_scatter_bytes,
+            "{case:?}: reduce-scatter"
+        );
         assert_eq!(all_reduce, sent.all_reduce_bytes, "{case:?}: all-reduce");
         if settings.stage == ZeroStage::Three {
-            assert!(all_gather <= sent.all_gather_bytes, "{case:?}: all-gather {all_gather} is too much");
+            assert!(
+                all_gather <= sent.all_gather_bytes,
+                "{case:?}: all-gather {all_gather} is too much"
+            );
         } else {
             assert_eq!(all_gather, sent.all_gather_bytes, "{case:?}: all-gather");
         }
         let [after_two, in_all] = summary.backing_allocations;
-        assert_eq!(after_two, in_all, "{case:?}: the pool took memory after the second step");
+        assert_eq!(
+            after_two, in_all,
+            "{case:?}: the pool took memory after the second step"
+        );
     }
 }
 
@@ -36,9 +61,12 @@ fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
 fn at_every_stage_and_world_size() {
     for ranks in [1, 2, 3, 4, 8, 16] {
         for stage in 0..4 {
-            for (dtype, grad_accum, each) in
-                [(DType::F32, 1, false), (DType::Bf16, 1, false), (DType::Bf16, 2, false), (DType::Bf16, 2, true)]
-            {
+            for (dtype, grad_accum, each) in [
+                (DType::F32, 1, false),
+                (DType::Bf16, 1, false),
+                (DType::Bf16, 2, false),
+                (DType::Bf16, 2, true),
+            ] {
                 let case = Case {
                     ranks,
                     stage,
@@ -59,13 +87,32 @@ fn at_every_stage_and_world_size() {
 fn local_sums_are_reduced_once() {
     for stage in [0, 1] {
         for (grad_accum, each, times) in [(1, false, 1), (4, false, 1), (4, true, 4)] {
-            let case = Case { stage, grad_accum, reduce_every_micro_batch: each, steps: 1, ..Case::default() };
+            let case = Case {
+                stage,
+                grad_accum,
+                reduce_every_micro_batch: each,
+                steps: 1,
+                ..Case::default()
+            };
             let outcome = case.run_tiny();
-            let CommBytes { reduce_scatter, all_gather, all_reduce, .. } = outcome.steps[0].comm_bytes;
+            let CommBytes {
+                reduce_scatter,
+                all_gather,
+                all_reduce,
+                ..
+            } = outcome.steps[0].comm_bytes;
             // Two ranks: each sends half of what it reduces, and half of what it gathers.
             let half = outcome.layout.padded_elems() * 4 / 2;
-            let expected = if stage == 0 { (0, 0, 2 * times * half) } else { (times * half, half, 0) };
-            assert_eq!((reduce_scatter, all_gather, all_reduce), expected, "{case:?}");
+            let expected = if stage == 0 {
+                (0, 0, 2 * times * half)
+            } else {
+                (times * half, half, 0)
+            };
+            assert_eq!(
+                (reduce_scatter, all_gather, all_reduce),
+                expected,
+                "{case:?}"
+            );
         }
     }
 }
@@ -73,16 +120,42 @@ fn local_sums_are_reduced_once() {
 #[test]
 fn peak_is_known_before_the_run() {
     for stage in 0..4 {
-        for (dtype, grad_accum, overlap) in [(DType::F32, 1, true), (DType::Bf16, 2, true), (DType::F32, 1, false)] {
-            let case = Case { stage, dtype, grad_accum, overlap, steps: 2, ..Case::default() };
+        for (dtype, grad_accum, overlap) in [
+            (DType::F32, 1, true),
+            (DType::Bf16, 2, true),
+            (DType::F32, 1, false),
+        ] {
+            let case = Case {
+                stage,
+                dtype,
+                grad_accum,
+                overlap,
+                steps: 2,
+                ..Case::default()
+            };
             let workload = case.tiny();
             let outcome = case.run(&workload);
             let activations = workload.options.activations_bytes(&workload.config);
             let passes = passes(&workload.config);
-            let planned = RankBytes::new(&outcome.settings, &outcome.layout, &passes, activations, true).unwrap();
-            let peak = outcome.steps.iter().map(|step| step.memory.peak_bytes).max().unwrap();
+            let planned = RankBytes::new(
+                &outcome.settings,
+                &outcome.layout,
+                &passes,
+                activations,
+                true,
+            )
+            .unwrap();
+            let peak = outcome
+                .steps
+                .iter()
+                .map(|step| step.memory.peak_bytes)
+                .max()
+                .unwrap();
             // Losses, flags and statistics are a few KiB, as is the padding that is not saved.
-            assert!(planned.total().abs_diff(peak) < 8 << 10, "{case:?}: {peak} bytes, planned {planned:?}");
+            assert!(
+                planned.total().abs_diff(peak) < 8 << 10,
+                "{case:?}: {peak} bytes, planned {planned:?}"
+            );
         }
     }
 }
@@ -90,7 +163,11 @@ fn peak_is_known_before_the_run() {
 #[test]
 fn padding_is_below_an_alignment_unit_a_shard() {
     for ranks in [1, 3, 16] {
-        let case = Case { ranks, steps: 1, ..Case::default() };
+        let case = Case {
+            ranks,
+            steps: 1,
+            ..Case::default()
+        };
         let layout = case.run_tiny().layout;
         let most = layout.units().len() as u64 * (layout.align_elems() * ranks as u64);
         assert!(layout.padded_elems() - layout.numel_elems() < most);
@@ -99,10 +176,14 @@ fn padding_is_below_an_alignment_unit_a_shard() {
 
 #[test]
 fn stage_three_gathers_the_head_once_and_the_rest_twice() {
-    let case = Case { ranks: 4, ..Case::default() };
+    let case = Case {
+        ranks: 4,
+        ..Case::default()
+    };
     let outcome = case.run_tiny();
     let units = outcome.layout.units();
-    // The embedding is gathered twice, too: for its forward and for the tied head. Its backward reads no parameters.
+    // The embedding is gathered twice, too: for its forward and for the tied head. Its backward
+    // reads no parameters.
     let head = units.last().unwrap().shard_elems;
     let elems: u64 = units.iter().map(|u| 2 * u.shard_elems).sum::<u64>() - head;
     assert_eq!(outcome.steps[0].comm_bytes.all_gather, elems * 4 * 3);
@@ -112,7 +193,11 @@ fn stage_three_gathers_the_head_once_and_the_rest_twice() {
 fn buckets_are_constant_as_the_model_grows() {
     for stage in 0..3 {
         let bytes = |units: &[Vec<u64>]| {
-            let outcome = Case { stage, ..Case::default() }.run(&Toy::new(units, false));
+            let outcome = Case {
+                stage,
+                ..Case::default()
+            }
+            .run(&Toy::new(units, false));
             outcome.steps.last().unwrap().memory.buckets_bytes
         };
         let small = bytes(&[vec![100], vec![50]]);
@@ -124,7 +209,15 @@ fn buckets_are_constant_as_the_model_grows() {
 #[test]
 fn stage_three_holds_two_units_beside_its_buckets() {
     let units = vec![vec![8192u64]; 6];
-    let outcome = Case { bucket_elems: 64, ..Case::default() }.run(&Toy::new(&units, false));
+    let outcome = Case {
+        bucket_elems: 64,
+        ..Case::default()
+    }
+    .run(&Toy::new(&units, false));
     let most = outcome.steps.last().unwrap().memory.buckets_bytes;
-    assert_eq!(most, 2 * 4 * 64 + 2 * 4 * 8192, "two buckets, the unit in use and the next");
+    assert_eq!(
+        most,
+        2 * 4 * 64 + 2 * 4 * 8192,
+        "two buckets, the unit in use and the next"
+    );
 }

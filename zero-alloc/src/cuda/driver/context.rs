@@ -12,8 +12,9 @@ use super::Driver;
 use super::words::Words;
 use crate::device::{DeviceError, DeviceId, DeviceKind};
 
-/// The id of the memory of this context: equal for all handles of one context. A context that the driver creates at
-/// the address of a destroyed one gets the same id; slices of the destroyed one are invalid by their makers' promise.
+/// The id of the memory of this context: equal for all handles of one context. A context that the
+/// driver creates at the address of a destroyed one gets the same id; slices of the destroyed one
+/// are invalid by their makers' promise.
 fn id_of(raw: sys::CUcontext) -> Result<DeviceId, DeviceError> {
     static IDS: Mutex<BTreeMap<usize, DeviceId>> = Mutex::new(BTreeMap::new());
     Ok(match IDS.lock().entry(raw.addr()) {
@@ -40,12 +41,13 @@ pub(crate) struct Context {
     raw: sys::CUcontext,
     id: DeviceId,
     pub(super) device: sys::CUdevice,
-    /// True for the primary context, which this retains; false for a foreign context, which outlives this.
+    /// True for the primary context, which this retains; false for a foreign context, which
+    /// outlives this.
     retained: bool,
     /// Unused events, without and with timing.
     pub(super) spare: [Mutex<Vec<Spare>>; 2],
-    /// Freed with the context: freeing pinned memory may wait for the whole device, so that a host thread which drops a
-    /// device while work is pending would stall.
+    /// Freed with the context: freeing pinned memory may wait for the whole device, so that a host
+    /// thread which drops a device while work is pending would stall.
     pub(super) spare_buffers: Mutex<Vec<SpareBuffer>>,
     /// `None` if streams of the device cannot wait for words.
     pub(super) words: Option<Words>,
@@ -92,7 +94,16 @@ impl Context {
         retained: bool,
     ) -> Result<Self, DeviceError> {
         let (spare, spare_buffers) = Default::default();
-        Ok(Self { driver, raw, id: id_of(raw)?, device, retained, spare, spare_buffers, words: None })
+        Ok(Self {
+            driver,
+            raw,
+            id: id_of(raw)?,
+            device,
+            retained,
+            spare,
+            spare_buffers,
+            words: None,
+        })
     }
 
     pub(crate) fn raw(&self) -> sys::CUcontext {
@@ -121,13 +132,21 @@ impl Context {
         let (text, len) = (name.as_mut_ptr().cast(), name.len() as c_int);
         // SAFETY: writes a C string of at most `len` bytes.
         unsafe { call!(self.driver, cuDeviceGetName(text, len, self.device)) }?;
-        Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
+        Ok(CStr::from_bytes_until_nul(&name)
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned())
     }
 
     pub(crate) fn attribute(&self, which: sys::CUdevice_attribute) -> Result<u32, DeviceError> {
         let mut value = 0;
         // SAFETY: writes one number.
-        unsafe { call!(self.driver, cuDeviceGetAttribute(&raw mut value, which, self.device)) }?;
+        unsafe {
+            call!(
+                self.driver,
+                cuDeviceGetAttribute(&raw mut value, which, self.device)
+            )
+        }?;
         Ok(u32::try_from(value).unwrap_or(0))
     }
 
@@ -150,7 +169,11 @@ impl Drop for Context {
     fn drop(&mut self) {
         // Failures are ignored: the driver frees everything when the process ends.
         let _ = self.bind();
-        for spare in self.spare.iter_mut().flat_map(|spare| spare.get_mut().drain(..)) {
+        for spare in self
+            .spare
+            .iter_mut()
+            .flat_map(|spare| spare.get_mut().drain(..))
+        {
             // SAFETY: an event of this context without another user.
             unsafe { (self.driver.table.cuEventDestroy_v2)(spare.0) };
         }
@@ -163,7 +186,8 @@ impl Drop for Context {
             unsafe { (self.driver.table.cuMemFreeHost)(page.as_ptr().cast()) };
         }
         if self.retained {
-            // SAFETY: retained once by `primary`; everything made in it is dropped, since it keeps this alive.
+            // SAFETY: retained once by `primary`; everything made in it is dropped, since it keeps
+            // this alive.
             unsafe { (self.driver.table.cuDevicePrimaryCtxRelease_v2)(self.device) };
         }
     }

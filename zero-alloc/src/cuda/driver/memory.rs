@@ -15,12 +15,18 @@ use crate::device::{DeviceError, Page, VirtualMemory};
 pub(crate) const BUFFER_BYTES: usize = 4 << 20;
 
 /// A device address that the driver wrote.
-pub(super) fn address(call: &'static str, raw: sys::CUdeviceptr) -> Result<NonNull<u8>, DeviceError> {
+pub(super) fn address(
+    call: &'static str,
+    raw: sys::CUdeviceptr,
+) -> Result<NonNull<u8>, DeviceError> {
     non_null(call, std::ptr::with_exposed_provenance_mut(raw as usize))
 }
 
 pub(super) fn non_null(call: &'static str, ptr: *mut u8) -> Result<NonNull<u8>, DeviceError> {
-    NonNull::new(ptr).ok_or_else(|| DeviceError::Driver { call, message: "it returned a null address".into() })
+    NonNull::new(ptr).ok_or_else(|| DeviceError::Driver {
+        call,
+        message: "it returned a null address".into(),
+    })
 }
 
 pub(super) fn raw(ptr: NonNull<u8>) -> sys::CUdeviceptr {
@@ -40,12 +46,14 @@ impl Context {
     /// `ptr` came from [`Context::allocate`], nothing uses it, and it is freed once.
     pub(crate) unsafe fn deallocate(&self, ptr: NonNull<u8>) {
         if let Ok(driver) = self.bind() {
-            // SAFETY: the caller's promise. It fails only after an earlier, final failure of the context.
+            // SAFETY: the caller's promise. It fails only after an earlier, final failure of the
+            // context.
             unsafe { (driver.table.cuMemFree_v2)(raw(ptr)) };
         }
     }
 
-    /// [`BUFFER_BYTES`] of host memory that the device accesses directly: an unused buffer of the context, or a new one.
+    /// [`BUFFER_BYTES`] of host memory that the device accesses directly: an unused buffer of the
+    /// context, or a new one.
     pub(crate) fn take_buffer(&self) -> Result<NonNull<u8>, DeviceError> {
         if let Some(SpareBuffer(ptr)) = self.spare_buffers.lock().pop() {
             return Ok(ptr);
@@ -53,27 +61,40 @@ impl Context {
         let (driver, mut ptr) = (self.bind()?, std::ptr::null_mut());
         // Flags 0: the host would read write-combined memory slowly.
         // SAFETY: writes one address.
-        unsafe { call_memory!(driver, BUFFER_BYTES, cuMemHostAlloc(&raw mut ptr, BUFFER_BYTES, 0)) }?;
+        unsafe {
+            call_memory!(
+                driver,
+                BUFFER_BYTES,
+                cuMemHostAlloc(&raw mut ptr, BUFFER_BYTES, 0)
+            )
+        }?;
         non_null("cuMemHostAlloc", ptr.cast())
     }
 
     /// Keeps a buffer for later use.
     ///
     /// # Safety
-    /// `ptr` came from [`Context::take_buffer`] of this context, nothing uses it, and it is returned once.
+    /// `ptr` came from [`Context::take_buffer`] of this context, nothing uses it, and it is
+    /// returned once.
     pub(crate) unsafe fn return_buffer(&self, ptr: NonNull<u8>) {
         self.spare_buffers.lock().push(SpareBuffer(ptr));
     }
 
-    /// Page-locks host memory for the copies of all devices. Returns the driver's message if the system refuses.
+    /// Page-locks host memory for the copies of all devices. Returns the driver's message if the
+    /// system refuses.
     ///
     /// # Safety
     /// The range is mapped until [`Context::unregister`], and is of no other registration.
-    pub(crate) unsafe fn register(&self, ptr: NonNull<u8>, bytes: usize) -> Result<Option<String>, DeviceError> {
+    pub(crate) unsafe fn register(
+        &self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<Option<String>, DeviceError> {
         const PORTABLE: c_uint = 1;
         let driver = self.bind()?;
         // SAFETY: mapped, by the caller's promise.
-        let code = unsafe { (driver.table.cuMemHostRegister_v2)(ptr.as_ptr().cast(), bytes, PORTABLE) };
+        let code =
+            unsafe { (driver.table.cuMemHostRegister_v2)(ptr.as_ptr().cast(), bytes, PORTABLE) };
         let refused = PINNING_REFUSED.contains(&code);
         match driver.check("cuMemHostRegister", code) {
             Err(error) if refused => Ok(Some(error.to_string())),
@@ -85,31 +106,54 @@ impl Context {
     /// `ptr` is the start of a range that [`Context::register`] has pinned, and no copy uses it.
     pub(crate) unsafe fn unregister(&self, ptr: NonNull<u8>) {
         if let Ok(driver) = self.bind() {
-            // SAFETY: the caller's promise. It fails only after an earlier, final failure of the context.
+            // SAFETY: the caller's promise. It fails only after an earlier, final failure of the
+            // context.
             unsafe { (driver.table.cuMemHostUnregister)(ptr.as_ptr().cast()) };
         }
     }
 
     /// The recommended granularity, in bytes, of memory with these properties; a power of two.
-    pub(super) fn granularity_bytes(&self, properties: &PageProperties) -> Result<usize, DeviceError> {
+    pub(super) fn granularity_bytes(
+        &self,
+        properties: &PageProperties,
+    ) -> Result<usize, DeviceError> {
         let (driver, mut bytes) = (self.bind()?, 0);
-        let recommended = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+        let recommended =
+            sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         let properties = std::ptr::from_ref(properties).cast();
         // SAFETY: writes one number, reads the properties, which have the headers' layout.
-        unsafe { call!(driver, cuMemGetAllocationGranularity(&raw mut bytes, properties, recommended)) }?;
+        unsafe {
+            call!(
+                driver,
+                cuMemGetAllocationGranularity(&raw mut bytes, properties, recommended)
+            )
+        }?;
         if !bytes.is_power_of_two() {
             let message = format!("expected a power of two, got {bytes} bytes");
-            return Err(DeviceError::Driver { call: "cuMemGetAllocationGranularity", message });
+            return Err(DeviceError::Driver {
+                call: "cuMemGetAllocationGranularity",
+                message,
+            });
         }
         Ok(bytes)
     }
 
     /// Creates physical memory; returns the driver's handle.
-    pub(super) fn create(&self, bytes: usize, properties: &PageProperties) -> Result<u64, DeviceError> {
+    pub(super) fn create(
+        &self,
+        bytes: usize,
+        properties: &PageProperties,
+    ) -> Result<u64, DeviceError> {
         let (driver, mut handle) = (self.bind()?, 0);
         let properties = std::ptr::from_ref(properties).cast();
         // SAFETY: writes one handle, reads the properties, which have the headers' layout.
-        unsafe { call_memory!(driver, bytes, cuMemCreate(&raw mut handle, bytes, properties, 0)) }?;
+        unsafe {
+            call_memory!(
+                driver,
+                bytes,
+                cuMemCreate(&raw mut handle, bytes, properties, 0)
+            )
+        }?;
         Ok(handle)
     }
 
@@ -117,7 +161,13 @@ impl Context {
     pub(super) fn reserve(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, DeviceError> {
         let (driver, mut base) = (self.bind()?, 0);
         // SAFETY: writes one address; the driver selects the range.
-        unsafe { call_memory!(driver, bytes, cuMemAddressReserve(&raw mut base, bytes, align, 0, 0)) }?;
+        unsafe {
+            call_memory!(
+                driver,
+                bytes,
+                cuMemAddressReserve(&raw mut base, bytes, align, 0, 0)
+            )
+        }?;
         address("cuMemAddressReserve", base)
     }
 
@@ -125,14 +175,25 @@ impl Context {
     ///
     /// # Safety
     /// The range is mapped.
-    pub(super) unsafe fn set_access(&self, at: NonNull<u8>, bytes: usize) -> Result<(), DeviceError> {
+    pub(super) unsafe fn set_access(
+        &self,
+        at: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
         let (driver, access) = (self.bind()?, Access::whole(self));
         // SAFETY: the caller's promise; reads one description, which has the headers' layout.
-        unsafe { call_memory!(driver, bytes, cuMemSetAccess(raw(at), bytes, (&raw const access).cast(), 1)) }
+        unsafe {
+            call_memory!(
+                driver,
+                bytes,
+                cuMemSetAccess(raw(at), bytes, (&raw const access).cast(), 1)
+            )
+        }
     }
 }
 
-// The next three structs have the layout of NVIDIA's headers. cudarc's definitions differ between toolkit versions.
+// The next three structs have the layout of NVIDIA's headers. cudarc's definitions differ between
+// toolkit versions.
 
 #[repr(C)]
 pub(super) struct Location {
@@ -168,14 +229,18 @@ const _: () = assert!(size_of::<Access>() == size_of::<sys::CUmemAccessDesc>());
 
 impl Location {
     fn of(context: &Context) -> Self {
-        Self { kind: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device }
+        Self {
+            kind: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+            id: context.device,
+        }
     }
 }
 
 impl PageProperties {
     /// Memory of the context's device, for handles of these types (0: for this process alone).
     pub(super) fn new(context: &Context, handles: c_uint) -> Result<Self, DeviceError> {
-        let network = context.has(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?;
+        let network =
+            context.has(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?;
         Ok(Self {
             kind: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             handles,
@@ -188,7 +253,8 @@ impl PageProperties {
         })
     }
 
-    /// Reads the handle types of properties whose other fields may have values unknown to this struct.
+    /// Reads the handle types of properties whose other fields may have values unknown to this
+    /// struct.
     ///
     /// # Safety
     /// `properties` is valid for reads, with its handle types initialized.
@@ -203,7 +269,10 @@ impl PageProperties {
 impl Access {
     /// Read and write access for the context's device.
     fn whole(context: &Context) -> Self {
-        Self { location: Location::of(context), flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE }
+        Self {
+            location: Location::of(context),
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        }
     }
 }
 
@@ -225,11 +294,16 @@ impl Pages {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
         let properties = PageProperties::new(context, 0)?;
         let page_bytes = context.granularity_bytes(&properties)?;
-        Ok(Self { context: Arc::clone(context), page_bytes, properties })
+        Ok(Self {
+            context: Arc::clone(context),
+            page_bytes,
+            properties,
+        })
     }
 }
 
-// SAFETY: the driver reserves ranges that overlap no others, and creates pages without another owner.
+// SAFETY: the driver reserves ranges that overlap no others, and creates pages without another
+// owner.
 unsafe impl VirtualMemory for Pages {
     fn page_bytes(&self) -> usize {
         self.page_bytes
@@ -247,7 +321,9 @@ unsafe impl VirtualMemory for Pages {
     }
 
     fn create(&self) -> Result<Page, DeviceError> {
-        self.context.create(self.page_bytes, &self.properties).map(Page)
+        self.context
+            .create(self.page_bytes, &self.properties)
+            .map(Page)
     }
 
     unsafe fn destroy(&self, page: Page) {
@@ -266,8 +342,15 @@ unsafe impl VirtualMemory for Pages {
         let mut result = Ok(());
         for page in pages {
             let to = raw(at) + (mapped * self.page_bytes) as sys::CUdeviceptr;
-            // SAFETY: by the caller's promise the addresses are reserved, nothing is mapped there, the page is live.
-            result = unsafe { call_memory!(driver, self.page_bytes, cuMemMap(to, self.page_bytes, 0, page.0, 0)) };
+            // SAFETY: by the caller's promise the addresses are reserved, nothing is mapped there,
+            // the page is live.
+            result = unsafe {
+                call_memory!(
+                    driver,
+                    self.page_bytes,
+                    cuMemMap(to, self.page_bytes, 0, page.0, 0)
+                )
+            };
             if result.is_err() {
                 break;
             }

@@ -1,8 +1,8 @@
-//! The driver API; no other module calls it. The types here own their handles. They are safe to use from the rest of
-//! the back end, except where a `# Safety` section states conditions.
+//! The driver API; no other module calls it. The types here own their handles. They are safe to use
+//! from the rest of the back end, except where a `# Safety` section states conditions.
 //!
-//! Two facts of CUDA are the basis of most proofs below: any thread may use any handle, and the driver checks
-//! arguments other than pointers itself.
+//! Two facts of CUDA are the basis of most proofs below: any thread may use any handle, and the
+//! driver checks arguments other than pointers itself.
 
 /// Calls a function of the driver by name. Its error names the function.
 macro_rules! call {
@@ -43,14 +43,18 @@ pub(super) use shareable::Shareable;
 
 const SUCCESS: c_int = 0;
 const OUT_OF_MEMORY: c_int = 2;
-/// The codes with which the driver refuses to pin memory: out of memory, a failed system call, not permitted (limits of
-/// the system), not supported.
+/// The codes with which the driver refuses to pin memory: out of memory, a failed system call, not
+/// permitted (limits of the system), not supported.
 const PINNING_REFUSED: [c_int; 4] = [OUT_OF_MEMORY, 304, 800, 801];
 const NO_DEVICE: c_int = 100;
 const NOT_READY: c_int = 600;
 
 /// The library's names, best first.
-const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
+const NAMES: &[&str] = if cfg!(windows) {
+    &["nvcuda.dll"]
+} else {
+    &["libcuda.so.1", "libcuda.so"]
+};
 
 /// The loaded driver.
 pub(super) struct Driver {
@@ -63,14 +67,21 @@ impl Driver {
     /// The driver of this machine; loaded once in a process.
     pub(super) fn get() -> Result<&'static Self, DeviceError> {
         static FOUND: OnceLock<Result<Driver, DeviceError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::find_among(NAMES)).as_ref().map_err(Clone::clone)
+        FOUND
+            .get_or_init(|| Self::find_among(NAMES))
+            .as_ref()
+            .map_err(Clone::clone)
     }
 
     /// Loads the first library of `names` that loads.
     fn find_among(names: &[&str]) -> Result<Self, DeviceError> {
         // SAFETY: the names are the driver's.
-        let library = unsafe { Library::open(names) }.map_err(|tried| DeviceError::NoDriver { tried })?;
-        let missing = |e: MissingFunction| DeviceError::Driver { call: e.function, message: e.to_string() };
+        let library =
+            unsafe { Library::open(names) }.map_err(|tried| DeviceError::NoDriver { tried })?;
+        let missing = |e: MissingFunction| DeviceError::Driver {
+            call: e.function,
+            message: e.to_string(),
+        };
         let table = Table::load(&library).map_err(missing)?;
         // SAFETY: 0 is the only valid flag.
         let init = unsafe { (table.cuInit)(0) };
@@ -115,23 +126,39 @@ impl Driver {
         let (at, len) = (text.as_mut_ptr().cast(), text.len() as c_int);
         // SAFETY: writes a C string of at most `len` bytes.
         unsafe { call!(driver, cuDeviceGetPCIBusId(at, len, device)) }?;
-        Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().to_lowercase())
+        Ok(CStr::from_bytes_until_nul(&text)
+            .unwrap_or_default()
+            .to_string_lossy()
+            .to_lowercase())
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<(), DeviceError> {
-        if code == SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
+        if code == SUCCESS {
+            Ok(())
+        } else {
+            Err(self.error(call, code))
+        }
     }
 
     /// As [`Driver::check`], for calls that allocate `requested_bytes`.
-    fn check_memory(&self, call: &'static str, code: c_int, requested_bytes: usize) -> Result<(), DeviceError> {
+    fn check_memory(
+        &self,
+        call: &'static str,
+        code: c_int,
+        requested_bytes: usize,
+    ) -> Result<(), DeviceError> {
         self.check(call, code).map_err(|error| match code {
-            OUT_OF_MEMORY => DeviceError::OutOfMemory { requested_bytes, detail: error.to_string() },
+            OUT_OF_MEMORY => DeviceError::OutOfMemory {
+                requested_bytes,
+                detail: error.to_string(),
+            },
             _ => error,
         })
     }
 
-    /// Makes a call that neither allocates nor waits, such as a query, although other threads record graphs: in CUDA's
-    /// global mode, which PyTorch uses, their recordings would refuse it and become invalid.
+    /// Makes a call that neither allocates nor waits, such as a query, although other threads
+    /// record graphs: in CUDA's global mode, which PyTorch uses, their recordings would refuse it
+    /// and become invalid.
     fn during_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: exchanges the mode of this thread, one of the three values of the enum.
@@ -147,18 +174,33 @@ impl Driver {
 
     /// The state of a stream or event from the code of a query.
     fn check_ready(&self, call: &'static str, code: c_int) -> Result<bool, DeviceError> {
-        if code == NOT_READY { Ok(false) } else { self.check(call, code).map(|()| true) }
+        if code == NOT_READY {
+            Ok(false)
+        } else {
+            self.check(call, code).map(|()| true)
+        }
     }
 
     /// The error for a code, with CUDA's name and description of it.
     fn error(&self, call: &'static str, code: c_int) -> DeviceError {
-        let name = self.text(self.table.cuGetErrorName, code).unwrap_or_else(|| format!("error {code}"));
-        let text = self.text(self.table.cuGetErrorString, code).unwrap_or_else(|| "no text".to_owned());
+        let name = self
+            .text(self.table.cuGetErrorName, code)
+            .unwrap_or_else(|| format!("error {code}"));
+        let text = self
+            .text(self.table.cuGetErrorString, code)
+            .unwrap_or_else(|| "no text".to_owned());
         // Omits the version suffix of exported names, as CUDA's documentation does.
-        DeviceError::Driver { call: call.trim_end_matches("_v2"), message: format!("{name}: {text}") }
+        DeviceError::Driver {
+            call: call.trim_end_matches("_v2"),
+            message: format!("{name}: {text}"),
+        }
     }
 
-    fn text(&self, get: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int, code: c_int) -> Option<String> {
+    fn text(
+        &self,
+        get: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
+        code: c_int,
+    ) -> Option<String> {
         let mut text = std::ptr::null();
         // SAFETY: accepts any code; writes one pointer, null for an unknown code.
         let known = unsafe { get(code, &raw mut text) };
@@ -166,7 +208,11 @@ impl Driver {
             return None;
         }
         // SAFETY: a C string of the library, which is never unloaded.
-        Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        Some(
+            unsafe { CStr::from_ptr(text) }
+                .to_string_lossy()
+                .into_owned(),
+        )
     }
 }
 
@@ -180,18 +226,28 @@ mod tests {
         let Err(error) = Driver::find_among(&["libno-such-cuda.so.1", "libnor-this.so"]) else {
             panic!("there is no such library");
         };
-        let DeviceError::NoDriver { tried } = &error else { panic!("{error}") };
+        let DeviceError::NoDriver { tried } = &error else {
+            panic!("{error}")
+        };
         assert_eq!(tried.len(), 2);
         let text = error.to_string();
-        assert!(text.contains("libno-such-cuda.so.1") && text.contains("libnor-this.so"), "{text}");
+        assert!(
+            text.contains("libno-such-cuda.so.1") && text.contains("libnor-this.so"),
+            "{text}"
+        );
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn wrong_library_names_the_missing_function() {
-        let Err(error) = Driver::find_among(&["libc.so.6"]) else { panic!("libc is no driver") };
-        assert!(matches!(error, DeviceError::Driver { call: "cuInit", .. }), "{error}");
+        let Err(error) = Driver::find_among(&["libc.so.6"]) else {
+            panic!("libc is no driver")
+        };
+        assert!(
+            matches!(error, DeviceError::Driver { call: "cuInit", .. }),
+            "{error}"
+        );
         assert!(error.to_string().contains("libc.so.6"), "{error}");
     }
 }

@@ -28,9 +28,16 @@ impl Code {
     /// Machine code is complete: the driver reads as many bytes as its headers declare.
     pub(crate) unsafe fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, DeviceError> {
         let call = "cuModuleLoadData";
-        let refused = |message: &str| Err(DeviceError::Driver { call, message: message.to_owned() });
-        // The driver receives an address without a length: machine code contains its length, PTX ends in a zero byte.
-        let machine_code = image.starts_with(b"\x7fELF") || image.starts_with(&0xba55_ed50u32.to_le_bytes());
+        let refused = |message: &str| {
+            Err(DeviceError::Driver {
+                call,
+                message: message.to_owned(),
+            })
+        };
+        // The driver receives an address without a length: machine code contains its length, PTX
+        // ends in a zero byte.
+        let machine_code =
+            image.starts_with(b"\x7fELF") || image.starts_with(&0xba55_ed50u32.to_le_bytes());
         if image.len() < 4 {
             return refused("the image is neither machine code nor PTX");
         }
@@ -39,14 +46,27 @@ impl Code {
         }
         let driver = context.bind()?;
         let mut log = vec![0u8; LOG_BYTES];
-        let mut options =
-            [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut options = [
+            sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER,
+            sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
+        ];
         // The second value is a number that is passed as an address.
-        let mut values = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
+        let mut values = [
+            log.as_mut_ptr().cast(),
+            std::ptr::without_provenance_mut::<c_void>(LOG_BYTES),
+        ];
         let (load, mut raw) = (driver.table.cuModuleLoadDataEx, std::ptr::null_mut());
-        // SAFETY: PTX with its end, as checked above, or complete machine code, as the caller promises; two options
-        // with their values, a buffer of LOG_BYTES; writes one handle.
-        let code = unsafe { load(&raw mut raw, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
+        // SAFETY: PTX with its end, as checked above, or complete machine code, as the caller
+        // promises; two options with their values, a buffer of LOG_BYTES; writes one handle.
+        let code = unsafe {
+            load(
+                &raw mut raw,
+                image.as_ptr().cast(),
+                2,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
+        };
         if code != SUCCESS {
             let mut error = driver.error(call, code);
             let log = String::from_utf8_lossy(&log);
@@ -58,7 +78,10 @@ impl Code {
             }
             return Err(error);
         }
-        Ok(Self { context: Arc::clone(context), raw })
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+        })
     }
 }
 
@@ -83,27 +106,37 @@ unsafe impl Send for Entry {}
 unsafe impl Sync for Entry {}
 
 impl Entry {
-    /// Finds and loads a kernel. Loading at its first launch could wait for the whole device; reading an attribute
-    /// loads it now.
+    /// Finds and loads a kernel. Loading at its first launch could wait for the whole device;
+    /// reading an attribute loads it now.
     pub(crate) fn find(code: &Arc<Code>, name: &str) -> Result<Self, DeviceError> {
         let call = "cuModuleGetFunction";
-        let c_name = CString::new(name)
-            .map_err(|_| DeviceError::Driver { call, message: format!("{name:?} contains a zero byte") })?;
+        let c_name = CString::new(name).map_err(|_| DeviceError::Driver {
+            call,
+            message: format!("{name:?} contains a zero byte"),
+        })?;
         let driver = code.context.bind()?;
         let (mut raw, mut registers) = (std::ptr::null_mut(), 0);
         // SAFETY: the module is loaded; the name is a C string; writes one handle.
-        unsafe { call!(driver, cuModuleGetFunction(&raw mut raw, code.raw, c_name.as_ptr())) }.map_err(|error| {
-            match error {
-                DeviceError::Driver { message, .. } => {
-                    DeviceError::Driver { call, message: format!("{message}: {name}") }
-                }
-                other => other,
-            }
+        unsafe {
+            call!(
+                driver,
+                cuModuleGetFunction(&raw mut raw, code.raw, c_name.as_ptr())
+            )
+        }
+        .map_err(|error| match error {
+            DeviceError::Driver { message, .. } => DeviceError::Driver {
+                call,
+                message: format!("{message}: {name}"),
+            },
+            other => other,
         })?;
         let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: a kernel of the module; writes one number.
         unsafe { call!(driver, cuFuncGetAttribute(&raw mut registers, which, raw)) }?;
-        Ok(Self { code: Arc::clone(code), raw })
+        Ok(Self {
+            code: Arc::clone(code),
+            raw,
+        })
     }
 
     pub(crate) fn allow_shared_bytes(&self, bytes: u32) -> Result<(), DeviceError> {
@@ -117,8 +150,8 @@ impl Entry {
     /// Enqueues the kernel.
     ///
     /// # Safety
-    /// `args` point to values of the kernel's parameters, one each; memory that the kernel accesses is valid, and
-    /// conflicting accesses are ordered by streams and events.
+    /// `args` point to values of the kernel's parameters, one each; memory that the kernel accesses
+    /// is valid, and conflicting accesses are ordered by streams and events.
     pub(crate) unsafe fn launch(
         &self,
         queue: &Queue,
@@ -130,9 +163,23 @@ impl Entry {
         let driver = self.code.context.bind()?;
         let ([gx, gy, gz], [bx, by, bz], launch) = (grid, block, driver.table.cuLaunchKernel);
         let (args, none) = (args.as_mut_ptr(), std::ptr::null_mut());
-        // SAFETY: kernel and stream are live; the rest is the caller's promise. The arguments are read before the
-        // call returns.
-        let code = unsafe { launch(self.raw, gx, gy, gz, bx, by, bz, shared_bytes, queue.raw(), args, none) };
+        // SAFETY: kernel and stream are live; the rest is the caller's promise. The arguments are
+        // read before the call returns.
+        let code = unsafe {
+            launch(
+                self.raw,
+                gx,
+                gy,
+                gz,
+                bx,
+                by,
+                bz,
+                shared_bytes,
+                queue.raw(),
+                args,
+                none,
+            )
+        };
         driver.check("cuLaunchKernel", code)
     }
 }

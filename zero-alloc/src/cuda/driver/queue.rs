@@ -13,8 +13,9 @@ use crate::device::{AnySlice, DeviceError, DeviceId};
 const NON_BLOCKING: c_uint = 1;
 /// An event without timing, which is cheaper.
 const DISABLE_TIMING: c_uint = 2;
-/// The codes of errors about a capture, which say nothing about the event: 907 for an event in a graph that is being
-/// recorded, which is reached only when the graph runs; 900 to 908 without 907 for others.
+/// The codes of errors about a capture, which say nothing about the event: 907 for an event in a
+/// graph that is being recorded, which is reached only when the graph runs; 900 to 908 without 907
+/// for others.
 const CAPTURE_ERRORS: std::ops::RangeInclusive<c_int> = 900..=908;
 
 /// A stream, owned or foreign.
@@ -34,8 +35,8 @@ impl Queue {
         Self::with_priority(context, 0)
     }
 
-    /// A stream of the greatest priority: the driver raises the number, of which the least is the greatest priority, to its
-    /// range.
+    /// A stream of the greatest priority: the driver raises the number, of which the least is the
+    /// greatest priority, to its range.
     pub(crate) fn urgent(context: &Arc<Context>) -> Result<Self, DeviceError> {
         Self::with_priority(context, c_int::MIN)
     }
@@ -43,23 +44,42 @@ impl Queue {
     fn with_priority(context: &Arc<Context>, priority: c_int) -> Result<Self, DeviceError> {
         let (driver, mut raw) = (context.bind()?, std::ptr::null_mut());
         // SAFETY: writes one handle.
-        unsafe { call!(driver, cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, priority)) }?;
-        Ok(Self { context: Arc::clone(context), raw, owned: true })
+        unsafe {
+            call!(
+                driver,
+                cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, priority)
+            )
+        }?;
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+            owned: true,
+        })
     }
 
     /// A stream of a framework.
     ///
     /// # Safety
     /// `raw` is a stream that outlives the result.
-    pub(crate) unsafe fn foreign(context: &Arc<Context>, raw: sys::CUstream) -> Result<Self, DeviceError> {
+    pub(crate) unsafe fn foreign(
+        context: &Arc<Context>,
+        raw: sys::CUstream,
+    ) -> Result<Self, DeviceError> {
         let (driver, mut of) = (context.bind()?, std::ptr::null_mut());
         // SAFETY: a stream, by the caller's promise; writes one handle.
         unsafe { call!(driver, cuStreamGetCtx(raw, &raw mut of)) }?;
         if of != context.raw() {
             let message = "the stream belongs to another context than the device".to_owned();
-            return Err(DeviceError::Driver { call: "cuStreamGetCtx", message });
+            return Err(DeviceError::Driver {
+                call: "cuStreamGetCtx",
+                message,
+            });
         }
-        Ok(Self { context: Arc::clone(context), raw, owned: false })
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+            owned: false,
+        })
     }
 
     /// The id of its context's memory.
@@ -95,18 +115,23 @@ impl Queue {
     /// Makes everything enqueued from now on wait for `point`.
     pub(crate) fn wait(&self, point: &Point) -> Result<(), DeviceError> {
         let driver = self.context.bind()?;
-        // SAFETY: event and stream are live; the event may be reused or destroyed before the wait is over.
+        // SAFETY: event and stream are live; the event may be reused or destroyed before the wait
+        // is over.
         unsafe { call!(driver, cuStreamWaitEvent(self.raw, point.raw, 0)) }
     }
 
-    /// Enqueues a copy of the length of the shorter slice. Each side is device memory or pinned host memory.
+    /// Enqueues a copy of the length of the shorter slice. Each side is device memory or pinned
+    /// host memory.
     pub(crate) fn copy(&self, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         let bytes = src.len_bytes().min(dst.len_bytes());
         if bytes == 0 {
             return Ok(());
         }
         let driver = self.context.bind()?;
-        let (to, from) = (dst.as_ptr().expose_provenance() as u64, src.as_ptr().expose_provenance() as u64);
+        let (to, from) = (
+            dst.as_ptr().expose_provenance() as u64,
+            src.as_ptr().expose_provenance() as u64,
+        );
         // SAFETY: the makers of the slices promised validity and order while the copy runs.
         unsafe { call!(driver, cuMemcpyAsync(to, from, bytes, self.raw)) }
     }
@@ -126,7 +151,12 @@ impl Queue {
         let driver = self.context.bind()?;
         let op = Box::into_raw(Box::new(op));
         // SAFETY: the stream is live; `run_host` takes ownership of `op`, and is called once.
-        let enqueued = unsafe { call!(driver, cuLaunchHostFunc(self.raw, Some(run_host), op.cast())) };
+        let enqueued = unsafe {
+            call!(
+                driver,
+                cuLaunchHostFunc(self.raw, Some(run_host), op.cast())
+            )
+        };
         if enqueued.is_err() {
             // SAFETY: made above; the driver did not accept it.
             drop(unsafe { Box::from_raw(op) });
@@ -164,11 +194,15 @@ impl Queue {
         // SAFETY: the stream is live; writes one handle, null if the recording failed.
         unsafe { call!(driver, cuStreamEndCapture(self.raw, &raw mut graph)) }?;
         // SAFETY: the graph was made above; writes one handle.
-        let instantiated = unsafe { call!(driver, cuGraphInstantiateWithFlags(&raw mut raw, graph, 0)) };
+        let instantiated =
+            unsafe { call!(driver, cuGraphInstantiateWithFlags(&raw mut raw, graph, 0)) };
         // SAFETY: the graph was made above and has no other user; the instance does not need it.
         unsafe { (driver.table.cuGraphDestroy)(graph) };
         instantiated?;
-        Ok(Recording { context: Arc::clone(&self.context), raw })
+        Ok(Recording {
+            context: Arc::clone(&self.context),
+            raw,
+        })
     }
 }
 
@@ -192,7 +226,8 @@ unsafe extern "C" fn run_host(op: *mut c_void) {
     op();
 }
 
-/// An event that was recorded once. The driver's event returns to the context's unused events on drop.
+/// An event that was recorded once. The driver's event returns to the context's unused events on
+/// drop.
 pub(crate) struct Point {
     context: Arc<Context>,
     raw: sys::CUevent,
@@ -218,7 +253,12 @@ impl Point {
                 raw
             }
         };
-        Ok(Self { context: Arc::clone(context), raw, timed, owned: true })
+        Ok(Self {
+            context: Arc::clone(context),
+            raw,
+            timed,
+            owned: true,
+        })
     }
 
     /// An event of a framework.
@@ -226,7 +266,12 @@ impl Point {
     /// # Safety
     /// `raw` is an event that outlives the result.
     pub(crate) unsafe fn foreign(context: &Arc<Context>, raw: sys::CUevent) -> Self {
-        Self { context: Arc::clone(context), raw, timed: false, owned: false }
+        Self {
+            context: Arc::clone(context),
+            raw,
+            timed: false,
+            owned: false,
+        }
     }
 
     pub(crate) fn raw(&self) -> sys::CUevent {
@@ -238,15 +283,24 @@ impl Point {
         let driver = self.context.bind()?;
         // SAFETY: the event is live.
         let code = driver.during_captures(|| unsafe { (driver.table.cuEventQuery)(self.raw) });
-        if CAPTURE_ERRORS.contains(&code) { Ok(false) } else { driver.check_ready("cuEventQuery", code) }
+        if CAPTURE_ERRORS.contains(&code) {
+            Ok(false)
+        } else {
+            driver.check_ready("cuEventQuery", code)
+        }
     }
 
-    /// Milliseconds from `earlier` to this point, with a resolution of about half a microsecond. Both points are
-    /// reached and have timing.
+    /// Milliseconds from `earlier` to this point, with a resolution of about half a microsecond.
+    /// Both points are reached and have timing.
     pub(crate) fn since_ms(&self, earlier: &Self) -> Result<f32, DeviceError> {
         let (driver, mut ms) = (self.context.bind()?, 0.0);
         // SAFETY: both events are live; writes one number.
-        unsafe { call!(driver, cuEventElapsedTime(&raw mut ms, earlier.raw, self.raw)) }?;
+        unsafe {
+            call!(
+                driver,
+                cuEventElapsedTime(&raw mut ms, earlier.raw, self.raw)
+            )
+        }?;
         Ok(ms)
     }
 }
@@ -255,7 +309,9 @@ impl Drop for Point {
     fn drop(&mut self) {
         if self.owned {
             // Recording the event again does not affect streams that already wait for this point.
-            self.context.spare[usize::from(self.timed)].lock().push(Spare(self.raw));
+            self.context.spare[usize::from(self.timed)]
+                .lock()
+                .push(Spare(self.raw));
         }
     }
 }
@@ -268,13 +324,14 @@ pub(crate) struct Recording {
 
 // SAFETY: any thread may use any handle.
 unsafe impl Send for Recording {}
-// SAFETY: `launch` is the only use, and its callers promise that launches of one recording do not overlap.
+// SAFETY: `launch` is the only use, and its callers promise that launches of one recording do not
+// overlap.
 unsafe impl Sync for Recording {}
 
 impl Recording {
     /// # Safety
-    /// The memory and modules of the recorded operations are valid until they have run, conflicting accesses are ordered,
-    /// and no other thread launches the recording at the same time.
+    /// The memory and modules of the recorded operations are valid until they have run, conflicting
+    /// accesses are ordered, and no other thread launches the recording at the same time.
     pub(crate) unsafe fn launch(&self, queue: &Queue) -> Result<(), DeviceError> {
         let driver = self.context.bind()?;
         // SAFETY: graph and stream are live; the rest is the caller's promise.
@@ -302,15 +359,22 @@ mod tests {
         let library = unsafe { libloading::Library::new("libcuda.so.1") }.expect("a driver");
         // SAFETY: the driver's function has this type.
         let priority = unsafe {
-            library.get::<unsafe extern "C" fn(sys::CUstream, *mut c_int) -> c_int>(b"cuStreamGetPriority")
+            library.get::<unsafe extern "C" fn(sys::CUstream, *mut c_int) -> c_int>(
+                b"cuStreamGetPriority",
+            )
         };
         // SAFETY: the driver's function has this type.
         let range = unsafe {
-            library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(b"cuCtxGetStreamPriorityRange")
+            library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(
+                b"cuCtxGetStreamPriorityRange",
+            )
         };
         let (priority, range) = (priority.expect("found"), range.expect("found"));
         let context = Arc::new(Context::primary(0).expect("a device"));
-        let (plain, urgent) = (Queue::new(&context).expect("a stream"), Queue::urgent(&context).expect("a stream"));
+        let (plain, urgent) = (
+            Queue::new(&context).expect("a stream"),
+            Queue::urgent(&context).expect("a stream"),
+        );
         let priority = |queue: &Queue| {
             let mut found = 1;
             // SAFETY: the stream is live; writes one number.
@@ -324,19 +388,24 @@ mod tests {
         assert!(greatest < least);
     }
 
-    /// PyTorch records in global mode, in which potentially unsafe calls of all threads invalidate the recording.
+    /// PyTorch records in global mode, in which potentially unsafe calls of all threads invalidate
+    /// the recording.
     #[test]
     #[ignore = "needs a CUDA device"]
     fn cuda_queries_spare_global_captures_of_other_threads() {
         let context = Arc::new(Context::primary(0).expect("a device"));
-        let (recorded, other) = (Queue::new(&context).expect("a stream"), Queue::new(&context).expect("a stream"));
+        let (recorded, other) = (
+            Queue::new(&context).expect("a stream"),
+            Queue::new(&context).expect("a stream"),
+        );
         let point = other.record(false).expect("recorded");
         let driver = context.bind().expect("current");
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
         // SAFETY: the stream is live.
         unsafe { call!(driver, cuStreamBeginCapture_v2(recorded.raw, mode)) }.expect("began");
         std::thread::scope(|scope| {
-            let queries = || while !point.query().expect("a query") || !other.query().expect("a query") {};
+            let queries =
+                || while !point.query().expect("a query") || !other.query().expect("a query") {};
             scope.spawn(queries).join().expect("no panic");
             // This thread's own recording is spared, too.
             queries();
@@ -352,7 +421,8 @@ mod tests {
         // The mode of a thread is as before.
         let mut now = mode;
         // SAFETY: exchanges the mode of this thread.
-        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&raw mut now)) }.expect("exchanged");
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&raw mut now)) }
+            .expect("exchanged");
         assert_eq!(now, mode);
     }
 }

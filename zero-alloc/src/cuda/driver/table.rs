@@ -1,9 +1,10 @@
 //! The driver's functions, found by name.
 //!
-//! The types are cudarc's, generated from NVIDIA's headers. Its functions are not used, for three reasons: they panic
-//! if the library or a function is missing; they return codes as a Rust enum, which has no value for codes of newer
-//! drivers; and they search for `libcuda.so` before `libcuda.so.1`, so that they may load the toolkit's stub. A
-//! compile-time check compares the parameters of each function here with cudarc's.
+//! The types are cudarc's, generated from NVIDIA's headers. Its functions are not used, for three
+//! reasons: they panic if the library or a function is missing; they return codes as a Rust enum,
+//! which has no value for codes of newer drivers; and they search for `libcuda.so` before
+//! `libcuda.so.1`, so that they may load the toolkit's stub. A compile-time check compares the
+//! parameters of each function here with cudarc's.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 

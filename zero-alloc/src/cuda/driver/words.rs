@@ -1,7 +1,7 @@
 //! Words of pinned memory by which the host lets streams go on.
 //!
-//! A word's life: unused; `WAITING` while a stream waits for it; `RELEASED` by the host; `PASSED` by the stream, and so
-//! unused again. A word whose stream never gets there is not used again.
+//! A word's life: unused; `WAITING` while a stream waits for it; `RELEASED` by the host; `PASSED`
+//! by the stream, and so unused again. A word whose stream never gets there is not used again.
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
@@ -18,7 +18,8 @@ use crate::device::DeviceError;
 const WAITING: u64 = 0;
 const RELEASED: u64 = 1;
 const PASSED: u64 = 2;
-/// `CU_STREAM_WAIT_VALUE_GEQ`, and `CU_STREAM_WRITE_VALUE_DEFAULT`, which writes after all earlier writes of the stream.
+/// `CU_STREAM_WAIT_VALUE_GEQ`, and `CU_STREAM_WRITE_VALUE_DEFAULT`, which writes after all earlier
+/// writes of the stream.
 const DEFAULT: u32 = 0;
 
 /// The waits at a time; further ones need another way. A page.
@@ -45,7 +46,10 @@ impl Words {
     /// Returns `None` if streams of the device cannot wait for words.
     pub(super) fn new(context: &Context) -> Result<Option<Self>, DeviceError> {
         // Old drivers do not know the attribute.
-        if !context.has(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS).unwrap_or(false) {
+        if !context
+            .has(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)
+            .unwrap_or(false)
+        {
             return Ok(None);
         }
         let (driver, mut page) = (context.bind()?, std::ptr::null_mut());
@@ -55,12 +59,19 @@ impl Words {
         let page: NonNull<[AtomicU64; WORDS]> = non_null("cuMemHostAlloc", page.cast())?.cast();
         // SAFETY: allocated above with this size, in whole pages, and nothing uses it yet.
         unsafe { page.write([const { AtomicU64::new(PASSED) }; WORDS]) };
-        let state = State { unused: (0..WORDS).collect(), used: VecDeque::new() };
-        Ok(Some(Self { page, state: Mutex::new(state) }))
+        let state = State {
+            unused: (0..WORDS).collect(),
+            used: VecDeque::new(),
+        };
+        Ok(Some(Self {
+            page,
+            state: Mutex::new(state),
+        }))
     }
 
     fn word(&self, nth: usize) -> &AtomicU64 {
-        // SAFETY: written by `new`, freed after the last use of `self`; the host and streams use the words as atomics.
+        // SAFETY: written by `new`, freed after the last use of `self`; the host and streams use
+        // the words as atomics.
         let words = unsafe { self.page.as_ref() };
         &words[nth]
     }
@@ -86,7 +97,12 @@ impl Words {
     /// The memory, for its release. `None` if a stream may still wait for a word.
     pub(super) fn page(&mut self) -> Option<NonNull<u8>> {
         let passed = |nth: &usize| self.word(*nth).load(Ordering::Acquire) == PASSED;
-        self.state.lock().used.iter().all(passed).then_some(self.page.cast())
+        self.state
+            .lock()
+            .used
+            .iter()
+            .all(passed)
+            .then_some(self.page.cast())
     }
 }
 
@@ -110,13 +126,27 @@ impl Queue {
         let driver = self.context().bind()?;
         let Some(words) = &self.context().words else {
             let message = "the device has no waits for memory".to_owned();
-            return Err(DeviceError::Driver { call: "cuStreamWaitValue64", message });
+            return Err(DeviceError::Driver {
+                call: "cuStreamWaitValue64",
+                message,
+            });
         };
         // With unified addresses the device has pinned memory at the host's address.
         let at = words.word(nth).as_ptr().expose_provenance() as sys::CUdeviceptr;
-        // SAFETY: the stream is live, and the word until the stream has passed it: the context keeps it.
-        unsafe { call!(driver, cuStreamWaitValue64_v2(self.raw(), at, RELEASED, DEFAULT)) }?;
+        // SAFETY: the stream is live, and the word until the stream has passed it: the context
+        // keeps it.
+        unsafe {
+            call!(
+                driver,
+                cuStreamWaitValue64_v2(self.raw(), at, RELEASED, DEFAULT)
+            )
+        }?;
         // SAFETY: as above; no other stream uses the word meanwhile.
-        unsafe { call!(driver, cuStreamWriteValue64_v2(self.raw(), at, PASSED, DEFAULT)) }
+        unsafe {
+            call!(
+                driver,
+                cuStreamWriteValue64_v2(self.raw(), at, PASSED, DEFAULT)
+            )
+        }
     }
 }

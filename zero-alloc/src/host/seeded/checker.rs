@@ -1,7 +1,8 @@
 //! Finds races and uses after free.
 //!
-//! It keeps the block, the last write, and the reads since of every byte. Two accesses, one of them a write, must be
-//! ordered by streams, events, monitors or the host; an access must be ordered before the block is freed.
+//! It keeps the block, the last write, and the reads since of every byte. Two accesses, one of them
+//! a write, must be ordered by streams, events, monitors or the host; an access must be ordered
+//! before the block is freed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -38,7 +39,12 @@ pub struct Violation {
 
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { block, first: (stream_a, op_a), second: (stream_b, op_b), .. } = self;
+        let Self {
+            block,
+            first: (stream_a, op_a),
+            second: (stream_b, op_b),
+            ..
+        } = self;
         match self.kind {
             ViolationKind::Race => write!(
                 f,
@@ -69,7 +75,8 @@ pub(super) struct Access {
     pub(super) sequence: u64,
     pub(super) name: Arc<str>,
     pub(super) label: &'static str,
-    /// The operation has changed or passed a monitor, so that its order may follow from other streams' operations.
+    /// The operation has changed or passed a monitor, so that its order may follow from other
+    /// streams' operations.
     pub(super) synchronized: bool,
 }
 
@@ -101,15 +108,19 @@ impl Checker {
     pub(super) fn allocate(&mut self, range: Range<usize>, purpose: impl fmt::Debug, stream: &str) {
         self.blocks += 1;
         let bytes = range.len();
-        let name: Arc<str> = format!("block {} ({purpose:?}, {bytes} bytes, of stream {stream})", self.blocks).into();
+        let name: Arc<str> = format!(
+            "block {} ({purpose:?}, {bytes} bytes, of stream {stream})",
+            self.blocks
+        )
+        .into();
         self.each(range, |cell| {
             cell.block = Some(Arc::clone(&name));
             cell.freed = None;
         });
     }
 
-    /// Records that a block was freed. `allowed`: operations that may still use it; `host`: those the host waited
-    /// for.
+    /// Records that a block was freed. `allowed`: operations that may still use it; `host`: those
+    /// the host waited for.
     pub(super) fn free(
         &mut self,
         range: Range<usize>,
@@ -117,7 +128,10 @@ impl Checker {
         home: &Arc<str>,
         host: &Clock,
     ) -> Option<Violation> {
-        let freed = Freed { allowed: Arc::new(allowed), home: Arc::clone(home) };
+        let freed = Freed {
+            allowed: Arc::new(allowed),
+            home: Arc::clone(home),
+        };
         let mut violation = None;
         self.each(range.clone(), |cell| {
             let unrecorded = cell.write.iter().chain(&cell.reads).find(|used| {
@@ -161,7 +175,10 @@ impl Checker {
                 });
             }
             let conflicting = cell.write.iter().chain(cell.reads.iter().filter(|_| write));
-            if let Some(other) = conflicting.into_iter().find(|a| a.epoch > clock.get(a.stream)) {
+            if let Some(other) = conflicting
+                .into_iter()
+                .find(|a| a.epoch > clock.get(a.stream))
+            {
                 violation.get_or_insert_with(|| Violation {
                     kind: ViolationKind::Race,
                     block: name_of(cell, &range),
@@ -189,11 +206,18 @@ impl Checker {
         self.split(range.end);
         let mut at = range.start;
         while at < range.end {
-            let next = self.cells.range(at..range.end).next().map(|(start, cell)| (*start, cell.end));
+            let next = self
+                .cells
+                .range(at..range.end)
+                .next()
+                .map(|(start, cell)| (*start, cell.end));
             let (start, end) = next.unwrap_or((range.end, range.end));
             if at < start {
                 // No access yet.
-                let cell = self.cells.entry(at).or_insert(Cell { end: start, ..Cell::default() });
+                let cell = self.cells.entry(at).or_insert(Cell {
+                    end: start,
+                    ..Cell::default()
+                });
                 change(cell);
             }
             if start < range.end
@@ -231,7 +255,14 @@ mod tests {
 
     fn access(stream: usize, epoch: u64) -> Access {
         let name = Arc::from(format!("s{stream}"));
-        Access { stream, epoch, sequence: epoch, name, label: "op", synchronized: false }
+        Access {
+            stream,
+            epoch,
+            sequence: epoch,
+            name,
+            label: "op",
+            synchronized: false,
+        }
     }
 
     fn clock(times: &[(usize, u64)]) -> Clock {
@@ -245,37 +276,75 @@ mod tests {
     #[test]
     fn unordered_accesses_race_if_one_writes() {
         let mut checker = Checker::default();
-        assert_eq!(checker.access(0..100, false, &access(0, 1), &clock(&[(0, 1)])), None);
-        assert_eq!(checker.access(50..150, false, &access(1, 1), &clock(&[(1, 1)])), None);
-        let violation = checker.access(90..95, true, &access(1, 2), &clock(&[(1, 2)])).expect("a race");
+        assert_eq!(
+            checker.access(0..100, false, &access(0, 1), &clock(&[(0, 1)])),
+            None
+        );
+        assert_eq!(
+            checker.access(50..150, false, &access(1, 1), &clock(&[(1, 1)])),
+            None
+        );
+        let violation = checker
+            .access(90..95, true, &access(1, 2), &clock(&[(1, 2)]))
+            .expect("a race");
         assert_eq!(violation.kind, ViolationKind::Race);
         assert_eq!(&*violation.first.0, "s0");
         // A write is allowed if only its own stream has read, or after the other stream's read.
-        assert_eq!(checker.access(100..150, true, &access(1, 3), &clock(&[(1, 3)])), None);
-        assert_eq!(checker.access(0..50, true, &access(1, 4), &clock(&[(0, 1), (1, 4)])), None);
+        assert_eq!(
+            checker.access(100..150, true, &access(1, 3), &clock(&[(1, 3)])),
+            None
+        );
+        assert_eq!(
+            checker.access(0..50, true, &access(1, 4), &clock(&[(0, 1), (1, 4)])),
+            None
+        );
     }
 
     #[test]
     fn recorded_uses_may_follow_a_free() {
         let mut checker = Checker::default();
         checker.allocate(0..64, "Buckets", "s0");
-        assert_eq!(checker.free(0..64, clock(&[(0, 2), (1, 1)]), &"s0".into(), &Clock::default()), None);
-        assert_eq!(checker.access(0..64, false, &access(0, 2), &clock(&[(0, 2)])), None);
-        let late = checker.access(8..9, false, &access(1, 2), &clock(&[(1, 2)])).expect("too late");
+        assert_eq!(
+            checker.free(
+                0..64,
+                clock(&[(0, 2), (1, 1)]),
+                &"s0".into(),
+                &Clock::default()
+            ),
+            None
+        );
+        assert_eq!(
+            checker.access(0..64, false, &access(0, 2), &clock(&[(0, 2)])),
+            None
+        );
+        let late = checker
+            .access(8..9, false, &access(1, 2), &clock(&[(1, 2)]))
+            .expect("too late");
         assert_eq!(late.kind, ViolationKind::UseAfterFree);
         assert!(late.block.contains("Buckets"), "{late}");
         checker.allocate(0..64, "Buckets", "s1");
-        assert_eq!(checker.access(0..64, false, &access(1, 3), &clock(&[(1, 3)])), None);
+        assert_eq!(
+            checker.access(0..64, false, &access(1, 3), &clock(&[(1, 3)])),
+            None
+        );
     }
 
     #[test]
     fn unrecorded_use_is_found_at_the_free() {
         let mut checker = Checker::default();
         checker.allocate(0..64, "Grads", "s0");
-        assert_eq!(checker.access(0..64, true, &access(1, 5), &clock(&[(1, 5)])), None);
+        assert_eq!(
+            checker.access(0..64, true, &access(1, 5), &clock(&[(1, 5)])),
+            None
+        );
         let waited = clock(&[(1, 5)]);
-        assert_eq!(checker.free(0..64, Clock::default(), &"s0".into(), &waited), None);
-        let violation = checker.free(0..64, Clock::default(), &"s0".into(), &Clock::default()).expect("unrecorded");
+        assert_eq!(
+            checker.free(0..64, Clock::default(), &"s0".into(), &waited),
+            None
+        );
+        let violation = checker
+            .free(0..64, Clock::default(), &"s0".into(), &Clock::default())
+            .expect("unrecorded");
         assert_eq!(violation.kind, ViolationKind::UnnotedUse);
         assert!(violation.to_string().contains("stream s1"), "{violation}");
     }

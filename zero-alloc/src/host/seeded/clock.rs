@@ -1,6 +1,7 @@
 //! Vector clocks.
 
-/// For each stream of a scheduler, the time of its last operation that is ordered before. Missing entries are 0.
+/// For each stream of a scheduler, the time of its last operation that is ordered before. Missing
+/// entries are 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::host) struct Clock(Vec<u64>);
 
@@ -39,6 +40,9 @@ mod tests {
         b.set(0, 2);
         b.set(3, 7);
         a.join(&b);
-        assert_eq!([a.get(0), a.get(1), a.get(2), a.get(3), a.get(9)], [3, 0, 1, 7, 0]);
+        assert_eq!(
+            [a.get(0), a.get(1), a.get(2), a.get(3), a.get(9)],
+            [3, 0, 1, 7, 0]
+        );
     }
 }

@@ -19,7 +19,13 @@ pub(super) struct Current {
 
 impl Current {
     pub(super) fn new(scheduler: Scheduler, stream: usize, label: &'static str) -> Self {
-        Self { scheduler, stream, label, synchronized: Cell::new(false), sound: Cell::new(true) }
+        Self {
+            scheduler,
+            stream,
+            label,
+            synchronized: Cell::new(false),
+            sound: Cell::new(true),
+        }
     }
 }
 
@@ -32,12 +38,21 @@ fn get() -> Option<Rc<Current>> {
 }
 
 /// Runs an operation; returns whether all its accesses were ordered.
-pub(super) fn with(current: Current, op: impl FnOnce() -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
+pub(super) fn with(
+    current: Current,
+    op: impl FnOnce() -> Result<(), DeviceError>,
+) -> Result<bool, DeviceError> {
     let current = Rc::new(current);
     let watching = Rc::clone(&current);
     CURRENT.set(Some(Rc::clone(&current)));
     let watcher = Rc::new(move |range, write| {
-        let Current { scheduler, stream, label, synchronized, sound } = &*watching;
+        let Current {
+            scheduler,
+            stream,
+            label,
+            synchronized,
+            sound,
+        } = &*watching;
         if !scheduler.note_access(*stream, range, write, label, synchronized.get()) {
             sound.set(false);
         }
@@ -52,7 +67,8 @@ pub(in crate::host) fn in_operation() -> bool {
     CURRENT.with_borrow(Option::is_some)
 }
 
-/// Called before the current operation changes a monitor. Joins the clocks of the operation's stream and the monitor.
+/// Called before the current operation changes a monitor. Joins the clocks of the operation's
+/// stream and the monitor.
 pub(in crate::host) fn release(clock: &mut Option<Clock>) {
     let Some(current) = get() else { return };
     current.synchronized.set(true);
@@ -66,12 +82,15 @@ pub(in crate::host) fn release(clock: &mut Option<Clock>) {
     stream.tick(current.stream);
 }
 
-/// Called when the current operation passes a monitor. Joins the monitor's clock into that of the operation's stream.
+/// Called when the current operation passes a monitor. Joins the monitor's clock into that of the
+/// operation's stream.
 pub(in crate::host) fn acquire(clock: Option<&Clock>) {
     let Some(current) = get() else { return };
     current.synchronized.set(true);
     if let Some(clock) = clock {
-        current.scheduler.0.state.lock().streams[current.stream].clock.join(clock);
+        current.scheduler.0.state.lock().streams[current.stream]
+            .clock
+            .join(clock);
     }
 }
 

@@ -1,13 +1,15 @@
 //! The seeded scheduler: streams whose operations interleave in an order that follows from a seed.
 //!
-//! Either a host thread or one operation runs at a time. Whenever the host enqueues or waits, the seed selects the
-//! operations that run. An operation that waits in a [`Monitor`](super::Monitor) lets others run. So every order that
-//! streams and events allow can occur. The same seed repeats an order if only one host thread enqueues; with several
-//! host threads, the order also depends on their timing.
+//! Either a host thread or one operation runs at a time. Whenever the host enqueues or waits, the
+//! seed selects the operations that run. An operation that waits in a [`Monitor`](super::Monitor)
+//! lets others run. So every order that streams and events allow can occur. The same seed repeats
+//! an order if only one host thread enqueues; with several host threads, the order also depends on
+//! their timing.
 //!
-//! A [checker](checker) sees accesses through [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and
-//! `as_host_mut`, and knows the order by streams, events, monitors and the host. An operation with an unordered
-//! access fails; its error names the block, the operations and their streams.
+//! A [checker](checker) sees accesses through
+//! [`DeviceSlice::as_host`](crate::device::DeviceSlice::as_host) and `as_host_mut`, and knows the
+//! order by streams, events, monitors and the host. An operation with an unordered access fails;
+//! its error names the block, the operations and their streams.
 
 mod checker;
 mod clock;
@@ -82,7 +84,8 @@ struct StreamState {
     sequence: u64,
     /// Set while the operation waits in a monitor: the progress at that time, and the deadline.
     blocked: Option<(u64, Option<Instant>)>,
-    /// The number of items enqueued, and the numbers of all items that are ordered before the next one.
+    /// The number of items enqueued, and the numbers of all items that are ordered before the next
+    /// one.
     enqueued: u64,
     ordered: Clock,
     /// The stream's time, and the times of all streams that are ordered before it.
@@ -92,7 +95,11 @@ struct StreamState {
 
 impl std::fmt::Debug for Scheduler {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Scheduler({} streams)", self.0.state.lock().streams.len())
+        write!(
+            f,
+            "Scheduler({} streams)",
+            self.0.state.lock().streams.len()
+        )
     }
 }
 
@@ -106,16 +113,24 @@ impl Scheduler {
             checker: Checker::default(),
             violations: Vec::new(),
         };
-        Self(Arc::new(Shared { state: Mutex::new(state), turn: Condvar::new() }))
+        Self(Arc::new(Shared {
+            state: Mutex::new(state),
+            turn: Condvar::new(),
+        }))
     }
 
     pub(super) fn violations(&self) -> Vec<Violation> {
         self.0.state.lock().violations.clone()
     }
 
-    /// Runs streams until `done`, for at most `steps` steps and until `deadline`; returns whether `done` holds.
-    /// Without a deadline it also returns when no stream can run.
-    fn drive(&self, mut steps: usize, deadline: Option<Instant>, done: impl Fn(&State) -> bool) -> bool {
+    /// Runs streams until `done`, for at most `steps` steps and until `deadline`; returns whether
+    /// `done` holds. Without a deadline it also returns when no stream can run.
+    fn drive(
+        &self,
+        mut steps: usize,
+        deadline: Option<Instant>,
+        done: impl Fn(&State) -> bool,
+    ) -> bool {
         if in_operation() {
             return false;
         }
@@ -137,7 +152,9 @@ impl Scheduler {
                 continue;
             }
             // Other host threads may enqueue something.
-            let Some(deadline) = deadline else { return false };
+            let Some(deadline) = deadline else {
+                return false;
+            };
             if Instant::now() >= deadline {
                 return false;
             }
@@ -149,7 +166,9 @@ impl Scheduler {
     fn step(&self, state: &mut MutexGuard<'_, State>, index: usize) {
         let stream = &mut state.streams[index];
         if stream.blocked.is_none() {
-            let Some(entry) = stream.queue.pop_front() else { return };
+            let Some(entry) = stream.queue.pop_front() else {
+                return;
+            };
             stream.sequence = entry.sequence;
             stream.clock.join(&entry.host);
             match entry.item {
@@ -190,19 +209,45 @@ impl Scheduler {
         let mut state = self.0.state.lock();
         let state = &mut *state;
         match *note {
-            BlockNote::Allocated { ptr, bytes, purpose, stream } => {
-                state.checker.allocate(range(ptr, bytes), purpose, stream.name());
+            BlockNote::Allocated {
+                ptr,
+                bytes,
+                purpose,
+                stream,
+            } => {
+                state
+                    .checker
+                    .allocate(range(ptr, bytes), purpose, stream.name());
             }
-            BlockNote::Freed { ptr, bytes, home, uses } => {
-                let Some(home) = state.streams.iter_mut().find(|stream| stream.info.id == home.id()) else { return };
+            BlockNote::Freed {
+                ptr,
+                bytes,
+                home,
+                uses,
+            } => {
+                let Some(home) = state
+                    .streams
+                    .iter_mut()
+                    .find(|stream| stream.info.id == home.id())
+                else {
+                    return;
+                };
                 let mut allowed = home.ordered.clone();
                 for mark in uses.iter().filter_map(|(_, event)| event.mark()) {
                     allowed.join(mark.ordered());
                 }
                 let name = &home.info.name;
-                if let Some(violation) = state.checker.free(range(ptr, bytes), allowed, name, &state.host) {
+                if let Some(violation) =
+                    state
+                        .checker
+                        .free(range(ptr, bytes), allowed, name, &state.host)
+                {
                     let (stream, cause) = (name.to_string(), violation.to_string().into());
-                    home.failed.get_or_insert(DeviceError::Operation { stream, op: "free".into(), cause });
+                    home.failed.get_or_insert(DeviceError::Operation {
+                        stream,
+                        op: "free".into(),
+                        cause,
+                    });
                     state.violations.push(violation);
                 }
             }
@@ -245,14 +290,18 @@ impl State {
     fn pick(&mut self) -> Option<usize> {
         let progress = progress();
         let can_run = |stream: &StreamState| match &stream.blocked {
-            Some((seen, deadline)) => *seen != progress || deadline.is_some_and(|at| Instant::now() >= at),
+            Some((seen, deadline)) => {
+                *seen != progress || deadline.is_some_and(|at| Instant::now() >= at)
+            }
             None => match stream.queue.front().map(|entry| &entry.item) {
                 Some(Item::Wait(_, event)) => event.result().is_some(),
                 Some(_) => true,
                 None => false,
             },
         };
-        let ready: Vec<usize> = (0..self.streams.len()).filter(|i| can_run(&self.streams[*i])).collect();
+        let ready: Vec<usize> = (0..self.streams.len())
+            .filter(|i| can_run(&self.streams[*i]))
+            .collect();
         if ready.is_empty() {
             return None;
         }

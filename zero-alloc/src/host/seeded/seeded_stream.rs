@@ -42,13 +42,17 @@ impl Mark {
     /// Runs streams until the event is reached or the limit passes.
     pub(in crate::host) fn wait(&self, event: &HostEvent, limit: Duration) {
         // An hour replaces a limit that the clock cannot represent.
-        let deadline = Instant::now().checked_add(limit).or(Instant::now().checked_add(Duration::from_secs(3600)));
+        let deadline = Instant::now()
+            .checked_add(limit)
+            .or(Instant::now().checked_add(Duration::from_secs(3600)));
         self.drive(usize::MAX, deadline, event);
     }
 
     /// Runs streams towards the event; once it is reached, the host is ordered after it.
     fn drive(&self, steps: usize, deadline: Option<Instant>, event: &HostEvent) {
-        let Some(scheduler) = self.scheduler.upgrade().map(Scheduler) else { return };
+        let Some(scheduler) = self.scheduler.upgrade().map(Scheduler) else {
+            return;
+        };
         scheduler.drive(steps, deadline, |_| event.result().is_some());
         if event.result().is_some()
             && let Some(clock) = self.clock.get()
@@ -66,7 +70,10 @@ pub(in crate::host) struct SeededStream {
 }
 
 impl Scheduler {
-    pub(in crate::host) fn create_stream(&self, info: StreamInfo) -> Result<SeededStream, DeviceError> {
+    pub(in crate::host) fn create_stream(
+        &self,
+        info: StreamInfo,
+    ) -> Result<SeededStream, DeviceError> {
         let info = Arc::new(info);
         let mut state = self.0.state.lock();
         let index = state.streams.len();
@@ -86,7 +93,11 @@ impl Scheduler {
         drop(state);
         let scheduler = self.clone();
         spawn(&info, move || work(&scheduler, index))?;
-        Ok(SeededStream { scheduler: self.clone(), index, info })
+        Ok(SeededStream {
+            scheduler: self.clone(),
+            index,
+            info,
+        })
     }
 }
 
@@ -143,7 +154,11 @@ impl SeededStream {
     fn event(&self, stream: &StreamState) -> HostEvent {
         let mut ordered = stream.ordered.clone();
         ordered.set(self.index, stream.enqueued);
-        let mark = Mark { scheduler: Arc::downgrade(&self.scheduler.0), ordered, clock: OnceLock::new() };
+        let mark = Mark {
+            scheduler: Arc::downgrade(&self.scheduler.0),
+            ordered,
+            clock: OnceLock::new(),
+        };
         HostEvent::new(Arc::clone(&self.info.name), Some(mark))
     }
 
@@ -161,7 +176,11 @@ impl StreamState {
     fn append(&mut self, index: usize, item: Item, host: &Clock) {
         self.enqueued += 1;
         self.ordered.set(index, self.enqueued);
-        self.queue.push_back(Entry { item, sequence: self.enqueued, host: host.clone() });
+        self.queue.push_back(Entry {
+            item,
+            sequence: self.enqueued,
+            host: host.clone(),
+        });
     }
 }
 
@@ -196,9 +215,15 @@ fn work(scheduler: &Scheduler, index: usize) {
         };
         let label = enqueued.label;
         let current = Current::new(scheduler.clone(), index, label);
-        let result = current::with(current, || info.call(enqueued, op, &mut Duration::default()));
+        let result = current::with(current, || {
+            info.call(enqueued, op, &mut Duration::default())
+        });
         let mut state = scheduler.0.state.lock();
-        let violation = state.violations.iter().rev().find(|v| v.second == (Arc::clone(&info.name), label));
+        let violation = state
+            .violations
+            .iter()
+            .rev()
+            .find(|v| v.second == (Arc::clone(&info.name), label));
         let result = match (result, violation) {
             (Ok(sound), Some(violation)) if !sound => Err(DeviceError::Operation {
                 stream: info.name.to_string(),

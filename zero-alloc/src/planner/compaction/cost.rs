@@ -1,6 +1,7 @@
 //! The cost model, by which plans are compared: the time to move bytes and to map pages.
 
-/// Times of a device's operations, in nanoseconds. Start from [`CostModel::HOST`] or [`CostModel::H200`].
+/// Times of a device's operations, in nanoseconds. Start from [`CostModel::HOST`] or
+/// [`CostModel::H200`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CostModel {
@@ -17,8 +18,8 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// One H200 with pages of 2 MiB, as measured for this project (2026-11-20): copies read and write 4117 GB/s in
-    /// sum; creating, mapping and unmapping a page takes 10.5, 26.6 and 20.6 us.
+    /// One H200 with pages of 2 MiB, as measured for this project (2026-11-20): copies read and
+    /// write 4117 GB/s in sum; creating, mapping and unmapping a page takes 10.5, 26.6 and 20.6 us.
     pub const H200: Self = Self {
         copy_byte_ns: 2.0 / 4117.0,
         copy_call_ns: 2_000.0,
@@ -27,7 +28,8 @@ impl CostModel {
         unmap_page_ns: 20_600.0,
     };
 
-    /// A host: about 10 GB/s of copying, cheap calls, pages mapped by the kernel in about a microsecond.
+    /// A host: about 10 GB/s of copying, cheap calls, pages mapped by the kernel in about a
+    /// microsecond.
     pub const HOST: Self = Self {
         copy_byte_ns: 0.1,
         copy_call_ns: 50.0,
@@ -42,10 +44,15 @@ impl CostModel {
         bytes as f64 * self.copy_byte_ns + copies as f64 * self.copy_call_ns
     }
 
-    /// The time to move `bytes` by `distance`: a move that overlaps itself is cut into pieces that do not.
+    /// The time to move `bytes` by `distance`: a move that overlaps itself is cut into pieces that
+    /// do not.
     pub fn move_ns(&self, bytes: u64, distance: u64) -> f64 {
         // The common case needs no division.
-        let copies = if distance >= bytes { 1 } else { bytes.div_ceil(distance.max(1)) };
+        let copies = if distance >= bytes {
+            1
+        } else {
+            bytes.div_ceil(distance.max(1))
+        };
         self.copies_ns(bytes, copies)
     }
 }

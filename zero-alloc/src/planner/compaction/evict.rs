@@ -6,14 +6,24 @@ use super::{Compaction, CostModel, Part, RangeSnapshot, Relocation, Window, remo
 const TRIES: usize = 16;
 
 /// The first plan found for one of the cheapest windows that cost less than `limit_ns`.
-pub(super) fn plan(snapshot: &RangeSnapshot, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<Compaction> {
+pub(super) fn plan(
+    snapshot: &RangeSnapshot,
+    wanted: u64,
+    cost: &CostModel,
+    limit_ns: f64,
+) -> Option<Compaction> {
     let mut windows = windows(snapshot, wanted, cost, limit_ns);
     let tries = std::iter::from_fn(|| remove_cheapest(&mut windows)).take(TRIES);
     tries.filter_map(|window| empty(snapshot, &window)).next()
 }
 
 /// For each range that may be the last of a window, windows that end with it, down to the shortest.
-fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel, limit_ns: f64) -> Vec<Window<'a>> {
+fn windows<'a>(
+    snapshot: &'a RangeSnapshot,
+    wanted: u64,
+    cost: &CostModel,
+    limit_ns: f64,
+) -> Vec<Window<'a>> {
     let mut windows = Vec::with_capacity(64);
     for row in snapshot.rows() {
         // Counts of the window: used bytes, used ranges.
@@ -29,7 +39,10 @@ fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel, limit
             while first <= last && part.end() - row[first].start >= wanted {
                 let cost_ns = cost.copies_ns(used, ranges);
                 if cost_ns < limit_ns {
-                    windows.push(Window { parts: &row[first..=last], cost_ns });
+                    windows.push(Window {
+                        parts: &row[first..=last],
+                        cost_ns,
+                    });
                 }
                 let low = &row[first];
                 if !low.free {
@@ -54,10 +67,24 @@ fn empty(snapshot: &RangeSnapshot, window: &Window<'_>) -> Option<Compaction> {
     let mut moves = Vec::with_capacity(leaving.len());
     for part in leaving {
         let holds = |hole: &&mut Part| part.place_from(hole.start) + part.bytes <= hole.end();
-        let hole = holes.iter_mut().filter(holds).min_by_key(|hole| hole.bytes)?;
+        let hole = holes
+            .iter_mut()
+            .filter(holds)
+            .min_by_key(|hole| hole.bytes)?;
         let to = part.place_from(hole.start);
-        moves.push(Relocation { range: part.range, from: part.start, to, bytes: part.bytes, hole: hole.range.0 });
+        moves.push(Relocation {
+            range: part.range,
+            from: part.start,
+            to,
+            bytes: part.bytes,
+            hole: hole.range.0,
+        });
         (hole.start, hole.bytes) = (to + part.bytes, hole.end() - to - part.bytes);
     }
-    Some(Compaction { moves, start, bytes: end - start, cost_ns: window.cost_ns })
+    Some(Compaction {
+        moves,
+        start,
+        bytes: end - start,
+        cost_ns: window.cost_ns,
+    })
 }

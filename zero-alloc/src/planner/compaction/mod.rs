@@ -1,9 +1,10 @@
 //! Compaction: chooses used ranges to move so that a contiguous free range of a given size appears.
 //!
-//! Two kinds of plan are compared by modelled cost. **Sliding** packs the used ranges of a window of
-//! neighbours at its low end, so that the window's holes become one. **Evicting** empties a window by moving
-//! its used ranges into holes elsewhere, which can be cheaper when a small range divides two large holes.
-//! Sliding alone reaches the bound: without pinned ranges, all free bytes of a segment can be made contiguous.
+//! Two kinds of plan are compared by modelled cost. **Sliding** packs the used ranges of a window
+//! of neighbours at its low end, so that the window's holes become one. **Evicting** empties a
+//! window by moving its used ranges into holes elsewhere, which can be cheaper when a small range
+//! divides two large holes. Sliding alone reaches the bound: without pinned ranges, all free bytes
+//! of a segment can be made contiguous.
 //!
 //! [Stitching](Stitch) moves nothing: it maps free pages from several places under new addresses.
 
@@ -40,12 +41,14 @@ pub struct Relocation {
 impl Relocation {
     /// The copies to make in this order: (from, to, bytes). No copy overlaps itself.
     pub fn copies(&self) -> impl Iterator<Item = (u64, u64, u64)> + use<> {
-        let Self { from, to, bytes, .. } = *self;
+        let Self {
+            from, to, bytes, ..
+        } = *self;
         let distance = from.abs_diff(to).max(1);
         let pieces = bytes.div_ceil(distance);
         (0..pieces).map(move |i| {
-            // Downward moves start at the low end, upward moves at the high end, so that no copy overwrites a piece
-            // that is still to be copied.
+            // Downward moves start at the low end, upward moves at the high end, so that no copy
+            // overwrites a piece that is still to be copied.
             let piece = if to < from { i } else { pieces - 1 - i };
             let at = piece * distance;
             (from + at, to + at, distance.min(bytes - at))
@@ -74,13 +77,23 @@ impl Compaction {
     }
 }
 
-/// The cheapest plan found that opens `bytes` at a multiple of `align`; `None` if pinned ranges, the ends of
-/// segments or a lack of free bytes prevent it.
-pub(super) fn plan(space: &Offsets, bytes: u64, align: u64, cost: &CostModel) -> Option<Compaction> {
+/// The cheapest plan found that opens `bytes` at a multiple of `align`; `None` if pinned ranges,
+/// the ends of segments or a lack of free bytes prevent it.
+pub(super) fn plan(
+    space: &Offsets,
+    bytes: u64,
+    align: u64,
+    cost: &CostModel,
+) -> Option<Compaction> {
     plan_in(&RangeSnapshot::of(space), bytes, align, cost)
 }
 
-fn plan_in(snapshot: &RangeSnapshot, bytes: u64, align: u64, cost: &CostModel) -> Option<Compaction> {
+fn plan_in(
+    snapshot: &RangeSnapshot,
+    bytes: u64,
+    align: u64,
+    cost: &CostModel,
+) -> Option<Compaction> {
     let bytes = bytes.checked_next_multiple_of(snapshot.granule)?;
     let wanted = bytes.checked_add(align.max(snapshot.granule) - snapshot.granule)?;
     let slide = slide::cheapest(snapshot, wanted, cost);
@@ -122,6 +135,10 @@ impl Window<'_> {
 /// Removes and returns the cheapest window; of equals, the lowest.
 fn remove_cheapest<'a>(windows: &mut Vec<Window<'a>>) -> Option<Window<'a>> {
     let cheaper = |a: (usize, f64), b: (usize, f64)| if b.1 < a.1 { b } else { a };
-    let (cheapest, _) = windows.iter().map(|window| window.cost_ns).enumerate().reduce(cheaper)?;
+    let (cheapest, _) = windows
+        .iter()
+        .map(|window| window.cost_ns)
+        .enumerate()
+        .reduce(cheaper)?;
     Some(windows.remove(cheapest))
 }

@@ -1,6 +1,7 @@
 //! A snapshot of a space's ranges in flat arrays, from which plans are made.
 //!
-//! A plan visits every range several times, and following a linked list would wait for memory at each link.
+//! A plan visits every range several times, and following a linked list would wait for memory at
+//! each link.
 
 use super::super::ranges::{NONE, State};
 use super::{Offsets, RangeId};
@@ -91,6 +92,8 @@ impl RangeSnapshot {
     /// The rows, by offset.
     pub(super) fn rows(&self) -> impl Iterator<Item = &[Part]> {
         let starts = std::iter::once(0).chain(self.ends.iter().copied());
-        starts.zip(&self.ends).map(|(start, end)| &self.parts[start..*end])
+        starts
+            .zip(&self.ends)
+            .map(|(start, end)| &self.parts[start..*end])
     }
 }

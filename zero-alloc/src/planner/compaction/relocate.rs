@@ -10,12 +10,18 @@ impl Offsets {
     /// The plan was made for a different state.
     pub(in super::super) fn relocate(&mut self, plan: &Compaction) {
         for m in &plan.moves {
-            assert_eq!(self.start_of(m.range), m.from, "the plan was made for a different state");
+            assert_eq!(
+                self.start_of(m.range),
+                m.from,
+                "the plan was made for a different state"
+            );
             let Range { below, above, .. } = self.ranges[m.range.0 as usize];
             let (below, above) = (&self.ranges[below as usize], &self.ranges[above as usize]);
             let (old_end, end) = (m.from + m.bytes, m.to + m.bytes);
-            let hole_below = below.state == State::Free && below.end() == m.from && below.start <= m.to;
-            let hole_above = above.state == State::Free && above.start == old_end && above.end() >= end;
+            let hole_below =
+                below.state == State::Free && below.end() == m.from && below.start <= m.to;
+            let hole_above =
+                above.state == State::Free && above.start == old_end && above.end() >= end;
             if m.to < m.from && (end > m.from || hole_below) {
                 self.slide_down(m.range.0, m.to);
             } else if m.to > m.from && (m.to < old_end || hole_above) {
@@ -28,9 +34,17 @@ impl Offsets {
 
     /// Moves a used range down within the hole right below it.
     fn slide_down(&mut self, at: u32, to: u64) {
-        let Range { start, bytes, below, .. } = self.ranges[at as usize];
+        let Range {
+            start,
+            bytes,
+            below,
+            ..
+        } = self.ranges[at as usize];
         let hole = &self.ranges[below as usize];
-        assert!(hole.state == State::Free && hole.end() == start && hole.start <= to, "no hole to slide into");
+        assert!(
+            hole.state == State::Free && hole.end() == start && hole.start <= to,
+            "no hole to slide into"
+        );
         let (hole_start, distance) = (hole.start, start - to);
         if hole_start == to {
             self.unlist(below);
@@ -44,11 +58,20 @@ impl Offsets {
 
     /// Moves a used range up within the hole right above it.
     fn slide_up(&mut self, at: u32, to: u64) {
-        let Range { start, bytes, below, above, .. } = self.ranges[at as usize];
+        let Range {
+            start,
+            bytes,
+            below,
+            above,
+            ..
+        } = self.ranges[at as usize];
         let (end, distance) = (to + bytes, to - start);
         let hole = &self.ranges[above as usize];
         let hole_end = hole.end();
-        assert!(hole.state == State::Free && hole.start == start + bytes && end <= hole_end, "no hole to slide into");
+        assert!(
+            hole.state == State::Free && hole.start == start + bytes && end <= hole_end,
+            "no hole to slide into"
+        );
         if hole_end == end {
             self.unlist(above);
             self.remove(above);
@@ -81,7 +104,9 @@ impl Offsets {
     /// Moves a used range into a hole elsewhere.
     fn jump(&mut self, at: u32, to: u64, hint: u32) {
         let bytes = self.ranges[at as usize].bytes;
-        let holds = |range: &Range| range.state == State::Free && range.start <= to && range.end() >= to + bytes;
+        let holds = |range: &Range| {
+            range.state == State::Free && range.start <= to && range.end() >= to + bytes
+        };
         let mut hole = hint;
         if !self.ranges.get(hint as usize).is_some_and(holds) {
             hole = self.first();
@@ -90,7 +115,10 @@ impl Offsets {
             }
         }
         let range = &self.ranges[hole as usize];
-        assert!(range.state == State::Free && range.start <= to, "no hole to move into");
+        assert!(
+            range.state == State::Free && range.start <= to,
+            "no hole to move into"
+        );
         let cut = self.carve(hole, to, bytes);
         self.swap_places(at, cut);
         // `cut` is now where `at` was; freeing it as a used range joins it with its neighbours.
@@ -111,8 +139,10 @@ impl Offsets {
         };
         let (below_a, above_a) = (self.ranges[a as usize].below, self.ranges[a as usize].above);
         let (below_b, above_b) = (self.ranges[b as usize].below, self.ranges[b as usize].above);
-        (self.ranges[a as usize].below, self.ranges[a as usize].above) = (rename(below_b), rename(above_b));
-        (self.ranges[b as usize].below, self.ranges[b as usize].above) = (rename(below_a), rename(above_a));
+        (self.ranges[a as usize].below, self.ranges[a as usize].above) =
+            (rename(below_b), rename(above_b));
+        (self.ranges[b as usize].below, self.ranges[b as usize].above) =
+            (rename(below_a), rename(above_a));
         for i in [a, b] {
             let Range { below, above, .. } = self.ranges[i as usize];
             self.ranges[below as usize].above = i;

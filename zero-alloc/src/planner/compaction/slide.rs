@@ -4,7 +4,11 @@ use super::super::ranges::NONE;
 use super::{Compaction, CostModel, Part, RangeSnapshot, Relocation, Window, remove_cheapest};
 
 /// The window with the least cost of packing.
-pub(super) fn cheapest<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Option<Window<'a>> {
+pub(super) fn cheapest<'a>(
+    snapshot: &'a RangeSnapshot,
+    wanted: u64,
+    cost: &CostModel,
+) -> Option<Window<'a>> {
     let mut windows = windows(snapshot, wanted, cost);
     let mut best: Option<Window<'a>> = None;
     let mut limit_ns = f64::INFINITY;
@@ -19,8 +23,8 @@ pub(super) fn cheapest<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &Cost
     best
 }
 
-/// For each hole that may be the last of a window, the shortest window that ends with it. The costs are lower bounds:
-/// they do not count the cuts of moves that overlap themselves.
+/// For each hole that may be the last of a window, the shortest window that ends with it. The costs
+/// are lower bounds: they do not count the cuts of moves that overlap themselves.
 fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Vec<Window<'a>> {
     let mut windows = Vec::with_capacity(snapshot.holes().len());
     for row in snapshot.rows() {
@@ -45,7 +49,10 @@ fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Ve
                 }
                 first += 1;
             }
-            windows.push(Window { parts: &row[first..=last], cost_ns: cost.copies_ns(used, ranges) });
+            windows.push(Window {
+                parts: &row[first..=last],
+                cost_ns: cost.copies_ns(used, ranges),
+            });
         }
     }
     windows
@@ -54,14 +61,19 @@ fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Ve
 /// The used ranges of a window, and their offsets once it is packed.
 fn packed<'a>(window: &Window<'a>) -> impl Iterator<Item = (&'a Part, u64)> {
     let mut end = window.start();
-    window.parts.iter().filter(|part| !part.free).map(move |part| {
-        let to = part.place_from(end);
-        end = to + part.bytes;
-        (part, to)
-    })
+    window
+        .parts
+        .iter()
+        .filter(|part| !part.free)
+        .map(move |part| {
+            let to = part.place_from(end);
+            end = to + part.bytes;
+            (part, to)
+        })
 }
 
-/// The cost of packing a window; `None` if it is `limit_ns` or more, or if the hole would be too small.
+/// The cost of packing a window; `None` if it is `limit_ns` or more, or if the hole would be too
+/// small.
 fn pack_ns(window: &Window<'_>, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<f64> {
     let (mut end, mut cost_ns) = (window.start(), 0.0);
     for (part, to) in packed(window) {
@@ -82,9 +94,20 @@ pub(super) fn plan(window: &Window<'_>) -> Compaction {
     let mut moves = Vec::with_capacity(window.parts.len());
     for (part, to) in packed(window) {
         if to != part.start {
-            moves.push(Relocation { range: part.range, from: part.start, to, bytes: part.bytes, hole: NONE });
+            moves.push(Relocation {
+                range: part.range,
+                from: part.start,
+                to,
+                bytes: part.bytes,
+                hole: NONE,
+            });
         }
         start = to + part.bytes;
     }
-    Compaction { moves, start, bytes: window.end() - start, cost_ns: window.cost_ns }
+    Compaction {
+        moves,
+        start,
+        bytes: window.end() - start,
+        cost_ns: window.cost_ns,
+    }
 }

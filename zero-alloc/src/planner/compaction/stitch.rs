@@ -1,7 +1,8 @@
-//! Stitching: a large block made of whole free pages from several places, mapped at contiguous addresses.
+//! Stitching: a large block made of whole free pages from several places, mapped at contiguous
+//! addresses.
 //!
-//! Live bytes do not move. The pieces are allocated from the space like any other range and stay where they are;
-//! only their addresses are new. So this plan is arithmetic, too: a list of pages.
+//! Live bytes do not move. The pieces are allocated from the space like any other range and stay
+//! where they are; only their addresses are new. So this plan is arithmetic, too: a list of pages.
 
 use super::super::ranges::{NONE, State};
 use super::{CostModel, Offsets};
@@ -23,8 +24,14 @@ impl Stitch {
     }
 }
 
-/// Chooses pages for `bytes`, the longest runs first; `None` if there are not enough whole free pages.
-pub(in super::super) fn plan(space: &Offsets, bytes: u64, page: u64, cost: &CostModel) -> Option<Stitch> {
+/// Chooses pages for `bytes`, the longest runs first; `None` if there are not enough whole free
+/// pages.
+pub(in super::super) fn plan(
+    space: &Offsets,
+    bytes: u64,
+    page: u64,
+    cost: &CostModel,
+) -> Option<Stitch> {
     let wanted = bytes.checked_next_multiple_of(page)?;
     if wanted > space.free_bytes() {
         return None;
@@ -49,7 +56,10 @@ pub(in super::super) fn plan(space: &Offsets, bytes: u64, page: u64, cost: &Cost
         pieces.push((start, used));
         missing -= used;
         if missing == 0 {
-            return Some(Stitch { pieces, cost_ns: (wanted / page) as f64 * cost.map_page_ns });
+            return Some(Stitch {
+                pieces,
+                cost_ns: (wanted / page) as f64 * cost.map_page_ns,
+            });
         }
     }
     None

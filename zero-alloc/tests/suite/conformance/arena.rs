@@ -1,4 +1,5 @@
-//! Compaction and stitching: contents survive, fixed blocks keep their addresses, and failures change nothing.
+//! Compaction and stitching: contents survive, fixed blocks keep their addresses, and failures
+//! change nothing.
 
 use zero_alloc::device::{DType, Device, Memory, Stream};
 use zero_alloc::testing::{Call, Faulty};
@@ -10,7 +11,11 @@ use crate::Random;
 /// The page size of the device, or a replacement if it has no pages.
 fn page_bytes(device: &impl Device) -> usize {
     let without = if cfg!(miri) { 1 << 10 } else { 1 << 16 };
-    device.virtual_memory().map_or(without.max(device.granularity_bytes()), |memory| memory.page_bytes())
+    device
+        .virtual_memory()
+        .map_or(without.max(device.granularity_bytes()), |memory| {
+            memory.page_bytes()
+        })
 }
 
 /// Random blocks of a small pool are written and read through two streams while it compacts.
@@ -26,13 +31,25 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
         match random.below(8) {
             0..=3 => {
                 let bytes = 1 + random.below(budget as u64 / 12) as usize;
-                match pool.allocate_movable(bytes, DType::U8, Purpose::ALL[random.below(6) as usize], &compute) {
+                match pool.allocate_movable(
+                    bytes,
+                    DType::U8,
+                    Purpose::ALL[random.below(6) as usize],
+                    &compute,
+                ) {
                     Ok(block) => {
                         fill_movable(&pool, &compute, &block, value);
                         held.push((block, value));
                     }
-                    Err(AllocError::OutOfMemory { after_compaction_bytes, requested_bytes, .. }) => {
-                        assert!(after_compaction_bytes < requested_bytes, "it would have fitted");
+                    Err(AllocError::OutOfMemory {
+                        after_compaction_bytes,
+                        requested_bytes,
+                        ..
+                    }) => {
+                        assert!(
+                            after_compaction_bytes < requested_bytes,
+                            "it would have fitted"
+                        );
                     }
                     Err(error) => panic!("{error}"),
                 }
@@ -43,11 +60,14 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
             }
             6 if !held.is_empty() => {
                 let (block, value) = &held[random.below(held.len() as u64) as usize];
-                other.wait(&compute.record().expect("recorded")).expect("enqueued");
+                other
+                    .wait(&compute.record().expect("recorded"))
+                    .expect("enqueued");
                 check_movable(&pool, &other, block, *value);
             }
             _ => {
-                pool.compact(random.below(budget as u64) as usize, &compute).expect("the stream is there");
+                pool.compact(random.below(budget as u64) as usize, &compute)
+                    .expect("the stream is there");
             }
         }
         pool.check_invariants().expect("sound");
@@ -56,7 +76,10 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
         check_movable(&pool, &compute, block, *value);
     }
     let report = pool.report();
-    assert!(report.compactions > 0 && report.moved_bytes > 0, "nothing was tested: {report:?}");
+    assert!(
+        report.compactions > 0 && report.moved_bytes > 0,
+        "nothing was tested: {report:?}"
+    );
 }
 
 pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
@@ -69,7 +92,9 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
     let pool = Pool::new(device, 8 * page);
     let mut blocks: Vec<_> = (0..8u8)
         .map(|i| {
-            let block = pool.allocate(page, DType::U8, Purpose::Params, &stream).expect("room");
+            let block = pool
+                .allocate(page, DType::U8, Purpose::Params, &stream)
+                .expect("room");
             // SAFETY: the block lives, and one stream does all.
             fill(&pool, &stream, unsafe { block.slice() }, i);
             Some(block)
@@ -80,7 +105,9 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
     }
     let before: Vec<_> = blocks.iter().flatten().map(address).collect();
     for round in 0..3u8 {
-        let large = pool.allocate(4 * page, DType::U8, Purpose::Activations, &stream).expect("stitched");
+        let large = pool
+            .allocate(4 * page, DType::U8, Purpose::Activations, &stream)
+            .expect("stitched");
         // SAFETY: the block lives, and one stream does all.
         let slice = unsafe { large.slice() };
         fill(&pool, &stream, slice, 100 + round);
@@ -92,24 +119,34 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
         }
         check(&pool, &stream, slice, 100 + round);
     }
-    assert_eq!(before, blocks.iter().flatten().map(address).collect::<Vec<_>>());
+    assert_eq!(
+        before,
+        blocks.iter().flatten().map(address).collect::<Vec<_>>()
+    );
     let report = pool.report();
     // The second and third block reused the first view.
     assert_eq!((report.stitched_pages, report.moved_bytes), (4, 0));
     pool.check_invariants().expect("sound");
 }
 
-/// Each kind of call of the device fails once, at the 1st, 2nd, 3rd and 6th call. Live blocks keep their contents,
-/// and a retry succeeds.
+/// Each kind of call of the device fails once, at the 1st, 2nd, 3rd and 6th call. Live blocks keep
+/// their contents, and a retry succeeds.
 pub(crate) fn pool_survives_every_failing_call<B: Backend>(backend: &B) {
-    for call in [Call::Allocate, Call::Reserve, Call::Create, Call::Map, Call::Copy] {
+    for call in [
+        Call::Allocate,
+        Call::Reserve,
+        Call::Create,
+        Call::Map,
+        Call::Copy,
+    ] {
         for nth in [1, 2, 3, 6] {
             let device = Faulty::new(backend.device());
             let page = page_bytes(&device);
             let stream = device.create_stream("compute").expect("a stream");
             let mut held = Vec::new();
             device.fail(call, nth);
-            // If addresses cannot be reserved, the pool uses backings, which have gaps between them.
+            // If addresses cannot be reserved, the pool uses backings, which have gaps between
+            // them.
             let paged = device.virtual_memory().is_some() && (call, nth) != (Call::Reserve, 1);
             let pool = Pool::new(device.clone(), if paged { 8 * page } else { 16 * page });
             for i in 0..8u8 {

@@ -48,26 +48,49 @@ pub(crate) fn address(block: &Block<impl Device>) -> usize {
 
 /// Writes `value` to all of a block, in the order of `stream`.
 pub(crate) fn fill<D: Device>(pool: &Pool<D>, stream: &D::Stream, slice: AnySlice, value: u8) {
-    pool.device().upload(stream, &vec![value; slice.len_bytes()], slice, LIMIT).expect("uploaded");
+    pool.device()
+        .upload(stream, &vec![value; slice.len_bytes()], slice, LIMIT)
+        .expect("uploaded");
 }
 
 /// Reads all of a block, in the order of `stream`.
 pub(crate) fn check<D: Device>(pool: &Pool<D>, stream: &D::Stream, slice: AnySlice, value: u8) {
     let mut seen = vec![!value; slice.len_bytes()];
-    pool.device().download(stream, slice, &mut seen, LIMIT).expect("downloaded");
+    pool.device()
+        .download(stream, slice, &mut seen, LIMIT)
+        .expect("downloaded");
     let wrong = seen.iter().position(|byte| *byte != value);
-    assert_eq!(wrong, None, "of {} bytes that should be {value}", seen.len());
+    assert_eq!(
+        wrong,
+        None,
+        "of {} bytes that should be {value}",
+        seen.len()
+    );
 }
 
 /// As [`fill`], for a block that may move.
-pub(crate) fn fill_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block: &Movable<D>, value: u8) {
-    // SAFETY: the slice is used only within, on the stream given; the tests order streams by events.
-    unsafe { block.with(stream, |slice| fill(pool, stream, slice, value)) }.expect("the stream is there");
+pub(crate) fn fill_movable<D: Device>(
+    pool: &Pool<D>,
+    stream: &D::Stream,
+    block: &Movable<D>,
+    value: u8,
+) {
+    // SAFETY: the slice is used only within, on the stream given; the tests order streams by
+    // events.
+    unsafe { block.with(stream, |slice| fill(pool, stream, slice, value)) }
+        .expect("the stream is there");
 }
 
-pub(crate) fn check_movable<D: Device>(pool: &Pool<D>, stream: &D::Stream, block: &Movable<D>, value: u8) {
-    // SAFETY: the slice is used only within, on the stream given; the tests order streams by events.
-    unsafe { block.with(stream, |slice| check(pool, stream, slice, value)) }.expect("the stream is there");
+pub(crate) fn check_movable<D: Device>(
+    pool: &Pool<D>,
+    stream: &D::Stream,
+    block: &Movable<D>,
+    value: u8,
+) {
+    // SAFETY: the slice is used only within, on the stream given; the tests order streams by
+    // events.
+    unsafe { block.with(stream, |slice| check(pool, stream, slice, value)) }
+        .expect("the stream is there");
 }
 
 /// The host, with backings or with pages of 64 KiB.
@@ -82,7 +105,9 @@ impl Backend for Host {
     fn device(&self) -> HostDevice {
         let host = HostDevice::new();
         if self.paged {
-            host.with_pages(Arc::new(HostPages::new(1 << 16, 256 << 20).expect("memory files")))
+            host.with_pages(Arc::new(
+                HostPages::new(1 << 16, 256 << 20).expect("memory files"),
+            ))
         } else {
             host
         }
@@ -110,7 +135,8 @@ mod cuda {
     use super::Backend;
 
     /// One for all tests: each new context takes a third of a second on a GPU.
-    static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).expect("a CUDA device"));
+    static DEVICE: LazyLock<CudaDevice> =
+        LazyLock::new(|| CudaDevice::open(0).expect("a CUDA device"));
 
     /// The first GPU, with each kind of memory.
     pub(crate) enum Cuda {
@@ -127,7 +153,9 @@ mod cuda {
             match self {
                 Self::Pages => device,
                 Self::Backings => device.with_backings(),
-                Self::Shareable => device.with_shareable_backings().expect("the driver answers"),
+                Self::Shareable => device
+                    .with_shareable_backings()
+                    .expect("the driver answers"),
             }
         }
 

@@ -59,6 +59,14 @@ conformance!(host_pages, Host { paged: true }, [cfg(not(miri))]);
 #[cfg(feature = "cuda")]
 conformance!(cuda_pages, Cuda::Pages, [ignore = "needs a CUDA device"]);
 #[cfg(feature = "cuda")]
-conformance!(cuda_backings, Cuda::Backings, [ignore = "needs a CUDA device"]);
+conformance!(
+    cuda_backings,
+    Cuda::Backings,
+    [ignore = "needs a CUDA device"]
+);
 #[cfg(feature = "cuda")]
-conformance!(cuda_shareable, Cuda::Shareable, [ignore = "needs a CUDA device"]);
+conformance!(
+    cuda_shareable,
+    Cuda::Shareable,
+    [ignore = "needs a CUDA device"]
+);

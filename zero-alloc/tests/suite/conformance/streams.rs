@@ -41,7 +41,10 @@ pub(crate) fn stream_waits_for_an_event<B: Backend>(backend: &B) {
 }
 
 fn failure() -> DeviceError {
-    DeviceError::Driver { call: "cuda", message: "no".into() }
+    DeviceError::Driver {
+        call: "cuda",
+        message: "no".into(),
+    }
 }
 
 pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
@@ -61,7 +64,11 @@ pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
     b.wait(&event).expect("enqueued");
     c.wait(&b.record().expect("recorded")).expect("enqueued");
     open(&monitor);
-    let expected = DeviceError::Operation { stream: "a".into(), op: "fail".into(), cause: "cuda: no".into() };
+    let expected = DeviceError::Operation {
+        stream: "a".into(),
+        op: "fail".into(),
+        cause: "cuda: no".into(),
+    };
     assert_eq!(a.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(event.is_done(), Err(expected.clone()));
     assert_eq!(event.synchronize(LIMIT), Err(expected.clone()));
@@ -92,8 +99,15 @@ pub(crate) fn events_before_a_failure_succeed<B: Backend>(backend: &B) {
 pub(crate) fn panic_becomes_an_error<B: Backend>(backend: &B) {
     let stream = B::stream(&backend.device(), "compute");
     // Without the panic hook, whose words would read as a failure of this test.
-    B::enqueue(&stream, "explode", || std::panic::resume_unwind(Box::new("rank 3".to_owned()))).expect("enqueued");
-    let expected = DeviceError::Panicked { stream: "compute".into(), op: "explode".into(), message: "rank 3".into() };
+    B::enqueue(&stream, "explode", || {
+        std::panic::resume_unwind(Box::new("rank 3".to_owned()))
+    })
+    .expect("enqueued");
+    let expected = DeviceError::Panicked {
+        stream: "compute".into(),
+        op: "explode".into(),
+        message: "rank 3".into(),
+    };
     assert_eq!(stream.synchronize(LIMIT), Err(expected));
 }
 
@@ -101,7 +115,10 @@ pub(crate) fn wait_has_a_limit<B: Backend>(backend: &B) {
     let stream = B::stream(&backend.device(), "slow");
     let monitor = B::hold(&stream);
     let limit = Duration::from_millis(5);
-    let late = Err(DeviceError::TimedOut { what: "stream slow".into(), limit });
+    let late = Err(DeviceError::TimedOut {
+        what: "stream slow".into(),
+        limit,
+    });
     assert_eq!(stream.synchronize(limit), late);
     assert_eq!(stream.record().expect("recorded").synchronize(limit), late);
     open(&monitor);

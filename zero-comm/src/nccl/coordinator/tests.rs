@@ -12,7 +12,14 @@ const LIMIT: Duration = Duration::from_secs(3);
 
 fn broadcast(len: usize) -> Call {
     let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
-    Call { collective, op: None, dtype: DType::F32, segments, root: Some(0), control: false }
+    Call {
+        collective,
+        op: None,
+        dtype: DType::F32,
+        segments,
+        root: Some(0),
+        control: false,
+    }
 }
 
 /// A coordinator with simulated ranks on communicator 0, which answer its requests at once.
@@ -26,7 +33,11 @@ struct World {
 impl World {
     fn new(world_size: usize) -> Self {
         let logs = (0..world_size).map(|rank| Log::new(rank == 0)).collect();
-        Self { coordinator: Coordinator::new(world_size, 23_007), logs, silent: Vec::new() }
+        Self {
+            coordinator: Coordinator::new(world_size, 23_007),
+            logs,
+            silent: Vec::new(),
+        }
     }
 
     /// Makes a call, without a report.
@@ -36,7 +47,10 @@ impl World {
 
     fn report(&mut self, rank: usize) -> Vec<Outgoing> {
         let messages = self.logs[rank].report(0);
-        messages.into_iter().flat_map(|message| self.receive(rank, message)).collect()
+        messages
+            .into_iter()
+            .flat_map(|message| self.receive(rank, message))
+            .collect()
     }
 
     fn call(&mut self, rank: usize, call: Call) -> Vec<Outgoing> {
@@ -65,10 +79,21 @@ impl World {
         let mut rest = Vec::new();
         for outgoing in outgoing {
             match outgoing {
-                Outgoing::To(rank, Message::ShowCalls { context: 0, from, to }) => {
+                Outgoing::To(
+                    rank,
+                    Message::ShowCalls {
+                        context: 0,
+                        from,
+                        to,
+                    },
+                ) => {
                     if !self.silent.contains(&rank) {
                         let messages = self.logs[rank].calls.messages(0, from..to);
-                        rest.extend(messages.into_iter().flat_map(|message| self.receive(rank, message)));
+                        rest.extend(
+                            messages
+                                .into_iter()
+                                .flat_map(|message| self.receive(rank, message)),
+                        );
                     }
                 }
                 other => rest.push(other),
@@ -79,7 +104,12 @@ impl World {
 }
 
 fn late(sequence: u64) -> Message {
-    Message::Late { context: 0, sequence, call: broadcast(8), limit: LIMIT }
+    Message::Late {
+        context: 0,
+        sequence,
+        call: broadcast(8),
+        limit: LIMIT,
+    }
 }
 
 fn split(color: Option<u64>, key: u64) -> MeetingEntry {
@@ -87,7 +117,11 @@ fn split(color: Option<u64>, key: u64) -> MeetingEntry {
 }
 
 fn meet(number: u64, entry: MeetingEntry) -> Message {
-    Message::Meet { context: 0, number, entry }
+    Message::Meet {
+        context: 0,
+        number,
+        entry,
+    }
 }
 
 fn failed(error: CommError) -> Vec<Outgoing> {
@@ -99,10 +133,22 @@ fn differing_calls_name_both_ranks() {
     let other_call = Box::new(broadcast(8));
     let others = [
         broadcast(7),
-        Call { collective: Collective::AllReduce, ..broadcast(8) },
-        Call { dtype: DType::U8, ..broadcast(8) },
-        Call { segments: Segments::Even(8), ..broadcast(8) },
-        Call { root: Some(1), ..broadcast(8) },
+        Call {
+            collective: Collective::AllReduce,
+            ..broadcast(8)
+        },
+        Call {
+            dtype: DType::U8,
+            ..broadcast(8)
+        },
+        Call {
+            segments: Segments::Even(8),
+            ..broadcast(8)
+        },
+        Call {
+            root: Some(1),
+            ..broadcast(8)
+        },
     ];
     for call in others {
         for first_is_ahead in [true, false] {
@@ -115,7 +161,13 @@ fn differing_calls_name_both_ranks() {
             let order = if first_is_ahead { [0, 1] } else { [1, 0] };
             assert_eq!(world.report(order[0]), []);
             let (call, other_call) = (Box::new(call.clone()), other_call.clone());
-            let error = CommError::Mismatch { sequence: 1, rank: 1, call, other_rank: 0, other_call };
+            let error = CommError::Mismatch {
+                sequence: 1,
+                rank: 1,
+                call,
+                other_rank: 0,
+                other_call,
+            };
             assert_eq!(world.report(order[1]), failed(error));
         }
     }
@@ -124,8 +176,15 @@ fn differing_calls_name_both_ranks() {
 #[test]
 fn late_collective_names_the_late_rank() {
     let call = Box::new(broadcast(8));
-    let stalled =
-        |rank, done| failed(CommError::Stalled { sequence: 1, call: call.clone(), rank, limit: LIMIT, done });
+    let stalled = |rank, done| {
+        failed(CommError::Stalled {
+            sequence: 1,
+            call: call.clone(),
+            rank,
+            limit: LIMIT,
+            done,
+        })
+    };
     let with = |steps: &[(usize, &str)]| {
         let mut world = World::new(3);
         for rank in 0..3 {
@@ -133,7 +192,11 @@ fn late_collective_names_the_late_rank() {
             assert_eq!(world.advance(rank, 1, 1), []);
         }
         for &(rank, step) in steps {
-            let sent = if step == "call" { world.call(rank, broadcast(8)) } else { world.advance(rank, 2, 1) };
+            let sent = if step == "call" {
+                world.call(rank, broadcast(8))
+            } else {
+                world.advance(rank, 2, 1)
+            };
             assert_eq!(sent, []);
         }
         world.receive(0, late(1))
@@ -146,13 +209,21 @@ fn late_collective_names_the_late_rank() {
     assert_eq!(with(&steps), stalled(2, 1));
     // All have, so the rank that reports it is named.
     steps.push((2, "reach"));
-    let message = format!("collective 1, {call}: all ranks reached it, but it did not end within 3s");
+    let message =
+        format!("collective 1, {call}: all ranks reached it, but it did not end within 3s");
     assert_eq!(with(&steps), failed(CommError::Peer { rank: 0, message }));
 }
 
 #[test]
 fn lost_rank_is_named_with_its_collective() {
-    let left = |done| failed(CommError::Left { sequence: 0, call: Box::new(broadcast(8)), rank: 1, done });
+    let left = |done| {
+        failed(CommError::Left {
+            sequence: 0,
+            call: Box::new(broadcast(8)),
+            rank: 1,
+            done,
+        })
+    };
     for (ranks, done) in [(vec![0], 0), (vec![0, 1], 1), (vec![2], 0), (vec![2, 1], 1)] {
         let mut world = World::new(3);
         for rank in ranks {
@@ -169,9 +240,17 @@ fn lost_rank_is_named_with_its_collective() {
 
 #[test]
 fn rank_that_left_is_named() {
-    let left = Message::Left { context: 0, done: 1 };
+    let left = Message::Left {
+        context: 0,
+        done: 1,
+    };
     for caller in [0, 2] {
-        let error = failed(CommError::Left { sequence: 1, call: Box::new(broadcast(8)), rank: 1, done: 1 });
+        let error = failed(CommError::Left {
+            sequence: 1,
+            call: Box::new(broadcast(8)),
+            rank: 1,
+            done: 1,
+        });
         for left_first in [true, false] {
             let mut world = World::new(3);
             for rank in [caller, 1] {
@@ -189,9 +268,15 @@ fn rank_that_left_is_named() {
     let message = "left communicator 0 before its split 0".to_owned();
     let error = failed(CommError::Peer { rank: 1, message });
     let meet = meet(0, split(None, 0));
-    for more in [[(1, left.clone()), (0, meet.clone())], [(0, meet), (1, left)]] {
+    for more in [
+        [(1, left.clone()), (0, meet.clone())],
+        [(0, meet), (1, left)],
+    ] {
         let mut world = World::new(3);
-        let sent: Vec<_> = more.into_iter().map(|(rank, message)| world.receive(rank, message)).collect();
+        let sent: Vec<_> = more
+            .into_iter()
+            .map(|(rank, message)| world.receive(rank, message))
+            .collect();
         assert_eq!(sent, [vec![], error.clone()]);
     }
 }
@@ -200,18 +285,52 @@ fn rank_that_left_is_named() {
 fn splits_number_their_communicators_by_color() {
     let entries = [split(Some(7), 1), split(None, 0), split(Some(5), 0)];
     let mut world = World::new(3);
-    let sent = (0..3).map(|rank| world.receive(rank, meet(0, entries[rank]))).last();
-    let place = |context| Some(Place { context, rank: 0, size: 1 });
+    let sent = (0..3)
+        .map(|rank| world.receive(rank, meet(0, entries[rank])))
+        .last();
+    let place = |context| {
+        Some(Place {
+            context,
+            rank: 0,
+            size: 1,
+        })
+    };
     let met = |number, outcomes: [Outcome; 3]| {
-        let met = |(rank, outcome)| Outgoing::To(rank, Message::Met { context: 0, number, outcome });
-        Some(outcomes.into_iter().enumerate().map(met).collect::<Vec<_>>())
+        let met = |(rank, outcome)| {
+            Outgoing::To(
+                rank,
+                Message::Met {
+                    context: 0,
+                    number,
+                    outcome,
+                },
+            )
+        };
+        Some(
+            outcomes
+                .into_iter()
+                .enumerate()
+                .map(met)
+                .collect::<Vec<_>>(),
+        )
     };
     assert_eq!(sent, met(0, [place(2), None, place(1)].map(Outcome::Split)));
     let groups = &world.coordinator.groups;
-    assert_eq!((&groups[&1].ranks[..], &groups[&2].ranks[..]), (&[2][..], &[0][..]));
+    assert_eq!(
+        (&groups[&1].ranks[..], &groups[&2].ranks[..]),
+        (&[2][..], &[0][..])
+    );
     // Ordered by key.
-    let sent = (0..3).map(|rank| world.receive(rank, meet(1, split(Some(9), 2 - rank as u64)))).last();
-    let place = |rank| Outcome::Split(Some(Place { context: 3, rank, size: 3 }));
+    let sent = (0..3)
+        .map(|rank| world.receive(rank, meet(1, split(Some(9), 2 - rank as u64))))
+        .last();
+    let place = |rank| {
+        Outcome::Split(Some(Place {
+            context: 3,
+            rank,
+            size: 3,
+        }))
+    };
     assert_eq!(sent, met(1, [2, 1, 0].map(place)));
     assert_eq!(world.coordinator.groups[&3].ranks, [2, 1, 0]);
 }
@@ -221,14 +340,33 @@ fn registrations_name_the_first_rank_that_differs() {
     let cases = [
         ([Some(7), Some(7), Some(7)], Registered::Equal),
         ([Some(7), None, Some(9)], Registered::Failed { rank: 1 }),
-        ([Some(7), Some(7), Some(9)], Registered::Differs { rank: 2, bytes: 9, expected: 7 }),
+        (
+            [Some(7), Some(7), Some(9)],
+            Registered::Differs {
+                rank: 2,
+                bytes: 9,
+                expected: 7,
+            },
+        ),
     ];
     let mut world = World::new(3);
     for (number, (bytes, expected)) in (0..).zip(cases) {
         let entry = |rank: usize| meet(number, MeetingEntry::Registration(bytes[rank]));
-        let sent = (0..3).map(|rank| world.receive(rank, entry(rank))).last().unwrap();
+        let sent = (0..3)
+            .map(|rank| world.receive(rank, entry(rank)))
+            .last()
+            .unwrap();
         let outcome = Outcome::Registration(expected);
-        let met = |rank| Outgoing::To(rank, Message::Met { context: 0, number, outcome });
+        let met = |rank| {
+            Outgoing::To(
+                rank,
+                Message::Met {
+                    context: 0,
+                    number,
+                    outcome,
+                },
+            )
+        };
         assert_eq!(sent, (0..3).map(met).collect::<Vec<_>>());
     }
 }
@@ -238,10 +376,18 @@ fn differing_meetings_name_both_ranks() {
     let mut world = World::new(3);
     assert_eq!(world.receive(2, meet(0, split(None, 0))), []);
     let sent = world.receive(1, meet(0, MeetingEntry::Registration(Some(1))));
-    let [Outgoing::All(Message::Failed { error: CommError::Peer { rank: 1, message } })] = &sent[..] else {
+    let [
+        Outgoing::All(Message::Failed {
+            error: CommError::Peer { rank: 1, message },
+        }),
+    ] = &sent[..]
+    else {
         panic!("{sent:?}")
     };
-    assert!(message.starts_with("called registration 0 of communicator 0 where rank 2 called a split"), "{message}");
+    assert!(
+        message.starts_with("called registration 0 of communicator 0 where rank 2 called a split"),
+        "{message}"
+    );
 }
 
 /// A rank joins the next meeting only, once: others would each cost an entry per rank.
@@ -250,9 +396,17 @@ fn unexpected_meetings_name_the_rank() {
     let entry = split(None, 0);
     for numbers in [vec![1], vec![u64::MAX], vec![0, 0], vec![0, 1]] {
         let mut world = World::new(3);
-        let sent: Vec<_> = numbers.iter().map(|&number| world.receive(1, meet(number, entry))).collect();
-        let Some([Outgoing::All(Message::Failed { error: CommError::Peer { rank: 1, message } })]) =
-            sent.last().map(Vec::as_slice)
+        let sent: Vec<_> = numbers
+            .iter()
+            .map(|&number| world.receive(1, meet(number, entry)))
+            .collect();
+        let Some(
+            [
+                Outgoing::All(Message::Failed {
+                    error: CommError::Peer { rank: 1, message },
+                }),
+            ],
+        ) = sent.last().map(Vec::as_slice)
         else {
             panic!("{sent:?}")
         };
@@ -266,15 +420,28 @@ fn unexpected_meetings_name_the_rank() {
         assert_eq!(world.receive(1, meet(number, entry)).len(), 2);
     }
     assert_eq!(world.receive(0, meet(0, entry)).len(), 1);
-    assert!(matches!(world.coordinator.failure, Some(CommError::Peer { rank: 0, .. })));
+    assert!(matches!(
+        world.coordinator.failure,
+        Some(CommError::Peer { rank: 0, .. })
+    ));
 }
 
 #[test]
 fn long_reason_is_cut() {
     let mut world = World::new(2);
     let reason = "r".repeat(1 << 19);
-    let sent = world.receive(1, Message::Failed { error: CommError::Aborted { rank: 1, reason } });
-    let [Outgoing::All(Message::Failed { error: CommError::Aborted { rank: 1, reason } })] = &sent[..] else {
+    let sent = world.receive(
+        1,
+        Message::Failed {
+            error: CommError::Aborted { rank: 1, reason },
+        },
+    );
+    let [
+        Outgoing::All(Message::Failed {
+            error: CommError::Aborted { rank: 1, reason },
+        }),
+    ] = &sent[..]
+    else {
         panic!("{sent:?}")
     };
     assert_eq!(reason.len(), 4 << 10);
@@ -282,12 +449,20 @@ fn long_reason_is_cut() {
 
 #[test]
 fn late_meeting_names_the_absent_rank() {
-    let late = Message::LateMeeting { context: 0, number: 0, limit: LIMIT };
+    let late = Message::LateMeeting {
+        context: 0,
+        number: 0,
+        limit: LIMIT,
+    };
     let entry = meet(0, MeetingEntry::Registration(None));
     let mut world = World::new(3);
-    let sent = [(0, entry.clone()), (2, entry), (2, late)].map(|(rank, message)| world.receive(rank, message));
+    let sent = [(0, entry.clone()), (2, entry), (2, late)]
+        .map(|(rank, message)| world.receive(rank, message));
     let message = "did not join registration 0 of communicator 0 within 3s".to_owned();
-    assert_eq!(sent, [vec![], vec![], failed(CommError::Peer { rank: 1, message })]);
+    assert_eq!(
+        sent,
+        [vec![], vec![], failed(CommError::Peer { rank: 1, message })]
+    );
 }
 
 #[test]
@@ -314,15 +489,26 @@ fn rank_ahead_of_the_first_is_compared_later() {
 fn difference_before_the_latest_call_is_found() {
     let mut world = World::new(2);
     for (rank, lens) in [(0, vec![1, 2]), (1, vec![1, 7, 2, 3])] {
-        lens.into_iter().for_each(|len| world.make(rank, broadcast(len)));
+        lens.into_iter()
+            .for_each(|len| world.make(rank, broadcast(len)));
         assert_eq!(world.report(rank), []);
     }
-    let agreed = [Outgoing::All(Message::Agreed { context: 0, count: 0, first: 2 })];
+    let agreed = [Outgoing::All(Message::Agreed {
+        context: 0,
+        count: 0,
+        first: 2,
+    })];
     assert_eq!(world.tick(), agreed);
     assert_eq!(world.logs[0].agreed(0, 0, 2), None);
     let hash = world.logs[1].agreed(0, 0, 2).unwrap();
     let (call, other_call) = (Box::new(broadcast(7)), Box::new(broadcast(2)));
-    let mismatch = CommError::Mismatch { sequence: 1, rank: 1, call, other_rank: 0, other_call };
+    let mismatch = CommError::Mismatch {
+        sequence: 1,
+        rank: 1,
+        call,
+        other_rank: 0,
+        other_call,
+    };
     assert_eq!(world.receive(1, hash), failed(mismatch));
     // A rank that still calls reports later.
     let mut log = Log::new(false);
@@ -341,8 +527,17 @@ fn difference_is_reported_although_the_rank_ends() {
     };
     // Neither a later failure nor leaving replaces the mismatch, whose call the rank still reports.
     let mut world = differing();
-    let failure = CommError::Aborted { rank: 2, reason: "hung".to_owned() };
-    for message in [Message::Left { context: 0, done: 1 }, Message::Goodbye] {
+    let failure = CommError::Aborted {
+        rank: 2,
+        reason: "hung".to_owned(),
+    };
+    for message in [
+        Message::Left {
+            context: 0,
+            done: 1,
+        },
+        Message::Goodbye,
+    ] {
         assert_eq!(world.receive(1, message), []);
     }
     assert_eq!(world.receive(2, Message::Failed { error: failure }), []);
@@ -350,7 +545,13 @@ fn difference_is_reported_although_the_rank_ends() {
     assert_eq!(world.deliver(outgoing), []);
     let calls = world.logs[1].calls.messages(0, 0..1).remove(0);
     let (call, other_call) = (Box::new(broadcast(7)), Box::new(broadcast(8)));
-    let mismatch = CommError::Mismatch { sequence: 0, rank: 1, call, other_rank: 0, other_call };
+    let mismatch = CommError::Mismatch {
+        sequence: 0,
+        rank: 1,
+        call,
+        other_rank: 0,
+        other_call,
+    };
     assert_eq!(world.receive(1, calls), failed(mismatch));
     // If the rank is lost or silent, the error names what is known.
     let unknown = |reason: &str| {
@@ -376,12 +577,22 @@ fn wrong_hash_is_no_mismatch() {
         world.make(rank, broadcast(1));
     }
     assert_eq!(world.report(0), []);
-    let wrong = Message::Progress { context: 0, called: 1, hash: 7, reached: 0, ended: 0 };
+    let wrong = Message::Progress {
+        context: 0,
+        called: 1,
+        hash: 7,
+        reached: 0,
+        ended: 0,
+    };
     let message = "sent a hash of its calls of communicator 0 that does not match them".to_owned();
-    assert_eq!(world.receive(1, wrong), failed(CommError::Peer { rank: 1, message }));
+    assert_eq!(
+        world.receive(1, wrong),
+        failed(CommError::Peer { rank: 1, message })
+    );
 }
 
-/// Calls wait for every rank's report; too many end the world, and the rank without which they were dropped is named.
+/// Calls wait for every rank's report; too many end the world, and the rank without which they were
+/// dropped is named.
 #[test]
 fn calls_in_memory_are_bounded() {
     for silent in [0, 2] {
@@ -391,7 +602,11 @@ fn calls_in_memory_are_bounded() {
             for rank in (0..3).filter(|&rank| rank != silent || rank == 0) {
                 world.make(rank, broadcast(1));
                 // Rank 0 reports its calls in the first case, but not that they end.
-                let ended = if rank == silent { 0 } else { world.logs[rank].calls.count() };
+                let ended = if rank == silent {
+                    0
+                } else {
+                    world.logs[rank].calls.count()
+                };
                 outgoing.extend(world.advance(rank, ended, ended));
             }
             if !outgoing.is_empty() {
@@ -400,20 +615,33 @@ fn calls_in_memory_are_bounded() {
             world.tick();
             assert!(world.coordinator.groups[&0].calls.kept_bytes() <= 2 * MAX_CALL_BYTES);
         }
-        let Some(Outgoing::All(Message::Failed { error: CommError::Peer { rank, message } })) = outgoing.first()
+        let Some(Outgoing::All(Message::Failed {
+            error: CommError::Peer { rank, message },
+        })) = outgoing.first()
         else {
             panic!("{outgoing:?}")
         };
-        assert!(*rank == silent && message.contains("is at collective 0 of communicator 0"), "{rank} {message}");
+        assert!(
+            *rank == silent && message.contains("is at collective 0 of communicator 0"),
+            "{rank} {message}"
+        );
     }
 }
 
 #[test]
 fn counts_of_another_number_of_ranks_name_the_rank() {
     let mut world = World::new(3);
-    let call = Call { segments: Segments::Uneven([1, 2].into()), ..broadcast(1) };
+    let call = Call {
+        segments: Segments::Uneven([1, 2].into()),
+        ..broadcast(1)
+    };
     let outgoing = world.call(0, call);
-    let [Outgoing::All(Message::Failed { error: CommError::Peer { rank: 0, message } })] = &outgoing[..] else {
+    let [
+        Outgoing::All(Message::Failed {
+            error: CommError::Peer { rank: 0, message },
+        }),
+    ] = &outgoing[..]
+    else {
         panic!("{outgoing:?}")
     };
     assert!(message.contains("of 3 ranks"), "{message}");
@@ -428,7 +656,11 @@ fn agreements_are_rare_in_a_large_world() {
             assert_eq!(world.call(rank, broadcast(8)), []);
         }
         let (due, count) = (tick.is_multiple_of(KEEPALIVE_TICKS), u64::from(tick));
-        let agreed = due.then_some(Outgoing::All(Message::Agreed { context: 0, count, first: count }));
+        let agreed = due.then_some(Outgoing::All(Message::Agreed {
+            context: 0,
+            count,
+            first: count,
+        }));
         assert_eq!(world.tick(), Vec::from_iter(agreed));
     }
     for rank in 0..600 {
@@ -439,10 +671,18 @@ fn agreements_are_rare_in_a_large_world() {
     }
     assert_eq!(world.tick(), []);
     let count = u64::from(2 * KEEPALIVE_TICKS);
-    assert_eq!(world.tick(), [Outgoing::All(Message::Agreed { context: 0, count, first: count + 1 })]);
+    assert_eq!(
+        world.tick(),
+        [Outgoing::All(Message::Agreed {
+            context: 0,
+            count,
+            first: count + 1
+        })]
+    );
 }
 
-/// Calls are kept until all ranks agree on them and they have ended on all ranks: an error may name them.
+/// Calls are kept until all ranks agree on them and they have ended on all ranks: an error may name
+/// them.
 #[test]
 fn call_that_is_agreed_but_not_ended_is_named() {
     let mut world = World::new(2);
@@ -452,18 +692,47 @@ fn call_that_is_agreed_but_not_ended_is_named() {
         }
         assert_eq!(world.advance(rank, 2, 1 + rank as u64), []);
     }
-    assert_eq!(world.tick(), [Outgoing::All(Message::Agreed { context: 0, count: 3, first: 3 })]);
+    assert_eq!(
+        world.tick(),
+        [Outgoing::All(Message::Agreed {
+            context: 0,
+            count: 3,
+            first: 3
+        })]
+    );
     assert_eq!(world.coordinator.groups[&0].calls.kept(), 2);
     let outgoing = world.coordinator.lost(1, "gone".to_owned());
     let call = Box::new(broadcast(8));
-    assert_eq!(world.deliver(outgoing), failed(CommError::Left { sequence: 2, call, rank: 1, done: 3 }));
+    assert_eq!(
+        world.deliver(outgoing),
+        failed(CommError::Left {
+            sequence: 2,
+            call,
+            rank: 1,
+            done: 3
+        })
+    );
 }
 
 #[test]
 fn first_rank_that_left_is_named() {
     let mut world = World::new(3);
-    assert_eq!(world.receive(0, Message::Left { context: 0, done: 0 }), []);
-    let error = failed(CommError::Left { sequence: 0, call: Box::new(broadcast(8)), rank: 0, done: 0 });
+    assert_eq!(
+        world.receive(
+            0,
+            Message::Left {
+                context: 0,
+                done: 0
+            }
+        ),
+        []
+    );
+    let error = failed(CommError::Left {
+        sequence: 0,
+        call: Box::new(broadcast(8)),
+        rank: 0,
+        done: 0,
+    });
     assert_eq!(world.call(2, broadcast(8)), error);
 }
 
@@ -474,7 +743,16 @@ fn lost_rank_that_had_left_is_named() {
     for rank in [0, 1] {
         assert_eq!(world.call(rank, broadcast(8)), []);
     }
-    assert_eq!(world.receive(1, Message::Left { context: 0, done: 1 }), []);
+    assert_eq!(
+        world.receive(
+            1,
+            Message::Left {
+                context: 0,
+                done: 1
+            }
+        ),
+        []
+    );
     assert_eq!(world.advance(0, 1, 1), []);
     world.tick();
     let message = "gone".to_owned();
@@ -484,7 +762,10 @@ fn lost_rank_that_had_left_is_named() {
 
 #[test]
 fn goodbye_waits_for_comparisons() {
-    let (to, all) = (|rank| vec![Outgoing::To(rank, Message::Goodbye)], vec![Outgoing::All(Message::Goodbye)]);
+    let (to, all) = (
+        |rank| vec![Outgoing::To(rank, Message::Goodbye)],
+        vec![Outgoing::All(Message::Goodbye)],
+    );
     let mut world = World::new(3);
     assert_eq!(world.call(0, broadcast(8)), []);
     assert_eq!(world.call(1, broadcast(8)), []);
@@ -494,7 +775,8 @@ fn goodbye_waits_for_comparisons() {
         assert_eq!(world.receive(rank, Message::Goodbye), expected);
     }
     assert!(world.coordinator.is_over());
-    // Rank 1 is ahead of the first rank: it is answered after two ticks. The world ends with rank 0.
+    // Rank 1 is ahead of the first rank: it is answered after two ticks. The world ends with rank
+    // 0.
     for (rank, expected) in [(1, to(1)), (0, all)] {
         let mut world = World::new(3);
         assert_eq!(world.call(rank, broadcast(8)), []);
@@ -504,19 +786,29 @@ fn goodbye_waits_for_comparisons() {
     }
 }
 
-/// A rank's part of the traffic of a training step on communicator 0, of `calls` calls in a second: messages and bytes
-/// to the coordinator and back.
+/// A rank's part of the traffic of a training step on communicator 0, of `calls` calls in a second:
+/// messages and bytes to the coordinator and back.
 #[test]
 fn traffic_of_a_step_is_small() {
     let bytes = |messages: &[Message]| {
-        messages.iter().map(|message| super::super::wire::encode(message).unwrap().len()).sum::<usize>()
+        messages
+            .iter()
+            .map(|message| super::super::wire::encode(message).unwrap().len())
+            .sum::<usize>()
     };
     let mut log = [Log::new(true), Log::new(false)];
     for _ in 0..10 {
         for i in 0..3_000 {
             let segments = Segments::Even(1_000_000 + i);
             let (collective, op) = (Collective::ReduceScatter, Some(crate::ReduceOp::Sum));
-            let call = Call { collective, op, dtype: DType::Bf16, segments, root: None, control: false };
+            let call = Call {
+                collective,
+                op,
+                dtype: DType::Bf16,
+                segments,
+                root: None,
+                control: false,
+            };
             log.iter_mut().for_each(|log| log.calls.push(call.clone()));
         }
         let [first, other] = log.each_mut().map(|log| {
@@ -524,8 +816,13 @@ fn traffic_of_a_step_is_small() {
             log.report(0)
         });
         let count = log[0].calls.count();
-        let agreed = [Message::Agreed { context: 0, count, first: count }];
-        let figures = [(&first[..]), &other, &agreed].map(|messages| (messages.len(), bytes(messages)));
+        let agreed = [Message::Agreed {
+            context: 0,
+            count,
+            first: count,
+        }];
+        let figures =
+            [(&first[..]), &other, &agreed].map(|messages| (messages.len(), bytes(messages)));
         println!("first rank, other rank, agreed: {figures:?}");
         assert_eq!(figures[1].0, 1);
         assert!(
@@ -541,16 +838,26 @@ fn frames_of_calls_are_small() {
     let mut calls = Calls::default();
     for i in 0..100 {
         let segments = Segments::Uneven((0..4_096).map(|q| (1 << 40) + q + i).collect());
-        calls.push(Call { segments, ..broadcast(0) });
+        calls.push(Call {
+            segments,
+            ..broadcast(0)
+        });
         calls.push(broadcast(i));
     }
     let messages = calls.messages(0, 10..200);
     let mut next = 10;
     for message in &messages {
         assert!(super::super::wire::encode(message).unwrap().len() < 1 << 20);
-        let Message::Calls { from, calls: sent, .. } = message else { panic!("{message:?}") };
+        let Message::Calls {
+            from, calls: sent, ..
+        } = message
+        else {
+            panic!("{message:?}")
+        };
         assert_eq!(*from, next);
-        sent.iter().zip(next..).for_each(|(call, sequence)| assert_eq!(Some(call), calls.get(sequence)));
+        sent.iter()
+            .zip(next..)
+            .for_each(|(call, sequence)| assert_eq!(Some(call), calls.get(sequence)));
         next += sent.len() as u64;
     }
     assert_eq!(next, 200);

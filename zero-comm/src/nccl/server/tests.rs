@@ -13,7 +13,14 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn server(world_size: usize) -> (Server, std::net::SocketAddr) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let (address, key) = (listener.local_addr().unwrap(), Key::new(None));
-    let options = Options { world_size, library: 1, key, id: vec![7], join_limit: LIMIT, limit: LIMIT };
+    let options = Options {
+        world_size,
+        library: 1,
+        key,
+        id: vec![7],
+        join_limit: LIMIT,
+        limit: LIMIT,
+    };
     (Server::new(listener, options).unwrap(), address)
 }
 
@@ -22,21 +29,33 @@ fn turns(server: &mut Server, mut is_done: impl FnMut(&mut Server) -> bool) {
     let (mut events, begun) = (Events::with_capacity(8), Instant::now());
     while !is_done(server) {
         assert!(begun.elapsed() < LIMIT);
-        server.next_tick = server.next_tick.min(Instant::now() + Duration::from_millis(10));
+        server.next_tick = server
+            .next_tick
+            .min(Instant::now() + Duration::from_millis(10));
         server.turn(&mut events).unwrap();
     }
 }
 
 /// Joins the server as `rank`.
 fn join(server: &mut Server, address: std::net::SocketAddr, rank: usize) -> TcpStream {
-    let (mut stream, key) = (TcpStream::connect(address).unwrap(), server.options.key.clone());
+    let (mut stream, key) = (
+        TcpStream::connect(address).unwrap(),
+        server.options.key.clone(),
+    );
     let hello = key.hello(&Hello::new(rank, server.peers.len(), 1)).unwrap();
     stream.write_all(&frame(&hello).unwrap()).unwrap();
-    turns(server, |server| server.strangers.values().any(|stranger| stranger.claims.is_some()));
+    turns(server, |server| {
+        server
+            .strangers
+            .values()
+            .any(|stranger| stranger.claims.is_some())
+    });
     let mut input = Input::default();
     assert!(input.read_from(&mut stream, MAX_HELLO_BYTES).unwrap());
     let challenge = input.next_frame(MAX_HELLO_BYTES).unwrap().unwrap();
-    stream.write_all(&frame(&key.answer(&hello, challenge).unwrap()).unwrap()).unwrap();
+    stream
+        .write_all(&frame(&key.answer(&hello, challenge).unwrap()).unwrap())
+        .unwrap();
     turns(server, |server| server.peers[rank].is_some());
     stream
 }
@@ -45,19 +64,32 @@ fn join(server: &mut Server, address: std::net::SocketAddr, rank: usize) -> TcpS
 fn slow_reader_is_lost() {
     let (mut server, address) = server(2);
     let (reader, _slow) = (join(&mut server, address, 0), join(&mut server, address, 1));
-    let frame = encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES / 2], report_every: LIMIT }).unwrap();
+    let frame = encode(&Message::Welcome {
+        id: vec![0; MAX_FRAME_BYTES / 2],
+        report_every: LIMIT,
+    })
+    .unwrap();
     while server.lost.is_empty() {
         server.write(1, &frame);
         assert!(server.peers[1].as_ref().unwrap().output.len() <= MAX_OUTPUT_BYTES);
     }
-    assert!(server.lost[0].1.contains("bytes unread"), "{:?}", server.lost);
+    assert!(
+        server.lost[0].1.contains("bytes unread"),
+        "{:?}",
+        server.lost
+    );
     turns(&mut server, |server| server.lost.is_empty());
     assert!(server.peers[1].is_none() && !server.coordinator.is_over());
     // The other rank receives the failure.
     let mut incoming = Incoming::new(reader);
     let failed = std::iter::repeat_with(|| incoming.next(LIMIT).unwrap().unwrap())
         .find(|message| matches!(message, Message::Failed { .. }));
-    let Some(Message::Failed { error: CommError::Peer { rank: 1, .. } }) = failed else { panic!("{failed:?}") };
+    let Some(Message::Failed {
+        error: CommError::Peer { rank: 1, .. },
+    }) = failed
+    else {
+        panic!("{failed:?}")
+    };
 }
 
 /// A rank that was stopped for too long does not blame another when it runs again.
@@ -71,14 +103,23 @@ fn lost_rank_is_told_why() {
     let mut incoming = Incoming::new(stopped);
     let failed = std::iter::repeat_with(|| incoming.next(LIMIT).unwrap().unwrap())
         .find(|message| matches!(message, Message::Failed { .. }));
-    let Some(Message::Failed { error: CommError::Peer { rank: 1, .. } }) = failed else { panic!("{failed:?}") };
+    let Some(Message::Failed {
+        error: CommError::Peer { rank: 1, .. },
+    }) = failed
+    else {
+        panic!("{failed:?}")
+    };
 }
 
 #[test]
 fn reader_that_stops_is_lost_in_time() {
     let (mut server, address) = server(2);
     let (_reader, slow) = (join(&mut server, address, 0), join(&mut server, address, 1));
-    let frame = encode(&Message::Welcome { id: vec![0; MAX_FRAME_BYTES / 2], report_every: LIMIT }).unwrap();
+    let frame = encode(&Message::Welcome {
+        id: vec![0; MAX_FRAME_BYTES / 2],
+        report_every: LIMIT,
+    })
+    .unwrap();
     while server.peers[1].as_ref().unwrap().stalled.is_none() {
         server.write(1, &frame);
     }
@@ -102,7 +143,9 @@ fn reader_that_stops_is_lost_in_time() {
 fn silent_strangers_make_room() {
     let (mut server, address) = server(1);
     server.places = 3;
-    let silent: Vec<_> = (0..9).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let silent: Vec<_> = (0..9)
+        .map(|_| TcpStream::connect(address).unwrap())
+        .collect();
     turns(&mut server, |server| server.rejected == 6);
     // Nobody else needs a place.
     let mut more = 20;
@@ -110,7 +153,10 @@ fn silent_strangers_make_room() {
         more -= 1;
         more == 0
     });
-    assert_eq!(server.strangers.keys().copied().collect::<Vec<_>>(), [8, 9, 10]);
+    assert_eq!(
+        server.strangers.keys().copied().collect::<Vec<_>>(),
+        [8, 9, 10]
+    );
     drop(join(&mut server, address, 0));
     // All have joined: there are neither places nor strangers.
     assert!(server.strangers.is_empty() && server.listener.is_none());
@@ -129,7 +175,14 @@ fn replayed_hellos_make_room() {
         stream
     };
     let replayed = [replay(), replay()];
-    turns(&mut server, |server| server.strangers.values().filter(|s| s.claims.is_some()).count() == 2);
+    turns(&mut server, |server| {
+        server
+            .strangers
+            .values()
+            .filter(|s| s.claims.is_some())
+            .count()
+            == 2
+    });
     let late = replay();
     turns(&mut server, |server| server.rejected > 0);
     // The oldest of two made room for the late one.
@@ -142,9 +195,11 @@ fn replayed_hellos_make_room() {
 /// ENFILE concerns the whole machine, so a test cannot cause it.
 #[test]
 fn start_without_descriptors_says_what_to_raise() {
-    for (errno, text) in
-        [(Errno::MFILE, "`ulimit -n "), (Errno::NFILE, "sysctl fs.file-max"), (Errno::ADDRINUSE, "in use")]
-    {
+    for (errno, text) in [
+        (Errno::MFILE, "`ulimit -n "),
+        (Errno::NFILE, "sysctl fs.file-max"),
+        (Errno::ADDRINUSE, "in use"),
+    ] {
         let error = failed(&errno.into(), 4).to_string();
         assert!(error.contains(text), "{error}");
     }

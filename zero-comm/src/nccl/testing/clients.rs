@@ -1,4 +1,5 @@
-//! Thousands of ranks on one thread, which speak the protocol but run nothing: a load for the coordinator.
+//! Thousands of ranks on one thread, which speak the protocol but run nothing: a load for the
+//! coordinator.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -21,7 +22,8 @@ use crate::split_request::SplitRequest;
 /// The communicator of all ranks.
 const WORLD: Context = 0;
 
-/// Starts the coordinator of `world_size` ranks of this machine in this process; it ends with the world.
+/// Starts the coordinator of `world_size` ranks of this machine in this process; it ends with the
+/// world.
 ///
 /// # Errors
 /// The coordinator cannot start.
@@ -31,7 +33,18 @@ pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> 
     // As in a rendezvous.
     let _ = rustix::net::listen(&listener, BACKLOG);
     let (id, key) = (ID.to_vec(), Key::new(None));
-    server::start(listener, None, Options { world_size, library: LIBRARY, key, id, join_limit: LONG, limit: LONG })?;
+    server::start(
+        listener,
+        None,
+        Options {
+            world_size,
+            library: LIBRARY,
+            key,
+            id,
+            join_limit: LONG,
+            limit: LONG,
+        },
+    )?;
     Ok(())
 }
 
@@ -121,7 +134,13 @@ impl Clients {
     /// A connection failed.
     pub fn connect(world_size: usize, port: u16) -> io::Result<Self> {
         let (key, poll, events) = (Key::new(None), Poll::new()?, Events::with_capacity(1024));
-        let mut all = Self { key, poll, events, clients: Vec::new(), traffic: Traffic::default() };
+        let mut all = Self {
+            key,
+            poll,
+            events,
+            clients: Vec::new(),
+            traffic: Traffic::default(),
+        };
         for rank in 0..world_size {
             let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
             let stream = std::net::TcpStream::connect(address)?;
@@ -129,11 +148,23 @@ impl Clients {
             stream.set_nodelay(true)?;
             let mut stream = TcpStream::from_std(stream);
             let both = Interest::READABLE | Interest::WRITABLE;
-            all.poll.registry().register(&mut stream, Token(rank), both)?;
+            all.poll
+                .registry()
+                .register(&mut stream, Token(rank), both)?;
             let ranks = ranks(rank, world_size, port);
-            let hello = all.key.hello(&Hello::new(ranks.rank, ranks.world_size, LIBRARY))?;
+            let hello = all
+                .key
+                .hello(&Hello::new(ranks.rank, ranks.world_size, LIBRARY))?;
             let (first, input, output) = (frame(&hello)?, Input::default(), Output::default());
-            let mut client = Client { stream, input, output, hello, challenged: false, reported: 0, splits: 0 };
+            let mut client = Client {
+                stream,
+                input,
+                output,
+                hello,
+                challenged: false,
+                reported: 0,
+                splits: 0,
+            };
             client.send(&first, &mut all.traffic)?;
             all.clients.push(client);
         }
@@ -145,8 +176,8 @@ impl Clients {
         self.traffic
     }
 
-    /// Waits for messages for at most `wait`; returns them, with the ranks that received them. `script` answers the
-    /// coordinator's requests for calls.
+    /// Waits for messages for at most `wait`; returns them, with the ranks that received them.
+    /// `script` answers the coordinator's requests for calls.
     ///
     /// # Errors
     /// A client cannot decode a message, or cannot answer.
@@ -165,7 +196,9 @@ impl Clients {
             let mut more = true;
             while more {
                 let flushed = client.output.write_to(&mut client.stream);
-                more = match flushed.and_then(|_| client.input.read_from(&mut client.stream, MAX_FRAME_BYTES)) {
+                more = match flushed
+                    .and_then(|_| client.input.read_from(&mut client.stream, MAX_FRAME_BYTES))
+                {
                     Ok(more) => more,
                     Err(error) => {
                         ended.push((rank, Event::Ended(error.to_string())));
@@ -177,16 +210,23 @@ impl Clients {
                     traffic.received_bytes += 4 + bytes.len() as u64;
                     if !std::mem::replace(&mut client.challenged, true) {
                         let proof = self.key.answer(&client.hello, bytes);
-                        let proof = proof.ok_or_else(|| io::Error::other("the challenge has a wrong MAC"))?;
+                        let proof = proof
+                            .ok_or_else(|| io::Error::other("the challenge has a wrong MAC"))?;
                         client.send(&frame(&proof)?, traffic)?;
                         continue;
                     }
                     received.extend(match decode(bytes)? {
-                        Message::Welcome { report_every, .. } => Some((rank, Event::Joined(report_every))),
-                        Message::Agreed { count, .. } => Some((rank, Event::Agreed(count))),
-                        Message::Met { outcome: Outcome::Split(place), .. } => {
-                            Some((rank, Event::Split(place.map(|place| (place.rank, place.size)))))
+                        Message::Welcome { report_every, .. } => {
+                            Some((rank, Event::Joined(report_every)))
                         }
+                        Message::Agreed { count, .. } => Some((rank, Event::Agreed(count))),
+                        Message::Met {
+                            outcome: Outcome::Split(place),
+                            ..
+                        } => Some((
+                            rank,
+                            Event::Split(place.map(|place| (place.rank, place.size))),
+                        )),
                         Message::Failed { error } => Some((rank, Event::Failed(error))),
                         Message::Refused { error } => Some((rank, Event::Failed(error.into()))),
                         Message::ShowCalls { context, from, to } => {
@@ -205,8 +245,8 @@ impl Clients {
         Ok(received)
     }
 
-    /// Reports the calls of `script` as those of `rank`, all of which have ended; rank 0, the first, also sends the
-    /// calls. A rank without new calls sends a keepalive.
+    /// Reports the calls of `script` as those of `rank`, all of which have ended; rank 0, the
+    /// first, also sends the calls. A rank without new calls sends a keepalive.
     ///
     /// # Errors
     /// The connection ended.
@@ -222,7 +262,13 @@ impl Clients {
                 client.send(&encode(&calls)?, traffic)?;
             }
         }
-        let progress = Message::Progress { context: WORLD, called, hash, reached: called, ended: called };
+        let progress = Message::Progress {
+            context: WORLD,
+            called,
+            hash,
+            reached: called,
+            ended: called,
+        };
         client.send(&encode(&progress)?, traffic)
     }
 
@@ -234,8 +280,15 @@ impl Clients {
         let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
         let number = client.splits;
         client.splits += 1;
-        let request = SplitRequest { color: Some(rank as u64 % 2), key: u64::MAX - rank as u64 };
-        let meet = Message::Meet { context: WORLD, number, entry: MeetingEntry::Split(request) };
+        let request = SplitRequest {
+            color: Some(rank as u64 % 2),
+            key: u64::MAX - rank as u64,
+        };
+        let meet = Message::Meet {
+            context: WORLD,
+            number,
+            entry: MeetingEntry::Split(request),
+        };
         client.send(&encode(&meet)?, traffic)
     }
 }

@@ -1,5 +1,6 @@
-//! The fuzz targets: untrusted bytes as frames, as a handshake, as messages to the coordinator. Each function must
-//! return for any bytes; it panics if a property is violated. The fuzzer and `tests/suite/corpus.rs` call them.
+//! The fuzz targets: untrusted bytes as frames, as a handshake, as messages to the coordinator.
+//! Each function must return for any bytes; it panics if a property is violated. The fuzzer and
+//! `tests/suite/corpus.rs` call them.
 
 use std::time::Duration;
 
@@ -16,15 +17,24 @@ use crate::{CommError, RendezvousError};
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 4] =
-    [("frames", frames), ("message", message), ("handshake", handshake), ("coordinator", coordinator)];
+pub const TARGETS: [Target; 4] = [
+    ("frames", frames),
+    ("message", message),
+    ("handshake", handshake),
+    ("coordinator", coordinator),
+];
 
 fn key() -> Key {
     Key::new(Token::new("0123456789abcdef").ok().as_ref())
 }
 
-/// The frames of `bytes`, which arrive in pieces of at most `piece` bytes, and the error that ends them.
-fn cut(bytes: &[u8], piece: usize, max_frame_bytes: usize) -> (Vec<Vec<u8>>, Option<std::io::ErrorKind>) {
+/// The frames of `bytes`, which arrive in pieces of at most `piece` bytes, and the error that ends
+/// them.
+fn cut(
+    bytes: &[u8],
+    piece: usize,
+    max_frame_bytes: usize,
+) -> (Vec<Vec<u8>>, Option<std::io::ErrorKind>) {
     let (mut frames, mut input) = (Vec::new(), Input::default());
     for mut piece in bytes.chunks(piece) {
         while !piece.is_empty() {
@@ -43,7 +53,9 @@ fn cut(bytes: &[u8], piece: usize, max_frame_bytes: usize) -> (Vec<Vec<u8>>, Opt
 
 /// Cuts any bytes into frames; in whatever pieces they arrive, the frames are the same.
 pub fn frames(data: &[u8]) {
-    let Some((&piece, bytes)) = data.split_first() else { return };
+    let Some((&piece, bytes)) = data.split_first() else {
+        return;
+    };
     for max_frame_bytes in [MAX_HELLO_BYTES, MAX_FRAME_BYTES] {
         let whole = cut(bytes, usize::MAX, max_frame_bytes);
         assert_eq!(whole, cut(bytes, usize::from(piece) + 1, max_frame_bytes));
@@ -52,8 +64,9 @@ pub fn frames(data: &[u8]) {
     }
 }
 
-/// Decodes any bytes as a message; what is decoded survives a round trip. It is no longer than before, but for a byte: a
-/// message has one duration at most, whose nanoseconds may exceed a second and make its seconds longer.
+/// Decodes any bytes as a message; what is decoded survives a round trip. It is no longer than
+/// before, but for a byte: a message has one duration at most, whose nanoseconds may exceed a
+/// second and make its seconds longer.
 pub fn message(data: &[u8]) {
     if let Ok(message) = decode::<Message>(data) {
         let again = encode(&message).unwrap();
@@ -62,8 +75,8 @@ pub fn message(data: &[u8]) {
     }
 }
 
-/// Any bytes as frames of the handshake: nobody without the token passes. With a correct MAC, which a fuzzer would not
-/// find, nothing panics.
+/// Any bytes as frames of the handshake: nobody without the token passes. With a correct MAC, which
+/// a fuzzer would not find, nothing panics.
 pub fn handshake(data: &[u8]) {
     let key = key();
     assert!(key.check_hello(data).is_none());
@@ -76,8 +89,8 @@ pub fn handshake(data: &[u8]) {
     }
 }
 
-/// Any bytes as messages to the coordinator of four ranks. There is at most one failure, answers go to ranks that
-/// exist, and each answer can be sent.
+/// Any bytes as messages to the coordinator of four ranks. There is at most one failure, answers go
+/// to ranks that exist, and each answer can be sent.
 pub fn coordinator(mut data: &[u8]) {
     const RANKS: usize = 4;
     let mut coordinator = Coordinator::new(RANKS, LIBRARY);
@@ -90,7 +103,9 @@ pub fn coordinator(mut data: &[u8]) {
         let rank = usize::from(event) % RANKS;
         let outgoing = match event / RANKS as u8 {
             0..16 => {
-                let Ok((message, rest)) = postcard::take_from_bytes::<Message>(data) else { return };
+                let Ok((message, rest)) = postcard::take_from_bytes::<Message>(data) else {
+                    return;
+                };
                 data = rest;
                 coordinator.receive(rank, message)
             }
@@ -121,14 +136,25 @@ pub fn valid(target: &str) -> Vec<Vec<u8>> {
     let contents = |message: &Message| encode(message).unwrap().split_off(4);
     match target {
         "frames" => {
-            let all: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
-            vec![[&[9], &all[..]].concat(), [&[255], &frame(&[1; MAX_HELLO_BYTES]).unwrap()[..]].concat()]
+            let all: Vec<u8> = messages
+                .iter()
+                .flat_map(|message| encode(message).unwrap())
+                .collect();
+            vec![
+                [&[9], &all[..]].concat(),
+                [&[255], &frame(&[1; MAX_HELLO_BYTES]).unwrap()[..]].concat(),
+            ]
         }
         "message" => messages.iter().map(contents).collect(),
         // The body of a hello, without its MAC.
         "handshake" => {
             let body = |version| {
-                let mut hello = key().hello(&Hello { version, ..Hello::new(1, 2, LIBRARY) }).unwrap();
+                let mut hello = key()
+                    .hello(&Hello {
+                        version,
+                        ..Hello::new(1, 2, LIBRARY)
+                    })
+                    .unwrap();
                 hello.truncate(hello.len() - 16);
                 // The nonce: the same in each run.
                 hello[24..].fill(3);
@@ -136,35 +162,92 @@ pub fn valid(target: &str) -> Vec<Vec<u8>> {
             };
             vec![body(VERSION), body(VERSION + 1)]
         }
-        _ => scenarios().iter().map(|events| events.iter().flat_map(event).collect()).collect(),
+        _ => scenarios()
+            .iter()
+            .map(|events| events.iter().flat_map(event).collect())
+            .collect(),
     }
 }
 
 fn sample_messages() -> Vec<Message> {
     let (call, limit) = (broadcast(8), Duration::from_secs(1));
     let entries = [
-        MeetingEntry::Split(SplitRequest { color: Some(1), key: 2 }),
-        MeetingEntry::Split(SplitRequest { color: None, key: 0 }),
+        MeetingEntry::Split(SplitRequest {
+            color: Some(1),
+            key: 2,
+        }),
+        MeetingEntry::Split(SplitRequest {
+            color: None,
+            key: 0,
+        }),
         MeetingEntry::Registration(Some(9)),
         MeetingEntry::Registration(None),
     ];
     let errors = [
-        CommError::Left { sequence: 1, call: Box::new(call.clone()), rank: 1, done: 1 },
-        CommError::Aborted { rank: 1, reason: "on purpose".to_owned() },
-        CommError::Peer { rank: 1, message: "failed".to_owned() },
+        CommError::Left {
+            sequence: 1,
+            call: Box::new(call.clone()),
+            rank: 1,
+            done: 1,
+        },
+        CommError::Aborted {
+            rank: 1,
+            reason: "on purpose".to_owned(),
+        },
+        CommError::Peer {
+            rank: 1,
+            message: "failed".to_owned(),
+        },
     ];
-    let meet = |(number, &entry): (u64, &_)| Message::Meet { context: 0, number, entry };
+    let meet = |(number, &entry): (u64, &_)| Message::Meet {
+        context: 0,
+        number,
+        entry,
+    };
     let mut messages = vec![
-        Message::Welcome { id: ID.to_vec(), report_every: limit },
-        Message::Refused { error: RendezvousError::Twice { rank: 1 } },
-        Message::ShowCalls { context: 0, from: 0, to: 2 },
-        Message::Agreed { context: 0, count: 2, first: 3 },
-        Message::Hash { context: 0, count: 2, hash: 7 },
+        Message::Welcome {
+            id: ID.to_vec(),
+            report_every: limit,
+        },
+        Message::Refused {
+            error: RendezvousError::Twice { rank: 1 },
+        },
+        Message::ShowCalls {
+            context: 0,
+            from: 0,
+            to: 2,
+        },
+        Message::Agreed {
+            context: 0,
+            count: 2,
+            first: 3,
+        },
+        Message::Hash {
+            context: 0,
+            count: 2,
+            hash: 7,
+        },
         progress(2, 2),
-        Message::Calls { context: 0, from: 0, calls: vec![call.clone(), broadcast(9)] },
-        Message::Late { context: 0, sequence: 1, call, limit },
-        Message::LateMeeting { context: 0, number: 0, limit },
-        Message::Left { context: 0, done: 1 },
+        Message::Calls {
+            context: 0,
+            from: 0,
+            calls: vec![call.clone(), broadcast(9)],
+        },
+        Message::Late {
+            context: 0,
+            sequence: 1,
+            call,
+            limit,
+        },
+        Message::LateMeeting {
+            context: 0,
+            number: 0,
+            limit,
+        },
+        Message::Left {
+            context: 0,
+            done: 1,
+        },
         Message::Goodbye,
         Message::Alive,
     ];
@@ -177,7 +260,13 @@ fn sample_messages() -> Vec<Message> {
 fn progress(called: u64, ended: u64) -> Message {
     let mut calls = crate::nccl::calls::Calls::default();
     (0..called).for_each(|_| calls.push(broadcast(8)));
-    Message::Progress { context: 0, called, hash: calls.hash, reached: called, ended }
+    Message::Progress {
+        context: 0,
+        called,
+        hash: calls.hash,
+        reached: called,
+        ended,
+    }
 }
 
 enum Step {
@@ -198,7 +287,16 @@ fn event(event: &Step) -> Vec<u8> {
 /// Sequences of events that reach each part of the coordinator.
 fn scenarios() -> Vec<Vec<Step>> {
     use Step::{From, Lost, Tick};
-    let calls = |n| From(0, Message::Calls { context: 0, from: 0, calls: vec![broadcast(8); n] });
+    let calls = |n| {
+        From(
+            0,
+            Message::Calls {
+                context: 0,
+                from: 0,
+                calls: vec![broadcast(8); n],
+            },
+        )
+    };
     let equal = || {
         let mut events = vec![calls(2)];
         events.extend((0..4).map(|rank| From(rank, progress(2, 1))));
@@ -206,25 +304,104 @@ fn scenarios() -> Vec<Vec<Step>> {
         events
     };
     let with = |more: Vec<Step>| equal().into_iter().chain(more).collect::<Vec<_>>();
-    let meet = |rank, entry| From(rank, Message::Meet { context: 0, number: 0, entry });
-    let split = |rank| meet(rank, MeetingEntry::Split(SplitRequest { color: Some(u64::from(rank) % 2), key: 0 }));
+    let meet = |rank, entry| {
+        From(
+            rank,
+            Message::Meet {
+                context: 0,
+                number: 0,
+                entry,
+            },
+        )
+    };
+    let split = |rank| {
+        meet(
+            rank,
+            MeetingEntry::Split(SplitRequest {
+                color: Some(u64::from(rank) % 2),
+                key: 0,
+            }),
+        )
+    };
     let registration = |rank, bytes| meet(rank, MeetingEntry::Registration(bytes));
     let left = |rank, context, done| From(rank, Message::Left { context, done });
-    let other = Message::Progress { context: 0, called: 2, hash: 7, reached: 1, ended: 1 };
-    let late = Message::Late { context: 0, sequence: 1, call: broadcast(8), limit: Duration::from_secs(1) };
-    let answer = Message::Calls { context: 0, from: 0, calls: vec![broadcast(8), broadcast(9)] };
+    let other = Message::Progress {
+        context: 0,
+        called: 2,
+        hash: 7,
+        reached: 1,
+        ended: 1,
+    };
+    let late = Message::Late {
+        context: 0,
+        sequence: 1,
+        call: broadcast(8),
+        limit: Duration::from_secs(1),
+    };
+    let answer = Message::Calls {
+        context: 0,
+        from: 0,
+        calls: vec![broadcast(8), broadcast(9)],
+    };
     vec![
-        with((0..4).map(|rank| From(rank, Message::Goodbye)).chain([Tick]).collect()),
-        vec![calls(2), From(0, progress(2, 2)), From(1, other), From(1, answer), Tick],
-        vec![From(1, progress(3, 1)), From(0, progress(3, 1)), calls(3), Tick],
-        with((0..4).map(split).chain((0..4).map(|rank| left(rank, 1 + u32::from(rank) % 2, 0))).collect()),
-        with((0..4).map(|rank| registration(rank, Some(9))).chain((0..4).map(|rank| left(rank, 0, 2))).collect()),
+        with(
+            (0..4)
+                .map(|rank| From(rank, Message::Goodbye))
+                .chain([Tick])
+                .collect(),
+        ),
+        vec![
+            calls(2),
+            From(0, progress(2, 2)),
+            From(1, other),
+            From(1, answer),
+            Tick,
+        ],
+        vec![
+            From(1, progress(3, 1)),
+            From(0, progress(3, 1)),
+            calls(3),
+            Tick,
+        ],
+        with(
+            (0..4)
+                .map(split)
+                .chain((0..4).map(|rank| left(rank, 1 + u32::from(rank) % 2, 0)))
+                .collect(),
+        ),
+        with(
+            (0..4)
+                .map(|rank| registration(rank, Some(9)))
+                .chain((0..4).map(|rank| left(rank, 0, 2)))
+                .collect(),
+        ),
         with(vec![registration(0, None), split(1)]),
-        with(vec![split(0), From(0, Message::LateMeeting { context: 0, number: 0, limit: Duration::ZERO })]),
+        with(vec![
+            split(0),
+            From(
+                0,
+                Message::LateMeeting {
+                    context: 0,
+                    number: 0,
+                    limit: Duration::ZERO,
+                },
+            ),
+        ]),
         with(vec![From(2, late), Tick]),
         with(vec![left(1, 0, 1), Tick]),
         vec![From(1, progress(2, 0)), Lost(0), Tick],
         with(vec![Lost(2), Lost(0), Tick]),
-        with(vec![From(3, Message::Failed { error: CommError::Aborted { rank: 3, reason: String::new() } }), Tick]),
+        with(vec![
+            From(
+                3,
+                Message::Failed {
+                    error: CommError::Aborted {
+                        rank: 3,
+                        reason: String::new(),
+                    },
+                },
+            ),
+            Tick,
+        ]),
     ]
 }

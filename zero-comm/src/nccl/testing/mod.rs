@@ -1,5 +1,5 @@
-//! Ranks without NCCL or a device, whose collectives are simulated: for tests, fuzzing and measurements of the control
-//! plane.
+//! Ranks without NCCL or a device, whose collectives are simulated: for tests, fuzzing and
+//! measurements of the control plane.
 
 pub mod clients;
 pub mod fuzz;
@@ -30,8 +30,9 @@ pub const LIBRARY: u64 = 23_007;
 pub const ID: [u8; 128] = [7; 128];
 /// Maximum size of a frame of the handshake.
 pub const MAX_HELLO_BYTES: usize = super::handshake::MAX_HELLO_BYTES;
-/// Upper bound of the heap that the coordinator uses for a connection that has not passed the handshake: its entry in
-/// a tree, whose nodes are filled by at least 5 of 11, and a received frame, whose buffer doubles as it grows.
+/// Upper bound of the heap that the coordinator uses for a connection that has not passed the
+/// handshake: its entry in a tree, whose nodes are filled by at least 5 of 11, and a received
+/// frame, whose buffer doubles as it grows.
 pub const STRANGER_BYTES: usize = 3 * size_of::<Stranger>() + 2 * (4 + MAX_HELLO_BYTES);
 
 /// Connections that may wait with their handshake at a time.
@@ -46,7 +47,8 @@ pub const LONG: Duration = Duration::from_secs(60);
 pub fn free_port() -> u16 {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     loop {
-        let port = 10_000 + (std::process::id() as usize * 64 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        let port = 10_000
+            + (std::process::id() as usize * 64 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
         if TcpListener::bind(("127.0.0.1", port as u16)).is_ok() {
             return port as u16;
         }
@@ -91,7 +93,14 @@ impl Transport for Fake {
 
 pub(super) fn broadcast(len: usize) -> Call {
     let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
-    Call { collective, op: None, dtype: DType::F32, segments, root: None, control: false }
+    Call {
+        collective,
+        op: None,
+        dtype: DType::F32,
+        segments,
+        root: None,
+        control: false,
+    }
 }
 
 /// A rank with simulated collectives. Dropping it ends the rank.
@@ -115,7 +124,13 @@ impl Rank {
         let fake = Arc::new(Fake::default());
         world.open(0, ranks.rank == 0, Arc::clone(&fake) as Arc<dyn Transport>);
         let (poisoned, calls, splits) = Default::default();
-        Ok(Self { world, fake, poisoned, calls, splits })
+        Ok(Self {
+            world,
+            fake,
+            poisoned,
+            calls,
+            splits,
+        })
     }
 
     #[cfg(test)]
@@ -123,25 +138,37 @@ impl Rank {
         Self::join(ranks, limit).unwrap()
     }
 
-    /// Calls broadcasts of these lengths, which end at once, and waits until the watcher has seen their ends.
+    /// Calls broadcasts of these lengths, which end at once, and waits until the watcher has seen
+    /// their ends.
     ///
     /// # Errors
     /// The failure of the world.
     pub fn broadcast(&self, lens: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
-        lens.into_iter().for_each(|len| self.call(len, Ok(true), Ok(true)));
+        lens.into_iter()
+            .for_each(|len| self.call(len, Ok(true), Ok(true)));
         while self.world.under_way(0) > 0 && self.failure().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.failure().map_or(Ok(()), Err)
     }
 
-    /// Splits the world into one communicator of all ranks: a round trip of all ranks through the coordinator.
+    /// Splits the world into one communicator of all ranks: a round trip of all ranks through the
+    /// coordinator.
     ///
     /// # Errors
     /// The failure of the world.
     pub fn split(&self) -> Result<(), CommError> {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
-        self.world.split(0, number, SplitRequest { color: Some(0), key: 0 }).map(drop)
+        self.world
+            .split(
+                0,
+                number,
+                SplitRequest {
+                    color: Some(0),
+                    key: 0,
+                },
+            )
+            .map(drop)
     }
 
     /// Calls a broadcast that does not end.
@@ -173,7 +200,12 @@ impl Rank {
     }
 
     /// Calls a broadcast with these results of its probes.
-    pub(super) fn call(&self, len: usize, reached: Result<bool, DeviceError>, ended: Result<bool, DeviceError>) {
+    pub(super) fn call(
+        &self,
+        len: usize,
+        reached: Result<bool, DeviceError>,
+        ended: Result<bool, DeviceError>,
+    ) {
         let poisoned = Arc::clone(&self.poisoned);
         self.calls.fetch_add(1, Ordering::Relaxed);
         self.world.called(0, broadcast(len));

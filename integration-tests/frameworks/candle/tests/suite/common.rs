@@ -28,7 +28,10 @@ pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 = self
+            .0
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
         self.0 >> 33
     }
 
@@ -37,7 +40,8 @@ impl Numbers {
     }
 }
 
-/// Tokens and targets, `[rows, SEQ]`. The target of a token is another token, so there is something to learn.
+/// Tokens and targets, `[rows, SEQ]`. The target of a token is another token, so there is something
+/// to learn.
 pub(crate) fn batch(step: usize, rows: std::ops::Range<usize>) -> Result<(Tensor, Tensor)> {
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
     for row in rows.clone() {
@@ -87,7 +91,9 @@ impl Kind {
                     local_rope_theta: 10_000.0,
                     classifier_config: None,
                 };
-                Ok(Model::ModernBert(Box::new(modernbert::ModernBertForMaskedLM::load(vars, &config)?)))
+                Ok(Model::ModernBert(Box::new(
+                    modernbert::ModernBertForMaskedLM::load(vars, &config)?,
+                )))
             }
             Self::Llama => {
                 let config = llama2_c::Config {
@@ -100,15 +106,20 @@ impl Kind {
                     seq_len: SEQ,
                     norm_eps: 1e-5,
                 };
-                // Its tables of angles are constants: not those of a `VarMap`, which would make them variables of zeros.
+                // Its tables of angles are constants: not those of a `VarMap`, which would make
+                // them variables of zeros.
                 let constants = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
                 let cache = llama2_c::Cache::new(false, &config, constants)?;
-                Ok(Model::Llama(Box::new(llama2_c::Llama::load(vars, config)?), cache))
+                Ok(Model::Llama(
+                    Box::new(llama2_c::Llama::load(vars, config)?),
+                    cache,
+                ))
             }
         }
     }
 
-    /// The initial weights: ones for norms, zeros for biases, and numbers of the usual size for matrices.
+    /// The initial weights: ones for norms, zeros for biases, and numbers of the usual size for
+    /// matrices.
     pub(crate) fn weights(self) -> Result<HashMap<String, Tensor>> {
         let vars = VarMap::new();
         self.load(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
@@ -122,7 +133,9 @@ impl Kind {
                 return Ok((name, tensor.copy()?.detach()));
             }
             let scale = (3.0 / tensor.dim(1)? as f32).sqrt();
-            let values: Vec<f32> = (0..tensor.elem_count()).map(|_| scale * numbers.signed()).collect();
+            let values: Vec<f32> = (0..tensor.elem_count())
+                .map(|_| scale * numbers.signed())
+                .collect();
             Ok((name, Tensor::from_vec(values, tensor.dims(), &Device::Cpu)?))
         });
         weights.collect()
@@ -132,14 +145,22 @@ impl Kind {
 impl Model {
     pub(crate) fn loss(&mut self, (tokens, targets): &(Tensor, Tensor)) -> Result<Tensor> {
         let logits = match self {
-            Self::ModernBert(model) => model.forward(tokens, &tokens.ones_like()?.to_dtype(DType::F32)?)?,
+            Self::ModernBert(model) => {
+                model.forward(tokens, &tokens.ones_like()?.to_dtype(DType::F32)?)?
+            }
             Self::Llama(model, cache) => model.forward(tokens, 0, cache)?,
         };
         cross_entropy(&logits, targets)
     }
 }
 
-const ADAMW: ParamsAdamW = ParamsAdamW { lr: 2e-3, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.05 };
+const ADAMW: ParamsAdamW = ParamsAdamW {
+    lr: 2e-3,
+    beta1: 0.9,
+    beta2: 0.99,
+    eps: 1e-8,
+    weight_decay: 0.05,
+};
 
 /// Losses and final weights of candle's own training, without ZeRO.
 pub(crate) fn candle_alone(kind: Kind) -> Result<(Vec<f64>, HashMap<String, Tensor>)> {
@@ -154,13 +175,30 @@ pub(crate) fn candle_alone(kind: Kind) -> Result<(Vec<f64>, HashMap<String, Tens
         optimizer.backward_step(&loss)?;
     }
     let data = vars.data().lock().unwrap();
-    Ok((losses, data.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()))
+    Ok((
+        losses,
+        data.iter()
+            .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
+            .collect(),
+    ))
 }
 
 pub(crate) fn config(stage: ZeroStage) -> ZeroConfig {
-    let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = ADAMW;
+    let ParamsAdamW {
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+    } = ADAMW;
     let defaults = OptimizerConfig::default();
-    let hyper = AdamHyper { beta1, beta2, eps, weight_decay, ..defaults.hyper };
+    let hyper = AdamHyper {
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        ..defaults.hyper
+    };
     ZeroConfig {
         optimizer: defaults.hyper(hyper).lr(lr),
         // Units of several buckets, and of less than one.
@@ -206,16 +244,25 @@ pub(crate) fn on_ranks<R: Send>(
                 let (vars, weights) = (VarMap::new(), kind.weights()?);
                 // Parameters that are not trained are not sent.
                 kind.load(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-                vars.clone().set(weights.iter().filter(|(name, _)| !trains(name.as_str())))?;
+                vars.clone()
+                    .set(weights.iter().filter(|(name, _)| !trains(name.as_str())))?;
                 ShardedVars::new(vars, trains)
             }
         };
         let model = kind.load(vars.var_builder(&Device::Cpu))?;
         let zero = ZeroAdamW::new(comm, &vars, config.clone())?;
-        run(Rank { rank, model, vars, zero })
+        run(Rank {
+            rank,
+            model,
+            vars,
+            zero,
+        })
     };
     thread::scope(|scope| {
-        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| rank(Arc::new(comm)))).collect();
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(|| rank(Arc::new(comm))))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }

@@ -18,13 +18,32 @@ fn check(stage: ZeroStage) {
             let Rank { zero, vars, .. } = &rank;
             let (layout, report) = (zero.layout(), zero.pool().report());
             let formula = layout.state_bytes(stage, &Widths::FP32_ADAM).unwrap();
-            assert_eq!(report.of(Purpose::Grads).live_bytes as u64, formula.grads_bytes);
-            assert_eq!(report.of(Purpose::Optimizer).live_bytes as u64, formula.optimizer_bytes);
+            assert_eq!(
+                report.of(Purpose::Grads).live_bytes as u64,
+                formula.grads_bytes
+            );
+            assert_eq!(
+                report.of(Purpose::Optimizer).live_bytes as u64,
+                formula.optimizer_bytes
+            );
             // The parameters are candle's tensors, without padding; the pool has none.
-            let elems: u64 = vars.trained().iter().map(|(_, tensor)| tensor.elem_count() as u64).sum();
-            assert_eq!((report.of(Purpose::Params).live_bytes, elems), (0, layout.numel_elems()));
-            assert_eq!(4 * elems, formula.params_bytes - 4 * (layout.padded_elems() - layout.numel_elems()));
-            assert!(layout.padded_elems() > layout.numel_elems(), "no unit has padding");
+            let elems: u64 = vars
+                .trained()
+                .iter()
+                .map(|(_, tensor)| tensor.elem_count() as u64)
+                .sum();
+            assert_eq!(
+                (report.of(Purpose::Params).live_bytes, elems),
+                (0, layout.numel_elems())
+            );
+            assert_eq!(
+                4 * elems,
+                formula.params_bytes - 4 * (layout.padded_elems() - layout.numel_elems())
+            );
+            assert!(
+                layout.padded_elems() > layout.numel_elems(),
+                "no unit has padding"
+            );
             let backward = zero.backward_report()?;
             assert_eq!((backward.copied_elems, backward.kept_by_candle), (elems, 0));
             assert_eq!(zero.copied_param_elems(), elems);

@@ -24,8 +24,13 @@ fn second_optimizer_is_refused() {
         &config(ZeroStage::Two),
         |_| true,
         |mut rank| {
-            let error = alone(&rank.vars).expect_err("a second optimizer").to_string();
-            assert!(error.contains("tok_embeddings") && error.contains("already have a ZeroAdamW"), "{error}");
+            let error = alone(&rank.vars)
+                .expect_err("a second optimizer")
+                .to_string();
+            assert!(
+                error.contains("tok_embeddings") && error.contains("already have a ZeroAdamW"),
+                "{error}"
+            );
             // The first is as before.
             let loss = rank.loss(0)?;
             rank.zero.backward_step(&loss)?;
@@ -73,7 +78,10 @@ fn loss_of_two_optimizers_is_refused() {
     );
     for error in errors {
         let error = error.unwrap_err().to_string();
-        assert!(error.contains("a gradient of ") && error.contains("did not start"), "{error}");
+        assert!(
+            error.contains("a gradient of ") && error.contains("did not start"),
+            "{error}"
+        );
     }
 }
 
@@ -89,8 +97,13 @@ impl CustomOp1 for Meanwhile {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let CpuStorage::F32(values) = storage else { panic!("a loss is F32") };
-        Ok((CpuStorage::F32(vec![values[layout.start_offset()]]), layout.shape().clone()))
+        let CpuStorage::F32(values) = storage else {
+            panic!("a loss is F32")
+        };
+        Ok((
+            CpuStorage::F32(vec![values[layout.start_offset()]]),
+            layout.shape().clone(),
+        ))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
@@ -108,7 +121,10 @@ fn backward_of_another_thread_is_refused() {
         |_| true,
         |mut rank| {
             let error = Arc::new(Mutex::new(None));
-            let meanwhile = Meanwhile { other: rank.loss(1)?, error: Arc::clone(&error) };
+            let meanwhile = Meanwhile {
+                other: rank.loss(1)?,
+                error: Arc::clone(&error),
+            };
             let loss = rank.loss(0)?.apply_op1(meanwhile)?;
             rank.zero.backward_step(&loss)?;
             let error = error.lock().take();
@@ -134,7 +150,10 @@ fn missing_gradients_are_an_error() {
     );
     for rank in ranks {
         let error = rank.unwrap_err().to_string();
-        assert!(error.contains("got no gradient") && error.contains("model.norm.weight"), "{error}");
+        assert!(
+            error.contains("got no gradient") && error.contains("model.norm.weight"),
+            "{error}"
+        );
         assert!(!error.contains("lm_head"), "{error}");
     }
 }
@@ -155,18 +174,28 @@ fn failure_of_one_rank_ends_all() {
     );
     for (rank, result) in ranks.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();
-        assert!(rank == 2 || error.contains("rank 2"), "rank {rank}: {error}");
+        assert!(
+            rank == 2 || error.contains("rank 2"),
+            "rank {rank}: {error}"
+        );
         assert!(error.contains("got no gradient"), "rank {rank}: {error}");
     }
 }
 
 #[test]
 fn step_without_backward_is_an_error() {
-    let ranks =
-        on_ranks(Kind::Llama, &config(ZeroStage::One), |name| name == "lm_head.weight", |mut rank| rank.zero.step());
+    let ranks = on_ranks(
+        Kind::Llama,
+        &config(ZeroStage::One),
+        |name| name == "lm_head.weight",
+        |mut rank| rank.zero.step(),
+    );
     for rank in ranks {
         let error = rank.unwrap_err().to_string();
-        assert!(error.contains("without a complete backward") || error.contains("aborted"), "{error}");
+        assert!(
+            error.contains("without a complete backward") || error.contains("aborted"),
+            "{error}"
+        );
     }
 }
 

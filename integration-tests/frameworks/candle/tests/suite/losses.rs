@@ -15,11 +15,16 @@ fn train(mut rank: Rank) -> Result<(Vec<f64>, Rank)> {
 }
 
 fn largest_error(got: &[f64], expected: &[f64]) -> f64 {
-    got.iter().zip(expected).map(|(got, expected)| (got - expected).abs() / expected.abs()).fold(0.0, f64::max)
+    got.iter()
+        .zip(expected)
+        .map(|(got, expected)| (got - expected).abs() / expected.abs())
+        .fold(0.0, f64::max)
 }
 
 fn distance(a: &Tensor, b: &Tensor) -> f32 {
-    (a - b).and_then(|d| d.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()).unwrap()
+    (a - b)
+        .and_then(|d| d.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>())
+        .unwrap()
 }
 
 fn same_training(kind: Kind, stage: ZeroStage, trains: fn(&str) -> bool) {
@@ -29,11 +34,22 @@ fn same_training(kind: Kind, stage: ZeroStage, trains: fn(&str) -> bool) {
         Ok((losses, bits(&rank.vars)?, rank.vars.trained()))
     });
     let ranks: Vec<_> = ranks.into_iter().map(Result::unwrap).collect();
-    assert!(expected[STEPS - 1] < 0.95 * expected[0], "candle's own training learns nothing: {expected:?}");
-    println!("stage {}: largest relative error {:e}", stage.number(), largest_error(&ranks[0].0, &expected));
+    assert!(
+        expected[STEPS - 1] < 0.95 * expected[0],
+        "candle's own training learns nothing: {expected:?}"
+    );
+    println!(
+        "stage {}: largest relative error {:e}",
+        stage.number(),
+        largest_error(&ranks[0].0, &expected)
+    );
     for (losses, bits, _) in &ranks {
         let error = largest_error(losses, &expected);
-        assert!(error <= 1e-6, "stage {}: relative error {error:e}", stage.number());
+        assert!(
+            error <= 1e-6,
+            "stage {}: relative error {error:e}",
+            stage.number()
+        );
         assert_eq!((losses.len(), losses), (STEPS, &ranks[0].0));
         assert!(*bits == ranks[0].1, "the ranks' parameters differ");
     }
@@ -53,7 +69,8 @@ fn modern_bert_at_stage_2() {
     same_training(Kind::ModernBert { layers: 3 }, ZeroStage::Two, |_| true);
 }
 
-/// candle's backward ends at the last norm of llama2-c (huggingface/candle#2168), so candle itself trains only the head.
+/// candle's backward ends at the last norm of llama2-c (huggingface/candle#2168), so candle itself
+/// trains only the head.
 #[test]
 fn llama2_c_trains_what_candle_trains() {
     for stage in [ZeroStage::One, ZeroStage::Two] {
@@ -61,7 +78,11 @@ fn llama2_c_trains_what_candle_trains() {
     }
     let (_, weights) = candle_alone(Kind::Llama).unwrap();
     for (name, initial) in Kind::Llama.weights().unwrap() {
-        assert_eq!(distance(&initial, &weights[&name]) > 0.0, name == "lm_head.weight", "{name}");
+        assert_eq!(
+            distance(&initial, &weights[&name]) > 0.0,
+            name == "lm_head.weight",
+            "{name}"
+        );
     }
 }
 

@@ -1,5 +1,6 @@
-//! Most of the communication of gradients lies inside backward, in modelled time: the order of gradients and reductions
-//! is that of a real backward, the durations follow from counts of operations and bytes.
+//! Most of the communication of gradients lies inside backward, in modelled time: the order of
+//! gradients and reductions is that of a real backward, the durations follow from counts of
+//! operations and bytes.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -27,8 +28,12 @@ fn seven_tenths_are_inside_backward() {
         |mut rank| {
             let loss = rank.loss(0)?;
             rank.zero.backward(&loss)?;
-            let sizes: HashMap<_, _> =
-                rank.vars.trained().into_iter().map(|(name, t)| (name, t.elem_count())).collect();
+            let sizes: HashMap<_, _> = rank
+                .vars
+                .trained()
+                .into_iter()
+                .map(|(name, t)| (name, t.elem_count()))
+                .collect();
             Ok((rank.zero.backward_report()?, sizes))
         },
     );
@@ -39,18 +44,30 @@ fn seven_tenths_are_inside_backward() {
     let tied = "model.embeddings.tok_embeddings.weight";
     let bytes = |elems: u64| elems * 4 * (RANKS as u64 - 1) / RANKS as u64;
 
-    // Backward starts with the head, which is tied: its gradient is complete at the end, with that of the embedding.
+    // Backward starts with the head, which is tied: its gradient is complete at the end, with that
+    // of the embedding.
     let mut now = compute(tied);
     let (mut spans, mut ends) = (vec![span("compute", Duration::ZERO, now)], vec![now]);
     for name in &report.arrivals {
         let start = now;
-        now += if name == tied { Duration::ZERO } else { compute(name) };
+        now += if name == tied {
+            Duration::ZERO
+        } else {
+            compute(name)
+        };
         spans.push(span("compute", start, now));
         ends.push(now);
     }
     // A link on which all reductions take as long as backward.
-    let total: u64 = report.launches.iter().map(|launch| bytes(launch.elems)).sum();
-    let link = Link { latency: Duration::ZERO, bytes_per_second: total as f64 / now.as_secs_f64() };
+    let total: u64 = report
+        .launches
+        .iter()
+        .map(|launch| bytes(launch.elems))
+        .sum();
+    let link = Link {
+        latency: Duration::ZERO,
+        bytes_per_second: total as f64 / now.as_secs_f64(),
+    };
     let mut free = Duration::ZERO;
     for launch in &report.launches {
         let start = free.max(ends[launch.after_params]);
@@ -59,11 +76,20 @@ fn seven_tenths_are_inside_backward() {
     }
     let overlap = Overlap::of(&spans, "comm");
     let inside = 1.0 - overlap.exposed.as_secs_f64() / overlap.comm.as_secs_f64();
-    let at: Vec<_> =
-        report.launches.iter().map(|l| (&*l.unit, 100 * l.after_params / report.arrivals.len())).collect();
-    println!("{:.1}% of communication inside backward; units at percents of the gradients: {at:?}", 100.0 * inside);
+    let at: Vec<_> = report
+        .launches
+        .iter()
+        .map(|l| (&*l.unit, 100 * l.after_params / report.arrivals.len()))
+        .collect();
+    println!(
+        "{:.1}% of communication inside backward; units at percents of the gradients: {at:?}",
+        100.0 * inside
+    );
     assert!(inside >= 0.7, "{inside}: {overlap:?}, {at:?}");
     // Not one reduction at the end: a unit a block, each before the next block's gradients.
     assert_eq!(report.arrivals.len(), sizes.len());
-    assert!(report.launches.len() >= 8 && report.launches[0].after_params * 4 <= report.arrivals.len(), "{at:?}");
+    assert!(
+        report.launches.len() >= 8 && report.launches[0].after_params * 4 <= report.arrivals.len(),
+        "{at:?}"
+    );
 }

@@ -1,4 +1,5 @@
-//! Every order that streams and events allow has the same result, and no access to candle's memory is unordered.
+//! Every order that streams and events allow has the same result, and no access to candle's memory
+//! is unordered.
 
 use std::sync::Arc;
 
@@ -14,13 +15,20 @@ fn train(seed: u64) -> Result<Vec<(String, Vec<u32>)>> {
     let (kind, device) = (Kind::ModernBert { layers: 1 }, HostDevice::seeded(seed));
     let vars = ShardedVars::new(kind.weights()?, |_| true);
     let mut model = kind.load(vars.var_builder(&Device::Cpu))?;
-    let config = ZeroConfig { device: device.clone(), ..config(ZeroStage::Two) };
+    let config = ZeroConfig {
+        device: device.clone(),
+        ..config(ZeroStage::Two)
+    };
     let mut zero = ZeroAdamW::new(Arc::new(Solo::new(device.clone())), &vars, config)?;
     for step in 0..2 {
         zero.backward(&model.loss(&batch(step, 0..ROWS / 2)?)?)?;
         zero.backward_step(&model.loss(&batch(step, ROWS / 2..ROWS)?)?)?;
     }
-    assert!(device.violations().is_empty(), "seed {seed}: {:?}", device.violations());
+    assert!(
+        device.violations().is_empty(),
+        "seed {seed}: {:?}",
+        device.violations()
+    );
     bits(&vars)
 }
 

@@ -1,13 +1,15 @@
 //! The upload of tokens: the host writes them to pinned memory, and the stream copies them.
 //!
-//! The device has one buffer, because the stream orders the copy after the last use. The host has several, so that it
-//! can run ahead of the device.
+//! The device has one buffer, because the stream orders the copy after the last use. The host has
+//! several, so that it can run ahead of the device.
 
 use std::ptr::NonNull;
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaEvent, CudaStream, PinnedMemory};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Memory, Stream};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Memory, Stream,
+};
 
 use crate::cuda::embedding::{TokenLists, sort_tokens};
 use crate::error::TrainError;
@@ -17,7 +19,8 @@ const SLOTS: usize = 4;
 /// The timeout of the host's wait for the copy of an older batch.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, and one count.
+/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, and
+/// one count.
 pub(super) fn device_bytes(tokens: usize) -> usize {
     len_words(tokens) * size_of::<u32>()
 }
@@ -36,14 +39,32 @@ pub(super) struct Batches {
 }
 
 impl Batches {
-    /// Allocates pinned memory for micro-batches of `tokens` tokens; `place` has [`device_bytes`] bytes.
-    pub(super) fn new(device: &CudaDevice, tokens: usize, place: AnySlice) -> Result<Self, TrainError> {
-        let slots = (0..SLOTS).map(|_| Slot::new(device, device_bytes(tokens))).collect::<Result<_, _>>()?;
-        Ok(Self { device: device.clone(), tokens, on_device: place, slots, next: 0 })
+    /// Allocates pinned memory for micro-batches of `tokens` tokens; `place` has [`device_bytes`]
+    /// bytes.
+    pub(super) fn new(
+        device: &CudaDevice,
+        tokens: usize,
+        place: AnySlice,
+    ) -> Result<Self, TrainError> {
+        let slots = (0..SLOTS)
+            .map(|_| Slot::new(device, device_bytes(tokens)))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            device: device.clone(),
+            tokens,
+            on_device: place,
+            slots,
+            next: 0,
+        })
     }
 
     /// Enqueues the copy of a batch.
-    pub(super) fn set(&mut self, stream: &CudaStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+    pub(super) fn set(
+        &mut self,
+        stream: &CudaStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError> {
         let tokens = self.tokens;
         if inputs.len() != tokens || targets.len() != tokens {
             let (a, b) = (inputs.len(), targets.len());
@@ -70,7 +91,12 @@ impl Batches {
     pub(super) fn lists(&self) -> TokenLists {
         let n = self.tokens;
         let at = |i: usize| self.words(i * n, n);
-        TokenLists { tokens: at(0), order: at(2), starts: at(3), segments: self.words(4 * n, 1) }
+        TokenLists {
+            tokens: at(0),
+            order: at(2),
+            starts: at(3),
+            segments: self.words(4 * n, 1),
+        }
     }
 
     /// The targets of the batch set last.
@@ -80,8 +106,8 @@ impl Batches {
 
     fn words(&self, start: usize, len: usize) -> DeviceSlice<u32> {
         let first = self.on_device.as_ptr().cast::<u32>().wrapping_add(start);
-        // SAFETY: within `on_device`, which starts a block and so is aligned; the caller that made that slice
-        // promised that the memory is valid and that accesses are ordered.
+        // SAFETY: within `on_device`, which starts a block and so is aligned; the caller that made
+        // that slice promised that the memory is valid and that accesses are ordered.
         unsafe { DeviceSlice::from_raw_parts(first, len, self.on_device.device()) }
     }
 }
@@ -102,7 +128,12 @@ impl Slot {
     fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
         let memory = PinnedMemory::new(device);
         let ptr = memory.allocate(len_bytes)?;
-        Ok(Self { memory, ptr, len_bytes, copied: None })
+        Ok(Self {
+            memory,
+            ptr,
+            len_bytes,
+            copied: None,
+        })
     }
 
     /// Waits until the copy from this slot has run.
@@ -117,13 +148,27 @@ impl Slot {
     /// The memory; after [`Self::wait`].
     fn words(&mut self) -> &mut [u32] {
         debug_assert!(self.copied.is_none());
-        // SAFETY: aligned for u32, allocated with this length, initialised as all host memory; no copy from it is in progress.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len_bytes / size_of::<u32>()) }
+        // SAFETY: aligned for u32, allocated with this length, initialised as all host memory; no
+        // copy from it is in progress.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.ptr.as_ptr().cast(),
+                self.len_bytes / size_of::<u32>(),
+            )
+        }
     }
 
     fn bytes(&self) -> AnySlice {
-        // SAFETY: valid until the slot is dropped, which waits for the copy; the host writes it after `wait` only.
-        unsafe { AnySlice::from_raw_parts(self.ptr.as_ptr(), self.len_bytes, DType::U8, self.memory.id()) }
+        // SAFETY: valid until the slot is dropped, which waits for the copy; the host writes it
+        // after `wait` only.
+        unsafe {
+            AnySlice::from_raw_parts(
+                self.ptr.as_ptr(),
+                self.len_bytes,
+                DType::U8,
+                self.memory.id(),
+            )
+        }
     }
 }
 

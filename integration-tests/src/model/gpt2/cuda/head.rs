@@ -1,7 +1,7 @@
 //! The final layer norm, the logits and the loss on CUDA.
 //!
-//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an evaluation the logits
-//! alone, as many rows at a time as fit the buffer.
+//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an
+//! evaluation the logits alone, as many rows at a time as fit the buffer.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
@@ -27,8 +27,8 @@ pub(super) fn forward(
     layer_norm::forward(&ops.kernels, stream, h.out, h.stats, x, gain, bias, eps)
 }
 
-/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, whose columns behind the
-/// vocabulary are undefined.
+/// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, whose columns
+/// behind the vocabulary are undefined.
 pub(super) fn logits(
     ops: &Ops,
     stream: &CudaStream,
@@ -43,10 +43,20 @@ pub(super) fn logits(
     let w = p.params[read].slice(range);
     let out = Matrix::with_stride(out, w.len() / c, stride);
     let (left, right) = (Matrix::new(x, c), Matrix::new(w, c).t());
-    ops.matmul.run(stream, &Product { left, right, out, add: None, epilogue: Epilogue::None })
+    ops.matmul.run(
+        stream,
+        &Product {
+            left,
+            right,
+            out,
+            add: None,
+            epilogue: Epilogue::None,
+        },
+    )
 }
 
-/// Writes the tokens' losses to `s.losses` after [`forward`]. Uses `s.logits`, and computes no gradient.
+/// Writes the tokens' losses to `s.losses` after [`forward`]. Uses `s.logits`, and computes no
+/// gradient.
 pub(super) fn losses(
     ops: &Ops,
     stream: &CudaStream,
@@ -69,8 +79,9 @@ pub(super) fn losses(
     Ok(())
 }
 
-/// Writes the tokens' losses to `s.losses`, computes the gradients of `loss_scale` x their mean, writes that of `x`
-/// to `s.dres`, and adds the others to the head's unit and, if tied, to the embedding's.
+/// Writes the tokens' losses to `s.losses`, computes the gradients of `loss_scale` x their mean,
+/// writes that of `x` to `s.dres`, and adds the others to the head's unit and, if tied, to the
+/// embedding's.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward(
     ops: &Ops,
@@ -86,28 +97,55 @@ pub(super) fn backward(
     let kernels = &ops.kernels;
     let c = x.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
-    let (w, dw) = (p.params[read].slice(range.clone()), p.grads[read].slice(range).sums("GPT-2's head")?);
+    let (w, dw) = (
+        p.params[read].slice(range.clone()),
+        p.grads[read].slice(range).sums("GPT-2's head")?,
+    );
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
-    let scale = Scale { loss_scale, tokens: targets.len() };
+    let scale = Scale {
+        loss_scale,
+        tokens: targets.len(),
+    };
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);
-        let (out, dout) = (h.out.slice(start * c..end * c), s.narrow.slice(start * c..end * c));
+        let (out, dout) = (
+            h.out.slice(start * c..end * c),
+            s.narrow.slice(start * c..end * c),
+        );
         let part = s.logits.slice(0..(end - start) * stride);
         logits(ops, stream, part, out, p, vocab)?;
         let (losses, targets) = (s.losses.slice(start..end), targets.slice(start..end));
         cross_entropy::forward_backward(kernels, stream, part, losses, targets, vocab, scale)?;
         let dlogits = Matrix::with_stride(part, w.len() / c, stride);
         let (right, out_matrix) = (Matrix::new(w, c), Matrix::new(dout, c));
-        let product = Product { left: dlogits, right, out: out_matrix, add: None, epilogue: Epilogue::None };
+        let product = Product {
+            left: dlogits,
+            right,
+            out: out_matrix,
+            add: None,
+            epilogue: Epilogue::None,
+        };
         ops.matmul.run(stream, &product)?;
         let sum = Matrix::new(dw.erase(), c);
         let (left, right) = (dlogits.t(), Matrix::new(out, c));
-        let product = Product { left, right, out: sum, add: Some(sum), epilogue: Epilogue::None };
+        let product = Product {
+            left,
+            right,
+            out: sum,
+            add: Some(sum),
+            epilogue: Epilogue::None,
+        };
         ops.matmul.run(stream, &product)?;
     }
     ops.device.fill_zero(stream, s.dres)?;
-    let sums = Sums { gain: p.grad(0, "ln_f.weight").into(), bias: p.grad(0, "ln_f.bias").into(), residual: None };
+    let sums = Sums {
+        gain: p.grad(0, "ln_f.weight").into(),
+        bias: p.grad(0, "ln_f.bias").into(),
+        residual: None,
+    };
     let gain = p.get(0, "ln_f.weight");
-    Ok(layer_norm::backward(kernels, stream, s.dres, sums, None, s.narrow, x, h.stats, gain, s.partials)?)
+    Ok(layer_norm::backward(
+        kernels, stream, s.dres, sums, None, s.narrow, x, h.stats, gain, s.partials,
+    )?)
 }

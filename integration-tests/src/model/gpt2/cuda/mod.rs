@@ -1,7 +1,8 @@
-//! GPT-2 on CUDA: the host's passes, with activations in the type of the parameters and statistics in fp32.
+//! GPT-2 on CUDA: the host's passes, with activations in the type of the parameters and statistics
+//! in fp32.
 //!
-//! Buffers and their lifetimes, with M = batch x seq tokens, C the width, F the MLP's width, `act` the type of
-//! activations:
+//! Buffers and their lifetimes, with M = batch x seq tokens, C the width, F the MLP's width, `act`
+//! the type of activations:
 //!
 //! | buffer | elements | lifetime |
 //! |---|---|---|
@@ -12,15 +13,16 @@
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
-//! The backward of a layer norm computes its output again, so that an eighth of the activations is not kept.
+//! The backward of a layer norm computes its output again, so that an eighth of the activations is
+//! not kept.
 //!
-//! A pass enqueues kernels and products without allocating. The host waits only for a batch's pinned memory, if the
-//! device is several micro-batches behind.
+//! A pass enqueues kernels and products without allocating. The host waits only for a batch's
+//! pinned memory, if the device is several micro-batches behind.
 //!
-//! GELU's output takes no memory where it is recomputed: it is in the buffer of the gradient that backward
-//! writes after its last use, in forward and in backward. cuBLASLt's fused GELU reads the fp32 sum, the
-//! recomputed one its 16-bit rounding, so low bits of one gradient differ. A forward without the fusion would
-//! have equal bits and cost more than the recomputation.
+//! GELU's output takes no memory where it is recomputed: it is in the buffer of the gradient that
+//! backward writes after its last use, in forward and in backward. cuBLASLt's fused GELU reads the
+//! fp32 sum, the recomputed one its 16-bit rounding, so low bits of one gradient differ. A forward
+//! without the fusion would have equal bits and cost more than the recomputation.
 
 mod batch;
 mod block;
@@ -69,19 +71,21 @@ struct Ops {
 }
 
 impl Ops {
-    /// Whether the library fuses GELU into the product. Not used in fp32, where its accuracy is not specified.
+    /// Whether the library fuses GELU into the product. Not used in fp32, where its accuracy is not
+    /// specified.
     fn fuses_gelu(&self, product: &Product) -> Result<bool, OpError> {
         Ok(self.kernels.dtype() != DType::F32 && self.matmul.supports(product)?)
     }
 }
 
 impl CudaGpt2 {
-    /// Allocates activations for the model from `pool`, first used on `stream`; compiles the kernels that are not in
-    /// the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which takes seconds.
+    /// Allocates activations for the model from `pool`, first used on `stream`; compiles the
+    /// kernels that are not in the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which
+    /// takes seconds.
     ///
     /// # Errors
-    /// The configuration is not valid or has sizes that no kernel supports, the sequence is longer than its
-    /// positions, memory ran out, or NVRTC or cuBLASLt is missing.
+    /// The configuration is not valid or has sizes that no kernel supports, the sequence is longer
+    /// than its positions, memory ran out, or NVRTC or cuBLASLt is missing.
     pub fn new(
         config: GptConfig,
         options: Gpt2Options,
@@ -93,8 +97,8 @@ impl CudaGpt2 {
         Self::with_logits_rows(config, options, logits, pool, stream)
     }
 
-    /// [`Self::new`] with the logits of `rows` tokens in memory at once, at least of one. The gradient of the head's
-    /// matrix is summed over tokens in parts of `rows`.
+    /// [`Self::new`] with the logits of `rows` tokens in memory at once, at least of one. The
+    /// gradient of the head's matrix is summed over tokens in parts of `rows`.
     ///
     /// # Errors
     /// As for [`Self::new`].
@@ -108,35 +112,93 @@ impl CudaGpt2 {
         options.validate(&config)?;
         let device = pool.device();
         let kernels = OpKernels::load(&Loader::new(device)?, options.dtype)?;
-        let Gpt2Options { micro_batch: batch, seq_len: seq, .. } = options;
-        let shape = Shape { batch, seq, heads: config.n_head, d: config.head_dim() };
+        let Gpt2Options {
+            micro_batch: batch,
+            seq_len: seq,
+            ..
+        } = options;
+        let shape = Shape {
+            batch,
+            seq,
+            heads: config.n_head,
+            d: config.head_dim(),
+        };
         let attention = Attention::new(&kernels, shape)?;
         let buffers = Buffers::new(&config, &options, rows, pool, stream)?;
-        let timing = if options.matmul_timing { Timing::of_user(pool) } else { None };
+        let timing = if options.matmul_timing {
+            Timing::of_user(pool)
+        } else {
+            None
+        };
         let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
         let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
         let batches = Batches::new(device, batch * seq, buffers.batch)?;
-        let (passes, ops) = (passes(&config), Ops { kernels, matmul, attention, device: device.clone() });
-        Ok(Self { config, options, passes, params, ops, batches, buffers })
+        let (passes, ops) = (
+            passes(&config),
+            Ops {
+                kernels,
+                matmul,
+                attention,
+                device: device.clone(),
+            },
+        );
+        Ok(Self {
+            config,
+            options,
+            passes,
+            params,
+            ops,
+            batches,
+            buffers,
+        })
     }
 
-    /// Enqueues the logits `[micro_batch * seq_len, stride_elems(vocab)]` after a forward of every pass.
+    /// Enqueues the logits `[micro_batch * seq_len, stride_elems(vocab)]` after a forward of every
+    /// pass.
     ///
     /// # Errors
     /// The stream failed.
-    pub fn logits(&self, stream: &CudaStream, params: &[AnySlice], out: AnySlice) -> Result<(), TrainError> {
+    pub fn logits(
+        &self,
+        stream: &CudaStream,
+        params: &[AnySlice],
+        out: AnySlice,
+    ) -> Result<(), TrainError> {
         let flat = self.flat(self.passes.len() - 1, params);
-        Ok(head::logits(&self.ops, stream, out, self.buffers.head.out, &flat, self.config.vocab_size)?)
+        Ok(head::logits(
+            &self.ops,
+            stream,
+            out,
+            self.buffers.head.out,
+            &flat,
+            self.config.vocab_size,
+        )?)
     }
 
-    fn enqueue_forward(&self, stream: &CudaStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+    fn enqueue_forward(
+        &self,
+        stream: &CudaStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError> {
         let (ops, flat) = (&self.ops, self.flat(pass, params));
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
-        let Activations { input, output, block } = self.buffers.layers.of_pass(pass);
+        let Activations {
+            input,
+            output,
+            block,
+        } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
             let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
-            embedding::forward(&ops.kernels, stream, output, self.batches.lists().tokens, tables, seq)?;
+            embedding::forward(
+                &ops.kernels,
+                stream,
+                output,
+                self.batches.lists().tokens,
+                tables,
+                seq,
+            )?;
         } else if pass + 1 == self.passes.len() {
             head::forward(ops, stream, &self.buffers.head, input, &flat, eps)?;
         } else {
@@ -154,13 +216,26 @@ impl CudaGpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), TrainError> {
-        let (ops, flat) = (&self.ops, Flat { grads, ..self.flat(pass, params) });
+        let (ops, flat) = (
+            &self.ops,
+            Flat {
+                grads,
+                ..self.flat(pass, params)
+            },
+        );
         let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
             let tables = [flat.sums(0, "wte")?, flat.sums(0, "wpe")?];
-            embedding::backward(&ops.kernels, stream, tables, &self.batches.lists(), scratch.dres, seq)?;
+            embedding::backward(
+                &ops.kernels,
+                stream,
+                tables,
+                &self.batches.lists(),
+                scratch.dres,
+                seq,
+            )?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
             head::backward(
@@ -174,7 +249,12 @@ impl CudaGpt2 {
                 self.config.vocab_size,
                 loss_scale,
             )?;
-            crate::cuda::cross_entropy::add_mean(&ops.kernels, stream, self.buffers.loss, scratch.losses)?;
+            crate::cuda::cross_entropy::add_mean(
+                &ops.kernels,
+                stream,
+                self.buffers.loss,
+                scratch.losses,
+            )?;
         } else {
             if self.options.activation_checkpointing {
                 block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
@@ -187,7 +267,12 @@ impl CudaGpt2 {
     }
 
     fn flat<'a>(&'a self, pass: usize, params: &'a [AnySlice]) -> Flat<'a> {
-        Flat { units: &self.params, reads: &self.passes[pass].forward_reads, params, grads: &[] }
+        Flat {
+            units: &self.params,
+            reads: &self.passes[pass].forward_reads,
+            params,
+            grads: &[],
+        }
     }
 }
 
@@ -225,32 +310,57 @@ impl Flat<'_> {
         self.grad(read, part).sums("GPT-2's embedding and head")
     }
 
-    /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat parameter is
-    /// long enough, the range is extended to `stride_elems(vocab)` rows, because products of round sizes are faster.
-    /// The logits of the added rows are ignored and their gradient is 0. For GPT-2's 50257 tokens these are 47 rows
-    /// of the position embedding.
+    /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat
+    /// parameter is long enough, the range is extended to `stride_elems(vocab)` rows, because
+    /// products of round sizes are faster. The logits of the added rows are ignored and their
+    /// gradient is 0. For GPT-2's 50257 tokens these are 47 rows of the position embedding.
     fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
-        let (read, part) = if self.reads.len() > 1 { (1, "wte") } else { (0, "lm_head") };
+        let (read, part) = if self.reads.len() > 1 {
+            (1, "wte")
+        } else {
+            (0, "lm_head")
+        };
         let own = self.units[self.reads[read]].range(part);
         let round = own.start..own.start + stride_elems(vocab) * c;
-        (read, if round.end <= self.params[read].len() { round } else { own })
+        (
+            read,
+            if round.end <= self.params[read].len() {
+                round
+            } else {
+                own
+            },
+        )
     }
 }
 
-/// Whether a pass of a GPT-2 on a GPU with `passes` passes writes its gradient instead of adding to it: those of blocks do.
-/// The head adds the weight's gradient part by part, to that of the embedding if tied.
+/// Whether a pass of a GPT-2 on a GPU with `passes` passes writes its gradient instead of adding to
+/// it: those of blocks do. The head adds the weight's gradient part by part, to that of the
+/// embedding if tied.
 pub fn writes_grad(passes: usize, pass: usize) -> bool {
     (1..passes.saturating_sub(1)).contains(&pass)
 }
 
 impl Model<CudaDevice> for CudaGpt2 {
-    fn set_batch(&mut self, stream: &CudaStream, inputs: &[u32], targets: &[u32]) -> Result<(), TrainError> {
+    fn set_batch(
+        &mut self,
+        stream: &CudaStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), TrainError> {
         self.batches.set(stream, inputs, targets)
     }
 
-    fn forward(&mut self, stream: &CudaStream, pass: usize, params: &[AnySlice]) -> Result<(), TrainError> {
+    fn forward(
+        &mut self,
+        stream: &CudaStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), TrainError> {
         // The pass reads row `pass - 1` and writes row `pass`.
-        let (reads, writes) = (pass.checked_sub(1), (pass + 1 < self.passes.len()).then_some(pass));
+        let (reads, writes) = (
+            pass.checked_sub(1),
+            (pass + 1 < self.passes.len()).then_some(pass),
+        );
         if let Some(rows) = &mut self.buffers.checkpoints {
             reads.map_or(Ok(()), |row| rows.before_read(stream, row))?;
             writes.map_or(Ok(()), |row| rows.before_write(stream, row))?;
@@ -285,11 +395,34 @@ impl Model<CudaDevice> for CudaGpt2 {
         writes_grad(self.passes.len(), pass)
     }
 
-    fn add_losses(&mut self, stream: &CudaStream, params: &[AnySlice], tokens: usize) -> Result<(), TrainError> {
+    fn add_losses(
+        &mut self,
+        stream: &CudaStream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), TrainError> {
         let (ops, flat) = (&self.ops, self.flat(self.passes.len() - 1, params));
-        let Buffers { head, scratch, loss, .. } = &self.buffers;
-        head::losses(ops, stream, scratch, head, self.batches.targets(), &flat, self.config.vocab_size)?;
-        Ok(crate::cuda::cross_entropy::add_sum(&ops.kernels, stream, *loss, scratch.losses.slice(0..tokens))?)
+        let Buffers {
+            head,
+            scratch,
+            loss,
+            ..
+        } = &self.buffers;
+        head::losses(
+            ops,
+            stream,
+            scratch,
+            head,
+            self.batches.targets(),
+            &flat,
+            self.config.vocab_size,
+        )?;
+        Ok(crate::cuda::cross_entropy::add_sum(
+            &ops.kernels,
+            stream,
+            *loss,
+            scratch.losses.slice(0..tokens),
+        )?)
     }
 
     unsafe fn loss(&self) -> DeviceSlice<f64> {

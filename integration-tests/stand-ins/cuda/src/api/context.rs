@@ -95,5 +95,7 @@ pub(super) const LEAST_PRIORITY: i32 = 0;
 pub(super) const GREATEST_PRIORITY: i32 = -5;
 
 fn synchronize(device: &'static Device) -> Outcome {
-    of_device(device).into_iter().try_for_each(|stream| stream.synchronize())
+    of_device(device)
+        .into_iter()
+        .try_for_each(|stream| stream.synchronize())
 }

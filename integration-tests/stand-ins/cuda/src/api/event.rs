@@ -17,7 +17,11 @@ const DISABLE_TIMING: u32 = 2;
 fn elapsed(milliseconds: &Out<f32>, start: usize, end: usize) -> Outcome {
     current()?;
     let (start, end) = (EVENTS.get(start)?.time()?, EVENTS.get(end)?.time()?);
-    let between = if end >= start { (end - start).as_secs_f64() } else { -(start - end).as_secs_f64() };
+    let between = if end >= start {
+        (end - start).as_secs_f64()
+    } else {
+        -(start - end).as_secs_f64()
+    };
     milliseconds.put((between * 1e3) as f32)
 }
 

@@ -69,8 +69,9 @@ driver! {
     }
 }
 
-/// Registers `gone(data)` to be called when the graph of the stream's current capture and all its executables are
-/// destroyed. It replaces CUDA's user objects, which a library creates and attaches to a graph.
+/// Registers `gone(data)` to be called when the graph of the stream's current capture and all its
+/// executables are destroyed. It replaces CUDA's user objects, which a library creates and attaches
+/// to a graph.
 ///
 /// # Safety
 /// Any thread may call `gone(data)`, once.
@@ -78,7 +79,11 @@ driver! {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn standInTieToCapture(on: usize, gone: HostFunction, data: usize) -> u32 {
     guard("standInTieToCapture", || {
-        stream(on)?.part().ok_or(Failure::InvalidValue)?.capture.tie(Tied { gone, data });
+        stream(on)?
+            .part()
+            .ok_or(Failure::InvalidValue)?
+            .capture
+            .tie(Tied { gone, data });
         Ok(())
     })
 }

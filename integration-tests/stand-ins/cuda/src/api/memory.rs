@@ -11,7 +11,11 @@ use crate::error::{Failure, Outcome};
 /// Checks that an allocation of device memory starts at `address`.
 fn device_start(address: u64) -> Outcome {
     let (_, start, _, kind) = memory::describe(address)?;
-    if start == address && kind == Kind::Device { Ok(()) } else { Err(Failure::InvalidValue) }
+    if start == address && kind == Kind::Device {
+        Ok(())
+    } else {
+        Err(Failure::InvalidValue)
+    }
 }
 
 /// The handle of a device's memory pool: the ordinal plus 1, so that it is not 0.
@@ -20,7 +24,9 @@ fn pool(ordinal: i32) -> Outcome<usize> {
 }
 
 fn of_pool(pool: usize) -> Outcome {
-    device(i32::try_from(pool).map_err(|_| Failure::InvalidValue)? - 1).map(drop).map_err(|_| Failure::InvalidValue)
+    device(i32::try_from(pool).map_err(|_| Failure::InvalidValue)? - 1)
+        .map(drop)
+        .map_err(|_| Failure::InvalidValue)
 }
 
 driver! {

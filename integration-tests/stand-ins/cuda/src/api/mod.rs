@@ -1,4 +1,5 @@
-//! The driver's functions, with C's names and types. Each looks up its handles and calls into `driver`.
+//! The driver's functions, with C's names and types. Each looks up its handles and calls into
+//! `driver`.
 
 use std::ffi::{CStr, c_char, c_void};
 
@@ -22,11 +23,12 @@ mod transfer;
 mod virtual_memory;
 
 pub use {
-    context::*, device::*, event::*, graph::*, host_memory::*, memory::*, module::*, stand_in::*, stream::*,
-    symbol::*, transfer::*, virtual_memory::*,
+    context::*, device::*, event::*, graph::*, host_memory::*, memory::*, module::*, stand_in::*,
+    stream::*, symbol::*, transfer::*, virtual_memory::*,
 };
 
-/// A result pointer, null or valid for writing one `T`, as the caller of a driver function guarantees.
+/// A result pointer, null or valid for writing one `T`, as the caller of a driver function
+/// guarantees.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
@@ -62,7 +64,8 @@ impl<T> Out<T> {
     }
 }
 
-/// An argument passed by pointer: null, or valid for reading the number of `T`s in the function's contract.
+/// An argument passed by pointer: null, or valid for reading the number of `T`s in the function's
+/// contract.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct In<T>(*const T);
@@ -112,11 +115,14 @@ impl Text {
         }
         // SAFETY: not null, so a zero-terminated string by the type's contract.
         let text = unsafe { CStr::from_ptr(self.0) };
-        text.to_str().map(str::to_owned).map_err(|_| Failure::InvalidValue)
+        text.to_str()
+            .map(str::to_owned)
+            .map_err(|_| Failure::InvalidValue)
     }
 }
 
-/// Runs a function's body; a panic becomes `Unknown`, and a call from a host function `NotPermitted`.
+/// Runs a function's body; a panic becomes `Unknown`, and a call from a host function
+/// `NotPermitted`.
 fn guard(name: &str, body: impl FnOnce() -> Outcome) -> u32 {
     if is_in_host_function() {
         say!("{name} was called by a host function, which may not call the driver");
@@ -175,5 +181,7 @@ fn address_of(name: &str) -> Option<*const c_void> {
         virtual_memory::lookup,
     ];
     let names = [format!("{name}_v3"), format!("{name}_v2"), name.to_owned()];
-    names.iter().find_map(|name| tables.iter().find_map(|table| table(name)))
+    names
+        .iter()
+        .find_map(|name| tables.iter().find_map(|table| table(name)))
 }

@@ -42,7 +42,8 @@ fn text_of(image: *const u8) -> Outcome<&'static str> {
         say!("the image is machine code, and this device takes PTX only");
         return Err(Failure::NoBinaryForGpu);
     }
-    // SAFETY: the caller guarantees that an image that is not machine code is a zero-terminated string.
+    // SAFETY: the caller guarantees that an image that is not machine code is a zero-terminated
+    // string.
     let text = unsafe { CStr::from_ptr(image.cast()) };
     text.to_str().map_err(|_| Failure::InvalidImage)
 }
@@ -57,7 +58,8 @@ fn load_module(found: &Out<usize>, image: *const u8, log: Option<(*mut u8, usize
             if let Some((buffer, room)) = log.filter(|(_, room)| *room > 0) {
                 let text = format!("cuda stand-in: PTX, {mistake}");
                 let kept = text.bytes().take(room - 1).chain([0]);
-                kept.enumerate().try_for_each(|(index, byte)| Out(buffer.wrapping_add(index)).put(byte))?;
+                kept.enumerate()
+                    .try_for_each(|(index, byte)| Out(buffer.wrapping_add(index)).put(byte))?;
             }
             Err(Failure::InvalidPtx)
         }
@@ -65,7 +67,11 @@ fn load_module(found: &Out<usize>, image: *const u8, log: Option<(*mut u8, usize
 }
 
 /// The buffer for compiler errors and its size, if the options have one.
-fn error_log(count: u32, options: &In<u32>, values: &In<usize>) -> Outcome<Option<(*mut u8, usize)>> {
+fn error_log(
+    count: u32,
+    options: &In<u32>,
+    values: &In<usize>,
+) -> Outcome<Option<(*mut u8, usize)>> {
     let (mut buffer, mut room) = (0, 0);
     for index in 0..count as usize {
         match options.at(index)? {
@@ -94,17 +100,27 @@ fn arguments(program: &Program, values: &In<*const u8>) -> Outcome<Vec<u8>> {
 impl Function {
     fn check(&self, grid: [u32; 3], block: [u32; 3], dynamic: u32) -> Outcome {
         let bad = |what: &str| {
-            say!("launch of {}: {what} (grid {grid:?}, block {block:?}, {dynamic} B dynamic)", self.program.name);
+            say!(
+                "launch of {}: {what} (grid {grid:?}, block {block:?}, {dynamic} B dynamic)",
+                self.program.name
+            );
             Err(Failure::InvalidValue)
         };
         if grid.contains(&0) || grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 {
             return bad("the grid is empty or too large");
         }
-        let threads = block.iter().try_fold(1u32, |all, &n| all.checked_mul(n)).unwrap_or(u32::MAX);
+        let threads = block
+            .iter()
+            .try_fold(1u32, |all, &n| all.checked_mul(n))
+            .unwrap_or(u32::MAX);
         if block.contains(&0) || block[2] > 64 || threads > self.program.max_threads {
             return bad("the block is empty or too large");
         }
-        if self.program.required_block.is_some_and(|required| required != block) {
+        if self
+            .program
+            .required_block
+            .is_some_and(|required| required != block)
+        {
             return bad("the kernel requires another block");
         }
         if dynamic > self.dynamic_limit.load(Ordering::Relaxed) {

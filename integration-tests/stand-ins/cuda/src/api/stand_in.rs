@@ -28,8 +28,20 @@ pub unsafe extern "C" fn standInTally(
     operations: u64,
 ) -> u32 {
     guard("standInTally", || {
-        let (kind, name, work) = (kind.get()?.into(), name.get()?.into(), Work { loaded, stored, operations });
-        if settings().counts.is_none() { Ok(()) } else { stream(on)?.submit(Op::Tally { kind, name, work }) }
+        let (kind, name, work) = (
+            kind.get()?.into(),
+            name.get()?.into(),
+            Work {
+                loaded,
+                stored,
+                operations,
+            },
+        );
+        if settings().counts.is_none() {
+            Ok(())
+        } else {
+            stream(on)?.submit(Op::Tally { kind, name, work })
+        }
     })
 }
 
@@ -39,9 +51,17 @@ pub unsafe extern "C" fn standInTally(
 /// `function` is null or may be called with `data`.
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn standInLaunch(on: usize, function: Option<HostFunction>, data: usize) -> u32 {
+pub unsafe extern "C" fn standInLaunch(
+    on: usize,
+    function: Option<HostFunction>,
+    data: usize,
+) -> u32 {
     guard("standInLaunch", || {
         let function = function.ok_or(crate::error::Failure::InvalidValue)?;
-        stream(on)?.submit(Op::Host { function, data, counted: false })
+        stream(on)?.submit(Op::Host {
+            function,
+            data,
+            counted: false,
+        })
     })
 }

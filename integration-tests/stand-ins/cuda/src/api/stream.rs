@@ -10,7 +10,8 @@ use crate::driver::space;
 use crate::driver::stream::{create, destroy, stream};
 use crate::error::{Failure, Outcome, say};
 
-/// `CU_STREAM_NON_BLOCKING`. A stream without it synchronises with the default stream, which the stand-in rejects.
+/// `CU_STREAM_NON_BLOCKING`. A stream without it synchronises with the default stream, which the
+/// stand-in rejects.
 const NON_BLOCKING: u32 = 1;
 
 fn make(found: &Out<usize>, flags: u32, priority: i32) -> Outcome {

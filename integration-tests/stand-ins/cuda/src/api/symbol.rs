@@ -33,7 +33,8 @@ fn put(found: Option<&'static str>, place: &Out<*const c_char>) -> u32 {
     }
 }
 
-/// `cuGetProcAddress_v2` of the CUDA driver: the newest version of the function, whatever version is requested.
+/// `cuGetProcAddress_v2` of the CUDA driver: the newest version of the function, whatever version
+/// is requested.
 ///
 /// # Safety
 /// `symbol` is null or a string, `found` and `status` are null or valid for a write.
@@ -46,7 +47,9 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     _flags: u64,
     status: Out<u32>,
 ) -> u32 {
-    let Ok(name) = symbol.get() else { return Failure::InvalidValue as u32 };
+    let Ok(name) = symbol.get() else {
+        return Failure::InvalidValue as u32;
+    };
     let address = address_of(&name);
     // 0: found; 1: no such symbol.
     status.put_if_wanted(u32::from(address.is_none()));
@@ -56,16 +59,24 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     if address.is_none() {
         say!("cuGetProcAddress: there is no {name}");
     }
-    if address.is_some() { 0 } else { Failure::NotFound as u32 }
+    if address.is_some() {
+        0
+    } else {
+        Failure::NotFound as u32
+    }
 }
 
-/// `cuGetExportTable` of the CUDA driver: always fails. NVRTC calls it and crashes if the function is missing.
+/// `cuGetExportTable` of the CUDA driver: always fails. NVRTC calls it and crashes if the function
+/// is missing.
 ///
 /// # Safety
 /// `table` is null or valid for a write.
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetExportTable(table: Out<*const std::ffi::c_void>, _id: *const [u8; 16]) -> u32 {
+pub unsafe extern "C" fn cuGetExportTable(
+    table: Out<*const std::ffi::c_void>,
+    _id: *const [u8; 16],
+) -> u32 {
     table.put_if_wanted(std::ptr::null());
     Failure::NotFound as u32
 }

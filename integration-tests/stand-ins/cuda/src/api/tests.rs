@@ -11,7 +11,8 @@ use crate::settings::DEFAULT_MEMORY_BYTES;
 /// Calls a driver function and returns its code.
 macro_rules! code {
     ($call:ident($($arg:expr),* $(,)?)) => {{
-        // SAFETY: pointers are to live variables; the functions check handles and addresses themselves.
+        // SAFETY: pointers are to live variables; the functions check handles and addresses
+        // themselves.
         unsafe { $call($($arg),*) }
     }};
 }
@@ -60,13 +61,23 @@ pub(crate) fn allocate(bytes: usize) -> u64 {
 
 pub(crate) fn upload(stream: usize, bytes: &[u8]) -> u64 {
     let address = allocate(bytes.len());
-    ok!(cuMemcpyHtoDAsync_v2(address, bytes.as_ptr() as u64, bytes.len(), stream));
+    ok!(cuMemcpyHtoDAsync_v2(
+        address,
+        bytes.as_ptr() as u64,
+        bytes.len(),
+        stream
+    ));
     address
 }
 
 pub(crate) fn download(stream: usize, address: u64, bytes: usize) -> Vec<u8> {
     let mut held = vec![0u8; bytes];
-    ok!(cuMemcpyDtoHAsync_v2(held.as_mut_ptr() as u64, address, bytes, stream));
+    ok!(cuMemcpyDtoHAsync_v2(
+        held.as_mut_ptr() as u64,
+        address,
+        bytes,
+        stream
+    ));
     held
 }
 
@@ -76,12 +87,18 @@ fn device_name_marks_a_stand_in() {
     let (mut name, mut major, mut bytes) = ([0 as c_char; 64], 0, 0);
     ok!(cuDeviceGetName(name.as_mut_ptr(), 64, ordinal));
     // SAFETY: the call has written a zero-terminated string.
-    assert_eq!(unsafe { CStr::from_ptr(name.as_ptr()) }, c"stand-in (PTX on the host)");
+    assert_eq!(
+        unsafe { CStr::from_ptr(name.as_ptr()) },
+        c"stand-in (PTX on the host)"
+    );
     ok!(cuDeviceGetAttribute((&mut major).into(), 75, ordinal));
     ok!(cuDeviceTotalMem_v2((&mut bytes).into(), ordinal));
     assert_eq!((major, bytes), (99, DEFAULT_MEMORY_BYTES as usize));
     fails!(InvalidDevice, cuDeviceGet((&mut major).into(), 4096));
-    fails!(InvalidValue, cuDeviceGetAttribute((&mut major).into(), 4096, ordinal));
+    fails!(
+        InvalidValue,
+        cuDeviceGetAttribute((&mut major).into(), 4096, ordinal)
+    );
 }
 
 #[test]
@@ -90,11 +107,29 @@ fn codes_have_names_and_functions_addresses() {
         (std::ptr::null(), std::ptr::null(), 0);
     ok!(cuGetErrorName(700, (&mut text).into()));
     // SAFETY: the call returned a static string.
-    assert_eq!(unsafe { CStr::from_ptr(text) }, c"CUDA_ERROR_ILLEGAL_ADDRESS");
+    assert_eq!(
+        unsafe { CStr::from_ptr(text) },
+        c"CUDA_ERROR_ILLEGAL_ADDRESS"
+    );
     fails!(InvalidValue, cuGetErrorString(12345, (&mut text).into()));
-    ok!(cuGetProcAddress_v2(c"cuMemAlloc".into(), (&mut found).into(), 13000, 0, (&mut status).into()));
+    ok!(cuGetProcAddress_v2(
+        c"cuMemAlloc".into(),
+        (&mut found).into(),
+        13000,
+        0,
+        (&mut status).into()
+    ));
     assert_eq!(found, cuMemAlloc_v2 as *const c_void);
-    fails!(NotFound, cuGetProcAddress_v2(c"cuNone".into(), (&mut found).into(), 13000, 0, (&mut status).into()));
+    fails!(
+        NotFound,
+        cuGetProcAddress_v2(
+            c"cuNone".into(),
+            (&mut found).into(),
+            13000,
+            0,
+            (&mut status).into()
+        )
+    );
     assert!(found.is_null() && status == 1);
 }
 
@@ -102,7 +137,9 @@ fn codes_have_names_and_functions_addresses() {
 fn default_stream_and_missing_context_are_refused() {
     ok!(cuInit(0));
     let mut address = 0;
-    std::thread::spawn(move || fails!(InvalidContext, cuMemAlloc_v2((&mut address).into(), 64))).join().unwrap();
+    std::thread::spawn(move || fails!(InvalidContext, cuMemAlloc_v2((&mut address).into(), 64)))
+        .join()
+        .unwrap();
     own_device();
     let address = allocate(64);
     for default in [0, 1, 2] {
@@ -138,8 +175,16 @@ fn new_memory_is_ones_and_copies_round_trip() {
     ok!(cuMemsetD32Async(other + 4, 0x0403_0201, 2, stream));
     ok!(cuMemsetD8Async(other + 20, 9, 3, stream));
     let got = download(stream, other, 24);
-    assert_eq!(got, [0, 1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 12, 13, 14, 15, 16, 17, 18, 19, 9, 9, 9, 23]);
-    fails!(InvalidValue, cuMemcpyDtoDAsync_v2(address + 1, address, 16, stream));
+    assert_eq!(
+        got,
+        [
+            0, 1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 12, 13, 14, 15, 16, 17, 18, 19, 9, 9, 9, 23
+        ]
+    );
+    fails!(
+        InvalidValue,
+        cuMemcpyDtoDAsync_v2(address + 1, address, 16, stream)
+    );
     fails!(InvalidValue, cuMemsetD32Async(address + 2, 0, 1, stream));
 }
 
@@ -174,7 +219,10 @@ fn late_copy_of_freed_memory_fails_the_context() {
     let ordinal = own_device();
     let (stream, latch) = (new_stream(), Latch::default());
     let (address, other) = (allocate(64), allocate(64));
-    fails!(InvalidValue, cuMemcpyDtoDAsync_v2(address + 32, other, 33, stream));
+    fails!(
+        InvalidValue,
+        cuMemcpyDtoDAsync_v2(address + 32, other, 33, stream)
+    );
     fails!(InvalidValue, cuMemcpyHtoDAsync_v2(address, 16, 8, stream));
     latch.block(stream);
     ok!(cuMemcpyDtoDAsync_v2(other, address, 64, stream));
@@ -236,7 +284,10 @@ fn events_order_concurrent_streams() {
     fails!(NotReady, cuStreamQuery(first));
     fails!(NotReady, cuEventQuery(end));
     let mut milliseconds = 0.0;
-    fails!(NotReady, cuEventElapsedTime((&mut milliseconds).into(), start, end));
+    fails!(
+        NotReady,
+        cuEventElapsedTime((&mut milliseconds).into(), start, end)
+    );
     // The second stream waits for the event.
     ok!(cuStreamWaitEvent(second, end, 0));
     fails!(NotReady, cuStreamQuery(second));
@@ -256,7 +307,10 @@ fn unrecorded_event_is_complete_and_untimed() {
     let (stream, event, mut milliseconds) = (new_stream(), new_event(), 0.0);
     ok!(cuEventQuery(event));
     ok!(cuStreamWaitEvent(stream, event, 0));
-    fails!(InvalidHandle, cuEventElapsedTime((&mut milliseconds).into(), event, event));
+    fails!(
+        InvalidHandle,
+        cuEventElapsedTime((&mut milliseconds).into(), event, event)
+    );
     ok!(cuEventDestroy_v2(event));
     fails!(InvalidHandle, cuEventRecord(event, stream));
 }
@@ -273,7 +327,12 @@ fn pageable_memory_is_read_at_the_call() {
     ok!(cuMemsetD8Async(pinned, 1, 1, other));
     ok!(cuStreamSynchronize(other));
     ok!(cuMemcpyHtoDAsync_v2(to, pinned, 1, stream));
-    ok!(cuMemcpyHtoDAsync_v2(to + 1, pageable.as_ptr() as u64, 1, stream));
+    ok!(cuMemcpyHtoDAsync_v2(
+        to + 1,
+        pageable.as_ptr() as u64,
+        1,
+        stream
+    ));
     pageable[0] = 2;
     // SAFETY: one byte of page-locked memory, which no operation writes now.
     unsafe { (pinned as *mut u8).write(2) };
@@ -289,9 +348,15 @@ fn registered_memory_is_known_until_unregistered() {
     let ordinal = own_device();
     let memory = vec![0u8; 4096];
     let (at, mut kind, mut device) = (memory.as_ptr() as u64, 0u32, -1i32);
-    fails!(InvalidValue, cuPointerGetAttribute((&raw mut kind).cast(), 2, at));
+    fails!(
+        InvalidValue,
+        cuPointerGetAttribute((&raw mut kind).cast(), 2, at)
+    );
     ok!(cuMemHostRegister_v2(at, 4096, 0));
-    fails!(HostMemoryAlreadyRegistered, cuMemHostRegister_v2(at + 8, 8, 0));
+    fails!(
+        HostMemoryAlreadyRegistered,
+        cuMemHostRegister_v2(at + 8, 8, 0)
+    );
     ok!(cuPointerGetAttribute((&raw mut kind).cast(), 2, at + 100));
     ok!(cuPointerGetAttribute((&raw mut device).cast(), 9, at));
     assert_eq!((kind, device), (1, ordinal));
@@ -308,9 +373,16 @@ fn virtual_memory_moves_between_addresses() {
     let ordinal = own_device();
     const PAGE: usize = 2 << 20;
     let stream = new_stream();
-    let (properties, allow) = (AllocationProperties::of_device(ordinal), AccessDescription::of_device(ordinal, true));
+    let (properties, allow) = (
+        AllocationProperties::of_device(ordinal),
+        AccessDescription::of_device(ordinal, true),
+    );
     let (mut base, mut pages, mut granularity) = (0u64, [0u64; 2], 0usize);
-    ok!(cuMemGetAllocationGranularity((&mut granularity).into(), (&properties).into(), 0));
+    ok!(cuMemGetAllocationGranularity(
+        (&mut granularity).into(),
+        (&properties).into(),
+        0
+    ));
     assert_eq!(granularity, PAGE);
     ok!(cuMemAddressReserve((&mut base).into(), 4 * PAGE, 0, 0, 0));
     for (index, page) in pages.iter_mut().enumerate() {
@@ -318,7 +390,10 @@ fn virtual_memory_moves_between_addresses() {
         ok!(cuMemMap(base + (index * PAGE) as u64, PAGE, 0, *page, 0));
     }
     fails!(InvalidValue, cuMemsetD8Async(base, 0, 1, stream));
-    fails!(InvalidValue, cuMemSetAccess(base, 3 * PAGE, (&allow).into(), 1));
+    fails!(
+        InvalidValue,
+        cuMemSetAccess(base, 3 * PAGE, (&allow).into(), 1)
+    );
     fails!(InvalidValue, cuMemFree_v2(base));
     ok!(cuMemSetAccess(base, 2 * PAGE, (&allow).into(), 1));
     // One operation over both pages, then the second page at another address.
@@ -327,9 +402,17 @@ fn virtual_memory_moves_between_addresses() {
     fails!(AlreadyMapped, cuMemMap(base, PAGE, 0, pages[0], 0));
     ok!(cuMemUnmap(base + PAGE as u64, PAGE));
     ok!(cuMemMap(base + 3 * PAGE as u64, PAGE, 0, pages[1], 0));
-    ok!(cuMemSetAccess(base + 3 * PAGE as u64, PAGE, (&allow).into(), 1));
+    ok!(cuMemSetAccess(
+        base + 3 * PAGE as u64,
+        PAGE,
+        (&allow).into(),
+        1
+    ));
     assert_eq!(download(stream, base + 3 * PAGE as u64, 16), [5; 16]);
-    fails!(InvalidValue, cuMemsetD8Async(base + PAGE as u64, 0, 1, stream));
+    fails!(
+        InvalidValue,
+        cuMemsetD8Async(base + PAGE as u64, 0, 1, stream)
+    );
     fails!(InvalidValue, cuMemAddressFree(base, 4 * PAGE));
     ok!(cuMemUnmap(base, PAGE));
     ok!(cuMemUnmap(base + 3 * PAGE as u64, PAGE));
@@ -347,10 +430,20 @@ fn mapped_memory_reports_its_allocation() {
     let (mut base, mut handle, mut again) = (0u64, 0u64, 0u64);
     fails!(
         NotPermitted,
-        cuMemCreate((&mut handle).into(), BYTES, (&AllocationProperties::shared(ordinal, 9)).into(), 0)
+        cuMemCreate(
+            (&mut handle).into(),
+            BYTES,
+            (&AllocationProperties::shared(ordinal, 9)).into(),
+            0
+        )
     );
     let shared = AllocationProperties::shared(ordinal, 1);
-    ok!(cuMemCreate((&mut handle).into(), BYTES, (&shared).into(), 0));
+    ok!(cuMemCreate(
+        (&mut handle).into(),
+        BYTES,
+        (&shared).into(),
+        0
+    ));
     ok!(cuMemAddressReserve((&mut base).into(), BYTES, 0, 0, 0));
     ok!(cuMemMap(base, BYTES, 0, handle, 0));
     let allow = AccessDescription::of_device(ordinal, true);
@@ -358,18 +451,34 @@ fn mapped_memory_reports_its_allocation() {
     // Mapped memory outlives its handle, and another handle can be retained.
     ok!(cuMemRelease(handle));
     let (mut start, mut bytes, inside) = (0u64, 0usize, base + 3_000_000);
-    ok!(cuMemGetAddressRange_v2((&mut start).into(), (&mut bytes).into(), inside));
+    ok!(cuMemGetAddressRange_v2(
+        (&mut start).into(),
+        (&mut bytes).into(),
+        inside
+    ));
     assert_eq!((start, bytes), (base, BYTES));
     ok!(cuMemRetainAllocationHandle((&mut again).into(), inside));
     let mut seen = AllocationProperties::of_device(ordinal);
-    ok!(cuMemGetAllocationPropertiesFromHandle((&mut seen).into(), again));
+    ok!(cuMemGetAllocationPropertiesFromHandle(
+        (&mut seen).into(),
+        again
+    ));
     assert_eq!(format!("{seen:?}"), format!("{shared:?}"));
     ok!(cuMemRelease(again));
-    fails!(InvalidValue, cuMemGetAllocationPropertiesFromHandle((&mut seen).into(), again));
+    fails!(
+        InvalidValue,
+        cuMemGetAllocationPropertiesFromHandle((&mut seen).into(), again)
+    );
     let plain = allocate(64);
-    fails!(InvalidValue, cuMemRetainAllocationHandle((&mut again).into(), plain));
+    fails!(
+        InvalidValue,
+        cuMemRetainAllocationHandle((&mut again).into(), plain)
+    );
     ok!(cuMemUnmap(base, BYTES));
-    fails!(InvalidValue, cuMemRetainAllocationHandle((&mut again).into(), inside));
+    fails!(
+        InvalidValue,
+        cuMemRetainAllocationHandle((&mut again).into(), inside)
+    );
     ok!(cuMemAddressFree(base, BYTES));
 }
 
@@ -425,7 +534,11 @@ fn a_captured_fork_and_join_replays() {
     ok!(cuStreamEndCapture(origin, (&mut graph).into()));
     ok!(cuGraphGetNodes(graph, 0, (&mut nodes).into()));
     assert_eq!(nodes, 3);
-    ok!(cuGraphInstantiateWithFlags((&mut executable).into(), graph, 0));
+    ok!(cuGraphInstantiateWithFlags(
+        (&mut executable).into(),
+        graph,
+        0
+    ));
     ok!(cuGraphDestroy(graph));
     // Capturing has run nothing.
     assert_eq!(download(origin, address, 8), [0xff; 8]);
@@ -449,28 +562,46 @@ fn captures_refuse_what_would_break_them() {
     begin();
     fails!(CaptureUnsupported, cuStreamSynchronize(origin));
     fails!(CaptureInvalidated, cuMemsetD8Async(address, 0, 1, origin));
-    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    fails!(
+        CaptureInvalidated,
+        cuStreamEndCapture(origin, (&mut graph).into())
+    );
     // So does allocating.
     begin();
     fails!(CaptureUnsupported, cuMemAlloc_v2((&mut other).into(), 64));
-    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    fails!(
+        CaptureInvalidated,
+        cuStreamEndCapture(origin, (&mut graph).into())
+    );
     // So does a dependency on work outside the capture.
     begin();
     fails!(CaptureIsolation, cuStreamWaitEvent(origin, before, 0));
-    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    fails!(
+        CaptureInvalidated,
+        cuStreamEndCapture(origin, (&mut graph).into())
+    );
     // So does querying a captured event. A forked stream that does not join is an error at the end.
     begin();
     ok!(cuEventRecord(event, origin));
     ok!(cuStreamWaitEvent(side, event, 0));
     ok!(cuMemsetD8Async(address, 0, 1, side));
     fails!(CapturedEvent, cuEventQuery(event));
-    fails!(CaptureInvalidated, cuStreamEndCapture(origin, (&mut graph).into()));
+    fails!(
+        CaptureInvalidated,
+        cuStreamEndCapture(origin, (&mut graph).into())
+    );
     begin();
     ok!(cuEventRecord(event, origin));
     ok!(cuStreamWaitEvent(side, event, 0));
     ok!(cuMemsetD8Async(address, 0, 1, side));
-    fails!(CaptureUnmatched, cuStreamEndCapture(side, (&mut graph).into()));
-    fails!(CaptureUnjoined, cuStreamEndCapture(origin, (&mut graph).into()));
+    fails!(
+        CaptureUnmatched,
+        cuStreamEndCapture(side, (&mut graph).into())
+    );
+    fails!(
+        CaptureUnjoined,
+        cuStreamEndCapture(origin, (&mut graph).into())
+    );
     ok!(cuStreamSynchronize(side));
 }
 
@@ -496,7 +627,9 @@ fn a_stream_waits_for_a_value_in_pinned_memory() {
     // SAFETY: pinned memory of this test, freed at its end.
     let words = unsafe { std::slice::from_raw_parts(page as *const AtomicU64, 2) };
     for (flags, released) in [(0, 8), (1, 7)] {
-        words.iter().for_each(|word| word.store(3, Ordering::Release));
+        words
+            .iter()
+            .for_each(|word| word.store(3, Ordering::Release));
         ok!(cuStreamWaitValue64_v2(stream, page, 7, flags));
         ok!(cuMemsetD32Async(address, flags + 1, 1, stream));
         ok!(cuStreamWriteValue64_v2(stream, page + 8, 9, 0));

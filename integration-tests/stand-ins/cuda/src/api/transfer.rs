@@ -7,32 +7,44 @@ use crate::driver::space;
 use crate::driver::stream::{Stream, stream};
 use crate::error::{Failure, Outcome, say};
 
-/// An end of a copy that must be registered with the driver (device or pinned memory); checked at the call.
+/// An end of a copy that must be registered with the driver (device or pinned memory); checked at
+/// the call.
 fn known(address: u64, bytes: usize) -> Outcome<Place> {
-    if space::now().holds(address, bytes as u64) { Ok(Place::Known(address)) } else { Err(Failure::InvalidValue) }
+    if space::now().holds(address, bytes as u64) {
+        Ok(Place::Known(address))
+    } else {
+        Err(Failure::InvalidValue)
+    }
 }
 
-/// An end of `cuMemcpyAsync`, whose kind of memory the call does not state. A GPU's driver also accepts pageable
-/// memory there, but then waits inside the call for all earlier work, holding locks that a peer may need. This
-/// workspace never passes pageable memory, so the stand-in rejects it.
+/// An end of `cuMemcpyAsync`, whose kind of memory the call does not state. A GPU's driver also
+/// accepts pageable memory there, but then waits inside the call for all earlier work, holding
+/// locks that a peer may need. This workspace never passes pageable memory, so the stand-in rejects
+/// it.
 fn anywhere(address: u64, bytes: usize) -> Outcome<Place> {
-    known(address, bytes)
-        .inspect_err(|_| say!("a copy at {address:#x}, which is neither the device's memory nor pinned"))
+    known(address, bytes).inspect_err(|_| {
+        say!("a copy at {address:#x}, which is neither the device's memory nor pinned")
+    })
 }
 
-/// Enqueues a copy. As on a GPU, pageable memory is read during the call, and a write to it is complete on return.
+/// Enqueues a copy. As on a GPU, pageable memory is read during the call, and a write to it is
+/// complete on return.
 fn copy(on: &Stream, to: Place, from: Place, bytes: usize) -> Outcome {
     if let (Place::Known(to), Place::Known(from)) = (&to, &from)
         && to.abs_diff(*from) < bytes as u64
     {
-        say!("a copy of {bytes} bytes from {from:#x} to {to:#x}: the ranges overlap, which CUDA does not define");
+        say!(
+            "a copy of {bytes} bytes from {from:#x} to {to:#x}: the ranges overlap, which CUDA does not define"
+        );
         return Err(Failure::InvalidValue);
     }
     if on.part().is_some() {
         return on.submit(Op::Copy { to, from, bytes });
     }
     let from = match from {
-        Place::Pageable(from) => Place::Bytes(read(from, bytes).map_err(|_| Failure::InvalidValue)?),
+        Place::Pageable(from) => {
+            Place::Bytes(read(from, bytes).map_err(|_| Failure::InvalidValue)?)
+        }
         from => from,
     };
     let wait = matches!(to, Place::Pageable(_));
@@ -48,7 +60,12 @@ fn fill(on: usize, to: u64, pattern: u32, width: usize, count: usize) -> Outcome
         return Err(Failure::InvalidValue);
     }
     known(to, bytes)?;
-    on.submit(Op::Fill { to, pattern, width, count })
+    on.submit(Op::Fill {
+        to,
+        pattern,
+        width,
+        count,
+    })
 }
 
 driver! {

@@ -40,7 +40,10 @@ pub struct AccessDescription {
 impl Location {
     /// The device of this ordinal.
     pub fn of_device(ordinal: i32) -> Self {
-        Self { kind: 1, id: ordinal }
+        Self {
+            kind: 1,
+            id: ordinal,
+        }
     }
 
     fn device(self) -> Outcome<i32> {
@@ -59,18 +62,27 @@ impl AllocationProperties {
 
     /// Memory of the device that can be exported by handles of these types.
     pub fn shared(ordinal: i32, handle_types: u32) -> Self {
-        Self { kind: 1, handle_types, location: Location::of_device(ordinal), windows: 0, flags: [0; 8] }
+        Self {
+            kind: 1,
+            handle_types,
+            location: Location::of_device(ordinal),
+            windows: 0,
+            flags: [0; 8],
+        }
     }
 
     fn device(self) -> Outcome<i32> {
         if self.kind != 1 {
             return Err(Failure::InvalidValue);
         }
-        // Fabric handles fail as on a machine without the permission for them. Windows handles are not supported.
+        // Fabric handles fail as on a machine without the permission for them. Windows handles are
+        // not supported.
         match self.handle_types {
             0 => {}
             DESCRIPTOR if settings().sharing => {}
-            both if both == DESCRIPTOR | FABRIC && settings().sharing => return Err(Failure::NotPermitted),
+            both if both == DESCRIPTOR | FABRIC && settings().sharing => {
+                return Err(Failure::NotPermitted);
+            }
             _ => return Err(Failure::NotSupported),
         }
         self.location.device()
@@ -80,7 +92,10 @@ impl AllocationProperties {
 impl AccessDescription {
     /// Read and write access of the device of this ordinal, or no access.
     pub fn of_device(ordinal: i32, allow: bool) -> Self {
-        Self { location: Location::of_device(ordinal), flags: if allow { 3 } else { 0 } }
+        Self {
+            location: Location::of_device(ordinal),
+            flags: if allow { 3 } else { 0 },
+        }
     }
 }
 

@@ -22,7 +22,10 @@ pub(crate) enum Mode {
 impl Mode {
     /// The mode with CUDA's number.
     pub(crate) fn of(number: u32) -> Outcome<Self> {
-        [Self::Global, Self::ThreadLocal, Self::Relaxed].get(number as usize).copied().ok_or(Failure::InvalidValue)
+        [Self::Global, Self::ThreadLocal, Self::Relaxed]
+            .get(number as usize)
+            .copied()
+            .ok_or(Failure::InvalidValue)
     }
 }
 
@@ -32,8 +35,8 @@ struct Node {
     after: Vec<usize>,
 }
 
-/// A callback of a graph, like CUDA's user objects. It runs after the graph and its executables are destroyed and
-/// their last launch has run.
+/// A callback of a graph, like CUDA's user objects. It runs after the graph and its executables are
+/// destroyed and their last launch has run.
 pub(crate) struct Tied {
     pub(crate) gone: HostFunction,
     pub(crate) data: usize,
@@ -41,7 +44,8 @@ pub(crate) struct Tied {
 
 impl Drop for Tied {
     fn drop(&mut self) {
-        // SAFETY: the caller of `standInTieToCapture` guarantees that any thread may make this call, once.
+        // SAFETY: the caller of `standInTieToCapture` guarantees that any thread may make this
+        // call, once.
         in_host_function(|| unsafe { (self.gone)(self.data as *mut libc::c_void) });
     }
 }
@@ -75,8 +79,8 @@ pub(crate) fn exchange_mode(mode: Mode) -> Mode {
     MODE.replace(mode)
 }
 
-/// Checks for potentially unsafe calls, such as allocations and queries, which may synchronise implicitly: if an active
-/// capture forbids them, invalidates the capture and returns an error.
+/// Checks for potentially unsafe calls, such as allocations and queries, which may synchronise
+/// implicitly: if an active capture forbids them, invalidates the capture and returns an error.
 pub(crate) fn forbid_while_capturing() -> Outcome {
     let thread = std::thread::current().id();
     let running = lock(&RUNNING);
@@ -84,7 +88,9 @@ pub(crate) fn forbid_while_capturing() -> Outcome {
     for capture in running.iter() {
         let ours = capture.thread == thread;
         let forbids = match MODE.get() {
-            Mode::Global => capture.mode == Mode::Global || (capture.mode == Mode::ThreadLocal && ours),
+            Mode::Global => {
+                capture.mode == Mode::Global || (capture.mode == Mode::ThreadLocal && ours)
+            }
             Mode::ThreadLocal => capture.mode != Mode::Relaxed && ours,
             Mode::Relaxed => false,
         };
@@ -102,11 +108,22 @@ impl Capture {
         if stream.part().is_some() {
             return Err(Failure::Unknown);
         }
-        let state = State { streams: vec![stream.clone()], ..State::default() };
+        let state = State {
+            streams: vec![stream.clone()],
+            ..State::default()
+        };
         let thread = std::thread::current().id();
-        let capture = Arc::new(Self { mode, thread, origin: stream.number, state: Mutex::new(state) });
+        let capture = Arc::new(Self {
+            mode,
+            thread,
+            origin: stream.number,
+            state: Mutex::new(state),
+        });
         lock(&RUNNING).push(capture.clone());
-        stream.set_part(Some(Part { capture, after: Vec::new() }));
+        stream.set_part(Some(Part {
+            capture,
+            after: Vec::new(),
+        }));
         Ok(())
     }
 
@@ -121,7 +138,12 @@ impl Capture {
         let streams = std::mem::take(&mut lock(&capture.state).streams);
         let mut ends = Vec::new();
         for taking_part in streams {
-            ends.extend(taking_part.part().map(|part| part.after).unwrap_or_default());
+            ends.extend(
+                taking_part
+                    .part()
+                    .map(|part| part.after)
+                    .unwrap_or_default(),
+            );
             taking_part.set_part(None);
         }
         let mut state = lock(&capture.state);
@@ -139,7 +161,10 @@ impl Capture {
         if ends.iter().any(|&node| !joined[node]) {
             return Err(Failure::CaptureUnjoined);
         }
-        Ok(Graph { nodes: std::mem::take(&mut state.nodes), _tied: tied })
+        Ok(Graph {
+            nodes: std::mem::take(&mut state.nodes),
+            _tied: tied,
+        })
     }
 
     /// Attaches `tied` to the captured graph.
@@ -190,14 +215,19 @@ impl Graph {
         self.nodes.len()
     }
 
-    /// Runs all nodes in dependency order; with a seed, in a random order that respects dependencies.
+    /// Runs all nodes in dependency order; with a seed, in a random order that respects
+    /// dependencies.
     pub(crate) fn run(&self, device: &'static Device, random: &mut Random) {
-        self.order(random).into_iter().for_each(|node| run(&self.nodes[node].op, device, random));
+        self.order(random)
+            .into_iter()
+            .for_each(|node| run(&self.nodes[node].op, device, random));
     }
 
     fn order(&self, random: &mut Random) -> Vec<usize> {
         let mut missing: Vec<usize> = self.nodes.iter().map(|node| node.after.len()).collect();
-        let mut ready: Vec<usize> = (0..missing.len()).filter(|&node| missing[node] == 0).collect();
+        let mut ready: Vec<usize> = (0..missing.len())
+            .filter(|&node| missing[node] == 0)
+            .collect();
         let mut order = Vec::with_capacity(missing.len());
         while !ready.is_empty() {
             let node = ready.remove(random.below(ready.len()));
@@ -222,9 +252,15 @@ mod tests {
 
     #[test]
     fn a_graphs_order_keeps_dependencies_and_is_otherwise_free() {
-        let node = |after: &[usize]| Node { op: Op::Record(Arc::new(Ticket::default())), after: after.to_vec() };
+        let node = |after: &[usize]| Node {
+            op: Op::Record(Arc::new(Ticket::default())),
+            after: after.to_vec(),
+        };
         let nodes = vec![node(&[]), node(&[0]), node(&[0]), node(&[1, 2])];
-        let graph = Graph { nodes, _tied: Vec::new() };
+        let graph = Graph {
+            nodes,
+            _tied: Vec::new(),
+        };
         let mut seen = std::collections::BTreeSet::new();
         for seed in 0..32 {
             seen.insert(graph.order(&mut Random::seeded(seed)));

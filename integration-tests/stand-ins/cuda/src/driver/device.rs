@@ -28,18 +28,29 @@ pub(crate) fn init() {
 
 /// All devices.
 pub(crate) fn all() -> Outcome<&'static [Device]> {
-    DEVICES.get().map(Vec::as_slice).ok_or(Failure::NotInitialized)
+    DEVICES
+        .get()
+        .map(Vec::as_slice)
+        .ok_or(Failure::NotInitialized)
 }
 
 /// The device with this ordinal.
 pub(crate) fn device(ordinal: i32) -> Outcome<&'static Device> {
-    all()?.get(usize::try_from(ordinal).unwrap_or(usize::MAX)).ok_or(Failure::InvalidDevice)
+    all()?
+        .get(usize::try_from(ordinal).unwrap_or(usize::MAX))
+        .ok_or(Failure::InvalidDevice)
 }
 
 impl Device {
     fn new(ordinal: u32) -> Self {
         let (used_bytes, failed) = (AtomicU64::new(0), AtomicU32::new(0));
-        Self { ordinal, context: fresh_number(), used_bytes, retained: Mutex::new(0), failed }
+        Self {
+            ordinal,
+            context: fresh_number(),
+            used_bytes,
+            retained: Mutex::new(0),
+            failed,
+        }
     }
 
     pub(crate) fn total_bytes(&self) -> u64 {
@@ -47,15 +58,24 @@ impl Device {
     }
 
     pub(crate) fn free_bytes(&self) -> u64 {
-        self.total_bytes().saturating_sub(self.used_bytes.load(Ordering::Relaxed))
+        self.total_bytes()
+            .saturating_sub(self.used_bytes.load(Ordering::Relaxed))
     }
 
     /// Counts memory as used until the charge is dropped; `OutOfMemory` if less is free.
     pub(crate) fn charge(&'static self, bytes: u64) -> Outcome<Charge> {
-        let charged = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-            used.checked_add(bytes).filter(|&sum| sum <= self.total_bytes())
-        });
-        charged.map(|_| Charge { device: self, bytes }).map_err(|_| Failure::OutOfMemory)
+        let charged = self
+            .used_bytes
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+                used.checked_add(bytes)
+                    .filter(|&sum| sum <= self.total_bytes())
+            });
+        charged
+            .map(|_| Charge {
+                device: self,
+                bytes,
+            })
+            .map_err(|_| Failure::OutOfMemory)
     }
 
     /// Counts memory as free again after [`Charge::keep`].
@@ -63,12 +83,19 @@ impl Device {
         self.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Records that an operation failed. Every later call that uses the context returns this failure.
+    /// Records that an operation failed. Every later call that uses the context returns this
+    /// failure.
     pub(crate) fn fail(&self, failure: Failure, what: &str) {
-        let first = self.failed.compare_exchange(0, failure as u32, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        let first = self
+            .failed
+            .compare_exchange(0, failure as u32, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok();
         if first {
             let name = describe(failure as u32).map_or("", |(name, _)| name.trim_end_matches('\0'));
-            say!("device {}: {name}: {what}; the context is unusable from here on", self.ordinal);
+            say!(
+                "device {}: {name}: {what}; the context is unusable from here on",
+                self.ordinal
+            );
         }
     }
 
@@ -130,7 +157,10 @@ pub(crate) fn with_stack<T>(work: impl FnOnce(&mut Vec<usize>) -> T) -> T {
 
 /// The device whose context has this handle.
 pub(crate) fn of_context(context: usize) -> Outcome<&'static Device> {
-    all()?.iter().find(|d| d.context == context && d.is_retained()).ok_or(Failure::InvalidContext)
+    all()?
+        .iter()
+        .find(|d| d.context == context && d.is_retained())
+        .ok_or(Failure::InvalidContext)
 }
 
 /// The device whose context is current on this thread, even if it failed.

@@ -27,7 +27,11 @@ impl Ticket {
 
     pub(crate) fn wait(&self) {
         let done = lock(&self.done);
-        drop(self.changed.wait_while(done, |done| done.is_none()).unwrap_or_else(PoisonError::into_inner));
+        drop(
+            self.changed
+                .wait_while(done, |done| done.is_none())
+                .unwrap_or_else(PoisonError::into_inner),
+        );
     }
 }
 
@@ -50,7 +54,11 @@ pub(crate) static EVENTS: Handles<Event> = Handles::new();
 
 impl Event {
     pub(crate) fn new(device: &'static Device, timed: bool) -> Self {
-        Self { device, timed, recorded: Mutex::new(Recorded::Nothing) }
+        Self {
+            device,
+            timed,
+            recorded: Mutex::new(Recorded::Nothing),
+        }
     }
 
     pub(crate) fn recorded(&self) -> Recorded {
@@ -74,6 +82,9 @@ impl Event {
         if !self.timed {
             return Err(Failure::InvalidHandle);
         }
-        self.ticket()?.ok_or(Failure::InvalidHandle)?.time().ok_or(Failure::NotReady)
+        self.ticket()?
+            .ok_or(Failure::InvalidHandle)?
+            .time()
+            .ok_or(Failure::NotReady)
     }
 }

@@ -14,7 +14,8 @@ static CALLS: LazyLock<Sender<Call>> = LazyLock::new(|| {
     calls
 });
 
-/// Calls a host function and waits for its end: on this thread, which is its stream's, or on the one of all streams.
+/// Calls a host function and waits for its end: on this thread, which is its stream's, or on the
+/// one of all streams.
 pub(crate) fn run(function: impl FnOnce() + Send + 'static) {
     if !settings().one_host_thread {
         return function();

@@ -1,5 +1,5 @@
-//! Memory from the operating system: anonymous mappings, reserved addresses, and one memory file (memfd) that holds
-//! all physical pages.
+//! Memory from the operating system: anonymous mappings, reserved addresses, and one memory file
+//! (memfd) that holds all physical pages.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,7 +12,8 @@ use super::handles::lock;
 use crate::error::say;
 use crate::settings::settings;
 
-/// New memory up to this size is filled with one bits, so that uninitialised reads do not return zeros.
+/// New memory up to this size is filled with one bits, so that uninitialised reads do not return
+/// zeros.
 const FILLED_BYTES: usize = 64 << 20;
 
 /// A range of addresses, unmapped on drop.
@@ -34,7 +35,10 @@ impl Mapping {
             // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
             let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, flags, -1, 0) };
             if start != libc::MAP_FAILED {
-                return Ok(Self { start: start as usize, bytes });
+                return Ok(Self {
+                    start: start as usize,
+                    bytes,
+                });
             }
             // If addresses run out, those of freed memory are used again.
             if !Quarantine::clear() {
@@ -58,10 +62,17 @@ impl Mapping {
 
     /// Reserved addresses without memory, aligned to `alignment` (a power of two).
     pub(crate) fn reservation(bytes: usize, alignment: usize) -> io::Result<Self> {
-        let whole =
-            Self::anonymous(bytes.checked_add(alignment).ok_or(io::ErrorKind::OutOfMemory)?, libc::PROT_NONE)?;
+        let whole = Self::anonymous(
+            bytes
+                .checked_add(alignment)
+                .ok_or(io::ErrorKind::OutOfMemory)?,
+            libc::PROT_NONE,
+        )?;
         let start = whole.start.next_multiple_of(alignment);
-        let (before, after) = (start - whole.start, whole.start + whole.bytes - (start + bytes));
+        let (before, after) = (
+            start - whole.start,
+            whole.start + whole.bytes - (start + bytes),
+        );
         let cut = Self { start, bytes };
         for (at, len) in [(whole.start, before), (start + bytes, after)] {
             if len > 0 {
@@ -87,14 +98,17 @@ impl Drop for Mapping {
     }
 }
 
-/// Addresses of freed memory. They stay reserved without memory for a while, so that a use after free does not hit
-/// another allocation.
+/// Addresses of freed memory. They stay reserved without memory for a while, so that a use after
+/// free does not hit another allocation.
 struct Quarantine {
     ranges: VecDeque<(usize, usize)>,
     bytes: usize,
 }
 
-static QUARANTINE: Mutex<Quarantine> = Mutex::new(Quarantine { ranges: VecDeque::new(), bytes: 0 });
+static QUARANTINE: Mutex<Quarantine> = Mutex::new(Quarantine {
+    ranges: VecDeque::new(),
+    bytes: 0,
+});
 
 impl Quarantine {
     const MOST_RANGES: usize = 1024;
@@ -118,7 +132,9 @@ impl Quarantine {
     }
 
     fn release_oldest(&mut self) -> bool {
-        let Some((start, bytes)) = self.ranges.pop_front() else { return false };
+        let Some((start, bytes)) = self.ranges.pop_front() else {
+            return false;
+        };
         self.bytes -= bytes;
         // SAFETY: reserved by this module without memory, and no longer in use.
         unsafe { libc::munmap(start as *mut libc::c_void, bytes) };
@@ -146,7 +162,8 @@ fn file() -> io::Result<&'static OwnedFd> {
         // SAFETY: a live descriptor; the file is sparse, so its length costs nothing.
         (unsafe { libc::ftruncate(file.as_raw_fd(), i64::MAX >> 8) } == 0).then_some(file)
     });
-    made.as_ref().ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    made.as_ref()
+        .ok_or_else(|| io::ErrorKind::OutOfMemory.into())
 }
 
 impl Physical {
@@ -154,7 +171,10 @@ impl Physical {
     pub(crate) fn new(bytes: usize) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         file()?;
-        Ok(Self { offset: NEXT.fetch_add(bytes as u64, Ordering::Relaxed), bytes })
+        Ok(Self {
+            offset: NEXT.fetch_add(bytes as u64, Ordering::Relaxed),
+            bytes,
+        })
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -164,15 +184,22 @@ impl Physical {
     /// Maps this memory at `address`.
     ///
     /// # Safety
-    /// `address` starts a reserved range of this length with nothing mapped. It stays reserved while the memory is
-    /// mapped.
+    /// `address` starts a reserved range of this length with nothing mapped. It stays reserved
+    /// while the memory is mapped.
     pub(crate) unsafe fn map_at(&self, address: u64) -> io::Result<()> {
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        let (access, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+        );
         let at = address as *mut libc::c_void;
         let (number, offset) = (file()?.as_raw_fd(), self.offset as i64);
         // SAFETY: replaces a reserved range without memory, as the caller guarantees.
         let start = unsafe { libc::mmap(at, self.bytes, access, flags, number, offset) };
-        if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+        if start == libc::MAP_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
     }
 
     /// Fills the memory with one bits through its mapping at `address`, except in the dry mode.
@@ -193,7 +220,14 @@ impl Drop for Physical {
         let Ok(file) = file() else { return };
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: a live descriptor; only this object owns the range, which is no longer mapped.
-        unsafe { libc::fallocate(file.as_raw_fd(), mode, self.offset as i64, self.bytes as i64) };
+        unsafe {
+            libc::fallocate(
+                file.as_raw_fd(),
+                mode,
+                self.offset as i64,
+                self.bytes as i64,
+            )
+        };
     }
 }
 
@@ -204,6 +238,19 @@ impl Drop for Physical {
 pub(crate) unsafe fn unmap(address: u64, bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: replaces a mapping of this module by one without memory.
-    let start = unsafe { libc::mmap(address as *mut libc::c_void, bytes, libc::PROT_NONE, flags, -1, 0) };
-    if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    let start = unsafe {
+        libc::mmap(
+            address as *mut libc::c_void,
+            bytes,
+            libc::PROT_NONE,
+            flags,
+            -1,
+            0,
+        )
+    };
+    if start == libc::MAP_FAILED {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }

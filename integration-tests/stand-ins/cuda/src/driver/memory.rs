@@ -9,7 +9,8 @@ use super::space::{self, Kind};
 use crate::error::{Failure, Outcome, say};
 use crate::settings::settings;
 
-/// Offset of an allocation in its first page: CUDA guarantees an alignment of 256 bytes and no more.
+/// Offset of an allocation in its first page: CUDA guarantees an alignment of 256 bytes and no
+/// more.
 const WITHIN_PAGE: usize = 256;
 
 /// Memory of `bytes` at offset [`WITHIN_PAGE`] of a page, and its address.
@@ -27,13 +28,20 @@ pub(crate) fn allocate(device: &'static Device, bytes: usize) -> Outcome<u64> {
     }
     let charge = device.charge(bytes as u64)?;
     let (mapping, start) = within_a_page(bytes)?;
-    space::insert(start, bytes as u64, Kind::Device, device.ordinal, Arc::new(mapping))?;
+    space::insert(
+        start,
+        bytes as u64,
+        Kind::Device,
+        device.ordinal,
+        Arc::new(mapping),
+    )?;
     charge.keep();
     Ok(start)
 }
 
-/// Frees an allocation. A running operation keeps the memory mapped until it ends; a later one fails. The bytes count
-/// as free at once. (A GPU's driver waits for all work here; this workspace does not rely on that.)
+/// Frees an allocation. A running operation keeps the memory mapped until it ends; a later one
+/// fails. The bytes count as free at once. (A GPU's driver waits for all work here; this workspace
+/// does not rely on that.)
 pub(crate) fn free(start: u64) -> Outcome {
     let range = space::remove(start, Kind::Device)?;
     device::device(range.device as i32)?.uncharge(range.bytes);
@@ -51,7 +59,14 @@ pub(crate) fn allocate_pinned(device: &'static Device, bytes: usize) -> Outcome<
         return Err(Failure::InvalidValue);
     }
     let (mapping, start) = within_a_page(bytes)?;
-    space::insert(start, bytes as u64, Kind::Pinned, device.ordinal, Arc::new(mapping)).map(|()| start)
+    space::insert(
+        start,
+        bytes as u64,
+        Kind::Pinned,
+        device.ordinal,
+        Arc::new(mapping),
+    )
+    .map(|()| start)
 }
 
 /// Bytes of registered host memory, of all devices.
@@ -69,14 +84,22 @@ impl Drop for Registered {
 /// Whether the process has memory at all of these addresses.
 fn is_mapped(start: u64, bytes: u64) -> bool {
     const PAGE: u64 = 4096;
-    let (first, Some(end)) = (start / PAGE * PAGE, start.checked_add(bytes)) else { return false };
+    let (first, Some(end)) = (start / PAGE * PAGE, start.checked_add(bytes)) else {
+        return false;
+    };
     let mut resident = vec![0u8; end.saturating_sub(first).div_ceil(PAGE) as usize];
     // SAFETY: reads no memory at the address; `resident` has a byte for each page.
-    unsafe { libc::mincore(first as *mut libc::c_void, (end - first) as usize, resident.as_mut_ptr()) == 0 }
+    unsafe {
+        libc::mincore(
+            first as *mut libc::c_void,
+            (end - first) as usize,
+            resident.as_mut_ptr(),
+        ) == 0
+    }
 }
 
-/// Registers host memory of the caller as page-locked. Fails as without a right to lock memory above the limit of
-/// `ZERO_STANDIN_PINNED_BYTES`.
+/// Registers host memory of the caller as page-locked. Fails as without a right to lock memory
+/// above the limit of `ZERO_STANDIN_PINNED_BYTES`.
 pub(crate) fn register(device: &'static Device, start: u64, bytes: usize) -> Outcome {
     let bytes = bytes as u64;
     if start == 0 || bytes == 0 {
@@ -87,13 +110,26 @@ pub(crate) fn register(device: &'static Device, start: u64, bytes: usize) -> Out
         return Err(Failure::InvalidValue);
     }
     let limit = settings().pinned_bytes;
-    let added = |all: u64| all.checked_add(bytes).filter(|&all| limit.is_none_or(|limit| all <= limit));
-    REGISTERED_BYTES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, added).map_err(|_| Failure::OutOfMemory)?;
-    space::insert(start, bytes, Kind::Pinned, device.ordinal, Arc::new(Registered(bytes)))
+    let added = |all: u64| {
+        all.checked_add(bytes)
+            .filter(|&all| limit.is_none_or(|limit| all <= limit))
+    };
+    REGISTERED_BYTES
+        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, added)
+        .map_err(|_| Failure::OutOfMemory)?;
+    space::insert(
+        start,
+        bytes,
+        Kind::Pinned,
+        device.ordinal,
+        Arc::new(Registered(bytes)),
+    )
 }
 
 fn is_registered(start: u64) -> bool {
-    space::now().find(start).is_some_and(|(at, range)| at == start && range.is_kept_by::<Registered>())
+    space::now()
+        .find(start)
+        .is_some_and(|(at, range)| at == start && range.is_kept_by::<Registered>())
 }
 
 /// Unregisters memory, which must still be mapped.
@@ -103,7 +139,10 @@ pub(crate) fn unregister(start: u64) -> Outcome {
     }
     let range = space::remove(start, Kind::Pinned)?;
     if !is_mapped(start, range.bytes) {
-        say!("{} bytes at {start:#x} were unmapped before they were unregistered", range.bytes);
+        say!(
+            "{} bytes at {start:#x} were unmapped before they were unregistered",
+            range.bytes
+        );
         return Err(Failure::InvalidValue);
     }
     Ok(())
@@ -122,6 +161,8 @@ pub(crate) fn free_pinned(start: u64) -> Outcome {
 pub(crate) fn describe(address: u64) -> Outcome<(&'static Device, u64, u64, Kind)> {
     let space = space::now();
     let (start, range) = space.find(address).ok_or(Failure::InvalidValue)?;
-    let device = device::all()?.get(range.device as usize).ok_or(Failure::InvalidDevice)?;
+    let device = device::all()?
+        .get(range.device as usize)
+        .ok_or(Failure::InvalidDevice)?;
     Ok((device, start, range.bytes, range.kind))
 }

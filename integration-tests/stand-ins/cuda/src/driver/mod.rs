@@ -1,4 +1,5 @@
-//! The state behind the driver API: devices, memory, queues, events, graphs, modules. No C types here.
+//! The state behind the driver API: devices, memory, queues, events, graphs, modules. No C types
+//! here.
 
 pub(crate) mod capture;
 pub(crate) mod device;

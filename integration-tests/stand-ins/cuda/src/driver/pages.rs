@@ -1,4 +1,5 @@
-//! Virtual memory management: reserved addresses, physical memory, and mappings of physical memory at addresses.
+//! Virtual memory management: reserved addresses, physical memory, and mappings of physical memory
+//! at addresses.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,8 @@ pub(crate) const GRANULARITY: usize = 2 << 20;
 /// Time limit of [`unmap_range`] for operations that still use the memory.
 const UNMAP_LIMIT: Duration = Duration::from_secs(60);
 
-/// Physical memory of a device. It exists until its handles are released and it is no longer mapped.
+/// Physical memory of a device. It exists until its handles are released and it is no longer
+/// mapped.
 pub(crate) struct Pages {
     physical: Physical,
     device: &'static Device,
@@ -45,7 +47,10 @@ struct State {
     mapped: BTreeMap<u64, Mapped>,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { reserved: BTreeMap::new(), mapped: BTreeMap::new() });
+static STATE: Mutex<State> = Mutex::new(State {
+    reserved: BTreeMap::new(),
+    mapped: BTreeMap::new(),
+});
 
 fn granular(bytes: u64) -> bool {
     bytes.is_multiple_of(GRANULARITY as u64)
@@ -56,9 +61,12 @@ pub(crate) fn reserve(bytes: usize, alignment: usize) -> Outcome<u64> {
     if bytes == 0 || !granular(bytes as u64) || (alignment != 0 && !alignment.is_power_of_two()) {
         return Err(Failure::InvalidValue);
     }
-    let mapping = Mapping::reservation(bytes, alignment.max(GRANULARITY)).map_err(|_| Failure::OutOfMemory)?;
+    let mapping = Mapping::reservation(bytes, alignment.max(GRANULARITY))
+        .map_err(|_| Failure::OutOfMemory)?;
     let start = mapping.start();
-    lock(&STATE).reserved.insert(start, Reservation { mapping, bytes });
+    lock(&STATE)
+        .reserved
+        .insert(start, Reservation { mapping, bytes });
     Ok(start)
 }
 
@@ -66,7 +74,13 @@ pub(crate) fn reserve(bytes: usize, alignment: usize) -> Outcome<u64> {
 pub(crate) fn free_reservation(start: u64, bytes: usize) -> Outcome {
     let mut state = lock(&STATE);
     let whole = state.reserved.get(&start).is_some_and(|r| r.bytes == bytes);
-    if !whole || state.mapped.range(start..start + bytes as u64).next().is_some() {
+    if !whole
+        || state
+            .mapped
+            .range(start..start + bytes as u64)
+            .next()
+            .is_some()
+    {
         return Err(Failure::InvalidValue);
     }
     drop(state.reserved.remove(&start).map(|r| r.mapping));
@@ -80,14 +94,24 @@ pub(crate) fn create(device: &'static Device, bytes: usize, handle_types: u32) -
     }
     let charge = device.charge(bytes as u64)?;
     let physical = Physical::new(bytes).map_err(|_| Failure::OutOfMemory)?;
-    let pages = Pages { physical, device, handle_types, filled: Mutex::new(false), _charge: charge };
+    let pages = Pages {
+        physical,
+        device,
+        handle_types,
+        filled: Mutex::new(false),
+        _charge: charge,
+    };
     Ok(HANDLES.insert(fresh_number(), Arc::new(pages)))
 }
 
 /// Another handle of the memory that is mapped at `address`.
 pub(crate) fn retain(address: u64) -> Outcome<usize> {
     let state = lock(&STATE);
-    let (&start, mapped) = state.mapped.range(..=address).next_back().ok_or(Failure::InvalidValue)?;
+    let (&start, mapped) = state
+        .mapped
+        .range(..=address)
+        .next_back()
+        .ok_or(Failure::InvalidValue)?;
     if address - start >= mapped.pages.physical.bytes() as u64 {
         return Err(Failure::InvalidValue);
     }
@@ -102,7 +126,10 @@ pub(crate) fn properties(handle: usize) -> Outcome<(i32, u32)> {
 
 /// Releases the handle. Mapped memory stays mapped.
 pub(crate) fn release(handle: usize) -> Outcome {
-    HANDLES.remove(handle).map_err(|_| Failure::InvalidValue).map(drop)
+    HANDLES
+        .remove(handle)
+        .map_err(|_| Failure::InvalidValue)
+        .map(drop)
 }
 
 /// Maps a whole physical allocation at reserved addresses, without access.
@@ -112,7 +139,9 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
         return Err(Failure::InvalidValue);
     }
     let mut state = lock(&STATE);
-    let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
+    let end = start
+        .checked_add(bytes as u64)
+        .ok_or(Failure::InvalidValue)?;
     let reserved = state.reserved.range(..=start).next_back();
     if reserved.is_none_or(|(&at, r)| end > at + r.bytes as u64) {
         return Err(Failure::InvalidValue);
@@ -130,14 +159,23 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
         *filled = true;
     }
     drop(filled);
-    state.mapped.insert(start, Mapped { pages, access: None });
+    state.mapped.insert(
+        start,
+        Mapped {
+            pages,
+            access: None,
+        },
+    );
     Ok(())
 }
 
-/// Grants or revokes the device's access to mapped memory. The range must consist of whole mappings without gaps.
+/// Grants or revokes the device's access to mapped memory. The range must consist of whole mappings
+/// without gaps.
 pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     let mut state = lock(&STATE);
-    let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
+    let end = start
+        .checked_add(bytes as u64)
+        .ok_or(Failure::InvalidValue)?;
     let mut next = start;
     for (&at, mapped) in state.mapped.range(start..end) {
         if at != next {
@@ -152,7 +190,13 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
         match (allow, mapped.access.is_some()) {
             (true, false) => {
                 let (len, keep) = (mapped.pages.physical.bytes() as u64, Arc::new(()));
-                space::insert(at, len, Kind::Mapped, mapped.pages.device.ordinal, keep.clone())?;
+                space::insert(
+                    at,
+                    len,
+                    Kind::Mapped,
+                    mapped.pages.device.ordinal,
+                    keep.clone(),
+                )?;
                 mapped.access = Some(keep);
             }
             (false, true) => {
@@ -168,21 +212,30 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
 /// Unmaps whole mappings, after the operations that use them.
 pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
     let mut state = lock(&STATE);
-    let end = start.checked_add(bytes as u64).ok_or(Failure::InvalidValue)?;
-    let inside: Vec<(u64, usize)> =
-        state.mapped.range(start..end).map(|(&at, m)| (at, m.pages.physical.bytes())).collect();
+    let end = start
+        .checked_add(bytes as u64)
+        .ok_or(Failure::InvalidValue)?;
+    let inside: Vec<(u64, usize)> = state
+        .mapped
+        .range(start..end)
+        .map(|(&at, m)| (at, m.pages.physical.bytes()))
+        .collect();
     let covered: usize = inside.iter().map(|&(_, len)| len).sum();
     if bytes == 0 || covered != bytes {
         return Err(Failure::InvalidValue);
     }
     for (at, len) in inside {
-        let Some(mapped) = state.mapped.remove(&at) else { continue };
+        let Some(mapped) = state.mapped.remove(&at) else {
+            continue;
+        };
         if let Some(access) = &mapped.access {
             space::remove(at, Kind::Mapped)?;
             let since = Instant::now();
             while Arc::strong_count(access) > 1 {
                 if since.elapsed() > UNMAP_LIMIT {
-                    say!("cuMemUnmap: an operation has used the memory for {UNMAP_LIMIT:?}; it stays mapped");
+                    say!(
+                        "cuMemUnmap: an operation has used the memory for {UNMAP_LIMIT:?}; it stays mapped"
+                    );
                     return Err(Failure::Unknown);
                 }
                 std::thread::sleep(Duration::from_micros(20));

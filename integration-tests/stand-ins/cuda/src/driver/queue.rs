@@ -68,8 +68,11 @@ static QUEUES: Mutex<Vec<(u32, Weak<Shared>)>> = Mutex::new(Vec::new());
 
 /// Waits for all operations submitted to a device so far.
 pub(crate) fn wait_for_all(device: u32) {
-    let queues: Vec<Arc<Shared>> =
-        lock(&QUEUES).iter().filter(|(of, _)| *of == device).filter_map(|(_, queue)| queue.upgrade()).collect();
+    let queues: Vec<Arc<Shared>> = lock(&QUEUES)
+        .iter()
+        .filter(|(of, _)| *of == device)
+        .filter_map(|(_, queue)| queue.upgrade())
+        .collect();
     queues.iter().for_each(|queue| queue.wait());
 }
 
@@ -84,18 +87,32 @@ impl Shared {
     fn wait(&self) {
         let state = lock(&self.state);
         let until = state.submitted;
-        let wait = self.changed.wait_while(state, |state| state.finished < until);
+        let wait = self
+            .changed
+            .wait_while(state, |state| state.finished < until);
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
     fn work(&self, device: &'static Device, random: &mut Random) {
         loop {
             let state = lock(&self.state);
-            let wait = self.changed.wait_while(state, |state| state.waiting.is_empty() && !state.closed);
-            let Some(op) = wait.unwrap_or_else(PoisonError::into_inner).waiting.pop_front() else { return };
-            let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&op, device, random)));
+            let wait = self
+                .changed
+                .wait_while(state, |state| state.waiting.is_empty() && !state.closed);
+            let Some(op) = wait
+                .unwrap_or_else(PoisonError::into_inner)
+                .waiting
+                .pop_front()
+            else {
+                return;
+            };
+            let ran =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&op, device, random)));
             if ran.is_err() {
-                device.fail(Failure::Unknown, "the stand-in itself failed; its message is above");
+                device.fail(
+                    Failure::Unknown,
+                    "the stand-in itself failed; its message is above",
+                );
                 if let Op::Record(ticket) = &op {
                     ticket.complete();
                 }
@@ -128,7 +145,11 @@ pub(crate) struct Random(Option<u64>);
 
 impl Random {
     fn of_stream(number: usize) -> Self {
-        Self(settings().delay_seed.map(|seed| seed ^ (number as u64) << 32))
+        Self(
+            settings()
+                .delay_seed
+                .map(|seed| seed ^ (number as u64) << 32),
+        )
     }
 
     #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The registry of live memory: the addresses that a device may access. It is copied on write, so that an operation
-//! uses one version and keeps all memory of that version mapped while it runs.
+//! The registry of live memory: the addresses that a device may access. It is copied on write, so
+//! that an operation uses one version and keeps all memory of that version mapped while it runs.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -81,7 +81,11 @@ static SPACE: RwLock<Option<Arc<Space>>> = RwLock::new(None);
 
 /// The current version.
 pub(crate) fn now() -> Arc<Space> {
-    SPACE.read().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+    SPACE
+        .read()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clone()
+        .unwrap_or_default()
 }
 
 fn change<T>(change: impl FnOnce(&mut BTreeMap<u64, Range>) -> Outcome<T>) -> Outcome<T> {
@@ -92,13 +96,27 @@ fn change<T>(change: impl FnOnce(&mut BTreeMap<u64, Range>) -> Outcome<T>) -> Ou
 }
 
 /// Adds a range. `keep` is dropped when no version with the range is in use.
-pub(crate) fn insert(start: u64, bytes: u64, kind: Kind, device: u32, keep: Arc<dyn Any + Send + Sync>) -> Outcome {
+pub(crate) fn insert(
+    start: u64,
+    bytes: u64,
+    kind: Kind,
+    device: u32,
+    keep: Arc<dyn Any + Send + Sync>,
+) -> Outcome {
     change(|ranges| {
         let before = ranges.range(..start + bytes).next_back();
         if before.is_some_and(|(&at, range)| at + range.bytes > start) {
             return Err(Failure::HostMemoryAlreadyRegistered);
         }
-        ranges.insert(start, Range { bytes, kind, device, keep });
+        ranges.insert(
+            start,
+            Range {
+                bytes,
+                kind,
+                device,
+                keep,
+            },
+        );
         Ok(())
     })
 }
@@ -117,7 +135,11 @@ pub(crate) fn forget(device: u32) -> u64 {
         let mut bytes = 0;
         ranges.retain(|_, range| {
             let stays = range.device != device || range.kind == Kind::Mapped;
-            bytes += if stays || range.kind != Kind::Device { 0 } else { range.bytes };
+            bytes += if stays || range.kind != Kind::Device {
+                0
+            } else {
+                range.bytes
+            };
             stays
         });
         Ok(bytes)
@@ -131,9 +153,20 @@ mod tests {
 
     fn space(ranges: &[(u64, u64)]) -> Space {
         let range = |&(start, bytes): &(u64, u64)| {
-            (start, Range { bytes, kind: Kind::Device, device: 0, keep: Arc::new(()) })
+            (
+                start,
+                Range {
+                    bytes,
+                    kind: Kind::Device,
+                    device: 0,
+                    keep: Arc::new(()),
+                },
+            )
         };
-        Space { ranges: ranges.iter().map(range).collect(), spans: OnceLock::new() }
+        Space {
+            ranges: ranges.iter().map(range).collect(),
+            spans: OnceLock::new(),
+        }
     }
 
     #[test]
@@ -141,7 +174,15 @@ mod tests {
         let space = space(&[(100, 10), (110, 10), (130, 10)]);
         assert_eq!(space.spans(), [(100, 120), (130, 140)]);
         assert!(space.holds(105, 15) && space.holds(130, 10) && space.holds(0, 0));
-        for (at, bytes) in [(99, 1), (119, 2), (120, 1), (125, 10), (139, 2), (140, 1), (u64::MAX, 2)] {
+        for (at, bytes) in [
+            (99, 1),
+            (119, 2),
+            (120, 1),
+            (125, 10),
+            (139, 2),
+            (140, 1),
+            (u64::MAX, 2),
+        ] {
             assert!(!space.holds(at, bytes), "{at} {bytes}");
         }
         assert_eq!(space.find(111).map(|(start, _)| start), Some(110));

@@ -41,7 +41,14 @@ pub(crate) fn stream(number: usize) -> Outcome<Arc<Stream>> {
 pub(crate) fn create(device: &'static Device, flags: u32, priority: i32) -> Outcome<usize> {
     let number = fresh_number();
     let queue = Queue::start(device, number)?;
-    let stream = Stream { number, device, flags, priority, queue, part: Mutex::new(None) };
+    let stream = Stream {
+        number,
+        device,
+        flags,
+        priority,
+        queue,
+        part: Mutex::new(None),
+    };
     Ok(STREAMS.insert(number, Arc::new(stream)))
 }
 
@@ -56,7 +63,11 @@ pub(crate) fn destroy(number: usize) -> Outcome {
 
 /// All streams of a device.
 pub(crate) fn of_device(device: &'static Device) -> Vec<Arc<Stream>> {
-    STREAMS.select(|s| s.device.ordinal == device.ordinal).into_iter().map(|(_, stream)| stream).collect()
+    STREAMS
+        .select(|s| s.device.ordinal == device.ordinal)
+        .into_iter()
+        .map(|(_, stream)| stream)
+        .collect()
 }
 
 /// Destroys all streams and events of the device's context, after their work.
@@ -114,7 +125,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Makes all later operations wait for the event's last recording. An event that was never recorded is complete.
+    /// Makes all later operations wait for the event's last recording. An event that was never
+    /// recorded is complete.
     pub(crate) fn wait_for(self: &Arc<Self>, event: &Event) -> Outcome {
         self.device.check()?;
         let mut part = lock(&self.part);
@@ -135,8 +147,13 @@ impl Stream {
                     part.capture.invalidate();
                     return Err(Failure::CaptureMerge);
                 }
-                part.after
-                    .extend(after.iter().filter(|node| !part.after.contains(node)).copied().collect::<Vec<_>>());
+                part.after.extend(
+                    after
+                        .iter()
+                        .filter(|node| !part.after.contains(node))
+                        .copied()
+                        .collect::<Vec<_>>(),
+                );
             }
         }
         Ok(())

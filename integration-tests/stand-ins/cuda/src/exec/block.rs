@@ -13,7 +13,8 @@ use crate::error::Failure;
 use crate::ptx::types::Space;
 use crate::settings::settings;
 
-/// Generic addresses of shared and local memory and of parameters have these high bits, which no host address has.
+/// Generic addresses of shared and local memory and of parameters have these high bits, which no
+/// host address has.
 const WINDOW_SHIFT: u32 = 56;
 pub(crate) const SHARED_WINDOW: u64 = 1 << WINDOW_SHIFT;
 pub(crate) const LOCAL_WINDOW: u64 = 2 << WINDOW_SHIFT;
@@ -59,7 +60,9 @@ pub(crate) type Cells = Box<[UnsafeCell<u128>]>;
 
 /// At least `bytes`, filled with one bits.
 pub(crate) fn cells(bytes: usize) -> Cells {
-    (0..bytes.div_ceil(16)).map(|_| UnsafeCell::new(u128::MAX)).collect()
+    (0..bytes.div_ceil(16))
+        .map(|_| UnsafeCell::new(u128::MAX))
+        .collect()
 }
 
 impl BlockMemory {
@@ -75,15 +78,25 @@ impl BlockMemory {
         let (shared, params_bytes) = (cells(shared_bytes), shape.params.len());
         let (last, arrivals) = ((1, 0), Vec::new());
         let traffic = settings().counts_work().then(Traffic::default);
-        Self { registry, last, shared, shared_bytes, params, params_bytes, arrivals, races, traffic }
+        Self {
+            registry,
+            last,
+            shared,
+            shared_bytes,
+            params,
+            params_bytes,
+            arrivals,
+            races,
+            traffic,
+        }
     }
 
     pub(crate) fn arrive(&mut self, arrival: Arrival) {
         self.arrivals.push(arrival);
     }
 
-    /// Translates a lane's address to a host address that is valid for reads and writes of `bytes` while this block
-    /// runs, and aligned to `bytes`, a power of two.
+    /// Translates a lane's address to a host address that is valid for reads and writes of `bytes`
+    /// while this block runs, and aligned to `bytes`, a power of two.
     pub(crate) fn resolve(
         &mut self,
         warp: &Warp,
@@ -109,15 +122,22 @@ impl BlockMemory {
             Space::Shared => within(self.shared.as_ptr(), self.shared_bytes, offset, bytes),
             Space::Param => within(self.params.as_ptr(), self.params_bytes, offset, bytes),
             Space::Local => {
-                let all = warp.local.as_ptr().wrapping_add(lane * warp.local_bytes / 16);
+                let all = warp
+                    .local
+                    .as_ptr()
+                    .wrapping_add(lane * warp.local_bytes / 16);
                 within(all, warp.local_bytes, offset, bytes)
             }
             Space::Generic | Space::Global | Space::Const => {
-                let inside = |(start, end): (u64, u64)| offset >= start && offset.saturating_add(bytes as u64) <= end;
+                let inside = |(start, end): (u64, u64)| {
+                    offset >= start && offset.saturating_add(bytes as u64) <= end
+                };
                 if !inside(self.last) {
                     match self.registry.span(offset, bytes as u64) {
                         Some(span) => self.last = span,
-                        None => return self.bad(Failure::IllegalAddress, lane, space, offset, bytes),
+                        None => {
+                            return self.bad(Failure::IllegalAddress, lane, space, offset, bytes);
+                        }
                     }
                 }
                 if let Some(traffic) = &mut self.traffic {
@@ -138,36 +158,67 @@ impl BlockMemory {
     }
 
     /// Checks for a race, if enabled.
-    fn note(&mut self, warp: usize, lane: usize, offset: u64, bytes: usize, access: Access) -> Done {
+    fn note(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        offset: u64,
+        bytes: usize,
+        access: Access,
+    ) -> Done {
         let races = self.races.as_mut();
-        let Some(race) = races.and_then(|races| races.note(offset as usize, bytes, warp, access)) else {
+        let Some(race) = races.and_then(|races| races.note(offset as usize, bytes, warp, access))
+        else {
             return Ok(());
         };
         let what = format!(
             "a race: lane {lane} has a {access:?} of {bytes} bytes of shared memory at {offset:#x}, which {race} since the last barrier"
         );
-        Err(Box::new(Fault { failure: Failure::LaunchFailed, what }))
+        Err(Box::new(Fault {
+            failure: Failure::LaunchFailed,
+            what,
+        }))
     }
 
-    /// Notes the write of a completed asynchronous copy, whose destination `resolve` checked before.
-    pub(crate) fn note_arrival(&mut self, warp: usize, lane: usize, to: *const u8, bytes: usize) -> Done {
+    /// Notes the write of a completed asynchronous copy, whose destination `resolve` checked
+    /// before.
+    pub(crate) fn note_arrival(
+        &mut self,
+        warp: usize,
+        lane: usize,
+        to: *const u8,
+        bytes: usize,
+    ) -> Done {
         let offset = to as usize - self.shared.as_ptr() as usize;
         self.note(warp, lane, offset as u64, bytes, Access::Write)
     }
 
     #[cold]
-    fn bad<T>(&self, failure: Failure, lane: usize, space: Space, offset: u64, bytes: usize) -> Done<T> {
+    fn bad<T>(
+        &self,
+        failure: Failure,
+        lane: usize,
+        space: Space,
+        offset: u64,
+        bytes: usize,
+    ) -> Done<T> {
         let what = format!("lane {lane} accesses {bytes} bytes at {offset:#x} in {space:?} memory");
         Err(Box::new(Fault { failure, what }))
     }
 }
 
-fn within(base: *const UnsafeCell<u128>, size: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
+fn within(
+    base: *const UnsafeCell<u128>,
+    size: usize,
+    offset: u64,
+    bytes: usize,
+) -> Option<*mut u8> {
     let end = offset.checked_add(bytes as u64)?;
     (end <= size as u64).then(|| base.cast::<u8>().cast_mut().wrapping_add(offset as usize))
 }
 
-/// Runs one block; returns its work if it is counted. After every turn of a warp, `check` may end it with a fault.
+/// Runs one block; returns its work if it is counted. After every turn of a warp, `check` may end
+/// it with a fault.
 pub(crate) fn run_block(
     program: &Program,
     shape: &LaunchShape,
@@ -179,10 +230,15 @@ pub(crate) fn run_block(
     let mut memory = BlockMemory::new(program, shape, registry.clone());
     let mut warps: Vec<Warp> = (0..threads.div_ceil(32))
         .map(|index| {
-            let live = if threads - index * 32 >= 32 { !0 } else { (1 << (threads % 32)) - 1 };
+            let live = if threads - index * 32 >= 32 {
+                !0
+            } else {
+                (1 << (threads % 32)) - 1
+            };
             let mut warp = Warp::new(program, index, live);
             for &(slot, special) in &program.specials {
-                warp.regs[slot] = std::array::from_fn(|lane| value(special, program, shape, block, index, lane));
+                warp.regs[slot] =
+                    std::array::from_fn(|lane| value(special, program, shape, block, index, lane));
             }
             warp
         })
@@ -201,23 +257,36 @@ pub(crate) fn run_block(
         if !ran && !released {
             if warps.iter().all(|warp| warp.live == 0) {
                 let operations = warps.iter().map(|warp| warp.steps).sum();
-                return Ok(memory.traffic.map_or(Work::default(), |traffic| traffic.work(operations)));
+                return Ok(memory
+                    .traffic
+                    .map_or(Work::default(), |traffic| traffic.work(operations)));
             }
-            let what = format!("kernel {}: threads wait at a barrier to which the others never come", program.name);
-            return Err(Box::new(Fault { failure: Failure::LaunchTimeout, what }));
+            let what = format!(
+                "kernel {}: threads wait at a barrier to which the others never come",
+                program.name
+            );
+            return Err(Box::new(Fault {
+                failure: Failure::LaunchTimeout,
+                what,
+            }));
         }
     }
 }
 
 /// Releases every barrier at which all expected threads have arrived.
 fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> bool {
-    let BlockMemory { arrivals, races, .. } = memory;
+    let BlockMemory {
+        arrivals, races, ..
+    } = memory;
     let live: u32 = warps.iter().map(|warp| warp.live.count_ones()).sum();
     let mut released = false;
     for number in 0..16 {
         let here = || arrivals.iter().filter(|a| a.number == number);
         let Some(first) = here().next() else { continue };
-        let (arrived, expected) = (here().map(|a| a.lanes.count_ones()).sum::<u32>(), first.count.unwrap_or(live));
+        let (arrived, expected) = (
+            here().map(|a| a.lanes.count_ones()).sum::<u32>(),
+            first.count.unwrap_or(live),
+        );
         if arrived < expected {
             continue;
         }
@@ -242,11 +311,15 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
             let warp = &mut warps[arrival.warp];
             match arrival.reduction {
                 Reduction::None => {}
-                Reduction::Count { to, .. } => lanes(arrival.lanes).for_each(|l| warp.regs[to][l] = u64::from(count)),
+                Reduction::Count { to, .. } => {
+                    lanes(arrival.lanes).for_each(|l| warp.regs[to][l] = u64::from(count))
+                }
                 Reduction::All { to, .. } => {
                     warp.set_pred(to, arrival.lanes, if count == arrived { !0 } else { 0 });
                 }
-                Reduction::Any { to, .. } => warp.set_pred(to, arrival.lanes, if count > 0 { !0 } else { 0 }),
+                Reduction::Any { to, .. } => {
+                    warp.set_pred(to, arrival.lanes, if count > 0 { !0 } else { 0 })
+                }
             }
             if arrival.waits {
                 warp.resume(arrival.next, arrival.lanes);
@@ -258,7 +331,14 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
 }
 
 /// A special register's value.
-fn value(special: Special, program: &Program, shape: &LaunchShape, block: [u32; 3], warp: usize, lane: usize) -> u64 {
+fn value(
+    special: Special,
+    program: &Program,
+    shape: &LaunchShape,
+    block: [u32; 3],
+    warp: usize,
+    lane: usize,
+) -> u64 {
     let thread = (warp * 32 + lane) as u32;
     let [x, y, _] = shape.block;
     let equal = 1u32 << lane;

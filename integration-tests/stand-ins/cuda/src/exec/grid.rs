@@ -26,7 +26,8 @@ pub(crate) fn run_grid(
     run_blocks(program, shape, registry, x * y * z, &block)
 }
 
-/// Runs the `blocks` blocks of a grid that `block` numbers. After the first fault no further block starts.
+/// Runs the `blocks` blocks of a grid that `block` numbers. After the first fault no further block
+/// starts.
 pub(crate) fn run_blocks(
     program: &Program,
     shape: &LaunchShape,
@@ -43,7 +44,11 @@ pub(crate) fn run_blocks(
             return fault(Failure::LaunchFailed, "another block has failed");
         }
         if since.elapsed() > settings().launch_limit {
-            let what = format!("kernel {} has run for {:?}", program.name, settings().launch_limit);
+            let what = format!(
+                "kernel {} has run for {:?}",
+                program.name,
+                settings().launch_limit
+            );
             return fault(Failure::LaunchTimeout, what);
         }
         Ok(())

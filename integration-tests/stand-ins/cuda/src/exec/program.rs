@@ -30,7 +30,10 @@ pub(crate) struct Fault {
 }
 
 pub(crate) fn fault<T>(failure: Failure, what: impl Into<String>) -> Result<T, Box<Fault>> {
-    Err(Box::new(Fault { failure, what: what.into() }))
+    Err(Box::new(Fault {
+        failure,
+        what: what.into(),
+    }))
 }
 
 pub(crate) type Done<T = ()> = Result<T, Box<Fault>>;
@@ -70,16 +73,29 @@ pub(crate) enum Special {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Reduction {
     None,
-    Count { source: PredSlot, negate: bool, to: Slot },
-    All { source: PredSlot, negate: bool, to: PredSlot },
-    Any { source: PredSlot, negate: bool, to: PredSlot },
+    Count {
+        source: PredSlot,
+        negate: bool,
+        to: Slot,
+    },
+    All {
+        source: PredSlot,
+        negate: bool,
+        to: PredSlot,
+    },
+    Any {
+        source: PredSlot,
+        negate: bool,
+        to: PredSlot,
+    },
 }
 
 /// The control flow after an instruction.
 pub(crate) enum Flow {
     /// Continues with the next instruction.
     Do(Action),
-    /// Continues with the next instruction once all live lanes of the mask in `members` have arrived here.
+    /// Continues with the next instruction once all live lanes of the mask in `members` have
+    /// arrived here.
     Together {
         members: Slot,
         action: Action,

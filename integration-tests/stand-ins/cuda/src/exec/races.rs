@@ -1,5 +1,5 @@
-//! Race detection in shared memory: a race is two warps accessing a byte between the same two barriers, one of them
-//! writing.
+//! Race detection in shared memory: a race is two warps accessing a byte between the same two
+//! barriers, one of them writing.
 
 /// How an access uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,11 @@ pub(crate) struct Races {
 impl Races {
     pub(crate) fn new(shared_bytes: usize) -> Self {
         // The count starts at 1, so that 0 means never used.
-        Self { barriers: 1, written: vec![Use::default(); shared_bytes], read: vec![Use::default(); shared_bytes] }
+        Self {
+            barriers: 1,
+            written: vec![Use::default(); shared_bytes],
+            read: vec![Use::default(); shared_bytes],
+        }
     }
 
     /// All threads of the block have passed a barrier.
@@ -39,18 +43,38 @@ impl Races {
         self.barriers += 1;
     }
 
-    /// Notes an access within bounds. Returns a description of the access that it races with, if any.
-    pub(crate) fn note(&mut self, offset: usize, bytes: usize, warp: usize, access: Access) -> Option<String> {
-        let now = Use { barriers: self.barriers, warp: warp as u16 };
+    /// Notes an access within bounds. Returns a description of the access that it races with, if
+    /// any.
+    pub(crate) fn note(
+        &mut self,
+        offset: usize,
+        bytes: usize,
+        warp: usize,
+        access: Access,
+    ) -> Option<String> {
+        let now = Use {
+            barriers: self.barriers,
+            warp: warp as u16,
+        };
         let other = |last: &Use| last.barriers == now.barriers && last.warp != now.warp;
-        let (written, read) = (&mut self.written[offset..offset + bytes], &mut self.read[offset..offset + bytes]);
+        let (written, read) = (
+            &mut self.written[offset..offset + bytes],
+            &mut self.read[offset..offset + bytes],
+        );
         let name = |last: &Use| {
-            if last.warp == MANY { "several warps have".into() } else { format!("warp {} has", last.warp) }
+            if last.warp == MANY {
+                "several warps have".into()
+            } else {
+                format!("warp {} has", last.warp)
+            }
         };
         match access {
             Access::Atomic => None,
             Access::Read => {
-                let race = written.iter().find(|last| other(last)).map(|last| format!("{} written", name(last)));
+                let race = written
+                    .iter()
+                    .find(|last| other(last))
+                    .map(|last| format!("{} written", name(last)));
                 for last in read {
                     let warp = if other(last) { MANY } else { now.warp };
                     *last = Use { warp, ..now };
@@ -58,9 +82,15 @@ impl Races {
                 race
             }
             Access::Write => {
-                let race = written.iter().find(|last| other(last)).map(|last| format!("{} written", name(last)));
-                let race =
-                    race.or_else(|| read.iter().find(|last| other(last)).map(|last| format!("{} read", name(last))));
+                let race = written
+                    .iter()
+                    .find(|last| other(last))
+                    .map(|last| format!("{} written", name(last)));
+                let race = race.or_else(|| {
+                    read.iter()
+                        .find(|last| other(last))
+                        .map(|last| format!("{} read", name(last)))
+                });
                 written.fill(now);
                 race
             }
@@ -86,7 +116,9 @@ mod tests {
         };
         assert!(all(false, Access::Write, Access::Read) && !all(true, Access::Write, Access::Read));
         assert!(all(false, Access::Read, Access::Write) && !all(true, Access::Read, Access::Write));
-        assert!(!all(false, Access::Read, Access::Read) && !all(false, Access::Write, Access::Atomic));
+        assert!(
+            !all(false, Access::Read, Access::Read) && !all(false, Access::Write, Access::Atomic)
+        );
     }
 
     #[test]
@@ -98,6 +130,10 @@ mod tests {
         // Read by two warps, then written by one of them.
         assert_eq!(races.note(8, 4, 0, Access::Read), None);
         assert_eq!(races.note(8, 4, 1, Access::Read), None);
-        assert!(races.note(8, 4, 1, Access::Write).is_some_and(|with| with.contains("several")));
+        assert!(
+            races
+                .note(8, 4, 1, Access::Write)
+                .is_some_and(|with| with.contains("several"))
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Launches of the dry mode: a few blocks are interpreted, and the work of the others is estimated from theirs.
+//! Launches of the dry mode: a few blocks are interpreted, and the work of the others is estimated
+//! from theirs.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -11,7 +12,8 @@ use crate::driver::handles::lock;
 use crate::driver::space::Space;
 use crate::error::Failure;
 
-/// Launches of at most this many instructions of warps run each time: they may compute what the host waits for.
+/// Launches of at most this many instructions of warps run each time: they may compute what the
+/// host waits for.
 const WHOLE: u64 = 4_000;
 /// First launches of at most this many threads run whole.
 const WHOLE_THREADS: u64 = 1 << 15;
@@ -32,14 +34,23 @@ impl Key {
     fn new(program: &Program, shape: &LaunchShape, registry: &Space) -> Self {
         let mut params = shape.params.clone();
         for word in params.chunks_exact_mut(8) {
-            let value = word.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
+            let value = word
+                .iter()
+                .rev()
+                .fold(0, |all, &byte| all << 8 | u64::from(byte));
             if registry.find(value).is_some() {
                 // Only the place within a sector matters for the traffic.
                 word.copy_from_slice(&(value % 32).to_le_bytes());
             }
         }
         let (grid, block, dynamic_bytes) = (shape.grid, shape.block, shape.dynamic_bytes);
-        Self { name: program.name.clone(), grid, block, dynamic_bytes, params }
+        Self {
+            name: program.name.clone(),
+            grid,
+            block,
+            dynamic_bytes,
+            params,
+        }
     }
 }
 
@@ -49,8 +60,9 @@ fn sampled([x, y, z]: [u32; 3]) -> [[u32; 3]; 4] {
     [at(|_| 0), at(|n| n - 1), at(|n| (n - 1) / 2), at(|n| n / 2)]
 }
 
-/// The work of a launch. Small launches run whole; of others, four blocks run at the first one. The work of the blocks between is that of the mean of the two middle ones, which is exact if all are alike
-/// or if it grows linearly along each axis.
+/// The work of a launch. Small launches run whole; of others, four blocks run at the first one. The
+/// work of the blocks between is that of the mean of the two middle ones, which is exact if all are
+/// alike or if it grows linearly along each axis.
 pub(crate) fn run_sample(
     program: &Program,
     shape: &LaunchShape,
@@ -65,7 +77,9 @@ pub(crate) fn run_sample(
     }
     let count = shape.grid.iter().map(|&n| u64::from(n)).product::<u64>();
     let run = |blocks: &[[u32; 3]]| {
-        run_blocks(program, shape, registry, blocks.len() as u64, &|number| blocks[number as usize])
+        run_blocks(program, shape, registry, blocks.len() as u64, &|number| {
+            blocks[number as usize]
+        })
     };
     let threads = count * shape.block.iter().map(|&n| u64::from(n)).product::<u64>();
     let work = if count <= 4 || threads <= WHOLE_THREADS || known.is_some() {
@@ -89,6 +103,9 @@ mod tests {
             assert_eq!((first, last), (0, x - 1));
             assert_eq!(low + high, x - 1);
         }
-        assert_eq!(sampled([1, 1, 4]), [[0; 3], [0, 0, 3], [0, 0, 1], [0, 0, 2]]);
+        assert_eq!(
+            sampled([1, 1, 4]),
+            [[0; 3], [0, 0, 3], [0, 0, 1], [0, 0, 2]]
+        );
     }
 }

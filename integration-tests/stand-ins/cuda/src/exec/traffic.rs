@@ -1,5 +1,5 @@
-//! The traffic of a block with global memory: the distinct sectors of 32 bytes that it loads and stores. So a block's
-//! repeated accesses count once, as if a cache served the others.
+//! The traffic of a block with global memory: the distinct sectors of 32 bytes that it loads and
+//! stores. So a block's repeated accesses count once, as if a cache served the others.
 
 use std::collections::HashSet;
 
@@ -36,7 +36,11 @@ impl Traffic {
     /// The bytes so far, and `operations`.
     pub(crate) fn work(&self, operations: u64) -> Work {
         let bytes = |sectors: &HashSet<u64>| sectors.len() as u64 * SECTOR_BYTES;
-        Work { loaded: bytes(&self.loaded), stored: bytes(&self.stored), operations }
+        Work {
+            loaded: bytes(&self.loaded),
+            stored: bytes(&self.stored),
+            operations,
+        }
     }
 }
 
@@ -52,6 +56,13 @@ mod tests {
             (0..32).for_each(|lane| traffic.note(4096 + 64 * lane, 8, Access::Write));
         }
         traffic.note(8192 + 28, 4, Access::Atomic);
-        assert_eq!(traffic.work(7), Work { loaded: 128 + 32, stored: 32 * 32 + 32, operations: 7 });
+        assert_eq!(
+            traffic.work(7),
+            Work {
+                loaded: 128 + 32,
+                stored: 32 * 32 + 32,
+                operations: 7
+            }
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! A warp: 32 lanes, in groups at the same instruction. The group with the lowest instruction index runs, so groups
-//! merge where control flow joins.
+//! A warp: 32 lanes, in groups at the same instruction. The group with the lowest instruction index
+//! runs, so groups merge where control flow joins.
 
 use super::block::{Arrival, BlockMemory, Cells, cells};
 use super::program::{ALL, Done, Fault, Flow, Mask, Program, Slot, lanes};
@@ -73,7 +73,11 @@ impl Warp {
             copies: Vec::new(),
             committed: [0; 32],
             steps: 0,
-            groups: vec![Group { at: 0, lanes: live, blocked: false }],
+            groups: vec![Group {
+                at: 0,
+                lanes: live,
+                blocked: false,
+            }],
         }
     }
 
@@ -89,7 +93,11 @@ impl Warp {
 
     /// Continues lanes after a barrier.
     pub(crate) fn resume(&mut self, at: usize, lanes: Mask) {
-        self.groups.push(Group { at, lanes, blocked: false });
+        self.groups.push(Group {
+            at,
+            lanes,
+            blocked: false,
+        });
     }
 
     /// Runs until the warp must wait, has ended, or its turn is over.
@@ -101,18 +109,31 @@ impl Warp {
                 return end.map(|()| Pause::Turn);
             }
         }
-        Ok(if self.live == 0 { Pause::Ended } else { Pause::Barrier })
+        Ok(if self.live == 0 {
+            Pause::Ended
+        } else {
+            Pause::Barrier
+        })
     }
 
     /// Takes the group at the lowest instruction index, merged with all others there.
     fn take_group(&mut self) -> Done<Option<(usize, Mask)>> {
-        let Some(at) = self.groups.iter().filter(|g| !g.blocked).map(|g| g.at).min() else {
+        let Some(at) = self
+            .groups
+            .iter()
+            .filter(|g| !g.blocked)
+            .map(|g| g.at)
+            .min()
+        else {
             if self.groups.is_empty() {
                 return Ok(None);
             }
             let lanes = self.groups.iter().fold(0, |all, g| all | g.lanes);
             let what = format!("lanes {lanes:#x} wait for lanes of their mask that never come");
-            return Err(Box::new(Fault { failure: Failure::LaunchTimeout, what }));
+            return Err(Box::new(Fault {
+                failure: Failure::LaunchTimeout,
+                what,
+            }));
         };
         let mut mask = 0;
         self.groups.retain(|group| {
@@ -133,12 +154,28 @@ impl Warp {
         mut mask: Mask,
         left: &mut u32,
     ) -> Done {
-        // The lowest index of another group, which must run or merge before this group goes beyond it.
-        let mut limit = self.groups.iter().filter(|g| !g.blocked).map(|g| g.at).min().unwrap_or(usize::MAX);
-        let meets: Vec<usize> = self.groups.iter().filter(|g| g.blocked).map(|g| g.at).collect();
+        // The lowest index of another group, which must run or merge before this group goes beyond
+        // it.
+        let mut limit = self
+            .groups
+            .iter()
+            .filter(|g| !g.blocked)
+            .map(|g| g.at)
+            .min()
+            .unwrap_or(usize::MAX);
+        let meets: Vec<usize> = self
+            .groups
+            .iter()
+            .filter(|g| g.blocked)
+            .map(|g| g.at)
+            .collect();
         loop {
             if at >= limit || *left == 0 || meets.contains(&at) {
-                self.groups.push(Group { at, lanes: mask, blocked: false });
+                self.groups.push(Group {
+                    at,
+                    lanes: mask,
+                    blocked: false,
+                });
                 return Ok(());
             }
             *left -= 1;
@@ -146,7 +183,13 @@ impl Warp {
             let instruction = &program.code[at];
             let active = match instruction.guard {
                 None => mask,
-                Some((pred, negated)) => mask & if negated { !self.preds[pred] } else { self.preds[pred] },
+                Some((pred, negated)) => {
+                    mask & if negated {
+                        !self.preds[pred]
+                    } else {
+                        self.preds[pred]
+                    }
+                }
             };
             match &instruction.flow {
                 Flow::Do(action) => {
@@ -159,7 +202,11 @@ impl Warp {
                     if active != 0 {
                         let needed = self.members(*members, active) & self.live;
                         if needed & !active != 0 {
-                            self.groups.push(Group { at, lanes: mask, blocked: true });
+                            self.groups.push(Group {
+                                at,
+                                lanes: mask,
+                                blocked: true,
+                            });
                             return Ok(());
                         }
                         action(self, memory, active).map_err(|f| self.located(f, program, at))?;
@@ -172,8 +219,16 @@ impl Warp {
                     } else if active == 0 {
                         at += 1;
                     } else {
-                        self.groups.push(Group { at: *to, lanes: active, blocked: false });
-                        self.groups.push(Group { at: at + 1, lanes: mask & !active, blocked: false });
+                        self.groups.push(Group {
+                            at: *to,
+                            lanes: active,
+                            blocked: false,
+                        });
+                        self.groups.push(Group {
+                            at: at + 1,
+                            lanes: mask & !active,
+                            blocked: false,
+                        });
                         return Ok(());
                     }
                 }
@@ -181,13 +236,24 @@ impl Warp {
                     for lane in lanes(active) {
                         let Some(&to) = targets.get(self.regs[*index][lane] as u32 as usize) else {
                             let what = "an index beyond the branch targets".into();
-                            let fault = Box::new(Fault { failure: Failure::LaunchFailed, what });
+                            let fault = Box::new(Fault {
+                                failure: Failure::LaunchFailed,
+                                what,
+                            });
                             return Err(self.located(fault, program, at));
                         };
-                        self.groups.push(Group { at: to, lanes: 1 << lane, blocked: false });
+                        self.groups.push(Group {
+                            at: to,
+                            lanes: 1 << lane,
+                            blocked: false,
+                        });
                     }
                     if mask & !active != 0 {
-                        self.groups.push(Group { at: at + 1, lanes: mask & !active, blocked: false });
+                        self.groups.push(Group {
+                            at: at + 1,
+                            lanes: mask & !active,
+                            blocked: false,
+                        });
                     }
                     return Ok(());
                 }
@@ -196,18 +262,33 @@ impl Warp {
                     mask &= !active;
                     at += 1;
                     // Blocked groups wait only for live lanes, so they are checked again.
-                    self.groups.iter_mut().for_each(|group| group.blocked = false);
+                    self.groups
+                        .iter_mut()
+                        .for_each(|group| group.blocked = false);
                     if mask == 0 {
                         return Ok(());
                     }
                     limit = self.groups.iter().map(|g| g.at).min().unwrap_or(usize::MAX);
                 }
-                Flow::Barrier { number, count, reduction, waits } => {
+                Flow::Barrier {
+                    number,
+                    count,
+                    reduction,
+                    waits,
+                } => {
                     if active != 0 {
                         let number = self.uniform(*number, active) as u32;
                         let count = count.map(|slot| self.uniform(slot, active) as u32);
                         let (warp, next, reduction) = (self.index, at + 1, *reduction);
-                        memory.arrive(Arrival { number, count, warp, lanes: active, next, reduction, waits: *waits });
+                        memory.arrive(Arrival {
+                            number,
+                            count,
+                            warp,
+                            lanes: active,
+                            next,
+                            reduction,
+                            waits: *waits,
+                        });
                         if *waits {
                             mask &= !active;
                         }
@@ -229,7 +310,10 @@ impl Warp {
 
     fn located(&self, mut fault: Box<Fault>, program: &Program, at: usize) -> Box<Fault> {
         let line = program.code[at].line;
-        fault.what = format!("kernel {}, PTX line {line}, warp {}: {}", program.name, self.index, fault.what);
+        fault.what = format!(
+            "kernel {}, PTX line {line}, warp {}: {}",
+            program.name, self.index, fault.what
+        );
         fault
     }
 }

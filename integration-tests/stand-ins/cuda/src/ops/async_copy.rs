@@ -1,4 +1,5 @@
-//! Asynchronous copies from global to shared memory. They complete only at the wait, which exposes a missing wait.
+//! Asynchronous copies from global to shared memory. They complete only at the wait, which exposes
+//! a missing wait.
 
 use super::memory::{read, write};
 use super::{Decoded, unknown};
@@ -20,11 +21,14 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         return Ok(Flow::Do(action));
     }
     if mods.take("wait_all") {
-        let action: Action = Box::new(|warp, memory, mask| arrive(warp, memory, |copy| mask >> copy.lane & 1 == 1));
+        let action: Action =
+            Box::new(|warp, memory, mask| arrive(warp, memory, |copy| mask >> copy.lane & 1 == 1));
         return Ok(Flow::Do(action));
     }
     if mods.take("wait_group") {
-        let [Operand::Integer(left)] = *operands else { return Err("no number of groups".into()) };
+        let [Operand::Integer(left)] = *operands else {
+            return Err("no number of groups".into());
+        };
         let action: Action = Box::new(move |warp, memory, mask| {
             let committed = warp.committed;
             let due = |copy: &AsyncCopy| {
@@ -36,10 +40,16 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         return Ok(Flow::Do(action));
     }
     mods.take_of(&["ca", "cg"]).ok_or("no cache")?;
-    mods.take_of(&["shared", "shared::cta"]).ok_or("only copies to shared memory are known")?;
-    mods.take_of(&["global"]).ok_or("only copies from global memory are known")?;
+    mods.take_of(&["shared", "shared::cta"])
+        .ok_or("only copies to shared memory are known")?;
+    mods.take_of(&["global"])
+        .ok_or("only copies from global memory are known")?;
     mods.ignore(&["L2::64B", "L2::128B", "L2::256B"]);
-    let operands = if mods.take("L2::cache_hint") { &operands[..operands.len().saturating_sub(1)] } else { operands };
+    let operands = if mods.take("L2::cache_hint") {
+        &operands[..operands.len().saturating_sub(1)]
+    } else {
+        operands
+    };
     let (to, from, size, present) = match operands {
         [to, from, size] => (to, from, size, None),
         [to, from, size, present] => (to, from, size, Some(present)),
@@ -49,10 +59,15 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         Operand::Integer(bytes @ (4 | 8 | 16)) => *bytes as usize,
         _ => return unknown(),
     };
-    let (to, from) = (b.address(to, Space::Shared)?, b.address(from, Space::Global)?);
+    let (to, from) = (
+        b.address(to, Space::Shared)?,
+        b.address(from, Space::Global)?,
+    );
     // Either the number of bytes to read, or a predicate that is true if none are read.
     let ignored = match present {
-        Some(operand) if b.is_pred(operand) || matches!(operand, Operand::Not(_)) => Some(b.pred_source(operand)?),
+        Some(operand) if b.is_pred(operand) || matches!(operand, Operand::Not(_)) => {
+            Some(b.pred_source(operand)?)
+        }
         _ => None,
     };
     let present = match present {
@@ -62,9 +77,12 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     let action: Action = Box::new(move |warp, memory, mask| {
         let none = ignored.map_or(0, |ignored| super::holds(warp, ignored));
         for lane in lanes(mask) {
-            let address =
-                |warp: &Warp, of: &crate::ptx::build::Address| warp.regs[of.base][lane].wrapping_add(of.offset);
-            let count = present.map_or(bytes, |slot| (warp.regs[slot][lane] as u32 as usize).min(bytes));
+            let address = |warp: &Warp, of: &crate::ptx::build::Address| {
+                warp.regs[of.base][lane].wrapping_add(of.offset)
+            };
+            let count = present.map_or(bytes, |slot| {
+                (warp.regs[slot][lane] as u32 as usize).min(bytes)
+            });
             let count = if none >> lane & 1 == 1 { 0 } else { count };
             let at = address(warp, &to);
             let to = memory.resolve(warp, lane, (Space::Shared, at), bytes, Access::Atomic)?;
@@ -78,7 +96,13 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
                 }
             }
             let group = warp.committed[lane];
-            warp.copies.push(AsyncCopy { lane: lane as u32, group, to, bytes: bytes as u32, data });
+            warp.copies.push(AsyncCopy {
+                lane: lane as u32,
+                group,
+                to,
+                bytes: bytes as u32,
+                data,
+            });
         }
         Ok(())
     });
@@ -93,9 +117,12 @@ fn arrive(warp: &mut Warp, memory: &mut BlockMemory, due: impl Fn(&AsyncCopy) ->
     warp.copies.retain(|copy| {
         if due(copy) {
             for (index, piece) in copy.data[..copy.bytes as usize].chunks(4).enumerate() {
-                let value = piece.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
-                // SAFETY: shared memory of the block, which is running; all bytes were resolved when the copy
-                // started.
+                let value = piece
+                    .iter()
+                    .rev()
+                    .fold(0, |all, &byte| all << 8 | u64::from(byte));
+                // SAFETY: shared memory of the block, which is running; all bytes were resolved
+                // when the copy started.
                 unsafe { write(copy.to.wrapping_add(4 * index), 4, value) };
             }
         }

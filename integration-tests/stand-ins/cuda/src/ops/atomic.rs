@@ -10,8 +10,18 @@ use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Space, Type};
 
-const ORDERS: [&str; 10] =
-    ["relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "cluster", "noftz", "L1::no_allocate"];
+const ORDERS: [&str; 10] = [
+    "relaxed",
+    "acquire",
+    "release",
+    "acq_rel",
+    "cta",
+    "gpu",
+    "sys",
+    "cluster",
+    "noftz",
+    "L1::no_allocate",
+];
 
 /// The new value, from the old one and one or two operands.
 type Change = fn(u64, u64, u64) -> u64;
@@ -19,13 +29,15 @@ type Change = fn(u64, u64, u64) -> u64;
 /// Atomically changes `size` bytes (2, 4 or 8). Returns the old value.
 ///
 /// # Safety
-/// `at` is valid for reads and writes of `size` bytes and aligned to them. Others may access it at the same time.
+/// `at` is valid for reads and writes of `size` bytes and aligned to them. Others may access it at
+/// the same time.
 unsafe fn exchange(at: *mut u8, size: usize, change: impl Fn(u64) -> u64) -> u64 {
     macro_rules! with {
         ($atomic:ty, $int:ty) => {{
             // SAFETY: valid and aligned, as the caller guarantees; other accesses are atomic too.
             let place = unsafe { <$atomic>::from_ptr(at.cast()) };
-            let changed = place.fetch_update(AcqRel, Relaxed, |old| Some(change(u64::from(old)) as $int));
+            let changed =
+                place.fetch_update(AcqRel, Relaxed, |old| Some(change(u64::from(old)) as $int));
             u64::from(changed.unwrap_or_else(|old| old))
         }};
     }
@@ -54,10 +66,20 @@ fn change(operation: &str, kind: Type) -> Decoded<Change> {
         ("or", Type::Bits(_)) => |old, b, _| old | b,
         ("xor", Type::Bits(_)) => |old, b, _| old ^ b,
         ("add", Type::Unsigned(_) | Type::Signed(_)) => |old, b, _| old.wrapping_add(b),
-        ("inc", Type::Unsigned(32)) => |old, b, _| if old >= u64::from(b as u32) { 0 } else { old + 1 },
-        ("dec", Type::Unsigned(32)) => {
-            |old, b, _| if old == 0 || old > u64::from(b as u32) { u64::from(b as u32) } else { old - 1 }
-        }
+        ("inc", Type::Unsigned(32)) => |old, b, _| {
+            if old >= u64::from(b as u32) {
+                0
+            } else {
+                old + 1
+            }
+        },
+        ("dec", Type::Unsigned(32)) => |old, b, _| {
+            if old == 0 || old > u64::from(b as u32) {
+                u64::from(b as u32)
+            } else {
+                old - 1
+            }
+        },
         ("min", Type::Unsigned(32)) => |old, b, _| old.min(u64::from(b as u32)),
         ("max", Type::Unsigned(32)) => |old, b, _| old.max(u64::from(b as u32)),
         ("min", Type::Signed(32)) => |old, b, _| (old as i32).min(b as i32) as u64,
@@ -81,7 +103,9 @@ fn change(operation: &str, kind: Type) -> Decoded<Change> {
 pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     let space = mods.take_as(Space::named).unwrap_or(Space::Generic);
     mods.ignore(&ORDERS);
-    let operations = ["add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas"];
+    let operations = [
+        "add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas",
+    ];
     let operation = mods.take_of(&operations).ok_or("no operation")?;
     let vector = mods.take_of(&["v2", "v4", "v8"]).is_some();
     let kind = mods.take_type()?;
@@ -100,18 +124,31 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     if vector != (values.len() > 1) {
         return Err("the number of values is wrong".into());
     }
-    let new = if let Some(new) = new { b.source(new)? } else { values[0] };
+    let new = if let Some(new) = new {
+        b.source(new)?
+    } else {
+        values[0]
+    };
     let to = to.map(|to| b.targets(to)).transpose()?;
     let (size, narrow) = (kind.bytes(), crate::ptx::types::mask_of(kind.bits()));
     let action: Action = Box::new(move |warp, memory, mask| {
         for lane in lanes(mask) {
             let at = warp.regs[address.base][lane].wrapping_add(address.offset);
-            let place = memory.resolve(warp, lane, (address.space, at), size * values.len(), Access::Atomic)?;
+            let place = memory.resolve(
+                warp,
+                lane,
+                (address.space, at),
+                size * values.len(),
+                Access::Atomic,
+            )?;
             for (index, &value) in values.iter().enumerate() {
                 let (b, c) = (warp.regs[value][lane], warp.regs[new][lane]);
                 // SAFETY: `resolve` checked all bytes and their alignment.
-                let old =
-                    unsafe { exchange(place.wrapping_add(index * size), size, |old| change(old, b, c) & narrow) };
+                let old = unsafe {
+                    exchange(place.wrapping_add(index * size), size, |old| {
+                        change(old, b, c) & narrow
+                    })
+                };
                 if let Some(to) = &to {
                     warp.regs[to[index]][lane] = old;
                 }

@@ -20,20 +20,29 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     let (bits, keep) = (kind.bits(), mask_of(kind.bits()));
     let signed = matches!(kind, Type::Signed(_));
     let extend = move |value: u64| ((value << (64 - bits)) as i64) >> (64 - bits);
-    if matches!(mods.name, "not" | "cnot" | "popc" | "clz" | "brev" | "bfind") {
+    if matches!(
+        mods.name,
+        "not" | "cnot" | "popc" | "clz" | "brev" | "bfind"
+    ) {
         let [to, a] = exactly(operands)?;
         let (to, a) = (b.target(to)?, b.source(a)?);
         return Ok(match mods.name {
             "not" => map1(to, a, move |a| !a & keep),
             "cnot" => map1(to, a, move |a| u64::from(a & keep == 0)),
             "popc" => map1(to, a, move |a| u64::from((a & keep).count_ones())),
-            "clz" => map1(to, a, move |a| u64::from((a & keep).leading_zeros() - (64 - bits))),
+            "clz" => map1(to, a, move |a| {
+                u64::from((a & keep).leading_zeros() - (64 - bits))
+            }),
             "brev" => map1(to, a, move |a| a.reverse_bits() >> (64 - bits)),
             _ => {
                 let shift = mods.take("shiftamt");
                 map1(to, a, move |a| {
                     // The highest bit that differs from the sign.
-                    let a = if signed && extend(a) < 0 { !a & keep } else { a & keep };
+                    let a = if signed && extend(a) < 0 {
+                        !a & keep
+                    } else {
+                        a & keep
+                    };
                     match 63u32.checked_sub(a.leading_zeros()) {
                         None => u64::from(u32::MAX),
                         Some(at) => u64::from(if shift { bits - 1 - at } else { at }),
@@ -44,12 +53,18 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
     if mods.name == "lop3" {
         let [to, x, y, z, table] = exactly(operands)?;
-        let Operand::Integer(table) = *table else { return Err("the table is not a number".into()) };
+        let Operand::Integer(table) = *table else {
+            return Err("the table is not a number".into());
+        };
         let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
         return Ok(map3(to, from, move |a, b, c| {
             let term = |row: u64| {
                 let pick = |bit: u64, v: u64| if row & bit != 0 { v } else { !v };
-                if table >> row & 1 == 1 { pick(4, a) & pick(2, b) & pick(1, c) } else { 0 }
+                if table >> row & 1 == 1 {
+                    pick(4, a) & pick(2, b) & pick(1, c)
+                } else {
+                    0
+                }
             };
             (0..8).fold(0, |all, row| all | term(row)) & keep
         }));
@@ -61,19 +76,34 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             let (at, len) = ((at & 0xff) as u32, (len & 0xff) as u32);
             let sign_at = (at + len).saturating_sub(1).min(bits - 1);
             let fill = signed && len > 0 && (a & keep) >> sign_at & 1 == 1;
-            let field = if at >= bits { 0 } else { (a & keep) >> at & mask_of(len.min(bits)) };
+            let field = if at >= bits {
+                0
+            } else {
+                (a & keep) >> at & mask_of(len.min(bits))
+            };
             let present = len.min(bits.saturating_sub(at));
-            if fill { (field | !mask_of(present)) & keep } else { field & keep }
+            if fill {
+                (field | !mask_of(present)) & keep
+            } else {
+                field & keep
+            }
         }));
     }
     if mods.name == "bfi" {
         let [to, x, y, at, len] = exactly(operands)?;
-        let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(at)?, b.source(len)?]);
+        let (to, from) = (
+            b.target(to)?,
+            [b.source(x)?, b.source(y)?, b.source(at)?, b.source(len)?],
+        );
         return Ok(act(move |warp, mask| {
             for lane in crate::exec::program::lanes(mask) {
                 let [insert, into, at, len] = from.map(|slot| warp.regs[slot][lane]);
                 let (at, len) = ((at & 0xff) as u32, (len & 0xff) as u32);
-                let field = if at >= bits { 0 } else { mask_of(len.min(bits)) << at & keep };
+                let field = if at >= bits {
+                    0
+                } else {
+                    mask_of(len.min(bits)) << at & keep
+                };
                 let shifted = if at >= bits { 0 } else { insert << at };
                 warp.regs[to][lane] = ((into & !field) | (shifted & field)) & keep;
             }
@@ -86,9 +116,23 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         "or" => map2(to, from, move |a, b| (a | b) & keep),
         "xor" => map2(to, from, move |a, b| (a ^ b) & keep),
         // The amount is 32 bits wide and clamped to the width.
-        "shl" => map2(to, from, move |a, n| if n as u32 >= bits { 0 } else { a << (n as u32) & keep }),
-        "shr" if signed => map2(to, from, move |a, n| (extend(a) >> (n as u32).min(bits - 1)) as u64 & keep),
-        "shr" => map2(to, from, move |a, n| if n as u32 >= bits { 0 } else { (a & keep) >> (n as u32) }),
+        "shl" => map2(to, from, move |a, n| {
+            if n as u32 >= bits {
+                0
+            } else {
+                a << (n as u32) & keep
+            }
+        }),
+        "shr" if signed => map2(to, from, move |a, n| {
+            (extend(a) >> (n as u32).min(bits - 1)) as u64 & keep
+        }),
+        "shr" => map2(to, from, move |a, n| {
+            if n as u32 >= bits {
+                0
+            } else {
+                (a & keep) >> (n as u32)
+            }
+        }),
         _ => return unknown(),
     })
 }
@@ -97,7 +141,9 @@ fn predicates(name: &str, operands: &[Operand], b: &mut Builder<'_>) -> Decoded 
     if name == "not" {
         let [to, a] = exactly(operands)?;
         let (to, a) = (b.pred_target(to)?, b.pred_source(a)?);
-        return Ok(act(move |warp, mask| warp.set_pred(to, mask, !holds(warp, a))));
+        return Ok(act(move |warp, mask| {
+            warp.set_pred(to, mask, !holds(warp, a))
+        }));
     }
     let [to, x, y] = exactly(operands)?;
     let (to, x, y) = (b.pred_target(to)?, b.pred_source(x)?, b.pred_source(y)?);
@@ -107,7 +153,9 @@ fn predicates(name: &str, operands: &[Operand], b: &mut Builder<'_>) -> Decoded 
         "xor" => |x, y| x ^ y,
         _ => return unknown(),
     };
-    Ok(act(move |warp, mask| warp.set_pred(to, mask, f(holds(warp, x), holds(warp, y)))))
+    Ok(act(move |warp, mask| {
+        warp.set_pred(to, mask, f(holds(warp, x), holds(warp, y)))
+    }))
 }
 
 /// Selects four bytes of two registers.
@@ -116,7 +164,9 @@ fn prmt(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
         return unknown();
     }
     const MODES: [&str; 6] = ["f4e", "b4e", "rc8", "ecl", "ecr", "rc16"];
-    let mode = mods.take_of(&MODES).and_then(|mode| MODES.into_iter().find(|&m| m == mode));
+    let mode = mods
+        .take_of(&MODES)
+        .and_then(|mode| MODES.into_iter().find(|&m| m == mode));
     let [to, x, y, z] = exactly(operands)?;
     let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
     Ok(map3(to, from, move |a, b, selector| {
@@ -127,7 +177,11 @@ fn prmt(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
             None => {
                 let nibble = selector >> (4 * i) & 0xf;
                 let value = byte(nibble);
-                if nibble & 8 == 0 { value } else { (value >> 7) * 0xff }
+                if nibble & 8 == 0 {
+                    value
+                } else {
+                    (value >> 7) * 0xff
+                }
             }
             Some("f4e") => byte(s + i),
             Some("b4e") => byte(s.wrapping_sub(i)),
@@ -151,7 +205,15 @@ fn shf(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
     Ok(map3(to, from, move |low, high, n| {
         let both = (u64::from(high as u32) << 32) | u64::from(low as u32);
-        let n = if wraps { n as u32 & 31 } else { (n as u32).min(32) };
-        if left { both << n >> 32 } else { u64::from((both >> n) as u32) }
+        let n = if wraps {
+            n as u32 & 31
+        } else {
+            (n as u32).min(32)
+        };
+        if left {
+            both << n >> 32
+        } else {
+            u64::from((both >> n) as u32)
+        }
     }))
 }

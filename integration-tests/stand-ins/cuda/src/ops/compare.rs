@@ -9,8 +9,8 @@ use crate::ptx::syntax::Operand;
 use crate::ptx::types::Type;
 
 const OPERATORS: [&str; 18] = [
-    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu", "num",
-    "nan",
+    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu",
+    "geu", "num", "nan",
 ];
 
 /// Compares two values in all lanes.
@@ -44,10 +44,26 @@ fn with<T: PartialOrd>(
         // Or one of them is NaN.
         "equ" => all!(x, y, x == y || x.partial_cmp(&y).is_none()),
         "neu" => all!(x, y, x != y),
-        "ltu" => all!(x, y, x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_lt)),
-        "leu" => all!(x, y, x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_le)),
-        "gtu" => all!(x, y, x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_gt)),
-        "geu" => all!(x, y, x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_ge)),
+        "ltu" => all!(
+            x,
+            y,
+            x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_lt)
+        ),
+        "leu" => all!(
+            x,
+            y,
+            x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_le)
+        ),
+        "gtu" => all!(
+            x,
+            y,
+            x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_gt)
+        ),
+        "geu" => all!(
+            x,
+            y,
+            x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_ge)
+        ),
         "num" => all!(x, y, x.partial_cmp(&y).is_some()),
         "nan" => all!(x, y, x.partial_cmp(&y).is_none()),
         _ => return unknown(),
@@ -57,7 +73,9 @@ fn with<T: PartialOrd>(
 fn compare(operator: &str, kind: Type, from: [usize; 2], ftz: bool) -> Decoded<Compare> {
     let is_float = matches!(kind, Type::F16 | Type::Bf16 | Type::F32 | Type::F64);
     let unsigned_only = matches!(operator, "lo" | "ls" | "hi" | "hs");
-    if (!is_float && (operator.ends_with('u') || matches!(operator, "num" | "nan"))) || (is_float && unsigned_only) {
+    if (!is_float && (operator.ends_with('u') || matches!(operator, "num" | "nan")))
+        || (is_float && unsigned_only)
+    {
         return Err(format!("`.{operator}` is not for this type"));
     }
     match kind {
@@ -127,14 +145,23 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 
 /// Whether a float is of a class.
 fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    let classes = ["finite", "infinite", "number", "notanumber", "normal", "subnormal"];
+    let classes = [
+        "finite",
+        "infinite",
+        "number",
+        "notanumber",
+        "normal",
+        "subnormal",
+    ];
     let class = mods.take_of(&classes).ok_or("no class")?;
     let kind = mods.take_type()?;
     let [to, a] = exactly(operands)?;
     let (to, a) = (b.pred_target(to)?, b.source(a)?);
     // Subnormal in the number's format, not in f64.
     let (smallest, read): (f64, fn(u64) -> f64) = match kind {
-        Type::F32 => (f64::from(f32::MIN_POSITIVE), |a| f64::from(f32::from_bits(a as u32))),
+        Type::F32 => (f64::from(f32::MIN_POSITIVE), |a| {
+            f64::from(f32::from_bits(a as u32))
+        }),
         Type::F64 => (f64::MIN_POSITIVE, f64::from_bits),
         _ => return unknown(),
     };
@@ -147,8 +174,9 @@ fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
         _ => |x, smallest| x != 0.0 && x.abs() < smallest,
     };
     Ok(act(move |warp, mask| {
-        let found =
-            lanes(mask).fold(0, |all, lane| all | u32::from(test(read(warp.regs[a][lane]), smallest)) << lane);
+        let found = lanes(mask).fold(0, |all, lane| {
+            all | u32::from(test(read(warp.regs[a][lane]), smallest)) << lane
+        });
         warp.set_pred(to, mask, found);
     }))
 }

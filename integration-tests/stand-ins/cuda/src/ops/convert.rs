@@ -17,7 +17,10 @@ struct How {
 }
 
 fn is_float(kind: Type) -> bool {
-    matches!(kind, Type::F16 | Type::Bf16 | Type::Tf32 | Type::F32 | Type::F64)
+    matches!(
+        kind,
+        Type::F16 | Type::Bf16 | Type::Tf32 | Type::F32 | Type::F64
+    )
 }
 
 /// A float's value in f64, exactly.
@@ -27,7 +30,11 @@ fn reader(kind: Type, ftz: bool) -> Decoded<fn(u64) -> f64> {
         Type::Bf16 => |a| f64::from(bf16_to_f32(a)),
         Type::F32 if ftz => |a| {
             let a = f32::from_bits(a as u32);
-            if a.is_subnormal() { 0f64.copysign(f64::from(a)) } else { f64::from(a) }
+            if a.is_subnormal() {
+                0f64.copysign(f64::from(a))
+            } else {
+                f64::from(a)
+            }
         },
         Type::F32 => |a| f64::from(f32::from_bits(a as u32)),
         Type::F64 => f64::from_bits,
@@ -43,7 +50,11 @@ fn writer(kind: Type, ftz: bool) -> Decoded<fn(f64, Rounding) -> u64> {
         Type::Tf32 => |x, rounding| TF32.narrow(x, rounding) << 13,
         Type::F32 if ftz => |x, rounding| {
             let bits = F32.narrow(x, rounding);
-            if bits & 0x7f80_0000 == 0 { bits & 0x8000_0000 } else { bits }
+            if bits & 0x7f80_0000 == 0 {
+                bits & 0x8000_0000
+            } else {
+                bits
+            }
         },
         Type::F32 => |x, rounding| {
             // Fast path: the processor's conversion.
@@ -96,21 +107,36 @@ fn integer(kind: Type) -> Decoded<impl Fn(u64) -> i128 + Copy> {
     let (shift, signed) = (64 - kind.bits(), lowest < 0);
     Ok(move |a: u64| {
         let up = a << shift;
-        if signed { i128::from(up as i64 >> shift) } else { i128::from(up >> shift) }
+        if signed {
+            i128::from(up as i64 >> shift)
+        } else {
+            i128::from(up >> shift)
+        }
     })
 }
 
-fn integers(to_kind: Type, from_kind: Type, how: How, keep: u64, to: usize, a: usize) -> Decoded<Flow> {
+fn integers(
+    to_kind: Type,
+    from_kind: Type,
+    how: How,
+    keep: u64,
+    to: usize,
+    a: usize,
+) -> Decoded<Flow> {
     let (read, (lowest, highest)) = (integer(from_kind)?, range(to_kind)?);
     if how.sat {
-        return Ok(map1(to, a, move |a| read(a).clamp(lowest, highest) as u64 & keep));
+        return Ok(map1(to, a, move |a| {
+            read(a).clamp(lowest, highest) as u64 & keep
+        }));
     }
     let write = integer(to_kind)?;
     Ok(map1(to, a, move |a| write(read(a) as u64) as u64 & keep))
 }
 
 fn to_float(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> Decoded<Flow> {
-    let Some((rounding, false)) = how.rounding else { return Err("no rounding".into()) };
+    let Some((rounding, false)) = how.rounding else {
+        return Err("no rounding".into());
+    };
     let (read, write) = (integer(from_kind)?, writer(to_kind, how.ftz)?);
     if to_kind == Type::F64 {
         if from_kind.bits() == 64 && rounding != Rounding::Nearest {
@@ -121,15 +147,32 @@ fn to_float(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> De
     Ok(map1(to, a, move |a| write(integer_odd(read(a)), rounding)))
 }
 
-fn to_integer(to_kind: Type, from_kind: Type, how: How, keep: u64, to: usize, a: usize) -> Decoded<Flow> {
-    let Some((rounding, true)) = how.rounding else { return Err("no rounding to an integer".into()) };
+fn to_integer(
+    to_kind: Type,
+    from_kind: Type,
+    how: How,
+    keep: u64,
+    to: usize,
+    a: usize,
+) -> Decoded<Flow> {
+    let Some((rounding, true)) = how.rounding else {
+        return Err("no rounding to an integer".into());
+    };
     let (read, (lowest, highest)) = (reader(from_kind, how.ftz)?, range(to_kind)?);
     // The result for NaN depends on the types.
     let wide = from_kind == Type::F64 || to_kind.bits() == 64;
-    let nan = if wide { 1u64 << (to_kind.bits() - 1) } else { 0 };
+    let nan = if wide {
+        1u64 << (to_kind.bits() - 1)
+    } else {
+        0
+    };
     Ok(map1(to, a, move |a| {
         let x = read(a);
-        if x.is_nan() { nan } else { (rounding.integer(x) as i128).clamp(lowest, highest) as u64 & keep }
+        if x.is_nan() {
+            nan
+        } else {
+            (rounding.integer(x) as i128).clamp(lowest, highest) as u64 & keep
+        }
     }))
 }
 
@@ -143,24 +186,49 @@ fn floats(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> Deco
     Ok(map1(to, a, move |a| {
         let x = read(a);
         let x = if to_integral { rounding.integer(x) } else { x };
-        let x = if how.sat { if x > 0.0 { x.min(1.0) } else { 0.0 } } else { x };
-        let x = if how.relu && !(x > 0.0 || x.is_nan()) { 0.0 } else { x };
+        let x = if how.sat {
+            if x > 0.0 { x.min(1.0) } else { 0.0 }
+        } else {
+            x
+        };
+        let x = if how.relu && !(x > 0.0 || x.is_nan()) {
+            0.0
+        } else {
+            x
+        };
         write(x, rounding) & sixteen
     }))
 }
 
 /// Converts two numbers to one register, the first to its upper half.
-fn packed(to_kind: Type, from_kind: Type, how: How, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
+fn packed(
+    to_kind: Type,
+    from_kind: Type,
+    how: How,
+    operands: &[Operand],
+    b: &mut Builder<'_>,
+) -> Decoded<Flow> {
     let [to, high, low] = exactly(operands)?;
     let (to, from) = (b.target(to)?, [b.source(high)?, b.source(low)?]);
-    let Some((rounding, false)) = how.rounding else { return Err("no rounding".into()) };
+    let Some((rounding, false)) = how.rounding else {
+        return Err("no rounding".into());
+    };
     if from_kind != Type::F32 || how.sat {
         return unknown();
     }
     let format = if to_kind == Type::F16x2 { F16 } else { BF16 };
     let half = move |a: u64| {
         let x = f64::from(f32::from_bits(a as u32));
-        format.narrow(if how.relu && !(x > 0.0 || x.is_nan()) { 0.0 } else { x }, rounding)
+        format.narrow(
+            if how.relu && !(x > 0.0 || x.is_nan()) {
+                0.0
+            } else {
+                x
+            },
+            rounding,
+        )
     };
-    Ok(map2(to, from, move |high, low| half(high) << 16 | half(low)))
+    Ok(map2(to, from, move |high, low| {
+        half(high) << 16 | half(low)
+    }))
 }

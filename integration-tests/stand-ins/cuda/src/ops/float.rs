@@ -1,5 +1,5 @@
-//! Arithmetic of `f32` and `f64`. Operations that a GPU approximates (`.approx`, `.full`) are computed in f64 here
-//! and rounded once.
+//! Arithmetic of `f32` and `f64`. Operations that a GPU approximates (`.approx`, `.full`) are
+//! computed in f64 here and rounded once.
 
 use super::format::{self, Rounding, add_odd};
 use super::{Decoded, exactly, map1, map2, map3, unknown};
@@ -17,7 +17,11 @@ fn bits(x: f32) -> u64 {
 /// A subnormal number as the zero of its sign.
 #[inline]
 fn flush(x: f32) -> f32 {
-    if x.is_subnormal() { 0f32.copysign(x) } else { x }
+    if x.is_subnormal() {
+        0f32.copysign(x)
+    } else {
+        x
+    }
 }
 
 /// Clamps to `[0, 1]`; NaN becomes 0.
@@ -49,8 +53,16 @@ impl Around {
     }
 }
 
-pub(super) fn decode(kind: Type, mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    let around = Around { ftz: mods.take("ftz"), sat: mods.take("sat") };
+pub(super) fn decode(
+    kind: Type,
+    mods: &mut Mods<'_>,
+    operands: &[Operand],
+    b: &mut Builder<'_>,
+) -> Decoded {
+    let around = Around {
+        ftz: mods.take("ftz"),
+        sat: mods.take("sat"),
+    };
     let rounding = mods.take_as(Rounding::named);
     if rounding.is_some_and(|(_, integer)| integer) {
         return unknown();
@@ -95,12 +107,18 @@ fn single(
             return Err("only rounding to nearest is supported".into());
         }
         // sqrt and 1/x of an f32 computed in f64 are innocuous double roundings (Figueroa, 1995).
-        return Ok(map1(to, a, move |a| around.output(f(f64::from(around.input(a))) as f32)));
+        return Ok(map1(to, a, move |a| {
+            around.output(f(f64::from(around.input(a))) as f32)
+        }));
     }
     if matches!(mods.name, "abs" | "neg") {
         let [to, a] = exactly(operands)?;
         let (to, a) = (b.target(to)?, b.source(a)?);
-        let f: fn(u32) -> u32 = if mods.name == "abs" { |a| a & !(1 << 31) } else { |a| a ^ (1 << 31) };
+        let f: fn(u32) -> u32 = if mods.name == "abs" {
+            |a| a & !(1 << 31)
+        } else {
+            |a| a ^ (1 << 31)
+        };
         return Ok(map1(to, a, move |a| {
             let a = f32::from_bits(f(a as u32));
             u64::from(if around.ftz { flush(a) } else { a }.to_bits())
@@ -112,12 +130,24 @@ fn single(
         let input = move |a| around.input(a);
         return Ok(match rounding {
             Rounding::Nearest if around.plain() => map3(to, from, |a, b, c| {
-                bits(f32::from_bits(a as u32).mul_add(f32::from_bits(b as u32), f32::from_bits(c as u32)))
+                bits(
+                    f32::from_bits(a as u32)
+                        .mul_add(f32::from_bits(b as u32), f32::from_bits(c as u32)),
+                )
             }),
-            Rounding::Nearest => map3(to, from, move |a, b, c| around.output(input(a).mul_add(input(b), input(c)))),
+            Rounding::Nearest => map3(to, from, move |a, b, c| {
+                around.output(input(a).mul_add(input(b), input(c)))
+            }),
             rounding => map3(to, from, move |a, b, c| {
                 // The product of two f32 is exact in f64.
-                directed(add_odd(f64::from(input(a)) * f64::from(input(b)), f64::from(input(c))), rounding, around)
+                directed(
+                    add_odd(
+                        f64::from(input(a)) * f64::from(input(b)),
+                        f64::from(input(c)),
+                    ),
+                    rounding,
+                    around,
+                )
             }),
         });
     }
@@ -126,7 +156,10 @@ fn single(
         [to, x, y, z] => ((to, [x, y]), Some(z)),
         _ => return Err("the number of operands is wrong".into()),
     };
-    let (to, from) = (b.target(pair.0)?, [b.source(pair.1[0])?, b.source(pair.1[1])?]);
+    let (to, from) = (
+        b.target(pair.0)?,
+        [b.source(pair.1[0])?, b.source(pair.1[1])?],
+    );
     if matches!(mods.name, "min" | "max") {
         return extreme(to, from, third, around, mods, b);
     }
@@ -144,7 +177,11 @@ fn single(
             _ => return Err("only rounding to nearest is supported".into()),
         };
         return Ok(map2(to, from, move |x, y| {
-            directed(exact(f64::from(around.input(x)), f64::from(around.input(y))), rounding, around)
+            directed(
+                exact(f64::from(around.input(x)), f64::from(around.input(y))),
+                rounding,
+                around,
+            )
         }));
     }
     macro_rules! nearest {
@@ -170,7 +207,8 @@ fn directed(x: f64, rounding: Rounding, around: Around) -> u64 {
     around.output(f32::from_bits(format::F32.narrow(x, rounding) as u32))
 }
 
-/// The smaller or larger number. If one is NaN, the result is the other, or NaN with `.NaN`. -0 is less than +0.
+/// The smaller or larger number. If one is NaN, the result is the other, or NaN with `.NaN`. -0 is
+/// less than +0.
 fn extreme(
     to: usize,
     [a, b]: [usize; 2],
@@ -179,13 +217,21 @@ fn extreme(
     mods: &mut Mods<'_>,
     builder: &mut Builder<'_>,
 ) -> Decoded<Flow> {
-    let (propagates, abs, largest) = (mods.take("NaN"), mods.take("xorsign") | mods.take("abs"), mods.name == "max");
+    let (propagates, abs, largest) = (
+        mods.take("NaN"),
+        mods.take("xorsign") | mods.take("abs"),
+        mods.name == "max",
+    );
     if abs {
         return Err("`.xorsign.abs` is not supported".into());
     }
     let pick = move |a: u64, b: u64| {
         let (x, y) = (around.input(a), around.input(b));
-        around.output(if largest { maximum(x, y, propagates) } else { -maximum(-x, -y, propagates) })
+        around.output(if largest {
+            maximum(x, y, propagates)
+        } else {
+            -maximum(-x, -y, propagates)
+        })
     };
     Ok(match third {
         None => map2(to, [a, b], pick),
@@ -254,7 +300,9 @@ fn double(
         }
         [to, x, y, z] if matches!(mods.name, "fma" | "mad") => {
             let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
-            Ok(map3(to, from, move |x, y, z| float(x).mul_add(float(y), float(z)).to_bits()))
+            Ok(map3(to, from, move |x, y, z| {
+                float(x).mul_add(float(y), float(z)).to_bits()
+            }))
         }
         _ => unknown(),
     }

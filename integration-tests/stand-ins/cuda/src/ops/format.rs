@@ -48,11 +48,23 @@ pub(crate) struct Format {
     fraction_bits: u32,
 }
 
-pub(crate) const F16: Format = Format { exponent_bits: 5, fraction_bits: 10 };
-pub(crate) const BF16: Format = Format { exponent_bits: 8, fraction_bits: 7 };
-pub(crate) const F32: Format = Format { exponent_bits: 8, fraction_bits: 23 };
+pub(crate) const F16: Format = Format {
+    exponent_bits: 5,
+    fraction_bits: 10,
+};
+pub(crate) const BF16: Format = Format {
+    exponent_bits: 8,
+    fraction_bits: 7,
+};
+pub(crate) const F32: Format = Format {
+    exponent_bits: 8,
+    fraction_bits: 23,
+};
 /// As wide as f32, with the lowest 13 bits zero.
-pub(crate) const TF32: Format = Format { exponent_bits: 8, fraction_bits: 10 };
+pub(crate) const TF32: Format = Format {
+    exponent_bits: 8,
+    fraction_bits: 10,
+};
 
 impl Format {
     fn nan(self) -> u64 {
@@ -92,7 +104,11 @@ impl Format {
         let (kept, rest, half) = if shift > 63 {
             (0, u64::from(significand != 0), 2)
         } else {
-            (significand >> shift, significand & ((1 << shift) - 1), 1u64 << (shift - 1))
+            (
+                significand >> shift,
+                significand & ((1 << shift) - 1),
+                1u64 << (shift - 1),
+            )
         };
         let up = match rounding {
             Rounding::Nearest => rest > half || (rest == half && kept & 1 == 1),
@@ -102,8 +118,13 @@ impl Format {
             Rounding::Up => !negative && rest != 0,
         };
         let rounded = kept + u64::from(up);
-        // A significand with its leading bit adds one to the exponent field, as does a carry from rounding.
-        let field = if kept >> self.fraction_bits == 0 { 0 } else { (scale + bias - 1) as u64 };
+        // A significand with its leading bit adds one to the exponent field, as does a carry from
+        // rounding.
+        let field = if kept >> self.fraction_bits == 0 {
+            0
+        } else {
+            (scale + bias - 1) as u64
+        };
         let result = (field << self.fraction_bits) + rounded;
         if result < self.infinity() {
             return result;
@@ -114,7 +135,11 @@ impl Format {
             Rounding::Down => negative,
             Rounding::Up => !negative,
         };
-        if to_infinity { self.infinity() } else { self.infinity() - 1 }
+        if to_infinity {
+            self.infinity()
+        } else {
+            self.infinity() - 1
+        }
     }
 
     /// Converts bits of the format to their value.
@@ -124,13 +149,21 @@ impl Format {
         let bias = (1i32 << (self.exponent_bits - 1)) - 1;
         let scale = |e: i32| 2f64.powi(e - self.fraction_bits as i32);
         let magnitude = if field == (1 << self.exponent_bits) - 1 {
-            if fraction == 0 { f64::INFINITY } else { f64::NAN }
+            if fraction == 0 {
+                f64::INFINITY
+            } else {
+                f64::NAN
+            }
         } else if field == 0 {
             fraction as f64 * scale(1 - bias)
         } else {
             (fraction | 1 << self.fraction_bits) as f64 * scale(field as i32 - bias)
         };
-        if bits >> (self.exponent_bits + self.fraction_bits) & 1 == 1 { -magnitude } else { magnitude }
+        if bits >> (self.exponent_bits + self.fraction_bits) & 1 == 1 {
+            -magnitude
+        } else {
+            magnitude
+        }
     }
 }
 
@@ -144,8 +177,9 @@ pub(crate) fn bf16_to_f32(bits: u64) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
-/// `a + b`, rounded to odd: an inexact sum becomes the neighbour whose last bit is one. Rounding it again to a format
-/// of at most 51 bits, in any direction, equals rounding the exact sum (Boldo and Melquiond, 2008).
+/// `a + b`, rounded to odd: an inexact sum becomes the neighbour whose last bit is one. Rounding it
+/// again to a format of at most 51 bits, in any direction, equals rounding the exact sum (Boldo and
+/// Melquiond, 2008).
 pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
     if !sum.is_finite() {
@@ -158,7 +192,11 @@ pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
         return sum;
     }
     let outward = (rest > 0.0) == (sum > 0.0);
-    f64::from_bits(if outward { sum.to_bits() + 1 } else { sum.to_bits() - 1 })
+    f64::from_bits(if outward {
+        sum.to_bits() + 1
+    } else {
+        sum.to_bits() - 1
+    })
 }
 
 /// An integer as f64, rounded to odd.
@@ -184,10 +222,25 @@ mod tests {
         }
         let mut x = 1.0e-46f64;
         while x < 1.0e40 {
-            assert_eq!(F32.narrow(x, Rounding::Nearest), u64::from((x as f32).to_bits()), "{x:e}");
-            assert_eq!(F32.narrow(-x, Rounding::Nearest), u64::from((-x as f32).to_bits()), "{x:e}");
-            let (down, up) = (F32.widen(F32.narrow(x, Rounding::Down)), F32.widen(F32.narrow(x, Rounding::Up)));
-            assert!(down <= x && x <= up && F32.narrow(x, Rounding::Zero) == F32.narrow(x, Rounding::Down));
+            assert_eq!(
+                F32.narrow(x, Rounding::Nearest),
+                u64::from((x as f32).to_bits()),
+                "{x:e}"
+            );
+            assert_eq!(
+                F32.narrow(-x, Rounding::Nearest),
+                u64::from((-x as f32).to_bits()),
+                "{x:e}"
+            );
+            let (down, up) = (
+                F32.widen(F32.narrow(x, Rounding::Down)),
+                F32.widen(F32.narrow(x, Rounding::Up)),
+            );
+            assert!(
+                down <= x
+                    && x <= up
+                    && F32.narrow(x, Rounding::Zero) == F32.narrow(x, Rounding::Down)
+            );
             x *= 1.001_234_567;
         }
     }
@@ -213,8 +266,14 @@ mod tests {
             let sum = add_odd(a, b);
             assert!(sum != a && (sum > a) == (b > 0.0));
         }
-        assert_eq!(F32.narrow(add_odd(1.0, tiny), Rounding::Up), u64::from(1.0f32.to_bits()) + 1);
+        assert_eq!(
+            F32.narrow(add_odd(1.0, tiny), Rounding::Up),
+            u64::from(1.0f32.to_bits()) + 1
+        );
         assert_eq!(add_odd(1.5, 2.5), 4.0);
-        assert_eq!(F32.narrow(integer_odd((1 << 60) + 1), Rounding::Up), u64::from(2f32.powi(60).to_bits()) + 1);
+        assert_eq!(
+            F32.narrow(integer_odd((1 << 60) + 1), Rounding::Up),
+            u64::from(2f32.powi(60).to_bits()) + 1
+        );
     }
 }

@@ -24,7 +24,9 @@ macro_rules! ints {
         })*
     };
 }
-ints!(u16 as u16, i16 as u16, u32 as u32, i32 as u32, u64 as u64, i64 as u64);
+ints!(
+    u16 as u16, i16 as u16, u32 as u32, i32 as u32, u64 as u64, i64 as u64
+);
 
 /// Calls a generic function with the Rust type of `$kind`.
 macro_rules! for_type {
@@ -41,7 +43,12 @@ macro_rules! for_type {
     };
 }
 
-pub(super) fn decode(kind: Type, mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
+pub(super) fn decode(
+    kind: Type,
+    mods: &mut Mods<'_>,
+    operands: &[Operand],
+    b: &mut Builder<'_>,
+) -> Decoded {
     if mods.take("cc") || matches!(mods.name, "addc" | "subc" | "madc") {
         return for_type!(kind, carrying(mods, operands, b));
     }
@@ -57,7 +64,9 @@ fn one<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
     let [to, a] = exactly(operands)?;
     let (to, a) = (b.target(to)?, b.source(a)?);
     Ok(match mods.name {
-        "abs" => map1(to, a, |a| T::of(T::of(a).wide().unsigned_abs() as u64).bits()),
+        "abs" => map1(to, a, |a| {
+            T::of(T::of(a).wide().unsigned_abs() as u64).bits()
+        }),
         _ => map1(to, a, |a| T::of(a.wrapping_neg()).bits()),
     })
 }
@@ -78,7 +87,11 @@ fn product<T: Int>(part: &str) -> fn(u64, u64) -> u64 {
         },
         _ => |a, b| {
             let wide = T::of(a).wide().wrapping_mul(T::of(b).wide()) as u64;
-            if T::BITS == 16 { u64::from(wide as u32) } else { wide }
+            if T::BITS == 16 {
+                u64::from(wide as u32)
+            } else {
+                wide
+            }
         },
     }
 }
@@ -87,15 +100,22 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
     let [to, x, y] = exactly(operands)?;
     let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?]);
     let saturates = mods.take("sat");
-    let clamp = move |wide: i128| wide.clamp(i128::from(i32::MIN), i128::from(i32::MAX)) as u32 as u64;
+    let clamp =
+        move |wide: i128| wide.clamp(i128::from(i32::MIN), i128::from(i32::MAX)) as u32 as u64;
     Ok(match mods.name {
-        "add" if saturates => map2(to, from, move |a, b| clamp(T::of(a).wide() + T::of(b).wide())),
-        "sub" if saturates => map2(to, from, move |a, b| clamp(T::of(a).wide() - T::of(b).wide())),
+        "add" if saturates => map2(to, from, move |a, b| {
+            clamp(T::of(a).wide() + T::of(b).wide())
+        }),
+        "sub" if saturates => map2(to, from, move |a, b| {
+            clamp(T::of(a).wide() - T::of(b).wide())
+        }),
         _ if saturates => return Err("`.sat` is not supported".into()),
         "add" => map2(to, from, |a, b| T::of(a.wrapping_add(b)).bits()),
         "sub" => map2(to, from, |a, b| T::of(a.wrapping_sub(b)).bits()),
         "mul" => {
-            let part = mods.take_of(&["lo", "hi", "wide"]).ok_or("no part of the product")?;
+            let part = mods
+                .take_of(&["lo", "hi", "wide"])
+                .ok_or("no part of the product")?;
             match part {
                 // A separate closure, so that the compiler vectorises it.
                 "lo" => map2(to, from, |a, b| T::of(a.wrapping_mul(b)).bits()),
@@ -120,13 +140,21 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
 fn mad<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     let [to, x, y, z] = exactly(operands)?;
     let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
-    let part = mods.take_of(&["lo", "hi", "wide"]).ok_or("no part of the product")?;
+    let part = mods
+        .take_of(&["lo", "hi", "wide"])
+        .ok_or("no part of the product")?;
     let product = product::<T>(part);
     Ok(match part {
-        "lo" => map3(to, from, |a, b, c| T::of(a.wrapping_mul(b).wrapping_add(c)).bits()),
-        "wide" if T::BITS == 16 => map3(to, from, move |a, b, c| u64::from(product(a, b).wrapping_add(c) as u32)),
+        "lo" => map3(to, from, |a, b, c| {
+            T::of(a.wrapping_mul(b).wrapping_add(c)).bits()
+        }),
+        "wide" if T::BITS == 16 => map3(to, from, move |a, b, c| {
+            u64::from(product(a, b).wrapping_add(c) as u32)
+        }),
         "wide" => map3(to, from, move |a, b, c| product(a, b).wrapping_add(c)),
-        _ => map3(to, from, move |a, b, c| T::of(product(a, b).wrapping_add(c)).bits()),
+        _ => map3(to, from, move |a, b, c| {
+            T::of(product(a, b).wrapping_add(c)).bits()
+        }),
     })
 }
 
@@ -139,7 +167,11 @@ fn sad<T: Int>(operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
 }
 
 /// Multi-word arithmetic: `.cc` sets the carry; `addc`, `subc` and `madc` read it.
-fn carrying<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
+fn carrying<T: Int>(
+    mods: &mut Mods<'_>,
+    operands: &[Operand],
+    b: &mut Builder<'_>,
+) -> Decoded<Flow> {
     let carry = b.carry();
     let name = mods.name;
     // The caller used `cc` of add.cc; that of addc.cc, subc.cc and madc.cc may remain.
@@ -149,7 +181,9 @@ fn carrying<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'
     let part = mods.take_of(&["lo", "hi"]);
     let (to, from) = match operands {
         [to, x, y] if part.is_none() => (b.target(to)?, [b.source(x)?, b.source(y)?, 0]),
-        [to, x, y, z] if part.is_some() => (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]),
+        [to, x, y, z] if part.is_some() => {
+            (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?])
+        }
         _ => return Err("the number of operands is wrong".into()),
     };
     let product = part.map(product::<T>);
@@ -159,7 +193,10 @@ fn carrying<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'
         let sum = |lane: usize| -> (u64, bool) {
             let operand = |slot: usize| warp.regs[slot][lane] & ones;
             let (a, c) = match product {
-                Some(product) => (product(operand(from[0]), operand(from[1])), operand(from[2])),
+                Some(product) => (
+                    product(operand(from[0]), operand(from[1])),
+                    operand(from[2]),
+                ),
                 None => (operand(from[0]), operand(from[1])),
             };
             let carried = u128::from(before >> lane & 1);

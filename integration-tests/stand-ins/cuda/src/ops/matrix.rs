@@ -26,20 +26,26 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 /// An action that needs all lanes of the warp.
 fn whole_warp(
     b: &mut Builder<'_>,
-    f: impl Fn(&mut Warp, &mut crate::exec::block::BlockMemory) -> crate::exec::program::Done + Send + Sync + 'static,
+    f: impl Fn(&mut Warp, &mut crate::exec::block::BlockMemory) -> crate::exec::program::Done
+    + Send
+    + Sync
+    + 'static,
 ) -> Flow {
     let members = b.constant(u64::from(ALL));
     let action: Action = Box::new(move |warp, memory, mask: Mask| {
         if mask != ALL {
-            return fault(Failure::IllegalInstruction, format!("lanes {mask:#x} only, and not the whole warp"));
+            return fault(
+                Failure::IllegalInstruction,
+                format!("lanes {mask:#x} only, and not the whole warp"),
+            );
         }
         f(warp, memory)
     });
     Flow::Together { members, action }
 }
 
-/// 8 x 8 tiles of 16-bit elements. Lanes 8i to 8i+7 have the row addresses of tile i; lane l has elements 2(l%4) and
-/// 2(l%4)+1 of row l/4, or of column l/4 with `.trans`.
+/// 8 x 8 tiles of 16-bit elements. Lanes 8i to 8i+7 have the row addresses of tile i; lane l has
+/// elements 2(l%4) and 2(l%4)+1 of row l/4, or of column l/4 with `.trans`.
 fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["m8n8"]).ok_or("only `.m8n8` is known")?;
     let count = match mods.take_of(&["x1", "x2", "x4"]) {
@@ -56,8 +62,16 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
     let load = mods.name == "ldmatrix";
     let access = if load { Access::Read } else { Access::Write };
     let [first, second] = exactly(operands)?;
-    let (registers, address) = if load { (first, second) } else { (second, first) };
-    let registers = if load { b.targets(registers)? } else { b.sources(registers)? };
+    let (registers, address) = if load {
+        (first, second)
+    } else {
+        (second, first)
+    };
+    let registers = if load {
+        b.targets(registers)?
+    } else {
+        b.sources(registers)?
+    };
     let address = b.address(address, space)?;
     if registers.len() != count {
         return Err(format!("{} registers for {count} tiles", registers.len()));
@@ -73,13 +87,21 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
             for lane in 0..32 {
                 for half in 0..2 {
                     let (row, column) = (lane / 4, lane % 4 * 2 + half);
-                    let (row, column) = if transposed { (column, row) } else { (row, column) };
+                    let (row, column) = if transposed {
+                        (column, row)
+                    } else {
+                        (row, column)
+                    };
                     let (place, shift) = (rows[row].wrapping_add(2 * column), 16 * half);
                     let value = &mut warp.regs[register][lane];
                     if load {
                         // SAFETY: the row's 16 bytes were resolved.
                         let element = unsafe { read(place, 2) };
-                        *value = if half == 0 { element } else { *value | element << shift };
+                        *value = if half == 0 {
+                            element
+                        } else {
+                            *value | element << shift
+                        };
                     } else {
                         // SAFETY: the row's 16 bytes were resolved.
                         unsafe { write(place, 2, *value >> shift & 0xffff) };
@@ -115,8 +137,15 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     };
     mods.take_of(&["row"]).ok_or("A must be `.row`")?;
     mods.take_of(&["col"]).ok_or("B must be `.col`")?;
-    let kinds = [mods.take_type()?, mods.take_type()?, mods.take_type()?, mods.take_type()?];
-    let [Type::F32, a_kind, b_kind, Type::F32] = kinds else { return Err("sums must be f32".into()) };
+    let kinds = [
+        mods.take_type()?,
+        mods.take_type()?,
+        mods.take_type()?,
+        mods.take_type()?,
+    ];
+    let [Type::F32, a_kind, b_kind, Type::F32] = kinds else {
+        return Err("sums must be f32".into());
+    };
     if a_kind != b_kind {
         return Err("A and B must have one type".into());
     }
@@ -124,13 +153,16 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     let [d, a, x, c] = exactly(operands)?;
     let (d, a, x, c) = (b.targets(d)?, b.sources(a)?, b.sources(x)?, b.sources(c)?);
     let (a_count, b_count) = (16 * depth / 32 / packed, depth * 8 / 32 / packed);
-    if a_count == 0 || b_count == 0 || (d.len(), a.len(), x.len(), c.len()) != (4, a_count, b_count, 4) {
+    if a_count == 0
+        || b_count == 0
+        || (d.len(), a.len(), x.len(), c.len()) != (4, a_count, b_count, 4)
+    {
         return Err("the number of registers is wrong".into());
     }
     Ok(whole_warp(b, move |warp, _| {
-        // Lane l, group g = l / 4, place t = l % 4: register r of A holds row g + 8 (r % 2) and columns packed * t +
-        // i + 4 packed (r / 2); register r of B rows packed * t + i + 4 packed r and column g; register r of C and D
-        // row g + 8 (r / 2) and column 2 t + r % 2.
+        // Lane l, group g = l / 4, place t = l % 4: register r of A holds row g + 8 (r % 2) and
+        // columns packed * t + i + 4 packed (r / 2); register r of B rows packed * t + i + 4 packed
+        // r and column g; register r of C and D row g + 8 (r / 2) and column 2 t + r % 2.
         let (mut left, mut right) = ([[0f64; 16]; 16], [[0f64; 16]; 8]);
         for lane in 0..32 {
             let (g, t) = (lane / 4, lane % 4);
@@ -140,7 +172,8 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
                     left[g + 8 * (r % 2)][packed * t + i + 4 * packed * (r / 2)] = f64::from(value);
                 }
                 for (r, &slot) in x.iter().enumerate() {
-                    right[g][packed * t + i + 4 * packed * r] = f64::from(element(warp.regs[slot][lane], i));
+                    right[g][packed * t + i + 4 * packed * r] =
+                        f64::from(element(warp.regs[slot][lane], i));
                 }
             }
         }
@@ -151,7 +184,11 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
                 let start = f64::from(f32::from_bits(warp.regs[c[r]][lane] as u32));
                 let products = left[row][..depth].iter().zip(&right[column][..depth]);
                 let sum = (start + products.map(|(a, b)| a * b).sum::<f64>()) as f32;
-                *result = u64::from(if sum.is_nan() { 0x7fff_ffff } else { sum.to_bits() });
+                *result = u64::from(if sum.is_nan() {
+                    0x7fff_ffff
+                } else {
+                    sum.to_bits()
+                });
             }
         }
         for (&slot, result) in d.iter().zip(&results) {

@@ -9,8 +9,8 @@ use crate::ptx::build::{Address, Builder, Mods};
 use crate::ptx::syntax::Operand;
 use crate::ptx::types::{Space, Type};
 
-/// Modifiers for caches and memory ordering. They have no effect: the interpreter's ordering is stronger than all of
-/// them require.
+/// Modifiers for caches and memory ordering. They have no effect: the interpreter's ordering is
+/// stronger than all of them require.
 const HINTS: [&str; 30] = [
     "nc",
     "ca",
@@ -47,10 +47,12 @@ const HINTS: [&str; 30] = [
 /// Reads `size` bytes (1, 2, 4 or 8).
 ///
 /// # Safety
-/// `at` is valid for reads of `size` bytes and aligned to them. Others may access it at the same time.
+/// `at` is valid for reads of `size` bytes and aligned to them. Others may access it at the same
+/// time.
 pub(super) unsafe fn read(at: *mut u8, size: usize) -> u64 {
     match size {
-        // SAFETY: valid and aligned, as the caller guarantees; atomic, since other blocks run at the same time.
+        // SAFETY: valid and aligned, as the caller guarantees; atomic, since other blocks run at
+        // the same time.
         1 => u64::from(unsafe { AtomicU8::from_ptr(at) }.load(Relaxed)),
         // SAFETY: as above.
         2 => u64::from(unsafe { AtomicU16::from_ptr(at.cast()) }.load(Relaxed)),
@@ -64,10 +66,12 @@ pub(super) unsafe fn read(at: *mut u8, size: usize) -> u64 {
 /// Writes the lowest `size` bytes (1, 2, 4 or 8) of `value`.
 ///
 /// # Safety
-/// `at` is valid for writes of `size` bytes and aligned to them. Others may access it at the same time.
+/// `at` is valid for writes of `size` bytes and aligned to them. Others may access it at the same
+/// time.
 pub(super) unsafe fn write(at: *mut u8, size: usize, value: u64) {
     match size {
-        // SAFETY: valid and aligned, as the caller guarantees; atomic, since other blocks run at the same time.
+        // SAFETY: valid and aligned, as the caller guarantees; atomic, since other blocks run at
+        // the same time.
         1 => unsafe { AtomicU8::from_ptr(at) }.store(value as u8, Relaxed),
         // SAFETY: as above.
         2 => unsafe { AtomicU16::from_ptr(at.cast()) }.store(value as u16, Relaxed),
@@ -90,13 +94,21 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         _ => return Err("the number of operands is wrong".into()),
     };
     let load = mods.name != "st";
-    let [value, address] = if load { operands } else { [operands[1], operands[0]] };
+    let [value, address] = if load {
+        operands
+    } else {
+        [operands[1], operands[0]]
+    };
     let address = b.address(address, space)?;
     let size = kind.bytes();
     if size > 8 || kind == Type::Pred {
         return Err("the type is not supported".into());
     }
-    let values = if load { b.targets(value)? } else { b.sources(value)? };
+    let values = if load {
+        b.targets(value)?
+    } else {
+        b.sources(value)?
+    };
     let wanted = match vector {
         Some("v2") => 2,
         Some("v4") => 4,
@@ -108,14 +120,24 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
     Ok(Flow::Do(if load {
         let keeps = values.iter().map(|&slot| b.width_mask(slot)).collect();
-        let shift = if let Type::Signed(bits) = kind { 64 - bits } else { 0 };
+        let shift = if let Type::Signed(bits) = kind {
+            64 - bits
+        } else {
+            0
+        };
         load_action(address, size, values, keeps, shift)
     } else {
         store_action(address, size, values)
     }))
 }
 
-fn load_action(address: Address, size: usize, to: Vec<usize>, keeps: Vec<u64>, shift: u32) -> Action {
+fn load_action(
+    address: Address,
+    size: usize,
+    to: Vec<usize>,
+    keeps: Vec<u64>,
+    shift: u32,
+) -> Action {
     let bytes = size * to.len();
     Box::new(move |warp, memory, mask| {
         // Copied, since the address register may also be a destination.
@@ -124,7 +146,8 @@ fn load_action(address: Address, size: usize, to: Vec<usize>, keeps: Vec<u64>, s
             let at = bases[lane].wrapping_add(address.offset);
             let place = memory.resolve(warp, lane, (address.space, at), bytes, Access::Read)?;
             for (index, (&to, &keep)) in to.iter().zip(&keeps).enumerate() {
-                // SAFETY: `resolve` checked all bytes and their alignment, which is that of the whole vector.
+                // SAFETY: `resolve` checked all bytes and their alignment, which is that of the
+                // whole vector.
                 let value = unsafe { read(place.wrapping_add(index * size), size) };
                 warp.regs[to][lane] = ((value << shift) as i64 >> shift) as u64 & keep;
             }
@@ -141,7 +164,13 @@ fn store_action(address: Address, size: usize, from: Vec<usize>) -> Action {
             let place = memory.resolve(warp, lane, (address.space, at), bytes, Access::Write)?;
             for (index, &from) in from.iter().enumerate() {
                 // SAFETY: as for loads.
-                unsafe { write(place.wrapping_add(index * size), size, warp.regs[from][lane]) };
+                unsafe {
+                    write(
+                        place.wrapping_add(index * size),
+                        size,
+                        warp.regs[from][lane],
+                    )
+                };
             }
         }
         Ok(())
@@ -149,7 +178,11 @@ fn store_action(address: Address, size: usize, from: Vec<usize>) -> Action {
 }
 
 /// The only operand, an address, of `prefetch` and similar instructions.
-pub(super) fn only_address(operands: &[Operand], space: Space, b: &mut Builder<'_>) -> Decoded<Address> {
+pub(super) fn only_address(
+    operands: &[Operand],
+    space: Space,
+    b: &mut Builder<'_>,
+) -> Decoded<Address> {
     let [address] = exactly(operands)?;
     b.address(address, space)
 }

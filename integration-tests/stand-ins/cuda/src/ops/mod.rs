@@ -31,19 +31,25 @@ pub(crate) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         "atom" | "red" => atomic::decode(mods, operands, b),
         "cvt" => convert::decode(mods, operands, b),
         "setp" | "set" | "testp" => compare::decode(mods, operands, b),
-        "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "shf" | "prmt" | "bfe" | "bfi" | "lop3" | "popc"
-        | "clz" | "brev" | "bfind" | "bmsk" | "szext" => bits::decode(mods, operands, b),
-        "bar" | "barrier" | "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" | "membar" | "fence"
-        | "nanosleep" | "trap" | "brkpt" | "prefetch" | "prefetchu" | "discard" | "applypriority"
-        | "griddepcontrol" => sync::decode(mods, operands, b),
+        "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "shf" | "prmt" | "bfe" | "bfi"
+        | "lop3" | "popc" | "clz" | "brev" | "bfind" | "bmsk" | "szext" => {
+            bits::decode(mods, operands, b)
+        }
+        "bar" | "barrier" | "shfl" | "vote" | "match" | "redux" | "activemask" | "elect"
+        | "membar" | "fence" | "nanosleep" | "trap" | "brkpt" | "prefetch" | "prefetchu"
+        | "discard" | "applypriority" | "griddepcontrol" => sync::decode(mods, operands, b),
         "cp" => async_copy::decode(mods, operands, b),
         "ldmatrix" | "stmatrix" | "movmatrix" | "mma" => matrix::decode(mods, operands, b),
         _ => {
             let kind = mods.take_type()?;
             match kind {
-                Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_) => integer::decode(kind, mods, operands, b),
+                Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_) => {
+                    integer::decode(kind, mods, operands, b)
+                }
                 Type::F32 | Type::F64 => float::decode(kind, mods, operands, b),
-                Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2 => packed::decode(kind, mods, operands, b),
+                Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2 => {
+                    packed::decode(kind, mods, operands, b)
+                }
                 Type::Pred | Type::Tf32 => unknown(),
             }
         }
@@ -57,7 +63,9 @@ fn unknown<T>() -> Decoded<T> {
 
 /// The operands as an array, or an error if there are not `N`.
 fn exactly<const N: usize>(operands: &[Operand]) -> Decoded<&[Operand; N]> {
-    operands.try_into().map_err(|_| format!("{} operands, and not {N}", operands.len()))
+    operands
+        .try_into()
+        .map_err(|_| format!("{} operands, and not {N}", operands.len()))
 }
 
 /// Stores values in the active lanes of a register.
@@ -90,7 +98,11 @@ fn map2(to: Slot, [a, b]: [Slot; 2], f: impl Fn(u64, u64) -> u64 + Send + Sync +
 }
 
 /// An action of three operands, lane by lane.
-fn map3(to: Slot, [a, b, c]: [Slot; 3], f: impl Fn(u64, u64, u64) -> u64 + Send + Sync + 'static) -> Flow {
+fn map3(
+    to: Slot,
+    [a, b, c]: [Slot; 3],
+    f: impl Fn(u64, u64, u64) -> u64 + Send + Sync + 'static,
+) -> Flow {
     act(move |warp, mask| {
         let (a, b, c) = (&warp.regs[a], &warp.regs[b], &warp.regs[c]);
         let values = std::array::from_fn(|lane| f(a[lane], b[lane], c[lane]));
@@ -115,7 +127,11 @@ fn nothing() -> Flow {
 /// The lanes in which a predicate, perhaps negated, is true.
 #[inline]
 fn holds(warp: &Warp, (pred, negated): (PredSlot, bool)) -> Mask {
-    if negated { !warp.preds[pred] } else { warp.preds[pred] }
+    if negated {
+        !warp.preds[pred]
+    } else {
+        warp.preds[pred]
+    }
 }
 
 /// The lanes for which `f` is true.

@@ -22,33 +22,46 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     let [to, from] = exactly(operands)?;
     if kind == Type::Pred {
         let (to, from) = (b.pred_target(to)?, b.pred_source(from)?);
-        return Ok(act(move |warp, mask| warp.set_pred(to, mask, holds(warp, from))));
+        return Ok(act(move |warp, mask| {
+            warp.set_pred(to, mask, holds(warp, from))
+        }));
     }
     if let Operand::Vector(parts) = to {
-        let (parts, from) = (b.targets(to).map(|targets| (targets, parts.len()))?, b.source(from)?);
+        let (parts, from) = (
+            b.targets(to).map(|targets| (targets, parts.len()))?,
+            b.source(from)?,
+        );
         let (targets, bits) = (parts.0, kind.bits() / parts.1.max(1) as u32);
         return Ok(act(move |warp, mask| {
             let all = warp.regs[from];
             for (index, &to) in targets.iter().enumerate() {
-                let values = std::array::from_fn(|lane| all[lane] >> (bits * index as u32) & mask_of(bits));
+                let values =
+                    std::array::from_fn(|lane| all[lane] >> (bits * index as u32) & mask_of(bits));
                 store(warp, to, mask, &values);
             }
         }));
     }
     if let Operand::Vector(parts) = from {
-        let (bits, parts, to) = (kind.bits() / parts.len().max(1) as u32, b.sources(from)?, b.target(to)?);
+        let (bits, parts, to) = (
+            kind.bits() / parts.len().max(1) as u32,
+            b.sources(from)?,
+            b.target(to)?,
+        );
         return Ok(act(move |warp, mask| {
-            let part =
-                |lane: usize, index: usize| (warp.regs[parts[index]][lane] & mask_of(bits)) << (bits * index as u32);
-            let values = std::array::from_fn(|lane| (0..parts.len()).fold(0, |all, index| all | part(lane, index)));
+            let part = |lane: usize, index: usize| {
+                (warp.regs[parts[index]][lane] & mask_of(bits)) << (bits * index as u32)
+            };
+            let values = std::array::from_fn(|lane| {
+                (0..parts.len()).fold(0, |all, index| all | part(lane, index))
+            });
             store(warp, to, mask, &values);
         }));
     }
     let keep = mask_of(kind.bits());
     let to = b.target(to)?;
     if let Operand::Name(name) = from
-        && let "%clock" | "%clock64" | "%clock_hi" | "%globaltimer" | "%globaltimer_lo" | "%globaltimer_hi" =
-            name.as_str()
+        && let "%clock" | "%clock64" | "%clock_hi" | "%globaltimer" | "%globaltimer_lo"
+        | "%globaltimer_hi" = name.as_str()
     {
         let shift = if name.ends_with("_hi") { 32 } else { 0 };
         let counts = name.starts_with("%clock");
@@ -69,7 +82,12 @@ fn nanoseconds() -> u64 {
 fn selp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     let keep = mask_of(mods.take_type()?.bits());
     let [to, yes, no, by] = exactly(operands)?;
-    let (to, yes, no, by) = (b.target(to)?, b.source(yes)?, b.source(no)?, b.pred_source(by)?);
+    let (to, yes, no, by) = (
+        b.target(to)?,
+        b.source(yes)?,
+        b.source(no)?,
+        b.pred_source(by)?,
+    );
     Ok(act(move |warp, mask| {
         let by = holds(warp, by);
         let (yes, no) = (&warp.regs[yes], &warp.regs[no]);
@@ -97,7 +115,13 @@ fn cvta(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     let [to, a] = exactly(operands)?;
     let (to, a) = (b.target(to)?, b.source(a)?);
     let window = window(space);
-    Ok(map1(to, a, move |a| if away { a.wrapping_sub(window) } else { a.wrapping_add(window) }))
+    Ok(map1(to, a, move |a| {
+        if away {
+            a.wrapping_sub(window)
+        } else {
+            a.wrapping_add(window)
+        }
+    }))
 }
 
 fn isspacep(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {

@@ -11,20 +11,40 @@ use crate::ptx::types::Type;
 fn each(pair: bool, f: impl Fn([u64; 3]) -> u64) -> impl Fn([u64; 3]) -> u64 {
     move |all| {
         let low = f(all.map(|x| x & 0xffff));
-        if pair { low | f(all.map(|x| x >> 16 & 0xffff)) << 16 } else { low }
+        if pair {
+            low | f(all.map(|x| x >> 16 & 0xffff)) << 16
+        } else {
+            low
+        }
     }
 }
 
-pub(super) fn decode(kind: Type, mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    let format = if matches!(kind, Type::F16 | Type::F16x2) { F16 } else { BF16 };
+pub(super) fn decode(
+    kind: Type,
+    mods: &mut Mods<'_>,
+    operands: &[Operand],
+    b: &mut Builder<'_>,
+) -> Decoded {
+    let format = if matches!(kind, Type::F16 | Type::F16x2) {
+        F16
+    } else {
+        BF16
+    };
     let pair = matches!(kind, Type::F16x2 | Type::Bf16x2);
-    if mods.take_as(Rounding::named).is_some_and(|found| found != (Rounding::Nearest, false)) {
+    if mods
+        .take_as(Rounding::named)
+        .is_some_and(|found| found != (Rounding::Nearest, false))
+    {
         return Err("only rounding to nearest is supported".into());
     }
     let (relu, propagates) = (mods.take("relu"), mods.take("NaN"));
     mods.take("approx");
     let narrow = move |x: f64| {
-        let x = if relu && !(x > 0.0 || x.is_nan()) { 0.0 } else { x };
+        let x = if relu && !(x > 0.0 || x.is_nan()) {
+            0.0
+        } else {
+            x
+        };
         format.narrow(x, Rounding::Nearest)
     };
     let name = mods.name;
@@ -72,14 +92,30 @@ fn two(
         "add" => add_odd,
         "sub" => |x, y| add_odd(x, -y),
         "mul" => |x, y| x * y,
-        "min" => |x, y| if y < x || x.is_nan() || (x == y && y.is_sign_negative()) { y } else { x },
-        "max" => |x, y| if y > x || x.is_nan() || (x == y && x.is_sign_negative()) { y } else { x },
+        "min" => |x, y| {
+            if y < x || x.is_nan() || (x == y && y.is_sign_negative()) {
+                y
+            } else {
+                x
+            }
+        },
+        "max" => |x, y| {
+            if y > x || x.is_nan() || (x == y && x.is_sign_negative()) {
+                y
+            } else {
+                x
+            }
+        },
         _ => return unknown(),
     };
     let extreme = matches!(name, "min" | "max");
     let f = each(pair, move |[x, y, _]| {
         let (x, y) = (format.widen(x), format.widen(y));
-        narrow(if extreme && propagates && (x.is_nan() || y.is_nan()) { f64::NAN } else { f(x, y) })
+        narrow(if extreme && propagates && (x.is_nan() || y.is_nan()) {
+            f64::NAN
+        } else {
+            f(x, y)
+        })
     });
     Ok(map2(to, from, move |x, y| f([x, y, 0])))
 }

@@ -20,7 +20,9 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             mods.take_type()?;
             let [to] = exactly(operands)?;
             let to = b.target(to)?;
-            Ok(act(move |warp, mask| store(warp, to, mask, &[u64::from(mask); 32])))
+            Ok(act(move |warp, mask| {
+                store(warp, to, mask, &[u64::from(mask); 32])
+            }))
         }
         "trap" | "brkpt" => {
             let action: Action = Box::new(|_, _, _| fault(Failure::LaunchFailed, "trap"));
@@ -28,7 +30,9 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         }
         // Accesses are done in program order, so fences have no effect.
         "membar" | "fence" => {
-            mods.ignore(&["sc", "acq_rel", "acquire", "release", "cta", "gl", "sys", "gpu", "cluster"]);
+            mods.ignore(&[
+                "sc", "acq_rel", "acquire", "release", "cta", "gl", "sys", "gpu", "cluster",
+            ]);
             Ok(nothing())
         }
         "nanosleep" => {
@@ -38,7 +42,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             Ok(nothing())
         }
         "griddepcontrol" => {
-            mods.take_of(&["wait", "launch_dependents"]).ok_or("no action")?;
+            mods.take_of(&["wait", "launch_dependents"])
+                .ok_or("no action")?;
             Ok(nothing())
         }
         "prefetch" | "prefetchu" => {
@@ -58,17 +63,30 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
         let [members] = exactly(operands)?;
         let members = b.source(members)?;
-        return Ok(Flow::Together { members, action: Box::new(|_, _, _| Ok(())) });
+        return Ok(Flow::Together {
+            members,
+            action: Box::new(|_, _, _| Ok(())),
+        });
     }
-    let kind = mods.take_of(&["sync", "arrive", "red"]).ok_or("no action")?;
+    let kind = mods
+        .take_of(&["sync", "arrive", "red"])
+        .ok_or("no action")?;
     if kind != "red" {
         let (number, count) = match operands {
             [number] => (number, None),
             [number, count] => (number, Some(count)),
             _ => return Err("the number of operands is wrong".into()),
         };
-        let (number, count) = (b.source(number)?, count.map(|count| b.source(count)).transpose()?);
-        return Ok(Flow::Barrier { number, count, reduction: Reduction::None, waits: kind == "sync" });
+        let (number, count) = (
+            b.source(number)?,
+            count.map(|count| b.source(count)).transpose()?,
+        );
+        return Ok(Flow::Barrier {
+            number,
+            count,
+            reduction: Reduction::None,
+            waits: kind == "sync",
+        });
     }
     let operation = mods.take_of(&["popc", "and", "or"]).ok_or("no operation")?;
     mods.take_type()?;
@@ -79,12 +97,32 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
     };
     let (source, negate) = b.pred_source(from)?;
     let reduction = match operation {
-        "popc" => Reduction::Count { source, negate, to: b.target(to)? },
-        "and" => Reduction::All { source, negate, to: b.pred_target(to)? },
-        _ => Reduction::Any { source, negate, to: b.pred_target(to)? },
+        "popc" => Reduction::Count {
+            source,
+            negate,
+            to: b.target(to)?,
+        },
+        "and" => Reduction::All {
+            source,
+            negate,
+            to: b.pred_target(to)?,
+        },
+        _ => Reduction::Any {
+            source,
+            negate,
+            to: b.pred_target(to)?,
+        },
     };
-    let (number, count) = (b.source(number)?, count.map(|count| b.source(count)).transpose()?);
-    Ok(Flow::Barrier { number, count, reduction, waits: true })
+    let (number, count) = (
+        b.source(number)?,
+        count.map(|count| b.source(count)).transpose()?,
+    );
+    Ok(Flow::Barrier {
+        number,
+        count,
+        reduction,
+        waits: true,
+    })
 }
 
 /// An action that all lanes of the mask in `members` run together.
@@ -98,7 +136,9 @@ fn together(members: usize, f: impl Fn(&mut Warp, Mask) + Send + Sync + 'static)
 
 fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-    let mode = mods.take_of(&["up", "down", "bfly", "idx"]).ok_or("no mode")?;
+    let mode = mods
+        .take_of(&["up", "down", "bfly", "idx"])
+        .ok_or("no mode")?;
     // The source lane, before its range check.
     let from: fn(i64, i64, i64, i64) -> i64 = match mode {
         "up" => |lane, by, _, _| lane - by,
@@ -115,7 +155,12 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         Operand::Pair(to, within) => (b.target(to)?, Some(b.pred_target(within)?)),
         one => (b.target(one)?, None),
     };
-    let (a, by, clamp, members) = (b.source(a)?, b.source(by)?, b.source(clamp)?, b.source(members)?);
+    let (a, by, clamp, members) = (
+        b.source(a)?,
+        b.source(by)?,
+        b.source(clamp)?,
+        b.source(members)?,
+    );
     Ok(together(members, move |warp, mask| {
         let source = |lane: usize| -> Option<usize> {
             let (by, clamp) = (warp.regs[by][lane] & 31, warp.regs[clamp][lane]);
@@ -126,7 +171,13 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             (if up { from >= highest } else { from <= highest }).then_some(from as usize & 31)
         };
         // PTX leaves the value read from an inactive lane undefined.
-        let give = |lane: usize| if mask >> lane & 1 == 1 { warp.regs[a][lane] & 0xffff_ffff } else { 0xffff_ffff };
+        let give = |lane: usize| {
+            if mask >> lane & 1 == 1 {
+                warp.regs[a][lane] & 0xffff_ffff
+            } else {
+                0xffff_ffff
+            }
+        };
         let values = std::array::from_fn(|lane| give(source(lane).unwrap_or(lane)));
         let inside = mask_where(|lane| source(lane).is_some());
         store(warp, to, mask, &values);
@@ -138,7 +189,9 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
 
 fn vote(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-    let mode = mods.take_of(&["all", "any", "uni", "ballot"]).ok_or("no mode")?;
+    let mode = mods
+        .take_of(&["all", "any", "uni", "ballot"])
+        .ok_or("no mode")?;
     mods.take_type()?;
     let [to, a, members] = exactly(operands)?;
     let (a, members) = (b.pred_source(a)?, b.source(members)?);
@@ -187,7 +240,9 @@ fn matching(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> D
 
 fn reduce(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-    let operation = mods.take_of(&["add", "min", "max", "and", "or", "xor"]).ok_or("no operation")?;
+    let operation = mods
+        .take_of(&["add", "min", "max", "and", "or", "xor"])
+        .ok_or("no operation")?;
     let kind = mods.take_type()?;
     let f: fn(u32, u32) -> u32 = match (operation, kind) {
         ("add", Type::Unsigned(32) | Type::Signed(32)) => u32::wrapping_add,
@@ -203,7 +258,10 @@ fn reduce(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Dec
     let [to, a, members] = exactly(operands)?;
     let (to, a, members) = (b.target(to)?, b.source(a)?, b.source(members)?);
     Ok(together(members, move |warp, mask| {
-        let all = lanes(mask).map(|lane| warp.regs[a][lane] as u32).reduce(f).unwrap_or(0);
+        let all = lanes(mask)
+            .map(|lane| warp.regs[a][lane] as u32)
+            .reduce(f)
+            .unwrap_or(0);
         store(warp, to, mask, &[u64::from(all); 32]);
     }))
 }

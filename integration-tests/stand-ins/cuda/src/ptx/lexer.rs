@@ -1,6 +1,7 @@
 //! The lexer: PTX text to tokens.
 
-/// A token. A word is a name, a directive or an opcode with its dots: `%r1`, `.reg`, `ld.global.v4.b32`.
+/// A token. A word is a name, a directive or an opcode with its dots: `%r1`, `.reg`,
+/// `ld.global.v4.b32`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Token {
     Word(String),
@@ -63,19 +64,34 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<(u32, Token)>, Mistake> {
             found.push((line, Token::Word(rest[..len].to_owned())));
             at += len;
         } else if c.is_ascii_digit() {
-            let len = rest.bytes().take_while(|c| c.is_ascii_alphanumeric()).count();
+            let len = rest
+                .bytes()
+                .take_while(|c| c.is_ascii_alphanumeric())
+                .count();
             let number = number(&rest[..len]);
-            found.push((line, number.ok_or(Mistake { line, what: format!("no number: {}", &rest[..len]) })?));
+            found.push((
+                line,
+                number.ok_or(Mistake {
+                    line,
+                    what: format!("no number: {}", &rest[..len]),
+                })?,
+            ));
             at += len;
         } else if c == b'"' {
-            let len = rest[1..].find('"').ok_or(Mistake { line, what: "a string without an end".into() })?;
+            let len = rest[1..].find('"').ok_or(Mistake {
+                line,
+                what: "a string without an end".into(),
+            })?;
             found.push((line, Token::Text(rest[1..=len].to_owned())));
             at += len + 2;
         } else if c.is_ascii() {
             found.push((line, Token::Mark(char::from(c))));
             at += 1;
         } else {
-            return Err(Mistake { line, what: "a character that is not ASCII".into() });
+            return Err(Mistake {
+                line,
+                what: "a character that is not ASCII".into(),
+            });
         }
     }
     Ok(found)
@@ -86,8 +102,12 @@ fn number(text: &str) -> Option<Token> {
     match head {
         "0f" | "0F" => u32::from_str_radix(tail, 16).ok().map(Token::F32),
         "0d" | "0D" => u64::from_str_radix(tail, 16).ok().map(Token::F64),
-        "0x" | "0X" => u64::from_str_radix(tail.trim_end_matches('U'), 16).ok().map(Token::Integer),
-        "0b" | "0B" => u64::from_str_radix(tail.trim_end_matches('U'), 2).ok().map(Token::Integer),
+        "0x" | "0X" => u64::from_str_radix(tail.trim_end_matches('U'), 16)
+            .ok()
+            .map(Token::Integer),
+        "0b" | "0B" => u64::from_str_radix(tail.trim_end_matches('U'), 2)
+            .ok()
+            .map(Token::Integer),
         _ => text.trim_end_matches('U').parse().ok().map(Token::Integer),
     }
 }
@@ -98,12 +118,34 @@ mod tests {
 
     #[test]
     fn words_numbers_and_marks_are_told_apart() {
-        let text = "@%p1 ld.shared::cta.b32 /* a\nb */ %r1, [x+4]; // end\n$L: mov.f32 %f, 0f3F800000;";
+        let text =
+            "@%p1 ld.shared::cta.b32 /* a\nb */ %r1, [x+4]; // end\n$L: mov.f32 %f, 0f3F800000;";
         let all = tokens(text).unwrap();
-        let words: Vec<&str> =
-            all.iter().filter_map(|(_, t)| if let Token::Word(w) = t { Some(w.as_str()) } else { None }).collect();
-        assert_eq!(words, ["%p1", "ld.shared::cta.b32", "%r1", "x", "$L", "mov.f32", "%f"]);
-        assert!(all.contains(&(2, Token::Integer(4))) && all.contains(&(3, Token::F32(0x3f80_0000))));
+        let words: Vec<&str> = all
+            .iter()
+            .filter_map(|(_, t)| {
+                if let Token::Word(w) = t {
+                    Some(w.as_str())
+                } else {
+                    None
+                }
+            })
+            .collect();
+        assert_eq!(
+            words,
+            [
+                "%p1",
+                "ld.shared::cta.b32",
+                "%r1",
+                "x",
+                "$L",
+                "mov.f32",
+                "%f"
+            ]
+        );
+        assert!(
+            all.contains(&(2, Token::Integer(4))) && all.contains(&(3, Token::F32(0x3f80_0000)))
+        );
         assert!(all.contains(&(3, Token::Mark(':'))));
         assert_eq!(tokens("\n 12q").unwrap_err().line, 2);
     }

@@ -39,26 +39,47 @@ pub(crate) enum LoadError {
 /// Decodes PTX, and allocates and initialises its variables in device memory.
 pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadError> {
     let module = parse(text).map_err(LoadError::Ptx)?;
-    let mut loaded = Loaded { kernels: HashMap::new(), variables: HashMap::new() };
+    let mut loaded = Loaded {
+        kernels: HashMap::new(),
+        variables: HashMap::new(),
+    };
     let global = |v: &&Variable| matches!(v.space, Space::Global | Space::Const);
     for variable in module.variables.iter().filter(global) {
         if variable.external {
-            let what = format!("{} is defined in another module, which is not supported", variable.name);
-            return Err(LoadError::Ptx(Mistake { line: variable.line, what }));
+            let what = format!(
+                "{} is defined in another module, which is not supported",
+                variable.name
+            );
+            return Err(LoadError::Ptx(Mistake {
+                line: variable.line,
+                what,
+            }));
         }
         let address = memory::allocate(device, variable.bytes.max(1)).map_err(LoadError::Driver)?;
-        loaded.variables.insert(variable.name.clone(), (address, variable.bytes));
+        loaded
+            .variables
+            .insert(variable.name.clone(), (address, variable.bytes));
     }
-    let addresses: HashMap<String, u64> = loaded.variables.iter().map(|(n, &(at, _))| (n.clone(), at)).collect();
+    let addresses: HashMap<String, u64> = loaded
+        .variables
+        .iter()
+        .map(|(n, &(at, _))| (n.clone(), at))
+        .collect();
     for variable in module.variables.iter().filter(global) {
         let bytes = image(variable, &addresses).map_err(LoadError::Ptx)?;
         let address = addresses[&variable.name];
         // SAFETY: allocated above with at least this many bytes, and not yet shared.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
     }
-    for function in module.functions.iter().filter(|f| f.entry && f.body.is_some()) {
+    for function in module
+        .functions
+        .iter()
+        .filter(|f| f.entry && f.body.is_some())
+    {
         let program = build(&module, function, &addresses).map_err(LoadError::Ptx)?;
-        loaded.kernels.insert(function.name.clone(), Arc::new(program));
+        loaded
+            .kernels
+            .insert(function.name.clone(), Arc::new(program));
     }
     Ok(loaded)
 }
@@ -72,14 +93,22 @@ fn image(variable: &Variable, addresses: &HashMap<String, u64>) -> Result<Vec<u8
             Value::Bits(bits) => *bits,
             Value::Address(name, offset) => match addresses.get(name) {
                 Some(address) => address.wrapping_add(*offset as u64),
-                None => return Err(Mistake { line: variable.line, what: format!("{name} has no address") }),
+                None => {
+                    return Err(Mistake {
+                        line: variable.line,
+                        what: format!("{name} has no address"),
+                    });
+                }
             },
         };
         bytes.extend_from_slice(&bits.to_le_bytes()[..size]);
     }
     if bytes.len() > variable.bytes {
         let what = format!("{} has more values than room", variable.name);
-        return Err(Mistake { line: variable.line, what });
+        return Err(Mistake {
+            line: variable.line,
+            what,
+        });
     }
     bytes.resize(variable.bytes, 0);
     Ok(bytes)

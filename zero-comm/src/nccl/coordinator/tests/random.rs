@@ -1,5 +1,6 @@
-//! The oracle of the property test sees all calls of all ranks. Ranks make calls, report, answer requests, split,
-//! leave and end in any order; messages between a rank and the coordinator stay in order, and arrive at any time.
+//! The oracle of the property test sees all calls of all ranks. Ranks make calls, report, answer
+//! requests, split, leave and end in any order; messages between a rank and the coordinator stay in
+//! order, and arrive at any time.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -45,7 +46,8 @@ struct Simulation {
 }
 
 impl Simulation {
-    /// A world that is split into two communicators in reverse order of ranks, and an equal copy of the world.
+    /// A world that is split into two communicators in reverse order of ranks, and an equal copy of
+    /// the world.
     fn new(n: usize, differing: BTreeSet<(usize, Context, u64)>) -> Self {
         let mut simulation = Self {
             coordinator: Coordinator::new(n, 23_007),
@@ -67,13 +69,18 @@ impl Simulation {
                 simulation.send(outgoing);
             }
             for color in 0..colors.min(n as u64) as usize {
-                let members = (0..n).rev().filter(|rank| rank % colors as usize == color).collect();
+                let members = (0..n)
+                    .rev()
+                    .filter(|rank| rank % colors as usize == color)
+                    .collect();
                 simulation.members.push(members);
             }
         }
         for (context, members) in (0..).zip(&simulation.members) {
             for &rank in members {
-                simulation.logs.insert((rank, context), Log::new(rank == members[0]));
+                simulation
+                    .logs
+                    .insert((rank, context), Log::new(rank == members[0]));
                 simulation.made.insert((rank, context), Vec::new());
             }
         }
@@ -91,7 +98,9 @@ impl Simulation {
                         self.check(error);
                         self.failure = Some(error.clone());
                     }
-                    self.to_rank.iter_mut().for_each(|queue| queue.push_back(message.clone()));
+                    self.to_rank
+                        .iter_mut()
+                        .for_each(|queue| queue.push_back(message.clone()));
                 }
             }
         }
@@ -119,8 +128,14 @@ impl Simulation {
             }
             Step::Call(_) => {}
             Step::End => {
-                let Some(members) = self.members.get(context as usize) else { return };
-                let all = members.iter().map(|&rank| self.made[&(rank, context)].len()).min().unwrap();
+                let Some(members) = self.members.get(context as usize) else {
+                    return;
+                };
+                let all = members
+                    .iter()
+                    .map(|&rank| self.made[&(rank, context)].len())
+                    .min()
+                    .unwrap();
                 if let Some(log) = log {
                     (log.reached, log.ended) = (all as u64, all as u64);
                 }
@@ -162,16 +177,32 @@ impl Simulation {
     fn receive(&mut self, rank: usize) {
         match self.to_rank[rank].pop_front() {
             Some(Message::ShowCalls { context, from, to }) => {
-                let calls = self.logs[&(rank, context)].calls.messages(context, from..to);
-                assert!(!calls.is_empty(), "rank {rank} has dropped calls {from}..{to} of {context}");
+                let calls = self.logs[&(rank, context)]
+                    .calls
+                    .messages(context, from..to);
+                assert!(
+                    !calls.is_empty(),
+                    "rank {rank} has dropped calls {from}..{to} of {context}"
+                );
                 self.to_coordinator[rank].extend(calls);
             }
-            Some(Message::Agreed { context, count, first }) => {
+            Some(Message::Agreed {
+                context,
+                count,
+                first,
+            }) => {
                 for rank in &self.members[context as usize] {
                     let made = &self.made[&(*rank, context)][..count as usize];
-                    assert_eq!(made, &self.made[&(self.members[context as usize][0], context)][..count as usize]);
+                    assert_eq!(
+                        made,
+                        &self.made[&(self.members[context as usize][0], context)][..count as usize]
+                    );
                 }
-                let answer = self.logs.get_mut(&(rank, context)).unwrap().agreed(context, count, first);
+                let answer = self
+                    .logs
+                    .get_mut(&(rank, context))
+                    .unwrap()
+                    .agreed(context, count, first);
                 self.to_coordinator[rank].extend(answer);
             }
             _ => {}
@@ -183,7 +214,8 @@ impl Simulation {
         let n = self.to_rank.len();
         (0..n).for_each(|rank| self.step(Step::Report, rank, 0));
         self.deliver_all();
-        // The first rank calls nothing between two ticks; then ranks ahead of it report their hashes.
+        // The first rank calls nothing between two ticks; then ranks ahead of it report their
+        // hashes.
         for _ in 0..3 {
             self.step(Step::Tick, 0, 0);
             self.deliver_all();
@@ -192,7 +224,9 @@ impl Simulation {
 
     fn deliver_all(&mut self) {
         let n = self.to_rank.len();
-        while (0..n).any(|rank| !self.to_coordinator[rank].is_empty() || !self.to_rank[rank].is_empty()) {
+        while (0..n)
+            .any(|rank| !self.to_coordinator[rank].is_empty() || !self.to_rank[rank].is_empty())
+        {
             for rank in 0..n {
                 self.step(Step::Arrive, rank, 0);
                 self.receive_if_alive(rank);
@@ -210,28 +244,45 @@ impl Simulation {
     /// The number of the first call in which two ranks differ.
     fn first_difference(&self, a: usize, b: usize, context: Context) -> Option<u64> {
         let (a, b) = (&self.made[&(a, context)], &self.made[&(b, context)]);
-        a.iter().zip(b).position(|(a, b)| a != b).map(|sequence| sequence as u64)
+        a.iter()
+            .zip(b)
+            .position(|(a, b)| a != b)
+            .map(|sequence| sequence as u64)
     }
 
     /// Checks a failure against all calls.
     fn check(&self, error: &CommError) {
         let call_of = |rank: usize, context: Context, sequence: u64| {
-            self.made.get(&(rank, context)).and_then(|made| made.get(sequence as usize))
+            self.made
+                .get(&(rank, context))
+                .and_then(|made| made.get(sequence as usize))
         };
         let contexts = || 0..self.members.len() as Context;
         let n = self.to_rank.len();
         let holds = match error {
-            CommError::Mismatch { sequence, rank, call, other_rank, other_call } => contexts().any(|context| {
+            CommError::Mismatch {
+                sequence,
+                rank,
+                call,
+                other_rank,
+                other_call,
+            } => contexts().any(|context| {
                 self.members[context as usize].contains(rank)
                     && self.members[context as usize].contains(other_rank)
                     && self.first_difference(*rank, *other_rank, context) == Some(*sequence)
                     && call_of(*rank, context, *sequence) == Some(call)
                     && call_of(*other_rank, context, *sequence) == Some(other_call)
             }),
-            CommError::Left { sequence, call, rank, done } => contexts().any(|context| {
+            CommError::Left {
+                sequence,
+                call,
+                rank,
+                done,
+            } => contexts().any(|context| {
                 let caller = (0..n).any(|rank| call_of(rank, context, *sequence) == Some(call));
                 let made = self.made.get(&(*rank, context)).map_or(0, Vec::len) as u64;
-                let left = self.left.contains(&(*rank, context)) && made == *done && done == sequence;
+                let left =
+                    self.left.contains(&(*rank, context)) && made == *done && done == sequence;
                 caller && (left || self.lost.contains(rank) && *done <= made)
             }),
             CommError::Peer { rank, message } if message.contains("differs from") => {
@@ -261,16 +312,30 @@ impl Simulation {
             for &rank in members {
                 assert_eq!(self.first_difference(rank, members[0], context), None);
             }
-            let left = members.iter().filter(|&&rank| self.left.contains(&(rank, context))).count();
-            assert_eq!(self.coordinator.groups.contains_key(&context), left < members.len());
+            let left = members
+                .iter()
+                .filter(|&&rank| self.left.contains(&(rank, context)))
+                .count();
+            assert_eq!(
+                self.coordinator.groups.contains_key(&context),
+                left < members.len()
+            );
             if left > 0 {
                 continue;
             }
             let called = |rank: usize| self.made[&(rank, context)].len() as u64;
             let agreed = members.iter().map(|&rank| called(rank)).min().unwrap();
-            let ended = members.iter().map(|&rank| self.logs[&(rank, context)].ended).min().unwrap();
+            let ended = members
+                .iter()
+                .map(|&rank| self.logs[&(rank, context)].ended)
+                .min()
+                .unwrap();
             let kept = self.coordinator.groups[&context].calls.kept() as u64;
-            assert_eq!(kept, called(members[0]) - agreed.min(ended), "the coordinator keeps calls");
+            assert_eq!(
+                kept,
+                called(members[0]) - agreed.min(ended),
+                "the coordinator keeps calls"
+            );
             for &rank in members {
                 let kept = self.logs[&(rank, context)].calls.kept() as u64;
                 assert_eq!(kept, called(rank) - agreed, "rank {rank} keeps calls");
@@ -293,7 +358,10 @@ fn steps() -> impl Strategy<Value = Vec<(Step, usize, Context)>> {
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
 fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1);
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
     ProptestConfig::with_cases(n.saturating_mul(factor))
 }
 

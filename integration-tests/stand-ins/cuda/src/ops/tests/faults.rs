@@ -8,7 +8,8 @@ fn refused(image: &[u8]) -> (u32, String) {
     own_device();
     let (mut module, mut log) = (0, [0u8; 256]);
     let (options, values) = ([5u32, 6], [log.as_mut_ptr() as usize, log.len()]);
-    // SAFETY: an image that is zero-terminated or starts like machine code; a log buffer of the given size.
+    // SAFETY: an image that is zero-terminated or starts like machine code; a log buffer of the
+    // given size.
     let code = unsafe {
         cuModuleLoadDataEx(
             (&mut module).into(),
@@ -23,7 +24,9 @@ fn refused(image: &[u8]) -> (u32, String) {
 }
 
 fn refused_code(code: &str) -> String {
-    let text = format!("{HEAD}.visible .entry f() {{ .reg .b32 %r<4>; .reg .pred %p<2>;\n{code}\n ret; }}\0");
+    let text = format!(
+        "{HEAD}.visible .entry f() {{ .reg .b32 %r<4>; .reg .pred %p<2>;\n{code}\n ret; }}\0"
+    );
     let (code, log) = refused(text.as_bytes());
     assert_eq!(code, Failure::InvalidPtx as u32);
     log
@@ -42,16 +45,25 @@ fn what_is_not_known_is_refused_by_name_and_line() {
         ("mov.u32 %r1, %pm0;", "%pm0"),
         ("call other, ();", "other"),
         ("shfl.bfly.b32 %r1, %r2, 1, 31;", "shfl"),
-        ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r0}, {%r1}, {%r2}, {%r3};", "mma"),
+        (
+            "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r0}, {%r1}, {%r2}, {%r3};",
+            "mma",
+        ),
     ] {
         let log = refused_code(code);
-        assert!(log.contains(word) && log.contains("line 5"), "{code}: {log}");
+        assert!(
+            log.contains(word) && log.contains("line 5"),
+            "{code}: {log}"
+        );
     }
 }
 
 #[test]
 fn machine_code_and_a_missing_kernel_are_refused() {
-    assert_eq!(refused(b"\x7fELF\x02\x01\x01\0").0, Failure::NoBinaryForGpu as u32);
+    assert_eq!(
+        refused(b"\x7fELF\x02\x01\x01\0").0,
+        Failure::NoBinaryForGpu as u32
+    );
     let bench = Bench::load(".visible .entry f() { ret; }");
     let mut function = 0;
     // SAFETY: a handle, which the function checks, and a static string.
@@ -72,7 +84,10 @@ fn fails(failure: Failure, code: &str) {
     // The context stays unusable.
     let mut again = 0;
     // SAFETY: a valid result pointer.
-    assert_eq!(unsafe { cuMemAlloc_v2((&mut again).into(), 64) }, failure as u32);
+    assert_eq!(
+        unsafe { cuMemAlloc_v2((&mut again).into(), 64) },
+        failure as u32
+    );
 }
 
 #[test]
@@ -80,9 +95,15 @@ fn wrong_accesses_end_the_kernel_and_the_context() {
     fails(Failure::IllegalAddress, "ld.global.b32 %r2, [%d1+64];");
     fails(Failure::IllegalAddress, "ld.global.b64 %d2, [%d1+64];");
     fails(Failure::IllegalAddress, "st.global.b32 [%d1+-4], %r1;");
-    fails(Failure::IllegalAddress, "mov.b64 %d2, 0; ld.b32 %r2, [%d2];");
+    fails(
+        Failure::IllegalAddress,
+        "mov.b64 %d2, 0; ld.b32 %r2, [%d2];",
+    );
     fails(Failure::MisalignedAddress, "ld.global.b32 %r2, [%d1+2];");
-    fails(Failure::MisalignedAddress, "ld.global.v2.b32 {%r2, %r3}, [%d1+4];");
+    fails(
+        Failure::MisalignedAddress,
+        "ld.global.v2.b32 {%r2, %r3}, [%d1+4];",
+    );
     fails(Failure::IllegalAddress, "ld.shared.b32 %r2, [s+16];");
     fails(Failure::IllegalAddress, "red.shared.add.u32 [s+4096], 1;");
     fails(
@@ -93,8 +114,14 @@ fn wrong_accesses_end_the_kernel_and_the_context() {
 
 #[test]
 fn traps_and_waits_without_an_end_are_failures() {
-    fails(Failure::LaunchFailed, "setp.eq.u32 %p0, %r1, 40; @%p0 trap;");
-    fails(Failure::LaunchTimeout, "setp.lt.u32 %p0, %r1, 32; @%p0 bra X; bar.sync 1; X: bar.sync 0;");
+    fails(
+        Failure::LaunchFailed,
+        "setp.eq.u32 %p0, %r1, 40; @%p0 trap;",
+    );
+    fails(
+        Failure::LaunchTimeout,
+        "setp.lt.u32 %p0, %r1, 32; @%p0 bra X; bar.sync 1; X: bar.sync 0;",
+    );
     fails(
         Failure::LaunchTimeout,
         "setp.lt.u32 %p0, %r1, 9; @%p0 bra X; shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; X: bar.sync 0;",
@@ -130,7 +157,10 @@ fn launches_beyond_limits_are_refused() {
     let attribute = |number| {
         let mut value = 0;
         // SAFETY: a handle, which the function checks, and a valid result pointer.
-        assert_eq!(unsafe { cuFuncGetAttribute((&mut value).into(), number, f) }, 0);
+        assert_eq!(
+            unsafe { cuFuncGetAttribute((&mut value).into(), number, f) },
+            0
+        );
         value
     };
     assert_eq!((attribute(0), attribute(1), attribute(3)), (128, 1024, 0));
@@ -139,7 +169,10 @@ fn launches_beyond_limits_are_refused() {
 #[test]
 fn a_race_in_shared_memory_is_a_failure() {
     let store = "shl.b32 %r2, %r1, 2; and.b32 %r2, %r2, 15; mov.b32 %r3, s; add.s32 %r3, %r3, %r2;";
-    fails(Failure::LaunchFailed, &format!("{store} st.shared.b32 [%r3], %r1;"));
+    fails(
+        Failure::LaunchFailed,
+        &format!("{store} st.shared.b32 [%r3], %r1;"),
+    );
     fails(
         Failure::LaunchFailed,
         "setp.eq.u32 %p0, %r1, 0; @%p0 st.shared.b32 [s], %r1; setp.eq.u32 %p1, %r1, 40; @%p1 ld.shared.b32 %r2, [s];",

@@ -1,6 +1,7 @@
 use super::{Bench, check, triples};
 
-/// Threads of a warp diverge and reconverge: loops of different lengths, with a break and a jump table.
+/// Threads of a warp diverge and reconverge: loops of different lengths, with a break and a jump
+/// table.
 #[test]
 fn threads_part_and_meet_again() {
     let inputs: Vec<[u64; 3]> = (0..96).map(|i| [i, i * 37 % 53, i % 4]).collect();
@@ -33,7 +34,8 @@ fn threads_part_and_meet_again() {
 #[test]
 fn instructions_heed_their_predicates() {
     let inputs = triples(&(0..40).collect::<Vec<_>>());
-    let code = "setp.lt.u32 %p0, %x, %y; mov.b32 %r, 7; @%p0 mov.b32 %r, %x; @!%p0 add.u32 %r, %r, %y;";
+    let code =
+        "setp.lt.u32 %p0, %x, %y; mov.b32 %r, 7; @%p0 mov.b32 %r, %x; @!%p0 add.u32 %r, %r, %y;";
     check(code, &inputs, |[x, y, _]| if x < y { x } else { 7 + y });
 }
 
@@ -55,8 +57,13 @@ fn functions_are_called_with_their_parameters() {
             shl.b64 %d4, %d2, 3; add.s64 %d5, %d1, %d4; st.global.u64 [%d5], %d3; ret; }";
     let bench = Bench::load(text);
     let out = bench.allocate(64 * 8);
-    assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [64, 1, 1], 0, &[out]), (0, 0));
-    let expected: Vec<u64> = (0..64).map(|i| if i > 50 { 2 } else { 2 * i * i }).collect();
+    assert_eq!(
+        bench.launch(bench.function(c"f"), [1; 3], [64, 1, 1], 0, &[out]),
+        (0, 0)
+    );
+    let expected: Vec<u64> = (0..64)
+        .map(|i| if i > 50 { 2 } else { 2 * i * i })
+        .collect();
     assert_eq!(bench.u64s(out, 64), expected);
 }
 
@@ -74,9 +81,15 @@ fn threads_know_where_they_are() {
         st.global.v4.b32 [%d3], {%r12, %r9, %r10, %r11}; ret; }";
     let bench = Bench::load(text);
     let out = bench.allocate(6 * 48 * 16);
-    assert_eq!(bench.launch(bench.function(c"f"), [3, 2, 1], [4, 6, 2], 0, &[out]), (0, 0));
+    assert_eq!(
+        bench.launch(bench.function(c"f"), [3, 2, 1], [4, 6, 2], 0, &[out]),
+        (0, 0)
+    );
     for (at, found) in bench.u32s(out, 6 * 48 * 4).chunks(4).enumerate() {
         let thread = at as u32 % 48;
-        assert_eq!(found, [thread, thread % 32, thread / 32, (1 << (thread % 32)) - 1]);
+        assert_eq!(
+            found,
+            [thread, thread % 32, thread / 32, (1 << (thread % 32)) - 1]
+        );
     }
 }

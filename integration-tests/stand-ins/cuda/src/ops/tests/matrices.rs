@@ -32,15 +32,26 @@ fn tiles_multiply_as_matrices_do() {
             st.global.v2.f32 [%d7], {{%f1, %f2}}; st.global.v2.f32 [%d7+256], {{%f3, %f4}}; ret; }}"
         );
         let bits = |format: Format, x: f64| format.narrow(x, Rounding::Nearest) as u16;
-        let a: Vec<u16> = (0..256).map(|i| bits(format, value(i / 16, i % 16))).collect();
-        let b: Vec<u16> = (0..128).map(|i| bits(format, value(i % 8 + 3, i / 8))).collect();
+        let a: Vec<u16> = (0..256)
+            .map(|i| bits(format, value(i / 16, i % 16)))
+            .collect();
+        let b: Vec<u16> = (0..128)
+            .map(|i| bits(format, value(i % 8 + 3, i / 8)))
+            .collect();
         let bench = Bench::load(&text);
         let (a, b, out) = (bench.upload(&a), bench.upload(&b), bench.allocate(512));
-        assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]), (0, 0));
+        assert_eq!(
+            bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]),
+            (0, 0)
+        );
         for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
             let (row, column) = (at / 8, at % 8);
             let sum: f64 = (0..16).map(|k| value(row, k) * value(column + 3, k)).sum();
-            assert_eq!(f64::from(f32::from_bits(found)), sum + 1.0, "{name} {row} {column}");
+            assert_eq!(
+                f64::from(f32::from_bits(found)),
+                sum + 1.0,
+                "{name} {row} {column}"
+            );
         }
     }
 }
@@ -62,16 +73,23 @@ fn tf32_tiles_multiply_and_lose_thirteen_bits() {
     let (mut a, mut b) = (Vec::new(), Vec::new());
     for lane in 0..32 {
         let (g, t) = (lane / 4, lane % 4);
-        a.extend([(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)].map(|(row, k)| bits(value(row, k))));
+        a.extend(
+            [(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)].map(|(row, k)| bits(value(row, k))),
+        );
         b.extend([t, t + 4].map(|k| bits(value(g + 3, k))));
     }
     let (a, b, out) = (bench.upload(&a), bench.upload(&b), bench.allocate(512));
-    assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]), (0, 0));
+    assert_eq!(
+        bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]),
+        (0, 0)
+    );
     for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
         let (lane, r) = (at / 4, at % 4);
         let (row, column) = (lane / 4 + 8 * (r / 2), lane % 4 * 2 + r % 2);
         let kept = |x: f64| f64::from(f32::from_bits(bits(x) & !0x1fff));
-        let sum: f64 = (0..8).map(|k| kept(value(row, k)) * kept(value(column + 3, k))).sum();
+        let sum: f64 = (0..8)
+            .map(|k| kept(value(row, k)) * kept(value(column + 3, k)))
+            .sum();
         assert_eq!(f32::from_bits(found), sum as f32, "{row} {column}");
     }
 }

@@ -4,11 +4,18 @@ use super::{Bench, INTEGERS, check, triples};
 fn loads_and_stores_have_widths_signs_and_vectors() {
     // Through local memory and through its generic address.
     let all = triples(&INTEGERS);
-    let local = ".local .align 16 .b8 place[32]; .reg .b64 %g; mov.b64 %g, place; cvta.local.u64 %g, %g;";
-    check(&format!("{local} st.local.b64 [place], %a; ld.s8 %r, [%g+1];"), &all, |[a, ..]| {
-        u64::from(i32::from((a >> 8) as i8) as u32)
-    });
-    check(&format!("{local} st.b64 [%g+8], %a; ld.local.u16 %r, [place+10];"), &all, |[a, ..]| a >> 16 & 0xffff);
+    let local =
+        ".local .align 16 .b8 place[32]; .reg .b64 %g; mov.b64 %g, place; cvta.local.u64 %g, %g;";
+    check(
+        &format!("{local} st.local.b64 [place], %a; ld.s8 %r, [%g+1];"),
+        &all,
+        |[a, ..]| u64::from(i32::from((a >> 8) as i8) as u32),
+    );
+    check(
+        &format!("{local} st.b64 [%g+8], %a; ld.local.u16 %r, [place+10];"),
+        &all,
+        |[a, ..]| a >> 16 & 0xffff,
+    );
     check(
         &format!("{local} st.v2.b64 [%g], {{%a, %b}}; ld.local.v4.b32 {{_, %t1, %r, _}}, [place];"),
         &all,
@@ -40,7 +47,10 @@ fn spaces_are_told_apart_by_address() {
         st.global.v4.b32 [%d1], {%r1, %r2, %r3, %r4}; st.global.v4.b32 [%d1+16], {%r5, %r6, %r7, 0}; ret; }";
     let bench = Bench::load(text);
     let out = bench.allocate(32);
-    assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [1; 3], 64, &[out]), (0, 0));
+    assert_eq!(
+        bench.launch(bench.function(c"f"), [1; 3], [1; 3], 64, &[out]),
+        (0, 0)
+    );
     // Dynamic memory follows 24 bytes of static memory, at a multiple of 16.
     assert_eq!(bench.u32s(out, 8), [77, 5, 32, 12, 6, 64, 11, 0]);
 }
@@ -59,12 +69,18 @@ fn atomics_of_all_blocks_add_up() {
     let bench = Bench::load(text);
     let start: [u32; 14] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, u32::MAX, 0, 0, 0];
     let place = bench.upload(&start);
-    assert_eq!(bench.launch(bench.function(c"f"), [50, 1, 1], [64, 1, 1], 0, &[place]), (0, 0));
+    assert_eq!(
+        bench.launch(bench.function(c"f"), [50, 1, 1], [64, 1, 1], 0, &[place]),
+        (0, 0)
+    );
     let found = bench.u32s(place, 14);
     assert_eq!(found[..2], [3200 * 3199 / 2, 0]);
     assert_eq!(found[2..4], [3199, 1]);
     assert_eq!(f32::from_bits(found[4]), 3200.0);
-    assert_eq!(f64::from_bits(u64::from(found[7]) << 32 | u64::from(found[6])), 1600.0);
+    assert_eq!(
+        f64::from_bits(u64::from(found[7]) << 32 | u64::from(found[6])),
+        1600.0
+    );
     // A counter that wraps after 9; the bf16 sum stops growing where 1 is half an ulp.
     assert_eq!((found[8], found[9]), (3200 % 10, 0x4380_4380));
     assert!(found[10] < 3200 && found[11] == 3 && found[12] as i32 == -5);
@@ -87,9 +103,22 @@ fn asynchronous_copies_arrive_at_the_wait() {
     let bench = Bench::load(text);
     let values: Vec<u32> = (0..128).map(|i| i * 0x0101_0101 + 1).collect();
     let (input, output) = (bench.upload(&values), bench.allocate(32 * 20));
-    assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[input, output]), (0, 0));
+    assert_eq!(
+        bench.launch(
+            bench.function(c"f"),
+            [1; 3],
+            [32, 1, 1],
+            0,
+            &[input, output]
+        ),
+        (0, 0)
+    );
     for (lane, found) in bench.u32s(output, 160).chunks(5).enumerate() {
         let (first, second) = (values[lane * 4], values[lane * 4 + 1]);
-        assert_eq!(found, [u32::MAX, first, u32::MAX, second, second & 0xffff], "{lane}");
+        assert_eq!(
+            found,
+            [u32::MAX, first, u32::MAX, second, second & 0xffff],
+            "{lane}"
+        );
     }
 }

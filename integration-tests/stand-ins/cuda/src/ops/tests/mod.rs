@@ -1,4 +1,5 @@
-//! Instructions compared with plain Rust. Every test runs a few lines of PTX in all threads of a grid.
+//! Instructions compared with plain Rust. Every test runs a few lines of PTX in all threads of a
+//! grid.
 
 use crate::api::tests::{allocate, download, new_stream, own_device, upload};
 use crate::api::*;
@@ -28,18 +29,25 @@ impl Bench {
         let head = if text.contains(".version") { "" } else { HEAD };
         let text = format!("{head}{text}\0");
         // SAFETY: the text ends in zero.
-        assert_eq!(unsafe { cuModuleLoadData((&mut module).into(), text.as_ptr()) }, 0);
+        assert_eq!(
+            unsafe { cuModuleLoadData((&mut module).into(), text.as_ptr()) },
+            0
+        );
         Self { stream, module }
     }
 
     pub(crate) fn function(&self, name: &'static std::ffi::CStr) -> usize {
         let mut function = 0;
         // SAFETY: a static string.
-        assert_eq!(unsafe { cuModuleGetFunction((&mut function).into(), self.module, name.into()) }, 0);
+        assert_eq!(
+            unsafe { cuModuleGetFunction((&mut function).into(), self.module, name.into()) },
+            0
+        );
         function
     }
 
-    /// Launches a kernel with 64-bit parameters. Returns the codes of the launch and of the synchronization.
+    /// Launches a kernel with 64-bit parameters. Returns the codes of the launch and of the
+    /// synchronization.
     pub(crate) fn launch(
         &self,
         function: usize,
@@ -48,18 +56,37 @@ impl Bench {
         dynamic: u32,
         args: &[u64],
     ) -> (u32, u32) {
-        let pointers: Vec<*const u8> = args.iter().map(|arg| std::ptr::from_ref(arg).cast()).collect();
+        let pointers: Vec<*const u8> = args
+            .iter()
+            .map(|arg| std::ptr::from_ref(arg).cast())
+            .collect();
         let values = pointers.as_slice().into();
         let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
         // SAFETY: one pointer to a live value per parameter of the kernel.
-        let code = unsafe { cuLaunchKernel(function, gx, gy, gz, bx, by, bz, dynamic, self.stream, values, 0) };
+        let code = unsafe {
+            cuLaunchKernel(
+                function,
+                gx,
+                gy,
+                gz,
+                bx,
+                by,
+                bz,
+                dynamic,
+                self.stream,
+                values,
+                0,
+            )
+        };
         // SAFETY: a handle, which the function checks.
         (code, unsafe { cuStreamSynchronize(self.stream) })
     }
 
     pub(crate) fn upload<T: Copy>(&self, values: &[T]) -> u64 {
         // SAFETY: plain numbers, seen as their bytes.
-        let bytes = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
+        let bytes = unsafe {
+            std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values))
+        };
         upload(self.stream, bytes)
     }
 
@@ -69,20 +96,26 @@ impl Bench {
 
     pub(crate) fn u64s(&self, address: u64, count: usize) -> Vec<u64> {
         let bytes = download(self.stream, address, count * 8);
-        bytes.chunks(8).map(|c| u64::from_le_bytes(c.try_into().unwrap())).collect()
+        bytes
+            .chunks(8)
+            .map(|c| u64::from_le_bytes(c.try_into().unwrap()))
+            .collect()
     }
 }
 
 impl Bench {
     pub(crate) fn u32s(&self, address: u64, count: usize) -> Vec<u32> {
         let bytes = download(self.stream, address, count * 4);
-        bytes.chunks(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect()
+        bytes
+            .chunks(4)
+            .map(|c| u32::from_le_bytes(c.try_into().unwrap()))
+            .collect()
     }
 }
 
-/// Runs `code` in one thread per triple. The triple is in `%a, %b, %c` (64 bits), `%x, %y, %z` (32) and `%i, %j, %k`
-/// (16). Temporaries are `%t0..%t7` (32), `%u0..%u7` (64), `%p0..%p7` and `%carry`. The result is in `%d` (64), `%r`
-/// (32) or `%h` (16); `code` may use only one of these.
+/// Runs `code` in one thread per triple. The triple is in `%a, %b, %c` (64 bits), `%x, %y, %z` (32)
+/// and `%i, %j, %k` (16). Temporaries are `%t0..%t7` (32), `%u0..%u7` (64), `%p0..%p7` and
+/// `%carry`. The result is in `%d` (64), `%r` (32) or `%h` (16); `code` may use only one of these.
 pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
     let widen = match ["%d", "%r", "%h"].map(|name| code.contains(name)) {
         [true, false, false] => "",
@@ -111,7 +144,11 @@ pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
     let (input, output) = (bench.upload(triples), bench.allocate(triples.len() * 8));
     let grid = [triples.len().div_ceil(96) as u32, 1, 1];
     let args = [input, output, triples.len() as u64];
-    assert_eq!(bench.launch(bench.function(c"f"), grid, [96, 1, 1], 0, &args), (0, 0), "{code}");
+    assert_eq!(
+        bench.launch(bench.function(c"f"), grid, [96, 1, 1], 0, &args),
+        (0, 0),
+        "{code}"
+    );
     bench.u64s(output, triples.len())
 }
 
@@ -190,6 +227,9 @@ pub(crate) fn floats() -> Vec<u64> {
 pub(crate) fn check(code: &str, triples: &[[u64; 3]], expected: impl Fn([u64; 3]) -> u64) {
     for (got, &triple) in evaluate(code, triples).into_iter().zip(triples) {
         let want = expected(triple);
-        assert_eq!(got, want, "{code} of {triple:x?}: {got:#x}, and not {want:#x}");
+        assert_eq!(
+            got, want,
+            "{code} of {triple:x?}: {got:#x}, and not {want:#x}"
+        );
     }
 }

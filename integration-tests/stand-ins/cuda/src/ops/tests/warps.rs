@@ -1,45 +1,73 @@
 use super::{Bench, check};
 
 fn lanes() -> Vec<[u64; 3]> {
-    (0..96).map(|i: u64| [i.wrapping_mul(0x9e37_79b9) & 0xffff_ffff, i % 32, i]).collect()
+    (0..96)
+        .map(|i: u64| [i.wrapping_mul(0x9e37_79b9) & 0xffff_ffff, i % 32, i])
+        .collect()
 }
 
 #[test]
 fn shuffles_read_other_lanes() {
     let all = lanes();
     let of = |i: u64, lane: u64| all[(i / 32 * 32 + lane) as usize][0];
-    check("shfl.sync.bfly.b32 %r, %x, 5, 31, -1;", &all, |[_, lane, i]| of(i, lane ^ 5));
-    check("shfl.sync.down.b32 %r, %x, 3, 31, -1;", &all, |[_, lane, i]| {
-        of(i, if lane + 3 < 32 { lane + 3 } else { lane })
-    });
-    check("shfl.sync.up.b32 %r, %x, 7, 0, -1;", &all, |[_, lane, i]| of(i, if lane >= 7 { lane - 7 } else { lane }));
+    check(
+        "shfl.sync.bfly.b32 %r, %x, 5, 31, -1;",
+        &all,
+        |[_, lane, i]| of(i, lane ^ 5),
+    );
+    check(
+        "shfl.sync.down.b32 %r, %x, 3, 31, -1;",
+        &all,
+        |[_, lane, i]| of(i, if lane + 3 < 32 { lane + 3 } else { lane }),
+    );
+    check(
+        "shfl.sync.up.b32 %r, %x, 7, 0, -1;",
+        &all,
+        |[_, lane, i]| of(i, if lane >= 7 { lane - 7 } else { lane }),
+    );
     // Each lane reads another, within segments of 8.
-    check("mul.lo.u32 %t0, %y, 3; shfl.sync.idx.b32 %r, %x, %t0, 0x181f, -1;", &all, |[_, lane, i]| {
-        of(i, lane & 24 | (lane * 3) & 7)
-    });
+    check(
+        "mul.lo.u32 %t0, %y, 3; shfl.sync.idx.b32 %r, %x, %t0, 0x181f, -1;",
+        &all,
+        |[_, lane, i]| of(i, lane & 24 | (lane * 3) & 7),
+    );
     let code = "shfl.sync.down.b32 %t0|%p0, %x, 3, 0x1807, -1; selp.b32 %r, %t0, 1, %p0;";
-    check(code, &all, |[_, lane, i]| if lane % 8 + 3 < 8 { of(i, lane + 3) } else { 1 });
+    check(code, &all, |[_, lane, i]| {
+        if lane % 8 + 3 < 8 { of(i, lane + 3) } else { 1 }
+    });
 }
 
 #[test]
 fn votes_matches_and_reductions_see_all_lanes() {
     let all = lanes();
     let warp = |i: u64| all[(i / 32 * 32) as usize..][..32].iter();
-    let some = |i: u64| warp(i).map(|t| u64::from(t[0] % 3 == 0) << t[1]).sum::<u64>();
+    let some = |i: u64| {
+        warp(i)
+            .map(|t| u64::from(t[0] % 3 == 0) << t[1])
+            .sum::<u64>()
+    };
     let code = "rem.u32 %t0, %x, 3; setp.eq.u32 %p0, %t0, 0; vote.sync.ballot.b32 %r, %p0, -1;";
     check(code, &all, |[_, _, i]| some(i));
-    let code = "setp.lt.u32 %p0, %z, 40; vote.sync.any.pred %p1, %p0, -1; vote.sync.all.pred %p2, %p0, -1;
+    let code =
+        "setp.lt.u32 %p0, %z, 40; vote.sync.any.pred %p1, %p0, -1; vote.sync.all.pred %p2, %p0, -1;
                 selp.b32 %t0, 1, 0, %p1; selp.b32 %t1, 2, 0, %p2; add.u32 %r, %t0, %t1;";
     check(code, &all, |[_, _, i]| [3, 1, 0][(i / 32) as usize]);
-    check("redux.sync.add.u32 %r, %x, -1;", &all, |[_, _, i]| warp(i).map(|t| t[0]).sum::<u64>() & 0xffff_ffff);
+    check("redux.sync.add.u32 %r, %x, -1;", &all, |[_, _, i]| {
+        warp(i).map(|t| t[0]).sum::<u64>() & 0xffff_ffff
+    });
     check("redux.sync.min.s32 %r, %x, -1;", &all, |[_, _, i]| {
         u64::from(warp(i).map(|t| t[0] as i32).min().unwrap() as u32)
     });
-    check("and.b32 %t0, %y, 3; match.any.sync.b32 %r, %t0, -1;", &all, |[_, lane, _]| 0x1111_1111 << (lane & 3));
+    check(
+        "and.b32 %t0, %y, 3; match.any.sync.b32 %r, %t0, -1;",
+        &all,
+        |[_, lane, _]| 0x1111_1111 << (lane & 3),
+    );
     check("activemask.b32 %r;", &all, |_| 0xffff_ffff);
 }
 
-/// Half a warp takes a branch that is earlier in the text than the instruction where the other half waits for it.
+/// Half a warp takes a branch that is earlier in the text than the instruction where the other half
+/// waits for it.
 #[test]
 fn a_shuffle_waits_for_the_lanes_of_its_mask() {
     let all = lanes();
@@ -47,7 +75,9 @@ fn a_shuffle_waits_for_the_lanes_of_its_mask() {
         MEET: shfl.sync.bfly.b32 %t1, %x, 16, 31, -1; add.u32 %r, %t1, %t0; bra OUT;
         LATE: add.u32 %t0, %t0, 1; setp.lt.u32 %p1, %t0, 4; @%p1 bra LATE; bra MEET;
         OUT: bar.warp.sync -1;";
-    check(code, &all, |[_, lane, i]| (all[(i ^ 16) as usize][0] + if lane < 16 { 4 } else { 0 }) & 0xffff_ffff);
+    check(code, &all, |[_, lane, i]| {
+        (all[(i ^ 16) as usize][0] + if lane < 16 { 4 } else { 0 }) & 0xffff_ffff
+    });
 }
 
 #[test]
@@ -66,7 +96,10 @@ fn barriers_count_and_combine() {
         mul.wide.u32 %d2, %r1, 16; add.s64 %d3, %d1, %d2; st.global.v4.b32 [%d3], {%r9, %r10, %r11, 0}; ret; }";
     let bench = Bench::load(text);
     let out = bench.allocate(256 * 16);
-    assert_eq!(bench.launch(bench.function(c"f"), [1; 3], [256, 1, 1], 0, &[out]), (0, 0));
+    assert_eq!(
+        bench.launch(bench.function(c"f"), [1; 3], [256, 1, 1], 0, &[out]),
+        (0, 0)
+    );
     for found in bench.u32s(out, 256 * 4).chunks(4) {
         assert_eq!(found, [255 * 128, 77, 2, 0]);
     }

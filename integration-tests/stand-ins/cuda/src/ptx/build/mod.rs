@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use crate::exec::program::{self, Flow, PredSlot, Program, Slot, Special};
 use crate::ops;
 use crate::ptx::lexer::Mistake;
-use crate::ptx::syntax::{Function, Instruction, Module, Operand, Statement, StatementKind, Variable};
+use crate::ptx::syntax::{
+    Function, Instruction, Module, Operand, Statement, StatementKind, Variable,
+};
 use crate::ptx::types::{Space, Type};
 
 mod mods;
@@ -133,7 +135,10 @@ impl Builder<'_> {
             self.name(&param.name, Named::Memory(Space::Param, offset as u64));
             offset += param.bytes;
         }
-        let body = function.body.as_ref().ok_or_else(|| format!("{} has no body", function.name))?;
+        let body = function
+            .body
+            .as_ref()
+            .ok_or_else(|| format!("{} has no body", function.name))?;
         self.body(body)?;
         self.emit(None, Flow::Exit);
         self.resolve_labels()
@@ -141,8 +146,16 @@ impl Builder<'_> {
 
     fn finish(mut self, function: &Function) -> Program {
         let start = aligned(self.shared_bytes, self.dynamic_align) as u64;
-        let mut constants: Vec<(Slot, u64)> = self.constants.iter().map(|(&value, &slot)| (slot, value)).collect();
-        constants.extend(self.dynamic.iter().map(|&(slot, offset)| (slot, start + offset)));
+        let mut constants: Vec<(Slot, u64)> = self
+            .constants
+            .iter()
+            .map(|(&value, &slot)| (slot, value))
+            .collect();
+        constants.extend(
+            self.dynamic
+                .iter()
+                .map(|&(slot, offset)| (slot, start + offset)),
+        );
         if !self.dynamic.is_empty() {
             self.shared_bytes = start as usize;
         }
@@ -152,7 +165,11 @@ impl Builder<'_> {
             slots: self.widths.len(),
             pred_slots: self.preds,
             constants,
-            specials: self.specials.into_iter().map(|(special, slot)| (slot, special)).collect(),
+            specials: self
+                .specials
+                .into_iter()
+                .map(|(special, slot)| (slot, special))
+                .collect(),
             true_pred: self.true_pred,
             local_bytes: self.local_bytes,
             shared_bytes: self.shared_bytes,
@@ -164,7 +181,10 @@ impl Builder<'_> {
     }
 
     fn open(&mut self) {
-        self.scopes.push(Scope { number: self.next_scope, ..Scope::default() });
+        self.scopes.push(Scope {
+            number: self.next_scope,
+            ..Scope::default()
+        });
         self.next_scope += 1;
     }
 
@@ -175,7 +195,11 @@ impl Builder<'_> {
     }
 
     fn emit(&mut self, guard: Option<(PredSlot, bool)>, flow: Flow) {
-        self.code.push(program::Instruction { guard, flow, line: self.line });
+        self.code.push(program::Instruction {
+            guard,
+            flow,
+            line: self.line,
+        });
     }
 
     fn body(&mut self, statements: &[Statement]) -> Built<()> {
@@ -188,11 +212,14 @@ impl Builder<'_> {
                     let scope = self.scopes.last().map_or(0, |s| s.number);
                     self.labels.insert((scope, label.clone()), self.code.len());
                 }
-                StatementKind::Targets { name, labels } => self.name(name, Named::Targets(labels.clone())),
+                StatementKind::Targets { name, labels } => {
+                    self.name(name, Named::Targets(labels.clone()))
+                }
                 StatementKind::Registers { kind, name, count } => self.declare(*kind, name, *count),
                 StatementKind::Variable(variable) => self.variable(variable)?,
                 StatementKind::Instruction(instruction) => {
-                    self.instruction(instruction).map_err(|what| format!("`{}`: {what}", instruction.opcode))?;
+                    self.instruction(instruction)
+                        .map_err(|what| format!("`{}`: {what}", instruction.opcode))?;
                 }
             }
         }
@@ -212,7 +239,9 @@ impl Builder<'_> {
         match mods.name {
             "bra" => {
                 mods.ignore(&["uni"]);
-                let [Operand::Name(label)] = operands else { return Err("a label expected".into()) };
+                let [Operand::Name(label)] = operands else {
+                    return Err("a label expected".into());
+                };
                 self.jump(guard, vec![label.clone()], Flow::Jump(0));
             }
             "brx" => {
@@ -224,7 +253,14 @@ impl Builder<'_> {
                 let Some(Named::Targets(labels)) = self.find(targets) else {
                     return Err(format!("{targets} are no targets"));
                 };
-                self.jump(guard, labels, Flow::JumpTable { index, targets: Vec::new() });
+                self.jump(
+                    guard,
+                    labels,
+                    Flow::JumpTable {
+                        index,
+                        targets: Vec::new(),
+                    },
+                );
             }
             "exit" => self.emit(guard, Flow::Exit),
             "ret" => {
@@ -253,7 +289,12 @@ impl Builder<'_> {
 
     fn jump(&mut self, guard: Option<(PredSlot, bool)>, labels: Vec<String>, flow: Flow) {
         let scopes = self.scopes.iter().rev().map(|s| s.number).collect();
-        self.fixups.push(Fixup { at: self.code.len(), line: self.line, labels, scopes });
+        self.fixups.push(Fixup {
+            at: self.code.len(),
+            line: self.line,
+            labels,
+            scopes,
+        });
         self.emit(guard, flow);
     }
 
@@ -262,7 +303,10 @@ impl Builder<'_> {
             self.line = fixup.line;
             let mut found = Vec::new();
             for label in &fixup.labels {
-                let place = fixup.scopes.iter().find_map(|&scope| self.labels.get(&(scope, label.clone())));
+                let place = fixup
+                    .scopes
+                    .iter()
+                    .find_map(|&scope| self.labels.get(&(scope, label.clone())));
                 found.push(*place.ok_or_else(|| format!("there is no label {label}"))?);
             }
             match &mut self.code[fixup.at].flow {
@@ -276,7 +320,11 @@ impl Builder<'_> {
     /// Inlines the called function. Its parameters are the caller's variables.
     fn call(&mut self, operands: &[Operand]) -> Built<()> {
         let (returns, name, args) = match operands {
-            [Operand::List(returns), Operand::Name(name), Operand::List(args)] => (&returns[..], name, &args[..]),
+            [
+                Operand::List(returns),
+                Operand::Name(name),
+                Operand::List(args),
+            ] => (&returns[..], name, &args[..]),
             [Operand::Name(name), Operand::List(args)] => (&[][..], name, &args[..]),
             [Operand::List(returns), Operand::Name(name)] => (&returns[..], name, &[][..]),
             [Operand::Name(name)] => (&[][..], name, &[][..]),
@@ -290,25 +338,43 @@ impl Builder<'_> {
             return Ok(());
         }
         let module = self.module;
-        let function = module.functions.iter().find(|f| f.name == *name && f.body.is_some());
-        let Some(function) = function else { return Err(format!("{name} is not defined in this module")) };
+        let function = module
+            .functions
+            .iter()
+            .find(|f| f.name == *name && f.body.is_some());
+        let Some(function) = function else {
+            return Err(format!("{name} is not defined in this module"));
+        };
         if self.returns.len() >= DEEPEST {
             return Err(format!("{name} calls itself, which is not supported"));
         }
         let formal: Vec<&Variable> = function.returns.iter().chain(&function.params).collect();
         let actual: Vec<&Operand> = returns.iter().chain(args).collect();
         if formal.len() != actual.len() {
-            return Err(format!("{name} has {} parameters, and {} are given", formal.len(), actual.len()));
+            return Err(format!(
+                "{name} has {} parameters, and {} are given",
+                formal.len(),
+                actual.len()
+            ));
         }
         let mut bound = Vec::new();
         for (formal, actual) in formal.into_iter().zip(actual) {
-            let Operand::Name(actual) = actual else { return Err("an argument that is no variable".into()) };
-            let found = self.find(actual).filter(|named| matches!(named, Named::Memory(..)));
-            bound.push((formal.name.clone(), found.ok_or_else(|| format!("{actual} is no variable"))?));
+            let Operand::Name(actual) = actual else {
+                return Err("an argument that is no variable".into());
+            };
+            let found = self
+                .find(actual)
+                .filter(|named| matches!(named, Named::Memory(..)));
+            bound.push((
+                formal.name.clone(),
+                found.ok_or_else(|| format!("{actual} is no variable"))?,
+            ));
         }
         let (line, outer) = (self.line, std::mem::take(&mut self.scopes));
         self.open();
-        bound.into_iter().for_each(|(name, named)| self.name(&name, named));
+        bound
+            .into_iter()
+            .for_each(|(name, named)| self.name(&name, named));
         self.returns.push(Vec::new());
         self.body(function.body.as_deref().unwrap_or_default())?;
         let end = self.code.len();

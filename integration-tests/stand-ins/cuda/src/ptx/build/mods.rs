@@ -3,7 +3,8 @@
 use super::Built;
 use crate::ptx::types::Type;
 
-/// An opcode's name and modifiers. The decoder must use every modifier, else the instruction is not supported.
+/// An opcode's name and modifiers. The decoder must use every modifier, else the instruction is not
+/// supported.
 pub(crate) struct Mods<'a> {
     pub(crate) name: &'a str,
     rest: Vec<&'a str>,
@@ -12,7 +13,10 @@ pub(crate) struct Mods<'a> {
 impl<'a> Mods<'a> {
     pub(crate) fn of(opcode: &'a str) -> Self {
         let mut parts = opcode.split('.');
-        Self { name: parts.next().unwrap_or(""), rest: parts.collect() }
+        Self {
+            name: parts.next().unwrap_or(""),
+            rest: parts.collect(),
+        }
     }
 
     /// Uses a modifier. Returns whether it was present.
@@ -28,7 +32,11 @@ impl<'a> Mods<'a> {
 
     /// Uses the first modifier that `read` accepts.
     pub(crate) fn take_as<T>(&mut self, read: impl Fn(&str) -> Option<T>) -> Option<T> {
-        let (at, found) = self.rest.iter().enumerate().find_map(|(at, part)| Some((at, read(part)?)))?;
+        let (at, found) = self
+            .rest
+            .iter()
+            .enumerate()
+            .find_map(|(at, part)| Some((at, read(part)?)))?;
         self.rest.remove(at);
         Some(found)
     }

@@ -6,7 +6,9 @@ use crate::ptx::types::{Space, Type};
 
 impl Builder<'_> {
     pub(super) fn declare(&mut self, kind: Type, name: &str, count: Option<u64>) {
-        self.registers += count.unwrap_or(1) * u64::from(kind.bits().div_ceil(32)) * u64::from(kind != Type::Pred);
+        self.registers += count.unwrap_or(1)
+            * u64::from(kind.bits().div_ceil(32))
+            * u64::from(kind != Type::Pred);
         match count {
             Some(count) => {
                 if let Some(scope) = self.scopes.last_mut() {
@@ -23,13 +25,18 @@ impl Builder<'_> {
         } else {
             Named::Register(self.new_slot(kind.bits()))
         };
-        self.scopes[scope].names.insert(name.to_owned(), named.clone());
+        self.scopes[scope]
+            .names
+            .insert(name.to_owned(), named.clone());
         named
     }
 
     pub(super) fn variable(&mut self, variable: &Variable) -> Built<()> {
         if !variable.values.is_empty() {
-            return Err(format!("{} is within a function and has a value", variable.name));
+            return Err(format!(
+                "{} is within a function and has a value",
+                variable.name
+            ));
         }
         let named = match variable.space {
             Space::Shared => Named::Memory(Space::Shared, self.shared(variable)),
@@ -39,7 +46,12 @@ impl Builder<'_> {
                 self.local_bytes += variable.bytes;
                 Named::Memory(Space::Local, offset)
             }
-            space => return Err(format!("{} in {space:?} memory within a function", variable.name)),
+            space => {
+                return Err(format!(
+                    "{} in {space:?} memory within a function",
+                    variable.name
+                ));
+            }
         };
         self.name(&variable.name, named);
         Ok(())
@@ -73,7 +85,11 @@ impl Builder<'_> {
         if let Some(&offset) = self.shared_names.get(name) {
             return Some(Named::Memory(Space::Shared, offset));
         }
-        let variable = self.module.variables.iter().find(|v| v.name == name && v.space == Space::Shared)?;
+        let variable = self
+            .module
+            .variables
+            .iter()
+            .find(|v| v.name == name && v.space == Space::Shared)?;
         if variable.bytes == 0 {
             self.dynamic_align = self.dynamic_align.max(variable.align);
             return Some(Named::Dynamic);

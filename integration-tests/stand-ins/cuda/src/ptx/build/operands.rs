@@ -94,13 +94,17 @@ impl Builder<'_> {
                 Ok(slot)
             }
             Some(_) => Err(format!("{name} is no value")),
-            None => self.special(name).ok_or_else(|| format!("{name} is not declared")),
+            None => self
+                .special(name)
+                .ok_or_else(|| format!("{name} is not declared")),
         }
     }
 
     /// The slot of a register that is written. `_` gets a new, unused slot.
     pub(crate) fn target(&mut self, operand: &Operand) -> Built<Slot> {
-        let Operand::Name(name) = operand else { return Err(format!("{operand:?} is no register")) };
+        let Operand::Name(name) = operand else {
+            return Err(format!("{operand:?} is no register"));
+        };
         if name == "_" {
             return Ok(self.new_slot(64));
         }
@@ -155,9 +159,12 @@ impl Builder<'_> {
         }
     }
 
-    /// An address in `space`. A variable within a function, and a called function's parameter, are in local memory.
+    /// An address in `space`. A variable within a function, and a called function's parameter, are
+    /// in local memory.
     pub(crate) fn address(&mut self, operand: &Operand, space: Space) -> Built<Address> {
-        let Operand::Address(base, offset) = operand else { return Err(format!("{operand:?} is no address")) };
+        let Operand::Address(base, offset) = operand else {
+            return Err(format!("{operand:?} is no address"));
+        };
         let space = match &**base {
             Operand::Name(name) => match self.find(name) {
                 Some(Named::Memory(Space::Local, _)) => Space::Local,
@@ -166,6 +173,10 @@ impl Builder<'_> {
             },
             _ => space,
         };
-        Ok(Address { base: self.source(base)?, offset: *offset as u64, space })
+        Ok(Address {
+            base: self.source(base)?,
+            offset: *offset as u64,
+            space,
+        })
     }
 }

@@ -13,10 +13,16 @@ impl Parser {
             let line = self.line();
             if self.has('{') {
                 depth += 1;
-                all.push(Statement { line, kind: StatementKind::Open });
+                all.push(Statement {
+                    line,
+                    kind: StatementKind::Open,
+                });
             } else if self.has('}') {
                 depth -= 1;
-                all.push(Statement { line, kind: StatementKind::Close });
+                all.push(Statement {
+                    line,
+                    kind: StatementKind::Close,
+                });
             } else if self.has(';') {
             } else {
                 self.statement(line, &mut all)?;
@@ -59,7 +65,9 @@ impl Parser {
                     let Some(space) = Space::named(&other[1..]) else {
                         return self.mistake(format!("unknown directive `{other}`"));
                     };
-                    self.variables(space, false)?.into_iter().for_each(|v| push(StatementKind::Variable(v)));
+                    self.variables(space, false)?
+                        .into_iter()
+                        .for_each(|v| push(StatementKind::Variable(v)));
                 }
             }
             return Ok(());
@@ -78,7 +86,10 @@ impl Parser {
                     labels.push(self.word()?);
                 }
                 self.expect(';')?;
-                push(StatementKind::Targets { name: opcode, labels });
+                push(StatementKind::Targets {
+                    name: opcode,
+                    labels,
+                });
             } else {
                 push(StatementKind::Label(opcode));
             }
@@ -92,7 +103,11 @@ impl Parser {
                 break;
             }
         }
-        push(StatementKind::Instruction(Instruction { guard, opcode, operands }));
+        push(StatementKind::Instruction(Instruction {
+            guard,
+            opcode,
+            operands,
+        }));
         Ok(())
     }
 
@@ -150,7 +165,11 @@ impl Parser {
         match self.next()? {
             Token::Word(name) => {
                 let offset = self.offset()?;
-                Ok(if offset == 0 { Operand::Name(name) } else { Operand::Sum(name, offset) })
+                Ok(if offset == 0 {
+                    Operand::Name(name)
+                } else {
+                    Operand::Sum(name, offset)
+                })
             }
             Token::Integer(n) => Ok(Operand::Integer(n)),
             Token::F32(bits) => Ok(Operand::F32(bits)),

@@ -9,7 +9,10 @@ mod variables;
 
 /// Parses a module.
 pub(crate) fn parse(text: &str) -> Result<Module, Mistake> {
-    let mut parser = Parser { tokens: tokens(text)?, at: 0 };
+    let mut parser = Parser {
+        tokens: tokens(text)?,
+        at: 0,
+    };
     let mut module = Module::default();
     while parser.peek().is_some() {
         parser.item(&mut module)?;
@@ -30,15 +33,23 @@ impl Parser {
     }
 
     fn line(&self) -> u32 {
-        self.tokens.get(self.at).or(self.tokens.last()).map_or(1, |&(line, _)| line)
+        self.tokens
+            .get(self.at)
+            .or(self.tokens.last())
+            .map_or(1, |&(line, _)| line)
     }
 
     fn mistake<T>(&self, what: impl Into<String>) -> Parsed<T> {
-        Err(Mistake { line: self.line(), what: what.into() })
+        Err(Mistake {
+            line: self.line(),
+            what: what.into(),
+        })
     }
 
     fn next(&mut self) -> Parsed<Token> {
-        let Some((_, token)) = self.tokens.get(self.at).cloned() else { return self.mistake("the text ends here") };
+        let Some((_, token)) = self.tokens.get(self.at).cloned() else {
+            return self.mistake("the text ends here");
+        };
         self.at += 1;
         Ok(token)
     }
@@ -50,7 +61,11 @@ impl Parser {
     }
 
     fn expect(&mut self, mark: char) -> Parsed<()> {
-        if self.has(mark) { Ok(()) } else { self.mistake(format!("`{mark}` expected, {:?} found", self.peek())) }
+        if self.has(mark) {
+            Ok(())
+        } else {
+            self.mistake(format!("`{mark}` expected, {:?} found", self.peek()))
+        }
     }
 
     fn has_word(&mut self, word: &str) -> bool {
@@ -118,7 +133,11 @@ impl Parser {
                     return Ok(());
                 }
                 ".address_size" => {
-                    return if self.integer()? == 64 { Ok(()) } else { self.mistake("addresses must have 64 bits") };
+                    return if self.integer()? == 64 {
+                        Ok(())
+                    } else {
+                        self.mistake("addresses must have 64 bits")
+                    };
                 }
                 ".file" => {
                     self.integer()?;
@@ -165,9 +184,17 @@ impl Parser {
 
     fn function(&mut self, entry: bool) -> Parsed<Function> {
         let line = self.line();
-        let returns = if !entry && self.peek() == Some(&Token::Mark('(')) { self.params()? } else { Vec::new() };
+        let returns = if !entry && self.peek() == Some(&Token::Mark('(')) {
+            self.params()?
+        } else {
+            Vec::new()
+        };
         let name = self.word()?;
-        let params = if self.peek() == Some(&Token::Mark('(')) { self.params()? } else { Vec::new() };
+        let params = if self.peek() == Some(&Token::Mark('(')) {
+            self.params()?
+        } else {
+            Vec::new()
+        };
         let (mut max_threads, mut required_block) = (None, None);
         while let Some(directive) = self.directive() {
             match directive.as_str() {
@@ -187,8 +214,21 @@ impl Parser {
                 other => return self.mistake(format!("unknown directive `{other}` of a function")),
             }
         }
-        let body = if self.has(';') { None } else { Some(self.body()?) };
-        Ok(Function { name, entry, returns, params, body, max_threads, required_block, line })
+        let body = if self.has(';') {
+            None
+        } else {
+            Some(self.body()?)
+        };
+        Ok(Function {
+            name,
+            entry,
+            returns,
+            params,
+            body,
+            max_threads,
+            required_block,
+            line,
+        })
     }
 
     fn dimensions(&mut self) -> Parsed<[u32; 3]> {
@@ -234,14 +274,32 @@ mod tests {
         );
         let module = parse(&text).unwrap();
         let function = &module.functions[0];
-        assert_eq!((function.name.as_str(), function.entry, function.max_threads), ("f", true, Some(256)));
-        assert_eq!(function.params.iter().map(|p| (p.bytes, p.align)).collect::<Vec<_>>(), [(8, 8), (16, 8)]);
+        assert_eq!(
+            (function.name.as_str(), function.entry, function.max_threads),
+            ("f", true, Some(256))
+        );
+        assert_eq!(
+            function
+                .params
+                .iter()
+                .map(|p| (p.bytes, p.align))
+                .collect::<Vec<_>>(),
+            [(8, 8), (16, 8)]
+        );
         assert_eq!(module.variables[0].bytes, 0);
         assert!(matches!(module.variables[1].values[1], Value::Bits(n) if n as i64 == -2));
         let body = function.body.as_ref().unwrap();
-        let StatementKind::Instruction(load) = &body[4].kind else { panic!("{body:?}") };
-        assert_eq!((load.guard.clone(), load.opcode.as_str()), (Some(("p".into(), true)), "ld.global.v2.b32"));
-        assert_eq!(load.operands[1], Operand::Address(Box::new(Operand::Name("%r3".into())), -8));
+        let StatementKind::Instruction(load) = &body[4].kind else {
+            panic!("{body:?}")
+        };
+        assert_eq!(
+            (load.guard.clone(), load.opcode.as_str()),
+            (Some(("p".into(), true)), "ld.global.v2.b32")
+        );
+        assert_eq!(
+            load.operands[1],
+            Operand::Address(Box::new(Operand::Name("%r3".into())), -8)
+        );
     }
 
     #[test]

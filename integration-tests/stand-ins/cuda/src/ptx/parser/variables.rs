@@ -13,7 +13,12 @@ impl Parser {
         while self.has(',') {
             let (name, line) = (self.word()?, self.line());
             let like = all[0].clone();
-            all.push(Variable { name, line, values: Vec::new(), ..like });
+            all.push(Variable {
+                name,
+                line,
+                values: Vec::new(),
+                ..like
+            });
         }
         self.expect(';')?;
         Ok(all)
@@ -38,7 +43,9 @@ impl Parser {
             }
         }
         let (name, line) = (self.word()?, self.line());
-        let Some(element) = element else { return self.mistake(format!("{name} has no type")) };
+        let Some(element) = element else {
+            return self.mistake(format!("{name} has no type"));
+        };
         let mut elements = Some(lanes);
         let mut is_open = false;
         while self.has('[') {
@@ -57,13 +64,26 @@ impl Parser {
         if is_open {
             elements = Some(values.len());
         }
-        let bytes = elements.and_then(|n| n.checked_mul(element.bytes())).filter(|&n| n < 1 << 32);
-        let Some(bytes) = bytes else { return self.mistake(format!("{name} is too large")) };
+        let bytes = elements
+            .and_then(|n| n.checked_mul(element.bytes()))
+            .filter(|&n| n < 1 << 32);
+        let Some(bytes) = bytes else {
+            return self.mistake(format!("{name} is too large"));
+        };
         let align = align.unwrap_or(element.bytes() * lanes);
         if !align.is_power_of_two() {
             return self.mistake(format!("{name}: an alignment of {align}"));
         }
-        Ok(Variable { name, space, align, element, bytes, external, values, line })
+        Ok(Variable {
+            name,
+            space,
+            align,
+            element,
+            bytes,
+            external,
+            values,
+            line,
+        })
     }
 
     fn values(&mut self, all: &mut Vec<Value>) -> Parsed<()> {
@@ -97,6 +117,10 @@ impl Parser {
 
     /// `+ 8`, `- 8`, `+ -8` or nothing.
     pub(super) fn offset(&mut self) -> Parsed<i64> {
-        if self.has('+') || self.peek() == Some(&Token::Mark('-')) { Ok(self.integer()? as i64) } else { Ok(0) }
+        if self.has('+') || self.peek() == Some(&Token::Mark('-')) {
+            Ok(self.integer()? as i64)
+        } else {
+            Ok(0)
+        }
     }
 }
