@@ -13,19 +13,19 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use integration_tests::data::{DataSource, Dataset};
-use integration_tests::model::config::GptConfig;
-use integration_tests::model::gpt2::Gpt2Options;
-use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, run_on_cuda,
-};
-use integration_tests::workload::{GptWorkload, Weights};
+use zero::data::{DataSource, Dataset};
+use zero::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
 use zero_comm::{PrefetchOptions, Solo};
+use zero_models::gpt2::Gpt2Options;
+use zero_models::gpt2::config::GptConfig;
 use zero_optim::OptimizerConfig;
 use zero_shard::ZeroStage;
+use zero_trainer::param_groups::GroupSettings;
+use zero_trainer::{
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, run_on_cuda,
+};
 
 type AnyError = Box<dyn std::error::Error>;
 
@@ -70,6 +70,7 @@ fn main() -> Result<(), AnyError> {
         prefetch: PrefetchOptions::default(),
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         groups: GroupSettings::default(),
+        kind_of: zero_models::gpt2::param_kind,
         graphs: flags.iter().any(|f| f == "graph"),
         offload: OffloadSettings {
             optimizer,

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use integration_tests::cuda::matmul::{FOLDER_VARIABLE, TIMING_VARIABLE};
 use zero_kernels::cuda::user_folder;
+use zero_models::cuda::matmul::{FOLDER_VARIABLE, TIMING_VARIABLE};
 
 type AnyError = Box<dyn std::error::Error>;
 

@@ -1,10 +1,10 @@
 //! Arguments that do not fit are errors that name them, and nothing is enqueued.
 
-use integration_tests::cuda::attention::{Attention, Shape};
-use integration_tests::cuda::cross_entropy::Scale;
-use integration_tests::cuda::matmul::{Epilogue, Matmul, Matrix, Product};
-use integration_tests::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
 use zero_alloc::device::{DType, Stream};
+use zero_models::cuda::attention::{Attention, Shape};
+use zero_models::cuda::cross_entropy::Scale;
+use zero_models::cuda::matmul::{Epilogue, Matmul, Matrix, Product};
+use zero_models::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
 
 use crate::gpu::{Gpu, LIMIT};
 

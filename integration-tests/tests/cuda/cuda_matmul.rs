@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use integration_tests::cuda::OpError;
-use integration_tests::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, Timing};
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::DType;
+use zero_models::cuda::OpError;
+use zero_models::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, Timing};
 
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};

@@ -4,21 +4,21 @@
 use std::collections::HashMap;
 
 use half::bf16;
-use integration_tests::error::TrainError;
-use integration_tests::model::config::GptConfig;
-use integration_tests::model::gpt2::cuda::CudaGpt2;
-use integration_tests::model::gpt2::{self, Gpt2Options};
-use integration_tests::model::{Grad, Model};
 use serde_json::Value;
 use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, DeviceError};
 use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
+use zero_models::gpt2::config::GptConfig;
+use zero_models::gpt2::gpu::CudaGpt2;
+use zero_models::gpt2::{self, Gpt2Options};
+use zero_trainer::ModelError;
+use zero_trainer::{Grad, Model};
 
 use crate::gpu::{Gpu, LIMIT, values};
-use crate::oracle::{relative_error, tensors};
-use crate::place::data;
 use crate::tiny::{ACCUM, BATCH, OnGpu, SEQ, batch, by_name, config, on_host, options, weights};
+use integration_tests::data;
+use integration_tests::{relative_error, tensors};
 
 /// All logits at once.
 const WHOLE: usize = usize::MAX;
@@ -505,7 +505,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     let stream = gpu.stream.clone();
     tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
     let graph = stream.capture(|| {
-        let failed = |e: TrainError| DeviceError::Driver {
+        let failed = |e: ModelError| DeviceError::Driver {
             call: "capture",
             message: e.to_string(),
         };

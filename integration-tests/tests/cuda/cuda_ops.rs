@@ -1,11 +1,11 @@
 //! Each kernel, forward and backward, against fp64 on the same inputs.
 
-use integration_tests::cuda::attention::{self, Attention, Shape};
-use integration_tests::cuda::cross_entropy::Scale;
-use integration_tests::cuda::embedding::{TokenLists, sort_tokens};
-use integration_tests::cuda::layer_norm::{self, Output, Sums};
-use integration_tests::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
 use zero_alloc::device::{AnySlice, DType};
+use zero_models::cuda::attention::{self, Attention, Shape};
+use zero_models::cuda::cross_entropy::Scale;
+use zero_models::cuda::embedding::{TokenLists, sort_tokens};
+use zero_models::cuda::layer_norm::{self, Output, Sums};
+use zero_models::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
 
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};

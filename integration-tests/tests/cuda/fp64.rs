@@ -1,6 +1,6 @@
 //! Each operation in fp64, by its definition.
 
-use integration_tests::cuda::attention::Shape;
+use zero_models::cuda::attention::Shape;
 
 /// Returns y, and for `dy` the gradients of x, gain and bias.
 pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {

@@ -4,11 +4,11 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use integration_tests::cuda::OpKernels;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::cuda::Loader;
+use zero_models::cuda::OpKernels;
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];

@@ -12,8 +12,4 @@ mod cuda_ops;
 mod cuda_trainer;
 mod fp64;
 mod gpu;
-#[path = "../common/oracle.rs"]
-mod oracle;
-#[path = "../common/place.rs"]
-mod place;
 mod tiny;

@@ -2,20 +2,20 @@
 
 use std::collections::HashMap;
 
-use integration_tests::cuda::cross_entropy::stride_elems;
-use integration_tests::error::TrainError;
-use integration_tests::model::config::GptConfig;
-use integration_tests::model::gpt2::cuda::CudaGpt2;
-use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
-use integration_tests::model::{Grad, Model};
-use integration_tests::ops::Threads;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element};
 use zero_alloc::host::HostDevice;
+use zero_models::cuda::cross_entropy::stride_elems;
+use zero_models::gpt2::config::GptConfig;
+use zero_models::gpt2::gpu::CudaGpt2;
+use zero_models::gpt2::{self, Gpt2, Gpt2Options};
+use zero_models::ops::Threads;
+use zero_trainer::ModelError;
+use zero_trainer::{Grad, Model};
 
 use crate::gpu::{Gpu, LIMIT};
-use crate::oracle::{tensors, tokens};
-use crate::place::data;
+use integration_tests::data;
+use integration_tests::{tensors, tokens};
 
 pub(crate) const BATCH: usize = 4;
 pub(crate) const SEQ: usize = 32;
@@ -90,7 +90,7 @@ impl<'a> OnGpu<'a> {
         }
     }
 
-    pub(crate) fn forward(&mut self) -> Result<(), TrainError> {
+    pub(crate) fn forward(&mut self) -> Result<(), ModelError> {
         for (i, pass) in gpt2::passes(&config()).iter().enumerate() {
             let reads: Vec<_> = pass.forward_reads.iter().map(|&u| self.params[u]).collect();
             self.model.forward(&self.gpu.stream, i, &reads)?;
@@ -98,7 +98,7 @@ impl<'a> OnGpu<'a> {
         Ok(())
     }
 
-    pub(crate) fn backward(&mut self) -> Result<(), TrainError> {
+    pub(crate) fn backward(&mut self) -> Result<(), ModelError> {
         for (i, pass) in gpt2::passes(&config()).iter().enumerate().rev() {
             let reads: Vec<_> = pass
                 .backward_reads

@@ -1,6 +1,6 @@
 //! A rank that fails ends the run on all ranks, with an error that names it.
 
-use integration_tests::trainer::{Settings, StepMetrics, run_on_threads};
+use zero_trainer::{Settings, StepMetrics, run_on_threads};
 
 use super::support::Case;
 use super::toy::Toy;

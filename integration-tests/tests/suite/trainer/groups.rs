@@ -1,9 +1,9 @@
 //! Parameter groups and frozen tensors at all stages: bits, bytes and resume.
 
-use integration_tests::model::gpt2::passes;
-use integration_tests::model::param_groups::{GroupSettings, ParamGroup};
-use integration_tests::trainer::RankBytes;
 use zero_alloc::device::DType;
+use zero_models::gpt2::passes;
+use zero_trainer::RankBytes;
+use zero_trainer::param_groups::{GroupSettings, ParamGroup};
 
 use super::identical::same;
 use super::support::{Case, Outcome};
@@ -157,11 +157,13 @@ fn frozen_units_cost_nothing() {
             let workload = case.tiny();
             let outcome = case.run(&workload);
             let (layout, settings) = (&outcome.layout, &outcome.settings);
-            let resolved = groups.resolve(layout).unwrap();
+            let resolved = groups
+                .resolve(layout, zero_models::gpt2::param_kind)
+                .unwrap();
             let held = resolved
                 .state_bytes(layout, settings.stage, &settings.widths())
                 .unwrap();
-            let of_ranks = |of: &dyn Fn(&integration_tests::trainer::StepMetrics) -> u64| {
+            let of_ranks = |of: &dyn Fn(&zero_trainer::StepMetrics) -> u64| {
                 outcome
                     .summaries
                     .iter()

@@ -4,12 +4,12 @@
 
 use std::sync::Arc;
 
-use integration_tests::trainer::{Home, OffloadSettings, run_on_host_device};
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_comm::threads::World;
 use zero_comm::{CommOptions, Communicator};
+use zero_trainer::{Home, OffloadSettings, run_on_host_device};
 
 use super::support::{Case, Outcome};
 use super::toy::Toy;

@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::support::{relative_error, tensors, tokens};
-use crate::place::data;
-use integration_tests::model::config::GptConfig;
-use integration_tests::model::gpt2::{self, Gpt2, Gpt2Options};
-use integration_tests::model::{Grad, Model};
-use integration_tests::ops::Threads;
+use integration_tests::data;
 use zero_alloc::Pool;
 use zero_alloc::device::{DType, Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
+use zero_models::gpt2::config::GptConfig;
+use zero_models::gpt2::{self, Gpt2, Gpt2Options};
+use zero_models::ops::Threads;
+use zero_trainer::{Grad, Model};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const BATCH: usize = 4;

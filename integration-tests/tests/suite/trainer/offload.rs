@@ -4,10 +4,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{
-    Home, OffloadSettings, StateFormat, StepMetrics, run_on_host_device, run_on_threads,
-};
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
@@ -15,6 +11,10 @@ use zero_ckpt::Reader;
 use zero_comm::threads::World;
 use zero_comm::{CommOptions, Communicator};
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
+use zero_trainer::param_groups::GroupSettings;
+use zero_trainer::{
+    Home, OffloadSettings, StateFormat, StepMetrics, run_on_host_device, run_on_threads,
+};
 
 use super::groups::mixed;
 use super::identical::{cases, same};

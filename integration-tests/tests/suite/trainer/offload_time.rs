@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use integration_tests::trainer::{Home, OffloadSettings, run_on_host_device};
 use zero_alloc::device::DType;
 use zero_alloc::host::{HostDevice, OpSpan};
 use zero_comm::threads::World;
 use zero_comm::{CommOptions, Communicator};
+use zero_trainer::{Home, OffloadSettings, run_on_host_device};
 
 use super::support::Case;
 use super::toy::Toy;

@@ -1,11 +1,11 @@
 //! Gradients that are not finite: every rank skips the step, and the loss scale follows DeepSpeed's
 //! rules.
 
-use integration_tests::trainer::{RunOptions, StepMetrics, run_on_threads};
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
+use zero_trainer::{RunOptions, StepMetrics, run_on_threads};
 
 use super::support::Case;
 
@@ -77,7 +77,7 @@ fn skipped_step_changes_no_state() {
         for unit in outcome.layout.units() {
             for param in &unit.params {
                 let mut want = vec![0.0; param.numel_elems as usize];
-                let workload: &dyn integration_tests::trainer::Workload<HostDevice> = &weights;
+                let workload: &dyn zero_trainer::Workload<HostDevice> = &weights;
                 workload.weights().unwrap()(&param.name, 0..param.numel_elems, &mut want).unwrap();
                 let want: Vec<u32> = want.into_iter().map(f32::to_bits).collect();
                 assert!(

@@ -7,17 +7,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use integration_tests::data::BatchAt;
-use integration_tests::error::TrainError;
-use integration_tests::model::{Grad, Model, Pass};
-use integration_tests::trainer::{InitialWeights, Settings, Workload, run_as_rank};
-use integration_tests::workload::GptWorkload;
+use zero::workload::GptWorkload;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream, Monitor};
 use zero_comm::threads::World;
 use zero_comm::{Checked, Collective, CommError, CommOptions, Communicator, Group, Traffic};
 use zero_shard::UnitSpec;
+use zero_trainer::BatchAt;
+use zero_trainer::ModelError;
+use zero_trainer::{Grad, Model, Pass};
+use zero_trainer::{InitialWeights, Settings, Workload, run_as_rank};
 
 use super::support::Case;
 
@@ -150,7 +150,7 @@ impl Model<HostDevice> for BlockedModel {
         stream: &HostStream,
         inputs: &[u32],
         targets: &[u32],
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         self.inner.set_batch(stream, inputs, targets)
     }
 
@@ -159,7 +159,7 @@ impl Model<HostDevice> for BlockedModel {
         stream: &HostStream,
         pass: usize,
         params: &[AnySlice],
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         self.steps += u64::from(pass == 0);
         if self.progress.stage == 3 {
             self.progress.block(
@@ -179,7 +179,7 @@ impl Model<HostDevice> for BlockedModel {
         params: &[AnySlice],
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         self.inner
             .backward(stream, pass, params, grads, loss_scale)?;
         Ok(self.progress.count(stream, ("backward", pass as u64))?)
@@ -190,7 +190,7 @@ impl Model<HostDevice> for BlockedModel {
         stream: &HostStream,
         params: &[AnySlice],
         tokens: usize,
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         self.inner.add_losses(stream, params, tokens)
     }
 
@@ -219,7 +219,7 @@ impl Workload<HostDevice> for Blocked<'_> {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
-    ) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+    ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let inner = Workload::<HostDevice>::model(self.inner, pool, compute)?;
         Ok(Box::new(BlockedModel {
             inner,
@@ -228,7 +228,7 @@ impl Workload<HostDevice> for Blocked<'_> {
         }))
     }
 
-    fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
         Workload::<HostDevice>::weights(self.inner)
     }
 
@@ -237,7 +237,7 @@ impl Workload<HostDevice> for Blocked<'_> {
         at: BatchAt,
         inputs: &mut [u32],
         targets: &mut [u32],
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         Workload::<HostDevice>::batch(self.inner, at, inputs, targets)
     }
 

@@ -8,7 +8,7 @@ use zero_kernels::AdamHyper;
 use zero_optim::OptimizerConfig;
 
 use super::support::{Case, relative_error, tensors};
-use crate::place::data;
+use integration_tests::data;
 
 fn matches_pytorch(ranks: usize, micro_batch: usize) {
     let expected: Value =

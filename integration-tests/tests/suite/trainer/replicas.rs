@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use integration_tests::trainer::{ReplicaChecks, RunOptions, StepMetrics, run_as_rank};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::threads::World;
 use zero_comm::{Checked, Collective, CommError, CommOptions, Communicator, Group, Traffic};
+use zero_trainer::{ReplicaChecks, RunOptions, StepMetrics, run_as_rank};
 
 use super::support::Case;
 use super::toy::Toy;

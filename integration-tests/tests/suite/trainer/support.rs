@@ -6,26 +6,26 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use integration_tests::data::{DataSource, Dataset};
-use integration_tests::error::TrainError;
-use integration_tests::hf::HfFolder;
-use integration_tests::model::gpt2::Gpt2Options;
-use integration_tests::model::param_groups::GroupSettings;
-use integration_tests::trainer::{
-    OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics,
-    ValidationOptions, Workload, run_on_threads,
-};
-use integration_tests::workload::{GptWorkload, Weights};
 use tempfile::TempDir;
+use zero::data::{DataSource, Dataset};
+use zero::workload::{GptWorkload, Weights};
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
+use zero_models::gpt2::Gpt2Options;
+use zero_models::hf::HfFolder;
 use zero_optim::OptimizerConfig;
 use zero_shard::{Layout, ZeroStage};
+use zero_trainer::TrainError;
+use zero_trainer::param_groups::GroupSettings;
+use zero_trainer::{
+    OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics,
+    ValidationOptions, Workload, run_on_threads,
+};
 
-pub(crate) use crate::oracle::{relative_error, tensors, tokens};
-use crate::place::data;
+use integration_tests::data;
+pub(crate) use integration_tests::{relative_error, tensors, tokens};
 
 /// A folder in memory if possible: hundreds of synced checkpoints are slow on a disk.
 fn temporary_folder() -> TempDir {
@@ -131,6 +131,7 @@ impl Case {
             prefetch: PrefetchOptions::default().ahead(usize::from(self.overlap)),
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
+            kind_of: zero_models::gpt2::param_kind,
             graphs: false,
             offload: self.offload.clone(),
             limit: Duration::from_secs(60),

@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use half::bf16;
-use integration_tests::data::BatchAt;
-use integration_tests::error::TrainError;
-use integration_tests::model::{Grad, Model, Pass};
-use integration_tests::trainer::{InitialWeights, Workload};
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_shard::{ParamSpec, UnitSpec};
+use zero_trainer::BatchAt;
+use zero_trainer::ModelError;
+use zero_trainer::{Grad, Model, Pass};
+use zero_trainer::{InitialWeights, Workload};
 
 /// The toy model and its sizes.
 pub(crate) struct Toy {
@@ -83,7 +83,7 @@ impl Workload<HostDevice> for Toy {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
-    ) -> Result<Box<dyn Model<HostDevice>>, TrainError> {
+    ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));
         let cancel = self
@@ -114,7 +114,7 @@ impl Workload<HostDevice> for Toy {
         }))
     }
 
-    fn weights(&self) -> Result<Box<InitialWeights<'_>>, TrainError> {
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
         Ok(Box::new(|name, range, out| {
             let salt = name.bytes().map(u64::from).sum::<u64>();
             for (x, i) in out.iter_mut().zip(range) {
@@ -129,7 +129,7 @@ impl Workload<HostDevice> for Toy {
         at: BatchAt,
         inputs: &mut [u32],
         targets: &mut [u32],
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         for (i, token) in inputs.iter_mut().chain(targets).enumerate() {
             *token =
                 ((at.step * 7 + at.micro_batch_index * 5 + at.rank * 3 + i as u64) % 97) as u32;
@@ -208,7 +208,7 @@ impl Model<HostDevice> for ToyModel {
         _stream: &HostStream,
         inputs: &[u32],
         targets: &[u32],
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         self.tokens = Arc::new(inputs.iter().chain(targets).copied().collect());
         Ok(())
     }
@@ -218,7 +218,7 @@ impl Model<HostDevice> for ToyModel {
         stream: &HostStream,
         pass: usize,
         params: &[AnySlice],
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         self.forwards += usize::from(pass == 0);
         let panics = self.forwards == 3 && self.panic_at == Some(pass);
         let cancel = self.cancel.clone().filter(|_| self.forwards == 3);
@@ -246,7 +246,7 @@ impl Model<HostDevice> for ToyModel {
         params: &[AnySlice],
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
         // SAFETY: used by a pass.
         let (params, grads, loss) = (params.to_vec(), grads.to_vec(), unsafe { self.loss() });
@@ -293,7 +293,7 @@ impl Model<HostDevice> for ToyModel {
         stream: &HostStream,
         params: &[AnySlice],
         tokens: usize,
-    ) -> Result<(), TrainError> {
+    ) -> Result<(), ModelError> {
         let kept = Arc::clone(&self.kept[self.kept.len() - 1]);
         // SAFETY: used by a pass.
         let (batch, params, loss) = (Arc::clone(&self.tokens), params.to_vec(), unsafe {

@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use integration_tests::data::{DataSource, Dataset};
-use integration_tests::trainer::{Validation, ValidationOptions};
 use proptest::prelude::*;
+use zero::data::{DataSource, Dataset};
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
 use zero_optim::OptimizerConfig;
+use zero_trainer::{Validation, ValidationOptions};
 
 use super::support::{Case, Outcome};
 use super::toy::Toy;
-use crate::place::data;
+use integration_tests::data;
 
 fn every(every: u64, windows: u64) -> Option<ValidationOptions> {
     let data = Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());

@@ -1,9 +1,9 @@
 //! Bytes held and sent equal the formulas exactly, padding included.
 
-use integration_tests::model::gpt2::passes;
-use integration_tests::trainer::{CommBytes, RankBytes};
 use zero_alloc::device::DType;
+use zero_models::gpt2::passes;
 use zero_shard::ZeroStage;
+use zero_trainer::{CommBytes, RankBytes};
 
 use super::support::{Case, Outcome};
 use super::toy::Toy;

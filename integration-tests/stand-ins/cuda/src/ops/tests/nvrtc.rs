@@ -131,7 +131,10 @@ fn all_kernels_of_the_workspace_decode() {
     let read = |path: &Path| std::fs::read_to_string(path).unwrap();
     let prelude = read(&root.join("zero-kernels/cuda/prelude.cuh"));
     own_device();
-    for folder in ["zero-kernels/cuda", "integration-tests/cuda"] {
+    for folder in [
+        "zero-kernels/cuda",
+        "integration-tests/models/src/cuda/kernels",
+    ] {
         let mut files: Vec<_> = std::fs::read_dir(root.join(folder))
             .unwrap()
             .map(|entry| entry.unwrap().path())

@@ -1,0 +1,150 @@
+//! The kernels' sources, embedded in the binary once for each type of storage.
+
+use zero_alloc::device::DType;
+use zero_kernels::KernelError;
+use zero_kernels::cuda::{Arch, Source};
+
+/// A source file for one type of storage.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelFile {
+    /// The text, with the name of the file in `cuda/`.
+    pub source: Source,
+    /// The kernels in it.
+    pub entries: &'static [&'static str],
+    /// The oldest architecture that it compiles for.
+    pub oldest: Arch,
+}
+
+macro_rules! file {
+    ($storage:literal, $name:literal, $oldest:literal, [$($header:literal),*], $entries:expr) => {
+        KernelFile {
+            source: Source::new(
+                $name,
+                concat!(
+                    "#define STORAGE ", $storage, "\n",
+                    $("#line 1 \"", $header, "\"\n", include_str!(concat!("kernels/", $header)),)*
+                    "#line 1 \"", $name, "\"\n", include_str!(concat!("kernels/", $name))
+                ),
+            ),
+            entries: &$entries,
+            oldest: Arch($oldest),
+        }
+    };
+}
+
+macro_rules! files {
+    ($storage:literal) => {
+        [
+            file!(
+                $storage,
+                "layer_norm.cu",
+                0,
+                ["warp.cuh"],
+                [
+                    "layer_norm_forward_8_3",
+                    "layer_norm_backward_8_3",
+                    "layer_norm_forward_8_4",
+                    "layer_norm_backward_8_4",
+                    "layer_norm_forward_8_5",
+                    "layer_norm_backward_8_5",
+                    "layer_norm_forward_8_7",
+                    "layer_norm_backward_8_7",
+                    "layer_norm_forward_8_16",
+                    "layer_norm_backward_8_16",
+                    "layer_norm_forward_1_32",
+                    "layer_norm_backward_1_32"
+                ]
+            ),
+            file!(
+                $storage,
+                "column_sums.cu",
+                0,
+                ["warp.cuh"],
+                ["column_sums_8", "column_sums_1", "sum_partials"]
+            ),
+            file!(
+                $storage,
+                "gelu.cu",
+                0,
+                ["warp.cuh"],
+                ["gelu_forward", "gelu_backward"]
+            ),
+            file!(
+                $storage,
+                "embedding.cu",
+                0,
+                ["warp.cuh"],
+                [
+                    "embedding_forward_8",
+                    "embedding_forward_1",
+                    "embedding_positions_8",
+                    "embedding_positions_1",
+                    "embedding_tokens_8",
+                    "embedding_tokens_1"
+                ]
+            ),
+            file!(
+                $storage,
+                "cross_entropy.cu",
+                0,
+                ["warp.cuh"],
+                ["cross_entropy", "add_losses"]
+            ),
+            file!(
+                $storage,
+                "attention_plain.cu",
+                0,
+                ["warp.cuh"],
+                [
+                    "plain_forward_8",
+                    "plain_backward_dq_8",
+                    "plain_backward_dkv_8",
+                    "plain_forward_32",
+                    "plain_backward_dq_32",
+                    "plain_backward_dkv_32"
+                ]
+            ),
+            file!(
+                $storage,
+                "attention.cu",
+                80,
+                ["warp.cuh", "tile.cuh"],
+                [
+                    "flash_forward_32",
+                    "flash_backward_dq_32",
+                    "flash_backward_dkv_32",
+                    "flash_forward_64",
+                    "flash_backward_dq_64",
+                    "flash_backward_dkv_64",
+                    "flash_forward_128",
+                    "flash_backward_dq_128",
+                    "flash_backward_dkv_128"
+                ]
+            ),
+        ]
+    };
+}
+
+static BF16: [KernelFile; 7] = files!("bf16");
+static F16: [KernelFile; 7] = files!("f16");
+// Tensor cores round fp32 to 19 bits, so fp32 uses attention_plain.cu.
+static F32: [KernelFile; 6] = {
+    let [a, b, c, d, e, f, _] = files!("f32");
+    [a, b, c, d, e, f]
+};
+
+/// The sources for activations of `dtype`.
+///
+/// # Errors
+/// `dtype` is not fp32, bf16 or fp16.
+pub fn kernel_files(dtype: DType) -> Result<&'static [KernelFile], KernelError> {
+    match dtype {
+        DType::F32 => Ok(&F32),
+        DType::Bf16 => Ok(&BF16),
+        DType::F16 => Ok(&F16),
+        _ => Err(KernelError::Unsupported {
+            what: "transformer: activations",
+            dtype,
+        }),
+    }
+}

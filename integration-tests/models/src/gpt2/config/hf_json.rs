@@ -1,0 +1,375 @@
+//! Conversion between a model's shape and the `config.json` of a Hugging Face GPT-2 folder.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::{ConfigError, GptConfig};
+
+impl GptConfig {
+    /// The configuration in a GPT-2 `config.json`, and warnings about settings that are ignored.
+    ///
+    /// Keys that do not affect the model are ignored. Missing keys have Hugging Face's defaults,
+    /// except for sizes: `n_inner` defaults to `4 * n_embd`, and the others are required. Null
+    /// counts as missing.
+    ///
+    /// # Errors
+    /// Text that is not a JSON object, a missing or mistyped key, an unsupported variant of the
+    /// architecture, or a shape that [`validate`](Self::validate) rejects.
+    pub fn from_hf_json(text: &str) -> Result<(Self, Vec<String>), ConfigError> {
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| ConfigError::Json(e.to_string()))?;
+        let Value::Object(object) = value else {
+            return Err(ConfigError::Json(format!(
+                "the text is {}",
+                name_of(&value)
+            )));
+        };
+        let keys = Keys(object);
+        keys.expect("model_type", |v| v == "gpt2", "\"gpt2\"")?;
+        keys.expect(
+            "activation_function",
+            |v| v == "gelu_new" || v == "gelu_pytorch_tanh",
+            "\"gelu_new\" (tanh GELU)",
+        )?;
+        keys.expect("scale_attn_weights", |v| v == true, "true")?;
+        keys.expect("scale_attn_by_inverse_layer_idx", |v| v == false, "false")?;
+        keys.expect("add_cross_attention", |v| v == false, "false")?;
+
+        let n_embd = keys.size("n_embd")?;
+        let config = Self {
+            vocab_size: keys.size("vocab_size")?,
+            n_positions: keys.size("n_positions")?,
+            n_embd,
+            n_layer: keys.size("n_layer")?,
+            n_head: keys.size("n_head")?,
+            n_inner: match keys.get("n_inner") {
+                None => n_embd.saturating_mul(4),
+                Some(_) => keys.size("n_inner")?,
+            },
+            layer_norm_epsilon: keys.number("layer_norm_epsilon")?.unwrap_or(1e-5) as f32,
+            tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(true),
+            initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
+        };
+        config.validate()?;
+        Ok((config, keys.warnings()?))
+    }
+
+    /// The text of a `config.json` that Hugging Face transformers reads as this model.
+    ///
+    /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or
+    /// `bfloat16`.
+    pub fn to_hf_json(&self, dtype: &str) -> String {
+        // As in GPT-2 (50256 of 50257), the last token marks the end of a text. With byte tokens
+        // that is 255, which no UTF-8 text contains.
+        let last_token = self.vocab_size.saturating_sub(1);
+        let file = HfConfig {
+            activation_function: "gelu_new",
+            architectures: ["GPT2LMHeadModel"],
+            attn_pdrop: 0.0,
+            bos_token_id: last_token,
+            embd_pdrop: 0.0,
+            eos_token_id: last_token,
+            initializer_range: self.initializer_range,
+            layer_norm_epsilon: self.layer_norm_epsilon,
+            model_type: "gpt2",
+            n_ctx: self.n_positions,
+            n_embd: self.n_embd,
+            n_head: self.n_head,
+            n_inner: self.n_inner,
+            n_layer: self.n_layer,
+            n_positions: self.n_positions,
+            resid_pdrop: 0.0,
+            scale_attn_weights: true,
+            tie_word_embeddings: self.tied_head,
+            torch_dtype: dtype,
+            vocab_size: self.vocab_size,
+        };
+        // Serializing numbers, flags and strings does not fail.
+        serde_json::to_string_pretty(&file).unwrap_or_default() + "\n"
+    }
+}
+
+#[derive(Serialize)]
+struct HfConfig<'a> {
+    activation_function: &'a str,
+    architectures: [&'a str; 1],
+    attn_pdrop: f32,
+    bos_token_id: usize,
+    embd_pdrop: f32,
+    eos_token_id: usize,
+    initializer_range: f32,
+    layer_norm_epsilon: f32,
+    model_type: &'a str,
+    n_ctx: usize,
+    n_embd: usize,
+    n_head: usize,
+    n_inner: usize,
+    n_layer: usize,
+    n_positions: usize,
+    resid_pdrop: f32,
+    scale_attn_weights: bool,
+    tie_word_embeddings: bool,
+    torch_dtype: &'a str,
+    vocab_size: usize,
+}
+
+/// The file's keys; null counts as missing.
+struct Keys(Map<String, Value>);
+
+impl Keys {
+    fn get(&self, key: &'static str) -> Option<&Value> {
+        self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    /// Checks that a key, if present, has a supported value.
+    fn expect(
+        &self,
+        key: &'static str,
+        ok: impl Fn(&Value) -> bool,
+        supported: &'static str,
+    ) -> Result<(), ConfigError> {
+        match self.get(key) {
+            Some(v) if !ok(v) => Err(ConfigError::Unsupported {
+                key,
+                got: v.to_string(),
+                supported,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn size(&self, key: &'static str) -> Result<usize, ConfigError> {
+        let value = self.get(key).ok_or(ConfigError::MissingKey(key))?;
+        let wrong = || ConfigError::WrongType {
+            key,
+            expected: "a whole number",
+            got: value.to_string(),
+        };
+        value
+            .as_u64()
+            .and_then(|n| usize::try_from(n).ok())
+            .ok_or_else(wrong)
+    }
+
+    fn number(&self, key: &'static str) -> Result<Option<f64>, ConfigError> {
+        let wrong = |v: &Value| ConfigError::WrongType {
+            key,
+            expected: "a number",
+            got: v.to_string(),
+        };
+        self.get(key)
+            .map(|v| v.as_f64().ok_or_else(|| wrong(v)))
+            .transpose()
+    }
+
+    fn flag(&self, key: &'static str) -> Result<Option<bool>, ConfigError> {
+        let wrong = |v: &Value| ConfigError::WrongType {
+            key,
+            expected: "true or false",
+            got: v.to_string(),
+        };
+        self.get(key)
+            .map(|v| v.as_bool().ok_or_else(|| wrong(v)))
+            .transpose()
+    }
+
+    fn warnings(&self) -> Result<Vec<String>, ConfigError> {
+        let mut warnings = Vec::new();
+        let mut dropouts = Vec::new();
+        for key in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
+            match self.number(key)? {
+                Some(p) if p != 0.0 => dropouts.push(format!("{key} {p}")),
+                _ => {}
+            }
+        }
+        if !dropouts.is_empty() {
+            warnings.push(format!(
+                "dropout is not applied: {} of the model's config.json",
+                dropouts.join(", ")
+            ));
+        }
+        if self.flag("reorder_and_upcast_attn")?.unwrap_or(false) {
+            warnings.push(
+                "reorder_and_upcast_attn of the model's config.json is ignored: it changes only rounding".into(),
+            );
+        }
+        Ok(warnings)
+    }
+}
+
+fn name_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpt2::config::PRESETS;
+
+    const GOOD: &str = r#"{"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 64,
+        "n_layer": 3, "n_head": 4, "n_inner": null, "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05, "summary_type": "cls_index"}"#;
+
+    /// `GOOD` with one key set to a JSON value.
+    fn with(key: &str, json: &str) -> String {
+        let mut value: Value = serde_json::from_str(GOOD).unwrap();
+        value[key] = serde_json::from_str(json).unwrap();
+        value.to_string()
+    }
+
+    #[test]
+    fn missing_keys_take_hugging_face_defaults() {
+        let (config, warnings) = GptConfig::from_hf_json(GOOD).unwrap();
+        let expected = GptConfig {
+            vocab_size: 256,
+            n_positions: 64,
+            n_embd: 64,
+            n_layer: 3,
+            n_head: 4,
+            n_inner: 256,
+            layer_norm_epsilon: 1e-5,
+            tied_head: true,
+            initializer_range: 0.02,
+        };
+        assert_eq!(config, expected);
+        assert!(warnings.is_empty(), "{warnings:?}");
+        let (config, _) = GptConfig::from_hf_json(&with("n_inner", "96")).unwrap();
+        assert_eq!(config.n_inner, 96);
+        let (config, _) = GptConfig::from_hf_json(&with("tie_word_embeddings", "false")).unwrap();
+        assert!(!config.tied_head);
+        let same = GptConfig::from_hf_json(&with("activation_function", "\"gelu_pytorch_tanh\""))
+            .unwrap()
+            .0;
+        assert_eq!(same, expected);
+    }
+
+    #[test]
+    fn what_is_written_reads_back_the_same() {
+        for name in PRESETS {
+            for tied_head in [true, false] {
+                let config = GptConfig {
+                    tied_head,
+                    n_inner: 99,
+                    ..GptConfig::preset(name).unwrap()
+                };
+                let text = config.to_hf_json("float32");
+                assert_eq!(
+                    GptConfig::from_hf_json(&text),
+                    Ok((config, vec![])),
+                    "{text}"
+                );
+            }
+        }
+        let text = GptConfig::preset("nano").unwrap().to_hf_json("bfloat16");
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            value["layer_norm_epsilon"], 1e-5,
+            "written as the f32's shortest decimal: {text}"
+        );
+    }
+
+    #[test]
+    fn what_is_ignored_is_a_warning_that_names_it() {
+        let (_, warnings) = GptConfig::from_hf_json(&with("attn_pdrop", "0.1")).unwrap();
+        assert_eq!(
+            warnings,
+            ["dropout is not applied: attn_pdrop 0.1 of the model's config.json"]
+        );
+        let (_, warnings) =
+            GptConfig::from_hf_json(&with("reorder_and_upcast_attn", "true")).unwrap();
+        assert!(
+            warnings[0].contains("reorder_and_upcast_attn"),
+            "{warnings:?}"
+        );
+    }
+
+    #[test]
+    fn each_wrong_file_is_an_error_that_names_the_key() {
+        let cases = [
+            (
+                "not json".into(),
+                "not a JSON object: expected ident at line 1 column 2",
+            ),
+            ("[1]".into(), "not a JSON object: the text is an array"),
+            ("3".into(), "not a JSON object: the text is a number"),
+            (
+                with("vocab_size", "null"),
+                "the key \"vocab_size\" is missing",
+            ),
+            (
+                with("n_layer", "\"three\""),
+                "the key \"n_layer\" is \"three\"; expected a whole number",
+            ),
+            (
+                with("n_embd", "-64"),
+                "the key \"n_embd\" is -64; expected a whole number",
+            ),
+            (
+                with("n_embd", "64.5"),
+                "the key \"n_embd\" is 64.5; expected a whole number",
+            ),
+            (
+                with("n_inner", "true"),
+                "the key \"n_inner\" is true; expected a whole number",
+            ),
+            (
+                with("layer_norm_epsilon", "\"x\""),
+                "the key \"layer_norm_epsilon\" is \"x\"; expected a number",
+            ),
+            (
+                with("tie_word_embeddings", "1"),
+                "the key \"tie_word_embeddings\" is 1; expected true or false",
+            ),
+            (
+                with("attn_pdrop", "true"),
+                "the key \"attn_pdrop\" is true; expected a number",
+            ),
+            (
+                with("n_head", "5"),
+                "the model's width n_embd 64 is not divisible by its n_head 5 heads",
+            ),
+            (
+                with("n_head", "0"),
+                "the model's n_head is 0; it must be at least 1",
+            ),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(
+                GptConfig::from_hf_json(&text).unwrap_err().to_string(),
+                expected
+            );
+        }
+    }
+
+    #[test]
+    fn each_variant_that_is_not_computed_is_an_error() {
+        let cases = [
+            ("model_type", "\"llama\""),
+            ("activation_function", "\"gelu\""),
+            ("activation_function", "\"relu\""),
+            ("scale_attn_weights", "false"),
+            ("scale_attn_by_inverse_layer_idx", "true"),
+            ("add_cross_attention", "true"),
+        ];
+        for (key, value) in cases {
+            let error = GptConfig::from_hf_json(&with(key, value)).unwrap_err();
+            assert!(
+                matches!(&error, ConfigError::Unsupported { key: k, .. } if *k == key),
+                "{error}"
+            );
+            assert!(
+                error
+                    .to_string()
+                    .starts_with(&format!("the key {key:?} is {value}, which")),
+                "{error}"
+            );
+        }
+    }
+}

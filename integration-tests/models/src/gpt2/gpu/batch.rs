@@ -1,0 +1,188 @@
+//! The upload of tokens: the host writes them to pinned memory, and the stream copies them.
+//!
+//! The device has one buffer, because the stream orders the copy after the last use. The host has
+//! several, so that it can run ahead of the device.
+
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, CudaEvent, CudaStream, PinnedMemory};
+use zero_alloc::device::{
+    AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Memory, Stream,
+};
+
+use crate::cuda::embedding::{TokenLists, sort_tokens};
+use zero_trainer::ModelError;
+
+/// Pinned buffers: the number of micro-batches that the host may run ahead.
+const SLOTS: usize = 4;
+/// The timeout of the host's wait for the copy of an older batch.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, and
+/// one count.
+pub(super) fn device_bytes(tokens: usize) -> usize {
+    len_words(tokens) * size_of::<u32>()
+}
+
+fn len_words(tokens: usize) -> usize {
+    4 * tokens + 1
+}
+
+/// The batches of a model.
+pub(super) struct Batches {
+    device: CudaDevice,
+    tokens: usize,
+    on_device: AnySlice,
+    slots: Vec<Slot>,
+    next: usize,
+}
+
+impl Batches {
+    /// Allocates pinned memory for micro-batches of `tokens` tokens; `place` has [`device_bytes`]
+    /// bytes.
+    pub(super) fn new(
+        device: &CudaDevice,
+        tokens: usize,
+        place: AnySlice,
+    ) -> Result<Self, ModelError> {
+        let slots = (0..SLOTS)
+            .map(|_| Slot::new(device, device_bytes(tokens)))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            device: device.clone(),
+            tokens,
+            on_device: place,
+            slots,
+            next: 0,
+        })
+    }
+
+    /// Enqueues the copy of a batch.
+    pub(super) fn set(
+        &mut self,
+        stream: &CudaStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), ModelError> {
+        let tokens = self.tokens;
+        if inputs.len() != tokens || targets.len() != tokens {
+            let (a, b) = (inputs.len(), targets.len());
+            return Err(ModelError::from(format!(
+                "a batch of {a} inputs and {b} targets; the model needs {tokens}"
+            )));
+        }
+        let slot = &mut self.slots[self.next];
+        self.next = (self.next + 1) % SLOTS;
+        slot.wait()?;
+        let words = slot.words();
+        let (lists, count) = words.split_at_mut(4 * tokens);
+        let (sent, lists) = lists.split_at_mut(2 * tokens);
+        let (order, starts) = lists.split_at_mut(tokens);
+        sent[..tokens].copy_from_slice(inputs);
+        sent[tokens..].copy_from_slice(targets);
+        count[0] = sort_tokens(inputs, order, starts);
+        self.device.copy(stream, slot.bytes(), self.on_device)?;
+        slot.copied = Some(stream.record()?);
+        Ok(())
+    }
+
+    /// The lists of the batch set last.
+    pub(super) fn lists(&self) -> TokenLists {
+        let n = self.tokens;
+        let at = |i: usize| self.words(i * n, n);
+        TokenLists {
+            tokens: at(0),
+            order: at(2),
+            starts: at(3),
+            segments: self.words(4 * n, 1),
+        }
+    }
+
+    /// The targets of the batch set last.
+    pub(super) fn targets(&self) -> DeviceSlice<u32> {
+        self.words(self.tokens, self.tokens)
+    }
+
+    fn words(&self, start: usize, len: usize) -> DeviceSlice<u32> {
+        let first = self.on_device.as_ptr().cast::<u32>().wrapping_add(start);
+        // SAFETY: within `on_device`, which starts a block and so is aligned; the caller that made
+        // that slice promised that the memory is valid and that accesses are ordered.
+        unsafe { DeviceSlice::from_raw_parts(first, len, self.on_device.device()) }
+    }
+}
+
+/// Pinned memory of one batch.
+struct Slot {
+    memory: PinnedMemory,
+    ptr: NonNull<u8>,
+    len_bytes: usize,
+    /// The completion of the copy from this slot.
+    copied: Option<CudaEvent>,
+}
+
+// SAFETY: the slot owns its memory; the address is not tied to a thread.
+unsafe impl Send for Slot {}
+
+impl Slot {
+    fn new(device: &CudaDevice, len_bytes: usize) -> Result<Self, DeviceError> {
+        let memory = PinnedMemory::new(device);
+        let ptr = memory.allocate(len_bytes)?;
+        Ok(Self {
+            memory,
+            ptr,
+            len_bytes,
+            copied: None,
+        })
+    }
+
+    /// Waits until the copy from this slot has run.
+    fn wait(&mut self) -> Result<(), DeviceError> {
+        if let Some(copied) = &self.copied {
+            copied.synchronize(LIMIT)?;
+        }
+        self.copied = None;
+        Ok(())
+    }
+
+    /// The memory; after [`Self::wait`].
+    fn words(&mut self) -> &mut [u32] {
+        debug_assert!(self.copied.is_none());
+        // SAFETY: aligned for u32, allocated with this length, initialised as all host memory; no
+        // copy from it is in progress.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.ptr.as_ptr().cast(),
+                self.len_bytes / size_of::<u32>(),
+            )
+        }
+    }
+
+    fn bytes(&self) -> AnySlice {
+        // SAFETY: valid until the slot is dropped, which waits for the copy; the host writes it
+        // after `wait` only.
+        unsafe {
+            AnySlice::from_raw_parts(
+                self.ptr.as_ptr(),
+                self.len_bytes,
+                DType::U8,
+                self.memory.id(),
+            )
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let copies = self.copied.as_ref().is_some_and(|copied| {
+            let _ = copied.synchronize(LIMIT);
+            // Also on a failed stream; an error means that the copy has run or never will.
+            copied.is_done() == Ok(false)
+        });
+        // Memory that the stream still reads is leaked.
+        if !copies {
+            // SAFETY: allocated with these bytes; the copy from it has run, or never will.
+            unsafe { self.memory.deallocate(self.ptr, self.len_bytes) };
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! A transformer block on CUDA: `x + attention(ln_1 x)`, then `mid + mlp(ln_2 mid)`, as in the
+//! host's block.rs.
+
+use zero_alloc::cuda::CudaStream;
+use zero_alloc::device::AnySlice;
+
+use super::buffers::{BlockSlices, ScratchSlices};
+use super::{Flat, Ops};
+use crate::cuda::layer_norm::{self, Output, Sums};
+use crate::cuda::matmul::{Epilogue, Matrix, Product};
+use crate::cuda::{OpError, column_sums, gelu};
+use zero_trainer::Grad;
+
+/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
+pub(super) fn forward(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    a: &BlockSlices,
+    x: AnySlice,
+    p: &Flat<'_>,
+    eps: f32,
+) -> Result<(), OpError> {
+    let (kernels, get) = (&ops.kernels, |part| p.get(0, part));
+    layer_norm::forward(
+        kernels,
+        stream,
+        s.normed,
+        a.ln1_stats,
+        x,
+        get("ln_1.weight"),
+        get("ln_1.bias"),
+        eps,
+    )?;
+    let bias = Epilogue::Bias(get("c_attn.bias"));
+    ops.matmul.run(
+        stream,
+        &linear(a.qkv, s.normed, get("c_attn.weight"), None, bias),
+    )?;
+    ops.attention
+        .forward(kernels, stream, a.attended, a.lse, a.qkv)?;
+    let bias = Epilogue::Bias(get("attn.c_proj.bias"));
+    ops.matmul.run(
+        stream,
+        &linear(a.mid, a.attended, get("attn.c_proj.weight"), Some(x), bias),
+    )?;
+    layer_norm::forward(
+        kernels,
+        stream,
+        s.normed,
+        a.ln2_stats,
+        a.mid,
+        get("ln_2.weight"),
+        get("ln_2.bias"),
+        eps,
+    )?;
+    let epilogue = Epilogue::BiasGelu {
+        bias: get("c_fc.bias"),
+        input: a.fc,
+    };
+    let fused = linear(a.act, s.normed, get("c_fc.weight"), None, epilogue);
+    if ops.fuses_gelu(&fused)? {
+        ops.matmul.run(stream, &fused)
+    } else {
+        let bias = Epilogue::Bias(get("c_fc.bias"));
+        ops.matmul.run(
+            stream,
+            &linear(a.fc, s.normed, get("c_fc.weight"), None, bias),
+        )?;
+        gelu::forward(kernels, stream, a.act, a.fc)
+    }
+}
+
+/// Computes the block's output `[M, C]`.
+pub(super) fn output(
+    ops: &Ops,
+    stream: &CudaStream,
+    out: AnySlice,
+    a: &BlockSlices,
+    p: &Flat<'_>,
+) -> Result<(), OpError> {
+    let bias = Epilogue::Bias(p.get(0, "mlp.c_proj.bias"));
+    ops.matmul.run(
+        stream,
+        &linear(out, a.act, p.get(0, "mlp.c_proj.weight"), Some(a.mid), bias),
+    )
+}
+
+/// Computes the block's backward, which adds to or writes the unit's gradient in `p`. `s.dres` is
+/// the gradient of the output on entry and of the input on return. `a.act` may be in `s.wide`.
+///
+/// The biases of the two layers whose output is added to the residual stream have as gradient the
+/// sums over rows of `s.dres`, which the backward of the next layer norm reads. That backward also
+/// computes the norm's output again, for the gradient of the weights behind it.
+pub(super) fn backward(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    a: &BlockSlices,
+    x: AnySlice,
+    p: &Flat<'_>,
+) -> Result<(), OpError> {
+    let (kernels, get, grad) = (&ops.kernels, |part| p.get(0, part), |part| p.grad(0, part));
+    let weights = |name, x, dy, n| {
+        ops.matmul
+            .run(stream, &weight_gradient(grad(name), x, dy, n))
+    };
+    // Reads the gradient of the norm's output from `s.narrow` and writes the output to `s.normed`.
+    let norm = |[gain, bias]: [&'static str; 2], residual, x, stats| {
+        let residual = Some(grad(residual).into());
+        let sums = Sums {
+            gain: grad(gain).into(),
+            bias: grad(bias).into(),
+            residual,
+        };
+        let output = Some(Output {
+            y: s.normed,
+            bias: get(bias),
+        });
+        layer_norm::backward(
+            kernels,
+            stream,
+            s.dres,
+            sums,
+            output,
+            s.narrow,
+            x,
+            stats,
+            get(gain),
+            s.partials,
+        )
+    };
+
+    let (c, f) = (get("ln_1.weight").len(), get("c_fc.bias").len());
+    let dfc = s.wide.slice(0..a.fc.len());
+    weights("mlp.c_proj.weight", a.act, s.dres, c)?;
+    let product = input_gradient(dfc, s.dres, get("mlp.c_proj.weight"), c);
+    let fused = Product {
+        epilogue: Epilogue::GeluBackward { input: a.fc },
+        ..product
+    };
+    if ops.fuses_gelu(&fused)? {
+        ops.matmul.run(stream, &fused)?;
+    } else {
+        ops.matmul.run(stream, &product)?;
+        gelu::backward(kernels, stream, dfc, a.fc)?;
+    }
+    ops.matmul.run(
+        stream,
+        &input_gradient(s.narrow, dfc, get("c_fc.weight"), f),
+    )?;
+    norm(
+        ["ln_2.weight", "ln_2.bias"],
+        "mlp.c_proj.bias",
+        a.mid,
+        a.ln2_stats,
+    )?;
+    fc_gradients(
+        ops,
+        stream,
+        s,
+        dfc,
+        [grad("c_fc.weight"), grad("c_fc.bias")],
+    )?;
+
+    let dqkv = s.wide.slice(0..a.qkv.len());
+    weights("attn.c_proj.weight", a.attended, s.dres, c)?;
+    ops.matmul.run(
+        stream,
+        &input_gradient(s.narrow, s.dres, get("attn.c_proj.weight"), c),
+    )?;
+    let dbias = grad("c_attn.bias").into();
+    ops.attention.backward(
+        kernels, stream, dqkv, dbias, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
+    )?;
+    ops.matmul.run(
+        stream,
+        &input_gradient(s.narrow, dqkv, get("c_attn.weight"), 3 * c),
+    )?;
+    norm(
+        ["ln_1.weight", "ln_1.bias"],
+        "attn.c_proj.bias",
+        x,
+        a.ln1_stats,
+    )?;
+    weights("c_attn.weight", s.normed, dqkv, 3 * c)
+}
+
+/// Computes the gradients of the MLP's first weight and bias from `s.normed` and the gradient of
+/// GELU's input.
+fn fc_gradients(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    dfc: AnySlice,
+    [weight, bias]: [Grad; 2],
+) -> Result<(), OpError> {
+    let n = bias.elements().len();
+    let product = weight_gradient(weight, s.normed, dfc, n);
+    let apart = |stream: &CudaStream| {
+        ops.matmul.run(stream, &product)?;
+        column_sums::sum_rows(&ops.kernels, stream, bias.into(), dfc, s.partials)
+    };
+    // Only what is written can be computed several times to compare.
+    if let Grad::Write(bias) = bias {
+        let fused = Product {
+            epilogue: Epilogue::BiasGradient(bias),
+            ..product
+        };
+        if ops.matmul.is_faster(stream, &fused, apart)? {
+            return ops.matmul.run(stream, &fused);
+        }
+    }
+    apart(stream)
+}
+
+/// `y = epilogue(x w + add)`: w `[k, n]`, n the length of the epilogue's bias.
+fn linear(
+    y: AnySlice,
+    x: AnySlice,
+    w: AnySlice,
+    add: Option<AnySlice>,
+    epilogue: Epilogue,
+) -> Product {
+    let n = match epilogue {
+        Epilogue::Bias(bias) | Epilogue::BiasGelu { bias, .. } => bias.len(),
+        _ => 0,
+    };
+    let k = w.len() / n.max(1);
+    Product {
+        left: Matrix::new(x, k),
+        right: Matrix::new(w, n),
+        out: Matrix::new(y, n),
+        add: add.map(|add| Matrix::new(add, n)),
+        epilogue,
+    }
+}
+
+/// `dx = dy w^T`: dy `[m, n]`, w `[k, n]`.
+fn input_gradient(dx: AnySlice, dy: AnySlice, w: AnySlice, n: usize) -> Product {
+    let (right, out) = (Matrix::new(w, n).t(), Matrix::new(dx, w.len() / n.max(1)));
+    Product {
+        left: Matrix::new(dy, n),
+        right,
+        out,
+        add: None,
+        epilogue: Epilogue::None,
+    }
+}
+
+/// `dw += x^T dy` or `dw = x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
+fn weight_gradient(dw: Grad, x: AnySlice, dy: AnySlice, n: usize) -> Product {
+    let (out, adds) = match dw {
+        Grad::Add(sums) => (sums.erase(), true),
+        Grad::Write(grad) => (grad, false),
+    };
+    let (k, out) = (out.len() / n.max(1), Matrix::new(out, n));
+    let add = adds.then_some(out);
+    Product {
+        left: Matrix::new(x, k).t(),
+        right: Matrix::new(dy, n),
+        out,
+        add,
+        epilogue: Epilogue::None,
+    }
+}

@@ -1,0 +1,76 @@
+//! Small messages between ranks over the communicator, also those of zero-ckpt's saves and opens.
+
+use std::time::Duration;
+
+use zero_alloc::Pool;
+use zero_alloc::device::Device;
+use zero_ckpt::{Exchange, ExchangeFn};
+use zero_comm::{CommError, Communicator};
+
+use crate::error::TrainError;
+use crate::rank::Rank;
+
+/// The exchange of a rank: through device memory, on one stream.
+pub struct RankExchange<'a, D: Device> {
+    comm: &'a dyn Communicator<D>,
+    pool: &'a Pool<D>,
+    stream: &'a D::Stream,
+    /// Timeout of the host's waits for the stream.
+    host_limit: Duration,
+}
+
+impl<'a, D: Device> RankExchange<'a, D> {
+    /// The exchange of a rank of `comm`; `host_limit` is longer than the communicator's limit.
+    pub fn new(
+        comm: &'a dyn Communicator<D>,
+        pool: &'a Pool<D>,
+        stream: &'a D::Stream,
+        host_limit: Duration,
+    ) -> Self {
+        Self {
+            comm,
+            pool,
+            stream,
+            host_limit,
+        }
+    }
+
+    /// The exchange of a rank of a run, on its communication stream.
+    pub(crate) fn of(rank: &'a Rank<D>) -> Self {
+        Self::new(
+            &*rank.comm,
+            &rank.pool,
+            &rank.comm_stream,
+            rank.settings.host_limit(),
+        )
+    }
+
+    /// Sends `message` to all ranks and returns the messages of all ranks, in rank order.
+    ///
+    /// # Errors
+    /// The communicator failed.
+    pub fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        self.comm
+            .exchange(self.pool, self.stream, message, self.host_limit)
+    }
+
+    /// All-gathers `bytes`, of the same length on all ranks. Returns them in rank order.
+    pub(crate) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<u8>, TrainError> {
+        Ok(self.exchange(bytes)?.concat())
+    }
+}
+
+impl<D: Device> Exchange for RankExchange<'_, D> {
+    type Error = TrainError;
+
+    /// Communicators have no gather to one rank; an all-gather of records of 64 bytes is small on
+    /// every rank.
+    fn gather(&mut self, record: &[u8]) -> Result<Vec<u8>, TrainError> {
+        self.all_gather(record)
+    }
+
+    fn broadcast(&mut self, message: &mut [u8], root: u64) -> Result<(), TrainError> {
+        let rank = self.comm.rank() as u64;
+        Ok(ExchangeFn::new(rank, |own: &[u8]| self.exchange(own)).broadcast(message, root)?)
+    }
+}

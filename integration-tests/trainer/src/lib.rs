@@ -1,0 +1,45 @@
+//! ZeRO stages 0 to 3 over the crates of the workspace, for any [`Model`].
+//!
+//! A model is a list of units of parameters and of passes that read them. The stages decide what is
+//! stored, gathered, reduced and freed; they know no architecture, no command line and no file of
+//! tokens. [`run_on_threads`] trains on all ranks of this process, [`run_as_rank`] and
+//! [`run_on_cuda`] as one rank of several processes.
+//!
+//! `stages::dense` (stage 0), `stages::stages_1_and_2` and `stages::stage3` each contain one
+//! algorithm. They share a `Rank` (streams, pool, communicator, layout), flat storages, the
+//! reduction of gradients, and the end of a step.
+
+mod error;
+mod exchange;
+#[cfg(test)]
+mod fixtures;
+mod launch;
+mod model;
+mod offload;
+pub mod param_groups;
+mod rank;
+mod rank_bytes;
+mod run;
+mod saving;
+mod stages;
+mod step;
+mod telemetry;
+mod validation;
+mod workload;
+
+pub use error::TrainError;
+pub use exchange::RankExchange;
+pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
+pub use model::{Grad, Model, ModelError, Pass};
+pub use offload::settings::{Home, OffloadSettings, StateFormat};
+pub use rank::Settings;
+pub use rank_bytes::{RankBytes, piece_elems, scratch_elems, wide_moments};
+pub use saving::replicas::ReplicaChecks;
+pub use saving::state::TrainerState;
+pub use stages::stage::device_steps;
+pub use step::recorder::AT_STAGE_3;
+pub use telemetry::breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
+pub use telemetry::memory_trace::{MemoryPoint, MemoryTrace};
+pub use telemetry::metrics::{CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics};
+pub use validation::{Best, Validation, ValidationData, ValidationOptions};
+pub use workload::{BatchAt, InitialWeights, RankSummary, RunOptions, Workload};

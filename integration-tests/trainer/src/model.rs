@@ -1,0 +1,139 @@
+//! The interface of a model: units of parameters, and passes that read them.
+//!
+//! A [`Model`] computes and owns activations only. The stages pass it parameters before each pass
+//! and read gradients after it, so that they decide what is stored, gathered, reduced and freed. A
+//! pass usually reads one unit; the head of a GPT-2 with a tied embedding reads two.
+
+use std::error::Error;
+use std::ops::Range;
+
+use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+
+/// The error of a model or of its data, in whatever type they have. Its text is the whole message.
+pub type ModelError = Box<dyn Error + Send + Sync>;
+
+/// A part of the model between two points where parameters may be gathered and freed. Backward runs
+/// the passes in reverse; in the last pass, whose backward follows its forward, both read the same
+/// units.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pass {
+    /// Units whose parameters the forward reads.
+    pub forward_reads: Vec<usize>,
+    /// Units whose parameters the backward reads.
+    pub backward_reads: Vec<usize>,
+    /// Units to whose gradients the backward adds.
+    pub grads: Vec<usize>,
+}
+
+/// The place of a unit's gradient in a backward pass.
+#[derive(Clone, Copy, Debug)]
+pub enum Grad {
+    /// fp32 sums, to which the pass adds.
+    Add(DeviceSlice<f32>),
+    /// The gradient in the dtype of communication, which the pass writes: every element of every
+    /// tensor of the unit exactly once, each an fp32 sum rounded once. Only if
+    /// [`Model::writes_grad`] returns true for the pass and the unit.
+    Write(AnySlice),
+}
+
+impl Grad {
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// `range` is not within the gradient, as with a Rust slice.
+    #[must_use]
+    pub fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::Add(sums) => Self::Add(sums.slice(range)),
+            Self::Write(out) => Self::Write(out.slice(range)),
+        }
+    }
+
+    /// The elements: sums, or undefined before the pass.
+    pub fn elements(self) -> AnySlice {
+        match self {
+            Self::Add(sums) => sums.erase(),
+            Self::Write(out) => out,
+        }
+    }
+
+    /// The sums to which a pass adds.
+    ///
+    /// # Errors
+    /// [`Self::Write`]: the pass cannot write a gradient. `what` names the pass.
+    pub fn sums(self, what: &str) -> Result<DeviceSlice<f32>, ModelError> {
+        match self {
+            Self::Add(sums) => Ok(sums),
+            Self::Write(_) => Err(ModelError::from(format!(
+                "{what}: this pass only adds to fp32 gradients; pass Grad::Add unless Model::writes_grad returns true"
+            ))),
+        }
+    }
+}
+
+/// A model on a device. All calls enqueue on `stream` and return.
+pub trait Model<D: Device>: Send {
+    /// Sets the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn set_batch(
+        &mut self,
+        stream: &D::Stream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), ModelError>;
+
+    /// Computes pass `pass` forward; `params` are the flat parameters of its `forward_reads`, in
+    /// order, in fp32, bf16 or fp16.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn forward(
+        &mut self,
+        stream: &D::Stream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), ModelError>;
+
+    /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`,
+    /// `grads` the flat gradients of its `grads`. Adds to them, or writes to them ([`Grad`]), the
+    /// gradient of the micro-batch's mean loss times `loss_scale[0]`, which is read in stream
+    /// order. fp32 sums are zero before the first pass that adds to them.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn backward(
+        &mut self,
+        stream: &D::Stream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[Grad],
+        loss_scale: DeviceSlice<f64>,
+    ) -> Result<(), ModelError>;
+
+    /// Whether the backward of `pass` can write the gradient of `unit`, instead of adding to it. No
+    /// other pass adds to such a gradient.
+    fn writes_grad(&self, _pass: usize, _unit: usize) -> bool {
+        false
+    }
+
+    /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to
+    /// [`Model::loss`], after its forward. `params` are the flat parameters of the `forward_reads`
+    /// of the last pass. Computes no gradient.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn add_losses(
+        &mut self,
+        stream: &D::Stream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), ModelError>;
+
+    /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
+    ///
+    /// # Safety
+    /// The slice is used on the stream of the passes only, before the model is dropped.
+    unsafe fn loss(&self) -> DeviceSlice<f64>;
+}

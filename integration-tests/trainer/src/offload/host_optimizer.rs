@@ -1,0 +1,622 @@
+//! The optimizer of a rank: on the device, or on the host (ZeRO-Offload, ZeRO-Infinity).
+//!
+//! On the host a unit's gradient leaves the device as soon as it is complete, and its statistics
+//! are computed while backward goes on. After backward the host exchanges the statistics and
+//! decides, exactly as the device would: so clipping and loss scale are exact. Then it updates unit
+//! by unit in forward order on a separate stream, and the next forward of a unit waits for that
+//! unit's update only:
+//!
+//! ```text
+//! compute  | ... backward 1 |        | forward 0 | forward 1 | ...
+//! update   | statistics     | decide | adam 0 | adam 1 | adam 2 | ...
+//! ```
+//!
+//! The optimizer is a `ShardedAdamW<HostDevice>` on whatever device the model runs: one set of
+//! rules and one code of checkpoints. Offload differs only in where gradients (`gradients.rs`),
+//! parameters (`host_params.rs`) and state (zero-optim's `tier.rs`) are. If the device is the host,
+//! gradients and parameters stay where they are and only the streams differ, so all of it is tested
+//! without a GPU.
+//!
+//! Why the update does not begin before the norm is known: it would need a rollback, which is not
+//! exact. What the next forward does not hide is exposed; to hide it behind backward, too,
+//! gradients would have to be a step old.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Reduced, Stream};
+use zero_alloc::host::{HostDevice, HostEvent, HostStream};
+use zero_alloc::swap::SwapFile;
+use zero_alloc::{Block, Purpose};
+use zero_ckpt::Reader;
+use zero_optim::{
+    Divisor, GatheredStats, OffloadOptions, Progress, RankParams, RankStats, Segment, ShardedAdamW,
+    StateHome, StateKind, StateRange, StepOutcome, UnitSlices,
+};
+
+use crate::error::TrainError;
+use crate::exchange::RankExchange;
+use crate::offload::host_params::{HostParams, SharedParams};
+use crate::offload::settings::{Home, OffloadSettings};
+use crate::offload::unit_file::UnitFile;
+use crate::rank::Rank;
+use crate::saving::state::unreadable;
+use crate::stages::stage::{StepInputs, optimizer_of};
+use crate::telemetry::metrics::NvmeBytes;
+
+/// Elements of the weights in host memory at a time while they are set: a unit may be larger than
+/// all other host memory.
+const CHUNK_ELEMS: usize = 4 << 20;
+
+/// The optimizer of a rank.
+pub(crate) enum Optimizer<D: Device> {
+    /// On the device.
+    Device {
+        optimizer: Box<ShardedAdamW<D>>,
+        /// The parameters that it updates.
+        params: Vec<AnySlice>,
+    },
+    /// On the host.
+    Host(Box<HostOptimizer<D>>),
+}
+
+/// An optimizer on the host.
+pub(crate) struct HostOptimizer<D: Device> {
+    optimizer: ShardedAdamW<HostDevice>,
+    stream: HostStream,
+    params: SharedParams<D>,
+    /// The sums over ranks in this step, complete on `stream`.
+    grads: Vec<Option<Reduced<HostDevice>>>,
+    /// After it the host reads the unit's gradient no more.
+    released: Vec<Option<HostEvent>>,
+    /// Orders the device's reductions before the host's work.
+    copies: D::Stream,
+    loss_scale: Block<D>,
+    /// The gradients' file, if they are in one.
+    grads_file: Option<SwapFile>,
+    outcome: Option<StepOutcome>,
+    /// The units in the order in which a forward reads them.
+    order: Vec<usize>,
+    /// Streams of the device that use memory of the host.
+    device_streams: [D::Stream; 3],
+    limit: Duration,
+}
+
+impl<D: Device> Optimizer<D> {
+    /// The optimizer of `segments`. `params` are the device's parameters that belong to them, if it
+    /// has them.
+    pub(crate) fn new(
+        rank: &Rank<D>,
+        segments: Vec<Segment>,
+        params: Option<Vec<AnySlice>>,
+    ) -> Result<Self, TrainError> {
+        match params {
+            Some(params) if !rank.settings.offload.updates_on_host() => Ok(Self::Device {
+                optimizer: Box::new(optimizer_of(rank, segments)?),
+                params,
+            }),
+            params => Ok(Self::Host(Box::new(HostOptimizer::new(
+                rank, segments, params,
+            )?))),
+        }
+    }
+
+    /// The host's, if the host updates.
+    pub(crate) fn on_host(&mut self) -> Option<&mut HostOptimizer<D>> {
+        match self {
+            Self::Device { .. } => None,
+            Self::Host(host) => Some(host),
+        }
+    }
+
+    /// The parameters that the host updates, if it does.
+    pub(crate) fn host_params(&self) -> Option<SharedParams<D>> {
+        match self {
+            Self::Device { .. } => None,
+            Self::Host(host) => Some(Arc::clone(&host.params)),
+        }
+    }
+
+    /// The loss scale of a backward pass on the compute stream.
+    pub(crate) fn loss_scale(&self) -> Result<DeviceSlice<f64>, TrainError> {
+        match self {
+            // SAFETY: backward passes read it on the compute stream only, which is the optimizer's
+            // stream.
+            Self::Device { optimizer, .. } => Ok(unsafe { optimizer.device_loss_scale() }?),
+            // SAFETY: backward passes read it on the compute stream, on which it is written and
+            // which is its block's own.
+            Self::Host(host) => Ok(unsafe { host.loss_scale.slice() }.typed()?),
+        }
+    }
+
+    /// The step counts and the loss scaler's state, for a checkpoint.
+    pub(crate) fn progress(&self) -> Progress {
+        match self {
+            Self::Device { optimizer, .. } => optimizer.progress(),
+            Self::Host(host) => host.optimizer.progress(),
+        }
+    }
+
+    /// The units' segments.
+    pub(crate) fn segments(&self) -> &[Segment] {
+        match self {
+            Self::Device { optimizer, .. } => optimizer.segments(),
+            Self::Host(host) => host.optimizer.segments(),
+        }
+    }
+
+    /// Reads a range of the state as fp32.
+    pub(crate) fn read_state(
+        &mut self,
+        rank: &Rank<D>,
+        range: &StateRange,
+        out: &mut [f32],
+    ) -> Result<(), TrainError> {
+        let (limit, unit) = (rank.settings.host_limit(), range.unit);
+        match self {
+            Self::Device { optimizer, params } => {
+                Ok(optimizer.read_state(&rank.compute, range, &[(params[unit], 0)], out, limit)?)
+            }
+            Self::Host(host) => {
+                let reads =
+                    range.kind == StateKind::Master && host.masters_are_in_params(rank, unit);
+                let HostOptimizer {
+                    optimizer,
+                    stream,
+                    params,
+                    ..
+                } = &mut **host;
+                let mut params = params.lock();
+                if !reads {
+                    // The optimizer has the values.
+                    let param = params.unread(unit);
+                    return Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?);
+                }
+                params.read(unit, |param| {
+                    Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?)
+                })
+            }
+        }
+    }
+
+    /// Sets the weights of `unit`, of which the rank has `elems` elements, in parts: `fill` returns
+    /// those of a range.
+    pub(crate) fn set_weights(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        elems: usize,
+        mut fill: impl FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let mut values = Vec::new();
+        let parts = (0..elems)
+            .step_by(CHUNK_ELEMS)
+            .map(|start| start..elems.min(start + CHUNK_ELEMS));
+        let range = |elems| StateRange {
+            kind: StateKind::Master,
+            unit,
+            elems,
+        };
+        let limit = rank.settings.host_limit();
+        match self {
+            Self::Device { optimizer, params } => {
+                let (stream, param) = (&rank.compute, [(params[unit], 0)]);
+                for part in parts {
+                    fill(part.clone(), &mut values)?;
+                    optimizer.write_state(stream, &range(part), &param, &values, limit)?;
+                }
+                Ok(optimizer.write_unit_params(stream, unit, &param)?)
+            }
+            Self::Host(host) => {
+                let HostOptimizer {
+                    optimizer,
+                    stream,
+                    params,
+                    ..
+                } = &mut **host;
+                params.lock().update(unit, false, |param| {
+                    let param = [(param, 0)];
+                    for part in parts {
+                        fill(part.clone(), &mut values)?;
+                        optimizer.write_state(stream, &range(part), &param, &values, limit)?;
+                    }
+                    Ok(optimizer.write_unit_params(stream, unit, &param)?)
+                })
+            }
+        }
+    }
+
+    /// Loads weights, moments and progress from a checkpoint.
+    pub(crate) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
+        let (layout, index, limit) = (
+            &*rank.layout,
+            rank.comm.rank() as u64,
+            rank.settings.host_limit(),
+        );
+        match self {
+            Self::Device { optimizer, params } => {
+                let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
+                let own = RankParams {
+                    layout,
+                    rank: index,
+                    params: &params,
+                };
+                optimizer
+                    .load(&rank.compute, reader, &own, limit)
+                    .map_err(unreadable)
+            }
+            Self::Host(host) => {
+                let HostOptimizer {
+                    optimizer,
+                    stream,
+                    params,
+                    ..
+                } = &mut **host;
+                let mut params = params.lock();
+                for unit in 0..rank.units() {
+                    params.update(unit, false, |param| {
+                        let own = RankParams {
+                            layout,
+                            rank: index,
+                            params: &[(param, 0)],
+                        };
+                        optimizer
+                            .load_unit(stream, reader, unit, &own, limit)
+                            .map_err(unreadable)
+                    })?;
+                }
+                optimizer.load_progress(reader).map_err(unreadable)
+            }
+        }
+    }
+}
+
+/// The name of a rank's stream of updates on the host.
+pub(crate) fn update_track(rank: usize) -> String {
+    format!("rank {rank} update")
+}
+
+impl<D: Device> HostOptimizer<D> {
+    fn new(
+        rank: &Rank<D>,
+        segments: Vec<Segment>,
+        on_device: Option<Vec<AnySlice>>,
+    ) -> Result<Self, TrainError> {
+        let index = rank.comm.rank();
+        let Rank { settings, host, .. } = rank;
+        let stream = host.plain.device().create_stream(&update_track(index))?;
+        let copies = rank
+            .pool
+            .device()
+            .create_stream(&format!("rank {index} copies"))?;
+        // Before the state, whose first use of the disk would delay pinning.
+        let params = HostParams::new(rank, &stream, &segments, on_device)?;
+        let shards_of = settings.stage.shards_optimizer().then_some(index as u64);
+        let groups = rank.groups.of(&rank.layout, shards_of)?;
+        let (config, dtype) = (settings.optimizer.clone(), settings.dtype);
+        let options = &settings.offload;
+        let optimizer = match options.state() {
+            None => ShardedAdamW::with_groups(
+                &host.plain,
+                host.kernels.clone(),
+                &stream,
+                config,
+                dtype,
+                segments,
+                &groups,
+            )?,
+            Some(state) => ShardedAdamW::offloaded(
+                &host.plain,
+                match options.optimizer {
+                    Home::Nvme(_) => host.nvme_kernels.clone(),
+                    _ => host.kernels.clone(),
+                },
+                &stream,
+                config,
+                dtype,
+                segments,
+                &groups,
+                &state,
+            )?,
+        };
+        if index == 0 {
+            let files = [optimizer.file(), params.file()].into_iter().flatten();
+            let mut notices: Vec<_> = files.flat_map(SwapFile::notices).collect();
+            notices.dedup();
+            notices.iter().for_each(|notice| tracing::warn!("{notice}"));
+        }
+        let loss_scale = rank
+            .pool
+            .allocate(1, DType::F64, Purpose::Workspace, &rank.compute)?;
+        let mut order: Vec<usize> = rank
+            .passes
+            .iter()
+            .flat_map(|pass| pass.forward_reads.clone())
+            .collect();
+        order.extend(0..rank.units());
+        let mut seen = vec![false; rank.units()];
+        order.retain(|&unit| !std::mem::replace(&mut seen[unit], true));
+        let units = rank.units();
+        let device_streams = [
+            rank.compute.clone(),
+            rank.comm_stream.clone(),
+            copies.clone(),
+        ];
+        Ok(Self {
+            optimizer,
+            stream,
+            params: Arc::new(Mutex::new(params)),
+            grads: (0..units).map(|_| None).collect(),
+            released: vec![None; units],
+            copies,
+            loss_scale,
+            grads_file: None,
+            outcome: None,
+            order,
+            device_streams,
+            limit: settings.host_limit(),
+        })
+    }
+
+    /// Whether masters of `unit`, or a part of them, are its parameters.
+    fn masters_are_in_params(&self, rank: &Rank<D>, unit: usize) -> bool {
+        let frozen = || {
+            self.optimizer
+                .pieces(unit)
+                .iter()
+                .any(|piece| piece.state.is_none())
+        };
+        rank.settings.dtype == DType::F32 || rank.settings.offload.format.remainder || frozen()
+    }
+
+    /// Uploads the loss scale of the next backward. Blocks the host.
+    pub(crate) fn upload_loss_scale(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        // SAFETY: as in `Optimizer::loss_scale`.
+        let slice = unsafe { self.loss_scale.slice() };
+        let scale = self.optimizer.loss_scale().to_ne_bytes();
+        Ok(rank
+            .pool
+            .device()
+            .upload(&rank.compute, &scale, slice, rank.settings.host_limit())?)
+    }
+
+    /// The stream of the host's work.
+    pub(crate) fn stream(&self) -> &HostStream {
+        &self.stream
+    }
+
+    /// The stream of copies from the device.
+    pub(crate) fn copies(&self) -> &D::Stream {
+        &self.copies
+    }
+
+    /// Makes `stream` wait until the host has read the gradient of `unit` of an earlier step.
+    pub(crate) fn wait_for_release(
+        &mut self,
+        rank: &Rank<D>,
+        stream: &D::Stream,
+        unit: usize,
+    ) -> Result<(), TrainError> {
+        match self.released[unit].take() {
+            Some(released) => Ok(rank.pool.device().wait_for_host(
+                stream,
+                &released,
+                rank.settings.host_limit(),
+            )?),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes the sum of a step over ranks of `unit`, in memory that the host can access, and
+    /// enqueues its statistics.
+    pub(crate) fn take_sum(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        reduced: &Reduced<D>,
+    ) -> Result<(), TrainError> {
+        let slice = reduced.wait_on(&self.copies)?;
+        let done = self.copies.record()?;
+        rank.pool
+            .device()
+            .host_waits(&self.stream, &done, rank.settings.host_limit())?;
+        self.take_host_sum(unit, slice)
+    }
+
+    /// [`Self::take_sum`] of a slice that is complete on the host's stream.
+    pub(crate) fn take_host_sum(&mut self, unit: usize, slice: AnySlice) -> Result<(), TrainError> {
+        self.enqueue_stats(unit, slice)?;
+        // SAFETY: complete at this point of the stream; the next reduction waits for `released`.
+        self.grads[unit] = Some(unsafe { Reduced::new(slice, self.stream.record()?) });
+        Ok(())
+    }
+
+    /// Enqueues the statistics of a sum that is complete on the host's stream, on which its later
+    /// uses are, too.
+    pub(crate) fn enqueue_stats(&mut self, unit: usize, sum: AnySlice) -> Result<(), TrainError> {
+        // SAFETY: complete at this point of the stream; later writes wait for it or are behind it.
+        let sum = unsafe { Reduced::new(sum, self.stream.record()?) };
+        self.optimizer
+            .enqueue_unit_stats(&self.stream, unit, &sum)?;
+        self.released[unit] = Some(self.stream.record()?);
+        Ok(())
+    }
+
+    /// Exchanges the statistics of the step and decides. Blocks the host until backward has ended.
+    pub(crate) fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
+        let (device, limit) = (rank.pool.device(), rank.settings.host_limit());
+        let (mut loss, mut flags) = ([0; 8], [0; 8]);
+        device.download(&rank.compute, inputs.loss.erase(), &mut loss, limit)?;
+        // SAFETY: the same memory as bytes, for which the maker of `flags` made the same promises.
+        let of_flags = unsafe {
+            AnySlice::from_raw_parts(
+                inputs.flags.as_ptr().cast(),
+                8,
+                DType::U8,
+                inputs.flags.device(),
+            )
+        };
+        device.download(&rank.compute, of_flags, &mut flags, limit)?;
+        let mut own = self
+            .optimizer
+            .rank_stats(&self.stream, f64::from_ne_bytes(loss), limit)?;
+        own.flags = u64::from_ne_bytes(flags);
+        let gathered = RankExchange::of(rank).all_gather(bytemuck::bytes_of(&own))?;
+        let ranks: Vec<RankStats> = gathered
+            .chunks_exact(size_of::<RankStats>())
+            .map(bytemuck::pod_read_unaligned)
+            .collect();
+        let stats = GatheredStats::new(
+            &ranks,
+            Divisor::MicroBatches(rank.settings.grad_accum_steps),
+        );
+        self.outcome = Some(self.optimizer.decide(&self.stream, stats, limit)?);
+        self.upload_loss_scale(rank)
+    }
+
+    /// Enqueues the decided updates, unit by unit in forward order. `on_file`: the gradients,
+    /// unless they are in memory.
+    pub(crate) fn update(
+        &mut self,
+        rank: &Rank<D>,
+        mut on_file: Option<&mut UnitFile>,
+    ) -> Result<(), TrainError> {
+        if self.outcome.as_ref().is_none_or(StepOutcome::is_skipped) {
+            return Ok(());
+        }
+        let Self {
+            optimizer,
+            stream,
+            params,
+            grads,
+            released,
+            order,
+            ..
+        } = self;
+        let mut params = params.lock();
+        // The device reads the parameters of the last step no more.
+        for device_stream in [&rank.compute, &rank.comm_stream] {
+            params.wait_for_device(&device_stream.record()?)?;
+        }
+        let overwritten =
+            rank.settings.dtype != DType::F32 && !rank.settings.offload.format.remainder;
+        for &unit in order.iter().filter(|unit| rank.trains(**unit)) {
+            let overwritten = overwritten
+                && optimizer
+                    .pieces(unit)
+                    .iter()
+                    .all(|piece| piece.state.is_some());
+            let mut update = |grad: &Reduced<HostDevice>| {
+                params.update(unit, overwritten, |param| {
+                    Ok(optimizer.enqueue_unit_update(
+                        stream,
+                        unit,
+                        &UnitSlices {
+                            grad,
+                            param: &[(param, 0)],
+                        },
+                    )?)
+                })
+            };
+            match (&mut on_file, &grads[unit]) {
+                (Some(file), _) => file.read(unit, |grad| {
+                    let done = stream.record()?;
+                    // SAFETY: complete at this point of the stream, on which it is read.
+                    update(&unsafe { Reduced::new(grad, done) })
+                })?,
+                (None, Some(grad)) => update(grad)?,
+                (None, None) => continue,
+            }
+            released[unit] = Some(stream.record()?);
+        }
+        if !rank.settings.overlap {
+            stream.synchronize(rank.settings.host_limit())?;
+        }
+        Ok(())
+    }
+
+    /// The outcome of the step.
+    pub(crate) fn outcome(&mut self) -> Option<StepOutcome> {
+        self.outcome.take()
+    }
+
+    /// Blocks the host until its updates have run.
+    pub(crate) fn synchronize(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        Ok(self.stream.synchronize(rank.settings.host_limit())?)
+    }
+
+    /// The scratch files: their length, and what was read and written so far; `None` if there are
+    /// none.
+    pub(crate) fn nvme(&self) -> Option<NvmeBytes> {
+        let params = self.params.lock();
+        let files = [
+            self.optimizer.file(),
+            params.file(),
+            self.grads_file.as_ref(),
+        ];
+        let bytes = files.into_iter().flatten().map(|file| NvmeBytes {
+            file_bytes: file.bytes(),
+            read_bytes: file.read_bytes(),
+            written_bytes: file.written_bytes(),
+        });
+        bytes.reduce(|a, b| NvmeBytes {
+            file_bytes: a.file_bytes + b.file_bytes,
+            read_bytes: a.read_bytes + b.read_bytes,
+            written_bytes: a.written_bytes + b.written_bytes,
+        })
+    }
+
+    /// Takes note of the gradients' file.
+    pub(crate) fn count(&mut self, grads_file: SwapFile) {
+        self.grads_file = Some(grads_file);
+    }
+}
+
+impl<D: Device> Drop for HostOptimizer<D> {
+    fn drop(&mut self) {
+        // The host uses memory of the stage, and the device memory of the host; pools know of
+        // neither.
+        self.device_streams
+            .iter()
+            .for_each(|stream| drain(stream, self.limit));
+        drain(&self.stream, self.limit);
+        self.params.lock().drain();
+    }
+}
+
+/// Waits for all work of `stream`. One that does not end, even though its communicator was aborted,
+/// ends the process: it still uses memory that would be freed.
+pub(crate) fn drain<S: Stream>(stream: &S, limit: Duration) {
+    let Ok(end) = stream.record() else { return };
+    if end.synchronize(limit).is_err() && matches!(end.is_done(), Ok(false)) {
+        let name = stream.name();
+        tracing::error!(
+            "stream {name} did not end within {limit:?}; the process ends, because it uses memory that would be freed"
+        );
+        std::process::abort();
+    }
+}
+
+impl OffloadSettings {
+    /// Home and format of state that is not plainly in host memory.
+    fn state(&self) -> Option<OffloadOptions> {
+        let home = match &self.optimizer {
+            Home::Nvme(dir) => StateHome::Nvme {
+                dir: dir.clone(),
+                options: self.swap(),
+                buffers: self.buffers.max(1),
+            },
+            _ if self.format == super::settings::StateFormat::default() => return None,
+            _ => StateHome::Memory,
+        };
+        let format = self.format;
+        Some(
+            OffloadOptions::default()
+                .home(home)
+                .remainder(format.remainder)
+                .bf16_moments(format.bf16_moments),
+        )
+    }
+}

@@ -1,0 +1,446 @@
+//! Parameter groups of a run: rules for tensors, by name, shape and kind.
+//!
+//! A tensor belongs to the first group whose conditions it meets, otherwise it has the optimizer's
+//! own rules. Freezing all tensors of a unit (embedding, block, head) saves its gradient, its
+//! optimizer state and their communication; at stage 3 its parameters are still gathered. Backward
+//! stops behind the first unit that trains. A frozen tensor in a unit that trains has no optimizer
+//! state, but its gradient is still computed, stored and reduced. Neither kind counts in the
+//! gradient norm.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use zero_optim::{GroupRules, OptimizerConfig, ParamGroups};
+use zero_shard::{Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, ZeroStage};
+
+use crate::error::TrainError;
+
+/// A kind of tensor of a GPT-2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ParamKind {
+    /// The tables of tokens and positions.
+    Embedding,
+    /// Gains and biases of layer norms.
+    Norm,
+    /// Biases of linear layers.
+    Bias,
+    /// Matrices of linear layers, the untied head's included.
+    Linear,
+}
+
+/// The kind of a tensor by its name, as the model's architecture names its tensors.
+pub type KindOf = fn(&str) -> ParamKind;
+
+/// Conditions on tensors, and the rules of the tensors that meet all of them. A rule that is `None`
+/// is the optimizer's.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ParamGroup {
+    /// The name matches one of these patterns, in which `*` matches any text; empty: any name.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<String>,
+    /// The tensor is of one of these kinds; empty: any kind.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kinds: Vec<ParamKind>,
+    /// The tensor has at least this number of dimensions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_dims: Option<usize>,
+    /// The tensor has at most this number of dimensions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_dims: Option<usize>,
+    /// Factor of the learning rate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_scale: Option<f64>,
+    /// Weight decay.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+    /// Adam's betas.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub betas: Option<[f64; 2]>,
+    /// Whether the tensors are trained; false freezes them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trainable: Option<bool>,
+}
+
+impl ParamGroup {
+    fn matches(&self, name: &str, dims: usize, kind_of: KindOf) -> bool {
+        (self.names.is_empty()
+            || self
+                .names
+                .iter()
+                .any(|pattern| matches_pattern(pattern, name)))
+            && (self.kinds.is_empty() || self.kinds.contains(&kind_of(name)))
+            && self.min_dims.is_none_or(|least| dims >= least)
+            && self.max_dims.is_none_or(|most| dims <= most)
+    }
+
+    fn rules(&self) -> GroupRules {
+        let own = GroupRules::default();
+        GroupRules::default()
+            .lr_scale(self.lr_scale.unwrap_or(own.lr_scale))
+            .weight_decay(self.weight_decay)
+            .betas(self.betas)
+            .trainable(self.trainable.unwrap_or(own.trainable))
+    }
+}
+
+impl fmt::Display for ParamGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut conditions = self.names.clone();
+        conditions.extend(
+            self.kinds
+                .iter()
+                .map(|kind| format!("{kind:?}").to_lowercase()),
+        );
+        conditions.extend(self.min_dims.map(|n| format!("dims >= {n}")));
+        conditions.extend(self.max_dims.map(|n| format!("dims <= {n}")));
+        if conditions.is_empty() {
+            conditions.push("all".to_owned());
+        }
+        let mut rules: Vec<String> = Vec::new();
+        if self.trainable == Some(false) {
+            rules.push("frozen".to_owned());
+        }
+        rules.extend(self.lr_scale.map(|x| format!("learning rate x {x}")));
+        rules.extend(self.weight_decay.map(|x| format!("weight decay {x}")));
+        rules.extend(
+            self.betas
+                .map(|[one, two]| format!("betas {one} and {two}")),
+        );
+        if rules.is_empty() {
+            rules.push("the optimizer's rules".to_owned());
+        }
+        write!(f, "{}: {}", conditions.join(" "), rules.join(", "))
+    }
+}
+
+/// The name of a tensor of the unit in the middle.
+fn an_example(layout: &Layout) -> &str {
+    let units = layout.units();
+    let params = units.get(units.len() / 2).map(|unit| &unit.params);
+    params
+        .and_then(|params| params.get(params.len() / 2))
+        .map_or("none", |param| &param.name)
+}
+
+/// Whether `name` matches `pattern`, in which `*` matches any text.
+fn matches_pattern(pattern: &str, name: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else {
+        return false;
+    };
+    let Some(last) = parts.next_back() else {
+        return rest.is_empty();
+    };
+    for part in parts {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+/// The groups of a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GroupSettings {
+    /// The groups, in the order in which tensors are compared with them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<ParamGroup>,
+    /// No weight decay for tensors of fewer than two dimensions, unless their group has one.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub no_decay_1d: bool,
+}
+
+impl GroupSettings {
+    /// Whether all tensors have the optimizer's own rules.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The rules of each tensor of the model.
+    ///
+    /// # Errors
+    /// A rule is out of range, no tensor is in a group, or no tensor is trained.
+    pub fn resolve(&self, layout: &Layout, kind_of: KindOf) -> Result<ModelGroups, TrainError> {
+        let (mut rules, mut matched) = (Vec::new(), vec![false; self.groups.len()]);
+        let mut place_of = |param: &ParamPlacement| {
+            let group = self
+                .groups
+                .iter()
+                .position(|group| group.matches(&param.name, param.shape.len(), kind_of));
+            let mut own = group.map_or_else(GroupRules::default, |group| {
+                matched[group] = true;
+                self.groups[group].rules()
+            });
+            if self.no_decay_1d && param.shape.len() < 2 {
+                own.weight_decay.get_or_insert(0.0);
+            }
+            rules
+                .iter()
+                .position(|other| *other == own)
+                .unwrap_or_else(|| {
+                    rules.push(own);
+                    rules.len() - 1
+                })
+        };
+        let units = layout
+            .units()
+            .iter()
+            .map(|unit| unit.params.iter().map(&mut place_of).collect())
+            .collect();
+        if let Some(group) = matched.iter().position(|matched| !matched) {
+            return Err(TrainError::Usage(format!(
+                "param_groups[{group}] ({}): no tensor of the model meets its conditions, or all are in earlier groups; \
+                 names are those of the model's weights, such as {}",
+                self.groups[group],
+                an_example(layout)
+            )));
+        }
+        for rules in &rules {
+            rules
+                .check()
+                .map_err(|error| TrainError::Usage(format!("param_groups: {error}")))?;
+        }
+        let groups = ModelGroups { rules, units };
+        match (0..groups.units.len()).all(|unit| groups.is_frozen(unit)) {
+            true => Err(TrainError::Usage(
+                "param_groups freeze every tensor of the model: nothing is left to train".into(),
+            )),
+            false => Ok(groups),
+        }
+    }
+}
+
+impl fmt::Display for GroupSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut all: Vec<String> = self.groups.iter().map(ToString::to_string).collect();
+        if self.no_decay_1d {
+            all.push("dims <= 1: weight decay 0".to_owned());
+        }
+        f.write_str(&if all.is_empty() {
+            "none".to_owned()
+        } else {
+            all.join("; ")
+        })
+    }
+}
+
+/// The rules of all tensors of a model.
+#[derive(Clone, Debug)]
+pub struct ModelGroups {
+    rules: Vec<GroupRules>,
+    /// For each unit the positions of its tensors' rules.
+    units: Vec<Vec<usize>>,
+}
+
+impl ModelGroups {
+    /// Whether all tensors of the unit are frozen.
+    pub fn is_frozen(&self, unit: usize) -> bool {
+        self.units[unit]
+            .iter()
+            .all(|rules| !self.rules[*rules].trainable)
+    }
+
+    /// The number of distinct sets of learning rate and betas, the optimizer's own included.
+    pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
+        ParamGroups::new(self.rules.clone(), []).rate_sets(config)
+    }
+
+    /// The groups of the shard storage of `rank`, or of the whole storage.
+    ///
+    /// # Errors
+    /// There is no such rank.
+    pub fn of(&self, layout: &Layout, rank: Option<u64>) -> Result<ParamGroups, ShardError> {
+        let group_of = |id: ParamId| self.units[id.unit][id.param];
+        let runs = match rank {
+            Some(rank) => layout.group_runs(rank, group_of)?,
+            None => layout.whole_group_runs(group_of),
+        };
+        Ok(ParamGroups::new(self.rules.clone(), runs))
+    }
+
+    /// The state of the rank that holds the most: [`Layout::state_bytes`] without gradients of
+    /// frozen units and optimizer state of frozen tensors. `None` if a sum does not fit 64 bits.
+    pub fn state_bytes(
+        &self,
+        layout: &Layout,
+        stage: ZeroStage,
+        widths: &Widths,
+    ) -> Option<StateBytes> {
+        let all = layout.state_bytes(stage, widths).ok()?;
+        if self.rules.iter().all(|rules| rules.trainable) {
+            return Some(all);
+        }
+        let units = || {
+            layout
+                .units()
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| !self.is_frozen(*i))
+        };
+        let grads = units().map(|(_, u)| {
+            if stage.shards_grads() {
+                u.shard_elems
+            } else {
+                u.padded_elems
+            }
+        });
+        let held = |rank: Option<u64>| -> Option<u64> {
+            let ParamGroups { rules, runs } = self.of(layout, rank).ok()?;
+            let trained = runs.iter().filter(|run| rules[run.group].trainable);
+            Some(trained.map(|run| run.elems.len() as u64).sum())
+        };
+        let most = match stage.shards_optimizer() {
+            true => (0..layout.world_size())
+                .map(|rank| held(Some(rank)))
+                .max()
+                .flatten()
+                .unwrap_or(0),
+            false => held(None)?,
+        };
+        Some(StateBytes {
+            grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
+            optimizer_bytes: most.checked_mul(widths.optimizer_bytes)?,
+            ..all
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{kind_of, units};
+
+    fn layout(ranks: u64) -> Layout {
+        Layout::new(&units(), ranks, 4).unwrap()
+    }
+
+    #[test]
+    fn patterns_match_names() {
+        for (pattern, name, matches) in [
+            ("a.b", "a.b", true),
+            ("a.b", "a.b.c", false),
+            ("a.*", "a.b.c", true),
+            ("*.bias", "a.bias", true),
+            ("*.bias", "a.bias.c", false),
+            ("a.*.c*d", "a.x.cyd", true),
+            ("a.*.c*d", "a.x.d", false),
+            ("*", "", true),
+            ("a*a", "a", false),
+        ] {
+            assert_eq!(matches_pattern(pattern, name), matches, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn first_group_decides() {
+        let json = r#"[{"names": ["transformer.h.0.*"], "trainable": false},
+            {"kinds": ["norm", "bias"], "weight_decay": 0.5}, {"max_dims": 1, "lr_scale": 2.0}]"#;
+        let groups: Vec<ParamGroup> = serde_json::from_str(json).unwrap();
+        let none_left = GroupSettings {
+            groups: groups.clone(),
+            no_decay_1d: false,
+        }
+        .resolve(&layout(2), kind_of)
+        .unwrap_err();
+        assert!(
+            none_left
+                .to_string()
+                .contains("param_groups[2] (dims <= 1: learning rate x 2)"),
+            "{none_left}"
+        );
+        let settings = GroupSettings {
+            groups: groups[..2].to_vec(),
+            no_decay_1d: true,
+        };
+        assert_eq!(
+            settings.to_string(),
+            "transformer.h.0.*: frozen; norm bias: weight decay 0.5; dims <= 1: weight decay 0"
+        );
+        let resolved = settings.resolve(&layout(2), kind_of).unwrap();
+        assert!(resolved.is_frozen(1) && !resolved.is_frozen(0) && !resolved.is_frozen(2));
+        // The group's decay remains; only tensors outside of it have none.
+        assert!(
+            resolved
+                .rules
+                .iter()
+                .all(|rules| rules.weight_decay != Some(0.0) || !rules.trainable)
+        );
+        let all = ParamGroup {
+            trainable: Some(false),
+            ..ParamGroup::default()
+        };
+        let error = GroupSettings {
+            groups: vec![all],
+            no_decay_1d: false,
+        }
+        .resolve(&layout(2), kind_of)
+        .unwrap_err();
+        assert!(
+            error.to_string().contains("nothing is left to train"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn runs_cover_what_a_rank_holds() {
+        let settings = GroupSettings {
+            groups: Vec::new(),
+            no_decay_1d: true,
+        };
+        let layout = layout(3);
+        let groups = settings.resolve(&layout, kind_of).unwrap();
+        for rank in 0..3 {
+            let runs = groups.of(&layout, Some(rank)).unwrap().runs;
+            assert_eq!(runs.last().unwrap().elems.end as u64, layout.shard_elems());
+            assert!(
+                runs.windows(2)
+                    .all(|two| two[0].elems.end == two[1].elems.start)
+            );
+        }
+    }
+
+    #[test]
+    fn frozen_units_have_no_state() {
+        let block = ParamGroup {
+            names: vec!["transformer.h.0.*".into()],
+            trainable: Some(false),
+            ..Default::default()
+        };
+        let groups = GroupSettings {
+            groups: vec![block],
+            no_decay_1d: false,
+        };
+        let (layout, widths) = (layout(2), Widths::adam(2, 1));
+        let groups = groups.resolve(&layout, kind_of).unwrap();
+        let block = &layout.units()[1];
+        for stage in [
+            ZeroStage::Zero,
+            ZeroStage::One,
+            ZeroStage::Two,
+            ZeroStage::Three,
+        ] {
+            let (all, ours) = (
+                layout.state_bytes(stage, &widths).unwrap(),
+                groups.state_bytes(&layout, stage, &widths).unwrap(),
+            );
+            let elems = |sharded| {
+                if sharded {
+                    block.shard_elems
+                } else {
+                    block.padded_elems
+                }
+            };
+            assert_eq!(all.params_bytes, ours.params_bytes);
+            assert_eq!(
+                all.grads_bytes - ours.grads_bytes,
+                elems(stage.shards_grads()) * widths.grad_bytes
+            );
+            let state = elems(stage.shards_optimizer()) * widths.optimizer_bytes;
+            assert_eq!(all.optimizer_bytes - ours.optimizer_bytes, state);
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! A rank's resources: streams, memory, communicator and kernels, and the layout that all ranks
+//! share.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::Pool;
+use zero_alloc::device::{DType, Device, DeviceKind, Memory, Stream};
+use zero_alloc::host::{HostDevice, Timeline};
+use zero_comm::{Communicator, PrefetchOptions};
+use zero_kernels::Kernels;
+use zero_kernels::host::HostKernels;
+use zero_optim::OptimizerConfig;
+use zero_shard::{Layout, UnitLayout, Widths, ZeroStage};
+
+use crate::error::TrainError;
+use crate::model::Pass;
+use crate::offload::settings::OffloadSettings;
+use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
+use crate::step::recorder::Record;
+
+/// Settings that are equal on all ranks.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The ZeRO stage.
+    pub stage: ZeroStage,
+    /// Type of parameters, and of gradients in collectives.
+    pub dtype: DType,
+    /// Micro-batches of a step.
+    pub grad_accum_steps: usize,
+    /// Whether stages 0 and 1 reduce gradients after every micro-batch, as stages 2 and 3 do, with
+    /// the same bits. If not, they sum micro-batches on each rank and reduce once a step.
+    pub reduce_every_micro_batch: bool,
+    /// Elements of a gradient bucket.
+    pub bucket_capacity_elems: usize,
+    /// Whether communication overlaps compute. If not, each waits for the other, and no unit is
+    /// gathered ahead.
+    pub overlap: bool,
+    /// How stage 3 gathers units.
+    pub prefetch: PrefetchOptions,
+    /// The optimizer.
+    pub optimizer: OptimizerConfig,
+    /// Rules of tensors that differ from the optimizer's.
+    pub groups: GroupSettings,
+    /// The kinds of the model's tensors, for the rules.
+    pub kind_of: KindOf,
+    /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
+    pub graphs: bool,
+    /// The offload.
+    pub offload: OffloadSettings,
+    /// The timeout of a collective.
+    pub limit: Duration,
+}
+
+impl Settings {
+    /// The rules of each tensor of the model.
+    ///
+    /// # Errors
+    /// As [`GroupSettings::resolve`].
+    pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
+        self.groups.resolve(layout, self.kind_of)
+    }
+
+    /// The timeout of the host's waits for a stream: longer than a collective's, whose error names
+    /// the missing rank.
+    pub fn host_limit(&self) -> Duration {
+        self.limit.saturating_mul(2)
+    }
+
+    /// Whether each rank sums its micro-batches in fp32 and reduces the sum once a step, as DDP and
+    /// DeepSpeed do: 2 Ψ elements a step, however many micro-batches it has. The storage of stages
+    /// 0 and 1 is the place of the sum, so no scratch is needed. Otherwise every micro-batch is
+    /// reduced: with A of them (A + 1) Ψ elements at stage 2, 3 A Ψ at stage 3. The orders of
+    /// summation differ, so with A > 1 stages 0 and 1 have the bits of stages 2 and 3 only under
+    /// `--reduce-every-micro-batch`.
+    ///
+    /// Why not always: stages 2 and 3 keep only a shard of the sum; with an optimizer on the host
+    /// gradients leave the device after each micro-batch; and the sum of many micro-batches could
+    /// overflow fp16 in the collective, where each of them does not.
+    pub fn sums_locally(&self) -> bool {
+        let possible = !self.stage.shards_grads()
+            && !self.offload.updates_on_host()
+            && self.dtype != DType::F16;
+        possible && self.grad_accum_steps > 1 && !self.reduce_every_micro_batch
+    }
+
+    /// Reductions of a unit's gradient in a step.
+    pub fn reductions(&self) -> u64 {
+        if self.sums_locally() {
+            1
+        } else {
+            self.grad_accum_steps as u64
+        }
+    }
+
+    /// The dtype of stored gradients: fp32 if several micro-batches are summed.
+    pub fn grad_dtype(&self) -> DType {
+        if self.grad_accum_steps > 1 {
+            DType::F32
+        } else {
+            self.dtype
+        }
+    }
+
+    /// Gradient buckets of a rank. One rank needs none: it stores its gradients without them,
+    /// unless each micro-batch's are rounded to the dtype of communication and then summed in fp32
+    /// on the device.
+    pub fn buckets(&self, ranks: usize, on_host: bool) -> usize {
+        let sums_leave =
+            self.offload.updates_on_host() && (!on_host || self.offload.grads_on_file().is_some());
+        let stored = sums_leave || self.sums_locally() || self.grad_dtype() == self.dtype;
+        if ranks == 1 && stored { 0 } else { 2 }
+    }
+
+    /// Bytes per element, for the memory formulas.
+    pub fn widths(&self) -> Widths {
+        let widths = Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64);
+        Widths {
+            optimizer_bytes: self.offload.format.bytes(self.dtype != DType::F32),
+            ..widths
+        }
+    }
+}
+
+/// The host's side of a device.
+pub(crate) struct HostSide<D: Device> {
+    /// Memory for host operations and for copies to and from the device.
+    pub(crate) memory: Arc<dyn Memory>,
+    /// Records a graph, if the device supports it.
+    pub(crate) record: Option<Record<D>>,
+    /// Operations of the host.
+    pub(crate) kernels: Arc<dyn Kernels<HostDevice>>,
+    /// Operations of the update of state on NVMe.
+    pub(crate) nvme_kernels: Arc<dyn Kernels<HostDevice>>,
+    /// Host memory of offloaded state.
+    pub(crate) plain: Pool<HostDevice>,
+    /// Host memory for copies from and to the device.
+    pub(crate) pinned: Pool<HostDevice>,
+}
+
+impl<D: Device> HostSide<D> {
+    /// With pools of `host`, and of `memory` for copies.
+    pub(crate) fn new(
+        host: &HostDevice,
+        memory: Arc<dyn Memory>,
+        record: Option<Record<D>>,
+        threads: usize,
+    ) -> Result<Self, TrainError> {
+        let kernels = Arc::new(HostKernels::new(threads)?);
+        // One thread updates as fast as several drives read and write; more take memory bandwidth
+        // from the transfers.
+        let nvme_kernels = Arc::new(HostKernels::new(threads.div_ceil(4))?);
+        let plain = Pool::new(host.clone(), usize::MAX);
+        let pinned = Pool::new(host.clone().with_memory(Arc::clone(&memory))?, usize::MAX);
+        Ok(Self {
+            memory,
+            record,
+            kernels,
+            nvme_kernels,
+            plain,
+            pinned,
+        })
+    }
+}
+
+/// One rank of a run.
+pub(crate) struct Rank<D: Device> {
+    /// The group of ranks.
+    pub(crate) comm: Arc<dyn Communicator<D>>,
+    /// Operations on flat ranges.
+    pub(crate) kernels: Arc<dyn Kernels<D>>,
+    /// The pool of all device memory.
+    pub(crate) pool: Pool<D>,
+    /// Host memory and graphs.
+    pub(crate) host: HostSide<D>,
+    /// The stream of forward, backward and the optimizer.
+    pub(crate) compute: D::Stream,
+    /// The stream of collectives, ordered with compute by events alone.
+    pub(crate) comm_stream: D::Stream,
+    /// The operations of the two streams with their times.
+    pub(crate) timeline: Timeline,
+    /// The sharding of all units.
+    pub(crate) layout: Arc<Layout>,
+    /// The passes of the model.
+    pub(crate) passes: Vec<Pass>,
+    /// The rules of each tensor.
+    pub(crate) groups: ModelGroups,
+    /// Settings that are equal on all ranks.
+    pub(crate) settings: Settings,
+}
+
+impl<D: Device> Rank<D> {
+    /// A rank on `device`, whose operations `timeline` records, with new streams and a new pool.
+    /// `parts` creates the kernels and the host side.
+    pub(crate) fn new(
+        device: D,
+        timeline: Timeline,
+        comm: Arc<dyn Communicator<D>>,
+        layout: Arc<Layout>,
+        passes: Vec<Pass>,
+        settings: &Settings,
+        parts: impl FnOnce(&D, &D::Stream) -> Result<(Arc<dyn Kernels<D>>, HostSide<D>), TrainError>,
+    ) -> Result<Self, TrainError> {
+        let index = comm.rank();
+        let compute = device.create_stream(&format!("rank {index} compute"))?;
+        let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
+        let (kernels, host) = parts(&device, &compute)?;
+        let pool = Pool::new(device, usize::MAX);
+        let groups = settings.resolve_groups(&layout)?;
+        Ok(Self {
+            comm,
+            kernels,
+            pool,
+            host,
+            compute,
+            comm_stream,
+            timeline,
+            layout,
+            passes,
+            groups,
+            settings: settings.clone(),
+        })
+    }
+
+    /// Elements of `unit` that belong to parameters.
+    pub(crate) fn numel(&self, unit: usize) -> usize {
+        self.layout.units()[unit].numel_elems as usize
+    }
+
+    /// The number of units.
+    pub(crate) fn units(&self) -> usize {
+        self.layout.units().len()
+    }
+
+    /// Whether the device is the host.
+    pub(crate) fn is_host(&self) -> bool {
+        self.pool.device().kind() == DeviceKind::Host
+    }
+
+    /// Whether a tensor of `unit` is trained.
+    pub(crate) fn trains(&self, unit: usize) -> bool {
+        !self.groups.is_frozen(unit)
+    }
+
+    /// The range of the unit's flat parameter whose optimizer state this rank holds: its shard, or
+    /// all of it at stage 0.
+    pub(crate) fn held(&self, unit: &UnitLayout) -> Range<u64> {
+        match self.settings.stage.shards_optimizer() {
+            true => unit.shard(self.comm.rank() as u64),
+            false => 0..unit.padded_elems,
+        }
+    }
+
+    /// The passes whose backward is run, in reverse: behind the first that adds to a trained
+    /// gradient it has no use.
+    pub(crate) fn backward_passes(&self) -> impl Iterator<Item = (usize, &Pass)> {
+        let first = first_trained(&self.passes, &self.groups);
+        self.passes.iter().enumerate().skip(first).rev()
+    }
+
+    /// The trained units whose gradient is complete after the backward of `pass`. Backward runs
+    /// from the last pass on.
+    pub(crate) fn complete_after(&self, pass: usize) -> impl Iterator<Item = usize> + '_ {
+        complete_after(&self.passes, pass).filter(|&unit| self.trains(unit))
+    }
+
+    /// Blocks the host until both streams are idle.
+    pub(crate) fn synchronize(&self) -> Result<(), TrainError> {
+        self.compute.synchronize(self.settings.host_limit())?;
+        Ok(self.comm_stream.synchronize(self.settings.host_limit())?)
+    }
+}
+
+/// The first pass that adds to a trained gradient.
+pub(crate) fn first_trained(passes: &[Pass], groups: &ModelGroups) -> usize {
+    passes
+        .iter()
+        .position(|pass| pass.grads.iter().any(|&unit| !groups.is_frozen(unit)))
+        .unwrap_or(0)
+}
+
+/// The units whose gradient is complete after the backward of `pass`. Backward runs from the last
+/// pass on.
+pub(crate) fn complete_after(passes: &[Pass], pass: usize) -> impl Iterator<Item = usize> + '_ {
+    let grads = |p: usize| passes[p].grads.iter().copied();
+    grads(pass).filter(move |unit| !(0..pass).any(|earlier| grads(earlier).any(|u| u == *unit)))
+}

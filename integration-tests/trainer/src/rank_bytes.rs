@@ -1,0 +1,458 @@
+//! The memory of a rank on the host, computed before it starts.
+//!
+//! Why here: `RankBytes` counts a rank whose device is the host, and what a GPU's rank has in host
+//! memory; zero-shard's `MemoryModel` counts the GPU. `zero plan` and the check before a run use
+//! the same two, so a run is refused by the number that the plan shows.
+
+use serde::Serialize;
+use zero_alloc::device::DType;
+use zero_optim::StateKind;
+use zero_shard::{Layout, Tier};
+
+use crate::model::Pass;
+use crate::offload::settings::OffloadSettings;
+use crate::rank::Settings;
+use crate::stages::gradients::places;
+use crate::stages::stage::device_steps;
+
+/// The alignment of transfers to and from NVMe, in elements: 4 KiB of 16-bit parts.
+const PIECE_ALIGN_ELEMS: u64 = 2048;
+
+/// Bytes of one rank on the host at the peak of a step, by purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RankBytes {
+    /// Parameters, gradients and optimizer state.
+    pub state: u64,
+    /// Activations.
+    pub activations: u64,
+    /// Gradient buckets.
+    pub buckets: u64,
+    /// Units that stage 3 gathers.
+    pub gathered: u64,
+    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters and moments.
+    pub workspace: u64,
+    /// Buffers of transfers to and from NVMe.
+    pub transfers: u64,
+    /// The copy of the state that is written to a checkpoint in the background.
+    pub staging: u64,
+}
+
+impl RankBytes {
+    /// The bytes of a rank whose device is the host and whose model has `activations` bytes of
+    /// activations; `saves` if it writes checkpoints. `None` if a sum does not fit 64 bits.
+    pub fn new(
+        settings: &Settings,
+        layout: &Layout,
+        passes: &[Pass],
+        activations: u64,
+        saves: bool,
+    ) -> Option<Self> {
+        let widths = settings.widths();
+        let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems);
+        let groups = settings.resolve_groups(layout).ok()?;
+        let upcast = |pass: &Pass| pass.forward_reads.iter().map(elems).sum::<u64>();
+        let upcast = if settings.dtype == DType::F32 {
+            0
+        } else {
+            passes.iter().map(upcast).max().unwrap_or(0)
+        };
+        // The host's models add to fp32 gradients.
+        let scratch =
+            scratch_elems(settings, layout, passes, &|_, _| false)?.checked_add(upcast)?;
+        let rate_sets = groups.rate_sets(&settings.optimizer);
+        let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
+        let count = settings.buckets(layout.world_size() as usize, true) as u64;
+        let buckets = (settings.bucket_capacity_elems as u64)
+            .max(layout.world_size())
+            .checked_mul(count)?;
+        let gathered = if settings.stage.shards_params() {
+            gathered_elems(settings, layout, passes)
+        } else {
+            0
+        };
+        let state = groups.state_bytes(layout, settings.stage, &widths)?;
+        let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
+        let params = in_memory(settings.offload.params.tier(), state.params_bytes);
+        let optimizer = in_memory(settings.offload.optimizer.tier(), state.optimizer_bytes);
+        let workspace = scratch
+            .checked_mul(size_of::<f32>() as u64)?
+            .checked_add(steps)?;
+        Some(Self {
+            state: params
+                .checked_add(in_memory(settings.offload.params.tier(), state.grads_bytes))?
+                .checked_add(optimizer)?,
+            activations,
+            buckets: buckets.checked_mul(widths.comm_grad_bytes)?,
+            gathered: gathered.checked_mul(widths.param_bytes)?,
+            workspace: workspace.checked_add(wide_moments(settings, layout)?)?,
+            transfers: transfers(settings, layout)?,
+            staging: staging(settings, layout, saves)?,
+        })
+    }
+
+    /// The host memory of a rank whose device is a GPU, with `checkpoints` bytes of activation
+    /// checkpoints on the host. `None` if a sum does not fit 64 bits.
+    pub fn host_of_gpu(
+        settings: &Settings,
+        layout: &Layout,
+        checkpoints: u64,
+        saves: bool,
+    ) -> Option<Self> {
+        let (widths, offload) = (settings.widths(), &settings.offload);
+        let groups = settings.resolve_groups(layout).ok()?;
+        let state = groups.state_bytes(layout, settings.stage, &widths)?;
+        let on_host = |tier: Tier, bytes: u64| if tier == Tier::Host { bytes } else { 0 };
+        let updated = if offload.updates_on_host() {
+            state.optimizer_bytes / widths.optimizer_bytes
+        } else {
+            0
+        };
+        // The host updates a copy of parameters that are on the device.
+        let copied = if offload.params.tier() == Tier::Device {
+            updated
+        } else {
+            0
+        };
+        let parts = [
+            on_host(offload.params.tier(), state.params_bytes),
+            on_host(offload.optimizer.tier(), state.optimizer_bytes),
+            if offload.grads_on_file().is_some() {
+                0
+            } else {
+                updated.checked_mul(widths.grad_bytes)?
+            },
+            copied.checked_mul(widths.param_bytes)?,
+        ];
+        Some(Self {
+            state: parts.into_iter().try_fold(0, u64::checked_add)?,
+            activations: if offload.activations { checkpoints } else { 0 },
+            workspace: wide_moments(settings, layout)?,
+            transfers: transfers(settings, layout)?,
+            staging: staging(settings, layout, saves)?,
+            ..Self::default()
+        })
+    }
+
+    /// The sum.
+    pub fn total(&self) -> u64 {
+        let Self {
+            state,
+            activations,
+            buckets,
+            gathered,
+            workspace,
+            transfers,
+            staging,
+        } = *self;
+        let parts = [
+            state,
+            activations,
+            buckets,
+            gathered,
+            workspace,
+            transfers,
+            staging,
+        ];
+        parts.into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// Elements of flat fp32 gradients of units in backward. `writes(pass, unit)`: whether the model's
+/// pass writes the gradient of the unit instead of adding to it. `None` if the sum does not fit 64
+/// bits, or a rule of tensors has no match.
+pub fn scratch_elems(
+    settings: &Settings,
+    layout: &Layout,
+    passes: &[Pass],
+    writes: &dyn Fn(usize, usize) -> bool,
+) -> Option<u64> {
+    let groups = settings.resolve_groups(layout).ok()?;
+    let (_, slots) = places(settings, layout, passes, &groups, writes);
+    slots
+        .iter()
+        .try_fold(0, |sum: u64, &elems| sum.checked_add(elems as u64))
+}
+
+/// Elements of the largest sub-group of optimizer state that is read from NVMe at once.
+pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
+    let held = |u: &zero_shard::UnitLayout| match settings.stage.shards_optimizer() {
+        true => u.shard_elems,
+        false => u.padded_elems,
+    };
+    let largest = layout.units().iter().map(held).max().unwrap_or(0);
+    let elems = largest.min(settings.optimizer.sub_group_elems as u64);
+    elems
+        .checked_next_multiple_of(PIECE_ALIGN_ELEMS)
+        .unwrap_or(elems)
+}
+
+/// Bytes of the moments of a sub-group in fp32, if they are kept in bf16. `None`: more than 64 bits
+/// can count.
+pub fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
+    let widens = settings.offload.updates_on_host() && settings.offload.format.bf16_moments;
+    piece_elems(settings, layout).checked_mul(if widens {
+        2 * size_of::<f32>() as u64
+    } else {
+        0
+    })
+}
+
+/// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.
+fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
+    let (widths, offload) = (settings.widths(), &settings.offload);
+    let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
+    let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
+    let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;
+    let shard = layout
+        .units()
+        .iter()
+        .map(|u| u.shard_elems)
+        .max()
+        .unwrap_or(0);
+    // Those of units ahead, one in use, one that is updated and one that is written.
+    let shards = OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3;
+    let shards = on_nvme(offload.params.tier(), shards)
+        .checked_mul(shard)?
+        .checked_mul(widths.param_bytes)?;
+    // Two units that leave the device, and two whose sums are read or written.
+    let grads = on_nvme(
+        offload.params.tier(),
+        2 * (widths.comm_grad_bytes + widths.grad_bytes),
+    )
+    .checked_mul(shard)?;
+    pieces.checked_add(shards)?.checked_add(grads)
+}
+
+/// The copy for a checkpoint. State on NVMe is saved without one.
+fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
+    let saved = if saves && !settings.offload.uses_nvme() {
+        layout.shard_elems()
+    } else {
+        0
+    };
+    saved.checked_mul((StateKind::ALL.len() * size_of::<f32>()) as u64)
+}
+
+/// The most elements that are gathered at once: those of a pass, of the next uses, and small units
+/// that stay gathered.
+fn gathered_elems(settings: &Settings, layout: &Layout, passes: &[Pass]) -> u64 {
+    let options = settings.prefetch;
+    let elems = |unit: usize| layout.units().get(unit).map_or(0, |u| u.padded_elems);
+    let is_kept = |unit: &usize| elems(*unit) <= options.persistence_threshold_elems as u64;
+    let kept: u64 = (0..layout.units().len()).filter(is_kept).map(elems).sum();
+    let forward = passes.iter().map(|pass| &pass.forward_reads);
+    let reads: Vec<&Vec<usize>> = forward
+        .chain(passes.iter().rev().map(|pass| &pass.backward_reads))
+        .collect();
+    let live = (0..reads.len()).map(|at| {
+        let now = reads[at];
+        let later = reads[at + 1..].iter().copied().flatten().copied();
+        let later = later.filter(|unit| !now.contains(unit)).take(options.ahead);
+        let mut ahead = 0;
+        for elems in later.filter(|unit| !is_kept(unit)).map(elems) {
+            if ahead > 0 && ahead + elems > options.ahead_elems as u64 {
+                break;
+            }
+            ahead += elems;
+        }
+        let now = now
+            .iter()
+            .filter(|unit| !is_kept(unit))
+            .map(|&unit| elems(unit))
+            .sum::<u64>();
+        now + ahead
+    });
+    kept.saturating_add(live.max().unwrap_or(0))
+        .min((options.max_live_elems as u64).max(1))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::time::Duration;
+
+    use zero_comm::PrefetchOptions;
+    use zero_optim::OptimizerConfig;
+    use zero_shard::ZeroStage;
+
+    use super::*;
+    use crate::fixtures::{kind_of, passes, units};
+    use crate::launch::SHARD_ALIGN_ELEMS;
+    use crate::offload::settings::{Home, StateFormat};
+    use crate::param_groups::GroupSettings;
+
+    pub(crate) fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
+        Settings {
+            stage,
+            dtype: DType::Bf16,
+            grad_accum_steps: 1,
+            reduce_every_micro_batch: false,
+            bucket_capacity_elems: 1 << 16,
+            overlap: true,
+            prefetch: PrefetchOptions::default(),
+            optimizer: OptimizerConfig::default().sub_group_elems(1000),
+            groups: GroupSettings::default(),
+            kind_of,
+            graphs: false,
+            offload,
+            limit: Duration::ZERO,
+        }
+    }
+
+    fn nvme() -> Home {
+        Home::Nvme("/x".into())
+    }
+
+    #[test]
+    fn tiers_replace_memory_by_buffers() {
+        let layout = Layout::new(&units(), 2, SHARD_ALIGN_ELEMS).unwrap();
+        let rank = |stage, offload: &OffloadSettings| {
+            RankBytes::new(
+                &settings(stage, offload.clone()),
+                &layout,
+                &passes(),
+                7,
+                true,
+            )
+            .unwrap()
+        };
+        let shard = layout.shard_elems();
+        let largest = layout.units().iter().map(|u| u.shard_elems).max().unwrap();
+        let none = OffloadSettings::default();
+        for stage in ZeroStage::ALL {
+            let held = if stage == ZeroStage::Zero {
+                layout.padded_elems()
+            } else {
+                shard
+            };
+            let on_device = rank(stage, &none);
+            // Host memory is the device's.
+            let host = OffloadSettings {
+                optimizer: Home::Host,
+                ..none.clone()
+            };
+            assert_eq!(rank(stage, &host), on_device);
+            let remainder = StateFormat {
+                remainder: true,
+                bf16_moments: true,
+            };
+            let small = rank(
+                stage,
+                &OffloadSettings {
+                    format: remainder,
+                    ..host
+                },
+            );
+            assert_eq!(small.state, on_device.state - 6 * held);
+            // Moments of one sub-group, rounded up to a block of the disk, in fp32.
+            assert_eq!(small.workspace, on_device.workspace + 8 * 2048);
+
+            let away = OffloadSettings {
+                optimizer: nvme(),
+                buffers: 5,
+                ..none.clone()
+            };
+            let away = rank(stage, &away);
+            let expected = RankBytes {
+                state: on_device.state - 12 * held,
+                transfers: 5 * 2048 * 12,
+                staging: 0,
+                ..on_device
+            };
+            assert_eq!(away, expected, "stage {stage}");
+        }
+        let on_device = rank(ZeroStage::Three, &none);
+        let all = rank(
+            ZeroStage::Three,
+            &OffloadSettings {
+                optimizer: nvme(),
+                params: nvme(),
+                ..none.clone()
+            },
+        );
+        assert_eq!(all.state, on_device.state - 16 * shard);
+        // Parameters of one unit ahead and three more, gradients of two that leave and two in
+        // transfer.
+        assert_eq!(
+            all.transfers,
+            4 * 2048 * 12 + 4 * largest * 2 + 4 * largest * 2
+        );
+    }
+
+    #[test]
+    fn host_of_a_gpu_holds_what_is_offloaded() {
+        let layout = Layout::new(&units(), 2, SHARD_ALIGN_ELEMS).unwrap();
+        let shard = layout.shard_elems();
+        let host = |stage, offload, saves| {
+            RankBytes::host_of_gpu(&settings(stage, offload), &layout, 100, saves).unwrap()
+        };
+        let none = OffloadSettings::default();
+        assert_eq!(
+            host(ZeroStage::Two, none.clone(), false),
+            RankBytes::default()
+        );
+        assert_eq!(host(ZeroStage::Two, none.clone(), true).total(), 12 * shard);
+        let cpu = OffloadSettings {
+            optimizer: Home::Host,
+            activations: true,
+            ..none
+        };
+        for stage in ZeroStage::ALL {
+            let held = if stage == ZeroStage::Zero {
+                layout.padded_elems()
+            } else {
+                shard
+            };
+            // State, gradients and a copy of the parameters.
+            let rank = host(stage, cpu.clone(), false);
+            assert_eq!(
+                (rank.state, rank.activations, rank.total()),
+                (16 * held, 100, 16 * held + 100)
+            );
+        }
+        let params = host(
+            ZeroStage::Three,
+            OffloadSettings {
+                params: Home::Host,
+                ..cpu.clone()
+            },
+            false,
+        );
+        assert_eq!(params.state, 16 * shard, "the parameters themselves");
+        let away = host(
+            ZeroStage::Three,
+            OffloadSettings {
+                optimizer: nvme(),
+                params: nvme(),
+                ..cpu
+            },
+            true,
+        );
+        assert_eq!((away.state, away.staging), (0, 0), "nothing");
+    }
+
+    #[test]
+    fn units_ahead_are_bounded() {
+        let layout = Layout::new(&units(), 1, SHARD_ALIGN_ELEMS).unwrap();
+        let units = layout.units().len();
+        let largest = layout
+            .units()
+            .iter()
+            .map(|u| u.padded_elems as usize)
+            .max()
+            .unwrap();
+        let ahead = |n, elems| {
+            OffloadSettings::units_ahead(
+                &PrefetchOptions::default().ahead(n).ahead_elems(elems),
+                &layout,
+            )
+        };
+        assert_eq!((ahead(0, 1), ahead(1, usize::MAX), ahead(3, 1)), (0, 1, 1));
+        assert_eq!(
+            (
+                ahead(usize::MAX, usize::MAX),
+                ahead(usize::MAX, 2 * largest)
+            ),
+            (units, 2)
+        );
+    }
+}

@@ -1,0 +1,119 @@
+//! The comparison of replicas: at stages 0 to 2 all ranks hold the same parameters.
+//!
+//! A faulty card, memory or link changes the parameters of one rank. Nothing fails then: its
+//! gradients go into the sums of all ranks, and a checkpoint has shards of replicas that differ. A
+//! check reads the parameters of each rank once and compares the checksums of their units, as
+//! [`agree`] compares settings: it names the lowest rank that differs from most. Of two ranks it
+//! cannot say which one is right.
+
+use crc_fast::{CrcAlgorithm, Digest};
+use zero_alloc::device::{AnySlice, Device};
+use zero_optim::{AgreementError, RankSettings, agree};
+
+use crate::error::TrainError;
+use crate::exchange::RankExchange;
+use crate::rank::Rank;
+use crate::stages::stage::Stage;
+
+/// Bytes that are copied to the host at a time.
+const CHUNK_BYTES: usize = 4 << 20;
+
+/// When a run compares its replicas.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReplicaChecks {
+    /// Never.
+    Never,
+    /// Before each checkpoint.
+    #[default]
+    AtSaves,
+    /// Before each checkpoint, and after every this many steps.
+    Every(u64),
+}
+
+impl ReplicaChecks {
+    /// Whether a check is due after `step`, which is saved if `saves`.
+    pub(crate) fn is_due(self, step: u64, saves: bool) -> bool {
+        match self {
+            Self::Never => false,
+            Self::AtSaves => saves,
+            Self::Every(steps) => saves || step.is_multiple_of(steps.max(1)),
+        }
+    }
+}
+
+/// Returns an error on all ranks if the parameters of two ranks differ after `step`. Collective;
+/// does nothing at stage 3.
+pub(crate) fn check<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    step: u64,
+) -> Result<(), TrainError> {
+    let whole = if rank.comm.world_size() > 1 {
+        stage.whole_params(rank)?
+    } else {
+        Vec::new()
+    };
+    if whole.is_empty() {
+        return Ok(());
+    }
+    let mut checksums = RankSettings::new();
+    for (unit, params) in rank.layout.units().iter().zip(whole) {
+        let checksum = checksum(rank, params)?;
+        checksums.push(&unit.name, format_args!("{checksum:016x}"));
+    }
+    let exchange = RankExchange::of(rank);
+    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| {
+        exchange.exchange(message)
+    })
+    .map_err(|error| match error {
+        AgreementError::Differs {
+            rank,
+            reference,
+            setting: unit,
+            ..
+        } => TrainError::Replicas {
+            step,
+            rank,
+            reference,
+            unit,
+        },
+        // The failure of the group is the cause.
+        error => rank
+            .comm
+            .failure()
+            .map_or_else(|| TrainError::Agreement(error), TrainError::Comm),
+    })
+}
+
+/// The checksum of a slice, in compute-stream order.
+fn checksum<D: Device>(rank: &Rank<D>, slice: AnySlice) -> Result<u64, TrainError> {
+    let width = slice.dtype().size_bytes();
+    let mut chunk = vec![0; CHUNK_BYTES.min(slice.len() * width)];
+    let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+    for start in (0..slice.len()).step_by(CHUNK_BYTES / width) {
+        let end = slice.len().min(start + CHUNK_BYTES / width);
+        let bytes = &mut chunk[..(end - start) * width];
+        let part = slice.slice(start..end);
+        rank.pool
+            .device()
+            .download(&rank.compute, part, bytes, rank.settings.host_limit())?;
+        digest.update(bytes);
+    }
+    Ok(digest.finalize())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_are_due_at_saves_and_intervals() {
+        let due = |checks: ReplicaChecks| {
+            [(4, false), (4, true), (5, false)].map(|(step, saves)| checks.is_due(step, saves))
+        };
+        assert_eq!(due(ReplicaChecks::Never), [false, false, false]);
+        assert_eq!(due(ReplicaChecks::AtSaves), [false, true, false]);
+        assert_eq!(due(ReplicaChecks::Every(2)), [true, true, false]);
+        assert_eq!(due(ReplicaChecks::Every(0)), [true, true, true]);
+    }
+}

@@ -1,0 +1,154 @@
+//! Setting, saving and restoring the state of a stage: weights and moments in fp32, by
+//! [`zero_optim::ShardedAdamW`].
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use zero_alloc::device::{DType, Device};
+use zero_ckpt::{CkptError, Reader, SaveMeta, StateDtype};
+use zero_optim::{CheckpointError, Progress, StateKind, StateRange};
+
+use crate::error::TrainError;
+use crate::rank::Rank;
+use crate::saving::saver::Saver;
+use crate::stages::stage::Stage;
+use crate::validation::Best;
+use crate::workload::InitialWeights;
+
+/// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the
+/// first forward. Padding is 0.
+pub(crate) fn set_weights<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    source: &mut InitialWeights<'_>,
+) -> Result<(), TrainError> {
+    for (unit, placed) in rank.layout.units().iter().enumerate() {
+        let held = rank.held(placed);
+        let elems = (held.end - held.start) as usize;
+        stage
+            .optimizer()
+            .set_weights(rank, unit, elems, |part, values| {
+                let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
+                values.clear();
+                values.resize(part.len(), 0.0);
+                for piece in placed.params_in(start..end)? {
+                    let out = &mut values[(piece.in_flat.start - start) as usize
+                        ..(piece.in_flat.end - start) as usize];
+                    source(&placed.params[piece.param].name, piece.in_param, out)?;
+                }
+                Ok(())
+            })?;
+    }
+    stage.publish(rank)
+}
+
+/// Restores weights, moments and progress from a checkpoint of any world size, stage and dtype.
+pub(crate) fn restore<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    reader: &Reader,
+) -> Result<TrainerState, TrainError> {
+    let state = TrainerState::of(reader)?;
+    stage.optimizer().load(rank, reader)?;
+    stage.publish(rank)?;
+    Ok(state)
+}
+
+/// Adds a remedy to the error of a checkpoint that was damaged after the run verified it.
+pub(crate) fn unreadable(error: CheckpointError) -> TrainError {
+    match error {
+        CheckpointError::Ckpt(CkptError::Corrupt { .. }) => TrainError::State(format!(
+            "{error}; `zero ckpt verify DIR` names the newest whole checkpoint, and --resume DIR starts from it"
+        )),
+        other => other.into(),
+    }
+}
+
+/// Begins a save of all state. `superseded` was the best step until this one. Collective.
+pub(crate) fn save<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    saver: &mut Saver,
+    state: &TrainerState,
+    model_config: &Value,
+    documents: &BTreeMap<String, Value>,
+    superseded: Option<Best>,
+) -> Result<(), TrainError> {
+    let meta = SaveMeta::default()
+        .step(state.step)
+        .stage(rank.settings.stage)
+        .dtype(match rank.settings.dtype {
+            DType::Bf16 => StateDtype::BF16,
+            DType::F16 => StateDtype::F16,
+            DType::F32 => StateDtype::F32,
+            other => {
+                return Err(TrainError::State(format!(
+                    "a checkpoint cannot store parameters of {other}"
+                )));
+            }
+        })
+        .trainer(serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?)
+        .model_config(model_config.clone())
+        .documents(documents.clone())
+        .best(state.best.map(|best| best.step))
+        .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
+    saver.begin(rank, meta, |slot| {
+        let unknown =
+            || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
+        let kind = StateKind::from_name(&slot.state.name).ok_or_else(unknown)?;
+        let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
+        let start = stage.optimizer().segments()[slot.unit].own_shard.start;
+        let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
+        stage.optimizer().read_state(
+            rank,
+            &StateRange {
+                kind,
+                unit: slot.unit,
+                elems,
+            },
+            values,
+        )
+    })
+}
+
+/// The state of a run in a checkpoint, besides its tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Completed steps; also the position in the data.
+    pub step: u64,
+    /// The optimizer's scalars.
+    pub progress: Progress,
+    /// Seed of the data order and of the initial weights.
+    pub seed: u64,
+    /// Checksum of the data.
+    pub data_fingerprint: u64,
+    /// Tokens of all ranks in all steps; missing in older checkpoints.
+    #[serde(default)]
+    pub tokens_seen: Option<u64>,
+    /// The lowest validation loss so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<Best>,
+}
+
+impl TrainerState {
+    /// The state in a checkpoint.
+    ///
+    /// # Errors
+    /// The checkpoint was not written by this trainer.
+    pub fn of(reader: &Reader) -> Result<Self, TrainError> {
+        if reader.manifest().trainer.is_null() {
+            return Err(TrainError::State(format!(
+                "{path}: contains weights but no training state to resume; start from the weights with --model {path}",
+                path = reader.path().display()
+            )));
+        }
+        let read = Self::deserialize(&reader.manifest().trainer);
+        read.map_err(|e| {
+            TrainError::State(format!(
+                "{}: invalid trainer state: {e}",
+                reader.path().display()
+            ))
+        })
+    }
+}

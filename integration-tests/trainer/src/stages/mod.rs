@@ -1,0 +1,9 @@
+//! The stages: one algorithm a file, and what they share.
+
+pub(crate) mod dense;
+pub(crate) mod gradients;
+pub(crate) mod stage;
+pub(crate) mod stage3;
+pub(crate) mod stages_1_and_2;
+pub(crate) mod storage;
+pub(crate) mod whole_params;

@@ -1,0 +1,245 @@
+//! Stage 3: optimizer state, gradients and parameters are sharded (P_os+g+p of the paper).
+//!
+//! Every rank holds 1/N of the model state: 16 Ψ/N bytes. A unit is gathered just before a pass
+//! reads it and freed just after, in forward and again in backward; meanwhile the communication
+//! stream gathers the next unit. The last pass (the head), whose backward directly follows its
+//! forward, keeps its units between the two. Gradients are reduced as in stage 2, and nothing is
+//! gathered after the step. At most 3 Ψ elements are sent: two all-gathers and one reduce-scatter.
+
+use zero_alloc::Purpose;
+use zero_alloc::device::{AnySlice, Device};
+use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
+
+use crate::error::TrainError;
+use crate::model::Model;
+use crate::offload::host_optimizer::Optimizer;
+use crate::offload::host_params::Fetch;
+use crate::offload::settings::Home;
+use crate::rank::Rank;
+use crate::stages::gradients::Gradients;
+use crate::stages::stage::{MicroBatches, Stage, StepInputs, decide, sharded_optimizer, update};
+use crate::stages::storage::Storage;
+
+/// One rank of stage 3.
+pub(crate) struct Stage3<D: Device> {
+    /// Gathers units ahead of their use. Declared first, so that it is dropped before the shards
+    /// that it reads.
+    prefetcher: Prefetcher<D>,
+    /// Gathers units for an evaluation, whose order of units differs from a step's. Between its
+    /// calls it holds nothing.
+    forward_only: Prefetcher<D>,
+    /// The optimizer state of this rank's shard. Declared before what it updates: its drop waits
+    /// for the host's work.
+    optimizer: Optimizer<D>,
+    /// This rank's shard of the parameters, unless they are offloaded.
+    _params: Option<Storage<D>>,
+    /// This rank's shard of the gradients, summed over ranks.
+    grads: Gradients<D>,
+}
+
+impl<D: Device> Stage3<D> {
+    pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
+        let on_device = match rank.settings.offload.params {
+            Home::Device => true,
+            Home::Host => rank.is_host(),
+            Home::Nvme(_) => false,
+        };
+        let params = || Storage::shards(rank, rank.settings.dtype, Purpose::Params);
+        let params = on_device.then(params).transpose()?;
+        let shards = params.as_ref().map(Storage::all_own);
+        let mut optimizer = sharded_optimizer(rank, shards.clone())?;
+        let prefetcher = |order| {
+            let (comm, compute, comm_stream) = (
+                rank.comm.clone(),
+                rank.compute.clone(),
+                rank.comm_stream.clone(),
+            );
+            let (pool, options) = (rank.pool.clone(), rank.settings.prefetch);
+            let mut prefetcher = match optimizer.host_params() {
+                None => Prefetcher::new(
+                    pool,
+                    comm,
+                    compute,
+                    comm_stream,
+                    shards.clone().unwrap_or_default(),
+                    options,
+                ),
+                Some(params) => {
+                    let shard_elems = rank
+                        .layout
+                        .units()
+                        .iter()
+                        .map(|unit| unit.shard_elems as usize)
+                        .collect();
+                    let source = Fetch {
+                        params,
+                        shard_elems,
+                        dtype: rank.settings.dtype,
+                    };
+                    Prefetcher::with_source(pool, comm, compute, comm_stream, source, options)
+                }
+            };
+            prefetcher.expect_order(order).map(|()| prefetcher)
+        };
+        let (forward_only, prefetcher) = (
+            prefetcher(forward_uses(rank).collect())?,
+            prefetcher(uses(rank))?,
+        );
+        let grads = Gradients::new(
+            rank,
+            model,
+            || Storage::gradients(rank, false),
+            &mut optimizer,
+        )?;
+        Ok(Self {
+            prefetcher,
+            forward_only,
+            optimizer,
+            _params: params,
+            grads,
+        })
+    }
+}
+
+fn unshard<D: Device>(
+    step: &mut PrefetchStep<'_, D>,
+    units: &[usize],
+) -> Result<Vec<Unsharded<D>>, PrefetchError> {
+    units.iter().map(|&unit| step.unshard(unit)).collect()
+}
+
+fn reshard<D: Device>(step: &mut PrefetchStep<'_, D>, units: Vec<Unsharded<D>>) {
+    units.into_iter().for_each(|unit| step.reshard(unit));
+}
+
+/// The units in the order in which a forward unshards them.
+fn forward_uses<D: Device>(rank: &Rank<D>) -> impl Iterator<Item = usize> {
+    rank.passes.iter().flat_map(|p| &p.forward_reads).copied()
+}
+
+/// The units in the order in which a step unshards them.
+fn uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
+    let backward = rank
+        .backward_passes()
+        .skip(1)
+        .flat_map(|(_, pass)| &pass.backward_reads);
+    let micro_batch: Vec<usize> = forward_uses(rank).chain(backward.copied()).collect();
+    micro_batch.repeat(rank.settings.grad_accum_steps)
+}
+
+/// The gathered flat parameters, without their padding.
+fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>]) -> Vec<AnySlice> {
+    // SAFETY: passes read them on the compute stream, which waited for them, before they are
+    // resharded.
+    units
+        .iter()
+        .zip(gathered)
+        .map(|(&u, g)| unsafe { g.slice() }.slice(0..rank.numel(u)))
+        .collect()
+}
+
+/// Enqueues forward and backward of a micro-batch, and the reduction of its gradients.
+fn micro_batch<D: Device>(
+    rank: &Rank<D>,
+    model: &mut dyn Model<D>,
+    micro: usize,
+    step: &mut PrefetchStep<'_, D>,
+    grads: &mut Gradients<D>,
+    optimizer: &mut Optimizer<D>,
+) -> Result<(), TrainError> {
+    let last = rank.passes.len() - 1;
+    let mut turning = Vec::new();
+    for (i, pass) in rank.passes.iter().enumerate() {
+        let units = unshard(step, &pass.forward_reads)?;
+        model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
+        if i == last {
+            turning = units;
+        } else {
+            reshard(step, units);
+        }
+    }
+    for (i, pass) in rank.backward_passes() {
+        let units = match i == last {
+            true => std::mem::take(&mut turning),
+            false => unshard(step, &pass.backward_reads)?,
+        };
+        let (params, of_pass) = (
+            params(rank, &pass.backward_reads, &units),
+            grads.of_pass(rank, i, micro, optimizer)?,
+        );
+        model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
+        reshard(step, units);
+        rank.complete_after(i)
+            .try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
+    }
+    Ok(())
+}
+
+impl<D: Device> Stage<D> for Stage3<D> {
+    fn gradients(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro_batches: &mut MicroBatches<'_, '_, D>,
+    ) -> Result<(), TrainError> {
+        let Self {
+            prefetcher,
+            grads,
+            optimizer,
+            ..
+        } = self;
+        let mut step = prefetcher.step()?;
+        micro_batches.run(rank, model, |model, micro| {
+            micro_batch(rank, model, micro, &mut step, grads, optimizer)
+        })?;
+        if let OrderCheck::Changed {
+            position,
+            expected,
+            got,
+        } = step.end().order
+        {
+            tracing::warn!(
+                position,
+                ?expected,
+                ?got,
+                "the order of units changed during the step; units after this position were gathered on demand"
+            );
+        }
+        Ok(())
+    }
+
+    fn evaluate(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        tokens: usize,
+    ) -> Result<(), TrainError> {
+        let mut step = self.forward_only.step()?;
+        for (i, pass) in rank.passes.iter().enumerate() {
+            let units = unshard(&mut step, &pass.forward_reads)?;
+            let params = params(rank, &pass.forward_reads, &units);
+            model.forward(&rank.compute, i, &params)?;
+            if i + 1 == rank.passes.len() {
+                model.add_losses(&rank.compute, &params, tokens)?;
+            }
+            reshard(&mut step, units);
+        }
+        Ok(())
+    }
+
+    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
+        decide(rank, &mut self.optimizer, &self.grads, inputs)
+    }
+
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        update(rank, &mut self.optimizer, &mut self.grads)
+    }
+
+    fn optimizer(&mut self) -> &mut Optimizer<D> {
+        &mut self.optimizer
+    }
+
+    fn publish(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {
+        Ok(())
+    }
+}

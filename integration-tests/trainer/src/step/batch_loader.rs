@@ -1,0 +1,79 @@
+//! Loading micro-batches from the data into the model.
+
+use zero_alloc::device::Device;
+
+use crate::error::TrainError;
+use crate::model::Model;
+use crate::rank::Rank;
+use crate::workload::BatchAt;
+use crate::workload::{RunOptions, Workload};
+
+/// Loads micro-batches into a model. The first one of a step is loaded while the device still works
+/// on the previous step, so that the device never waits for it.
+pub(crate) struct BatchLoader<'a, D: Device> {
+    rank: &'a Rank<D>,
+    workload: &'a dyn Workload<D>,
+    options: &'a RunOptions,
+    inputs: Vec<u32>,
+    targets: Vec<u32>,
+    /// The loaded micro-batch: the number of completed steps, and its index in its step.
+    loaded: Option<(u64, usize)>,
+}
+
+impl<'a, D: Device> BatchLoader<'a, D> {
+    pub(crate) fn new(
+        rank: &'a Rank<D>,
+        workload: &'a dyn Workload<D>,
+        options: &'a RunOptions,
+    ) -> Self {
+        let tokens = options.micro_batch * options.seq_len;
+        Self {
+            rank,
+            workload,
+            options,
+            inputs: vec![0; tokens],
+            targets: vec![0; tokens],
+            loaded: None,
+        }
+    }
+
+    /// Makes the next [`Self::load`] load, because the model has another batch.
+    pub(crate) fn forget(&mut self) {
+        self.loaded = None;
+    }
+
+    /// Loads the `micro`-th micro-batch of the step after `done` steps into `model`, unless it is
+    /// loaded already.
+    pub(crate) fn load(
+        &mut self,
+        model: &mut dyn Model<D>,
+        done: u64,
+        micro: usize,
+    ) -> Result<(), TrainError> {
+        if self.loaded == Some((done, micro)) {
+            return Ok(());
+        }
+        let Self {
+            rank,
+            workload,
+            options,
+            inputs,
+            targets,
+            ..
+        } = self;
+        let at = BatchAt {
+            step: done,
+            micro_batch_index: micro as u64,
+            grad_accum: rank.settings.grad_accum_steps as u64,
+            rank: rank.comm.rank() as u64,
+            world_size: rank.comm.world_size() as u64,
+            micro_batch: options.micro_batch,
+            seq_len: options.seq_len,
+            seed: options.seed,
+        };
+        workload.batch(at, inputs, targets)?;
+        model.set_batch(&rank.compute, inputs, targets)?;
+        self.loaded = Some((done, micro));
+        Ok(())
+    }
+}

@@ -1,0 +1,5 @@
+//! What the steps of all stages share: batches, flags between ranks, recorded graphs.
+
+pub(crate) mod batch_loader;
+pub(crate) mod flags;
+pub(crate) mod recorder;

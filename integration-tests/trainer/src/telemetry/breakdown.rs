@@ -1,0 +1,475 @@
+//! The wall time of a step by the work on its critical path.
+//!
+//! Every instant of the step counts for exactly one part, so that the parts sum to the wall time:
+//! 1. If the compute stream runs an operation, for the phase of that operation.
+//! 2. Otherwise, if the host updates parameters that are offloaded, for the optimizer.
+//! 3. Otherwise, if the communication stream runs one, for exposed communication of that kind. A
+//!    collective includes its wait for other ranks.
+//! 4. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else:
+//!    host wait.
+
+use std::ops::{Index, IndexMut, Range};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use zero_alloc::host::OpSpan;
+
+use crate::telemetry::phase;
+
+/// The wall time of a step on one rank, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Breakdown {
+    /// From the end of the previous step to the end of this one: the sum of `parts`. Longer than
+    /// `step_ms` by what is done between steps: checkpoints, validation, the metrics file.
+    pub wall_ms: f64,
+    /// Every instant in one part.
+    pub parts: PartsMs,
+    /// The forward and backward of `parts`, by the kind of unit.
+    pub units: UnitsMs,
+    /// Time in which the communication stream was busy, hidden behind compute or not.
+    pub comm: CommMs,
+    /// The host's update of offloaded state and its reads from files, hidden behind compute or not,
+    /// in milliseconds.
+    #[serde(default)]
+    pub update_ms: f64,
+    /// Model FLOPs per second of all ranks, in units of 10^12.
+    pub tflops: f64,
+    /// Model FLOPs utilization; null if the peak rate of the device is not known.
+    pub mfu: Option<f64>,
+}
+
+/// The parts of a step, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PartsMs {
+    /// Forward passes.
+    pub forward_ms: f64,
+    /// Backward passes, with the recomputation of activations.
+    pub backward_ms: f64,
+    /// Forward, backward and reduction replayed as a CUDA graph, which has no parts.
+    pub graph_ms: f64,
+    /// Zeroing gradients and packing them into buckets.
+    pub pack_ms: f64,
+    /// Gradient statistics, the decision and the update.
+    pub optimizer_ms: f64,
+    /// Communication that compute does not hide: reduction of gradients.
+    pub exposed_reduce_ms: f64,
+    /// Communication that compute does not hide: gathering parameters.
+    pub exposed_gather_ms: f64,
+    /// Communication that compute does not hide: statistics and losses.
+    pub exposed_control_ms: f64,
+    /// Waiting for data.
+    pub data_ms: f64,
+    /// Copying state for a checkpoint, and waiting for a save.
+    pub checkpoint_ms: f64,
+    /// Validation.
+    pub validation_ms: f64,
+    /// Both streams are idle: the host has enqueued nothing that can run.
+    pub host_wait_ms: f64,
+}
+
+/// Forward and backward by the kind of unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct UnitsMs {
+    /// The embedding.
+    pub embedding: PassMs,
+    /// All blocks.
+    pub block: PassMs,
+    /// The head, with the loss.
+    pub head: PassMs,
+}
+
+/// Forward and backward of one kind of unit, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PassMs {
+    /// Forward passes.
+    pub forward_ms: f64,
+    /// Backward passes.
+    pub backward_ms: f64,
+}
+
+/// Communication, hidden or not, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CommMs {
+    /// Reduction of gradients.
+    pub reduce_ms: f64,
+    /// Gathering parameters.
+    pub gather_ms: f64,
+    /// Statistics and losses.
+    pub control_ms: f64,
+}
+
+/// A part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Forward(usize),
+    Backward(usize),
+    Graph,
+    Pack,
+    Optimizer,
+    Reduce,
+    Gather,
+    Control,
+    Data,
+    Checkpoint,
+    Validation,
+    HostWait,
+}
+
+impl Part {
+    const COUNT: usize = 16;
+
+    fn index(self) -> usize {
+        match self {
+            Self::Forward(kind) => kind,
+            Self::Backward(kind) => 3 + kind,
+            Self::Graph => 6,
+            Self::Pack => 7,
+            Self::Optimizer => 8,
+            Self::Reduce => 9,
+            Self::Gather => 10,
+            Self::Control => 11,
+            Self::Data => 12,
+            Self::Checkpoint => 13,
+            Self::Validation => 14,
+            Self::HostWait => 15,
+        }
+    }
+
+    fn of_compute(span: &OpSpan) -> Self {
+        let kind = |phases: [&str; 3]| phases.iter().position(|phase| *phase == span.phase);
+        match span.phase {
+            phase::GRAPH => Self::Graph,
+            phase::DECISION | phase::OPTIMIZER => Self::Optimizer,
+            phase::DATA => Self::Data,
+            phase::CHECKPOINT => Self::Checkpoint,
+            phase::VALIDATION => Self::Validation,
+            _ => kind(phase::FORWARD)
+                .map(Self::Forward)
+                .or_else(|| kind(phase::BACKWARD).map(Self::Backward))
+                .unwrap_or(Self::Pack),
+        }
+    }
+
+    /// On the stream of the host's update: statistics, the update, and the transfers that it waits
+    /// for.
+    fn of_update(span: &OpSpan) -> Self {
+        match span.phase {
+            phase::CHECKPOINT => Self::Checkpoint,
+            phase::VALIDATION => Self::Validation,
+            _ => Self::Optimizer,
+        }
+    }
+
+    fn of_comm(span: &OpSpan) -> Self {
+        match (span.phase, span.label) {
+            (phase::CHECKPOINT, _) => Self::Checkpoint,
+            (phase::VALIDATION, _) => Self::Validation,
+            (phase::DECISION, _) => Self::Control,
+            (_, "all_gather") => Self::Gather,
+            // The reductions, and storing what they reduced.
+            _ => Self::Reduce,
+        }
+    }
+
+    fn of_host(span: &OpSpan) -> Self {
+        match span.phase {
+            phase::DATA => Self::Data,
+            phase::CHECKPOINT => Self::Checkpoint,
+            phase::VALIDATION => Self::Validation,
+            _ => Self::HostWait,
+        }
+    }
+}
+
+/// Time by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Times([Duration; Part::COUNT]);
+
+impl Index<Part> for Times {
+    type Output = Duration;
+
+    fn index(&self, part: Part) -> &Duration {
+        &self.0[part.index()]
+    }
+}
+
+impl IndexMut<Part> for Times {
+    fn index_mut(&mut self, part: Part) -> &mut Duration {
+        &mut self.0[part.index()]
+    }
+}
+
+/// Work without gaps in it: start, end, part.
+type Work = (Duration, Duration, Part);
+
+/// The names of a rank's tracks in the timeline.
+pub(crate) struct Tracks<'a> {
+    pub(crate) compute: &'a str,
+    /// The host's update of offloaded state; the track of what it reads has this name and `read`.
+    pub(crate) update: &'a str,
+    pub(crate) comm: &'a str,
+    pub(crate) host: &'a str,
+}
+
+impl Breakdown {
+    /// The breakdown of the time `wall`.
+    pub(crate) fn of(spans: &[OpSpan], tracks: &Tracks<'_>, wall: Range<Duration>) -> Self {
+        let layers = [
+            layer(spans, &[tracks.compute], &wall, Part::of_compute),
+            layer(
+                spans,
+                &[tracks.update, &format!("{} read", tracks.update)],
+                &wall,
+                Part::of_update,
+            ),
+            layer(spans, &[tracks.comm], &wall, Part::of_comm),
+            layer(spans, &[tracks.host], &wall, Part::of_host),
+        ];
+        let times = partition(&layers, wall.clone());
+        let update = layers[1].iter().map(|(start, end, _)| *end - *start).sum();
+        let comm = |part| {
+            layers[2]
+                .iter()
+                .filter(|work| work.2 == part)
+                .map(|(start, end, _)| *end - *start)
+                .sum()
+        };
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let units = [0, 1, 2].map(|kind| PassMs {
+            forward_ms: ms(times[Part::Forward(kind)]),
+            backward_ms: ms(times[Part::Backward(kind)]),
+        });
+        let parts = PartsMs {
+            forward_ms: units.iter().map(|unit| unit.forward_ms).sum(),
+            backward_ms: units.iter().map(|unit| unit.backward_ms).sum(),
+            graph_ms: ms(times[Part::Graph]),
+            pack_ms: ms(times[Part::Pack]),
+            optimizer_ms: ms(times[Part::Optimizer]),
+            exposed_reduce_ms: ms(times[Part::Reduce]),
+            exposed_gather_ms: ms(times[Part::Gather]),
+            exposed_control_ms: ms(times[Part::Control]),
+            data_ms: ms(times[Part::Data]),
+            checkpoint_ms: ms(times[Part::Checkpoint]),
+            validation_ms: ms(times[Part::Validation]),
+            host_wait_ms: ms(times[Part::HostWait]),
+        };
+        let [embedding, block, head] = units;
+        Self {
+            wall_ms: ms(wall.end.saturating_sub(wall.start)),
+            parts,
+            units: UnitsMs {
+                embedding,
+                block,
+                head,
+            },
+            comm: CommMs {
+                reduce_ms: ms(comm(Part::Reduce)),
+                gather_ms: ms(comm(Part::Gather)),
+                control_ms: ms(comm(Part::Control)),
+            },
+            update_ms: ms(update),
+            tflops: 0.0,
+            mfu: None,
+        }
+    }
+}
+
+/// The work on some tracks within `wall`, in order and disjoint. A track runs one operation at a
+/// time; measured on a device, neighbours may overlap by the resolution of its clock.
+fn layer(
+    spans: &[OpSpan],
+    tracks: &[&str],
+    wall: &Range<Duration>,
+    part: fn(&OpSpan) -> Part,
+) -> Vec<Work> {
+    let on_track = spans
+        .iter()
+        .filter(|span| tracks.contains(&&*span.stream) && span.label != "wait");
+    let mut works: Vec<Work> = on_track
+        .map(|s| (s.start.max(wall.start), s.end.min(wall.end), part(s)))
+        .collect();
+    works.sort_by_key(|(start, end, _)| (*start, *end));
+    let mut reached = wall.start;
+    for (start, end, _) in &mut works {
+        *start = reached.max(*start);
+        reached = reached.max(*end);
+    }
+    works.retain(|(start, end, _)| start < end);
+    works
+}
+
+/// Assigns every instant of `wall` to the part of the first layer that works then, or to
+/// [`Part::HostWait`].
+fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
+    let mut times = Times::default();
+    let mut rests = layers.each_ref().map(Vec::as_slice);
+    let mut now = wall.start;
+    while now < wall.end {
+        let mut part = None;
+        let mut until = wall.end;
+        for rest in &mut rests {
+            while let [(_, end, _), others @ ..] = *rest
+                && *end <= now
+            {
+                *rest = others;
+            }
+            if let Some((start, end, of)) = rest.first() {
+                let works = *start <= now;
+                part = part.or(works.then_some(*of));
+                until = until.min(if works { *end } else { *start });
+            }
+        }
+        times[part.unwrap_or(Part::HostWait)] += until - now;
+        now = until;
+    }
+    times
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TRACKS: Tracks<'_> = Tracks {
+        compute: "compute",
+        update: "update",
+        comm: "comm",
+        host: "host",
+    };
+
+    fn span(track: &str, phase: &'static str, label: &'static str, start: u64, end: u64) -> OpSpan {
+        let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
+        OpSpan::new(label, track, start, end).phase(phase)
+    }
+
+    fn wall(start: u64, end: u64) -> Range<Duration> {
+        Duration::from_millis(start)..Duration::from_millis(end)
+    }
+
+    #[test]
+    fn a_step_by_hand() {
+        let spans = [
+            span("compute", phase::OPTIMIZER, "adam", 0, 14), // of the previous step
+            span("host", phase::CHECKPOINT, "checkpoint", 10, 20),
+            span("comm", phase::OPTIMIZER, "all_gather", 13, 22),
+            span("compute", phase::OPTIMIZER, "wait", 14, 22),
+            span("compute", phase::FORWARD[0], "forward embedding", 22, 30),
+            span("compute", phase::BACKWARD[2], "matmul", 30, 50),
+            span("comm", phase::GRADIENTS, "reduce_scatter", 45, 60),
+            span("host", phase::DATA, "data", 55, 70),
+            span("compute", phase::GRADIENTS, "cast", 75, 76),
+            span("comm", phase::DECISION, "all_gather", 90, 99),
+            span("other", phase::OPTIMIZER, "adam", 80, 90),
+        ];
+        let breakdown = Breakdown::of(&spans, &TRACKS, wall(10, 100));
+        let expected = PartsMs {
+            forward_ms: 8.0,
+            backward_ms: 20.0,
+            pack_ms: 1.0,
+            optimizer_ms: 4.0,
+            exposed_gather_ms: 8.0,
+            exposed_reduce_ms: 10.0,
+            exposed_control_ms: 9.0,
+            data_ms: 10.0,
+            host_wait_ms: 20.0,
+            ..PartsMs::default()
+        };
+        assert_eq!(breakdown.parts, expected);
+        assert_eq!(breakdown.wall_ms, 90.0);
+        assert_eq!(
+            breakdown.units.head,
+            PassMs {
+                forward_ms: 0.0,
+                backward_ms: 20.0
+            }
+        );
+        assert_eq!(
+            breakdown.comm,
+            CommMs {
+                reduce_ms: 15.0,
+                gather_ms: 9.0,
+                control_ms: 9.0
+            }
+        );
+    }
+
+    /// The part of an update that no compute hides is the optimizer's, a collective at the same
+    /// time or not.
+    #[test]
+    fn update_on_the_host_is_counted() {
+        let spans = [
+            span("compute", phase::BACKWARD[0], "backward", 0, 10),
+            span("update", phase::GRADIENTS, "statistics", 5, 12),
+            span("comm", phase::DECISION, "all_gather", 12, 13),
+            span("update read", phase::OPTIMIZER, "swap read", 13, 20),
+            span("update", phase::OPTIMIZER, "wait", 13, 17),
+            span("update", phase::OPTIMIZER, "adam", 17, 33),
+            span("comm", phase::OPTIMIZER, "all_gather", 30, 40),
+            span("compute", phase::FORWARD[0], "forward", 25, 28),
+        ];
+        let breakdown = Breakdown::of(&spans, &TRACKS, wall(0, 40));
+        let expected = PartsMs {
+            backward_ms: 10.0,
+            forward_ms: 3.0,
+            optimizer_ms: 19.0,
+            exposed_control_ms: 1.0,
+            exposed_gather_ms: 7.0,
+            ..PartsMs::default()
+        };
+        assert_eq!(breakdown.parts, expected);
+        assert_eq!(
+            breakdown.comm,
+            CommMs {
+                reduce_ms: 0.0,
+                gather_ms: 10.0,
+                control_ms: 1.0
+            }
+        );
+        assert_eq!(breakdown.update_ms, 27.0);
+    }
+
+    proptest! {
+        /// The oracle looks at each millisecond by itself.
+        #[test]
+        fn parts_sum_to_the_wall_time(
+            spans in prop::collection::vec((0usize..4, 0usize..6, 0u64..60, 0u64..20), 0..30),
+            from in 0u64..40,
+            length in 0u64..40,
+        ) {
+            let phases = [phase::FORWARD[1], phase::DECISION, phase::DATA, phase::CHECKPOINT, phase::GRADIENTS, ""];
+            let tracks = ["compute", "update", "comm", "host"];
+            // A track runs one operation at a time.
+            let mut reached = [0; 4];
+            let spans: Vec<OpSpan> = spans
+                .into_iter()
+                .map(|(track, phase, gap, length)| {
+                    let start = reached[track] + gap % 7;
+                    reached[track] = start + length;
+                    span(tracks[track], phases[phase], "op", start, start + length)
+                })
+                .collect();
+            let wall = wall(from, from + length);
+            let layers = [
+                layer(&spans, &["compute"], &wall, Part::of_compute),
+                layer(&spans, &["update"], &wall, Part::of_update),
+                layer(&spans, &["comm"], &wall, Part::of_comm),
+                layer(&spans, &["host"], &wall, Part::of_host),
+            ];
+            let times = partition(&layers, wall.clone());
+            prop_assert_eq!(times.0.iter().sum::<Duration>(), wall.end - wall.start, "exactly");
+            let mut expected = Times::default();
+            for ms in from..from + length {
+                let at = Duration::from_millis(ms);
+                let running = |track: &str| spans.iter().find(|s| &*s.stream == track && s.start <= at && at < s.end);
+                let part = running("compute").map(Part::of_compute)
+                    .or_else(|| running("update").map(Part::of_update))
+                    .or_else(|| running("comm").map(Part::of_comm))
+                    .or_else(|| running("host").map(Part::of_host))
+                    .unwrap_or(Part::HostWait);
+                expected[part] += Duration::from_millis(1);
+            }
+            prop_assert_eq!(times, expected);
+        }
+    }
+}

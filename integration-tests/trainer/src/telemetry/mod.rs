@@ -1,0 +1,6 @@
+//! What a run measures of itself: time by part, memory, bytes sent.
+
+pub(crate) mod breakdown;
+pub(crate) mod memory_trace;
+pub(crate) mod metrics;
+pub(crate) mod phase;

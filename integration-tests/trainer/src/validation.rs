@@ -1,0 +1,238 @@
+//! Validation: the mean loss of tokens that the run is not trained on.
+//!
+//! An evaluation reads windows of the validation data, spread evenly over it and the same every
+//! time. Rank r of N evaluates windows (k N + r) B to (k N + r + 1) B in round k, for micro-batches
+//! of B windows. In the last round some ranks have fewer windows; they repeat the last one and do
+//! not count it, because every rank takes part in the collectives of stage 3.
+//!
+//! An evaluation runs between two steps and changes nothing that a step reads. In each round the
+//! ranks exchange whether the run is to stop; if one requests it, the evaluation ends without a
+//! result on all of them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use serde::{Deserialize, Serialize};
+use zero_alloc::device::{Device, Event, Stream};
+
+use crate::error::TrainError;
+use crate::exchange::RankExchange;
+use crate::model::{Model, ModelError};
+use crate::rank::Rank;
+use crate::stages::stage::Stage;
+use crate::telemetry::phase::{self, run_in};
+use crate::workload::RunOptions;
+
+/// Windows of tokens to evaluate.
+pub trait ValidationData: fmt::Debug + Send + Sync {
+    /// A checksum of the data.
+    fn fingerprint(&self) -> u64;
+
+    /// One line of text for a person: the source and its size.
+    fn describe(&self) -> &str;
+
+    /// The number of windows of `seq_len` tokens.
+    fn windows(&self, seq_len: usize) -> u64;
+
+    /// Reads window `index`: its tokens, and the tokens that follow them.
+    ///
+    /// # Errors
+    /// The data cannot be read.
+    fn window(&self, index: u64, inputs: &mut [u32], targets: &mut [u32])
+    -> Result<(), ModelError>;
+}
+
+/// The validation of a run.
+#[derive(Clone, Debug)]
+pub struct ValidationOptions {
+    /// The data.
+    pub data: Arc<dyn ValidationData>,
+    /// Steps from one evaluation to the next; 0 evaluates after the last step only.
+    pub every: u64,
+    /// Windows of an evaluation, at most those of the data; at least 1.
+    pub windows: u64,
+}
+
+impl ValidationOptions {
+    /// Whether to evaluate after `step` of `steps`.
+    fn is_due(&self, step: u64, steps: u64) -> bool {
+        step == steps || self.every > 0 && step.is_multiple_of(self.every)
+    }
+
+    /// Identifies the evaluated tokens: only losses of the same tokens are compared.
+    fn fingerprint(&self, seq_len: usize) -> u64 {
+        let numbers = [self.data.fingerprint(), self.windows, seq_len as u64];
+        crc_fast::checksum(
+            crc_fast::CrcAlgorithm::Crc64Nvme,
+            bytemuck::cast_slice(&numbers),
+        )
+    }
+}
+
+/// The result of an evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Validation {
+    /// Mean loss, in nats a token.
+    pub loss: f64,
+    /// e to the power of `loss`.
+    pub perplexity: f64,
+    /// Evaluated tokens.
+    pub tokens: u64,
+}
+
+/// The lowest validation loss of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// Its step, whose checkpoint is kept.
+    pub step: u64,
+    /// The loss.
+    pub loss: f64,
+    /// Checksum of the evaluated tokens.
+    pub fingerprint: u64,
+    /// Whether its checkpoint was saved for this loss alone. It is removed when another one is
+    /// better.
+    pub only_best: bool,
+}
+
+/// The evaluations of one rank.
+pub(crate) struct Evaluations<'a> {
+    options: &'a RunOptions,
+    /// The lowest loss so far.
+    pub(crate) best: Option<Best>,
+}
+
+impl<'a> Evaluations<'a> {
+    /// Continues from the lowest loss of the resumed checkpoint.
+    pub(crate) fn new(options: &'a RunOptions, resumed: Option<Best>) -> Self {
+        let current = options
+            .validation
+            .as_ref()
+            .map(|v| v.fingerprint(options.seq_len));
+        let comparable = |best: &Best| current.is_none_or(|current| current == best.fingerprint);
+        Self {
+            options,
+            best: resumed.filter(comparable),
+        }
+    }
+
+    /// Whether to evaluate after `step`.
+    pub(crate) fn is_due(&self, step: u64) -> bool {
+        self.options
+            .validation
+            .as_ref()
+            .is_some_and(|validation| validation.is_due(step, self.options.steps))
+    }
+
+    /// Evaluates; returns nothing if a request to stop ended the evaluation. Collective.
+    pub(crate) fn run<D: Device>(
+        &self,
+        rank: &Rank<D>,
+        stage: &mut dyn Stage<D>,
+        model: &mut dyn Model<D>,
+    ) -> Result<Option<Validation>, TrainError> {
+        let Some(validation) = &self.options.validation else {
+            return Ok(None);
+        };
+        run_in(rank, phase::VALIDATION, || {
+            evaluate(rank, stage, model, self.options, validation)
+        })
+    }
+
+    /// Records the loss after `step` if it is the lowest so far, and returns whether it is. `saved`
+    /// tells whether the step's checkpoint is saved for another reason.
+    pub(crate) fn is_best(&mut self, step: u64, result: Option<Validation>, saved: bool) -> bool {
+        let (Some(result), Some(options)) = (result, &self.options.validation) else {
+            return false;
+        };
+        let is_best =
+            result.loss.is_finite() && self.best.is_none_or(|best| result.loss < best.loss);
+        if is_best {
+            let fingerprint = options.fingerprint(self.options.seq_len);
+            self.best = Some(Best {
+                step,
+                loss: result.loss,
+                fingerprint,
+                only_best: !saved,
+            });
+        }
+        is_best
+    }
+}
+
+/// Computes the mean loss of the validation's windows, the same on all ranks; nothing after a
+/// request to stop.
+fn evaluate<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    model: &mut dyn Model<D>,
+    options: &RunOptions,
+    validation: &ValidationOptions,
+) -> Result<Option<Validation>, TrainError> {
+    let Rank {
+        compute,
+        comm,
+        pool,
+        settings,
+        ..
+    } = rank;
+    let RunOptions {
+        micro_batch,
+        seq_len,
+        ..
+    } = *options;
+    let ValidationOptions { data, windows, .. } = validation;
+    let (mut inputs, mut targets) = (
+        vec![0; micro_batch * seq_len],
+        vec![0; micro_batch * seq_len],
+    );
+    let all = data.windows(seq_len);
+    let of_round = (comm.world_size() * micro_batch) as u64;
+    let mut previous: Option<D::Event> = None;
+    // SAFETY: used below on the compute stream, that of the passes, while the model is borrowed.
+    let loss = unsafe { model.loss() }.erase();
+    pool.device().fill_zero(compute, loss)?;
+    for round in 0..windows.div_ceil(of_round) {
+        let stop = options.cancel.load(Ordering::Relaxed);
+        if RankExchange::of(rank)
+            .all_gather(&[u8::from(stop)])?
+            .contains(&1)
+        {
+            return Ok(None);
+        }
+        let own = round * of_round + (comm.rank() * micro_batch) as u64;
+        let rows = inputs
+            .chunks_exact_mut(seq_len)
+            .zip(targets.chunks_exact_mut(seq_len));
+        for (index, (inputs, targets)) in (own..).zip(rows) {
+            let index = index.min(windows - 1);
+            let window = u128::from(index) * u128::from(all) / u128::from(*windows);
+            data.window(window as u64, inputs, targets)?;
+        }
+        model.set_batch(compute, &inputs, &targets)?;
+        let counted = windows.saturating_sub(own).min(micro_batch as u64);
+        stage.evaluate(rank, model, counted as usize * seq_len)?;
+        // The host is one round ahead of the device, so that its time limit is that of a round.
+        if let Some(previous) = previous.replace(compute.record()?) {
+            previous.synchronize(settings.host_limit())?;
+        }
+    }
+    let mut sum = [0; size_of::<f64>()];
+    pool.device()
+        .download(compute, loss, &mut sum, settings.host_limit())?;
+    let sums = RankExchange::of(rank).all_gather(&sum)?;
+    let sum: f64 = sums
+        .as_chunks()
+        .0
+        .iter()
+        .map(|bytes| f64::from_le_bytes(*bytes))
+        .sum();
+
+    let tokens = windows * seq_len as u64;
+    let loss = sum / tokens as f64;
+    Ok(Some(Validation {
+        loss,
+        perplexity: loss.exp(),
+        tokens,
+    }))
+}

@@ -1,0 +1,171 @@
+//! The inputs and the result of a run.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use zero_alloc::Pool;
+use zero_alloc::device::Device;
+use zero_alloc::host::OpSpan;
+use zero_ckpt::StoreOptions;
+use zero_shard::UnitSpec;
+
+use crate::model::{Model, ModelError, Pass};
+use crate::saving::replicas::ReplicaChecks;
+use crate::telemetry::memory_trace::MemoryTrace;
+use crate::telemetry::metrics::{NvmeBytes, StepMetrics};
+use crate::validation::{Best, ValidationOptions};
+
+/// A model with its initial weights, and data to train on.
+pub trait Workload<D: Device>: Sync {
+    /// The units of the model.
+    fn units(&self) -> Vec<UnitSpec>;
+
+    /// The passes of the model over its units, in forward order.
+    fn passes(&self) -> Vec<Pass>;
+
+    /// Creates a rank's model, with its activations from `pool`.
+    ///
+    /// # Errors
+    /// Out of memory, or invalid settings.
+    fn model(&self, pool: &Pool<D>, compute: &D::Stream) -> Result<Box<dyn Model<D>>, ModelError>;
+
+    /// The initial weights.
+    ///
+    /// # Errors
+    /// Threads to compute them cannot be started.
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError>;
+
+    /// Reads the micro-batch at `at`.
+    ///
+    /// # Errors
+    /// The data cannot be read.
+    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32])
+    -> Result<(), ModelError>;
+
+    /// A checksum of the data.
+    fn data_fingerprint(&self) -> u64;
+
+    /// The model's `config.json`, for export from a checkpoint.
+    fn model_config(&self) -> serde_json::Value;
+}
+
+/// A position in training: one micro-batch of one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchAt {
+    /// Index of the optimizer step.
+    pub step: u64,
+    /// Index of the micro-batch in the step, below `grad_accum`.
+    pub micro_batch_index: u64,
+    /// Micro-batches a step, A.
+    pub grad_accum: u64,
+    /// This rank.
+    pub rank: u64,
+    /// Ranks, N.
+    pub world_size: u64,
+    /// Rows of a rank's micro-batch, B.
+    pub micro_batch: usize,
+    /// Tokens of a row, T.
+    pub seq_len: usize,
+    /// Seed of the run, for random windows.
+    pub seed: u64,
+}
+
+/// Fills a buffer with elements `range` of the initial values of a parameter; the arguments are its
+/// name, the range and the buffer. An error if the weights cannot be read.
+pub type InitialWeights<'a> =
+    dyn FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), ModelError> + 'a;
+
+/// The length of a run, its batches and its checkpoints.
+#[derive(Clone, Debug, Default)]
+pub struct RunOptions {
+    /// The last step.
+    pub steps: u64,
+    /// Sequences per micro-batch and rank.
+    pub micro_batch: usize,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+    /// Seed of the data order.
+    pub seed: u64,
+    /// Folder of checkpoints, and the interval in steps (0: only at the end).
+    pub checkpoint: Option<(PathBuf, u64)>,
+    /// Number of checkpoints to keep; `None` keeps all.
+    pub keep_last: Option<usize>,
+    /// When the parameters that all ranks hold are compared.
+    pub check_replicas: ReplicaChecks,
+    /// Evaluations on other data.
+    pub validation: Option<ValidationOptions>,
+    /// Checkpoint to resume from.
+    pub resume: Option<PathBuf>,
+    /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an
+    /// id.
+    pub run_id: String,
+    /// The ids of the runs that this one resumed, oldest first.
+    pub resumed_runs: Vec<String>,
+    /// Named JSON documents for every checkpoint: `run.json`.
+    pub documents: BTreeMap<String, serde_json::Value>,
+    /// Request to end the run after the current step.
+    pub cancel: Arc<AtomicBool>,
+    /// Whether each step's metrics include its wall time by part. On CUDA the device must record a
+    /// timeline.
+    pub breakdown: bool,
+    /// Whether to log the memory of each step, for [`RankSummary::memory`].
+    pub log_memory: bool,
+}
+
+impl RunOptions {
+    /// The run and its predecessors, as a store of checkpoints needs them.
+    pub fn store(&self) -> StoreOptions {
+        let mut options = StoreOptions::default()
+            .keep_last(self.keep_last)
+            .resumed_runs(self.resumed_runs.clone());
+        options.run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
+        options
+    }
+
+    /// The ids of the runs that this one resumed, oldest first, and its own.
+    pub fn runs(&self) -> Vec<&str> {
+        self.resumed_runs
+            .iter()
+            .chain([&self.run_id])
+            .map(String::as_str)
+            .collect()
+    }
+
+    /// Whether the run saves to the folder of the checkpoint that it resumes.
+    pub(crate) fn saves_in_place(&self) -> bool {
+        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else {
+            return false;
+        };
+        let (from, to) = (real(from), real(to));
+        from == to || from.parent() == Some(&to)
+    }
+}
+
+/// The result of a run on one rank.
+#[derive(Clone, Debug)]
+pub struct RankSummary {
+    /// The last completed step.
+    pub step: u64,
+    /// Whether a request ended the run before its last step, or during the evaluation after it.
+    pub cancelled: bool,
+    /// The step that the run started from.
+    pub resumed_at: u64,
+    /// The metrics of the last step on this rank; `None` if no step ran.
+    pub last: Option<StepMetrics>,
+    /// The newest checkpoint of this run.
+    pub checkpoint: Option<PathBuf>,
+    /// The lowest validation loss so far, and its checkpoint.
+    pub best: Option<(Best, Option<PathBuf>)>,
+    /// The pool's allocations from the device: up to the end of the second step, and in total.
+    pub backing_allocations: [u64; 2],
+    /// The operations of the last step with their times.
+    pub last_spans: Vec<OpSpan>,
+    /// The memory over the last step, if it was logged.
+    pub memory: Option<MemoryTrace>,
+    /// Scratch files, with the bytes of the whole run; `None` if there were none.
+    pub nvme: Option<NvmeBytes>,
+}

@@ -1,0 +1,73 @@
+//! DeepSpeed's configuration file, `ds_config.json`.
+//!
+//! A key is handled in one of four ways:
+//!
+//! | key | example | result |
+//! |---|---|---|
+//! | supported | `zero_optimization.stage` | a field of [`DsConfig`] |
+//! | equal to this program's behavior | `contiguous_gradients: true` | nothing |
+//! | unsupported, changes rounding or speed | `round_robin_gradients: true` | a warning |
+//! | unsupported, changes results | `zero_quantized_gradients: true` | an error |
+//!
+//! `"auto"` has the value that accelerate and the Hugging Face Trainer give it: a flag's or its
+//! default, and
+//!
+//! | key | value |
+//! |---|---|
+//! | `reduce_bucket_size` | hidden^2 |
+//! | `stage3_prefetch_bucket_size` | 0.9 hidden^2 |
+//! | `stage3_param_persistence_threshold` | 10 hidden |
+//! | `gradient_clipping` | `--clip`, or 1.0 |
+//! | `total_num_steps` | `--steps` |
+//! | `warmup_num_steps` | `--warmup-steps`, or 2, the least of DeepSpeed |
+//! | `warmup_max_lr` | the learning rate |
+//! | `fp16.enabled`, `bf16.enabled` | whether `--dtype` is that type |
+//!
+//! A resumed run has its recorded values instead. [`DsConfig::autos`] lists the keys. Flags
+//! override keys. A flag that the configured schedule has no place for is an error.
+//!
+//! `param_groups` is an extension, which DeepSpeed ignores: a list of groups, of which a tensor
+//! belongs to the first whose conditions (`names` with `*`, `kinds`, `min_dims`, `max_dims`) it
+//! meets. Its rules are `lr_scale`, `weight_decay`, `betas` and `trainable`; see
+//! [`zero_trainer::param_groups`].
+//!
+//! tests/data/shipped_configurations.md lists the configurations of seven projects, and which of
+//! them are accepted.
+//!
+//! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*`
+//! blocks, `fp16` and `bf16`, and warnings elsewhere; `stage3_X` and `X` are one key, and so are
+//! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of
+//! DeepSpeed 0.19.
+//!
+//! ```
+//! use crate::config::DsConfig;
+//!
+//! let config = DsConfig::parse(r#"{
+//!     "train_batch_size": 64,
+//!     "gradient_accumulation_steps": 2,     // the micro-batch is derived
+//!     "bf16": {"enabled": true},
+//!     "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e6},
+//!     "steps_per_print": 10,
+//! }"#).unwrap();
+//! assert_eq!(config.zero.stage, 3);
+//! assert_eq!(config.zero.prefetch_bucket_elems, 5_000_000);
+//! assert_eq!(config.batch.resolve(4, None, None, 8).unwrap().micro_batch, 8);
+//! ```
+
+mod batch;
+mod block;
+mod deepspeed;
+mod error;
+mod json;
+mod optimizer;
+mod precision;
+mod zero;
+
+#[cfg(test)]
+mod tests;
+
+pub use batch::{Batch, BatchKeys};
+pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
+pub use error::ConfigFileError;
+pub use optimizer::{AUTO_STEPS, DsOptimizer};
+pub use zero::ZeroOptimization;

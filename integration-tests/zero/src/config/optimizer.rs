@@ -1,0 +1,216 @@
+//! The blocks `optimizer` and `scheduler`.
+
+use serde_json::{Value, json};
+use zero_kernels::AdamHyper;
+use zero_optim::LrSchedule;
+
+use super::ConfigFileError;
+use super::block::{Block, Usual, shortened};
+use zero_trainer::param_groups::ParamGroup;
+
+/// `optimizer`: Adam or AdamW.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DsOptimizer {
+    /// The base learning rate.
+    pub lr: f64,
+    /// Betas, epsilon, weight decay, and whether the decay is decoupled.
+    pub hyper: AdamHyper,
+}
+
+/// Reads `optimizer`; `"Adam"` means AdamW unless `adam_w_mode` is false.
+pub(super) fn read_optimizer(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<DsOptimizer>, ConfigFileError> {
+    let Some(mut block) = root.block("optimizer")? else {
+        return Ok(None);
+    };
+    let Some(name) = block.text("type")? else {
+        return Err(ConfigFileError::Missing {
+            key: "optimizer.type",
+            why: "the file has an optimizer block",
+        });
+    };
+    let always_decoupled = match name.to_ascii_lowercase().as_str() {
+        "adam" => false,
+        "adamw" => true,
+        _ => {
+            let (key, got) = (block.name("type"), format!("{name:?}"));
+            let why = "set it to \"Adam\" or \"AdamW\", with their params alone";
+            return Err(ConfigFileError::Unsupported { key, got, why });
+        }
+    };
+    block.ignore(
+        &[(
+            "legacy_fusion",
+            Usual::Flag(false),
+            "the step is always fused",
+        )],
+        warnings,
+    )?;
+    let mut params = params(&mut block)?;
+    block.end_lenient(warnings);
+
+    params.refuse(&[
+        ("amsgrad", Usual::Flag(false), "AMSGrad is not supported"),
+        ("maximize", Usual::Flag(false), "the loss is minimized"),
+        (
+            "fp32_optimizer_states",
+            Usual::Flag(true),
+            "the moments are fp32",
+        ),
+        (
+            "max_grad_norm",
+            Usual::Nothing,
+            "use gradient_clipping at the top level",
+        ),
+    ])?;
+    let fused = "the step is always fused";
+    let ignored = [
+        (
+            "torch_adam",
+            Usual::Flag(false),
+            "the step is this program's own",
+        ),
+        ("fused", Usual::Flag(true), fused),
+        ("foreach", Usual::Flag(false), fused),
+        ("capturable", Usual::Flag(false), fused),
+        (
+            "set_grad_none",
+            Usual::Nothing,
+            "gradient buffers are reused",
+        ),
+    ];
+    params.ignore(&ignored, warnings)?;
+    let adam_w_mode = params.flag("adam_w_mode")?.unwrap_or(true);
+    let not_negative = "a number, 0 or above";
+    let [beta1, beta2] = betas(&mut params)?;
+    let optimizer = DsOptimizer {
+        lr: params
+            .number_in("lr", 0.0..=f64::MAX, not_negative)?
+            .unwrap_or(1e-3),
+        hyper: AdamHyper {
+            beta1,
+            beta2,
+            eps: params
+                .number_in("eps", 0.0..=f64::MAX, not_negative)?
+                .unwrap_or(1e-8),
+            weight_decay: params
+                .number_in("weight_decay", 0.0..=f64::MAX, not_negative)?
+                .unwrap_or(0.0),
+            decoupled: always_decoupled || adam_w_mode,
+            bias_correction: params.flag("bias_correction")?.unwrap_or(true),
+        },
+    };
+    // DeepSpeed, too, rejects unknown arguments of an optimizer.
+    params.end_strict()?;
+    Ok(Some(optimizer))
+}
+
+/// The block `params`, which may be missing.
+fn params(block: &mut Block) -> Result<Block, ConfigFileError> {
+    Ok(block
+        .block("params")?
+        .unwrap_or_else(|| Block::named(&block.name("params"), serde_json::Map::new())))
+}
+
+fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
+    let Some(value) = params.take("betas") else {
+        return Ok([0.9, 0.999]);
+    };
+    let beta = |v: &Value| v.as_f64().filter(|x| (0.0..1.0).contains(x));
+    match value.as_array().map(Vec::as_slice) {
+        Some([one, two]) if beta(one).is_some() && beta(two).is_some() => {
+            Ok([beta(one).unwrap_or_default(), beta(two).unwrap_or_default()])
+        }
+        _ => {
+            let (key, expected) = (
+                params.name("betas"),
+                "two numbers, each at least 0 and below 1",
+            );
+            Err(ConfigFileError::WrongType {
+                key,
+                expected,
+                got: shortened(&value),
+            })
+        }
+    }
+}
+
+/// Reads `param_groups`, a list of groups. DeepSpeed has no such key: there, the program that calls
+/// it creates the groups.
+pub(super) fn read_param_groups(
+    root: &mut Block,
+) -> Result<Option<Vec<ParamGroup>>, ConfigFileError> {
+    let Some(groups) = root.take("param_groups") else {
+        return Ok(None);
+    };
+    serde_json::from_value(groups)
+        .map(Some)
+        .map_err(|e| ConfigFileError::ParamGroups(e.to_string()))
+}
+
+/// `total_num_steps` of a schedule that has `"auto"`, which the run replaces by its last step.
+pub const AUTO_STEPS: u64 = u64::MAX;
+
+/// Reads `scheduler`.
+pub(super) fn read_scheduler(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<LrSchedule>, ConfigFileError> {
+    let Some(mut block) = root.block("scheduler")? else {
+        return Ok(None);
+    };
+    let Some(name) = block.text("type")? else {
+        return Err(ConfigFileError::Missing {
+            key: "scheduler.type",
+            why: "the file has a scheduler block",
+        });
+    };
+    const KNOWN: [&str; 5] = [
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+        "OneCycle",
+        "LRRangeTest",
+    ];
+    if !KNOWN.contains(&name.as_str()) {
+        let (key, got) = (block.name("type"), format!("{name:?}"));
+        let why = "supported schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
+        return Err(ConfigFileError::Unsupported { key, got, why });
+    }
+    let mut params = params(&mut block)?;
+    block.end_lenient(warnings);
+    if let Some(value) = params.take("last_batch_iteration").filter(|v| *v != -1) {
+        let (key, got) = (params.name("last_batch_iteration"), shortened(&value));
+        let why = "a schedule starts with the run and resumes from its checkpoint";
+        return Err(ConfigFileError::Unsupported { key, got, why });
+    }
+    let has_auto_end = params.is_auto("total_num_steps");
+    let mut rest = params.into_rest();
+    if has_auto_end {
+        rest.insert("total_num_steps".to_owned(), json!(AUTO_STEPS));
+    }
+    // One value per parameter group; there is one group.
+    for value in rest.values_mut() {
+        if let Value::Array(items) = value
+            && items.len() == 1
+        {
+            *value = items.swap_remove(0);
+        }
+    }
+    // DeepSpeed, too, replaces an unknown curve by the default.
+    if let Some(Value::String(curve)) = rest.get("warmup_type")
+        && curve != "log"
+        && curve != "linear"
+    {
+        warnings.push(format!(
+            "scheduler.params.warmup_type {curve:?} is unknown; using \"log\""
+        ));
+        rest.remove("warmup_type");
+    }
+    let schedule: LrSchedule = serde_json::from_value(json!({ "type": name, "params": rest }))
+        .map_err(|e| ConfigFileError::Schedule(e.to_string()))?;
+    schedule.check()?;
+    Ok(Some(schedule))
+}

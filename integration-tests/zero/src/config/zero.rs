@@ -1,0 +1,406 @@
+//! The block `zero_optimization` and its `offload_*` blocks.
+
+use serde_json::Value;
+
+use super::ConfigFileError;
+use super::block::{Block, Usual, shortened};
+use zero_trainer::Home;
+
+/// `zero_optimization`. Missing keys have DeepSpeed's defaults.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ZeroOptimization {
+    /// 0 to 3.
+    pub stage: u8,
+    /// Elements of a gradient bucket.
+    pub reduce_bucket_elems: u64,
+    /// Elements that stages 1 and 2 gather together.
+    pub allgather_bucket_elems: u64,
+    /// Whether communication overlaps compute; see [`Self::overlaps_at`].
+    pub overlap_comm: Option<bool>,
+    /// Maximum number of elements of one optimizer update; DeepSpeed's default is 10^9.
+    pub sub_group_elems: Option<u64>,
+    /// Maximum number of elements that stage 3 gathers ahead of their use.
+    pub prefetch_bucket_elems: u64,
+    /// Stage 3 does not shard parameters with fewer elements.
+    pub persistence_threshold_elems: u64,
+    /// Maximum number of gathered elements at stage 3.
+    pub max_live_elems: u64,
+    /// A parameter stays gathered if its next use is within this number of elements.
+    pub max_reuse_elems: u64,
+    /// Whether saving also writes whole 16-bit weights.
+    pub gather_16bit_weights_on_save: bool,
+    /// The place of the optimizer state.
+    pub offload_optimizer: Home,
+    /// `offload_optimizer.buffer_count`: sub-groups of optimizer state in host memory at once.
+    pub offload_optimizer_buffers: Option<u64>,
+    /// The place of the parameters at stage 3.
+    pub offload_param: Home,
+}
+
+impl Default for ZeroOptimization {
+    fn default() -> Self {
+        Self {
+            stage: 0,
+            reduce_bucket_elems: 500_000_000,
+            allgather_bucket_elems: 500_000_000,
+            overlap_comm: None,
+            sub_group_elems: None,
+            prefetch_bucket_elems: 50_000_000,
+            persistence_threshold_elems: 100_000,
+            max_live_elems: 1_000_000_000,
+            max_reuse_elems: 1_000_000_000,
+            gather_16bit_weights_on_save: false,
+            offload_optimizer: Home::Device,
+            offload_optimizer_buffers: None,
+            offload_param: Home::Device,
+        }
+    }
+}
+
+impl ZeroOptimization {
+    /// Whether communication overlaps compute at `stage`; by default only at stage 3.
+    pub fn overlaps_at(&self, stage: u8) -> bool {
+        self.overlap_comm.unwrap_or(stage == 3)
+    }
+}
+
+/// Keys that have a second name with the prefix `stage3_`.
+const STAGE3_NAMES: [&str; 9] = [
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+];
+
+/// Unsupported keys that change speed, memory or messages only.
+const IGNORED: [(&str, Usual, &str); 24] = {
+    use Usual::{Flag, Nothing, Number};
+    let units = "parameters are gathered by unit (embedding, block, head)";
+    [
+        (
+            "contiguous_gradients",
+            Flag(true),
+            "gradients are always contiguous",
+        ),
+        (
+            "reduce_scatter",
+            Flag(true),
+            "gradients are always reduce-scattered from stage 2",
+        ),
+        (
+            "use_multi_rank_bucket_allreduce",
+            Flag(true),
+            "a bucket always has the gradients of all ranks' shards",
+        ),
+        (
+            "allgather_partitions",
+            Flag(true),
+            "parameters are always gathered by all_gather",
+        ),
+        (
+            "load_from_fp32_weights",
+            Flag(true),
+            "a checkpoint's fp32 weights are always loaded",
+        ),
+        (
+            "elastic_checkpoint",
+            Flag(false),
+            "every checkpoint loads at every number of ranks",
+        ),
+        (
+            "ignore_unused_parameters",
+            Flag(true),
+            "every parameter of the model is used",
+        ),
+        ("legacy_stage1", Flag(false), "this program has one stage 1"),
+        (
+            "round_robin_gradients",
+            Flag(false),
+            "gradients are in the order of the model",
+        ),
+        (
+            "parameter_alignment",
+            Flag(false),
+            "shards are always aligned",
+        ),
+        (
+            "zero_hpz_partition_size",
+            Number(1),
+            "secondary shards (hpZ) are not supported",
+        ),
+        (
+            "memory_efficient_linear",
+            Flag(true),
+            "the model has its own linear layer",
+        ),
+        (
+            "pipeline_loading_checkpoint",
+            Flag(false),
+            "a checkpoint is read shard by shard",
+        ),
+        (
+            "override_module_apply",
+            Flag(true),
+            "the model has no modules to override",
+        ),
+        (
+            "log_trace_cache_warnings",
+            Flag(false),
+            "the order of the units is known before the first step",
+        ),
+        (
+            "enable_sanity_checks",
+            Flag(false),
+            "sanity checks are always on",
+        ),
+        (
+            "save_muon_momentum_buffer_in_memory",
+            Flag(false),
+            "the Muon optimizer is not supported",
+        ),
+        ("leaf_module", Nothing, units),
+        (
+            "model_persistence_threshold",
+            Nothing,
+            "only the threshold per parameter is used",
+        ),
+        ("module_granularity_threshold", Number(0), units),
+        (
+            "use_all_reduce_for_fetch_params",
+            Flag(false),
+            "parameters are always gathered by all_gather",
+        ),
+        ("allgather_sequential", Flag(false), units),
+        (
+            "compute_grad_norm",
+            Flag(true),
+            "the norm is always computed",
+        ),
+        (
+            "cpu_offload_use_pin_memory",
+            Nothing,
+            "use pin_memory of the offload blocks",
+        ),
+    ]
+};
+
+/// Unsupported keys that change the results.
+const REFUSED: [(&str, Usual, &str); 7] = {
+    use Usual::{Flag, Nothing};
+    let exact = "this program sends gradients and parameters unquantized";
+    [
+        ("zero_quantized_weights", Flag(false), exact),
+        ("zero_quantized_nontrainable_weights", Flag(false), exact),
+        ("zero_quantized_gradients", Flag(false), exact),
+        ("zeropp_loco_param", Nothing, exact),
+        (
+            "zenflow",
+            Nothing,
+            "updates are not deferred to later steps",
+        ),
+        ("mics_shard_size", Nothing, "DeepSpeed has removed it"),
+        (
+            "mics_hierarchical_params_gather",
+            Nothing,
+            "DeepSpeed has removed it",
+        ),
+    ]
+};
+
+/// Reads `zero_optimization`: an object or, in old files, a flag.
+pub(super) fn read(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<ZeroOptimization, ConfigFileError> {
+    let mut block = match root.take("zero_optimization") {
+        None => return Ok(ZeroOptimization::default()),
+        Some(Value::Bool(on)) => {
+            return Ok(ZeroOptimization {
+                stage: u8::from(on),
+                ..ZeroOptimization::default()
+            });
+        }
+        Some(Value::Object(keys)) => Block::named("zero_optimization", keys),
+        Some(other) => {
+            let (key, expected) = (
+                "zero_optimization".to_owned(),
+                "an object {..}, true or false",
+            );
+            return Err(ConfigFileError::WrongType {
+                key,
+                expected,
+                got: shortened(&other),
+            });
+        }
+    };
+    for name in STAGE3_NAMES {
+        block.rename(&format!("stage3_{name}"), name)?;
+    }
+    block.rename(
+        "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+    )?;
+    block.ignore(&IGNORED, warnings)?;
+    block.refuse(&REFUSED)?;
+
+    let default = ZeroOptimization::default();
+    let stage = block
+        .number_in("stage", 0.0..=3.0, "0, 1, 2 or 3")?
+        .unwrap_or(0.0);
+    if stage.fract() != 0.0 {
+        let (key, expected) = (block.name("stage"), "0, 1, 2 or 3");
+        return Err(ConfigFileError::WrongType {
+            key,
+            expected,
+            got: stage.to_string(),
+        });
+    }
+    let stage = stage as u8;
+    let (offload_optimizer, offload_optimizer_buffers) =
+        read_offload_optimizer(&mut block, warnings)?;
+    let offload_param = read_offload_param(&mut block, warnings)?;
+    let zero = ZeroOptimization {
+        stage,
+        reduce_bucket_elems: block
+            .count("reduce_bucket_size")?
+            .unwrap_or(default.reduce_bucket_elems),
+        allgather_bucket_elems: block
+            .count("allgather_bucket_size")?
+            .unwrap_or(default.allgather_bucket_elems),
+        overlap_comm: block.flag("overlap_comm")?,
+        sub_group_elems: block.count("sub_group_size")?,
+        prefetch_bucket_elems: block
+            .count("prefetch_bucket_size")?
+            .unwrap_or(default.prefetch_bucket_elems),
+        persistence_threshold_elems: block
+            .count("param_persistence_threshold")?
+            .unwrap_or(default.persistence_threshold_elems),
+        max_live_elems: block
+            .count("max_live_parameters")?
+            .unwrap_or(default.max_live_elems),
+        max_reuse_elems: block
+            .count("max_reuse_distance")?
+            .unwrap_or(default.max_reuse_elems),
+        gather_16bit_weights_on_save: block
+            .flag("gather_16bit_weights_on_model_save")?
+            .unwrap_or(false),
+        offload_optimizer,
+        offload_optimizer_buffers,
+        offload_param,
+    };
+    block.end_strict()?;
+    Ok(zero)
+}
+
+/// The place of the optimizer state, and the number of buffers.
+fn read_offload_optimizer(
+    zero: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<(Home, Option<u64>), ConfigFileError> {
+    use Usual::{Flag, Nothing};
+    let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
+    let Some(mut block) = zero.block("offload_optimizer")? else {
+        return Ok((old, None));
+    };
+    let pipelined = "reads, updates and writes are always pipelined";
+    let ignored = [
+        PINNED,
+        ("pipeline_read", Flag(true), pipelined),
+        ("pipeline_write", Flag(true), pipelined),
+        (
+            "fast_init",
+            Flag(false),
+            "state is initialized on its device",
+        ),
+        (
+            "super_offload",
+            Flag(false),
+            "only one kind of offload is supported",
+        ),
+        (
+            "cpuadam_cores_perc",
+            Nothing,
+            "the step uses the threads of its rank",
+        ),
+    ];
+    block.ignore(&ignored, warnings)?;
+    block.number_in(
+        "ratio",
+        1.0..=1.0,
+        "1: the whole optimizer state is offloaded",
+    )?;
+    let offload = (home(&mut block)?, block.positive("buffer_count")?);
+    block.end_strict()?;
+    Ok(offload)
+}
+
+fn read_offload_param(
+    zero: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Home, ConfigFileError> {
+    let old = old_flag(zero, "cpu_offload_param", "offload_param")?;
+    let Some(mut block) = zero.block("offload_param")? else {
+        return Ok(old);
+    };
+    let buffers = "buffers hold the units that are gathered ahead (stage3_prefetch_bucket_size)";
+    let ignored = [
+        PINNED,
+        ("buffer_count", Usual::Number(5), buffers),
+        ("buffer_size", Usual::Number(100_000_000), buffers),
+        (
+            "max_in_cpu",
+            Usual::Number(1_000_000_000),
+            "with nvme, host memory holds the buffers alone",
+        ),
+    ];
+    block.ignore(&ignored, warnings)?;
+    let home = home(&mut block)?;
+    block.end_strict()?;
+    Ok(home)
+}
+
+/// The key of pinned memory.
+const PINNED: (&str, Usual, &str) = (
+    "pin_memory",
+    Usual::Flag(true),
+    "offloaded state is in pinned memory if the device is a GPU",
+);
+
+/// Reads `cpu_offload: true`, the old form of `offload_optimizer`.
+fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<Home, ConfigFileError> {
+    match zero.flag(old)? {
+        Some(_) if zero.has(new) => Err(ConfigFileError::Conflict {
+            one: zero.name(old),
+            other: zero.name(new),
+        }),
+        Some(true) => Ok(Home::Host),
+        _ => Ok(Home::Device),
+    }
+}
+
+/// Reads `device` and `nvme_path`.
+fn home(block: &mut Block) -> Result<Home, ConfigFileError> {
+    let path = block.text("nvme_path")?.filter(|path| !path.is_empty());
+    match (block.text("device")?.as_deref(), path) {
+        (None | Some("none"), _) => Ok(Home::Device),
+        (Some("cpu"), _) => Ok(Home::Host),
+        (Some("nvme"), Some(path)) => Ok(Home::Nvme(path.into())),
+        (Some("nvme"), None) => Err(ConfigFileError::Missing {
+            key: "nvme_path",
+            why: "the offload device is nvme",
+        }),
+        (Some(other), _) => {
+            let (key, expected) = (block.name("device"), "\"none\", \"cpu\" or \"nvme\"");
+            Err(ConfigFileError::WrongType {
+                key,
+                expected,
+                got: format!("{other:?}"),
+            })
+        }
+    }
+}

@@ -1,0 +1,570 @@
+//! Training data: tokens from a file of tokens, a text, or a folder of texts.
+//!
+//! A **data set** is a sequence of tokens. A **row** is `seq_len` of its tokens and, as targets,
+//! the same shifted by one. A **micro-batch** is the rows of one forward and backward pass of a
+//! rank. The start of a row is a pure function of step, micro-batch and row (and, for text, the
+//! seed), so a resumed run reads the same rows.
+//!
+//! | source | tokens | rows |
+//! |---|---|---|
+//! | `NAME.bin` | little-endian u16, read on demand | consecutive, wrapping at the end |
+//! | a text file | its bytes, or by a tokenizer | random windows |
+//! | a folder | all its text files, by path, without what runs write | random windows |
+//!
+//! A folder that the user names is read whole, and [`Dataset::notices`] names the files that are
+//! not text. The current folder, which is the default, is read without hidden, git-ignored, built
+//! and large files.
+//!
+//! ```
+//! use crate::data::{BatchAt, DataSource, Dataset};
+//!
+//! let dir = tempfile::tempdir().unwrap();
+//! let path = dir.path().join("text.txt");
+//! std::fs::write(&path, "to be or not to be, that is the question").unwrap();
+//! let data = Dataset::open(&DataSource::at(&path)).unwrap();
+//! data.validate(256, 8).unwrap();
+//!
+//! let (mut inputs, mut targets) = ([0; 16], [0; 16]);
+//! let at = BatchAt { step: 0, micro_batch_index: 0, grad_accum: 1, rank: 0, world_size: 1,
+//!     micro_batch: 2, seq_len: 8, seed: 1 };
+//! data.batch(at, &mut inputs, &mut targets).unwrap();
+//! assert_eq!(inputs[1..8], targets[..7]);
+//! println!("{}; a unigram model's loss is {:.3}", data.describe(), data.unigram_loss());
+//! ```
+//!
+//! Not supported: shuffling of whole epochs, downloads.
+
+mod error;
+mod folder;
+mod order;
+mod outputs;
+mod tokenize;
+mod tokens;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use indicatif::HumanCount;
+
+pub use error::DataError;
+pub use tokenize::tokenizer_checksum;
+
+use folder::{Documents, Scope};
+use order::Order;
+use tokenize::TextTokenizer;
+use tokens::{TokenStats, Tokens};
+use zero_trainer::{BatchAt, ModelError, ValidationData};
+
+/// Minimum text in the current folder for it to be the default data.
+pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
+
+/// Most files of the current folder for it to be the default data: a home folder has more, and
+/// takes minutes to read.
+const MAX_DEFAULT_FILES: usize = 100_000;
+
+/// The largest vocabulary of a model that may be trained on bytes: 256, and special tokens or
+/// padding.
+const MAX_BYTE_VOCAB: usize = 512;
+
+/// The source of training data.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DataSource {
+    /// A file or folder; `None` for the text of the current folder.
+    pub path: Option<PathBuf>,
+    /// A tokenizer for text: a Hugging Face `tokenizer.json`, GPT-2's `vocab.json` or `merges.txt`,
+    /// or a folder with either; `None` for one token per byte. Not used for token files.
+    pub tokenizer: Option<PathBuf>,
+    /// The files of the folder `path` that are data.
+    pub files: FolderFiles,
+}
+
+/// The files of a folder that are data; of the current folder as the default, always
+/// [`FolderFiles::AsDefault`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FolderFiles {
+    /// All text files.
+    #[default]
+    All,
+    /// Those of the default folder: not hidden, git-ignored, in a build folder or above 1 MiB.
+    AsDefault,
+}
+
+impl DataSource {
+    /// A file or folder, text as bytes.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: Some(path.into()),
+            ..Self::default()
+        }
+    }
+
+    /// Sets the tokenizer for text.
+    pub fn with_tokenizer(self, tokenizer: impl Into<PathBuf>) -> Self {
+        Self {
+            tokenizer: Some(tokenizer.into()),
+            ..self
+        }
+    }
+}
+
+/// Open data before its statistics are computed.
+struct Opened {
+    tokens: Arc<Tokens>,
+    order: Order,
+    /// The path, for error messages.
+    name: String,
+    description: String,
+    /// Of a folder, the first token of each file, in order.
+    files: Vec<(u64, PathBuf)>,
+    /// The files left out of the data.
+    notices: Vec<String>,
+}
+
+impl Opened {
+    fn new(tokens: Tokens, order: Order, path: &Path, description: String) -> Self {
+        let name = path.display().to_string();
+        Self {
+            tokens: Arc::new(tokens),
+            order,
+            name,
+            description,
+            files: Vec::new(),
+            notices: Vec::new(),
+        }
+    }
+
+    /// The data set of the tokens in `range`.
+    fn part(
+        &self,
+        range: Range<u64>,
+        name: String,
+        description: String,
+    ) -> Result<Dataset, DataError> {
+        let TokenStats {
+            counts,
+            fingerprint,
+        } = self.tokens.stats(range.clone())?;
+        Ok(Dataset {
+            tokens: Arc::clone(&self.tokens),
+            range,
+            order: self.order,
+            counts,
+            fingerprint,
+            name,
+            description,
+            files: self.files.clone(),
+            notices: self.notices.clone(),
+        })
+    }
+}
+
+/// An open data set.
+pub struct Dataset {
+    tokens: Arc<Tokens>,
+    /// The tokens of this data set among all that were opened.
+    range: Range<u64>,
+    order: Order,
+    /// Occurrences of each token, up to the largest that occurs.
+    counts: Vec<u64>,
+    fingerprint: u64,
+    /// The path, for error messages.
+    name: String,
+    /// Of a folder, the first token of each file, in order.
+    files: Vec<(u64, PathBuf)>,
+    description: String,
+    /// The files left out of the data.
+    notices: Vec<String>,
+}
+
+impl fmt::Debug for Dataset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Dataset({})", self.description)
+    }
+}
+
+impl Dataset {
+    /// Opens the data and reads all of it once to count its tokens.
+    ///
+    /// # Errors
+    /// Missing, unreadable, empty or malformed data; see [`DataError`].
+    pub fn open(source: &DataSource) -> Result<Self, DataError> {
+        let all = Self::read(source)?;
+        all.part(
+            0..all.tokens.len(),
+            all.name.clone(),
+            all.description.clone(),
+        )
+    }
+
+    /// Opens the data and splits its tokens, as [`Self::open`]: the last `validation` of them, a
+    /// fraction from 0 to 1, are validation data, and the others training data. Returns both,
+    /// training data first.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_split(source: &DataSource, validation: f64) -> Result<(Self, Self), DataError> {
+        let all = Self::read(source)?;
+        let len = all.tokens.len();
+        // nanoGPT's rounding; rounding up to a float cannot pass the end.
+        let split = ((len as f64 * (1.0 - validation)) as u64).min(len);
+        let [first, last] = [split, len - split].map(HumanCount);
+        let training = all.part(
+            0..split,
+            format!("{}, the part to train on", all.name),
+            format!("{}; trained on the first {first} tokens", all.description),
+        )?;
+        let name = format!("{}, the part for validation", all.name);
+        let validation = all.part(
+            split..len,
+            name,
+            format!("the last {last} tokens of {}", all.name),
+        )?;
+        Ok((training, validation))
+    }
+
+    fn read(source: &DataSource) -> Result<Opened, DataError> {
+        let here = Path::new(".");
+        let path = source.path.as_deref().unwrap_or(here);
+        if !path.exists() {
+            return Err(DataError::Missing {
+                path: path.to_owned(),
+            });
+        }
+        if !path.is_file() && !path.is_dir() {
+            return Err(DataError::NoFile {
+                path: path.to_owned(),
+            });
+        }
+        if path.is_file() && is_token_file(path) {
+            let tokens = Tokens::open(path)?;
+            let text = format!(
+                "{}: {} tokens, in order",
+                path.display(),
+                HumanCount(tokens.len())
+            );
+            return Ok(Opened::new(tokens, Order::InOrder, path, text));
+        }
+        let tokenizer = source
+            .tokenizer
+            .as_deref()
+            .map(TextTokenizer::open)
+            .transpose()?;
+        if path.is_dir() {
+            return read_folder(path, source, tokenizer.as_ref());
+        }
+
+        let content = fs::read(path).map_err(|source| DataError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        if content.is_empty() {
+            return Err(DataError::Empty {
+                path: path.to_owned(),
+            });
+        }
+        let bytes = content.len() as u64;
+        let tokens = from_bytes(path, content, tokenizer.as_ref())?;
+        let description = describe_text(path, "text", bytes, &tokens);
+        Ok(Opened::new(tokens, Order::Random, path, description))
+    }
+
+    /// The files left out of the data, one line each; empty unless the data is a folder that the
+    /// user named.
+    pub fn notices(&self) -> &[String] {
+        &self.notices
+    }
+
+    /// Number of tokens.
+    pub fn len_tokens(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// The CRC-64 of all tokens; detects data that changed since a checkpoint.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+
+    /// One line of text: the source, its size and its order.
+    pub fn describe(&self) -> &str {
+        &self.description
+    }
+
+    /// Checks that a model of `vocab_size` tokens can be trained on rows of `seq_len` tokens.
+    ///
+    /// # Errors
+    /// [`DataError::TooShort`], [`DataError::NoTokenizer`], or [`DataError::OutsideVocabulary`] for
+    /// the first such token.
+    pub fn validate(&self, vocab_size: usize, seq_len: usize) -> Result<(), DataError> {
+        let tokens = self.len_tokens();
+        if tokens <= seq_len as u64 {
+            return Err(DataError::TooShort {
+                name: self.name.clone(),
+                tokens,
+                seq_len,
+            });
+        }
+        if matches!(*self.tokens, Tokens::Bytes(_)) && vocab_size > MAX_BYTE_VOCAB {
+            let vocab_size = HumanCount(vocab_size as u64);
+            return Err(DataError::NoTokenizer {
+                name: self.name.clone(),
+                vocab_size,
+            });
+        }
+        if self.counts.len() > vocab_size {
+            let bound = u32::try_from(vocab_size).unwrap_or(u32::MAX);
+            if let Some((token, position)) =
+                self.tokens.first_at_least(bound, self.range.clone())?
+            {
+                let file = self.files.iter().rfind(|(first, _)| *first <= position);
+                let (name, position) = match file {
+                    Some((first, path)) => (path.display().to_string(), position - first),
+                    None => (self.name.clone(), position),
+                };
+                return Err(DataError::OutsideVocabulary {
+                    name,
+                    token,
+                    position,
+                    vocab_size,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Cross entropy, in nats per token, of a unigram model of the data.
+    pub fn unigram_loss(&self) -> f64 {
+        let total = self.len_tokens() as f64;
+        let seen = self.counts.iter().filter(|c| **c > 0);
+        seen.map(|c| *c as f64 / total)
+            .map(|p| p * (1.0 / p).ln())
+            .sum()
+    }
+
+    /// Writes the micro-batch at `at` to `inputs` and `targets`, both `[micro_batch, seq_len]`.
+    ///
+    /// # Errors
+    /// Buffers of the wrong size, an invalid position, data shorter than a row, or a failed read.
+    pub fn batch(
+        &self,
+        at: BatchAt,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), DataError> {
+        let seq_len = at.seq_len;
+        let expected = at.micro_batch.checked_mul(seq_len);
+        if seq_len == 0 || Some(inputs.len()) != expected || inputs.len() != targets.len() {
+            let (i, t) = (inputs.len(), targets.len());
+            let what = format!(
+                "{} x {seq_len} tokens do not fit {i} inputs and {t} targets",
+                at.micro_batch
+            );
+            return Err(DataError::BadBatch { what });
+        }
+        let mut row_tokens = vec![0; seq_len + 1];
+        let rows = inputs
+            .chunks_exact_mut(seq_len)
+            .zip(targets.chunks_exact_mut(seq_len));
+        for (row, (inputs, targets)) in rows.enumerate() {
+            let start = self
+                .order
+                .start(&at, row, self.len_tokens())
+                .ok_or_else(|| {
+                    let (n, name) = (self.len_tokens(), &self.name);
+                    DataError::BadBatch {
+                        what: format!("{at:?} is not a position in the {n} tokens of {name}"),
+                    }
+                })?;
+            self.tokens
+                .read(self.range.start + start, &mut row_tokens)?;
+            inputs.copy_from_slice(&row_tokens[..seq_len]);
+            targets.copy_from_slice(&row_tokens[1..]);
+        }
+        Ok(())
+    }
+
+    /// Number of consecutive windows of `seq_len` tokens that have a next token.
+    pub fn windows(&self, seq_len: usize) -> u64 {
+        self.len_tokens()
+            .saturating_sub(1)
+            .checked_div(seq_len as u64)
+            .unwrap_or(0)
+    }
+
+    /// Writes window `window`, of [`Self::windows`], to `inputs`, and the tokens that follow them
+    /// to `targets`. Both have the length of a window.
+    ///
+    /// # Errors
+    /// There is no such window, or a failed read.
+    pub fn window(
+        &self,
+        window: u64,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), DataError> {
+        let (seq_len, windows) = (inputs.len(), self.windows(inputs.len()));
+        if window >= windows || targets.len() != seq_len {
+            let what = format!(
+                "window {window} of {windows} windows of {seq_len} tokens, {} targets",
+                targets.len()
+            );
+            return Err(DataError::BadBatch { what });
+        }
+        let start = self.range.start + window * seq_len as u64;
+        self.tokens.read(start, inputs)?;
+        self.tokens.read(start + 1, targets)
+    }
+}
+
+/// Reads the texts of a folder, which may be the default.
+fn read_folder(
+    path: &Path,
+    source: &DataSource,
+    tokenizer: Option<&TextTokenizer>,
+) -> Result<Opened, DataError> {
+    let is_default = source.path.is_none();
+    let here = || std::env::current_dir().unwrap_or_else(|_| path.to_owned());
+    let scope = match source.files {
+        _ if is_default => Scope::Default {
+            most_files: MAX_DEFAULT_FILES,
+        },
+        FolderFiles::AsDefault => Scope::Default {
+            most_files: usize::MAX,
+        },
+        FolderFiles::All => Scope::Whole,
+    };
+    let mut documents = match folder::read(path, scope) {
+        Err(DataError::NoText { .. }) if is_default => Documents::default(),
+        Err(DataError::TooManyHere { limit, .. }) => {
+            return Err(DataError::TooManyHere {
+                path: here(),
+                limit,
+            });
+        }
+        other => other?,
+    };
+    let bytes: u64 = documents
+        .texts
+        .iter()
+        .map(|(_, text)| text.len() as u64)
+        .sum();
+    if is_default && bytes < MIN_DEFAULT_BYTES {
+        let left_out = documents.notices(path).into_iter().next();
+        return Err(DataError::TooLittleHere {
+            path: here(),
+            bytes,
+            needed: MIN_DEFAULT_BYTES,
+            left_out,
+        });
+    }
+
+    let mut what = format!("{} text file", HumanCount(documents.texts.len() as u64));
+    if documents.texts.len() != 1 {
+        what.push('s');
+    }
+    if documents.left_out() > 0 {
+        what = format!(
+            "{what} ({} left out)",
+            HumanCount(documents.left_out() as u64)
+        );
+    }
+    let notices = if scope == Scope::Whole {
+        documents.notices(path)
+    } else {
+        Vec::new()
+    };
+    let (tokens, files) = from_texts(documents.texts, tokenizer)?;
+    let description = describe_text(path, &what, bytes, &tokens);
+    Ok(Opened {
+        files,
+        notices,
+        ..Opened::new(tokens, Order::Random, path, description)
+    })
+}
+
+/// One line of text about texts of `bytes` bytes.
+fn describe_text(path: &Path, what: &str, bytes: u64, tokens: &Tokens) -> String {
+    let by = match tokens {
+        Tokens::Bytes(_) => "read as bytes".to_owned(),
+        other => format!("{} tokens", HumanCount(other.len())),
+    };
+    format!(
+        "{}: {what}, {} bytes, {by}",
+        path.display(),
+        HumanCount(bytes)
+    )
+}
+
+/// Whether a file of this name has tokens instead of text.
+pub fn is_token_file(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "bin")
+}
+
+/// The concatenated tokens of a folder's texts, and the first token of each.
+fn from_texts(
+    texts: Vec<(PathBuf, String)>,
+    tokenizer: Option<&TextTokenizer>,
+) -> Result<(Tokens, Vec<(u64, PathBuf)>), DataError> {
+    let (mut bytes, mut ids, mut files) = (Vec::new(), Vec::new(), Vec::with_capacity(texts.len()));
+    for (path, text) in texts {
+        files.push(((bytes.len() + ids.len()) as u64, path.clone()));
+        match tokenizer {
+            None => bytes.extend(text.into_bytes()),
+            Some(tokenizer) => tokenizer.encode(&path, &text, &mut ids)?,
+        }
+    }
+    Ok((
+        if tokenizer.is_some() {
+            Tokens::Ids(ids)
+        } else {
+            Tokens::Bytes(bytes)
+        },
+        files,
+    ))
+}
+
+/// The tokens of a file: its bytes, or the output of the tokenizer.
+fn from_bytes(
+    path: &Path,
+    bytes: Vec<u8>,
+    tokenizer: Option<&TextTokenizer>,
+) -> Result<Tokens, DataError> {
+    let Some(tokenizer) = tokenizer else {
+        return Ok(Tokens::Bytes(bytes));
+    };
+    let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
+        path: path.to_owned(),
+        at: e.valid_up_to(),
+    })?;
+    let mut ids = Vec::new();
+    tokenizer.encode(path, text, &mut ids)?;
+    Ok(Tokens::Ids(ids))
+}
+
+impl ValidationData for Dataset {
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint()
+    }
+
+    fn describe(&self) -> &str {
+        self.describe()
+    }
+
+    fn windows(&self, seq_len: usize) -> u64 {
+        self.windows(seq_len)
+    }
+
+    fn window(
+        &self,
+        index: u64,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), ModelError> {
+        Ok(self.window(index, inputs, targets)?)
+    }
+}

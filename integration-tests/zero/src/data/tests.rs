@@ -1,0 +1,450 @@
+//! Data sets from files: content, order and errors.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use indicatif::HumanCount;
+use tempfile::TempDir;
+use tokenizers::Tokenizer;
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+use zero_trainer::BatchAt;
+
+use super::{DataError, DataSource, Dataset};
+
+const AT: BatchAt = BatchAt {
+    step: 0,
+    micro_batch_index: 0,
+    grad_accum: 2,
+    rank: 0,
+    world_size: 1,
+    micro_batch: 2,
+    seq_len: 4,
+    seed: 1,
+};
+
+struct Files(TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn tokens(&self, tokens: &[u16]) -> PathBuf {
+        self.write(
+            "tokens.bin",
+            &tokens
+                .iter()
+                .flat_map(|t| t.to_le_bytes())
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    /// A byte-level tokenizer as GPT-2's, with a few merges.
+    fn tokenizer(&self) -> PathBuf {
+        let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
+        alphabet.sort_unstable();
+        let mut words: Vec<String> = alphabet.iter().map(char::to_string).collect();
+        let merges = [
+            ("t", "h"),
+            ("th", "e"),
+            ("Ġ", "the"),
+            ("i", "n"),
+            ("Ċ", "Ċ"),
+        ];
+        words.extend(merges.iter().map(|(a, b)| format!("{a}{b}")));
+        let vocab = words
+            .into_iter()
+            .zip(0..)
+            .collect::<std::collections::HashMap<String, u32>>();
+        let merges = merges
+            .iter()
+            .map(|(a, b)| (a.to_string(), b.to_string()))
+            .collect();
+        let model = BPE::builder()
+            .vocab_and_merges(
+                vocab
+                    .into_iter()
+                    .collect::<tokenizers::models::bpe::Vocab>(),
+                merges,
+            )
+            .build()
+            .unwrap();
+        let mut tokenizer = Tokenizer::new(model);
+        tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+        tokenizer.with_decoder(Some(ByteLevel::default()));
+        let path = self.0.path().join("tokenizer.json");
+        tokenizer.save(&path, false).unwrap();
+        path
+    }
+}
+
+fn open(path: &Path) -> Dataset {
+    Dataset::open(&DataSource::at(path)).unwrap()
+}
+
+fn open_error(source: &DataSource) -> String {
+    let error = Dataset::open(source)
+        .expect_err("the data opened")
+        .to_string();
+    assert!(!error.contains('\n'), "more than one line: {error}");
+    error
+}
+
+fn batch(data: &Dataset, at: BatchAt) -> (Vec<u32>, Vec<u32>) {
+    let n = at.micro_batch * at.seq_len;
+    let (mut inputs, mut targets) = (vec![u32::MAX; n], vec![u32::MAX; n]);
+    data.batch(at, &mut inputs, &mut targets).unwrap();
+    (inputs, targets)
+}
+
+#[test]
+fn token_file_is_read_in_order() {
+    let files = Files::new();
+    let data = open(&files.tokens(&(1000..1040).collect::<Vec<_>>()));
+    data.validate(1040, 4).unwrap();
+    assert_eq!(data.len_tokens(), 40);
+    let (inputs, targets) = batch(&data, AT);
+    assert_eq!(inputs, (1000..1008).collect::<Vec<_>>());
+    assert_eq!(targets, (1001..1009).collect::<Vec<_>>());
+    let (inputs, targets) = batch(
+        &data,
+        BatchAt {
+            step: 1,
+            micro_batch_index: 1,
+            ..AT
+        },
+    );
+    assert_eq!(inputs, (1024..1032).collect::<Vec<_>>());
+    assert_eq!(targets, (1025..1033).collect::<Vec<_>>());
+    // 9 windows fit, so the tenth row is the first window.
+    let (inputs, targets) = batch(&data, BatchAt { step: 2, ..AT });
+    assert_eq!(inputs, [1032, 1033, 1034, 1035, 1000, 1001, 1002, 1003]);
+    assert_eq!(targets, [1033, 1034, 1035, 1036, 1001, 1002, 1003, 1004]);
+}
+
+#[test]
+fn text_is_read_in_random_windows() {
+    let files = Files::new();
+    let text: Vec<u8> = (0..=255).cycle().take(2000).collect();
+    let data = open(&files.write("text.txt", &text));
+    data.validate(256, 4).unwrap();
+    let (inputs, targets) = batch(&data, AT);
+    for (row, targets) in inputs.chunks(4).zip(targets.chunks(4)) {
+        let all: Vec<u8> = row.iter().chain(&targets[3..]).map(|t| *t as u8).collect();
+        assert!(
+            text.windows(5).any(|w| w == all),
+            "{all:?} is a window of the text"
+        );
+        assert_eq!(row[1..], targets[..3]);
+    }
+    assert_eq!(batch(&data, AT), batch(&data, AT));
+    assert_ne!(batch(&data, AT), batch(&data, BatchAt { seed: 2, ..AT }));
+    assert_ne!(batch(&data, AT), batch(&data, BatchAt { step: 1, ..AT }));
+}
+
+#[test]
+fn rows_do_not_depend_on_world_size() {
+    let files = Files::new();
+    for path in [
+        files.tokens(&(0..500).collect::<Vec<_>>()),
+        files.write("a.txt", &[7; 333]),
+    ] {
+        let data = open(&path);
+        let (whole, _) = batch(
+            &data,
+            BatchAt {
+                micro_batch: 4,
+                step: 3,
+                ..AT
+            },
+        );
+        let parts = [0, 1].map(|rank| {
+            batch(
+                &data,
+                BatchAt {
+                    rank,
+                    world_size: 2,
+                    step: 3,
+                    ..AT
+                },
+            )
+            .0
+        });
+        assert_eq!(whole, parts.concat());
+    }
+}
+
+#[test]
+fn folder_concatenates_its_text_files() {
+    let files = Files::new();
+    files.write("b.txt", b"world\n");
+    files.write("a.txt", b"hello");
+    files.write("c.bin", b"\0\0");
+    let data = open(files.0.path());
+    assert_eq!(data.len_tokens(), 12);
+    let (inputs, _) = batch(
+        &data,
+        BatchAt {
+            micro_batch: 1,
+            seq_len: 11,
+            ..AT
+        },
+    );
+    assert_eq!(inputs, b"hello\nworld".map(u32::from));
+    let expected = format!(
+        "{}: 2 text files (1 left out), 12 bytes, read as bytes",
+        files.0.path().display()
+    );
+    assert_eq!(data.describe(), expected);
+}
+
+#[test]
+fn tokens_equal_those_of_the_whole_text() {
+    let files = Files::new();
+    let tokenizer = files.tokenizer();
+    let line = "in the beginning\n\n\nthe th\n\néâtre\nthe thin\n    then: the\n";
+    let text = line.repeat(8000);
+    let path = files.write("text.txt", text.as_bytes());
+    let data = Dataset::open(&DataSource::at(&path).with_tokenizer(&tokenizer)).unwrap();
+    let whole = Tokenizer::from_file(&tokenizer)
+        .unwrap()
+        .encode(text, false)
+        .unwrap();
+    let n = whole.get_ids().len();
+    assert_eq!(data.len_tokens(), n as u64);
+    // A single window of n - 1 inputs and targets is the whole text.
+    let (inputs, targets) = batch(
+        &data,
+        BatchAt {
+            micro_batch: 1,
+            seq_len: n - 1,
+            ..AT
+        },
+    );
+    assert!(inputs == whole.get_ids()[..n - 1] && targets == whole.get_ids()[1..]);
+    assert!(
+        data.describe()
+            .ends_with(&format!("{} tokens", HumanCount(n as u64))),
+        "{}",
+        data.describe()
+    );
+    data.validate(261, 64).unwrap();
+    assert!(matches!(
+        data.validate(260, 64),
+        Err(DataError::OutsideVocabulary { token: 260, .. })
+    ));
+}
+
+#[test]
+fn folder_is_tokenized_file_by_file() {
+    let files = Files::new();
+    let tokenizer = files.tokenizer();
+    let texts = files.0.path().join("texts");
+    fs::create_dir(&texts).unwrap();
+    fs::write(texts.join("1"), "the").unwrap();
+    fs::write(texts.join("2"), "in\n").unwrap();
+    let data = Dataset::open(&DataSource::at(&texts).with_tokenizer(&tokenizer)).unwrap();
+    assert_eq!(data.len_tokens(), 4, "the, line break, in, line break");
+}
+
+#[test]
+fn missing_empty_or_malformed_data_is_named() {
+    let files = Files::new();
+    let dir = files.0.path().display().to_string();
+    let tokenizer = files.tokenizer();
+    let broken = files.write("broken.json", b"{}");
+    let latin1 = files.write("latin1.txt", b"caf\xe9 au lait");
+    let cases = [
+        (
+            DataSource::at(files.0.path().join("none.txt")),
+            "DIR/none.txt: no such file or folder",
+        ),
+        (
+            DataSource::at("/dev/zero"),
+            "/dev/zero: neither a file nor a folder; copy its content to a file",
+        ),
+        (
+            DataSource::at(files.write("empty.bin", b"")),
+            "DIR/empty.bin: the data file is empty",
+        ),
+        (
+            DataSource::at(files.write("empty.txt", b"")),
+            "DIR/empty.txt: the data file is empty",
+        ),
+        (
+            DataSource::at(files.write("odd.bin", b"abc")),
+            "DIR/odd.bin: 3 bytes are not a whole number of 2-byte tokens",
+        ),
+        (
+            DataSource::at(&latin1).with_tokenizer(&tokenizer),
+            "DIR/latin1.txt: not UTF-8 text at byte 3; a tokenizer needs UTF-8",
+        ),
+        (
+            DataSource::at(&latin1).with_tokenizer(files.0.path().join("no.json")),
+            "DIR/no.json: no such file or folder",
+        ),
+    ];
+    for (source, expected) in cases {
+        assert_eq!(open_error(&source).replace(&dir, "DIR"), expected);
+    }
+    let error = open_error(&DataSource::at(&latin1).with_tokenizer(&broken)).replace(&dir, "DIR");
+    assert!(error.starts_with("DIR/broken.json: "), "{error}");
+}
+
+#[test]
+fn unfit_data_is_an_error_with_the_position() {
+    let files = Files::new();
+    let mut tokens = vec![5; 3_000_000];
+    tokens[2_345_678] = 256;
+    tokens[2_345_679] = 999;
+    let path = files.tokens(&tokens);
+    let data = open(&path);
+    data.validate(1000, 64).unwrap();
+    let expected = "token 256 at position 2345678 is outside the model's vocabulary of 256: the model and the tokens \
+                    must be of the same tokenizer";
+    assert_eq!(
+        data.validate(256, 64).unwrap_err().to_string(),
+        format!("{}: {expected}", path.display())
+    );
+    let text = open(&files.write("text.txt", b"abcabc"));
+    let error = text.validate(99, 3).unwrap_err().to_string();
+    assert!(
+        error.contains("token 99 at position 2 is outside the model's vocabulary of 99"),
+        "{error}"
+    );
+    let error = text.validate(256, 6).unwrap_err().to_string();
+    assert!(
+        error.ends_with("text.txt: 6 tokens are too few for --seq-len 6: 7 are needed"),
+        "{error}"
+    );
+    text.validate(256, 5).unwrap();
+}
+
+#[test]
+fn invalid_batch_is_an_error() {
+    let files = Files::new();
+    let data = open(&files.tokens(&[1; 20]));
+    let call = |at, inputs, targets| data.batch(at, &mut vec![0; inputs], &mut vec![0; targets]);
+    call(AT, 8, 8).unwrap();
+    call(
+        BatchAt {
+            micro_batch: 0,
+            ..AT
+        },
+        0,
+        0,
+    )
+    .unwrap();
+    let cases = [
+        (
+            AT,
+            7,
+            8,
+            "invalid batch: 2 x 4 tokens do not fit 7 inputs and 8 targets",
+        ),
+        (
+            AT,
+            8,
+            9,
+            "invalid batch: 2 x 4 tokens do not fit 8 inputs and 9 targets",
+        ),
+        (
+            BatchAt { seq_len: 0, ..AT },
+            0,
+            0,
+            "invalid batch: 2 x 0 tokens do not fit 0 inputs and 0 targets",
+        ),
+        (
+            BatchAt {
+                micro_batch: usize::MAX,
+                ..AT
+            },
+            8,
+            8,
+            "invalid batch: 18446744073709551615 x 4 tokens",
+        ),
+        (
+            BatchAt { seq_len: 20, ..AT },
+            40,
+            40,
+            "invalid batch: BatchAt",
+        ),
+        (BatchAt { rank: 1, ..AT }, 8, 8, "invalid batch: BatchAt"),
+    ];
+    for (at, inputs, targets, expected) in cases {
+        let error = call(at, inputs, targets).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+}
+
+#[test]
+fn token_file_truncated_while_open_is_an_error() {
+    let files = Files::new();
+    let path = files.tokens(&[1; 100]);
+    let data = open(&path);
+    fs::write(&path, b"ab").unwrap();
+    let error = data.batch(AT, &mut [0; 8], &mut [0; 8]).unwrap_err();
+    assert!(
+        matches!(&error, DataError::Read { path: p, .. } if *p == path),
+        "{error}"
+    );
+}
+
+#[test]
+fn unigram_loss_is_the_entropy() {
+    let files = Files::new();
+    let loss = |tokens: &[u16]| open(&files.tokens(tokens)).unigram_loss();
+    assert_eq!(loss(&[3; 10]), 0.0);
+    assert!((loss(&[0, 1, 2, 3]) - 4f64.ln()).abs() < 1e-12);
+    let quarter = 0.25 * 4f64.ln() + 0.75 * (4.0 / 3.0f64).ln();
+    assert!((loss(&[9, 9, 7, 9]) - quarter).abs() < 1e-12);
+    let text = open(&files.write("text.txt", b"aab")).unigram_loss();
+    assert!((text - (2.0 / 3.0 * 1.5f64.ln() + 3f64.ln() / 3.0)).abs() < 1e-12);
+}
+
+#[test]
+fn fingerprint_changes_with_any_token() {
+    let files = Files::new();
+    let of = |bytes: &[u8]| open(&files.write("text.txt", bytes)).fingerprint();
+    assert_eq!(of(b"some text"), of(b"some text"));
+    assert_ne!(of(b"some text"), of(b"some tent"));
+    assert_ne!(of(b"some text"), of(b"some text "));
+}
+
+#[test]
+fn fingerprint_does_not_depend_on_the_path() {
+    let fingerprint = |names: [&str; 3]| {
+        let files = Files::new();
+        names
+            .into_iter()
+            .for_each(|name| drop(files.write(name, name.as_bytes())));
+        open(files.0.path()).fingerprint()
+    };
+    assert_eq!(fingerprint(["a", "B", "c"]), fingerprint(["c", "a", "B"]));
+    assert_ne!(fingerprint(["a", "B", "c"]), fingerprint(["a", "B", "d"]));
+}
+
+#[test]
+fn current_folder_is_the_default() {
+    // Tests run in the crate's folder, which has text.
+    let data = Dataset::open(&DataSource::default()).unwrap();
+    assert!(data.describe().starts_with(".: "), "{}", data.describe());
+    let error = DataError::TooLittleHere {
+        path: "/home/a".into(),
+        bytes: 12,
+        needed: 65536,
+        left_out: None,
+    }
+    .to_string();
+    let expected = "the current folder /home/a has only 12 bytes of text (65,536 needed): \
+                    pass --data with a text file, a folder or tokens.bin";
+    assert_eq!(error, expected);
+}

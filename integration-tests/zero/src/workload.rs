@@ -1,0 +1,131 @@
+//! The workload of `zero train`: a GPT-2 on a data set.
+
+use zero_alloc::Pool;
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::UnitSpec;
+
+use crate::data::Dataset;
+use zero_models::gpt2::config::GptConfig;
+use zero_models::gpt2::gpu::CudaGpt2;
+use zero_models::gpt2::{self, Gpt2, Gpt2Options};
+use zero_models::hf::HfFolder;
+use zero_models::ops::Threads;
+
+use zero_trainer::{BatchAt, InitialWeights, Model, ModelError, Pass, Workload};
+
+/// The source of the initial weights.
+pub enum Weights {
+    /// GPT-2's initialization with this seed.
+    Initial(u64),
+    /// A Hugging Face folder.
+    Folder(Box<HfFolder>),
+}
+
+/// A GPT-2 with its initial weights and its data.
+pub struct GptWorkload {
+    /// The shape of the model.
+    pub config: GptConfig,
+    /// The initial weights.
+    pub weights: Weights,
+    /// The training data.
+    pub data: Dataset,
+    /// Micro-batch, sequence length, element type and activation checkpointing.
+    pub options: Gpt2Options,
+    /// Threads of each rank on the host.
+    pub threads: usize,
+}
+
+/// Implements [`Workload`] for a device type; `$model` is the method that creates the model on it.
+macro_rules! workload {
+    ($device:ty, $stream:ty, $model:ident) => {
+        impl Workload<$device> for GptWorkload {
+            fn units(&self) -> Vec<UnitSpec> {
+                self.config.units()
+            }
+
+            fn passes(&self) -> Vec<Pass> {
+                gpt2::passes(&self.config)
+            }
+
+            fn model(
+                &self,
+                pool: &Pool<$device>,
+                compute: &$stream,
+            ) -> Result<Box<dyn Model<$device>>, ModelError> {
+                self.$model(pool, compute)
+            }
+
+            fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
+                self.initial_weights()
+            }
+
+            fn batch(
+                &self,
+                at: BatchAt,
+                inputs: &mut [u32],
+                targets: &mut [u32],
+            ) -> Result<(), ModelError> {
+                Ok(self.data.batch(at, inputs, targets)?)
+            }
+
+            fn data_fingerprint(&self) -> u64 {
+                self.data.fingerprint()
+            }
+
+            fn model_config(&self) -> serde_json::Value {
+                // Valid JSON by construction.
+                serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default()
+            }
+        }
+    };
+}
+
+workload!(HostDevice, HostStream, on_host);
+workload!(CudaDevice, CudaStream, on_cuda);
+
+impl GptWorkload {
+    fn on_host(
+        &self,
+        pool: &Pool<HostDevice>,
+        compute: &HostStream,
+    ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
+        let threads = Threads::new(self.threads)?;
+        Ok(Box::new(Gpt2::new(
+            self.config.clone(),
+            self.options.clone(),
+            pool,
+            compute,
+            threads,
+        )?))
+    }
+
+    fn on_cuda(
+        &self,
+        pool: &Pool<CudaDevice>,
+        compute: &CudaStream,
+    ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
+        Ok(Box::new(CudaGpt2::new(
+            self.config.clone(),
+            self.options.clone(),
+            pool,
+            compute,
+        )?))
+    }
+
+    fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
+        Ok(match &self.weights {
+            Weights::Initial(seed) => {
+                // Without this pool, rayon would start its global pool, with a thread for each
+                // core.
+                let threads = Threads::new(self.threads)?;
+                Box::new(move |name, range, out| {
+                    Ok(threads.run(|| self.config.fill_initial(*seed, name, range, out))?)
+                })
+            }
+            Weights::Folder(folder) => {
+                Box::new(|name, range, out| Ok(folder.read(name, range, out)?))
+            }
+        })
+    }
+}

@@ -1,0 +1,474 @@
+//! `zero train --device cuda` with several ranks: one process each, over NCCL. They share the GPU
+//! of a machine that has only one.
+
+#[path = "common/place.rs"]
+mod place;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Timeout of a run, longer than any run takes.
+const LONG: Duration = Duration::from_secs(400);
+
+fn zero(dir: &Path, args: &[&str]) -> Command {
+    let mut command = place::zero();
+    command
+        .arg("train")
+        .arg("--model")
+        .arg(place::data("model"))
+        .arg("--data")
+        .arg(place::data("tokens.u16.bin"));
+    command.args(["--lr", "1e-3", "--clip", "1"]);
+    for (flag, value) in [
+        ("--micro-batch", "1"),
+        ("--seq-len", "32"),
+        ("--steps", "3"),
+    ] {
+        if !args.contains(&flag) {
+            command.args([flag, value]);
+        }
+    }
+    command
+        .args(args)
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn finish(mut child: Child) -> Output {
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > LONG {
+            child.kill().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    format!("{}\n{out}{err}", output.status)
+}
+
+fn run(mut command: Command) -> String {
+    let output = finish(command.spawn().unwrap());
+    assert!(output.status.success(), "{}", text(&output));
+    text(&output)
+}
+
+fn temp() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+fn steps(dir: &Path, file: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(dir.join(file)).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+/// The child processes of `pid`.
+fn children(pid: u32) -> Vec<u32> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    std::fs::read_to_string(path)
+        .unwrap_or_default()
+        .split_whitespace()
+        .filter_map(|p| p.parse().ok())
+        .collect()
+}
+
+fn is_running(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_follow_the_host() {
+    for (stage, ranks) in [("0", "2"), ("1", "2"), ("2", "2"), ("3", "2"), ("3", "3")] {
+        let dir = temp();
+        let args = ["--stage", stage, "--ranks", ranks];
+        run(zero(
+            dir.path(),
+            &[&args[..], &["--device", "cpu", "--metrics", "host"]].concat(),
+        ));
+        let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
+        let said = run(zero(dir.path(), &[&args[..], &more].concat()));
+        assert!(
+            said.contains("ranks share GPUs: timings are not meaningful"),
+            "{said}"
+        );
+        let (host, cuda) = (steps(dir.path(), "host"), steps(dir.path(), "cuda"));
+        assert_eq!((host.len(), cuda.len()), (3, 3));
+        for (host, cuda) in host.iter().zip(&cuda) {
+            for key in ["loss", "grad_norm"] {
+                let (host, cuda) = (host[key].as_f64().unwrap(), cuda[key].as_f64().unwrap());
+                assert!(
+                    (host - cuda).abs() <= 1e-4 * host.abs(),
+                    "stage {stage}, {key}: {cuda} for {host}"
+                );
+            }
+            assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "stage {stage}");
+            for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
+                assert_eq!(host["memory"][key], cuda["memory"][key], "stage {stage}");
+            }
+        }
+    }
+}
+
+/// The ranks of a machine choose the algorithms of matrix products together, and later runs use the
+/// same.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_keep_the_choices_of_products() {
+    let dir = temp();
+    let choices = dir.path().join("choices");
+    let files = || -> BTreeMap<PathBuf, String> {
+        let files = std::fs::read_dir(&choices)
+            .unwrap()
+            .map(|file| file.unwrap().path());
+        files
+            .map(|path| (path.clone(), std::fs::read_to_string(path).unwrap()))
+            .collect()
+    };
+    let train = |more: &[&str]| {
+        let args = [
+            "--device",
+            "cuda",
+            "--share-gpus",
+            "--ranks",
+            "2",
+            "--stage",
+            "3",
+        ];
+        let mut command = zero(dir.path(), &[&args[..], more].concat());
+        command
+            .env("ZERO_MATMUL_CACHE", &choices)
+            .env_remove("ZERO_MATMUL_TIMING");
+        run(command)
+    };
+    train(&["--no-matmul-timing", "--metrics", "off"]);
+    assert!(!choices.exists());
+    let said = train(&["--metrics", "first"]);
+    assert!(
+        !said.contains("measured anew") && !said.contains("cannot be kept"),
+        "{said}"
+    );
+    let kept = files();
+    assert!(
+        kept.len() > 5 && kept.values().all(|text| text.contains("\nchoice ")),
+        "{kept:?}"
+    );
+    train(&["--metrics", "second"]);
+    assert_eq!(files(), kept);
+    let [off, first, second] = ["off", "first", "second"].map(|file| steps(dir.path(), file));
+    for ((off, first), second) in off.iter().zip(&first).zip(&second) {
+        assert_eq!(
+            (&first["loss"], &first["grad_norm"]),
+            (&second["loss"], &second["grad_norm"])
+        );
+        let (off, first) = (
+            off["loss"].as_f64().unwrap(),
+            first["loss"].as_f64().unwrap(),
+        );
+        assert!((off - first).abs() <= 1e-4 * off.abs(), "{off} and {first}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_replay_their_steps_with_the_same_bits() {
+    for stage in ["0", "1", "2"] {
+        let dir = temp();
+        let args = [
+            "--device",
+            "cuda",
+            "--share-gpus",
+            "--ranks",
+            "2",
+            "--stage",
+            stage,
+            "--steps",
+            "6",
+        ];
+        // A save in progress advances during replayed steps.
+        let saves = ["--checkpoint-every", "3", "--checkpoint"];
+        run(zero(
+            dir.path(),
+            &[&args[..], &saves, &["a", "--metrics", "plain"]].concat(),
+        ));
+        run(zero(
+            dir.path(),
+            &[
+                &args[..],
+                &saves,
+                &["b", "--metrics", "graphs", "--cuda-graph"],
+            ]
+            .concat(),
+        ));
+        let (plain, graphs) = (steps(dir.path(), "plain"), steps(dir.path(), "graphs"));
+        assert_eq!((plain.len(), graphs.len()), (6, 6));
+        for (plain, graphs) in plain.iter().zip(&graphs) {
+            for key in ["step", "loss", "grad_norm"] {
+                assert_eq!(plain[key], graphs[key], "stage {stage}, {key}");
+            }
+            for key in ["reduce_scatter", "all_gather", "all_reduce"] {
+                assert_eq!(
+                    plain["comm_bytes"][key], graphs["comm_bytes"][key],
+                    "stage {stage}, {key}"
+                );
+            }
+        }
+        // Control traffic depends on when a save advances, which depends on the disk.
+        let least = |steps: &[Value]| {
+            steps
+                .iter()
+                .filter_map(|s| s["comm_bytes"]["control"].as_u64())
+                .min()
+        };
+        assert_eq!(least(&plain), least(&graphs), "stage {stage}");
+    }
+}
+
+/// Starts a rank for each of `flags`, as another launcher does.
+fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
+        .to_string();
+    let start = |(rank, more): (usize, &&[&str])| {
+        let mut command = zero(
+            dir,
+            &[&["--device", "cuda", "--share-gpus"], *more].concat(),
+        );
+        let rank = rank.to_string();
+        let ranks = flags.len().to_string();
+        command
+            .env("RANK", &rank)
+            .env("LOCAL_RANK", &rank)
+            .env("WORLD_SIZE", ranks)
+            .env("MASTER_PORT", &port);
+        command
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+            .spawn()
+            .unwrap()
+    };
+    let ranks: Vec<Child> = flags.iter().enumerate().map(start).collect();
+    ranks.into_iter().map(finish).collect()
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_of_other_settings_are_refused() {
+    let same: &[&str] = &["--no-checkpoint", "--metrics", "m"];
+    let other: &[&str] = &["--no-checkpoint", "--metrics", "m", "--weight-decay", "0.5"];
+    for (flags, named) in [
+        (&[same, other][..], "rank 1"),
+        (&[other, same, same], "rank 0"),
+    ] {
+        let dir = temp();
+        for output in launched(dir.path(), flags) {
+            let said = text(&output);
+            assert_eq!(output.status.code(), Some(2), "{said}");
+            assert!(
+                said.contains(&format!("{named} has other settings than rank")),
+                "{said}"
+            );
+            assert!(
+                said.contains("--weight-decay (optimizer.hyper.weight_decay) is 0.5"),
+                "{said}"
+            );
+        }
+        assert!(!dir.path().join("m").exists(), "a step ran");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_of_another_launcher_join_it() {
+    let dir = temp();
+    let outputs = launched(dir.path(), &[&[], &[]]);
+    assert!(
+        outputs.iter().all(|o| o.status.success()),
+        "{}{}",
+        text(&outputs[0]),
+        text(&outputs[1])
+    );
+    assert!(
+        text(&outputs[0]).contains("held by"),
+        "{}",
+        text(&outputs[0])
+    );
+    assert!(outputs[1].stdout.is_empty(), "{}", text(&outputs[1]));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_killed_rank_ends_the_run() {
+    killed_rank(&[]);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_killed_rank_ends_a_replayed_run() {
+    killed_rank(&["--cuda-graph", "--stage", "2"]);
+}
+
+fn killed_rank(more: &[&str]) {
+    let dir = temp();
+    let args = [
+        "--device",
+        "cuda",
+        "--share-gpus",
+        "--ranks",
+        "3",
+        "--steps",
+        "100000",
+        "--metrics",
+        "m",
+    ];
+    let launcher = zero(dir.path(), &[&args[..], more].concat())
+        .spawn()
+        .unwrap();
+    let begun = Instant::now();
+    let steps = || std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count());
+    while steps() < 5 {
+        assert!(begun.elapsed() < LONG, "{}", text(&finish(launcher)));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let ranks = children(launcher.id());
+    assert_eq!(ranks.len(), 3);
+    assert!(
+        Command::new("kill")
+            .args(["-9", &ranks[1].to_string()])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let (killed, done) = (Instant::now(), steps());
+    let output = finish(launcher);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(said.matches("error: ").count(), 1, "{said}");
+    assert!(
+        said.contains("error: rank 1 was killed by signal 9"),
+        "{said}"
+    );
+    assert!(
+        killed.elapsed() < Duration::from_secs(30),
+        "{:?}",
+        killed.elapsed()
+    );
+    // A step or two were in flight; no rank continues alone until the launcher ends all.
+    assert!(steps() <= done + 5, "{} steps after {done}", steps());
+    assert!(!ranks.iter().any(|&pid| is_running(pid)));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_say_what_is_wrong_once() {
+    let dir = temp();
+    let too_many = finish(
+        zero(dir.path(), &["--device", "cuda", "--ranks", "64"])
+            .spawn()
+            .unwrap(),
+    );
+    assert_eq!(too_many.status.code(), Some(2), "{}", text(&too_many));
+    assert!(
+        text(&too_many).contains("--share-gpus"),
+        "{}",
+        text(&too_many)
+    );
+    let args = [
+        "--device",
+        "cuda",
+        "--share-gpus",
+        "--ranks",
+        "2",
+        "--seq-len",
+        "65",
+    ];
+    let wrong = finish(zero(dir.path(), &args).spawn().unwrap());
+    assert_eq!(wrong.status.code(), Some(2), "{}", text(&wrong));
+    assert_eq!(
+        text(&wrong).matches("error: ").count(),
+        1,
+        "{}",
+        text(&wrong)
+    );
+    assert!(text(&wrong).contains("--seq-len 65"), "{}", text(&wrong));
+    let args = [
+        "--device",
+        "cuda",
+        "--ranks",
+        "1",
+        "--cuda-graph",
+        "--stage",
+        "3",
+    ];
+    let stage_3 = finish(zero(dir.path(), &args).spawn().unwrap());
+    assert_eq!(stage_3.status.code(), Some(2), "{}", text(&stage_3));
+    assert!(
+        text(&stage_3).contains("--cuda-graph: steps of stage 3 cannot be recorded"),
+        "{}",
+        text(&stage_3)
+    );
+}
+
+/// `zero plan` counts the memory of a GPU: activations and state to the byte, and the total but for
+/// statistics and scalars.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_plan_is_the_memory_of_the_device() {
+    let shape = "--dtype bf16 --micro-batch 1 --seq-len 16 --grad-accum 2 --bucket-elems 16384";
+    let held = [
+        "params_bytes",
+        "grads_bytes",
+        "optimizer_bytes",
+        "activations_bytes",
+    ];
+    for masters in ["--masters fp32", "--masters remainder"] {
+        let dir = temp();
+        let mut plan = place::zero();
+        plan.args(["plan", "--gpus", "1", "--json", "--model"])
+            .arg(place::data("model"))
+            .args(shape.split(' '))
+            .args(masters.split(' '));
+        let output = plan.output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+
+        for stage in ["0", "1", "2", "3"] {
+            let metrics = format!("stage {stage}");
+            let fixed = ["--device", "cuda", "--ranks", "1", "--steps", "2"];
+            let at = ["--stage", stage, "--metrics", &metrics];
+            let sizes: Vec<&str> = shape.split(' ').chain(masters.split(' ')).collect();
+            run(zero(dir.path(), &[&fixed[..], &at, &sizes].concat()));
+
+            let memory = &steps(dir.path(), &metrics)[1]["memory"];
+            let planned = &plan["stages"][stage.parse::<usize>().unwrap()]["gpu"];
+            for key in held {
+                assert_eq!(memory[key], planned[key], "stage {stage} {masters} {key}");
+            }
+            let peak = memory["peak_bytes"].as_u64().unwrap();
+            let total = planned["total_bytes"].as_u64().unwrap();
+            assert!(
+                peak.abs_diff(total) < 64 << 10,
+                "stage {stage} {masters}: {peak}, planned {total}"
+            );
+        }
+    }
+}

@@ -1,0 +1,575 @@
+//! `zero train` under `mpirun`: the losses are bit-identical to those of threads, and a killed rank
+//! ends the run.
+//!
+//! Run with `cargo test -p zero --features mpi --test mpi`. Without `mpirun` it prints
+//! SKIPPED and passes.
+
+#[path = "mpi/agreement.rs"]
+mod agreement;
+#[path = "common/place.rs"]
+mod place;
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn data(name: &str) -> String {
+    place::data(name).display().to_string()
+}
+
+fn has_mpirun() -> bool {
+    let found = Command::new("mpirun")
+        .arg("--version")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok();
+    if !found {
+        eprintln!("SKIPPED: no mpirun here (Debian: openmpi-bin)");
+    }
+    found
+}
+
+fn train(ranks: usize, more: &[&str]) -> Vec<String> {
+    let mut args: Vec<String> = [
+        "train",
+        "--seq-len",
+        "32",
+        "--micro-batch",
+        "1",
+        "--clip",
+        "1",
+    ]
+    .map(String::from)
+    .to_vec();
+    if !more.contains(&"--checkpoint") {
+        args.push("--no-checkpoint".into());
+    }
+    args.extend([
+        "--model".into(),
+        data("model"),
+        "--data".into(),
+        data("tokens.u16.bin"),
+    ]);
+    args.extend(["--ranks".into(), ranks.to_string()]);
+    args.extend(more.iter().map(|s| (*s).to_owned()));
+    args
+}
+
+/// `folder` is for the launcher's files: launchers that share one sometimes remove it while another
+/// makes it.
+fn mpirun(ranks: usize, folder: &Path) -> Command {
+    let mut command = Command::new("mpirun");
+    command.env("OMPI_MCA_orte_tmpdir_base", folder);
+    command.args([
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        &ranks.to_string(),
+    ]);
+    command.arg(place::zero().get_program());
+    command
+}
+
+fn losses(file: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(file).unwrap();
+    let values = text
+        .lines()
+        .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+    values
+        .map(|v| format!("{} {}", v["loss"], v["grad_norm"]))
+        .collect()
+}
+
+fn succeeds(output: &Output) {
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+#[test]
+fn the_losses_are_those_of_threads() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for ranks in [2, 4] {
+        for stage in ["0", "1", "2", "3"] {
+            for dtype in ["fp32", "bf16"] {
+                let files = ["threads", "mpi"]
+                    .map(|name| dir.path().join(format!("{name}-{ranks}-{stage}-{dtype}")));
+                let paths = files.each_ref().map(|f| f.display().to_string());
+                let flags = |path: &str| -> Vec<String> {
+                    train(
+                        ranks,
+                        &[
+                            "--steps",
+                            "4",
+                            "--grad-accum",
+                            "2",
+                            "--stage",
+                            stage,
+                            "--dtype",
+                            dtype,
+                            "--metrics",
+                            path,
+                        ],
+                    )
+                };
+                succeeds(&place::zero().args(flags(&paths[0])).output().unwrap());
+                succeeds(
+                    &mpirun(ranks, dir.path())
+                        .args(flags(&paths[1]))
+                        .output()
+                        .unwrap(),
+                );
+                assert_eq!(
+                    losses(&files[0]),
+                    losses(&files[1]),
+                    "{ranks} ranks, stage {stage}, {dtype}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_ends_the_run() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("metrics");
+    let path = metrics.display().to_string();
+    let args = train(
+        3,
+        &[
+            "--steps",
+            "1000000",
+            "--time-limit",
+            "20",
+            "--metrics",
+            &path,
+        ],
+    );
+    let mut run = mpirun(3, dir.path())
+        .args(args)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while std::fs::read_to_string(&metrics).map_or(0, |t| t.lines().count()) < 2 {
+        assert!(Instant::now() < deadline, "the run did not start");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let ranks = Command::new("pgrep")
+        .args(["-P", &run.id().to_string()])
+        .output()
+        .unwrap();
+    let ranks = String::from_utf8(ranks.stdout).unwrap();
+    let victim = ranks.lines().last().expect("mpirun has children");
+    assert!(
+        Command::new("kill")
+            .args(["-9", victim])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let status = loop {
+        if let Some(status) = run.try_wait().unwrap() {
+            break status;
+        }
+        assert!(Instant::now() < deadline, "the run goes on without a rank");
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    assert!(!status.success());
+    let alive = |rank: &&str| Path::new(&format!("/proc/{rank}/exe")).read_link().is_ok();
+    while let Some(rank) = ranks.lines().find(alive) {
+        assert!(Instant::now() < deadline, "process {rank} is left");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// `mpirun` of `ranks` processes, of which the last runs in the working folder `last`, as if on
+/// another machine. `prefix` is put before its command.
+fn two_machines(
+    ranks: usize,
+    (first, last): (&Path, &Path),
+    prefix: &[&str],
+    args: &[String],
+) -> Command {
+    let mut command = mpirun(ranks - 1, first);
+    command.args(args).current_dir(first).arg(":").args([
+        "-n",
+        "1",
+        "--wdir",
+        &last.display().to_string(),
+    ]);
+    command
+        .args(prefix)
+        .arg(place::zero().get_program())
+        .args(args);
+    command
+}
+
+/// A checkpoint folder that ranks do not share, or that one cannot open, fails before the first
+/// step.
+#[test]
+fn unshared_checkpoint_folder_is_refused_at_the_start() {
+    if !has_mpirun() {
+        return;
+    }
+    for ranks in [2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let a = dir.path().join("a");
+        let b = dir.path().join("b");
+        for folder in [&a, &b] {
+            std::fs::create_dir(folder).unwrap();
+        }
+        let metrics = dir.path().join("metrics");
+        let last = ranks - 1;
+        let path = metrics.display().to_string();
+        let args = train(
+            ranks,
+            &["--steps", "2", "--checkpoint", "ckpt", "--metrics", &path],
+        );
+        let refused = || {
+            let output = two_machines(ranks, (&a, &b), &[], &args).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(
+                std::fs::read_to_string(&metrics).unwrap_or_default(),
+                "",
+                "a step ran"
+            );
+            assert!(
+                !text.contains("panicked") && !text.contains("rank 0: rank"),
+                "{text}"
+            );
+            assert_eq!(output.status.code(), Some(1), "{text}");
+            text
+        };
+        let text = refused();
+        let named = format!(
+            "rank {last}: its checkpoint folder {}",
+            b.join("ckpt").display()
+        );
+        assert!(
+            text.contains(&named)
+                && text.contains("of rank 0; all ranks must save into one directory"),
+            "{text}"
+        );
+
+        std::fs::remove_dir_all(b.join("ckpt")).unwrap();
+        std::fs::write(b.join("ckpt"), "a file").unwrap();
+        let text = refused();
+        assert!(
+            text.contains(&format!("rank {last}: cannot create ckpt")),
+            "{text}"
+        );
+    }
+}
+
+/// The last rank may write no file of more than 4,096 bytes: its save can never be whole, so
+/// nothing of it stays, and the run resumes from the checkpoint before.
+#[test]
+fn failed_staging_leaves_whole_checkpoints() {
+    if !has_mpirun() {
+        return;
+    }
+    use rustix::process::{Pid, Resource, Rlimit, prlimit};
+    for ranks in [2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
+        let ckpt = path("ckpt");
+        let metrics = path("metrics");
+        let flags = [
+            "--steps",
+            "1000000",
+            "--checkpoint",
+            &ckpt,
+            "--checkpoint-every",
+            "2",
+            "--metrics",
+            &metrics,
+        ];
+        let args = train(ranks, &flags);
+        let mut command = two_machines(
+            ranks,
+            (dir.path(), dir.path()),
+            &["env", "--ignore-signal=XFSZ"],
+            &args,
+        );
+        let run = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !dir.path().join("ckpt/latest").exists() {
+            assert!(Instant::now() < deadline, "the run did not save");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let found = Command::new("pgrep")
+            .args(["-P", &run.id().to_string()])
+            .output()
+            .unwrap();
+        let of_rank = |process: &&str| {
+            let variables = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+            let last = format!("OMPI_COMM_WORLD_RANK={}", ranks - 1);
+            variables
+                .split(|byte| *byte == 0)
+                .any(|variable| variable == last.as_bytes())
+        };
+        let processes = String::from_utf8(found.stdout).unwrap();
+        let last: i32 = processes
+            .lines()
+            .find(of_rank)
+            .expect("the last rank runs")
+            .parse()
+            .unwrap();
+        let limit = Rlimit {
+            current: Some(4096),
+            maximum: None,
+        };
+        prlimit(Pid::from_raw(last), Resource::Fsize, limit).unwrap();
+
+        let output = run.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(
+            text.contains(&format!("rank {}: cannot write", ranks - 1))
+                && text.contains("File too large"),
+            "{text}"
+        );
+        let left = std::fs::read_dir(dir.path().join("ckpt/.staging"))
+            .unwrap()
+            .count();
+        assert_eq!(left, 0, "{text}");
+        succeeds(
+            &place::zero()
+                .args(["ckpt", "verify", &ckpt])
+                .output()
+                .unwrap(),
+        );
+        let saved = std::fs::read_to_string(dir.path().join("ckpt/latest")).unwrap();
+        let step: u64 = saved
+            .split(' ')
+            .next()
+            .unwrap()
+            .trim_start_matches("step-")
+            .parse()
+            .unwrap();
+        let steps = (step + 1).to_string();
+        let resume = [
+            "train",
+            "--resume",
+            &ckpt,
+            "--steps",
+            &steps,
+            "--no-checkpoint",
+        ];
+        succeeds(&mpirun(ranks, dir.path()).args(resume).output().unwrap());
+    }
+}
+
+/// The time limit of the communicator of [`slow_save_rank`].
+const SLOW_LIMIT: Duration = Duration::from_secs(4);
+
+/// A rank of [`slow_save_outlasts_the_time_limit`], which names its folder in the environment: the
+/// last rank stages its file for longer than the communicator's limit, in steps that it reports.
+#[test]
+fn slow_save_rank() {
+    let Ok(dir) = std::env::var("ZERO_SLOW_SAVE") else {
+        return;
+    };
+    use zero_alloc::Pool;
+    use zero_alloc::device::Device as _;
+    use zero_alloc::host::HostDevice;
+    use zero_ckpt::{SaveMeta, StateDtype, StateSpec, Store, StoreOptions};
+    use zero_comm::{CommOptions, Communicator as _, mpi::MpiWorld};
+    use zero_shard::{Layout, ParamSpec, UnitSpec};
+    use zero_trainer::RankExchange;
+
+    let world = MpiWorld::init(CommOptions::default().limit(SLOW_LIMIT)).unwrap();
+    let comm = world.comm();
+    let device = HostDevice::new();
+    let stream = device.create_stream("save").unwrap();
+    let pool = Pool::new(device, usize::MAX);
+    let exchange = &mut RankExchange::new(&*comm, &pool, &stream, SLOW_LIMIT * 2);
+    let rank = comm.rank() as u64;
+    let ranks = comm.world_size() as u64;
+    let units = [UnitSpec::new("head", [ParamSpec::new("w", [30])])];
+    let layout = Layout::new(&units, ranks, 1).unwrap();
+    let options = StoreOptions::default().stall_limit(Duration::from_secs(60));
+    let store = Store::create_on_ranks(dir, rank, options, exchange, |_| Ok(())).unwrap();
+    let states = vec![StateSpec {
+        name: "master".into(),
+        dtype: StateDtype::F32,
+    }];
+    let stage = || {
+        store.stage_streamed(1, &layout, states, |slice| {
+            if rank + 1 == ranks {
+                std::thread::sleep(SLOW_LIMIT * 2);
+            }
+            slice.bytes.fill(rank as u8);
+            Ok(())
+        })
+    };
+    store
+        .save_with(&SaveMeta::default().step(1), &layout, stage, exchange)
+        .unwrap();
+}
+
+/// Ranks that are apart by more than the time limit of the communicator save all the same.
+#[test]
+fn slow_save_outlasts_the_time_limit() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut runs = [2, 3].map(|ranks| {
+        let ckpt = dir.path().join(ranks.to_string());
+        let tmp = dir.path().join(format!("tmp-{ranks}"));
+        std::fs::create_dir(&tmp).unwrap();
+        let mut command = Command::new("mpirun");
+        command
+            .env("OMPI_MCA_orte_tmpdir_base", &tmp)
+            .env("ZERO_SLOW_SAVE", &ckpt);
+        command.args([
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-n",
+            &ranks.to_string(),
+        ]);
+        command
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", "slow_save_rank"]);
+        (command.stdout(Stdio::null()).spawn().unwrap(), ckpt)
+    });
+    for (run, ckpt) in &mut runs {
+        assert!(run.wait().unwrap().success());
+        let ckpt = ckpt.display().to_string();
+        succeeds(
+            &place::zero()
+                .args(["ckpt", "verify", &ckpt])
+                .output()
+                .unwrap(),
+        );
+    }
+}
+
+/// Every rank takes up the settings and the id of the run.
+#[test]
+fn a_resume_needs_no_flag() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let run = |steps: &str, metrics: &str, checkpoint: &str| {
+        let flags = [
+            "--grad-accum",
+            "2",
+            "--lr",
+            "0.01",
+            "--stage",
+            "2",
+            "--steps",
+            steps,
+        ];
+        let outputs = [
+            "--metrics",
+            &path(metrics),
+            "--checkpoint",
+            &path(checkpoint),
+        ];
+        succeeds(
+            &mpirun(2, dir.path())
+                .args(train(2, &[&flags[..], &outputs].concat()))
+                .output()
+                .unwrap(),
+        );
+    };
+    run("4", "whole", "a");
+    run("2", "first", "b");
+    let rest = [
+        "train",
+        "--resume",
+        &path("b"),
+        "--steps",
+        "4",
+        "--metrics",
+        &path("rest"),
+    ];
+    succeeds(&mpirun(2, dir.path()).args(rest).output().unwrap());
+    let losses = |name: &str| losses(&dir.path().join(name));
+    assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
+    let run_of = |step: u64| {
+        let text = std::fs::read(dir.path().join(format!("b/step-{step:08}/run.json"))).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&text).unwrap()["run"].to_string()
+    };
+    assert_eq!(run_of(2), run_of(4));
+}
+
+/// The other ranks resume from the checkpoint that rank 0 verified, and receive its error.
+#[test]
+fn rank_0_finds_the_checkpoint() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let first = [
+        "--steps",
+        "2",
+        "--checkpoint",
+        &path("d"),
+        "--checkpoint-every",
+        "1",
+    ];
+    succeeds(
+        &mpirun(2, dir.path())
+            .args(train(2, &first))
+            .output()
+            .unwrap(),
+    );
+    let damage = |step: u64| {
+        let shard = dir
+            .path()
+            .join(format!("d/step-{step:08}/shard-00001-of-00002.safetensors"));
+        let mut bytes = std::fs::read(&shard).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(shard, bytes).unwrap();
+    };
+    let resume = || {
+        let args = [
+            "train",
+            "--resume",
+            &path("d"),
+            "--steps",
+            "3",
+            "--metrics",
+            &path("m"),
+            "--no-checkpoint",
+        ];
+        mpirun(2, dir.path()).args(args).output().unwrap()
+    };
+    damage(2);
+    let resumed = resume();
+    succeeds(&resumed);
+    let text = [resumed.stdout, resumed.stderr].concat();
+    assert!(String::from_utf8_lossy(&text).contains("step-00000002 is passed over"));
+    assert_eq!(losses(&dir.path().join("m")).len(), 2);
+    damage(1);
+    let failed = resume();
+    let text = String::from_utf8_lossy(&failed.stderr);
+    assert_eq!(failed.status.code(), Some(2), "{text}");
+    assert!(
+        text.contains("no complete checkpoint") && !text.contains("panicked"),
+        "{text}"
+    );
+}

@@ -1,0 +1,18 @@
+//! The program `zero` as a user starts it, in one test program, because linking several is slow.
+
+mod breakdown;
+mod cli;
+mod config;
+mod edges;
+#[cfg(target_os = "linux")]
+mod launcher;
+#[cfg(target_os = "linux")]
+mod memory;
+mod offload_faults;
+mod outputs;
+#[path = "../common/place.rs"]
+mod place;
+mod plan_and_train;
+mod record;
+mod store;
+mod validation;

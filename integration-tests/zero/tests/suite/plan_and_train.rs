@@ -1,0 +1,180 @@
+//! `zero plan` predicts the memory and traffic that `zero train` measures on the host, to the byte:
+//! model state, buckets, gathered units, activations, the peak and bytes sent. tests/cuda compares
+//! a GPU's.
+
+use std::path::Path;
+
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+use zero_models::gpt2::config::GptConfig;
+
+use crate::place;
+
+fn zero(line: &str) -> String {
+    let output = place::zero()
+        .args(line.split_whitespace())
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{line}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Trains two steps and returns the metrics of the last.
+fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
+    let (data, metrics) = (folder.join("data.txt"), folder.join("metrics.jsonl"));
+    std::fs::write(
+        &data,
+        "a text that is long enough to draw a few rows of 64 tokens from\n".repeat(20),
+    )
+    .unwrap();
+    zero(&format!(
+        "train --no-checkpoint --model {model} --ranks 2 --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
+        data.display(),
+        metrics.display()
+    ));
+    let lines = std::fs::read_to_string(&metrics).unwrap();
+    serde_json::from_str(lines.lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn plan_matches_training() {
+    for run in [
+        // On a GPU passes write gradients to buckets that hold a unit, and no unit needs scratch.
+        // On the host it does.
+        "--dtype fp32 --micro-batch 2 --seq-len 64 --bucket-elems 1000",
+        "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000",
+        "--dtype fp32 --micro-batch 2 --seq-len 32 --grad-accum 3 --activation-checkpointing --bucket-elems 1000",
+    ] {
+        compare("nano", run);
+    }
+}
+
+/// Wide and narrow feed-forward layers, and an embedding as large as several blocks.
+#[test]
+fn plan_matches_training_of_other_shapes() {
+    for (n_inner, tied_head) in [(96, true), (5, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let preset = GptConfig::preset("nano").unwrap();
+        let config = GptConfig {
+            n_embd: 16,
+            n_head: 2,
+            n_positions: 32,
+            n_layer: 5,
+            n_inner,
+            tied_head,
+            ..preset
+        };
+        write_model(folder.path(), &config);
+        compare(
+            folder.path().to_str().unwrap(),
+            "--dtype fp32 --micro-batch 3 --seq-len 32 --bucket-elems 1000",
+        );
+    }
+}
+
+/// DeepSpeed's buckets have 5e8 elements; both programs limit them to the largest unit.
+#[test]
+fn bucket_of_a_configuration_is_limited() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ds.json");
+    std::fs::write(
+        &file,
+        json!({ "zero_optimization": { "stage": 2 } }).to_string(),
+    )
+    .unwrap();
+    let run = format!("--micro-batch 1 --seq-len 64 --config {}", file.display());
+    let planned: Value =
+        serde_json::from_str(&zero(&format!("plan --model nano --gpus 2 --json {run}"))).unwrap();
+    let measured = trained(folder.path(), "nano", 2, &run);
+    assert_eq!(
+        measured["memory"]["buckets_bytes"],
+        planned["stages"][2]["gpu"]["buckets_bytes"]
+    );
+}
+
+pub(crate) fn write_model(folder: &Path, config: &GptConfig) {
+    std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
+    let tensors = config
+        .units()
+        .into_iter()
+        .flat_map(|u| u.params)
+        .map(|param| {
+            let mut values = vec![0.0f32; param.shape.iter().product::<u64>() as usize];
+            config
+                .fill_initial(0, &param.name, 0..values.len() as u64, &mut values)
+                .unwrap();
+            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
+            (param.name, shape, bytes)
+        });
+    let tensors: Vec<_> = tensors.collect();
+    let view =
+        |shape: &Vec<usize>, bytes| TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap();
+    let views = tensors
+        .iter()
+        .map(|(name, shape, bytes)| (name, view(shape, bytes)));
+    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+}
+
+/// Compares the plan and the measurements of each stage.
+fn compare(model: &str, run: &str) {
+    let planned: Value = serde_json::from_str(&zero(&format!(
+        "plan --model {model} --gpus 2 --json {run}"
+    )))
+    .unwrap();
+    for stage in 0..4 {
+        let folder = tempfile::tempdir().unwrap();
+        let metrics = trained(folder.path(), model, stage, run);
+        let (measured, planned) = (&metrics["memory"], &planned["stages"][stage]);
+        let bytes = |value: &Value| value.as_u64().unwrap();
+        for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
+            assert_eq!(
+                measured[key], planned["gpu"][key],
+                "{key} at stage {stage}: {run}"
+            );
+        }
+        let (sent, most) = (&metrics["comm_bytes"], &planned["sent"]);
+        assert_eq!(
+            sent["reduce_scatter"], most["reduce_scatter_bytes"],
+            "stage {stage}: {run}"
+        );
+        assert_eq!(
+            sent["all_reduce"], most["all_reduce_bytes"],
+            "stage {stage}: {run}"
+        );
+        // Stage 3 keeps the unit that ends forward and starts backward.
+        let least = if stage == 3 {
+            bytes(&most["all_gather_bytes"]) / 2
+        } else {
+            bytes(&most["all_gather_bytes"])
+        };
+        assert!(
+            (least..=bytes(&most["all_gather_bytes"])).contains(&bytes(&sent["all_gather"])),
+            "stage {stage}: {run}"
+        );
+        let moving =
+            bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
+        assert_eq!(
+            measured["buckets_bytes"], moving,
+            "buckets and gathered units at stage {stage}: {run}"
+        );
+        let cores = &planned["on_cores"];
+        assert_eq!(
+            measured["activations_bytes"], cores["activations"],
+            "stage {stage}: {run}"
+        );
+        // Statistics and sums of a few bytes per rank are not planned.
+        let parts = ["state", "activations", "buckets", "gathered", "workspace"];
+        let total: u64 = parts.iter().map(|part| bytes(&cores[part])).sum();
+        let peak = bytes(&measured["peak_bytes"]);
+        assert!(
+            (total..total + 1024).contains(&peak),
+            "stage {stage}: {peak}, planned {total}: {run}"
+        );
+    }
+}
