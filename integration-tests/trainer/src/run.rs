@@ -1,20 +1,19 @@
 //! The training loop of one rank, from the initial weights to the last checkpoint.
+//!
+//! [`Run::step`] enqueues a step and waits for its decision; [`Observer`] measures it. Between
+//! steps the loop evaluates, saves and compares replicas.
 
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
 
-use zero_alloc::Pool;
-use zero_alloc::device::{Device, Stream};
-use zero_alloc::host::OpSpan;
+use zero_alloc::device::Device;
 use zero_ckpt::Reader;
-use zero_comm::overlap::Overlap;
 use zero_optim::StepOutcome;
 use zero_shard::ZeroStage;
 
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
 use crate::model::Model;
-use crate::offload::host_optimizer::{self, Optimizer};
+use crate::offload::host_optimizer::Optimizer;
 use crate::rank::Rank;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
@@ -26,10 +25,9 @@ use crate::stages::stages_1_and_2::Stages1And2;
 use crate::step::batch_loader::BatchLoader;
 use crate::step::flags::{self, Flags};
 use crate::step::recorder::{Part, Recorder};
-use crate::telemetry::breakdown::{Breakdown, Tracks};
-use crate::telemetry::memory_trace::{MemoryRecord, live};
-use crate::telemetry::metrics::{CommBytes, MemoryBytes, NvmeBytes, StepMetrics};
-use crate::telemetry::phase::{self, Phased, run_in};
+use crate::telemetry::metrics::StepMetrics;
+use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
+use crate::telemetry::phase::{Phase, Phased, run_in};
 use crate::validation::{Best, Evaluations};
 use crate::workload::{RankSummary, RunOptions, Workload};
 
@@ -38,44 +36,8 @@ use crate::workload::{RankSummary, RunOptions, Workload};
 /// checkpoint deletes older ones, and weights whose loss is not finite are not saved.
 const MAX_SKIPPED: u64 = 100;
 
-/// The results of one step.
-struct StepResult {
-    metrics: StepMetrics,
-    /// Whether a rank requested to stop.
-    stop: bool,
-    spans: Vec<OpSpan>,
-    memory: MemoryRecord,
-}
-
-/// The position of the run before a step.
-#[derive(Clone, Copy, Debug)]
-struct Before {
-    /// Completed steps.
-    steps: u64,
-    /// Tokens of all ranks.
-    tokens: u64,
-    /// The end of the last step, in the timeline's time.
-    end: Duration,
-    /// Steps of this run.
-    run_steps: u64,
-    /// Seconds a step, with what is done between steps: an average that forgets old steps.
-    step_s: f64,
-}
-
-impl Before {
-    /// The least weight of the newest step in the average.
-    const NEWEST: f64 = 0.2;
-
-    /// Adds a step that ended at `end`.
-    fn add(&mut self, tokens: u64, end: Duration) {
-        let step_s = end.saturating_sub(self.end).as_secs_f64();
-        // The second step replaces the first, which also loads kernels.
-        let newest = (1.0 / self.run_steps.max(1) as f64).max(Self::NEWEST);
-        self.step_s += newest * (step_s - self.step_s);
-        (self.steps, self.run_steps) = (self.steps + 1, self.run_steps + 1);
-        (self.tokens, self.end) = (self.tokens + tokens, end);
-    }
-}
+/// Receives the metrics of each step.
+type Observe<'a> = &'a mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>;
 
 /// Trains on one rank; all ranks call it. Calls `observe` with the metrics of each step.
 ///
@@ -85,7 +47,7 @@ pub(crate) fn run_rank<D: Device>(
     rank: &Rank<D>,
     workload: &dyn Workload<D>,
     options: &RunOptions,
-    observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
+    observe: Observe<'_>,
 ) -> Result<RankSummary, TrainError> {
     let mut recorder = Recorder::new(rank)?;
     let mut model = workload.model(&rank.pool, &rank.compute)?;
@@ -93,13 +55,17 @@ pub(crate) fn run_rank<D: Device>(
     // Declared last: its drop drains the compute stream before the others free memory.
     let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
-    let result = Runner {
+
+    let parts = Parts {
         rank,
         workload,
         options,
         flags: &flags,
-    }
-    .run(&mut *model, &mut *stage, &mut recorder, observe);
+        model: Phased::new(&mut *model, rank),
+        stage: &mut *stage,
+        recorder: &mut recorder,
+    };
+    let result = Run::start(parts).and_then(|run| run.train(observe));
     if let Err(error) = &result {
         // Before memory is freed: otherwise peers wait for this rank, and its streams wait for
         // them.
@@ -131,245 +97,158 @@ fn create<D: Device>(
     })
 }
 
-struct Runner<'a, D: Device> {
+/// What computes a step.
+struct Parts<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
     flags: &'a Flags<'a, D>,
+    model: Phased<'a, D>,
+    stage: &'a mut dyn Stage<D>,
+    recorder: &'a mut Recorder<'a, D>,
 }
 
-impl<D: Device> Runner<'_, D> {
-    fn run(
-        &self,
-        model: &mut dyn Model<D>,
-        stage: &mut dyn Stage<D>,
-        recorder: &mut Recorder<'_, D>,
-        observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
-    ) -> Result<RankSummary, TrainError> {
-        let Self {
+/// A run on one rank.
+struct Run<'a, D: Device> {
+    parts: Parts<'a, D>,
+    batches: BatchLoader<'a, D>,
+    evaluations: Evaluations<'a>,
+    saver: Option<Saver>,
+    observer: Observer<'a, D>,
+    /// Skipped steps in a row that no lower loss scale can end.
+    skipped_in_row: u64,
+    /// The pool's allocations from the device up to the end of the second step.
+    backings_after_two: Option<u64>,
+    summary: RankSummary,
+}
+
+/// The decision of a step.
+struct Decided {
+    outcome: StepOutcome,
+    /// Host memory of a checkpoint while the step ran.
+    staging_bytes: u64,
+}
+
+impl<'a, D: Device> Run<'a, D> {
+    /// Sets the weights, or restores a checkpoint.
+    fn start(mut parts: Parts<'a, D>) -> Result<Self, TrainError> {
+        let Parts {
             rank,
             workload,
             options,
             ..
-        } = *self;
-        let (resumed_at, tokens_before, best) = match &options.resume {
-            Some(dir) => {
-                // Rank 0 checks that the checkpoint is complete; every rank opens the files that it
-                // reads.
-                let (exchange, index) = (&mut RankExchange::of(rank), rank.comm.rank() as u64);
-                let reader = Reader::open_on_ranks(dir, index, exchange, || {
-                    Ok::<_, TrainError>(Reader::open(dir)?)
-                })?;
-                let state = state::restore(rank, stage, &reader)?;
-                (
-                    state.step,
-                    state
-                        .tokens_seen
-                        .unwrap_or(state.step * self.tokens_per_step()),
-                    state.best,
-                )
-            }
+        } = parts;
+        let resumed = match &options.resume {
+            Some(dir) => Some(restore(&mut parts, dir)?),
             None => {
-                state::set_weights(rank, stage, &mut *workload.weights()?)?;
-                (0, 0, None)
+                state::set_weights(rank, parts.stage, &mut *workload.weights()?)?;
+                None
             }
         };
-        let mut evaluations = Evaluations::new(options, best);
-        let mut saver = match &options.checkpoint {
+        let resumed_at = resumed.as_ref().map_or(0, |state| state.step);
+        let tokens = resumed.as_ref().map_or(0, |state| {
+            let by_steps = state.step * tokens_per_step(rank, options);
+            state.tokens_seen.unwrap_or(by_steps)
+        });
+        let evaluations = Evaluations::new(options, resumed.and_then(|state| state.best));
+        let saver = match &options.checkpoint {
             Some((dir, _)) => Some(Saver::new(rank, dir, options.store())?),
             None => None,
         };
-        stage.synchronize(rank)?;
+        parts.stage.synchronize(rank)?;
         // Setting the weights is no part of the first step.
         drop(rank.timeline.take());
-        let passes = rank.passes.len();
-        let model: &mut dyn Model<D> = &mut Phased {
-            model,
-            timeline: &rank.timeline,
-            passes,
-        };
 
-        let mut summary = RankSummary {
-            step: resumed_at,
-            cancelled: false,
-            resumed_at,
-            last: None,
-            checkpoint: None,
-            best: None,
-            backing_allocations: [0; 2],
-            last_spans: Vec::new(),
-            memory: None,
-            nvme: None,
-        };
-        let mut memory = MemoryRecord::default();
-        let end = rank.timeline.now();
-        let mut before = Before {
-            steps: resumed_at,
-            tokens: tokens_before,
-            end,
-            run_steps: 0,
-            step_s: 0.0,
-        };
-        let mut batches = BatchLoader::new(rank, workload, options);
-        let mut backings_after_two = None;
-        let mut skipped_in_row = 0;
-        while summary.step < options.steps && !summary.cancelled {
-            if (summary.step - resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
-                stage::decide_on_device(rank, stage)?;
-            }
-            let StepResult {
-                mut metrics,
-                stop,
-                spans,
-                memory: record,
-            } = self.step(
-                model,
-                stage,
-                recorder,
-                &mut batches,
-                saver.as_mut(),
-                &mut before,
-            )?;
-            (summary.last_spans, memory) = (spans, record);
-            summary.cancelled = stop && metrics.step < options.steps;
-            // An interrupted run saves at once.
-            if !summary.cancelled && evaluations.is_due(metrics.step) {
-                metrics.validation = evaluations.run(rank, stage, model)?;
-                summary.cancelled = metrics.validation.is_none();
-                batches.forget();
-            }
-            observe(&metrics)?;
-            skipped_in_row = if metrics.skipped && self.is_static() {
-                skipped_in_row + 1
-            } else {
-                0
-            };
-            if skipped_in_row == MAX_SKIPPED {
-                return Err(TrainError::Diverged {
-                    step: metrics.step,
-                    skipped: skipped_in_row,
-                });
-            }
-            summary.step = metrics.step;
-            let validation = metrics.validation;
-            let is_finite = skipped_in_row == 0 || metrics.loss.is_finite();
-            summary.last = Some(metrics);
-            if summary.step == resumed_at + 2 {
-                backings_after_two = Some(rank.pool.report().backing_allocations);
-                recorder.warm();
-            }
-            // A checkpoint of weights that may not be finite must not replace an older one; those
-            // that give no finite loss are of no use.
-            let every = options.checkpoint.as_ref().map_or(0, |(_, every)| *every);
-            let due = every > 0 && summary.step.is_multiple_of(every) && skipped_in_row == 0;
-            let is_last = summary.cancelled || summary.step == options.steps;
-            let saves = due || is_last && is_finite;
-            if saves
-                && skipped_in_row > 0
-                && let (Some((dir, _)), Some(mut old)) = (&options.checkpoint, saver.take())
-            {
-                old.complete(rank)?;
-                drop(old);
-                saver = Some(Saver::new(rank, dir, options.store().keep_last(None))?);
-            }
-            let old_best = evaluations.best;
-            let is_best = evaluations.is_best(summary.step, validation, saves);
-            if options
-                .check_replicas
-                .is_due(summary.step, saver.is_some() && (saves || is_best))
-            {
-                run_in(rank, phase::CHECKPOINT, || {
-                    replicas::check(rank, stage, summary.step)
-                })?;
-            }
-            if let (true, Some(saver)) = (saves || is_best, &mut saver) {
-                let superseded = old_best.filter(|_| is_best);
-                run_in(rank, phase::CHECKPOINT, || {
-                    self.save(stage, saver, &before, evaluations.best, superseded)
-                })?;
-            }
-        }
-        if let Some(saver) = &mut saver {
-            // No step ran: save the resumed state to the new directory, sharded for these ranks.
-            if summary.last.is_none() && !options.saves_in_place() {
-                if options.check_replicas.is_due(summary.step, true) {
-                    replicas::check(rank, stage, summary.step)?;
-                }
-                self.save(stage, saver, &before, evaluations.best, None)?;
-            }
-            saver.complete(rank)?;
-            summary.checkpoint = saver.newest().map(PathBuf::from);
-        }
-        let best_path = saver
-            .as_ref()
-            .and_then(|saver| saver.best().map(PathBuf::from));
-        summary.best = evaluations.best.map(|best| (best, best_path));
-        stage.synchronize(rank)?;
-        // The update of the last step.
-        summary.last_spans.extend(rank.timeline.take());
-        summary.nvme = stage.optimizer().on_host().and_then(|host| host.nvme());
-        let backings = rank.pool.report().backing_allocations;
-        summary.backing_allocations = [backings_after_two.unwrap_or(backings), backings];
-        if options.log_memory && summary.last.is_some() {
-            summary.memory = Some(memory.trace(&summary.last_spans, rank.compute.name()));
-        }
-        Ok(summary)
+        Ok(Self {
+            parts,
+            batches: BatchLoader::new(rank, workload, options),
+            evaluations,
+            saver,
+            observer: Observer::new(rank, options, resumed_at, tokens),
+            skipped_in_row: 0,
+            backings_after_two: None,
+            summary: RankSummary::starting_at(resumed_at),
+        })
     }
 
-    /// Whether an overflow leaves the loss scale as it is. A skipped step then changes nothing, and
-    /// only other data can end the skips.
-    fn is_static(&self) -> bool {
-        !self.rank.settings.optimizer.loss_scaling.can_fall()
+    fn train(mut self, observe: Observe<'_>) -> Result<RankSummary, TrainError> {
+        while self.summary.step < self.parts.options.steps && !self.summary.cancelled {
+            let metrics = self.observed_step(observe)?;
+            self.summary.step = metrics.step;
+            if metrics.step == self.summary.resumed_at + 2 {
+                let report = self.parts.rank.pool.report();
+                self.backings_after_two = Some(report.backing_allocations);
+                self.parts.recorder.warm();
+            }
+            self.save_if_due(&metrics)?;
+            self.summary.last = Some(metrics);
+        }
+        self.finish()
     }
 
-    /// The tokens of all ranks in a step.
-    fn tokens_per_step(&self) -> u64 {
-        let micro_batches = self.rank.comm.world_size() * self.rank.settings.grad_accum_steps;
-        (self.options.micro_batch * self.options.seq_len * micro_batches) as u64
+    /// Runs a step and the evaluation after it, and passes the metrics to `observe`.
+    fn observed_step(&mut self, observe: Observe<'_>) -> Result<StepMetrics, TrainError> {
+        let done = self.summary.step;
+        let Parts { rank, options, .. } = self.parts;
+        if (done - self.summary.resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
+            stage::decide_on_device(rank, self.parts.stage)?;
+        }
+
+        let before = self.moved();
+        let began = self.observer.begin(before);
+        let Decided {
+            outcome,
+            staging_bytes,
+        } = self.step(done)?;
+        let moved = self.moved();
+        let Observed { mut metrics, spans } =
+            self.observer.end(began, &outcome, moved, staging_bytes);
+        self.summary.last_spans = spans;
+
+        self.summary.cancelled = flags::stop(outcome.flags()) && metrics.step < options.steps;
+        // An interrupted run saves at once.
+        if !self.summary.cancelled && self.evaluations.is_due(metrics.step) {
+            let Parts { stage, model, .. } = &mut self.parts;
+            metrics.validation = self.evaluations.run(rank, *stage, model)?;
+            self.summary.cancelled = metrics.validation.is_none();
+            self.batches.forget();
+        }
+        observe(&metrics)?;
+        self.count_skipped(&metrics)?;
+        Ok(metrics)
     }
 
-    /// Runs the next step and adds it to `before`.
-    fn step(
-        &self,
-        model: &mut dyn Model<D>,
-        stage: &mut dyn Stage<D>,
-        recorder: &mut Recorder<'_, D>,
-        batches: &mut BatchLoader<'_, D>,
-        mut saver: Option<&mut Saver>,
-        before: &mut Before,
-    ) -> Result<StepResult, TrainError> {
-        let Self {
+    /// Enqueues the step after `done` steps, loads the next batch meanwhile, and waits for the
+    /// decision.
+    fn step(&mut self, done: u64) -> Result<Decided, TrainError> {
+        let Parts {
             rank,
             options,
             flags,
+            model,
+            stage,
+            recorder,
             ..
-        } = *self;
-        let grad_accum_steps = rank.settings.grad_accum_steps;
-        let (start, done) = (rank.timeline.now(), before.steps);
-        let sent = rank.comm.traffic() + recorder.sent();
-        let host_pools = [&rank.host.plain, &rank.host.pinned];
-        host_pools.iter().for_each(|pool| pool.reset_peaks());
-        let on_file = stage.optimizer().on_host().and_then(|host| host.nvme());
-        rank.pool.reset_peaks();
-        if options.log_memory {
-            rank.pool.record_changes();
-        }
-        let base = live(&rank.pool.report());
+        } = &mut self.parts;
+        let rank = *rank;
+        let batches = &mut self.batches;
+        let on_host = stage.optimizer().on_host().is_some();
 
-        rank.timeline.set_phase(phase::GRADIENTS);
+        rank.timeline.set_phase(Phase::Gradients.name());
         // SAFETY: used on the compute stream, that of the passes, which is drained before the model
         // is dropped.
         let loss = unsafe { model.loss() };
         rank.pool.device().fill_zero(&rank.compute, loss.erase())?;
         let load = &mut |model: &mut dyn Model<D>, micro| {
-            run_in(rank, phase::DATA, || batches.load(model, done, micro))
+            run_in(rank, Phase::Data, || batches.load(model, done, micro))
         };
         stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
-        rank.timeline.set_phase(phase::DECISION);
-        let staging_bytes = saver.as_ref().map_or(0, |saver| saver.staging_bytes());
-        let ready = saver.as_mut().is_some_and(|saver| saver.ready());
+
+        rank.timeline.set_phase(Phase::Decision.name());
+        let staging_bytes = self.saver.as_ref().map_or(0, Saver::staging_bytes);
+        let ready = self.saver.as_mut().is_some_and(Saver::ready);
         let enqueued = flags.enqueue(&options.cancel, ready)?;
-        if stage.optimizer().on_host().is_some() {
+        if on_host {
             // The host decides, so it waits for the flags here.
             flags.watch(&options.cancel, &enqueued)?;
         }
@@ -381,153 +260,174 @@ impl<D: Device> Runner<'_, D> {
         if let Optimizer::Device { optimizer, .. } = stage.optimizer() {
             optimizer.expect_outcome(&rank.compute)?;
         }
-        rank.timeline.set_phase(phase::OPTIMIZER);
+
+        rank.timeline.set_phase(Phase::Optimizer.name());
         recorder.run(Part::Update, || stage.update(rank))?;
         if done + 1 < options.steps {
             // An error recurs when the batch is needed.
-            let _ignored = run_in(rank, phase::DATA, || batches.load(model, done + 1, 0));
+            let _ignored = run_in(rank, Phase::Data, || batches.load(model, done + 1, 0));
         }
+
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
         // the gather after the update overlaps the next step's forward.
         flags.watch(&options.cancel, &enqueued)?;
-        let outcome = stage::outcome(rank, stage)?;
+        let outcome = stage::outcome(rank, *stage)?;
         // A collective of a graph does not fail its stream when it is aborted, so its failure is
         // checked here.
         if let Some(failure) = rank.comm.failure() {
             return Err(failure.into());
         }
-        if let (true, Some(saver)) = (flags::ready(outcome.flags()), saver) {
-            run_in(rank, phase::CHECKPOINT, || saver.advance(rank))?;
+        if let (true, Some(saver)) = (flags::ready(outcome.flags()), &mut self.saver) {
+            run_in(rank, Phase::Checkpoint, || saver.advance(rank))?;
         }
-
-        let host = phase::host_track(rank.comm.rank());
-        let update = host_optimizer::update_track(rank.comm.rank());
-        let tracks = Tracks {
-            compute: rank.compute.name(),
-            update: &update,
-            comm: rank.comm_stream.name(),
-            host: &host,
-        };
-        let names = [tracks.compute, tracks.comm, tracks.host];
-        let (spans, end) = (rank.timeline.take(), rank.timeline.now());
-        let of_training = |s: &OpSpan| {
-            *s.stream != *host && ![phase::CHECKPOINT, phase::VALIDATION].contains(&s.phase)
-        };
-        let (named, of_offload): (Vec<_>, Vec<_>) =
-            spans.into_iter().partition(|s| names.contains(&&*s.stream));
-        let (mut spans, others): (Vec<_>, Vec<_>) = named.into_iter().partition(of_training);
-        let overlap = Overlap::of(&spans, tracks.comm);
-        spans.extend(others);
-        // The host's update and its transfers.
-        let own = format!("rank {} ", rank.comm.rank());
-        spans.extend(
-            of_offload
-                .into_iter()
-                .filter(|span| span.stream.starts_with(&own)),
-        );
-        let step_ms = end.saturating_sub(start).as_secs_f64() * 1e3;
-        let breakdown = options
-            .breakdown
-            .then(|| Breakdown::of(&spans, &tracks, before.end..end));
-        let changes = rank.pool.take_changes().into_iter();
-        let changes = changes
-            .map(|change| {
-                (
-                    rank.timeline.at(change.at),
-                    change.purpose,
-                    change.bytes as i64,
-                )
-            })
-            .collect();
-        let memory = MemoryRecord {
-            step: start..end,
-            base,
-            changes,
-        };
-        let micro_batches = rank.comm.world_size() * grad_accum_steps;
-        let tokens = self.tokens_per_step();
-        before.add(tokens, end);
-        let metrics = StepMetrics {
-            step: done + 1,
-            loss: outcome.loss() / micro_batches as f64,
-            grad_norm: outcome.grad_norm(),
-            lr: outcome.lr(),
-            loss_scale: outcome.loss_scale(),
-            skipped: outcome.is_skipped(),
-            tokens,
-            step_ms,
-            tokens_per_s: tokens as f64 / step_ms * 1e3,
-            comm_bytes: CommBytes::from((rank.comm.traffic() + recorder.sent()).since(sent)),
-            memory: MemoryBytes::from(&rank.pool.report())
-                .with_host(&host_pools.map(Pool::report), rank.is_host())
-                .with_staging(staging_bytes, rank.is_host()),
-            nvme: stage
-                .optimizer()
-                .on_host()
-                .and_then(|host| host.nvme())
-                .zip(on_file)
-                .map(|(now, before)| NvmeBytes {
-                    read_bytes: now.read_bytes - before.read_bytes,
-                    written_bytes: now.written_bytes - before.written_bytes,
-                    ..now
-                }),
-            overlap: overlap.into(),
-            tokens_seen: before.tokens,
-            eta_s: options.steps.saturating_sub(before.steps) as f64 * before.step_s,
-            breakdown,
-            validation: None,
-        };
-        if let StepOutcome::Skipped {
-            overflow,
-            next_loss_scale,
-            ..
-        } = &outcome
-            && rank.comm.rank() == 0
-        {
-            tracing::warn!(
-                "step {} skipped: {} gradient elements are not finite (first on rank {}, unit {}); loss scale {} -> {}",
-                metrics.step,
-                overflow.nonfinite,
-                overflow.rank,
-                overflow.unit,
-                metrics.loss_scale,
-                next_loss_scale
-            );
-        }
-        Ok(StepResult {
-            metrics,
-            stop: flags::stop(outcome.flags()),
-            spans,
-            memory,
+        Ok(Decided {
+            outcome,
+            staging_bytes,
         })
     }
 
-    /// Begins a save. `best` is the best step so far; it has just replaced `superseded`.
-    fn save(
-        &self,
-        stage: &mut dyn Stage<D>,
-        saver: &mut Saver,
-        before: &Before,
-        best: Option<Best>,
-        superseded: Option<Best>,
-    ) -> Result<(), TrainError> {
-        let state = TrainerState {
-            step: before.steps,
-            progress: stage.optimizer().progress(),
-            seed: self.options.seed,
-            data_fingerprint: self.workload.data_fingerprint(),
-            tokens_seen: Some(before.tokens),
-            best,
+    fn moved(&mut self) -> Moved {
+        let host = self.parts.stage.optimizer().on_host();
+        Moved {
+            nvme: host.and_then(|host| host.nvme()),
+            sent: self.parts.rank.comm.traffic() + self.parts.recorder.sent(),
+        }
+    }
+
+    /// Fails after too many skipped steps in a row. Where the loss scale cannot fall, a skipped
+    /// step changes nothing, and only other data can end the skips.
+    fn count_skipped(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
+        let is_static = !self.parts.rank.settings.optimizer.loss_scaling.can_fall();
+        if !metrics.skipped || !is_static {
+            self.skipped_in_row = 0;
+            return Ok(());
+        }
+        self.skipped_in_row += 1;
+        if self.skipped_in_row < MAX_SKIPPED {
+            return Ok(());
+        }
+        Err(TrainError::Diverged {
+            step: metrics.step,
+            skipped: self.skipped_in_row,
+        })
+    }
+
+    /// Compares replicas and begins a save after a step, where each is due.
+    fn save_if_due(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
+        let Parts { rank, options, .. } = self.parts;
+        // A checkpoint of weights that may not be finite must not replace an older one; those that
+        // give no finite loss are of no use.
+        let maybe_bad = self.skipped_in_row > 0;
+        let every = options.checkpoint.as_ref().map_or(0, |(_, every)| *every);
+        let due = every > 0 && metrics.step.is_multiple_of(every) && !maybe_bad;
+        let is_last = self.summary.cancelled || metrics.step == options.steps;
+        let saves = due || is_last && (!maybe_bad || metrics.loss.is_finite());
+        if saves && maybe_bad {
+            self.keep_older_checkpoints()?;
+        }
+
+        let old_best = self.evaluations.best;
+        let is_best = self
+            .evaluations
+            .is_best(metrics.step, metrics.validation, saves);
+        let will_save = self.saver.is_some() && (saves || is_best);
+        if options.check_replicas.is_due(metrics.step, will_save) {
+            let stage = &mut *self.parts.stage;
+            run_in(rank, Phase::Checkpoint, || {
+                replicas::check(rank, stage, metrics.step)
+            })?;
+        }
+        if will_save {
+            let superseded = old_best.filter(|_| is_best);
+            run_in(rank, Phase::Checkpoint, || self.save(superseded))?;
+        }
+        Ok(())
+    }
+
+    /// Lets later saves delete no older checkpoint.
+    fn keep_older_checkpoints(&mut self) -> Result<(), TrainError> {
+        let Parts { rank, options, .. } = self.parts;
+        if let (Some((dir, _)), Some(mut old)) = (&options.checkpoint, self.saver.take()) {
+            old.complete(rank)?;
+            drop(old);
+            let keeping = options.store().keep_last(None);
+            self.saver = Some(Saver::new(rank, dir, keeping)?);
+        }
+        Ok(())
+    }
+
+    /// Begins a save, if the run saves. `superseded` was the best step until this one.
+    fn save(&mut self, superseded: Option<Best>) -> Result<(), TrainError> {
+        let Parts {
+            rank,
+            workload,
+            options,
+            ..
+        } = self.parts;
+        let Some(saver) = &mut self.saver else {
+            return Ok(());
         };
-        let documents = &self.options.documents;
+        let completed = self.observer.completed();
+        let state = TrainerState {
+            step: completed.steps,
+            progress: self.parts.stage.optimizer().progress(),
+            seed: options.seed,
+            data_fingerprint: workload.data_fingerprint(),
+            tokens_seen: Some(completed.tokens),
+            best: self.evaluations.best,
+        };
         state::save(
-            self.rank,
-            stage,
+            rank,
+            self.parts.stage,
             saver,
             &state,
-            &self.workload.model_config(),
-            documents,
+            &workload.model_config(),
+            &options.documents,
             superseded,
         )
     }
+
+    /// Completes saves and the last update.
+    fn finish(mut self) -> Result<RankSummary, TrainError> {
+        let Parts { rank, options, .. } = self.parts;
+        let step = self.summary.step;
+        // No step ran: save the resumed state to the new directory, sharded for these ranks.
+        if self.saver.is_some() && self.summary.last.is_none() && !options.saves_in_place() {
+            if options.check_replicas.is_due(step, true) {
+                replicas::check(rank, self.parts.stage, step)?;
+            }
+            self.save(None)?;
+        }
+        let mut summary = self.summary;
+        if let Some(saver) = &mut self.saver {
+            saver.complete(rank)?;
+            summary.checkpoint = saver.newest().map(PathBuf::from);
+        }
+        let best_path = self.saver.as_ref().and_then(Saver::best).map(PathBuf::from);
+        summary.best = self.evaluations.best.map(|best| (best, best_path));
+
+        self.parts.stage.synchronize(rank)?;
+        // The update of the last step.
+        summary.last_spans.extend(rank.timeline.take());
+        let host = self.parts.stage.optimizer().on_host();
+        summary.nvme = host.and_then(|host| host.nvme());
+        let backings = rank.pool.report().backing_allocations;
+        summary.backing_allocations = [self.backings_after_two.unwrap_or(backings), backings];
+        if options.log_memory && summary.last.is_some() {
+            summary.memory = Some(self.observer.memory_trace(&summary.last_spans));
+        }
+        Ok(summary)
+    }
+}
+
+/// Restores the checkpoint to resume from. Rank 0 checks that it is complete; every rank opens the
+/// files that it reads.
+fn restore<D: Device>(parts: &mut Parts<'_, D>, dir: &Path) -> Result<TrainerState, TrainError> {
+    let rank = parts.rank;
+    let index = rank.comm.rank() as u64;
+    let exchange = &mut RankExchange::of(rank);
+    let reader = Reader::open_on_ranks(dir, index, exchange, || {
+        Ok::<_, TrainError>(Reader::open(dir)?)
+    })?;
+    state::restore(rank, parts.stage, &reader)
 }

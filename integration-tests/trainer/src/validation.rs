@@ -21,7 +21,7 @@ use crate::exchange::RankExchange;
 use crate::model::{Model, ModelError};
 use crate::rank::Rank;
 use crate::stages::stage::Stage;
-use crate::telemetry::phase::{self, run_in};
+use crate::telemetry::phase::{Phase, run_in};
 use crate::workload::RunOptions;
 
 /// Windows of tokens to evaluate.
@@ -134,7 +134,7 @@ impl<'a> Evaluations<'a> {
         let Some(validation) = &self.options.validation else {
             return Ok(None);
         };
-        run_in(rank, phase::VALIDATION, || {
+        run_in(rank, Phase::Validation, || {
             evaluate(rank, stage, model, self.options, validation)
         })
     }

@@ -169,3 +169,21 @@ pub struct RankSummary {
     /// Scratch files, with the bytes of the whole run; `None` if there were none.
     pub nvme: Option<NvmeBytes>,
 }
+
+impl RankSummary {
+    /// A run that starts after step `step`.
+    pub(crate) fn starting_at(step: u64) -> Self {
+        Self {
+            step,
+            cancelled: false,
+            resumed_at: step,
+            last: None,
+            checkpoint: None,
+            best: None,
+            backing_allocations: [0; 2],
+            last_spans: Vec::new(),
+            memory: None,
+            nvme: None,
+        }
+    }
+}

@@ -19,7 +19,7 @@ use zero_shard::ZeroStage;
 
 use crate::error::TrainError;
 use crate::rank::Rank;
-use crate::telemetry::phase;
+use crate::telemetry::phase::Phase;
 
 /// A recorded graph.
 pub(crate) trait Replay<D: Device> {
@@ -131,11 +131,11 @@ impl<'a, D: Device> Recorder<'a, D> {
         };
         compute.wait(&comm_stream.record()?)?;
         let in_phase = match part {
-            Part::First | Part::Later | Part::Last => phase::GRAPH,
-            Part::Decision => phase::DECISION,
-            Part::Update => phase::OPTIMIZER,
+            Part::First | Part::Later | Part::Last => Phase::Graph,
+            Part::Decision => Phase::Decision,
+            Part::Update => Phase::Optimizer,
         };
-        let before = self.rank.timeline.set_phase(in_phase);
+        let before = self.rank.timeline.set_phase(in_phase.name());
         // SAFETY: the recorded operations use memory and kernels of the rank, the stage and the
         // model, which outlive the recorder's graphs and their launches; both streams are ordered
         // around the launch.

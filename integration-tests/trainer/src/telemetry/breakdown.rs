@@ -8,13 +8,15 @@
 //! 4. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else:
 //!    host wait.
 
-use std::ops::{Index, IndexMut, Range};
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::host::OpSpan;
+use zero_comm::Collective;
 
-use crate::telemetry::phase;
+use crate::telemetry::phase::{Phase, UnitKind};
 
 /// The wall time of a step on one rank, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -98,11 +100,11 @@ pub struct CommMs {
     pub control_ms: f64,
 }
 
-/// A part of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A part of a step. Communication counts here if nothing hides it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
-    Forward(usize),
-    Backward(usize),
+    Forward(UnitKind),
+    Backward(UnitKind),
     Graph,
     Pack,
     Optimizer,
@@ -116,88 +118,52 @@ enum Part {
 }
 
 impl Part {
-    const COUNT: usize = 16;
-
-    fn index(self) -> usize {
-        match self {
-            Self::Forward(kind) => kind,
-            Self::Backward(kind) => 3 + kind,
-            Self::Graph => 6,
-            Self::Pack => 7,
-            Self::Optimizer => 8,
-            Self::Reduce => 9,
-            Self::Gather => 10,
-            Self::Control => 11,
-            Self::Data => 12,
-            Self::Checkpoint => 13,
-            Self::Validation => 14,
-            Self::HostWait => 15,
-        }
-    }
-
     fn of_compute(span: &OpSpan) -> Self {
-        let kind = |phases: [&str; 3]| phases.iter().position(|phase| *phase == span.phase);
-        match span.phase {
-            phase::GRAPH => Self::Graph,
-            phase::DECISION | phase::OPTIMIZER => Self::Optimizer,
-            phase::DATA => Self::Data,
-            phase::CHECKPOINT => Self::Checkpoint,
-            phase::VALIDATION => Self::Validation,
-            _ => kind(phase::FORWARD)
-                .map(Self::Forward)
-                .or_else(|| kind(phase::BACKWARD).map(Self::Backward))
-                .unwrap_or(Self::Pack),
+        match Phase::of(span) {
+            Some(Phase::Forward(kind)) => Self::Forward(kind),
+            Some(Phase::Backward(kind)) => Self::Backward(kind),
+            Some(Phase::Graph) => Self::Graph,
+            Some(Phase::Decision | Phase::Optimizer) => Self::Optimizer,
+            Some(Phase::Data) => Self::Data,
+            Some(Phase::Checkpoint) => Self::Checkpoint,
+            Some(Phase::Validation) => Self::Validation,
+            Some(Phase::Gradients) | None => Self::Pack,
         }
     }
 
     /// On the stream of the host's update: statistics, the update, and the transfers that it waits
     /// for.
     fn of_update(span: &OpSpan) -> Self {
-        match span.phase {
-            phase::CHECKPOINT => Self::Checkpoint,
-            phase::VALIDATION => Self::Validation,
+        match Phase::of(span) {
+            Some(Phase::Checkpoint) => Self::Checkpoint,
+            Some(Phase::Validation) => Self::Validation,
             _ => Self::Optimizer,
         }
     }
 
     fn of_comm(span: &OpSpan) -> Self {
-        match (span.phase, span.label) {
-            (phase::CHECKPOINT, _) => Self::Checkpoint,
-            (phase::VALIDATION, _) => Self::Validation,
-            (phase::DECISION, _) => Self::Control,
-            (_, "all_gather") => Self::Gather,
+        match Phase::of(span) {
+            Some(Phase::Checkpoint) => Self::Checkpoint,
+            Some(Phase::Validation) => Self::Validation,
+            Some(Phase::Decision) => Self::Control,
+            _ if span.label == Collective::AllGather.name() => Self::Gather,
             // The reductions, and storing what they reduced.
             _ => Self::Reduce,
         }
     }
 
     fn of_host(span: &OpSpan) -> Self {
-        match span.phase {
-            phase::DATA => Self::Data,
-            phase::CHECKPOINT => Self::Checkpoint,
-            phase::VALIDATION => Self::Validation,
+        match Phase::of(span) {
+            Some(Phase::Data) => Self::Data,
+            Some(Phase::Checkpoint) => Self::Checkpoint,
+            Some(Phase::Validation) => Self::Validation,
             _ => Self::HostWait,
         }
     }
 }
 
-/// Time by part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Times([Duration; Part::COUNT]);
-
-impl Index<Part> for Times {
-    type Output = Duration;
-
-    fn index(&self, part: Part) -> &Duration {
-        &self.0[part.index()]
-    }
-}
-
-impl IndexMut<Part> for Times {
-    fn index_mut(&mut self, part: Part) -> &mut Duration {
-        &mut self.0[part.index()]
-    }
-}
+/// Time by part; a part that is missing has none.
+type Times = BTreeMap<Part, Duration>;
 
 /// Work without gaps in it: start, end, part.
 type Work = (Duration, Duration, Part);
@@ -214,44 +180,41 @@ pub(crate) struct Tracks<'a> {
 impl Breakdown {
     /// The breakdown of the time `wall`.
     pub(crate) fn of(spans: &[OpSpan], tracks: &Tracks<'_>, wall: Range<Duration>) -> Self {
-        let layers = [
-            layer(spans, &[tracks.compute], &wall, Part::of_compute),
-            layer(
-                spans,
-                &[tracks.update, &format!("{} read", tracks.update)],
-                &wall,
-                Part::of_update,
-            ),
-            layer(spans, &[tracks.comm], &wall, Part::of_comm),
-            layer(spans, &[tracks.host], &wall, Part::of_host),
-        ];
-        let times = partition(&layers, wall.clone());
-        let update = layers[1].iter().map(|(start, end, _)| *end - *start).sum();
-        let comm = |part| {
-            layers[2]
-                .iter()
-                .filter(|work| work.2 == part)
-                .map(|(start, end, _)| *end - *start)
-                .sum()
+        let reads = format!("{} read", tracks.update);
+        let compute = layer(spans, &[tracks.compute], &wall, Part::of_compute);
+        let update = layer(spans, &[tracks.update, &reads], &wall, Part::of_update);
+        let comm = layer(spans, &[tracks.comm], &wall, Part::of_comm);
+        let host = layer(spans, &[tracks.host], &wall, Part::of_host);
+        let update_ms = ms(update.iter().map(|(start, end, _)| *end - *start).sum());
+        let busy_ms = |part| {
+            let works = comm.iter().filter(|work| work.2 == part);
+            ms(works.map(|(start, end, _)| *end - *start).sum())
         };
-        let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        let units = [0, 1, 2].map(|kind| PassMs {
-            forward_ms: ms(times[Part::Forward(kind)]),
-            backward_ms: ms(times[Part::Backward(kind)]),
+        let comm_ms = CommMs {
+            reduce_ms: busy_ms(Part::Reduce),
+            gather_ms: busy_ms(Part::Gather),
+            control_ms: busy_ms(Part::Control),
+        };
+
+        let times = partition(&[compute, update, comm, host], wall.clone());
+        let part_ms = |part: Part| ms(times.get(&part).copied().unwrap_or_default());
+        let units = UnitKind::ALL.map(|kind| PassMs {
+            forward_ms: part_ms(Part::Forward(kind)),
+            backward_ms: part_ms(Part::Backward(kind)),
         });
         let parts = PartsMs {
             forward_ms: units.iter().map(|unit| unit.forward_ms).sum(),
             backward_ms: units.iter().map(|unit| unit.backward_ms).sum(),
-            graph_ms: ms(times[Part::Graph]),
-            pack_ms: ms(times[Part::Pack]),
-            optimizer_ms: ms(times[Part::Optimizer]),
-            exposed_reduce_ms: ms(times[Part::Reduce]),
-            exposed_gather_ms: ms(times[Part::Gather]),
-            exposed_control_ms: ms(times[Part::Control]),
-            data_ms: ms(times[Part::Data]),
-            checkpoint_ms: ms(times[Part::Checkpoint]),
-            validation_ms: ms(times[Part::Validation]),
-            host_wait_ms: ms(times[Part::HostWait]),
+            graph_ms: part_ms(Part::Graph),
+            pack_ms: part_ms(Part::Pack),
+            optimizer_ms: part_ms(Part::Optimizer),
+            exposed_reduce_ms: part_ms(Part::Reduce),
+            exposed_gather_ms: part_ms(Part::Gather),
+            exposed_control_ms: part_ms(Part::Control),
+            data_ms: part_ms(Part::Data),
+            checkpoint_ms: part_ms(Part::Checkpoint),
+            validation_ms: part_ms(Part::Validation),
+            host_wait_ms: part_ms(Part::HostWait),
         };
         let [embedding, block, head] = units;
         Self {
@@ -262,16 +225,16 @@ impl Breakdown {
                 block,
                 head,
             },
-            comm: CommMs {
-                reduce_ms: ms(comm(Part::Reduce)),
-                gather_ms: ms(comm(Part::Gather)),
-                control_ms: ms(comm(Part::Control)),
-            },
-            update_ms: ms(update),
+            comm: comm_ms,
+            update_ms,
             tflops: 0.0,
             mfu: None,
         }
     }
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
 }
 
 /// The work on some tracks within `wall`, in order and disjoint. A track runs one operation at a
@@ -319,7 +282,7 @@ fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
                 until = until.min(if works { *end } else { *start });
             }
         }
-        times[part.unwrap_or(Part::HostWait)] += until - now;
+        *times.entry(part.unwrap_or(Part::HostWait)).or_default() += until - now;
         now = until;
     }
     times
@@ -338,9 +301,9 @@ mod tests {
         host: "host",
     };
 
-    fn span(track: &str, phase: &'static str, label: &'static str, start: u64, end: u64) -> OpSpan {
+    fn span(track: &str, phase: Phase, label: &'static str, start: u64, end: u64) -> OpSpan {
         let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
-        OpSpan::new(label, track, start, end).phase(phase)
+        OpSpan::new(label, track, start, end).phase(phase.name())
     }
 
     fn wall(start: u64, end: u64) -> Range<Duration> {
@@ -350,17 +313,23 @@ mod tests {
     #[test]
     fn a_step_by_hand() {
         let spans = [
-            span("compute", phase::OPTIMIZER, "adam", 0, 14), // of the previous step
-            span("host", phase::CHECKPOINT, "checkpoint", 10, 20),
-            span("comm", phase::OPTIMIZER, "all_gather", 13, 22),
-            span("compute", phase::OPTIMIZER, "wait", 14, 22),
-            span("compute", phase::FORWARD[0], "forward embedding", 22, 30),
-            span("compute", phase::BACKWARD[2], "matmul", 30, 50),
-            span("comm", phase::GRADIENTS, "reduce_scatter", 45, 60),
-            span("host", phase::DATA, "data", 55, 70),
-            span("compute", phase::GRADIENTS, "cast", 75, 76),
-            span("comm", phase::DECISION, "all_gather", 90, 99),
-            span("other", phase::OPTIMIZER, "adam", 80, 90),
+            span("compute", Phase::Optimizer, "adam", 0, 14), // of the previous step
+            span("host", Phase::Checkpoint, "checkpoint", 10, 20),
+            span("comm", Phase::Optimizer, "all_gather", 13, 22),
+            span("compute", Phase::Optimizer, "wait", 14, 22),
+            span(
+                "compute",
+                Phase::Forward(UnitKind::Embedding),
+                "forward embedding",
+                22,
+                30,
+            ),
+            span("compute", Phase::Backward(UnitKind::Head), "matmul", 30, 50),
+            span("comm", Phase::Gradients, "reduce_scatter", 45, 60),
+            span("host", Phase::Data, "data", 55, 70),
+            span("compute", Phase::Gradients, "cast", 75, 76),
+            span("comm", Phase::Decision, "all_gather", 90, 99),
+            span("other", Phase::Optimizer, "adam", 80, 90),
         ];
         let breakdown = Breakdown::of(&spans, &TRACKS, wall(10, 100));
         let expected = PartsMs {
@@ -399,14 +368,26 @@ mod tests {
     #[test]
     fn update_on_the_host_is_counted() {
         let spans = [
-            span("compute", phase::BACKWARD[0], "backward", 0, 10),
-            span("update", phase::GRADIENTS, "statistics", 5, 12),
-            span("comm", phase::DECISION, "all_gather", 12, 13),
-            span("update read", phase::OPTIMIZER, "swap read", 13, 20),
-            span("update", phase::OPTIMIZER, "wait", 13, 17),
-            span("update", phase::OPTIMIZER, "adam", 17, 33),
-            span("comm", phase::OPTIMIZER, "all_gather", 30, 40),
-            span("compute", phase::FORWARD[0], "forward", 25, 28),
+            span(
+                "compute",
+                Phase::Backward(UnitKind::Embedding),
+                "backward",
+                0,
+                10,
+            ),
+            span("update", Phase::Gradients, "statistics", 5, 12),
+            span("comm", Phase::Decision, "all_gather", 12, 13),
+            span("update read", Phase::Optimizer, "swap read", 13, 20),
+            span("update", Phase::Optimizer, "wait", 13, 17),
+            span("update", Phase::Optimizer, "adam", 17, 33),
+            span("comm", Phase::Optimizer, "all_gather", 30, 40),
+            span(
+                "compute",
+                Phase::Forward(UnitKind::Embedding),
+                "forward",
+                25,
+                28,
+            ),
         ];
         let breakdown = Breakdown::of(&spans, &TRACKS, wall(0, 40));
         let expected = PartsMs {
@@ -437,7 +418,7 @@ mod tests {
             from in 0u64..40,
             length in 0u64..40,
         ) {
-            let phases = [phase::FORWARD[1], phase::DECISION, phase::DATA, phase::CHECKPOINT, phase::GRADIENTS, ""];
+            let phases = [Phase::Forward(UnitKind::Block), Phase::Decision, Phase::Data, Phase::Checkpoint, Phase::Gradients, Phase::Optimizer];
             let tracks = ["compute", "update", "comm", "host"];
             // A track runs one operation at a time.
             let mut reached = [0; 4];
@@ -457,7 +438,7 @@ mod tests {
                 layer(&spans, &["host"], &wall, Part::of_host),
             ];
             let times = partition(&layers, wall.clone());
-            prop_assert_eq!(times.0.iter().sum::<Duration>(), wall.end - wall.start, "exactly");
+            prop_assert_eq!(times.values().sum::<Duration>(), wall.end - wall.start, "exactly");
             let mut expected = Times::default();
             for ms in from..from + length {
                 let at = Duration::from_millis(ms);
@@ -467,7 +448,7 @@ mod tests {
                     .or_else(|| running("comm").map(Part::of_comm))
                     .or_else(|| running("host").map(Part::of_host))
                     .unwrap_or(Part::HostWait);
-                expected[part] += Duration::from_millis(1);
+                *expected.entry(part).or_default() += Duration::from_millis(1);
             }
             prop_assert_eq!(times, expected);
         }

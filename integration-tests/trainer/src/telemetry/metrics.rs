@@ -119,6 +119,17 @@ pub struct NvmeBytes {
     pub written_bytes: u64,
 }
 
+impl NvmeBytes {
+    /// The bytes read and written since `before`.
+    pub(crate) fn since(self, before: Self) -> Self {
+        Self {
+            read_bytes: self.read_bytes - before.read_bytes,
+            written_bytes: self.written_bytes - before.written_bytes,
+            ..self
+        }
+    }
+}
+
 /// Bytes held, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryBytes {

@@ -3,4 +3,5 @@
 pub(crate) mod breakdown;
 pub(crate) mod memory_trace;
 pub(crate) mod metrics;
+pub(crate) mod observer;
 pub(crate) mod phase;

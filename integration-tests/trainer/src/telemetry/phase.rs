@@ -12,41 +12,103 @@ use zero_alloc::host::{OpSpan, Timeline};
 use crate::model::{Grad, Model, ModelError};
 use crate::rank::Rank;
 
-/// Kinds of passes, by their position: the first, the last, all others.
-const KINDS: usize = 3;
-/// Forward of the embedding, a block, the head.
-pub(crate) const FORWARD: [&str; KINDS] = ["forward embedding", "forward block", "forward head"];
-/// Backward of the embedding, a block, the head.
-pub(crate) const BACKWARD: [&str; KINDS] =
-    ["backward embedding", "backward block", "backward head"];
-/// Zeroing, packing, reducing and storing gradients; gathering parameters.
-pub(crate) const GRADIENTS: &str = "gradients";
-/// Gradient statistics, their exchange, and the decision.
-pub(crate) const DECISION: &str = "decision";
-/// The update, and gathering the updated parameters.
-pub(crate) const OPTIMIZER: &str = "optimizer";
-/// A micro-batch that is replayed as one CUDA graph.
-pub(crate) const GRAPH: &str = "graph";
-/// Reading a batch and copying it to the device.
-pub(crate) const DATA: &str = "data";
-/// Copying the state for a checkpoint, and exchanging its receipts.
-pub(crate) const CHECKPOINT: &str = "checkpoint";
-/// The loss on the validation data.
-pub(crate) const VALIDATION: &str = "validation";
+/// Kinds of units, by the position of their pass: the first, the last, all others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum UnitKind {
+    Embedding,
+    Block,
+    Head,
+}
+
+impl UnitKind {
+    pub(crate) const ALL: [Self; 3] = [Self::Embedding, Self::Block, Self::Head];
+
+    /// The kind of the unit of pass `pass` of `passes`.
+    fn of(pass: usize, passes: usize) -> Self {
+        match pass {
+            _ if pass + 1 == passes => Self::Head,
+            0 => Self::Embedding,
+            _ => Self::Block,
+        }
+    }
+}
+
+/// A part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Forward(UnitKind),
+    Backward(UnitKind),
+    /// Zeroing, packing, reducing and storing gradients; gathering parameters.
+    Gradients,
+    /// Gradient statistics, their exchange, and the decision.
+    Decision,
+    /// The update, and gathering the updated parameters.
+    Optimizer,
+    /// A micro-batch that is replayed as one CUDA graph.
+    Graph,
+    /// Reading a batch and copying it to the device.
+    Data,
+    /// Copying the state for a checkpoint, and exchanging its receipts.
+    Checkpoint,
+    /// The loss on the validation data.
+    Validation,
+}
+
+impl Phase {
+    const ALL: [Self; 13] = [
+        Self::Forward(UnitKind::Embedding),
+        Self::Forward(UnitKind::Block),
+        Self::Forward(UnitKind::Head),
+        Self::Backward(UnitKind::Embedding),
+        Self::Backward(UnitKind::Block),
+        Self::Backward(UnitKind::Head),
+        Self::Gradients,
+        Self::Decision,
+        Self::Optimizer,
+        Self::Graph,
+        Self::Data,
+        Self::Checkpoint,
+        Self::Validation,
+    ];
+
+    /// Its name in the timeline.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Forward(UnitKind::Embedding) => "forward embedding",
+            Self::Forward(UnitKind::Block) => "forward block",
+            Self::Forward(UnitKind::Head) => "forward head",
+            Self::Backward(UnitKind::Embedding) => "backward embedding",
+            Self::Backward(UnitKind::Block) => "backward block",
+            Self::Backward(UnitKind::Head) => "backward head",
+            Self::Gradients => "gradients",
+            Self::Decision => "decision",
+            Self::Optimizer => "optimizer",
+            Self::Graph => "graph",
+            Self::Data => "data",
+            Self::Checkpoint => "checkpoint",
+            Self::Validation => "validation",
+        }
+    }
+
+    /// The phase in which an operation was enqueued; `None` outside of all.
+    pub(crate) fn of(span: &OpSpan) -> Option<Self> {
+        Self::ALL.into_iter().find(|p| p.name() == span.phase)
+    }
+}
 
 /// Runs `work` on the host in `phase`, and records its span on the track `rank N host` of the
 /// timeline.
-pub(crate) fn run_in<D: Device, R>(
-    rank: &Rank<D>,
-    phase: &'static str,
-    work: impl FnOnce() -> R,
-) -> R {
+pub(crate) fn run_in<D: Device, R>(rank: &Rank<D>, phase: Phase, work: impl FnOnce() -> R) -> R {
     let Rank { timeline, comm, .. } = rank;
-    let (before, start) = (timeline.set_phase(phase), timeline.now());
+    let before = timeline.set_phase(phase.name());
+    let start = timeline.now();
+
     let result = work();
+
     timeline.set_phase(before);
-    let stream = host_track(comm.rank());
-    timeline.push(OpSpan::new(phase, stream, start, timeline.now()).phase(phase));
+    let track = host_track(comm.rank());
+    let span = OpSpan::new(phase.name(), track, start, timeline.now());
+    timeline.push(span.phase(phase.name()));
     result
 }
 
@@ -57,27 +119,31 @@ pub(crate) fn host_track(rank: usize) -> Arc<str> {
 
 /// A model whose passes set their phase.
 pub(crate) struct Phased<'a, D: Device> {
-    pub(crate) model: &'a mut dyn Model<D>,
-    pub(crate) timeline: &'a Timeline,
+    model: &'a mut dyn Model<D>,
+    timeline: &'a Timeline,
     /// The number of passes.
-    pub(crate) passes: usize,
+    passes: usize,
 }
 
-impl<D: Device> Phased<'_, D> {
+impl<'a, D: Device> Phased<'a, D> {
+    pub(crate) fn new(model: &'a mut dyn Model<D>, rank: &'a Rank<D>) -> Self {
+        Self {
+            model,
+            timeline: &rank.timeline,
+            passes: rank.passes.len(),
+        }
+    }
+
     fn run<R>(
         &mut self,
-        phases: [&'static str; KINDS],
+        phase: fn(UnitKind) -> Phase,
         pass: usize,
         run: impl FnOnce(&mut dyn Model<D>) -> R,
     ) -> R {
-        let kind = if pass + 1 == self.passes {
-            2
-        } else {
-            pass.min(1)
-        };
-        let before = self.timeline.set_phase(phases[kind]);
+        let phase = phase(UnitKind::of(pass, self.passes));
+        let before = self.timeline.set_phase(phase.name());
         // The passes of an evaluation are in its phase.
-        if before == VALIDATION {
+        if before == Phase::Validation.name() {
             self.timeline.set_phase(before);
         }
         let result = run(self.model);
@@ -102,7 +168,9 @@ impl<D: Device> Model<D> for Phased<'_, D> {
         pass: usize,
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
-        self.run(FORWARD, pass, |model| model.forward(stream, pass, params))
+        self.run(Phase::Forward, pass, |model| {
+            model.forward(stream, pass, params)
+        })
     }
 
     fn backward(
@@ -113,7 +181,7 @@ impl<D: Device> Model<D> for Phased<'_, D> {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
-        self.run(BACKWARD, pass, |model| {
+        self.run(Phase::Backward, pass, |model| {
             model.backward(stream, pass, params, grads, loss_scale)
         })
     }

@@ -40,7 +40,7 @@
 //! DeepSpeed 0.19.
 //!
 //! ```
-//! use crate::config::DsConfig;
+//! use zero::config::DsConfig;
 //!
 //! let config = DsConfig::parse(r#"{
 //!     "train_batch_size": 64,

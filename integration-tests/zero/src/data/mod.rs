@@ -16,7 +16,8 @@
 //! and large files.
 //!
 //! ```
-//! use crate::data::{BatchAt, DataSource, Dataset};
+//! use zero::data::{DataSource, Dataset};
+//! use zero_trainer::BatchAt;
 //!
 //! let dir = tempfile::tempdir().unwrap();
 //! let path = dir.path().join("text.txt");
