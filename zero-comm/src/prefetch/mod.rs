@@ -32,6 +32,7 @@
 //! it.
 
 mod live;
+mod plan;
 mod report;
 mod step;
 mod unsharded;
@@ -44,6 +45,7 @@ use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
+pub use plan::{PlannedStep, plan_step};
 pub use report::{OrderCheck, PrefetchReport};
 pub use step::PrefetchStep;
 pub use unsharded::Unsharded;

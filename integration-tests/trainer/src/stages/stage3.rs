@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::offload::host_optimizer::Optimizer;
 use crate::offload::host_params::Fetch;
 use crate::offload::settings::Home;
-use crate::rank::Rank;
+use crate::rank::{Rank, uses};
 use crate::stages::gradients::Gradients;
 use crate::stages::stage::{MicroBatches, Stage, StepInputs, decide, sharded_optimizer, update};
 use crate::stages::storage::Storage;
@@ -83,7 +83,7 @@ impl<D: Device> Stage3<D> {
         };
         let (forward_only, prefetcher) = (
             prefetcher(forward_uses(rank).collect())?,
-            prefetcher(uses(rank))?,
+            prefetcher(step_uses(rank))?,
         );
         let grads = Gradients::new(
             rank,
@@ -118,12 +118,8 @@ fn forward_uses<D: Device>(rank: &Rank<D>) -> impl Iterator<Item = usize> {
 }
 
 /// The units in the order in which a step unshards them.
-fn uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
-    let backward = rank
-        .backward_passes()
-        .skip(1)
-        .flat_map(|(_, pass)| &pass.backward_reads);
-    let micro_batch: Vec<usize> = forward_uses(rank).chain(backward.copied()).collect();
+fn step_uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
+    let micro_batch = uses(&rank.passes, &rank.groups).concat();
     micro_batch.repeat(rank.settings.grad_accum_steps)
 }
 
