@@ -176,7 +176,7 @@ impl Handle {
                 return Err(Interrupt::Late);
             }
             if begun.elapsed() < SPIN {
-                std::thread::yield_now();
+                std::hint::spin_loop();
             } else {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(PAUSES[1]);
