@@ -93,7 +93,8 @@ impl<T> Monitor<T> {
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
         let mut spins = self.spins;
-        let (mut deadline, mut time) = (None, None);
+        let mut deadline = None;
+        let mut time = None;
         let mut timed_out = false;
         loop {
             let progress = seeded::progress();

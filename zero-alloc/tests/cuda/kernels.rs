@@ -187,10 +187,8 @@ fn refused_cuda_launch_poisons_its_stream() {
 #[ignore = "needs a CUDA device"]
 fn poisoned_cuda_stream_fails_its_waiters() {
     let device = open();
-    let (comm, compute) = (
-        device.create_stream("comm").expect("a stream"),
-        device.create_stream("compute").expect("a stream"),
-    );
+    let comm = device.create_stream("comm").expect("a stream");
+    let compute = device.create_stream("compute").expect("a stream");
     let reached = comm.record().expect("recorded");
     reached_by_now(&reached);
     compute

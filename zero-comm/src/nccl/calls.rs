@@ -39,7 +39,6 @@ pub(super) struct Calls {
     start: u64,
     /// Each call, with the hash of all calls up to and including it.
     kept: VecDeque<(Call, u64)>,
-    /// Their memory.
     kept_bytes: usize,
     /// The hash of all calls.
     pub(super) hash: u64,
@@ -112,7 +111,8 @@ impl Calls {
 
     /// The messages that send the kept calls of `range`, in frames of limited size.
     pub(super) fn messages(&self, context: Context, range: Range<u64>) -> Vec<Message> {
-        let (mut messages, mut bytes) = (Vec::new(), usize::MAX);
+        let mut messages = Vec::new();
+        let mut bytes = usize::MAX;
         for sequence in range.start.max(self.start)..range.end.min(self.count()) {
             let Some(call) = self.get(sequence) else {
                 break;
@@ -176,7 +176,9 @@ impl Log {
 
     /// The messages that report what has changed since the last report.
     pub(super) fn report(&mut self, context: Context) -> Vec<Message> {
-        let (called, reached, ended) = (self.calls.count(), self.reached, self.ended);
+        let called = self.calls.count();
+        let reached = self.reached;
+        let ended = self.ended;
         let progress = (called, reached, ended);
         let last = std::mem::replace(&mut self.reported, progress);
         if progress == last {

@@ -313,7 +313,9 @@ impl Coordinator {
     /// # Errors
     /// The rank does not belong to this world, so the rendezvous fails on all ranks.
     pub(super) fn join(&mut self, hello: &Hello) -> Result<usize, RendezvousError> {
-        let (rank, got, expected) = (hello.rank, hello.world_size, self.world_size);
+        let rank = hello.rank;
+        let got = hello.world_size;
+        let expected = self.world_size;
         if got != expected || rank >= got {
             return Err(RendezvousError::WorldSize {
                 rank,
@@ -724,7 +726,8 @@ impl Coordinator {
                 .members
                 .iter()
                 .position(|member| count(member) <= sequence)?;
-            let (rank, done) = (group.ranks[index], count(&group.members[index]));
+            let rank = group.ranks[index];
+            let done = count(&group.members[index]);
             Some(CommError::Stalled {
                 sequence,
                 call: Box::new(call.clone()),
@@ -838,7 +841,8 @@ impl Coordinator {
             let Some((group, index)) = self.member(rank, context) else {
                 continue;
             };
-            let (sequence, done) = (group.members[index].ended, group.members[index].called);
+            let sequence = group.members[index].ended;
+            let done = group.members[index].called;
             if group.members[index].left.is_none() && group.most_called > sequence {
                 let left = Cause::Left {
                     rank,
@@ -866,7 +870,8 @@ impl Coordinator {
         let Some((group, index)) = self.member(rank, context) else {
             return Vec::new();
         };
-        let (n, kind) = (group.ranks.len(), entry.kind());
+        let n = group.ranks.len();
+        let kind = entry.kind();
         if let Some((_, gone)) = group.first_left {
             let error = left_before(group.ranks[gone], context, number, kind);
             return self.fail(error);
@@ -909,10 +914,8 @@ impl Coordinator {
             .take()
             .map(|meeting| meeting.entries)
             .unwrap_or_default();
-        let (ranks, entries) = (
-            group.ranks.clone(),
-            entries.into_iter().flatten().collect::<Vec<_>>(),
-        );
+        let ranks = group.ranks.clone();
+        let entries = entries.into_iter().flatten().collect::<Vec<_>>();
         let outcomes = match kind {
             "split" => self
                 .split(&ranks, &entries)

@@ -62,7 +62,8 @@ impl Hello {
                 *numbers.get(index * 4..)?.first_chunk()?,
             ))
         };
-        let (version, rank) = (number(0)?, number(1)? as usize);
+        let version = number(0)?;
+        let rank = number(1)? as usize;
         if version != VERSION {
             return Some(Self {
                 version,

@@ -57,7 +57,6 @@ macro_rules! table {
     };
 }
 
-/// `ncclCommRegister`.
 pub(super) type Register =
     unsafe extern "C" fn(sys::ncclComm_t, *mut c_void, usize, *mut *mut c_void) -> c_int;
 
@@ -103,7 +102,6 @@ const SEARCH: Search = Search {
     in_toolkit: false,
 };
 
-/// NCCL.
 pub(super) struct Nccl {
     pub(super) table: Table,
     /// NCCL's version number; 23007 is 2.30.7.
@@ -135,7 +133,8 @@ impl Nccl {
         let nccl = Self { table, version };
         nccl.check("ncclGetVersion", code)?;
         if version < OLDEST {
-            let (has, needs) = (version_text(version as u64), version_text(OLDEST as u64));
+            let has = version_text(version as u64);
+            let needs = version_text(OLDEST as u64);
             let path = library.path();
             return Err(back_end(format!(
                 "{path} is NCCL {has}, but {needs} or later is needed"

@@ -249,7 +249,8 @@ mod tests {
         );
         (0..7, fields, calls()).prop_map(
             |(kind, (sequence, call, rank, done, text, limit), other)| {
-                let (call, other_call) = (Box::new(call), Box::new(other));
+                let call = Box::new(call);
+                let other_call = Box::new(other);
                 match kind {
                     0 => CommError::Mismatch {
                         sequence,
@@ -435,7 +436,10 @@ mod tests {
     fn failures_are_bounded() {
         let long = || "\u{e9}".repeat(MAX_ERROR_BYTES);
         let segments = Segments::Uneven(vec![usize::MAX; 5000].into());
-        let (collective, dtype, op, root) = (Collective::AllGather, DType::F32, None, None);
+        let collective = Collective::AllGather;
+        let dtype = DType::F32;
+        let op = None;
+        let root = None;
         let call = || {
             Box::new(Call {
                 collective,

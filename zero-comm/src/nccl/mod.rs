@@ -257,7 +257,8 @@ impl NcclCommunicator {
         checked: &Checked,
         sequence: u64,
     ) -> Result<Operation, CommError> {
-        let (world, call) = (&self.process.world, checked.call());
+        let world = &self.process.world;
+        let call = checked.call();
         let label = call.collective.name();
         let skipped = |error: DeviceError| {
             let (call, rank, stream) =
@@ -321,7 +322,8 @@ impl NcclCommunicator {
 }
 
 fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
-    let (stream_name, cause) = (stream.name().to_owned(), Cause::new(failure.clone()));
+    let stream_name = stream.name().to_owned();
+    let cause = Cause::new(failure.clone());
     stream.poison(DeviceError::Operation {
         stream: stream_name,
         op: op.to_owned(),
@@ -347,7 +349,8 @@ impl Process {
 
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
-        let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
+        let world = &self.process.world;
+        let done = self.enqueued.get_mut().sequence;
         // The peers cannot complete collectives in flight without this rank.
         if world.drain(self.context).is_err() {
             world.abort(&*self.handle).wait();
@@ -369,7 +372,8 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         let world = &self.process.world;
         // Held during the call, so that sequence numbers follow NCCL's order.
         let mut enqueued = self.enqueued.lock();
-        let (sequence, call) = (enqueued.sequence, checked.call());
+        let sequence = enqueued.sequence;
+        let call = checked.call();
         if let Some(failure) = world.failure() {
             poison(stream, call.collective.name(), &failure);
             return Err(failure);
@@ -390,7 +394,8 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         let mut enqueued = self.enqueued.lock();
         // NCCL can split only an idle communicator.
         self.process.world.drain(self.context)?;
-        let (world, number) = (&self.process.world, enqueued.meetings);
+        let world = &self.process.world;
+        let number = enqueued.meetings;
         enqueued.meetings += 1;
         let place = world.split(self.context, number, SplitRequest { color, key })?;
         let wait = Wait {

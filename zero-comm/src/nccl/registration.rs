@@ -161,7 +161,8 @@ impl NcclCommunicator {
         let mut enqueued = self.enqueued.lock();
         let number = enqueued.meetings;
         enqueued.meetings += 1;
-        let (handle, process) = (Arc::downgrade(&self.handle), Arc::downgrade(&self.process));
+        let handle = Arc::downgrade(&self.handle);
+        let process = Arc::downgrade(&self.process);
         let released = Arc::clone(&self.handle.released);
         let own = register().map(|registered| Registration {
             handle,

@@ -212,11 +212,10 @@ impl Server {
         events.iter().for_each(|event| self.handle(event));
         self.accept();
         if self.is_joining() && self.joining.has_passed() {
-            let (ranks, world_size) = (self.coordinator.missing(), self.peers.len());
-            let (limit, strangers) = (
-                self.options.join_limit,
-                self.rejected + self.strangers.len(),
-            );
+            let ranks = self.coordinator.missing();
+            let world_size = self.peers.len();
+            let limit = self.options.join_limit;
+            let strangers = self.rejected + self.strangers.len();
             self.refuse(RendezvousError::Missing {
                 ranks,
                 world_size,
@@ -331,7 +330,8 @@ impl Server {
             self.rejected += 1;
             return;
         }
-        let (input, time) = (Input::default(), TimeLimit::new(HELLO_LIMIT));
+        let input = Input::default();
+        let time = TimeLimit::new(HELLO_LIMIT);
         self.strangers.insert(
             token,
             Stranger {

@@ -221,7 +221,8 @@ fn own_abort_poisons_streams_first() {
     for (context, fake) in [(0, &own), (1, &other)] {
         world.open(context, false, Arc::clone(fake) as Arc<dyn Transport>);
         for ended in [true, false] {
-            let (fake, poisoned) = (Arc::clone(fake), Arc::clone(&poisoned));
+            let fake = Arc::clone(fake);
+            let poisoned = Arc::clone(&poisoned);
             world.called(context, broadcast(8));
             world.watch(
                 context,
@@ -375,7 +376,8 @@ fn lost_connection_ends_the_other_ranks() {
 fn welcome_one(port: u16) -> (TcpStream, Incoming) {
     let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
     let (stream, _) = listener.accept().unwrap();
-    let (key, mut incoming) = (Key::new(None), Incoming::new(stream.try_clone().unwrap()));
+    let key = Key::new(None);
+    let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
     (&stream)
         .write_all(&frame(&key.challenge(hello).unwrap().0).unwrap())
@@ -506,7 +508,8 @@ fn each_local_failure_reaches_all_ranks() {
                 message: "unhandled system error".to_owned(),
             },
             _ => {
-                let (call, stream) = (Box::new(broadcast(8)), "comm".to_owned());
+                let call = Box::new(broadcast(8));
+                let stream = "comm".to_owned();
                 CommError::Skipped {
                     sequence: 0,
                     call,
@@ -767,7 +770,8 @@ fn urgent_messages_follow_the_progress() {
         .unwrap();
         // The first rank of a communicator sends its calls; they come before the message that it
         // left.
-        let (first, progress) = (next(&mut incoming), next(&mut incoming));
+        let first = next(&mut incoming);
+        let progress = next(&mut incoming);
         assert_eq!(
             first,
             Message::Calls {
@@ -822,7 +826,8 @@ fn differing_calls_after_a_split_name_world_ranks() {
         }
         rank.wait_for_failure()
     });
-    let (call, other_call) = (Box::new(broadcast(90)), Box::new(broadcast(180)));
+    let call = Box::new(broadcast(90));
+    let other_call = Box::new(broadcast(180));
     let expected = CommError::Mismatch {
         sequence: 90,
         rank: 1,

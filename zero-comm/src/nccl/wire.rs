@@ -295,7 +295,8 @@ mod tests {
             .flat_map(|message| encode(message).unwrap())
             .collect();
         for piece in 1..bytes.len() {
-            let (mut received, mut input) = (Vec::new(), Input::default());
+            let mut received = Vec::new();
+            let mut input = Input::default();
             for mut piece in bytes.chunks(piece) {
                 while !piece.is_empty() {
                     assert!(input.read_from(&mut piece, MAX_FRAME_BYTES).unwrap());
@@ -335,7 +336,8 @@ mod tests {
     /// A stranger cannot make the coordinator hold more than a frame of the handshake.
     #[test]
     fn input_is_bounded_by_the_frame() {
-        let (mut source, mut input) = (io::repeat(1), Input::default());
+        let mut source = io::repeat(1);
+        let mut input = Input::default();
         assert!(input.read_from(&mut source, 64).unwrap());
         assert_eq!(input.bytes.len(), 68);
         assert!(input.next_frame(64).is_err());
@@ -363,7 +365,8 @@ mod tests {
 
     #[test]
     fn output_is_bounded_and_in_order() {
-        let (mut output, mut sink) = (Output::default(), Sink(0, Vec::new()));
+        let mut output = Output::default();
+        let mut sink = Sink(0, Vec::new());
         output.append(&[1; 10]).unwrap();
         assert!(!output.write_to(&mut sink).unwrap());
         sink.0 = 7;

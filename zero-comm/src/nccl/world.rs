@@ -241,7 +241,8 @@ impl Shared {
     /// # Errors
     /// The failure of the world. The collectives in flight are then aborted, which may take longer.
     pub(super) fn drain(&self, context: Context) -> Result<(), CommError> {
-        let (mut time, mut before) = (TimeLimit::new(self.limit), None);
+        let mut time = TimeLimit::new(self.limit);
+        let mut before = None;
         loop {
             let (sequence, call) = {
                 let state = self.state.lock();

@@ -35,7 +35,8 @@ fn cut(
     piece: usize,
     max_frame_bytes: usize,
 ) -> (Vec<Vec<u8>>, Option<std::io::ErrorKind>) {
-    let (mut frames, mut input) = (Vec::new(), Input::default());
+    let mut frames = Vec::new();
+    let mut input = Input::default();
     for mut piece in bytes.chunks(piece) {
         while !piece.is_empty() {
             input.read_from(&mut piece, max_frame_bytes).unwrap();
@@ -170,7 +171,8 @@ pub fn valid(target: &str) -> Vec<Vec<u8>> {
 }
 
 fn sample_messages() -> Vec<Message> {
-    let (call, limit) = (broadcast(8), Duration::from_secs(1));
+    let call = broadcast(8);
+    let limit = Duration::from_secs(1);
     let entries = [
         MeetingEntry::Split(SplitRequest {
             color: Some(1),

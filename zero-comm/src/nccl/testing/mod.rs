@@ -92,7 +92,8 @@ impl Transport for Fake {
 }
 
 pub(super) fn broadcast(len: usize) -> Call {
-    let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
+    let collective = Collective::Broadcast;
+    let segments = Segments::Balanced(len);
     Call {
         collective,
         op: None,
