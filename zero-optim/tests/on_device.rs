@@ -562,10 +562,8 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         "{error}"
     );
     // SAFETY: there is none.
-    assert_eq!(
-        unsafe { rank.optim.device_loss_scale() }.unwrap_err(),
-        OptimError::NotPrepared
-    );
+    let scale = unsafe { rank.optim.device_loss_scale() };
+    assert_eq!(scale.unwrap_err(), OptimError::NotPrepared);
 
     let one_rank = DeviceStepConfig::new(0, 1, Divisor::MicroBatches(3), 100);
     rank.optim

@@ -117,11 +117,10 @@ fn cuda_kernels_run_in_stream_order() {
 #[ignore = "needs a CUDA device"]
 fn invalid_cuda_module_is_an_error() {
     let device = open();
-    // SAFETY: no image below is machine code.
     let fails = |image: &[u8]| {
-        unsafe { device.load_module(image) }
-            .expect_err("no module")
-            .to_string()
+        // SAFETY: no image below is machine code.
+        let loaded = unsafe { device.load_module(image) };
+        loaded.expect_err("no module").to_string()
     };
     assert!(fails(b"").contains("neither machine code nor PTX"));
     assert!(fails(&PTX.as_bytes()[..PTX.len() - 1]).contains("zero byte"));

@@ -89,11 +89,8 @@ fn cuda_pinned_memory_is_whole_pages_and_no_more() {
         assert_eq!(memory.live_bytes(), live);
         assert_eq!(ptr.addr().get() % page, 0);
         // SAFETY: allocated with this size, and nothing else uses it.
-        assert!(
-            unsafe { std::slice::from_raw_parts(ptr.as_ptr(), bytes) }
-                .iter()
-                .all(|&byte| byte == 0)
-        );
+        let contents = unsafe { std::slice::from_raw_parts(ptr.as_ptr(), bytes) };
+        assert!(contents.iter().all(|&byte| byte == 0));
         ptr
     });
     for (ptr, (bytes, _)) in pointers.into_iter().zip(sizes) {

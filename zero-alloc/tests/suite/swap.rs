@@ -541,15 +541,11 @@ fn refuse_io_uring(errno: i32) {
         filter: filter.as_mut_ptr(),
     };
     // SAFETY: changes this thread only.
-    assert_eq!(
-        unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) },
-        0
-    );
+    let result = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    assert_eq!(result, 0);
     // SAFETY: a valid program, which the kernel copies.
-    assert_eq!(
-        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) },
-        0
-    );
+    let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) };
+    assert_eq!(result, 0);
 }
 
 #[test]

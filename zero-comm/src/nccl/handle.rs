@@ -16,10 +16,11 @@ use zero_alloc::TimeLimit;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::AnySlice;
 
-use super::abort::AbortCompletion;
 use super::config::Config;
-use super::library::{IN_PROGRESS, Nccl, SUCCESS, back_end};
-use super::world::Transport;
+use super::control::abort::AbortCompletion;
+use super::control::error::back_end;
+use super::control::world::Transport;
+use super::library::{IN_PROGRESS, Nccl, SUCCESS};
 use crate::call::{Checked, Group};
 use crate::comm_dtype::CommDType;
 use crate::{Collective, CommError, ReduceOp};

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use cudarc::nccl::sys;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-use super::error::version_text;
+use super::control::error::{back_end, version_text};
 use crate::CommError;
 
 /// `ncclSuccess` and `ncclInProgress`.
@@ -87,13 +87,6 @@ table! {
     );
     send = ncclSend(*const c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t);
     receive = ncclRecv(*mut c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t);
-}
-
-pub(super) fn back_end(message: String) -> CommError {
-    CommError::BackEnd {
-        back_end: "nccl",
-        message,
-    }
 }
 
 const SEARCH: Search = Search {

@@ -143,7 +143,7 @@ impl Token {
         }
     }
 
-    pub(super) fn secret(&self) -> &[u8] {
+    pub(crate) fn secret(&self) -> &[u8] {
         &self.0
     }
 }

@@ -30,16 +30,16 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(
 /// repeated until the limit.
 const REJECTIONS: usize = 8;
 /// Connections that may wait until the coordinator accepts them; the system may allow fewer.
-pub(super) const BACKLOG: i32 = 4096;
+pub(crate) const BACKLOG: i32 = 4096;
 
 /// A rank's connection to the coordinator, after all ranks have joined.
-pub(super) struct Joined {
+pub(crate) struct Joined {
     /// The id that initializes NCCL, from rank 0.
-    pub(super) id: Vec<u8>,
+    pub(crate) id: Vec<u8>,
     /// The time between two reports of this rank's progress.
-    pub(super) report_every: Duration,
-    pub(super) outgoing: TcpStream,
-    pub(super) incoming: Incoming,
+    pub(crate) report_every: Duration,
+    pub(crate) outgoing: TcpStream,
+    pub(crate) incoming: Incoming,
 }
 
 /// Joins the world, within seven eighths of `limit`; the rest is left for NCCL. Rank 0 first starts
@@ -48,7 +48,7 @@ pub(super) struct Joined {
 ///
 /// # Errors
 /// The rendezvous failed or exceeded its limit, or `make_id` failed.
-pub(super) fn join(
+pub(crate) fn join(
     ranks: &Ranks,
     library: u64,
     make_id: impl FnOnce() -> Result<Vec<u8>, CommError>,

@@ -16,7 +16,7 @@ use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::{MeetingEntry, Message, Outcome, Place, Registered};
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
-use super::world::{Operation, Transport, World};
+use super::world::{Connection, Operation, Transport};
 use crate::CommError;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
@@ -29,7 +29,7 @@ const SHORT: Duration = Duration::from_millis(300);
 #[ignore = "run by another test, as a process"]
 fn process_sets_its_environment() {
     // SAFETY: this process runs only this test, and its main thread waits for it.
-    unsafe { super::set_environment() };
+    unsafe { crate::nccl::set_environment() };
     println!("value {}", std::env::var("NCCL_GRAPH_REGISTER").unwrap());
 }
 
@@ -53,7 +53,7 @@ fn environment_is_set_unless_the_user_did() {
 }
 
 /// Runs `body` as each of `n` ranks.
-pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
+pub(crate) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
     let port = free_port();
     std::thread::scope(|scope| {
         let body = &body;
@@ -68,7 +68,7 @@ pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> V
 }
 
 /// Connects to `port` as soon as something listens there.
-pub(super) fn connect(port: u16) -> TcpStream {
+pub(crate) fn connect(port: u16) -> TcpStream {
     let begun = Instant::now();
     loop {
         match TcpStream::connect(("127.0.0.1", port)) {
@@ -80,14 +80,14 @@ pub(super) fn connect(port: u16) -> TcpStream {
 }
 
 /// Sends a first frame without waiting for the answer; returns it.
-pub(super) fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
+pub(crate) fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
     let hello = key.hello(hello).unwrap();
     stream.write_all(&frame(&hello).unwrap()).unwrap();
     hello
 }
 
 /// Passes the handshake as `hello`.
-pub(super) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
+pub(crate) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
     let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let hello = send_hello(stream, key, hello);
     let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
@@ -166,7 +166,8 @@ impl Transport for Behind {
 #[test]
 fn all_aborts_start_before_any_is_awaited() {
     for elapsed in on_ranks(1, |ranks| {
-        let world = World::start(join_as(&ranks, LONG).unwrap(), 0, LONG).unwrap();
+        let connection = Connection::start(join_as(&ranks, LONG).unwrap(), 0, LONG).unwrap();
+        let world = &connection.world;
         let last = Arc::new(Fake::default());
         world.open(0, true, Arc::new(Behind(Arc::clone(&last))));
         world.open(1, true, last);
@@ -176,7 +177,7 @@ fn all_aborts_start_before_any_is_awaited() {
             reason: "on purpose".to_owned(),
         });
         // Waits for both aborts.
-        drop(world);
+        drop(connection);
         begun.elapsed()
     }) {
         // Otherwise the limit of an abort passes, 5 s.
@@ -215,7 +216,8 @@ fn own_abort_poisons_streams_first() {
         send(&stream, &[Message::Goodbye]).unwrap();
         (joined, (stream, incoming))
     });
-    let world = World::start(joined, 1, LONG).unwrap();
+    let connection = Connection::start(joined, 1, LONG).unwrap();
+    let world = &connection.world;
     let [own, other] = [(); 2].map(|()| Arc::new(Fake::default()));
     let poisoned = Arc::new(Mutex::new(Vec::new()));
     for (context, fake) in [(0, &own), (1, &other)] {
@@ -246,7 +248,7 @@ fn own_abort_poisons_streams_first() {
     world.drain(0).unwrap_err();
     let _completion = world.abort(&*own);
     world.close(0, 2);
-    drop(world);
+    drop(connection);
     let mut poisoned = poisoned.lock().clone();
     poisoned.sort_unstable();
     assert_eq!(poisoned, [(0, false), (1, false)]);
@@ -427,7 +429,8 @@ fn failed_write_ends_the_connection() {
             (joined, stream, incoming)
         });
         joined.outgoing.set_write_timeout(Some(SHORT)).unwrap();
-        let world = World::start(joined, 1, LONG).unwrap();
+        let connection = Connection::start(joined, 1, LONG).unwrap();
+        let world = &connection.world;
         world.open(0, true, Arc::new(Fake::default()));
         // More bytes than the buffers of the connection have.
         let call = Call {
@@ -457,7 +460,7 @@ fn failed_write_ends_the_connection() {
             failure,
             cause.unwrap_or(CommError::Peer { rank: 0, message })
         );
-        drop(world);
+        drop(connection);
         let end = std::iter::repeat_with(|| incoming.next(LONG))
             .find_map(Result::err)
             .unwrap();

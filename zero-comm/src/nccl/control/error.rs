@@ -123,7 +123,7 @@ pub enum RendezvousError {
 }
 
 /// Formats NCCL's version number: 22809 is 2.28.9.
-pub(super) fn version_text(version: u64) -> String {
+pub(crate) fn version_text(version: u64) -> String {
     format!(
         "{}.{}.{}",
         version / 10_000,
@@ -147,6 +147,14 @@ fn list(ranks: &[usize]) -> String {
         shown.join(", "),
         if ranks.len() > 8 { ", ..." } else { "" }
     )
+}
+
+/// A failure of the back end.
+pub(crate) fn back_end(message: String) -> crate::CommError {
+    crate::CommError::BackEnd {
+        back_end: "nccl",
+        message,
+    }
 }
 
 #[cfg(test)]

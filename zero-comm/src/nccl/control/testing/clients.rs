@@ -10,13 +10,13 @@ use mio::{Events, Interest, Poll, Token};
 
 use super::{ID, LIBRARY, LONG, broadcast, ranks};
 use crate::CommError;
-use crate::nccl::calls::Calls;
-use crate::nccl::handshake::{Hello, Key};
-use crate::nccl::library::back_end;
-use crate::nccl::message::{Context, MeetingEntry, Message, Outcome};
-use crate::nccl::rendezvous::BACKLOG;
-use crate::nccl::server::{self, Options};
-use crate::nccl::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
+use crate::nccl::control::calls::Calls;
+use crate::nccl::control::error::back_end;
+use crate::nccl::control::handshake::{Hello, Key};
+use crate::nccl::control::message::{Context, MeetingEntry, Message, Outcome};
+use crate::nccl::control::rendezvous::BACKLOG;
+use crate::nccl::control::server::{self, Options};
+use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
 use crate::split_request::SplitRequest;
 
 /// The communicator of all ranks.
