@@ -41,7 +41,7 @@ fn environment_is_set_unless_the_user_did() {
             "--ignored",
             "--exact",
             "--nocapture",
-            "nccl::tests::process_sets_its_environment",
+            "nccl::control::tests::process_sets_its_environment",
         ]);
         process
             .env_remove("NCCL_GRAPH_REGISTER")

@@ -679,7 +679,7 @@ fn missing_resources_are_named() {
         command.args([
             "--exact",
             "--nocapture",
-            "nccl::rendezvous::tests::descriptors_process",
+            "nccl::control::rendezvous::tests::descriptors_process",
         ]);
         let output = command.env(DESCRIPTORS, case).output().unwrap();
         let ended =
