@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::comm::{self, Comm, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS};
-use crate::cuda::Stream;
 use crate::work::{At, Kind, Part, width};
+use stand_in_shared::driver::Stream;
 
 /// `ncclInternalError`.
 const INTERNAL_ERROR: c_int = 3;

@@ -8,7 +8,6 @@ use super::device::{SHARED_BYTES, SHARED_OPTIN_BYTES};
 use super::{In, Out, Text, driver};
 use crate::counts;
 use crate::driver::device::{Device, current};
-use crate::driver::handles::{Handles, fresh_number};
 use crate::driver::op::Op;
 use crate::driver::stream::stream;
 use crate::error::{Failure, Outcome, say};
@@ -18,6 +17,7 @@ use crate::exec::program::Program;
 use crate::exec::sample::run_sample;
 use crate::ptx::module::{LoadError, Loaded, load};
 use crate::settings::settings;
+use stand_in_shared::{Handles, fresh_number};
 
 static MODULES: Handles<Loaded> = Handles::new();
 static FUNCTIONS: Handles<Function> = Handles::new();
@@ -203,11 +203,13 @@ driver! {
     }
 
     cuFuncSetCacheConfig(function: usize, _config: u32) {
-        FUNCTIONS.get(function).map(drop)
+        FUNCTIONS.get(function)?;
+        Ok(())
     }
 
     cuFuncLoad(function: usize) {
-        FUNCTIONS.get(function).map(drop)
+        FUNCTIONS.get(function)?;
+        Ok(())
     }
 
     cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<i32>, function: usize, threads: i32, dynamic: usize) {

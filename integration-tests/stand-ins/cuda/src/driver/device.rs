@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use super::handles::{fresh_number, lock};
 use crate::error::{Failure, Outcome, describe, say};
 use crate::settings::settings;
+use stand_in_shared::{fresh_number, lock};
 
 /// A device. Its primary context, with the handle `context`, exists while it is retained.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use super::handles::lock;
 use crate::error::say;
 use crate::settings::settings;
+use stand_in_shared::lock;
 
 /// New memory up to this size is filled with one bits, so that uninitialised reads do not return
 /// zeros.

@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::device::{Charge, Device};
-use super::handles::{Handles, fresh_number, lock};
 use super::mapping::{Mapping, Physical, unmap};
 use super::space::{self, Kind};
 use crate::error::{Failure, Outcome, say};
+use stand_in_shared::{Handles, fresh_number, lock};
 
 /// Sizes and addresses are multiples of this.
 pub(crate) const GRANULARITY: usize = 2 << 20;

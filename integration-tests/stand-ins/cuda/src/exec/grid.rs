@@ -7,10 +7,10 @@ use std::time::Instant;
 use super::block::{LaunchShape, run_block};
 use super::program::{Done, Fault, Program, fault};
 use crate::counts::Work;
-use crate::driver::handles::lock;
 use crate::driver::space::Space;
 use crate::error::Failure;
 use crate::settings::settings;
+use stand_in_shared::lock;
 
 /// Host threads per grid.
 const THREADS: u64 = 2;

@@ -8,9 +8,9 @@ use super::block::LaunchShape;
 use super::grid::{run_blocks, run_grid};
 use super::program::Program;
 use crate::counts::Work;
-use crate::driver::handles::lock;
 use crate::driver::space::Space;
 use crate::error::Failure;
+use stand_in_shared::lock;
 
 /// Launches of at most this many instructions of warps run each time: they may compute what the
 /// host waits for.
