@@ -22,7 +22,8 @@ pub(crate) struct Work {
 
 impl Work {
     pub(crate) fn plus(self, other: Self) -> Self {
-        let (loaded, stored) = (self.loaded + other.loaded, self.stored + other.stored);
+        let loaded = self.loaded + other.loaded;
+        let stored = self.stored + other.stored;
         Self {
             loaded,
             stored,

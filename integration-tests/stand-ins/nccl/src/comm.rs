@@ -34,7 +34,6 @@ fn error_at() -> Option<(usize, u64)> {
 
 #[derive(Default)]
 struct Order {
-    /// Operations enqueued.
     enqueued: u64,
     /// Operations that have ended: the number of the next one.
     ended: u64,

@@ -16,7 +16,8 @@ const DISABLE_TIMING: u32 = 2;
 
 fn elapsed(milliseconds: &Out<f32>, start: usize, end: usize) -> Outcome {
     current()?;
-    let (start, end) = (EVENTS.get(start)?.time()?, EVENTS.get(end)?.time()?);
+    let start = EVENTS.get(start)?.time()?;
+    let end = EVENTS.get(end)?.time()?;
     let between = if end >= start {
         (end - start).as_secs_f64()
     } else {

@@ -72,7 +72,8 @@ fn error_log(
     options: &In<u32>,
     values: &In<usize>,
 ) -> Outcome<Option<(*mut u8, usize)>> {
-    let (mut buffer, mut room) = (0, 0);
+    let mut buffer = 0;
+    let mut room = 0;
     for index in 0..count as usize {
         match options.at(index)? {
             ERROR_LOG => buffer = values.at(index)?,
@@ -242,7 +243,8 @@ driver! {
         if function.device.ordinal != on.device.ordinal {
             return Err(Failure::InvalidHandle);
         }
-        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let grid = [grid_x, grid_y, grid_z];
+        let block = [block_x, block_y, block_z];
         function.check(grid, block, dynamic)?;
         let program = function.program.clone();
         let params = arguments(&program, &values)?;

@@ -189,7 +189,8 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     for (&at, mapped) in state.mapped.range_mut(start..end) {
         match (allow, mapped.access.is_some()) {
             (true, false) => {
-                let (len, keep) = (mapped.pages.physical.bytes() as u64, Arc::new(()));
+                let len = mapped.pages.physical.bytes() as u64;
+                let keep = Arc::new(());
                 space::insert(
                     at,
                     len,

@@ -43,7 +43,9 @@ impl Key {
                 word.copy_from_slice(&(value % 32).to_le_bytes());
             }
         }
-        let (grid, block, dynamic_bytes) = (shape.grid, shape.block, shape.dynamic_bytes);
+        let grid = shape.grid;
+        let block = shape.block;
+        let dynamic_bytes = shape.dynamic_bytes;
         Self {
             name: program.name.clone(),
             grid,
