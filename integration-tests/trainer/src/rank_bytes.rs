@@ -100,7 +100,8 @@ impl RankBytes {
         checkpoints: u64,
         saves: bool,
     ) -> Option<Self> {
-        let (widths, offload) = (settings.widths(), &settings.offload);
+        let widths = settings.widths();
+        let offload = &settings.offload;
         let groups = settings.resolve_groups(layout).ok()?;
         let state = groups.state_bytes(layout, settings.stage, &widths)?;
         let on_host = |tier: Tier, bytes: u64| if tier == Tier::Host { bytes } else { 0 };
@@ -201,7 +202,8 @@ pub fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
 
 /// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.
 fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
-    let (widths, offload) = (settings.widths(), &settings.offload);
+    let widths = settings.widths();
+    let offload = &settings.offload;
     let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
     let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
     let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;

@@ -51,7 +51,8 @@ fn run(
         if let Some(order) = given {
             prefetch.expect_order(order.to_vec()).unwrap();
         }
-        let (mut reports, mut backings) = (Vec::new(), 0);
+        let mut reports = Vec::new();
+        let mut backings = 0;
         for (step, order) in orders.iter().enumerate() {
             let mut new: Vec<Vec<f32>> = SHARDS
                 .iter()
@@ -106,12 +107,14 @@ fn run(
 #[test]
 fn unit_of_another_prefetcher_is_freed() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
-        let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let mut shard = vec![0f32; 5];
         let shards = vec![view(&mut shard)];
         let options = PrefetchOptions::default().persistence_threshold_elems(usize::MAX);
         let [mut a, mut b] =
             [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
-        let (mut a, mut b) = (a.step().unwrap(), b.step().unwrap());
+        let mut a = a.step().unwrap();
+        let mut b = b.step().unwrap();
         b.reshard(a.unshard(0).unwrap());
         assert_eq!(a.live_elems(), 0);
         let own = b.unshard(0).unwrap();
@@ -401,7 +404,8 @@ fn failed_prefetch_can_be_tried_again() {
 #[test]
 fn dropped_step_is_ended() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
-        let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let mut shard = vec![0f32; 5];
         let shards = vec![view(&mut shard); 2];
         let mut prefetch = prefetcher(&comm, streams, &pool, shards, PrefetchOptions::default());
         for step in 0..3 {
@@ -429,7 +433,8 @@ fn dropped_step_is_ended() {
 fn unit_of_an_earlier_step_is_not_kept() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 1 << 20);
-        let (mut old, mut new) = (vec![1f32; 3], vec![2f32; 3]);
+        let mut old = vec![1f32; 3];
+        let mut new = vec![2f32; 3];
         let mut prefetch = prefetcher(
             &comm,
             streams,
@@ -458,8 +463,10 @@ fn unit_of_an_earlier_step_is_not_kept() {
 #[test]
 fn moved_shards_are_gathered() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
-        let (pool, rank) = (Pool::new(HostDevice::new(), 1 << 20), comm.rank() as f32);
-        let (mut old, mut new) = (vec![rank; 3], vec![rank + 10.0; 3]);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let rank = comm.rank() as f32;
+        let mut old = vec![rank; 3];
+        let mut new = vec![rank + 10.0; 3];
         let mut prefetch = prefetcher(
             &comm,
             streams,

@@ -49,12 +49,11 @@ impl<D: Device> Stage3<D> {
         let shards = params.as_ref().map(Storage::all_own);
         let mut optimizer = sharded_optimizer(rank, shards.clone())?;
         let prefetcher = |order| {
-            let (comm, compute, comm_stream) = (
-                rank.comm.clone(),
-                rank.compute.clone(),
-                rank.comm_stream.clone(),
-            );
-            let (pool, options) = (rank.pool.clone(), rank.settings.prefetch);
+            let comm = rank.comm.clone();
+            let compute = rank.compute.clone();
+            let comm_stream = rank.comm_stream.clone();
+            let pool = rank.pool.clone();
+            let options = rank.settings.prefetch;
             let mut prefetcher = match optimizer.host_params() {
                 None => Prefetcher::new(
                     pool,
@@ -81,10 +80,8 @@ impl<D: Device> Stage3<D> {
             };
             prefetcher.expect_order(order).map(|()| prefetcher)
         };
-        let (forward_only, prefetcher) = (
-            prefetcher(forward_uses(rank).collect())?,
-            prefetcher(step_uses(rank))?,
-        );
+        let forward_only = prefetcher(forward_uses(rank).collect())?;
+        let prefetcher = prefetcher(step_uses(rank))?;
         let grads = Gradients::new(
             rank,
             model,
@@ -159,10 +156,8 @@ fn micro_batch<D: Device>(
             true => std::mem::take(&mut turning),
             false => unshard(step, &pass.backward_reads)?,
         };
-        let (params, of_pass) = (
-            params(rank, &pass.backward_reads, &units),
-            grads.of_pass(rank, i, micro, optimizer)?,
-        );
+        let params = params(rank, &pass.backward_reads, &units);
+        let of_pass = grads.of_pass(rank, i, micro, optimizer)?;
         model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
         reshard(step, units);
         rank.complete_after(i)

@@ -86,7 +86,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
     let mut program = std::ptr::null_mut();
     let none = std::ptr::null();
     // SAFETY: zero-terminated text and name, and no headers.
-    let code = unsafe {
+    let result = unsafe {
         create(
             &raw mut program,
             text.as_ptr(),
@@ -96,7 +96,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
             none,
         )
     };
-    assert_eq!(code, 0);
+    assert_eq!(result, 0);
     // SAFETY: a live program, and the options with their count.
     let code = unsafe { compile(program, options.len() as c_int, options.as_ptr()) };
     let text = |size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
