@@ -7,7 +7,8 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use zero::cli::{CliError, ckpt, plan, train};
+use zero::error::CliError;
+use zero::{ckpt, plan, train};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
