@@ -318,12 +318,13 @@ impl OwnedProgram<'_> {
     ) -> Result<Vec<u8>, CudaError> {
         let mut len = 0usize;
         // SAFETY: a live program; one number is written.
-        self.calls
-            .check(call, unsafe { size(self.raw, &raw mut len) })?;
+        let status = unsafe { size(self.raw, &raw mut len) };
+        self.calls.check(call, status)?;
+
         let mut bytes = vec![0u8; len];
         // SAFETY: a live program; `len` bytes are written, the length of `bytes`.
-        self.calls
-            .check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
+        let status = unsafe { get(self.raw, bytes.as_mut_ptr().cast()) };
+        self.calls.check(call, status)?;
         Ok(bytes)
     }
 }

@@ -118,10 +118,11 @@ impl Sums {
     /// A unit in pinned memory.
     fn in_memory(&self, unit: usize) -> Option<AnySlice> {
         match self {
-            // SAFETY: copies of the device and operations of the host use it, ordered by events;
-            // the optimizer, which is dropped first, waits for both.
             Self::Memory { block, units } => {
-                Some(unsafe { block.slice() }.slice(units[unit].clone()))
+                // SAFETY: copies of the device and operations of the host use it, ordered by
+                // events; the optimizer, which is dropped first, waits for both.
+                let all = unsafe { block.slice() };
+                Some(all.slice(units[unit].clone()))
             }
             Self::File { .. } => None,
         }
