@@ -1,18 +1,6 @@
-//! The commands of the binary `zero`.
-
-pub mod ckpt;
-mod flags;
-mod offload;
-mod output;
-pub mod plan;
-pub mod train;
-
-pub use flags::DTypeFlag;
-pub use offload::{Masters, Moments, OffloadArgs};
+//! Why a command failed.
 
 use thiserror::Error;
-
-use crate::launcher::Report;
 
 /// Why a command failed.
 #[derive(Debug, Error)]
@@ -44,22 +32,6 @@ impl CliError {
             Self::Interrupted { signal } => {
                 128_u8.saturating_add(u8::try_from(*signal).unwrap_or(u8::MAX))
             }
-        }
-    }
-
-    /// Reports the error to the launcher that started this process as a rank, or prints it to
-    /// standard error. Prints nothing for an interruption.
-    pub fn report(&self) {
-        // Another rank may have requested the end because of its own failure.
-        let interrupted = matches!(self, Self::Interrupted { .. });
-        let echo = interrupted || matches!(self, Self::Echo(_));
-        let report = Report {
-            code: self.exit_code(),
-            echo,
-            message: self.to_string(),
-        };
-        if !report.deliver() && !interrupted {
-            output::print_note(format_args!("error: {self}"));
         }
     }
 

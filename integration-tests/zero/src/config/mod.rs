@@ -66,8 +66,8 @@ mod zero;
 #[cfg(test)]
 mod tests;
 
-pub use batch::{Batch, BatchKeys};
-pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
-pub use error::ConfigFileError;
-pub use optimizer::{AUTO_STEPS, DsOptimizer};
-pub use zero::ZeroOptimization;
+pub(crate) use batch::{Batch, BatchKeys};
+pub(crate) use deepspeed::{DsConfig, canonical};
+pub(crate) use error::ConfigFileError;
+pub(crate) use optimizer::AUTO_STEPS;
+pub(crate) use zero::ZeroOptimization;

@@ -10,7 +10,7 @@ use zero_trainer::param_groups::ParamGroup;
 
 /// `optimizer`: Adam or AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DsOptimizer {
+pub(crate) struct DsOptimizer {
     /// The base learning rate.
     pub lr: f64,
     /// Betas, epsilon, weight decay, and whether the decay is decoupled.
@@ -151,7 +151,7 @@ pub(super) fn read_param_groups(
 }
 
 /// `total_num_steps` of a schedule that has `"auto"`, which the run replaces by its last step.
-pub const AUTO_STEPS: u64 = u64::MAX;
+pub(crate) const AUTO_STEPS: u64 = u64::MAX;
 
 /// Reads `scheduler`.
 pub(super) fn read_scheduler(

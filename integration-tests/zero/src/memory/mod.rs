@@ -2,14 +2,17 @@
 //! starts. Beyond a limit the kernel kills the process without an error message, or refuses memory
 //! in the middle of a step.
 
+pub(crate) mod limits;
+
 use std::path::Path;
 
 use indicatif::HumanBytes;
 
-use limits::{Kind, Limit, cache_bytes, limits};
-use crate::train::setup::RunSetup;
 use crate::error::CliError;
+use crate::workload::GptWorkload;
+use limits::{Kind, Limit, cache_bytes, limits};
 use zero_models::gpt2::passes;
+use zero_shard::Layout;
 use zero_trainer::{Home, RankBytes, Settings};
 
 /// Stack of a thread (Rust's default), its guard pages and its alternative stack for signals.
@@ -57,42 +60,51 @@ pub(crate) fn rank_overhead_bytes(threads: u64) -> u64 {
     Overhead::new(threads, 0).rank_bytes
 }
 
+/// What decides the memory of a rank.
+#[derive(Clone, Copy)]
+pub(crate) struct RunMemory<'a> {
+    pub(crate) settings: &'a Settings,
+    pub(crate) layout: &'a Layout,
+    pub(crate) workload: &'a GptWorkload,
+    /// Whether the run saves checkpoints.
+    pub(crate) saves: bool,
+}
+
 /// Rejects a run that does not fit, if `ranks` ranks are threads of this process. `limit_bytes` is
 /// the value of `--memory-limit`.
 pub(crate) fn check(
-    setup: &RunSetup,
+    run: &RunMemory<'_>,
     ranks: usize,
     limit_bytes: Option<u64>,
 ) -> Result<(), CliError> {
-    let workload = &setup.workload;
+    let workload = run.workload;
     let activations = workload.options.activations_bytes(&workload.config);
     let passes = passes(&workload.config);
-    let saves = setup.options.checkpoint.is_some();
-    let need = RankBytes::new(&setup.settings, &setup.layout, &passes, activations, saves);
+    let saves = run.saves;
+    let need = RankBytes::new(run.settings, run.layout, &passes, activations, saves);
     let limits: Vec<Limit> = limits(Path::new("/"))
         .into_iter()
         .chain(limit_bytes.map(of_flag))
         .collect();
-    checked(setup, ranks, need, &limits)
+    checked(run, ranks, need, &limits)
 }
 
 /// A note if parameters on NVMe need more memory of a rank on the host than they save: buffers of
 /// the largest unit's shard take the place of all shards.
-pub(crate) fn offload_notice(setup: &RunSetup) -> Option<String> {
-    if setup.device.is_some() || !matches!(setup.settings.offload.params, Home::Nvme(_)) {
+pub(crate) fn offload_notice(run: &RunMemory<'_>, on_gpu: bool) -> Option<String> {
+    if on_gpu || !matches!(run.settings.offload.params, Home::Nvme(_)) {
         return None;
     }
-    let workload = &setup.workload;
+    let workload = run.workload;
     let activations = workload.options.activations_bytes(&workload.config);
     let passes = passes(&workload.config);
-    let saves = setup.options.checkpoint.is_some();
+    let saves = run.saves;
     let need = |settings: &Settings| {
-        RankBytes::new(settings, &setup.layout, &passes, activations, saves)
-            .map(|bytes| bytes.total())
+        RankBytes::new(settings, run.layout, &passes, activations, saves).map(|bytes| bytes.total())
     };
-    let mut without = setup.settings.clone();
+    let mut without = run.settings.clone();
     without.offload.params = Home::Device;
-    let with = need(&setup.settings)?;
+    let with = need(run.settings)?;
     let without = need(&without)?;
     (with >= without).then(|| {
         format!(
@@ -107,22 +119,19 @@ pub(crate) fn offload_notice(setup: &RunSetup) -> Option<String> {
 /// Rejects a run on GPUs whose host memory does not fit: that of `ranks` ranks on this machine, one
 /// of which is this process. `limit_bytes` is the value of `--memory-limit`, for this process.
 pub(crate) fn check_host_of_gpus(
-    setup: &RunSetup,
+    run: &RunMemory<'_>,
     ranks: usize,
     limit_bytes: Option<u64>,
 ) -> Result<(), CliError> {
-    if !setup.settings.offload.is_any() && limit_bytes.is_none() {
+    if !run.settings.offload.is_any() && limit_bytes.is_none() {
         return Ok(());
     }
-    let checkpoints = setup
-        .workload
-        .options
-        .gpu_bytes(&setup.workload.config)
-        .host;
-    let saves = setup.options.checkpoint.is_some();
-    let need = RankBytes::host_of_gpu(&setup.settings, &setup.layout, checkpoints, saves);
-    checked(setup, 1, need, limit_bytes.map(of_flag).as_slice())?;
-    checked(setup, ranks, need, &limits(Path::new("/")))
+    let workload = run.workload;
+    let checkpoints = workload.options.gpu_bytes(&workload.config).host;
+    let saves = run.saves;
+    let need = RankBytes::host_of_gpu(run.settings, run.layout, checkpoints, saves);
+    checked(run, 1, need, limit_bytes.map(of_flag).as_slice())?;
+    checked(run, ranks, need, &limits(Path::new("/")))
 }
 
 fn of_flag(free_bytes: u64) -> Limit {
@@ -135,18 +144,18 @@ fn of_flag(free_bytes: u64) -> Limit {
 
 /// `need`: that of each rank; `None` if 64 bits cannot count it.
 fn checked(
-    setup: &RunSetup,
+    run: &RunMemory<'_>,
     ranks: usize,
     need: Option<RankBytes>,
     limits: &[Limit],
 ) -> Result<(), CliError> {
-    let stage = setup.settings.stage.number();
+    let stage = run.settings.stage.number();
     let need = need.ok_or_else(|| {
         CliError::Usage(format!(
             "{ranks} ranks at stage {stage} need more memory than 64 bits can count"
         ))
     })?;
-    let threads = setup.workload.threads as u64;
+    let threads = run.workload.threads as u64;
     fits(
         ranks as u64,
         stage,

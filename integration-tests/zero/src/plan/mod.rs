@@ -16,9 +16,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
-use crate::error::CliError;
 use crate::settings::offload::OffloadArgs;
 use report::Report;
 pub(crate) use request::Request;

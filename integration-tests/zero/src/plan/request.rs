@@ -9,10 +9,10 @@ use zero_optim::OptimizerConfig;
 use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, ZeroStage};
 
 use super::PlanArgs;
+use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_model};
 use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
-use crate::config::DsConfig;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::gpt2::{Gpt2Options, passes};
 use zero_trainer::Pass;

@@ -11,7 +11,8 @@ use zero_shard::{
 
 use super::request::Request;
 use super::transfers::{Transfers, Wear, transfers};
-use crate::cli::train::{BUCKET_ELEMS, rank_overhead_bytes};
+use crate::memory::rank_overhead_bytes;
+use crate::settings::communication::BUCKET_ELEMS;
 use zero_models::cuda::matmul;
 use zero_models::gpt2::GpuBytes;
 use zero_models::gpt2::gpu::writes_grad;

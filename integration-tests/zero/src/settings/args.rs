@@ -1,14 +1,13 @@
-//! The flags of `zero train`. Flags override `--config`, which overrides the defaults of
-//! [`super::run_setup`].
+//! The flags of `zero train`.
 
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::flags::{parse_bytes, parse_whole};
-use crate::flags::DTypeFlag;
 use super::offload::OffloadArgs;
+use crate::flags::DTypeFlag;
+use crate::flags::{parse_bytes, parse_whole};
 
 /// Train a GPT-2 with ZeRO
 #[derive(Args, Clone, Debug, Default)]
@@ -193,9 +192,6 @@ pub struct TrainArgs {
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,
-    /// Whether the run that `--resume` continues recorded CUDA graphs; no flag.
-    #[arg(skip)]
-    pub recorded_graphs: bool,
     /// Whether `metrics` is the file of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_metrics: bool,

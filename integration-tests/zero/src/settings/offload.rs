@@ -8,8 +8,9 @@ use clap::{Args, ValueEnum};
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
 
-use crate::error::CliError;
+use super::row::Row;
 use crate::config::DsConfig;
+use crate::error::CliError;
 use zero_trainer::{Home, OffloadSettings};
 
 /// Default elements of a sub-group of optimizer state that is offloaded.
@@ -63,6 +64,15 @@ pub enum Moments {
     /// bf16.
     Bf16,
 }
+
+pub(crate) const ROWS: &[Row] = &[
+    Row::new("offload.optimizer", "--offload"),
+    Row::new("offload.params", "--offload-params"),
+    Row::new("offload.activations", "--offload-activations"),
+    Row::new("offload.format.remainder", "--masters"),
+    Row::new("offload.format.bf16_moments", "--moments"),
+    Row::new("offload", ""),
+];
 
 /// The settings of a run that decide which state can be offloaded.
 #[derive(Clone, Copy, Debug)]

@@ -1,24 +1,23 @@
 //! `run.json`: everything that decides the numbers of a run. Each checkpoint contains it, and
 //! `--resume` takes it up.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::OpenOptions;
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
-use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use zero_comm::PrefetchOptions;
 use zero_optim::OptimizerConfig;
+use zero_trainer::OffloadSettings;
+use zero_trainer::param_groups::GroupSettings;
 
+use super::activations::ActivationRecord;
 use super::args::DeviceChoice;
-use super::opening::loss_scale;
+use super::batch::BatchRecord;
+use super::communication::CommunicationRecord;
+use super::row::Row;
+use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
 use crate::flags::DTypeFlag;
-use zero_trainer::param_groups::GroupSettings;
-use zero_trainer::{OffloadSettings, Settings};
 
 /// The name of the document.
 pub(crate) const RUN_JSON: &str = "run.json";
@@ -53,10 +52,8 @@ pub(crate) struct RunRecord {
     pub(crate) steps: u64,
     /// The ZeRO stage.
     pub(crate) stage: u64,
-    pub(crate) activation_checkpointing: bool,
-    /// Whether a GPU recomputes GELU's output in backward, which changes low bits in 16-bit types.
-    #[serde(default)]
-    pub(crate) recompute_gelu: bool,
+    #[serde(flatten)]
+    pub(crate) activations: ActivationRecord,
     pub(crate) communication: CommunicationRecord,
     /// The offload. Only 16-bit moments change the numbers.
     #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
@@ -65,13 +62,8 @@ pub(crate) struct RunRecord {
     pub(crate) device: DeviceChoice,
     /// The name of the GPU; `None` on the host.
     pub(crate) gpu: Option<String>,
-    /// Interval of checkpoints in steps; 0 saves only at the end.
-    pub(crate) checkpoint_every: u64,
-    pub(crate) keep_last: Option<usize>,
-    /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default
-    /// before each checkpoint.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) check_replicas: Option<u64>,
+    #[serde(flatten)]
+    pub(crate) saving: SavingRecord,
     /// The absolute path of the folder of checkpoints, on one machine: a copy of the folder is not
     /// that folder. `None`: none is saved, or an older version wrote the record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -116,108 +108,36 @@ pub(crate) struct DataRecord {
     pub(crate) tokens: u64,
 }
 
-/// The batch of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct BatchRecord {
-    pub(crate) ranks: usize,
-    /// Sequences per micro-batch and rank.
-    pub(crate) micro_batch: u64,
-    /// Micro-batches per step.
-    pub(crate) grad_accum: u64,
-    /// Tokens per sequence.
-    pub(crate) seq_len: usize,
-    /// Tokens of all ranks in a step.
-    pub(crate) step_tokens: u64,
-}
+/// The training data.
+pub(crate) const DATA: &[Row] = &[
+    Row::new("data.order", "--data"),
+    Row::new("data.tokenizer", "--tokenizer"),
+    Row::new("data.tokens", "--data"),
+    Row::new("data", "--data"),
+    Row::new("data.fingerprint", "--data").not_reported(),
+];
 
-/// How a run communicates, and its sizes of launches. All but `reduce_every_micro_batch` change
-/// time and memory, not the numbers. A limit that is `None` does not apply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct CommunicationRecord {
-    /// Whether stages 0 and 1 reduced gradients after every micro-batch, as all runs without this
-    /// field did.
-    #[serde(default = "always")]
-    pub(crate) reduce_every_micro_batch: bool,
-    /// Elements of a gradient bucket.
-    pub(crate) bucket_elems: usize,
-    /// Whether communication overlaps with compute.
-    pub(crate) overlap: bool,
-    /// Stage 3: how many uses ahead units are gathered.
-    pub(crate) gather_ahead: Option<usize>,
-    pub(crate) gather_ahead_elems: Option<usize>,
-    pub(crate) max_live_elems: Option<usize>,
-    pub(crate) persistence_threshold_elems: usize,
-    /// Elements of one launch of the optimizer.
-    #[serde(default)]
-    pub(crate) sub_group_elems: Option<usize>,
-    /// Whether steps are recorded into CUDA graphs.
-    #[serde(default)]
-    pub(crate) cuda_graph: bool,
-}
-
-fn always() -> bool {
-    true
-}
-
-impl CommunicationRecord {
-    pub(crate) fn of(settings: &Settings) -> Self {
-        let limit = |n: usize| (n != usize::MAX).then_some(n);
-        let prefetch = &settings.prefetch;
-        Self {
-            reduce_every_micro_batch: settings.reduce_every_micro_batch,
-            bucket_elems: settings.bucket_capacity_elems,
-            overlap: settings.overlap,
-            gather_ahead: limit(prefetch.ahead),
-            gather_ahead_elems: limit(prefetch.ahead_elems),
-            max_live_elems: limit(prefetch.max_live_elems),
-            persistence_threshold_elems: prefetch.persistence_threshold_elems,
-            sub_group_elems: limit(settings.optimizer.sub_group_elems),
-            cuda_graph: settings.graphs,
-        }
-    }
-
-    pub(crate) fn prefetch(&self) -> PrefetchOptions {
-        let limit = |n: Option<usize>| n.unwrap_or(usize::MAX);
-        PrefetchOptions::default()
-            // Without overlap it was 0; a flag may enable overlap again.
-            .ahead(if self.overlap {
-                limit(self.gather_ahead)
-            } else {
-                1
-            })
-            .ahead_elems(limit(self.gather_ahead_elems))
-            .max_live_elems(limit(self.max_live_elems))
-            .persistence_threshold_elems(self.persistence_threshold_elems)
-    }
-}
+/// What identifies a run or belongs to one machine.
+pub(crate) const IDENTITY: &[Row] = &[
+    Row::new("run", "").not_compared().not_reported(),
+    Row::new("resumed_runs", "").not_compared().not_reported(),
+    Row::new("model.name", "").not_compared(),
+    Row::new("model.weights", "").not_compared(),
+    Row::new("data.path", "").not_compared(),
+    Row::new("data.default", "").not_compared().not_reported(),
+    Row::new("validation.data", "").not_compared(),
+    Row::new("device", "").not_compared(),
+    Row::new("gpu", "").not_compared(),
+    Row::new("checkpoint_dir", "").not_compared().not_reported(),
+    Row::new("metrics", "").not_compared().not_reported(),
+    Row::new("report", "").not_compared().not_reported(),
+    Row::new("auto", "").not_compared().not_reported(),
+];
 
 /// Returns the id of a new run.
 pub(crate) fn new_run_id() -> String {
     // The standard library seeds each state from the system's random numbers.
     format!("{:016x}", RandomState::new().hash_one(std::process::id()))
-}
-
-/// Maximum length of a file that [`read_small`] reads.
-const SMALL_FILE_BYTES: u64 = 4 << 20;
-
-/// Reads a small file whose content nobody has verified; `None` if it is missing, long or no
-/// regular file. Never waits for the writer of a pipe.
-pub(crate) fn read_small(path: &Path) -> Option<Vec<u8>> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)
-        .ok()?;
-    let metadata = file.metadata().ok()?;
-    if !metadata.is_file() || metadata.len() > SMALL_FILE_BYTES {
-        return None;
-    }
-    let mut bytes = Vec::new();
-    let read = file
-        .take(SMALL_FILE_BYTES + 1)
-        .read_to_end(&mut bytes)
-        .ok()?;
-    (read as u64 <= SMALL_FILE_BYTES).then_some(bytes)
 }
 
 impl RunRecord {
@@ -244,101 +164,12 @@ impl RunRecord {
         // Numbers, strings and flags: serializing does not fail.
         serde_json::to_value(self).unwrap_or_default()
     }
-
-    /// The settings that differ in `now`, each as `name old -> new`.
-    pub(crate) fn differences(&self, now: &Self) -> Vec<String> {
-        // Model and data are checked separately, and the others identify the run.
-        const NO_SETTINGS: [&str; 10] = [
-            "format",
-            "run",
-            "resumed_runs",
-            "model",
-            "data.fingerprint",
-            "data.default",
-            "checkpoint_dir",
-            "metrics",
-            "report",
-            "auto",
-        ];
-        let mut out = Vec::new();
-        let (mut was, mut is) = (self.document(), now.document());
-        // One line each, in the words of the block of settings.
-        let texts = |record: &Self| {
-            let optimizer = &record.optimizer;
-            [
-                ("schedule", optimizer.schedule.to_string()),
-                ("loss_scaling", loss_scale(&optimizer.loss_scaling)),
-            ]
-        };
-        for ((key, old), (_, new)) in texts(self)
-            .into_iter()
-            .zip(texts(now))
-            .filter(|(old, new)| old != new)
-        {
-            (was["optimizer"][key], is["optimizer"][key]) =
-                (Value::String(old), Value::String(new));
-        }
-        if self.param_groups != now.param_groups {
-            let text = |record: &Self| Value::String(record.param_groups.to_string());
-            (was["param_groups"], is["param_groups"]) = (text(self), text(now));
-        }
-        // The default is not written.
-        for (document, offload) in [(&mut was, &self.offload), (&mut is, &now.offload)] {
-            document["offload"] = serde_json::to_value(offload).unwrap_or_default();
-        }
-        compare("", &was, &is, &NO_SETTINGS, &mut out);
-        out
-    }
-}
-
-/// The keys of either object.
-fn keys(a: &Value, b: &Value) -> BTreeSet<String> {
-    [a, b]
-        .into_iter()
-        .filter_map(Value::as_object)
-        .flat_map(|object| object.keys().cloned())
-        .collect()
-}
-
-/// Appends the differing numbers, strings and flags below `path`, except those of `skipped`, as
-/// `name old -> new`.
-pub(crate) fn compare(
-    path: &str,
-    was: &Value,
-    now: &Value,
-    skipped: &[&str],
-    out: &mut Vec<String>,
-) {
-    if skipped.contains(&path) {
-        return;
-    }
-    if was.is_object() || now.is_object() {
-        let parent = if path.is_empty() {
-            String::new()
-        } else {
-            format!("{path}.")
-        };
-        for key in keys(was, now) {
-            compare(
-                &format!("{parent}{key}"),
-                &was[&key],
-                &now[&key],
-                skipped,
-                out,
-            );
-        }
-    } else if was != now {
-        let text = |value: &Value| match value {
-            Value::Null => "none".to_owned(),
-            Value::String(text) => text.clone(),
-            other => other.to_string(),
-        };
-        out.push(format!("{path} {} -> {}", text(was), text(now)));
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use serde_json::json;
 
     use super::*;
@@ -352,55 +183,6 @@ mod tests {
                 .all(|id| id.len() == 16
                     && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')))
         );
-    }
-
-    #[test]
-    fn differences_name_each_setting() {
-        let differences = |was: Value, now: Value| {
-            let mut out = Vec::new();
-            compare("", &was, &now, &["e"], &mut out);
-            out
-        };
-        assert!(differences(json!({"a": {"b": 1e-3}}), json!({"a": {"b": 0.001}})).is_empty());
-        assert_eq!(
-            differences(
-                json!({"a": {"b": 1}, "c": "d", "e": {"f": 1}}),
-                json!({"a": {"b": 2}, "c": "e"})
-            ),
-            ["a.b 1 -> 2", "c d -> e"]
-        );
-        let constant = json!({"type": "Constant"});
-        let warmup = json!({"type": "LinearWarmup", "params": {"warmup_steps": 10}});
-        assert_eq!(
-            differences(constant, warmup),
-            [
-                "params.warmup_steps none -> 10",
-                "type Constant -> LinearWarmup"
-            ]
-        );
-    }
-
-    /// A pipe has no writer, so opening it would wait without end.
-    #[test]
-    fn only_small_regular_files_are_read() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = |name: &str| dir.path().join(name);
-        std::fs::write(path("file"), "text").unwrap();
-        assert_eq!(read_small(&path("file")).unwrap(), b"text");
-        assert!(
-            std::process::Command::new("mkfifo")
-                .arg(path("pipe"))
-                .status()
-                .unwrap()
-                .success()
-        );
-        std::fs::File::create(path("long"))
-            .unwrap()
-            .set_len(SMALL_FILE_BYTES + 1)
-            .unwrap();
-        for name in ["missing", "pipe", "long", ".", "/dev/zero"] {
-            assert!(read_small(&path(name)).is_none(), "{name}");
-        }
     }
 
     #[test]

@@ -3,23 +3,27 @@
 //! an error.
 
 use serde_json::{Value, json};
-use zero_optim::{Decay, DecayCurve, LrSchedule};
+use zero_optim::{Decay, DecayCurve, LrSchedule, OptimizerConfig};
 
 use super::args::{ScheduleFlag, TrainArgs};
-use super::settings::Base;
-use crate::error::CliError;
+use super::row::Sources;
 use crate::config::{AUTO_STEPS, DsConfig};
+use crate::error::CliError;
 
 /// The schedule of a run of `steps` steps at learning rate `lr`.
 pub(crate) fn schedule(
-    args: &TrainArgs,
-    file: Option<&DsConfig>,
-    base: &Base,
+    from: &Sources<'_, OptimizerConfig>,
     lr: f64,
     steps: u64,
     notices: &mut Vec<String>,
 ) -> Result<LrSchedule, CliError> {
-    let of_file = file.and_then(|f| Some((f, f.schedule.as_ref()?)));
+    let args = from.args;
+    let base = from
+        .recorded
+        .map_or(&LrSchedule::Constant, |optimizer| &optimizer.schedule);
+    let of_file = from
+        .file
+        .and_then(|file| Some((file, file.schedule.as_ref()?)));
     let mut schedule = match (args.schedule, of_file) {
         (Some(flag), of_file) => {
             if of_file.is_some() {
@@ -28,12 +32,10 @@ pub(crate) fn schedule(
                     flag.name()
                 ));
             }
-            from_flag(flag, args, &base.schedule, steps)
+            from_flag(flag, args, base, steps)
         }
-        (None, Some((file, of_file))) => {
-            fill_autos(of_file.clone(), file, &base.schedule, lr, steps)
-        }
-        (None, None) => base.schedule.clone(),
+        (None, Some((file, of_file))) => fill_autos(of_file.clone(), file, base, lr, steps),
+        (None, None) => base.clone(),
     };
     apply_flags(&mut schedule, args, lr)?;
     if let Some(end) = end(&schedule).filter(|end| *end != steps) {

@@ -7,8 +7,10 @@ use indicatif::HumanCount;
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
-use crate::error::CliError;
+use super::row::Row;
 use crate::data::{DataError, DataSource, Dataset, FolderFiles};
+use crate::error::CliError;
+use crate::files::absolute;
 use zero_trainer::ValidationOptions;
 
 /// The validation of a run, as `run.json` stores it.
@@ -25,6 +27,16 @@ pub(crate) struct ValidationRecord {
     /// Tokens of an evaluation.
     eval_tokens: u64,
 }
+
+/// Before those of the data, which the split changes.
+pub(crate) const SPLIT: &[Row] = &[Row::new("validation.split", "--val-split")];
+
+pub(crate) const ROWS: &[Row] = &[
+    Row::new("validation.fingerprint", "--val-data"),
+    Row::new("validation.eval_every", "--eval-every"),
+    Row::new("validation.eval_tokens", "--eval-tokens"),
+    Row::new("validation", "--val-data"),
+];
 
 impl ValidationRecord {
     /// Sets the flags that the user did not pass to the recorded values.
@@ -135,7 +147,7 @@ pub(crate) fn options(
     };
     let windows = limit.min(data.windows(rows.seq_len));
     let record = ValidationRecord {
-        data: args.val_data.as_deref().map(super::run_setup::absolute),
+        data: args.val_data.as_deref().map(absolute),
         split: args.val_split,
         fingerprint: format!("{:016x}", data.fingerprint()),
         eval_every: every,

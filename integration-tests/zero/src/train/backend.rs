@@ -6,8 +6,8 @@ use zero_alloc::cuda::CudaDevice;
 use zero_comm::nccl::{self, Ranks};
 use zero_kernels::cuda::Nvrtc;
 
-use crate::settings::args::{CommChoice, DeviceChoice, TrainArgs};
 use crate::error::CliError;
+use crate::settings::args::{CommChoice, DeviceChoice, TrainArgs};
 use zero_models::cuda::matmul;
 
 /// Exists where the kernel's driver for NVIDIA GPUs is loaded.

@@ -1,9 +1,9 @@
 //! Checks of flags and configuration before anything else is read.
 
-use crate::settings::args::TrainArgs;
-use super::mpi::launched_ranks;
+use super::launched::launched_ranks;
 use crate::error::CliError;
 use crate::flags::check_positive;
+use crate::settings::args::TrainArgs;
 
 /// The highest number of threads of one process, those of all its ranks: each has a stack, and more
 /// than a few for each core only wait.
@@ -73,19 +73,6 @@ fn check_ranks(ranks: usize, kind: Ranks, threads: Option<usize>) -> Result<(), 
         ))),
         None => Ok(()),
     }
-}
-
-/// The highest number of micro-batches per step; stage 3 lists the uses of units for each.
-const MAX_MICRO_BATCHES: u64 = 1 << 16;
-
-/// Checks the number of micro-batches per step.
-pub(crate) fn accumulation(grad_accum: u64) -> Result<(), CliError> {
-    if grad_accum > MAX_MICRO_BATCHES {
-        return Err(CliError::Usage(format!(
-            "--grad-accum {grad_accum}: expected at most {MAX_MICRO_BATCHES}"
-        )));
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -7,15 +7,16 @@ use zero_alloc::cuda::{CudaDevice, bind_to_node};
 use zero_comm::nccl::{Launcher, NcclCommunicator, Ranks};
 use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
-use super::exchange::StartExchange;
-use crate::settings::args::TrainArgs;
 use super::backend;
-use super::resume::Resumed;
+use super::exchange::StartExchange;
+use super::resume::{self, Resumed};
+use super::session::{observed, run_error};
 use super::setup::{Gpu, RunSetup};
 use super::signals::{self, Signals};
-use super::{memory_check, observed, run_error};
 use crate::error::CliError;
 use crate::launcher::{Job, JobError};
+use crate::memory;
+use crate::settings::args::TrainArgs;
 use zero_trainer::run_on_cuda;
 
 /// Time for the other ranks to detect that one has failed.
@@ -109,7 +110,7 @@ fn run_rank(
 
     let comm = connect()?;
     let start = StartExchange::new(&*comm, device.clone(), args.time_limit)?;
-    start.agree_on_start(args, Ok(()))?;
+    start.agree(Ok(()), |()| resume::start_settings(args))?;
     let setup = match early {
         Some(setup) => Ok(setup),
         None => {
@@ -118,7 +119,7 @@ fn run_rank(
             rank_setup.make(filled.as_ref().unwrap_or(args), found.as_ref())
         }
     };
-    let mut setup = start.agree_on_setup(setup)?;
+    let mut setup = RunSetup::agree(setup, &start)?;
     drop(start);
 
     let signals = Signals::handle()?;
@@ -185,7 +186,7 @@ impl RankSetup<'_> {
         if let (Some(cores), None) = (cores, args.threads) {
             setup.workload.threads = cores;
         }
-        memory_check::check_host_of_gpus(&setup, world_size.min(gpus), args.memory_limit)?;
+        memory::check_host_of_gpus(&setup.memory(), world_size.min(gpus), args.memory_limit)?;
         // The note is printed by rank 0, whether or not that rank shares its GPU.
         if args.share_gpus && world_size > gpus {
             setup

@@ -2,34 +2,10 @@
 
 use zero_comm::nccl::{Launcher, Ranks};
 
-use super::CliError;
-use crate::settings::args::{CommChoice, TrainArgs};
+use super::launched::mpi_ranks;
 use super::resume::Resumed;
-
-/// The variables in which Open MPI, MPICH and Slurm's PMI pass the number of processes.
-const WORLD_SIZE_VARIABLES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
-
-/// The number of processes that `mpirun` started, or 1.
-fn mpi_ranks() -> usize {
-    let size = |name| std::env::var(name).ok()?.parse().ok();
-    WORLD_SIZE_VARIABLES
-        .into_iter()
-        .filter_map(size)
-        .max()
-        .unwrap_or(1)
-}
-
-/// The number of processes, as a launcher tells them, that train one run together.
-pub(crate) fn launched_ranks(args: &TrainArgs) -> usize {
-    if args.comm == CommChoice::Threads {
-        return 1;
-    }
-    let launched = Ranks::from_env()
-        .ok()
-        .flatten()
-        .map_or(1, |ranks| ranks.world_size);
-    launched.max(mpi_ranks())
-}
+use crate::error::CliError;
+use crate::settings::args::{CommChoice, TrainArgs};
 
 /// Whether this process trains as a rank of an MPI world.
 pub(crate) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
@@ -107,9 +83,11 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use zero_comm::{CommOptions, Communicator};
 
     use super::exchange::StartExchange;
+    use super::resume;
+    use super::session::{observed, run_error};
     use super::setup::RunSetup;
     use super::signals::Signals;
-    use super::{memory_check, observed, run_error};
+    use crate::memory;
     use zero_trainer::run_as_rank;
 
     let world = MpiWorld::init(CommOptions::default().limit(Duration::from_secs(args.time_limit)))
@@ -117,7 +95,7 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     let comm = world.comm();
     let (rank, ranks) = (comm.rank(), comm.world_size());
     let start = StartExchange::new(&*comm, HostDevice::new(), args.time_limit)?;
-    start.agree_on_start(args, check_ranks(args, ranks))?;
+    start.agree(check_ranks(args, ranks), |()| resume::start_settings(args))?;
 
     let found = match resumed {
         None => Resumed::open_on_ranks(args, &start)?,
@@ -126,10 +104,10 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
     let setup = RunSetup::new(args, resumed, ranks, None).and_then(|setup| {
-        memory_check::check(&setup, 1, args.memory_limit)?;
+        memory::check(&setup.memory(), 1, args.memory_limit)?;
         Ok(setup)
     });
-    let mut setup = start.agree_on_setup(setup)?;
+    let mut setup = RunSetup::agree(setup, &start)?;
     drop(start);
 
     let signals = Signals::handle()?;

@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar};
-use zero_ckpt::has_checkpoints;
 
-use crate::memory::limits::resident_peak_bytes;
 use super::memory_picture::Besides;
 use super::metrics_file::{self, MetricsFile};
-use crate::settings::record::{RUN_JSON, read_small};
-use super::setup::{RunSetup, absolute};
+use super::report_folder::reported_steps;
+use super::setup::RunSetup;
 use super::utilization::Utilization;
 use super::{loss_curve, memory_picture};
 use crate::error::CliError;
+use crate::memory::limits::resident_peak_bytes;
 use crate::output::{print_note, progress_bar, show_progress};
+use crate::settings::record::RUN_JSON;
 use zero_trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
 
 /// Shows and records the steps of a run, on the rank that prints.
@@ -220,104 +220,6 @@ fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
         None => reported_steps(report)
             .filter(|step| step.step <= setup.first_step)
             .collect(),
-    }
-}
-
-/// The steps of the report in `dir`.
-fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
-    let path = dir.join("summary.json");
-    let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-    let summary = if is_file {
-        fs::read(path).unwrap_or_default()
-    } else {
-        Vec::new()
-    };
-    let mut summary: serde_json::Value = serde_json::from_slice(&summary).unwrap_or_default();
-    let steps = summary
-        .get_mut("steps")
-        .and_then(|steps| steps.as_array_mut())
-        .map(std::mem::take);
-    steps
-        .unwrap_or_default()
-        .into_iter()
-        .filter_map(|step| metrics_file::parse_step(&step.to_string()))
-}
-
-/// Checks that a run resumed at `step` may replace the report in `dir` that its record names, and
-/// no flag: the report is of one of `runs`, on this machine, and has no later step. Links are not
-/// theirs, and writing to them would write elsewhere.
-///
-/// # Errors
-/// The reason.
-pub(crate) fn check_recorded_report(dir: &Path, runs: &[&str], step: u64) -> Result<(), String> {
-    let is_link = |path: &Path| {
-        path.symlink_metadata()
-            .is_ok_and(|metadata| metadata.is_symlink())
-    };
-    if is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name))) {
-        return Err("links are there now".to_owned());
-    }
-    if !report_run(dir).is_some_and(|run| runs.contains(&run.as_str())) {
-        return Err("no report of it is there now".to_owned());
-    }
-    match reported_steps(dir)
-        .map(|step| step.step)
-        .max()
-        .filter(|last| *last > step)
-    {
-        None => Ok(()),
-        Some(last) => Err(format!(
-            "the report has steps after {step}, up to {last}, which would be removed"
-        )),
-    }
-}
-
-/// The run whose report is in `dir`.
-fn report_run(dir: &Path) -> Option<String> {
-    let record: serde_json::Value =
-        serde_json::from_slice(&read_small(&dir.join(RUN_JSON))?).ok()?;
-    record["run"].as_str().map(str::to_owned)
-}
-
-/// The files of a report.
-const FILES: [&str; 6] = [
-    "summary.txt",
-    "summary.json",
-    RUN_JSON,
-    "loss.svg",
-    "trace.json",
-    "memory.svg",
-];
-
-/// Checks that the run, which saves to `checkpoints`, may write its report to `dir`: it is no
-/// folder of checkpoints, and no file of a report is there, or they are the report of one of
-/// `runs`.
-///
-/// # Errors
-/// Exit code 2; the folder stays as it is.
-pub(crate) fn check_report(
-    dir: &Path,
-    checkpoints: Option<&Path>,
-    runs: &[&str],
-) -> Result<(), CliError> {
-    let dir_name = dir.display();
-    let saves_here = checkpoints.is_some_and(|checkpoints| absolute(checkpoints) == absolute(dir));
-    if saves_here || has_checkpoints(dir).map_err(CliError::usage)? {
-        return Err(CliError::Usage(format!(
-            "--report {dir_name}: the folder is for checkpoints; name another folder"
-        )));
-    }
-    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else {
-        return Ok(());
-    };
-    match report_run(dir) {
-        Some(run) if runs.contains(&run.as_str()) => Ok(()),
-        Some(run) => Err(CliError::Usage(format!(
-            "--report {dir_name}: the folder holds the report of another run ({run}); name another folder"
-        ))),
-        None => Err(CliError::Usage(format!(
-            "--report {dir_name}: the folder holds a file {file} that is not of a report; name another folder"
-        ))),
     }
 }
 

@@ -3,10 +3,10 @@
 use std::fmt::Write;
 
 use indicatif::HumanCount;
-use zero_optim::{LossScaling, OptimizerConfig};
 
 use super::setup::RunSetup;
 use crate::output::counted;
+use crate::settings::optimizer;
 
 /// The settings of the run.
 pub(crate) fn text(setup: &RunSetup) -> String {
@@ -92,24 +92,24 @@ pub(crate) fn text(setup: &RunSetup) -> String {
             ),
         );
     }
-    let optimizer = &record.optimizer;
-    line("optimizer", adam(optimizer));
+    let rules = &record.optimizer;
+    line("optimizer", optimizer::describe(rules));
     if !record.param_groups.is_default() {
         line("parameter groups", record.param_groups.to_string());
     }
-    line(
-        "learning rate",
-        format!("{}, {}", optimizer.lr, optimizer.schedule),
-    );
-    let clip = match optimizer.max_grad_norm {
+    line("learning rate", format!("{}, {}", rules.lr, rules.schedule));
+    let clip = match rules.max_grad_norm {
         0.0 => "off".to_owned(),
         norm => format!("gradient norm {norm}"),
     };
     line("clip", clip);
-    line("loss scale", loss_scale(&optimizer.loss_scaling));
-    if record.activation_checkpointing {
+    line(
+        "loss scale",
+        optimizer::describe_loss_scaling(&rules.loss_scaling),
+    );
+    if record.activations.activation_checkpointing {
         line("activations", "recomputed in backward".to_owned());
-    } else if record.recompute_gelu {
+    } else if record.activations.recompute_gelu {
         line(
             "activations",
             "the output of GELU is recomputed in backward".to_owned(),
@@ -170,41 +170,6 @@ fn printable(text: &str) -> String {
 /// key of the file.
 fn block_of(key: &str) -> &str {
     key.split_once('.').map_or("", |(block, _)| block)
-}
-
-fn adam(optimizer: &OptimizerConfig) -> String {
-    let hyper = &optimizer.hyper;
-    let name = if hyper.decoupled { "AdamW" } else { "Adam" };
-    let uncorrected = if hyper.bias_correction {
-        ""
-    } else {
-        ", no bias correction"
-    };
-    format!(
-        "{name}, betas {} and {}, eps {}, weight decay {}{uncorrected}",
-        hyper.beta1,
-        hyper.beta2,
-        // As in a configuration: 1e-8, not 0.00000001.
-        serde_json::json!(hyper.eps),
-        hyper.weight_decay
-    )
-}
-
-pub(crate) fn loss_scale(scaling: &LossScaling) -> String {
-    match scaling {
-        LossScaling::Static { scale } => format!("{scale}"),
-        LossScaling::Dynamic(d) => format!(
-            "dynamic from 2^{}, at least {}, doubled after {} good steps, {}",
-            d.initial_scale_power,
-            d.min_scale,
-            d.window,
-            match d.hysteresis {
-                0 => "never halved".to_owned(),
-                n => format!("halved after {n} overflows"),
-            }
-        ),
-        other => format!("{other:?}"),
-    }
 }
 
 #[cfg(test)]

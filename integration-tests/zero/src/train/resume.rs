@@ -16,16 +16,18 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{DType, Device};
 use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, Selection, has_checkpoints, resolve};
+use zero_optim::RankSettings;
 use zero_shard::Layout;
 
 use super::exchange::StartExchange;
-use crate::settings::args::{DeviceChoice, TrainArgs};
-use crate::settings::record::{RUN_JSON, RunRecord, compare, new_run_id, read_small};
-use super::settings::Base;
-use super::{metrics_file, observer};
+use super::{metrics_file, report_folder};
 use crate::error::CliError;
+use crate::files::read_small;
 use crate::flags::DTypeFlag;
-use crate::config::{BatchKeys, DsConfig};
+use crate::settings::args::{DeviceChoice, TrainArgs};
+use crate::settings::changes;
+use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
+use crate::settings::row::Saved;
 use zero_models::gpt2::config::GptConfig;
 use zero_trainer::{Home, OffloadSettings, TrainerState};
 
@@ -214,7 +216,7 @@ impl Resumed {
         let changed = self
             .record
             .as_ref()
-            .map(|record| record.differences(now))
+            .map(|record| changes::between(record, now))
             .unwrap_or_default();
         notices.extend(
             changed
@@ -251,14 +253,6 @@ impl Resumed {
         filled.seed.get_or_insert(self.state.seed);
         let Some(record) = record else { return filled };
         filled.recorded_ranks = Some(record.batch.ranks);
-        filled.recorded_graphs = record.communication.cuda_graph;
-        filled.steps.get_or_insert(record.steps);
-        filled.seq_len.get_or_insert(record.batch.seq_len);
-        filled
-            .checkpoint_every
-            .get_or_insert(record.checkpoint_every);
-        filled.keep_last = filled.keep_last.or(record.keep_last);
-        filled.check_replicas = filled.check_replicas.or(record.check_replicas);
         self.fill_outputs(record, &mut filled);
         record
             .validation
@@ -326,7 +320,7 @@ impl Resumed {
         }
         match output {
             Output::Metrics => metrics_file::check_recorded(path, &record.runs(), self.step()),
-            Output::Report => observer::check_recorded_report(path, &record.runs(), self.step()),
+            Output::Report => report_folder::check_recorded(path, &record.runs(), self.step()),
         }
     }
 
@@ -379,51 +373,13 @@ impl Resumed {
         Ok(())
     }
 
-    /// The settings that a configuration file may override.
-    pub(crate) fn base(&self, ranks: usize) -> Base {
+    /// The stage and the type of parameters of the checkpoint.
+    pub(crate) fn saved(&self) -> Saved {
         let manifest = self.reader.manifest();
-        let mut base = Base {
-            stage: Some(manifest.stage.into()),
-            ..Base::default()
-        };
-        if let Some(dtype) = DTypeFlag::from_name(&manifest.dtype) {
-            base.dtype = dtype.into();
+        Saved {
+            stage: manifest.stage.into(),
+            dtype: DTypeFlag::from_name(&manifest.dtype).map(DType::from),
         }
-        let Some(record) = &self.record else {
-            return base;
-        };
-        let optimizer = &record.optimizer;
-        Base {
-            stage: Some(record.stage),
-            dtype: record.dtype.into(),
-            hyper: optimizer.hyper,
-            lr: optimizer.lr,
-            schedule: optimizer.schedule.clone(),
-            max_grad_norm: Some(optimizer.max_grad_norm),
-            loss_scaling: optimizer.loss_scaling.clone(),
-            micro_batch: record.batch.micro_batch,
-            reduce_every_micro_batch: record.communication.reduce_every_micro_batch,
-            // A bucket has an element for each rank.
-            bucket_elems: Some(record.communication.bucket_elems.max(ranks)),
-            overlap: record.communication.overlap,
-            prefetch: record.communication.prefetch(),
-            sub_group_elems: record.communication.sub_group_elems.unwrap_or(usize::MAX),
-            activation_checkpointing: record.activation_checkpointing,
-            recompute_gelu: record.gpu.as_ref().map(|_| record.recompute_gelu),
-            offload: record.offload.clone(),
-            groups: record.param_groups.clone(),
-        }
-    }
-
-    /// The batch sizes: those of the file, and for a file without `train_batch_size` the recorded
-    /// ones it lacks.
-    pub(crate) fn batch(&self, file: Option<&DsConfig>) -> BatchKeys {
-        let mut keys = file.map(|file| file.batch).unwrap_or_default();
-        if let (Some(record), None) = (&self.record, keys.train_batch_size) {
-            keys.micro_batch.get_or_insert(record.batch.micro_batch);
-            keys.grad_accum.get_or_insert(record.batch.grad_accum);
-        }
-        keys
     }
 
     /// Checks that the checkpoint is of the model `config`, which `name` names.
@@ -444,7 +400,7 @@ impl Resumed {
                 ..config.clone()
             };
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
-            compare("", &own, &config, &[], &mut differences);
+            changes::compare("", &own, &config, &|_| false, &mut differences);
         }
         if differences.is_empty() {
             differences.extend(
@@ -533,6 +489,21 @@ impl From<CkptError> for NotOpened {
 /// Whether a launcher has found the checkpoint for this process.
 pub(crate) fn is_selected() -> bool {
     Selected::from_env().is_some()
+}
+
+/// The program and whether it resumes, which decide the collectives before a run.
+pub(crate) fn start_settings(args: &TrainArgs) -> RankSettings {
+    let resume = if args.resume.is_some() {
+        "given"
+    } else {
+        "not given"
+    };
+    let mut settings = RankSettings::new();
+    settings.push("program", PROGRAM);
+    settings.push("--resume", resume);
+    settings.push("--resume-exact", args.resume_exact);
+    settings.push("a checkpoint chosen by a launcher", is_selected());
+    settings
 }
 
 /// Whether another process finds the checkpoint of `--resume` for this one: rank 0 of the `ranks`

@@ -1,37 +1,43 @@
-//! The settings of a run: flags override the configuration file, which overrides the defaults.
-//! Everything is checked before a rank starts.
+//! A run that is ready to start. Everything is checked before a rank starts.
 
+use std::collections::BTreeMap;
 use std::num::NonZero;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use zero_optim::RankSettings;
-use zero_shard::Layout;
-
-use super::exchange::{self, Unrecorded};
-use crate::settings::args::TrainArgs;
-use crate::settings::record::{
-    BatchRecord, CommunicationRecord, DataRecord, FORMAT, ModelRecord, PROGRAM, RUN_JSON,
-    RunRecord, new_run_id,
-};
-use super::resume::Resumed;
-use super::settings::{
-    RunShape, check_graphs, checkpoints_activations, raise_live_limit, resolved_autos, settings,
-    stage,
-};
-use crate::settings::validation::Rows;
-use super::{checks, memory_check, metrics_file, observer, save_folder, unused_keys, validation};
-use crate::flags::{check_seq_len, find_model};
-use crate::settings::offload::resolve_folders;
-use crate::error::CliError;
-use crate::flags::DTypeFlag;
-use crate::plan;
-use crate::config::DsConfig;
-use crate::data::{DataSource, FolderFiles, is_token_file, tokenizer_checksum};
-use crate::workload::{GptWorkload, Weights};
+use zero_alloc::device::Device;
 use zero_models::gpt2::Gpt2Options;
-use zero_models::hf::HfFolder;
-use zero_trainer::{ReplicaChecks, RunOptions, SHARD_ALIGN_ELEMS, Settings};
+use zero_optim::RankSettings;
+use zero_shard::{Layout, ZeroStage};
+use zero_trainer::{RunOptions, Settings, ValidationOptions};
+
+use super::choices::{ChosenData, ChosenModel};
+use super::exchange::StartExchange;
+use super::resume::Resumed;
+use super::{checks, metrics_file, report_folder, save_folder};
+use crate::config::{Batch, DsConfig};
+use crate::error::CliError;
+use crate::files::absolute;
+use crate::flags::check_seq_len;
+use crate::memory::{self, RunMemory};
+use crate::plan;
+use crate::settings::activations::{
+    ActivationRecord, NO_MATMUL_TIMING, RECOMPUTE_GELU, SHARE_GPUS,
+};
+use crate::settings::agreement::{self, Unrecorded};
+use crate::settings::args::TrainArgs;
+use crate::settings::batch::{self, BatchRecord};
+use crate::settings::communication::CommunicationRecord;
+use crate::settings::offload::resolve_folders;
+use crate::settings::record::{FORMAT, PROGRAM, RUN_JSON, RunRecord, new_run_id};
+use crate::settings::resolve::{
+    RunSources, raise_live_limit, recorded_dtype, settings, trim_bucket,
+};
+use crate::settings::row::Conditions;
+use crate::settings::saving::{CHECK_REPLICAS, SavingRecord, requests_replica_checks};
+use crate::settings::validation::{self, Rows, ValidationRecord};
+use crate::settings::{autos, unused_keys};
+use crate::workload::{GptWorkload, Weights};
 
 /// The GPU of a rank.
 #[derive(Clone, Debug)]
@@ -68,6 +74,9 @@ impl RunSetup {
     /// Builds and checks the settings for `ranks` ranks, on the GPU `device` or on the host. Where
     /// neither a flag nor the configuration file gives a setting, it is that of the run that saved
     /// `resumed`, or the default.
+    ///
+    /// # Errors
+    /// Flags, files or folders that the run cannot use.
     pub(crate) fn new(
         args: &TrainArgs,
         resumed: Option<&Resumed>,
@@ -75,310 +84,98 @@ impl RunSetup {
         device: Option<Gpu>,
     ) -> Result<Self, CliError> {
         checks::numbers(args, ranks)?;
-        let file = args
-            .config
-            .as_deref()
-            .map(DsConfig::open)
-            .transpose()
-            .map_err(CliError::usage)?;
-        let file = file.as_ref();
-        let recorded = resumed.and_then(|resumed| resumed.record.as_ref());
-        let mut notices: Vec<String> = file.map(|f| f.warnings.clone()).unwrap_or_default();
-        let base = resumed
-            .map(|resumed| resumed.base(ranks))
-            .unwrap_or_default();
-        let stage = stage(args, file, &base)?;
-        notices.extend(
-            file.map(|file| unused_keys::notices(file, stage))
-                .unwrap_or_default(),
-        );
-        notices.extend(
-            resumed
-                .map(|resumed| resumed.notices.clone())
-                .unwrap_or_default(),
-        );
-        let seed = args.seed.unwrap_or(0);
-        let (model_name, config, folder) =
-            match (&args.model, resumed.and_then(|resumed| resumed.model())) {
-                (None, Some((name, config))) => (name, config, None),
-                (model, _) => {
-                    let name = model.clone().unwrap_or_else(|| "nano".to_owned());
-                    let (config, folder) = find_model(&name, &mut notices)?;
-                    (name, config, folder)
-                }
-            };
-        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS)
-            .map_err(CliError::usage)?;
-        if let Some(resumed) = resumed {
-            resumed.check_model(&model_name, &config, &layout)?;
-        }
-        let is_own_flag = args.check_replicas != recorded.and_then(|record| record.check_replicas);
-        if args.check_replicas.is_some_and(|steps| steps > 0) && is_own_flag {
-            let why = match (ranks, stage.shards_params()) {
-                (1, _) => Some("this run has one rank"),
-                (_, true) => Some("at stage 3 each rank holds other parameters"),
-                _ => None,
-            };
-            notices.extend(why.map(|why| format!("--check-replicas has no effect: {why}")));
-        }
-        if args.share_gpus && device.is_none() {
-            notices.push("--share-gpus has no effect: this run uses no GPU".to_owned());
-        }
-        if args.no_matmul_timing && device.is_none() {
-            notices.push("--no-matmul-timing has no effect: this run uses no GPU".to_owned());
-        }
-        let source = data_source(args, recorded, folder.as_ref())?;
-        let (data, held_out) = validation::open(args, &source)?;
-        notices.extend(validation::notices(&data, held_out.as_ref()));
-        let initial = match (recorded, &folder) {
-            (Some(recorded), _) => recorded.model.weights.clone(),
-            (None, Some(folder)) => absolute(folder.path()),
-            (None, None) => format!("seed {seed}"),
+        let file = args.config.as_deref().map(DsConfig::open);
+        let file = file.transpose().map_err(CliError::usage)?;
+        let from = RunSources {
+            args,
+            file: file.as_ref(),
+            recorded: resumed.and_then(|resumed| resumed.record.as_ref()),
+            saved: resumed.map(Resumed::saved),
         };
-        let weights = folder.map_or(Weights::Initial(seed), |folder| {
-            Weights::Folder(Box::new(folder))
-        });
-        let largest_unit = layout
-            .units()
-            .iter()
-            .map(|u| u.padded_elems)
-            .max()
-            .unwrap_or(0);
-        let steps = args.steps.unwrap_or(1000);
-        let shape = RunShape {
+        let run = Conditions {
             ranks,
-            largest_unit,
+            stage: from.stage()?,
             on_gpus: device.is_some(),
-            hidden: config.n_embd as u64,
-            steps,
+            checkpointing: from.checkpoints_activations(),
+            offloads: false,
         };
-        let (mut settings, notes) = settings(args, file, &base, shape)?;
-        notices.extend(notes);
-        // A run that recorded graphs may continue on the host.
-        settings.graphs &= device.is_some() || args.cuda_graph.is_some();
-        check_graphs(&settings, device.is_some())?;
-        resumed.map_or(Ok(()), |resumed| {
-            resumed.check_scratch(args, &settings.offload)
-        })?;
-        resolve_folders(&mut settings.offload)?;
-        let groups = settings.resolve_groups(&layout).map_err(CliError::usage)?;
-        if device.is_some() && args.bucket_elems.is_none() {
-            let trained = layout
-                .units()
-                .iter()
-                .enumerate()
-                .filter(|(unit, _)| !groups.is_frozen(*unit));
-            let largest = trained
-                .map(|(_, unit)| unit.padded_elems as usize)
-                .max()
-                .unwrap_or(0);
-            settings.bucket_capacity_elems = settings.bucket_capacity_elems.min(largest).max(ranks);
-        }
-        notices.extend(raise_live_limit(&mut settings, &layout, &config));
-        let batch = resumed.map_or_else(
-            || file.map(|f| f.batch).unwrap_or_default(),
-            |resumed| resumed.batch(file),
+
+        let mut notices = first_notices(from.file, resumed, run.stage);
+        let model = ChosenModel::find(args, resumed, ranks, &mut notices)?;
+        notices.extend(idle_flags(&from, &run));
+        let data = ChosenData::open(args, from.recorded, model.folder.as_ref(), &mut notices)?;
+        let mut settings = run_settings(&from, resumed, &model, &run, &mut notices)?;
+        let sizes = Sizes::new(&from, &model, &data, ranks)?;
+        settings.grad_accum_steps = sizes.batch.grad_accum as usize;
+        let mut options = model_options(&from, &model, &sizes, &settings)?;
+        options.recompute_gelu = recomputes_gelu(
+            &from,
+            &model,
+            &options,
+            &settings,
+            ranks,
+            device.as_ref(),
+            &mut notices,
         );
-        let flags = [args.micro_batch, args.grad_accum].map(|n| n.map(|n| n as u64));
-        let batch = batch
-            .resolve(ranks as u64, flags[0], flags[1], base.micro_batch)
-            .map_err(CliError::usage)?;
-        checks::accumulation(batch.grad_accum)?;
-        let seq_len = args.seq_len.unwrap_or(config.n_positions.min(128));
-        check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
-        validation::check_data(args, &data, held_out.as_ref(), config.vocab_size, seq_len)?;
-        let mut model_options = Gpt2Options {
-            micro_batch: batch.micro_batch as usize,
-            seq_len,
-            dtype: settings.dtype,
-            activation_checkpointing: checkpoints_activations(args, file, &base),
-            offload_activations: settings.offload.activations,
-            matmul_timing: !args.no_matmul_timing,
-            recompute_gelu: false,
-        };
-        model_options.validate(&config).map_err(CliError::usage)?;
-        let settings = Settings {
-            grad_accum_steps: batch.grad_accum as usize,
-            ..settings
-        };
-        model_options.recompute_gelu = match (&device, args.recompute_gelu.or(base.recompute_gelu))
-        {
-            (None, _) => false,
-            (Some(_), Some(recompute)) => recompute && !model_options.activation_checkpointing,
-            (Some(gpu), None) => {
-                let request = plan::Request::of_run(
-                    &config,
-                    &model_options,
-                    &settings,
-                    ranks,
-                    gpu.memory_bytes,
-                );
-                plan::evaluate(&request, settings.stage).map(|plan| plan.recompute_gelu).unwrap_or_else(|error| {
-                    notices
-                        .push(format!("GELU's output is kept, since this run's memory cannot be planned: {error}"));
-                    false
-                })
-            }
-        };
-        if args.recompute_gelu == Some(true) && !model_options.recompute_gelu {
-            let why = if device.is_none() {
-                "this run uses no GPU"
-            } else {
-                "checkpointed blocks are recomputed whole"
-            };
-            notices.push(format!("--recompute-gelu has no effect: {why}"));
+        if args.recompute_gelu == Some(true) {
+            notices.extend(RECOMPUTE_GELU.idle_notice(&run));
         }
 
-        let checkpoint = match &args.checkpoint {
-            _ if args.no_checkpoint => None,
-            Some(dir) => Some(dir.clone()),
-            None => Some(save_folder::default(&mut notices)?),
-        };
-        let checkpoint_every = args.checkpoint_every.unwrap_or(0);
-        let micro_batch = batch.micro_batch.saturating_mul(ranks as u64);
-        let rows = Rows {
-            step: batch.train_batch_size,
-            micro_batch,
-            seq_len,
-        };
-        let (validation, validation_record) =
-            validation::options(args, held_out, rows, steps)?.unzip();
-        let (run, resumed_runs) = match resumed {
-            Some(resumed) => resumed.run_ids(checkpoint.as_deref()),
+        let saves_to = checkpoint_folder(args, &mut notices)?;
+        let rows = sizes.rows(ranks);
+        let validation = validation::options(args, data.held_out.clone(), rows, from.steps())?;
+        let ids = match resumed {
+            Some(resumed) => resumed.run_ids(saves_to.as_deref()),
             None => (new_run_id(), Vec::new()),
         };
-        let dtype = DTypeFlag::from_name(settings.dtype.name()).ok_or_else(|| {
-            CliError::Usage(format!(
-                "--dtype {}: not a type of parameters",
-                settings.dtype
-            ))
-        })?;
-        let record = RunRecord {
-            format: FORMAT,
-            run: run.clone(),
-            resumed_runs: resumed_runs.clone(),
-            program: PROGRAM.to_owned(),
-            model: ModelRecord {
-                name: if Path::new(&model_name).is_dir() {
-                    absolute(Path::new(&model_name))
-                } else {
-                    model_name.clone()
-                },
-                // Valid JSON by construction.
-                config: serde_json::from_str(&config.to_hf_json("float32")).unwrap_or_default(),
-                parameters: config.parameter_count(),
-                weights: initial,
-            },
-            data: DataRecord {
-                path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
-                default: source.path.is_none() || source.files == FolderFiles::AsDefault,
-                tokenizer: source.tokenizer.as_deref().map(absolute),
-                fingerprint: format!("{:016x}", data.fingerprint()),
-                tokens: data.len_tokens(),
-            },
-            optimizer: settings.optimizer.clone(),
-            param_groups: settings.groups.clone(),
-            dtype,
-            batch: BatchRecord {
-                ranks,
-                micro_batch: batch.micro_batch,
-                grad_accum: batch.grad_accum,
-                seq_len,
-                step_tokens: batch.train_batch_size.saturating_mul(seq_len as u64),
-            },
-            seed,
-            steps,
-            stage: settings.stage.number().into(),
-            activation_checkpointing: model_options.activation_checkpointing,
-            recompute_gelu: model_options.recompute_gelu,
-            communication: CommunicationRecord::of(&settings),
-            offload: settings.offload.clone(),
-            device: args.device,
-            gpu: device.as_ref().map(|gpu| gpu.name.clone()),
-            checkpoint_every,
-            keep_last: args.keep_last,
-            check_replicas: args.check_replicas,
-            checkpoint_dir: checkpoint.as_deref().map(absolute),
-            metrics: args.metrics.as_deref().map(absolute),
-            report: args.report.as_deref().map(absolute),
-            validation: validation_record,
-            auto: file
-                .map(|f| resolved_autos(f, &settings, &batch, shape))
-                .unwrap_or_default()
-                .into_iter()
-                .collect(),
-        };
-        let in_order = source
-            .path
-            .as_deref()
-            .is_some_and(|path| path.is_file() && is_token_file(path));
-        let tokenizer = source.tokenizer.as_deref().filter(|_| !in_order);
-        let unrecorded = Unrecorded {
-            settings: &settings,
-            layout: &layout,
-            in_order,
-            tokenizer: tokenizer
-                .map(tokenizer_checksum)
-                .transpose()
-                .map_err(CliError::usage)?,
-            loads_weights: resumed.is_none() && matches!(weights, Weights::Folder(_)),
-            recompute_gelu: device
-                .as_ref()
-                .and_then(|_| args.recompute_gelu.or(base.recompute_gelu)),
-            saves: checkpoint.is_some(),
-        };
-        let agreed = agreement::settings(&record, &unrecorded);
-        notices.extend(
-            resumed
-                .map(|resumed| resumed.differences(&record))
-                .unwrap_or_default(),
-        );
-        let breakdown = args.breakdown || file.is_some_and(|file| file.wall_clock_breakdown);
-        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let mut setup = Self {
-            ranks,
+        let parts = Parts {
+            saving: SavingRecord::of(&from.without_sizes().part(|run| &run.saving)),
+            from,
+            resumed,
+            run,
             device,
-            options: RunOptions {
-                steps,
-                micro_batch: batch.micro_batch as usize,
-                seq_len,
-                seed,
-                checkpoint: checkpoint.map(|dir| (dir, checkpoint_every)),
-                keep_last: args.keep_last,
-                check_replicas: match args.check_replicas {
-                    None => ReplicaChecks::AtSaves,
-                    Some(0) => ReplicaChecks::Never,
-                    Some(steps) => ReplicaChecks::Every(steps),
-                },
-                validation,
-                resume: args.resume.clone(),
-                cancel: Arc::default(),
-                run_id: run,
-                resumed_runs,
-                documents: [(RUN_JSON.to_owned(), record.document())].into(),
-                breakdown,
-                log_memory: breakdown || args.report.is_some(),
-            },
-            workload: GptWorkload {
-                options: model_options,
-                config,
-                weights,
-                data,
-                threads: args.threads.unwrap_or_else(|| (cores / ranks).max(1)),
-            },
+            model,
+            data,
             settings,
-            layout,
-            model_name,
-            record,
-            agreed,
-            first_step: resumed.map_or(0, Resumed::step),
-            metrics: args.metrics.clone(),
-            recorded_metrics: args.recorded_metrics,
-            report: args.report.clone(),
-            notices,
+            sizes,
+            options,
+            saves_to,
+            validation,
+            ids,
         };
-        setup.notices.extend(memory_check::offload_notice(&setup));
+        let record = parts.record()?;
+        let agreed = parts.agreed(&record)?;
+        let changes = resumed.map(|resumed| resumed.differences(&record));
+        notices.extend(changes.unwrap_or_default());
+        let mut setup = parts.setup(record, agreed, notices);
+        let notice = memory::offload_notice(&setup.memory(), setup.device.is_some());
+        setup.notices.extend(notice);
         setup.check_outputs()?;
+        Ok(setup)
+    }
+
+    /// What decides the memory of a rank.
+    pub(crate) fn memory(&self) -> RunMemory<'_> {
+        RunMemory {
+            settings: &self.settings,
+            layout: &self.layout,
+            workload: &self.workload,
+            saves: self.options.checkpoint.is_some(),
+        }
+    }
+
+    /// Checks that the settings, the data and the weights of all ranks are equal.
+    ///
+    /// # Errors
+    /// The error of a rank, or the first setting that differs.
+    pub(crate) fn agree<D: Device>(
+        setup: Result<Self, CliError>,
+        start: &StartExchange<'_, D>,
+    ) -> Result<Self, CliError> {
+        let setup = start.agree(setup, |setup| setup.agreed.clone())?;
+        if let (Weights::Folder(folder), None) = (&setup.workload.weights, &setup.options.resume) {
+            start.agree_on_weights(folder)?;
+        }
         Ok(setup)
     }
 
@@ -411,7 +208,7 @@ impl RunSetup {
                 .checkpoint
                 .as_ref()
                 .map(|(dir, _)| dir.as_path());
-            observer::check_report(dir, checkpoints, &self.options.runs())?;
+            report_folder::check(dir, checkpoints, &self.options.runs())?;
         }
         Ok(())
     }
@@ -423,82 +220,304 @@ impl RunSetup {
     }
 }
 
-/// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
-fn data_source(
-    args: &TrainArgs,
-    recorded: Option<&RunRecord>,
-    folder: Option<&HfFolder>,
-) -> Result<DataSource, CliError> {
-    let is_tokens = args
-        .data
-        .as_ref()
-        .is_some_and(|path| path.is_file() && is_token_file(path))
-        && args
-            .val_data
-            .as_ref()
-            .is_none_or(|path| is_token_file(path));
-    if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
-        return Err(CliError::Usage(format!(
-            "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
-            tokenizer.display()
-        )));
+/// Notes about the configuration file and the checkpoint.
+fn first_notices(
+    file: Option<&DsConfig>,
+    resumed: Option<&Resumed>,
+    stage: ZeroStage,
+) -> Vec<String> {
+    let mut notices = Vec::new();
+    if let Some(file) = file {
+        notices.extend(file.warnings.iter().cloned());
+        notices.extend(unused_keys::notices(file, stage));
     }
-    for (flag, path) in [("--data", &args.data), ("--tokenizer", &args.tokenizer)] {
-        if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
-            return Err(CliError::Usage(format!(
-                "{flag} {}: no such file or folder",
-                path.display()
-            )));
-        }
+    if let Some(resumed) = resumed {
+        notices.extend(resumed.notices.iter().cloned());
     }
-    let tokenizer = args
-        .tokenizer
-        .clone()
-        .or_else(|| folder.and_then(HfFolder::tokenizer));
-    let Some(recorded) = recorded.map(|record| &record.data) else {
-        return Ok(DataSource {
-            path: args.data.clone(),
-            tokenizer,
-            files: FolderFiles::All,
-        });
-    };
-    let path = match &args.data {
-        Some(path) => Some(path.clone()),
-        None if recorded.default && recorded.path == absolute(Path::new(".")) => None,
-        None if Path::new(&recorded.path).exists() => Some(PathBuf::from(&recorded.path)),
-        None => {
-            return Err(CliError::Usage(format!(
-                "{}: the data of the resumed run does not exist; pass its new path with --data",
-                recorded.path
-            )));
-        }
-    };
-    let tokenizer = match (tokenizer, &recorded.tokenizer) {
-        (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
-            if !Path::new(recorded).exists() {
-                return Err(CliError::Usage(format!(
-                    "{recorded}: the tokenizer of the resumed run does not exist; pass its new path with --tokenizer"
-                )));
-            }
-            Some(PathBuf::from(recorded))
-        }
-        (tokenizer, _) => tokenizer,
-    };
-    let is_default = recorded.default && args.data.is_none();
-    let files = if is_default {
-        FolderFiles::AsDefault
-    } else {
-        FolderFiles::All
-    };
-    Ok(DataSource {
-        path,
-        tokenizer,
-        files,
-    })
+    notices
 }
 
-/// The absolute path, for a record that is read in another current folder.
-pub(crate) fn absolute(path: &Path) -> String {
-    let absolute = path.canonicalize().or_else(|_| std::path::absolute(path));
-    absolute.as_deref().unwrap_or(path).display().to_string()
+/// Notes about flags without effect.
+fn idle_flags(from: &RunSources<'_>, run: &Conditions) -> Vec<String> {
+    let from_saving = from.without_sizes().part(|run| &run.saving);
+    let flags = [
+        (
+            requests_replica_checks(&from_saving),
+            CHECK_REPLICAS.idle_notice(run),
+        ),
+        (from.args.share_gpus, SHARE_GPUS.idle_notice(run)),
+        (
+            from.args.no_matmul_timing,
+            NO_MATMUL_TIMING.idle_notice(run),
+        ),
+    ];
+    let given = flags.into_iter().filter(|(is_given, _)| *is_given);
+    given.filter_map(|(_, notice)| notice).collect()
+}
+
+/// The trainer's settings, but for the micro-batches of a step.
+fn run_settings(
+    from: &RunSources<'_>,
+    resumed: Option<&Resumed>,
+    model: &ChosenModel,
+    run: &Conditions,
+    notices: &mut Vec<String>,
+) -> Result<Settings, CliError> {
+    let mut settings = settings(from, model.shape(run), notices)?;
+    if let Some(resumed) = resumed {
+        resumed.check_scratch(from.args, &settings.offload)?;
+    }
+    resolve_folders(&mut settings.offload)?;
+    trim_bucket(&mut settings, from.args, &model.layout, run)?;
+    raise_live_limit(&mut settings, &model.layout, &model.config, notices);
+    Ok(settings)
+}
+
+/// The sizes of a step.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    batch: Batch,
+    /// Tokens of a sequence.
+    seq_len: usize,
+}
+
+impl Sizes {
+    fn new(
+        from: &RunSources<'_>,
+        model: &ChosenModel,
+        data: &ChosenData,
+        ranks: usize,
+    ) -> Result<Self, CliError> {
+        let config = &model.config;
+        let from_batch = from.without_sizes().part(|run| &run.batch);
+        let batch = batch::resolve(&from_batch, ranks)?;
+        let seq_len = batch::seq_len(&from_batch, config.n_positions);
+        check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
+        validation::check_data(
+            from.args,
+            &data.training,
+            data.held_out.as_ref(),
+            config.vocab_size,
+            seq_len,
+        )?;
+        Ok(Self { batch, seq_len })
+    }
+
+    fn rows(&self, ranks: usize) -> Rows {
+        Rows {
+            step: self.batch.train_batch_size,
+            micro_batch: self.batch.micro_batch.saturating_mul(ranks as u64),
+            seq_len: self.seq_len,
+        }
+    }
+}
+
+/// The options of the model, but for `recompute_gelu`.
+fn model_options(
+    from: &RunSources<'_>,
+    model: &ChosenModel,
+    sizes: &Sizes,
+    settings: &Settings,
+) -> Result<Gpt2Options, CliError> {
+    let options = Gpt2Options {
+        micro_batch: sizes.batch.micro_batch as usize,
+        seq_len: sizes.seq_len,
+        dtype: settings.dtype,
+        activation_checkpointing: from.checkpoints_activations(),
+        offload_activations: settings.offload.activations,
+        matmul_timing: !from.args.no_matmul_timing,
+        recompute_gelu: false,
+    };
+    options.validate(&model.config).map_err(CliError::usage)?;
+    Ok(options)
+}
+
+/// The setting of `--recompute-gelu`, if the run or the one that it resumes has it. A run on the
+/// host has none.
+fn recompute_gelu_setting(from: &RunSources<'_>) -> Option<bool> {
+    let mut from_activations = from.without_sizes().part(|run| &run.activations);
+    if from.recorded.is_some_and(|run| run.gpu.is_none()) {
+        from_activations.recorded = None;
+    }
+    from_activations.value(&RECOMPUTE_GELU)
+}
+
+/// Whether the run recomputes GELU's output in backward: only on a GPU, and by default only where
+/// its memory is too small otherwise.
+fn recomputes_gelu(
+    from: &RunSources<'_>,
+    model: &ChosenModel,
+    options: &Gpt2Options,
+    settings: &Settings,
+    ranks: usize,
+    device: Option<&Gpu>,
+    notices: &mut Vec<String>,
+) -> bool {
+    let Some(gpu) = device else { return false };
+    if let Some(recompute) = recompute_gelu_setting(from) {
+        return recompute && !options.activation_checkpointing;
+    }
+    let request = plan::Request::of_run(&model.config, options, settings, ranks, gpu.memory_bytes);
+    match plan::evaluate(&request, settings.stage) {
+        Ok(plan) => plan.recompute_gelu,
+        Err(error) => {
+            notices.push(format!(
+                "GELU's output is kept, since this run's memory cannot be planned: {error}"
+            ));
+            false
+        }
+    }
+}
+
+/// The folder of checkpoints, unless the run saves none.
+fn checkpoint_folder(
+    args: &TrainArgs,
+    notices: &mut Vec<String>,
+) -> Result<Option<PathBuf>, CliError> {
+    if args.no_checkpoint {
+        return Ok(None);
+    }
+    let folder = args.checkpoint.clone();
+    Ok(Some(match folder {
+        Some(folder) => folder,
+        None => save_folder::default(notices)?,
+    }))
+}
+
+/// What a run consists of, before it is recorded.
+struct Parts<'a> {
+    from: RunSources<'a>,
+    resumed: Option<&'a Resumed>,
+    run: Conditions,
+    device: Option<Gpu>,
+    model: ChosenModel,
+    data: ChosenData,
+    settings: Settings,
+    sizes: Sizes,
+    options: Gpt2Options,
+    saving: SavingRecord,
+    saves_to: Option<PathBuf>,
+    validation: Option<(ValidationOptions, ValidationRecord)>,
+    /// The id of the run, and of those that it resumes.
+    ids: (String, Vec<String>),
+}
+
+impl Parts<'_> {
+    /// The content of `run.json`.
+    fn record(&self) -> Result<RunRecord, CliError> {
+        let args = self.from.args;
+        let Sizes { batch, seq_len } = self.sizes;
+        let (run, resumed_runs) = self.ids.clone();
+        let validation = self.validation.as_ref().map(|(_, record)| record.clone());
+        let mut record = RunRecord {
+            format: FORMAT,
+            run,
+            resumed_runs,
+            program: PROGRAM.to_owned(),
+            model: self.model.record(self.from.recorded, self.from.seed()),
+            data: self.data.record(),
+            optimizer: self.settings.optimizer.clone(),
+            param_groups: self.settings.groups.clone(),
+            dtype: recorded_dtype(self.settings.dtype)?,
+            batch: BatchRecord {
+                ranks: self.run.ranks,
+                micro_batch: batch.micro_batch,
+                grad_accum: batch.grad_accum,
+                seq_len,
+                step_tokens: batch.train_batch_size.saturating_mul(seq_len as u64),
+            },
+            seed: self.from.seed(),
+            steps: self.from.steps(),
+            stage: self.settings.stage.number().into(),
+            activations: ActivationRecord {
+                activation_checkpointing: self.options.activation_checkpointing,
+                recompute_gelu: self.options.recompute_gelu,
+            },
+            communication: CommunicationRecord::of(&self.settings),
+            offload: self.settings.offload.clone(),
+            device: args.device,
+            gpu: self.device.as_ref().map(|gpu| gpu.name.clone()),
+            saving: self.saving.clone(),
+            checkpoint_dir: self.saves_to.as_deref().map(absolute),
+            metrics: args.metrics.as_deref().map(absolute),
+            report: args.report.as_deref().map(absolute),
+            validation,
+            auto: BTreeMap::new(),
+        };
+        if let Some(file) = self.from.file {
+            let hidden = self.model.config.n_embd as u64;
+            record.auto = autos::values(file, &record, hidden).into_iter().collect();
+        }
+        Ok(record)
+    }
+
+    /// The settings that must be equal on all ranks.
+    fn agreed(&self, record: &RunRecord) -> Result<RankSettings, CliError> {
+        let recompute_gelu = recompute_gelu_setting(&self.from).filter(|_| self.run.on_gpus);
+        let unrecorded = Unrecorded {
+            settings: &self.settings,
+            layout: &self.model.layout,
+            in_order: self.data.in_order(),
+            tokenizer: self.data.tokenizer_checksum()?,
+            loads_weights: self.resumed.is_none() && self.model.folder.is_some(),
+            recompute_gelu,
+            saves: self.saves_to.is_some(),
+        };
+        Ok(agreement::settings(record, &unrecorded))
+    }
+
+    fn setup(self, record: RunRecord, agreed: RankSettings, notices: Vec<String>) -> RunSetup {
+        let Self { from, run, .. } = self;
+        let args = from.args;
+        let seed = from.seed();
+        let asks_for_breakdown = from.file.is_some_and(|file| file.wall_clock_breakdown);
+        let breakdown = args.breakdown || asks_for_breakdown;
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let (run_id, resumed_runs) = self.ids;
+        let options = RunOptions {
+            steps: from.steps(),
+            micro_batch: self.options.micro_batch,
+            seq_len: self.options.seq_len,
+            seed,
+            checkpoint: self
+                .saves_to
+                .map(|folder| (folder, self.saving.checkpoint_every)),
+            keep_last: self.saving.keep_last,
+            check_replicas: self.saving.replica_checks(),
+            validation: self.validation.map(|(options, _)| options),
+            resume: args.resume.clone(),
+            cancel: Arc::default(),
+            run_id,
+            resumed_runs,
+            documents: [(RUN_JSON.to_owned(), record.document())].into(),
+            breakdown,
+            log_memory: breakdown || args.report.is_some(),
+        };
+        let workload = GptWorkload {
+            options: self.options,
+            config: self.model.config,
+            weights: match self.model.folder {
+                Some(folder) => Weights::Folder(Box::new(folder)),
+                None => Weights::Initial(seed),
+            },
+            data: self.data.training,
+            threads: args.threads.unwrap_or_else(|| (cores / run.ranks).max(1)),
+        };
+        RunSetup {
+            ranks: run.ranks,
+            device: self.device,
+            settings: self.settings,
+            workload,
+            options,
+            layout: self.model.layout,
+            model_name: self.model.name,
+            record,
+            agreed,
+            first_step: self.resumed.map_or(0, Resumed::step),
+            metrics: args.metrics.clone(),
+            recorded_metrics: args.recorded_metrics,
+            report: args.report.clone(),
+            notices,
+        }
+    }
 }

@@ -8,8 +8,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
 use crate::error::CliError;
-use crate::output::print_note;
 use crate::launcher::Report;
+use crate::output::print_note;
 
 /// The signals that end a run.
 pub(crate) const ENDING: [i32; 3] = [SIGHUP, SIGINT, SIGTERM];

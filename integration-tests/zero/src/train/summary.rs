@@ -6,9 +6,9 @@ use indicatif::{HumanBytes, HumanCount};
 use zero_optim::LossScaling;
 use zero_shard::StateBytes;
 
-use crate::memory::limits::resident_peak_bytes;
 use super::setup::RunSetup;
 use super::utilization::Utilization;
+use crate::memory::limits::resident_peak_bytes;
 use crate::output::counted;
 use zero_trainer::{
     Breakdown, CommBytes, Home, MemoryBytes, MemoryTrace, NvmeBytes, RankSummary, StepMetrics,
