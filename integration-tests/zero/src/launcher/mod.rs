@@ -154,7 +154,7 @@ impl Job {
                 reports.file(rank).display().to_string(),
             ));
             // On an error, dropping `running` kills the ranks that have started.
-            running.push(Rank::start(self, rank, &variables, &output).map_err(|e| start(rank, e))?);
+            running.push(Rank::start(&self.program, &self.args, rank, &variables, &output).map_err(|e| start(rank, e))?);
         }
         let mut failures = Vec::new();
         let (mut forwarded, mut interrupted, mut grace) = (None, false, None);

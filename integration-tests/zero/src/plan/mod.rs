@@ -19,7 +19,7 @@ use clap::Args;
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
-use crate::settings::offload::OffloadArgs;
+use crate::settings::args::OffloadArgs;
 use report::Report;
 pub(crate) use request::Request;
 pub(crate) use stage::evaluate;

@@ -4,10 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
+use zero_trainer::Home;
 
-use super::offload::OffloadArgs;
-use crate::flags::DTypeFlag;
-use crate::flags::{parse_bytes, parse_whole};
+use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
 
 /// Train a GPT-2 with ZeRO
 #[derive(Args, Clone, Debug, Default)]
@@ -48,7 +47,7 @@ pub struct TrainArgs {
     /// Type of parameters and of gradients in communication [default: fp32]
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
-    /// Last step; a resumed run starts at the step of its checkpoint [default: 1000]
+    /// Last step; a resumed run starts at the step of its checkpoint [default: 400]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub steps: Option<u64>,
     /// Sequences per micro-batch and rank [default: 4]
@@ -258,4 +257,77 @@ pub enum CommChoice {
     Nccl,
     /// MPI.
     Mpi,
+}
+
+/// The offload.
+#[derive(Args, Clone, Debug, Default)]
+pub struct OffloadArgs {
+    /// Place of the optimizer state: none (on the compute device), cpu (in host memory) or nvme:DIR
+    /// (in a scratch file in DIR). Off the device, the host updates the parameters; the numbers are
+    /// the same [default: none]
+    #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
+    pub offload: Option<Home>,
+    /// Place of the parameters between their uses, at stage 3: none, cpu or nvme:DIR
+    /// [default: none]
+    #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
+    pub offload_params: Option<Home>,
+    /// Keep the checkpoints of activations in host memory; requires --activation-checkpointing
+    /// [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub offload_activations: Option<bool>,
+    /// Master weights: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which saves 2
+    /// bytes a parameter. The masters are the same; one exactly midway between two parameters then
+    /// rounds away from zero and not to even [default: fp32]
+    #[arg(long, value_enum)]
+    pub masters: Option<Masters>,
+    /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
+    /// numbers slightly [default: fp32]
+    #[arg(long, value_enum)]
+    pub moments: Option<Moments>,
+}
+
+/// Formats of master weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Masters {
+    /// fp32.
+    Fp32,
+    /// The bf16 parameter and a 16-bit remainder.
+    Remainder,
+}
+
+/// Formats of moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Moments {
+    /// fp32.
+    Fp32,
+    /// bf16.
+    Bf16,
+}
+
+fn parse_home(text: &str) -> Result<Home, String> {
+    text.parse()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn homes_are_parsed() {
+        for (text, home) in [
+            ("none", Home::Device),
+            ("cpu", Home::Host),
+            ("nvme:/a b", Home::Nvme("/a b".into())),
+        ] {
+            assert_eq!(parse_home(text).as_ref(), Ok(&home));
+            assert_eq!(home.to_string(), text);
+        }
+        for text in ["", "CPU", "nvme", "nvme:", "disk:/a", "/a"] {
+            assert_eq!(
+                parse_home(text),
+                Err("expected none, cpu or nvme:DIR".to_owned()),
+                "{text}"
+            );
+        }
+    }
 }

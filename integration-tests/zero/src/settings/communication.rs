@@ -280,13 +280,14 @@ mod tests {
             zero,
             recorded,
         };
-        let mut settings = Settings::new(run.stage, DType::F32, |_| "");
+        let mut settings = Settings::new(run.stage, DType::F32, zero_models::gpt2::param_kind);
         apply(&from, &run, LARGEST_UNIT, &mut settings, &mut Vec::new()).unwrap();
         settings
     }
 
     fn recorded() -> CommunicationRecord {
-        CommunicationRecord::of(&Settings::new(ZeroStage::Two, DType::F32, |_| ""))
+        let kind_of = zero_models::gpt2::param_kind;
+        CommunicationRecord::of(&Settings::new(ZeroStage::Two, DType::F32, kind_of))
     }
 
     #[test]

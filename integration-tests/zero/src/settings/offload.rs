@@ -4,10 +4,10 @@
 //! offloads, and this run cannot, is dropped and named, so that one configuration serves several
 //! stages.
 
-use clap::{Args, ValueEnum};
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
 
+use super::args::{Masters, Moments, OffloadArgs};
 use super::row::Row;
 use crate::config::DsConfig;
 use crate::error::CliError;
@@ -19,51 +19,6 @@ pub(crate) const SUB_GROUP_ELEMS: usize = 1 << 20;
 /// The least elements of one launch of the optimizer: 256 KiB of fp32. Smaller ones cost more than
 /// they update.
 pub(crate) const MIN_SUB_GROUP_ELEMS: u64 = 1 << 16;
-
-/// The offload.
-#[derive(Args, Clone, Debug, Default)]
-pub struct OffloadArgs {
-    /// Place of the optimizer state: none (on the compute device), cpu (in host memory) or nvme:DIR
-    /// (in a scratch file in DIR). Off the device, the host updates the parameters; the numbers are
-    /// the same [default: none]
-    #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
-    pub offload: Option<Home>,
-    /// Place of the parameters between their uses, at stage 3: none, cpu or nvme:DIR
-    /// [default: none]
-    #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
-    pub offload_params: Option<Home>,
-    /// Keep the checkpoints of activations in host memory; requires --activation-checkpointing
-    /// [default: false]
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub offload_activations: Option<bool>,
-    /// Master weights: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which saves 2
-    /// bytes a parameter. The masters are the same; one exactly midway between two parameters then
-    /// rounds away from zero and not to even [default: fp32]
-    #[arg(long, value_enum)]
-    pub masters: Option<Masters>,
-    /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
-    /// numbers slightly [default: fp32]
-    #[arg(long, value_enum)]
-    pub moments: Option<Moments>,
-}
-
-/// Formats of master weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Masters {
-    /// fp32.
-    Fp32,
-    /// The bf16 parameter and a 16-bit remainder.
-    Remainder,
-}
-
-/// Formats of moments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Moments {
-    /// fp32.
-    Fp32,
-    /// bf16.
-    Bf16,
-}
 
 pub(crate) const ROWS: &[Row] = &[
     Row::new("offload.optimizer", "--offload"),
@@ -81,10 +36,6 @@ pub(crate) struct Offloaded {
     pub(crate) dtype: DType,
     /// Whether activations are recomputed from checkpoints.
     pub(crate) checkpointing: bool,
-}
-
-fn parse_home(text: &str) -> Result<Home, String> {
-    text.parse()
 }
 
 /// The settings of offload: flags override `file`, which overrides `base`. What the file or the
@@ -245,25 +196,6 @@ mod tests {
             assert_eq!(error.exit_code(), 2);
             error.to_string()
         })
-    }
-
-    #[test]
-    fn homes_are_parsed() {
-        for (text, home) in [
-            ("none", Home::Device),
-            ("cpu", Home::Host),
-            ("nvme:/a b", nvme("/a b")),
-        ] {
-            assert_eq!(parse_home(text).as_ref(), Ok(&home));
-            assert_eq!(home.to_string(), text);
-        }
-        for text in ["", "CPU", "nvme", "nvme:", "disk:/a", "/a"] {
-            assert_eq!(
-                parse_home(text),
-                Err("expected none, cpu or nvme:DIR".to_owned()),
-                "{text}"
-            );
-        }
     }
 
     /// Flags override the file, which overrides the resumed run.
