@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Write, stderr, stdout};
 use std::time::Duration;
 
 use console::Term;
-use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 
 use crate::error::CliError;
 
@@ -34,6 +34,11 @@ pub(crate) fn print_note(line: impl std::fmt::Display) {
 /// A number of things: `1 rank`, `1,000 steps`.
 pub(crate) fn counted(n: u64, thing: &str) -> String {
     format!("{} {thing}{}", HumanCount(n), if n == 1 { "" } else { "s" })
+}
+
+/// A number of bytes: `1.25 MiB`.
+pub(crate) fn bytes(n: u64) -> String {
+    HumanBytes(n).to_string()
 }
 
 /// The narrowest terminal with room for the bar beside its text.

@@ -50,85 +50,124 @@ pub(crate) fn settings(
     run: Offloaded,
     notices: &mut Vec<String>,
 ) -> Result<OffloadSettings, CliError> {
-    let refuse = |flag: &str, why: &str| Err(CliError::Usage(format!("{flag}: {why}")));
     let mut now = base.clone();
     if let Some(file) = file {
-        let (zero, aio, default) = (&file.zero, &file.aio, OffloadSettings::default());
-        (now.optimizer, now.params) = (zero.offload_optimizer.clone(), zero.offload_param.clone());
-        now.buffers = zero
-            .offload_optimizer_buffers
-            .map_or(default.buffers, |n| n as usize);
-        now.queue_depth = aio.queue_depth.map_or(default.queue_depth, |n| n as usize);
-        now.request_bytes = aio
-            .block_bytes
-            .map_or(default.request_bytes, |n| n as usize);
-        now.activations = file
-            .activation_checkpointing
-            .is_some_and(|block| block.cpu_checkpointing);
+        take_file(&mut now, file);
     }
-    now.optimizer = args.offload.clone().unwrap_or(now.optimizer);
-    now.params = args.offload_params.clone().unwrap_or(now.params);
-    now.activations = args.offload_activations.unwrap_or(now.activations);
-    now.format.remainder = args.masters.map_or(now.format.remainder, |masters| {
-        masters == Masters::Remainder
-    });
-    now.format.bf16_moments = args
-        .moments
-        .map_or(now.format.bf16_moments, |moments| moments == Moments::Bf16);
+    take_flags(&mut now, args);
+    place_params(&mut now, args, run, notices)?;
+    if now.activations && !run.checkpointing {
+        if args.offload_activations.is_some() {
+            return Err(refusal(
+                "--offload-activations",
+                "only checkpoints are offloaded; add --activation-checkpointing",
+            ));
+        }
+        now.activations = false;
+    }
+    choose_formats(&mut now, args, run)?;
+    Ok(now)
+}
 
-    if now.params != Home::Device && !run.stage.shards_params() {
+fn refusal(flag: &str, why: &str) -> CliError {
+    CliError::Usage(format!("{flag}: {why}"))
+}
+
+fn take_file(now: &mut OffloadSettings, file: &DsConfig) {
+    let zero = &file.zero;
+    let aio = &file.aio;
+    let default = OffloadSettings::default();
+    let or_default = |n: Option<u64>, default| n.map_or(default, |n| n as usize);
+
+    now.optimizer = zero.offload_optimizer.clone();
+    now.params = zero.offload_param.clone();
+    now.buffers = or_default(zero.offload_optimizer_buffers, default.buffers);
+    now.queue_depth = or_default(aio.queue_depth, default.queue_depth);
+    now.request_bytes = or_default(aio.block_bytes, default.request_bytes);
+    now.activations = file
+        .activation_checkpointing
+        .is_some_and(|block| block.cpu_checkpointing);
+}
+
+fn take_flags(now: &mut OffloadSettings, args: &OffloadArgs) {
+    if let Some(home) = &args.offload {
+        now.optimizer = home.clone();
+    }
+    if let Some(home) = &args.offload_params {
+        now.params = home.clone();
+    }
+    if let Some(offloads) = args.offload_activations {
+        now.activations = offloads;
+    }
+    if let Some(masters) = args.masters {
+        now.format.remainder = masters == Masters::Remainder;
+    }
+    if let Some(moments) = args.moments {
+        now.format.bf16_moments = moments == Moments::Bf16;
+    }
+}
+
+/// Parameters off the device need stage 3, and the optimizer off the device.
+fn place_params(
+    now: &mut OffloadSettings,
+    args: &OffloadArgs,
+    run: Offloaded,
+    notices: &mut Vec<String>,
+) -> Result<(), CliError> {
+    if now.params == Home::Device {
+        return Ok(());
+    }
+    if !run.stage.shards_params() {
         if let Some(home) = &args.offload_params {
             let why = format!(
                 "only stage 3 shards parameters, and this run is at stage {}; use --stage 3",
                 run.stage
             );
-            return refuse(&format!("--offload-params {home}"), &why);
+            return Err(refusal(&format!("--offload-params {home}"), &why));
         }
         now.params = Home::Device;
+        return Ok(());
     }
-    if now.params != Home::Device && now.optimizer == Home::Device {
-        if args.offload.is_some() {
-            let why = format!(
-                "the host updates parameters that are off the device ({}); use cpu or nvme:DIR",
-                now.params
-            );
-            return refuse("--offload none", &why);
-        }
-        notices.push(format!(
-            "the optimizer state is in host memory (--offload cpu): parameters are off the device ({})",
-            now.params
-        ));
-        now.optimizer = Home::Host;
+    if now.optimizer != Home::Device {
+        return Ok(());
     }
-    if now.activations && !run.checkpointing {
-        if args.offload_activations.is_some() {
-            return refuse(
-                "--offload-activations",
-                "only checkpoints are offloaded; add --activation-checkpointing",
-            );
-        }
-        now.activations = false;
+    let params = &now.params;
+    if args.offload.is_some() {
+        let why = format!(
+            "the host updates parameters that are off the device ({params}); use cpu or nvme:DIR"
+        );
+        return Err(refusal("--offload none", &why));
     }
-    let on_device = now.optimizer == Home::Device;
+    notices.push(format!(
+        "the optimizer state is in host memory (--offload cpu): parameters are off the device ({params})"
+    ));
+    now.optimizer = Home::Host;
+    Ok(())
+}
+
+/// Remainders need bf16 parameters, 16-bit moments an optimizer off the device.
+fn choose_formats(
+    now: &mut OffloadSettings,
+    args: &OffloadArgs,
+    run: Offloaded,
+) -> Result<(), CliError> {
     if now.format.remainder && run.dtype != DType::Bf16 {
-        match args.masters {
-            Some(_) => {
-                let why = format!("it needs --dtype bf16, and this run is in {}", run.dtype);
-                return refuse("--masters remainder", &why);
-            }
-            None => now.format.remainder = false,
+        if args.masters.is_some() {
+            let why = format!("it needs --dtype bf16, and this run is in {}", run.dtype);
+            return Err(refusal("--masters remainder", &why));
         }
+        now.format.remainder = false;
     }
-    if now.format.bf16_moments && on_device {
+    if now.format.bf16_moments && now.optimizer == Home::Device {
         if args.moments.is_some() {
-            return refuse(
+            return Err(refusal(
                 "--moments bf16",
                 "the optimizer is not offloaded; add --offload cpu or nvme:DIR",
-            );
+            ));
         }
         now.format.bf16_moments = false;
     }
-    Ok(now)
+    Ok(())
 }
 
 /// The elements of a sub-group: `set`, or if it is `usize::MAX` and the optimizer is offloaded,

@@ -149,97 +149,124 @@ fn fill_autos(
 /// Applies `--lr`, `--betas`, `--warmup-steps`, `--min-lr` and `--decay-steps` to the parts of the
 /// schedule.
 fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(), CliError> {
-    let usage = |text: String| Err(CliError::Usage(text));
     let name = name(schedule);
     if let Some(flag) = args.lr {
-        match schedule {
-            LrSchedule::Warmup(w) => w.warmup_max_lr = Some(flag),
-            LrSchedule::WarmupDecay(w) => w.warmup_max_lr = flag,
-            LrSchedule::OneCycle(_) | LrSchedule::RangeTest(_) => {
-                return usage(format!(
-                    "--lr {flag}: the schedule {name} has its own rates; change them in the configuration, or pass \
-                     --schedule"
-                ));
-            }
-            _ => {}
-        }
+        apply_lr(schedule, &name, flag)?;
     }
-    if let (Some([one, two]), LrSchedule::OneCycle(c)) = (args.betas, &*schedule)
-        && c.cycle_momentum
+    if let (Some([one, two]), LrSchedule::OneCycle(cycle)) = (args.betas, &*schedule)
+        && cycle.cycle_momentum
     {
-        return usage(format!(
+        return Err(CliError::Usage(format!(
             "--betas {one},{two}: the schedule OneCycle sets the betas; set cycle_momentum to false in the configuration"
-        ));
+        )));
     }
     if let Some(steps) = args.warmup_steps {
-        match schedule {
-            LrSchedule::Constant | LrSchedule::LinearWarmup { .. } => {
-                *schedule = LrSchedule::LinearWarmup {
-                    warmup_steps: steps,
-                };
-            }
-            LrSchedule::Decay(d) => {
-                if d.warmup_steps.saturating_add(d.decay_steps) == d.total_steps {
-                    d.decay_steps = d.total_steps.saturating_sub(steps).max(1);
-                }
-                d.warmup_steps = steps;
-            }
-            LrSchedule::Warmup(_) | LrSchedule::WarmupDecay(_) | LrSchedule::WarmupCosine(_)
-                if steps < 2 =>
-            {
-                return usage(format!(
-                    "--warmup-steps {steps}: DeepSpeed's schedule {name} has at least 2 steps of warm-up; pass 2, or \
-                     --schedule constant, linear or cosine"
-                ));
-            }
-            LrSchedule::Warmup(w) => w.warmup_num_steps = steps,
-            LrSchedule::WarmupDecay(w) => w.warmup_num_steps = steps,
-            LrSchedule::WarmupCosine(w) => w.warmup_num_steps = steps,
-            _ => {
-                return usage(format!(
-                    "--warmup-steps {steps}: the schedule {name} has no warm-up; pass --schedule"
-                ));
-            }
-        }
+        apply_warmup(schedule, &name, steps)?;
     }
     if let LrSchedule::LinearWarmup { warmup_steps: 0 } = schedule {
         *schedule = LrSchedule::Constant;
     }
     if let Some(min_lr) = args.min_lr {
-        if min_lr > lr {
-            return usage(format!(
-                "--min-lr {min_lr}: expected at most the learning rate {lr}"
-            ));
-        }
-        match schedule {
-            LrSchedule::Decay(d) => d.min_lr = min_lr,
-            LrSchedule::WarmupCosine(w) if lr > 0.0 => w.cos_min_ratio = min_lr / lr,
-            _ => {
-                return usage(format!(
-                    "--min-lr {min_lr}: the schedule {name} does not decay to it; pass --schedule linear, cosine or wsd"
-                ));
-            }
-        }
+        apply_min_lr(schedule, &name, min_lr, lr)?;
     }
     if let Some(steps) = args.decay_steps {
         let wsd = args.schedule.is_none_or(|s| s == ScheduleFlag::Wsd);
         match schedule {
             LrSchedule::Decay(d) if wsd && d.curve == DecayCurve::Linear => d.decay_steps = steps,
-            _ => return usage(format!("--decay-steps {steps}: expected --schedule wsd")),
+            _ => {
+                return Err(CliError::Usage(format!(
+                    "--decay-steps {steps}: expected --schedule wsd"
+                )));
+            }
         }
+    }
+    check_length(schedule)
+}
+
+fn apply_lr(schedule: &mut LrSchedule, name: &str, lr: f64) -> Result<(), CliError> {
+    match schedule {
+        LrSchedule::Warmup(w) => w.warmup_max_lr = Some(lr),
+        LrSchedule::WarmupDecay(w) => w.warmup_max_lr = lr,
+        LrSchedule::OneCycle(_) | LrSchedule::RangeTest(_) => {
+            return Err(CliError::Usage(format!(
+                "--lr {lr}: the schedule {name} has its own rates; change them in the configuration, or pass \
+                 --schedule"
+            )));
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+fn apply_warmup(schedule: &mut LrSchedule, name: &str, steps: u64) -> Result<(), CliError> {
+    match schedule {
+        LrSchedule::Constant | LrSchedule::LinearWarmup { .. } => {
+            *schedule = LrSchedule::LinearWarmup {
+                warmup_steps: steps,
+            };
+        }
+        LrSchedule::Decay(d) => {
+            if d.warmup_steps.saturating_add(d.decay_steps) == d.total_steps {
+                d.decay_steps = d.total_steps.saturating_sub(steps).max(1);
+            }
+            d.warmup_steps = steps;
+        }
+        LrSchedule::Warmup(_) | LrSchedule::WarmupDecay(_) | LrSchedule::WarmupCosine(_)
+            if steps < 2 =>
+        {
+            return Err(CliError::Usage(format!(
+                "--warmup-steps {steps}: DeepSpeed's schedule {name} has at least 2 steps of warm-up; pass 2, or \
+                 --schedule constant, linear or cosine"
+            )));
+        }
+        LrSchedule::Warmup(w) => w.warmup_num_steps = steps,
+        LrSchedule::WarmupDecay(w) => w.warmup_num_steps = steps,
+        LrSchedule::WarmupCosine(w) => w.warmup_num_steps = steps,
+        _ => {
+            return Err(CliError::Usage(format!(
+                "--warmup-steps {steps}: the schedule {name} has no warm-up; pass --schedule"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn apply_min_lr(
+    schedule: &mut LrSchedule,
+    name: &str,
+    min_lr: f64,
+    lr: f64,
+) -> Result<(), CliError> {
+    if min_lr > lr {
+        return Err(CliError::Usage(format!(
+            "--min-lr {min_lr}: expected at most the learning rate {lr}"
+        )));
     }
     match schedule {
-        LrSchedule::Decay(d)
-            if d.warmup_steps.saturating_add(d.decay_steps)
-                > d.total_steps.max(d.warmup_steps.saturating_add(1)) =>
-        {
-            usage(format!(
-                "{} steps of warm-up and {} of decay are more than {} steps; pass fewer --warmup-steps or --decay-steps",
-                d.warmup_steps, d.decay_steps, d.total_steps
-            ))
+        LrSchedule::Decay(d) => d.min_lr = min_lr,
+        LrSchedule::WarmupCosine(w) if lr > 0.0 => w.cos_min_ratio = min_lr / lr,
+        _ => {
+            return Err(CliError::Usage(format!(
+                "--min-lr {min_lr}: the schedule {name} does not decay to it; pass --schedule linear, cosine or wsd"
+            )));
         }
-        _ => Ok(()),
     }
+    Ok(())
+}
+
+/// Checks that warm-up and decay end with the schedule.
+fn check_length(schedule: &LrSchedule) -> Result<(), CliError> {
+    let LrSchedule::Decay(d) = schedule else {
+        return Ok(());
+    };
+    let steps = d.warmup_steps.saturating_add(d.decay_steps);
+    if steps <= d.total_steps.max(d.warmup_steps.saturating_add(1)) {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "{} steps of warm-up and {} of decay are more than {} steps; pass fewer --warmup-steps or --decay-steps",
+        d.warmup_steps, d.decay_steps, d.total_steps
+    )))
 }
 
 /// The step at which a decay ends.

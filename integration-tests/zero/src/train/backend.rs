@@ -34,6 +34,22 @@ struct Machine<'a> {
     nccl: &'a dyn Fn() -> Result<(), String>,
 }
 
+impl Machine<'_> {
+    /// The number of GPUs of a machine that has what a rank on one needs.
+    ///
+    /// # Errors
+    /// What is missing.
+    fn usable_gpus(&self) -> Result<usize, String> {
+        let gpus = (self.gpus)()?;
+        if gpus == 0 {
+            return Err("the driver reports no GPU".to_owned());
+        }
+        (self.nvrtc)()?;
+        (self.cublaslt)()?;
+        Ok(gpus)
+    }
+}
+
 /// Chooses the back end.
 ///
 /// # Errors
@@ -56,47 +72,28 @@ fn choose_on(
     machine: &Machine<'_>,
     launched: impl FnOnce() -> Result<Option<Ranks>, CliError>,
 ) -> Result<Backend, CliError> {
-    let usage = |text: &str| Err(CliError::Usage(text.to_owned()));
-    match (args.device, args.comm) {
-        (DeviceChoice::Cuda, CommChoice::Threads | CommChoice::Mpi) => {
-            return usage("--device cuda: ranks on CUDA communicate through NCCL; remove --comm");
-        }
-        (DeviceChoice::Cpu, CommChoice::Nccl) => {
-            return usage("--comm nccl requires --device cuda");
-        }
-        (DeviceChoice::Cpu, _) | (DeviceChoice::Auto, CommChoice::Threads | CommChoice::Mpi) => {
-            return Ok(Backend::Host);
-        }
-        _ => {}
+    if !may_use_gpus(args)? {
+        return Ok(Backend::Host);
     }
     let required = args.device == DeviceChoice::Cuda || args.comm == CommChoice::Nccl;
-    let launched = launched();
-    // The other ranks of a launcher may use GPUs, and then wait for this one.
-    let is_one_of_many = matches!(&launched, Ok(Some(ranks)) if ranks.world_size > 1);
-    let on_host = |reason: &str| {
-        match is_one_of_many && Path::new(NVIDIA_DEVICE).exists() {
-            true => {
-                tracing::warn!("training on the host: {reason}; --device cuda makes this an error")
-            }
-            false => tracing::debug!("training on the host: {reason}"),
-        }
-        Ok(Backend::Host)
-    };
     let flag = if args.device == DeviceChoice::Cuda {
         "--device cuda"
     } else {
         "--comm nccl requires --device cuda"
     };
-    let gpus = match (machine.gpus)() {
-        Ok(0) => Err("the driver reports no GPU".to_owned()),
-        other => other,
+    let launched = launched();
+    // The other ranks of a launcher may use GPUs, and then wait for this one.
+    let is_one_of_many = matches!(&launched, Ok(Some(ranks)) if ranks.world_size > 1);
+    let on_host = |reason: &str| {
+        if is_one_of_many && Path::new(NVIDIA_DEVICE).exists() {
+            tracing::warn!("training on the host: {reason}; --device cuda makes this an error");
+        } else {
+            tracing::debug!("training on the host: {reason}");
+        }
+        Ok(Backend::Host)
     };
-    let gpus = gpus.and_then(|gpus| {
-        (machine.nvrtc)()?;
-        (machine.cublaslt)()?;
-        Ok(gpus)
-    });
-    let gpus = match gpus {
+
+    let gpus = match machine.usable_gpus() {
         Ok(gpus) => gpus,
         Err(reason) if required => return Err(CliError::Usage(format!("{flag}: {reason}"))),
         Err(reason) => return on_host(&reason),
@@ -128,6 +125,24 @@ fn choose_on(
         return on_host(&reason);
     }
     Ok(Backend::Cuda { gpus, launched })
+}
+
+/// Whether the flags allow GPUs.
+///
+/// # Errors
+/// The flags contradict each other.
+fn may_use_gpus(args: &TrainArgs) -> Result<bool, CliError> {
+    let contradiction = match (args.device, args.comm) {
+        (DeviceChoice::Cuda, CommChoice::Threads | CommChoice::Mpi) => {
+            "--device cuda: ranks on CUDA communicate through NCCL; remove --comm"
+        }
+        (DeviceChoice::Cpu, CommChoice::Nccl) => "--comm nccl requires --device cuda",
+        (DeviceChoice::Cpu, _) | (DeviceChoice::Auto, CommChoice::Threads | CommChoice::Mpi) => {
+            return Ok(false);
+        }
+        _ => return Ok(true),
+    };
+    Err(CliError::Usage(contradiction.to_owned()))
 }
 
 /// The number of ranks of the run. Without a flag it is that of a resumed run where the GPUs

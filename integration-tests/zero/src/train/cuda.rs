@@ -9,9 +9,10 @@ use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
 use super::backend;
 use super::exchange::StartExchange;
+use super::parts::Gpu;
 use super::resume::{self, Resumed};
 use super::session::{observed, run_error};
-use super::setup::{Gpu, RunSetup};
+use super::setup::RunSetup;
 use super::signals::{self, Signals};
 use crate::error::CliError;
 use crate::launcher::{Job, JobError};
@@ -76,23 +77,10 @@ fn run_rank(
     gpus: usize,
     launched: Option<&Ranks>,
 ) -> Result<(), CliError> {
-    let (rank, world_size, local_rank) =
-        launched.map_or((0, 1, 0), |l| (l.rank, l.world_size, l.local_rank));
+    let (rank, local_rank) = launched.map_or((0, 0), |l| (l.rank, l.local_rank));
     // Before the driver starts threads, which inherit the cores.
     let cores = bind(launched, local_rank, gpus)?;
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
-    let limit = Duration::from_secs(args.time_limit);
-    let connect = || -> Result<Arc<dyn Communicator<CudaDevice>>, CliError> {
-        match launched {
-            Some(ranks) if world_size > 1 => {
-                check_sharing(args, local_rank >= gpus)?;
-                let joined =
-                    NcclCommunicator::join(&device, ranks, CommOptions::default().limit(limit));
-                Ok(Arc::new(joined.map_err(|e| join_error(rank, e))?))
-            }
-            _ => Ok(Arc::new(Solo::new(device.clone()))),
-        }
-    };
     let rank_setup = RankSetup {
         device: &device,
         launched,
@@ -108,7 +96,7 @@ fn run_rank(
         Some(rank_setup.make(args, resumed)?)
     };
 
-    let comm = connect()?;
+    let comm = connect(args, &device, launched, gpus)?;
     let start = StartExchange::new(&*comm, device.clone(), args.time_limit)?;
     start.agree(Ok(()), |()| resume::start_settings(args))?;
     let setup = match early {
@@ -124,16 +112,41 @@ fn run_rank(
 
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
-    let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
-    observed(&setup, &signals, rank == 0, |observe| {
+    train(&setup, &signals, &device, comm, rank)
+}
+
+/// Connects the rank with the others.
+fn connect(
+    args: &TrainArgs,
+    device: &CudaDevice,
+    launched: Option<&Ranks>,
+    gpus: usize,
+) -> Result<Arc<dyn Communicator<CudaDevice>>, CliError> {
+    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else {
+        return Ok(Arc::new(Solo::new(device.clone())));
+    };
+    check_sharing(args, ranks.local_rank >= gpus)?;
+    let limit = Duration::from_secs(args.time_limit);
+    let joined = NcclCommunicator::join(device, ranks, CommOptions::default().limit(limit));
+    Ok(Arc::new(joined.map_err(|e| join_error(ranks.rank, e))?))
+}
+
+fn train(
+    setup: &RunSetup,
+    signals: &Signals,
+    device: &CudaDevice,
+    comm: Arc<dyn Communicator<CudaDevice>>,
+    rank: usize,
+) -> Result<(), CliError> {
+    observed(setup, signals, rank == 0, |observe| {
         let comm_of_run = Arc::clone(&comm);
         let summary = run_on_cuda(
-            &device,
+            device,
             comm_of_run,
             setup.is_recorded(),
-            settings,
-            workload,
-            options,
+            &setup.settings,
+            &setup.workload,
+            &setup.options,
             observe,
         );
         // Dropped before anything is printed, because leaving the communicator may wait for the

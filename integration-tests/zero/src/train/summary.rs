@@ -2,18 +2,14 @@
 
 use std::fmt::Write;
 
-use indicatif::{HumanBytes, HumanCount};
+use indicatif::HumanCount;
 use zero_optim::LossScaling;
-use zero_shard::StateBytes;
 
+use super::memory_table;
 use super::setup::RunSetup;
 use super::utilization::Utilization;
-use crate::memory::limits::resident_peak_bytes;
-use crate::output::counted;
-use zero_trainer::{
-    Breakdown, CommBytes, Home, MemoryBytes, MemoryTrace, NvmeBytes, RankSummary, StepMetrics,
-    Validation,
-};
+use crate::output::{bytes, counted};
+use zero_trainer::{Breakdown, CommBytes, RankSummary, StepMetrics, Validation};
 
 /// The figures of the run.
 pub(crate) fn closing(
@@ -27,33 +23,51 @@ pub(crate) fn closing(
         return out;
     };
     let Some(last) = &first.last else {
-        let (steps, at) = (setup.options.steps, first.resumed_at);
-        let _ = match setup.options.resume {
-            Some(_) => {
-                writeln!(
-                    out,
-                    "nothing to do: the checkpoint is at step {at}, --steps {steps} is the last step"
-                )
-            }
-            None => writeln!(out, "nothing to do: --steps {steps} is the last step"),
-        };
-        if let Some(path) = &first.checkpoint {
-            let _ = writeln!(out, "checkpoint: {}", path.display());
-        }
+        nothing_to_do(&mut out, setup, first);
         return out;
     };
+
     if first.cancelled {
-        let dir = setup
-            .options
-            .checkpoint
-            .as_ref()
-            .filter(|_| first.checkpoint.is_some())
-            .map(|(dir, _)| dir.display());
-        let rest = dir
-            .map(|dir| format!("; continue with --resume {dir}"))
-            .unwrap_or_default();
-        let _ = writeln!(out, "interrupted at step {}{rest}", first.step);
+        interrupted(&mut out, setup, first);
     }
+    loss(&mut out, setup, last, steps);
+    validation(&mut out, first, steps);
+    speed(&mut out, setup, steps);
+    if let Some(utilization) = utilization {
+        breakdown_table(&mut out, steps, utilization);
+    }
+    memory_table::write(&mut out, setup, ranks);
+    // A skipped step gathers no new parameters.
+    let applied = steps.iter().rfind(|s| !s.skipped).unwrap_or(last);
+    traffic_table(&mut out, setup, &applied.comm_bytes);
+    if let Some(path) = &first.checkpoint {
+        let _ = writeln!(out, "checkpoint: {}", path.display());
+    }
+    out
+}
+
+fn nothing_to_do(out: &mut String, setup: &RunSetup, first: &RankSummary) {
+    let steps = setup.options.steps;
+    let at = first.resumed_at;
+    let reason = match setup.options.resume {
+        Some(_) => format!("the checkpoint is at step {at}, --steps {steps} is the last step"),
+        None => format!("--steps {steps} is the last step"),
+    };
+    let _ = writeln!(out, "nothing to do: {reason}");
+    if let Some(path) = &first.checkpoint {
+        let _ = writeln!(out, "checkpoint: {}", path.display());
+    }
+}
+
+fn interrupted(out: &mut String, setup: &RunSetup, first: &RankSummary) {
+    let rest = match (&setup.options.checkpoint, &first.checkpoint) {
+        (Some((dir, _)), Some(_)) => format!("; continue with --resume {}", dir.display()),
+        _ => String::new(),
+    };
+    let _ = writeln!(out, "interrupted at step {}{rest}", first.step);
+}
+
+fn loss(out: &mut String, setup: &RunSetup, last: &StepMetrics, steps: &[StepMetrics]) {
     let newest = &steps[steps.len().saturating_sub(20)..];
     let _ = writeln!(
         out,
@@ -63,7 +77,9 @@ pub(crate) fn closing(
         counted(last.step, "step"),
         setup.workload.data.unigram_loss()
     );
-    validation(&mut out, first, steps);
+}
+
+fn speed(out: &mut String, setup: &RunSetup, steps: &[StepMetrics]) {
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
         let _ = writeln!(
             out,
@@ -84,17 +100,6 @@ pub(crate) fn closing(
             exposed * 100.0
         );
     }
-    if let Some(utilization) = utilization {
-        breakdown_table(&mut out, steps, utilization);
-    }
-    memory_table(&mut out, setup, ranks);
-    // A skipped step gathers no new parameters.
-    let applied = steps.iter().rfind(|s| !s.skipped).unwrap_or(last);
-    traffic_table(&mut out, setup, &applied.comm_bytes);
-    if let Some(path) = &first.checkpoint {
-        let _ = writeln!(out, "checkpoint: {}", path.display());
-    }
-    out
 }
 
 /// A run that ends with this many skipped steps has diverged, if a lower loss scale could not help:
@@ -177,197 +182,6 @@ fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
             out,
             "best validation loss {:.4}, after step {}{path}",
             best.loss, best.step
-        );
-    }
-}
-
-/// Selects one figure of a rank's memory.
-type Field<'a> = &'a dyn Fn(&MemoryBytes) -> u64;
-
-fn memory_table(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
-    let settings = &setup.settings;
-    let formula = |stage| {
-        settings.resolve_groups(&setup.layout).ok()?.state_bytes(
-            &setup.layout,
-            stage,
-            &settings.widths(),
-        )
-    };
-    let (Some(formula), stage0) = (
-        formula(settings.stage),
-        formula(zero_shard::ZeroStage::Zero),
-    ) else {
-        return;
-    };
-    let stage0 = stage0.map(|state| state.total_bytes());
-    // The part in memory.
-    let offload = &settings.offload;
-    let kept = |home: &Home, bytes: u64| {
-        if matches!(home, Home::Nvme(_)) {
-            0
-        } else {
-            bytes
-        }
-    };
-    let formula = StateBytes {
-        params_bytes: kept(&offload.params, formula.params_bytes),
-        grads_bytes: kept(&offload.params, formula.grads_bytes),
-        optimizer_bytes: kept(&offload.optimizer, formula.optimizer_bytes),
-    };
-    let held: Vec<MemoryBytes> = ranks
-        .iter()
-        .filter_map(|r| r.last.as_ref())
-        .map(|m| m.memory)
-        .collect();
-    let range = |of: Field<'_>| {
-        let (least, most) = (
-            held.iter().map(of).min().unwrap_or(0),
-            held.iter().map(of).max().unwrap_or(0),
-        );
-        let (least, most) = (bytes(least), bytes(most));
-        if least == most {
-            most
-        } else {
-            format!("{least} to {most}")
-        }
-    };
-    let n = setup.ranks;
-    let who = if held.len() == n {
-        format!("each of {}", counted(n as u64, "rank"))
-    } else {
-        "rank 0".to_owned()
-    };
-    // The trace has no offloaded state.
-    let trace = ranks
-        .first()
-        .and_then(|rank| rank.memory.as_ref())
-        .filter(|_| !offload.updates_on_host());
-    let peak = trace.and_then(MemoryTrace::peak);
-    let heading = if peak.is_some() {
-        format!(" {:>12}", "at the peak")
-    } else {
-        String::new()
-    };
-    let held_by = format!("held by {who}");
-    let total = |m: &MemoryBytes| m.params_bytes + m.grads_bytes + m.optimizer_bytes;
-    let all = |m: &MemoryBytes| {
-        total(m) + m.buckets_bytes + m.activations_bytes + m.workspace_bytes + m.staging_bytes
-    };
-    let rows: [(&str, Field<'_>, Option<u64>); 10] = [
-        (
-            "parameters",
-            &|m| m.params_bytes,
-            Some(formula.params_bytes),
-        ),
-        ("gradients", &|m| m.grads_bytes, Some(formula.grads_bytes)),
-        (
-            "optimizer state",
-            &|m| m.optimizer_bytes,
-            Some(formula.optimizer_bytes),
-        ),
-        ("model state", &total, Some(formula.total_bytes())),
-        ("buckets, gathered units", &|m| m.buckets_bytes, None),
-        ("activations", &|m| m.activations_bytes, None),
-        ("workspace", &|m| m.workspace_bytes, None),
-        ("copy for a checkpoint", &|m| m.staging_bytes, None),
-        ("total", &all, None),
-        ("peak at one moment", &|m| m.peak_bytes, None),
-    ];
-    // The bytes at the peak, in the same fields.
-    let at_peak = peak.map(|peak| {
-        let [
-            params_bytes,
-            grads_bytes,
-            optimizer_bytes,
-            buckets_bytes,
-            activations_bytes,
-            workspace_bytes,
-        ] = peak.bytes;
-        let staging_bytes = held.first().map_or(0, |m| m.staging_bytes);
-        let in_peak = if setup.device.is_none() {
-            staging_bytes
-        } else {
-            0
-        };
-        let (peak_bytes, reserved_bytes) = (peak.total_bytes() + in_peak, 0);
-        MemoryBytes {
-            params_bytes,
-            grads_bytes,
-            optimizer_bytes,
-            buckets_bytes,
-            activations_bytes,
-            workspace_bytes,
-            staging_bytes,
-            peak_bytes,
-            reserved_bytes,
-            host_bytes: 0,
-        }
-    });
-    // The ranks may differ; then the columns are wider.
-    let width = rows
-        .iter()
-        .map(|(_, of, _)| range(*of).len())
-        .max()
-        .unwrap_or(0)
-        .max(12);
-    let _ = writeln!(
-        out,
-        "\n{held_by:<26} {:>width$} {:>12}{heading} (padding included)",
-        "measured", "formula"
-    );
-    for (name, of, formula) in rows {
-        let at_peak = at_peak
-            .as_ref()
-            .map(|peak| format!(" {:>12}", bytes(of(peak))))
-            .unwrap_or_default();
-        let formula = formula.map_or("-".to_owned(), bytes);
-        let _ = writeln!(
-            out,
-            "  {name:<24} {:>width$} {formula:>12}{at_peak}",
-            range(of)
-        );
-    }
-    if let Some(moment) = trace.and_then(MemoryTrace::peak_moment) {
-        let _ = writeln!(out, "  (the peak is rank 0's in its last step, {moment})");
-    }
-    if let (Some(process), None) = (resident_peak_bytes(), &setup.device) {
-        let _ = writeln!(out, "  (this process held at most {})", bytes(process));
-    }
-    if let Some(host) = held
-        .first()
-        .filter(|m| m.host_bytes > 0 && setup.device.is_some())
-    {
-        let _ = writeln!(
-            out,
-            "  in host memory, at most  {:>width$}",
-            bytes(host.host_bytes)
-        );
-    }
-    let files = ranks
-        .first()
-        .and_then(|rank| rank.last.as_ref())
-        .and_then(|last| last.nvme);
-    if let Some(NvmeBytes {
-        file_bytes,
-        read_bytes,
-        written_bytes,
-    }) = files
-    {
-        let _ = writeln!(
-            out,
-            "  on NVMe                  {:>width$}   (the last step read {} and wrote {})",
-            bytes(file_bytes),
-            bytes(read_bytes),
-            bytes(written_bytes)
-        );
-    }
-    if let (Some(stage0), true) = (stage0, settings.stage.shards_optimizer()) {
-        let ours = (formula.total_bytes() + files.map_or(0, |files| files.file_bytes)).max(1);
-        let _ = writeln!(
-            out,
-            "  (stage 0 would hold {}: {:.2} x)",
-            bytes(stage0),
-            stage0 as f64 / ours as f64
         );
     }
 }
@@ -480,10 +294,6 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
-}
-
-fn bytes(n: u64) -> String {
-    HumanBytes(n).to_string()
 }
 
 #[cfg(test)]
