@@ -81,35 +81,20 @@ const MAX_GPUS_OF_NODE: u64 = 1024;
 impl Request {
     /// Builds the request and the warnings about ignored settings.
     pub(crate) fn new(args: &PlanArgs) -> Result<(Self, Vec<String>), CliError> {
-        let file = args
-            .config
-            .as_deref()
-            .map(DsConfig::open)
-            .transpose()
-            .map_err(CliError::usage)?;
-        let mut notices = file
-            .as_ref()
-            .map(|f| f.warnings.clone())
-            .unwrap_or_default();
-        if args.gpus == 0 || args.nodes == 0 || !args.gpus.is_multiple_of(args.nodes) {
-            let (gpus, nodes) = (args.gpus, args.nodes);
-            return Err(CliError::Usage(format!(
-                "--gpus {gpus} --nodes {nodes}: expected the same number of GPUs, at least 1, on each node"
-            )));
+        let file = args.config.as_deref().map(DsConfig::open);
+        let file = file.transpose().map_err(CliError::usage)?;
+        let file = file.map(Box::new);
+        let mut notices = Vec::new();
+        if let Some(file) = &file {
+            notices.extend(file.warnings.iter().cloned());
         }
-        let of_node = args.gpus / args.nodes;
-        if of_node > MAX_GPUS_OF_NODE {
-            return Err(CliError::Usage(format!(
-                "--gpus {} --nodes {}: on how many nodes are they? {of_node} GPUs are too many for one (at most \
-                 {MAX_GPUS_OF_NODE}); pass --nodes",
-                args.gpus, args.nodes
-            )));
-        }
+        check_gpus(args)?;
         check_positive(&[
             ("--micro-batch", args.micro_batch),
             ("--grad-accum", args.grad_accum),
             ("--bucket-elems", args.bucket_elems),
         ])?;
+
         let (model, positions) = model(args, &mut notices)?;
         let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
         check_seq_len(seq_len, positions)?;
@@ -119,33 +104,18 @@ impl Request {
             .map_err(CliError::usage)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
         let zero = zero.as_ref();
-        let checkpointing = args.activation_checkpointing
-            || file
-                .as_ref()
-                .is_some_and(|f| f.activation_checkpointing.is_some());
-        let dtype = args.dtype.map_or(
-            file.as_ref().map_or(DType::Bf16, configured_dtype),
-            DType::from,
-        );
+        let blocks = file.as_ref().and_then(|file| file.activation_checkpointing);
+        let checkpointing = args.activation_checkpointing || blocks.is_some();
+        let of_file = file
+            .as_ref()
+            .map_or(DType::Bf16, |file| configured_dtype(file));
+        let dtype = args.dtype.map_or(of_file, DType::from);
         let run = Offloaded {
             stage: ZeroStage::Three,
             dtype,
             checkpointing,
         };
-        let mut offload = offload::settings(
-            &args.offload,
-            file.as_ref(),
-            &OffloadSettings::default(),
-            run,
-            &mut notices,
-        )?;
-        // At stages without offloaded parameters the optimizer is where it was placed.
-        offload.optimizer = match &args.offload.offload {
-            Some(home) => home.clone(),
-            None => zero
-                .map(|z| z.offload_optimizer.clone())
-                .unwrap_or_default(),
-        };
+        let offload = offload(args, file.as_deref(), run, &mut notices)?;
         let sub_group = zero
             .and_then(|z| z.sub_group_elems)
             .unwrap_or(u64::MAX)
@@ -173,7 +143,7 @@ impl Request {
             peak_tflops: args.peak_tflops,
             drive_tbw: args.drive_tbw,
             drive_bytes_per_s: args.drive_gb_per_s * 1e9,
-            file: file.map(Box::new),
+            file,
         };
         Ok((request.with_sizes_of_file(), notices))
     }
@@ -313,6 +283,43 @@ impl Request {
             limit: Duration::ZERO,
         }
     }
+}
+
+/// Checks the GPUs and the nodes.
+fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
+    let gpus = args.gpus;
+    let nodes = args.nodes;
+    if gpus == 0 || nodes == 0 || !gpus.is_multiple_of(nodes) {
+        return Err(CliError::Usage(format!(
+            "--gpus {gpus} --nodes {nodes}: expected the same number of GPUs, at least 1, on each node"
+        )));
+    }
+    let of_node = gpus / nodes;
+    if of_node > MAX_GPUS_OF_NODE {
+        return Err(CliError::Usage(format!(
+            "--gpus {gpus} --nodes {nodes}: on how many nodes are they? {of_node} GPUs are too many for one (at most \
+             {MAX_GPUS_OF_NODE}); pass --nodes"
+        )));
+    }
+    Ok(())
+}
+
+/// The offload at stage 3. At stages without offloaded parameters the optimizer is where it was
+/// placed.
+fn offload(
+    args: &PlanArgs,
+    file: Option<&DsConfig>,
+    run: Offloaded,
+    notices: &mut Vec<String>,
+) -> Result<OffloadSettings, CliError> {
+    let default = OffloadSettings::default();
+    let mut offload = offload::settings(&args.offload, file, &default, run, notices)?;
+    offload.optimizer = match (&args.offload.offload, file) {
+        (Some(home), _) => home.clone(),
+        (None, Some(file)) => file.zero.offload_optimizer.clone(),
+        (None, None) => Home::default(),
+    };
+    Ok(offload)
 }
 
 /// The type that the file selects. `"auto"` is the default of a plan, and without a choice it is

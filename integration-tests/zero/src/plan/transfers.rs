@@ -64,17 +64,44 @@ pub(crate) fn transfers(
     layout: &Layout,
     checkpoints_bytes: u64,
 ) -> (Vec<Transfers>, Option<Wear>) {
-    let (widths, offload, accum) = (settings.widths(), &settings.offload, request.grad_accum);
-    let updated = if settings.stage.shards_optimizer() {
+    let updated = updated_elems(settings, layout);
+    let (link, nvme) = moved(request, settings, layout, checkpoints_bytes);
+    let work = Work::new(request, layout);
+    let mut tiers = Vec::new();
+    for (tier, bytes) in [("gpu", link), ("nvme", nvme)] {
+        tiers.extend(work.transfers(tier, bytes, updated));
+    }
+    let nvme = tiers.iter().find(|transfers| transfers.tier == "nvme");
+    let wear = nvme.map(|nvme| work.wear(request, nvme));
+    (tiers, wear)
+}
+
+/// The parameters that a rank updates.
+fn updated_elems(settings: &Settings, layout: &Layout) -> u64 {
+    if settings.stage.shards_optimizer() {
         layout.shard_elems()
     } else {
         layout.padded_elems()
-    };
+    }
+}
+
+/// The bytes of a step between GPU and host memory, and between host memory and NVMe.
+fn moved(
+    request: &Request,
+    settings: &Settings,
+    layout: &Layout,
+    checkpoints_bytes: u64,
+) -> (Bytes, Bytes) {
+    let widths = settings.widths();
+    let offload = &settings.offload;
+    let accum = request.grad_accum;
+    let updated = updated_elems(settings, layout);
     let bytes = |elems: u64, width: u64| elems.saturating_mul(width);
     let params = bytes(updated, widths.param_bytes);
     let gathered = bytes(gathered_elems(request, layout), widths.param_bytes);
 
-    let (mut link, mut nvme) = (Bytes::default(), Bytes::default());
+    let mut link = Bytes::default();
+    let mut nvme = Bytes::default();
     if offload.updates_on_host() {
         link.compute[1] = bytes(updated, widths.comm_grad_bytes).saturating_mul(accum);
     }
@@ -106,47 +133,65 @@ pub(crate) fn transfers(
         nvme.compute[1] = sums.saturating_mul(accum);
         nvme.update[0] = nvme.update[0].saturating_add(sums);
     }
+    (link, nvme)
+}
 
-    let numel = layout.numel_elems() as f64;
-    let micro_tokens = request.micro_batch as f64 * request.seq_len as f64;
-    let flops_per_token = if request.checkpointing { 8.0 } else { 6.0 } * numel;
-    let flops = flops_per_token * micro_tokens * accum as f64;
-    let peak = request.peak_tflops * 1e12;
-    let (compute_s, forward_s) = (flops / peak, 2.0 * numel * micro_tokens / peak);
-    let tiers = [("gpu", link), ("nvme", nvme)].into_iter().filter_map(
-        |(tier, Bytes { update, compute })| {
-            let sum = |at: usize| update[at].saturating_add(compute[at]);
-            let (read_bytes, written_bytes) = (sum(0), sum(1));
-            let all = read_bytes as f64 + written_bytes as f64;
-            let of_update = update[0] as f64 + update[1] as f64;
-            (all > 0.0).then(|| Transfers {
-                tier,
-                read_bytes,
-                written_bytes,
-                read_bytes_per_param: read_bytes as f64 / updated as f64,
-                written_bytes_per_param: written_bytes as f64 / updated as f64,
-                flops_per_byte: flops / all,
-                half_efficiency_bytes_per_s: all / compute_s,
-                hiding_bytes_per_s: (all / compute_s).max(of_update / forward_s),
-            })
-        },
-    );
-    let tiers: Vec<Transfers> = tiers.collect();
-    let wear = tiers.iter().find(|t| t.tier == "nvme").map(|nvme| {
+/// The work of a step on one GPU.
+struct Work {
+    flops: f64,
+    /// Time of forward and backward at the peak of the GPU.
+    compute_s: f64,
+    /// Time of the forward of a micro-batch.
+    forward_s: f64,
+}
+
+impl Work {
+    fn new(request: &Request, layout: &Layout) -> Self {
+        let numel = layout.numel_elems() as f64;
+        let micro_tokens = request.micro_batch as f64 * request.seq_len as f64;
+        let flops_per_token = if request.checkpointing { 8.0 } else { 6.0 } * numel;
+        let flops = flops_per_token * micro_tokens * request.grad_accum as f64;
+        let peak = request.peak_tflops * 1e12;
+        Self {
+            flops,
+            compute_s: flops / peak,
+            forward_s: 2.0 * numel * micro_tokens / peak,
+        }
+    }
+
+    /// The transfers of `bytes`, if there are any, where a rank updates `updated` parameters.
+    fn transfers(&self, tier: &'static str, bytes: Bytes, updated: u64) -> Option<Transfers> {
+        let Bytes { update, compute } = bytes;
+        let read_bytes = update[0].saturating_add(compute[0]);
+        let written_bytes = update[1].saturating_add(compute[1]);
+        let all = read_bytes as f64 + written_bytes as f64;
+        let of_update = update[0] as f64 + update[1] as f64;
+        (all > 0.0).then(|| Transfers {
+            tier,
+            read_bytes,
+            written_bytes,
+            read_bytes_per_param: read_bytes as f64 / updated as f64,
+            written_bytes_per_param: written_bytes as f64 / updated as f64,
+            flops_per_byte: self.flops / all,
+            half_efficiency_bytes_per_s: all / self.compute_s,
+            hiding_bytes_per_s: (all / self.compute_s).max(of_update / self.forward_s),
+        })
+    }
+
+    /// The wear of the drive of a node.
+    fn wear(&self, request: &Request, nvme: &Transfers) -> Wear {
         let gpus = (request.gpus / request.nodes) as f64;
         let drive_s =
             nvme.read_bytes.max(nvme.written_bytes) as f64 * gpus / request.drive_bytes_per_s;
-        let step_s = compute_s.max(drive_s);
+        let step_s = self.compute_s.max(drive_s);
         let written_bytes_per_day = nvme.written_bytes as f64 * gpus / step_s * SECONDS_A_DAY;
-        let rated_days = request.drive_tbw * 1e12 / written_bytes_per_day;
         Wear {
             step_s,
-            waits_for_drive: drive_s > compute_s,
+            waits_for_drive: drive_s > self.compute_s,
             written_bytes_per_day,
-            rated_days,
+            rated_days: request.drive_tbw * 1e12 / written_bytes_per_day,
         }
-    });
-    (tiers, wear)
+    }
 }
 
 /// Elements of this rank's shards that a step gathers. The head, whose backward follows its
