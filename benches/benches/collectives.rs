@@ -81,7 +81,8 @@ impl Rank {
     }
 
     fn run(&self, op: &str, repeat: u32) {
-        let (n, rank) = (self.comm.world_size(), self.comm.rank());
+        let n = self.comm.world_size();
+        let rank = self.comm.rank();
         let own = rank * self.whole.len() / n..(rank + 1) * self.whole.len() / n;
         for _ in 0..repeat {
             match op {

@@ -48,10 +48,8 @@ fn layout(c: &mut Criterion) {
 
 fn plans(c: &mut Criterion) {
     let units = units(100_000);
-    let (from, to) = (
-        Layout::new(&units, 4096, 128).unwrap(),
-        Layout::new(&units, 1024, 64).unwrap(),
-    );
+    let from = Layout::new(&units, 4096, 128).unwrap();
+    let to = Layout::new(&units, 1024, 64).unwrap();
     c.bench_function(
         "one rank's reshard plan, 4,096 to 1,024 ranks, 100,000 parameters",
         |b| {

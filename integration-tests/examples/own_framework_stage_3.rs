@@ -68,16 +68,13 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     let shards: Vec<_> = shards.iter_mut().map(|shard| view(shard)).collect();
     let own: Vec<_> = shards.iter().map(|shard| [(*shard, 0)]).collect();
     let sums: Vec<_> = sums.iter_mut().map(|sum| view(sum)).collect();
-    let (device, comm) = (
-        HostDevice::new(),
-        Arc::new(comm) as Arc<dyn Communicator<HostDevice>>,
-    );
-    let (compute, comm_stream) = (
-        device.create_stream("compute")?,
-        device.create_stream("comm")?,
-    );
+    let device = HostDevice::new();
+    let comm = Arc::new(comm) as Arc<dyn Communicator<HostDevice>>;
+    let compute = device.create_stream("compute")?;
+    let comm_stream = device.create_stream("comm")?;
     let _wait = WaitOnDrop::new(comm.clone(), [compute.clone(), comm_stream.clone()], LIMIT);
-    let (pool, kernels) = (Pool::new(device, 1 << 20), Arc::new(HostKernels::new(1)?));
+    let pool = Pool::new(device, 1 << 20);
+    let kernels = Arc::new(HostKernels::new(1)?);
     let options = BucketOptions::new(64, DType::Bf16);
     let buckets = Buckets::new(
         &pool,
@@ -116,10 +113,8 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         0 => optim.init_masters(&compute, &own)?,
         _ => optim.load(&compute, &Reader::open(dir)?, &own_params, LIMIT)?,
     }
-    let (streams, options) = (
-        (compute.clone(), comm_stream.clone()),
-        PrefetchOptions::default(),
-    );
+    let streams = (compute.clone(), comm_stream.clone());
+    let options = PrefetchOptions::default();
     let mut prefetcher = Prefetcher::new(
         pool.clone(),
         comm.clone(),
@@ -150,10 +145,8 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         let mut reduced = Vec::new();
         for (layer, grads) in grads.iter_mut().enumerate().rev() {
             // glue: the layer is summed over ranks while backward goes on
-            let (unit, outputs) = (
-                gathered.unshard(layer)?,
-                [&*outputs[layer], &outputs[layer + 1], &dy],
-            );
+            let unit = gathered.unshard(layer)?;
+            let outputs = [&*outputs[layer], &outputs[layer + 1], &dy];
             dy = unit.read(LIMIT, |params| backward(layer, params, outputs, grads))?;
             gathered.reshard(unit);
             reduced.insert(
@@ -179,10 +172,8 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     }
 
     // glue: the checkpoint
-    let (meta, store) = (
-        SaveMeta::default().step(steps.end).stage(ZeroStage::Three),
-        Store::create(dir, id, StoreOptions::default())?,
-    );
+    let meta = SaveMeta::default().step(steps.end).stage(ZeroStage::Three);
+    let store = Store::create(dir, id, StoreOptions::default())?;
     optim.save(
         &compute,
         &store,

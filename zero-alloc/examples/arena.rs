@@ -94,10 +94,8 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
         }))?;
     }
     for (i, purpose) in Purpose::ALL.map(Some).into_iter().chain([None]).enumerate() {
-        let (y, name) = (
-            20 + 20 * i as i32,
-            purpose.map_or("free".to_owned(), |purpose| format!("{purpose:?}")),
-        );
+        let y = 20 + 20 * i as i32;
+        let name = purpose.map_or("free".to_owned(), |purpose| format!("{purpose:?}"));
         legend.draw(&Rectangle::new(
             [(0, y), (12, y + 12)],
             colour(purpose).filled(),

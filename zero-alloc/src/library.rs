@@ -232,10 +232,8 @@ mod tests {
             "{tried:?}"
         );
         // SAFETY: nothing is loaded.
-        assert_eq!(
-            unsafe { Library::open(&[] as &[&str]) }.err(),
-            Some(Vec::new())
-        );
+        let of_none = unsafe { Library::open(&[] as &[&str]) };
+        assert_eq!(of_none.err(), Some(Vec::new()));
     }
 
     #[test]

@@ -114,7 +114,9 @@ pub struct Timeline(Arc<Inner>);
 
 impl Default for Timeline {
     fn default() -> Self {
-        let (phase, spans, pending) = (Mutex::default(), Mutex::default(), Mutex::default());
+        let phase = Mutex::default();
+        let spans = Mutex::default();
+        let pending = Mutex::default();
         Self(Arc::new(Inner {
             origin: Instant::now(),
             phase,
@@ -204,7 +206,8 @@ mod tests {
 
     impl Pending for Later {
         fn poll(&self) -> Poll<Option<OpSpan>> {
-            let (start, end) = (Duration::from_millis(1), Duration::from_millis(2));
+            let start = Duration::from_millis(1);
+            let end = Duration::from_millis(2);
             match self.0.load(Ordering::Relaxed) {
                 0 => Poll::Pending,
                 1 => Poll::Ready(Some(OpSpan::new("later", "a", start, end))),
@@ -215,14 +218,13 @@ mod tests {
 
     #[test]
     fn pending_spans_appear_in_order_of_ends() {
-        let (timeline, states) = (
-            Timeline::new(),
-            [0, 0, 0].map(|s| Arc::new(AtomicU8::new(s))),
-        );
+        let timeline = Timeline::new();
+        let states = [0, 0, 0].map(|s| Arc::new(AtomicU8::new(s)));
         for state in &states {
             timeline.expect(Box::new(Later(Arc::clone(state))));
         }
-        let (start, end) = (Duration::ZERO, Duration::from_millis(3));
+        let start = Duration::ZERO;
+        let end = Duration::from_millis(3);
         timeline.push(OpSpan::new("now", "b", start, end));
         assert_eq!(timeline.spans().len(), 1);
         states[0].store(1, Ordering::Relaxed);

@@ -97,7 +97,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         barrier: Barrier::new(4),
     };
     std::thread::scope(|scope| {
-        let (dir, shared) = (dir.path(), &shared);
+        let dir = dir.path();
+        let shared = &shared;
         let ranks: Vec<_> = (0..4)
             .map(|rank| scope.spawn(move || rank_saves(dir, rank, shared)))
             .collect();

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// A failure to save, open or read a checkpoint.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum CkptError {
     /// A system call failed.
@@ -14,7 +15,6 @@ pub enum CkptError {
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// The system's error.
         error: std::io::Error,
     },
     /// The file system has no space for a rank's file.
@@ -24,15 +24,12 @@ pub enum CkptError {
         path.display(), folder.display()
     )]
     NoSpace {
-        /// The file.
         path: PathBuf,
-        /// Its length.
         bytes: u64,
         /// The directory of checkpoints.
         folder: PathBuf,
         /// Free bytes there, without those of the file, which is removed.
         free_bytes: u64,
-        /// The system's error.
         error: std::io::Error,
     },
     /// The directory was moved or replaced since it was opened.
@@ -55,13 +52,11 @@ pub enum CkptError {
         name: String,
         /// The failed action: "`latest` could not be updated".
         what: &'static str,
-        /// The failure.
         error: Box<CkptError>,
     },
     /// The directory has no complete checkpoint.
     #[error("{}: no complete checkpoint{}", dir.display(), Reasons(reasons))]
     NoCheckpoint {
-        /// The searched directory.
         dir: PathBuf,
         /// The defect of each candidate.
         reasons: Vec<String>,
@@ -69,53 +64,32 @@ pub enum CkptError {
     /// Another running process saves into the directory.
     #[error("{}: another run ({holder}) is saving into this directory; choose another directory", dir.display())]
     Busy {
-        /// The directory.
         dir: PathBuf,
         /// Process and host that hold the lock, from the lock file.
         holder: String,
     },
     /// The manifest breaks a rule of the format.
     #[error("{}: invalid manifest: {why}", path.display())]
-    BadManifest {
-        /// The manifest.
-        path: PathBuf,
-        /// The broken rule.
-        why: String,
-    },
+    BadManifest { path: PathBuf, why: String },
     /// The manifest has an unknown format version.
     #[error("{}: format version {found}; this program reads version {supported}", path.display())]
     UnsupportedVersion {
-        /// The manifest.
         path: PathBuf,
-        /// Its version.
         found: u64,
         /// The version that this crate reads.
         supported: u64,
     },
     /// A safetensors file breaks a rule of its format, or its header differs from the manifest.
     #[error("{}: invalid safetensors file: {why}", path.display())]
-    BadSafetensors {
-        /// The file.
-        path: PathBuf,
-        /// The broken rule.
-        why: String,
-    },
+    BadSafetensors { path: PathBuf, why: String },
     /// `latest`, an index of safetensors files or a `config.json` is invalid.
     #[error("{}: {why}", path.display())]
-    BadFile {
-        /// The file.
-        path: PathBuf,
-        /// The defect.
-        why: String,
-    },
+    BadFile { path: PathBuf, why: String },
     /// A file is shorter or longer than the manifest records.
     #[error("{}: {got_bytes} bytes long; the manifest records {expected_bytes}", path.display())]
     WrongLength {
-        /// The file.
         path: PathBuf,
-        /// Recorded length.
         expected_bytes: u64,
-        /// Actual length.
         got_bytes: u64,
     },
     /// The bytes of a file do not match their recorded checksum.
@@ -124,11 +98,9 @@ pub enum CkptError {
         path.display(), range.start, range.end
     )]
     Corrupt {
-        /// The file.
         path: PathBuf,
         /// Byte range in the file.
         range: Range<u64>,
-        /// Recorded checksum (CRC-64/NVME).
         expected: u64,
         /// Checksum of the bytes.
         got: u64,
@@ -136,28 +108,20 @@ pub enum CkptError {
     /// A name that could lead outside the directory, or not a regular file or directory.
     #[error("{}: {name:?} {why}", dir.display())]
     UnsafeName {
-        /// The directory.
         dir: PathBuf,
         /// The name, from the directory or from a manifest.
         name: String,
-        /// The defect.
         why: &'static str,
     },
     /// The checkpoint belongs to another model.
     #[error("{}: checkpoint of another model: {difference}", path.display())]
-    AnotherModel {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The first difference.
-        difference: String,
-    },
+    AnotherModel { path: PathBuf, difference: String },
     /// The checkpoint was saved by a run that is neither this one nor one that it resumed.
     #[error(
         "{}: a checkpoint of another run{}; resume that run, or save into another directory",
         path.display(), run.as_ref().map(|run| format!(" ({run})")).unwrap_or_default()
     )]
     AnotherRun {
-        /// The checkpoint.
         path: PathBuf,
         /// The run that saved it; `None` if it names none or its manifest is damaged.
         run: Option<String>,
@@ -165,9 +129,7 @@ pub enum CkptError {
     /// The checkpoint does not hold the requested state.
     #[error("{}: the checkpoint has no state {state:?}; it has {}", path.display(), available.join(", "))]
     MissingState {
-        /// The checkpoint.
         path: PathBuf,
-        /// The requested state.
         state: String,
         /// The states that it holds.
         available: Vec<String>,
@@ -175,21 +137,15 @@ pub enum CkptError {
     /// Elements that no shard file holds.
     #[error("{}: elements {} to {} of unit {unit:?} are in no file", path.display(), range.start, range.end)]
     Uncovered {
-        /// The checkpoint.
         path: PathBuf,
-        /// The unit.
         unit: String,
-        /// The missing elements.
         range: Range<u64>,
     },
     /// Elements that two shard files hold.
     #[error("{}: elements {} to {} of unit {unit:?} are in two files", path.display(), range.start, range.end)]
     CoveredTwice {
-        /// The checkpoint.
         path: PathBuf,
-        /// The unit.
         unit: String,
-        /// The overlap.
         range: Range<u64>,
     },
     /// A part of a checkpoint is larger than readers accept.
@@ -200,9 +156,7 @@ pub enum CkptError {
     TooLarge {
         /// The manifest, or the header of a file.
         what: &'static str,
-        /// Its length.
         bytes: u64,
-        /// The maximum length.
         limit_bytes: u64,
     },
     /// A rank found another checkpoint than rank 0 opened.
@@ -212,7 +166,6 @@ pub enum CkptError {
         path.display()
     )]
     NotSelected {
-        /// The checkpoint.
         path: PathBuf,
         /// Checksum of the manifest that rank 0 read.
         expected: u64,
@@ -222,34 +175,22 @@ pub enum CkptError {
     /// An argument of a call is out of range.
     #[error("{what}: expected {expected}, got {got}")]
     BadArgument {
-        /// The argument.
         what: String,
-        /// The accepted values.
         expected: String,
-        /// The value.
         got: String,
     },
     /// The files that the ranks staged do not form one checkpoint.
     #[error("the staged files of the ranks do not form one checkpoint: {why}")]
-    Mismatch {
-        /// The difference.
-        why: String,
-    },
+    Mismatch { why: String },
     /// A rank failed; the message is that rank's error.
     #[error("rank {rank}: {message}")]
-    Rank {
-        /// The failed rank.
-        rank: u64,
-        /// Its error.
-        message: String,
-    },
+    Rank { rank: u64, message: String },
     /// A rank does not see the directory that rank 0 saves into.
     #[error(
         "rank {rank}: {message}; all ranks must save into one directory that they share: name a path on a file system that \
          every machine mounts"
     )]
     NotShared {
-        /// The rank.
         rank: u64,
         /// Its directory and that of rank 0.
         message: String,
@@ -274,18 +215,10 @@ pub enum CkptError {
     },
     /// A frame received from a rank is malformed.
     #[error("malformed frame from rank {rank}: {why}")]
-    BadFrame {
-        /// The sender.
-        rank: u64,
-        /// The defect.
-        why: String,
-    },
+    BadFrame { rank: u64, why: String },
     /// The exchange between the ranks failed.
     #[error("the exchange between the ranks failed: {message}")]
-    Exchange {
-        /// The communicator's error.
-        message: String,
-    },
+    Exchange { message: String },
     /// All staging buffers are in use.
     #[error(
         "{limit} saves are in flight, one for each staging buffer; complete one before the next"
@@ -299,10 +232,7 @@ pub enum CkptError {
     NothingInFlight,
     /// A staging buffer could not be allocated.
     #[error("failed to allocate a staging buffer of {bytes} bytes: out of host memory")]
-    OutOfMemory {
-        /// Requested bytes.
-        bytes: u64,
-    },
+    OutOfMemory { bytes: u64 },
     /// The copy of the state into the staging buffer failed.
     #[error("the snapshot failed: {message}")]
     Snapshot {

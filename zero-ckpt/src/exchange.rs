@@ -160,7 +160,8 @@ pub(crate) fn shorten(message: &str) -> String {
         return message.into();
     }
     let half = MAX_ERROR_CHARS / 2;
-    let (head, tail) = (&chars[..half], &chars[chars.len() - half + 5..]);
+    let head = &chars[..half];
+    let tail = &chars[chars.len() - half + 5..];
     format!(
         "{} ... {}",
         head.iter().collect::<String>(),

@@ -132,7 +132,8 @@ fn ranks_open_only_what_they_read() {
         Path::new("/tmp")
     })
     .unwrap();
-    let (from, to) = (layout(ranks()), layout(ranks() * 5 / 8));
+    let from = layout(ranks());
+    let to = layout(ranks() * 5 / 8);
     let n = from.world_size();
     let options = || StoreOptions::default().keep_last(2);
     let (stores, creating) = counted(|| {
@@ -191,7 +192,8 @@ fn ranks_open_only_what_they_read() {
     );
 
     // Every rank of another world size loads its shard.
-    let (mut total, mut most) = (IoCounts::default(), 0);
+    let mut total = IoCounts::default();
+    let mut most = 0;
     for rank in 0..to.world_size() {
         let load = || {
             let mut received = Recorded {

@@ -14,15 +14,11 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
         latency: Duration::from_micros(100),
         bytes_per_second: 1e9,
     };
-    let (comm, timeline) = (
-        Arc::new(SlowComm::new(Arc::new(comm), link)),
-        Timeline::new(),
-    );
+    let comm = Arc::new(SlowComm::new(Arc::new(comm), link));
+    let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
-    let (compute, comm_stream) = (
-        device.create_stream("compute")?,
-        device.create_stream("comm")?,
-    );
+    let compute = device.create_stream("compute")?;
+    let comm_stream = device.create_stream("comm")?;
     let pool = Pool::new(device, 1 << 30);
     let grads = pool.allocate(1_000_000, DType::F32, Purpose::Grads, &comm_stream)?;
     let options = BucketOptions::new(2_000_000, DType::F32);

@@ -51,6 +51,7 @@ use crate::{CommError, Communicator, ReduceOp};
 
 /// The failure of an operation on buckets.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum BucketError {
     /// No buckets for several ranks, or less than one element per rank in each.
@@ -58,27 +59,20 @@ pub enum BucketError {
         "{count} buckets of {capacity_elems} elements: {world_size} ranks need at least one bucket of {world_size} elements"
     )]
     TooSmall {
-        /// Number of buckets.
         count: usize,
-        /// Capacity of each.
         capacity_elems: usize,
-        /// Ranks.
         world_size: usize,
     },
     /// More elements than a bucket's capacity.
     #[error("{elems} elements exceed a bucket's capacity of {capacity_elems}")]
     TooLong {
-        /// Requested elements.
         elems: usize,
         /// Capacity of a bucket.
         capacity_elems: usize,
     },
     /// All buckets are `Filling` or `InFlight`.
     #[error("all {count} buckets are in use; finish one first")]
-    NoneFree {
-        /// Number of buckets.
-        count: usize,
-    },
+    NoneFree { count: usize },
     /// A part of a gradient is outside the unit, or overlaps the part before it.
     #[error(
         "part {index} of the gradient covers elements {start}..{end} of the unit; it must be within {free}..{len}"
@@ -368,25 +362,22 @@ impl<D: Device> Buckets<D> {
             ..
         } = &*self.0;
         let to = Sum::new(comm_stream, into, scatter)?;
-        let (ranks, len) = (comm.world_size(), to.sum.len());
+        let ranks = comm.world_size();
+        let len = to.sum.len();
         // An all-reduce has one segment; its cuts are those of a reduce-scatter.
         let segments = if scatter { ranks } else { 1 };
         let capacity_elems = options.capacity_elems / ranks * ranks;
         check_parts(parts, segments * len)?;
-        let (narrow, exact) = (
-            to.sum.dtype() == options.dtype,
-            |(part, _): &(AnySlice, usize)| part.dtype() == options.dtype,
-        );
+        let narrow = to.sum.dtype() == options.dtype;
+        let exact = |(part, _): &(AnySlice, usize)| part.dtype() == options.dtype;
         if ranks == 1 && (narrow && !to.add || parts.iter().all(exact)) {
             return self.store(kernels, parts, &to);
         }
         let range = |range: Range<u64>| range.start as usize..range.end as usize;
         let mut done = None;
         for piece in bucket_pieces(len as u64, segments as u64, capacity_elems as u64) {
-            let (of_shard, filling) = (
-                range(piece.in_shard.clone()),
-                self.begin(piece.elems() as usize)?,
-            );
+            let of_shard = range(piece.in_shard.clone());
+            let filling = self.begin(piece.elems() as usize)?;
             let part = Segments {
                 start: of_shard.start,
                 len: of_shard.len(),
@@ -615,7 +606,9 @@ impl<D: Device> Filling<D> {
             1
         };
         if to.sum.len() * segments != self.len() {
-            let (what, expected, got) = ("reduce_unit: into", self.len() / segments, to.sum.len());
+            let what = "reduce_unit: into";
+            let expected = self.len() / segments;
+            let got = to.sum.len();
             return Err(KernelError::LengthMismatch {
                 what,
                 expected,
@@ -634,7 +627,8 @@ impl<D: Device> Filling<D> {
         to: &Sum,
         of_sum: Range<usize>,
     ) -> Result<D::Event, BucketError> {
-        let (sum, shared) = (to.sum.slice(of_sum), Arc::clone(&self.shared));
+        let sum = to.sum.slice(of_sum);
+        let shared = Arc::clone(&self.shared);
         let Shared {
             comm_stream,
             options,
@@ -678,7 +672,8 @@ impl<D: Device> Filling<D> {
         }
         // From here on the communication stream may use the bucket, even if the call returns an
         // error.
-        let (bucket, slice) = (self.bucket.take(), self.slice);
+        let bucket = self.bucket.take();
+        let slice = self.slice;
         let in_flight = InFlight {
             bucket,
             slice,
@@ -711,11 +706,9 @@ impl<D: Device> Filling<D> {
     /// # Errors
     /// The number of ranks does not divide the length, or a stream returned an error.
     pub fn reduce_scatter(self, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
-        let (rank, n, len) = (
-            self.shared.comm.rank(),
-            self.shared.comm.world_size(),
-            self.len(),
-        );
+        let rank = self.shared.comm.rank();
+        let n = self.shared.comm.world_size();
+        let len = self.len();
         if !len.is_multiple_of(n) {
             let collective = crate::Collective::ReduceScatter;
             return Err(CommError::NotDivisible {
@@ -805,10 +798,8 @@ impl<D: Device> InFlight<D> {
     }
 
     fn own_segment(&self) -> AnySlice {
-        let (rank, len) = (
-            self.shared.comm.rank(),
-            self.slice.len() / self.shared.comm.world_size(),
-        );
+        let rank = self.shared.comm.rank();
+        let len = self.slice.len() / self.shared.comm.world_size();
         self.slice.slice(rank * len..(rank + 1) * len)
     }
 

@@ -19,7 +19,8 @@ use crate::{Collective, CommError, ReduceOp, Traffic};
 /// # Panics
 /// `parts` is 0.
 pub(crate) const fn balanced_range(len: usize, parts: usize, index: usize) -> Range<usize> {
-    let (base, longer) = (len / parts, len % parts);
+    let base = len / parts;
+    let longer = len % parts;
     let start = index * base + if index < longer { index } else { longer };
     start..start + base + if index < longer { 1 } else { 0 }
 }
@@ -152,7 +153,8 @@ impl Checked {
             self.send.check_device(what, device)?;
             return Ok(self.recv.check_device(what, device)?);
         }
-        let (collective, checked) = (self.call.collective, self.group);
+        let collective = self.call.collective;
+        let checked = self.group;
         Err(CommError::AnotherGroup {
             collective,
             checked: [checked.rank, checked.world_size],
@@ -311,7 +313,8 @@ impl Group {
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
     pub fn all_to_all(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
-        let (len, world_size) = (send.len(), self.world_size);
+        let len = send.len();
+        let world_size = self.world_size;
         if !len.is_multiple_of(world_size) {
             return Err(CommError::NotDivisible {
                 collective: Collective::AllToAll,
@@ -333,7 +336,8 @@ impl Group {
         // SAFETY: an empty slice is never dereferenced, so its pointer may be null.
         let none =
             unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8, DeviceId::HOST) };
-        let (collective, segments) = (Collective::Barrier, Segments::Even(0));
+        let collective = Collective::Barrier;
+        let segments = Segments::Even(0);
         let call = Call {
             collective,
             op: None,
@@ -384,10 +388,8 @@ impl Group {
         }
         CommDType::try_from(send.dtype())
             .map_err(|dtype| CommError::DType { collective, dtype })?;
-        let (whole, own) = (
-            segments.total(self.world_size),
-            segments.range(self.rank, self.world_size),
-        );
+        let whole = segments.total(self.world_size);
+        let own = segments.range(self.rank, self.world_size);
         let (in_send, in_recv, send_name, recv_name) = match collective {
             ReduceScatter => (
                 whole,
@@ -451,13 +453,12 @@ impl Group {
     pub fn count(self, call: &Call, traffic: &mut Traffic) {
         let Self { rank, world_size } = self;
         let bytes = |elems: usize| (elems * call.dtype.size_bytes()) as u64;
-        let (whole, own) = (
-            call.segments.total(world_size),
-            call.segments.range(rank, world_size).len(),
-        );
+        let whole = call.segments.total(world_size);
+        let own = call.segments.range(rank, world_size).len();
         // A reduce-scatter sends every other segment to its rank; an all-gather sends this rank's
         // segment to every other.
-        let (scattered, gathered) = (bytes(whole - own), bytes(own * (world_size - 1)));
+        let scattered = bytes(whole - own);
+        let gathered = bytes(own * (world_size - 1));
         match call.collective {
             Collective::AllGather if call.control => traffic.control_bytes += gathered,
             Collective::ReduceScatter => traffic.reduce_scatter_bytes += scattered,
@@ -471,7 +472,8 @@ impl Group {
 }
 
 fn overlap(a: AnySlice, b: AnySlice) -> bool {
-    let (a0, b0) = (a.as_ptr() as usize, b.as_ptr() as usize);
+    let a0 = a.as_ptr() as usize;
+    let b0 = b.as_ptr() as usize;
     !a.is_empty() && !b.is_empty() && a0 < b0 + b.len_bytes() && b0 < a0 + a.len_bytes()
 }
 

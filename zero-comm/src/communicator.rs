@@ -190,7 +190,7 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// The first failure of the group, equal on all ranks: the cause of a poisoned stream.
     fn failure(&self) -> Option<CommError>;
 
-    /// This rank.
+    /// This rank, from 0.
     fn rank(&self) -> usize {
         self.group().rank
     }

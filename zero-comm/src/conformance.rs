@@ -332,8 +332,10 @@ impl<D: Device> Rank<'_, D> {
 
     fn run<T: Case>(&self, shape: &Shape) -> Outcome {
         use Collective::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
-        let (rank, n) = (self.comm.rank(), self.comm.world_size());
-        let (whole, own) = (shape.segments.total(n), shape.segments.range(rank, n));
+        let rank = self.comm.rank();
+        let n = self.comm.world_size();
+        let whole = shape.segments.total(n);
+        let own = shape.segments.range(rank, n);
         let margin = (random(shape.seed, 9) % 5) as usize;
         let sent = |q: usize| -> Vec<T> {
             let len = if shape.collective == AllGather {
@@ -373,7 +375,8 @@ impl<D: Device> Rank<'_, D> {
         let send = self.buffer(&all[rank], margin)?;
         let recv = self.buffer(&placed, margin)?;
         let before = self.comm.traffic();
-        let (comm, stream) = (self.comm, self.stream);
+        let comm = self.comm;
+        let stream = self.stream;
         let (from, to) = match shape.collective {
             ReduceScatter if shape.in_place => (send.slice, send.slice.slice(own.clone())),
             AllGather if shape.in_place => (recv.slice.slice(own.clone()), recv.slice),
@@ -560,7 +563,8 @@ fn refuses_memory_of_other_devices<D: Device>(
             )
         }
     };
-    let (whole, part) = (slice(1 << 30, n), slice(1 << 20, 1));
+    let whole = slice(1 << 30, n);
+    let part = slice(1 << 20, 1);
     for refused in [
         comm.reduce_scatter(stream, whole, part, ReduceOp::Sum),
         comm.all_gather(stream, part, whole),
@@ -603,7 +607,8 @@ pub fn check<D: Device>(
     };
     check_all(&all)?;
     exchanges_messages(&all)?;
-    let (rank, n) = (comm.rank(), comm.world_size());
+    let rank = comm.rank();
+    let n = comm.world_size();
     for (turn, colors) in [1, 2, 3].into_iter().enumerate() {
         // The last rank of a larger world passes no color; keys reverse the order of ranks.
         let color = (n < 3 || rank + 1 < n).then_some((rank % colors) as u64);

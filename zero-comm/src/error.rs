@@ -12,6 +12,7 @@ use crate::{Call, Collective, ReduceOp};
 // Ranks send each other the variants up to `Peer`. Variants with `serde(skip)` must follow them:
 // serde counts skipped variants when it serializes, but not when it deserializes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum CommError {
     /// Two ranks made different calls.
@@ -21,13 +22,9 @@ pub enum CommError {
     Mismatch {
         /// The number of the call, from 0.
         sequence: u64,
-        /// The first rank.
         rank: usize,
-        /// Its call.
         call: Box<Call>,
-        /// The second rank.
         other_rank: usize,
-        /// Its call.
         other_call: Box<Call>,
     },
     /// A rank did not reach the collective within the limit.
@@ -37,9 +34,7 @@ pub enum CommError {
     Stalled {
         /// The number of the call, from 0.
         sequence: u64,
-        /// The call.
         call: Box<Call>,
-        /// The late rank.
         rank: usize,
         /// The limit that passed.
         limit: Duration,
@@ -51,7 +46,6 @@ pub enum CommError {
     Left {
         /// The number of the call, from 0.
         sequence: u64,
-        /// The call.
         call: Box<Call>,
         /// The rank that left.
         rank: usize,
@@ -65,11 +59,9 @@ pub enum CommError {
     Skipped {
         /// The number of the call, from 0.
         sequence: u64,
-        /// The call.
         call: Box<Call>,
         /// The rank at fault.
         rank: usize,
-        /// Its stream.
         stream: String,
     },
     /// A rank panicked within a collective.
@@ -77,7 +69,6 @@ pub enum CommError {
     Panicked {
         /// The number of the call, from 0.
         sequence: u64,
-        /// The call.
         call: Box<Call>,
         /// The rank at fault.
         rank: usize,
@@ -95,7 +86,6 @@ pub enum CommError {
     Peer {
         /// The rank at fault.
         rank: usize,
-        /// The cause.
         message: String,
     },
     /// A call that was checked for another communicator.
@@ -105,7 +95,6 @@ pub enum CommError {
     )]
     #[serde(skip)]
     AnotherGroup {
-        /// The collective.
         collective: Collective,
         /// The rank and the number of ranks that it was checked for.
         checked: [usize; 2],
@@ -119,12 +108,7 @@ pub enum CommError {
     /// More ranks than the back end supports.
     #[error("a world of {world_size} ranks exceeds the maximum of {most}")]
     #[serde(skip)]
-    TooManyRanks {
-        /// Ranks requested.
-        world_size: usize,
-        /// The maximum.
-        most: usize,
-    },
+    TooManyRanks { world_size: usize, most: usize },
     /// A buffer has the wrong length.
     #[error("{what}: expected {expected} elements, got {got}")]
     #[serde(skip)]
@@ -132,85 +116,58 @@ pub enum CommError {
         /// The call and argument.
         #[serde(skip)]
         what: &'static str,
-        /// Elements expected.
         expected: usize,
-        /// Elements passed.
         got: usize,
     },
     /// One count per rank was expected.
     #[error("{collective}: expected {expected} counts, one per rank, got {got}", collective = collective.name())]
     #[serde(skip)]
     RankCounts {
-        /// The collective.
         collective: Collective,
-        /// Ranks.
         expected: usize,
-        /// Counts passed.
         got: usize,
     },
     /// The sum of the counts exceeds the address space.
     #[error("{collective}: the sum of the counts exceeds the address space", collective = collective.name())]
     #[serde(skip)]
-    CountsTooLarge {
-        /// The collective.
-        collective: Collective,
-    },
+    CountsTooLarge { collective: Collective },
     /// The number of ranks does not divide the length of a buffer.
     #[error("{collective}: {len} elements are not divisible by {world_size} ranks", collective = collective.name())]
     #[serde(skip)]
     NotDivisible {
-        /// The collective.
         collective: Collective,
-        /// Elements passed.
         len: usize,
-        /// Ranks.
         world_size: usize,
     },
     /// `send` and `recv` have different types.
     #[error("{collective}: send has {send} elements, recv has {recv}", collective = collective.name())]
     #[serde(skip)]
     DTypes {
-        /// The collective.
         collective: Collective,
-        /// Type of `send`.
         send: DType,
-        /// Type of `recv`.
         recv: DType,
     },
     /// No collective transmits the dtype.
     #[error("{collective}: collectives do not transmit {dtype}; convert the buffer or pass it as bytes", collective = collective.name())]
     #[serde(skip)]
     DType {
-        /// The collective.
         collective: Collective,
-        /// The dtype.
         dtype: DType,
     },
     /// `send` and `recv` overlap in a way that the in-place rule does not allow.
     #[error("{collective}: send and recv overlap in a way that the in-place rule does not allow", collective = collective.name())]
     #[serde(skip)]
-    Overlap {
-        /// The collective.
-        collective: Collective,
-    },
+    Overlap { collective: Collective },
     /// The root is not a rank of the group.
     #[error("broadcast from rank {root}, but there are {world_size} ranks")]
     #[serde(skip)]
-    NoSuchRoot {
-        /// The root passed.
-        root: usize,
-        /// Ranks.
-        world_size: usize,
-    },
+    NoSuchRoot { root: usize, world_size: usize },
     /// The operation is not defined for the dtype.
     #[error("{collective} with {op} is not defined for {dtype}", collective = collective.name(), op = op.name())]
     #[serde(skip)]
     Unsupported {
-        /// The collective.
         collective: Collective,
-        /// The reduction.
         op: ReduceOp,
-        /// The dtype.
         dtype: DType,
     },
     /// The library of a back end failed or cannot be used.
@@ -220,7 +177,6 @@ pub enum CommError {
         /// The back end.
         #[serde(skip)]
         back_end: &'static str,
-        /// The cause.
         message: String,
     },
     /// No library was found.

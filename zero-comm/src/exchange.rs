@@ -28,7 +28,8 @@ pub(crate) fn exchange<D: Device>(
             got: message.len(),
         });
     }
-    let (rank, ranks) = (comm.rank(), comm.world_size());
+    let rank = comm.rank();
+    let ranks = comm.world_size();
     let (start, rest) = message.split_at(message.len().min(INLINE_BYTES));
     let mut frames = vec![0; ranks * FRAME_BYTES];
     let own = rank * FRAME_BYTES..(rank + 1) * FRAME_BYTES;

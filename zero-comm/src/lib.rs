@@ -35,8 +35,8 @@ pub use error::CommError;
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{
-    OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep, Prefetcher,
-    ShardSource, Unsharded,
+    OrderCheck, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep,
+    Prefetcher, ShardSource, Unsharded, plan_step,
 };
 pub use solo::Solo;
 pub use wait_on_drop::WaitOnDrop;

@@ -35,10 +35,12 @@ impl Overlap {
         let work = || spans.iter().filter(|s| s.label != WAIT);
         let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) =
             work().partition(|s| &*s.stream == comm_stream);
-        let (comm, compute) = (merged(&comm), merged(&compute));
+        let comm = merged(&comm);
+        let compute = merged(&compute);
         let start = work().map(|s| s.start).min().unwrap_or_default();
         let end = work().map(|s| s.end).max().unwrap_or_default();
-        let (comm_time, compute_time) = (length(&comm), length(&compute));
+        let comm_time = length(&comm);
+        let compute_time = length(&compute);
         let exposed = comm_time - common(&comm, &compute);
         Self {
             step: end - start,
@@ -82,7 +84,9 @@ fn length(intervals: &[Interval]) -> Duration {
 
 /// The total length of the intersection of two ordered lists of disjoint intervals.
 fn common(a: &[Interval], b: &[Interval]) -> Duration {
-    let (mut i, mut j, mut sum) = (0, 0, Duration::ZERO);
+    let mut i = 0;
+    let mut j = 0;
+    let mut sum = Duration::ZERO;
     while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
         sum += x.1.min(y.1).saturating_sub(x.0.max(y.0));
         if x.1 <= y.1 { i += 1 } else { j += 1 }
@@ -107,7 +111,9 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
     }
     for span in spans {
         let micros = |d: Duration| d.as_secs_f64() * 1e6;
-        let (name, phase, line) = (quoted(span.label), quoted(span.phase), lines[&*span.stream]);
+        let name = quoted(span.label);
+        let phase = quoted(span.phase);
+        let line = lines[&*span.stream];
         let (start, length) = (
             micros(span.start),
             micros(span.end.saturating_sub(span.start)),
@@ -147,7 +153,8 @@ mod tests {
     use super::*;
 
     fn span(stream: &str, label: &'static str, start: u64, end: u64) -> OpSpan {
-        let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
+        let start = Duration::from_millis(start);
+        let end = Duration::from_millis(end);
         OpSpan::new(label, stream, start, end)
     }
 

@@ -88,7 +88,8 @@ mod tests {
 
     #[test]
     fn after_an_abort_nothing_is_enqueued() {
-        let (device, solo) = (HostDevice::new(), Solo::new(HostDevice::new()));
+        let device = HostDevice::new();
+        let solo = Solo::new(HostDevice::new());
         let stream = device.create_stream("comm").unwrap();
         solo.barrier(&stream).unwrap();
         solo.abort("on purpose");

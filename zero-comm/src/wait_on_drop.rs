@@ -59,7 +59,8 @@ impl<D: Device> Drop for WaitOnDrop<D> {
         };
         for stream in &self.streams {
             if !ends(stream, self.limit) {
-                let (name, limit) = (stream.name(), self.limit.max(AFTER_ABORT));
+                let name = stream.name();
+                let limit = self.limit.max(AFTER_ABORT);
                 self.comm.abort(&format!(
                     "stream {name} did not end within {:?}",
                     self.limit

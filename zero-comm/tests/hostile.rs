@@ -273,7 +273,8 @@ fn record(port: u16) -> (u16, Arc<Mutex<Vec<u8>>>) {
             }
             let _ = to.shutdown(Shutdown::Write);
         };
-        let (client_2, server_2) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        let client_2 = client.try_clone().unwrap();
+        let server_2 = server.try_clone().unwrap();
         std::thread::spawn(move || copy(server_2, client_2, None));
         copy(client, server, Some(record));
     });
@@ -485,7 +486,8 @@ impl Stranger {
                 return Vec::new();
             }
         }
-        let (mut received, mut bytes) = (Vec::new(), [0; 4096]);
+        let mut received = Vec::new();
+        let mut bytes = [0; 4096];
         while !over.load(Ordering::Relaxed) && received.len() < 1 << 20 {
             match stream.read(&mut bytes) {
                 Ok(0) => break,
@@ -533,9 +535,11 @@ struct Wave {
 impl Wave {
     /// Starts strangers that connect and wait for `go`.
     fn waiting(strangers: Vec<Stranger>, port: u16, capture: &[u8]) -> Self {
-        let (signals, capture) = (Arc::new(Signals::default()), Arc::new(capture.to_vec()));
+        let signals = Arc::new(Signals::default());
+        let capture = Arc::new(capture.to_vec());
         let start = |stranger: Stranger| {
-            let (signals, capture) = (Arc::clone(&signals), Arc::clone(&capture));
+            let signals = Arc::clone(&signals);
+            let capture = Arc::clone(&capture);
             (
                 stranger,
                 std::thread::spawn(move || stranger.run(port, &capture, &signals)),

@@ -51,7 +51,8 @@ fn digest(comm: &Comm, streams: &Streams) -> u64 {
     let draw = |i: u64| ((i * 2_654_435_761 + rank * 40_503) % 10_007) as f32 * 1.7e-3 - 8.0;
     let mut wide: Vec<f32> = (0..5000).map(draw).collect();
     let mut narrow: Vec<bf16> = (0..5000).map(|i| bf16::from_f32(draw(i))).collect();
-    let (in_wide, in_narrow) = (view(&mut wide), view(&mut narrow));
+    let in_wide = view(&mut wide);
+    let in_narrow = view(&mut narrow);
     for op in [ReduceOp::Sum, ReduceOp::Avg] {
         comm.all_reduce(&streams.comm, in_wide, in_wide, op)
             .unwrap();
@@ -116,8 +117,10 @@ fn misbehave(
 
 /// Makes rank 1 fail at `which`; every other rank returns its error.
 fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Result<(), CommError> {
-    let (mut send, mut recv) = (vec![1f32; LEN * 4], vec![1f32; LEN * 4]);
-    let (mut send_bytes, mut recv_bytes) = (vec![1u8; LEN * 4], vec![1u8; LEN * 4]);
+    let mut send = vec![1f32; LEN * 4];
+    let mut recv = vec![1f32; LEN * 4];
+    let mut send_bytes = vec![1u8; LEN * 4];
+    let mut recv_bytes = vec![1u8; LEN * 4];
     let buffers = [
         view(&mut send),
         view(&mut recv),
@@ -290,7 +293,8 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
         .stderr(Stdio::piped());
     let begun = Instant::now();
     let child = command.spawn().unwrap();
-    let (pid, done) = (child.id(), Arc::new(zero_alloc::host::Monitor::new(false)));
+    let pid = child.id();
+    let done = Arc::new(zero_alloc::host::Monitor::new(false));
     let watched = Arc::clone(&done);
     std::thread::spawn(move || {
         if watched
@@ -306,10 +310,8 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
 }
 
 fn expect(ok: bool, what: &str, output: &Output) {
-    let (out, err) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
+    let out = String::from_utf8_lossy(&output.stdout);
+    let err = String::from_utf8_lossy(&output.stderr);
     assert!(
         ok,
         "{what}: {}\n--- stdout\n{out}\n--- stderr\n{err}",

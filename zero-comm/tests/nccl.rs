@@ -103,10 +103,8 @@ fn expect(ok: bool, case: &str, outputs: &[Output]) {
         .iter()
         .enumerate()
         .map(|(rank, o)| {
-            let (out, err) = (
-                String::from_utf8_lossy(&o.stdout),
-                String::from_utf8_lossy(&o.stderr),
-            );
+            let out = String::from_utf8_lossy(&o.stdout);
+            let err = String::from_utf8_lossy(&o.stderr);
             format!("--- rank {rank}: {}\n{out}{err}", o.status)
         })
         .collect();

@@ -77,17 +77,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         opened => opened?,
     };
-    let (elems, limit) = (1000, Duration::from_secs(30));
+    let elems = 1000;
+    let limit = Duration::from_secs(30);
     let kernels = CudaKernels::new(&device)?;
     let framework_stream = device.create_stream("framework's own")?;
     kernels.warm(&framework_stream, limit)?;
 
     // The framework's memory: master 1, moments 0, gradient 0.5, and the scalars of step 1.
-    let (master, moment) = (vec![1f32; elems], vec![0f32; elems]);
-    let (grad, param) = (
-        vec![half::bf16::from_f32(0.5); elems],
-        vec![half::bf16::ZERO; elems],
-    );
+    let master = vec![1f32; elems];
+    let moment = vec![0f32; elems];
+    let grad = vec![half::bf16::from_f32(0.5); elems];
+    let param = vec![half::bf16::ZERO; elems];
     let scalars = StepScalars::new(1, 1e-2, &HYPER, 1.0);
     let images: [&[u8]; 6] = [
         bytemuck::cast_slice(&master),

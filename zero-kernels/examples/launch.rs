@@ -11,8 +11,11 @@ use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, StepScalars};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let len = 1 << 20;
-    let (mut master, mut m, mut v) = (vec![1f32; len], vec![0f32; len], vec![0f32; len]);
-    let (mut grad, mut param) = (vec![bf16::from_f32(0.01); len], vec![bf16::ZERO; len]);
+    let mut master = vec![1f32; len];
+    let mut m = vec![0f32; len];
+    let mut v = vec![0f32; len];
+    let mut grad = vec![bf16::from_f32(0.01); len];
+    let mut param = vec![bf16::ZERO; len];
     let hyper = AdamHyper {
         beta1: 0.9,
         beta2: 0.999,

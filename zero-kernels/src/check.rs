@@ -39,7 +39,8 @@ struct Extent {
 
 impl Extent {
     fn any(what: &'static str, slice: AnySlice) -> Self {
-        let (start, align_bytes) = (slice.as_ptr() as usize, slice.dtype().size_bytes());
+        let start = slice.as_ptr() as usize;
+        let align_bytes = slice.dtype().size_bytes();
         let end = start.saturating_add(slice.len_bytes());
         Self {
             what,
@@ -52,7 +53,8 @@ impl Extent {
     }
 
     fn typed<T>(what: &'static str, slice: DeviceSlice<T>) -> Self {
-        let (start, elems) = (slice.as_ptr() as usize, slice.len());
+        let start = slice.as_ptr() as usize;
+        let elems = slice.len();
         let end = start.saturating_add(elems.saturating_mul(size_of::<T>()));
         Self {
             what,

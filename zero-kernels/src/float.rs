@@ -69,7 +69,8 @@ impl Float for f16 {
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
-        let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & 0x7fff_ffff);
+        let sign = (bits >> 16) & 0x8000;
+        let magnitude = bits & 0x7fff_ffff;
         // Rebias the exponent (127 to 15) and round off 13 bits.
         let normal = magnitude
             .wrapping_sub(112 << 23)
@@ -105,7 +106,8 @@ mod tests {
     fn widening_agrees_with_crate_half() {
         let step = if cfg!(miri) { 331 } else { 1 };
         for bits in (0..=u16::MAX).step_by(step) {
-            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            let b = bf16::from_bits(bits);
+            let h = f16::from_bits(bits);
             assert!(
                 same(Float::to_f32(b), f32::from_bits(u32::from(bits) << 16)),
                 "bf16 {bits:#x}"
@@ -115,7 +117,8 @@ mod tests {
     }
 
     fn check_narrowing(x: f32) {
-        let (b, h) = (<bf16 as Float>::from_f32(x), <f16 as Float>::from_f32(x));
+        let b = <bf16 as Float>::from_f32(x);
+        let h = <f16 as Float>::from_f32(x);
         assert_eq!(
             b.to_bits(),
             bf16::from_f32(x).to_bits(),

@@ -10,13 +10,13 @@ use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState, power
 /// An error that kept an operation from being enqueued.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum KernelError {
     /// Arguments have different lengths.
     #[error("{what}: expected {expected} elements, got {got}")]
     LengthMismatch {
         /// The operation and argument.
         what: &'static str,
-        /// Elements expected.
         expected: usize,
         /// Elements of the argument.
         got: usize,
@@ -26,7 +26,6 @@ pub enum KernelError {
     Unsupported {
         /// The operation and argument.
         what: &'static str,
-        /// The dtype.
         dtype: zero_alloc::device::DType,
     },
     /// A slice does not start at a multiple of its element's size.
@@ -57,12 +56,7 @@ pub enum KernelError {
     },
     /// The host's threads could not be started.
     #[error("failed to start {threads} threads: {message}")]
-    Threads {
-        /// Threads requested.
-        threads: usize,
-        /// The reason.
-        message: String,
-    },
+    Threads { threads: usize, message: String },
     /// A CUDA kernel could not be compiled.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
@@ -192,7 +186,6 @@ impl AdamHyper {
 pub(crate) struct AdamConstants {
     pub(crate) eps: f32,
     pub(crate) weight_decay: f32,
-    /// Nonzero: AdamW.
     pub(crate) decoupled: u32,
 }
 

@@ -299,13 +299,15 @@ pub fn advance_step(
             } else {
                 state.loss_scale * ranks.len() as f64 * f64::from(config.micro_batches)
             };
-            let (grad_norm, max) = (sum_sq.sqrt() / divisor, config.max_grad_norm);
+            let grad_norm = sum_sq.sqrt() / divisor;
+            let max = config.max_grad_norm;
             let clip = if max > 0.0 && grad_norm > max {
                 max / (grad_norm + 1e-6)
             } else {
                 1.0
             };
-            let (t, correct) = (state.adam_steps + 1, config.bias_correction != 0);
+            let t = state.adam_steps + 1;
+            let correct = config.bias_correction != 0;
             for (scalars, rates) in scalars.iter_mut().zip(now) {
                 *scalars = StepScalars::with_rates(t, rates, correct, clip / divisor);
             }

@@ -47,7 +47,8 @@ fn every_kernel_compiles_without_spills() {
     // Two threads halve the time: NVRTC compiles for each architecture independently.
     std::thread::scope(|scope| {
         for archs in [&ARCHS[..2], &ARCHS[2..]] {
-            let (nvrtc, sources) = (&nvrtc, &sources);
+            let nvrtc = &nvrtc;
+            let sources = &sources;
             scope.spawn(move || {
                 archs
                     .iter()
@@ -145,10 +146,8 @@ fn newer_devices_get_ptx() {
     let target = nvrtc.target(Arch(990)).unwrap();
     assert_eq!(target, Target::Ptx(newest));
     for (source, kernels) in sources() {
-        let (name, image) = (
-            source.name,
-            nvrtc.compile(&source, target, false).unwrap().image,
-        );
+        let name = source.name;
+        let image = nvrtc.compile(&source, target, false).unwrap().image;
         let text = std::ffi::CStr::from_bytes_with_nul(&image)
             .expect("one zero byte, at the end")
             .to_str()

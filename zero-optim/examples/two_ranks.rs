@@ -44,7 +44,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for step in 0..300 {
         let scale = ranks[0].loss_scale() as f32;
         // Each rank has another point of the line 3 x - 1; gradients are summed over ranks.
-        let (mut loss, mut grads) = ([0f64; 2], [0f32; 2]);
+        let mut loss = [0f64; 2];
+        let mut grads = [0f32; 2];
         for (rank, loss) in loss.iter_mut().enumerate() {
             let x = ((step + rank) % 5) as f32;
             let error = params[0] * x + params[1] - (3.0 * x - 1.0);
@@ -58,10 +59,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             stats.push(optim.rank_stats(&stream, loss[rank], LIMIT)?);
         }
         for (rank, optim) in ranks.iter_mut().enumerate() {
-            let (grad, param) = (
-                reduced(&mut grads[rank], &stream)?,
-                [(one(&mut params[rank]), 0)],
-            );
+            let grad = reduced(&mut grads[rank], &stream)?;
+            let param = [(one(&mut params[rank]), 0)];
             let units = [UnitSlices {
                 grad: &grad,
                 param: &param,

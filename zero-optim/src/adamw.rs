@@ -138,7 +138,8 @@ impl<D: Device> Resident<D> {
             Format::Fp32 => MasterBlock::Fp32(allocate(DType::F32)?),
             Format::Remainders => MasterBlock::Remainders(allocate(DType::F16)?),
         };
-        let (first_moment, second_moment) = (allocate(DType::F32)?, allocate(DType::F32)?);
+        let first_moment = allocate(DType::F32)?;
+        let second_moment = allocate(DType::F32)?;
         for block in [&first_moment, &second_moment] {
             pool.device().fill_zero(stream, view(block))?;
         }
@@ -583,7 +584,8 @@ impl<D: Device> ShardedAdamW<D> {
             .zip(grads)
             .map(|(unit, grad)| self.trained_shard(stream, unit, grad.borrow()))
             .collect::<Result<_, _>>()?;
-        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
+        let stats = self.stats_slice();
+        let scratch = view(&self.stats_scratch).typed()?;
         Ok(self.kernels.grad_stats(stream, &shards, scratch, stats)?)
     }
 
@@ -601,7 +603,8 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_grad(unit, grad)?;
         self.enter(stream)?;
         let shard = self.trained_shard(stream, unit, grad)?;
-        let (stats, scratch) = (self.stats_slice(), view(&self.stats_scratch).typed()?);
+        let stats = self.stats_slice();
+        let scratch = view(&self.stats_scratch).typed()?;
         Ok(self
             .kernels
             .grad_stats(stream, &[shard], scratch, stats.slice(unit..unit + 1))?)
@@ -749,7 +752,8 @@ impl<D: Device> ShardedAdamW<D> {
         let mut ranks = Vec::new();
         for (rank, message) in exchange(bytemuck::bytes_of(&own))?.iter().enumerate() {
             let stats = bytemuck::try_pod_read_unaligned(message);
-            let (expected, got) = (size_of::<RankStats>(), message.len());
+            let expected = size_of::<RankStats>();
+            let got = message.len();
             ranks.push(stats.map_err(|_| OptimError::StatsLen {
                 rank,
                 expected,
@@ -831,10 +835,8 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     pub(crate) fn scalars_slice(&self) -> DeviceSlice<StepScalars> {
-        let (at, sets) = (
-            view(&self.scalars).as_ptr().cast::<StepScalars>(),
-            self.groups.rates.len(),
-        );
+        let at = view(&self.scalars).as_ptr().cast::<StepScalars>();
+        let sets = self.groups.rates.len();
         // SAFETY: the block has the size and alignment of a `StepScalars` per set of rates; the
         // rest as for `view`.
         unsafe { DeviceSlice::from_raw_parts(at, sets, self.device.id()) }
@@ -874,7 +876,8 @@ impl<D: Device> ShardedAdamW<D> {
             .find(|dtype| *dtype != self.param_dtype)
         {
             Some(got) => {
-                let (unit, expected) = (segment.name.clone(), self.param_dtype);
+                let unit = segment.name.clone();
+                let expected = self.param_dtype;
                 Err(OptimError::SliceDType {
                     unit,
                     what: "params",
@@ -901,7 +904,8 @@ impl<D: Device> ShardedAdamW<D> {
         if grad.len() == segment.len() || grad.is_empty() && self.is_frozen(unit) {
             return Ok(());
         }
-        let (expected, got) = (segment.len(), grad.len());
+        let expected = segment.len();
+        let got = grad.len();
         Err(OptimError::SliceLen {
             unit: segment.name.clone(),
             what: "grads",

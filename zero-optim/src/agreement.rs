@@ -98,6 +98,7 @@ impl<N: Into<String>, V: Display> FromIterator<(N, V)> for RankSettings {
 /// a failed exchange.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum AgreementError {
     /// A setting differs between two ranks.
     #[error(
@@ -121,23 +122,16 @@ pub enum AgreementError {
     Failed {
         /// The lowest rank that failed.
         rank: usize,
-        /// Its error.
         message: String,
     },
     /// A rank sent a message of another kind.
     #[error(
         "rank {rank} did not send its settings: all ranks call `agree`, and run the same version of the program"
     )]
-    Unexpected {
-        /// The rank.
-        rank: usize,
-    },
+    Unexpected { rank: usize },
     /// The communicator failed.
     #[error("failed to compare the settings of the ranks: {message}")]
-    Exchange {
-        /// Its error.
-        message: String,
-    },
+    Exchange { message: String },
 }
 
 fn value(value: Option<&String>) -> &str {

@@ -40,6 +40,7 @@ pub struct RankParams<'a, P> {
 /// An error of saving or loading an optimizer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum CheckpointError {
     /// The optimizer has no segment for each unit of the layout.
     #[error(
@@ -58,9 +59,7 @@ pub enum CheckpointError {
          segments were made of"
     )]
     Segment {
-        /// The unit.
         unit: String,
-        /// The rank.
         rank: u64,
         /// The range of the unit's flat parameter that the rank owns.
         expected: Range<u64>,
@@ -78,12 +77,7 @@ pub enum CheckpointError {
     TrainerValue,
     /// The checkpoint has no progress of an optimizer, or a damaged one.
     #[error("{path}: {why}")]
-    Progress {
-        /// The checkpoint.
-        path: String,
-        /// The defect.
-        why: String,
-    },
+    Progress { path: String, why: String },
     /// The optimizer failed, or the slices do not match its segments.
     #[error(transparent)]
     Optim(#[from] OptimError),
@@ -210,8 +204,10 @@ impl<D: Device> ShardedAdamW<D> {
         param: &[(AnySlice, usize)],
         limit: Duration,
     ) -> Result<(), CheckpointError> {
-        let (view, placed) = (reader.view(layout)?, &layout.units()[unit]);
-        let (mut values, len) = (Vec::new(), self.segments()[unit].len());
+        let view = reader.view(layout)?;
+        let placed = &layout.units()[unit];
+        let mut values = Vec::new();
+        let len = self.segments()[unit].len();
         for kind in StateKind::ALL {
             if kind != StateKind::Master && self.is_frozen(unit) {
                 continue;
@@ -236,7 +232,8 @@ impl<D: Device> ShardedAdamW<D> {
 
     /// The start of each segment in the unit's flat parameter.
     fn starts<P>(&self, own: &RankParams<'_, P>) -> Result<Vec<u64>, CheckpointError> {
-        let (units, segments) = (own.layout.units(), self.segments());
+        let units = own.layout.units();
+        let segments = self.segments();
         if units.len() != segments.len() {
             return Err(CheckpointError::Units {
                 units: units.len(),
@@ -244,7 +241,8 @@ impl<D: Device> ShardedAdamW<D> {
             });
         }
         let start = |(unit, segment): (&UnitLayout, &crate::Segment)| {
-            let (expected, shard) = (unit.shard(own.rank), &segment.own_shard);
+            let expected = unit.shard(own.rank);
+            let shard = &segment.own_shard;
             let start = expected.start.checked_sub(shard.start as u64);
             let fits = |start: &u64| start + segment.len() as u64 <= unit.padded_elems;
             let same = shard.len() as u64 == unit.shard_elems && own.rank < own.layout.world_size();
@@ -393,10 +391,8 @@ fn read_flat(
     )?;
     let mut end = numel;
     for piece in pieces.iter().rev() {
-        let (from, to) = (
-            (piece.in_flat.start - flat.start) as usize,
-            (piece.in_flat.end - flat.start) as usize,
-        );
+        let from = (piece.in_flat.start - flat.start) as usize;
+        let to = (piece.in_flat.end - flat.start) as usize;
         let at = end - (to - from);
         out.copy_within(at..end, from);
         // Padding, until pieces before this one are copied there.

@@ -434,7 +434,8 @@ impl StepController {
             return Err(OptimError::NoStats);
         }
         divisor.check()?;
-        let (position, mut state) = (self.state.schedule_position, self.state);
+        let position = self.state.schedule_position;
+        let mut state = self.state;
         let config = self.config.step_config(divisor, position);
         let rates: Vec<StepRates> = self.rates(position).collect();
         let mut scalars = vec![StepScalars::default(); rates.len()];
@@ -501,10 +502,8 @@ impl StepController {
             .ok()
             .and_then(|unit| unit_names.get(unit))
             .cloned();
-        let (rank, unit) = (
-            record.bad_rank as usize,
-            unit.unwrap_or_else(|| "(unknown)".into()),
-        );
+        let rank = record.bad_rank as usize;
+        let unit = unit.unwrap_or_else(|| "(unknown)".into());
         if record.halted == StepState::AT_MINIMUM {
             let step = self.state.adam_steps + self.state.skipped_steps;
             return Err(OptimError::LossScaleAtMinimum {

@@ -214,7 +214,8 @@ impl<D: Device> ShardedAdamW<D> {
             config.rank as f64,
             "less than the number of ranks",
         )?;
-        let (optim_config, state) = (self.controller.config(), *self.controller.state());
+        let optim_config = self.controller.config();
+        let state = *self.controller.state();
         let first = state.schedule_position;
         let positions = first..first + config.steps as u64;
         let rates: Vec<StepRates> = positions
@@ -300,7 +301,8 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), OptimError> {
         self.enter(stream)?;
         let steps = self.prepared()?;
-        let (rank, ranks) = (steps.config.rank, steps.ranks());
+        let rank = steps.config.rank;
+        let ranks = steps.ranks();
         let own = ranks.slice(rank..rank + 1);
         Ok(self
             .kernels
@@ -319,7 +321,8 @@ impl<D: Device> ShardedAdamW<D> {
     /// last call.
     pub unsafe fn rank_stats_slices(&self) -> Result<RankStatsSlices, OptimError> {
         let steps = self.prepared()?;
-        let (rank, ranks) = (steps.config.rank, steps.ranks());
+        let rank = steps.config.rank;
+        let ranks = steps.ranks();
         Ok(RankStatsSlices {
             own: bytes(ranks.slice(rank..rank + 1)),
             all: bytes(ranks),

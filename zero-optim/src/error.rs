@@ -6,6 +6,7 @@ use zero_kernels::KernelError;
 
 /// An error of creating an optimizer or of a step.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum OptimError {
     /// A setting is outside its range.
@@ -13,33 +14,24 @@ pub enum OptimError {
     Setting {
         /// The setting's name.
         setting: &'static str,
-        /// Its value.
         value: f64,
-        /// The range.
         rule: &'static str,
     },
     /// No kernel updates parameters of this dtype.
     #[error("parameters of {dtype} cannot be trained; use fp32, bf16 or fp16")]
-    ParamDType {
-        /// The dtype.
-        dtype: DType,
-    },
+    ParamDType { dtype: DType },
     /// The segments do not tile the state storage.
     #[error(
         "unit {unit}: its state starts at element {got}, expected {expected}: segments follow one another without gaps"
     )]
     Segments {
-        /// The unit.
         unit: String,
-        /// The expected start.
         expected: usize,
-        /// The start.
         got: usize,
     },
     /// This rank's shard of a segment is outside the segment.
     #[error("unit {unit}: its own shard {start}..{end} is outside its {len} elements")]
     OwnShard {
-        /// The unit.
         unit: String,
         /// Start of the shard.
         start: usize,
@@ -56,33 +48,23 @@ pub enum OptimError {
     Runs {
         /// Start of the run, or the end of the last one.
         start: usize,
-        /// Its end.
         end: usize,
-        /// Its group.
         group: usize,
-        /// The expected start.
         expected: usize,
         /// Elements of all segments.
         elems: usize,
     },
     /// No unit has this number.
     #[error("there is no unit {unit}: the optimizer has {units} units, numbered from 0")]
-    NoUnit {
-        /// The number.
-        unit: usize,
-        /// Units.
-        units: usize,
-    },
+    NoUnit { unit: usize, units: usize },
     /// A range of the state is reversed, or ends past the unit's segment.
     #[error("unit {unit}, {kind}: there are no elements {start}..{end} in a segment of {len}")]
     StateRange {
-        /// The unit.
         unit: String,
         /// The kind of state.
         kind: &'static str,
         /// Start of the range.
         start: usize,
-        /// Its end.
         end: usize,
         /// Elements of the segment.
         len: usize,
@@ -90,20 +72,15 @@ pub enum OptimError {
     /// The number of slices is not the number of units.
     #[error("{what}: expected {expected} slices, one per unit, got {got}")]
     SliceCount {
-        /// Which slices.
         what: &'static str,
-        /// Units.
         expected: usize,
-        /// Slices passed.
         got: usize,
     },
     /// A unit's gradient and its state differ in length, or the slices of its parameter leave out
     /// too much.
     #[error("unit {unit}, {what}: expected {expected} elements, got {got}")]
     SliceLen {
-        /// The unit.
         unit: String,
-        /// Which slice.
         what: &'static str,
         /// Elements of the unit's state.
         expected: usize,
@@ -115,9 +92,7 @@ pub enum OptimError {
         "unit {unit}, {what}: a slice covers elements {start}..{end}; it must be within {free}..{len}"
     )]
     Piece {
-        /// The unit.
         unit: String,
-        /// Which slices.
         what: &'static str,
         /// Start of the slice in the segment.
         start: usize,
@@ -131,11 +106,8 @@ pub enum OptimError {
     /// A unit's slice does not have the dtype of the optimizer's parameters.
     #[error("unit {unit}, {what}: expected {expected}, got {got}")]
     SliceDType {
-        /// The unit.
         unit: String,
-        /// Which slice.
         what: &'static str,
-        /// Dtype expected.
         expected: DType,
         /// Dtype of the slice.
         got: DType,
@@ -145,11 +117,8 @@ pub enum OptimError {
         "rank {rank} sent {got} bytes as its statistics, expected {expected}: all ranks must call step_with"
     )]
     StatsLen {
-        /// The rank.
         rank: usize,
-        /// Bytes of [`RankStats`](crate::RankStats).
         expected: usize,
-        /// Bytes received.
         got: usize,
     },
     /// A step was requested without rank statistics.
@@ -163,7 +132,6 @@ pub enum OptimError {
     LossScaleAtMinimum {
         /// Steps before this one, skipped ones included.
         step: u64,
-        /// The loss scale.
         scale: f64,
         /// The first rank with a non-finite gradient.
         rank: usize,
@@ -188,16 +156,12 @@ pub enum OptimError {
     #[error(
         "no rates on the device for position {position} of the schedule: call prepare_device_steps again"
     )]
-    NoRate {
-        /// The position.
-        position: u64,
-    },
+    NoRate { position: u64 },
     /// A saved state is invalid or contradicts the settings.
     #[error("saved {what} does not fit: {reason}")]
     Restore {
         /// The saved value.
         what: &'static str,
-        /// The reason.
         reason: String,
     },
     /// Masters as remainders of parameters that are not bf16.

@@ -254,17 +254,17 @@ impl ParamGroups {
             });
         }
         let (launch_of, launch_rules, rates) = distinct(rules, config);
-        let (mut pieces, mut next, mut at) = (Vec::with_capacity(segments.len()), 0, 0);
+        let mut pieces = Vec::with_capacity(segments.len());
+        let mut next = 0;
+        let mut at = 0;
         for segment in segments {
             let mut of_unit: Vec<Piece> = Vec::new();
             // Runs that end within or before this segment are done; the last may go on in the next
             // one.
             while at < runs.len() && runs[at].elems.start < segment.state.end {
                 let run = &runs[at];
-                let (start, end) = (
-                    run.elems.start.max(segment.state.start),
-                    run.elems.end.min(segment.state.end),
-                );
+                let start = run.elems.start.max(segment.state.start);
+                let end = run.elems.end.min(segment.state.end);
                 if start < end {
                     let elems = start - segment.state.start..end - segment.state.start;
                     let rules = launch_of[run.group];
@@ -314,10 +314,8 @@ impl Resolved {
         range: Range<usize>,
     ) -> impl Iterator<Item = (Range<usize>, Range<usize>, usize)> + '_ {
         self.pieces[unit].iter().filter_map(move |piece| {
-            let (start, end) = (
-                piece.elems.start.max(range.start),
-                piece.elems.end.min(range.end),
-            );
+            let start = piece.elems.start.max(range.start);
+            let end = piece.elems.end.min(range.end);
             let state = piece.state.as_ref().filter(|_| start < end)?.start;
             let at = |elem| state + elem - piece.elems.start;
             Some((start..end, at(start)..at(end), piece.rules))
@@ -339,7 +337,8 @@ fn distinct(
                 all.len() - 1
             })
     }
-    let (mut launches, mut rates) = (Vec::new(), vec![RateRule::OWN]);
+    let mut launches = Vec::new();
+    let mut rates = vec![RateRule::OWN];
     let of_group = rules.iter().map(|rules| {
         rules.trainable.then(|| {
             let scalars = place(&mut rates, RateRule::new(rules, config));
@@ -445,7 +444,8 @@ mod tests {
 
     #[test]
     fn runs_must_tile_the_elements() {
-        let (config, segments) = (OptimizerConfig::default(), [Segment::shard("a", 0..10)]);
+        let config = OptimizerConfig::default();
+        let segments = [Segment::shard("a", 0..10)];
         let rules = [GroupRules::default(), GroupRules::frozen()];
         for runs in [
             &[(0..4, 0)][..],

@@ -12,12 +12,10 @@ use crate::OptimError;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LossScaling {
     /// A constant scale; 1 for fp32 and bf16.
-    Static {
-        /// The scale.
-        scale: f64,
-    },
+    Static { scale: f64 },
     /// A scale that grows until gradients overflow.
     Dynamic(DynamicScaling),
 }

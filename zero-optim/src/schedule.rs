@@ -494,7 +494,8 @@ impl OneCycle {
     /// The relative height of the cycle: 0 at its ends, 1 at its peak.
     fn height(&self, i: u64) -> f64 {
         let total = self.first() + self.second();
-        let (ratio, batch) = (self.first() / total, (i + 1) as f64);
+        let ratio = self.first() / total;
+        let batch = (i + 1) as f64;
         let cycle = (1.0 + batch / total).floor();
         let x = 1.0 + batch / total - cycle;
         let rising = x <= ratio;

@@ -66,7 +66,9 @@ impl Segment {
         what: &'static str,
         slices: &[(AnySlice, usize)],
     ) -> Result<(), OptimError> {
-        let (mut free, mut got, len) = (0, 0, self.len());
+        let mut free = 0;
+        let mut got = 0;
+        let len = self.len();
         let name = || self.name.clone();
         for &(slice, at) in slices {
             let end = at.saturating_add(slice.len());
@@ -237,7 +239,8 @@ mod tests {
         // bf16 gradients, adjacent except for the last; adjacent parameters; the second unit is
         // empty.
         let lens = [10usize, 0, 6, 4, 3];
-        let (mut slices, mut end) = (Vec::new(), 0);
+        let mut slices = Vec::new();
+        let mut end = 0;
         for (i, &len) in lens.iter().enumerate() {
             let gap = if i == 4 { 64 } else { 0 };
             slices.push(Launch {

@@ -220,9 +220,10 @@ impl<D: Device> ShardedAdamW<D> {
             .segments()
             .get(*unit)
             .ok_or(OptimError::NoUnit { unit: *unit, units })?;
-        let (start, end, len, name) = (elems.start, elems.end, segment.len(), || {
-            segment.name.clone()
-        });
+        let start = elems.start;
+        let end = elems.end;
+        let len = segment.len();
+        let name = || segment.name.clone();
         if start > end || end > len {
             return Err(OptimError::StateRange {
                 unit: name(),
@@ -282,7 +283,8 @@ fn param_parts(
     range: &Range<usize>,
 ) -> impl Iterator<Item = (Range<usize>, AnySlice)> {
     param.iter().filter_map(move |&(slice, at)| {
-        let (from, to) = (range.start.max(at), range.end.min(at + slice.len()));
+        let from = range.start.max(at);
+        let to = range.end.min(at + slice.len());
         (from < to).then(|| {
             (
                 from - range.start..to - range.start,

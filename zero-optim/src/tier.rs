@@ -130,10 +130,8 @@ pub(crate) struct PieceState {
 impl PieceState {
     /// The elements that `range` and the piece share: relative to the range, and to the piece.
     pub(crate) fn overlap(&self, range: &Range<usize>) -> (Range<usize>, Range<usize>) {
-        let (start, end) = (
-            range.start.max(self.state.start),
-            range.end.min(self.state.end),
-        );
+        let start = range.start.max(self.state.start);
+        let end = range.end.min(self.state.end);
         let end = end.max(start);
         (
             start - range.start..end - range.start,
@@ -314,11 +312,14 @@ impl Pieces {
             sub_group_elems.clamp(1, usize::MAX / 2)
         };
         let most = most.next_multiple_of(PIECE_ALIGN_BYTES / size_of::<bf16>());
-        let (mut pieces, mut bytes, mut largest) = (Vec::new(), 0, 0);
+        let mut pieces = Vec::new();
+        let mut bytes = 0;
+        let mut largest = 0;
         for unit in &groups.pieces {
             let mut states = unit.iter().filter_map(|piece| piece.state.as_ref());
             let Some(first) = states.next() else { continue };
-            let (start, end) = (first.start, states.next_back().unwrap_or(first).end);
+            let start = first.start;
+            let end = states.next_back().unwrap_or(first).end;
             for start in (start..end).step_by(most) {
                 let state = start..end.min(start.saturating_add(most));
                 largest = largest.max(state.len());
@@ -393,10 +394,8 @@ impl Pieces {
             StateKind::SecondMoment => (second, self.format.moment),
         };
         let start = of_kind.start + (part.start - piece.state.start) * width;
-        let (from, to) = (
-            start / PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES,
-            start + part.len() * width,
-        );
+        let from = start / PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES;
+        let to = start + part.len() * width;
         let elems = part.len();
         let Storage::File(transfers) = &mut self.storage else {
             return Ok(());
@@ -404,7 +403,8 @@ impl Pieces {
         let (buffer, bytes) =
             transfers.read(stream, piece, from..to.next_multiple_of(PIECE_ALIGN_BYTES))?;
         let bytes = bytes.slice(start - from..to - from);
-        let (kernels, wide) = (&self.kernels, &self.wide);
+        let kernels = &self.kernels;
+        let wide = &self.wide;
         let mut visit = || {
             // SAFETY: as in `run`.
             let wide = wide
@@ -458,10 +458,8 @@ impl Pieces {
             _ => Masters::Fp32(typed(bytes.slice(master), elems)),
         };
         let Some(wide) = &self.wide else {
-            let (first_moment, second_moment) = (
-                typed(bytes.slice(first), elems),
-                typed(bytes.slice(second), elems),
-            );
+            let first_moment = typed(bytes.slice(first), elems);
+            let second_moment = typed(bytes.slice(second), elems);
             return run(&PieceState {
                 state: state.clone(),
                 masters,
@@ -481,7 +479,8 @@ impl Pieces {
         for (narrow, wide) in narrow.iter().zip(wide) {
             self.kernels.cast(stream, narrow.erase(), wide, 1.0)?;
         }
-        let (first_moment, second_moment) = (wide[0].typed()?, wide[1].typed()?);
+        let first_moment = wide[0].typed()?;
+        let second_moment = wide[1].typed()?;
         run(&PieceState {
             state: state.clone(),
             masters,
@@ -542,7 +541,8 @@ impl Transfers {
                 .create_stream(&format!("{} {direction}", stream.name()))?;
             Ok::<_, OptimError>((stream, file.lane()?))
         };
-        let (reads, writes) = (lane("read")?, lane("write")?);
+        let reads = lane("read")?;
+        let writes = lane("write")?;
         let buffer = |_| {
             let memory = SwapBuffer::allocate(pool, piece_bytes, Purpose::Workspace, &reads.0)?;
             Ok(Buffer { memory, free: None })
@@ -619,7 +619,8 @@ impl StateTier<HostDevice> for Pieces {
             if self.pieces[index].state.start >= state.end {
                 break;
             }
-            let (of_piece, at) = (self.pieces[index].state.clone(), self.pieces[index].at);
+            let of_piece = self.pieces[index].state.clone();
+            let at = self.pieces[index].at;
             #[cfg(target_os = "linux")]
             if let Access::Read(kind) = access
                 && self.is_on_file()

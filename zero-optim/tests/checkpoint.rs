@@ -49,10 +49,8 @@ fn flat(layout: &Layout, values: &[f32]) -> Vec<Vec<f32>> {
     let unit = |unit: &zero_shard::UnitLayout| {
         let mut flat = vec![0.0; unit.padded_elems as usize];
         for param in &unit.params {
-            let (at, from) = (
-                param.offset_elems as usize,
-                param.global_offset_elems as usize,
-            );
+            let at = param.offset_elems as usize;
+            let from = param.global_offset_elems as usize;
             flat[at..at + param.numel_elems as usize]
                 .copy_from_slice(&values[from..from + param.numel_elems as usize]);
         }
@@ -119,7 +117,8 @@ fn save(
     meta: &SaveMeta,
 ) -> Vec<Result<PublishedCheckpoint, CheckpointError>> {
     let ranks = world.ranks.len();
-    let (barrier, messages) = (Barrier::new(ranks), Mutex::new(vec![Vec::new(); ranks]));
+    let barrier = Barrier::new(ranks);
+    let messages = Mutex::new(vec![Vec::new(); ranks]);
     let exchange = |index: usize, own: &[u8]| {
         messages.lock().unwrap()[index] = own.to_vec();
         barrier.wait();
@@ -197,11 +196,9 @@ fn contents(world: &mut World, layout: &Layout) -> Vec<Vec<f32>> {
     }
     for (unit, values) in layout.units().iter().zip(world.params()) {
         for param in &unit.params {
-            let (at, to, len) = (
-                param.offset_elems,
-                param.global_offset_elems as usize,
-                param.numel_elems as usize,
-            );
+            let at = param.offset_elems;
+            let to = param.global_offset_elems as usize;
+            let len = param.numel_elems as usize;
             all[3][to..to + len].copy_from_slice(&values[at as usize..at as usize + len]);
         }
     }

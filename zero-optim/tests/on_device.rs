@@ -35,10 +35,8 @@ struct Rig<D: Device> {
 
 fn host() -> Rig<HostDevice> {
     let device = HostDevice::new();
-    let (stream, kernels) = (
-        device.create_stream("compute").unwrap(),
-        HostKernels::new(1).unwrap(),
-    );
+    let stream = device.create_stream("compute").unwrap();
+    let kernels = HostKernels::new(1).unwrap();
     Rig {
         pool: Pool::new(device, 1 << 30),
         stream,
@@ -52,10 +50,8 @@ fn cuda() -> Rig<CudaDevice> {
     // One for all tests: each new context takes a third of a second on a GPU.
     static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
     let device = DEVICE.clone();
-    let (stream, kernels) = (
-        device.create_stream("compute").unwrap(),
-        CudaKernels::new(&device).unwrap(),
-    );
+    let stream = device.create_stream("compute").unwrap();
+    let kernels = CudaKernels::new(&device).unwrap();
     kernels.warm(&stream, LIMIT).unwrap();
     Rig {
         pool: Pool::new(device, 1 << 30),
@@ -154,10 +150,13 @@ impl<D: Device> Rank<D> {
         });
         let segments: Vec<Segment> = segments.collect();
         let elems = end;
-        let (params, grads) = (rig.block(elems, dtype), rig.block(elems, DType::F32));
-        let (loss, flags) = (rig.block(1, DType::F64), rig.block(8, DType::U8));
+        let params = rig.block(elems, dtype);
+        let grads = rig.block(elems, DType::F32);
+        let loss = rig.block(1, DType::F64);
+        let flags = rig.block(8, DType::U8);
         let kernels = Arc::clone(&rig.kernels);
-        let (stream, config) = (&rig.stream, config.clone());
+        let stream = &rig.stream;
+        let config = config.clone();
         let optim = ShardedAdamW::with_groups(
             &rig.pool,
             kernels,
@@ -243,7 +242,8 @@ fn step_on_host<D: Device>(
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(3));
     let mut outcomes = Vec::new();
     for rank in ranks {
-        let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
+        let grads = rank.reduced(rig);
+        let params = pieces(view(&rank.params));
         outcomes.push(
             rank.optim
                 .step(&rig.stream, &zip(&grads, &params), gathered, LIMIT)?,
@@ -281,7 +281,8 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         }
     }
     for rank in ranks {
-        let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
+        let grads = rank.reduced(rig);
+        let params = pieces(view(&rank.params));
         rank.optim
             .enqueue_step(&rig.stream, &zip(&grads, &params))?;
     }
@@ -386,11 +387,10 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
         (DType::F32, cycle),
     ];
     for (dtype, config) in all.into_iter().take(if cfg!(miri) { 1 } else { 4 }) {
-        let (mut on_host, mut on_device) = (
-            world(rig, &config, dtype, 0),
-            world(rig, &config, dtype, STEPS),
-        );
-        let (mut expected, mut read_so_far) = (Vec::new(), Vec::new());
+        let mut on_host = world(rig, &config, dtype, 0);
+        let mut on_device = world(rig, &config, dtype, STEPS);
+        let mut expected = Vec::new();
+        let mut read_so_far = Vec::new();
         for step in 0..STEPS {
             for world in [&on_host, &on_device] {
                 world
@@ -434,7 +434,8 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
 
         // Prepared again, with the same buffers.
         let held = |rig: &Rig<D>| rig.pool.report().total.live_bytes;
-        let (before, scale) = (held(rig), scale_address(&on_device[0].optim));
+        let before = held(rig);
+        let scale = scale_address(&on_device[0].optim);
         for (r, rank) in on_device.iter_mut().enumerate() {
             rank.optim
                 .prepare_device_steps(&rig.pool, &rig.stream, device_steps(r, STEPS), LIMIT)
@@ -561,16 +562,15 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         "{error}"
     );
     // SAFETY: there is none.
-    assert_eq!(
-        unsafe { rank.optim.device_loss_scale() }.unwrap_err(),
-        OptimError::NotPrepared
-    );
+    let scale = unsafe { rank.optim.device_loss_scale() };
+    assert_eq!(scale.unwrap_err(), OptimError::NotPrepared);
 
     let one_rank = DeviceStepConfig::new(0, 1, Divisor::MicroBatches(3), 100);
     rank.optim
         .prepare_device_steps(&rig.pool, &rig.stream, one_rank, LIMIT)
         .unwrap();
-    let (grads, params) = (rank.reduced(rig), pieces(view(&rank.params)));
+    let grads = rank.reduced(rig);
+    let params = pieces(view(&rank.params));
     let units = zip(&grads, &params);
     let short = rank
         .optim
@@ -657,11 +657,10 @@ mod on_cuda {
     #[test]
     #[ignore = "needs a CUDA device"]
     fn graph_step_equals_plain_step() {
-        let (rig, config) = (cuda(), config(dynamic()));
-        let (mut plain, mut replayed) = (
-            world(&rig, &config, DType::F16, 8),
-            world(&rig, &config, DType::F16, 8),
-        );
+        let rig = cuda();
+        let config = config(dynamic());
+        let mut plain = world(&rig, &config, DType::F16, 8);
+        let mut replayed = world(&rig, &config, DType::F16, 8);
         let record = || {
             let driver_error = |e: OptimError| DeviceError::Driver {
                 call: "a step",

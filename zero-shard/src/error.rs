@@ -5,21 +5,16 @@ use std::ops::Range;
 /// The reason why a layout, a plan or a formula could not be computed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum ShardError {
     /// A world without ranks.
     NoRanks,
     /// An alignment of 0 elements.
     ZeroAlignment,
     /// A name that is used twice, by parameters, ties or units.
-    DuplicateName {
-        /// The name.
-        name: String,
-    },
+    DuplicateName { name: String },
     /// A size that overflows 64 bits.
-    TooLarge {
-        /// The quantity.
-        what: String,
-    },
+    TooLarge { what: String },
     /// A rank outside the world.
     UnknownRank {
         /// The requested rank.
@@ -35,15 +30,9 @@ pub enum ShardError {
         units: usize,
     },
     /// A unit name that does not exist.
-    UnknownUnitName {
-        /// The name.
-        name: String,
-    },
+    UnknownUnitName { name: String },
     /// A parameter name that does not exist.
-    UnknownParam {
-        /// The name.
-        name: String,
-    },
+    UnknownParam { name: String },
     /// A range that is reversed or ends past the sequence that it indexes.
     RangeOutside {
         /// The indexed sequence.
@@ -55,14 +44,12 @@ pub enum ShardError {
     },
     /// Elements without a source.
     Hole {
-        /// The parameter.
         param: String,
         /// The first range of it that is missing.
         in_param: Range<u64>,
     },
     /// Elements with two sources.
     SourcesOverlap {
-        /// The parameter.
         param: String,
         /// The first range of it with two sources.
         in_param: Range<u64>,
@@ -71,14 +58,12 @@ pub enum ShardError {
     },
     /// A range of a target's storage that two extents fill.
     TargetsOverlap {
-        /// The place.
         place: u64,
         /// The range of its storage.
         in_storage: Range<u64>,
     },
     /// A parameter whose shapes in source and target differ.
     ShapeMismatch {
-        /// The parameter.
         param: String,
         /// Its shape in the target.
         expected: Vec<u64>,
@@ -102,10 +87,7 @@ pub enum ShardError {
         stage: u8,
     },
     /// A parameter of the source that the target lacks.
-    Unwanted {
-        /// The parameter.
-        param: String,
-    },
+    Unwanted { param: String },
 }
 
 impl std::fmt::Display for ShardError {

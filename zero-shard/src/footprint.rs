@@ -205,7 +205,8 @@ impl MemoryModel {
                 stage,
             });
         }
-        let (widths, placement) = (&self.widths, &self.placement);
+        let widths = &self.widths;
+        let placement = &self.placement;
         // The elements that the rank updates.
         let updated = state
             .optimizer_bytes
@@ -251,7 +252,8 @@ impl MemoryModel {
             Tier::Nvme => product(WHAT, factors),
             _ => Ok(0),
         };
-        let (pieces, buffers) = (self.sub_group_elems, self.sub_group_buffers);
+        let pieces = self.sub_group_elems;
+        let buffers = self.sub_group_buffers;
         let staging = [
             // Two units that arrive, and two whose sums are read or written.
             through_host(
@@ -327,7 +329,8 @@ impl MemoryModel {
 
 /// Returns the greatest n for which the monotone predicate `fits` holds; 0 if it never holds.
 pub fn largest(mut fits: impl FnMut(u64) -> bool) -> u64 {
-    let (mut low, mut high) = (0u64, u64::MAX);
+    let mut low = 0u64;
+    let mut high = u64::MAX;
     while low < high {
         let middle = low + (high - low).div_ceil(2);
         if fits(middle) {

@@ -424,7 +424,8 @@ impl Layout {
     pub fn own_in_whole(&self, unit: usize, rank: u64) -> Result<Range<u64>, ShardError> {
         self.check_rank(rank)?;
         let unit = self.unit(unit)?;
-        let (base, shard) = (unit.whole_offset_elems, unit.shard(rank));
+        let base = unit.whole_offset_elems;
+        let shard = unit.shard(rank);
         Ok(base + shard.start..base + shard.end)
     }
 
@@ -464,7 +465,9 @@ fn place(
     let overflow = || ShardError::TooLarge {
         what: unit.name.clone(),
     };
-    let (mut params, mut end, mut numel) = (Vec::with_capacity(unit.params.len()), 0u64, 0u64);
+    let mut params = Vec::with_capacity(unit.params.len());
+    let mut end = 0u64;
+    let mut numel = 0u64;
     for param in &unit.params {
         let n = param.numel_elems()?;
         let offset = end

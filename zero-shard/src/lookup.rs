@@ -90,7 +90,8 @@ impl UnitLayout {
         Ok(std::iter::from_fn(move || {
             // The range is not empty here, so `shard_elems` is not 0.
             (at < flat.end).then(|| {
-                let (rank, base) = (at / shard_elems, at / shard_elems * shard_elems);
+                let rank = at / shard_elems;
+                let base = at / shard_elems * shard_elems;
                 let end = flat.end.min(base + shard_elems);
                 let piece = ShardPiece {
                     rank,
@@ -177,10 +178,8 @@ impl Layout {
     /// The rank that owns element `in_param` of parameter `id`, and the offset in its shard
     /// storage; `None` if there is no such element.
     pub fn place_of(&self, id: ParamId, in_param: u64) -> Option<(u64, u64)> {
-        let (unit, param) = (
-            self.units.get(id.unit)?,
-            self.param(id).filter(|p| in_param < p.numel_elems)?,
-        );
+        let unit = self.units.get(id.unit)?;
+        let param = self.param(id).filter(|p| in_param < p.numel_elems)?;
         let flat = param.offset_elems + in_param;
         let rank = flat / unit.shard_elems;
         Some((
@@ -205,7 +204,8 @@ impl Layout {
         };
         let offset = self.param(id).ok_or_else(unknown)?;
         check("a parameter", &in_param, offset.numel_elems)?;
-        let (offset, storage) = (offset.offset_elems, unit.shard_offset_elems);
+        let offset = offset.offset_elems;
+        let storage = unit.shard_offset_elems;
         Ok(unit
             .locate(offset + in_param.start..offset + in_param.end)?
             .map(move |piece| StoredPiece {

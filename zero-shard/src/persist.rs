@@ -34,7 +34,9 @@ pub fn split_persistent(
     if units.iter().any(|u| u.name == name) {
         return Err(ShardError::DuplicateName { name: name.into() });
     }
-    let (mut rest, mut kept, mut total) = (Vec::with_capacity(units.len() + 1), Vec::new(), 0u64);
+    let mut rest = Vec::with_capacity(units.len() + 1);
+    let mut kept = Vec::new();
+    let mut total = 0u64;
     for unit in units {
         let mut left = Vec::with_capacity(unit.params.len());
         for param in &unit.params {

@@ -301,7 +301,8 @@ impl<'a> Sources<'a> {
                     break;
                 }
                 let end = have.elems.end.min(want.elems.end);
-                let (from, to) = (have.part(at, end), want.part(at, end));
+                let from = have.part(at, end);
+                let to = want.part(at, end);
                 push(
                     &mut moves,
                     Move {
@@ -444,7 +445,8 @@ fn check_same_params(from: &Layout, to: &Layout) -> Result<(), ShardError> {
             });
         };
         if source.shape != p.shape {
-            let (expected, got) = (p.shape.clone(), source.shape.clone());
+            let expected = p.shape.clone();
+            let got = source.shape.clone();
             return Err(ShardError::ShapeMismatch {
                 param: p.name.clone(),
                 expected,

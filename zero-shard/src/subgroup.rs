@@ -62,10 +62,8 @@ impl Layout {
                 if len == 0 {
                     continue;
                 }
-                let (start, group) = (
-                    runs.last().map_or(0, |(run, _)| run.end),
-                    group_of(ParamId { unit, param }),
-                );
+                let start = runs.last().map_or(0, |(run, _)| run.end);
+                let group = group_of(ParamId { unit, param });
                 match runs.last_mut().filter(|(_, last)| *last == group) {
                     Some((run, _)) => run.end += len,
                     None => runs.push((start..start + len, group)),
@@ -85,9 +83,11 @@ impl Layout {
     ) -> impl ExactSizeIterator<Item = Range<u64>> + use<> {
         let align = self.align_elems();
         // All shards are multiples of the alignment.
-        let (total, capacity) = (self.shard_elems() / align, (capacity_elems / align).max(1));
+        let total = self.shard_elems() / align;
+        let capacity = (capacity_elems / align).max(1);
         let count = total.div_ceil(capacity);
-        let (each, longer) = (total / count.max(1), total % count.max(1));
+        let each = total / count.max(1);
+        let longer = total % count.max(1);
         let start = move |i: usize| (i as u64 * each + longer.min(i as u64)) * align;
         (0..usize::try_from(count).unwrap_or(usize::MAX)).map(move |i| start(i)..start(i + 1))
     }

@@ -75,7 +75,8 @@ impl Grid {
     /// The ranks with `rank`'s position, one in each group, ascending. If groups are replicas,
     /// these ranks hold the same shard.
     pub fn peer_ranks(&self, rank: u64) -> impl Iterator<Item = u64> + use<> {
-        let (grid, position) = (*self, self.position_of(rank));
+        let grid = *self;
+        let position = self.position_of(rank);
         (0..grid.groups()).map(move |group| group * grid.group_size + position)
     }
 }
@@ -224,11 +225,9 @@ impl GridLayout {
         routing: Routing,
     ) -> Result<GridTraffic, ShardError> {
         const WHAT: &str = "bytes sent in a step";
-        let (groups, group_size, shard) = (
-            self.grid.groups(),
-            self.grid.group_size,
-            self.primary.shard_elems(),
-        );
+        let groups = self.grid.groups();
+        let group_size = self.grid.group_size;
+        let shard = self.primary.shard_elems();
         let mut rank = self.primary.step_traffic(stage, widths, grad_accum_steps)?;
         // Elements that leave a group in one gather or reduction over all ranks.
         let crossing = match routing {
@@ -236,7 +235,8 @@ impl GridLayout {
             Routing::Ring => product(WHAT, &[shard, self.grid.world_size - 1])?,
             Routing::TwoLevel => product(WHAT, &[shard, group_size, groups - 1])?,
         };
-        let (grad, param) = (widths.comm_grad_bytes, widths.param_bytes);
+        let grad = widths.comm_grad_bytes;
+        let param = widths.param_bytes;
         let reductions = product(WHAT, &[crossing, grad, grad_accum_steps])?;
         let gathers = |times: u64, each: u64| product(WHAT, &[crossing, param, times, each]);
         let group_egress_bytes = match (self.sharding, stage) {

@@ -47,7 +47,9 @@ impl StepTraffic {
     ) -> Result<Self, ShardError> {
         let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
         let bytes = |times: &[u64]| product(WHAT, &[&[shard_elems, others], times].concat());
-        let (a, grad, param) = (grad_accum_steps, widths.comm_grad_bytes, widths.param_bytes);
+        let a = grad_accum_steps;
+        let grad = widths.comm_grad_bytes;
+        let param = widths.param_bytes;
         let traffic = match stage {
             ZeroStage::Zero => Self {
                 all_reduce_bytes: bytes(&[2, a, grad])?,

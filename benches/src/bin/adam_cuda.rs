@@ -181,7 +181,8 @@ impl Shard {
         };
         let block: Vec<T> = (0..self.elems.min(1 << 20)).map(|_| next()).collect();
         let bytes: &[u8] = bytemuck::cast_slice(&block);
-        let (all, mut done) = (buffer.all(), bytes.len());
+        let all = buffer.all();
+        let mut done = bytes.len();
         self.device
             .upload(&self.stream, bytes, all.slice(0..done), LIMIT)?;
         let whole = self.elems * size_of::<T>();
@@ -291,7 +292,9 @@ impl Shard {
             .grad_stats(&self.stream, &[grad], scratch, stats)?;
         self.kernels
             .rank_stats(&self.stream, stats, self.control(1), self.control(7), ranks)?;
-        let (config, rates, state) = (self.control(3), self.rates.typed(RATES), self.control(4));
+        let config = self.control(3);
+        let rates = self.rates.typed(RATES);
+        let state = self.control(4);
         let advance = AdvanceArgs {
             ranks,
             config,
@@ -353,7 +356,8 @@ impl Shard {
         // enough.
         self.enqueue(kind)?;
         self.stream.synchronize(LIMIT)?;
-        let (mut count, mut done) = (2u32, 1u64);
+        let mut count = 2u32;
+        let mut done = 1u64;
         loop {
             let start = Instant::now();
             for _ in 0..count {
@@ -441,7 +445,8 @@ fn table(
         };
         let gb = |ms: f64, bytes: usize| bytes as f64 * elems as f64 / ms / 1e6;
         let column = |times: &[f64], bytes: usize| {
-            let (ms, ratio) = (median(times.to_vec()), of_copy(times, bytes));
+            let ms = median(times.to_vec());
+            let ratio = of_copy(times, bytes);
             format!("{ms:8.4} ms {:5.0} GB/s {ratio:5.3}", gb(ms, bytes))
         };
         let copied = median(copy.clone());
@@ -491,7 +496,8 @@ fn main() -> Result<(), AnyError> {
             ""
         }
     );
-    let (stream, kernels) = (device.create_stream("bench")?, CudaKernels::new(&device)?);
+    let stream = device.create_stream("bench")?;
+    let kernels = CudaKernels::new(&device)?;
     kernels.warm(&stream, LIMIT)?;
     let shard = |elems| Shard::new(&device, &stream, &kernels, elems);
     let args: Vec<String> = std::env::args().skip(1).collect();

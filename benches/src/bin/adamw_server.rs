@@ -52,8 +52,10 @@ fn step_of<W: Float, M: Float, G: Float, P: Float>(
     elems: usize,
     with_param: bool,
 ) -> Step {
-    let (workers, grad) = (workers.clone(), values::<G>(elems, 0.1));
-    let (mut weights, mut first_moment) = (values::<W>(elems, 1.0), values::<M>(elems, 0.01));
+    let workers = workers.clone();
+    let grad = values::<G>(elems, 0.1);
+    let mut weights = values::<W>(elems, 1.0);
+    let mut first_moment = values::<M>(elems, 0.01);
     let mut second_moment = values::<M>(elems, 0.001);
     let mut param_out = if with_param {
         values::<P>(elems, 1.0)
@@ -76,7 +78,8 @@ fn step_of<W: Float, M: Float, G: Float, P: Float>(
 /// The memory traffic of `fp32`, 28 bytes per element, with almost no arithmetic: the limit of the
 /// memory.
 fn limit_of(workers: &Workers, elems: usize) -> Step {
-    let (workers, grad) = (workers.clone(), values::<f32>(7 * elems / 3, 0.1));
+    let workers = workers.clone();
+    let grad = values::<f32>(7 * elems / 3, 0.1);
     let mut sum = values::<f32>(7 * elems / 3, 1.0);
     Box::new(move || Ok(workers.accumulate(&grad, &mut sum)?))
 }
@@ -89,7 +92,8 @@ fn main() -> Result<(), AnyError> {
             .ok_or_else(|| format!("usage: adamw_server ELEMS THREADS ({what} is missing)"))?
             .parse()?)
     };
-    let (elems, threads) = (number("ELEMS")?, number("THREADS")?);
+    let elems = number("ELEMS")?;
+    let threads = number("THREADS")?;
     let workers = Workers::new(threads)?;
     let mut current: Option<(String, Step)> = None;
     for line in std::io::stdin().lock().lines() {
@@ -114,7 +118,8 @@ fn main() -> Result<(), AnyError> {
         let Some((_, step)) = &mut current else {
             continue;
         };
-        let (repeats, cpu_start) = (repeats.parse::<usize>()?, cpu_ms());
+        let repeats = repeats.parse::<usize>()?;
+        let cpu_start = cpu_ms();
         let mut times = Vec::new();
         for _ in 0..repeats {
             let start = Instant::now();

@@ -67,10 +67,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         };
     for round in 0..rounds {
         let target = dir.join("dd.out");
-        let (from, to) = (
-            format!("if={}", source.display()),
-            format!("of={}", target.display()),
-        );
+        let from = format!("if={}", source.display());
+        let to = format!("of={}", target.display());
         note(
             "dd write",
             timed(|| run("dd", &[&from, &to, "bs=4M", "oflag=direct", "conv=fsync"]))?,

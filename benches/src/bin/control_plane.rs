@@ -44,7 +44,9 @@ fn main() -> Result<()> {
     }
     let number =
         |index: usize, default: usize| args.get(index).map_or(Ok(default), |text| text.parse());
-    let (steps, calls, step_ms) = (number(1, 100)?, number(2, 3000)?, number(3, 1000)?);
+    let steps = number(1, 100)?;
+    let calls = number(2, 3000)?;
+    let step_ms = number(3, 1000)?;
     println!(
         "| ranks | all joined, s | steps: of one core | messages/s, bytes/s in | out | resident, MiB | \
          split, ms | bytes out a rank | mismatch named on all, s |"
@@ -203,7 +205,8 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
 
     let begun = Instant::now();
     let mut clients = Clients::connect(n, port)?;
-    let (mut joined, mut every) = (0, Duration::ZERO);
+    let mut joined = 0;
+    let mut every = Duration::ZERO;
     receive(
         &mut clients,
         |_| &script,
@@ -218,9 +221,13 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
 
     // Steps.
     let (cpu_before, _) = coordinator.usage()?;
-    let (before, begun, total) = (clients.traffic(), Instant::now(), steps as u64 * calls);
+    let before = clients.traffic();
+    let begun = Instant::now();
+    let total = steps as u64 * calls;
     let mut due: Vec<Instant> = vec![begun + every; n];
-    let (mut reports, mut agreed, mut all_reported) = (0u64, vec![0; n], false);
+    let mut reports = 0u64;
+    let mut agreed = vec![0; n];
+    let mut all_reported = false;
     loop {
         let now = Instant::now();
         let pace = (now - begun).as_secs_f64() / step.as_secs_f64() * calls as f64;
@@ -250,10 +257,8 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             "all ranks agree on all calls",
         )?;
     }
-    let (wall, traffic) = (
-        begun.elapsed().as_secs_f64(),
-        difference(clients.traffic(), before),
-    );
+    let wall = begun.elapsed().as_secs_f64();
+    let traffic = difference(clients.traffic(), before);
     let (cpu_after, resident_mib) = coordinator.usage()?;
     let frames = total * CALL_BYTES / (1 << 14) + reports;
     check(
@@ -272,7 +277,8 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     )?;
 
     // A split.
-    let (before, mut places) = (clients.traffic(), 0);
+    let before = clients.traffic();
+    let mut places = 0;
     let begun = Instant::now();
     for rank in 0..n {
         clients.split(rank)?;
@@ -313,7 +319,8 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         .iter()
         .map(|&due| due.clamp(begun, begun + every))
         .collect();
-    let (mut told, mut sent) = (0, vec![false; n]);
+    let mut told = 0;
+    let mut sent = vec![false; n];
     while told < n {
         let now = Instant::now();
         for rank in 0..n {

@@ -28,7 +28,8 @@ fn main() -> Result<(), AnyError> {
         return Err(USAGE.into());
     };
     let folder = tempfile::tempdir()?;
-    let (batch_rows, seq_len) = (batch.parse::<usize>()?, seq.parse::<usize>()?);
+    let batch_rows = batch.parse::<usize>()?;
+    let seq_len = seq.parse::<usize>()?;
     let tokens = 8 * ranks.parse::<usize>()? * batch_rows * (seq_len + 1);
     let bytes: Vec<u8> = (0..tokens)
         .flat_map(|i| ((i * 7919 % 50_257) as u16).to_le_bytes())
@@ -95,10 +96,8 @@ fn zero() -> PathBuf {
 
 /// Trains for `steps` steps. Returns rank 0's counts and the peak bytes of its pool.
 fn run(folder: &Path, ranks: &str, flags: &[&str], steps: &str) -> Result<(Counts, u64), AnyError> {
-    let (file, metrics) = (
-        format!("counts-{steps}.csv"),
-        format!("metrics-{steps}.jsonl"),
-    );
+    let file = format!("counts-{steps}.csv");
+    let metrics = format!("metrics-{steps}.jsonl");
     let mut command = Command::new(zero());
     command
         .args(flags)

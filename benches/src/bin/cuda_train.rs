@@ -39,11 +39,9 @@ fn main() -> Result<(), AnyError> {
     let [model, batch, seq, stage, steps, flags @ ..] = args.as_slice() else {
         return Err(USAGE.into());
     };
-    let (batch, seq, steps) = (
-        batch.parse::<usize>()?,
-        seq.parse::<usize>()?,
-        steps.parse::<u64>()?,
-    );
+    let batch = batch.parse::<usize>()?;
+    let seq = seq.parse::<usize>()?;
+    let steps = steps.parse::<u64>()?;
     let dtype = if flags.iter().any(|f| f == "fp32") {
         DType::F32
     } else {

@@ -35,16 +35,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         "{pieces} pieces of {PIECE} elements, {} MB read and as many written",
         pieces * PIECE_BYTES / 1_000_000
     );
-    let (mut step, mut disk) = (
-        Step::new(Path::new(&dir), pieces)?,
-        Disk::new(Path::new(&dir), pieces)?,
-    );
+    let mut step = Step::new(Path::new(&dir), pieces)?;
+    let mut disk = Disk::new(Path::new(&dir), pieces)?;
     step.run()?;
     disk.run()?;
     fio(&dir, pieces * PIECE_BYTES)?;
-    let (mut ratios, mut of_fio) = (Vec::new(), Vec::new());
+    let mut ratios = Vec::new();
+    let mut of_fio = Vec::new();
     for round in 1..=rounds {
-        let (fio, disk, step) = (fio(&dir, pieces * PIECE_BYTES)?, disk.run()?, step.run()?);
+        let fio = fio(&dir, pieces * PIECE_BYTES)?;
+        let disk = disk.run()?;
+        let step = step.run()?;
         let rate = |time: Duration| (2 * pieces * PIECE_BYTES) as f64 / time.as_secs_f64() / 1e9;
         println!(
             "round {round}: fio {:.2} GB/s, transfers {:.2}, step {:.2}",
@@ -105,10 +106,8 @@ fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
     }
     let out: serde_json::Value = serde_json::from_slice(&out.stdout)?;
     let ms = |job: usize, what: &str| out["jobs"][job][what]["runtime"].as_u64();
-    let (read, write) = (
-        ms(0, "read").ok_or("fio failed")?,
-        ms(1, "write").ok_or("fio failed")?,
-    );
+    let read = ms(0, "read").ok_or("fio failed")?;
+    let write = ms(1, "write").ok_or("fio failed")?;
     Ok(Duration::from_millis(read.max(write)))
 }
 
@@ -123,10 +122,8 @@ struct Step {
 impl Step {
     fn new(dir: &Path, pieces: usize) -> Result<Self, Box<dyn Error>> {
         let device = HostDevice::new();
-        let (pool, stream) = (
-            Pool::new(device.clone(), usize::MAX),
-            device.create_stream("update")?,
-        );
+        let pool = Pool::new(device.clone(), usize::MAX);
+        let stream = device.create_stream("update")?;
         let elems = pieces * PIECE;
         let home = StateHome::Nvme {
             dir: dir.to_owned(),
@@ -153,7 +150,8 @@ impl Step {
             device.fill_zero(&stream, slice)?;
             Ok(slice)
         };
-        let (grad, param) = (buffer(Purpose::Grads)?, buffer(Purpose::Params)?);
+        let grad = buffer(Purpose::Grads)?;
+        let param = buffer(Purpose::Params)?;
         Ok(Self {
             stream,
             optimizer,
@@ -235,7 +233,8 @@ impl Disk {
         }
         let start = Instant::now();
         for piece in 0..self.pieces {
-            let (offset, slot) = ((piece * PIECE_BYTES) as u64, piece % BUFFERS);
+            let offset = (piece * PIECE_BYTES) as u64;
+            let slot = piece % BUFFERS;
             // SAFETY: only this stream uses it; `run` waits for the stream.
             let to = unsafe { self.buffers[0][slot].slice() };
             // SAFETY: as above.

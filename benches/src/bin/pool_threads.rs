@@ -74,7 +74,9 @@ fn measure(threads: usize, pairs: usize, enqueue: bool) -> Result<Pair, AllocErr
     let times: Result<Vec<f64>, AllocError> = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
             .map(|i| {
-                let (pool, device, barrier) = (&pool, &device, &barrier);
+                let pool = &pool;
+                let device = &device;
+                let barrier = &barrier;
                 scope.spawn(move || {
                     let stream = device.create_stream(&format!("stream {i}"))?;
                     barrier.wait();

@@ -94,8 +94,10 @@ fn main() -> ExitCode {
 fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let config = PlannerConfig::default().slack(options.slack);
     // The fastest of alternating rounds: other work on the machine only adds time.
-    let (mut ours, mut peer) = (Timing::MAX, Timing::MAX);
-    let (mut outcome, mut peer_fits) = (None, true);
+    let mut ours = Timing::MAX;
+    let mut peer = Timing::MAX;
+    let mut outcome = None;
+    let mut peer_fits = true;
     for _ in 0..options.repeats {
         let mut replay = PlannerReplay::new(config, trace.slots);
         ours.ns_per_pair = ours.ns_per_pair.min(mean_ns(trace, &mut replay));
@@ -122,7 +124,8 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let outcome = outcome.unwrap_or_default();
     let [pool, fixed] = [Blocks::Movable, Blocks::Fixed].map(|blocks| pool::replay(trace, blocks));
     let [pool, fixed] = [pool, fixed].map(|pool| pool.map_err(|e| format!("{}: {e}", trace.name)));
-    let (pool, fixed) = (pool?, fixed?);
+    let pool = pool?;
+    let fixed = fixed?;
     let live_peak_bytes = trace.live_peak_bytes.max(1) as f64;
     let [pool_ratio, fixed_ratio] =
         [pool, fixed].map(|pool| pool.reserved_peak_bytes as f64 / live_peak_bytes);

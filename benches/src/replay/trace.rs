@@ -8,19 +8,12 @@ use std::path::Path;
 /// One line of a trace. Ids are replaced by slots, which count from 0 and are reused, so that a
 /// replay needs no map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Op {
     /// Allocates `bytes` into a free slot.
-    Allocate {
-        /// The slot.
-        slot: u32,
-        /// The size.
-        bytes: u64,
-    },
+    Allocate { slot: u32, bytes: u64 },
     /// Frees the allocation of a slot.
-    Free {
-        /// The slot.
-        slot: u32,
-    },
+    Free { slot: u32 },
 }
 
 /// A valid trace: only live slots are freed.
@@ -85,7 +78,9 @@ impl Trace {
             }
             let fail = |what: &str| format!("line {}: {what}: {line:?}", number + 1);
             let mut fields = line.split(',');
-            let (op, id, bytes) = (fields.next(), fields.next(), fields.next());
+            let op = fields.next();
+            let id = fields.next();
+            let bytes = fields.next();
             let id = id.ok_or_else(|| fail("no id"))?;
             match op {
                 Some("a") => {

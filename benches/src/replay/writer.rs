@@ -71,7 +71,6 @@ impl Writer {
         self.sizes[slot as usize]
     }
 
-    /// The trace.
     pub(super) fn finish(mut self) -> Trace {
         self.trace.slots = self.sizes.len();
         self.trace

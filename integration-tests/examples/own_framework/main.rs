@@ -72,16 +72,13 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         .map(|(u, p)| [(p.slice(range(u.shard(id))), 0)])
         .collect();
     let sums: Vec<_> = sums.iter_mut().map(|sum| view(sum)).collect();
-    let (device, comm) = (
-        HostDevice::new(),
-        Arc::new(comm) as Arc<dyn Communicator<HostDevice>>,
-    );
-    let (compute, comm_stream) = (
-        device.create_stream("compute")?,
-        device.create_stream("comm")?,
-    );
+    let device = HostDevice::new();
+    let comm = Arc::new(comm) as Arc<dyn Communicator<HostDevice>>;
+    let compute = device.create_stream("compute")?;
+    let comm_stream = device.create_stream("comm")?;
     let _wait = WaitOnDrop::new(comm.clone(), [compute.clone(), comm_stream.clone()], LIMIT);
-    let (pool, kernels) = (Pool::new(device, 1 << 20), Arc::new(HostKernels::new(1)?));
+    let pool = Pool::new(device, 1 << 20);
+    let kernels = Arc::new(HostKernels::new(1)?);
     let options = BucketOptions::new(64, DType::Bf16);
     let buckets = Buckets::new(
         &pool,
@@ -174,10 +171,8 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     }
 
     // glue: the checkpoint
-    let (meta, store) = (
-        SaveMeta::default().step(steps.end).stage(ZeroStage::Two),
-        Store::create(dir, id, StoreOptions::default())?,
-    );
+    let meta = SaveMeta::default().step(steps.end).stage(ZeroStage::Two);
+    let store = Store::create(dir, id, StoreOptions::default())?;
     optim.save(
         &compute,
         &store,

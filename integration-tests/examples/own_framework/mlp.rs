@@ -10,7 +10,8 @@ pub(crate) const ROWS: usize = 16;
 
 /// A layer over some rows: tanh(W x + b); the last layer has no tanh.
 pub(crate) fn forward(layer: usize, params: &[bf16], inputs: &[f32]) -> Vec<f32> {
-    let (ins, outs) = (WIDTHS[layer], WIDTHS[layer + 1]);
+    let ins = WIDTHS[layer];
+    let outs = WIDTHS[layer + 1];
     let (weights, biases) = params.split_at(ins * outs);
     let dot = |x: &[f32], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x * w.to_f32()).sum::<f32>();
     let row = |x| {
@@ -34,11 +35,13 @@ pub(crate) fn backward(
     [x, y, dy]: [&[f32]; 3],
     grads: &mut [f32],
 ) -> Vec<f32> {
-    let (ins, outs) = (WIDTHS[layer], WIDTHS[layer + 1]);
+    let ins = WIDTHS[layer];
+    let outs = WIDTHS[layer + 1];
     let mut dx = vec![0.0; x.len()];
     grads.fill(0.0);
     for (i, (y, dy)) in y.iter().zip(dy).enumerate() {
-        let (row, out) = (i / outs * ins, i % outs);
+        let row = i / outs * ins;
+        let out = i % outs;
         let before_tanh = if layer + 1 == LAYERS {
             *dy
         } else {

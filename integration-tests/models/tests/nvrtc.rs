@@ -35,7 +35,8 @@ fn transformer_kernels_compile_without_spilling() {
         .collect();
     std::thread::scope(|scope| {
         for archs in [&ARCHS[..2], &ARCHS[2..]] {
-            let (nvrtc, files) = (&nvrtc, &files);
+            let nvrtc = &nvrtc;
+            let files = &files;
             scope.spawn(move || {
                 archs
                     .iter()

@@ -85,13 +85,11 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         "{error}"
     );
 
-    let (targets, scale) = (
-        gpu.words(&[1, 2]),
-        Scale {
-            loss_scale: gpu.double(1.0),
-            tokens: 2,
-        },
-    );
+    let targets = gpu.words(&[1, 2]);
+    let scale = Scale {
+        loss_scale: gpu.double(1.0),
+        tokens: 2,
+    };
     let error =
         cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, scale)
             .unwrap_err();

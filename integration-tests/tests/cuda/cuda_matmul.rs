@@ -27,17 +27,15 @@ fn added(gpu: &Gpu, matmul: &Matmul) -> Vec<u32> {
 }
 
 fn try_added(gpu: &Gpu, matmul: &Matmul) -> Result<Vec<u32>, OpError> {
-    let (m, n, k) = (24, 40, 320);
-    let (left, right) = (
-        gpu.put(&values(m * k, 1), DType::Bf16),
-        gpu.put(&values(k * n, 2), DType::Bf16),
-    );
+    let m = 24;
+    let n = 40;
+    let k = 320;
+    let left = gpu.put(&values(m * k, 1), DType::Bf16);
+    let right = gpu.put(&values(k * n, 2), DType::Bf16);
     let sum = gpu.floats(&vec![1.0; m * n]).erase();
-    let (left, right, out) = (
-        Matrix::new(left, k),
-        Matrix::new(right, n),
-        Matrix::new(sum, n),
-    );
+    let left = Matrix::new(left, k);
+    let right = Matrix::new(right, n);
+    let out = Matrix::new(sum, n);
     let product = Product {
         left,
         right,
@@ -163,7 +161,9 @@ fn nothing_is_measured_in_a_recording() {
     let matmul = timed(&gpu, folder.path(), 1);
     let y = gpu.fresh(64, DType::Bf16);
     let matrix = |seed| Matrix::new(gpu.put(&values(64, seed), DType::Bf16), 8);
-    let (left, right, out) = (matrix(1), matrix(2), Matrix::new(y, 8));
+    let left = matrix(1);
+    let right = matrix(2);
+    let out = Matrix::new(y, 8);
     let product = Product {
         left,
         right,
@@ -189,17 +189,16 @@ fn nothing_is_measured_in_a_recording() {
 fn fused_or_apart_is_measured_and_kept() {
     let gpu = Gpu::open();
     let folder = tempfile::tempdir().unwrap();
-    let (m, n, k) = (56, 40, 24);
-    let (x, dy) = (
-        gpu.put(&values(m * k, 1), DType::Bf16),
-        gpu.put(&values(m * n, 2), DType::Bf16),
-    );
-    let (dw, db) = (gpu.fresh(k * n, DType::Bf16), gpu.fresh(n, DType::Bf16));
-    let (left, right, out) = (
-        Matrix::new(x, k).t(),
-        Matrix::new(dy, n),
-        Matrix::new(dw, n),
-    );
+    let m = 56;
+    let n = 40;
+    let k = 24;
+    let x = gpu.put(&values(m * k, 1), DType::Bf16);
+    let dy = gpu.put(&values(m * n, 2), DType::Bf16);
+    let dw = gpu.fresh(k * n, DType::Bf16);
+    let db = gpu.fresh(n, DType::Bf16);
+    let left = Matrix::new(x, k).t();
+    let right = Matrix::new(dy, n);
+    let out = Matrix::new(dw, n);
     let fused = Product {
         left,
         right,
@@ -236,10 +235,14 @@ fn fused_or_apart_is_measured_and_kept() {
 fn products_of_all_transpositions() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    let (m, n, k) = (24, 40, 56);
+    let m = 24;
+    let n = 40;
+    let k = 56;
     for dtype in FLOATS {
-        let (a, b) = (values(m * k, 1), values(k * n, 2));
-        let (a64, b64) = (rounded(&a, dtype), rounded(&b, dtype));
+        let a = values(m * k, 1);
+        let b = values(k * n, 2);
+        let a64 = rounded(&a, dtype);
+        let b64 = rounded(&b, dtype);
         for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
             // A transposed factor is stored as [k, m] or [n, k].
             let left = if ta {
@@ -253,7 +256,8 @@ fn products_of_all_transpositions() {
                 b64.clone()
             };
             let want = fp64::matmul(&left, &right, k, n);
-            let (left, right) = (gpu.put(&a, dtype), gpu.put(&b, dtype));
+            let left = gpu.put(&a, dtype);
+            let right = gpu.put(&b, dtype);
             let left = if ta {
                 Matrix::new(left, m).t()
             } else {
@@ -312,21 +316,24 @@ fn products_of_all_transpositions() {
 fn rows_further_apart_than_they_are_long() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    let (m, n, k, stride) = (16, 50, 32, 64);
-    let (a, b) = (values(m * k, 1), values(n * k, 2));
+    let m = 16;
+    let n = 50;
+    let k = 32;
+    let stride = 64;
+    let a = values(m * k, 1);
+    let b = values(n * k, 2);
     let want = fp64::matmul(
         &rounded(&a, DType::Bf16),
         &fp64::transpose(&rounded(&b, DType::Bf16), k),
         k,
         n,
     );
-    let (left, right) = (gpu.put(&a, DType::Bf16), gpu.put(&b, DType::Bf16));
+    let left = gpu.put(&a, DType::Bf16);
+    let right = gpu.put(&b, DType::Bf16);
     let y = gpu.put(&vec![9.0; m * stride], DType::Bf16);
-    let (left, right, out) = (
-        Matrix::new(left, k),
-        Matrix::new(right, k).t(),
-        Matrix::with_stride(y, n, stride),
-    );
+    let left = Matrix::new(left, k);
+    let right = Matrix::new(right, k).t();
+    let out = Matrix::with_stride(y, n, stride);
     matmul
         .run(
             &gpu.stream,
@@ -358,14 +365,14 @@ fn rows_further_apart_than_they_are_long() {
 fn biases_residuals_and_gelu_in_the_same_pass() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    let (m, n, k) = (24, 40, 56);
+    let m = 24;
+    let n = 40;
+    let k = 56;
     for dtype in FLOATS {
-        let (a, b, bias, x) = (
-            values(m * k, 1),
-            values(k * n, 2),
-            values(n, 3),
-            values(m * n, 4),
-        );
+        let a = values(m * k, 1);
+        let b = values(k * n, 2);
+        let bias = values(n, 3);
+        let x = values(m * n, 4);
         let [a64, b64, bias64, x64] = [&a, &b, &bias, &x].map(|v| rounded(v, dtype));
         let product = fp64::matmul(&a64, &b64, k, n);
         let biased: Vec<f64> = product
@@ -373,11 +380,10 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
             .enumerate()
             .map(|(i, v)| v + bias64[i % n])
             .collect();
-        let (left, right) = (
-            Matrix::new(gpu.put(&a, dtype), k),
-            Matrix::new(gpu.put(&b, dtype), n),
-        );
-        let (bias, x) = (gpu.put(&bias, dtype), gpu.put(&x, dtype));
+        let left = Matrix::new(gpu.put(&a, dtype), k);
+        let right = Matrix::new(gpu.put(&b, dtype), n);
+        let bias = gpu.put(&bias, dtype);
+        let x = gpu.put(&x, dtype);
         let y = gpu.fresh(m * n, dtype);
         let plain = Product {
             left,
@@ -471,18 +477,23 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
 fn bias_gradient_beside_a_weight_gradient() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    let (m, n, k) = (56, 40, 24);
+    let m = 56;
+    let n = 40;
+    let k = 24;
     for (dtype, out) in [
         (DType::Bf16, DType::Bf16),
         (DType::F16, DType::F16),
         (DType::Bf16, DType::F32),
     ] {
-        let (x, dy) = (values(m * k, 1), values(m * n, 2));
-        let (x64, dy64) = (rounded(&x, dtype), rounded(&dy, dtype));
+        let x = values(m * k, 1);
+        let dy = values(m * n, 2);
+        let x64 = rounded(&x, dtype);
+        let dy64 = rounded(&dy, dtype);
         let sums: Vec<f64> = (0..n)
             .map(|j| dy64.iter().skip(j).step_by(n).sum())
             .collect();
-        let (dw, db) = (gpu.fresh(k * n, out), gpu.fresh(n, out));
+        let dw = gpu.fresh(k * n, out);
+        let db = gpu.fresh(n, out);
         let product = Product {
             left: Matrix::new(gpu.put(&x, dtype), k).t(),
             right: Matrix::new(gpu.put(&dy, dtype), n),
@@ -512,7 +523,9 @@ fn sums_are_fp32_until_they_are_stored() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
     // Few results of long sums, which the library tends to split among blocks.
-    let (m, n, k) = (64, 64, 8192);
+    let m = 64;
+    let n = 64;
+    let k = 8192;
     for (dtype, large) in [(DType::Bf16, 256.0), (DType::F16, 2048.0)] {
         // large + 1 has one bit more than the 16-bit type holds; the last term subtracts `large`.
         let term = |i: usize| {
@@ -522,12 +535,11 @@ fn sums_are_fp32_until_they_are_stored() {
                 .unwrap_or(if i == k - 1 { -large } else { 0.0 })
         };
         let b: Vec<f32> = (0..k * n).map(|i| term(i / n)).collect();
-        let (left, right) = (gpu.put(&vec![1.0; m * k], dtype), gpu.put(&b, dtype));
-        let (left, right, y) = (
-            Matrix::new(left, k),
-            Matrix::new(right, n),
-            gpu.fresh(m * n, dtype),
-        );
+        let left = gpu.put(&vec![1.0; m * k], dtype);
+        let right = gpu.put(&b, dtype);
+        let left = Matrix::new(left, k);
+        let right = Matrix::new(right, n);
+        let y = gpu.fresh(m * n, dtype);
         let out = Matrix::new(y, n);
         matmul
             .run(
@@ -551,8 +563,12 @@ fn sums_are_fp32_until_they_are_stored() {
 fn product_runs_on_any_thread_at_any_alignment() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    let (m, n, k) = (24, 40, 56);
-    let (a, b, biases) = (values(m * k, 1), values(k * n, 2), values(n + 16, 3));
+    let m = 24;
+    let n = 40;
+    let k = 56;
+    let a = values(m * k, 1);
+    let b = values(k * n, 2);
+    let biases = values(n + 16, 3);
     let [a64, b64, bias64] = [&a, &b, &biases].map(|v| rounded(v, DType::Bf16));
     let product = fp64::matmul(&a64, &b64, k, n);
     let [a, b, biases] = [&a, &b, &biases].map(|v| gpu.put(v, DType::Bf16));
@@ -560,7 +576,9 @@ fn product_runs_on_any_thread_at_any_alignment() {
     // Aligned to 256, 32 and 16 bytes, with the same shapes.
     for start in [0, 16, 8] {
         let epilogue = Epilogue::Bias(biases.slice(start..start + n));
-        let (left, right, out) = (Matrix::new(a, k), Matrix::new(b, n), Matrix::new(y, n));
+        let left = Matrix::new(a, k);
+        let right = Matrix::new(b, n);
+        let out = Matrix::new(y, n);
         let product_of_bias = Product {
             left,
             right,
@@ -597,7 +615,9 @@ fn product_runs_on_any_thread_at_any_alignment() {
 fn bits_are_the_same_at_all_places_that_units_have() {
     let gpu = Gpu::open();
     let matmul = matmul(&gpu);
-    let (m, n, k) = (24, 40, 56);
+    let m = 24;
+    let n = 40;
+    let k = 56;
     let right = Matrix::new(gpu.put(&values(k * n, 2), DType::Bf16), n);
     let at = |start: usize| {
         let a = [vec![0.0; start], values(m * k, 1)].concat();

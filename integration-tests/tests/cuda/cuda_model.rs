@@ -72,21 +72,18 @@ fn losses_in_fp32_are_pytorchs() {
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &masters);
     for (step, want) in expected["steps"].as_array().unwrap().iter().enumerate() {
         tiny.step(step);
-        let (want_loss, want_norm) = (
-            want["loss"].as_f64().unwrap(),
-            want["grad_norm"].as_f64().unwrap(),
-        );
-        let (loss, grads) = (tiny.loss(), tiny.gradients());
+        let want_loss = want["loss"].as_f64().unwrap();
+        let want_norm = want["grad_norm"].as_f64().unwrap();
+        let loss = tiny.loss();
+        let grads = tiny.gradients();
         let norm = grads
             .iter()
             .flatten()
             .map(|g| f64::from(*g).powi(2))
             .sum::<f64>()
             .sqrt();
-        let (loss_error, norm_error) = (
-            (loss - want_loss).abs() / want_loss,
-            (norm - want_norm).abs() / want_norm,
-        );
+        let loss_error = (loss - want_loss).abs() / want_loss;
+        let norm_error = (norm - want_norm).abs() / want_norm;
         // The stand-in, whose exponentials are exact, stays within a tenth of these limits.
         assert!(
             loss_error < 1e-5,
@@ -143,7 +140,8 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
     for dtype in [DType::Bf16, DType::F16] {
         let mut tiny = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights);
         tiny.step(0);
-        let (loss, got) = (tiny.loss(), tiny.gradients());
+        let loss = tiny.loss();
+        let got = tiny.gradients();
         // The host computes in fp32 from parameters rounded to bf16. The device rounds activations
         // and their gradients too, as PyTorch does in bf16.
         let loss_error = (loss - host_loss).abs() / host_loss;
@@ -170,7 +168,8 @@ fn blocks_write_their_gradients() {
     tiny.forward().unwrap();
     tiny.backward().unwrap();
     let sums = tiny.gradients();
-    let (passes, scale) = (gpt2::passes(&config()), gpu.double(1.0 / ACCUM as f64));
+    let passes = gpt2::passes(&config());
+    let scale = gpu.double(1.0 / ACCUM as f64);
     for (dtype, limit) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
         tiny.forward().unwrap();
         for (i, pass) in passes.iter().enumerate().rev() {
@@ -278,7 +277,8 @@ fn any_shape_is_the_hosts() {
         let sum = unsafe { model.loss() }.erase();
         gpu.device.fill_zero(&gpu.stream, sum).unwrap();
         model.set_batch(&gpu.stream, &tokens.0, &tokens.1).unwrap();
-        let (passes, one) = (gpt2::passes(&config), gpu.double(1.0));
+        let passes = gpt2::passes(&config);
+        let one = gpu.double(1.0);
         for (i, pass) in passes.iter().enumerate() {
             let reads: Vec<_> = pass.forward_reads.iter().map(|&u| on_gpu[u]).collect();
             model.forward(&gpu.stream, i, &reads).unwrap();
@@ -322,7 +322,8 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
     for dtype in [DType::F32, DType::Bf16] {
         let mut kept = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
         kept.step(0);
-        let (loss, grads) = (kept.loss(), kept.gradients());
+        let loss = kept.loss();
+        let grads = kept.gradients();
         kept.step(0);
         assert!(
             kept.loss().to_bits() == loss.to_bits() && kept.gradients() == grads,

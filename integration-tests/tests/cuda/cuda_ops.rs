@@ -13,8 +13,11 @@ use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 fn check_layer_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
     let ops = gpu.kernels(dtype);
     let what = format!("{dtype} {rows} x {n}");
-    let (x, dy) = (values(rows * n, 1), values(rows * n, 2));
-    let (gain, bias, dx) = (values(n, 3), values(n, 4), values(rows * n, 5));
+    let x = values(rows * n, 1);
+    let dy = values(rows * n, 2);
+    let gain = values(n, 3);
+    let bias = values(n, 4);
+    let dx = values(rows * n, 5);
     let r = |v: &[f32]| rounded(v, dtype);
     let [want_y, mut want_dx, want_dgain, want_dbias] =
         fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
@@ -26,12 +29,11 @@ fn check_layer_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
     let want_residual: Vec<f64> = (0..n).map(column_sum).collect();
 
     let start = dx;
-    let (x, dy) = (gpu.put(&x, dtype), gpu.put(&dy, dtype));
-    let (gain, bias, y) = (
-        gpu.put(&gain, dtype),
-        gpu.put(&bias, dtype),
-        gpu.fresh(rows * n, dtype),
-    );
+    let x = gpu.put(&x, dtype);
+    let dy = gpu.put(&dy, dtype);
+    let gain = gpu.put(&gain, dtype);
+    let bias = gpu.put(&bias, dtype);
+    let y = gpu.fresh(rows * n, dtype);
     let stats = gpu.floats(&vec![f32::NAN; 2 * rows]);
     layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
     close(
@@ -138,12 +140,14 @@ fn sums_over_rows() {
     for dtype in FLOATS {
         let ops = gpu.kernels(dtype);
         for (rows, n) in [(1, 8), (7, 13), (300, 264), (1030, 3)] {
-            let (x, out) = (values(rows * n, 1), values(n, 2));
+            let x = values(rows * n, 1);
+            let out = values(n, 2);
             let mut want: Vec<f64> = rounded(&out, DType::F32);
             for row in rounded(&x, dtype).chunks(n) {
                 want.iter_mut().zip(row).for_each(|(sum, v)| *sum += v);
             }
-            let (x, sums) = (gpu.put(&x, dtype), gpu.floats(&out));
+            let x = gpu.put(&x, dtype);
+            let sums = gpu.floats(&out);
             let workspace = gpu.floats(&vec![f32::NAN; column_sums::workspace_elems(rows, n)]);
             column_sums::sum_rows(&ops, &gpu.stream, SumOut::Add(sums), x, workspace).unwrap();
             close(
@@ -198,7 +202,8 @@ fn gelus() {
                 .map(|(p, dy)| p[1] * dy)
                 .collect();
             let part = |v: zero_alloc::device::AnySlice| v.slice(start..start + n);
-            let (x, dy) = (part(gpu.put(&x, dtype)), part(gpu.put(&dy, dtype)));
+            let x = part(gpu.put(&x, dtype));
+            let dy = part(gpu.put(&dy, dtype));
             let y = part(gpu.fresh(n + start, dtype));
             gelu::forward(&ops, &gpu.stream, y, x).unwrap();
             close(&gpu.get(y), &want, tolerance(dtype), &format!("{dtype}: y"));
@@ -233,27 +238,25 @@ fn embeddings() {
                     }
                 })
                 .collect();
-            let (wte, wpe, dx) = (
-                values(vocab * n, 1),
-                values((seq + 2) * n, 2),
-                values(rows * n, 3),
-            );
-            let (e, p, d) = (
-                rounded(&wte, dtype),
-                rounded(&wpe, dtype),
-                rounded(&dx, dtype),
-            );
+            let wte = values(vocab * n, 1);
+            let wpe = values((seq + 2) * n, 2);
+            let dx = values(rows * n, 3);
+            let e = rounded(&wte, dtype);
+            let p = rounded(&wpe, dtype);
+            let d = rounded(&dx, dtype);
             let (mut want, mut want_wte, mut want_wpe) =
                 (vec![], vec![0.5; vocab * n], vec![0.25; (seq + 2) * n]);
             for (row, &token) in tokens.iter().enumerate() {
                 for j in 0..n {
-                    let (at_e, at_p) = (token as usize * n + j, row % seq * n + j);
+                    let at_e = token as usize * n + j;
+                    let at_p = row % seq * n + j;
                     want.push(e[at_e] + p[at_p]);
                     want_wte[at_e] += d[row * n + j];
                     want_wpe[at_p] += d[row * n + j];
                 }
             }
-            let (mut order, mut starts) = (vec![0; rows], vec![u32::MAX; rows]);
+            let mut order = vec![0; rows];
+            let mut starts = vec![u32::MAX; rows];
             let segments = sort_tokens(&tokens, &mut order, &mut starts);
             let lists = TokenLists {
                 tokens: gpu.words(&tokens),
@@ -311,9 +314,11 @@ fn cross_entropies() {
                 fp64::cross_entropy(&real(&rounded(&logits, dtype)), &targets, vocab);
             let want: Vec<f64> = grad.iter().map(|g| 0.5 * g).collect();
 
-            let (logits, targets) = (gpu.put(&logits, dtype), gpu.words(&targets));
+            let logits = gpu.put(&logits, dtype);
+            let targets = gpu.words(&targets);
             let losses = gpu.floats(&vec![f32::NAN; rows]);
-            let (before, alone) = (gpu.get(logits), gpu.floats(&vec![f32::NAN; rows]));
+            let before = gpu.get(logits);
+            let alone = gpu.floats(&vec![f32::NAN; rows]);
             cross_entropy::forward(&ops, &gpu.stream, logits, alone, targets, vocab).unwrap();
             assert_eq!(gpu.get(logits), before, "{what}: logits");
             // The launch covers a part of the averaged tokens.
@@ -402,15 +407,11 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let dout = values(elems, 2);
     let [want, want_dqkv] = fp64::attention(&rounded(&qkv, dtype), &rounded(&dout, dtype), shape);
 
-    let (qkv, dout, out) = (
-        gpu.put(&qkv, dtype),
-        gpu.put(&dout, dtype),
-        gpu.fresh(elems, dtype),
-    );
-    let (lse, delta) = (
-        gpu.floats(&vec![f32::NAN; rows]),
-        gpu.floats(&vec![f32::NAN; rows]),
-    );
+    let qkv = gpu.put(&qkv, dtype);
+    let dout = gpu.put(&dout, dtype);
+    let out = gpu.fresh(elems, dtype);
+    let lse = gpu.floats(&vec![f32::NAN; rows]);
+    let delta = gpu.floats(&vec![f32::NAN; rows]);
     attention.forward(&ops, &gpu.stream, out, lse, qkv).unwrap();
     // Probabilities are rounded to 16 bits for the tensor cores.
     let tolerance = tolerance(dtype);

@@ -162,10 +162,8 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
     for stage in 0..4 {
         let (steps, summary) = on_gpu(stage, DType::F32, &torch(8));
         for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
-            let (loss, norm) = (
-                want["loss"].as_f64().unwrap(),
-                want["grad_norm"].as_f64().unwrap(),
-            );
+            let loss = want["loss"].as_f64().unwrap();
+            let norm = want["grad_norm"].as_f64().unwrap();
             let loss_error = (got.loss - loss).abs() / loss;
             let norm_error = (got.grad_norm.unwrap() - norm).abs() / norm;
             assert!(
@@ -353,7 +351,8 @@ fn recorded_steps_have_the_same_bits() {
         if dtype == DType::F16 {
             settings.optimizer.loss_scaling = LossScaling::Dynamic(scaling);
         }
-        let (plain, recorded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let plain = tempfile::tempdir().unwrap();
+        let recorded = tempfile::tempdir().unwrap();
         let (want, _) = run(&settings, &options(9, Some(plain.path()), None)).unwrap();
         settings.graphs = true;
         let (got, summary) = run(&settings, &options(9, Some(recorded.path()), None)).unwrap();
@@ -474,7 +473,8 @@ fn offloaded_activations_change_no_bit() {
                 offload_activations,
                 ..workload.options
             };
-            let (comm, mut steps) = (Arc::new(Solo::new(device.clone())), Vec::new());
+            let comm = Arc::new(Solo::new(device.clone()));
+            let mut steps = Vec::new();
             let mut observe = |metrics: &StepMetrics| {
                 steps.push(metrics.clone());
                 Ok(())

@@ -5,8 +5,10 @@ use zero_models::cuda::attention::Shape;
 /// Returns y, and for `dy` the gradients of x, gain and bias.
 pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {
     let n = gain.len();
-    let (mut y, mut dx) = (Vec::new(), Vec::new());
-    let (mut dgain, mut dbias) = (vec![0.0; n], vec![0.0; n]);
+    let mut y = Vec::new();
+    let mut dx = Vec::new();
+    let mut dgain = vec![0.0; n];
+    let mut dbias = vec![0.0; n];
     for (x, dy) in x.chunks(n).zip(dy.chunks(n)) {
         let mean = x.iter().sum::<f64>() / n as f64;
         let var = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
@@ -27,7 +29,8 @@ pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [
 
 /// GELU and its slope.
 pub(crate) fn gelu(x: f64) -> [f64; 2] {
-    let (root, cubic) = ((2.0 / std::f64::consts::PI).sqrt(), 0.044715);
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    let cubic = 0.044715;
     let t = (root * (x + cubic * x * x * x)).tanh();
     let slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * root * (1.0 + 3.0 * cubic * x * x);
     [0.5 * x * (1.0 + t), slope]
@@ -35,7 +38,8 @@ pub(crate) fn gelu(x: f64) -> [f64; 2] {
 
 /// The mean loss, and the gradient of the sum of losses.
 pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f64, Vec<f64>) {
-    let (mut loss, mut grad) = (0.0, Vec::new());
+    let mut loss = 0.0;
+    let mut grad = Vec::new();
     for (row, &target) in logits.chunks(vocab).zip(targets) {
         let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
@@ -53,10 +57,8 @@ pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f
 pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
     let c = s.heads * s.d;
     let scale = 1.0 / (s.d as f64).sqrt();
-    let (mut out, mut dqkv) = (
-        vec![0.0; s.batch * s.seq * c],
-        vec![0.0; s.batch * s.seq * 3 * c],
-    );
+    let mut out = vec![0.0; s.batch * s.seq * c];
+    let mut dqkv = vec![0.0; s.batch * s.seq * 3 * c];
     for b in 0..s.batch {
         for h in 0..s.heads {
             let at = |part: usize, t: usize| (b * s.seq + t) * 3 * c + part * c + h * s.d;

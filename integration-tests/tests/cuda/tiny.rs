@@ -114,7 +114,8 @@ impl<'a> OnGpu<'a> {
 
     /// Computes the gradients and the loss of step `step`.
     pub(crate) fn step(&mut self, step: usize) {
-        let (device, stream) = (&self.gpu.device, &self.gpu.stream);
+        let device = &self.gpu.device;
+        let stream = &self.gpu.stream;
         // SAFETY: used on the stream of the passes.
         device
             .fill_zero(stream, unsafe { self.model.loss() }.erase())
@@ -166,7 +167,8 @@ impl<'a> OnGpu<'a> {
     }
 
     pub(crate) fn logits(&self) -> Vec<f32> {
-        let (vocab, rows) = (config().vocab_size, BATCH * SEQ);
+        let vocab = config().vocab_size;
+        let rows = BATCH * SEQ;
         let stride = stride_elems(vocab);
         let out = self.gpu.fresh(rows * stride, self.params[0].dtype());
         let reads = [self.params[self.params.len() - 1], self.params[0]];

@@ -44,7 +44,8 @@ fn variants_with_a_source_are_transparent() {
                 );
                 continue;
             }
-            let (text, mut message) = (std::fs::read_to_string(&path).unwrap(), None);
+            let text = std::fs::read_to_string(&path).unwrap();
+            let mut message = None;
             for line in text.lines() {
                 let field = line.trim_start().trim_start_matches("pub ");
                 if field.starts_with("#[error(") {
@@ -130,7 +131,8 @@ fn no_text_is_printed_twice() {
 
 #[test]
 fn failed_collective_is_the_cause_of_its_stream() {
-    let (device, limit) = (HostDevice::new(), Duration::from_secs(60));
+    let device = HostDevice::new();
+    let limit = Duration::from_secs(60);
     let stream = device.create_stream("comm").unwrap();
     let pool = Pool::new(device, 1 << 20);
     let comms = World::new(2, CommOptions::default()).unwrap();

@@ -14,6 +14,7 @@ use crate::model::ModelError;
 
 /// Why training failed to start or to continue.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum TrainError {
     /// Invalid settings.
@@ -82,7 +83,6 @@ pub enum TrainError {
          diverged; resume from an earlier checkpoint with a lower learning rate"
     )]
     Diverged {
-        /// The last step.
         step: u64,
         /// Consecutive skipped steps up to `step`.
         skipped: u64,
@@ -92,12 +92,7 @@ pub enum TrainError {
     Echo(String),
     /// A rank failed, and the run ended with it.
     #[error("rank {rank}: {message}")]
-    Rank {
-        /// The rank.
-        rank: usize,
-        /// Its error.
-        message: String,
-    },
+    Rank { rank: usize, message: String },
 }
 
 /// An error of a stream stays one, so that a failed collective is known by its operation.

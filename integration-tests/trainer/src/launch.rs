@@ -68,7 +68,8 @@ pub fn run_on_threads(
     let summaries = std::thread::scope(|scope| {
         let spawn = |(index, comm)| {
             let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
-            let (run, failures) = (&run, &failures);
+            let run = &run;
+            let failures = &failures;
             let name = format!("rank {index}");
             let spawned = std::thread::Builder::new()
                 .name(name)
@@ -158,16 +159,15 @@ pub fn run_on_cuda(
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
     let timeline = Timeline::new();
-    let (host_timeline, threads) = (
-        timeline.clone(),
-        std::thread::available_parallelism().map_or(1, usize::from),
-    );
+    let host_timeline = timeline.clone();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let device = if record {
         device.clone().with_timeline(timeline.clone())
     } else {
         device.clone()
     };
-    let (pinned, mut warned) = (PinnedMemory::new(&device), false);
+    let pinned = PinnedMemory::new(&device);
+    let mut warned = false;
     // After the first step, which has allocated all memory of the run.
     let mut observe = |metrics: &StepMetrics| {
         if !std::mem::replace(&mut warned, true) {
@@ -190,10 +190,8 @@ pub fn run_on_cuda(
                 let kernels = CudaKernels::new(device)?;
                 // Before the first collective, because loading waits for the device.
                 kernels.warm(compute, settings.limit)?;
-                let (host, memory) = (
-                    HostDevice::new().with_timeline(host_timeline),
-                    Arc::new(PinnedMemory::new(device)),
-                );
+                let host = HostDevice::new().with_timeline(host_timeline);
+                let memory = Arc::new(PinnedMemory::new(device));
                 let threads = if settings.offload.updates_on_host() {
                     threads
                 } else {

@@ -33,7 +33,7 @@ pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device
 pub use model::{Grad, Model, ModelError, Pass};
 pub use offload::settings::{Home, OffloadSettings, StateFormat};
 pub use rank::Settings;
-pub use rank_bytes::{RankBytes, piece_elems, scratch_elems, wide_moments};
+pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
 pub use saving::replicas::ReplicaChecks;
 pub use saving::state::TrainerState;
 pub use stages::stage::device_steps;

@@ -165,7 +165,8 @@ impl GroupSettings {
     /// # Errors
     /// A rule is out of range, no tensor is in a group, or no tensor is trained.
     pub fn resolve(&self, layout: &Layout, kind_of: KindOf) -> Result<ModelGroups, TrainError> {
-        let (mut rules, mut matched) = (Vec::new(), vec![false; self.groups.len()]);
+        let mut rules = Vec::new();
+        let mut matched = vec![false; self.groups.len()];
         let mut place_of = |param: &ParamPlacement| {
             let group = self
                 .groups
@@ -414,7 +415,8 @@ mod tests {
             groups: vec![block],
             no_decay_1d: false,
         };
-        let (layout, widths) = (layout(2), Widths::adam(2, 1));
+        let layout = layout(2);
+        let widths = Widths::adam(2, 1);
         let groups = groups.resolve(&layout, kind_of).unwrap();
         let block = &layout.units()[1];
         for stage in [
@@ -423,10 +425,8 @@ mod tests {
             ZeroStage::Two,
             ZeroStage::Three,
         ] {
-            let (all, ours) = (
-                layout.state_bytes(stage, &widths).unwrap(),
-                groups.state_bytes(&layout, stage, &widths).unwrap(),
-            );
+            let all = layout.state_bytes(stage, &widths).unwrap();
+            let ours = groups.state_bytes(&layout, stage, &widths).unwrap();
             let elems = |sharded| {
                 if sharded {
                     block.shard_elems

@@ -292,6 +292,19 @@ impl<D: Device> Rank<D> {
     }
 }
 
+/// The units that a micro-batch at stage 3 holds at once, in order. The last pass holds its units
+/// until its backward.
+pub(crate) fn uses(passes: &[Pass], groups: &ModelGroups) -> Vec<Vec<usize>> {
+    let forward = passes.iter().map(|pass| &pass.forward_reads);
+    let last = passes.len().saturating_sub(1);
+    let first = first_trained(passes, groups).min(last);
+    let backward = passes[first..last].iter().rev();
+    forward
+        .chain(backward.map(|pass| &pass.backward_reads))
+        .cloned()
+        .collect()
+}
+
 /// The first pass that adds to a trained gradient.
 pub(crate) fn first_trained(passes: &[Pass], groups: &ModelGroups) -> usize {
     passes

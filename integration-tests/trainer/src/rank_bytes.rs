@@ -6,12 +6,14 @@
 
 use serde::Serialize;
 use zero_alloc::device::DType;
+use zero_comm::{PlannedStep, plan_step};
 use zero_optim::StateKind;
 use zero_shard::{Layout, Tier};
 
+use crate::error::TrainError;
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
-use crate::rank::Settings;
+use crate::rank::{Settings, uses};
 use crate::stages::gradients::places;
 use crate::stages::stage::device_steps;
 
@@ -66,7 +68,7 @@ impl RankBytes {
             .max(layout.world_size())
             .checked_mul(count)?;
         let gathered = if settings.stage.shards_params() {
-            gathered_elems(settings, layout, passes)
+            gathers(settings, layout, passes).ok()?.peak_live_elems
         } else {
             0
         };
@@ -98,7 +100,8 @@ impl RankBytes {
         checkpoints: u64,
         saves: bool,
     ) -> Option<Self> {
-        let (widths, offload) = (settings.widths(), &settings.offload);
+        let widths = settings.widths();
+        let offload = &settings.offload;
         let groups = settings.resolve_groups(layout).ok()?;
         let state = groups.state_bytes(layout, settings.stage, &widths)?;
         let on_host = |tier: Tier, bytes: u64| if tier == Tier::Host { bytes } else { 0 };
@@ -199,7 +202,8 @@ pub fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
 
 /// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.
 fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
-    let (widths, offload) = (settings.widths(), &settings.offload);
+    let widths = settings.widths();
+    let offload = &settings.offload;
     let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
     let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
     let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;
@@ -233,37 +237,32 @@ fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
     saved.checked_mul((StateKind::ALL.len() * size_of::<f32>()) as u64)
 }
 
-/// The most elements that are gathered at once: those of a pass, of the next uses, and small units
-/// that stay gathered.
-fn gathered_elems(settings: &Settings, layout: &Layout, passes: &[Pass]) -> u64 {
-    let options = settings.prefetch;
-    let elems = |unit: usize| layout.units().get(unit).map_or(0, |u| u.padded_elems);
-    let is_kept = |unit: &usize| elems(*unit) <= options.persistence_threshold_elems as u64;
-    let kept: u64 = (0..layout.units().len()).filter(is_kept).map(elems).sum();
-    let forward = passes.iter().map(|pass| &pass.forward_reads);
-    let reads: Vec<&Vec<usize>> = forward
-        .chain(passes.iter().rev().map(|pass| &pass.backward_reads))
-        .collect();
-    let live = (0..reads.len()).map(|at| {
-        let now = reads[at];
-        let later = reads[at + 1..].iter().copied().flatten().copied();
-        let later = later.filter(|unit| !now.contains(unit)).take(options.ahead);
-        let mut ahead = 0;
-        for elems in later.filter(|unit| !is_kept(unit)).map(elems) {
-            if ahead > 0 && ahead + elems > options.ahead_elems as u64 {
-                break;
-            }
-            ahead += elems;
-        }
-        let now = now
-            .iter()
-            .filter(|unit| !is_kept(unit))
-            .map(|&unit| elems(unit))
-            .sum::<u64>();
-        now + ahead
-    });
-    kept.saturating_add(live.max().unwrap_or(0))
-        .min((options.max_live_elems as u64).max(1))
+/// The gathers of a step of stage 3: the most elements at once, and all of them.
+///
+/// # Errors
+/// A rule of tensors has no match.
+pub fn gathers(
+    settings: &Settings,
+    layout: &Layout,
+    passes: &[Pass],
+) -> Result<PlannedStep, TrainError> {
+    let groups = settings.resolve_groups(layout)?;
+    let units: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
+    let micro_batch = uses(passes, &groups);
+    let of = |micro_batches: &[&[Vec<usize>]]| {
+        plan_step(&units, &micro_batches.concat(), &settings.prefetch)
+    };
+    let mut step = of(&[&micro_batch]);
+
+    // The second micro-batch begins with what the first one keeps; later ones repeat it.
+    if let Some(later) = settings.grad_accum_steps.checked_sub(2) {
+        let one = step;
+        step = of(&[&micro_batch, &micro_batch]);
+        let elems = step.gathered_elems - one.gathered_elems;
+        let more = elems.saturating_mul(later as u64);
+        step.gathered_elems = step.gathered_elems.saturating_add(more);
+    }
+    Ok(step)
 }
 
 #[cfg(test)]

@@ -182,10 +182,8 @@ fn evaluate<D: Device>(
         ..
     } = *options;
     let ValidationOptions { data, windows, .. } = validation;
-    let (mut inputs, mut targets) = (
-        vec![0; micro_batch * seq_len],
-        vec![0; micro_batch * seq_len],
-    );
+    let mut inputs = vec![0; micro_batch * seq_len];
+    let mut targets = vec![0; micro_batch * seq_len];
     let all = data.windows(seq_len);
     let of_round = (comm.world_size() * micro_batch) as u64;
     let mut previous: Option<D::Event> = None;

@@ -140,7 +140,8 @@ impl RunOptions {
         let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else {
             return false;
         };
-        let (from, to) = (real(from), real(to));
+        let from = real(from);
+        let to = real(to);
         from == to || from.parent() == Some(&to)
     }
 }

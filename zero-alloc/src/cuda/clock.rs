@@ -82,8 +82,10 @@ impl Clock {
         start: Point,
         end: Point,
     ) {
-        let (clock, stream) = (Arc::clone(self), Arc::clone(stream));
-        let (start, end) = (Arc::new(start), Arc::new(end));
+        let clock = Arc::clone(self);
+        let stream = Arc::clone(stream);
+        let start = Arc::new(start);
+        let end = Arc::new(end);
         self.timeline.expect(Box::new(Measured {
             clock,
             enqueued,

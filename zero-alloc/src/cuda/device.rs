@@ -111,7 +111,8 @@ impl CudaDevice {
         } else {
             None
         };
-        let (name, staging) = (context.name()?, Staging::new(&context)?);
+        let name = context.name()?;
+        let staging = Staging::new(&context)?;
         let pins = Arc::new(Pins::new(&context));
         let shared = Arc::new(Shared {
             context,

@@ -30,7 +30,6 @@ const LABEL: &str = "wait for the host";
 
 /// Waits with a limit that are not known to have ended.
 static PENDING: Mutex<Vec<(TimeLimit, Weak<HostWait>)>> = Mutex::new(Vec::new());
-/// Their number.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// The time between two calls of [`expire`] by the thread.

@@ -83,7 +83,8 @@ impl Topology {
                 .filter(|at| self.node_of(at) == Some(node))
                 .count()
         };
-        let (nth, ranks) = (on_node(&pci_addresses[..own]), on_node(pci_addresses));
+        let nth = on_node(&pci_addresses[..own]);
+        let ranks = on_node(pci_addresses);
         let range = if (divide || cores.len() == all.len()) && cores.len() >= ranks {
             cores.len() * nth / ranks..cores.len() * (nth + 1) / ranks
         } else {
@@ -117,10 +118,8 @@ pub(super) fn prefer(at: NonNull<u8>, bytes: usize, node: usize) -> io::Result<(
         *nodes
             .get_mut(node / BITS)
             .ok_or(io::ErrorKind::Unsupported)? = 1 << (node % BITS);
-        let (mode, bits) = (
-            libc::c_long::from(libc::MPOL_PREFERRED),
-            (nodes.len() * BITS + 1) as libc::c_ulong,
-        );
+        let mode = libc::c_long::from(libc::MPOL_PREFERRED);
+        let bits = (nodes.len() * BITS + 1) as libc::c_ulong;
         // SAFETY: reads the set of nodes; changes only where the pages of the range will be.
         let code = unsafe {
             libc::syscall(

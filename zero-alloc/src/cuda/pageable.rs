@@ -15,7 +15,6 @@ use crate::device::{AnySlice, DeviceId};
 
 /// Bytes by first address.
 static RANGES: RwLock<BTreeMap<usize, usize>> = RwLock::new(BTreeMap::new());
-/// Their number.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 pub(super) fn insert(start: usize, bytes: usize) {

@@ -25,7 +25,8 @@ pub(super) struct Pins {
 
 impl Pins {
     pub(super) fn new(context: &Arc<Context>) -> Self {
-        let (page_bytes, live_bytes) = (mapping::page_bytes(), AtomicUsize::new(0));
+        let page_bytes = mapping::page_bytes();
+        let live_bytes = AtomicUsize::new(0);
         Self {
             context: Arc::clone(context),
             page_bytes,

@@ -9,7 +9,7 @@ use super::host_wait;
 use crate::TimeLimit;
 use crate::device::DeviceError;
 
-/// The time during which the host yields between polls instead of sleeping.
+/// The time during which the host polls without sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 const LEAST_SLEEP: Duration = Duration::from_micros(10);
 /// The host notices the end of a step's work, and enqueues more, at most this much later.
@@ -49,7 +49,7 @@ impl Deadline {
                 });
             }
             if start.elapsed() < SPIN {
-                std::thread::yield_now();
+                std::hint::spin_loop();
                 continue;
             }
             std::thread::sleep(sleep.min(self.0.slice()));

@@ -181,10 +181,8 @@ impl Staging {
         src: AnySlice,
         dst: AnySlice,
     ) -> Result<(), DeviceError> {
-        let (from_host, to_host) = (
-            src.device() == DeviceId::PINNED,
-            dst.device() == DeviceId::PINNED,
-        );
+        let from_host = src.device() == DeviceId::PINNED;
+        let to_host = dst.device() == DeviceId::PINNED;
         if from_host && to_host {
             return copy_on_host(stream, src, dst);
         }
@@ -202,11 +200,9 @@ impl Staging {
         buffer.lost = true;
         for start in (0..src.len()).step_by(BUFFER_BYTES) {
             let range = start..src.len().min(start + BUFFER_BYTES);
-            let (staged, src, dst) = (
-                buffer.slice(range.len()),
-                src.slice(range.clone()),
-                dst.slice(range),
-            );
+            let staged = buffer.slice(range.len());
+            let src = src.slice(range.clone());
+            let dst = dst.slice(range);
             if from_host {
                 copy_on_host(stream, src, staged)?;
                 stream.queue().copy(staged, dst)?;

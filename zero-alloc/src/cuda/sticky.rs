@@ -136,7 +136,9 @@ mod tests {
     #[test]
     fn first_failure_counts_from_its_position() {
         let sticky = Sticky::default();
-        let (before, op, after) = (sticky.position(), sticky.position(), sticky.position());
+        let before = sticky.position();
+        let op = sticky.position();
+        let after = sticky.position();
         let no = DeviceError::Driver {
             call: "cuLaunchKernel",
             message: "no".into(),
@@ -170,7 +172,9 @@ mod tests {
     #[test]
     fn failure_spreads_through_waits() {
         let [a, b, c, other] = [(); 4].map(|()| Arc::new(Sticky::default()));
-        let (early, op, late) = (a.position(), a.position(), a.position());
+        let early = a.position();
+        let op = a.position();
+        let late = a.position();
         a.is_waited_for(early, &other, other.position());
         let b_before = b.position();
         a.is_waited_for(late, &b, b.position());

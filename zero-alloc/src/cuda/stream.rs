@@ -87,7 +87,8 @@ impl std::fmt::Debug for CudaStream {
 
 impl CudaStream {
     pub(super) fn new(name: &str, queue: Queue, clock: Option<Arc<Clock>>) -> Self {
-        let (sticky, capture) = (Arc::default(), Mutex::default());
+        let sticky = Arc::default();
+        let capture = Mutex::default();
         Self(Arc::new(Inner {
             name: name.into(),
             id: next_stream_id(),
@@ -158,7 +159,8 @@ impl CudaStream {
             else {
                 return enqueue();
             };
-            let (enqueued, start) = (clock.enqueued(op), self.0.queue.record(true)?);
+            let enqueued = clock.enqueued(op);
+            let start = self.0.queue.record(true)?;
             let result = enqueue()?;
             clock.expect(enqueued, &self.0.name, start, self.0.queue.record(true)?);
             Ok(result)
@@ -326,7 +328,8 @@ unsafe impl Stream for CudaStream {
         op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
     ) -> Result<(), DeviceError> {
         self.refuse_in_capture("enqueue_host")?;
-        let (sticky, name) = (Arc::clone(&self.0.sticky), Arc::clone(&self.0.name));
+        let sticky = Arc::clone(&self.0.sticky);
+        let name = Arc::clone(&self.0.name);
         let position = sticky.position();
         let run = move || {
             if sticky.check_before(position).is_ok() {

@@ -67,7 +67,7 @@ mod sealed {
 /// }
 /// ```
 pub trait Element: bytemuck::Pod + Send + Sync + sealed::Sealed {
-    /// Its dtype.
+    /// The dtype.
     const DTYPE: DType;
 }
 

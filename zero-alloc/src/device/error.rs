@@ -50,14 +50,13 @@ impl Eq for Cause {}
 /// Why a device, stream or event operation failed. Cheap to clone: a poisoned stream returns its
 /// first error repeatedly.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum DeviceError {
     /// The device is out of memory.
     #[error("failed to allocate {requested_bytes} bytes: device out of memory ({detail})")]
     OutOfMemory {
-        /// Bytes requested.
         requested_bytes: usize,
-        /// The device's message.
         detail: String,
     },
     /// The device's driver was not found.
@@ -71,19 +70,12 @@ pub enum DeviceError {
     LengthMismatch {
         /// The operation and argument.
         what: &'static str,
-        /// Elements expected.
         expected: usize,
-        /// Elements passed.
         got: usize,
     },
     /// Elements have another type than expected.
     #[error("expected elements of {expected}, got {got}")]
-    DTypeMismatch {
-        /// Type expected.
-        expected: DType,
-        /// Type passed.
-        got: DType,
-    },
+    DTypeMismatch { expected: DType, got: DType },
     /// A slice is in memory that the operation cannot access, or its stream is another device's.
     #[error(
         "{what}: the argument is of {got}, and operations of {expected} cannot access it; pass memory and streams of {expected}, or transfer the contents with `download` and `upload`"
@@ -105,7 +97,6 @@ pub enum DeviceError {
     /// An argument is invalid.
     #[error("{what}: {message}")]
     Argument {
-        /// The operation.
         what: &'static str,
         /// The argument, its value and what is allowed.
         message: String,
@@ -113,9 +104,7 @@ pub enum DeviceError {
     /// An enqueued operation failed; later operations of the stream were skipped.
     #[error("{op} on stream {stream}: {cause}")]
     Operation {
-        /// The stream.
         stream: String,
-        /// The operation.
         op: String,
         /// Its error; see [`DeviceError::cause`].
         cause: Cause,
@@ -123,35 +112,19 @@ pub enum DeviceError {
     /// An enqueued operation panicked; later operations of the stream were skipped.
     #[error("{op} on stream {stream} panicked: {message}")]
     Panicked {
-        /// The stream.
         stream: String,
-        /// The operation.
         op: String,
-        /// The panic's message.
         message: String,
     },
     /// A wait exceeded its limit.
     #[error("{what} took longer than {limit:?}")]
-    TimedOut {
-        /// The awaited event.
-        what: String,
-        /// The limit.
-        limit: Duration,
-    },
+    TimedOut { what: String, limit: Duration },
     /// The stream's queue is closed.
     #[error("stream {stream} is closed")]
-    Closed {
-        /// The stream.
-        stream: String,
-    },
+    Closed { stream: String },
     /// A call of the driver or the operating system failed.
     #[error("{call}: {message}")]
-    Driver {
-        /// The call.
-        call: &'static str,
-        /// Its message.
-        message: String,
-    },
+    Driver { call: &'static str, message: String },
 }
 
 impl DeviceError {

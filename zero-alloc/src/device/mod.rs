@@ -98,14 +98,13 @@ pub unsafe trait Memory: Debug + Send + Sync {
 /// A pool's notification to its device about a block.
 #[derive(Debug)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum BlockNote<'a, S, E> {
     /// A block was allocated, for first use on `stream`.
     Allocated {
         /// Its first byte.
         ptr: *mut u8,
-        /// Its size.
         bytes: usize,
-        /// Its purpose.
         purpose: crate::Purpose,
         /// The stream of its first use.
         stream: &'a S,
@@ -115,7 +114,6 @@ pub enum BlockNote<'a, S, E> {
     Freed {
         /// Its first byte.
         ptr: *mut u8,
-        /// Its size.
         bytes: usize,
         /// The stream it was allocated on.
         home: &'a S,

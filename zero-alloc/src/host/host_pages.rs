@@ -179,10 +179,8 @@ unsafe impl VirtualMemory for HostPages {
         for run in pages.chunk_by(|a, b| a.0 + 1 == b.0) {
             let to = at.as_ptr().wrapping_add(mapped * self.page_bytes);
             let bytes = run.len() * self.page_bytes;
-            let (access, flags) = (
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_FIXED,
-            );
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_SHARED | libc::MAP_FIXED;
             // SAFETY: by the caller's promise the addresses are reserved and nothing is mapped
             // there.
             let done = unsafe {

@@ -27,10 +27,8 @@ mod mmap {
     use std::ptr::NonNull;
 
     pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
-        let (access, flags) = (
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-        );
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: maps a new range; no existing mapping changes.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
         if base == libc::MAP_FAILED {

@@ -36,7 +36,7 @@ pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 #[cfg(target_os = "linux")]
 pub use host_pages::HostPages;
-pub use monitor::{Monitor, SpinPolicy};
+pub use monitor::Monitor;
 #[cfg(any(test, feature = "testing"))]
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;
@@ -93,7 +93,8 @@ impl HostDevice {
     /// # Errors
     /// [`DeviceError::AnotherDevice`]: `memory` is neither [`DeviceId::HOST`] nor [`DeviceId::PINNED`].
     pub fn with_memory(self, memory: Arc<dyn Memory>) -> Result<Self, DeviceError> {
-        let (expected, got) = (DeviceId::HOST, memory.id());
+        let expected = DeviceId::HOST;
+        let got = memory.id();
         if !expected.accesses(got) {
             return Err(DeviceError::AnotherDevice {
                 what: "HostDevice::with_memory",
@@ -275,7 +276,8 @@ unsafe impl Device for HostDevice {
         check_copy(src, dst)?;
         src.check_device("copy, source", DeviceId::HOST)?;
         dst.check_device("copy, destination", DeviceId::HOST)?;
-        let (src, dst) = (src.bytes().typed::<u8>()?, dst.bytes().typed::<u8>()?);
+        let src = src.bytes().typed::<u8>()?;
+        let dst = dst.bytes().typed::<u8>()?;
         stream.enqueue("copy", move || {
             // SAFETY: checked above to be host memory; its maker promised validity and ordered
             // accesses.
@@ -306,7 +308,8 @@ unsafe impl Device for HostDevice {
     ) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
         dst.check_device("upload", DeviceId::HOST)?;
-        let (src, dst) = (src.to_vec(), dst.bytes().typed::<u8>()?);
+        let src = src.to_vec();
+        let dst = dst.bytes().typed::<u8>()?;
         stream.enqueue("upload", move || {
             // SAFETY: checked above to be host memory; its maker promised validity and ordered
             // accesses.

@@ -12,17 +12,6 @@ use crate::TimeLimit;
 use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
-/// How a waiter polls before it sleeps, since waking a thread takes several microseconds. In each
-/// round it polls for a change of the value, then yields the core.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SpinPolicy {
-    /// The number of rounds.
-    pub rounds: u32,
-    /// Spin-loop iterations in a round, about 50 per microsecond. Use 0 if threads outnumber cores,
-    /// to leave the core to the thread that the waiter waits for.
-    pub spins: u32,
-}
-
 /// A value that threads change and wait on.
 #[derive(Debug, Default)]
 pub struct Monitor<T> {
@@ -30,7 +19,7 @@ pub struct Monitor<T> {
     changed: Condvar,
     /// The number of changes.
     version: AtomicU64,
-    spin_policy: SpinPolicy,
+    spins: u32,
 }
 
 #[derive(Debug, Default)]
@@ -47,27 +36,47 @@ impl<T> Monitor<T> {
             value: Mutex::new(Guarded { value, clock: None }),
             changed: Condvar::new(),
             version: AtomicU64::new(0),
-            spin_policy: SpinPolicy::default(),
+            spins: 0,
         }
     }
 
-    /// The same monitor, with waiters that poll before they sleep.
+    /// The same monitor, with waiters that poll for a change before they sleep, since waking a
+    /// thread takes several microseconds: `spins` iterations of a spin loop, about 50 a
+    /// microsecond. Use 0 if threads outnumber cores, to leave the core to the thread that the
+    /// waiter waits for.
+    ///
+    /// Why a waiter never yields its core: beside a program that computes, each yield gives a whole
+    /// time slice away, and a wake-up does not.
     #[must_use]
-    pub const fn with_spin_policy(mut self, spin_policy: SpinPolicy) -> Self {
-        self.spin_policy = spin_policy;
+    pub const fn with_spins(mut self, spins: u32) -> Self {
+        self.spins = spins;
         self
     }
 
     /// Changes the value and wakes all waiters. Everything the caller did before is visible to each
     /// [`Monitor::wait_until`] that returns afterwards.
     pub fn update<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
+        self.update_and_wake(change, |_| true)
+    }
+
+    /// As [`Self::update`], but wakes the waiters only if `wakes` returns true for the changed
+    /// value: it must, if what a waiter waits for may have become true.
+    pub fn update_and_wake<R>(
+        &self,
+        change: impl FnOnce(&mut T) -> R,
+        wakes: impl FnOnce(&T) -> bool,
+    ) -> R {
         let mut guarded = self.value.lock();
         seeded::release(&mut guarded.clock);
         let result = change(&mut guarded.value);
+        let wakes = wakes(&guarded.value);
         self.version.fetch_add(1, Ordering::Release);
         drop(guarded);
+
         seeded::note_progress();
-        self.changed.notify_all();
+        if wakes {
+            self.changed.notify_all();
+        }
         result
     }
 
@@ -83,8 +92,9 @@ impl<T> Monitor<T> {
         what: impl FnOnce() -> String,
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
-        let mut rounds = self.spin_policy.rounds;
-        let (mut deadline, mut time) = (None, None);
+        let mut spins = self.spins;
+        let mut deadline = None;
+        let mut time = None;
         let mut timed_out = false;
         loop {
             let progress = seeded::progress();
@@ -99,10 +109,10 @@ impl<T> Monitor<T> {
                     limit,
                 });
             }
-            if rounds > 0 && !seeded::in_operation() {
+            if spins > 0 && !seeded::in_operation() {
                 let seen = self.version.load(Ordering::Relaxed);
                 drop(guarded);
-                self.spin(&mut rounds, seen);
+                self.spin(&mut spins, seen);
                 continue;
             }
             if seeded::in_operation() {
@@ -121,17 +131,11 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// Polls until the version differs from `seen` or no rounds are left.
-    fn spin(&self, rounds: &mut u32, seen: u64) {
-        while *rounds > 0 {
-            *rounds -= 1;
-            for _ in 0..=self.spin_policy.spins {
-                if self.version.load(Ordering::Acquire) != seen {
-                    return;
-                }
-                std::hint::spin_loop();
-            }
-            std::thread::yield_now();
+    /// Polls until the version differs from `seen` or no spins are left.
+    fn spin(&self, spins: &mut u32, seen: u64) {
+        while *spins > 0 && self.version.load(Ordering::Acquire) == seen {
+            *spins -= 1;
+            std::hint::spin_loop();
         }
     }
 }
@@ -158,18 +162,8 @@ mod tests {
 
     #[test]
     fn spinning_and_sleeping_waiters_pass() {
-        for policy in [
-            SpinPolicy::default(),
-            SpinPolicy {
-                rounds: 3,
-                spins: 0,
-            },
-            SpinPolicy {
-                rounds: 1000,
-                spins: 30,
-            },
-        ] {
-            let monitors = [0, 0].map(|value| Monitor::new(value).with_spin_policy(policy));
+        for spins in [0, 3, 30_000] {
+            let monitors = [0, 0].map(|value| Monitor::new(value).with_spins(spins));
             std::thread::scope(|s| {
                 for me in [0, 1] {
                     let monitors = &monitors;
@@ -189,10 +183,7 @@ mod tests {
 
     #[test]
     fn expired_limit_is_a_named_error() {
-        let monitor = Monitor::new(false).with_spin_policy(SpinPolicy {
-            rounds: 2,
-            spins: 2,
-        });
+        let monitor = Monitor::new(false).with_spins(4);
         let limit = Duration::from_millis(1);
         let error = monitor
             .wait_until(limit, || "rank 3".into(), |v| v.then_some(()))

@@ -202,7 +202,8 @@ mod loom_tests {
     #[test]
     fn enqueued_items_run_before_the_end() {
         loom::model(|| {
-            let (shared, seen) = (shared(), Arc::new(AtomicUsize::new(0)));
+            let shared = shared();
+            let seen = Arc::new(AtomicUsize::new(0));
             let working = Arc::clone(&shared);
             let worker = loom::thread::spawn(move || work(&working));
             let queue = Worker(Arc::clone(&shared));
@@ -220,11 +221,13 @@ mod loom_tests {
     #[test]
     fn two_producers_share_a_queue() {
         loom::model(|| {
-            let (shared, seen) = (shared(), Arc::new(AtomicUsize::new(0)));
+            let shared = shared();
+            let seen = Arc::new(AtomicUsize::new(0));
             let queue = Arc::new(Worker(Arc::clone(&shared)));
             let working = Arc::clone(&shared);
             let worker = loom::thread::spawn(move || work(&working));
-            let (other, others) = (Arc::clone(&queue), Arc::clone(&seen));
+            let other = Arc::clone(&queue);
+            let others = Arc::clone(&seen);
             let producer = loom::thread::spawn(move || other.push(count(&others)).expect("open"));
             queue.push(count(&seen)).expect("open");
             producer.join().expect("it ends");

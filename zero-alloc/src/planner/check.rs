@@ -16,8 +16,11 @@ impl Offsets {
     /// # Errors
     /// The first violated invariant.
     pub(crate) fn check_invariants(&self) -> Result<(), String> {
-        let (mut free_bytes, mut bytes, mut free_ranges) = (0, 0, 0);
-        let (mut at, mut below) = (self.first(), NONE);
+        let mut free_bytes = 0;
+        let mut bytes = 0;
+        let mut free_ranges = 0;
+        let mut at = self.first();
+        let mut below = NONE;
         while at != NONE {
             let range = &self.ranges[at as usize];
             let fail = |what: &str| Err(format!("range {at} {range:?}: {what}"));
@@ -92,7 +95,8 @@ impl Offsets {
             .flat_map(|(level, _)| level * STEPS..(level + 1) * STEPS)
             .map(|i| SizeClass(i as u16))
         {
-            let (mut at, mut earlier) = (self.head(class), NONE);
+            let mut at = self.head(class);
+            let mut earlier = NONE;
             let (level, step) = class.level_and_step();
             let in_use = self.steps_in_use[level] >> step & 1 == 1;
             if in_use != (at != NONE) {

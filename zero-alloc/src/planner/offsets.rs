@@ -258,7 +258,8 @@ impl Offsets {
     #[inline(always)]
     pub(super) fn carve(&mut self, at: u32, start: u64, bytes: u64) -> u32 {
         let range = &self.ranges[at as usize];
-        let (head, tail) = (start - range.start, range.end() - start - bytes);
+        let head = start - range.start;
+        let tail = range.end() - start - bytes;
         match (head, tail) {
             (0, 0) => {
                 self.unlist(at);
@@ -294,10 +295,16 @@ impl Offsets {
             matches!(range.state, State::Used | State::Pinned),
             "{id:?} is not in use"
         );
-        let (start, bytes, below, above) = (range.start, range.bytes, range.below, range.above);
+        let start = range.start;
+        let bytes = range.bytes;
+        let below = range.below;
+        let above = range.above;
         self.free_bytes += bytes;
-        let (lower, upper) = (&self.ranges[below as usize], &self.ranges[above as usize]);
-        let (lower_start, lower_bytes, upper_bytes) = (lower.start, lower.bytes, upper.bytes);
+        let lower = &self.ranges[below as usize];
+        let upper = &self.ranges[above as usize];
+        let lower_start = lower.start;
+        let lower_bytes = lower.bytes;
+        let upper_bytes = upper.bytes;
         let joins_below = lower.state == State::Free && lower.end() == start;
         let joins_above = upper.state == State::Free && upper.start == start + bytes;
         match (joins_below, joins_above) {

@@ -162,7 +162,8 @@ impl Planner {
     /// Neither growing nor moving helps within the limit.
     pub fn find_remedy(&self, request: Request) -> Result<Remedy, Shortage> {
         let shortage = || self.shortage(request.bytes);
-        let (page, reserved) = (self.config.page_bytes, self.space.bytes());
+        let page = self.config.page_bytes;
+        let reserved = self.space.bytes();
         let wanted = request
             .bytes
             .max(1)
@@ -228,7 +229,8 @@ impl Planner {
         let mut free = Vec::new();
         for span in spans {
             self.space.for_each(|start, bytes, tag, _| {
-                let (from, to) = (start.max(span.start), (start + bytes).min(span.end));
+                let from = start.max(span.start);
+                let to = (start + bytes).min(span.end);
                 if tag.is_none() && from < to {
                     free.push(from..to);
                 }

@@ -6,6 +6,7 @@ use crate::device::{Device, DeviceError};
 
 /// The reason why a block could not be allocated.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum AllocError {
     /// The request exceeds the budget, or the device is out of memory.
@@ -25,7 +26,6 @@ pub enum AllocError {
         device: Option<String>,
         /// Live in the pool.
         live_bytes: usize,
-        /// The pool's limit.
         budget_bytes: usize,
         /// Reserved and in no block.
         free_bytes: usize,

@@ -136,7 +136,8 @@ fn hazards_survive_a_refused_wait() {
             .map(|home| Some(allocate(&pool, PAGE, home)))
             .collect();
         let at = blocks[late].as_ref().map(address);
-        let (blocked_x, blocked_y) = (block_stream(&x), block_stream(&y));
+        let blocked_x = block_stream(&x);
+        let blocked_y = block_stream(&y);
         (blocks[0], blocks[2]) = (None, None);
         // The pieces of a stitched block: one wait is enqueued, the other refused.
         device.fail(Call::Wait, 2);
@@ -165,14 +166,10 @@ fn a_refused_move_keeps_the_targets_hazards() {
     let [a, b, c, d] = ["a", "b", "c", "d"].map(|name| stream(&device, name));
     let pool = Pool::new(device.clone(), 1 << 20);
     let quarter = 1 << 18;
-    let (first, second) = (
-        allocate(&pool, quarter, &a),
-        allocate_movable(&pool, quarter, &b),
-    );
-    let (third, fourth) = (
-        allocate(&pool, quarter, &a),
-        allocate_movable(&pool, quarter, &b),
-    );
+    let first = allocate(&pool, quarter, &a);
+    let second = allocate_movable(&pool, quarter, &b);
+    let third = allocate(&pool, quarter, &a);
+    let fourth = allocate_movable(&pool, quarter, &b);
     let blocked = block_stream(&a);
     drop((first, third));
     device.fail(Call::Copy, 1);
@@ -182,7 +179,8 @@ fn a_refused_move_keeps_the_targets_hazards() {
     // Nothing has moved, and nothing is lost.
     touch(&second, &b).expect("as before");
     touch(&fourth, &b).expect("as before");
-    let (low, high) = (allocate(&pool, quarter, &c), allocate(&pool, quarter, &d));
+    let low = allocate(&pool, quarter, &c);
+    let high = allocate(&pool, quarter, &d);
     assert!(!has_run(&c) && !has_run(&d), "a still uses the bytes");
     open(&blocked);
     c.synchronize(LIMIT)
@@ -393,13 +391,15 @@ fn trim_returns_pages_whose_users_have_run() {
     let [a, b] = ["a", "b"].map(|name| stream(&device, name));
     let pool = Pool::new(device.clone(), 16 * PAGE);
     let lowest = allocate(&pool, PAGE / 2, &a);
-    let (low, high) = (allocate(&pool, 4 * PAGE, &a), allocate(&pool, 3 * PAGE, &b));
+    let low = allocate(&pool, 4 * PAGE, &a);
+    let high = allocate(&pool, 3 * PAGE, &b);
     let reserved = pool.report().reserved_bytes;
     let blocked = block_stream(&a);
     drop((low, high));
     // `a` is blocked, so each call waits for its whole limit; the idle `b` may need more than one
     // on a busy machine.
-    let (start, mut trimmed) = (Instant::now(), 0);
+    let start = Instant::now();
+    let mut trimmed = 0;
     while trimmed < 3 * PAGE && start.elapsed() < LIMIT {
         trimmed += pool.trim(Duration::from_millis(20));
     }

@@ -144,7 +144,9 @@ impl<D: Device> Hazards<D> {
     /// The events for which any stream must wait before it uses the bytes of `range`, by stream id,
     /// and whether these are all: a closed stream records none.
     pub(super) fn events_within(&self, range: Range<u64>) -> (Vec<(u64, D::Event)>, bool) {
-        let (mut events, mut recorded, mut complete) = (Vec::new(), Vec::new(), true);
+        let mut events = Vec::new();
+        let mut recorded = Vec::new();
+        let mut complete = true;
         for hazard in self.0.range(range).map(|(_, hazard)| hazard) {
             events.extend(hazard.uses.iter().cloned());
             if hazard.has_home_event() || recorded.contains(&hazard.home.id()) {

@@ -219,10 +219,8 @@ impl<D: Device> Lane<D> {
             return false;
         };
         let ptr = state.address(allocation);
-        let (offset, bytes) = (
-            state.planner.offset_of(range),
-            state.planner.bytes_of(range),
-        );
+        let offset = state.planner.offset_of(range);
+        let bytes = state.planner.bytes_of(range);
         state.lane_bytes += bytes as usize;
         drop(state);
         let start = lane.space.add_segment(bytes);

@@ -80,11 +80,13 @@ impl MemoryMap {
     /// One line of `width` characters: the first letter of the purpose that fills most of each
     /// column, `.` if most is free.
     pub fn text(&self, width: usize) -> String {
-        let (end, width) = (self.end().max(1), width.max(1));
+        let end = self.end().max(1);
+        let width = width.max(1);
         let mut line = String::with_capacity(width);
         for column in 0..width as u64 {
             let edge = |column: u64| (u128::from(end) * u128::from(column) / width as u128) as u64;
-            let (from, to) = (edge(column), edge(column + 1).max(edge(column) + 1));
+            let from = edge(column);
+            let to = edge(column + 1).max(edge(column) + 1);
             let mut held = [0u64; Purpose::COUNT + 1];
             for span in &self.spans {
                 let overlap = (span.start + span.bytes)

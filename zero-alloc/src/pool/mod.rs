@@ -418,10 +418,8 @@ impl<D: Device> Pool<D> {
             ));
         }
         lanes.iter().try_for_each(|lane| lane.check_invariants())?;
-        let (live, planned) = (
-            state.account.report.total.live_bytes as u64,
-            state.planner.live_bytes(),
-        );
+        let live = state.account.report.total.live_bytes as u64;
+        let planned = state.planner.live_bytes();
         if live > planned {
             return Err(format!(
                 "{live} bytes are accounted as live, {planned} are allocated"

@@ -12,10 +12,8 @@ impl<D: Device> Drop for Central<D> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
         let source = std::mem::replace(&mut state.source, Source::Backings(Backings::default()));
-        let (views, hazards) = (
-            std::mem::take(&mut state.views),
-            std::mem::take(&mut state.hazards),
-        );
+        let views = std::mem::take(&mut state.views);
+        let hazards = std::mem::take(&mut state.hazards);
         // A lane that cannot tell the users of its chunks does not free them.
         if state.lane_bytes > 0 {
             return;

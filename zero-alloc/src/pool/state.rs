@@ -353,7 +353,8 @@ impl<D: Device> State<D> {
         self.planner.pin(range, true);
         if let Some(moving) = self.movable.get_mut(&Allocation::Range(range)) {
             let cause = format!("the block's contents were lost when a move failed: {why}").into();
-            let (stream_name, op) = (stream.name().to_owned(), "compaction".to_owned());
+            let stream_name = stream.name().to_owned();
+            let op = "compaction".to_owned();
             moving.lost = Some(DeviceError::Operation {
                 stream: stream_name,
                 op,

@@ -81,7 +81,8 @@ impl<D: Device> State<D> {
                 later: None,
             };
         };
-        let (page, end) = (memory.page_bytes() as u64, tail.end);
+        let page = memory.page_bytes() as u64;
+        let end = tail.end;
         let from = tail.start.next_multiple_of(page).min(end);
         let (pending_end, later) = self.hazards.find_pending(from..end);
         let cut = pending_end.next_multiple_of(page).min(end);

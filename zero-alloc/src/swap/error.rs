@@ -8,23 +8,18 @@ use crate::device::DeviceError;
 
 /// Why a swap file could not be made, or a transfer failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum SwapError {
     /// The folder is missing or cannot hold files.
     #[error("swap folder {}: {error}; name an existing folder on a local disk that this user may write to", dir.display())]
-    Folder {
-        /// The folder.
-        dir: PathBuf,
-        /// The system's error.
-        error: io::Error,
-    },
+    Folder { dir: PathBuf, error: io::Error },
     /// The disk has too little free space for the whole file.
     #[error(
         "swap folder {}: failed to reserve {needed_bytes} bytes, the disk has {free_bytes} bytes free; free some space or name a folder on another disk",
         dir.display()
     )]
     DiskFull {
-        /// The folder.
         dir: PathBuf,
         /// The size of the file.
         needed_bytes: u64,
@@ -34,23 +29,17 @@ pub enum SwapError {
     /// An option has an invalid value.
     #[error("swap option {name}: expected {expected}, got {got}")]
     Option {
-        /// The option.
         name: &'static str,
         /// The allowed values.
         expected: &'static str,
-        /// The value.
         got: usize,
     },
     /// A call of the system failed.
     #[error("swap file in {}: {call}: {error}; {advice}", dir.display())]
     System {
-        /// The folder.
         dir: PathBuf,
-        /// The call.
         call: &'static str,
-        /// The system's error.
         error: io::Error,
-        /// The remedy.
         advice: &'static str,
     },
     /// A buffer is not in host memory.
@@ -59,7 +48,6 @@ pub enum SwapError {
     /// A request failed.
     #[error("{op} of {bytes} bytes at offset {offset} of the swap file in {}: {error}; {}", dir.display(), advice(error))]
     Transfer {
-        /// The folder.
         dir: PathBuf,
         /// `read` or `write`.
         op: &'static str,
@@ -67,7 +55,6 @@ pub enum SwapError {
         offset: u64,
         /// The length of the request.
         bytes: usize,
-        /// The system's error.
         error: io::Error,
     },
     /// A request took longer than the limit.
@@ -76,7 +63,6 @@ pub enum SwapError {
         dir.display()
     )]
     Late {
-        /// The folder.
         dir: PathBuf,
         /// `read` or `write`.
         op: &'static str,
@@ -84,7 +70,6 @@ pub enum SwapError {
         offset: u64,
         /// The length of the request.
         bytes: usize,
-        /// The limit.
         limit: Duration,
     },
 }

@@ -210,7 +210,6 @@ impl Inner {
         }
     }
 
-    /// Tries io_uring.
     fn choose_engine(&mut self) -> Result<(), SwapError> {
         if self.options.engine == SwapEngine::Threads {
             return Ok(());

@@ -158,11 +158,9 @@ impl SwapLane {
         for (offset, slice) in ranges {
             check(label, self.0.file.bytes, *offset, *slice)?;
         }
-        let (lane, ranges, name) = (
-            Arc::clone(&self.0),
-            ranges.to_vec(),
-            stream.name().to_owned(),
-        );
+        let lane = Arc::clone(&self.0);
+        let ranges = ranges.to_vec();
+        let name = stream.name().to_owned();
         stream.enqueue(label, move || {
             for (offset, slice) in &ranges {
                 slice.note_access(!write);

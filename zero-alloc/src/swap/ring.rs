@@ -99,7 +99,9 @@ impl Ring {
             bytes,
             write,
         } = request;
-        let (fd, address, bytes) = (types::Fd(self.fd), address.0, bytes as u32);
+        let fd = types::Fd(self.fd);
+        let address = address.0;
+        let bytes = bytes as u32;
         let entry = match (write, self.buffer(&request)) {
             (false, None) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
             (true, None) => opcode::Write::new(fd, address, bytes)

@@ -42,7 +42,8 @@ impl Threads {
             threads: Vec::new(),
         };
         for _ in 0..file.options.queue_depth {
-            let (shared, file) = (Arc::clone(&pool.shared), Arc::clone(&file));
+            let shared = Arc::clone(&pool.shared);
+            let file = Arc::clone(&file);
             let thread = std::thread::Builder::new()
                 .name("swap".into())
                 .stack_size(STACK_BYTES);

@@ -231,7 +231,8 @@ unsafe impl VirtualMemory for Simulated {
 
     unsafe fn map(&self, at: NonNull<u8>, pages: &[Page]) -> Result<(), DeviceError> {
         let mut state = self.state.lock();
-        let (start, bytes) = (at.addr().get(), pages.len() * self.page_bytes);
+        let start = at.addr().get();
+        let bytes = pages.len() * self.page_bytes;
         let range = state
             .reserved
             .range(..=start)
@@ -292,7 +293,8 @@ unsafe impl Device for Simulated {
         check_copy(src, dst)?;
         src.check_device("copy, source", self.id)?;
         dst.check_device("copy, destination", self.id)?;
-        let (state, bytes) = (Arc::clone(&self.state), src.len_bytes() as u64);
+        let state = Arc::clone(&self.state);
+        let bytes = src.len_bytes() as u64;
         stream.enqueue("copy", move || {
             state.lock().used.copied_bytes += bytes;
             Ok(())

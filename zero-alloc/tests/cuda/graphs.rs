@@ -17,10 +17,8 @@ fn cuda_graph_runs_at_each_launch() {
     let stream = device.create_stream("compute").expect("a stream");
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
-    let (x, y) = (
-        floats(&pool, &stream, 300, 1.0),
-        floats(&pool, &stream, 300, 0.0),
-    );
+    let x = floats(&pool, &stream, 300, 1.0);
+    let y = floats(&pool, &stream, 300, 0.0);
     let graph = stream
         .capture(|| {
             launch(&function, &stream, slice(&x), 2.0, 1.0)?;

@@ -117,11 +117,10 @@ fn cuda_kernels_run_in_stream_order() {
 #[ignore = "needs a CUDA device"]
 fn invalid_cuda_module_is_an_error() {
     let device = open();
-    // SAFETY: no image below is machine code.
     let fails = |image: &[u8]| {
-        unsafe { device.load_module(image) }
-            .expect_err("no module")
-            .to_string()
+        // SAFETY: no image below is machine code.
+        let loaded = unsafe { device.load_module(image) };
+        loaded.expect_err("no module").to_string()
     };
     assert!(fails(b"").contains("neither machine code nor PTX"));
     assert!(fails(&PTX.as_bytes()[..PTX.len() - 1]).contains("zero byte"));
@@ -187,10 +186,8 @@ fn refused_cuda_launch_poisons_its_stream() {
 #[ignore = "needs a CUDA device"]
 fn poisoned_cuda_stream_fails_its_waiters() {
     let device = open();
-    let (comm, compute) = (
-        device.create_stream("comm").expect("a stream"),
-        device.create_stream("compute").expect("a stream"),
-    );
+    let comm = device.create_stream("comm").expect("a stream");
+    let compute = device.create_stream("compute").expect("a stream");
     let reached = comm.record().expect("recorded");
     reached_by_now(&reached);
     compute

@@ -37,7 +37,8 @@ fn open() -> CudaDevice {
 /// Waits until `bytes` of the device are free again, or a few less; otherwise fails. Memory may be
 /// freed late, by another thread that waits for the streams of a dropped pool, and by the driver.
 fn assert_free(device: &CudaDevice, bytes: usize) {
-    let (start, mut free) = (Instant::now(), 0);
+    let start = Instant::now();
+    let mut free = 0;
     while start.elapsed() < LIMIT {
         free = device.memory_bytes().expect("a number").0;
         if free + SLACK_BYTES >= bytes {

@@ -43,11 +43,10 @@ fn cuda_copies_from_and_to_blocks_of_a_pinned_pool() {
     let host = HostDevice::new()
         .with_memory(Arc::new(PinnedMemory::new(&device)))
         .expect("host memory");
-    let (stream, on_host) = (
-        device.create_stream("copy").expect("a stream"),
-        host.create_stream("adam").expect("one"),
-    );
-    let (pool, pinned) = (Pool::new(device.clone(), 8 << 20), Pool::new(host, 8 << 20));
+    let stream = device.create_stream("copy").expect("a stream");
+    let on_host = host.create_stream("adam").expect("one");
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let pinned = Pool::new(host, 8 << 20);
     let x = floats(&pool, &stream, 1000, 2.5);
     let block = pinned
         .allocate(1000, DType::F32, Purpose::Optimizer, &on_host)
@@ -90,11 +89,8 @@ fn cuda_pinned_memory_is_whole_pages_and_no_more() {
         assert_eq!(memory.live_bytes(), live);
         assert_eq!(ptr.addr().get() % page, 0);
         // SAFETY: allocated with this size, and nothing else uses it.
-        assert!(
-            unsafe { std::slice::from_raw_parts(ptr.as_ptr(), bytes) }
-                .iter()
-                .all(|&byte| byte == 0)
-        );
+        let contents = unsafe { std::slice::from_raw_parts(ptr.as_ptr(), bytes) };
+        assert!(contents.iter().all(|&byte| byte == 0));
         ptr
     });
     for (ptr, (bytes, _)) in pointers.into_iter().zip(sizes) {

@@ -27,10 +27,8 @@ fn shareable_cuda_budget_is_one_allocation() {
     assert_eq!(bytes, 3 * granularity);
     assert_eq!(pool.reserve_budget().expect("the same"), (start, bytes));
     // Every block of the pool is in this allocation.
-    let (x, y) = (
-        floats(&pool, &stream, 100_000, 1.0),
-        floats(&pool, &stream, 1_000_000, 2.0),
-    );
+    let x = floats(&pool, &stream, 100_000, 1.0);
+    let y = floats(&pool, &stream, 1_000_000, 2.0);
     for block in [&x, &y] {
         assert_eq!(
             device
@@ -56,10 +54,8 @@ fn private_cuda_memory_is_not_shareable() {
     let stream = device.create_stream("compute").expect("a stream");
     let pages = Pool::new(device.clone(), 1 << 30);
     let page = device.virtual_memory().expect("pages").page_bytes();
-    let (small, large) = (
-        floats(&pages, &stream, 100, 1.0),
-        floats(&pages, &stream, page, 1.0),
-    );
+    let small = floats(&pages, &stream, 100, 1.0);
+    let large = floats(&pages, &stream, page, 1.0);
     assert!(
         refusal(slice(&small)).contains("for this process alone"),
         "{}",

@@ -62,12 +62,10 @@ fn cuda_timeline_shows_operations() {
     let spans = timeline.take();
     assert_eq!(spans.len(), 4, "{spans:?}");
     assert!(spans.is_sorted_by_key(|span| span.end));
-    let (hold, wait, adam, zero) = (
-        find(&spans, "hold"),
-        find(&spans, "wait"),
-        find(&spans, "adam"),
-        find(&spans, "fill_zero"),
-    );
+    let hold = find(&spans, "hold");
+    let wait = find(&spans, "wait");
+    let adam = find(&spans, "adam");
+    let zero = find(&spans, "fill_zero");
     assert_eq!(
         [&*hold.stream, &*wait.stream, &*adam.stream, &*zero.stream],
         ["a", "b", "b", "b"]

@@ -192,12 +192,10 @@ fn compaction_moves_only_movable_blocks() {
         pool.allocate_movable(n, DType::U8, Purpose::Params, &stream)
             .expect("allocated")
     };
-    let (a, b, c, d) = (
-        allocate(quarter),
-        allocate(quarter),
-        allocate(quarter),
-        allocate(quarter),
-    );
+    let a = allocate(quarter);
+    let b = allocate(quarter);
+    let c = allocate(quarter);
+    let d = allocate(quarter);
     drop((a, c));
     assert_eq!(pool.report().largest_free_bytes, quarter);
     // It does not fit until b or d is moved.

@@ -41,7 +41,8 @@ fn stream_accepts_any_name() {
 /// The stream reads the slice while the caller's buffer is borrowed.
 #[test]
 fn download_onto_its_source_is_refused() {
-    let (device, stream) = (HostDevice::new(), stream("copy"));
+    let device = HostDevice::new();
+    let stream = stream("copy");
     let mut bytes = vec![1u8; 100];
     // SAFETY: refused before anything accesses it; initialized, and valid until the end of the
     // test.
@@ -194,7 +195,9 @@ fn blocks_carry_the_id_of_their_memory() {
 #[test]
 fn memory_of_another_device_is_refused() {
     let simulated = Simulated::new(1 << 20, 4096);
-    let (what, expected, got) = ("HostDevice::with_memory", DeviceId::HOST, simulated.id());
+    let what = "HostDevice::with_memory";
+    let expected = DeviceId::HOST;
+    let got = simulated.id();
     let refused = HostDevice::new().with_memory(Arc::new(simulated)).map(drop);
     assert_eq!(
         refused,
@@ -218,10 +221,8 @@ fn modelled_times_follow_the_order() {
                 ("slow", _) => ms(10),
                 _ => ms(1),
             });
-            let (slow, fast) = (
-                device.create_stream("slow").unwrap(),
-                device.create_stream("fast").unwrap(),
-            );
+            let slow = device.create_stream("slow").unwrap();
+            let fast = device.create_stream("fast").unwrap();
             for label in ["copy", "work"] {
                 slow.enqueue(label, || Ok(())).unwrap();
             }

@@ -169,7 +169,8 @@ fn model_ops() -> usize {
 #[test]
 fn random_programs_agree_with_the_reference() {
     let mut random = Random(1);
-    let (mut compactions, mut shortages) = (0, 0);
+    let mut compactions = 0;
+    let mut shortages = 0;
     let rounds = 10;
     for round in 0..rounds {
         let limit = if round % 2 == 0 { 1 << 40 } else { 16 << 10 };

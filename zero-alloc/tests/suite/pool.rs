@@ -211,7 +211,8 @@ fn map_agrees_with_the_report() {
     let buckets = pool
         .allocate(200, DType::U8, Purpose::Buckets, &stream)
         .expect("allocated");
-    let (map, report) = (pool.map(), pool.report());
+    let map = pool.map();
+    let report = pool.report();
     let held = |purpose| {
         map.spans
             .iter()

@@ -274,7 +274,8 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
         .into_iter()
         .collect();
     for (rank, stream) in [&compute, &comm].into_iter().enumerate() {
-        let (mine, other) = (f32s(&blocks[rank]), f32s(&blocks[1 - rank]));
+        let mine = f32s(&blocks[rank]);
+        let other = f32s(&blocks[1 - rank]);
         write(stream, mine, rank as f32);
         let monitor = Arc::clone(&monitor);
         let op = move || {

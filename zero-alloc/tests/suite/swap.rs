@@ -147,7 +147,8 @@ proptest! {
             let options = options(engine).queue_depth(depth).request_bytes(request_pages * PAGE).direct(direct);
             let file = file(dir.path(), PAGES, options);
             let lanes = [(); 3].map(|()| file.lane().expect("a lane"));
-            let (mut buffer, stream) = (Buffer::new(PAGES + 2), stream("swap"));
+            let mut buffer = Buffer::new(PAGES + 2);
+            let stream = stream("swap");
             if registered {
                 // Some transfers lie within, some outside, some are both.
                 for lane in &lanes {
@@ -164,7 +165,8 @@ proptest! {
                 let mut slices = Vec::new();
                 for &(first, count) in ranges {
                     slices.push((at(first), buffer.pages(in_memory, count)));
-                    let (disk, memory) = (first * PAGE..(first + count) * PAGE, in_memory * PAGE..(in_memory + count) * PAGE);
+                    let disk = first * PAGE..(first + count) * PAGE;
+                    let memory = in_memory * PAGE..(in_memory + count) * PAGE;
                     if *write {
                         model[disk].copy_from_slice(&buffer.bytes()[memory]);
                     }
@@ -196,10 +198,13 @@ fn lanes_on_streams_pass_data_in_order() {
     for engine in engines() {
         let dir = folder();
         let file = file(dir.path(), 32, options(engine));
-        let (writer, reader) = (file.lane().expect("a lane"), file.lane().expect("a lane"));
-        let (out, back) = (stream("out"), stream("back"));
+        let writer = file.lane().expect("a lane");
+        let reader = file.lane().expect("a lane");
+        let out = stream("out");
+        let back = stream("back");
         for round in 0..20 {
-            let (from, mut to) = (Buffer::filled(32, round), Buffer::new(32));
+            let from = Buffer::filled(32, round);
+            let mut to = Buffer::new(32);
             for half in [0, 16] {
                 writer
                     .write(&out, &[(at(half), from.pages(half, 16))])
@@ -255,12 +260,10 @@ fn one_lane_serves_two_streams() {
 #[test]
 fn invalid_ranges_are_refused_by_number() {
     let dir = folder();
-    let (lane, stream) = (
-        file(dir.path(), 4, SwapOptions::default())
-            .lane()
-            .expect("a lane"),
-        stream("swap"),
-    );
+    let lane = file(dir.path(), 4, SwapOptions::default())
+        .lane()
+        .expect("a lane");
+    let stream = stream("swap");
     let buffer = Buffer::new(8);
     for (offset, slice, message) in [
         (
@@ -347,8 +350,10 @@ fn creation_errors_name_the_cause() {
 fn faulty_read(engine: SwapEngine, faults: &[(u64, Fault)]) -> (Buffer, Result<(), DeviceError>) {
     let dir = folder();
     let file = file(dir.path(), 16, options(engine));
-    let (lane, stream) = (file.lane().expect("a lane"), stream("swap"));
-    let (from, to) = (Buffer::filled(16, 5), Buffer::new(16));
+    let lane = file.lane().expect("a lane");
+    let stream = stream("swap");
+    let from = Buffer::filled(16, 5);
+    let to = Buffer::new(16);
     lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
     stream.synchronize(LIMIT).expect("written");
     for (after, fault) in faults {
@@ -360,7 +365,8 @@ fn faulty_read(engine: SwapEngine, faults: &[(u64, Fault)]) -> (Buffer, Result<(
         // The stream is poisoned; the lane works on.
         lane.write(&stream, &[(0, to.slice())]).expect("enqueued");
         assert_eq!(stream.synchronize(LIMIT), result);
-        let (stream, mut again) = (self::stream("other"), Buffer::new(16));
+        let stream = self::stream("other");
+        let mut again = Buffer::new(16);
         lane.read(&stream, &[(0, again.slice())]).expect("enqueued");
         stream.synchronize(LIMIT).expect("read");
         assert!(again.bytes() == Buffer::filled(16, 5).bytes());
@@ -441,7 +447,8 @@ fn registration_is_optional() {
         let file = file(dir.path(), 16, options(engine));
         let lane = file.lane().expect("a lane");
         let stream = stream("swap");
-        let (from, mut to) = (Buffer::filled(16, 3), Buffer::new(16));
+        let from = Buffer::filled(16, 3);
+        let mut to = Buffer::new(16);
         // More buffers than the kernel registers.
         lane.register(&vec![from.0.clone(); 20_000]);
         if engine == SwapEngine::IoUring {
@@ -534,15 +541,11 @@ fn refuse_io_uring(errno: i32) {
         filter: filter.as_mut_ptr(),
     };
     // SAFETY: changes this thread only.
-    assert_eq!(
-        unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) },
-        0
-    );
+    let result = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    assert_eq!(result, 0);
     // SAFETY: a valid program, which the kernel copies.
-    assert_eq!(
-        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) },
-        0
-    );
+    let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) };
+    assert_eq!(result, 0);
 }
 
 #[test]
@@ -661,7 +664,8 @@ fn seeded_scheduler_checks_the_file_too() {
     for engine in engines() {
         for seed in 0..30 {
             for (waits, page) in [(true, 3), (false, 3), (false, 4)] {
-                let (buffer, other) = (Buffer::new(4), Buffer::new(1));
+                let buffer = Buffer::new(4);
+                let other = Buffer::new(1);
                 let device = HostDevice::seeded(seed);
                 let [swap, compute] =
                     ["swap", "other"].map(|name| device.create_stream(name).expect("a stream"));
@@ -709,11 +713,9 @@ fn argument() -> Option<String> {
 #[ignore = "a process that another test kills"]
 fn child_writes_and_waits() {
     let Some(dir) = argument() else { return };
-    let (file, stream, from) = (
-        file(dir.as_ref(), 256, SwapOptions::default()),
-        stream("swap"),
-        Buffer::filled(256, 1),
-    );
+    let file = file(dir.as_ref(), 256, SwapOptions::default());
+    let stream = stream("swap");
+    let from = Buffer::filled(256, 1);
     file.lane()
         .expect("a lane")
         .write(&stream, &[(0, from.slice())])
@@ -759,7 +761,8 @@ fn child_waits_for_a_lost_request() {
     } else {
         SwapEngine::Threads
     };
-    let (dir, buffer) = (folder(), Buffer::new(4));
+    let dir = folder();
+    let buffer = Buffer::new(4);
     let file = file(
         dir.path(),
         4,

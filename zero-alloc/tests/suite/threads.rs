@@ -36,7 +36,8 @@ fn threads_share_a_pool() {
     let rounds = if cfg!(miri) { 4 } else { 2000 };
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let (pool, device) = (pool.clone(), device.clone());
+            let pool = pool.clone();
+            let device = device.clone();
             scope.spawn(move || {
                 let stream = device
                     .create_stream(&format!("stream {thread}"))

@@ -66,7 +66,8 @@ impl FileLayout {
                 .checked_add(piece.2.checked_sub(piece.1)?)?;
             piece_starts.push(end);
         }
-        let (elems, mut state_starts) = (*piece_starts.last()?, vec![0u64]);
+        let elems = *piece_starts.last()?;
+        let mut state_starts = vec![0u64];
         for state in states {
             let end = state_starts
                 .last()?
@@ -100,7 +101,8 @@ impl FileLayout {
 
     /// The byte range of piece `piece` of state `state`, from the start of the state bytes.
     pub(crate) fn tensor_range(&self, state: usize, piece: usize) -> Range<u64> {
-        let (base, width) = (self.state_starts[state], self.dtypes[state].bytes());
+        let base = self.state_starts[state];
+        let width = self.dtypes[state].bytes();
         base + self.piece_starts[piece] * width..base + self.piece_starts[piece + 1] * width
     }
 

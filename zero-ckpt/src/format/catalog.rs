@@ -104,7 +104,8 @@ pub(crate) fn names(dir: &Dir) -> Result<Vec<String>, CkptError> {
 /// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the
 /// others by name.
 pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError> {
-    let (mut entries, mut unreadable) = (Vec::new(), Vec::new());
+    let mut entries = Vec::new();
+    let mut unreadable = Vec::new();
     for name in names(dir)? {
         match dir.open_dir(&name).and_then(|d| Manifest::read(&d)) {
             Ok((
@@ -139,7 +140,8 @@ mod tests {
     fn names_encode_steps_and_backups() {
         assert_eq!(step_name(30), "step-00000030");
         for step in [0, 30, 99_999_999, 100_000_000, u64::MAX] {
-            let (name, backup) = (step_name(step), backup_name(&step_name(step)));
+            let name = step_name(step);
+            let backup = backup_name(&step_name(step));
             assert_eq!((step_of(&name), backup_of(&name)), (Some(step), None));
             assert_eq!(
                 (step_of(&backup), backup_of(&backup)),

@@ -54,7 +54,8 @@ impl Coverage {
         }
         for (held, unit) in units.iter_mut().zip(layout.units()) {
             held.sort_unstable();
-            let (path, name) = (path.to_path_buf(), unit.name.clone());
+            let path = path.to_path_buf();
+            let name = unit.name.clone();
             let mut end = 0;
             for h in held.iter() {
                 if h.start > end {

@@ -87,7 +87,8 @@ mod tests {
         let values = [0.0f32, -0.0, 1.0, -2.5, f32::INFINITY, 1.5e-5];
         for dtype in [StateDtype::F32, StateDtype::BF16, StateDtype::F16] {
             let mut bytes = vec![0; values.len() * dtype.bytes() as usize];
-            let (mut once, mut twice) = ([0.0; 6], [0.0; 6]);
+            let mut once = [0.0; 6];
+            let mut twice = [0.0; 6];
             dtype.narrow(&values, &mut bytes);
             dtype.widen(&bytes, &mut once);
             dtype.narrow(&once, &mut bytes);

@@ -215,13 +215,11 @@ impl<'de> Deserialize<'de> for RawHeader {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-                let (mut header, mut names) = (
-                    RawHeader {
-                        metadata: BTreeMap::new(),
-                        tensors: Vec::new(),
-                    },
-                    HashSet::new(),
-                );
+                let mut header = RawHeader {
+                    metadata: BTreeMap::new(),
+                    tensors: Vec::new(),
+                };
+                let mut names = HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if !names.insert(name.clone()) {
                         return Err(A::Error::custom(format!("{name:?} occurs twice")));

@@ -38,7 +38,8 @@ impl ModelSpec {
                 .flat_map(|u| u.params.clone())
                 .collect::<Vec<_>>()
         };
-        let (stored, wanted) = (all(self), all(wanted));
+        let stored = all(self);
+        let wanted = all(wanted);
         let mut shapes: HashMap<_, _> =
             stored.iter().map(|p| (p.name.as_str(), &p.shape)).collect();
         for param in &wanted {

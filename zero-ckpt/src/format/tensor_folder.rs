@@ -219,10 +219,8 @@ pub(crate) fn check_range(
     out: usize,
 ) -> Result<(), CkptError> {
     if range.start > range.end || range.end > numel {
-        let (what, got) = (
-            format!("range of {name:?}"),
-            format!("{}..{}", range.start, range.end),
-        );
+        let what = format!("range of {name:?}");
+        let got = format!("{}..{}", range.start, range.end);
         return Err(CkptError::argument(what, format!("within 0..{numel}"), got));
     }
     if out as u64 != range.end - range.start {

@@ -496,7 +496,8 @@ mod tests {
     #[cfg_attr(miri, ignore)]
     fn replaced_directory_is_not_touched() {
         let tmp = tempfile::tempdir().unwrap();
-        let (at, other) = (tmp.path().join("dir"), tmp.path().join("other"));
+        let at = tmp.path().join("dir");
+        let other = tmp.path().join("other");
         for (path, file) in [(&at, "own"), (&other, "another's")] {
             std::fs::create_dir_all(path.join("tree/deep")).unwrap();
             std::fs::write(path.join("tree/deep").join(file), "x").unwrap();

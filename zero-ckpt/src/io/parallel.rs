@@ -87,12 +87,11 @@ impl Source for Slices<'_> {
     }
 
     fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
-        let (mut i, mut done) = (
-            self.starts
-                .partition_point(|s| *s <= start)
-                .saturating_sub(1),
-            0,
-        );
+        let mut i = self
+            .starts
+            .partition_point(|s| *s <= start)
+            .saturating_sub(1);
+        let mut done = 0;
         while done < out.len() {
             let part = &self.parts[i][(start + done as u64 - self.starts[i]) as usize..];
             let n = part.len().min(out.len() - done);
@@ -220,7 +219,8 @@ pub(crate) fn in_parallel<I: Send, E: Send>(
     threads: usize,
     work: impl Fn(I, &mut Option<PageBuffer>) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    let (items, stop) = (Mutex::new(items), AtomicBool::new(false));
+    let items = Mutex::new(items);
+    let stop = AtomicBool::new(false);
     let run = || {
         let mut buffer = None;
         loop {

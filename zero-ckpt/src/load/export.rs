@@ -93,7 +93,9 @@ impl Reader {
 
     fn export_files(&self, dir: &Path, options: &ExportOptions) -> Result<ExportReport, CkptError> {
         let groups = self.groups(options);
-        let (mut files, mut map, mut total) = (Vec::new(), BTreeMap::new(), 0);
+        let mut files = Vec::new();
+        let mut map = BTreeMap::new();
+        let mut total = 0;
         for (i, group) in groups.iter().enumerate() {
             let name = match groups.len() {
                 1 => SINGLE.to_string(),
@@ -128,7 +130,8 @@ impl Reader {
 
     /// Distributes the parameters to files.
     fn groups(&self, options: &ExportOptions) -> Vec<Vec<TensorEntry>> {
-        let (mut groups, mut end) = (vec![Vec::new()], 0u64);
+        let mut groups = vec![Vec::new()];
+        let mut end = 0u64;
         for param in self.params() {
             let bytes = param.numel_elems.saturating_mul(options.dtype.bytes());
             if end > 0 && end.saturating_add(bytes) > options.max_file_bytes {

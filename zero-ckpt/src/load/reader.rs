@@ -185,7 +185,8 @@ impl Reader {
 
     /// Reads a document and verifies it.
     pub(crate) fn read_document(&self, record: &DocumentRecord) -> Result<Vec<u8>, CkptError> {
-        let (path, mut bytes) = (self.path().join(&record.name), Vec::new());
+        let path = self.path().join(&record.name);
+        let mut bytes = Vec::new();
         let file = open_checked(&self.dir, &record.name, record.bytes, false)?;
         file.take(record.bytes)
             .read_to_end(&mut bytes)

@@ -68,7 +68,8 @@ impl<'a> View<'a> {
                 out.len(),
             ));
         }
-        let (mut reads, mut rest) = (Vec::new(), out);
+        let mut reads = Vec::new();
+        let mut rest = out;
         for (u, unit) in self.layout.units().iter().enumerate() {
             let (now, later) = rest.split_at_mut(unit.shard_elems as usize);
             rest = later;
@@ -97,7 +98,8 @@ impl<'a> View<'a> {
             let what = format!("elements of the shard of unit {:?}", placed.name);
             return Err(CkptError::argument(what, placed.shard_elems, out.len()));
         }
-        let (mut rest, mut at) = (out, 0);
+        let mut rest = out;
+        let mut at = 0;
         for run in runs(placed, rank) {
             let (padding, later) = rest.split_at_mut((run.at - at) as usize);
             padding.fill(0.0);

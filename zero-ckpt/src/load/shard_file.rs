@@ -48,7 +48,8 @@ impl ShardFile {
         let read = std::os::unix::fs::FileExt::read_exact_at(&file, &mut front, 0);
         read.map_err(CkptError::io("read", &path))?;
         counts::read(front.len());
-        let (expected, got) = (record.front_crc64, checksum(&front));
+        let expected = record.front_crc64;
+        let got = checksum(&front);
         if got != expected {
             return Err(CkptError::Corrupt {
                 path,
@@ -99,10 +100,8 @@ impl ShardFile {
         direct: bool,
         may_keep: impl FnOnce() -> bool,
     ) -> Result<Arc<File>, CkptError> {
-        let (kept, bytes) = (
-            &self.kept[usize::from(direct)],
-            self.state_start + self.layout.state_bytes(),
-        );
+        let kept = &self.kept[usize::from(direct)];
+        let bytes = self.state_start + self.layout.state_bytes();
         if let Some(file) = kept.get() {
             // It may have been truncated since.
             let got_bytes = file
@@ -152,7 +151,8 @@ impl ShardFile {
         .map_err(|e| CkptError::io("read", &self.path)(e))?;
         for (i, bytes) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
             let at = start + i as u64 * BLOCK_BYTES;
-            let (expected, got) = (self.table[(at / BLOCK_BYTES) as usize], checksum(bytes));
+            let expected = self.table[(at / BLOCK_BYTES) as usize];
+            let got = checksum(bytes);
             if expected != got {
                 let range = self.state_start + at..self.state_start + at + bytes.len() as u64;
                 return Err(CkptError::Corrupt {
@@ -162,10 +162,8 @@ impl ShardFile {
                     got,
                 });
             }
-            let (first, last) = (
-                range.start.saturating_sub(at),
-                bytes.len().min((range.end - at) as usize),
-            );
+            let first = range.start.saturating_sub(at);
+            let last = bytes.len().min((range.end - at) as usize);
             verified(&bytes[first as usize..last]);
         }
         Ok(())
@@ -173,10 +171,8 @@ impl ShardFile {
 
     /// Reads and verifies all of the state.
     pub(crate) fn verify(&self, dir: &Dir) -> Result<(), CkptError> {
-        let (file, bytes) = (
-            self.open_state(dir, true, || false)?,
-            self.layout.state_bytes(),
-        );
+        let file = self.open_state(dir, true, || false)?;
+        let bytes = self.layout.state_bytes();
         in_parallel(
             chunks_to_read(0..bytes),
             threads_for(bytes),

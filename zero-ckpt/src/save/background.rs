@@ -86,7 +86,8 @@ impl BackgroundStore {
         states.sort_by_key(file_order);
         let file = FileLayout::new(&states, shard_pieces(&layout, store.rank())?)
             .ok_or_else(|| CkptError::argument("bytes of state", "a number of 64 bits", "more"))?;
-        let (bytes, limit) = (file.state_bytes(), buffers.max(1));
+        let bytes = file.state_bytes();
+        let limit = buffers.max(1);
         let allocate = |_| {
             let buffer = usize::try_from(bytes).ok().and_then(PageBuffer::touched);
             buffer.ok_or(CkptError::OutOfMemory { bytes })
@@ -155,7 +156,8 @@ impl BackgroundStore {
         let store = Arc::clone(&self.store);
         let layout = Arc::clone(&self.layout);
         let meta = Arc::clone(meta);
-        let (states, pieces) = (self.states.clone(), self.file.pieces.clone());
+        let states = self.states.clone();
+        let pieces = self.file.pieces.clone();
         let borrowed = Borrowed {
             buffer: Some(buffer),
             free: Arc::clone(&self.free),
@@ -330,7 +332,8 @@ fn staging_slices<'a>(
     states: &'a [StateSpec],
     buffer: &'a mut [u8],
 ) -> Vec<StagingSlice<'a>> {
-    let (mut rest, mut slices) = (buffer, Vec::with_capacity(states.len() * file.pieces.len()));
+    let mut rest = buffer;
+    let mut slices = Vec::with_capacity(states.len() * file.pieces.len());
     for state in states {
         for piece in &file.pieces {
             let unit = piece.0 as usize;

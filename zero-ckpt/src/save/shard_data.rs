@@ -52,10 +52,8 @@ impl<'a> ShardData<'a> {
     ) -> Result<&mut Self, CkptError> {
         let elems = self.layout.shard_elems();
         if Some(storage.len() as u64) != elems.checked_mul(dtype.bytes()) {
-            let (what, got) = (
-                format!("shard storage of state {state:?}"),
-                format!("{} bytes", storage.len()),
-            );
+            let what = format!("shard storage of state {state:?}");
+            let got = format!("{} bytes", storage.len());
             return Err(CkptError::argument(
                 what,
                 format!("{elems} elements of {}", dtype.name()),

@@ -32,7 +32,8 @@ pub(super) struct Streamed<'a, F> {
 impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F> {
     /// `states` are in the order of the file.
     pub(super) fn new(layout: &Layout, rank: u64, states: &'a [StateSpec], fill: F) -> Self {
-        let (mut parts, mut len) = (Vec::new(), 0);
+        let mut parts = Vec::new();
+        let mut len = 0;
         for (state, spec) in states.iter().enumerate() {
             for (unit, placed) in layout.units().iter().enumerate() {
                 for run in runs(placed, rank) {
@@ -75,7 +76,8 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Source for Streame
         if failure.is_some() {
             return Err(io::ErrorKind::Other.into());
         }
-        let (mut at, mut rest) = (start, out);
+        let mut at = start;
+        let mut rest = out;
         let first = self
             .parts
             .partition_point(|part| part.start <= start)

@@ -51,7 +51,8 @@ fn on_all_ranks(
     let world = World::new(layout.world_size());
     std::thread::scope(|scope| {
         for rank in 0..layout.world_size() {
-            let (world, work) = (&world, &work);
+            let world = &world;
+            let work = &work;
             scope.spawn(move || work(&mut open(dir, layout, rank, buffers), rank, world));
         }
     });
@@ -59,7 +60,8 @@ fn on_all_ranks(
 
 #[test]
 fn snapshot_holds_the_values_of_its_step() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(3, 4));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(3, 4);
     on_all_ranks(dir.path(), &layout, 2, |store, rank, world| {
         assert!(!store.ready());
         begin(store, &layout, rank, 10).unwrap();
@@ -88,9 +90,11 @@ fn snapshot_holds_the_values_of_its_step() {
 
 #[test]
 fn steps_continue_between_the_exchanges() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(3, 4));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(3, 4);
     on_all_ranks(dir.path(), &layout, 2, |store, rank, world| {
-        let (mut published, mut begun) = (Vec::new(), 0);
+        let mut published = Vec::new();
+        let mut begun = 0;
         for step in 0.. {
             if step % 3 == 0 && begun < 4 && store.in_flight() < 2 {
                 begun += 1;
@@ -118,7 +122,8 @@ fn steps_continue_between_the_exchanges() {
 
 #[test]
 fn failure_reaches_all_ranks_and_the_next_save_works() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(2, 1));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(2, 1);
     on_all_ranks(dir.path(), &layout, 1, |store, rank, world| {
         // The copy fails on rank 1.
         match rank {
@@ -164,7 +169,8 @@ fn failure_reaches_all_ranks_and_the_next_save_works() {
 
 #[test]
 fn fence_precedes_the_write() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(1, 1));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(1, 1);
     let mut store = open(dir.path(), &layout, 0, 1);
     let (entered, at_fence) = channel::<()>();
     let (open_fence, opened) = channel::<()>();
@@ -199,7 +205,8 @@ fn fence_precedes_the_write() {
 
 #[test]
 fn panic_of_the_save_thread_is_an_error() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(1, 1));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(1, 1);
     let mut store = open(dir.path(), &layout, 0, 1);
     store
         .begin(meta(1), |_| {
@@ -226,7 +233,8 @@ fn panic_of_the_save_thread_is_an_error() {
 
 #[test]
 fn dropped_store_keeps_staged_files() {
-    let (dir, layout) = (tempfile::tempdir().unwrap(), layout(1, 1));
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(1, 1);
     let mut store = open(dir.path(), &layout, 0, 2);
     begin(&mut store, &layout, 0, 1).unwrap();
     begin(&mut store, &layout, 0, 2).unwrap();

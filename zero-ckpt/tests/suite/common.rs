@@ -79,7 +79,8 @@ pub(crate) fn storage(layout: &Layout, rank: u64, state: &str, seed: u64) -> Vec
 pub(crate) fn loaded(layout: &Layout, rank: u64, state: &str, seed: u64) -> Vec<u32> {
     let mut out = bits(&storage(layout, rank, state, seed));
     for unit in layout.units() {
-        let (shard, at) = (unit.shard(rank), unit.shard_range().start);
+        let shard = unit.shard(rank);
+        let at = unit.shard_range().start;
         for elem in shard.clone() {
             if !unit.params.iter().any(|p| p.range().contains(&elem)) {
                 out[(at + elem - shard.start) as usize] = 0;

@@ -23,7 +23,8 @@ fn child() {
         return;
     };
     let args: Vec<&str> = arguments.split(' ').collect();
-    let (dir, seed) = (Path::new(args[0]).to_path_buf(), args[4].parse().unwrap());
+    let dir = Path::new(args[0]).to_path_buf();
+    let seed = args[4].parse().unwrap();
     let (point, rank): (usize, u64) = (args[1].parse().unwrap(), args[2].parse().unwrap());
     let stores: Vec<_> = (0..RANKS)
         .map(|r| {
@@ -53,7 +54,8 @@ fn killed(dir: &Path, point: usize, rank: u64, step: u64, seed: u64) {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let (stopped, start) = (dir.join("stopped"), Instant::now());
+    let stopped = dir.join("stopped");
+    let start = Instant::now();
     while !stopped.exists() {
         let ended = child.try_wait().unwrap();
         assert!(

@@ -71,7 +71,8 @@ fn flipped_byte_fails_only_reads_of_its_block() {
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 0x40;
     std::fs::write(&path, bytes).unwrap();
-    let (layout, reader) = (layout(2, 4), Reader::open(dir.path()).unwrap());
+    let layout = layout(2, 4);
+    let reader = Reader::open(dir.path()).unwrap();
     let mut out = vec![0.0; layout.shard_elems() as usize];
     let view = reader.view(&layout).unwrap();
     // Rank 0 reads only its own file.

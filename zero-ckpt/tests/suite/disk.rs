@@ -60,7 +60,8 @@ fn full_disk_fails_the_save_on_all_ranks() {
     let Some(disk) = SmallDisk::mount(512) else {
         return;
     };
-    let (dir, layout) = (disk.path().join("ckpt"), layout(2, 4));
+    let dir = disk.path().join("ckpt");
+    let layout = layout(2, 4);
     let stores: Vec<_> = (0..2)
         .map(|r| Store::create(&dir, r, StoreOptions::default()).unwrap())
         .collect();
@@ -68,7 +69,8 @@ fn full_disk_fails_the_save_on_all_ranks() {
         .into_iter()
         .for_each(|r| drop(r.unwrap()));
     let filler = disk.path().join("filler");
-    let (mut failed, mut saved) = (0, 0);
+    let mut failed = 0;
+    let mut saved = 0;
     let mut unstaged = 0;
     // Each round has one more free page, so that the save runs out of space at every point.
     for leave in 0..14 {

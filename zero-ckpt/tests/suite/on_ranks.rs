@@ -108,7 +108,8 @@ fn damage_is_found_by_the_rank_that_reads_it() {
         ),
     ];
     for (damage, reason) in damages {
-        let (dir, layout) = (two_checkpoints(), layout(RANKS, 4));
+        let dir = two_checkpoints();
+        let layout = layout(RANKS, 4);
         let selection = Reader::open(dir.path()).unwrap().selection();
         damage(&shard(dir.path(), 2, 1));
         for rank in 0..RANKS {

@@ -58,7 +58,8 @@ proptest! {
     fn any_layout_loads_any_other(
         sizes in model(), from in cut(), to in cut(), half_moment in any::<bool>(), seed in any::<u64>(),
     ) {
-        let (from, to) = (layout(&sizes, &from), layout(&sizes, &to));
+        let from = layout(&sizes, &from);
+        let to = layout(&sizes, &to);
         let dir = tempfile::tempdir().unwrap();
         let mut receipts = Vec::new();
         for rank in 0..from.world_size() {

@@ -194,7 +194,8 @@ fn superseded_step_is_not_the_saved_one() {
 #[test]
 fn documents_are_stored_and_verified() {
     let dir = tempfile::tempdir().unwrap();
-    let (record, other) = (json!({"model": "nano", "lr": 0.1}), json!([1, null]));
+    let record = json!({"model": "nano", "lr": 0.1});
+    let other = json!([1, null]);
     let documents = [
         ("run.json".to_owned(), record.clone()),
         ("other.json".to_owned(), other.clone()),

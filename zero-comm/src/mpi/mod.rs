@@ -166,11 +166,9 @@ impl MpiComm {
     }
 
     fn operation(&self, enqueued: &mut Enqueued, checked: Checked, stream: &str) -> Operation {
-        let (world, members, sequence) = (
-            Arc::clone(&self.world),
-            self.members.clone(),
-            enqueued.sequence,
-        );
+        let world = Arc::clone(&self.world);
+        let members = self.members.clone();
+        let sequence = enqueued.sequence;
         let pending = self.pending.clone();
         enqueued.sequence += 1;
         pending.insert(sequence);
@@ -200,7 +198,8 @@ unsafe impl Communicator<HostDevice> for MpiComm {
         checked.check(self.group(), DeviceId::HOST)?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
-        let (label, name) = (checked.call.collective.name(), stream.name().to_owned());
+        let label = checked.call.collective.name();
+        let name = stream.name().to_owned();
         self.group().count(&checked.call, &mut enqueued.traffic);
         let operation = self.operation(&mut enqueued, checked, &name);
         stream.enqueue(label, move || {
@@ -298,7 +297,8 @@ unsafe impl Communicator<HostDevice> for MpiComm {
     }
 
     fn abort(&self, reason: &str) {
-        let (rank, reason) = (self.members.rank, reason.to_owned());
+        let rank = self.members.rank;
+        let reason = reason.to_owned();
         self.world.fail(
             CommError::Aborted {
                 rank,

@@ -54,7 +54,9 @@ pub(super) struct Operation {
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        let (sequence, call, rank) = (self.sequence, self.call(), self.members.rank);
+        let sequence = self.sequence;
+        let call = self.call();
+        let rank = self.members.rank;
         if !self.begun {
             let stream = std::mem::take(&mut self.stream);
             self.fail(
@@ -216,7 +218,8 @@ impl Operation {
                 .position(|&q| q == peer)
                 .unwrap_or(0)
         };
-        let (sequence, call) = (self.sequence, self.call());
+        let sequence = self.sequence;
+        let call = self.call();
         let error = match interrupt {
             Interrupt::Failed(error) => error,
             Interrupt::Broken(peer, error) => {
@@ -242,7 +245,8 @@ impl Operation {
                 },
             ),
             Interrupt::Late(peer) => {
-                let (rank, limit) = (index(peer), self.world.limit);
+                let rank = index(peer);
+                let limit = self.world.limit;
                 // The collectives of a communicator are in order, so the late rank had reached all
                 // before.
                 self.fail(
@@ -289,8 +293,10 @@ impl Operation {
 
     /// Compares the calls of all ranks.
     fn compare(&self) -> Result<(), CommError> {
-        let (call, bytes) = (&self.checked.call, Call::max_serialized_bytes(self.n()));
-        let (sequence, rank) = (self.sequence, self.members.rank);
+        let call = &self.checked.call;
+        let bytes = Call::max_serialized_bytes(self.n());
+        let sequence = self.sequence;
+        let rank = self.members.rank;
         let mut own = postcard::to_allocvec(call).unwrap_or_default();
         debug_assert!(
             !own.is_empty() && own.len() <= bytes,
@@ -312,7 +318,8 @@ impl Operation {
                 match postcard::take_from_bytes::<Call>(received.received(index)) {
                     Ok((other, _)) if other == *call => {}
                     Ok((other, _)) => {
-                        let (call, other_call) = (self.call(), Box::new(other));
+                        let call = self.call();
+                        let other_call = Box::new(other);
                         let error = CommError::Mismatch {
                             sequence,
                             rank,
@@ -354,7 +361,9 @@ impl Operation {
             },
             rank,
         ) = (&self.checked, self.members.rank);
-        let (send, recv, own) = (*send, *recv, call.segments.range(rank, self.n()));
+        let send = *send;
+        let recv = *recv;
+        let own = call.segments.range(rank, self.n());
         match (call.collective, call.op) {
             (Collective::ReduceScatter, Some(op)) => self.reduce_scatter(op, send, recv),
             (Collective::AllReduce, Some(op)) => {
@@ -438,10 +447,12 @@ impl Operation {
         send: AnySlice,
         recv: AnySlice,
     ) -> Result<(), CommError> {
-        let (rank, n) = (self.members.rank, self.n());
+        let rank = self.members.rank;
+        let n = self.n();
         let own = self.checked.call.segments.range(rank, n);
         let len = own.len();
-        let (mine, out) = (send.slice(own).typed::<T>()?, recv.typed::<T>()?);
+        let mine = send.slice(own).typed::<T>()?;
+        let out = recv.typed::<T>()?;
         let receives: Vec<_> = self
             .others()
             .map(|peer| (peer, len * size_of::<T>()))

@@ -42,7 +42,6 @@ unsafe impl Send for Request {}
 pub(super) struct Raw {
     /// Carries the transfers of collectives.
     data: ffi::MPI_Comm,
-    /// Carries notices.
     notices: ffi::MPI_Comm,
     pub(super) rank: usize,
     pub(super) size: usize,
@@ -133,7 +132,8 @@ impl Raw {
     pub(super) fn new(_initialized: &Universe, max_tag: c_int) -> Result<Self, MpiError> {
         // SAFETY: reads a constant that the library initializes when it is loaded.
         let world = unsafe { ffi::RSMPI_COMM_WORLD };
-        let (data, notices) = (duplicate(world)?, duplicate(world)?);
+        let data = duplicate(world)?;
+        let notices = duplicate(world)?;
         let (mut rank, mut size): (c_int, c_int) = (0, 0);
         // SAFETY: `data` is a valid communicator, and the pointer is valid for a write.
         check("MPI_Comm_rank", unsafe {
@@ -143,10 +143,8 @@ impl Raw {
         check("MPI_Comm_size", unsafe {
             ffi::MPI_Comm_size(data, &mut size)
         })?;
-        let (rank, size) = (
-            usize::try_from(rank).unwrap_or(0),
-            usize::try_from(size).unwrap_or(1),
-        );
+        let rank = usize::try_from(rank).unwrap_or(0);
+        let size = usize::try_from(size).unwrap_or(1);
         let tag_bound = tag_bound(world)?.min(max_tag);
         let tags = Tags::within(tag_bound).ok_or_else(|| {
             let least = Tags::MIN_BOUND;
@@ -198,7 +196,9 @@ impl Raw {
         peer: usize,
         tag: c_int,
     ) -> Result<Request, MpiError> {
-        let (buffer, count, rank) = (buffer.cast::<c_void>(), len as c_int, peer as c_int);
+        let buffer = buffer.cast::<c_void>();
+        let count = len as c_int;
+        let rank = peer as c_int;
         if tag > self.tag_bound {
             // As MPI answers, also where a test lowers the bound.
             let message = format!("tag {tag} exceeds the greatest, {}", self.tag_bound);
@@ -280,7 +280,8 @@ impl Raw {
     /// Sends a notice, best effort. Notices are small, so MPI sends them eagerly, within the call.
     pub(super) fn notify(&self, peer: usize, notice: &[u8]) {
         let leaked: &'static [u8] = Box::leak(notice.into());
-        let (from, count) = (leaked.as_ptr().cast::<c_void>(), leaked.len() as c_int);
+        let from = leaked.as_ptr().cast::<c_void>();
+        let count = leaked.len() as c_int;
         let _ = self.call(|| {
             let mut handle = null_request();
             // SAFETY: the buffer is never freed; `handle` is valid for a write.
@@ -302,7 +303,8 @@ impl Raw {
     /// Receives a pending notice: its sender's world rank and its bytes.
     pub(super) fn notice(&self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
         self.call(|| {
-            let (any, tag) = (ffi::MPI_ANY_SOURCE as c_int, 0);
+            let any = ffi::MPI_ANY_SOURCE as c_int;
+            let tag = 0;
             let mut flag: c_int = 0;
             // SAFETY: a struct of integers, for which zeros are valid.
             let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
@@ -319,7 +321,8 @@ impl Raw {
                 ffi::MPI_Get_count(&status, byte_type(), &mut count)
             })?;
             let mut bytes = vec![0u8; usize::try_from(count).unwrap_or(0)];
-            let (to, from) = (bytes.as_mut_ptr().cast::<c_void>(), status.MPI_SOURCE);
+            let to = bytes.as_mut_ptr().cast::<c_void>();
+            let from = status.MPI_SOURCE;
             // SAFETY: the buffer has the probed length. The message is pending, so the call does
             // not block.
             let code = unsafe {

@@ -117,12 +117,16 @@ mod tests {
 
     #[test]
     fn transfers_use_other_memory_than_the_buffers() {
-        let (mut a, mut b, mut out) = ([1u8, 2, 3], [4u8; 9], [0u8; 5]);
+        let mut a = [1u8, 2, 3];
+        let mut b = [4u8; 9];
+        let mut out = [0u8; 5];
         // SAFETY: the arrays outlive the slices; nothing else accesses them.
         let slice = |bytes: &mut [u8]| unsafe {
             AnySlice::from_raw_parts(bytes.as_mut_ptr(), bytes.len(), DType::U8, DeviceId::HOST)
         };
-        let (a, b, to) = (slice(&mut a), slice(&mut b), slice(&mut out));
+        let a = slice(&mut a);
+        let b = slice(&mut b);
+        let to = slice(&mut out);
         let mut staging = Staging::new(&[a, a, b], [5, 0].into_iter());
         let [sends, receives] = staging.places();
         // A part for several ranks is copied once.

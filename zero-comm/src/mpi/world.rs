@@ -138,7 +138,8 @@ impl World {
             if let Some(error) = self.poll() {
                 return Err(Interrupt::Failed(error));
             }
-            let (mut waiting, mut progress) = (None, false);
+            let mut waiting = None;
+            let mut progress = false;
             for request in requests.iter_mut().filter(|request| !request.done) {
                 match self.raw.test(request) {
                     Ok(true) => progress = true,
@@ -207,7 +208,8 @@ impl World {
         requests: &mut Vec<Request>,
     ) -> Result<(), (usize, MpiError)> {
         for start in (0..len).step_by(MAX_BYTES) {
-            let (buffer, len) = (buffer.wrapping_add(start), MAX_BYTES.min(len - start));
+            let buffer = buffer.wrapping_add(start);
+            let len = MAX_BYTES.min(len - start);
             // SAFETY: this range is within the caller's buffer, for which the promise holds.
             let request = unsafe { self.raw.start(receives, buffer, len, peer, tag) };
             requests.push(request.map_err(|error| (peer, error))?);

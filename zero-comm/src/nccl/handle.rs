@@ -16,10 +16,11 @@ use zero_alloc::TimeLimit;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::AnySlice;
 
-use super::abort::AbortCompletion;
 use super::config::Config;
-use super::library::{IN_PROGRESS, Nccl, SUCCESS, back_end};
-use super::world::Transport;
+use super::control::abort::AbortCompletion;
+use super::control::error::back_end;
+use super::control::world::Transport;
+use super::library::{IN_PROGRESS, Nccl, SUCCESS};
 use crate::call::{Checked, Group};
 use crate::comm_dtype::CommDType;
 use crate::{Collective, CommError, ReduceOp};
@@ -33,7 +34,6 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(5), Duration::from_micros(1
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
 /// Limit of finalizing a communicator. After it, the communicator is aborted.
 const FINALIZE_LIMIT: Duration = Duration::from_secs(10);
-/// `NCCL_SPLIT_NOCOLOR`.
 const NO_COLOR: c_int = -1;
 
 /// The reason why a wait ended early.
@@ -121,9 +121,11 @@ impl Handle {
             internal: id.map(|c| c as c_char),
         };
         let number = |n: usize| c_int::try_from(n).map_err(|_| failed("too many ranks"));
-        let (n, rank) = (number(world_size)?, number(rank)?);
+        let n = number(world_size)?;
+        let rank = number(rank)?;
         device.bind().map_err(|e| Interrupt::Failed(e.into()))?;
-        let (slot, mut config) = (slot(), Config::without_blocking());
+        let slot = slot();
+        let mut config = Config::without_blocking();
         // SAFETY: `slot` is never freed, so NCCL may write the handle at any time; `config`
         // outlives the call, which reads it; the device is current.
         let code = unsafe { (nccl.table.init)(slot.as_ptr(), n, id, rank, config.as_ptr()) };
@@ -167,7 +169,9 @@ impl Handle {
 
     /// Waits until the call that returned `code` is complete.
     fn settle(&self, call: &str, mut code: c_int, wait: Wait<'_>) -> Result<(), Interrupt> {
-        let (begun, mut time, mut pause) = (Instant::now(), TimeLimit::new(wait.limit), PAUSES[0]);
+        let begun = Instant::now();
+        let mut time = TimeLimit::new(wait.limit);
+        let mut pause = PAUSES[0];
         while code == IN_PROGRESS {
             if let Some(error) = (wait.failure)() {
                 return Err(Interrupt::World(error));
@@ -176,7 +180,7 @@ impl Handle {
                 return Err(Interrupt::Late);
             }
             if begun.elapsed() < SPIN {
-                std::thread::yield_now();
+                std::hint::spin_loop();
             } else {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(PAUSES[1]);
@@ -237,21 +241,21 @@ impl Handle {
         barrier: AnySlice,
         stream: sys::cudaStream_t,
     ) -> c_int {
-        let (table, call) = (&self.nccl.table, checked.call());
-        let (send, recv) = (checked.send(), checked.recv());
-        let (from, to) = (
-            send.as_ptr().cast_const().cast::<c_void>(),
-            recv.as_ptr().cast::<c_void>(),
-        );
-        let (dtype, op) = (
-            data_type(call.comm_dtype()),
-            call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction),
-        );
+        let table = &self.nccl.table;
+        let call = checked.call();
+        let send = checked.send();
+        let recv = checked.recv();
+        let from = send.as_ptr().cast_const().cast::<c_void>();
+        let to = recv.as_ptr().cast::<c_void>();
+        let dtype = data_type(call.comm_dtype());
+        let op = call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction);
         let segments = || (0..n).zip(call.segments.ranges(n));
         match call.collective {
             Collective::Barrier => {
-                let (at, len) = (barrier.as_ptr().cast::<c_void>(), 1);
-                let (u8, sum) = (sys::ncclDataType_t::ncclUint8, sys::ncclRedOp_t::ncclSum);
+                let at = barrier.as_ptr().cast::<c_void>();
+                let len = 1;
+                let u8 = sys::ncclDataType_t::ncclUint8;
+                let sum = sys::ncclRedOp_t::ncclSum;
                 // SAFETY: the caller's promise. Concurrent barriers may write the byte in any
                 // order: its value is never used.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
@@ -284,7 +288,8 @@ impl Handle {
                     segments().filter(|(_, part)| !part.is_empty()),
                     |(q, part)| {
                         let part = send.slice(part);
-                        let (from, len) = (part.as_ptr().cast_const().cast(), part.len());
+                        let from = part.as_ptr().cast_const().cast();
+                        let len = part.len();
                         // SAFETY: as above; NCCL writes `to` only if this is rank `q`.
                         unsafe { (table.reduce)(from, to, len, dtype, op, q as c_int, raw, stream) }
                     },
@@ -295,7 +300,8 @@ impl Handle {
                 segments().filter(|(_, part)| !part.is_empty()),
                 |(q, part)| {
                     let part = recv.slice(part);
-                    let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
+                    let at = part.as_ptr().cast::<c_void>();
+                    let len = part.len();
                     let from = if q == rank { from } else { at.cast_const() };
                     // SAFETY: as above; NCCL reads `from` only if this is rank `q`.
                     unsafe { (table.broadcast)(from, at, len, dtype, q as c_int, raw, stream) }
@@ -310,7 +316,8 @@ impl Handle {
                     } else {
                         recv.slice(part)
                     };
-                    let (at, len) = (part.as_ptr().cast::<c_void>(), part.len());
+                    let at = part.as_ptr().cast::<c_void>();
+                    let len = part.len();
                     if sends {
                         // SAFETY: as above.
                         unsafe {
@@ -359,7 +366,8 @@ impl Handle {
             Some((color, rank)) => (number(color)?, number(rank)?),
             None => (NO_COLOR, 0),
         };
-        let (slot, mut config) = (slot(), Config::without_blocking());
+        let slot = slot();
+        let mut config = Config::without_blocking();
         let code = self.with(
             // SAFETY: `with` passes an existing communicator; `slot` is never freed; `config`
             // outlives the call.

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use cudarc::nccl::sys;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-use super::error::version_text;
+use super::control::error::{back_end, version_text};
 use crate::CommError;
 
 /// `ncclSuccess` and `ncclInProgress`.
@@ -57,7 +57,6 @@ macro_rules! table {
     };
 }
 
-/// `ncclCommRegister`.
 pub(super) type Register =
     unsafe extern "C" fn(sys::ncclComm_t, *mut c_void, usize, *mut *mut c_void) -> c_int;
 
@@ -90,20 +89,12 @@ table! {
     receive = ncclRecv(*mut c_void, usize, sys::ncclDataType_t, c_int, sys::ncclComm_t, sys::cudaStream_t);
 }
 
-pub(super) fn back_end(message: String) -> CommError {
-    CommError::BackEnd {
-        back_end: "nccl",
-        message,
-    }
-}
-
 const SEARCH: Search = Search {
     variable: "ZERO_NCCL",
     names: &["libnccl.so.2", "libnccl.so"],
     in_toolkit: false,
 };
 
-/// NCCL.
 pub(super) struct Nccl {
     pub(super) table: Table,
     /// NCCL's version number; 23007 is 2.30.7.
@@ -135,7 +126,8 @@ impl Nccl {
         let nccl = Self { table, version };
         nccl.check("ncclGetVersion", code)?;
         if version < OLDEST {
-            let (has, needs) = (version_text(version as u64), version_text(OLDEST as u64));
+            let has = version_text(version as u64);
+            let needs = version_text(OLDEST as u64);
             let path = library.path();
             return Err(back_end(format!(
                 "{path} is NCCL {has}, but {needs} or later is needed"

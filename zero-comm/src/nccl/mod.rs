@@ -73,31 +73,11 @@
 //! the stream is not poisoned. Check [`Communicator::failure`] before using the results of a
 //! replay.
 
-// `handle` calls the library. The control plane: `rendezvous` connects each rank to the
-// coordinator, `server` is the coordinator's event loop, `coordinator` its state machine,
-// `handshake`, `message` and `wire` define the protocol, `calls` keeps and hashes a rank's calls,
-// and `world` is a rank's side with its watcher thread.
-mod abort;
-mod calls;
 mod config;
-mod coordinator;
-mod descriptors;
-mod error;
+mod control;
 mod handle;
-mod handshake;
 mod library;
-mod message;
-mod ranks;
 mod registration;
-mod rendezvous;
-mod server;
-#[cfg(feature = "testing")]
-#[doc(hidden)]
-pub mod testing;
-#[cfg(all(test, not(miri)))] // Miri has no sockets.
-mod tests;
-mod wire;
-mod world;
 
 use std::fmt;
 use std::sync::Arc;
@@ -108,17 +88,19 @@ use zero_alloc::TimeLimit;
 use zero_alloc::cuda::{CudaDevice, CudaStream, interop};
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Event, Memory, Stream};
 
-pub use error::RendezvousError;
-pub use ranks::{LaunchError, Launcher, Ranks, Token};
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub use control::testing;
+pub use control::{LaunchError, Launcher, Ranks, RendezvousError, Token};
 pub use registration::Registration;
 
 use crate::call::{Checked, Group};
 use crate::split_request::SplitRequest;
 use crate::{CommError, CommOptions, Communicator, Traffic};
+use control::message::{Context, Place};
+use control::world::{Connection, Operation, Transport, World};
 use handle::{Handle, Interrupt, Wait};
 use library::Nccl;
-use message::{Context, Place};
-use world::{Operation, Transport, World};
 
 /// Sets the environment variable `NCCL_GRAPH_REGISTER` to 0, unless it is set: the start of `main`
 /// in a program that captures collectives into graphs (see the [module](self)'s documentation).
@@ -145,12 +127,12 @@ pub unsafe fn set_environment() {
 /// [`CommError::NoLibrary`] if no library was found; [`CommError::BackEnd`] if it is too old or not
 /// NCCL.
 pub fn version() -> Result<String, CommError> {
-    Nccl::get().map(|nccl| error::version_text(nccl.version as u64))
+    Nccl::get().map(|nccl| control::error::version_text(nccl.version as u64))
 }
 
 /// The state that a process's communicators share.
 struct Process {
-    world: World,
+    connection: Connection,
     /// One byte of device memory for barriers. It is never freed, because freeing it would wait for
     /// the whole device.
     barrier: AnySlice,
@@ -205,26 +187,29 @@ impl NcclCommunicator {
         options: CommOptions,
     ) -> Result<Self, CommError> {
         let (nccl, limit, mut time) = (Nccl::get()?, options.limit, TimeLimit::new(options.limit));
-        let joined = rendezvous::join(
+        let joined = control::rendezvous::join(
             ranks,
             nccl.version as u64,
             || handle::unique_id(nccl),
             limit,
         )?;
         let id = joined.id.clone();
-        let world = World::start(joined, ranks.rank, limit)?;
+        let connection = Connection::start(joined, ranks.rank, limit)?;
         let memory = Memory::allocate(device, 1)?;
         // SAFETY: the allocation has one byte and is never freed.
         let barrier =
             unsafe { AnySlice::from_raw_parts(memory.as_ptr(), 1, DType::U8, device.id()) };
-        let process = Arc::new(Process { world, barrier });
+        let process = Arc::new(Process {
+            connection,
+            barrier,
+        });
         let group = Group {
             rank: ranks.rank,
             world_size: ranks.world_size,
         };
         let wait = Wait {
             limit: time.left(),
-            failure: &|| process.world.failure(),
+            failure: &|| process.world().failure(),
         };
         let handle = Handle::init(nccl, device, group, &id, wait);
         let handle = handle.map_err(|interrupt| {
@@ -235,7 +220,7 @@ impl NcclCommunicator {
 
     fn open(process: Arc<Process>, handle: Handle, context: Context, group: Group) -> Self {
         let handle = Arc::new(handle);
-        process.world.open(
+        process.world().open(
             context,
             group.rank == 0,
             Arc::clone(&handle) as Arc<dyn Transport>,
@@ -257,7 +242,8 @@ impl NcclCommunicator {
         checked: &Checked,
         sequence: u64,
     ) -> Result<Operation, CommError> {
-        let (world, call) = (&self.process.world, checked.call());
+        let world = self.process.world();
+        let call = checked.call();
         let label = call.collective.name();
         let skipped = |error: DeviceError| {
             let (call, rank, stream) =
@@ -321,7 +307,8 @@ impl NcclCommunicator {
 }
 
 fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
-    let (stream_name, cause) = (stream.name().to_owned(), Cause::new(failure.clone()));
+    let stream_name = stream.name().to_owned();
+    let cause = Cause::new(failure.clone());
     stream.poison(DeviceError::Operation {
         stream: stream_name,
         op: op.to_owned(),
@@ -330,9 +317,13 @@ fn poison(stream: &CudaStream, op: &str, failure: &CommError) {
 }
 
 impl Process {
+    fn world(&self) -> &World {
+        &self.connection.world
+    }
+
     /// Ends the world because of `interrupt`; returns the failure.
     fn fail(&self, interrupt: Interrupt, what: &str, limit: Duration) -> CommError {
-        let rank = self.world.rank;
+        let rank = self.world().rank;
         let error = match interrupt {
             Interrupt::World(failure) => return failure,
             Interrupt::Failed(error) => error,
@@ -341,13 +332,14 @@ impl Process {
                 message: format!("{what} within {limit:?}"),
             },
         };
-        self.world.fail(error)
+        self.world().fail(error)
     }
 }
 
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
-        let (world, done) = (&self.process.world, self.enqueued.get_mut().sequence);
+        let world = self.process.world();
+        let done = self.enqueued.get_mut().sequence;
         // The peers cannot complete collectives in flight without this rank.
         if world.drain(self.context).is_err() {
             world.abort(&*self.handle).wait();
@@ -366,10 +358,11 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         let device = self.process.barrier.device();
         checked.check(self.group(), device)?;
         stream.check_device(checked.call().collective.name(), device)?;
-        let world = &self.process.world;
+        let world = self.process.world();
         // Held during the call, so that sequence numbers follow NCCL's order.
         let mut enqueued = self.enqueued.lock();
-        let (sequence, call) = (enqueued.sequence, checked.call());
+        let sequence = enqueued.sequence;
+        let call = checked.call();
         if let Some(failure) = world.failure() {
             poison(stream, call.collective.name(), &failure);
             return Err(failure);
@@ -389,8 +382,9 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
     ) -> Result<Option<Arc<dyn Communicator<CudaDevice>>>, CommError> {
         let mut enqueued = self.enqueued.lock();
         // NCCL can split only an idle communicator.
-        self.process.world.drain(self.context)?;
-        let (world, number) = (&self.process.world, enqueued.meetings);
+        self.process.world().drain(self.context)?;
+        let world = self.process.world();
+        let number = enqueued.meetings;
         enqueued.meetings += 1;
         let place = world.split(self.context, number, SplitRequest { color, key })?;
         let wait = Wait {
@@ -436,14 +430,14 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
     }
 
     fn abort(&self, reason: &str) {
-        let rank = self.process.world.rank;
-        self.process.world.fail(CommError::Aborted {
+        let rank = self.process.world().rank;
+        self.process.world().fail(CommError::Aborted {
             rank,
             reason: reason.to_owned(),
         });
     }
 
     fn failure(&self) -> Option<CommError> {
-        self.process.world.failure()
+        self.process.world().failure()
     }
 }

@@ -31,10 +31,11 @@ use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType, Memory};
 use zero_alloc::{Pool, TimeLimit};
 
+use super::control::abort;
+use super::control::error::back_end;
+use super::control::message::{Context, Registered as Outcome};
 use super::handle::{Handle, Registered};
-use super::library::back_end;
-use super::message::{Context, Registered as Outcome};
-use super::{NcclCommunicator, Process, abort};
+use super::{NcclCommunicator, Process};
 use crate::CommError;
 
 /// Memory registered with NCCL. Dropping it deregisters the memory: drop it on all ranks between
@@ -70,11 +71,11 @@ impl Drop for Registration {
         // The process is dropped last: its goodbye follows the end of the communicator.
         if let (Some(process), Some(handle)) = (self.process.upgrade(), self.handle.upgrade()) {
             // The peers have mapped this memory, so no collective may use it any more.
-            if process.world.drain(self.context).is_ok() && handle.deregister(&self.registered) {
+            if process.world().drain(self.context).is_ok() && handle.deregister(&self.registered) {
                 return;
             }
             // If the watcher aborts it already, this does nothing.
-            let _completion = process.world.abort(&*handle);
+            let _completion = process.world().abort(&*handle);
         }
         let mut time = TimeLimit::new(abort::LIMIT);
         while !self.released.load(Ordering::Acquire) {
@@ -161,7 +162,8 @@ impl NcclCommunicator {
         let mut enqueued = self.enqueued.lock();
         let number = enqueued.meetings;
         enqueued.meetings += 1;
-        let (handle, process) = (Arc::downgrade(&self.handle), Arc::downgrade(&self.process));
+        let handle = Arc::downgrade(&self.handle);
+        let process = Arc::downgrade(&self.process);
         let released = Arc::clone(&self.handle.released);
         let own = register().map(|registered| Registration {
             handle,
@@ -172,7 +174,7 @@ impl NcclCommunicator {
             pool,
         });
         let bytes = own.as_ref().ok().map(|own| own.registered.bytes as u64);
-        let outcome = self.process.world.register(self.context, number, bytes)?;
+        let outcome = self.process.world().register(self.context, number, bytes)?;
         own.and_then(|own| mismatch(outcome).map_or(Ok(own), |message| Err(back_end(message))))
     }
 }

@@ -32,6 +32,7 @@
 //! it.
 
 mod live;
+mod plan;
 mod report;
 mod step;
 mod unsharded;
@@ -44,6 +45,7 @@ use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
+pub use plan::{PlannedStep, plan_step};
 pub use report::{OrderCheck, PrefetchReport};
 pub use step::PrefetchStep;
 pub use unsharded::Unsharded;
@@ -53,42 +55,26 @@ use live::{Lease, Live};
 
 /// The reason why a unit could not be gathered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum PrefetchError {
     /// There is no such unit.
     #[error("no unit {unit}: there are {units} units")]
-    NoSuchUnit {
-        /// The requested unit.
-        unit: usize,
-        /// Number of units.
-        units: usize,
-    },
+    NoSuchUnit { unit: usize, units: usize },
     /// Another number of shards than at creation.
     #[error("expected {expected} shards, one per unit, got {got}")]
-    ShardCount {
-        /// Number of units.
-        expected: usize,
-        /// Shards passed.
-        got: usize,
-    },
+    ShardCount { expected: usize, got: usize },
     /// The caller holds the unit already.
     #[error("unit {unit} is already unsharded; reshard it first")]
-    Held {
-        /// The requested unit.
-        unit: usize,
-    },
+    Held { unit: usize },
     /// The unit exceeds the limit together with the units that the caller holds.
     #[error(
         "unit {unit} of {unit_elems} elements exceeds max_live_elems {limit_elems}: held units have {live_elems}"
     )]
     LiveLimit {
-        /// The requested unit.
         unit: usize,
-        /// Its elements.
         unit_elems: usize,
-        /// Elements live now.
         live_elems: usize,
-        /// [`PrefetchOptions::max_live_elems`].
         limit_elems: usize,
     },
     /// The allocation of the unit failed.
@@ -270,7 +256,8 @@ impl<D: Device> Prefetcher<D> {
         source: impl ShardSource<D> + 'static,
         options: PrefetchOptions,
     ) -> Self {
-        let (elems, source) = (source.shard_elems(), Box::new(source));
+        let elems = source.shard_elems();
+        let source = Box::new(source);
         Self::of(
             pool,
             comm,
@@ -289,8 +276,11 @@ impl<D: Device> Prefetcher<D> {
         shards: Shards<D>,
         options: PrefetchOptions,
     ) -> Self {
-        let (live, ready) = (Arc::default(), HashMap::new());
-        let (order, used, report) = (None, Vec::new(), PrefetchReport::default());
+        let live = Arc::default();
+        let ready = HashMap::new();
+        let order = None;
+        let used = Vec::new();
+        let report = PrefetchReport::default();
         Self {
             pool,
             comm,
@@ -326,7 +316,8 @@ impl<D: Device> Prefetcher<D> {
     /// # Errors
     /// [`PrefetchError::ShardCount`].
     pub fn set_shards(&mut self, shards: Vec<AnySlice>) -> Result<(), PrefetchError> {
-        let (expected, got) = (self.shards.units(), shards.len());
+        let expected = self.shards.units();
+        let got = shards.len();
         if got != expected {
             return Err(PrefetchError::ShardCount { expected, got });
         }
@@ -441,7 +432,8 @@ impl<D: Device> Prefetcher<D> {
             return;
         }
         unsharded.lease.set_held(false);
-        let (unit, elems) = (unsharded.lease.unit, unsharded.lease.elems);
+        let unit = unsharded.lease.unit;
+        let elems = unsharded.lease.elems;
         let next = match self.report.order {
             OrderCheck::Followed => self
                 .order

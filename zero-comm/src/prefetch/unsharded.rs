@@ -77,7 +77,8 @@ impl<D: Device> Unsharded<D> {
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;
-        let (device, comm_stream) = (pool.device().clone(), comm_stream.clone());
+        let device = pool.device().clone();
+        let comm_stream = comm_stream.clone();
         Ok(Self {
             block,
             slice,

@@ -104,7 +104,8 @@ fn failure_ends_both_and_no_buffer_is_in_use() {
     bounded.preemption_bound = Some(2);
     bounded.check(|| {
         let watched = Watched::new();
-        let (other, third) = (Arc::clone(&watched), Arc::clone(&watched));
+        let other = Arc::clone(&watched);
+        let third = Arc::clone(&watched);
         let peer = thread::spawn(move || other.run(1));
         let failing = thread::spawn(move || third.shared.fail(aborted()));
         for result in [watched.run(0), peer.join().expect("it ends")] {
@@ -138,7 +139,8 @@ fn failure_of_late_rank_leaves_no_buffer_in_use() {
     bounded.preemption_bound = Some(2);
     bounded.check(|| {
         let watched = Watched::with_options(CommOptions::default().limit(Duration::ZERO));
-        let (other, third) = (Arc::clone(&watched), Arc::clone(&watched));
+        let other = Arc::clone(&watched);
+        let third = Arc::clone(&watched);
         let peer = thread::spawn(move || other.run(1));
         let failing = thread::spawn(move || third.shared.fail(aborted()));
         let results = [watched.run(0), peer.join().expect("it ends")];

@@ -129,11 +129,9 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
         checked.check(self.group(), DeviceId::HOST)?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
-        let (sequence, group, label) = (
-            enqueued.sequence,
-            self.group(),
-            checked.call.collective.name(),
-        );
+        let sequence = enqueued.sequence;
+        let group = self.group();
+        let label = checked.call.collective.name();
         enqueued.sequence += 1;
         group.count(&checked.call, &mut enqueued.traffic);
         let ticket = Ticket::new(

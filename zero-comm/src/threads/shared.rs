@@ -6,12 +6,14 @@ use std::num::NonZero;
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
-use zero_alloc::host::SpinPolicy;
 
 use super::slot::Slot;
 use super::split::Splits;
 use crate::CommOptions;
 use crate::{Call, CommError};
+
+/// Iterations of a spin loop before a rank sleeps, about 20 microseconds.
+const SPINS: u32 = 1000;
 
 #[derive(Default)]
 struct State {
@@ -32,8 +34,8 @@ pub(super) struct Shared {
     pub(super) world_size: usize,
     pub(super) options: CommOptions,
     pub(super) splits: Splits,
-    /// How a rank spins before it sleeps.
-    spin: SpinPolicy,
+    /// How long a rank spins before it sleeps.
+    spins: u32,
     state: Mutex<State>,
     /// Lets loom explore all orders of the critical sections of `state`, which is an ordinary
     /// mutex.
@@ -49,26 +51,17 @@ impl Shared {
             ..State::default()
         };
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // With a core per rank, spinning is faster than sleeping and waking; with more ranks than
-        // cores, ranks yield.
-        let spin = if cfg!(loom) {
-            SpinPolicy::default()
-        } else if world_size <= cores {
-            SpinPolicy {
-                rounds: 20,
-                spins: 50,
-            }
+        // With a core per rank, spinning is faster than sleeping and waking.
+        let spins = if cfg!(loom) || world_size > cores {
+            0
         } else {
-            SpinPolicy {
-                rounds: 3,
-                spins: 0,
-            }
+            SPINS
         };
         Self {
             world_size,
             options,
             splits: Splits::default(),
-            spin,
+            spins,
             state: Mutex::new(state),
             #[cfg(all(loom, test))]
             order: loom::sync::atomic::AtomicUsize::default(),
@@ -146,7 +139,7 @@ impl Shared {
                 sequence,
                 (rank, call.clone()),
                 self.world_size,
-                self.spin,
+                self.spins,
             ))
         };
         Ok(Arc::clone(state.slots.entry(sequence).or_insert_with(new)))

@@ -13,7 +13,7 @@
 use std::time::Duration;
 
 use zero_alloc::device::AnySlice;
-use zero_alloc::host::{Monitor, SpinPolicy};
+use zero_alloc::host::Monitor;
 
 use crate::CommError;
 use crate::call::{Call, Checked};
@@ -56,12 +56,7 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    pub(super) fn new(
-        sequence: u64,
-        call: (usize, Call),
-        world_size: usize,
-        spin: SpinPolicy,
-    ) -> Self {
+    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, spins: u32) -> Self {
         let state = State {
             posted: vec![None; world_size],
             ..State::default()
@@ -69,7 +64,7 @@ impl Slot {
         Self {
             sequence,
             call,
-            monitor: Monitor::new(state).with_spin_policy(spin),
+            monitor: Monitor::new(state).with_spins(spins),
         }
     }
 
@@ -95,13 +90,15 @@ impl Slot {
                 other_call: Box::new(other_call.clone()),
             });
         }
-        self.monitor.update(|state| {
+        let post = |state: &mut State| {
             state.posted[rank] = Some(Posted {
                 send: checked.send,
                 recv: checked.recv,
             });
             state.arrived += 1;
-        });
+        };
+        let is_last = |state: &State| state.arrived == state.posted.len();
+        self.monitor.update_and_wake(post, is_last);
         Ok(())
     }
 
@@ -127,11 +124,12 @@ impl Slot {
 
     /// The ranks that have not posted.
     pub(super) fn missing(&self) -> Vec<usize> {
-        self.monitor.update(|state| {
+        let missing = |state: &mut State| {
             (0..state.posted.len())
                 .filter(|&rank| state.posted[rank].is_none())
                 .collect()
-        })
+        };
+        self.monitor.update_and_wake(missing, |_| false)
     }
 
     /// Records that this rank has done its share, and waits until all have. Returns whether it was
@@ -140,11 +138,13 @@ impl Slot {
     /// # Errors
     /// The failure that ended the collective.
     pub(super) fn finish(&self) -> Result<bool, CommError> {
-        let last = self.monitor.update(|state| {
+        let finish = |state: &mut State| {
             state.working -= 1;
             state.done += 1;
             state.done == state.posted.len()
-        });
+        };
+        let ends = |state: &State| state.done == state.posted.len() || state.failure.is_some();
+        let last = self.monitor.update_and_wake(finish, ends);
         self.drain(|state| state.done == state.posted.len())
             .map(|()| last)
     }

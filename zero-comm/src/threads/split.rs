@@ -63,7 +63,8 @@ pub(super) fn split(
     number: u64,
     request: SplitRequest,
 ) -> Result<Option<(usize, Arc<Shared>)>, CommError> {
-    let (n, limit) = (shared.world_size, shared.options.limit);
+    let n = shared.world_size;
+    let limit = shared.options.limit;
     let monitor = {
         let mut splits = shared.splits.0.lock();
         Arc::clone(splits.entry(number).or_insert_with(|| {

@@ -27,7 +27,8 @@ enum Phase {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let (sequence, rank) = (self.sequence, self.rank);
+        let sequence = self.sequence;
+        let rank = self.rank;
         match std::mem::replace(&mut self.phase, Phase::Ended) {
             Phase::Ended => {}
             Phase::Enqueued => {
@@ -94,7 +95,9 @@ impl Ticket {
     }
 
     fn arrive(&self) -> Result<(Arc<Slot>, Vec<Posted>), CommError> {
-        let (sequence, rank, limit) = (self.sequence, self.rank, self.shared.options.limit);
+        let sequence = self.sequence;
+        let rank = self.rank;
+        let limit = self.shared.options.limit;
         let slot = self.shared.open(sequence, rank, &self.checked.call)?;
         slot.post(rank, &self.checked)
             .map_err(|error| self.shared.fail(error))?;

@@ -91,7 +91,8 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
             .filter_map(|slice| slice.typed().ok())
             .collect()
     };
-    let (inputs, outputs) = (typed(inputs), typed(outputs));
+    let inputs = typed(inputs);
+    let outputs = typed(outputs);
     let len = inputs[0].len();
     let views = |range: Range<usize>| -> Vec<&[T]> {
         let view = |input: &DeviceSlice<T>| {

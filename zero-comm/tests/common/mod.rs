@@ -35,7 +35,8 @@ pub fn call(
     recv: AnySlice,
     len: usize,
 ) -> Result<(), CommError> {
-    let (n, stream) = (comm.world_size(), &s.comm);
+    let n = comm.world_size();
+    let stream = &s.comm;
     match which {
         Collective::ReduceScatter => comm.reduce_scatter(
             stream,
@@ -155,7 +156,8 @@ pub fn delay(stream: &HostStream, random: &mut Random) {
 
 /// Enqueues `dst += src` in fp32.
 pub fn accumulate(stream: &HostStream, src: AnySlice, dst: AnySlice) {
-    let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
+    let src = src.typed::<f32>().unwrap();
+    let dst = dst.typed::<f32>().unwrap();
     stream
         .enqueue("accumulate", move || {
             // SAFETY: host memory; the test orders accesses by events, which is what it tests.

@@ -133,7 +133,8 @@ fn two_streams(device: &CudaDevice, comm: &NcclCommunicator, rank: &Rank) {
 /// Sums ones over all ranks and gathers the sums, `repeats` times, in buffers of the rank's pool.
 fn sum_and_gather(comm: &NcclCommunicator, rank: &Rank, repeats: usize) {
     const LEN: usize = 3000;
-    let (device, n) = (rank.pool.device(), comm.world_size());
+    let device = rank.pool.device();
+    let n = comm.world_size();
     let ((parts, _parts), (sum, _sum), (all, _all)) = (
         rank.buffer(LEN * n, DType::F32),
         rank.buffer(LEN, DType::F32),
@@ -270,10 +271,8 @@ fn keeps_registered_memory(device: &CudaDevice, comm: &NcclCommunicator, rank: R
     comm.abort("on purpose");
     drop((block, rank));
     drop(registration);
-    let (stream, mut bytes) = (
-        device.create_stream("after").unwrap(),
-        vec![0; slice.len_bytes()],
-    );
+    let stream = device.create_stream("after").unwrap();
+    let mut bytes = vec![0; slice.len_bytes()];
     device.download(&stream, slice, &mut bytes, LIMIT).unwrap();
     assert!(bytes.chunks(4).all(|b| b == 1f32.to_le_bytes()));
     drop(graph);
@@ -336,7 +335,8 @@ fn sums(comm: &NcclCommunicator, rank: &Rank) {
 
 /// Makes rank 1 (or 0) fail; every other rank returns its error.
 fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommError> {
-    let (stream, at_fault) = (&rank.stream, comm.rank() == 1);
+    let stream = &rank.stream;
+    let at_fault = comm.rank() == 1;
     let ((a, _a), (b, _b)) = (rank.buffer(4096, DType::F32), rank.buffer(8192, DType::F32));
     let (bytes, _c) = rank.buffer(4096, DType::U8);
     let mut parts = Vec::new();

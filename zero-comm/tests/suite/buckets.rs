@@ -234,7 +234,8 @@ fn dropped_bucket_is_free_again() {
         for _ in 0..5 {
             drop(buckets.begin(4).unwrap());
         }
-        let (one, two) = (buckets.begin(4).unwrap(), buckets.begin(0).unwrap());
+        let one = buckets.begin(4).unwrap();
+        let two = buckets.begin(0).unwrap();
         assert!(two.is_empty() && one.len() == 4);
         assert_eq!(
             buckets.begin(1).unwrap_err(),
@@ -387,7 +388,8 @@ fn without_overlap_compute_waits_for_every_bucket() {
 /// the whole unit, over micro-batches: the plain sum.
 #[test]
 fn scattered_parts_give_the_plain_sum() {
-    let (n, shard_elems) = (3, 7);
+    let n = 3;
+    let shard_elems = 7;
     let elems = n * shard_elems;
     // Elements 4, 5 and 20 are in no part.
     let places = [0..4, 6..11, 11..11, 11..20];
@@ -540,7 +542,8 @@ fn one_rank_stores_its_gradient_without_bucket() {
 /// whole.
 #[test]
 fn filled_unit_is_reduced() {
-    let (n, shard_elems) = (3, 7);
+    let n = 3;
+    let shard_elems = 7;
     for (scatter, micro_batches) in [(true, 1), (true, 2), (false, 1), (false, 2)] {
         let kept = on_ranks(n, CommOptions::default(), |comm, streams| {
             let kernels = HostKernels::new(1).unwrap();
@@ -611,7 +614,8 @@ fn bad_parts_are_errors() {
     on_ranks(2, CommOptions::default(), |comm, streams| {
         let kernels = HostKernels::new(1).unwrap();
         let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
-        let (mut part, mut shard) = (vec![0f32; 4], vec![0f32; 3]);
+        let mut part = vec![0f32; 4];
+        let mut shard = vec![0f32; 3];
         let part = view(&mut part);
         let mut reduce = |parts: &[_]| {
             buckets

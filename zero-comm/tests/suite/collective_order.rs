@@ -40,12 +40,14 @@ impl Rank {
                 .create_stream(&format!("rank {} {what}", comm.rank()))
                 .unwrap()
         };
-        let (compute, comm_stream) = (stream("compute"), stream("comm"));
+        let compute = stream("compute");
+        let comm_stream = stream("comm");
         let block = || {
             pool.allocate(LEN * RANKS, DType::F32, Purpose::Workspace, &compute)
                 .unwrap()
         };
-        let (send, recv) = (block(), block());
+        let send = block();
+        let recv = block();
         Self {
             comm,
             compute,

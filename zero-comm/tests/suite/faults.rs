@@ -100,8 +100,10 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
         LIMIT
     };
     on_ranks(RANKS, CommOptions::default().limit(limit), |comm, s| {
-        let (mut send, mut recv) = (vec![1f32; 32], vec![1f32; 32]);
-        let (mut send_bytes, mut recv_bytes) = (vec![1u8; 32], vec![1u8; 32]);
+        let mut send = vec![1f32; 32];
+        let mut recv = vec![1f32; 32];
+        let mut send_bytes = vec![1u8; 32];
+        let mut recv_bytes = vec![1u8; 32];
         let buffers = [
             view(&mut send),
             view(&mut recv),
@@ -241,7 +243,8 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
         .ok()
         .and_then(|f| f.parse().ok())
         .unwrap_or(1u64);
-    let (mut failed, seeds) = (0, if cfg!(miri) { 3 } else { 100 * factor });
+    let mut failed = 0;
+    let seeds = if cfg!(miri) { 3 } else { 100 * factor };
     for seed in 0..seeds {
         let mut random = Random::new(seed);
         let limit = Duration::from_micros(random.below(500));
@@ -249,7 +252,8 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
         let all_have_ended = std::sync::Barrier::new(RANKS);
         let results = on_ranks(RANKS, CommOptions::default().limit(limit), |comm, s| {
             let mut random = Random::new(seed * 10 + comm.rank() as u64);
-            let (mut values, mut result) = (vec![1f32; len], Ok(()));
+            let mut values = vec![1f32; len];
+            let mut result = Ok(());
             for _ in 0..3 {
                 let buffer = view(&mut values);
                 delay(&s.comm, &mut random);

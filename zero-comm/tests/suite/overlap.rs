@@ -61,7 +61,8 @@ impl Marks {
     }
 
     fn compute(&self, how: Compute, stream: &HostStream, label: &'static str) {
-        let (run, enqueued) = (Arc::clone(&self.run), self.enqueued);
+        let run = Arc::clone(&self.run);
+        let enqueued = self.enqueued;
         let work = move || match how {
             Compute::Sleeps => {
                 std::thread::sleep(COMPUTE);
@@ -138,7 +139,8 @@ fn run_step<D: Device>(
     prefetch: PrefetchOptions,
     mut work: impl FnMut(&'static str),
 ) {
-    let (units, ranks) = (shards.len(), comm.world_size());
+    let units = shards.len();
+    let ranks = comm.world_size();
     let capacity = ranks * shards.iter().map(|s| s.len()).max().unwrap();
     let options = BucketOptions::new(capacity, DType::F32).overlap(prefetch.ahead > 0);
     let buckets = Buckets::new(
@@ -372,8 +374,10 @@ fn named<'a>(spans: &'a [OpSpan], label: &str) -> Vec<&'a OpSpan> {
 #[test]
 fn gathers_run_ahead_and_reductions_inside_backward() {
     let spans = step(true, Compute::WaitsForComm);
-    let (forward, backward) = (named(&spans, "forward"), named(&spans, "backward"));
-    let (gathers, reductions) = (named(&spans, "all_gather"), named(&spans, "reduce_scatter"));
+    let forward = named(&spans, "forward");
+    let backward = named(&spans, "backward");
+    let gathers = named(&spans, "all_gather");
+    let reductions = named(&spans, "reduce_scatter");
     // The unit in the middle is used twice and gathered once.
     assert_eq!(
         (

@@ -1,11 +1,14 @@
 //! Unit prefetch: values, order, limit and memory.
 
 use crate::common::{Comm, LIMIT, Random, Streams, copy, delay, on_ranks, view};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
 use zero_alloc::device::{AnySlice, DType, DeviceError};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
 use zero_comm::{
     CommError, CommOptions, OrderCheck, PrefetchError, PrefetchOptions, PrefetchReport, Prefetcher,
+    plan_step,
 };
 
 /// Forward and backward over four units.
@@ -48,7 +51,8 @@ fn run(
         if let Some(order) = given {
             prefetch.expect_order(order.to_vec()).unwrap();
         }
-        let (mut reports, mut backings) = (Vec::new(), 0);
+        let mut reports = Vec::new();
+        let mut backings = 0;
         for (step, order) in orders.iter().enumerate() {
             let mut new: Vec<Vec<f32>> = SHARDS
                 .iter()
@@ -103,12 +107,14 @@ fn run(
 #[test]
 fn unit_of_another_prefetcher_is_freed() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
-        let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let mut shard = vec![0f32; 5];
         let shards = vec![view(&mut shard)];
         let options = PrefetchOptions::default().persistence_threshold_elems(usize::MAX);
         let [mut a, mut b] =
             [(), ()].map(|()| prefetcher(&comm, streams, &pool, shards.clone(), options));
-        let (mut a, mut b) = (a.step().unwrap(), b.step().unwrap());
+        let mut a = a.step().unwrap();
+        let mut b = b.step().unwrap();
         b.reshard(a.unshard(0).unwrap());
         assert_eq!(a.live_elems(), 0);
         let own = b.unshard(0).unwrap();
@@ -398,7 +404,8 @@ fn failed_prefetch_can_be_tried_again() {
 #[test]
 fn dropped_step_is_ended() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
-        let (pool, mut shard) = (Pool::new(HostDevice::new(), 1 << 20), vec![0f32; 5]);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let mut shard = vec![0f32; 5];
         let shards = vec![view(&mut shard); 2];
         let mut prefetch = prefetcher(&comm, streams, &pool, shards, PrefetchOptions::default());
         for step in 0..3 {
@@ -426,7 +433,8 @@ fn dropped_step_is_ended() {
 fn unit_of_an_earlier_step_is_not_kept() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 1 << 20);
-        let (mut old, mut new) = (vec![1f32; 3], vec![2f32; 3]);
+        let mut old = vec![1f32; 3];
+        let mut new = vec![2f32; 3];
         let mut prefetch = prefetcher(
             &comm,
             streams,
@@ -455,8 +463,10 @@ fn unit_of_an_earlier_step_is_not_kept() {
 #[test]
 fn moved_shards_are_gathered() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
-        let (pool, rank) = (Pool::new(HostDevice::new(), 1 << 20), comm.rank() as f32);
-        let (mut old, mut new) = (vec![rank; 3], vec![rank + 10.0; 3]);
+        let pool = Pool::new(HostDevice::new(), 1 << 20);
+        let rank = comm.rank() as f32;
+        let mut old = vec![rank; 3];
+        let mut new = vec![rank + 10.0; 3];
         let mut prefetch = prefetcher(
             &comm,
             streams,
@@ -485,4 +495,56 @@ fn moved_shards_are_gathered() {
     });
     let expected = |plus: f32| [[plus; 3], [plus + 1.0; 3]].concat();
     assert_eq!(seen, vec![(expected(0.0), expected(10.0)); 2]);
+}
+
+proptest! {
+    #![proptest_config(crate::buckets::cases(100))]
+
+    /// What `plan_step` computes is what a step measures, for any units, order and limits.
+    #[test]
+    fn gathers_are_known_before_the_step(
+        shards in prop::collection::vec(1usize..9, 1..6),
+        uses in prop::collection::vec(prop::collection::btree_set(0usize..6, 1..3), 1..16),
+        ahead in prop_oneof![Just(0), 1usize..4, Just(usize::MAX)],
+        ahead_elems in prop_oneof![1usize..20, Just(usize::MAX)],
+        max_live_elems in prop_oneof![1usize..30, Just(usize::MAX)],
+        persistence_threshold_elems in 0usize..6,
+    ) {
+        let options = PrefetchOptions::default()
+            .ahead(ahead)
+            .ahead_elems(ahead_elems)
+            .max_live_elems(max_live_elems)
+            .persistence_threshold_elems(persistence_threshold_elems);
+        let uses: Vec<Vec<usize>> = uses
+            .iter()
+            .map(|units| units.iter().map(|unit| unit % shards.len()).collect::<BTreeSet<_>>())
+            .map(|units| units.into_iter().collect())
+            .collect();
+
+        let measured = on_ranks(1, CommOptions::default(), |comm, streams| {
+            let pool = Pool::new(HostDevice::new(), 1 << 20);
+            let mut memory: Vec<Vec<f32>> = shards.iter().map(|&len| vec![0.0; len]).collect();
+            let views = memory.iter_mut().map(|shard| view(shard)).collect();
+            let mut prefetch = prefetcher(&comm, streams, &pool, views, options);
+            prefetch.expect_order(uses.concat()).unwrap();
+            let mut step = prefetch.step().unwrap();
+            for units in &uses {
+                let held: Result<Vec<_>, _> = units.iter().map(|&unit| step.unshard(unit)).collect();
+                // Units of one use that exceed the limit together.
+                let Ok(held) = held else { return None };
+                held.into_iter().for_each(|unit| step.reshard(unit));
+            }
+            let report = step.end();
+            streams.synchronize();
+            Some(report)
+        });
+
+        if let Some(report) = measured[0] {
+            let elems: Vec<u64> = shards.iter().map(|&len| len as u64).collect();
+            let planned = plan_step(&elems, &uses, &options);
+            prop_assert_eq!(planned.peak_live_elems, report.peak_live_elems as u64);
+            let gathers = report.prefetched + report.on_demand + report.wasted;
+            prop_assert_eq!(planned.gathers, gathers as u64);
+        }
+    }
 }

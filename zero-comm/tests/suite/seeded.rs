@@ -37,7 +37,8 @@ fn enqueue(
     dst: AnySlice,
     f: impl Fn(&[f32], &mut [f32]) + Send + 'static,
 ) {
-    let (src, dst) = (src.typed::<f32>().unwrap(), dst.typed::<f32>().unwrap());
+    let src = src.typed::<f32>().unwrap();
+    let dst = dst.typed::<f32>().unwrap();
     let op = move || {
         // SAFETY: host memory; streams and events order the accesses, otherwise the checker fails
         // the operation.
@@ -88,7 +89,8 @@ impl Rank {
                 .create_stream(&format!("rank {rank} {what}"))
                 .unwrap()
         };
-        let (compute, comm_stream) = (stream("compute"), stream("comm"));
+        let compute = stream("compute");
+        let comm_stream = stream("comm");
         let pool = Pool::new(device.clone(), 1 << 20);
         let block = |len, purpose| pool.allocate(len, DType::F32, purpose, &compute).unwrap();
         let weights: Vec<_> = SHARDS
@@ -174,7 +176,8 @@ impl Rank {
         use_: usize,
         mistake: Mistake,
     ) {
-        let (unit, backward) = (ORDER[use_], use_ >= ORDER.len() / 2);
+        let unit = ORDER[use_];
+        let backward = use_ >= ORDER.len() / 2;
         let unsharded = self.held.take().unwrap();
         // SAFETY: used on the compute stream before it is resharded, unless that is the mistake.
         let gathered = unsafe { unsharded.slice() };
@@ -421,7 +424,8 @@ fn every_order_of_unit_reductions_gives_the_same() {
         let mut sums: Vec<Option<Reduced<HostDevice>>> = (0..RANKS * 2).map(|_| None).collect();
         for (micro, unit) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             for (rank, (compute, blocks, buckets, reader)) in ranks.iter().enumerate() {
-                let (grad, shard) = (Rank::slice(&blocks[0]), Rank::slice(&blocks[1 + unit]));
+                let grad = Rank::slice(&blocks[0]);
+                let shard = Rank::slice(&blocks[1 + unit]);
                 let value = (1 + rank + 10 * unit + 100 * micro) as f32;
                 enqueue(compute, grad.slice(0..0), grad, move |_, g| g.fill(value));
                 let into = match sums[rank * 2 + unit].take() {

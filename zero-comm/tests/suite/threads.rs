@@ -103,7 +103,8 @@ fn large_buffers_are_as_right_as_small_ones() {
         let value = |rank: usize, i: usize| ((i * 31 + rank * 7) % 4099) as f32;
         let mut send: Vec<f32> = (0..2 * SEGMENT).map(|i| value(comm.rank(), i)).collect();
         let mut part = vec![0f32; SEGMENT];
-        let (mut reduced, mut gathered) = (vec![0f32; 2 * SEGMENT], vec![0f32; 2 * SEGMENT]);
+        let mut reduced = vec![0f32; 2 * SEGMENT];
+        let mut gathered = vec![0f32; 2 * SEGMENT];
         let whole = view(&mut send);
         comm.reduce_scatter(stream, whole, view(&mut part), ReduceOp::Sum)
             .unwrap();
@@ -124,9 +125,14 @@ fn large_buffers_are_as_right_as_small_ones() {
 #[test]
 fn traffic_is_the_formula() {
     let traffic = on_ranks(4, CommOptions::default(), |comm, stream| {
-        let (mut whole, mut part, mut bytes) = (vec![1f32; 12], vec![1f32; 3], vec![0u8; 32]);
-        let (mut odd, mut vote) = (vec![half::bf16::ONE; 5], vec![0u8; 8]);
-        let (whole, part, odd) = (view(&mut whole), view(&mut part), view(&mut odd));
+        let mut whole = vec![1f32; 12];
+        let mut part = vec![1f32; 3];
+        let mut bytes = vec![0u8; 32];
+        let mut odd = vec![half::bf16::ONE; 5];
+        let mut vote = vec![0u8; 8];
+        let whole = view(&mut whole);
+        let part = view(&mut part);
+        let odd = view(&mut odd);
         comm.reduce_scatter(stream, whole, part, ReduceOp::Avg)
             .unwrap();
         comm.all_gather(stream, part, whole).unwrap();
@@ -157,7 +163,8 @@ fn traffic_is_the_formula() {
 #[test]
 fn a_mismatch_names_both_sides_on_every_rank() {
     let seen = on_ranks(3, CommOptions::default(), |comm, stream| {
-        let (mut a, mut b) = (vec![0f32; 3], vec![0f32; 9]);
+        let mut a = vec![0f32; 3];
+        let mut b = vec![0f32; 9];
         if comm.rank() == 1 {
             comm.all_gather(stream, view(&mut a), view(&mut b)).unwrap();
         } else {
@@ -251,10 +258,8 @@ fn two_streams_of_a_rank_may_both_carry_collectives() {
         let other = HostDevice::new().create_stream("other").unwrap();
         let mut values: Vec<Vec<f32>> = (0..50).map(|_| vec![1.0; 100]).collect();
         for (i, values) in values.iter_mut().enumerate() {
-            let (buffer, stream) = (
-                view(values),
-                if i % 3 == comm.rank() { stream } else { &other },
-            );
+            let buffer = view(values);
+            let stream = if i % 3 == comm.rank() { stream } else { &other };
             comm.all_reduce(stream, buffer, buffer, ReduceOp::Sum)
                 .unwrap();
         }
@@ -295,14 +300,14 @@ fn split_makes_smaller_worlds() {
 #[test]
 fn bad_calls_are_refused_before_they_start() {
     on_ranks(2, CommOptions::default(), |comm, stream| {
-        let (mut four, mut three) = (vec![0f32; 4], vec![0f32; 3]);
-        let (mut half, mut bytes) = (vec![half::bf16::ZERO; 4], vec![0u8; 4]);
-        let (four, three, half, bytes) = (
-            view(&mut four),
-            view(&mut three),
-            view(&mut half),
-            view(&mut bytes),
-        );
+        let mut four = vec![0f32; 4];
+        let mut three = vec![0f32; 3];
+        let mut half = vec![half::bf16::ZERO; 4];
+        let mut bytes = vec![0u8; 4];
+        let four = view(&mut four);
+        let three = view(&mut three);
+        let half = view(&mut half);
+        let bytes = view(&mut bytes);
         let count =
             |r: Result<(), CommError>| assert!(matches!(r, Err(CommError::Count { .. })), "{r:?}");
         count(comm.reduce_scatter(stream, four, three, ReduceOp::Sum));

@@ -18,10 +18,8 @@ use crate::common::{LIMIT, on_ranks, view};
 #[test]
 fn earlier_work_ends_before_the_drop() {
     let device = HostDevice::new();
-    let (first, second) = (
-        device.create_stream("first").unwrap(),
-        device.create_stream("second").unwrap(),
-    );
+    let first = device.create_stream("first").unwrap();
+    let second = device.create_stream("second").unwrap();
     let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(Solo::new(device));
     let ended = Arc::new(AtomicBool::new(false));
     {
@@ -108,7 +106,8 @@ fn cuda_poisoned_stream_is_waited_for() {
     let stream = device.create_stream("compute").unwrap();
     let comm: Arc<dyn Communicator<_>> = Arc::new(Solo::new(device));
     let ended = Arc::new(AtomicBool::new(false));
-    let (end, aborted) = (Arc::clone(&ended), Arc::downgrade(&comm));
+    let end = Arc::clone(&ended);
+    let aborted = Arc::downgrade(&comm);
     let (begin, begun) = std::sync::mpsc::channel();
     let work = move || {
         let _receiver = begin.send(());

@@ -77,7 +77,8 @@ impl KernelCache {
         let Some(folder) = &self.folder else {
             return compiler.compile(source, target);
         };
-        let (name, extension) = (source.name.trim_end_matches(".cu"), target.extension());
+        let name = source.name.trim_end_matches(".cu");
+        let extension = target.extension();
         let path = folder.join(format!("{name}-{target}-{key:032x}.{extension}"));
         if let Some(image) = std::fs::read(&path)
             .ok()
@@ -219,7 +220,8 @@ mod tests {
     fn key_has_source_arch_and_compiler() {
         let folder = tempfile::tempdir().unwrap();
         let cache = KernelCache::at(folder.path().join("made/when/needed"));
-        let (old, new) = (Fake::new("13.1"), Fake::new("13.2"));
+        let old = Fake::new("13.1");
+        let new = Fake::new("13.2");
         assert!(compiles(&cache, &old, &A, 90));
         assert!(!compiles(&cache, &old, &A, 90));
         assert!(compiles(&cache, &old, &A, 80), "another architecture");
@@ -242,7 +244,8 @@ mod tests {
     #[cfg_attr(miri, ignore = "files")]
     fn damaged_file_is_compiled_again() {
         let folder = tempfile::tempdir().unwrap();
-        let (cache, fake) = (KernelCache::at(folder.path()), Fake::new("1"));
+        let cache = KernelCache::at(folder.path());
+        let fake = Fake::new("1");
         compiles(&cache, &fake, &A, 90);
         let path = std::fs::read_dir(folder.path())
             .unwrap()

@@ -6,6 +6,7 @@ use super::{Arch, Target};
 
 /// An error of run-time compilation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum CudaError {
     /// NVRTC's library was not found.
@@ -27,7 +28,6 @@ pub enum CudaError {
         supported.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
     )]
     UnsupportedArch {
-        /// NVRTC's version.
         version: String,
         /// The architecture of the device.
         arch: Arch,
@@ -37,19 +37,11 @@ pub enum CudaError {
     /// The source does not compile.
     #[error("{source_name} does not compile for {target}:\n{log}")]
     Compilation {
-        /// The source file.
         source_name: String,
-        /// The compilation's target.
         target: Target,
-        /// The compiler's log.
         log: String,
     },
     /// Another NVRTC call failed.
     #[error("{call}: {message}")]
-    Call {
-        /// The function.
-        call: &'static str,
-        /// NVRTC's message.
-        message: String,
-    },
+    Call { call: &'static str, message: String },
 }

@@ -466,13 +466,13 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
         decoupled: true,
         bias_correction: true,
     };
-    let (flat, scalars, scratch, stats) = (
-        slot(address, device, 0, 0),
-        slot(address, device, 1, 1),
-        slot(address, device, 2, 2),
-        slot(address, device, 3, 1),
-    );
-    let (master, first_moment, second_moment) = (flat, flat, flat);
+    let flat = slot(address, device, 0, 0);
+    let scalars = slot(address, device, 1, 1);
+    let scratch = slot(address, device, 2, 2);
+    let stats = slot(address, device, 3, 1);
+    let master = flat;
+    let first_moment = flat;
+    let second_moment = flat;
     let mut launches = Vec::new();
     for grad in floats {
         for param_out in [None].into_iter().chain(floats.map(Some)) {
@@ -487,7 +487,8 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
             };
             launches.push(adam(device, &args)?);
         }
-        let (param, remainder) = (slot(address, device, 0, 0), slot(address, device, 0, 0));
+        let param = slot(address, device, 0, 0);
+        let remainder = slot(address, device, 0, 0);
         let args = RemainderArgs {
             param,
             remainder,
@@ -518,7 +519,8 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
     let combine = grad_stats(device, &floats[..1], scratch, stats)?
         .into_iter()
         .map(|[_, combine]| combine);
-    let (zero, ranks) = (slot(address, device, 4, 1), slot(address, device, 5, 1));
+    let zero = slot(address, device, 4, 1);
+    let ranks = slot(address, device, 5, 1);
     launches.extend(combine);
     launches.push(rank_stats(
         device,
@@ -528,11 +530,9 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
         ranks,
     )?);
     // With no rates the step halts the run at once.
-    let (config, rates, state) = (
-        slot(address, device, 6, 1),
-        slot(address, device, 0, 0),
-        slot(address, device, 7, 1),
-    );
+    let config = slot(address, device, 6, 1);
+    let rates = slot(address, device, 0, 0);
+    let state = slot(address, device, 7, 1);
     let args = AdvanceArgs {
         ranks,
         config,
@@ -688,7 +688,8 @@ mod tests {
         };
         // 3 chunks: 24 bytes of sums, 12 of counts.
         assert_eq!(scratch.len(), 5);
-        let (sums, counts) = (Param::Address(0x1000), Param::Address(0x1000 + 24));
+        let sums = Param::Address(0x1000);
+        let counts = Param::Address(0x1000 + 24);
         let ranges = Ranges::param([(grad.erase(), 0)]);
         assert_eq!(
             (chunks.blocks, &chunks.params),

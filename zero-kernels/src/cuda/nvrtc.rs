@@ -165,7 +165,9 @@ impl Nvrtc {
             unsafe { Library::open(paths) }.map_err(|tried| CudaError::NoNvrtc { tried })?;
         load_builtins(library.path());
         let calls = Calls::load(&library)?;
-        let (mut major, mut minor, mut count) = (0, 0, 0);
+        let mut major = 0;
+        let mut minor = 0;
+        let mut count = 0;
         // SAFETY: writes two numbers.
         calls.check("nvrtcVersion", unsafe {
             (calls.version)(&raw mut major, &raw mut minor)
@@ -214,7 +216,8 @@ impl Nvrtc {
     ) -> Result<Compiled, CudaError> {
         let (Target::Cubin(arch) | Target::Ptx(arch)) = target;
         if !self.supported.contains(&arch.0) {
-            let (version, supported) = (self.version_text(), self.supported.clone());
+            let version = self.version_text();
+            let supported = self.supported.clone();
             return Err(CudaError::UnsupportedArch {
                 version,
                 arch,
@@ -227,7 +230,8 @@ impl Nvrtc {
                 message: "it contains a zero byte".into(),
             })
         };
-        let (text, name) = (c_string(source.text())?, c_string(source.name.to_owned())?);
+        let text = c_string(source.text())?;
+        let name = c_string(source.name.to_owned())?;
         let mut options = vec![c_string(format!("--gpu-architecture={target}"))?];
         for option in OPTIONS
             .into_iter()

@@ -181,12 +181,10 @@ fn update<W: Float, M: Float, G: Float, const DECOUPLED: bool>(
         prefetch(second_moment, &block);
         prefetch(grad, &block);
         for i in block {
-            let (w, m, v, g) = (
-                weights[i].to_f32(),
-                first_moment[i].to_f32(),
-                second_moment[i].to_f32(),
-                grad[i].to_f32(),
-            );
+            let w = weights[i].to_f32();
+            let m = first_moment[i].to_f32();
+            let v = second_moment[i].to_f32();
+            let g = grad[i].to_f32();
             let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
             weights[i] = W::from_f32(w);
             first_moment[i] = M::from_f32(m);
@@ -208,20 +206,20 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     c: Coefficients,
 ) {
     let n = weights.len();
-    let (first_moment, second_moment) = (&mut first_moment[..n], &mut second_moment[..n]);
-    let (grad, param_out) = (&grad[..n], &mut param_out[..n]);
+    let first_moment = &mut first_moment[..n];
+    let second_moment = &mut second_moment[..n];
+    let grad = &grad[..n];
+    let param_out = &mut param_out[..n];
     for block in blocks(n) {
         prefetch(weights, &block);
         prefetch(first_moment, &block);
         prefetch(second_moment, &block);
         prefetch(grad, &block);
         for i in block {
-            let (w, m, v, g) = (
-                weights[i].to_f32(),
-                first_moment[i].to_f32(),
-                second_moment[i].to_f32(),
-                grad[i].to_f32(),
-            );
+            let w = weights[i].to_f32();
+            let m = first_moment[i].to_f32();
+            let v = second_moment[i].to_f32();
+            let g = grad[i].to_f32();
             let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
             weights[i] = W::from_f32(w);
             first_moment[i] = M::from_f32(m);
@@ -267,8 +265,10 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
         prefetch(second_moment, &block);
         prefetch(grad, &block);
         for i in block {
-            let (w, m) = (halves(weights[i]), halves(first_moment[i]));
-            let (v, g) = (halves(second_moment[i]), halves(grad[i]));
+            let w = halves(weights[i]);
+            let m = halves(first_moment[i]);
+            let v = halves(second_moment[i]);
+            let g = halves(grad[i]);
             let a = element::<DECOUPLED>(&c, w.0, m.0, v.0, g.0);
             let b = element::<DECOUPLED>(&c, w.1, m.1, v.1, g.1);
             weights[i] = join(a.0, b.0);
@@ -395,7 +395,8 @@ mod tests {
                 .step_by(if cfg!(miri) { 99_991 } else { 97 })
                 .map(f32::from_bits);
             for x in squares.map(f32::sqrt).chain(roots) {
-                let (ours, exact) = (quotient(x, y, y.recip()), x / y);
+                let ours = quotient(x, y, y.recip());
+                let exact = x / y;
                 assert!(
                     ours.to_bits() == exact.to_bits() || ours.is_nan() && exact.is_nan(),
                     "{x:?} / {y:?}: {ours:?}"

@@ -37,7 +37,8 @@ pub fn grad_stats<G: Float>(grad: &[G]) -> GradStats {
 
 /// Combines the statistics of all chunks.
 pub(crate) fn combine(chunks: impl IntoIterator<Item = GradStats>) -> GradStats {
-    let (mut sums, mut nonfinite) = ([0f64; TOP_LANES], 0);
+    let mut sums = [0f64; TOP_LANES];
+    let mut nonfinite = 0;
     for (i, chunk) in chunks.into_iter().enumerate() {
         sums[i % TOP_LANES] += chunk.sum_sq;
         nonfinite += chunk.nonfinite;
@@ -62,7 +63,8 @@ fn add_pairwise<const N: usize>(mut sums: [f64; N]) -> f64 {
 
 /// Statistics of one chunk.
 pub(crate) fn chunk<G: Float>(grad: &[G]) -> GradStats {
-    let (mut sums, mut nonfinite) = ([0f64; CHUNK_ELEMS / STRIP_ELEMS], 0);
+    let mut sums = [0f64; CHUNK_ELEMS / STRIP_ELEMS];
+    let mut nonfinite = 0;
     for (sum, strip_of) in sums.iter_mut().zip(grad.chunks(STRIP_ELEMS)) {
         let strip = strip(strip_of);
         *sum = strip.sum_sq;
@@ -80,7 +82,8 @@ pub(crate) fn chunk<G: Float>(grad: &[G]) -> GradStats {
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
 fn strip<G: Float>(grad: &[G]) -> GradStats {
-    let (mut sums, mut nonfinite) = ([0f64; LANES], 0);
+    let mut sums = [0f64; LANES];
+    let mut nonfinite = 0;
     let (tiles, tail) = grad.as_chunks::<LANES>();
     for tile in tiles {
         let largest = tile

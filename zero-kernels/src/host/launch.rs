@@ -90,10 +90,8 @@ impl HostKernels {
             scalars,
             hyper,
         } = args;
-        let (grad, param_out) = (
-            grad.typed::<G>()?,
-            param_out.map(AnySlice::typed::<P>).transpose()?,
-        );
+        let grad = grad.typed::<G>()?;
+        let param_out = param_out.map(AnySlice::typed::<P>).transpose()?;
         stream.enqueue("adam", move || {
             // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
             let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
@@ -165,7 +163,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         check::cast(DeviceId::HOST, src, dst)?;
         let workers = self.workers.clone();
         with_float!("cast: src", src.dtype(), S => with_float!("cast: dst", dst.dtype(), D => {
-            let (src, dst) = (src.typed::<S>()?, dst.typed::<D>()?);
+            let src = src.typed::<S>()?;
+            let dst = dst.typed::<D>()?;
             stream.enqueue("cast", move || {
                 // SAFETY: `check` found host memory; its maker promised validity and ordered
                 // accesses.
@@ -189,7 +188,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         if dst.is_empty() {
             return Ok(());
         }
-        let (workers, copies) = (self.workers.clone(), copies(parts, segments, dst));
+        let workers = self.workers.clone();
+        let copies = copies(parts, segments, dst);
         with_float!("pack: dst", dst.dtype(), D => {
             stream.enqueue("pack", move || {
                 copies.iter().try_for_each(|(src, dst)| {
@@ -245,7 +245,8 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         out: DeviceSlice<GradStats>,
     ) -> Result<(), KernelError> {
         check::grad_stats(DeviceId::HOST, grads, scratch, 0, out)?;
-        let (workers, grads) = (self.workers.clone(), grads.to_vec());
+        let workers = self.workers.clone();
+        let grads = grads.to_vec();
         stream.enqueue("grad_stats", move || {
             // SAFETY: `check` found host memory, disjoint from the gradients; its maker promised
             // validity and ordered accesses.

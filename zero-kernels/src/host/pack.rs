@@ -12,15 +12,14 @@ pub(super) fn copies(
 ) -> Vec<(Option<AnySlice>, AnySlice)> {
     let mut copies = Vec::new();
     for nth in 0..segments.count {
-        let (start, at) = (segments.start + nth * segments.stride, nth * segments.len);
+        let start = segments.start + nth * segments.stride;
+        let at = nth * segments.len;
         let range = start..start + segments.len;
         let to = |from: usize, until: usize| dst.slice(at + from - start..at + until - start);
         let mut end = range.start;
         for &(part, at) in parts {
-            let (from, until) = (
-                at.max(range.start),
-                at.saturating_add(part.len()).min(range.end),
-            );
+            let from = at.max(range.start);
+            let until = at.saturating_add(part.len()).min(range.end);
             if from < until {
                 if end < from {
                     copies.push((None, to(end, from)));

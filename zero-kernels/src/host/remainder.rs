@@ -97,8 +97,10 @@ fn update<G: Float, const DECOUPLED: bool>(
     c: Coefficients,
 ) {
     let n = param.len();
-    let (remainder, first_moment) = (&mut remainder[..n], &mut first_moment[..n]);
-    let (second_moment, grad) = (&mut second_moment[..n], &grad[..n]);
+    let remainder = &mut remainder[..n];
+    let first_moment = &mut first_moment[..n];
+    let second_moment = &mut second_moment[..n];
+    let grad = &grad[..n];
     for block in blocks(n) {
         prefetch(param, &block);
         prefetch(remainder, &block);

@@ -70,7 +70,8 @@ impl Workers {
         match &self.pool {
             None => parts.into_iter().for_each(work),
             Some(pool) => {
-                let (parts, work) = (parts.into_iter(), &work);
+                let parts = parts.into_iter();
+                let work = &work;
                 pool.in_place_scope(|scope| {
                     parts.for_each(|part| scope.spawn(move |_| work(part)))
                 });

@@ -76,7 +76,8 @@ pub fn squares<T: Float>(len: usize, seed: u64) -> Vec<T> {
 pub fn assert_same<T: Float>(what: &str, ours: &[T], theirs: &[T]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (i, (a, b)) in ours.iter().zip(theirs).enumerate() {
-        let (a, b) = (a.to_f32(), b.to_f32());
+        let a = a.to_f32();
+        let b = b.to_f32();
         assert!(
             a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()),
             "{what}: element {i} of {}: {a:e}, expected {b:e}",

@@ -59,8 +59,10 @@ fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
                 G::DTYPE,
                 P::DTYPE
             );
-            let (start, grad) = (State::new(len), values::<G>(len, 4, true));
-            let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(decoupled));
+            let start = State::new(len);
+            let grad = values::<G>(len, 4, true);
+            let scalars = scalars(1e-2, 0.37);
+            let hyper = hyper(decoupled);
             let master = rig.buffer(&start.weights, from(i, 0));
             let first_moment = rig.buffer(&start.first_moment, from(i, 1));
             let second_moment = rig.buffer(&start.second_moment, from(i, 2));
@@ -78,7 +80,8 @@ fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
             };
             rig.kernels.adam(&rig.stream, args).unwrap();
 
-            let (mut expected, mut narrow) = (State::new(len), param_poison::<P>(len));
+            let mut expected = State::new(len);
+            let mut narrow = param_poison::<P>(len);
             reference::adam(
                 expected.slices(&grad, with_param.then_some(&mut narrow[..])),
                 &scalars,
@@ -117,14 +120,10 @@ fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper
     const U: f64 = f32::EPSILON as f64 / 2.0;
     let least = f64::from(f32::from_bits(1));
     for (i, grad) in grad.iter().enumerate() {
-        let (w0, m0) = (
-            f64::from(start.weights[i]),
-            f64::from(start.first_moment[i]),
-        );
-        let (v0, plain) = (
-            f64::from(start.second_moment[i]),
-            f64::from(grad.to_f32()) * f64::from(s.grad_scale),
-        );
+        let w0 = f64::from(start.weights[i]);
+        let m0 = f64::from(start.first_moment[i]);
+        let v0 = f64::from(start.second_moment[i]);
+        let plain = f64::from(grad.to_f32()) * f64::from(s.grad_scale);
         if !plain.is_finite() || plain.abs() > 1e18 {
             continue;
         }
@@ -188,20 +187,19 @@ pub fn adam_to_fp16_parameters<D: Device>(rig: &Rig<D>) {
 
 fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
-        let (mut m, mut v, grad) = (
-            values::<f32>(len, 2, false),
-            squares::<f32>(len, 3),
-            values::<G>(len, 4, true),
-        );
+        let mut m = values::<f32>(len, 2, false);
+        let mut v = squares::<f32>(len, 3);
+        let grad = values::<G>(len, 4, true);
         let (mut param, mut remainder): (Vec<bf16>, Vec<i16>) =
             values::<f32>(len, 1, false).into_iter().map(split).unzip();
-        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
-        let (on_param, on_remainder) = (
-            rig.buffer(&param, from(i, 0)),
-            rig.buffer(&remainder, from(i, 1)),
-        );
-        let (on_m, on_v) = (rig.buffer(&m, from(i, 2)), rig.buffer(&v, from(i, 3)));
-        let (on_grad, at) = (rig.buffer(&grad, from(i, 4)), rig.buffer(&[scalars], 0));
+        let scalars = scalars(1e-2, 0.37);
+        let hyper = hyper(i % 2 == 0);
+        let on_param = rig.buffer(&param, from(i, 0));
+        let on_remainder = rig.buffer(&remainder, from(i, 1));
+        let on_m = rig.buffer(&m, from(i, 2));
+        let on_v = rig.buffer(&v, from(i, 3));
+        let on_grad = rig.buffer(&grad, from(i, 4));
+        let at = rig.buffer(&[scalars], 0);
         let args = RemainderArgs {
             param: on_param.slice(),
             remainder: on_remainder.slice(),
@@ -241,22 +239,23 @@ pub fn adam_with_remainders<D: Device>(rig: &Rig<D>) {
 
 pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let len = rig.most_elems.min(255);
-    let (start, grad) = (State::new(len), values::<bf16>(len, 4, true));
-    let (wide, narrow) = (
-        rig.buffer(&start.weights, 1),
-        rig.buffer(&values::<bf16>(len, 5, false), 0),
-    );
-    let (m, v) = (
-        rig.buffer(&start.first_moment, 0),
-        rig.buffer(&start.second_moment, 0),
-    );
-    let (g, r) = (rig.buffer(&grad, 0), rig.buffer(&vec![5i16; len], 0));
-    let (at, param) = (
-        rig.buffer(&[StepScalars::skipped()], 0),
-        rig.poisoned::<bf16>(len, 0),
-    );
-    let (first_moment, second_moment, grad, hyper) = (m.slice(), v.slice(), g.any(), hyper(true));
-    let (master, param_out, scalars) = (wide.slice(), Some(param.any()), at.slice());
+    let start = State::new(len);
+    let grad = values::<bf16>(len, 4, true);
+    let wide = rig.buffer(&start.weights, 1);
+    let narrow = rig.buffer(&values::<bf16>(len, 5, false), 0);
+    let m = rig.buffer(&start.first_moment, 0);
+    let v = rig.buffer(&start.second_moment, 0);
+    let g = rig.buffer(&grad, 0);
+    let r = rig.buffer(&vec![5i16; len], 0);
+    let at = rig.buffer(&[StepScalars::skipped()], 0);
+    let param = rig.poisoned::<bf16>(len, 0);
+    let first_moment = m.slice();
+    let second_moment = v.slice();
+    let grad = g.any();
+    let hyper = hyper(true);
+    let master = wide.slice();
+    let param_out = Some(param.any());
+    let scalars = at.slice();
     let args = AdamArgs {
         master,
         first_moment,
@@ -267,7 +266,8 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
         hyper,
     };
     rig.kernels.adam(&rig.stream, args).unwrap();
-    let (param16, remainder) = (narrow.slice(), r.slice());
+    let param16 = narrow.slice();
+    let remainder = r.slice();
     let args = RemainderArgs {
         param: param16,
         remainder,

@@ -13,10 +13,8 @@ fn check_cast<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
         for scale in [1.0, 0.125, 3.7e4] {
             let src = values::<S>(len, 5, true);
-            let (on_src, dst) = (
-                rig.buffer(&src, from(i, 0)),
-                rig.poisoned::<T>(len, from(i, 1)),
-            );
+            let on_src = rig.buffer(&src, from(i, 0));
+            let dst = rig.poisoned::<T>(len, from(i, 1));
             rig.kernels
                 .cast(&rig.stream, on_src.any(), dst.any(), scale)
                 .unwrap();
@@ -55,7 +53,8 @@ pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
     let step = if rig.most_elems < 1 << 16 { 61 } else { 1 };
     let highs = || (0..=u16::MAX).step_by(step);
     let halves: Vec<f16> = highs().map(f16::from_bits).collect();
-    let (src, dst) = (rig.buffer(&halves, 0), rig.poisoned::<f32>(halves.len(), 0));
+    let src = rig.buffer(&halves, 0);
+    let dst = rig.poisoned::<f32>(halves.len(), 0);
     rig.kernels
         .cast(&rig.stream, src.any(), dst.any(), 1.0)
         .unwrap();
@@ -71,10 +70,8 @@ pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
             .map(|high| f32::from_bits((u32::from(high) << 16) | low))
             .collect();
         let src = rig.buffer(&wide, 0);
-        let (b, h) = (
-            rig.poisoned::<bf16>(wide.len(), 0),
-            rig.poisoned::<f16>(wide.len(), 0),
-        );
+        let b = rig.poisoned::<bf16>(wide.len(), 0);
+        let h = rig.poisoned::<f16>(wide.len(), 0);
         rig.kernels
             .cast(&rig.stream, src.any(), b.any(), 1.0)
             .unwrap();
@@ -96,8 +93,10 @@ pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
 
 fn check_accumulate<D: Device, G: Float>(rig: &Rig<D>) {
     for (i, len) in rig.lengths().into_iter().enumerate() {
-        let (grad, mut acc) = (values::<G>(len, 6, true), values::<f32>(len, 7, true));
-        let (on_grad, on_acc) = (rig.buffer(&grad, from(i, 0)), rig.buffer(&acc, from(i, 1)));
+        let grad = values::<G>(len, 6, true);
+        let mut acc = values::<f32>(len, 7, true);
+        let on_grad = rig.buffer(&grad, from(i, 0));
+        let on_acc = rig.buffer(&acc, from(i, 1));
         rig.kernels
             .accumulate(&rig.stream, on_grad.any(), on_acc.slice())
             .unwrap();
@@ -156,7 +155,8 @@ pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
     let count = if cfg!(miri) { 5 } else { 131 };
     let values = values::<f32>(33_003, 9, true);
     let narrow: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
-    let (wide, halves) = (rig.buffer(&values, 1), rig.buffer(&narrow, 3));
+    let wide = rig.buffer(&values, 1);
+    let halves = rig.buffer(&narrow, 3);
     let range = |i: usize| match i {
         1 => 0..if cfg!(miri) { 40 } else { 33_003 },
         _ => i..i + (i * 37) % 200,
@@ -263,7 +263,8 @@ pub fn pack_of_many_parts<D: Device>(rig: &Rig<D>) {
     let count = if cfg!(miri) { 9 } else { 300 };
     let values = values::<f32>(2 * count, 12, true);
     let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
-    let (wide, narrow) = (rig.buffer(&values, 1), rig.buffer(&halves, 0));
+    let wide = rig.buffer(&values, 1);
+    let narrow = rig.buffer(&halves, 0);
     let is_wide = |i: usize| i < 140 || i.is_multiple_of(50);
     let slice =
         |i: usize| if is_wide(i) { wide.any() } else { narrow.any() }.slice(2 * i..2 * i + 2);

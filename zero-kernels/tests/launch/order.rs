@@ -23,19 +23,13 @@ fn bytes<D: Device, T: bytemuck::Pod>(buffer: &Buffer<'_, D, T>) -> zero_alloc::
 
 pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     let n = if cfg!(miri) { 40 } else { 1000 };
-    let (w, m, v) = (
-        rig.buffer(&vec![1f32; n], 0),
-        rig.buffer(&vec![0f32; n], 0),
-        rig.buffer(&vec![0f32; n], 0),
-    );
-    let (param, grad) = (
-        rig.poisoned::<bf16>(n, 0),
-        rig.buffer(&vec![bf16::from_f32(2.0); n], 0),
-    );
-    let (total, stats) = (
-        rig.buffer(&vec![0f32; n], 0),
-        rig.poisoned::<GradStats>(1, 0),
-    );
+    let w = rig.buffer(&vec![1f32; n], 0);
+    let m = rig.buffer(&vec![0f32; n], 0);
+    let v = rig.buffer(&vec![0f32; n], 0);
+    let param = rig.poisoned::<bf16>(n, 0);
+    let grad = rig.buffer(&vec![bf16::from_f32(2.0); n], 0);
+    let total = rig.buffer(&vec![0f32; n], 0);
+    let stats = rig.poisoned::<GradStats>(1, 0);
     let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[n]), 0);
     let hyper = AdamHyper {
         beta1: 0.9,
@@ -51,11 +45,10 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
         bias_correction2_sqrt: 1.0,
         ..scalars
     };
-    let (scalars, later) = (
-        rig.buffer(&[StepScalars::skipped()], 0),
-        rig.buffer(&[later], 0),
-    );
-    let (kernels, stream) = (&rig.kernels, &rig.stream);
+    let scalars = rig.buffer(&[StepScalars::skipped()], 0);
+    let later = rig.buffer(&[later], 0);
+    let kernels = &rig.kernels;
+    let stream = &rig.stream;
     kernels
         .accumulate(stream, grad.any(), total.slice())
         .unwrap();

@@ -61,15 +61,11 @@ fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
 }
 
 pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
-    let (master, m, v) = (
-        rig.buffer(&[1f32; 8], 0),
-        rig.buffer(&[0f32; 8], 0),
-        rig.buffer(&[0f32; 8], 0),
-    );
-    let (grad, scalars) = (
-        rig.buffer(&[0f32; 8], 0),
-        rig.buffer(&[StepScalars::skipped()], 0),
-    );
+    let master = rig.buffer(&[1f32; 8], 0);
+    let m = rig.buffer(&[0f32; 8], 0);
+    let v = rig.buffer(&[0f32; 8], 0);
+    let grad = rig.buffer(&[0f32; 8], 0);
+    let scalars = rig.buffer(&[StepScalars::skipped()], 0);
     let doubles = rig.buffer(&[0f64; 8], 0);
     let good = AdamArgs {
         master: master.slice(),
@@ -194,18 +190,20 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
 }
 
 pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
-    let (weights, r) = (rig.buffer(&[bf16::ONE; 8], 0), rig.buffer(&[0i16; 8], 0));
-    let (m, v, doubles) = (
-        rig.buffer(&[0f32; 8], 0),
-        rig.buffer(&[0f32; 8], 0),
-        rig.buffer(&[0f64; 8], 0),
-    );
-    let (grad, scalars) = (
-        rig.buffer(&[0f32; 8], 0),
-        rig.buffer(&[StepScalars::skipped()], 0),
-    );
-    let (first_moment, second_moment, scalars) = (m.slice(), v.slice(), scalars.slice());
-    let (param, remainder, hyper, grad) = (weights.slice(), r.slice(), hyper(true), grad.any());
+    let weights = rig.buffer(&[bf16::ONE; 8], 0);
+    let r = rig.buffer(&[0i16; 8], 0);
+    let m = rig.buffer(&[0f32; 8], 0);
+    let v = rig.buffer(&[0f32; 8], 0);
+    let doubles = rig.buffer(&[0f64; 8], 0);
+    let grad = rig.buffer(&[0f32; 8], 0);
+    let scalars = rig.buffer(&[StepScalars::skipped()], 0);
+    let first_moment = m.slice();
+    let second_moment = v.slice();
+    let scalars = scalars.slice();
+    let param = weights.slice();
+    let remainder = r.slice();
+    let hyper = hyper(true);
+    let grad = grad.any();
     let good = RemainderArgs {
         param,
         remainder,
@@ -252,8 +250,10 @@ pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
 }
 
 pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
-    let (stream, kernels) = (&rig.stream, &rig.kernels);
-    let (floats, doubles) = (rig.buffer(&[1f32; 8], 0), rig.buffer(&[0f64; 8], 0));
+    let stream = &rig.stream;
+    let kernels = &rig.kernels;
+    let floats = rig.buffer(&[1f32; 8], 0);
+    let doubles = rig.buffer(&[0f64; 8], 0);
     let all = floats.any();
     assert_eq!(
         kernels.cast(stream, all, doubles.any(), 1.0),
@@ -293,7 +293,8 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         count: 2,
     };
     let pack = |parts: &[_], dst| kernels.pack(stream, parts, segments, dst);
-    let (part, bucket) = (all.slice(0..4), all.slice(4..8));
+    let part = all.slice(0..4);
+    let bucket = all.slice(4..8);
     assert_eq!(pack(&[(part, 0)], all), length("pack: dst", 4, 8));
     assert_eq!(
         pack(&[(part, 0)], all.slice(3..7)),
@@ -320,11 +321,11 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         length("pack: dst", usize::MAX, 4)
     );
 
-    let (out, scratch) = (
-        rig.poisoned::<GradStats>(2, 0),
-        rig.poisoned::<f64>(kernels.stats_scratch_elems(&[8]), 0),
-    );
-    let (one, two, scratch) = (out.slice().slice(0..1), out.slice(), scratch.slice());
+    let out = rig.poisoned::<GradStats>(2, 0);
+    let scratch = rig.poisoned::<f64>(kernels.stats_scratch_elems(&[8]), 0);
+    let one = out.slice().slice(0..1);
+    let two = out.slice();
+    let scratch = scratch.slice();
     assert_eq!(
         kernels.grad_stats(stream, &[all], scratch, two),
         length("grad_stats: out", 1, 2)
@@ -339,9 +340,8 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         assert_eq!(short, length("grad_stats: scratch", needed, needed - 1));
     }
     let other = elsewhere(floats.slice());
-    let (grad, on_other) = (other.erase(), |what| {
-        another_device(rig, what, other.device())
-    });
+    let grad = other.erase();
+    let on_other = |what| another_device(rig, what, other.device());
     assert_eq!(kernels.cast(stream, grad, all, 1.0), on_other("cast: src"));
     assert_eq!(kernels.cast(stream, all, grad, 1.0), on_other("cast: dst"));
     assert_eq!(
@@ -360,11 +360,10 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
 }
 
 pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
-    let (words, records) = (rig.buffer(&[0f64; 40], 0), rig.poisoned::<StepRecord>(1, 0));
-    let (scalars, ranks) = (
-        rig.poisoned::<StepScalars>(1, 0),
-        rig.buffer(&[RankStats::new(&[], 0.0)], 0),
-    );
+    let words = rig.buffer(&[0f64; 40], 0);
+    let records = rig.poisoned::<StepRecord>(1, 0);
+    let scalars = rig.poisoned::<StepScalars>(1, 0);
+    let ranks = rig.buffer(&[RankStats::new(&[], 0.0)], 0);
     let all = words.slice();
     let config: DeviceSlice<StepConfig> = cast(all, 1);
     let state: DeviceSlice<StepState> = cast(all.slice(10..20), 1);

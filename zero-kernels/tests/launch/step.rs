@@ -27,11 +27,9 @@ pub fn rank_stats<D: Device>(rig: &Rig<D>) {
         vec![GOOD, GOOD, BAD, GOOD, BAD],
         vec![overflown],
     ] {
-        let (on_units, loss, flags) = (
-            rig.buffer(&units, 0),
-            rig.buffer(&[2.5f64], 0),
-            rig.buffer(&[0xf00du64], 0),
-        );
+        let on_units = rig.buffer(&units, 0);
+        let loss = rig.buffer(&[2.5f64], 0);
+        let flags = rig.buffer(&[0xf00du64], 0);
         let out = rig.poisoned::<RankStats>(1, 0);
         rig.kernels
             .rank_stats(
@@ -77,11 +75,10 @@ fn check_run<D: Device>(
         ..StepState::new(16.0, config.hysteresis)
     };
     let on_state = rig.buffer(&[state], 0);
-    let (on_config, on_rates) = (rig.buffer(&[config], 0), rig.buffer(&rates, 0));
-    let (scalars, records) = (
-        rig.poisoned::<StepScalars>(sets as usize, 0),
-        rig.poisoned::<StepRecord>(RECORDS, 0),
-    );
+    let on_config = rig.buffer(&[config], 0);
+    let on_rates = rig.buffer(&rates, 0);
+    let scalars = rig.poisoned::<StepScalars>(sets as usize, 0);
+    let records = rig.poisoned::<StepRecord>(RECORDS, 0);
     let mut expected = records.read();
     for _ in 0..steps {
         let stats: Vec<RankStats> = (0..ranks as u64)

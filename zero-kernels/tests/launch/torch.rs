@@ -28,18 +28,18 @@ fn check<D: Device>(
     close: impl Fn(i32, f32, f32) -> bool,
 ) {
     let start = tensor(&format!("{name}.param0"));
-    let (weights, zeroes) = (rig.buffer(&start, 0), vec![0f32; start.len()]);
-    let (first_moment, second_moment) = (rig.buffer(&zeroes, 0), rig.buffer(&zeroes, 0));
+    let weights = rig.buffer(&start, 0);
+    let zeroes = vec![0f32; start.len()];
+    let first_moment = rig.buffer(&zeroes, 0);
+    let second_moment = rig.buffer(&zeroes, 0);
     for t in 1..=10 {
         let scalars = StepScalars {
             step_size: (lr / (1.0 - hyper.beta1.powi(t))) as f32,
             bias_correction2_sqrt: (1.0 - hyper.beta2.powi(t)).sqrt() as f32,
             ..StepScalars::new(t as u64, lr, &hyper, 1.0)
         };
-        let (grad, scalars) = (
-            rig.buffer(&tensor(&format!("{name}.grad{}", t - 1)), 0),
-            rig.buffer(&[scalars], 0),
-        );
+        let grad = rig.buffer(&tensor(&format!("{name}.grad{}", t - 1)), 0);
+        let scalars = rig.buffer(&[scalars], 0);
         let args = AdamArgs {
             master: weights.slice(),
             first_moment: first_moment.slice(),

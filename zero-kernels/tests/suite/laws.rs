@@ -26,14 +26,10 @@ fn adam_within<W: Float, M: Float, G: Float>(
     step: impl FnOnce(AdamSlices<'_, W, M, G, bf16>),
 ) -> (Vec<W>, Vec<M>, Vec<M>) {
     let all = before + len + after;
-    let (mut w, mut m) = (
-        values::<W>(all, seed, false),
-        values::<M>(all, seed + 1, false),
-    );
-    let (mut v, g) = (
-        squares::<M>(all, seed + 2),
-        values::<G>(all, seed + 3, true),
-    );
+    let mut w = values::<W>(all, seed, false);
+    let mut m = values::<M>(all, seed + 1, false);
+    let mut v = squares::<M>(all, seed + 2);
+    let g = values::<G>(all, seed + 3, true);
     let range = before..before + len;
     step(AdamSlices {
         weights: &mut w[range.clone()],
@@ -51,7 +47,8 @@ fn check_adam<W: Float, M: Float, G: Float>(
     decoupled: bool,
     lr: f32,
 ) {
-    let (scalars, hyper) = (scalars(lr, 0.5), hyper(decoupled));
+    let scalars = scalars(lr, 0.5);
+    let hyper = hyper(decoupled);
     let expected = adam_within::<W, M, G>(shape, seed, |s| {
         reference::adam(s, &scalars, &hyper).unwrap()
     });
@@ -99,7 +96,9 @@ proptest! {
     #[test]
     fn no_gradient_no_change(len in 0usize..200, seed: u64) {
         let start = values::<f32>(len, seed, false);
-        let (mut w, mut m, mut v) = (start.clone(), vec![0f32; len], vec![0f32; len]);
+        let mut w = start.clone();
+        let mut m = vec![0f32; len];
+        let mut v = vec![0f32; len];
         let hyper = zero_kernels::AdamHyper { weight_decay: 0.0, ..hyper(true) };
         let slices = AdamSlices::<_, _, _, f32> {
             weights: &mut w[..],
@@ -117,7 +116,8 @@ proptest! {
     #[test]
     fn casts_invert(len in 0usize..300, seed: u64) {
         let start = values::<bf16>(len, seed, false);
-        let (mut wide, mut back) = (vec![0f32; len], vec![bf16::ZERO; len]);
+        let mut wide = vec![0f32; len];
+        let mut back = vec![bf16::ZERO; len];
         host::cast(&start, &mut wide, 8.0).unwrap();
         host::cast(&wide, &mut back, 0.125).unwrap();
         prop_assert_eq!(back, start);
@@ -148,9 +148,11 @@ proptest! {
     fn threads_change_no_bit(len in 0usize..400_000, threads in 1usize..6, seed: u64) {
         let workers = Workers::new(threads).unwrap();
         let grad = values::<bf16>(len, seed >> 8, true);
-        let (one, many) = (host::grad_stats(&grad), workers.grad_stats(&grad));
+        let one = host::grad_stats(&grad);
+        let many = workers.grad_stats(&grad);
         prop_assert_eq!((one.sum_sq.to_bits(), one.nonfinite), (many.sum_sq.to_bits(), many.nonfinite));
-        let (mut a, mut b) = (vec![0f32; len], vec![0f32; len]);
+        let mut a = vec![0f32; len];
+        let mut b = vec![0f32; len];
         host::accumulate(&grad, &mut a).unwrap();
         workers.accumulate(&grad, &mut b).unwrap();
         assert_same("accumulate", &a, &b);

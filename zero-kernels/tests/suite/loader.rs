@@ -52,7 +52,8 @@ fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
     // One for all tests: each new context takes a third of a second on a GPU.
     static DEVICE: LazyLock<CudaDevice> = LazyLock::new(|| CudaDevice::open(0).unwrap());
     let device = DEVICE.clone();
-    let (folder, compiled) = (tempfile::tempdir().unwrap(), Arc::<AtomicU32>::default());
+    let folder = tempfile::tempdir().unwrap();
+    let compiled = Arc::<AtomicU32>::default();
     let compiler = Counting {
         nvrtc: Nvrtc::find().unwrap(),
         compiled: Arc::clone(&compiled),
@@ -73,7 +74,8 @@ fn setup(instead: Option<Result<Vec<u8>, CudaError>>) -> Setup {
 impl Setup {
     /// A launch of `elems / 2` elements.
     fn cast(&self, elems: usize) -> Result<(), KernelError> {
-        let (mut host, id) = (vec![0f64; elems], self.loader.device().id());
+        let mut host = vec![0f64; elems];
+        let id = self.loader.device().id();
         // SAFETY: never accessed: launches fail before they run, or are empty.
         let slice =
             unsafe { AnySlice::from_raw_parts(host.as_mut_ptr().cast(), elems, DType::F32, id) };
@@ -121,11 +123,9 @@ mod cuda {
     #[test]
     #[ignore = "needs a CUDA device"]
     fn compile_error_leaves_the_stream_usable() {
-        let (source_name, target, log) = (
-            "cast.cu".to_owned(),
-            Target::Cubin(Arch(90)),
-            "line 3: no".to_owned(),
-        );
+        let source_name = "cast.cu".to_owned();
+        let target = Target::Cubin(Arch(90));
+        let log = "line 3: no".to_owned();
         let error = CudaError::Compilation {
             source_name,
             target,

@@ -77,7 +77,8 @@ fn check_adam<W: Float, M: Float, G: Float, P: Float>(with_param: bool) {
             State::<W, M, P>::new(len + from),
             values::<G>(len + from, 4, true),
         );
-        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
+        let scalars = scalars(1e-2, 0.37);
+        let hyper = hyper(i % 2 == 0);
         let mut expected = start.clone();
         reference::adam(expected.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
         let mut ours = start.clone();
@@ -194,10 +195,8 @@ fn cast_between_all_types() {
 fn check_accumulate<G: Float>() {
     for (i, &len) in LENGTHS.iter().enumerate() {
         let from = OFFSETS[i % OFFSETS.len()];
-        let (grad, start) = (
-            values::<G>(len + from, 6, true),
-            values::<f32>(len + from, 7, false),
-        );
+        let grad = values::<G>(len + from, 6, true);
+        let start = values::<f32>(len + from, 7, false);
         let mut expected = start.clone();
         reference::accumulate(&grad[from..], &mut expected[from..]).unwrap();
         let mut ours = start.clone();
@@ -223,7 +222,8 @@ fn accumulate_from_all_types() {
 fn check_stats<G: Float>() {
     for &len in LENGTHS {
         let grad = values::<G>(len, 8, true);
-        let (ours, expected) = (host::grad_stats(&grad), reference::grad_stats(&grad));
+        let ours = host::grad_stats(&grad);
+        let expected = reference::grad_stats(&grad);
         assert_eq!(ours.nonfinite, expected.nonfinite);
         // The rounding error of an fp64 sum of `len` nonnegative terms in two orders.
         let bound = len as f64 * f64::EPSILON * expected.sum_sq;
@@ -299,7 +299,8 @@ fn grad_stats_follow_the_documented_order() {
 fn sum_of_squares_keeps_extremes() {
     let huge = host::grad_stats(&[f32::MAX; 1000]);
     assert_eq!(huge.nonfinite, 0);
-    let (max, least) = (f64::from(f32::MAX), f64::from(f32::from_bits(1)));
+    let max = f64::from(f32::MAX);
+    let least = f64::from(f32::from_bits(1));
     assert!((huge.sum_sq / (1000.0 * max * max) - 1.0).abs() < 1e-12);
     let tiny = host::grad_stats(&[f32::from_bits(1); 16]);
     assert_eq!(tiny.sum_sq, 16.0 * least * least);
@@ -307,7 +308,10 @@ fn sum_of_squares_keeps_extremes() {
 
 #[test]
 fn different_lengths_are_refused() {
-    let (mut w, mut m, mut v, mut p) = ([0f32; 4], [0f32; 4], [0f32; 4], [bf16::ZERO; 3]);
+    let mut w = [0f32; 4];
+    let mut m = [0f32; 4];
+    let mut v = [0f32; 4];
+    let mut p = [bf16::ZERO; 3];
     let slices = AdamSlices {
         weights: &mut w[..],
         first_moment: &mut m[..],

@@ -35,10 +35,15 @@ fn parameter_and_remainder_are_the_weight() {
 
 fn check_remainder<G: Float>() {
     for (i, &len) in LENGTHS.iter().enumerate() {
-        let (start, grad) = (values::<f32>(len, 1, false), values::<G>(len, 2, true));
-        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
-        let (mut m, mut v) = (values::<f32>(len, 3, false), squares::<f32>(len, 4));
-        let (mut master, mut m2, mut v2) = (start.clone(), m.clone(), v.clone());
+        let start = values::<f32>(len, 1, false);
+        let grad = values::<G>(len, 2, true);
+        let scalars = scalars(1e-2, 0.37);
+        let hyper = hyper(i % 2 == 0);
+        let mut m = values::<f32>(len, 3, false);
+        let mut v = squares::<f32>(len, 4);
+        let mut master = start.clone();
+        let mut m2 = m.clone();
+        let mut v2 = v.clone();
         let (mut param, mut remainder): (Vec<bf16>, Vec<i16>) =
             start.iter().map(|&w| split(w)).unzip();
         let slices = RemainderSlices {

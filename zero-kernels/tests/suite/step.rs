@@ -22,15 +22,14 @@ fn missing_rates_halt_the_run() {
         schedule_position: 5,
         ..StepState::new(1.0, 1)
     };
-    let (ranks, rates) = (
-        [RankStats::new(&[], 0.0)],
-        [StepRates {
-            lr: 1e-3,
-            beta1: 0.9,
-            beta2: 0.999,
-        }],
-    );
-    let (mut state, mut scalars) = (start, [StepScalars::default()]);
+    let ranks = [RankStats::new(&[], 0.0)];
+    let rates = [StepRates {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.999,
+    }];
+    let mut state = start;
+    let mut scalars = [StepScalars::default()];
     advance_step(&ranks, &config, &rates, &mut state, &mut scalars);
     assert_eq!(scalars[0].skip, 0);
     let record = advance_step(&ranks, &config, &rates, &mut state, &mut scalars);

@@ -134,7 +134,9 @@ impl Rank {
         let device = HostDevice::new();
         let stream = device.create_stream("compute").unwrap();
         let pool = Pool::new(device, 1 << 30);
-        let (mut segments, mut held, mut end) = (Vec::new(), Vec::new(), 0);
+        let mut segments = Vec::new();
+        let mut held = Vec::new();
+        let mut end = 0;
         for (u, init) in init.iter().enumerate() {
             assert!(init.len().is_multiple_of(world), "units are padded");
             let shard = init.len() / world;

@@ -68,7 +68,8 @@ fn schedules_follow_every_trace() {
             .iter()
             .enumerate()
         {
-            let (ours, expected) = (schedule.lr(base, i as u64 + 1), expected.as_f64().unwrap());
+            let ours = schedule.lr(base, i as u64 + 1);
+            let expected = expected.as_f64().unwrap();
             // `ln` and `cos` of this machine may differ in the last place from those of the
             // recording machine.
             let close = (ours - expected).abs() <= 2.0 * f64::EPSILON * expected.abs();
@@ -119,7 +120,10 @@ fn decays_follow_every_pytorch_trace() {
 fn decays_are_those_of_transformers_and_nanogpt() {
     use std::f64::consts::PI;
     use zero_optim::DecayCurve::{Cosine, Linear};
-    let (base, min_lr, warm, total) = (6e-4, 6e-5, 7, 50);
+    let base = 6e-4;
+    let min_lr = 6e-5;
+    let warm = 7;
+    let total = 50;
     let full = |curve, min_lr| {
         LrSchedule::Decay(Decay {
             curve,
@@ -129,7 +133,9 @@ fn decays_are_those_of_transformers_and_nanogpt() {
             min_lr,
         })
     };
-    let (linear, cosine, nano) = (full(Linear, 0.0), full(Cosine, 0.0), full(Cosine, min_lr));
+    let linear = full(Linear, 0.0);
+    let cosine = full(Cosine, 0.0);
+    let nano = full(Cosine, min_lr);
     let wsd = LrSchedule::Decay(Decay {
         curve: Linear,
         warmup_steps: warm,

@@ -121,10 +121,8 @@ fn groups_equal_an_optimizer_each() {
             }
             step_all(&mut worlds, &grads, dtype);
         }
-        let (grouped, alone) = (
-            worlds[3].params(),
-            [0, 1, 2].map(|group| worlds[group].params()),
-        );
+        let grouped = worlds[3].params();
+        let alone = [0, 1, 2].map(|group| worlds[group].params());
         for (unit, values) in grouped.iter().enumerate() {
             for (elem, x) in values.iter().enumerate() {
                 assert_eq!(
@@ -153,10 +151,8 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
         let device = HostDevice::seeded(seed);
         let [writer, compute, before, after] = ["writer", "compute", "before", "after"]
             .map(|name| device.create_stream(name).unwrap());
-        let (pool, kernels) = (
-            Pool::new(device.clone(), 1 << 20),
-            Arc::new(HostKernels::new(1).unwrap()),
-        );
+        let pool = Pool::new(device.clone(), 1 << 20);
+        let kernels = Arc::new(HostKernels::new(1).unwrap());
         let block = || {
             pool.allocate(8, DType::F32, Purpose::Workspace, &writer)
                 .unwrap()
@@ -175,10 +171,8 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
                 group: 1,
             },
         ];
-        let (config, segments) = (
-            OptimizerConfig::default(),
-            vec![Segment::shard("unit", 0..8)],
-        );
+        let config = OptimizerConfig::default();
+        let segments = vec![Segment::shard("unit", 0..8)];
         let groups = ParamGroups { rules, runs };
         let mut optim = ShardedAdamW::with_groups(
             &pool,
@@ -287,7 +281,8 @@ fn frozen_elements_do_not_take_part() {
             let (ours, outcome) = world.step(&grads, dtype, 1);
             assert_eq!((ours, outcome), plain.step(&zeroed, dtype, 1));
         }
-        let (after, plain) = (world.params(), plain.params());
+        let after = world.params();
+        let plain = plain.params();
         for (unit, values) in after.iter().enumerate() {
             for elem in 0..values.len() {
                 let expected = if frozen(unit, elem) {

@@ -64,7 +64,9 @@ impl Inputs {
         let config = OptimizerConfig::default()
             .max_grad_norm(0.5)
             .sub_group_elems(2000);
-        let (mut segments, mut end, mut random) = (Vec::new(), 0, Random(self.seed));
+        let mut segments = Vec::new();
+        let mut end = 0;
+        let mut random = Random(self.seed);
         for (u, len) in self.lens.iter().enumerate() {
             segments.push(Segment::shard(format!("unit{u}"), end..end + len));
             end += len;
@@ -341,10 +343,8 @@ fn bf16_moments_are_not_biased() {
     };
     let options = OffloadOptions::default().bf16_moments(true);
     let offloaded = Form::Offloaded(&options);
-    let (mut plain, mut small) = (
-        inputs.run(HostDevice::new(), Form::Plain).unwrap(),
-        inputs.run(HostDevice::new(), offloaded).unwrap(),
-    );
+    let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
+    let mut small = inputs.run(HostDevice::new(), offloaded).unwrap();
     let mut again = inputs.run(HostDevice::new(), offloaded).unwrap();
     for step in 0..100 {
         for run in [&mut plain, &mut small, &mut again] {
@@ -594,10 +594,8 @@ fn resident_remainders_split_the_masters() {
     }
     // fp32 weights have no place in a bf16 parameter.
     let mut weights = Buffer::new(&[0.5; 3000], DType::F32);
-    let (mut none, mut last) = (
-        Buffer::new(&[], DType::F32),
-        Buffer::new(&[0.5; 700], DType::F32),
-    );
+    let mut none = Buffer::new(&[], DType::F32);
+    let mut last = Buffer::new(&[0.5; 700], DType::F32);
     let slices = [&mut weights, &mut none, &mut last].map(|weights| [(weights.slice(), 0)]);
     let error = split
         .optim

@@ -95,7 +95,8 @@ proptest! {
 #[test]
 #[cfg_attr(miri, ignore = "Miri's powi is inexact on purpose")]
 fn steps_are_clipped_adamw() {
-    let (world, micro_batches) = (3, 2);
+    let world = 3;
+    let micro_batches = 2;
     let (init, grads) = material(&[9, 6], 5, 7);
     for dtype in [DType::F32, DType::Bf16] {
         let mut ours = World::new(&config(), dtype, &init, world, Holding::Shard);
@@ -105,7 +106,8 @@ fn steps_are_clipped_adamw() {
             .flat_map(|w| rounded(w))
             .map(f64::from)
             .collect();
-        let (mut m, mut v) = (vec![0f64; weights.len()], vec![0f64; weights.len()]);
+        let mut m = vec![0f64; weights.len()];
+        let mut v = vec![0f64; weights.len()];
         for (t, grads) in grads.iter().enumerate() {
             let (_, outcome) = ours.step(grads, DType::F32, micro_batches);
             let mean: Vec<f64> = grads
@@ -120,10 +122,8 @@ fn steps_are_clipped_adamw() {
                 let g = mean[i] * clip;
                 m[i] = 0.9 * m[i] + 0.1 * g;
                 v[i] = 0.999 * v[i] + 0.001 * g * g;
-                let (mh, vh) = (
-                    m[i] / (1.0 - 0.9f64.powi(t as i32 + 1)),
-                    v[i] / (1.0 - 0.999f64.powi(t as i32 + 1)),
-                );
+                let mh = m[i] / (1.0 - 0.9f64.powi(t as i32 + 1));
+                let vh = v[i] / (1.0 - 0.999f64.powi(t as i32 + 1));
                 weights[i] = weights[i] * (1.0 - lr * 0.1) - lr * mh / (vh.sqrt() + 1e-8);
             }
             let StepOutcome::Applied {
@@ -180,7 +180,8 @@ fn skipped_step_changes_only_the_loss_scale() {
         let before: Vec<_> = StateKind::ALL
             .map(|k| world.ranks[1].state(k).unwrap().to_vec())
             .into();
-        let (params, progress) = (world.params(), world.ranks[1].optim.progress());
+        let params = world.params();
+        let progress = world.ranks[1].optim.progress();
         grads[1][1][5] = bad;
         grads[1][1][7] = bad;
         let (_, outcome) = world.step(&grads[1], DType::F16, 1);
@@ -347,7 +348,8 @@ fn scattered_params_have_the_same_bits() {
                     LIMIT,
                 )
             };
-            let (unit, what) = ("unit0".to_owned(), "params");
+            let unit = "unit0".to_owned();
+            let what = "params";
             let short = OptimError::SliceLen {
                 unit: unit.clone(),
                 what,
@@ -408,7 +410,8 @@ fn bad_slices_change_nothing() {
     );
     rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
     let wide = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
-    let (expected, got) = (DType::Bf16, DType::F32);
+    let expected = DType::Bf16;
+    let got = DType::F32;
     assert_eq!(
         wide,
         OptimError::SliceDType {

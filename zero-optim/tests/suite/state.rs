@@ -81,7 +81,8 @@ fn ranges_round_trip() {
 fn written_weights_are_rounded() {
     let mut rank = rank(DType::Bf16);
     let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-    let (all, x) = (range(StateKind::Master, 0, 0..8), 1.0 + f32::EPSILON);
+    let all = range(StateKind::Master, 0, 0..8);
+    let x = 1.0 + f32::EPSILON;
     rank.optim
         .write_state(&rank.stream, &all, &params[0], &[x; 8], LIMIT)
         .unwrap();
@@ -106,10 +107,8 @@ fn parameters_may_lie_in_pieces() {
             (param.slice(3..4), 3),
             (param.slice(4..8), 4),
         ];
-        let (part, values) = (
-            range(StateKind::Master, 0, 1..7),
-            [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
-        );
+        let part = range(StateKind::Master, 0, 1..7);
+        let values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
         rank.optim
             .write_state(&rank.stream, &part, &pieces, &values, LIMIT)
             .unwrap();
@@ -124,7 +123,8 @@ fn parameters_may_lie_in_pieces() {
 #[test]
 fn wrong_ranges_are_rejected() {
     let mut rank = rank(DType::F32);
-    let (param, mut out) = ([(rank.params[0].slice(), 0)], [0.0; 8]);
+    let param = [(rank.params[0].slice(), 0)];
+    let mut out = [0.0; 8];
     let mut read = |range: StateRange, param: &[_], len: usize| {
         rank.optim
             .read_state(&rank.stream, &range, param, &mut out[..len], LIMIT)
@@ -171,10 +171,8 @@ fn wrong_ranges_are_rejected() {
         ),
         "{short}"
     );
-    let (dtype, mut other) = (
-        DType::Bf16,
-        crate::common::Buffer::new(&[0.0; 8], DType::Bf16),
-    );
+    let dtype = DType::Bf16;
+    let mut other = crate::common::Buffer::new(&[0.0; 8], DType::Bf16);
     let dtypes = read(range(kind, 0, 0..3), &[(other.slice(), 0)], 3);
     assert!(
         matches!(dtypes, OptimError::SliceDType { got, .. } if got == dtype),

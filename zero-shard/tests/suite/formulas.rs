@@ -122,7 +122,9 @@ proptest! {
     #[test]
     fn memory_and_traffic_of_a_layout_are_the_formulas(layout in huge_layout(), a in 1u64..9) {
         let w = Widths::adam(2, a);
-        let (psi, shard, n) = (layout.padded_elems(), layout.shard_elems(), layout.world_size());
+        let psi = layout.padded_elems();
+        let shard = layout.shard_elems();
+        let n = layout.world_size();
         prop_assert_eq!(psi, shard * n);
         let kept = ZeroStage::ALL.map(|s| layout.state_bytes(s, &w).unwrap());
         let g = if a == 1 { 2 } else { 4 };
@@ -169,7 +171,9 @@ fn activations_are_those_of_the_paper() {
     let run = ActivationOptions::new(1, 2048, 2)
         .flash_attention(false)
         .dropout(true);
-    let (s, h, a) = (2048, 12_288, 96);
+    let s = 2048;
+    let h = 12_288;
+    let a = 96;
     let layer = 34 * s * h + 5 * a * s * s;
     let estimate = |run: ActivationOptions| ActivationBytes::estimate(&shape, &run).unwrap();
     assert_eq!(estimate(run).blocks_bytes, 96 * layer);

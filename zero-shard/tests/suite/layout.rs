@@ -77,7 +77,8 @@ proptest! {
     fn locate_and_params_in_are_inverse(layout in small_layout(), cut in (0u64..200, 0u64..200)) {
         let storages = plain_storages(&layout);
         for (u, unit) in layout.units().iter().enumerate() {
-            let (a, b) = (cut.0.min(unit.shard_elems), cut.1.min(unit.shard_elems));
+            let a = cut.0.min(unit.shard_elems);
+            let b = cut.1.min(unit.shard_elems);
             let range = a.min(b)..a.max(b);
             for rank in 0..layout.world_size() {
                 let storage = &storages[rank as usize];
@@ -108,9 +109,11 @@ proptest! {
     #[test]
     fn located_pieces_cover_the_range_in_order(layout in small_layout(), cut in (0u64..300, 0u64..300)) {
         for (id, p) in layout.params() {
-            let (a, b) = (cut.0.min(p.numel_elems), cut.1.min(p.numel_elems));
+            let a = cut.0.min(p.numel_elems);
+            let b = cut.1.min(p.numel_elems);
             let range = a.min(b)..a.max(b);
-            let (mut at, mut last_rank) = (range.start, None);
+            let mut at = range.start;
+            let mut last_rank = None;
             for piece in layout.locate(id, range.clone()).unwrap() {
                 prop_assert_eq!(piece.in_param.start, at);
                 prop_assert!(last_rank < Some(piece.rank));
@@ -129,7 +132,8 @@ proptest! {
     #[test]
     fn shards_are_balanced_and_aligned(units in huge_units(), ranks in 1u64..=65_536, align in 1u64..5_000) {
         let layout = laid_out(&units, ranks, align, 1);
-        let (mut whole, mut shard) = (0, 0);
+        let mut whole = 0;
+        let mut shard = 0;
         for (i, unit) in layout.units().iter().enumerate() {
             prop_assert_eq!(unit.shard_elems % align, 0);
             for rank in [0, ranks / 2, ranks - 1] {
@@ -181,7 +185,8 @@ proptest! {
     #[test]
     fn buckets_cover_every_shard_once(layout in small_layout(), capacity in 0u64..300) {
         for u in 0..layout.units().len() {
-            let (mut end, unit) = (0, &layout.units()[u]);
+            let mut end = 0;
+            let unit = &layout.units()[u];
             for piece in layout.buckets(u, capacity).unwrap() {
                 prop_assert_eq!(piece.in_shard.start, end);
                 prop_assert_eq!(end % layout.align_elems(), 0);

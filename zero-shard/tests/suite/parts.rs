@@ -11,8 +11,10 @@ use zero_shard::{
 
 fn sub_groups_cut(layout: &Layout, capacity: u64) {
     let groups = layout.sub_groups(capacity);
-    let (count, align) = (groups.len(), layout.align_elems());
-    let (mut end, mut sizes) = (0, (u64::MAX, 0));
+    let count = groups.len();
+    let align = layout.align_elems();
+    let mut end = 0;
+    let mut sizes = (u64::MAX, 0);
     for group in groups {
         assert_eq!(group.start, end);
         let len = group.end - group.start;
@@ -140,7 +142,8 @@ proptest! {
     #[test]
     fn traffic_over_a_grid(groups in 1u64..6, group_size in 1u64..6, elems in 1u64..1000, a in 1u64..4) {
         let units = [UnitSpec::new("u", [ParamSpec::new("p", [elems])])];
-        let (n, w) = (groups * group_size, Widths::adam(2, a));
+        let n = groups * group_size;
+        let w = Widths::adam(2, a);
         let grid = Grid::new(n, group_size).unwrap();
         let layout = |sharding| GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
         let sent = |sharding, stage, routing| layout(sharding).step_traffic(stage, &w, a, routing).unwrap();

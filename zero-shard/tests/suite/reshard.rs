@@ -76,7 +76,8 @@ proptest! {
     ) {
         let from = laid_out(&units, a.0, a.1, a.2);
         let to = laid_out(&regrouped(&units, &keys, count), b.0, b.1, b.2);
-        let (there, back) = (reshard(&from, &to).unwrap(), reshard(&to, &from).unwrap());
+        let there = reshard(&from, &to).unwrap();
+        let back = reshard(&to, &from).unwrap();
         let start = storages(&from);
         let middle = apply(&there, &start, &to);
         prop_assert_eq!(&middle, &storages(&to));
@@ -100,7 +101,8 @@ proptest! {
     /// Sources of shuffled and cut extents have the same plan as layouts.
     #[test]
     fn sources_plan_as_layouts_do(units in small_units(), a in shape(), b in shape(), seed in any::<u64>()) {
-        let (from, to) = (laid_out(&units, a.0, a.1, a.2), laid_out(&units, b.0, b.1, b.2));
+        let from = laid_out(&units, a.0, a.1, a.2);
+        let to = laid_out(&units, b.0, b.1, b.2);
         let mut extents: Vec<Extent> = (0..a.0).flat_map(|r| from.shard_extents(r).unwrap()).collect();
         let len = extents.len().max(1);
         let by = (seed as usize % len).min(extents.len());
@@ -152,7 +154,8 @@ proptest! {
     fn huge_plans_are_made_a_rank_at_a_time(
         units in huge_units(), n in 1u64..=65_536, m in 16_384u64..=65_536, rank in any::<u64>(), align in 1u64..600,
     ) {
-        let (from, to) = (laid_out(&units, n, align, 1), laid_out(&units, m, 128, 8));
+        let from = laid_out(&units, n, align, 1);
+        let to = laid_out(&units, m, 128, 8);
         let rank = rank % m;
         let moves = reshard_rank(&from, &to, rank).unwrap();
         let owned: u64 = to.rank_pieces(rank).unwrap().map(|p| p.in_param.end - p.in_param.start).sum();

@@ -32,7 +32,8 @@ fn round_trip<T: serde::Serialize + serde::de::DeserializeOwned + PartialEq + st
 
 #[test]
 fn values_come_back_as_they_were() {
-    let (two, three) = (layout(2), layout(3));
+    let two = layout(2);
+    let three = layout(3);
     round_trip(&two);
     round_trip(&reshard(&two, &three).unwrap());
     let model = MemoryModel::state_only(ZeroStage::Two, Widths::MIXED_ADAM);

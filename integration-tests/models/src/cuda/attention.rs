@@ -139,11 +139,9 @@ impl Attention {
                 shared,
             )
         };
-        let (forward, dq, dkv) = (
-            kernel("forward", 3)?,
-            kernel("backward_dq", 4)?,
-            kernel("backward_dkv", 4)?,
-        );
+        let forward = kernel("forward", 3)?;
+        let dq = kernel("backward_dq", 4)?;
+        let dkv = kernel("backward_dkv", 4)?;
         Ok(Self {
             shape,
             kind: Kind::Plain,
@@ -168,10 +166,8 @@ impl Attention {
             )
         };
         let forward = kernel("forward", tiles.forward, 1)?;
-        let (dq, dkv) = (
-            kernel("backward_dq", tiles.dq, 2)?,
-            kernel("backward_dkv", tiles.dkv, 2)?,
-        );
+        let dq = kernel("backward_dq", tiles.dq, 2)?;
+        let dkv = kernel("backward_dkv", tiles.dkv, 2)?;
         Ok(Self {
             shape,
             kind: Kind::Flash,
@@ -210,7 +206,8 @@ impl Attention {
         let (seq, heads, d) = self.sizes()?;
         let out = ops.stored("attention: out", out, self.elems())?;
         let qkv = ops.stored("attention: qkv", qkv, 3 * self.elems())?;
-        let (lse, scale) = (lse.into(), (self.slope() * LOG2_E).into());
+        let lse = lse.into();
+        let scale = (self.slope() * LOG2_E).into();
         let Kernel { entry, launch } = &self.forward;
         match self.kind {
             // SAFETY: the parameters of flash_forward, whose lengths were checked.
@@ -261,11 +258,17 @@ impl Attention {
         let dout = ops.stored("attention: dout", dout, self.elems())?;
         let qkv = ops.stored("attention: qkv", qkv, 3 * self.elems())?;
         let out = ops.stored("attention: out", out, self.elems())?;
-        let (lse, delta) = (lse.into(), delta.into());
-        let (seq, heads, d) = (seq.into(), heads.into(), d.into());
-        let (scale, slope) = ((self.slope() * LOG2_E).into(), self.slope().into());
-        let (dq, dkv) = (&self.dq, &self.dkv);
-        let (dq_op, dkv_op) = ("attention backward dq", "attention backward dkv");
+        let lse = lse.into();
+        let delta = delta.into();
+        let seq = seq.into();
+        let heads = heads.into();
+        let d = d.into();
+        let scale = (self.slope() * LOG2_E).into();
+        let slope = self.slope().into();
+        let dq = &self.dq;
+        let dkv = &self.dkv;
+        let dq_op = "attention backward dq";
+        let dkv_op = "attention backward dkv";
         match self.kind {
             Kind::Flash => {
                 let blocks = self.shape.batch * dq.launch.grid[0] as usize;

@@ -104,7 +104,8 @@ pub fn sum_rows(
 ) -> Result<(), OpError> {
     let n = out.len();
     let rows = x.len() / n.max(1);
-    let (chunks, columns) = (chunks(rows), columns(n, &[x]));
+    let chunks = chunks(rows);
+    let columns = columns(n, &[x]);
     let partials = part("column sums: workspace", workspace, chunks * n)?;
     let args = [
         partials.into(),
@@ -156,7 +157,8 @@ pub(super) fn sum_partials(
         partials.len(),
         blocks * outs.len() * n,
     )?;
-    let (mut places, mut kinds) = ([Arg::from(0u64); MAX_OUTPUTS], 0);
+    let mut places = [Arg::from(0u64); MAX_OUTPUTS];
+    let mut kinds = 0;
     for (i, out) in outs.iter().enumerate() {
         check_len("column sums: result", out.len(), n)?;
         let (place, kind) = out.arg()?;

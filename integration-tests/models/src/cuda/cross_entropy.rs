@@ -70,7 +70,8 @@ fn launch(
     vocab: usize,
     scale: Option<Scale>,
 ) -> Result<(), OpError> {
-    let (rows, stride) = (targets.len(), stride_elems(vocab));
+    let rows = targets.len();
+    let stride = stride_elems(vocab);
     check_len("cross entropy: losses", losses.len(), rows)?;
     // The kernel accesses 16 bytes at a time; stride_elems keeps every row aligned.
     check_len(

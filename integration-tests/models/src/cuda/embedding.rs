@@ -29,7 +29,8 @@ pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32
     // First the number of rows of each token, then the position of its next row.
     let mut places = vec![0u32; tokens.iter().max().map_or(0, |&most| most as usize + 1)];
     tokens.iter().for_each(|&token| places[token as usize] += 1);
-    let (mut segments, mut end) = (0, 0);
+    let mut segments = 0;
+    let mut end = 0;
     for place in &mut places {
         let rows = std::mem::replace(place, end);
         if rows > 0 {
@@ -107,7 +108,8 @@ pub fn backward(
     at_least("embedding: dwpe", dwpe.len(), seq * n)?;
     check_len("embedding: dwte", dwte.len() % n.max(1), 0)?;
     let dx = ops.stored("embedding: dx", dx, rows * n)?;
-    let (rows32, n32) = (size("embedding: rows", rows)?, size("embedding: width", n)?);
+    let rows32 = size("embedding: rows", rows)?;
+    let n32 = size("embedding: width", n)?;
     let args = [
         dwte.into(),
         lists.tokens.into(),
@@ -135,10 +137,8 @@ pub fn backward(
         size("embedding: seq", seq)?.into(),
         n32.into(),
     ];
-    let (shape, entry) = (
-        Shape::over((seq * n / columns) as u64),
-        format!("embedding_positions_{columns}"),
-    );
+    let shape = Shape::over((seq * n / columns) as u64);
+    let entry = format!("embedding_positions_{columns}");
     // SAFETY: the parameters of embedding_positions, whose lengths were checked.
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }
 }
@@ -162,7 +162,8 @@ mod tests {
     #[test]
     fn rows_are_sorted_by_token() {
         let tokens = [7, 2, 7, 0, 2, 7];
-        let (mut order, mut starts) = ([99; 6], [99; 6]);
+        let mut order = [99; 6];
+        let mut starts = [99; 6];
         assert_eq!(sort_tokens(&tokens, &mut order, &mut starts), 3);
         assert_eq!(order, [3, 1, 4, 0, 2, 5]);
         assert_eq!(starts[..3], [0, 1, 3]);

@@ -8,6 +8,7 @@ use super::matmul::LibraryError;
 
 /// An operation was not enqueued, or its kernels could not be loaded.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum OpError {
     /// A length differs from the expected one.
@@ -15,9 +16,7 @@ pub enum OpError {
     Length {
         /// The operation and argument.
         what: &'static str,
-        /// The expected elements.
         expected: usize,
-        /// The argument's elements.
         got: usize,
     },
     /// An argument's type differs from the kernels'.
@@ -25,9 +24,7 @@ pub enum OpError {
     DType {
         /// The operation and argument.
         what: &'static str,
-        /// The kernels' type.
         expected: DType,
-        /// The argument's type.
         got: DType,
     },
     /// A size that no kernel supports.
@@ -35,7 +32,6 @@ pub enum OpError {
     Size {
         /// The name of the size.
         what: &'static str,
-        /// The value.
         got: usize,
         /// The supported values.
         takes: &'static str,
@@ -43,7 +39,6 @@ pub enum OpError {
     /// A kernel that is not loaded.
     #[error("no kernel {entry} for {dtype}")]
     NoKernel {
-        /// Its name.
         entry: String,
         /// The type of storage.
         dtype: DType,
@@ -54,7 +49,6 @@ pub enum OpError {
          ZERO_MATMUL_CACHE to another folder"
     )]
     ChoiceLocked {
-        /// The locked file.
         path: String,
         /// The limit of the wait.
         limit: std::time::Duration,

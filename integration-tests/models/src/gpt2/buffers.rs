@@ -157,11 +157,14 @@ struct Sizes {
 impl Sizes {
     /// The options must pass [`Gpt2Options::validate`], so that no size overflows.
     fn new(config: &GptConfig, options: &Gpt2Options) -> Self {
-        let (c, f) = (config.n_embd, config.n_inner);
+        let c = config.n_embd;
+        let f = config.n_inner;
         let tokens = options.micro_batch * options.seq_len;
         let row = tokens * c;
         let logits = config.vocab_size * (LOGITS_ELEMS / config.vocab_size).clamp(1, tokens);
-        let (stats, lse, wide) = (2 * tokens, tokens * config.n_head, tokens * f);
+        let stats = 2 * tokens;
+        let lse = tokens * config.n_head;
+        let wide = tokens * f;
         Self {
             row,
             distinct: if options.activation_checkpointing {

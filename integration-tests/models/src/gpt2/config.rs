@@ -22,6 +22,7 @@ use zero_shard::{ParamSpec, UnitSpec};
 
 /// An invalid model configuration, or a request that does not fit it.
 #[derive(Clone, Debug, Error, PartialEq)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum ConfigError {
     /// No preset has this name.
     #[error("no model preset {0:?}{meant}; the presets are {presets}", meant = meant(.0), presets = PRESETS.join(", "))]
@@ -32,7 +33,6 @@ pub enum ConfigError {
     /// The number of heads does not divide the width.
     #[error("the model's width n_embd {n_embd} is not divisible by its n_head {n_head} heads")]
     HeadsDoNotDivide {
-        /// The width.
         n_embd: usize,
         /// The number of heads.
         n_head: usize,
@@ -48,7 +48,6 @@ pub enum ConfigError {
     OutOfRange {
         /// The name of the number.
         field: &'static str,
-        /// The value.
         value: f32,
         /// The allowed range.
         expected: &'static str,
@@ -62,11 +61,9 @@ pub enum ConfigError {
     /// A key has a value of another type.
     #[error("the key {key:?} is {got}; expected {expected}")]
     WrongType {
-        /// The key.
         key: &'static str,
         /// The expected type.
         expected: &'static str,
-        /// The value.
         got: String,
     },
     /// A variant of the architecture that this trainer does not support.
@@ -74,9 +71,7 @@ pub enum ConfigError {
         "the key {key:?} is {got}, which this trainer does not support; it supports {supported}"
     )]
     Unsupported {
-        /// The key.
         key: &'static str,
-        /// The value.
         got: String,
         /// The supported values.
         supported: &'static str,
@@ -87,15 +82,11 @@ pub enum ConfigError {
     /// A range of elements that is outside the parameter or does not have the buffer's length.
     #[error("elements {start}..{end} of {name:?} ({numel} elements) do not fit a buffer of {len}")]
     BadRange {
-        /// The parameter.
         name: String,
-        /// The first element.
         start: u64,
         /// The end of the range.
         end: u64,
-        /// The parameter's length.
         numel: u64,
-        /// The buffer's length.
         len: usize,
     },
 }
@@ -217,7 +208,8 @@ impl GptConfig {
             return Err(ConfigError::TooLarge);
         }
         if !(self.layer_norm_epsilon > 0.0 && self.layer_norm_epsilon.is_finite()) {
-            let (field, value) = ("layer_norm_epsilon", self.layer_norm_epsilon);
+            let field = "layer_norm_epsilon";
+            let value = self.layer_norm_epsilon;
             return Err(ConfigError::OutOfRange {
                 field,
                 value,
@@ -225,7 +217,8 @@ impl GptConfig {
             });
         }
         if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
-            let (field, value) = ("initializer_range", self.initializer_range);
+            let field = "initializer_range";
+            let value = self.initializer_range;
             return Err(ConfigError::OutOfRange {
                 field,
                 value,

@@ -184,7 +184,8 @@ impl Gpt2 {
         params: &[AnySlice],
         out: DeviceSlice<f32>,
     ) -> Result<(), ModelError> {
-        let (head, vocab) = (self.buffers.head, self.config.vocab_size);
+        let head = self.buffers.head;
+        let vocab = self.config.vocab_size;
         self.check(stream, "logits", params, &[out])?;
         self.enqueue(
             stream,
@@ -216,12 +217,11 @@ impl Gpt2 {
     ) -> Result<(), ModelError> {
         self.check(stream, label, params, grads)?;
         let reads = self.passes[pass].forward_reads.clone();
-        let (all, threads, upcast) = (
-            Arc::clone(&self.params),
-            self.threads.clone(),
-            self.buffers.upcast,
-        );
-        let (params, grads) = (params.to_vec(), grads.to_vec());
+        let all = Arc::clone(&self.params);
+        let threads = self.threads.clone();
+        let upcast = self.buffers.upcast;
+        let params = params.to_vec();
+        let grads = grads.to_vec();
         stream.enqueue(label, move || {
             threads.run(|| {
                 let mut flats = Vec::with_capacity(params.len());
@@ -374,11 +374,9 @@ impl Model<HostDevice> for Gpt2 {
         pass: usize,
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
-        let (seq, c, eps) = (
-            self.options.seq_len,
-            self.config.n_embd,
-            self.config.layer_norm_epsilon,
-        );
+        let seq = self.options.seq_len;
+        let c = self.config.n_embd;
+        let eps = self.config.layer_norm_epsilon;
         let Activations {
             input,
             output,
@@ -435,11 +433,9 @@ impl Model<HostDevice> for Gpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
-        let (seq, c, eps) = (
-            self.options.seq_len,
-            self.config.n_embd,
-            self.config.layer_norm_epsilon,
-        );
+        let seq = self.options.seq_len;
+        let c = self.config.n_embd;
+        let eps = self.config.layer_norm_epsilon;
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = self.buffers.scratch;
         let grads = &grads
@@ -464,11 +460,9 @@ impl Model<HostDevice> for Gpt2 {
             );
         }
         if pass + 1 == self.passes.len() {
-            let (head, loss, targets) = (
-                self.buffers.head,
-                self.buffers.loss,
-                Arc::clone(&self.targets),
-            );
+            let head = self.buffers.head;
+            let loss = self.buffers.loss;
+            let targets = Arc::clone(&self.targets);
             let tokens = self.options.micro_batch * seq;
             loss_scale
                 .erase()
@@ -499,10 +493,8 @@ impl Model<HostDevice> for Gpt2 {
                 },
             );
         }
-        let (shape, again) = (
-            self.attention_shape(),
-            self.options.activation_checkpointing,
-        );
+        let shape = self.attention_shape();
+        let again = self.options.activation_checkpointing;
         self.enqueue(
             stream,
             "backward block",
@@ -526,7 +518,9 @@ impl Model<HostDevice> for Gpt2 {
         params: &[AnySlice],
         tokens: usize,
     ) -> Result<(), ModelError> {
-        let (head, loss, scratch) = (self.buffers.head, self.buffers.loss, self.buffers.scratch);
+        let head = self.buffers.head;
+        let loss = self.buffers.loss;
+        let scratch = self.buffers.scratch;
         let targets = Arc::clone(&self.targets);
         self.enqueue(
             stream,

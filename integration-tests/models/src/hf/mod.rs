@@ -33,34 +33,21 @@ use crate::gpt2::config::{ConfigError, GptConfig};
 
 /// A folder that cannot be read.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum HfError {
     /// The path is not a folder.
     #[error("{}: the model folder does not exist or is not a folder", path.display())]
-    NoFolder {
-        /// The path.
-        path: PathBuf,
-    },
+    NoFolder { path: PathBuf },
     /// `config.json` could not be read.
     #[error("{}: failed to read the file: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// `config.json` does not describe a supported GPT-2.
     #[error("{}: {source}", path.display())]
-    Config {
-        /// The file.
-        path: PathBuf,
-        /// The defect.
-        source: ConfigError,
-    },
+    Config { path: PathBuf, source: ConfigError },
     /// The folder has no weights in safetensors files.
     #[error("{}: neither model.safetensors nor model.safetensors.index.json exists{hint}", path.display())]
     NoWeights {
-        /// The folder.
         path: PathBuf,
         /// A remedy if the folder has weights of another kind; otherwise empty.
         hint: &'static str,
@@ -74,7 +61,6 @@ pub enum HfError {
     MissingTensor {
         /// The only file, or the index.
         path: PathBuf,
-        /// The tensor.
         name: String,
         /// Its shape by the configuration.
         expected: Vec<u64>,
@@ -82,9 +68,7 @@ pub enum HfError {
     /// A tensor's shape differs from the configuration.
     #[error("{}: tensor {name:?} has shape {got:?}; config.json requires {expected:?}", path.display())]
     Shape {
-        /// The file.
         path: PathBuf,
-        /// The tensor.
         name: String,
         /// Its shape by the configuration.
         expected: Vec<u64>,
@@ -94,11 +78,8 @@ pub enum HfError {
     /// A tensor has an unsupported type.
     #[error("{}: tensor {name:?} has type {got}; supported are F32, F16 and BF16", path.display())]
     TensorType {
-        /// The file.
         path: PathBuf,
-        /// The tensor.
         name: String,
-        /// Its type.
         got: String,
     },
     /// The configuration ties the head to the embedding, but the weights have a different head.
@@ -118,19 +99,14 @@ pub enum HfError {
     NotFinite {
         /// The file, or the checkpoint.
         path: PathBuf,
-        /// The tensor.
         name: String,
         /// The position in the tensor.
         at: u64,
-        /// The value.
         value: f32,
     },
     /// The model has no such parameter.
     #[error("the model has no parameter {name:?}")]
-    UnknownParameter {
-        /// The requested name.
-        name: String,
-    },
+    UnknownParameter { name: String },
 }
 
 /// An open model folder, of which all tensors exist with the shapes of its configuration.
@@ -201,7 +177,8 @@ impl HfFolder {
         let weights = TensorFolder::open(path)?;
         let mut stored = HashMap::new();
         for param in config.units().into_iter().flat_map(|u| u.params) {
-            let (name, expected) = (param.name, param.shape);
+            let name = param.name;
+            let expected = param.shape;
             let Some((tensor, file)) = find(&weights, &name) else {
                 return Err(HfError::MissingTensor {
                     path: weights.path().to_owned(),
@@ -263,7 +240,8 @@ impl HfFolder {
             .map(|p| (p.name.as_str(), &p.shape))
             .collect();
         for param in config.units().into_iter().flat_map(|u| u.params) {
-            let (name, expected) = (param.name, param.shape);
+            let name = param.name;
+            let expected = param.shape;
             match shapes.remove(name.as_str()) {
                 Some(shape) if *shape == expected => {}
                 Some(shape) => {
@@ -455,10 +433,8 @@ fn untied_head(weights: &TensorFolder, embedding: &str) -> Result<Option<PathBuf
     if head.shape != tied.shape || StateDtype::from_name(&head.dtype).is_none() {
         return Ok(Some(file.to_owned()));
     }
-    let (mut ours, mut theirs) = (
-        vec![0.0; CHUNK_ELEMS as usize],
-        vec![0.0; CHUNK_ELEMS as usize],
-    );
+    let mut ours = vec![0.0; CHUNK_ELEMS as usize];
+    let mut theirs = vec![0.0; CHUNK_ELEMS as usize];
     for start in (0..tied.elems()).step_by(CHUNK_ELEMS as usize) {
         let end = tied.elems().min(start + CHUNK_ELEMS);
         let n = (end - start) as usize;
@@ -493,7 +469,8 @@ fn unused(
         .into_iter()
         .filter(|name| !(is_mask(name) || *name == HEAD && config.tied_head));
     let first = unused.next()?;
-    let (path, count) = (weights.path().display(), 1 + unused.count());
+    let path = weights.path().display();
+    let count = 1 + unused.count();
     Some(format!(
         "{path}: {count} tensors do not belong to the model and are ignored, the first is {first:?}"
     ))

@@ -362,7 +362,8 @@ proptest! {
 #[ignore = "needs Python with torch and transformers"]
 fn transformers_round_trip() {
     let dir = tempfile::tempdir().unwrap();
-    let (ours, theirs) = (dir.path().join("ours"), dir.path().join("theirs"));
+    let ours = dir.path().join("ours");
+    let theirs = dir.path().join("theirs");
     for tied_head in [true, false] {
         let config = GptConfig {
             tied_head,

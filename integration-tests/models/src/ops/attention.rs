@@ -124,7 +124,8 @@ pub fn backward(
         shape.tiles(dqkv, 3).into_iter().map(Some).collect();
     let mut tasks = Vec::with_capacity(batch * heads);
     for task in 0..batch * heads {
-        let (b, h) = (task / heads, task % heads);
+        let b = task / heads;
+        let h = task % heads;
         let mut take = |part: usize| tiles[(b * 3 + part) * heads + h].take();
         if let (Some(dq), Some(dk), Some(dv)) = (take(0), take(1), take(2)) {
             tasks.push((task, dq, dk, dv));
@@ -133,14 +134,13 @@ pub fn backward(
     tasks
         .into_par_iter()
         .for_each(|(task, mut dq, mut dk, mut dv)| {
-            let (b, h) = (task / heads, task % heads);
+            let b = task / heads;
+            let h = task % heads;
             let [q, k, _] = shape.qkv(qkv, b, h);
-            let (all_dout, dout) = (
-                dout,
-                mat(dout, batch * seq, heads * d)
-                    .subrows(b * seq, seq)
-                    .subcols(h * d, d),
-            );
+            let all_dout = dout;
+            let dout = mat(dout, batch * seq, heads * d)
+                .subrows(b * seq, seq)
+                .subcols(h * d, d);
             let lse = &lse[task * seq..][..seq];
             dk.fill(0.0);
             dv.fill(0.0);
@@ -151,7 +151,8 @@ pub fn backward(
                 let (dprobs, turned) = scratch.split_at_mut(seq * BLOCK);
                 shape.transposed(kt, qkv, task, 1);
                 shape.transposed(vt, qkv, task, 2);
-                let (kt, vt) = (mat(kt, d, seq), mat(vt, d, seq));
+                let kt = mat(kt, d, seq);
+                let vt = mat(vt, d, seq);
                 for start in (0..seq).step_by(BLOCK) {
                     let rows = BLOCK.min(seq - start);
                     let cols = start + rows;

@@ -15,7 +15,8 @@ pub fn forward(x: &mut [f32], tokens: &[u32], wte: &[f32], wpe: &[f32], seq: usi
         .for_each(|(chunk, x)| {
             for (i, x) in x.chunks_exact_mut(c).enumerate() {
                 let row = chunk * rows + i;
-                let (token, position) = (tokens[row] as usize * c, row % seq * c);
+                let token = tokens[row] as usize * c;
+                let position = row % seq * c;
                 for ((x, &e), &p) in x
                     .iter_mut()
                     .zip(&wte[token..token + c])
@@ -37,7 +38,8 @@ pub fn backward(
     c: usize,
 ) {
     for (row, dx) in dx.chunks_exact(c).enumerate() {
-        let (token, position) = (tokens[row] as usize * c, row % seq * c);
+        let token = tokens[row] as usize * c;
+        let position = row % seq * c;
         for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {
             *sum += d;
         }

@@ -92,7 +92,8 @@ fn backward_rows(
         .zip(x.chunks_exact(n))
         .zip(stats.chunks_exact(2));
     for (((dx, dy), x), stats) in rows {
-        let (mean, rstd) = (stats[0], stats[1]);
+        let mean = stats[0];
+        let rstd = stats[1];
         let mean_g = math::sum_of([dy, gain], |[dy, gain]| dy * gain) / n as f32;
         let mean_gh = math::sum_of([dy, gain, x], |[dy, gain, x]| {
             dy * gain * ((x - mean) * rstd)

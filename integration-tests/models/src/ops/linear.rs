@@ -97,11 +97,13 @@ const COLUMNS: usize = 256;
 pub fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
     // The threads split the rows of dw, and each sums over all m, so the order of the sums is
     // fixed.
-    let (k, m) = (dw.len() / n, dy.len() / n);
+    let k = dw.len() / n;
+    let m = dy.len() / n;
     let rows = rows_per_thread(k);
     dw.par_chunks_mut(rows * n).enumerate().for_each(|(i, dw)| {
         for (block, dw) in dw.chunks_mut(COLUMNS * n).enumerate() {
-            let (cols, first) = (dw.len() / n, i * rows + block * COLUMNS);
+            let cols = dw.len() / n;
+            let first = i * rows + block * COLUMNS;
             with_scratch(cols * DEPTH.min(m), |scratch| {
                 for (x, dy) in x.chunks(DEPTH * k).zip(dy.chunks(DEPTH * n)) {
                     // faer would read x with a stride of k, from as many cache lines as it has

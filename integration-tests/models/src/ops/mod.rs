@@ -27,26 +27,57 @@ pub struct ThreadsError(rayon::ThreadPoolBuildError);
 
 /// The threads of one rank.
 #[derive(Clone, Debug)]
-pub struct Threads(Arc<rayon::ThreadPool>);
+pub struct Threads(Kind);
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// The calling thread. Why: handing work to a thread of a pool and back costs two wake-ups an
+    /// operation, and a pool's idle thread yields its core many times before it sleeps, each time
+    /// for a whole time slice if other programs compute.
+    Caller,
+    Pool(Arc<rayon::ThreadPool>),
+}
 
 impl Threads {
-    /// A pool of `count` threads (at least one).
+    /// `count` threads, at least one.
     ///
     /// # Errors
     /// The threads cannot be started.
     pub fn new(count: usize) -> Result<Self, ThreadsError> {
+        if count <= 1 {
+            return Ok(Self(Kind::Caller));
+        }
         let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(count.max(1))
+            .num_threads(count)
             .thread_name(|i| format!("ops-{i}"))
             .build()
             .map_err(ThreadsError)?;
-        Ok(Self(Arc::new(pool)))
+        Ok(Self(Kind::Pool(Arc::new(pool))))
     }
 
-    /// Runs `work` in the pool.
+    /// Runs `work` on these threads.
     pub fn run<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        self.0.install(work)
+        match &self.0 {
+            Kind::Caller => on_caller(work),
+            Kind::Pool(pool) => pool.install(work),
+        }
     }
+}
+
+/// Runs `work` on the calling thread, as the only thread of its pool.
+fn on_caller<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    thread_local! {
+        static ALONE: Option<rayon::ThreadPool> = rayon::ThreadPoolBuilder::new()
+            .num_threads(1)
+            .use_current_thread()
+            .build()
+            .ok();
+    }
+    ALONE.with(|alone| match alone {
+        Some(pool) => pool.install(work),
+        // The thread belongs to another pool, which then does the work.
+        None => work(),
+    })
 }
 
 /// Rows per thread if `rows` rows are split evenly over the threads of the current pool.

@@ -84,7 +84,9 @@ impl Bounded {
 
     /// The sum in any order.
     fn sum(terms: impl IntoIterator<Item = Self>) -> Self {
-        let (mut sum, mut size, mut count) = (Self::from(0.0), 0.0, 0.0);
+        let mut sum = Self::from(0.0);
+        let mut size = 0.0;
+        let mut count = 0.0;
         for term in terms {
             sum = Self {
                 value: sum.value + term.value,
@@ -204,11 +206,13 @@ struct HeadOracle {
 impl HeadOracle {
     /// From query, key, value and the output's gradient, `[seq, d]` each.
     fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize) -> Self {
-        let (seq, scale) = (q.len() / d, Bounded::constant(1.0 / (d as f64).sqrt(), 2.0));
+        let seq = q.len() / d;
+        let scale = Bounded::constant(1.0 / (d as f64).sqrt(), 2.0);
         let dot =
             |a: &[Bounded], b: &[Bounded]| Bounded::sum(a.iter().zip(b).map(|(&a, &b)| a * b));
         let row = |x: &[Bounded], t: usize| x[t * d..(t + 1) * d].to_vec();
-        let (mut p, mut ds) = (Vec::new(), Vec::new());
+        let mut p = Vec::new();
+        let mut ds = Vec::new();
         let mut out = Vec::new();
         for t in 0..seq {
             let scores: Vec<_> = (0..=t)
@@ -245,9 +249,13 @@ fn on(threads: usize, work: impl FnOnce() + Send) {
 proptest! {
     #[test]
     fn linear_layers(m in 1usize..20, k in 1usize..40, n in 1usize..40, threads in 1usize..4, seed in any::<u64>()) {
-        let (x, w, bias, dy) = (values(m * k, seed), values(k * n, seed ^ 1), values(n, seed ^ 2), values(m * n, seed ^ 3));
+        let x = values(m * k, seed);
+        let w = values(k * n, seed ^ 1);
+        let bias = values(n, seed ^ 2);
+        let dy = values(m * n, seed ^ 3);
         on(threads, || {
-            let (x64, w64) = (bounded(&x), bounded(&w));
+            let x64 = bounded(&x);
+            let w64 = bounded(&w);
             let product = matmul_onto(&vec![0.0; m * n], &x64, &w64, k, n);
             let mut y = vec![f32::NAN; m * n];
             linear::forward(&mut y, &x, &w, &bias);
@@ -262,7 +270,8 @@ proptest! {
             linear::product_transposed(&mut dx, &dy, &w, k);
             check(&dx, &matmul_onto(&vec![0.0; m * k], &bounded(&dy), &transposed(&w, n), n, k), "gradient of the input");
 
-            let (mut dw, mut dbias) = (vec![1.0; k * n], vec![1.0; n]);
+            let mut dw = vec![1.0; k * n];
+            let mut dbias = vec![1.0; n];
             linear::backward_weight(&mut dw, &mut dbias, &x, &dy);
             check(&dw, &matmul_onto(&vec![1.0; k * n], &transposed(&x, k), &bounded(&dy), m, n), "weight");
             let column = |j| Bounded::sum((0..m).map(|i| Bounded::from(dy[i * n + j])).chain([Bounded::from(1.0)]));
@@ -272,14 +281,22 @@ proptest! {
 
     #[test]
     fn layer_norms(m in 1usize..8, n in 2usize..40, threads in 1usize..4, seed in any::<u64>()) {
-        let (x, gain, bias, dy) = (values(m * n, seed), values(n, seed ^ 1), values(n, seed ^ 2), values(m * n, seed ^ 3));
+        let x = values(m * n, seed);
+        let gain = values(n, seed ^ 1);
+        let bias = values(n, seed ^ 2);
+        let dy = values(m * n, seed ^ 3);
         on(threads, || {
-            let (mut y, mut stats) = (vec![f32::NAN; m * n], vec![f32::NAN; 2 * m]);
+            let mut y = vec![f32::NAN; m * n];
+            let mut stats = vec![f32::NAN; 2 * m];
             layer_norm::forward(&mut y, &mut stats, &x, &gain, &bias, 1e-5);
-            let (mut dx, mut dgain, mut dbias) = (vec![0.0; m * n], vec![0.0; n], vec![0.0; n]);
+            let mut dx = vec![0.0; m * n];
+            let mut dgain = vec![0.0; n];
+            let mut dbias = vec![0.0; n];
             layer_norm::backward(&mut dx, &mut dgain, &mut dbias, &dy, &x, &stats, &gain);
 
-            let (mut want_y, mut want_dx, mut normalized) = (Vec::new(), Vec::new(), Vec::new());
+            let mut want_y = Vec::new();
+            let mut want_dx = Vec::new();
+            let mut normalized = Vec::new();
             for (x, dy) in bounded(&x).chunks(n).zip(bounded(&dy).chunks(n)) {
                 let average = mean(x.iter().copied(), n);
                 let centred: Vec<_> = x.iter().map(|&x| x - average).collect();
@@ -341,9 +358,11 @@ proptest! {
     ) {
         let shape = Shape { batch, seq, heads, d };
         let elems = batch * seq * heads * d;
-        let (qkv, dout) = (values(3 * elems, seed), values(elems, seed ^ 1));
+        let qkv = values(3 * elems, seed);
+        let dout = values(elems, seed ^ 1);
         on(threads, || {
-            let (mut out, mut lse) = (vec![f32::NAN; elems], vec![f32::NAN; batch * heads * seq]);
+            let mut out = vec![f32::NAN; elems];
+            let mut lse = vec![f32::NAN; batch * heads * seq];
             attention::forward(&mut out, &mut lse, &qkv, shape);
             let mut dqkv = vec![f32::NAN; 3 * elems];
             attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, shape);
@@ -371,7 +390,8 @@ proptest! {
             let mut grad = logits.clone();
             let loss = cross_entropy::forward_backward(&mut grad, &targets, vocab, 0.5);
             assert_eq!(cross_entropy::forward(&mut logits.clone(), &targets, vocab).to_bits(), loss.to_bits());
-            let (mut want, mut losses) = (Vec::new(), Vec::new());
+            let mut want = Vec::new();
+            let mut losses = Vec::new();
             for (row, &target) in bounded(&logits).chunks(vocab).zip(&targets) {
                 let max = Bounded::max(row.iter().copied());
                 let exps: Vec<_> = row.iter().map(|&x| (x - max).exp()).collect();
@@ -389,19 +409,25 @@ proptest! {
 
     #[test]
     fn embeddings(batch in 1usize..4, seq in 1usize..9, c in 1usize..20, threads in 1usize..4, seed in any::<u64>()) {
-        let (vocab, rows) = (7, batch * seq);
+        let vocab = 7;
+        let rows = batch * seq;
         let tokens: Vec<u32> = (0..rows).map(|i| ((seed >> i) % vocab as u64) as u32).collect();
-        let (wte, wpe, dx) = (values(vocab * c, seed), values(seq * c, seed ^ 1), values(rows * c, seed ^ 2));
+        let wte = values(vocab * c, seed);
+        let wpe = values(seq * c, seed ^ 1);
+        let dx = values(rows * c, seed ^ 2);
         on(threads, || {
             let mut x = vec![f32::NAN; rows * c];
             embedding::forward(&mut x, &tokens, &wte, &wpe, seq, c);
-            let (mut dwte, mut dwpe) = (vec![0.0; vocab * c], vec![0.0; seq * c]);
+            let mut dwte = vec![0.0; vocab * c];
+            let mut dwpe = vec![0.0; seq * c];
             embedding::backward(&mut dwte, &mut dwpe, &tokens, &dx, seq, c);
             // fp32 sums in the order of the rows are exact expectations.
-            let (mut want_wte, mut want_wpe) = (vec![0.0; vocab * c], vec![0.0; seq * c]);
+            let mut want_wte = vec![0.0; vocab * c];
+            let mut want_wpe = vec![0.0; seq * c];
             for row in 0..rows {
                 for j in 0..c {
-                    let (e, p) = (tokens[row] as usize * c + j, row % seq * c + j);
+                    let e = tokens[row] as usize * c + j;
+                    let p = row % seq * c + j;
                     assert_eq!(x[row * c + j], wte[e] + wpe[p]);
                     want_wte[e] += dx[row * c + j];
                     want_wpe[p] += dx[row * c + j];

@@ -10,7 +10,8 @@ const LINE: usize = 16;
 /// `[columns, rows]` has rows.
 pub(super) fn transpose(out: &mut [f32], x: &[f32], stride: usize, rows: usize) {
     let cols = out.len() / rows;
-    let (in_lines, in_tiles) = (rows / LINE * LINE, cols / TILE * TILE);
+    let in_lines = rows / LINE * LINE;
+    let in_tiles = cols / TILE * TILE;
     for first in (0..in_lines).step_by(LINE) {
         let lines: [&[[f32; TILE]]; LINE] =
             std::array::from_fn(|a| x[(first + a) * stride..][..cols].as_chunks().0);
@@ -48,8 +49,10 @@ fn transposed_sse(tile: Tile) -> Tile {
         __m128, _mm_movehl_ps, _mm_movelh_ps, _mm_unpackhi_ps, _mm_unpacklo_ps,
     };
     let [a, b, c, d]: [__m128; TILE] = bytemuck::cast(tile);
-    let (low_ab, low_cd) = (_mm_unpacklo_ps(a, b), _mm_unpacklo_ps(c, d));
-    let (high_ab, high_cd) = (_mm_unpackhi_ps(a, b), _mm_unpackhi_ps(c, d));
+    let low_ab = _mm_unpacklo_ps(a, b);
+    let low_cd = _mm_unpacklo_ps(c, d);
+    let high_ab = _mm_unpackhi_ps(a, b);
+    let high_cd = _mm_unpackhi_ps(c, d);
     bytemuck::cast([
         _mm_movelh_ps(low_ab, low_cd),
         _mm_movehl_ps(low_cd, low_ab),

@@ -115,15 +115,14 @@ fn frozen_tensors_stay_as_they_are() {
                 groups: groups.clone(),
                 ..Case::default()
             };
-            let (short, long) = (
-                Case {
-                    steps: 1,
-                    ..case.clone()
-                }
-                .run_tiny(),
-                case.run_tiny(),
-            );
-            let (short, long) = (short.state(), long.state());
+            let short = Case {
+                steps: 1,
+                ..case.clone()
+            }
+            .run_tiny();
+            let long = case.run_tiny();
+            let short = short.state();
+            let long = long.state();
             for (name, bits) in &long {
                 let (kind, param) = name.split_once('/').unwrap();
                 let changed = short[name] != *bits;
@@ -156,7 +155,8 @@ fn frozen_units_cost_nothing() {
             };
             let workload = case.tiny();
             let outcome = case.run(&workload);
-            let (layout, settings) = (&outcome.layout, &outcome.settings);
+            let layout = &outcome.layout;
+            let settings = &outcome.settings;
             let resolved = groups
                 .resolve(layout, zero_models::gpt2::param_kind)
                 .unwrap();

@@ -16,7 +16,8 @@ use super::toy::Toy;
 
 pub(super) fn same(a: &Outcome, b: &Outcome, what: &str) {
     assert_eq!(a.curve(), b.curve(), "{what}: losses and norms");
-    let (a, b) = (a.state(), b.state());
+    let a = a.state();
+    let b = b.state();
     assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
     for (name, bits) in &a {
         assert!(bits == &b[name], "{what}: {name}");
@@ -188,7 +189,8 @@ fn no_wait_is_missing() {
                 let device = HostDevice::seeded(seed);
                 let comm: Arc<dyn Communicator<HostDevice>> =
                     Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
-                let (settings, options) = (case.settings(), case.options(None));
+                let settings = case.settings();
+                let options = case.options(None);
                 let run = run_on_host_device(
                     device.clone(),
                     comm,

@@ -67,7 +67,8 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let grad_slices: Vec<_> = grads.iter_mut().map(|g| Grad::Add(slice(g))).collect();
 
     let mut logits = vec![f32::NAN; BATCH * SEQ * config.vocab_size];
-    let (tokens, mut half) = (tokens(), [0.5f64]);
+    let tokens = tokens();
+    let mut half = [0.5f64];
     let passes = gpt2::passes(&config);
     let twice = model.backward(
         &stream,

@@ -174,19 +174,17 @@ fn resume_with_and_without() {
     let whole = base.run_tiny();
     for (stage, ranks) in [(2, 2), (3, 2), (3, 3)] {
         for offload in kinds(stage, dir.path()) {
-            let (with, without) = (
-                Case {
-                    stage,
-                    ranks,
-                    offload,
-                    ..base.clone()
-                },
-                Case {
-                    stage,
-                    ranks,
-                    ..base.clone()
-                },
-            );
+            let with = Case {
+                stage,
+                ranks,
+                offload,
+                ..base.clone()
+            };
+            let without = Case {
+                stage,
+                ranks,
+                ..base.clone()
+            };
             for (first, second) in [(&with, &without), (&without, &with)] {
                 let saved = Case {
                     steps: 3,
@@ -382,7 +380,8 @@ fn no_wait_is_missing() {
                 let device = HostDevice::seeded(seed);
                 let comm: Arc<dyn Communicator<HostDevice>> =
                     Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
-                let (settings, options) = (case.settings(), case.options(None));
+                let settings = case.settings();
+                let options = case.options(None);
                 let run = run_on_host_device(
                     device.clone(),
                     comm,
@@ -407,7 +406,8 @@ fn no_wait_is_missing() {
 /// names the folder; the last checkpoint stays.
 #[test]
 fn truncated_file_is_an_error() {
-    let (dir, saves) = (folder(), folder());
+    let dir = folder();
+    let saves = folder();
     for params in [Home::Device, Home::Nvme(dir.path().to_owned())] {
         let offload = OffloadSettings {
             optimizer: Home::Nvme(dir.path().to_owned()),
@@ -483,7 +483,8 @@ proptest! {
         tied in any::<bool>(),
         overlap in any::<bool>(),
     ) {
-        let (toy, dir) = (Toy::new(&units, tied), folder());
+        let toy = Toy::new(&units, tied);
+        let dir = folder();
         let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
         let reduce_every_micro_batch = true;
         let sizes = Case { ranks, grad_accum, reduce_every_micro_batch, dtype, bucket_elems, ..Case::default() };

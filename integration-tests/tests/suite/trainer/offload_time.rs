@@ -55,7 +55,8 @@ fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
     let comm = World::new(1, CommOptions::default()).unwrap().remove(0);
     let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
     let toy = Toy::new(&vec![vec![64]; UNITS], false);
-    let (mut settings, options) = (case.settings(), case.options(None));
+    let mut settings = case.settings();
+    let options = case.options(None);
     settings.prefetch.ahead = ahead;
     // A new thread: its modelled time begins at zero.
     std::thread::scope(|scope| {
@@ -174,7 +175,8 @@ fn next_forward_starts_before_the_last_update() {
         let forwards: Vec<_> = of(&spans, "toy forward").collect();
         let backwards: Vec<_> = of(&spans, "toy backward").collect();
         for step in 0..4 {
-            let (first, last) = (updates[step * UNITS], updates[(step + 1) * UNITS - 1]);
+            let first = updates[step * UNITS];
+            let last = updates[(step + 1) * UNITS - 1];
             let next = forwards[(step + 1) * UNITS];
             assert!(
                 first.end <= next.start && next.start < last.start,
@@ -228,7 +230,9 @@ fn one_unit_ahead_is_enough() {
             ..Costs::default()
         };
         let ms = |ahead| step_ms(&spans_ahead(&offload(dir.path(), 3, true), costs, ahead));
-        let (one, two, four) = (ms(1), ms(2), ms(4));
+        let one = ms(1);
+        let two = ms(2);
+        let four = ms(4);
         println!("gathers of {gather} ms: {one}, {two} and {four} ms with 1, 2 and 4 units ahead");
         assert!(
             one as f64 <= 1.05 * four as f64,

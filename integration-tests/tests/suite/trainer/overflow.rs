@@ -68,7 +68,8 @@ fn skipped_step_changes_no_state() {
             steps: 0,
             ..all_skipped.clone()
         };
-        let (got, start) = (outcome.state(), untouched.run_tiny());
+        let got = outcome.state();
+        let start = untouched.run_tiny();
         assert!(start.steps.is_empty());
         for (name, bits) in got.iter().filter(|(name, _)| name.contains("moment/")) {
             assert!(bits.iter().all(|b| *b == 0), "stage {stage}: {name}");
@@ -132,7 +133,8 @@ fn lost_weights_end_the_run_and_keep_checkpoints() {
         keep_last: Some(1),
         ..case.options(None)
     };
-    let (mut steps, settings) = (0, case.settings());
+    let mut steps = 0;
+    let settings = case.settings();
     let mut observe = |metrics: &StepMetrics| {
         steps = metrics.step;
         Ok(())

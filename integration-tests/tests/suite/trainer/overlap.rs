@@ -88,12 +88,14 @@ unsafe impl Communicator<HostDevice> for BlockedComm {
     }
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
-        let (collective, control) = (checked.call().collective, checked.call().control);
+        let collective = checked.call().collective;
+        let control = checked.call().control;
         let gather = collective == Collective::AllGather && !control;
         if collective == Collective::ReduceScatter && self.progress.stage == 3 {
             // Each reduction waits for the backward pass after its own.
             let n = self.reductions.fetch_add(1, Ordering::Relaxed);
-            let (step, i) = (n / UNITS, n % UNITS);
+            let step = n / UNITS;
+            let i = n % UNITS;
             if i + 1 < UNITS {
                 self.progress
                     .block(stream, ("backward", UNITS - 2 - i), step + 1)?;
@@ -103,7 +105,8 @@ unsafe impl Communicator<HostDevice> for BlockedComm {
             // The gather of a unit after update s waits for the forward pass before the unit's, in
             // step s + 1. Update 0 is the initial weights; no forward follows the last.
             let n = self.gathers.fetch_add(1, Ordering::Relaxed);
-            let (update, unit) = (n / UNITS, n % UNITS);
+            let update = n / UNITS;
+            let unit = n % UNITS;
             if unit > 0 && (1..self.progress.steps).contains(&update) {
                 self.progress
                     .block(stream, ("forward", unit - 1), update + 1)?;
@@ -251,7 +254,8 @@ impl Workload<HostDevice> for Blocked<'_> {
 }
 
 fn run(case: &Case) {
-    let (workload, options) = (case.tiny(), case.options(None));
+    let workload = case.tiny();
+    let options = case.options(None);
     let settings = Settings {
         limit: 2 * LIMIT,
         ..case.settings()
@@ -259,7 +263,9 @@ fn run(case: &Case) {
     let world = World::new(case.ranks, CommOptions::default().limit(settings.limit)).unwrap();
     std::thread::scope(|scope| {
         for comm in world {
-            let (workload, options, settings) = (&workload, &options, &settings);
+            let workload = &workload;
+            let options = &options;
+            let settings = &settings;
             scope.spawn(move || {
                 let runs = Monitor::new(HashMap::new());
                 let progress = Arc::new(Progress {

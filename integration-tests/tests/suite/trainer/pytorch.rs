@@ -39,10 +39,8 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
         let outcome = case.run_tiny();
         assert_eq!(outcome.steps.len(), expected.len());
         for (got, want) in outcome.steps.iter().zip(expected) {
-            let (loss, norm) = (
-                want["loss"].as_f64().unwrap(),
-                want["grad_norm"].as_f64().unwrap(),
-            );
+            let loss = want["loss"].as_f64().unwrap();
+            let norm = want["grad_norm"].as_f64().unwrap();
             let loss_error = (got.loss - loss).abs() / loss;
             let norm_error = (got.grad_norm.unwrap() - norm).abs() / norm;
             assert!(

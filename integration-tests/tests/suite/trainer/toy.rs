@@ -222,7 +222,8 @@ impl Model<HostDevice> for ToyModel {
         self.forwards += usize::from(pass == 0);
         let panics = self.forwards == 3 && self.panic_at == Some(pass);
         let cancel = self.cancel.clone().filter(|_| self.forwards == 3);
-        let (kept, params) = (Arc::clone(&self.kept[pass]), params.to_vec());
+        let kept = Arc::clone(&self.kept[pass]);
+        let params = params.to_vec();
         stream.enqueue("toy forward", move || {
             assert!(!panics, "panic requested by the test");
             if let Some(cancel) = cancel {
@@ -247,7 +248,8 @@ impl Model<HostDevice> for ToyModel {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
-        let (kept, tokens) = (Arc::clone(&self.kept[pass]), Arc::clone(&self.tokens));
+        let kept = Arc::clone(&self.kept[pass]);
+        let tokens = Arc::clone(&self.tokens);
         // SAFETY: used by a pass.
         let (params, grads, loss) = (params.to_vec(), grads.to_vec(), unsafe { self.loss() });
         stream.enqueue("toy backward", move || {

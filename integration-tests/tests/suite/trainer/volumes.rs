@@ -9,7 +9,8 @@ use super::support::{Case, Outcome};
 use super::toy::Toy;
 
 fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
-    let (layout, settings) = (&outcome.layout, &outcome.settings);
+    let layout = &outcome.layout;
+    let settings = &outcome.settings;
     let widths = settings.widths();
     let held = layout.state_bytes(settings.stage, &widths).unwrap();
     let sent = layout

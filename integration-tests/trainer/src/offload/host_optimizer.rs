@@ -154,7 +154,8 @@ impl<D: Device> Optimizer<D> {
         range: &StateRange,
         out: &mut [f32],
     ) -> Result<(), TrainError> {
-        let (limit, unit) = (rank.settings.host_limit(), range.unit);
+        let limit = rank.settings.host_limit();
+        let unit = range.unit;
         match self {
             Self::Device { optimizer, params } => {
                 Ok(optimizer.read_state(&rank.compute, range, &[(params[unit], 0)], out, limit)?)
@@ -202,7 +203,8 @@ impl<D: Device> Optimizer<D> {
         let limit = rank.settings.host_limit();
         match self {
             Self::Device { optimizer, params } => {
-                let (stream, param) = (&rank.compute, [(params[unit], 0)]);
+                let stream = &rank.compute;
+                let param = [(params[unit], 0)];
                 for part in parts {
                     fill(part.clone(), &mut values)?;
                     optimizer.write_state(stream, &range(part), &param, &values, limit)?;
@@ -230,11 +232,9 @@ impl<D: Device> Optimizer<D> {
 
     /// Loads weights, moments and progress from a checkpoint.
     pub(crate) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-        let (layout, index, limit) = (
-            &*rank.layout,
-            rank.comm.rank() as u64,
-            rank.settings.host_limit(),
-        );
+        let layout = &*rank.layout;
+        let index = rank.comm.rank() as u64;
+        let limit = rank.settings.host_limit();
         match self {
             Self::Device { optimizer, params } => {
                 let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
@@ -295,7 +295,8 @@ impl<D: Device> HostOptimizer<D> {
         let params = HostParams::new(rank, &stream, &segments, on_device)?;
         let shards_of = settings.stage.shards_optimizer().then_some(index as u64);
         let groups = rank.groups.of(&rank.layout, shards_of)?;
-        let (config, dtype) = (settings.optimizer.clone(), settings.dtype);
+        let config = settings.optimizer.clone();
+        let dtype = settings.dtype;
         let options = &settings.offload;
         let optimizer = match options.state() {
             None => ShardedAdamW::with_groups(
@@ -446,8 +447,10 @@ impl<D: Device> HostOptimizer<D> {
 
     /// Exchanges the statistics of the step and decides. Blocks the host until backward has ended.
     pub(crate) fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        let (device, limit) = (rank.pool.device(), rank.settings.host_limit());
-        let (mut loss, mut flags) = ([0; 8], [0; 8]);
+        let device = rank.pool.device();
+        let limit = rank.settings.host_limit();
+        let mut loss = [0; 8];
+        let mut flags = [0; 8];
         device.download(&rank.compute, inputs.loss.erase(), &mut loss, limit)?;
         // SAFETY: the same memory as bytes, for which the maker of `flags` made the same promises.
         let of_flags = unsafe {

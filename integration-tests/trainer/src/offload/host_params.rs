@@ -70,10 +70,8 @@ impl<D: Device> HostParams<D> {
         segments: &[Segment],
         on_device: Option<Vec<AnySlice>>,
     ) -> Result<Self, TrainError> {
-        let (dtype, lens) = (
-            rank.settings.dtype,
-            segments.iter().map(|s| s.state.len()).collect::<Vec<_>>(),
-        );
+        let dtype = rank.settings.dtype;
+        let lens = segments.iter().map(|s| s.state.len()).collect::<Vec<_>>();
         let place = match (&rank.settings.offload.params, on_device) {
             (Home::Nvme(dir), None) => {
                 let units = UnitFile::new(rank, update, dir, ("params", dtype), &lens)?;
@@ -98,7 +96,8 @@ impl<D: Device> HostParams<D> {
                 }
             }
         };
-        let (device, limit) = (rank.pool.device().clone(), rank.settings.host_limit());
+        let device = rank.pool.device().clone();
+        let limit = rank.settings.host_limit();
         // The device sets its memory to zero.
         device.host_waits(update, &rank.compute.record()?, limit)?;
         Ok(Self {

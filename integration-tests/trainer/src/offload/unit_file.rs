@@ -98,7 +98,8 @@ impl UnitFile {
                 .create_stream(&format!("{} {what} {direction}", update.name()))?;
             Ok::<_, TrainError>((stream, file.lane()?))
         };
-        let (reads, writes) = (transfers("reads")?, transfers("writes")?);
+        let reads = transfers("reads")?;
+        let writes = transfers("writes")?;
         let slots = [
             Slot::new(rank, update, largest)?,
             Slot::new(rank, update, largest)?,

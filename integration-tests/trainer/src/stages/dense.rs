@@ -24,7 +24,6 @@ pub(crate) struct Dense<D: Device> {
     /// The optimizer state of all parameters. Declared first: its drop waits for the host's work on
     /// the others.
     optimizer: Optimizer<D>,
-    /// All parameters.
     params: Storage<D>,
     /// All gradients, summed over ranks.
     grads: Gradients<D>,
@@ -35,7 +34,8 @@ impl<D: Device> Dense<D> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
         let own = rank.comm.rank() as u64;
         let segments = rank.layout.units().iter().map(|u| {
-            let (whole, shard) = (u.whole_range(), u.shard(own));
+            let whole = u.whole_range();
+            let shard = u.shard(own);
             let index = |r: std::ops::Range<u64>| r.start as usize..r.end as usize;
             Segment::whole(&u.name, index(whole), index(shard))
         });

@@ -167,7 +167,8 @@ impl<D: Device> Gradients<D> {
         let options = BucketOptions::new(capacity, rank.settings.dtype)
             .count(count)
             .overlap(rank.settings.overlap);
-        let (compute, comm_stream) = (rank.compute.clone(), rank.comm_stream.clone());
+        let compute = rank.compute.clone();
+        let comm_stream = rank.comm_stream.clone();
         let buckets = Buckets::new(
             &rank.pool,
             rank.comm.clone(),
@@ -290,7 +291,8 @@ impl<D: Device> Gradients<D> {
         };
         let kernels = &*rank.kernels;
         let parts = self.sums(rank, unit).map(|sums| (sums, 0));
-        let (sharded, buckets) = (rank.settings.stage.shards_optimizer(), &self.buckets);
+        let sharded = rank.settings.stage.shards_optimizer();
+        let buckets = &self.buckets;
         if let Some(Written::Sum(sum)) = written {
             // SAFETY: passes wrote it on the compute stream, which writes it again after its
             // readers: the optimizer's work on that stream, or on the host, for whose end
@@ -495,13 +497,12 @@ impl<D: Device> HostSums<D> {
         reduced: &Reduced<D>,
         optimizer: &mut HostOptimizer<D>,
     ) -> Result<(), TrainError> {
-        let (device, kernels, limit) = (
-            rank.pool.device(),
-            &rank.host.kernels,
-            rank.settings.host_limit(),
-        );
+        let device = rank.pool.device();
+        let kernels = &rank.host.kernels;
+        let limit = rank.settings.host_limit();
         let (copies, update) = &self.streams;
-        let (next, last) = (self.next, micro + 1 == rank.settings.grad_accum_steps);
+        let next = self.next;
+        let last = micro + 1 == rank.settings.grad_accum_steps;
         let slice = reduced.wait_on(copies)?;
         // A copy that is the sum, one that the host adds, or none.
         let copy = match (&mut self.arrived, self.sums.in_memory(unit)) {

@@ -124,10 +124,8 @@ pub(crate) fn micro_batch_whole<D: Device>(
         model.forward(&rank.compute, i, &params(&pass.forward_reads)?)?;
     }
     for (i, pass) in rank.backward_passes() {
-        let (params, of_pass) = (
-            params(&pass.backward_reads)?,
-            grads.of_pass(rank, i, micro, optimizer)?,
-        );
+        let params = params(&pass.backward_reads)?;
+        let of_pass = grads.of_pass(rank, i, micro, optimizer)?;
         model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
         rank.complete_after(i)
             .try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
@@ -275,10 +273,8 @@ pub(crate) fn optimizer_of<D: Device>(
         .stage
         .shards_optimizer()
         .then_some(rank.comm.rank() as u64);
-    let (config, groups) = (
-        settings.optimizer.clone(),
-        rank.groups.of(&rank.layout, shards_of)?,
-    );
+    let config = settings.optimizer.clone();
+    let groups = rank.groups.of(&rank.layout, shards_of)?;
     let new = match settings.offload.format.remainder {
         true => ShardedAdamW::with_remainders,
         false => ShardedAdamW::with_groups,

@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::offload::host_optimizer::Optimizer;
 use crate::offload::host_params::Fetch;
 use crate::offload::settings::Home;
-use crate::rank::Rank;
+use crate::rank::{Rank, uses};
 use crate::stages::gradients::Gradients;
 use crate::stages::stage::{MicroBatches, Stage, StepInputs, decide, sharded_optimizer, update};
 use crate::stages::storage::Storage;
@@ -49,12 +49,11 @@ impl<D: Device> Stage3<D> {
         let shards = params.as_ref().map(Storage::all_own);
         let mut optimizer = sharded_optimizer(rank, shards.clone())?;
         let prefetcher = |order| {
-            let (comm, compute, comm_stream) = (
-                rank.comm.clone(),
-                rank.compute.clone(),
-                rank.comm_stream.clone(),
-            );
-            let (pool, options) = (rank.pool.clone(), rank.settings.prefetch);
+            let comm = rank.comm.clone();
+            let compute = rank.compute.clone();
+            let comm_stream = rank.comm_stream.clone();
+            let pool = rank.pool.clone();
+            let options = rank.settings.prefetch;
             let mut prefetcher = match optimizer.host_params() {
                 None => Prefetcher::new(
                     pool,
@@ -81,10 +80,8 @@ impl<D: Device> Stage3<D> {
             };
             prefetcher.expect_order(order).map(|()| prefetcher)
         };
-        let (forward_only, prefetcher) = (
-            prefetcher(forward_uses(rank).collect())?,
-            prefetcher(uses(rank))?,
-        );
+        let forward_only = prefetcher(forward_uses(rank).collect())?;
+        let prefetcher = prefetcher(step_uses(rank))?;
         let grads = Gradients::new(
             rank,
             model,
@@ -118,12 +115,8 @@ fn forward_uses<D: Device>(rank: &Rank<D>) -> impl Iterator<Item = usize> {
 }
 
 /// The units in the order in which a step unshards them.
-fn uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
-    let backward = rank
-        .backward_passes()
-        .skip(1)
-        .flat_map(|(_, pass)| &pass.backward_reads);
-    let micro_batch: Vec<usize> = forward_uses(rank).chain(backward.copied()).collect();
+fn step_uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
+    let micro_batch = uses(&rank.passes, &rank.groups).concat();
     micro_batch.repeat(rank.settings.grad_accum_steps)
 }
 
@@ -163,10 +156,8 @@ fn micro_batch<D: Device>(
             true => std::mem::take(&mut turning),
             false => unshard(step, &pass.backward_reads)?,
         };
-        let (params, of_pass) = (
-            params(rank, &pass.backward_reads, &units),
-            grads.of_pass(rank, i, micro, optimizer)?,
-        );
+        let params = params(rank, &pass.backward_reads, &units);
+        let of_pass = grads.of_pass(rank, i, micro, optimizer)?;
         model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
         reshard(step, units);
         rank.complete_after(i)

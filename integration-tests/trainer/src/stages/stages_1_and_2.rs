@@ -26,7 +26,6 @@ pub(crate) struct Stages1And2<D: Device> {
     /// The optimizer state of this rank's shard. Declared first: its drop waits for the host's work
     /// on the others.
     optimizer: Optimizer<D>,
-    /// All parameters.
     params: WholeParams<D>,
     /// The gradients: whole at stage 1, this rank's shard at stage 2. Only the shard has the sums
     /// over ranks.

@@ -30,7 +30,8 @@ impl<D: Device> Storage<D> {
         dtype: DType,
         purpose: Purpose,
     ) -> Result<Self, TrainError> {
-        let (layout, index_of_rank) = (&rank.layout, rank.comm.rank() as u64);
+        let layout = &rank.layout;
+        let index_of_rank = rank.comm.rank() as u64;
         let units = layout
             .units()
             .iter()
@@ -73,7 +74,9 @@ impl<D: Device> Storage<D> {
     /// The gradients, set to zero: all units whole, or this rank's shard of each. Frozen units have
     /// no elements.
     pub(crate) fn gradients(rank: &Rank<D>, whole: bool) -> Result<Self, TrainError> {
-        let (mut units, mut own, mut end) = (Vec::new(), Vec::new(), 0);
+        let mut units = Vec::new();
+        let mut own = Vec::new();
+        let mut end = 0;
         for (i, unit) in rank.layout.units().iter().enumerate() {
             let (len, shard) = match (rank.trains(i), whole) {
                 (false, _) => (0, 0..0),

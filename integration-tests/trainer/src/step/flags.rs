@@ -221,15 +221,14 @@ mod tests {
 
     fn rank(device: &CudaDevice) -> Rank<CudaDevice> {
         let units = [UnitSpec::new("unit", [ParamSpec::new("weight", [16])])];
-        let (layout, comm) = (
-            Layout::new(&units, 1, 16).unwrap(),
-            Solo::new(device.clone()),
-        );
+        let layout = Layout::new(&units, 1, 16).unwrap();
+        let comm = Solo::new(device.clone());
         let settings = Settings {
             limit: LIMIT,
             ..settings(ZeroStage::One, OffloadSettings::default())
         };
-        let (device, comm) = (device.clone(), Arc::new(comm));
+        let device = device.clone();
+        let comm = Arc::new(comm);
         Rank::new(
             device,
             Timeline::new(),
@@ -260,7 +259,8 @@ mod tests {
         // SAFETY: used on the compute stream, which is drained before the block is dropped.
         let kept = unsafe { kept.slice() };
         for requested in [false, true] {
-            let (cancel, gate) = (Arc::<AtomicBool>::default(), Arc::new(Monitor::new(false)));
+            let cancel = Arc::<AtomicBool>::default();
+            let gate = Arc::new(Monitor::new(false));
             let held = Arc::clone(&gate);
             let hold =
                 move || held.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
@@ -289,9 +289,8 @@ mod tests {
             let words = flags.words().unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    let (start, stops) = (Instant::now(), |word: &AtomicU64| {
-                        word.load(Ordering::Relaxed) & STOP != 0
-                    });
+                    let start = Instant::now();
+                    let stops = |word: &AtomicU64| word.load(Ordering::Relaxed) & STOP != 0;
                     while requested && !words.iter().all(stops) && start.elapsed() < LIMIT {
                         std::thread::yield_now();
                     }

@@ -167,7 +167,8 @@ fn forked<D: Device>(
         comm_stream,
         ..
     } = rank;
-    let (mut enqueue, mut failed) = (Some(enqueue), None);
+    let mut enqueue = Some(enqueue);
+    let mut failed = None;
     let recorded = record(compute, &mut || {
         comm_stream.wait(&compute.record()?)?;
         if let Some(Err(error)) = enqueue.take().map(|enqueue| enqueue()) {

@@ -302,7 +302,8 @@ mod tests {
     };
 
     fn span(track: &str, phase: Phase, label: &'static str, start: u64, end: u64) -> OpSpan {
-        let (start, end) = (Duration::from_millis(start), Duration::from_millis(end));
+        let start = Duration::from_millis(start);
+        let end = Duration::from_millis(end);
         OpSpan::new(label, track, start, end).phase(phase.name())
     }
 

@@ -17,7 +17,8 @@ use zero_models::cuda::matmul;
 use zero_models::gpt2::GpuBytes;
 use zero_models::gpt2::gpu::writes_grad;
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, piece_elems, scratch_elems, wide_moments,
+    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
+    wide_moments,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -272,11 +273,13 @@ fn memory_model(
         Some((config, options)) => options.gpu_bytes(config),
         None => estimate(request, widths.param_bytes, recompute_gelu)?,
     };
+    let peak_live_elems = gathers(settings, layout, &request.model.passes)
+        .map_or(0, |planned| planned.peak_live_elems);
     let scratch = scratch_bytes(request, settings, layout)?
         .saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
-        .gathered_elems(gathered_elems(request, layout))
+        .gathered_elems(peak_live_elems)
         .bucket_elems(settings.bucket_capacity_elems as u64)
         .buckets(settings.buckets(request.gpus as usize, false) as u64)
         .scratch_bytes(scratch.saturating_add(of_model.workspace))
@@ -357,78 +360,6 @@ fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
     rank.total()
         .checked_add(overhead)?
         .checked_mul(request.gpus)
-}
-
-/// Peak number of gathered elements in the trainer's order: units up to the persistence threshold
-/// stay gathered; the next units are gathered while the current one is in use, as far as they fit
-/// the limits.
-fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
-    let elems: Vec<u64> = layout.units().iter().map(|u| u.padded_elems).collect();
-    let sum = |units: &[usize]| {
-        units
-            .iter()
-            .fold(0, |sum: u64, &unit| sum.saturating_add(elems[unit]))
-    };
-    let is_kept = |unit: usize| elems[unit] <= request.persistence_threshold_elems;
-    let kept: Vec<usize> = (0..elems.len()).filter(|&unit| is_kept(unit)).collect();
-    let needed = |unit| {
-        layout
-            .units_needed_by(unit)
-            .into_iter()
-            .filter(|&unit| !is_kept(unit))
-            .collect()
-    };
-    let forward: Vec<Vec<usize>> = (0..elems.len()).map(needed).collect();
-    let kept_elems = sum(&kept);
-    let all_elems = elems
-        .iter()
-        .fold(0, |sum: u64, &unit| sum.saturating_add(unit));
-    let uses: Vec<&[usize]> = forward
-        .iter()
-        .chain(forward.iter().rev())
-        .map(Vec::as_slice)
-        .collect();
-    let mut most = 0;
-    // The use before which each unit was last listed as gathered ahead.
-    let mut listed_at = vec![usize::MAX; elems.len()];
-    for (at, now) in uses.iter().enumerate() {
-        let alone = kept_elems.saturating_add(sum(now));
-        let last = if request.prefetch_elems.is_some() {
-            uses.len()
-        } else {
-            uses.len().min(at + 2)
-        };
-        let mut ahead: u64 = 0;
-        for &unit in uses[at + 1..last]
-            .iter()
-            .copied()
-            .flatten()
-            .filter(|unit| !now.contains(unit))
-        {
-            if listed_at[unit] == at {
-                continue;
-            }
-            let with = ahead.saturating_add(elems[unit]);
-            let fits = match request.prefetch_elems {
-                None => ahead == 0,
-                Some(limit) => limit > 0 && (ahead == 0 || with <= limit),
-            };
-            if !fits || alone.saturating_add(with) > request.max_live_elems {
-                break;
-            }
-            listed_at[unit] = at;
-            ahead = with;
-        }
-        // Kept units are freed before the limit is exceeded by anything but the use itself.
-        let live = alone
-            .saturating_add(ahead)
-            .min(request.max_live_elems.max(sum(now)));
-        most = most.max(live);
-        if most == all_elems {
-            break;
-        }
-    }
-    most
 }
 
 /// Bytes of flat fp32 gradients.

@@ -8,8 +8,7 @@ use serde::Serialize;
 use zero_shard::{Layout, Tier};
 
 use super::request::Request;
-use zero_trainer::Pass;
-use zero_trainer::Settings;
+use zero_trainer::{Settings, gathers};
 
 const SECONDS_A_DAY: f64 = 86_400.0;
 
@@ -98,7 +97,9 @@ fn moved(
     let updated = updated_elems(settings, layout);
     let bytes = |elems: u64, width: u64| elems.saturating_mul(width);
     let params = bytes(updated, widths.param_bytes);
-    let gathered = bytes(gathered_elems(request, layout), widths.param_bytes);
+    let gathered = gathers(settings, layout, &request.model.passes)
+        .map_or(0, |planned| planned.gathered_elems);
+    let gathered = bytes(gathered / layout.world_size(), widths.param_bytes);
 
     let mut link = Bytes::default();
     let mut nvme = Bytes::default();
@@ -192,34 +193,4 @@ impl Work {
             rated_days: request.drive_tbw * 1e12 / written_bytes_per_day,
         }
     }
-}
-
-/// Elements of this rank's shards that a step gathers. The head, whose backward follows its
-/// forward, is gathered once.
-fn gathered_elems(request: &Request, layout: &Layout) -> u64 {
-    let (passes, units) = (&request.model.passes, layout.units());
-    let is_kept = |unit: usize| units[unit].padded_elems <= request.persistence_threshold_elems;
-    let of = |reads: &[usize]| {
-        let reads = reads.iter().filter(|unit| !is_kept(**unit));
-        reads.map(|&unit| units[unit].shard_elems).sum::<u64>()
-    };
-    let forward = passes
-        .iter()
-        .map(|pass| of(&pass.forward_reads))
-        .sum::<u64>();
-    let before_last = passes
-        .split_last()
-        .map_or(&[] as &[Pass], |(_, others)| others);
-    let backward = before_last
-        .iter()
-        .map(|pass| of(&pass.backward_reads))
-        .sum::<u64>();
-    let kept = (0..units.len())
-        .filter(|unit| is_kept(*unit))
-        .map(|unit| units[unit].shard_elems)
-        .sum::<u64>();
-    forward
-        .saturating_add(backward)
-        .saturating_mul(request.grad_accum)
-        .saturating_add(kept)
 }

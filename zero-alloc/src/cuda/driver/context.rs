@@ -62,7 +62,8 @@ impl Context {
     /// The primary context of the device with this ordinal.
     pub(crate) fn primary(ordinal: usize) -> Result<Self, DeviceError> {
         let driver = Driver::started()?;
-        let (mut device, mut raw) = (0, std::ptr::null_mut());
+        let mut device = 0;
+        let mut raw = std::ptr::null_mut();
         let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         // SAFETY: writes one number.
         unsafe { call!(driver, cuDeviceGet(&raw mut device, ordinal)) }?;
@@ -129,7 +130,8 @@ impl Context {
 
     pub(crate) fn name(&self) -> Result<String, DeviceError> {
         let mut name = [0u8; 256];
-        let (text, len) = (name.as_mut_ptr().cast(), name.len() as c_int);
+        let text = name.as_mut_ptr().cast();
+        let len = name.len() as c_int;
         // SAFETY: writes a C string of at most `len` bytes.
         unsafe { call!(self.driver, cuDeviceGetName(text, len, self.device)) }?;
         Ok(CStr::from_bytes_until_nul(&name)
@@ -158,7 +160,8 @@ impl Context {
     /// Free and total bytes of the device.
     pub(crate) fn memory_bytes(&self) -> Result<(usize, usize), DeviceError> {
         let driver = self.bind()?;
-        let (mut free, mut total) = (0, 0);
+        let mut free = 0;
+        let mut total = 0;
         // SAFETY: writes two numbers.
         unsafe { call!(driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) }?;
         Ok((free, total))

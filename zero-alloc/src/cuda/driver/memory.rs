@@ -36,7 +36,8 @@ pub(super) fn raw(ptr: NonNull<u8>) -> sys::CUdeviceptr {
 impl Context {
     /// Allocates device memory; the driver may wait for the whole device.
     pub(crate) fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        let (driver, mut ptr) = (self.bind()?, 0);
+        let driver = self.bind()?;
+        let mut ptr = 0;
         // SAFETY: writes one address.
         unsafe { call_memory!(driver, bytes, cuMemAlloc_v2(&raw mut ptr, bytes.max(1))) }?;
         address("cuMemAlloc", ptr)
@@ -58,7 +59,8 @@ impl Context {
         if let Some(SpareBuffer(ptr)) = self.spare_buffers.lock().pop() {
             return Ok(ptr);
         }
-        let (driver, mut ptr) = (self.bind()?, std::ptr::null_mut());
+        let driver = self.bind()?;
+        let mut ptr = std::ptr::null_mut();
         // Flags 0: the host would read write-combined memory slowly.
         // SAFETY: writes one address.
         unsafe {
@@ -117,7 +119,8 @@ impl Context {
         &self,
         properties: &PageProperties,
     ) -> Result<usize, DeviceError> {
-        let (driver, mut bytes) = (self.bind()?, 0);
+        let driver = self.bind()?;
+        let mut bytes = 0;
         let recommended =
             sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         let properties = std::ptr::from_ref(properties).cast();
@@ -144,7 +147,8 @@ impl Context {
         bytes: usize,
         properties: &PageProperties,
     ) -> Result<u64, DeviceError> {
-        let (driver, mut handle) = (self.bind()?, 0);
+        let driver = self.bind()?;
+        let mut handle = 0;
         let properties = std::ptr::from_ref(properties).cast();
         // SAFETY: writes one handle, reads the properties, which have the headers' layout.
         unsafe {
@@ -159,7 +163,8 @@ impl Context {
 
     /// Reserves addresses without memory.
     pub(super) fn reserve(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, DeviceError> {
-        let (driver, mut base) = (self.bind()?, 0);
+        let driver = self.bind()?;
+        let mut base = 0;
         // SAFETY: writes one address; the driver selects the range.
         unsafe {
             call_memory!(
@@ -180,7 +185,8 @@ impl Context {
         at: NonNull<u8>,
         bytes: usize,
     ) -> Result<(), DeviceError> {
-        let (driver, access) = (self.bind()?, Access::whole(self));
+        let driver = self.bind()?;
+        let access = Access::whole(self);
         // SAFETY: the caller's promise; reads one description, which has the headers' layout.
         unsafe {
             call_memory!(

@@ -119,11 +119,13 @@ impl Driver {
     /// The address of a device on the PCI bus, such as `0000:3b:00.0`. Needs no context.
     pub(super) fn pci_address(ordinal: usize) -> Result<String, DeviceError> {
         let driver = Self::started()?;
-        let (mut device, ordinal) = (0, c_int::try_from(ordinal).unwrap_or(c_int::MAX));
+        let mut device = 0;
+        let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         // SAFETY: writes one number.
         unsafe { call!(driver, cuDeviceGet(&raw mut device, ordinal)) }?;
         let mut text = [0u8; 32];
-        let (at, len) = (text.as_mut_ptr().cast(), text.len() as c_int);
+        let at = text.as_mut_ptr().cast();
+        let len = text.len() as c_int;
         // SAFETY: writes a C string of at most `len` bytes.
         unsafe { call!(driver, cuDeviceGetPCIBusId(at, len, device)) }?;
         Ok(CStr::from_bytes_until_nul(&text)

@@ -55,7 +55,8 @@ impl Code {
             log.as_mut_ptr().cast(),
             std::ptr::without_provenance_mut::<c_void>(LOG_BYTES),
         ];
-        let (load, mut raw) = (driver.table.cuModuleLoadDataEx, std::ptr::null_mut());
+        let load = driver.table.cuModuleLoadDataEx;
+        let mut raw = std::ptr::null_mut();
         // SAFETY: PTX with its end, as checked above, or complete machine code, as the caller
         // promises; two options with their values, a buffer of LOG_BYTES; writes one handle.
         let code = unsafe {
@@ -115,7 +116,8 @@ impl Entry {
             message: format!("{name:?} contains a zero byte"),
         })?;
         let driver = code.context.bind()?;
-        let (mut raw, mut registers) = (std::ptr::null_mut(), 0);
+        let mut raw = std::ptr::null_mut();
+        let mut registers = 0;
         // SAFETY: the module is loaded; the name is a C string; writes one handle.
         unsafe {
             call!(
@@ -162,7 +164,8 @@ impl Entry {
     ) -> Result<(), DeviceError> {
         let driver = self.code.context.bind()?;
         let ([gx, gy, gz], [bx, by, bz], launch) = (grid, block, driver.table.cuLaunchKernel);
-        let (args, none) = (args.as_mut_ptr(), std::ptr::null_mut());
+        let args = args.as_mut_ptr();
+        let none = std::ptr::null_mut();
         // SAFETY: kernel and stream are live; the rest is the caller's promise. The arguments are
         // read before the call returns.
         let code = unsafe {

@@ -42,7 +42,8 @@ impl Queue {
     }
 
     fn with_priority(context: &Arc<Context>, priority: c_int) -> Result<Self, DeviceError> {
-        let (driver, mut raw) = (context.bind()?, std::ptr::null_mut());
+        let driver = context.bind()?;
+        let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle.
         unsafe {
             call!(
@@ -65,7 +66,8 @@ impl Queue {
         context: &Arc<Context>,
         raw: sys::CUstream,
     ) -> Result<Self, DeviceError> {
-        let (driver, mut of) = (context.bind()?, std::ptr::null_mut());
+        let driver = context.bind()?;
+        let mut of = std::ptr::null_mut();
         // SAFETY: a stream, by the caller's promise; writes one handle.
         unsafe { call!(driver, cuStreamGetCtx(raw, &raw mut of)) }?;
         if of != context.raw() {
@@ -128,10 +130,8 @@ impl Queue {
             return Ok(());
         }
         let driver = self.context.bind()?;
-        let (to, from) = (
-            dst.as_ptr().expose_provenance() as u64,
-            src.as_ptr().expose_provenance() as u64,
-        );
+        let to = dst.as_ptr().expose_provenance() as u64;
+        let from = src.as_ptr().expose_provenance() as u64;
         // SAFETY: the makers of the slices promised validity and order while the copy runs.
         unsafe { call!(driver, cuMemcpyAsync(to, from, bytes, self.raw)) }
     }
@@ -181,7 +181,8 @@ impl Queue {
     /// Whether operations are being recorded, by us or by a framework.
     pub(crate) fn is_capturing(&self) -> Result<bool, DeviceError> {
         let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let (driver, mut status) = (self.context.bind()?, none);
+        let driver = self.context.bind()?;
+        let mut status = none;
         // SAFETY: the stream is live; writes one of the three values of the enum.
         unsafe { call!(driver, cuStreamIsCapturing(self.raw, &raw mut status)) }?;
         Ok(status != none)
@@ -190,7 +191,8 @@ impl Queue {
     /// Ends the recording.
     pub(crate) fn end_capture(&self) -> Result<Recording, DeviceError> {
         let driver = self.context.bind()?;
-        let (mut graph, mut raw) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut graph = std::ptr::null_mut();
+        let mut raw = std::ptr::null_mut();
         // SAFETY: the stream is live; writes one handle, null if the recording failed.
         unsafe { call!(driver, cuStreamEndCapture(self.raw, &raw mut graph)) }?;
         // SAFETY: the graph was made above; writes one handle.
@@ -246,7 +248,8 @@ impl Point {
         let raw = match spare {
             Some(Spare(raw)) => raw,
             None => {
-                let (driver, mut raw) = (context.bind()?, std::ptr::null_mut());
+                let driver = context.bind()?;
+                let mut raw = std::ptr::null_mut();
                 let flags = if timed { 0 } else { DISABLE_TIMING };
                 // SAFETY: writes one handle; the context is current.
                 unsafe { call!(driver, cuEventCreate(&raw mut raw, flags)) }?;
@@ -293,7 +296,8 @@ impl Point {
     /// Milliseconds from `earlier` to this point, with a resolution of about half a microsecond.
     /// Both points are reached and have timing.
     pub(crate) fn since_ms(&self, earlier: &Self) -> Result<f32, DeviceError> {
-        let (driver, mut ms) = (self.context.bind()?, 0.0);
+        let driver = self.context.bind()?;
+        let mut ms = 0.0;
         // SAFETY: both events are live; writes one number.
         unsafe {
             call!(
@@ -369,19 +373,19 @@ mod tests {
                 b"cuCtxGetStreamPriorityRange",
             )
         };
-        let (priority, range) = (priority.expect("found"), range.expect("found"));
+        let priority = priority.expect("found");
+        let range = range.expect("found");
         let context = Arc::new(Context::primary(0).expect("a device"));
-        let (plain, urgent) = (
-            Queue::new(&context).expect("a stream"),
-            Queue::urgent(&context).expect("a stream"),
-        );
+        let plain = Queue::new(&context).expect("a stream");
+        let urgent = Queue::urgent(&context).expect("a stream");
         let priority = |queue: &Queue| {
             let mut found = 1;
             // SAFETY: the stream is live; writes one number.
             assert_eq!(unsafe { priority(queue.raw, &raw mut found) }, 0);
             found
         };
-        let (mut least, mut greatest) = (1, 1);
+        let mut least = 1;
+        let mut greatest = 1;
         // SAFETY: a context is current; writes two numbers.
         assert_eq!(unsafe { range(&raw mut least, &raw mut greatest) }, 0);
         assert_eq!((priority(&plain), priority(&urgent)), (0, greatest));
@@ -394,10 +398,8 @@ mod tests {
     #[ignore = "needs a CUDA device"]
     fn cuda_queries_spare_global_captures_of_other_threads() {
         let context = Arc::new(Context::primary(0).expect("a device"));
-        let (recorded, other) = (
-            Queue::new(&context).expect("a stream"),
-            Queue::new(&context).expect("a stream"),
-        );
+        let recorded = Queue::new(&context).expect("a stream");
+        let other = Queue::new(&context).expect("a stream");
         let point = other.record(false).expect("recorded");
         let driver = context.bind().expect("current");
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;

@@ -149,8 +149,10 @@ impl Context {
         at: *mut u8,
         bytes: usize,
     ) -> Result<(*mut u8, usize), DeviceError> {
-        let (driver, from) = (self.bind()?, at.expose_provenance());
-        let (mut base, mut size) = (0, 0usize);
+        let driver = self.bind()?;
+        let from = at.expose_provenance();
+        let mut base = 0;
+        let mut size = 0usize;
         // SAFETY: writes an address and a number; accepts any address.
         unsafe {
             call!(
@@ -186,10 +188,8 @@ impl Context {
             return refused("the memory has no shareable handle, as memory of cuMemAlloc".into());
         }
         let mut properties = MaybeUninit::<PageProperties>::zeroed();
-        let (call, get) = (
-            "cuMemGetAllocationPropertiesFromHandle",
-            driver.table.cuMemGetAllocationPropertiesFromHandle,
-        );
+        let call = "cuMemGetAllocationPropertiesFromHandle";
+        let get = driver.table.cuMemGetAllocationPropertiesFromHandle;
         // SAFETY: writes the properties, which have the headers' layout; the handle is retained.
         let code = unsafe { get(properties.as_mut_ptr().cast(), handle) };
         // SAFETY: retained above, released once.

@@ -52,7 +52,8 @@ impl Words {
         {
             return Ok(None);
         }
-        let (driver, mut page) = (context.bind()?, std::ptr::null_mut());
+        let driver = context.bind()?;
+        let mut page = std::ptr::null_mut();
         let bytes = size_of::<[AtomicU64; WORDS]>();
         // SAFETY: writes one address.
         unsafe { call_memory!(driver, bytes, cuMemHostAlloc(&raw mut page, bytes, 0)) }?;

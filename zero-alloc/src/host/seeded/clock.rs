@@ -34,7 +34,8 @@ mod tests {
 
     #[test]
     fn join_keeps_the_later_times() {
-        let (mut a, mut b) = (Clock::default(), Clock::default());
+        let mut a = Clock::default();
+        let mut b = Clock::default();
         a.set(0, 3);
         a.set(2, 1);
         b.set(0, 2);

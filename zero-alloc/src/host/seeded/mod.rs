@@ -242,7 +242,8 @@ impl Scheduler {
                         .checker
                         .free(range(ptr, bytes), allowed, name, &state.host)
                 {
-                    let (stream, cause) = (name.to_string(), violation.to_string().into());
+                    let stream = name.to_string();
+                    let cause = violation.to_string().into();
                     home.failed.get_or_insert(DeviceError::Operation {
                         stream,
                         op: "free".into(),

@@ -27,7 +27,9 @@ fn windows<'a>(
     let mut windows = Vec::with_capacity(64);
     for row in snapshot.rows() {
         // Counts of the window: used bytes, used ranges.
-        let (mut first, mut used, mut ranges) = (0, 0u64, 0u64);
+        let mut first = 0;
+        let mut used = 0u64;
+        let mut ranges = 0u64;
         for (last, part) in row.iter().enumerate() {
             if !part.free {
                 (used, ranges) = (used + part.bytes, ranges + 1);
@@ -57,7 +59,8 @@ fn windows<'a>(
 
 /// Moves every used range out of a window; `None` if the holes elsewhere do not suffice.
 fn empty(snapshot: &RangeSnapshot, window: &Window<'_>) -> Option<Compaction> {
-    let (start, end) = (window.start(), window.end());
+    let start = window.start();
+    let end = window.end();
     let below = snapshot.holes().partition_point(|hole| hole.start < start);
     let above = snapshot.holes().partition_point(|hole| hole.start < end);
     let mut holes = [&snapshot.holes()[..below], &snapshot.holes()[above..]].concat();

@@ -105,7 +105,8 @@ fn plan_in(
 pub(super) fn largest_reachable(space: &Offsets, cost: &CostModel) -> u64 {
     let snapshot = RangeSnapshot::of(space);
     let granule = snapshot.granule;
-    let (mut reached, mut beyond) = (space.largest_free_bytes(), space.free_bytes() + granule);
+    let mut reached = space.largest_free_bytes();
+    let mut beyond = space.free_bytes() + granule;
     while beyond - reached > granule {
         let middle = reached + (beyond - reached) / 2 / granule * granule;
         match plan_in(&snapshot, middle.max(granule), 1, cost) {

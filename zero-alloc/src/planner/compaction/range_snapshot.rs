@@ -46,7 +46,8 @@ impl RangeSnapshot {
             ends: Vec::with_capacity(4),
             largest_hole_bytes: 0,
         };
-        let (mut at, mut row_end) = (space.first(), 0);
+        let mut at = space.first();
+        let mut row_end = 0;
         while at != NONE {
             let range = &space.ranges[at as usize];
             if range.start != row_end {

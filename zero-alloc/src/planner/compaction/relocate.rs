@@ -16,8 +16,10 @@ impl Offsets {
                 "the plan was made for a different state"
             );
             let Range { below, above, .. } = self.ranges[m.range.0 as usize];
-            let (below, above) = (&self.ranges[below as usize], &self.ranges[above as usize]);
-            let (old_end, end) = (m.from + m.bytes, m.to + m.bytes);
+            let below = &self.ranges[below as usize];
+            let above = &self.ranges[above as usize];
+            let old_end = m.from + m.bytes;
+            let end = m.to + m.bytes;
             let hole_below =
                 below.state == State::Free && below.end() == m.from && below.start <= m.to;
             let hole_above =
@@ -45,7 +47,8 @@ impl Offsets {
             hole.state == State::Free && hole.end() == start && hole.start <= to,
             "no hole to slide into"
         );
-        let (hole_start, distance) = (hole.start, start - to);
+        let hole_start = hole.start;
+        let distance = start - to;
         if hole_start == to {
             self.unlist(below);
             self.remove(below);
@@ -65,7 +68,8 @@ impl Offsets {
             above,
             ..
         } = self.ranges[at as usize];
-        let (end, distance) = (to + bytes, to - start);
+        let end = to + bytes;
+        let distance = to - start;
         let hole = &self.ranges[above as usize];
         let hole_end = hole.end();
         assert!(
@@ -129,7 +133,8 @@ impl Offsets {
 
     /// Exchanges the offsets and neighbours of two ranges of the same size.
     fn swap_places(&mut self, a: u32, b: u32) {
-        let (start_a, start_b) = (self.ranges[a as usize].start, self.ranges[b as usize].start);
+        let start_a = self.ranges[a as usize].start;
+        let start_b = self.ranges[b as usize].start;
         self.ranges[a as usize].start = start_b;
         self.ranges[b as usize].start = start_a;
         let rename = |i: u32| match i {
@@ -137,8 +142,10 @@ impl Offsets {
             i if i == b => a,
             i => i,
         };
-        let (below_a, above_a) = (self.ranges[a as usize].below, self.ranges[a as usize].above);
-        let (below_b, above_b) = (self.ranges[b as usize].below, self.ranges[b as usize].above);
+        let below_a = self.ranges[a as usize].below;
+        let above_a = self.ranges[a as usize].above;
+        let below_b = self.ranges[b as usize].below;
+        let above_b = self.ranges[b as usize].above;
         (self.ranges[a as usize].below, self.ranges[a as usize].above) =
             (rename(below_b), rename(above_b));
         (self.ranges[b as usize].below, self.ranges[b as usize].above) =

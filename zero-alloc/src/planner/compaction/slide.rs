@@ -29,7 +29,10 @@ fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Ve
     let mut windows = Vec::with_capacity(snapshot.holes().len());
     for row in snapshot.rows() {
         // Counts of the window: free bytes, used bytes, used ranges.
-        let (mut first, mut free, mut used, mut ranges) = (0, 0u64, 0u64, 0u64);
+        let mut first = 0;
+        let mut free = 0u64;
+        let mut used = 0u64;
+        let mut ranges = 0u64;
         for (last, part) in row.iter().enumerate() {
             if !part.free {
                 (used, ranges) = (used + part.bytes, ranges + 1);
@@ -75,7 +78,8 @@ fn packed<'a>(window: &Window<'a>) -> impl Iterator<Item = (&'a Part, u64)> {
 /// The cost of packing a window; `None` if it is `limit_ns` or more, or if the hole would be too
 /// small.
 fn pack_ns(window: &Window<'_>, wanted: u64, cost: &CostModel, limit_ns: f64) -> Option<f64> {
-    let (mut end, mut cost_ns) = (window.start(), 0.0);
+    let mut end = window.start();
+    let mut cost_ns = 0.0;
     for (part, to) in packed(window) {
         if to != part.start {
             cost_ns += cost.move_ns(part.bytes, part.start - to);

@@ -50,7 +50,8 @@ pub(in super::super) fn plan(
         at = range.above;
     }
     runs.sort_by_key(|(start, bytes)| (std::cmp::Reverse(*bytes), *start));
-    let (mut pieces, mut missing) = (Vec::new(), wanted);
+    let mut pieces = Vec::new();
+    let mut missing = wanted;
     for (start, bytes) in runs {
         let used = bytes.min(missing);
         pieces.push((start, used));

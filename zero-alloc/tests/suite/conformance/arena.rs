@@ -21,7 +21,8 @@ fn page_bytes(device: &impl Device) -> usize {
 /// Random blocks of a small pool are written and read through two streams while it compacts.
 pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (compute, other) = (B::stream(&device, "compute"), B::stream(&device, "other"));
+    let compute = B::stream(&device, "compute");
+    let other = B::stream(&device, "other");
     let budget = 8 * page_bytes(&device);
     let pool = Pool::new(device, budget);
     let mut random = Random(5);

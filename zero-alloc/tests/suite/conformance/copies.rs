@@ -143,10 +143,13 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
 }
 
 pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
-    let (device, other) = (backend.device(), Simulated::new(1 << 20, 4096));
+    let device = backend.device();
+    let other = Simulated::new(1 << 20, 4096);
     let stream = B::stream(&device, "compute");
-    let (own, foreign) = (Lent::new(&device, 64), Lent::new(&other, 64));
-    let (own, foreign) = (own.slice(), foreign.slice().slice(0..64));
+    let own = Lent::new(&device, 64);
+    let foreign = Lent::new(&other, 64);
+    let own = own.slice();
+    let foreign = foreign.slice().slice(0..64);
     let refused = |what| {
         Err(DeviceError::AnotherDevice {
             what,
@@ -190,8 +193,10 @@ pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
 
 pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (held, free) = (B::stream(&device, "held"), B::stream(&device, "free"));
-    let (first, second) = (Lent::new(&device, 1000), Lent::new(&device, 1000));
+    let held = B::stream(&device, "held");
+    let free = B::stream(&device, "free");
+    let first = Lent::new(&device, 1000);
+    let second = Lent::new(&device, 1000);
     device
         .upload(&held, &[1; 1000], first.slice(), LIMIT)
         .expect("uploaded");
@@ -239,7 +244,8 @@ pub(crate) fn download_keeps_its_place_in_the_stream<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
     let len = if cfg!(miri) { 1000 } else { 1 << 20 };
-    let (memory, source) = (Lent::new(&device, len), Lent::new(&device, len));
+    let memory = Lent::new(&device, len);
+    let source = Lent::new(&device, len);
     let (slice, ones) = (memory.slice(), source.slice());
     device
         .upload(&stream, &vec![1; len], ones, LIMIT)

@@ -31,7 +31,8 @@ pub(crate) fn same_stream_reuses_at_once<B: Backend>(backend: &B) {
 pub(crate) fn other_stream_reuses_behind_uses<B: Backend>(backend: &B) {
     for recorded in [false, true] {
         let device = backend.device();
-        let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+        let a = B::stream(&device, "a");
+        let b = B::stream(&device, "b");
         let pool = Pool::new(device, WHOLE);
         let mut block = pool
             .allocate(WHOLE, DType::U8, Purpose::Buckets, &a)
@@ -55,7 +56,8 @@ pub(crate) fn other_stream_reuses_behind_uses<B: Backend>(backend: &B) {
 
 pub(crate) fn partial_reuse_keeps_hazards<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+    let a = B::stream(&device, "a");
+    let b = B::stream(&device, "b");
     let pool = Pool::new(device, WHOLE);
     let block = pool
         .allocate(WHOLE, DType::U8, Purpose::Params, &a)
@@ -77,7 +79,8 @@ pub(crate) fn partial_reuse_keeps_hazards<B: Backend>(backend: &B) {
 
 pub(crate) fn steady_steps_allocate_nothing<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (compute, comm) = (B::stream(&device, "compute"), B::stream(&device, "comm"));
+    let compute = B::stream(&device, "compute");
+    let comm = B::stream(&device, "comm");
     let pool = Pool::new(device, 1 << 26);
     let state = pool
         .allocate(100_000, DType::F32, Purpose::Optimizer, &compute)
@@ -109,7 +112,8 @@ pub(crate) fn steady_steps_allocate_nothing<B: Backend>(backend: &B) {
 
 pub(crate) fn trim_frees_the_finished_end<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+    let a = B::stream(&device, "a");
+    let b = B::stream(&device, "b");
     let pool = Pool::new(device, 16 * WHOLE);
     let low = pool
         .allocate(1 << 10, DType::U8, Purpose::Params, &a)
@@ -145,7 +149,8 @@ pub(crate) fn trim_frees_the_finished_end<B: Backend>(backend: &B) {
 pub(crate) fn budget_error_has_the_numbers<B: Backend>(backend: &B) {
     let device = backend.device();
     let stream = B::stream(&device, "compute");
-    let (budget, most) = (4 * WHOLE, 3 * WHOLE);
+    let budget = 4 * WHOLE;
+    let most = 3 * WHOLE;
     let pool = Pool::new(device, budget);
     let held = pool
         .allocate(most, DType::U8, Purpose::Params, &stream)

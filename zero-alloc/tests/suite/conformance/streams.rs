@@ -25,7 +25,8 @@ pub(crate) fn operations_run_in_order<B: Backend>(backend: &B) {
 
 pub(crate) fn stream_waits_for_an_event<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+    let a = B::stream(&device, "a");
+    let b = B::stream(&device, "b");
     assert_ne!(a.id(), b.id());
     assert_eq!((a.name(), a.id()), ("a", a.clone().id()));
     let monitor = B::hold(&a);
@@ -85,7 +86,8 @@ pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
 
 pub(crate) fn events_before_a_failure_succeed<B: Backend>(backend: &B) {
     let device = backend.device();
-    let (a, b) = (B::stream(&device, "a"), B::stream(&device, "b"));
+    let a = B::stream(&device, "a");
+    let b = B::stream(&device, "b");
     let monitor = B::hold(&a);
     let before = a.record().expect("recorded");
     b.wait(&before).expect("enqueued");

@@ -12,6 +12,7 @@ use zero_alloc::library::{Library, MissingFunction, Search};
 
 /// An error of cuBLASLt.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum LibraryError {
     /// The library was not found.
@@ -35,12 +36,7 @@ pub enum LibraryError {
     },
     /// A call failed.
     #[error("{call}: {message}")]
-    Call {
-        /// The function.
-        call: &'static str,
-        /// The library's message.
-        message: String,
-    },
+    Call { call: &'static str, message: String },
 }
 
 pub(super) type Status = c_int;

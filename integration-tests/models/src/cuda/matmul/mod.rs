@@ -110,6 +110,7 @@ fn alignment(slice: AnySlice) -> u32 {
 
 /// The operation on the sums before they are stored.
 #[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Epilogue {
     /// Nothing.
     None,
@@ -117,7 +118,6 @@ pub enum Epilogue {
     Bias(AnySlice),
     /// A bias for each column, then GELU; its input is stored for the backward pass.
     BiasGelu {
-        /// The bias.
         bias: AnySlice,
         /// Output for GELU's input, in the shape of the result.
         input: AnySlice,
@@ -134,7 +134,6 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    /// `cublasLtEpilogue_t`.
     fn code(self) -> u32 {
         match self {
             Self::None => 1,
@@ -286,9 +285,13 @@ impl Matmul {
         )?;
         workspace.check_device("matmul: workspace", device.id())?;
         device.bind()?;
-        let (device, library, workspace) = (device.clone(), CublasLt::find()?, workspace.bytes());
+        let device = device.clone();
+        let library = CublasLt::find()?;
+        let workspace = workspace.bytes();
         let ((major, minor), (driver, update)) = (device.arch(), CudaDevice::driver_version()?);
-        let (name, version, bytes) = (device.name(), library.version(), workspace.len());
+        let name = device.name();
+        let version = library.version();
+        let bytes = workspace.len();
         let identity = format!(
             "{name}, sm_{major}{minor}, driver {driver}.{update}, cuBLASLt {version}, at most {bytes} bytes of workspace"
         );
@@ -687,7 +690,9 @@ fn check(product: &Product) -> Result<Key, OpError> {
         add,
         epilogue,
     } = product;
-    let (m, n, k) = (left.rows, right.cols, left.cols);
+    let m = left.rows;
+    let n = right.cols;
+    let k = left.cols;
     check_len("matmul: rows of the right factor", right.rows, k)?;
     check_len("matmul: rows of the result", out.rows, m)?;
     check_len("matmul: columns of the result", out.cols, n)?;
@@ -794,7 +799,8 @@ mod tests {
             pool.allocate(len, dtype, Purpose::Workspace, &stream)
                 .unwrap()
         };
-        let (workspace, x) = (block(1 << 20, DType::U8), block(64 * 64, DType::Bf16));
+        let workspace = block(1 << 20, DType::U8);
+        let x = block(64 * 64, DType::Bf16);
         // SAFETY: the block lives to the end of the test, and nothing runs.
         let x = Matrix::new(unsafe { x.slice() }, 64);
         // SAFETY: as above.
@@ -806,7 +812,8 @@ mod tests {
             add: None,
             epilogue: Epilogue::None,
         };
-        let (mut plans, key) = (matmul.plans.lock(), check(&product).unwrap());
+        let mut plans = matmul.plans.lock();
+        let key = check(&product).unwrap();
         let plan = matmul.plan(&mut plans, key, &product).unwrap();
         let accept = |data, bytes| {
             matmul

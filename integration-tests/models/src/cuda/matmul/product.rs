@@ -10,7 +10,6 @@ use zero_alloc::device::DType;
 
 use super::library::{Algorithm, CublasLt, LibraryError, Raw, Status};
 
-/// `cudaDataType_t`.
 pub(super) fn data_type(dtype: DType) -> Option<c_int> {
     match dtype {
         DType::F32 => Some(0),
@@ -145,7 +144,6 @@ pub(super) struct Addresses {
     pub(super) d: *mut c_void,
 }
 
-/// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`.
 const PREFERENCE_WORKSPACE: c_int = 1;
 /// `CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK`, and the only scheme that keeps the partial sums of
 /// several blocks in fp32; the others round them to the type of the result.
@@ -182,11 +180,10 @@ impl CublasLt {
     pub(super) fn describe(&self, algorithm: &Algorithm) -> String {
         let mut text = String::new();
         for (name, number, bytes) in CONFIGURATION {
-            let (mut value, mut written) = ([0u8; 4], 0);
-            let (data, to) = (
-                (&raw const algorithm.data).cast(),
-                value.as_mut_ptr().cast(),
-            );
+            let mut value = [0u8; 4];
+            let mut written = 0;
+            let data = (&raw const algorithm.data).cast();
+            let to = value.as_mut_ptr().cast();
             // SAFETY: an algorithm of the library or one that it has checked; writes at most
             // `bytes` bytes and a size.
             let status = unsafe {
@@ -208,13 +205,12 @@ impl CublasLt {
         data: [u64; 8],
         workspace_bytes: usize,
     ) -> Option<Algorithm> {
-        let (a, b, c, d) = (
-            layouts.a.0.raw,
-            layouts.b.0.raw,
-            layouts.c.0.raw,
-            layouts.d.0.raw,
-        );
-        let (mut found, at) = (Algorithm::default(), (&raw const data).cast());
+        let a = layouts.a.0.raw;
+        let b = layouts.b.0.raw;
+        let c = layouts.c.0.raw;
+        let d = layouts.d.0.raw;
+        let mut found = Algorithm::default();
+        let at = (&raw const data).cast();
         // SAFETY: live descriptors; the library checks the 64 bytes of an algorithm and writes one
         // result.
         let status = unsafe {
@@ -262,14 +258,14 @@ impl CublasLt {
         for (attribute, alignment) in (PREFERENCE_ALIGNMENT..).zip(alignments) {
             set(attribute, &alignment.to_le_bytes())?;
         }
-        let (mut found, mut count) = ([Algorithm::default(); CANDIDATES], 0);
-        let (a, b, c, d) = (
-            layouts.a.0.raw,
-            layouts.b.0.raw,
-            layouts.c.0.raw,
-            layouts.d.0.raw,
-        );
-        let (raw, most) = (preference.raw, CANDIDATES as c_int);
+        let mut found = [Algorithm::default(); CANDIDATES];
+        let mut count = 0;
+        let a = layouts.a.0.raw;
+        let b = layouts.b.0.raw;
+        let c = layouts.c.0.raw;
+        let d = layouts.d.0.raw;
+        let raw = preference.raw;
+        let most = CANDIDATES as c_int;
         // SAFETY: live descriptors; writes at most `CANDIDATES` results and their count.
         let status = unsafe {
             (calls.heuristic)(
@@ -316,12 +312,10 @@ impl CublasLt {
         workspace: *mut c_void,
     ) -> Result<(), LibraryError> {
         let alpha = 1.0f32;
-        let (a, b, c, d) = (
-            layouts.a.0.raw,
-            layouts.b.0.raw,
-            layouts.c.0.raw,
-            layouts.d.0.raw,
-        );
+        let a = layouts.a.0.raw;
+        let b = layouts.b.0.raw;
+        let c = layouts.c.0.raw;
+        let d = layouts.d.0.raw;
         // SAFETY: live descriptors, host scalars that are read before the call returns, and the
         // caller's promise.
         let status = unsafe {

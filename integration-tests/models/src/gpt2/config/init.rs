@@ -40,7 +40,9 @@ impl GptConfig {
             || range.end > numel
             || range.end - range.start != out.len() as u64
         {
-            let (start, end, len) = (range.start, range.end, out.len());
+            let start = range.start;
+            let end = range.end;
+            let len = out.len();
             return Err(ConfigError::BadRange {
                 name: name.to_owned(),
                 start,
@@ -83,7 +85,8 @@ enum Rule {
 
 /// Fills `out` with the elements of the normal sequence of `counter` from `start` on, times `std`.
 fn fill_normal(counter: &Counter, start: u64, std: f32, out: &mut [f32]) {
-    let (mut group, mut skip) = (start / 4, (start % 4) as usize);
+    let mut group = start / 4;
+    let mut skip = (start % 4) as usize;
     let mut rest = out;
     while !rest.is_empty() {
         let four = &counter.four_normals(group)[skip..];

@@ -67,7 +67,8 @@ impl Batches {
     ) -> Result<(), ModelError> {
         let tokens = self.tokens;
         if inputs.len() != tokens || targets.len() != tokens {
-            let (a, b) = (inputs.len(), targets.len());
+            let a = inputs.len();
+            let b = targets.len();
             return Err(ModelError::from(format!(
                 "a batch of {a} inputs and {b} targets; the model needs {tokens}"
             )));

@@ -21,7 +21,8 @@ pub(super) fn forward(
     p: &Flat<'_>,
     eps: f32,
 ) -> Result<(), OpError> {
-    let (kernels, get) = (&ops.kernels, |part| p.get(0, part));
+    let kernels = &ops.kernels;
+    let get = |part| p.get(0, part);
     layer_norm::forward(
         kernels,
         stream,
@@ -100,7 +101,9 @@ pub(super) fn backward(
     x: AnySlice,
     p: &Flat<'_>,
 ) -> Result<(), OpError> {
-    let (kernels, get, grad) = (&ops.kernels, |part| p.get(0, part), |part| p.grad(0, part));
+    let kernels = &ops.kernels;
+    let get = |part| p.get(0, part);
+    let grad = |part| p.grad(0, part);
     let weights = |name, x, dy, n| {
         ops.matmul
             .run(stream, &weight_gradient(grad(name), x, dy, n))
@@ -131,7 +134,8 @@ pub(super) fn backward(
         )
     };
 
-    let (c, f) = (get("ln_1.weight").len(), get("c_fc.bias").len());
+    let c = get("ln_1.weight").len();
+    let f = get("c_fc.bias").len();
     let dfc = s.wide.slice(0..a.fc.len());
     weights("mlp.c_proj.weight", a.act, s.dres, c)?;
     let product = input_gradient(dfc, s.dres, get("mlp.c_proj.weight"), c);
@@ -238,7 +242,8 @@ fn linear(
 
 /// `dx = dy w^T`: dy `[m, n]`, w `[k, n]`.
 fn input_gradient(dx: AnySlice, dy: AnySlice, w: AnySlice, n: usize) -> Product {
-    let (right, out) = (Matrix::new(w, n).t(), Matrix::new(dx, w.len() / n.max(1)));
+    let right = Matrix::new(w, n).t();
+    let out = Matrix::new(dx, w.len() / n.max(1));
     Product {
         left: Matrix::new(dy, n),
         right,
@@ -254,7 +259,8 @@ fn weight_gradient(dw: Grad, x: AnySlice, dy: AnySlice, n: usize) -> Product {
         Grad::Add(sums) => (sums.erase(), true),
         Grad::Write(grad) => (grad, false),
     };
-    let (k, out) = (out.len() / n.max(1), Matrix::new(out, n));
+    let k = out.len() / n.max(1);
+    let out = Matrix::new(out, n);
     let add = adds.then_some(out);
     Product {
         left: Matrix::new(x, k).t(),

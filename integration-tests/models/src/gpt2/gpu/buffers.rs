@@ -34,7 +34,6 @@ pub(super) struct BlockSlices {
     pub(super) lse: DeviceSlice<f32>,
     pub(super) mid: AnySlice,
     pub(super) ln2_stats: DeviceSlice<f32>,
-    /// GELU's input.
     pub(super) fc: AnySlice,
     /// GELU's output. If it is not kept it is the start of [`ScratchSlices::wide`], which backward
     /// must not write before its last read of this one.
@@ -108,9 +107,13 @@ impl Sizes {
     /// With the logits of `logits_rows` tokens. The options must pass [`Gpt2Options::validate`], so
     /// that no size overflows.
     fn new(config: &GptConfig, options: &Gpt2Options, logits_rows: usize) -> Self {
-        let (c, f, act) = (config.n_embd, config.n_inner, options.dtype);
+        let c = config.n_embd;
+        let f = config.n_inner;
+        let act = options.dtype;
         let tokens = options.micro_batch * options.seq_len;
-        let (row, heads, width) = (tokens * c, tokens * config.n_head, f.max(3 * c));
+        let row = tokens * c;
+        let heads = tokens * config.n_head;
+        let width = f.max(3 * c);
         let wide = tokens * width;
         let logits = cross_entropy::stride_elems(config.vocab_size) * logits_rows.clamp(1, tokens);
         let partials = layer_norm::workspace_elems(tokens, c)
@@ -120,7 +123,8 @@ impl Sizes {
                 3 * c,
             ))
             .max(column_sums::workspace_elems(tokens, f));
-        let (again, rows) = (options.activation_checkpointing, config.n_layer + 1);
+        let again = options.activation_checkpointing;
+        let rows = config.n_layer + 1;
         let keeps_act = !again && !options.recompute_gelu;
         let fc = if keeps_act { 2 } else { 1 } * tokens * f;
         Self {

@@ -253,7 +253,9 @@ mod tests {
                 })
                 .collect()
         };
-        let (sources, seen, ring) = (blocks(ROWS), blocks(ROWS), blocks(RING));
+        let sources = blocks(ROWS);
+        let seen = blocks(ROWS);
+        let ring = blocks(RING);
         let slices = |blocks: &[zero_alloc::Block<CudaDevice>]| -> Vec<AnySlice> {
             // SAFETY: the blocks live to the end of the test, which drains both streams; events
             // order the uses.
@@ -262,7 +264,9 @@ mod tests {
                 .map(|block| unsafe { block.slice() })
                 .collect()
         };
-        let (sources, seen, ring) = (slices(&sources), slices(&seen), slices(&ring));
+        let sources = slices(&sources);
+        let seen = slices(&seen);
+        let ring = slices(&ring);
         let copies = device.create_stream("activations").unwrap();
         let mut rows = Checkpoints::new(&device, copies.clone(), &ring, ROWS).unwrap();
         for round in 0..40 {

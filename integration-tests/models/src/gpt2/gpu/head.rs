@@ -23,7 +23,8 @@ pub(super) fn forward(
     p: &Flat<'_>,
     eps: f32,
 ) -> Result<(), OpError> {
-    let (gain, bias) = (p.get(0, "ln_f.weight"), p.get(0, "ln_f.bias"));
+    let gain = p.get(0, "ln_f.weight");
+    let bias = p.get(0, "ln_f.bias");
     layer_norm::forward(&ops.kernels, stream, h.out, h.stats, x, gain, bias, eps)
 }
 
@@ -42,7 +43,8 @@ pub(super) fn logits(
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range);
     let out = Matrix::with_stride(out, w.len() / c, stride);
-    let (left, right) = (Matrix::new(x, c), Matrix::new(w, c).t());
+    let left = Matrix::new(x, c);
+    let right = Matrix::new(w, c).t();
     ops.matmul.run(
         stream,
         &Product {
@@ -73,7 +75,8 @@ pub(super) fn losses(
         let end = targets.len().min(start + rows);
         let part = s.logits.slice(0..(end - start) * stride);
         logits(ops, stream, part, h.out.slice(start * c..end * c), p, vocab)?;
-        let (losses, targets) = (s.losses.slice(start..end), targets.slice(start..end));
+        let losses = s.losses.slice(start..end);
+        let targets = targets.slice(start..end);
         cross_entropy::forward(&ops.kernels, stream, part, losses, targets, vocab)?;
     }
     Ok(())
@@ -97,10 +100,8 @@ pub(super) fn backward(
     let kernels = &ops.kernels;
     let c = x.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
-    let (w, dw) = (
-        p.params[read].slice(range.clone()),
-        p.grads[read].slice(range).sums("GPT-2's head")?,
-    );
+    let w = p.params[read].slice(range.clone());
+    let dw = p.grads[read].slice(range).sums("GPT-2's head")?;
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
     let scale = Scale {
@@ -109,16 +110,16 @@ pub(super) fn backward(
     };
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);
-        let (out, dout) = (
-            h.out.slice(start * c..end * c),
-            s.narrow.slice(start * c..end * c),
-        );
+        let out = h.out.slice(start * c..end * c);
+        let dout = s.narrow.slice(start * c..end * c);
         let part = s.logits.slice(0..(end - start) * stride);
         logits(ops, stream, part, out, p, vocab)?;
-        let (losses, targets) = (s.losses.slice(start..end), targets.slice(start..end));
+        let losses = s.losses.slice(start..end);
+        let targets = targets.slice(start..end);
         cross_entropy::forward_backward(kernels, stream, part, losses, targets, vocab, scale)?;
         let dlogits = Matrix::with_stride(part, w.len() / c, stride);
-        let (right, out_matrix) = (Matrix::new(w, c), Matrix::new(dout, c));
+        let right = Matrix::new(w, c);
+        let out_matrix = Matrix::new(dout, c);
         let product = Product {
             left: dlogits,
             right,
@@ -128,7 +129,8 @@ pub(super) fn backward(
         };
         ops.matmul.run(stream, &product)?;
         let sum = Matrix::new(dw.erase(), c);
-        let (left, right) = (dlogits.t(), Matrix::new(out, c));
+        let left = dlogits.t();
+        let right = Matrix::new(out, c);
         let product = Product {
             left,
             right,

@@ -133,15 +133,13 @@ impl CudaGpt2 {
         let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
         let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
         let batches = Batches::new(device, batch * seq, buffers.batch)?;
-        let (passes, ops) = (
-            passes(&config),
-            Ops {
-                kernels,
-                matmul,
-                attention,
-                device: device.clone(),
-            },
-        );
+        let passes = passes(&config);
+        let ops = Ops {
+            kernels,
+            matmul,
+            attention,
+            device: device.clone(),
+        };
         Ok(Self {
             config,
             options,
@@ -181,8 +179,10 @@ impl CudaGpt2 {
         pass: usize,
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
-        let (ops, flat) = (&self.ops, self.flat(pass, params));
-        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
+        let ops = &self.ops;
+        let flat = self.flat(pass, params);
+        let seq = self.options.seq_len;
+        let eps = self.config.layer_norm_epsilon;
         let Activations {
             input,
             output,
@@ -216,14 +216,13 @@ impl CudaGpt2 {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
-        let (ops, flat) = (
-            &self.ops,
-            Flat {
-                grads,
-                ..self.flat(pass, params)
-            },
-        );
-        let (seq, eps) = (self.options.seq_len, self.config.layer_norm_epsilon);
+        let ops = &self.ops;
+        let flat = Flat {
+            grads,
+            ..self.flat(pass, params)
+        };
+        let seq = self.options.seq_len;
+        let eps = self.config.layer_norm_epsilon;
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
         if pass == 0 {
@@ -357,10 +356,8 @@ impl Model<CudaDevice> for CudaGpt2 {
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
         // The pass reads row `pass - 1` and writes row `pass`.
-        let (reads, writes) = (
-            pass.checked_sub(1),
-            (pass + 1 < self.passes.len()).then_some(pass),
-        );
+        let reads = pass.checked_sub(1);
+        let writes = (pass + 1 < self.passes.len()).then_some(pass);
         if let Some(rows) = &mut self.buffers.checkpoints {
             reads.map_or(Ok(()), |row| rows.before_read(stream, row))?;
             writes.map_or(Ok(()), |row| rows.before_write(stream, row))?;
@@ -401,7 +398,8 @@ impl Model<CudaDevice> for CudaGpt2 {
         params: &[AnySlice],
         tokens: usize,
     ) -> Result<(), ModelError> {
-        let (ops, flat) = (&self.ops, self.flat(self.passes.len() - 1, params));
+        let ops = &self.ops;
+        let flat = self.flat(self.passes.len() - 1, params);
         let Buffers {
             head,
             scratch,

@@ -87,10 +87,8 @@ fn device_name_marks_a_stand_in() {
     let (mut name, mut major, mut bytes) = ([0 as c_char; 64], 0, 0);
     ok!(cuDeviceGetName(name.as_mut_ptr(), 64, ordinal));
     // SAFETY: the call has written a zero-terminated string.
-    assert_eq!(
-        unsafe { CStr::from_ptr(name.as_ptr()) },
-        c"stand-in (PTX on the host)"
-    );
+    let result = unsafe { CStr::from_ptr(name.as_ptr()) };
+    assert_eq!(result, c"stand-in (PTX on the host)");
     ok!(cuDeviceGetAttribute((&mut major).into(), 75, ordinal));
     ok!(cuDeviceTotalMem_v2((&mut bytes).into(), ordinal));
     assert_eq!((major, bytes), (99, DEFAULT_MEMORY_BYTES as usize));
@@ -107,10 +105,8 @@ fn codes_have_names_and_functions_addresses() {
         (std::ptr::null(), std::ptr::null(), 0);
     ok!(cuGetErrorName(700, (&mut text).into()));
     // SAFETY: the call returned a static string.
-    assert_eq!(
-        unsafe { CStr::from_ptr(text) },
-        c"CUDA_ERROR_ILLEGAL_ADDRESS"
-    );
+    let result = unsafe { CStr::from_ptr(text) };
+    assert_eq!(result, c"CUDA_ERROR_ILLEGAL_ADDRESS");
     fails!(InvalidValue, cuGetErrorString(12345, (&mut text).into()));
     ok!(cuGetProcAddress_v2(
         c"cuMemAlloc".into(),

@@ -84,10 +84,8 @@ fn fails(failure: Failure, code: &str) {
     // The context stays unusable.
     let mut again = 0;
     // SAFETY: a valid result pointer.
-    assert_eq!(
-        unsafe { cuMemAlloc_v2((&mut again).into(), 64) },
-        failure as u32
-    );
+    let result = unsafe { cuMemAlloc_v2((&mut again).into(), 64) };
+    assert_eq!(result, failure as u32);
 }
 
 #[test]
@@ -157,10 +155,8 @@ fn launches_beyond_limits_are_refused() {
     let attribute = |number| {
         let mut value = 0;
         // SAFETY: a handle, which the function checks, and a valid result pointer.
-        assert_eq!(
-            unsafe { cuFuncGetAttribute((&mut value).into(), number, f) },
-            0
-        );
+        let result = unsafe { cuFuncGetAttribute((&mut value).into(), number, f) };
+        assert_eq!(result, 0);
         value
     };
     assert_eq!((attribute(0), attribute(1), attribute(3)), (128, 1024, 0));

@@ -29,20 +29,17 @@ impl Bench {
         let head = if text.contains(".version") { "" } else { HEAD };
         let text = format!("{head}{text}\0");
         // SAFETY: the text ends in zero.
-        assert_eq!(
-            unsafe { cuModuleLoadData((&mut module).into(), text.as_ptr()) },
-            0
-        );
+        let result = unsafe { cuModuleLoadData((&mut module).into(), text.as_ptr()) };
+        assert_eq!(result, 0);
         Self { stream, module }
     }
 
     pub(crate) fn function(&self, name: &'static std::ffi::CStr) -> usize {
         let mut function = 0;
         // SAFETY: a static string.
-        assert_eq!(
-            unsafe { cuModuleGetFunction((&mut function).into(), self.module, name.into()) },
-            0
-        );
+        let result =
+            unsafe { cuModuleGetFunction((&mut function).into(), self.module, name.into()) };
+        assert_eq!(result, 0);
         function
     }
 

@@ -85,19 +85,17 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let (mut program, none) = (std::ptr::null_mut(), std::ptr::null());
     // SAFETY: zero-terminated text and name, and no headers.
-    assert_eq!(
-        unsafe {
-            create(
-                &raw mut program,
-                text.as_ptr(),
-                c"test.cu".as_ptr(),
-                0,
-                none,
-                none,
-            )
-        },
-        0
-    );
+    let result = unsafe {
+        create(
+            &raw mut program,
+            text.as_ptr(),
+            c"test.cu".as_ptr(),
+            0,
+            none,
+            none,
+        )
+    };
+    assert_eq!(result, 0);
     // SAFETY: a live program, and the options with their count.
     let code = unsafe { compile(program, options.len() as c_int, options.as_ptr()) };
     let text = |size: unsafe extern "C" fn(Program, *mut usize) -> c_int,

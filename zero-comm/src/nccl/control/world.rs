@@ -28,7 +28,7 @@ use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::calls::Log;
-use super::library::back_end;
+use super::error::back_end;
 use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered, bounded};
 use super::rendezvous::Joined;
 use super::server::{KEEPALIVE, silence_limit};
@@ -44,7 +44,7 @@ const TICK: Duration = Duration::from_millis(10);
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// The NCCL communicator of a communicator, or a test's substitute.
-pub(super) trait Transport: Send + Sync {
+pub(crate) trait Transport: Send + Sync {
     /// Returns an asynchronous error, if there is one.
     fn error(&self) -> Option<String>;
 
@@ -53,19 +53,19 @@ pub(super) trait Transport: Send + Sync {
 }
 
 /// Returns whether a stream has reached a point.
-pub(super) type Probe = Box<dyn Fn() -> Result<bool, DeviceError> + Send>;
+pub(crate) type Probe = Box<dyn Fn() -> Result<bool, DeviceError> + Send>;
 
 /// A collective of this rank in flight.
-pub(super) struct Operation {
-    pub(super) call: Call,
+pub(crate) struct Operation {
+    pub(crate) call: Call,
     /// The name of its stream.
-    pub(super) stream: String,
+    pub(crate) stream: String,
     /// Returns whether the stream has reached it.
-    pub(super) reached: Probe,
+    pub(crate) reached: Probe,
     /// Returns whether it has ended.
-    pub(super) ended: Probe,
+    pub(crate) ended: Probe,
     /// Poisons the stream.
-    pub(super) poison: Box<dyn FnOnce(&CommError) + Send>,
+    pub(crate) poison: Box<dyn FnOnce(&CommError) + Send>,
 }
 
 /// A communicator of this process.
@@ -110,31 +110,23 @@ enum Event {
     Send(Message),
 }
 
-/// The state that a process's threads share.
-pub(super) struct Shared {
-    pub(super) rank: usize,
-    pub(super) limit: Duration,
+/// The world, as the threads of this process see it.
+pub(crate) struct World {
+    pub(crate) rank: usize,
+    pub(crate) limit: Duration,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// This process's world. Dropping it ends the watcher, which sends the goodbye.
-pub(super) struct World {
-    shared: Arc<Shared>,
+/// This process's connection to the world. Dropping it ends the watcher, which sends the goodbye.
+pub(crate) struct Connection {
+    pub(crate) world: Arc<World>,
     watcher: Option<JoinHandle<()>>,
 }
 
-impl std::ops::Deref for World {
-    type Target = Shared;
-
-    fn deref(&self) -> &Shared {
-        &self.shared
-    }
-}
-
-impl World {
-    pub(super) fn start(joined: Joined, rank: usize, limit: Duration) -> Result<Self, CommError> {
-        let shared = Arc::new(Shared {
+impl Connection {
+    pub(crate) fn start(joined: Joined, rank: usize, limit: Duration) -> Result<Self, CommError> {
+        let shared = Arc::new(World {
             rank,
             limit,
             state: Mutex::default(),
@@ -158,15 +150,15 @@ impl World {
         let watcher =
             spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
         Ok(Self {
-            shared,
+            world: shared,
             watcher: Some(watcher),
         })
     }
 }
 
-impl Drop for World {
+impl Drop for Connection {
     fn drop(&mut self) {
-        self.shared.state.lock().closing = true;
+        self.world.state.lock().closing = true;
         if let Some(watcher) = self.watcher.take() {
             // It ends by itself, within `ANSWER_LIMIT`.
             let _ = watcher.join();
@@ -174,8 +166,8 @@ impl Drop for World {
     }
 }
 
-impl Shared {
-    pub(super) fn failure(&self) -> Option<CommError> {
+impl World {
+    pub(crate) fn failure(&self) -> Option<CommError> {
         self.state.lock().failure.clone()
     }
 
@@ -184,12 +176,12 @@ impl Shared {
     }
 
     /// Records this rank's next call on `context`.
-    pub(super) fn called(&self, context: Context, call: Call) {
+    pub(crate) fn called(&self, context: Context, call: Call) {
         self.queue(Event::Called { context, call });
     }
 
     /// Hands the enqueued operation of the last call on `context` to the watcher.
-    pub(super) fn watch(&self, context: Context, operation: Operation) {
+    pub(crate) fn watch(&self, context: Context, operation: Operation) {
         let mut state = self.state.lock();
         if let Some(failure) = state.failure.clone() {
             drop(state);
@@ -201,7 +193,7 @@ impl Shared {
     }
 
     /// Aborts `transport` after a failure of the world.
-    pub(super) fn abort(&self, transport: &dyn Transport) -> AbortCompletion {
+    pub(crate) fn abort(&self, transport: &dyn Transport) -> AbortCompletion {
         self.poison_in_flight();
         transport.abort()
     }
@@ -227,7 +219,7 @@ impl Shared {
 
     /// The number of collectives of `context` in flight.
     #[cfg(any(test, feature = "testing"))]
-    pub(super) fn under_way(&self, context: Context) -> usize {
+    pub(crate) fn under_way(&self, context: Context) -> usize {
         self.state
             .lock()
             .open
@@ -240,8 +232,9 @@ impl Shared {
     ///
     /// # Errors
     /// The failure of the world. The collectives in flight are then aborted, which may take longer.
-    pub(super) fn drain(&self, context: Context) -> Result<(), CommError> {
-        let (mut time, mut before) = (TimeLimit::new(self.limit), None);
+    pub(crate) fn drain(&self, context: Context) -> Result<(), CommError> {
+        let mut time = TimeLimit::new(self.limit);
+        let mut before = None;
         loop {
             let (sequence, call) = {
                 let state = self.state.lock();
@@ -268,7 +261,7 @@ impl Shared {
 
     /// Adds a new communicator, whose first rank is this rank if `first`. If the world has failed,
     /// aborts it: the watcher aborts only those that it finds.
-    pub(super) fn open(&self, context: Context, first: bool, transport: Arc<dyn Transport>) {
+    pub(crate) fn open(&self, context: Context, first: bool, transport: Arc<dyn Transport>) {
         let mut state = self.state.lock();
         if state.failure.is_some() {
             drop(state);
@@ -287,7 +280,7 @@ impl Shared {
     }
 
     /// Removes `context`, which this rank drops after `done` calls.
-    pub(super) fn close(&self, context: Context, done: u64) {
+    pub(crate) fn close(&self, context: Context, done: u64) {
         let mut state = self.state.lock();
         state.open.remove(&context);
         state
@@ -296,7 +289,7 @@ impl Shared {
     }
 
     /// Ends the world with `error`, or with the failure that came first, which is returned.
-    pub(super) fn fail(&self, error: CommError) -> CommError {
+    pub(crate) fn fail(&self, error: CommError) -> CommError {
         use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
         let error = match error {
             Mismatch { .. }
@@ -322,7 +315,7 @@ impl Shared {
     }
 
     /// Ends the world because a collective of this rank exceeded the limit; returns the failure.
-    pub(super) fn late(&self, context: Context, sequence: u64, call: Call) -> CommError {
+    pub(crate) fn late(&self, context: Context, sequence: u64, call: Call) -> CommError {
         let Fault { message, fallback } = self.late_fault(context, sequence, call);
         self.report(message, fallback)
     }
@@ -391,7 +384,7 @@ impl Shared {
 
     /// Joins meeting `number` of `context`, a split. Returns this rank's place in its new
     /// communicator.
-    pub(super) fn split(
+    pub(crate) fn split(
         &self,
         context: Context,
         number: u64,
@@ -404,7 +397,7 @@ impl Shared {
     }
 
     /// Joins meeting `number` of `context`, a registration of `bytes`, `None` if it failed.
-    pub(super) fn register(
+    pub(crate) fn register(
         &self,
         context: Context,
         number: u64,
@@ -472,7 +465,7 @@ struct Fault {
 }
 
 struct Watcher {
-    shared: Arc<Shared>,
+    shared: Arc<World>,
     outgoing: TcpStream,
     incoming: Incoming,
     /// The time for which the coordinator may send nothing; starts anew with each message.

@@ -12,19 +12,19 @@ use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
 /// The number of a communicator of the world; communicator 0 contains all ranks.
-pub(super) type Context = u32;
+pub(crate) type Context = u32;
 
 /// A rank's entry of a meeting. A meeting is a split or a registration, in which the hosts of all
 /// ranks of a communicator wait for each other. Each communicator numbers its meetings from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum MeetingEntry {
+pub(crate) enum MeetingEntry {
     Split(SplitRequest),
     /// Bytes that the rank registered; `None` if it failed to.
     Registration(Option<u64>),
 }
 
 impl MeetingEntry {
-    pub(super) fn kind(self) -> &'static str {
+    pub(crate) fn kind(self) -> &'static str {
         match self {
             Self::Split(_) => "split",
             Self::Registration(_) => "registration",
@@ -34,7 +34,7 @@ impl MeetingEntry {
 
 /// The result of a meeting for one rank, of constant size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Outcome {
+pub(crate) enum Outcome {
     /// The rank's place in its new communicator; `None` if it joins none.
     Split(Option<Place>),
     Registration(Registered),
@@ -42,17 +42,17 @@ pub(super) enum Outcome {
 
 /// A rank's place in a new communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Place {
-    pub(super) context: Context,
+pub(crate) struct Place {
+    pub(crate) context: Context,
     /// Its rank in the new communicator.
-    pub(super) rank: usize,
+    pub(crate) rank: usize,
     /// Ranks of the new communicator.
-    pub(super) size: usize,
+    pub(crate) size: usize,
 }
 
 /// The result of a registration. Ranks are those of the communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Registered {
+pub(crate) enum Registered {
     /// All ranks registered the same number of bytes.
     Equal,
     /// The first rank that failed to register.
@@ -67,7 +67,7 @@ pub(super) enum Registered {
 
 /// All frames after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Message {
+pub(crate) enum Message {
     // From the coordinator.
     /// All ranks have joined. `id` initializes NCCL; ranks report their progress once every
     /// `report_every`.
@@ -157,7 +157,7 @@ const MAX_ERROR_BYTES: usize = 16 << 10;
 const MAX_TEXT_BYTES: usize = 4 << 10;
 
 /// A failure of limited size. Of a larger one it keeps the rank and the beginning of the text.
-pub(super) fn bounded(error: CommError) -> CommError {
+pub(crate) fn bounded(error: CommError) -> CommError {
     use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
     let text = |mut text: String| {
         shorten(&mut text, MAX_TEXT_BYTES);
@@ -249,7 +249,8 @@ mod tests {
         );
         (0..7, fields, calls()).prop_map(
             |(kind, (sequence, call, rank, done, text, limit), other)| {
-                let (call, other_call) = (Box::new(call), Box::new(other));
+                let call = Box::new(call);
+                let other_call = Box::new(other);
                 match kind {
                     0 => CommError::Mismatch {
                         sequence,
@@ -435,7 +436,10 @@ mod tests {
     fn failures_are_bounded() {
         let long = || "\u{e9}".repeat(MAX_ERROR_BYTES);
         let segments = Segments::Uneven(vec![usize::MAX; 5000].into());
-        let (collective, dtype, op, root) = (Collective::AllGather, DType::F32, None, None);
+        let collective = Collective::AllGather;
+        let dtype = DType::F32;
+        let op = None;
+        let root = None;
         let call = || {
             Box::new(Call {
                 collective,

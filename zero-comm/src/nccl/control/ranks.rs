@@ -78,7 +78,8 @@ impl Ranks {
         host: impl Into<String>,
         port: u16,
     ) -> Self {
-        let (host, launcher) = (host.into(), Launcher::Torchrun);
+        let host = host.into();
+        let launcher = Launcher::Torchrun;
         Self {
             rank,
             world_size,
@@ -142,7 +143,7 @@ impl Token {
         }
     }
 
-    pub(super) fn secret(&self) -> &[u8] {
+    pub(crate) fn secret(&self) -> &[u8] {
         &self.0
     }
 }
@@ -160,6 +161,7 @@ impl fmt::Debug for Token {
 /// The reason why the variables are inconsistent.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LaunchError {
     /// Some variables of a launcher are set, but not all.
     #[error("{present} is set, but {missing} is not")]
@@ -172,9 +174,7 @@ pub enum LaunchError {
     /// A variable has a value of the wrong form.
     #[error("{variable}={value}: expected {expected}")]
     Value {
-        /// The variable.
         variable: &'static str,
-        /// Its value.
         value: String,
         /// A description of valid values.
         expected: &'static str,
@@ -184,7 +184,6 @@ pub enum LaunchError {
     Rank {
         /// The variable of the rank.
         variable: &'static str,
-        /// The rank.
         rank: usize,
         /// The number of ranks.
         world_size: usize,
@@ -193,10 +192,7 @@ pub enum LaunchError {
     #[error(
         "ZERO_TOKEN has {len} bytes; use at least 16, for example those of `openssl rand -hex 16`"
     )]
-    ShortToken {
-        /// Its length.
-        len: usize,
-    },
+    ShortToken { len: usize },
 }
 
 /// The variable of the token.
@@ -323,10 +319,8 @@ impl Ranks {
             ];
             let all_here =
                 vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
-            let (host, port) = (
-                all_here.then(|| "127.0.0.1".to_owned()),
-                derived_port(&text("PMIX_NAMESPACE")),
-            );
+            let host = all_here.then(|| "127.0.0.1".to_owned());
+            let port = derived_port(&text("PMIX_NAMESPACE"));
             return vars
                 .world(Launcher::OpenMpi, names, host, Some(port), Some(all_here))
                 .map(Some);
@@ -341,10 +335,8 @@ impl Ranks {
                 text("SLURM_JOB_ID"),
                 text("SLURM_STEP_ID")
             ));
-            let (host, all_here) = (
-                first_node(&text("SLURM_STEP_NODELIST")),
-                text("SLURM_STEP_NUM_NODES") == "1",
-            );
+            let host = first_node(&text("SLURM_STEP_NODELIST"));
+            let all_here = text("SLURM_STEP_NUM_NODES") == "1";
             return vars
                 .world(Launcher::Slurm, names, host, Some(port), Some(all_here))
                 .map(Some);
@@ -443,7 +435,9 @@ mod tests {
         let ranks = parse(&TORCHRUN).unwrap().unwrap();
         let host = "node-0".to_owned();
         let launcher = Launcher::Torchrun;
-        let (port, one_machine, token) = (29500, false, None);
+        let port = 29500;
+        let one_machine = false;
+        let token = None;
         assert_eq!(
             ranks,
             Ranks {

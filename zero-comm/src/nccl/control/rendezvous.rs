@@ -30,16 +30,16 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(
 /// repeated until the limit.
 const REJECTIONS: usize = 8;
 /// Connections that may wait until the coordinator accepts them; the system may allow fewer.
-pub(super) const BACKLOG: i32 = 4096;
+pub(crate) const BACKLOG: i32 = 4096;
 
 /// A rank's connection to the coordinator, after all ranks have joined.
-pub(super) struct Joined {
+pub(crate) struct Joined {
     /// The id that initializes NCCL, from rank 0.
-    pub(super) id: Vec<u8>,
+    pub(crate) id: Vec<u8>,
     /// The time between two reports of this rank's progress.
-    pub(super) report_every: Duration,
-    pub(super) outgoing: TcpStream,
-    pub(super) incoming: Incoming,
+    pub(crate) report_every: Duration,
+    pub(crate) outgoing: TcpStream,
+    pub(crate) incoming: Incoming,
 }
 
 /// Joins the world, within seven eighths of `limit`; the rest is left for NCCL. Rank 0 first starts
@@ -48,7 +48,7 @@ pub(super) struct Joined {
 ///
 /// # Errors
 /// The rendezvous failed or exceeded its limit, or `make_id` failed.
-pub(super) fn join(
+pub(crate) fn join(
     ranks: &Ranks,
     library: u64,
     make_id: impl FnOnce() -> Result<Vec<u8>, CommError>,
@@ -72,7 +72,8 @@ pub(super) fn join(
     if ranks.rank == 0 {
         // NCCL needs time for an id. Meanwhile connections that nobody accepts would fill the
         // backlog.
-        let (id, key) = (make_id()?, client.key.clone());
+        let id = make_id()?;
+        let key = client.key.clone();
         let listener = client.listen()?;
         let (own, accepted) = connected_pair().map_err(|e| RendezvousError::System {
             message: format!(
@@ -80,7 +81,8 @@ pub(super) fn join(
             ),
         })?;
         first = Some(own);
-        let (world_size, join_limit) = (ranks.world_size, limit / 4 * 3);
+        let world_size = ranks.world_size;
+        let join_limit = limit / 4 * 3;
         let options = server::Options {
             world_size,
             library,
@@ -91,7 +93,8 @@ pub(super) fn join(
         };
         server::start(listener, Some(accepted), options)?;
     }
-    let (mut rejections, mut pause) = (0, PAUSES[0]);
+    let mut rejections = 0;
+    let mut pause = PAUSES[0];
     loop {
         let stream = match first.take() {
             Some(stream) => stream,
@@ -273,7 +276,8 @@ impl Client<'_> {
 
     /// Proves the token to the coordinator, and receives its answer when all ranks have joined.
     fn handshake(&mut self, mut stream: TcpStream, hello: &Hello) -> Result<Joined, Failure> {
-        let (rank, address) = (self.ranks.rank, || self.address.clone());
+        let rank = self.ranks.rank;
+        let address = || self.address.clone();
         let broken = |e: io::Error| RendezvousError::Broken {
             message: e.to_string(),
         };
@@ -311,10 +315,8 @@ impl Client<'_> {
                 break self.key.answer(&hello, challenge).ok_or_else(not_rank_0)?;
             }
             if self.time.has_passed() {
-                let (limit, message) = (
-                    self.limit,
-                    "it accepted the connection, but did not answer".to_owned(),
-                );
+                let limit = self.limit;
+                let message = "it accepted the connection, but did not answer".to_owned();
                 return Err(Failure::Final(RendezvousError::Unreachable {
                     rank,
                     address: address(),

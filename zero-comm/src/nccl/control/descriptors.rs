@@ -12,14 +12,14 @@ const RESERVE: u64 = 64;
 /// Fewest connections that can wait with their handshake.
 const MIN_PLACES: u64 = 16;
 /// Connections that can wait with their handshake, beside one for each rank.
-pub(super) const SPARE_PLACES: u64 = 64;
+pub(crate) const SPARE_PLACES: u64 = 64;
 
 /// Reserves the descriptors for `world_size` ranks: raises the soft limit, up to the hard limit.
 /// Returns the number of connections that may wait with their handshake.
 ///
 /// # Errors
 /// [`RendezvousError::Descriptors`]: the hard limit is too low.
-pub(super) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
+pub(crate) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
     let ranks = world_size as u64;
     let used = open() + ranks + RESERVE;
     let wanted = used + ranks + SPARE_PLACES;
@@ -52,7 +52,7 @@ fn open() -> u64 {
 }
 
 /// If `error` means that no descriptor was left, the error of the rendezvous.
-pub(super) fn exhausted(error: &io::Error, world_size: usize) -> Option<RendezvousError> {
+pub(crate) fn exhausted(error: &io::Error, world_size: usize) -> Option<RendezvousError> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => {
             let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);

@@ -9,26 +9,26 @@ use std::time::{Duration, Instant};
 
 /// Time limit of a wait. After it, the abort completes in the background: it may need resources
 /// that the process releases only once it sees the failure, such as a graph with collectives.
-pub(super) const LIMIT: Duration = Duration::from_secs(5);
+pub(crate) const LIMIT: Duration = Duration::from_secs(5);
 
 /// The completion of an asynchronous abort.
 #[must_use]
-pub(super) struct AbortCompletion(Receiver<()>);
+pub(crate) struct AbortCompletion(Receiver<()>);
 
 impl AbortCompletion {
     /// Returns a sender and a completion; dropping the sender completes it.
-    pub(super) fn new() -> (Sender<()>, Self) {
+    pub(crate) fn new() -> (Sender<()>, Self) {
         let (sender, receiver) = channel();
         (sender, Self(receiver))
     }
 
     /// Waits for at most [`LIMIT`].
-    pub(super) fn wait(self) {
+    pub(crate) fn wait(self) {
         Self::wait_for_all([self]);
     }
 
     /// Waits for all of them, for at most [`LIMIT`] in total.
-    pub(super) fn wait_for_all(all: impl IntoIterator<Item = Self>) {
+    pub(crate) fn wait_for_all(all: impl IntoIterator<Item = Self>) {
         let deadline = Instant::now() + LIMIT;
         for Self(receiver) in all {
             // Nothing is ever sent: this returns when the sender is dropped.

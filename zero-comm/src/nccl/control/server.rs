@@ -39,7 +39,7 @@ const HELLO_LIMIT: Duration = Duration::from_secs(10);
 const CROWDED_LIMIT: Duration = Duration::from_secs(1);
 /// Time for which a silent stranger keeps its place when all places are taken: a rank may be
 /// delayed.
-pub(super) const SILENT_LIMIT: Duration = Duration::from_millis(100);
+pub(crate) const SILENT_LIMIT: Duration = Duration::from_millis(100);
 /// Connections to accept before the others have their turn.
 const ACCEPTS: usize = 128;
 /// Time for which the reason of a failed rendezvous is sent to ranks whose handshake has begun.
@@ -47,17 +47,17 @@ const REFUSAL_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two ticks.
 const TICK: Duration = Duration::from_secs(1);
 /// Time without a message after which a keepalive is sent.
-pub(super) const KEEPALIVE: Duration = TICK.saturating_mul(KEEPALIVE_TICKS);
+pub(crate) const KEEPALIVE: Duration = TICK.saturating_mul(KEEPALIVE_TICKS);
 /// Reads from one connection before the others have their turn.
 const READS: usize = 16;
 
 /// The time for which a peer may send nothing.
-pub(super) fn silence_limit(limit: Duration) -> Duration {
+pub(crate) fn silence_limit(limit: Duration) -> Duration {
     limit.max(KEEPALIVE * 3)
 }
 
 /// A connection that has not passed the handshake.
-pub(super) struct Stranger {
+pub(crate) struct Stranger {
     stream: TcpStream,
     input: Input,
     time: TimeLimit,
@@ -81,16 +81,16 @@ struct Peer {
 }
 
 /// The world to coordinate.
-pub(super) struct Options {
-    pub(super) world_size: usize,
-    pub(super) library: u64,
-    pub(super) key: Key,
+pub(crate) struct Options {
+    pub(crate) world_size: usize,
+    pub(crate) library: u64,
+    pub(crate) key: Key,
     /// The id that the welcome sends to every rank.
-    pub(super) id: Vec<u8>,
+    pub(crate) id: Vec<u8>,
     /// The time for all ranks to join.
-    pub(super) join_limit: Duration,
+    pub(crate) join_limit: Duration,
     /// The limit of collectives.
-    pub(super) limit: Duration,
+    pub(crate) limit: Duration,
 }
 
 struct Server {
@@ -127,7 +127,7 @@ struct Server {
 ///
 /// # Errors
 /// The process may not open enough descriptors, or the system refuses a thread or a descriptor.
-pub(super) fn start(
+pub(crate) fn start(
     listener: std::net::TcpListener,
     own: Option<std::net::TcpStream>,
     options: Options,
@@ -212,11 +212,10 @@ impl Server {
         events.iter().for_each(|event| self.handle(event));
         self.accept();
         if self.is_joining() && self.joining.has_passed() {
-            let (ranks, world_size) = (self.coordinator.missing(), self.peers.len());
-            let (limit, strangers) = (
-                self.options.join_limit,
-                self.rejected + self.strangers.len(),
-            );
+            let ranks = self.coordinator.missing();
+            let world_size = self.peers.len();
+            let limit = self.options.join_limit;
+            let strangers = self.rejected + self.strangers.len();
             self.refuse(RendezvousError::Missing {
                 ranks,
                 world_size,
@@ -331,7 +330,8 @@ impl Server {
             self.rejected += 1;
             return;
         }
-        let (input, time) = (Input::default(), TimeLimit::new(HELLO_LIMIT));
+        let input = Input::default();
+        let time = TimeLimit::new(HELLO_LIMIT);
         self.strangers.insert(
             token,
             Stranger {

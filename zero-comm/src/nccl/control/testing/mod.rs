@@ -19,7 +19,7 @@ use super::handshake::{Hello, Key};
 use super::rendezvous::{Joined, join};
 use super::server::Stranger;
 use super::wire::frame;
-use super::world::{Operation, Transport, World};
+use super::world::{Connection, Operation, Transport, World};
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
 use crate::{Collective, CommError};
@@ -69,15 +69,15 @@ pub fn first_frame(ranks: &Ranks) -> Vec<u8> {
     frame(&Key::new(ranks.token.as_ref()).hello(&hello).unwrap()).unwrap()
 }
 
-pub(super) fn join_as(ranks: &Ranks, limit: Duration) -> Result<Joined, CommError> {
+pub(crate) fn join_as(ranks: &Ranks, limit: Duration) -> Result<Joined, CommError> {
     join(ranks, LIBRARY, || Ok(ID.to_vec()), limit)
 }
 
 /// A transport that records aborts.
 #[derive(Default)]
-pub(super) struct Fake {
-    pub(super) aborts: AtomicUsize,
-    pub(super) error: Mutex<Option<String>>,
+pub(crate) struct Fake {
+    pub(crate) aborts: AtomicUsize,
+    pub(crate) error: Mutex<Option<String>>,
 }
 
 impl Transport for Fake {
@@ -91,8 +91,9 @@ impl Transport for Fake {
     }
 }
 
-pub(super) fn broadcast(len: usize) -> Call {
-    let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
+pub(crate) fn broadcast(len: usize) -> Call {
+    let collective = Collective::Broadcast;
+    let segments = Segments::Balanced(len);
     Call {
         collective,
         op: None,
@@ -105,9 +106,10 @@ pub(super) fn broadcast(len: usize) -> Call {
 
 /// A rank with simulated collectives. Dropping it ends the rank.
 pub struct Rank {
-    pub(super) world: World,
-    pub(super) fake: Arc<Fake>,
-    pub(super) poisoned: Arc<Mutex<Vec<String>>>,
+    pub(crate) world: Arc<World>,
+    _connection: Connection,
+    pub(crate) fake: Arc<Fake>,
+    pub(crate) poisoned: Arc<Mutex<Vec<String>>>,
     /// Calls on the world's communicator.
     calls: AtomicU64,
     /// Splits of the world's communicator.
@@ -120,12 +122,14 @@ impl Rank {
     /// # Errors
     /// The rendezvous failed.
     pub fn join(ranks: &Ranks, limit: Duration) -> Result<Self, CommError> {
-        let world = World::start(join_as(ranks, LONG)?, ranks.rank, limit)?;
+        let connection = Connection::start(join_as(ranks, LONG)?, ranks.rank, limit)?;
+        let world = Arc::clone(&connection.world);
         let fake = Arc::new(Fake::default());
         world.open(0, ranks.rank == 0, Arc::clone(&fake) as Arc<dyn Transport>);
         let (poisoned, calls, splits) = Default::default();
         Ok(Self {
             world,
+            _connection: connection,
             fake,
             poisoned,
             calls,
@@ -134,7 +138,7 @@ impl Rank {
     }
 
     #[cfg(test)]
-    pub(super) fn start(ranks: &Ranks, limit: Duration) -> Self {
+    pub(crate) fn start(ranks: &Ranks, limit: Duration) -> Self {
         Self::join(ranks, limit).unwrap()
     }
 
@@ -200,7 +204,7 @@ impl Rank {
     }
 
     /// Calls a broadcast with these results of its probes.
-    pub(super) fn call(
+    pub(crate) fn call(
         &self,
         len: usize,
         reached: Result<bool, DeviceError>,

@@ -12,19 +12,19 @@ use serde::de::DeserializeOwned;
 use super::message::Message;
 
 /// Maximum frame size. A larger length is a protocol error.
-pub(super) const MAX_FRAME_BYTES: usize = 1 << 20;
+pub(crate) const MAX_FRAME_BYTES: usize = 1 << 20;
 /// Maximum of bytes that wait to be sent over one non-blocking connection: a peer that leaves more
 /// unread is too slow.
-pub(super) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
+pub(crate) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
 /// Time limit without progress of a write. A peer that reads nothing for this long counts as lost.
-pub(super) const WRITE_LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.
 const CHUNK_BYTES: usize = 1 << 12;
 /// A length before each frame.
 const LENGTH_BYTES: usize = 4;
 
 /// Prepares a connection for small messages.
-pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
+pub(crate) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))
 }
@@ -34,14 +34,14 @@ fn protocol_error(message: String) -> io::Error {
 }
 
 /// Encodes `message` as a frame, with its length.
-pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
+pub(crate) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let bytes = postcard::to_extend(message, vec![0; LENGTH_BYTES])
         .map_err(|e| protocol_error(e.to_string()))?;
     with_length(bytes)
 }
 
 /// A frame with these contents, with its length.
-pub(super) fn frame(contents: &[u8]) -> io::Result<Vec<u8>> {
+pub(crate) fn frame(contents: &[u8]) -> io::Result<Vec<u8>> {
     with_length([&[0; LENGTH_BYTES], contents].concat())
 }
 
@@ -58,7 +58,7 @@ fn with_length(mut frame: Vec<u8>) -> io::Result<Vec<u8>> {
 }
 
 /// Decodes the message of a frame, which is passed without its length.
-pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
+pub(crate) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     match postcard::take_from_bytes(frame) {
         Ok((message, [])) => Ok(message),
         Ok((_, rest)) => Err(protocol_error(format!(
@@ -89,7 +89,7 @@ fn frame_len(bytes: &[u8], max_bytes: usize) -> io::Result<Option<usize>> {
 
 /// Received bytes, cut into frames.
 #[derive(Debug, Default)]
-pub(super) struct Input {
+pub(crate) struct Input {
     bytes: Vec<u8>,
     /// Bytes of frames that were returned.
     returned: usize,
@@ -99,7 +99,7 @@ pub(super) struct Input {
 
 impl Input {
     /// Whether the last read received all that had arrived.
-    pub(super) fn is_drained(&self) -> bool {
+    pub(crate) fn is_drained(&self) -> bool {
         self.drained
     }
 
@@ -108,7 +108,7 @@ impl Input {
     ///
     /// # Errors
     /// The connection ended.
-    pub(super) fn read_from(
+    pub(crate) fn read_from(
         &mut self,
         source: &mut impl Read,
         max_frame_bytes: usize,
@@ -145,7 +145,7 @@ impl Input {
     ///
     /// # Errors
     /// The frame exceeds `max_frame_bytes`.
-    pub(super) fn next_frame(&mut self, max_frame_bytes: usize) -> io::Result<Option<&[u8]>> {
+    pub(crate) fn next_frame(&mut self, max_frame_bytes: usize) -> io::Result<Option<&[u8]>> {
         let rest = &self.bytes[self.returned..];
         let Some(len) = frame_len(rest, max_frame_bytes)? else {
             return Ok(None);
@@ -157,7 +157,7 @@ impl Input {
 
 /// Bytes that wait to be sent.
 #[derive(Debug, Default)]
-pub(super) struct Output {
+pub(crate) struct Output {
     bytes: Vec<u8>,
     /// Bytes that were sent.
     sent: usize,
@@ -165,11 +165,11 @@ pub(super) struct Output {
 
 impl Output {
     /// The number of bytes that wait.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.bytes.len() - self.sent
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
@@ -177,7 +177,7 @@ impl Output {
     ///
     /// # Errors
     /// More than [`MAX_OUTPUT_BYTES`] would wait.
-    pub(super) fn append(&mut self, frames: &[u8]) -> io::Result<()> {
+    pub(crate) fn append(&mut self, frames: &[u8]) -> io::Result<()> {
         if self.len() + frames.len() > MAX_OUTPUT_BYTES {
             return Err(io::Error::new(
                 ErrorKind::TimedOut,
@@ -194,7 +194,7 @@ impl Output {
     ///
     /// # Errors
     /// The connection ended.
-    pub(super) fn write_to(&mut self, sink: &mut impl Write) -> io::Result<bool> {
+    pub(crate) fn write_to(&mut self, sink: &mut impl Write) -> io::Result<bool> {
         let before = self.sent;
         while !self.is_empty() {
             match sink.write(&self.bytes[self.sent..]) {
@@ -219,7 +219,7 @@ impl Output {
 /// `InvalidData`: a message is too large, and nothing was sent. Otherwise the connection ended, or
 /// the peer received nothing for [`WRITE_LIMIT`]; a part of a frame may have been sent, so that the
 /// connection is of no further use.
-pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::Result<()> {
+pub(crate) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::Result<()> {
     let frames = messages
         .iter()
         .map(encode)
@@ -237,13 +237,13 @@ pub(super) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::
 
 /// The receiving side of a blocking connection.
 #[derive(Debug)]
-pub(super) struct Incoming {
+pub(crate) struct Incoming {
     stream: TcpStream,
     input: Input,
 }
 
 impl Incoming {
-    pub(super) fn new(stream: TcpStream) -> Self {
+    pub(crate) fn new(stream: TcpStream) -> Self {
         Self {
             stream,
             input: Input::default(),
@@ -254,14 +254,14 @@ impl Incoming {
     ///
     /// # Errors
     /// The connection ended, or the peer violated the protocol.
-    pub(super) fn next(&mut self, wait: Duration) -> io::Result<Option<Message>> {
+    pub(crate) fn next(&mut self, wait: Duration) -> io::Result<Option<Message>> {
         self.next_frame(wait, MAX_FRAME_BYTES)?
             .map(decode)
             .transpose()
     }
 
     /// Like [`next`](Self::next), for a frame of at most `max_bytes`, without its length.
-    pub(super) fn next_frame(
+    pub(crate) fn next_frame(
         &mut self,
         wait: Duration,
         max_bytes: usize,
@@ -295,7 +295,8 @@ mod tests {
             .flat_map(|message| encode(message).unwrap())
             .collect();
         for piece in 1..bytes.len() {
-            let (mut received, mut input) = (Vec::new(), Input::default());
+            let mut received = Vec::new();
+            let mut input = Input::default();
             for mut piece in bytes.chunks(piece) {
                 while !piece.is_empty() {
                     assert!(input.read_from(&mut piece, MAX_FRAME_BYTES).unwrap());
@@ -335,7 +336,8 @@ mod tests {
     /// A stranger cannot make the coordinator hold more than a frame of the handshake.
     #[test]
     fn input_is_bounded_by_the_frame() {
-        let (mut source, mut input) = (io::repeat(1), Input::default());
+        let mut source = io::repeat(1);
+        let mut input = Input::default();
         assert!(input.read_from(&mut source, 64).unwrap());
         assert_eq!(input.bytes.len(), 68);
         assert!(input.next_frame(64).is_err());
@@ -363,7 +365,8 @@ mod tests {
 
     #[test]
     fn output_is_bounded_and_in_order() {
-        let (mut output, mut sink) = (Output::default(), Sink(0, Vec::new()));
+        let mut output = Output::default();
+        let mut sink = Sink(0, Vec::new());
         output.append(&[1; 10]).unwrap();
         assert!(!output.write_to(&mut sink).unwrap());
         sink.0 = 7;

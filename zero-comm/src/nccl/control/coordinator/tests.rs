@@ -11,7 +11,8 @@ mod random;
 const LIMIT: Duration = Duration::from_secs(3);
 
 fn broadcast(len: usize) -> Call {
-    let (collective, segments) = (Collective::Broadcast, Segments::Balanced(len));
+    let collective = Collective::Broadcast;
+    let segments = Segments::Balanced(len);
     Call {
         collective,
         op: None,
@@ -160,7 +161,8 @@ fn differing_calls_name_both_ranks() {
             world.make(1, call.clone());
             let order = if first_is_ahead { [0, 1] } else { [1, 0] };
             assert_eq!(world.report(order[0]), []);
-            let (call, other_call) = (Box::new(call.clone()), other_call.clone());
+            let call = Box::new(call.clone());
+            let other_call = other_call.clone();
             let error = CommError::Mismatch {
                 sequence: 1,
                 rank: 1,
@@ -501,7 +503,8 @@ fn difference_before_the_latest_call_is_found() {
     assert_eq!(world.tick(), agreed);
     assert_eq!(world.logs[0].agreed(0, 0, 2), None);
     let hash = world.logs[1].agreed(0, 0, 2).unwrap();
-    let (call, other_call) = (Box::new(broadcast(7)), Box::new(broadcast(2)));
+    let call = Box::new(broadcast(7));
+    let other_call = Box::new(broadcast(2));
     let mismatch = CommError::Mismatch {
         sequence: 1,
         rank: 1,
@@ -544,7 +547,8 @@ fn difference_is_reported_although_the_rank_ends() {
     let outgoing = world.coordinator.lost(2, "gone".to_owned());
     assert_eq!(world.deliver(outgoing), []);
     let calls = world.logs[1].calls.messages(0, 0..1).remove(0);
-    let (call, other_call) = (Box::new(broadcast(7)), Box::new(broadcast(8)));
+    let call = Box::new(broadcast(7));
+    let other_call = Box::new(broadcast(8));
     let mismatch = CommError::Mismatch {
         sequence: 0,
         rank: 1,
@@ -655,7 +659,8 @@ fn agreements_are_rare_in_a_large_world() {
         for rank in 0..600 {
             assert_eq!(world.call(rank, broadcast(8)), []);
         }
-        let (due, count) = (tick.is_multiple_of(KEEPALIVE_TICKS), u64::from(tick));
+        let due = tick.is_multiple_of(KEEPALIVE_TICKS);
+        let count = u64::from(tick);
         let agreed = due.then_some(Outgoing::All(Message::Agreed {
             context: 0,
             count,
@@ -762,10 +767,8 @@ fn lost_rank_that_had_left_is_named() {
 
 #[test]
 fn goodbye_waits_for_comparisons() {
-    let (to, all) = (
-        |rank| vec![Outgoing::To(rank, Message::Goodbye)],
-        vec![Outgoing::All(Message::Goodbye)],
-    );
+    let to = |rank| vec![Outgoing::To(rank, Message::Goodbye)];
+    let all = vec![Outgoing::All(Message::Goodbye)];
     let mut world = World::new(3);
     assert_eq!(world.call(0, broadcast(8)), []);
     assert_eq!(world.call(1, broadcast(8)), []);
@@ -800,7 +803,8 @@ fn traffic_of_a_step_is_small() {
     for _ in 0..10 {
         for i in 0..3_000 {
             let segments = Segments::Even(1_000_000 + i);
-            let (collective, op) = (Collective::ReduceScatter, Some(crate::ReduceOp::Sum));
+            let collective = Collective::ReduceScatter;
+            let op = Some(crate::ReduceOp::Sum);
             let call = Call {
                 collective,
                 op,

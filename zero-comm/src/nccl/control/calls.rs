@@ -34,15 +34,14 @@ impl Flavor for Fnv {
 
 /// The latest calls; earlier ones were dropped.
 #[derive(Clone, Debug)]
-pub(super) struct Calls {
+pub(crate) struct Calls {
     /// The number of calls that were dropped.
     start: u64,
     /// Each call, with the hash of all calls up to and including it.
     kept: VecDeque<(Call, u64)>,
-    /// Their memory.
     kept_bytes: usize,
     /// The hash of all calls.
-    pub(super) hash: u64,
+    pub(crate) hash: u64,
 }
 
 impl Default for Calls {
@@ -57,7 +56,7 @@ impl Default for Calls {
 }
 
 impl Calls {
-    pub(super) fn push(&mut self, call: Call) {
+    pub(crate) fn push(&mut self, call: Call) {
         // Neither the flavor nor a call's implementation of `Serialize` returns an error.
         self.hash =
             postcard::serialize_with_flavor(&call, Fnv(self.hash)).expect("hashing cannot fail");
@@ -66,17 +65,17 @@ impl Calls {
     }
 
     /// The number of all calls.
-    pub(super) fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         self.start + self.kept.len() as u64
     }
 
     /// The hash of the first `count` calls; `None` if there are fewer, or the last of them was
     /// dropped.
-    pub(super) fn hash_of_first(&self, count: u64) -> Option<u64> {
+    pub(crate) fn hash_of_first(&self, count: u64) -> Option<u64> {
         Some(self.entry(count.checked_sub(1)?)?.1)
     }
 
-    pub(super) fn get(&self, sequence: u64) -> Option<&Call> {
+    pub(crate) fn get(&self, sequence: u64) -> Option<&Call> {
         Some(&self.entry(sequence)?.0)
     }
 
@@ -86,7 +85,7 @@ impl Calls {
     }
 
     /// Drops the calls before `sequence`.
-    pub(super) fn drop_before(&mut self, sequence: u64) {
+    pub(crate) fn drop_before(&mut self, sequence: u64) {
         let dropped = sequence.min(self.count()).saturating_sub(self.start);
         self.kept_bytes -= self
             .kept
@@ -101,18 +100,19 @@ impl Calls {
     }
 
     /// The number of calls in memory.
-    pub(super) fn kept(&self) -> usize {
+    pub(crate) fn kept(&self) -> usize {
         self.kept.len()
     }
 
     /// The memory of these calls.
-    pub(super) fn kept_bytes(&self) -> usize {
+    pub(crate) fn kept_bytes(&self) -> usize {
         self.kept_bytes
     }
 
     /// The messages that send the kept calls of `range`, in frames of limited size.
-    pub(super) fn messages(&self, context: Context, range: Range<u64>) -> Vec<Message> {
-        let (mut messages, mut bytes) = (Vec::new(), usize::MAX);
+    pub(crate) fn messages(&self, context: Context, range: Range<u64>) -> Vec<Message> {
+        let mut messages = Vec::new();
+        let mut bytes = usize::MAX;
         for sequence in range.start.max(self.start)..range.end.min(self.count()) {
             let Some(call) = self.get(sequence) else {
                 break;
@@ -147,15 +147,15 @@ fn memory_bytes(call: &Call) -> usize {
 
 /// A rank's calls on a communicator, and its progress.
 #[derive(Debug)]
-pub(super) struct Log {
+pub(crate) struct Log {
     /// The calls on which not all ranks agree yet.
-    pub(super) calls: Calls,
+    pub(crate) calls: Calls,
     /// Calls that its stream has reached.
-    pub(super) reached: u64,
+    pub(crate) reached: u64,
     /// Calls that have ended on its stream.
-    pub(super) ended: u64,
+    pub(crate) ended: u64,
     /// The rank has dropped the communicator.
-    pub(super) left: bool,
+    pub(crate) left: bool,
     /// The rank is the communicator's first: it sends its calls.
     first: bool,
     /// The last progress sent: calls made, reached and ended.
@@ -163,7 +163,7 @@ pub(super) struct Log {
 }
 
 impl Log {
-    pub(super) fn new(first: bool) -> Self {
+    pub(crate) fn new(first: bool) -> Self {
         Self {
             calls: Calls::default(),
             reached: 0,
@@ -175,8 +175,10 @@ impl Log {
     }
 
     /// The messages that report what has changed since the last report.
-    pub(super) fn report(&mut self, context: Context) -> Vec<Message> {
-        let (called, reached, ended) = (self.calls.count(), self.reached, self.ended);
+    pub(crate) fn report(&mut self, context: Context) -> Vec<Message> {
+        let called = self.calls.count();
+        let reached = self.reached;
+        let ended = self.ended;
         let progress = (called, reached, ended);
         let last = std::mem::replace(&mut self.reported, progress);
         if progress == last {
@@ -198,7 +200,7 @@ impl Log {
     }
 
     /// Handles [`Message::Agreed`]. Returns the answer, if one is needed.
-    pub(super) fn agreed(&mut self, context: Context, count: u64, first: u64) -> Option<Message> {
+    pub(crate) fn agreed(&mut self, context: Context, count: u64, first: u64) -> Option<Message> {
         self.calls.drop_before(count);
         let called = self.calls.count();
         if first <= count || called <= first || called != self.reported.0 {

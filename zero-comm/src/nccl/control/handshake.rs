@@ -22,9 +22,9 @@ use sha2::Sha256;
 use super::ranks::Token;
 
 /// Protocol version. The coordinator refuses ranks of another version.
-pub(super) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 4;
 /// Maximum size of a frame of the handshake.
-pub(super) const MAX_HELLO_BYTES: usize = 64;
+pub(crate) const MAX_HELLO_BYTES: usize = 64;
 /// Handshake magic; rejects unrelated connections.
 const MAGIC: [u8; 8] = *b"zero-rs\0";
 const NONCE_BYTES: usize = 16;
@@ -36,17 +36,17 @@ const MAC_BYTES: usize = 16;
 /// other frames of the handshake keep their layout, so that the coordinator can name a rank of
 /// another version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) version: u32,
-    pub(super) rank: usize,
+pub(crate) struct Hello {
+    pub(crate) version: u32,
+    pub(crate) rank: usize,
     /// 0 if the version is another.
-    pub(super) world_size: usize,
+    pub(crate) world_size: usize,
     /// NCCL's version; 0 if the version of the protocol is another.
-    pub(super) library: u64,
+    pub(crate) library: u64,
 }
 
 impl Hello {
-    pub(super) fn new(rank: usize, world_size: usize, library: u64) -> Self {
+    pub(crate) fn new(rank: usize, world_size: usize, library: u64) -> Self {
         Self {
             version: VERSION,
             rank,
@@ -62,7 +62,8 @@ impl Hello {
                 *numbers.get(index * 4..)?.first_chunk()?,
             ))
         };
-        let (version, rank) = (number(0)?, number(1)? as usize);
+        let version = number(0)?;
+        let rank = number(1)? as usize;
         if version != VERSION {
             return Some(Self {
                 version,
@@ -90,11 +91,11 @@ fn nonce() -> std::io::Result<[u8; NONCE_BYTES]> {
 
 /// The key of a job's MACs.
 #[derive(Clone)]
-pub(super) struct Key(Hmac<Sha256>);
+pub(crate) struct Key(Hmac<Sha256>);
 
 impl Key {
     /// The key of `token`; the empty key without one.
-    pub(super) fn new(token: Option<&Token>) -> Self {
+    pub(crate) fn new(token: Option<&Token>) -> Self {
         let secret = token.map_or(&[][..], Token::secret);
         Self(Hmac::new_from_slice(secret).expect("HMAC accepts keys of all lengths"))
     }
@@ -108,7 +109,7 @@ impl Key {
     }
 
     /// The first frame of a rank.
-    pub(super) fn hello(&self, hello: &Hello) -> std::io::Result<Vec<u8>> {
+    pub(crate) fn hello(&self, hello: &Hello) -> std::io::Result<Vec<u8>> {
         let mut frame = MAGIC.to_vec();
         for number in [
             hello.version,
@@ -123,12 +124,12 @@ impl Key {
     }
 
     /// A hello with this body.
-    pub(super) fn sign(&self, body: &[u8]) -> Vec<u8> {
+    pub(crate) fn sign(&self, body: &[u8]) -> Vec<u8> {
         [body, &self.mac("hello", &[body]).bytes()].concat()
     }
 
     /// Decodes a rank's first frame; `None` if the sender does not know the token.
-    pub(super) fn check_hello(&self, frame: &[u8]) -> Option<Hello> {
+    pub(crate) fn check_hello(&self, frame: &[u8]) -> Option<Hello> {
         let (body, mac) = frame.split_last_chunk::<MAC_BYTES>()?;
         self.mac("hello", &[body])
             .matches(mac)
@@ -137,7 +138,7 @@ impl Key {
     }
 
     /// The coordinator's answer to a hello frame, and the proof that it expects.
-    pub(super) fn challenge(&self, hello: &[u8]) -> std::io::Result<(Vec<u8>, Expected)> {
+    pub(crate) fn challenge(&self, hello: &[u8]) -> std::io::Result<(Vec<u8>, Expected)> {
         let mut frame = nonce()?.to_vec();
         let expected = self.mac("proof", &[hello, &frame]);
         let mac = self.mac("challenge", &[hello, &frame]).bytes();
@@ -146,7 +147,7 @@ impl Key {
     }
 
     /// A rank's answer to a challenge; `None` if the sender does not know the token.
-    pub(super) fn answer(&self, hello: &[u8], challenge: &[u8]) -> Option<Vec<u8>> {
+    pub(crate) fn answer(&self, hello: &[u8], challenge: &[u8]) -> Option<Vec<u8>> {
         let (nonce, mac) = challenge.split_last_chunk::<MAC_BYTES>()?;
         let genuine =
             nonce.len() == NONCE_BYTES && self.mac("challenge", &[hello, nonce]).matches(mac);
@@ -155,7 +156,7 @@ impl Key {
 }
 
 /// A MAC that a peer must send.
-pub(super) struct Expected(Hmac<Sha256>);
+pub(crate) struct Expected(Hmac<Sha256>);
 
 impl Expected {
     fn bytes(self) -> [u8; MAC_BYTES] {
@@ -168,7 +169,7 @@ impl Expected {
     }
 
     /// Compares in constant time.
-    pub(super) fn matches(self, mac: &[u8]) -> bool {
+    pub(crate) fn matches(self, mac: &[u8]) -> bool {
         mac.len() == MAC_BYTES && self.0.verify_truncated_left(mac).is_ok()
     }
 }

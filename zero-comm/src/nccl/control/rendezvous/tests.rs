@@ -265,7 +265,8 @@ fn rank_with_another_token_is_dropped() {
 
 /// Accepts a connection as the coordinator does, up to its proof.
 fn challenge(listener: &TcpListener) -> (TcpStream, Incoming) {
-    let (mut stream, key) = (listener.accept().unwrap().0, Key::new(None));
+    let mut stream = listener.accept().unwrap().0;
+    let key = Key::new(None);
     let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let (challenge, expected) = key
         .challenge(incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap())
@@ -613,7 +614,8 @@ fn descriptors_process() {
             limit(120, 120);
             let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
             let key = Key::new(None);
-            let (id, join_limit) = (vec![7], LONG);
+            let id = vec![7];
+            let join_limit = LONG;
             let options = Options {
                 world_size: 2,
                 library: LIBRARY,
@@ -677,7 +679,7 @@ fn missing_resources_are_named() {
         command.args([
             "--exact",
             "--nocapture",
-            "nccl::rendezvous::tests::descriptors_process",
+            "nccl::control::rendezvous::tests::descriptors_process",
         ]);
         let output = command.env(DESCRIPTORS, case).output().unwrap();
         let ended =

@@ -7,28 +7,20 @@ use thiserror::Error;
 
 /// The reason why the ranks did not connect at rank 0's address.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum RendezvousError {
     /// Another program listens at rank 0's address.
     #[error("{address} is in use, perhaps by another run; set MASTER_PORT to another port")]
-    AddressInUse {
-        /// Rank 0's address.
-        address: String,
-    },
+    AddressInUse { address: String },
     /// Rank 0 cannot listen at its address.
     #[error("rank 0 cannot listen at {address}: {message}; is MASTER_ADDR this machine?")]
-    Listen {
-        /// Rank 0's address.
-        address: String,
-        /// The system's error.
-        message: String,
-    },
+    Listen { address: String, message: String },
     /// A rank cannot connect to rank 0.
     #[error("rank {rank} did not reach rank 0 at {address} within {limit:?}: {message}")]
     Unreachable {
         /// The rank that tried.
         rank: usize,
-        /// Rank 0's address.
         address: String,
         /// The limit that passed.
         limit: Duration,
@@ -40,7 +32,6 @@ pub enum RendezvousError {
     WorldSize {
         /// The rank that differs.
         rank: usize,
-        /// Its world size.
         got: usize,
         /// Rank 0's world size.
         expected: usize,
@@ -52,7 +43,6 @@ pub enum RendezvousError {
     Version {
         /// The rank that differs.
         rank: usize,
-        /// Its protocol version.
         got: u32,
         /// Rank 0's protocol version.
         expected: u32,
@@ -62,29 +52,21 @@ pub enum RendezvousError {
     Library {
         /// The rank that differs.
         rank: usize,
-        /// Its NCCL version.
         got: u64,
         /// Rank 0's NCCL version.
         expected: u64,
     },
     /// Two processes have the same rank.
     #[error("two processes were started as rank {rank}")]
-    Twice {
-        /// Their rank.
-        rank: usize,
-    },
+    Twice { rank: usize },
     /// A rank's process ended during the rendezvous.
     #[error("rank {rank}'s process ended before all ranks had joined")]
-    Died {
-        /// The rank.
-        rank: usize,
-    },
+    Died { rank: usize },
     /// Some ranks did not join.
     #[error(
         "{} of {world_size} ranks did not join within {limit:?}: {}{}", ranks.len(), list(ranks), strangers_text(*strangers)
     )]
     Missing {
-        /// The missing ranks.
         ranks: Vec<usize>,
         /// Ranks of the world.
         world_size: usize,
@@ -98,12 +80,7 @@ pub enum RendezvousError {
         "rank 0 at {address} closed rank {rank}'s connection: its ZERO_TOKEN is probably another; set the same \
          ZERO_TOKEN on all ranks, and check that no other job uses this port"
     )]
-    Dropped {
-        /// The rank.
-        rank: usize,
-        /// Rank 0's address.
-        address: String,
-    },
+    Dropped { rank: usize, address: String },
     /// The program at rank 0's address does not know the token.
     #[error(
         "the program at {address} does not know the ZERO_TOKEN of rank {rank}: set the same ZERO_TOKEN on all ranks, or \
@@ -112,7 +89,6 @@ pub enum RendezvousError {
     NotRankZero {
         /// The rank that connected.
         rank: usize,
-        /// Rank 0's address.
         address: String,
     },
     /// Ranks on several machines have no token.
@@ -143,14 +119,11 @@ pub enum RendezvousError {
     },
     /// The connection to rank 0 ended during the rendezvous.
     #[error("the connection to rank 0 ended before all ranks had joined: {message}")]
-    Broken {
-        /// The cause.
-        message: String,
-    },
+    Broken { message: String },
 }
 
 /// Formats NCCL's version number: 22809 is 2.28.9.
-pub(super) fn version_text(version: u64) -> String {
+pub(crate) fn version_text(version: u64) -> String {
     format!(
         "{}.{}.{}",
         version / 10_000,
@@ -174,6 +147,14 @@ fn list(ranks: &[usize]) -> String {
         shown.join(", "),
         if ranks.len() > 8 { ", ..." } else { "" }
     )
+}
+
+/// A failure of the back end.
+pub(crate) fn back_end(message: String) -> crate::CommError {
+    crate::CommError::BackEnd {
+        back_end: "nccl",
+        message,
+    }
 }
 
 #[cfg(test)]

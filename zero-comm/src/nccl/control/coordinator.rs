@@ -49,7 +49,7 @@ const GOODBYE_TICKS: u32 = 2;
 /// ranks.
 const MAX_CALL_BYTES: usize = if cfg!(test) { 1 << 20 } else { 1 << 30 };
 /// Ticks without a message to a rank, or from it, after which a keepalive is due.
-pub(super) const KEEPALIVE_TICKS: u32 = 4;
+pub(crate) const KEEPALIVE_TICKS: u32 = 4;
 
 /// Ticks between two agreements: in a large world, only as often as each rank needs a keepalive.
 /// Sending them is most of the coordinator's work.
@@ -58,7 +58,7 @@ fn agreement_ticks(world_size: usize) -> u32 {
 }
 
 /// The time between two reports of a rank's progress.
-pub(super) fn report_every(world_size: usize) -> Duration {
+pub(crate) fn report_every(world_size: usize) -> Duration {
     let every = Duration::from_millis(1).saturating_mul(world_size.try_into().unwrap_or(u32::MAX));
     every.clamp(Duration::from_millis(10), Duration::from_secs(1))
 }
@@ -263,7 +263,7 @@ enum Cause {
 
 /// The state of a world.
 #[derive(Debug)]
-pub(super) struct Coordinator {
+pub(crate) struct Coordinator {
     world_size: usize,
     library: u64,
     joined: Vec<bool>,
@@ -285,13 +285,13 @@ pub(super) struct Coordinator {
 
 /// A message to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Outgoing {
+pub(crate) enum Outgoing {
     To(usize, Message),
     All(Message),
 }
 
 impl Coordinator {
-    pub(super) fn new(world_size: usize, library: u64) -> Self {
+    pub(crate) fn new(world_size: usize, library: u64) -> Self {
         Self {
             world_size,
             library,
@@ -312,8 +312,10 @@ impl Coordinator {
     ///
     /// # Errors
     /// The rank does not belong to this world, so the rendezvous fails on all ranks.
-    pub(super) fn join(&mut self, hello: &Hello) -> Result<usize, RendezvousError> {
-        let (rank, got, expected) = (hello.rank, hello.world_size, self.world_size);
+    pub(crate) fn join(&mut self, hello: &Hello) -> Result<usize, RendezvousError> {
+        let rank = hello.rank;
+        let got = hello.world_size;
+        let expected = self.world_size;
         if got != expected || rank >= got {
             return Err(RendezvousError::WorldSize {
                 rank,
@@ -335,7 +337,7 @@ impl Coordinator {
     }
 
     /// The ranks that have not joined.
-    pub(super) fn missing(&self) -> Vec<usize> {
+    pub(crate) fn missing(&self) -> Vec<usize> {
         (0..self.world_size)
             .filter(|&rank| !self.joined[rank])
             .collect()
@@ -343,7 +345,7 @@ impl Coordinator {
 
     /// Whether all ranks have ended, with or without an error, and no message for them is
     /// outstanding.
-    pub(super) fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.present == 0 && self.leaving.is_empty()
     }
 
@@ -423,7 +425,7 @@ impl Coordinator {
     }
 
     /// Handles a message from `rank`.
-    pub(super) fn receive(&mut self, rank: usize, message: Message) -> Vec<Outgoing> {
+    pub(crate) fn receive(&mut self, rank: usize, message: Message) -> Vec<Outgoing> {
         match message {
             Message::Goodbye => self.goodbye(rank),
             Message::Alive => Vec::new(),
@@ -489,7 +491,7 @@ impl Coordinator {
     }
 
     /// To be called once a second. Returns the agreements, failures and answers that are due.
-    pub(super) fn tick(&mut self) -> Vec<Outgoing> {
+    pub(crate) fn tick(&mut self) -> Vec<Outgoing> {
         let mut outgoing = Vec::new();
         self.ticks += 1;
         let is_due = self.ticks >= self.agreement_ticks;
@@ -724,7 +726,8 @@ impl Coordinator {
                 .members
                 .iter()
                 .position(|member| count(member) <= sequence)?;
-            let (rank, done) = (group.ranks[index], count(&group.members[index]));
+            let rank = group.ranks[index];
+            let done = count(&group.members[index]);
             Some(CommError::Stalled {
                 sequence,
                 call: Box::new(call.clone()),
@@ -819,7 +822,7 @@ impl Coordinator {
     }
 
     /// Handles the loss of the connection to `rank`; `cause` describes it.
-    pub(super) fn lost(&mut self, rank: usize, cause: String) -> Vec<Outgoing> {
+    pub(crate) fn lost(&mut self, rank: usize, cause: String) -> Vec<Outgoing> {
         self.leaving.retain(|&(leaving, _)| leaving != rank);
         let was_present = self.set_gone(rank);
         if self
@@ -838,7 +841,8 @@ impl Coordinator {
             let Some((group, index)) = self.member(rank, context) else {
                 continue;
             };
-            let (sequence, done) = (group.members[index].ended, group.members[index].called);
+            let sequence = group.members[index].ended;
+            let done = group.members[index].called;
             if group.members[index].left.is_none() && group.most_called > sequence {
                 let left = Cause::Left {
                     rank,
@@ -866,7 +870,8 @@ impl Coordinator {
         let Some((group, index)) = self.member(rank, context) else {
             return Vec::new();
         };
-        let (n, kind) = (group.ranks.len(), entry.kind());
+        let n = group.ranks.len();
+        let kind = entry.kind();
         if let Some((_, gone)) = group.first_left {
             let error = left_before(group.ranks[gone], context, number, kind);
             return self.fail(error);
@@ -909,10 +914,8 @@ impl Coordinator {
             .take()
             .map(|meeting| meeting.entries)
             .unwrap_or_default();
-        let (ranks, entries) = (
-            group.ranks.clone(),
-            entries.into_iter().flatten().collect::<Vec<_>>(),
-        );
+        let ranks = group.ranks.clone();
+        let entries = entries.into_iter().flatten().collect::<Vec<_>>();
         let outcomes = match kind {
             "split" => self
                 .split(&ranks, &entries)

@@ -5,11 +5,11 @@
 use std::time::Duration;
 
 use super::{ID, LIBRARY, broadcast};
-use crate::nccl::coordinator::{Coordinator, Outgoing};
-use crate::nccl::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
-use crate::nccl::message::{MeetingEntry, Message};
-use crate::nccl::ranks::Token;
-use crate::nccl::wire::{Input, MAX_FRAME_BYTES, decode, encode, frame};
+use crate::nccl::control::coordinator::{Coordinator, Outgoing};
+use crate::nccl::control::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
+use crate::nccl::control::message::{MeetingEntry, Message};
+use crate::nccl::control::ranks::Token;
+use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, decode, encode, frame};
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
@@ -35,7 +35,8 @@ fn cut(
     piece: usize,
     max_frame_bytes: usize,
 ) -> (Vec<Vec<u8>>, Option<std::io::ErrorKind>) {
-    let (mut frames, mut input) = (Vec::new(), Input::default());
+    let mut frames = Vec::new();
+    let mut input = Input::default();
     for mut piece in bytes.chunks(piece) {
         while !piece.is_empty() {
             input.read_from(&mut piece, max_frame_bytes).unwrap();
@@ -170,7 +171,8 @@ pub fn valid(target: &str) -> Vec<Vec<u8>> {
 }
 
 fn sample_messages() -> Vec<Message> {
-    let (call, limit) = (broadcast(8), Duration::from_secs(1));
+    let call = broadcast(8);
+    let limit = Duration::from_secs(1);
     let entries = [
         MeetingEntry::Split(SplitRequest {
             color: Some(1),
@@ -258,7 +260,7 @@ fn sample_messages() -> Vec<Message> {
 
 /// A rank's progress after `called` broadcasts of 8 elements.
 fn progress(called: u64, ended: u64) -> Message {
-    let mut calls = crate::nccl::calls::Calls::default();
+    let mut calls = crate::nccl::control::calls::Calls::default();
     (0..called).for_each(|_| calls.push(broadcast(8)));
     Message::Progress {
         context: 0,

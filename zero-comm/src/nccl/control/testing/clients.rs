@@ -10,13 +10,13 @@ use mio::{Events, Interest, Poll, Token};
 
 use super::{ID, LIBRARY, LONG, broadcast, ranks};
 use crate::CommError;
-use crate::nccl::calls::Calls;
-use crate::nccl::handshake::{Hello, Key};
-use crate::nccl::library::back_end;
-use crate::nccl::message::{Context, MeetingEntry, Message, Outcome};
-use crate::nccl::rendezvous::BACKLOG;
-use crate::nccl::server::{self, Options};
-use crate::nccl::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
+use crate::nccl::control::calls::Calls;
+use crate::nccl::control::error::back_end;
+use crate::nccl::control::handshake::{Hello, Key};
+use crate::nccl::control::message::{Context, MeetingEntry, Message, Outcome};
+use crate::nccl::control::rendezvous::BACKLOG;
+use crate::nccl::control::server::{self, Options};
+use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
 use crate::split_request::SplitRequest;
 
 /// The communicator of all ranks.
@@ -32,7 +32,8 @@ pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> 
     let listener = listener.map_err(|e| back_end(format!("port {port}: {e}")))?;
     // As in a rendezvous.
     let _ = rustix::net::listen(&listener, BACKLOG);
-    let (id, key) = (ID.to_vec(), Key::new(None));
+    let id = ID.to_vec();
+    let key = Key::new(None);
     server::start(
         listener,
         None,
@@ -104,7 +105,6 @@ struct Client {
     output: Output,
     hello: Vec<u8>,
     challenged: bool,
-    /// Calls reported.
     reported: u64,
     splits: u64,
 }
@@ -133,7 +133,9 @@ impl Clients {
     /// # Errors
     /// A connection failed.
     pub fn connect(world_size: usize, port: u16) -> io::Result<Self> {
-        let (key, poll, events) = (Key::new(None), Poll::new()?, Events::with_capacity(1024));
+        let key = Key::new(None);
+        let poll = Poll::new()?;
+        let events = Events::with_capacity(1024);
         let mut all = Self {
             key,
             poll,
@@ -155,7 +157,9 @@ impl Clients {
             let hello = all
                 .key
                 .hello(&Hello::new(ranks.rank, ranks.world_size, LIBRARY))?;
-            let (first, input, output) = (frame(&hello)?, Input::default(), Output::default());
+            let first = frame(&hello)?;
+            let input = Input::default();
+            let output = Output::default();
             let mut client = Client {
                 stream,
                 input,
@@ -190,9 +194,11 @@ impl Clients {
             Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
             _ => {}
         }
-        let (mut received, mut ended) = (Vec::new(), Vec::new());
+        let mut received = Vec::new();
+        let mut ended = Vec::new();
         for rank in self.events.iter().map(|event| event.token().0) {
-            let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
+            let client = &mut self.clients[rank];
+            let traffic = &mut self.traffic;
             let mut more = true;
             while more {
                 let flushed = client.output.write_to(&mut client.stream);
@@ -251,8 +257,10 @@ impl Clients {
     /// # Errors
     /// The connection ended.
     pub fn report(&mut self, rank: usize, script: &Script) -> io::Result<()> {
-        let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
-        let (called, hash) = (script.0.count(), script.0.hash);
+        let client = &mut self.clients[rank];
+        let traffic = &mut self.traffic;
+        let called = script.0.count();
+        let hash = script.0.hash;
         let reported = std::mem::replace(&mut client.reported, called);
         if reported == called {
             return client.send(&encode(&Message::Alive)?, traffic);
@@ -277,7 +285,8 @@ impl Clients {
     /// # Errors
     /// The connection ended.
     pub fn split(&mut self, rank: usize) -> io::Result<()> {
-        let (client, traffic) = (&mut self.clients[rank], &mut self.traffic);
+        let client = &mut self.clients[rank];
+        let traffic = &mut self.traffic;
         let number = client.splits;
         client.splits += 1;
         let request = SplitRequest {

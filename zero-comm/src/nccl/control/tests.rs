@@ -16,7 +16,7 @@ use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::{MeetingEntry, Message, Outcome, Place, Registered};
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
-use super::world::{Operation, Transport, World};
+use super::world::{Connection, Operation, Transport};
 use crate::CommError;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
@@ -29,7 +29,7 @@ const SHORT: Duration = Duration::from_millis(300);
 #[ignore = "run by another test, as a process"]
 fn process_sets_its_environment() {
     // SAFETY: this process runs only this test, and its main thread waits for it.
-    unsafe { super::set_environment() };
+    unsafe { crate::nccl::set_environment() };
     println!("value {}", std::env::var("NCCL_GRAPH_REGISTER").unwrap());
 }
 
@@ -41,7 +41,7 @@ fn environment_is_set_unless_the_user_did() {
             "--ignored",
             "--exact",
             "--nocapture",
-            "nccl::tests::process_sets_its_environment",
+            "nccl::control::tests::process_sets_its_environment",
         ]);
         process
             .env_remove("NCCL_GRAPH_REGISTER")
@@ -53,7 +53,7 @@ fn environment_is_set_unless_the_user_did() {
 }
 
 /// Runs `body` as each of `n` ranks.
-pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
+pub(crate) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> Vec<R> {
     let port = free_port();
     std::thread::scope(|scope| {
         let body = &body;
@@ -68,7 +68,7 @@ pub(super) fn on_ranks<R: Send>(n: usize, body: impl Fn(Ranks) -> R + Sync) -> V
 }
 
 /// Connects to `port` as soon as something listens there.
-pub(super) fn connect(port: u16) -> TcpStream {
+pub(crate) fn connect(port: u16) -> TcpStream {
     let begun = Instant::now();
     loop {
         match TcpStream::connect(("127.0.0.1", port)) {
@@ -80,14 +80,14 @@ pub(super) fn connect(port: u16) -> TcpStream {
 }
 
 /// Sends a first frame without waiting for the answer; returns it.
-pub(super) fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
+pub(crate) fn send_hello(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Vec<u8> {
     let hello = key.hello(hello).unwrap();
     stream.write_all(&frame(&hello).unwrap()).unwrap();
     hello
 }
 
 /// Passes the handshake as `hello`.
-pub(super) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
+pub(crate) fn greet(mut stream: &TcpStream, key: &Key, hello: &Hello) -> Incoming {
     let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let hello = send_hello(stream, key, hello);
     let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
@@ -166,7 +166,8 @@ impl Transport for Behind {
 #[test]
 fn all_aborts_start_before_any_is_awaited() {
     for elapsed in on_ranks(1, |ranks| {
-        let world = World::start(join_as(&ranks, LONG).unwrap(), 0, LONG).unwrap();
+        let connection = Connection::start(join_as(&ranks, LONG).unwrap(), 0, LONG).unwrap();
+        let world = &connection.world;
         let last = Arc::new(Fake::default());
         world.open(0, true, Arc::new(Behind(Arc::clone(&last))));
         world.open(1, true, last);
@@ -176,7 +177,7 @@ fn all_aborts_start_before_any_is_awaited() {
             reason: "on purpose".to_owned(),
         });
         // Waits for both aborts.
-        drop(world);
+        drop(connection);
         begun.elapsed()
     }) {
         // Otherwise the limit of an abort passes, 5 s.
@@ -215,13 +216,15 @@ fn own_abort_poisons_streams_first() {
         send(&stream, &[Message::Goodbye]).unwrap();
         (joined, (stream, incoming))
     });
-    let world = World::start(joined, 1, LONG).unwrap();
+    let connection = Connection::start(joined, 1, LONG).unwrap();
+    let world = &connection.world;
     let [own, other] = [(); 2].map(|()| Arc::new(Fake::default()));
     let poisoned = Arc::new(Mutex::new(Vec::new()));
     for (context, fake) in [(0, &own), (1, &other)] {
         world.open(context, false, Arc::clone(fake) as Arc<dyn Transport>);
         for ended in [true, false] {
-            let (fake, poisoned) = (Arc::clone(fake), Arc::clone(&poisoned));
+            let fake = Arc::clone(fake);
+            let poisoned = Arc::clone(&poisoned);
             world.called(context, broadcast(8));
             world.watch(
                 context,
@@ -245,7 +248,7 @@ fn own_abort_poisons_streams_first() {
     world.drain(0).unwrap_err();
     let _completion = world.abort(&*own);
     world.close(0, 2);
-    drop(world);
+    drop(connection);
     let mut poisoned = poisoned.lock().clone();
     poisoned.sort_unstable();
     assert_eq!(poisoned, [(0, false), (1, false)]);
@@ -375,7 +378,8 @@ fn lost_connection_ends_the_other_ranks() {
 fn welcome_one(port: u16) -> (TcpStream, Incoming) {
     let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
     let (stream, _) = listener.accept().unwrap();
-    let (key, mut incoming) = (Key::new(None), Incoming::new(stream.try_clone().unwrap()));
+    let key = Key::new(None);
+    let mut incoming = Incoming::new(stream.try_clone().unwrap());
     let hello = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
     (&stream)
         .write_all(&frame(&key.challenge(hello).unwrap().0).unwrap())
@@ -425,7 +429,8 @@ fn failed_write_ends_the_connection() {
             (joined, stream, incoming)
         });
         joined.outgoing.set_write_timeout(Some(SHORT)).unwrap();
-        let world = World::start(joined, 1, LONG).unwrap();
+        let connection = Connection::start(joined, 1, LONG).unwrap();
+        let world = &connection.world;
         world.open(0, true, Arc::new(Fake::default()));
         // More bytes than the buffers of the connection have.
         let call = Call {
@@ -455,7 +460,7 @@ fn failed_write_ends_the_connection() {
             failure,
             cause.unwrap_or(CommError::Peer { rank: 0, message })
         );
-        drop(world);
+        drop(connection);
         let end = std::iter::repeat_with(|| incoming.next(LONG))
             .find_map(Result::err)
             .unwrap();
@@ -506,7 +511,8 @@ fn each_local_failure_reaches_all_ranks() {
                 message: "unhandled system error".to_owned(),
             },
             _ => {
-                let (call, stream) = (Box::new(broadcast(8)), "comm".to_owned());
+                let call = Box::new(broadcast(8));
+                let stream = "comm".to_owned();
                 CommError::Skipped {
                     sequence: 0,
                     call,
@@ -767,7 +773,8 @@ fn urgent_messages_follow_the_progress() {
         .unwrap();
         // The first rank of a communicator sends its calls; they come before the message that it
         // left.
-        let (first, progress) = (next(&mut incoming), next(&mut incoming));
+        let first = next(&mut incoming);
+        let progress = next(&mut incoming);
         assert_eq!(
             first,
             Message::Calls {
@@ -822,7 +829,8 @@ fn differing_calls_after_a_split_name_world_ranks() {
         }
         rank.wait_for_failure()
     });
-    let (call, other_call) = (Box::new(broadcast(90)), Box::new(broadcast(180)));
+    let call = Box::new(broadcast(90));
+    let other_call = Box::new(broadcast(180));
     let expected = CommError::Mismatch {
         sequence: 90,
         rank: 1,

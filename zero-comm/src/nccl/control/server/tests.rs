@@ -12,7 +12,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 fn server(world_size: usize) -> (Server, std::net::SocketAddr) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let (address, key) = (listener.local_addr().unwrap(), Key::new(None));
+    let address = listener.local_addr().unwrap();
+    let key = Key::new(None);
     let options = Options {
         world_size,
         library: 1,
@@ -26,7 +27,8 @@ fn server(world_size: usize) -> (Server, std::net::SocketAddr) {
 
 /// Runs the server until `is_done`.
 fn turns(server: &mut Server, mut is_done: impl FnMut(&mut Server) -> bool) {
-    let (mut events, begun) = (Events::with_capacity(8), Instant::now());
+    let mut events = Events::with_capacity(8);
+    let begun = Instant::now();
     while !is_done(server) {
         assert!(begun.elapsed() < LIMIT);
         server.next_tick = server
@@ -38,10 +40,8 @@ fn turns(server: &mut Server, mut is_done: impl FnMut(&mut Server) -> bool) {
 
 /// Joins the server as `rank`.
 fn join(server: &mut Server, address: std::net::SocketAddr, rank: usize) -> TcpStream {
-    let (mut stream, key) = (
-        TcpStream::connect(address).unwrap(),
-        server.options.key.clone(),
-    );
+    let mut stream = TcpStream::connect(address).unwrap();
+    let key = server.options.key.clone();
     let hello = key.hello(&Hello::new(rank, server.peers.len(), 1)).unwrap();
     stream.write_all(&frame(&hello).unwrap()).unwrap();
     turns(server, |server| {
@@ -63,7 +63,8 @@ fn join(server: &mut Server, address: std::net::SocketAddr, rank: usize) -> TcpS
 #[test]
 fn slow_reader_is_lost() {
     let (mut server, address) = server(2);
-    let (reader, _slow) = (join(&mut server, address, 0), join(&mut server, address, 1));
+    let reader = join(&mut server, address, 0);
+    let _slow = join(&mut server, address, 1);
     let frame = encode(&Message::Welcome {
         id: vec![0; MAX_FRAME_BYTES / 2],
         report_every: LIMIT,
@@ -96,7 +97,8 @@ fn slow_reader_is_lost() {
 #[test]
 fn lost_rank_is_told_why() {
     let (mut server, address) = server(2);
-    let (_other, stopped) = (join(&mut server, address, 0), join(&mut server, address, 1));
+    let _other = join(&mut server, address, 0);
+    let stopped = join(&mut server, address, 1);
     server.peers[1].as_mut().unwrap().silence = TimeLimit::new(Duration::ZERO);
     server.peers[1].as_mut().unwrap().heard = false;
     turns(&mut server, |server| server.peers[1].is_none());
@@ -114,7 +116,8 @@ fn lost_rank_is_told_why() {
 #[test]
 fn reader_that_stops_is_lost_in_time() {
     let (mut server, address) = server(2);
-    let (_reader, slow) = (join(&mut server, address, 0), join(&mut server, address, 1));
+    let _reader = join(&mut server, address, 0);
+    let slow = join(&mut server, address, 1);
     let frame = encode(&Message::Welcome {
         id: vec![0; MAX_FRAME_BYTES / 2],
         report_every: LIMIT,
@@ -126,7 +129,8 @@ fn reader_that_stops_is_lost_in_time() {
     assert!(!server.peers[1].as_ref().unwrap().output.is_empty());
     // It reads again.
     slow.set_nonblocking(true).unwrap();
-    let (mut slow, mut bytes) = (slow, vec![0; 1 << 16]);
+    let mut slow = slow;
+    let mut bytes = vec![0; 1 << 16];
     turns(&mut server, |server| {
         while slow.read(&mut bytes).is_ok_and(|n| n > 0) {}
         server.peers[1].as_ref().unwrap().output.is_empty()

@@ -209,7 +209,6 @@ impl Simulation {
         }
     }
 
-    /// Delivers everything.
     fn finish(&mut self) {
         let n = self.to_rank.len();
         (0..n).for_each(|rank| self.step(Step::Report, rank, 0));
@@ -243,7 +242,8 @@ impl Simulation {
 
     /// The number of the first call in which two ranks differ.
     fn first_difference(&self, a: usize, b: usize, context: Context) -> Option<u64> {
-        let (a, b) = (&self.made[&(a, context)], &self.made[&(b, context)]);
+        let a = &self.made[&(a, context)];
+        let b = &self.made[&(b, context)];
         a.iter()
             .zip(b)
             .position(|(a, b)| a != b)
