@@ -54,6 +54,26 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Settings without offload, parameter groups and graphs: one micro-batch a step, a bucket of
+    /// one element and no limit of time, which a run replaces.
+    pub fn new(stage: ZeroStage, dtype: DType, kind_of: KindOf) -> Self {
+        Self {
+            stage,
+            dtype,
+            grad_accum_steps: 1,
+            reduce_every_micro_batch: false,
+            bucket_capacity_elems: 1,
+            overlap: true,
+            prefetch: PrefetchOptions::default(),
+            optimizer: OptimizerConfig::default(),
+            groups: GroupSettings::default(),
+            kind_of,
+            graphs: false,
+            offload: OffloadSettings::default(),
+            limit: Duration::ZERO,
+        }
+    }
+
     /// The rules of each tensor of the model.
     ///
     /// # Errors

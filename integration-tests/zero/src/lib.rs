@@ -1,7 +1,28 @@
 //! The commands of the binary `zero`: training, planning and checkpoint tools.
+//!
+//! ```text
+//! train  plan  ckpt       the commands; train asks plan
+//!  |      |
+//!  memory |               what a rank needs, and what this machine has
+//!    settings             the settings of a run: flags, configuration, run.json
+//!      config  workload   DeepSpeed's file; a model and its data for the trainer
+//!               data      texts and tokens
+//! launcher                one process a rank
+//! flags  output  error    shared by all
+//! ```
 
-pub mod cli;
-pub mod config;
+pub mod ckpt;
+mod config;
 pub mod data;
+mod error;
+mod files;
+mod flags;
 pub mod launcher;
+mod memory;
+mod output;
+pub mod plan;
+mod settings;
+pub mod train;
 pub mod workload;
+
+pub use error::CliError;

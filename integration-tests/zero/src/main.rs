@@ -2,12 +2,13 @@
 
 mod heap;
 
-use std::ffi::OsString;
-use std::io::IsTerminal;
+use std::ffi::{OsStr, OsString};
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use zero::cli::{CliError, ckpt, plan, train};
+use zero::launcher::Report;
+use zero::{CliError, ckpt, plan, train};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -35,16 +36,8 @@ enum Command {
 fn arguments() -> Vec<OsString> {
     let mut arguments: Vec<OsString> = Vec::new();
     for argument in std::env::args_os() {
-        let is_negative = argument
-            .to_str()
-            .is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_ok());
         match arguments.last_mut() {
-            Some(flag)
-                if is_negative
-                    && flag
-                        .to_str()
-                        .is_some_and(|f| f.starts_with("--") && !f.contains('=')) =>
-            {
+            Some(flag) if is_negative(&argument) && is_flag_without_value(flag) => {
                 flag.push("=");
                 flag.push(argument);
             }
@@ -54,22 +47,55 @@ fn arguments() -> Vec<OsString> {
     arguments
 }
 
+fn is_negative(argument: &OsStr) -> bool {
+    argument
+        .to_str()
+        .is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_ok())
+}
+
+fn is_flag_without_value(argument: &OsStr) -> bool {
+    argument
+        .to_str()
+        .is_some_and(|text| text.starts_with("--") && !text.contains('='))
+}
+
+/// Logs to standard error, as the variable `ZERO_LOG` has it.
+fn start_log() {
+    let filter =
+        tracing_subscriber::EnvFilter::try_from_env("ZERO_LOG").unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .without_time()
+        .init();
+}
+
+/// Reports the error to the launcher that started this process as a rank, or prints it to standard
+/// error. Prints nothing for an interruption.
+fn report(error: &CliError) {
+    // Another rank may have requested the end because of its own failure.
+    let interrupted = matches!(error, CliError::Interrupted { .. });
+    let report = Report {
+        code: error.exit_code(),
+        echo: interrupted || matches!(error, CliError::Echo(_)),
+        message: error.to_string(),
+    };
+    if !report.deliver() && !interrupted {
+        // One write, so that the lines of several processes do not mix.
+        let _ = std::io::stderr().write_all(format!("error: {error}\n").as_bytes());
+    }
+}
+
 fn main() -> ExitCode {
     heap::share();
     // SAFETY: this is the only thread.
     unsafe { zero_comm::nccl::set_environment() };
-    let filter =
-        tracing_subscriber::EnvFilter::try_from_env("ZERO_LOG").unwrap_or_else(|_| "warn".into());
-    let terminal = std::io::stderr().is_terminal();
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
-    log.with_ansi(terminal)
-        .with_target(false)
-        .without_time()
-        .init();
+    start_log();
     // The run reports a panic as the error of its rank, in one line.
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
+
     let result = std::panic::catch_unwind(|| match Cli::parse_from(arguments()).command {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
@@ -82,6 +108,6 @@ fn main() -> ExitCode {
             "a bug: the program panicked; run with ZERO_LOG=debug for the location".to_owned(),
         ),
     };
-    error.report();
+    report(&error);
     ExitCode::from(error.exit_code())
 }

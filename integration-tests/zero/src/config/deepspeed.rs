@@ -15,7 +15,7 @@ use zero_trainer::param_groups::ParamGroup;
 
 /// A DeepSpeed configuration. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
-pub struct DsConfig {
+pub(crate) struct DsConfig {
     /// The three batch sizes.
     pub batch: BatchKeys,
     /// `zero_optimization`.
@@ -56,7 +56,7 @@ pub struct DsConfig {
 
 /// `activation_checkpointing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ActivationCheckpointing {
+pub(crate) struct ActivationCheckpointing {
     /// Whether to shard the kept inputs over the ranks.
     pub partition_activations: bool,
     /// Whether to keep them in host memory.
@@ -65,7 +65,7 @@ pub struct ActivationCheckpointing {
 
 /// `aio`. `None` lets the program choose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Aio {
+pub(crate) struct Aio {
     /// Requests in flight to a file.
     pub queue_depth: Option<u64>,
     /// Bytes of one request: a multiple of 4096.
@@ -229,7 +229,7 @@ impl DsConfig {
     ///
     /// # Errors
     /// The file cannot be read, or an error of [`parse`](Self::parse), with the path.
-    pub fn open(path: &Path) -> Result<Self, ConfigFileError> {
+    pub(crate) fn open(path: &Path) -> Result<Self, ConfigFileError> {
         let text = fs::read_to_string(path).map_err(|source| ConfigFileError::Read {
             path: path.to_owned(),
             source,
@@ -245,7 +245,7 @@ impl DsConfig {
     /// # Errors
     /// Invalid JSON, a key that DeepSpeed rejects, a value of the wrong type, or an unsupported
     /// setting that would change the results.
-    pub fn parse(text: &str) -> Result<Self, ConfigFileError> {
+    pub(crate) fn parse(text: &str) -> Result<Self, ConfigFileError> {
         let keys = json::parse(text)?;
         let mut autos = Vec::new();
         list_autos("", &keys, &mut autos);
@@ -302,7 +302,7 @@ impl DsConfig {
     }
 
     /// `zero_optimization` with accelerate's values for `"auto"`, for a model of `hidden` channels.
-    pub fn zero_for(&self, hidden: u64) -> ZeroOptimization {
+    pub(crate) fn zero_for(&self, hidden: u64) -> ZeroOptimization {
         let mut zero = self.zero.clone();
         let auto = |key: &str| self.is_auto(&format!("zero_optimization.{key}"));
         let square = hidden.saturating_mul(hidden);
@@ -319,13 +319,13 @@ impl DsConfig {
     }
 
     /// Whether the value of `key` is `"auto"`. The prefix `stage3_` of a key may be missing.
-    pub fn is_auto(&self, key: &str) -> bool {
+    pub(crate) fn is_auto(&self, key: &str) -> bool {
         self.autos.iter().any(|auto| canonical(auto) == key)
     }
 }
 
 /// The name of a key that has two.
-pub fn canonical(key: &str) -> String {
+pub(crate) fn canonical(key: &str) -> String {
     key.replace(".stage3_", ".")
         .replace("_fp16_", "_16bit_")
         .replace("bfloat16.", "bf16.")

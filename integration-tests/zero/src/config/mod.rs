@@ -38,21 +38,6 @@
 //! blocks, `fp16` and `bf16`, and warnings elsewhere; `stage3_X` and `X` are one key, and so are
 //! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of
 //! DeepSpeed 0.19.
-//!
-//! ```
-//! use zero::config::DsConfig;
-//!
-//! let config = DsConfig::parse(r#"{
-//!     "train_batch_size": 64,
-//!     "gradient_accumulation_steps": 2,     // the micro-batch is derived
-//!     "bf16": {"enabled": true},
-//!     "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e6},
-//!     "steps_per_print": 10,
-//! }"#).unwrap();
-//! assert_eq!(config.zero.stage, 3);
-//! assert_eq!(config.zero.prefetch_bucket_elems, 5_000_000);
-//! assert_eq!(config.batch.resolve(4, None, None, 8).unwrap().micro_batch, 8);
-//! ```
 
 mod batch;
 mod block;
@@ -66,8 +51,8 @@ mod zero;
 #[cfg(test)]
 mod tests;
 
-pub use batch::{Batch, BatchKeys};
-pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
-pub use error::ConfigFileError;
-pub use optimizer::{AUTO_STEPS, DsOptimizer};
-pub use zero::ZeroOptimization;
+pub(crate) use batch::{Batch, BatchKeys};
+pub(crate) use deepspeed::{DsConfig, canonical};
+pub(crate) use error::ConfigFileError;
+pub(crate) use optimizer::AUTO_STEPS;
+pub(crate) use zero::ZeroOptimization;

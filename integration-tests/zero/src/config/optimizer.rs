@@ -10,12 +10,47 @@ use zero_trainer::param_groups::ParamGroup;
 
 /// `optimizer`: Adam or AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DsOptimizer {
+pub(crate) struct DsOptimizer {
     /// The base learning rate.
     pub lr: f64,
     /// Betas, epsilon, weight decay, and whether the decay is decoupled.
     pub hyper: AdamHyper,
 }
+
+/// Parameters of the optimizer that would change results.
+const REFUSED: [(&str, Usual, &str); 4] = [
+    ("amsgrad", Usual::Flag(false), "AMSGrad is not supported"),
+    ("maximize", Usual::Flag(false), "the loss is minimized"),
+    (
+        "fp32_optimizer_states",
+        Usual::Flag(true),
+        "the moments are fp32",
+    ),
+    (
+        "max_grad_norm",
+        Usual::Nothing,
+        "use gradient_clipping at the top level",
+    ),
+];
+
+const FUSED: &str = "the step is always fused";
+
+/// Parameters of the optimizer that change speed only.
+const IGNORED: [(&str, Usual, &str); 5] = [
+    (
+        "torch_adam",
+        Usual::Flag(false),
+        "the step is this program's own",
+    ),
+    ("fused", Usual::Flag(true), FUSED),
+    ("foreach", Usual::Flag(false), FUSED),
+    ("capturable", Usual::Flag(false), FUSED),
+    (
+        "set_grad_none",
+        Usual::Nothing,
+        "gradient buffers are reused",
+    ),
+];
 
 /// Reads `optimizer`; `"Adam"` means AdamW unless `adam_w_mode` is false.
 pub(super) fn read_optimizer(
@@ -40,48 +75,13 @@ pub(super) fn read_optimizer(
             return Err(ConfigFileError::Unsupported { key, got, why });
         }
     };
-    block.ignore(
-        &[(
-            "legacy_fusion",
-            Usual::Flag(false),
-            "the step is always fused",
-        )],
-        warnings,
-    )?;
+    block.ignore(&[("legacy_fusion", Usual::Flag(false), FUSED)], warnings)?;
     let mut params = params(&mut block)?;
     block.end_lenient(warnings);
 
-    params.refuse(&[
-        ("amsgrad", Usual::Flag(false), "AMSGrad is not supported"),
-        ("maximize", Usual::Flag(false), "the loss is minimized"),
-        (
-            "fp32_optimizer_states",
-            Usual::Flag(true),
-            "the moments are fp32",
-        ),
-        (
-            "max_grad_norm",
-            Usual::Nothing,
-            "use gradient_clipping at the top level",
-        ),
-    ])?;
-    let fused = "the step is always fused";
-    let ignored = [
-        (
-            "torch_adam",
-            Usual::Flag(false),
-            "the step is this program's own",
-        ),
-        ("fused", Usual::Flag(true), fused),
-        ("foreach", Usual::Flag(false), fused),
-        ("capturable", Usual::Flag(false), fused),
-        (
-            "set_grad_none",
-            Usual::Nothing,
-            "gradient buffers are reused",
-        ),
-    ];
-    params.ignore(&ignored, warnings)?;
+    params.refuse(&REFUSED)?;
+    params.ignore(&IGNORED, warnings)?;
+
     let adam_w_mode = params.flag("adam_w_mode")?.unwrap_or(true);
     let not_negative = "a number, 0 or above";
     let [beta1, beta2] = betas(&mut params)?;
@@ -151,7 +151,7 @@ pub(super) fn read_param_groups(
 }
 
 /// `total_num_steps` of a schedule that has `"auto"`, which the run replaces by its last step.
-pub const AUTO_STEPS: u64 = u64::MAX;
+pub(crate) const AUTO_STEPS: u64 = u64::MAX;
 
 /// Reads `scheduler`.
 pub(super) fn read_scheduler(

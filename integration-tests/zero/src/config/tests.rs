@@ -5,10 +5,9 @@ use zero_alloc::device::DType;
 use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
 
-use super::{
-    ActivationCheckpointing, Aio, BatchKeys, ConfigFileError, DsConfig, DsOptimizer,
-    ZeroOptimization,
-};
+use super::deepspeed::{ActivationCheckpointing, Aio};
+use super::optimizer::DsOptimizer;
+use super::{BatchKeys, ConfigFileError, DsConfig, ZeroOptimization};
 use zero_trainer::Home;
 
 /// Parses a configuration that must be valid and without warnings.
@@ -674,4 +673,23 @@ fn file_errors_name_path_and_line() {
         error.starts_with(&format!("{}: failed to read the file: ", missing.display())),
         "{error}"
     );
+}
+
+/// Comments, a trailing comma and numbers such as 5e6 are allowed.
+#[test]
+fn comments_are_allowed() {
+    let text = r#"{
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 2,     // the micro-batch is derived
+        "bf16": {"enabled": true},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e6},
+        "steps_per_print": 10,
+    }"#;
+
+    let config = DsConfig::parse(text).unwrap();
+
+    assert_eq!(config.zero.stage, 3);
+    assert_eq!(config.zero.prefetch_bucket_elems, 5_000_000);
+    let batch = config.batch.resolve(4, None, None, 8).unwrap();
+    assert_eq!(batch.micro_batch, 8);
 }

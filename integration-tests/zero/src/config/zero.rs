@@ -8,7 +8,7 @@ use zero_trainer::Home;
 
 /// `zero_optimization`. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ZeroOptimization {
+pub(crate) struct ZeroOptimization {
     /// 0 to 3.
     pub stage: u8,
     /// Elements of a gradient bucket.
@@ -59,7 +59,7 @@ impl Default for ZeroOptimization {
 
 impl ZeroOptimization {
     /// Whether communication overlaps compute at `stage`; by default only at stage 3.
-    pub fn overlaps_at(&self, stage: u8) -> bool {
+    pub(crate) fn overlaps_at(&self, stage: u8) -> bool {
         self.overlap_comm.unwrap_or(stage == 3)
     }
 }

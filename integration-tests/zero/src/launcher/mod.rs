@@ -94,6 +94,13 @@ pub enum JobError {
 }
 
 impl JobError {
+    fn start(rank: usize, error: &std::io::Error) -> Self {
+        Self::Start {
+            rank,
+            message: error.to_string(),
+        }
+    }
+
     /// Whether the failure of another rank caused this one.
     fn is_echo(&self) -> bool {
         matches!(self, Self::Reported { report, .. } if report.echo)
@@ -138,83 +145,126 @@ impl Job {
     /// # Errors
     /// The first failure that no other rank caused, or [`JobError::Interrupted`].
     pub fn run(&self, received: &mut dyn FnMut() -> Option<i32>) -> Result<(), JobError> {
-        let start = |rank, e: std::io::Error| JobError::Start {
-            rank,
-            message: e.to_string(),
-        };
-        let reports = report::Folder::new().map_err(|e| start(0, e))?;
-        let port = free_port().map_err(|e| start(0, e))?;
-        let token = Token::random().map_err(|e| start(0, e))?;
+        let reports = report::Folder::new().map_err(|e| JobError::start(0, &e))?;
         let output = Prefixed::default();
-        let mut running = Vec::with_capacity(self.ranks);
-        for rank in 0..self.ranks {
-            let mut variables = self.variables(rank, port, &token);
-            variables.push((
-                REPORT_VARIABLE.to_owned(),
-                reports.file(rank).display().to_string(),
-            ));
-            // On an error, dropping `running` kills the ranks that have started.
-            running.push(Rank::start(self, rank, &variables, &output).map_err(|e| start(rank, e))?);
-        }
-        let mut failures = Vec::new();
-        let (mut forwarded, mut interrupted, mut grace) = (None, false, None);
-        while !running.is_empty() {
+        let mut running = Running {
+            ranks: self.start(&reports, &output)?,
+            reports,
+            failures: Vec::new(),
+            forwarded: None,
+            interrupted: false,
+        };
+        let mut grace = None;
+        while !running.ranks.is_empty() {
             std::thread::sleep(TICK);
-            match (received(), forwarded) {
-                (Some(signal), None) => {
-                    let named = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
-                    running.iter().for_each(|rank| rank.signal(named));
-                    forwarded = Some(signal);
-                }
-                // Dropping a rank kills it.
-                (Some(signal), Some(_)) => return Err(JobError::Interrupted { signal }),
-                (None, _) => {}
+            if let Some(signal) = received() {
+                running.forward(signal)?;
             }
-            running.retain_mut(|rank| match rank.ended() {
-                Ok(None) => true,
-                Ok(Some(status)) if status.success() => false,
-                // It had no handler yet, and the others miss it.
-                Ok(Some(status)) if status.signal().is_some() && status.signal() == forwarded => {
-                    failures.insert(
-                        0,
-                        JobError::Interrupted {
-                            signal: forwarded.unwrap_or_default(),
-                        },
-                    );
-                    false
+            running.reap();
+            if !running.failures.is_empty() {
+                let grace = grace.get_or_insert_with(|| TimeLimit::new(self.grace));
+                if grace.has_passed() {
+                    // Dropping a rank kills it.
+                    running.ranks.clear();
                 }
-                Ok(Some(status))
-                    if forwarded.is_some()
-                        && status.code() == forwarded.map(|signal| 128 + signal) =>
-                {
-                    interrupted = true;
-                    false
-                }
-                Ok(Some(status)) => {
-                    failures.push(JobError::of(rank.number, status, reports.read(rank.number)));
-                    false
-                }
-                Err(e) => {
-                    failures.push(start(rank.number, e));
-                    false
-                }
-            });
-            if !failures.is_empty()
-                && grace
-                    .get_or_insert_with(|| TimeLimit::new(self.grace))
-                    .has_passed()
-            {
-                running.clear();
             }
         }
         output.finish();
-        let cause = failures
-            .iter()
-            .find(|failure| !failure.is_echo())
-            .or(failures.first());
-        match (cause, forwarded) {
+        running.outcome()
+    }
+
+    /// Starts the ranks.
+    fn start(&self, reports: &report::Folder, output: &Prefixed) -> Result<Vec<Rank>, JobError> {
+        let port = free_port().map_err(|e| JobError::start(0, &e))?;
+        let token = Token::random().map_err(|e| JobError::start(0, &e))?;
+        let mut ranks = Vec::with_capacity(self.ranks);
+        for rank in 0..self.ranks {
+            let mut variables = self.variables(rank, port, &token);
+            let report = reports.file(rank).display().to_string();
+            variables.push((REPORT_VARIABLE.to_owned(), report));
+            // On an error, dropping `ranks` kills those that have started.
+            let started = Rank::start(&self.program, &self.args, rank, &variables, output);
+            ranks.push(started.map_err(|e| JobError::start(rank, &e))?);
+        }
+        Ok(ranks)
+    }
+}
+
+/// The ranks of a job that has started.
+struct Running {
+    /// Those that have not ended.
+    ranks: Vec<Rank>,
+    reports: report::Folder,
+    failures: Vec<JobError>,
+    /// The first signal, which every rank got.
+    forwarded: Option<i32>,
+    /// Whether a rank ended because of that signal.
+    interrupted: bool,
+}
+
+impl Running {
+    /// Passes the first signal to the ranks.
+    ///
+    /// # Errors
+    /// At the second signal, which ends the job: dropping the ranks kills them.
+    fn forward(&mut self, signal: i32) -> Result<(), JobError> {
+        if self.forwarded.is_some() {
+            return Err(JobError::Interrupted { signal });
+        }
+        let named = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+        for rank in &self.ranks {
+            rank.signal(named);
+        }
+        self.forwarded = Some(signal);
+        Ok(())
+    }
+
+    /// Removes the ranks that have ended, and keeps their failures.
+    fn reap(&mut self) {
+        let mut ended = Vec::new();
+        self.ranks.retain_mut(|rank| match rank.ended() {
+            Ok(None) => true,
+            Ok(Some(status)) => {
+                ended.push((rank.number, Ok(status)));
+                false
+            }
+            Err(error) => {
+                ended.push((rank.number, Err(error)));
+                false
+            }
+        });
+        for (rank, status) in ended {
+            match status {
+                Ok(status) => self.record(rank, status),
+                Err(error) => self.failures.push(JobError::start(rank, &error)),
+            }
+        }
+    }
+
+    /// Records how a rank has ended.
+    fn record(&mut self, rank: usize, status: ExitStatus) {
+        if status.success() {
+            return;
+        }
+        match self.forwarded {
+            // It had no handler yet, and the others miss it.
+            Some(signal) if status.signal() == Some(signal) => {
+                self.failures.insert(0, JobError::Interrupted { signal });
+            }
+            Some(signal) if status.code() == Some(128 + signal) => self.interrupted = true,
+            _ => {
+                let report = self.reports.read(rank);
+                self.failures.push(JobError::of(rank, status, report));
+            }
+        }
+    }
+
+    /// The first failure that no other rank caused.
+    fn outcome(&self) -> Result<(), JobError> {
+        let cause = self.failures.iter().find(|failure| !failure.is_echo());
+        match (cause.or(self.failures.first()), self.forwarded) {
             (Some(cause), _) => Err(cause.clone()),
-            (None, Some(signal)) if interrupted => Err(JobError::Interrupted { signal }),
+            (None, Some(signal)) if self.interrupted => Err(JobError::Interrupted { signal }),
             _ => Ok(()),
         }
     }

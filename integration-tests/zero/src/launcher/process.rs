@@ -1,12 +1,13 @@
 //! The process of a rank, which ends with this one.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::Job;
 use super::output::Prefixed;
 
 /// A running rank. Dropping it kills its process group.
@@ -18,14 +19,15 @@ pub(super) struct Rank {
 
 impl Rank {
     pub(super) fn start(
-        job: &Job,
+        program: &Path,
+        args: &[OsString],
         number: usize,
         variables: &[(String, String)],
         output: &Prefixed,
     ) -> io::Result<Self> {
-        let mut command = Command::new(&job.program);
+        let mut command = Command::new(program);
         command
-            .args(&job.args)
+            .args(args)
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null());
         // With its own group it does not receive the terminal's signals, and all its descendants

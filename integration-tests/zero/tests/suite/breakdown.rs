@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::cli::{data, succeeds, tiny, zero};
+use crate::support::{data, lines, succeeds, tiny, zero};
 
 /// Runs three steps of the tiny model in `dir`; returns the output.
 fn run(dir: &Path, more: &[&str]) -> String {
@@ -12,13 +12,6 @@ fn run(dir: &Path, more: &[&str]) -> String {
     let (flags, pairs): (Vec<&str>, Vec<&str>) =
         more.iter().partition(|flag| **flag == "--breakdown");
     succeeds(&zero(dir, &[tiny(&model, &tokens, &pairs), flags].concat()))
-}
-
-fn lines(path: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(path).unwrap();
-    text.lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
 }
 
 fn sum(parts: &Value) -> f64 {

@@ -1,79 +1,12 @@
 //! The binary `zero` as a user runs it: its output, its error messages and its exit codes.
 
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use tempfile::TempDir;
 
 use crate::place;
-
-pub(crate) fn data(name: &str) -> String {
-    place::data(name).display().to_string()
-}
-
-/// Runs `zero` in `dir`.
-pub(crate) fn zero(dir: &Path, args: &[&str]) -> Output {
-    place::zero().args(args).current_dir(dir).output().unwrap()
-}
-
-/// The arguments of a small run, replaced or extended by the pairs of flag and value in `more`.
-pub(crate) fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut args = vec![
-        "train",
-        "--model",
-        model,
-        "--data",
-        tokens,
-        "--seq-len",
-        "32",
-        "--micro-batch",
-        "1",
-    ];
-    args.extend(["--ranks", "2", "--steps", "3"]);
-    for pair in more.chunks(2) {
-        match args.iter().position(|a| *a == pair[0]) {
-            Some(at) => args[at + 1] = pair[1],
-            None => args.extend(pair),
-        }
-    }
-    args
-}
-
-pub(crate) fn run_tiny(dir: &Path, more: &[&str]) -> Output {
-    zero(dir, &tiny(&data("model"), &data("tokens.u16.bin"), more))
-}
-
-/// Asserts exit code `code` and one error line on standard error; the output contains all `parts`.
-pub(crate) fn fails(output: &Output, code: i32, parts: &[&str]) {
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{text}");
-    let last = text.lines().last().unwrap_or_default();
-    assert!(last.starts_with("error: "), "{text}");
-    assert!(!text.contains("panicked"), "{text}");
-    assert_eq!(
-        text.lines().filter(|l| l.starts_with("error: ")).count(),
-        1,
-        "{text}"
-    );
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in: {text}");
-    }
-}
-
-pub(crate) fn succeeds(output: &Output) -> String {
-    let (out, err) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
-    assert_eq!(output.status.code(), Some(0), "{err}");
-    out.into_owned()
-}
-
-pub(crate) fn temp() -> TempDir {
-    tempfile::tempdir().unwrap()
-}
+use crate::support::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 
 /// A folder that the user names is data, all of it, and what is no text is named.
 #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::cli::{fails, run_tiny, succeeds, temp};
+use crate::support::{fails, run_tiny, succeeds, temp};
 
 /// Trains on one rank with the configuration `text` and the flags `more`.
 fn run(dir: &Path, text: &str, more: &[&str]) -> std::process::Output {

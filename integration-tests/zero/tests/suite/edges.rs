@@ -8,9 +8,8 @@ use std::time::Duration;
 use serde_json::Value;
 use zero_models::gpt2::config::GptConfig;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 use crate::place;
-use crate::plan_and_train::write_model;
+use crate::support::{data, fails, run_tiny, signal, succeeds, temp, tiny, write_model, zero};
 
 /// Starts a run that does not end by itself and waits for its third step.
 fn endless(dir: &Path, more: &[&str]) -> Child {
@@ -36,16 +35,6 @@ fn endless(dir: &Path, more: &[&str]) -> Child {
 
 fn steps(dir: &Path) -> usize {
     std::fs::read_to_string(dir.join("m")).map_or(0, |text| text.lines().count())
-}
-
-fn signal(run: &Child, name: &str) {
-    assert!(
-        Command::new("kill")
-            .args([name, &run.id().to_string()])
-            .status()
-            .unwrap()
-            .success()
-    );
 }
 
 /// Each signal saves, prints where, and ends the run with 128 + its number; the saved step is the

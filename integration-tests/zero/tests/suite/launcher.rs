@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use zero::launcher::{Job, JobError, Report};
 
+use crate::support::signal;
+
 /// Timeout that expires only if the launcher is broken; scripts that must be killed sleep longer.
 const LIMIT: Duration = Duration::from_secs(120);
 /// The environment variable with the script of a launcher that runs in its own process.
@@ -100,16 +102,6 @@ fn all_end(pids: &[u32]) {
     wait_until("a process outlives its launcher", || {
         !pids.iter().any(|&pid| is_running(pid))
     });
-}
-
-fn signal(child: &Child, name: &str) {
-    assert!(
-        Command::new("kill")
-            .args([name, &child.id().to_string()])
-            .status()
-            .unwrap()
-            .success()
-    );
 }
 
 /// Shell code: returns when the launcher has collected the exit status of the rank before this one.

@@ -15,4 +15,5 @@ mod place;
 mod plan_and_train;
 mod record;
 mod store;
+mod support;
 mod validation;

@@ -6,9 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 use crate::place;
-use crate::store::{lines, losses};
+use crate::support::{data, fails, lines, losses, run_tiny, succeeds, temp, tiny, zero};
 
 /// Flags of a run whose optimizer state, parameters and gradients are in the folder `scratch`.
 const NVME: [&str; 6] = [

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 use crate::place;
+use crate::support::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 
 fn checkpoints(dir: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(dir) else {

@@ -4,12 +4,11 @@
 
 use std::path::Path;
 
-use safetensors::Dtype;
-use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use zero_models::gpt2::config::GptConfig;
 
 use crate::place;
+use crate::support::write_model;
 
 fn zero(line: &str) -> String {
     let output = place::zero()
@@ -95,30 +94,6 @@ fn bucket_of_a_configuration_is_limited() {
         measured["memory"]["buckets_bytes"],
         planned["stages"][2]["gpu"]["buckets_bytes"]
     );
-}
-
-pub(crate) fn write_model(folder: &Path, config: &GptConfig) {
-    std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
-    let tensors = config
-        .units()
-        .into_iter()
-        .flat_map(|u| u.params)
-        .map(|param| {
-            let mut values = vec![0.0f32; param.shape.iter().product::<u64>() as usize];
-            config
-                .fill_initial(0, &param.name, 0..values.len() as u64, &mut values)
-                .unwrap();
-            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-            let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
-            (param.name, shape, bytes)
-        });
-    let tensors: Vec<_> = tensors.collect();
-    let view =
-        |shape: &Vec<usize>, bytes| TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap();
-    let views = tensors
-        .iter()
-        .map(|(name, shape, bytes)| (name, view(shape, bytes)));
-    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
 }
 
 /// Compares the plan and the measurements of each stage.

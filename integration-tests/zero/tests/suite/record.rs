@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, zero};
+use crate::support::{data, fails, run_tiny, succeeds, temp, zero};
 
 /// Settings that are not the defaults.
 const SETTINGS: [&str; 20] = [

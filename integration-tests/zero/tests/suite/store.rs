@@ -11,8 +11,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 use zero_ckpt::Reader;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 use crate::place;
+use crate::support::{data, fails, lines, losses, run_tiny, succeeds, temp, tiny, zero};
 
 /// The files below `dir` with their contents, without the lock file.
 fn files(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
@@ -39,25 +39,10 @@ fn steps(dir: &Path) -> Vec<u64> {
     steps
 }
 
-pub(crate) fn lines(path: &Path) -> Vec<Value> {
-    fs::read_to_string(path)
-        .unwrap()
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
-}
-
 fn numbers(path: &Path) -> Vec<u64> {
     lines(path)
         .iter()
         .map(|line| line["step"].as_u64().unwrap())
-        .collect()
-}
-
-pub(crate) fn losses(path: &Path) -> Vec<Value> {
-    lines(path)
-        .into_iter()
-        .map(|mut line| line["loss"].take())
         .collect()
 }
 

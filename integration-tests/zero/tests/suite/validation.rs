@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::cli::{data, fails, run_tiny, succeeds, temp, tiny, zero};
+use crate::support::{data, fails, run_tiny, succeeds, temp, tiny, zero};
 
 /// The step and the evaluation of each line of a metrics file that has one.
 fn evaluations(file: &Path) -> Vec<(u64, Value)> {

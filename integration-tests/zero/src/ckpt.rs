@@ -1,0 +1,397 @@
+//! `zero ckpt`: inspects and verifies checkpoints, assembles them of staged files, and converts
+//! them to and from Hugging Face folders.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand};
+use indicatif::HumanCount;
+use zero_ckpt::{
+    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble,
+    assemble_step, has_checkpoints, resolve, staged_saves,
+};
+
+use crate::error::CliError;
+use crate::flags::{DTypeFlag, parse_bytes};
+use crate::output::{print_note, print_text};
+use zero_models::hf::HfFolder;
+
+/// Inspect, verify, assemble, export or import checkpoints
+#[derive(Args, Debug)]
+pub struct CkptArgs {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Print the contents of a checkpoint
+    Inspect {
+        /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
+        checkpoint: PathBuf,
+        /// Select the checkpoint of the lowest validation loss, which `best` names
+        #[arg(long)]
+        best: bool,
+        /// Print the manifest as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Check every byte against the checksums; fail if a file is damaged, and name the newest whole
+    /// checkpoint
+    Verify {
+        /// A directory of checkpoints (checks the newest, and older ones until one is whole) or one
+        /// checkpoint in it
+        checkpoint: PathBuf,
+    },
+    /// Make a checkpoint of the files that the ranks of a failed save staged, such as on machines
+    /// without a shared folder
+    ///
+    /// Takes the save that was staged last of those of which the files of all ranks are there and
+    /// whole, and names what the others lack. Nothing is removed: files are linked into the
+    /// checkpoint, or copied from another file system.
+    Assemble {
+        /// Take a save of this step, also if a checkpoint was published after it was staged
+        #[arg(long)]
+        step: Option<u64>,
+        /// The --checkpoint folders of all ranks, or copies of them (their .staging is enough); the
+        /// checkpoint is made in the first one, which may be new
+        #[arg(required = true, value_name = "DIR")]
+        folders: Vec<PathBuf>,
+    },
+    /// Write the weights as a Hugging Face folder of safetensors files
+    Export {
+        /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
+        checkpoint: PathBuf,
+        /// The folder to write; it must be empty or not exist
+        out: PathBuf,
+        /// Select the checkpoint of the lowest validation loss, which `best` names
+        #[arg(long)]
+        best: bool,
+        /// Element type of the files
+        #[arg(long, value_enum, default_value = "fp32")]
+        dtype: DTypeFlag,
+        /// Maximum size of a file: 5GB, 500MiB, a number of bytes
+        #[arg(long, default_value = "5GB", value_parser = parse_file_size, value_name = "SIZE")]
+        max_shard_size: u64,
+        /// The state to export: master (the weights), first_moment or second_moment
+        #[arg(long, default_value = "master")]
+        state: String,
+    },
+    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint; `zero train --model DIR`
+    /// starts from it
+    Import {
+        /// The folder with config.json and model.safetensors (or its index)
+        model: PathBuf,
+        /// The directory to save the checkpoint into; it must not hold checkpoints
+        checkpoint: PathBuf,
+    },
+}
+
+/// Runs `zero ckpt`.
+///
+/// # Errors
+/// The checkpoint or folder is missing, damaged or cannot be written; the message names the file.
+pub fn run(args: CkptArgs) -> Result<(), CliError> {
+    match args.command {
+        Command::Inspect {
+            checkpoint,
+            best,
+            json,
+        } => {
+            let reader = open(&checkpoint, best)?;
+            note_staged_saves(&reader.store_dir().map_err(CliError::failure)?);
+            if json {
+                print_text(
+                    serde_json::to_string_pretty(reader.manifest()).map_err(CliError::failure)?
+                        + "\n",
+                )
+            } else {
+                print_text(reader.describe())
+            }
+        }
+        Command::Verify { checkpoint } => verify(&checkpoint),
+        Command::Assemble { step, folders } => match &folders[..] {
+            [into, from @ ..] => assemble_into(into, from, step),
+            [] => Err(CliError::Usage("name the folders of the ranks".to_owned())),
+        },
+        Command::Export {
+            checkpoint,
+            out,
+            best,
+            dtype,
+            max_shard_size,
+            state,
+        } => {
+            let reader = open(&checkpoint, best)?;
+            let dtype = match dtype {
+                DTypeFlag::Fp32 => StateDtype::F32,
+                DTypeFlag::Bf16 => StateDtype::BF16,
+                DTypeFlag::Fp16 => StateDtype::F16,
+            };
+            let options = ExportOptions::default()
+                .state(state)
+                .dtype(dtype)
+                .max_file_bytes(max_shard_size);
+            let done = reader.export(&out, &options).map_err(CliError::failure)?;
+            print_text(format!(
+                "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
+                done.tensors,
+                reader.manifest().step,
+                HumanCount(done.tensor_bytes),
+                done.files.len(),
+                out.display()
+            ))
+        }
+        Command::Import { model, checkpoint } => import(&model, &checkpoint),
+    }
+}
+
+/// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.
+fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
+    if best {
+        let hint =
+            "--best needs a directory of checkpoints of a run with --val-data or --val-split";
+        return Reader::open_best(path).map_err(|e| CliError::Failure(format!("{e}; {hint}")));
+    }
+    let reader = Reader::open(path).map_err(CliError::failure)?;
+    for notice in reader.notices() {
+        print_note(format_args!("skipped: {notice}"));
+    }
+    Ok(reader)
+}
+
+/// Prints what failed saves have left in the directory of checkpoints `dir`.
+fn note_staged_saves(dir: &Path) {
+    match staged_saves(dir) {
+        Ok(found) if found.saves > 0 => print_note(found),
+        Ok(_) => {}
+        Err(error) => print_note(error),
+    }
+}
+
+fn verify(path: &Path) -> Result<(), CliError> {
+    let Resolved {
+        store_dir,
+        reader,
+        passed_over,
+        staged,
+        ..
+    } = resolve(path).map_err(CliError::failure)?;
+    if let Some(staged) = staged {
+        print_note(staged);
+    }
+    note_staged_saves(&store_dir);
+    let manifest = reader.manifest();
+    let bytes: u64 = manifest
+        .files
+        .iter()
+        .map(|f| f.bytes)
+        .chain(manifest.documents.iter().map(|d| d.bytes))
+        .sum();
+    let (whole, files) = (
+        reader.path().display(),
+        manifest.files.len() + manifest.documents.len(),
+    );
+    if passed_over.is_empty() {
+        return print_text(format!(
+            "{whole}: complete; {files} files, {} bytes, all checksums match\n",
+            HumanCount(bytes)
+        ));
+    }
+    let defects: Vec<String> = passed_over
+        .iter()
+        .map(|(name, why)| format!("{name}: {why}"))
+        .collect();
+    Err(CliError::Failure(format!(
+        "{} damaged ({}); the newest whole checkpoint is {whole}, and `zero train --resume {}` starts from it",
+        if defects.len() == 1 {
+            "1 checkpoint is".to_owned()
+        } else {
+            format!("{} checkpoints are", defects.len())
+        },
+        defects.join("; "),
+        store_dir.display()
+    )))
+}
+
+/// Makes a checkpoint in `into` of the staged files there and in `from`: of the last save, or of
+/// one of `step`.
+fn assemble_into(into: &Path, from: &[PathBuf], step: Option<u64>) -> Result<(), CliError> {
+    let assembled = match step {
+        Some(step) => assemble_step(into, from, step),
+        None => assemble(into, from),
+    };
+    let Assembled {
+        checkpoint,
+        passed_over,
+        ..
+    } = assembled.map_err(CliError::failure)?;
+    for defect in passed_over {
+        print_note(format_args!("passed over: {defect}"));
+    }
+    let path = into.join(&checkpoint.name);
+    let dir = into.display();
+    print_text(format!(
+        "{}: assembled of the files of all ranks, {} bytes, all checksums match; `zero train --resume {dir}` continues from \
+         it\n",
+        path.display(),
+        HumanCount(checkpoint.bytes)
+    ))
+}
+
+/// Imports a Hugging Face folder, after checking it against its configuration. Units are those of
+/// the trainer.
+fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
+    let folder = HfFolder::open(model).map_err(CliError::failure)?;
+    for warning in folder.warnings() {
+        print_note(warning);
+    }
+    if has_checkpoints(checkpoint).map_err(CliError::failure)? {
+        let path = checkpoint.display();
+        return Err(CliError::Usage(format!(
+            "{path}: this folder holds checkpoints already; import into a new folder"
+        )));
+    }
+    let units = folder.config().units();
+    let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
+    let unit_and_param = |tensor: &str| {
+        let names = [tensor.to_string(), format!("transformer.{tensor}")];
+        let unit = units
+            .iter()
+            .find(|u| u.params.iter().any(|p| names.contains(&p.name)))?;
+        let param = unit.params.iter().find(|p| names.contains(&p.name))?;
+        Some((unit.name.clone(), param.name.clone()))
+    };
+    let published = zero_ckpt::import(model, &store, unit_and_param).map_err(CliError::failure)?;
+    let (path, dir) = (checkpoint.join(&published.name), checkpoint.display());
+    print_text(format!(
+        "{}: imported the weights, {} bytes; start from them with `zero train --model {dir}`\n",
+        path.display(),
+        HumanCount(published.bytes)
+    ))
+}
+
+fn parse_file_size(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        0 => Err("a file of 0 bytes cannot hold a tensor".to_owned()),
+        bytes => Ok(bytes),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: CkptArgs,
+    }
+
+    fn zero_ckpt(arguments: &[&Path]) -> Result<(), CliError> {
+        let line = std::iter::once("ckpt".as_ref()).chain(arguments.iter().map(|a| a.as_os_str()));
+        run(<Line as clap::Parser>::try_parse_from(line)
+            .expect("valid arguments")
+            .args)
+    }
+
+    #[test]
+    fn import_then_export_keeps_the_model() {
+        let dir = tempfile::tempdir().unwrap();
+        let from = integration_tests::data("model");
+        let store = dir.path().join("store");
+        let to = dir.path().join("to");
+
+        zero_ckpt(&["import".as_ref(), &from, &store]).unwrap();
+        zero_ckpt(&["inspect".as_ref(), &store]).unwrap();
+        zero_ckpt(&["inspect".as_ref(), "--json".as_ref(), &store]).unwrap();
+        zero_ckpt(&["verify".as_ref(), &store]).unwrap();
+        zero_ckpt(&[
+            "export".as_ref(),
+            &store,
+            &to,
+            "--max-shard-size".as_ref(),
+            "2KB".as_ref(),
+        ])
+        .unwrap();
+        assert!(to.join("model.safetensors.index.json").exists());
+        let (before, after) = (HfFolder::open(&from).unwrap(), HfFolder::open(&to).unwrap());
+        assert_eq!(before.config(), after.config());
+        for param in before.config().units().iter().flat_map(|u| &u.params) {
+            let numel = param.shape.iter().product::<u64>();
+            let (mut a, mut b) = (vec![0.0; numel as usize], vec![1.0; numel as usize]);
+            before.read(&param.name, 0..numel, &mut a).unwrap();
+            after.read(&param.name, 0..numel, &mut b).unwrap();
+            assert_eq!(a, b, "{}", param.name);
+        }
+
+        let shard = store.join("step-00000000/shard-00000-of-00001.safetensors");
+        let mut bytes = std::fs::read(&shard).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(&shard, bytes).unwrap();
+        let error = zero_ckpt(&["verify".as_ref(), &store])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("shard-00000-of-00001.safetensors: damaged: bytes"),
+            "{error}"
+        );
+        assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
+    }
+
+    #[test]
+    fn assemble_makes_a_whole_checkpoint() {
+        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
+        use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+        let dir = tempfile::tempdir().unwrap();
+        let taken = dir.path().join("taken");
+        let new = dir.path().join("new");
+        let layout =
+            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let save = |run: &str| {
+            let store = Store::create(&taken, 0, StoreOptions::default().run(run)).unwrap();
+            let mut shard = ShardData::new(&layout, 0).unwrap();
+            shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
+            store.save(&SaveMeta::default().step(4), &shard, &mut SingleRank)
+        };
+        save("a").unwrap();
+        // Refused, because the checkpoint of step 4 is of another run.
+        let error = save("b").unwrap_err().to_string();
+        assert!(
+            error.contains("another run (a)") && error.contains("zero ckpt assemble"),
+            "{error}"
+        );
+        let error = zero_ckpt(&["assemble".as_ref(), &taken])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("another run (a)"), "{error}");
+        let error = zero_ckpt(&[
+            "assemble".as_ref(),
+            "--step".as_ref(),
+            "5".as_ref(),
+            &new,
+            &taken,
+        ])
+        .unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("there are no staged files of step 5"),
+            "{error}"
+        );
+        zero_ckpt(&[
+            "assemble".as_ref(),
+            "--step".as_ref(),
+            "4".as_ref(),
+            &new,
+            &taken,
+        ])
+        .unwrap();
+        zero_ckpt(&["verify".as_ref(), &new]).unwrap();
+        assert_eq!(
+            Reader::open(&new).unwrap().manifest().run.as_deref(),
+            Some("b")
+        );
+        zero_ckpt(&["verify".as_ref(), &taken]).unwrap();
+    }
+}

@@ -1,0 +1,303 @@
+//! The recommended stage, and the changes that make one fit.
+
+use indicatif::{HumanBytes, HumanCount};
+use zero_shard::{GridLayout, ShardError, ZeroStage, largest};
+
+use super::request::Request;
+use super::stage::{self, Stage, evaluate_on};
+use zero_trainer::Home;
+
+/// The highest number of GPUs that is recommended.
+const MAX_GPUS: u64 = 65_536;
+
+/// Of the stages that fit, the one with the least traffic; ties go to the one with the least
+/// memory.
+pub(crate) fn recommended(stages: &[Stage]) -> Option<u8> {
+    let fitting = stages.iter().filter(|s| s.fits == Some(true));
+    fitting
+        .min_by_key(|s| (s.sent.total_bytes, s.gpu.total_bytes))
+        .map(|s| s.stage)
+}
+
+/// Sentences for the user; empty if the memory of the GPU is unknown.
+pub(crate) fn advice(
+    request: &Request,
+    layout: &GridLayout,
+    stages: &[Stage],
+    chosen: Option<u8>,
+) -> Result<Vec<String>, ShardError> {
+    let Some(memory) = request.gpu_memory_bytes else {
+        return Ok(Vec::new());
+    };
+    if let Some(stage) = stages.iter().find(|s| Some(s.stage) == chosen) {
+        let spare = HumanBytes(memory - stage.gpu.total_bytes);
+        let number = stage.stage;
+        let mut lines = vec![format!(
+            "Use stage {number}: it leaves {spare} free and sends the least of the stages that fit."
+        )];
+        if let Some(configured) = stages
+            .iter()
+            .find(|s| s.configured && s.fits == Some(false))
+        {
+            let over = HumanBytes(configured.gpu.total_bytes - memory);
+            lines.push(format!(
+                "The configuration's stage {} does not fit: {over} too much.",
+                configured.stage
+            ));
+        }
+        return Ok(lines);
+    }
+    let over = stages
+        .iter()
+        .map(|s| s.gpu.total_bytes - memory)
+        .min()
+        .unwrap_or(0);
+    let mut lines = vec![format!(
+        "No stage fits: the smallest needs {} more.",
+        HumanBytes(over)
+    )];
+    let search = Search { request, layout };
+    let mut fitting = search.single()?;
+    if fitting.is_empty() {
+        fitting.extend(search.combined()?);
+    }
+    for changes in &fitting {
+        lines.push(format!("Stage 3 fits with {}.", search.describe(changes)?));
+    }
+    if let Some(gpus) = gpus_needed(request)? {
+        lines.push(format!("Stage 3 fits on {gpus} GPUs of this kind."));
+    }
+    let most = stages
+        .iter()
+        .filter_map(|s| s.largest_model_params)
+        .max()
+        .unwrap_or(0);
+    lines.push(match most {
+        0 => "Activations alone exceed the memory of a GPU.".to_owned(),
+        most => format!(
+            "The largest model that fits without changes has {} parameters (a transformer of typical shape).",
+            HumanCount(most)
+        ),
+    });
+    Ok(lines)
+}
+
+/// A change that keeps the result of training.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Checkpointing,
+    MicroBatch,
+    /// Of the optimizer.
+    Offload,
+    /// Of the parameters, which are updated on the host, too.
+    OffloadParams,
+    /// The elements of a bucket.
+    Bucket(u64),
+}
+
+impl Change {
+    /// All but the bucket, in order of rising cost.
+    const ALL: [Self; 4] = [
+        Self::Checkpointing,
+        Self::MicroBatch,
+        Self::Offload,
+        Self::OffloadParams,
+    ];
+
+    /// Whether the request is without the change.
+    fn is_new(self, request: &Request) -> bool {
+        match self {
+            Self::Checkpointing => !request.checkpointing,
+            Self::MicroBatch => request.micro_batch > 1,
+            Self::Offload => request.offload.optimizer == Home::Device,
+            Self::OffloadParams => request.offload.params == Home::Device,
+            Self::Bucket(_) => true,
+        }
+    }
+
+    fn apply(self, request: &mut Request) {
+        match self {
+            Self::Checkpointing => request.checkpointing = true,
+            Self::MicroBatch => {
+                request.grad_accum = grad_accum_of_rows(request);
+                request.micro_batch = 1;
+            }
+            Self::Offload => request.offload.optimizer = Home::Host,
+            Self::OffloadParams => request.offload.params = Home::Host,
+            Self::Bucket(elems) => {
+                request.bucket_elems = Some(elems);
+                request.trims_bucket = false;
+            }
+        }
+    }
+
+    /// The flags.
+    fn text(self, request: &Request) -> String {
+        match self {
+            Self::Checkpointing => "--activation-checkpointing".to_owned(),
+            Self::MicroBatch => format!(
+                "--micro-batch 1 --grad-accum {}",
+                grad_accum_of_rows(request)
+            ),
+            Self::Offload => "--offload cpu".to_owned(),
+            Self::OffloadParams => "--offload-params cpu".to_owned(),
+            Self::Bucket(elems) => format!("--bucket-elems {elems}"),
+        }
+    }
+}
+
+/// The micro-batches of a step in which each has one row.
+fn grad_accum_of_rows(request: &Request) -> u64 {
+    request.grad_accum.saturating_mul(request.micro_batch)
+}
+
+/// The smallest bucket that is recommended, in elements. Smaller ones save little.
+const MIN_BUCKET_ELEMS: u64 = 1 << 20;
+
+/// The search for changes with which stage 3 fits. All have the layout of the request.
+struct Search<'a> {
+    request: &'a Request,
+    layout: &'a GridLayout,
+}
+
+impl Search<'_> {
+    fn with(&self, changes: &[Change]) -> Request {
+        let mut request = self.request.clone();
+        changes.iter().for_each(|change| change.apply(&mut request));
+        request
+    }
+
+    fn fits(&self, changes: &[Change]) -> Result<bool, ShardError> {
+        stage::fits_on(&self.with(changes), self.layout, ZeroStage::Three)
+    }
+
+    /// The changes other than a bucket, in order of rising cost.
+    fn changes(&self) -> Vec<Change> {
+        Change::ALL
+            .into_iter()
+            .filter(|change| change.is_new(self.request))
+            .collect()
+    }
+
+    /// The changes each of which fits alone.
+    fn single(&self) -> Result<Vec<Vec<Change>>, ShardError> {
+        let mut fitting = Vec::new();
+        for change in self.changes() {
+            if self.fits(&[change])? {
+                fitting.push(vec![change]);
+            }
+        }
+        fitting.extend(self.bucket(&[])?.map(|bucket| vec![bucket]));
+        Ok(fitting)
+    }
+
+    /// Several changes that fit together, none of which can be left out, if no change fits alone. A
+    /// smaller bucket, which slows every step, is the last resort.
+    fn combined(&self) -> Result<Option<Vec<Change>>, ShardError> {
+        let all = self.changes();
+        for count in 2..=all.len() {
+            if self.fits(&all[..count])? {
+                return self.without_needless(all[..count].to_vec()).map(Some);
+            }
+        }
+        let Some(bucket) = self.bucket(&all)? else {
+            return Ok(None);
+        };
+        // Fewer changes leave no room for a larger bucket.
+        self.without_needless([&all[..], &[bucket]].concat())
+            .map(Some)
+    }
+
+    /// Leaves out changes, the costliest first, until none can be left out.
+    fn without_needless(&self, mut changes: Vec<Change>) -> Result<Vec<Change>, ShardError> {
+        let mut at = changes.len();
+        while at > 0 {
+            at -= 1;
+            let mut fewer = changes.clone();
+            fewer.remove(at);
+            if self.fits(&fewer)? {
+                changes = fewer;
+                // A change that was needed may no longer be.
+                at = changes.len();
+            }
+        }
+        Ok(changes)
+    }
+
+    /// The largest bucket, a power of two, that is smaller than that of the request and fits with
+    /// `changes`.
+    fn bucket(&self, changes: &[Change]) -> Result<Option<Change>, ShardError> {
+        let largest_unit = self
+            .layout
+            .primary()
+            .units()
+            .iter()
+            .map(|unit| unit.padded_elems)
+            .max()
+            .unwrap_or(0);
+        let now = self
+            .request
+            .settings(ZeroStage::Three, largest_unit)
+            .bucket_capacity_elems as u64;
+        let smallest = MIN_BUCKET_ELEMS.ilog2();
+        let smaller = (smallest..u64::BITS)
+            .map(|power| 1u64 << power)
+            .take_while(|elems| *elems < now);
+        let mut smaller: Vec<u64> = smaller.collect();
+
+        // Memory rises with the bucket: the first that does not fit ends those that do.
+        let mut with = changes.to_vec();
+        let mut fits = |elems: u64| {
+            with.truncate(changes.len());
+            with.push(Change::Bucket(elems));
+            self.fits(&with)
+        };
+        let mut fitting = 0;
+        let mut candidates = smaller.len();
+        while fitting < candidates {
+            let middle = fitting + (candidates - fitting) / 2;
+            match fits(smaller[middle])? {
+                true => fitting = middle + 1,
+                false => candidates = middle,
+            }
+        }
+        smaller.truncate(fitting);
+        Ok(smaller.pop().map(Change::Bucket))
+    }
+
+    /// The flags of changes, with the host memory that they need.
+    fn describe(&self, changes: &[Change]) -> Result<String, ShardError> {
+        let texts: Vec<String> = changes
+            .iter()
+            .map(|change| change.text(self.request))
+            .collect();
+        let text = texts.join(", ");
+        let host_bytes = |request: &Request| {
+            evaluate_on(request, self.layout, ZeroStage::Three).map(|stage| stage.host_bytes)
+        };
+        let now = host_bytes(&self.with(changes))?;
+        if now == host_bytes(self.request)? {
+            return Ok(text);
+        }
+        let node = HumanBytes(now.saturating_mul(self.request.gpus / self.request.nodes));
+        Ok(format!("{text} ({node} of host memory in each node)"))
+    }
+}
+
+/// The fewest GPUs on which stage 3 fits, with as many per node as now.
+fn gpus_needed(request: &Request) -> Result<Option<u64>, ShardError> {
+    let each = request.gpus / request.nodes;
+    let with = |nodes: u64| Request {
+        nodes,
+        gpus: nodes * each,
+        ..request.clone()
+    };
+    let most = MAX_GPUS / each;
+    let fits = |request: &Request| stage::fits(request, ZeroStage::Three);
+    if most <= request.nodes || !fits(&with(most))? {
+        return Ok(None);
+    }
+    // Memory per rank falls with the number of ranks, except for alignment.
+    let too_few = largest(|nodes| nodes < most && !fits(&with(nodes.max(1))).unwrap_or(false));
+    Ok(Some((too_few + 1) * each))
+}

@@ -1,0 +1,144 @@
+//! The whole plan: all stages, the topologies and the advice.
+
+use serde::Serialize;
+use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
+
+use super::advice;
+use super::largest::largest_model_params;
+use super::request::Request;
+use super::stage::{Stage, evaluate_on, layout};
+use zero_trainer::{Home, OffloadSettings};
+
+/// The input of the plan and its results.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) model: Model,
+    pub(crate) gpus: u64,
+    pub(crate) nodes: u64,
+    pub(crate) gpu_memory_bytes: Option<u64>,
+    pub(crate) dtype: String,
+    pub(crate) micro_batch: u64,
+    pub(crate) grad_accum: u64,
+    pub(crate) seq_len: u64,
+    pub(crate) activation_checkpointing: bool,
+    /// As requested; each stage has what it plans with.
+    pub(crate) recompute_gelu: Option<bool>,
+    /// The offload.
+    pub(crate) offload: OffloadSettings,
+    /// The assumed speed of a GPU.
+    pub(crate) peak_tflops: f64,
+    /// The assumed life of a drive: terabytes written.
+    pub(crate) drive_tbw: f64,
+    /// The assumed speed of a drive.
+    pub(crate) drive_gb_per_s: f64,
+    pub(crate) stages: Vec<Stage>,
+    /// Distributions of stage 3 over several nodes; empty for one node.
+    pub(crate) topologies: Vec<Topology>,
+    /// `None` if no stage fits.
+    pub(crate) recommended_stage: Option<u8>,
+    /// Recommendations, one sentence each.
+    pub(crate) advice: Vec<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Model {
+    pub(crate) name: String,
+    pub(crate) params: u64,
+    pub(crate) units: usize,
+    pub(crate) layers: u64,
+    pub(crate) hidden: u64,
+    /// Whether layers and width are derived from the number of parameters.
+    pub(crate) assumed_shape: bool,
+}
+
+/// One distribution of stage 3 over the nodes.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Topology {
+    pub(crate) name: &'static str,
+    pub(crate) states_bytes: u64,
+    pub(crate) sent_bytes: u64,
+    pub(crate) node_egress_bytes: u64,
+}
+
+impl Report {
+    pub(crate) fn new(request: &Request) -> Result<Self, ShardError> {
+        let layout = layout(request, Sharding::Flat)?;
+        let stage = |stage| {
+            let largest_model_params = largest_model_params(request, stage);
+            evaluate_on(request, &layout, stage).map(|figures| Stage {
+                largest_model_params,
+                ..figures
+            })
+        };
+        let stages = ZeroStage::ALL
+            .into_iter()
+            .map(stage)
+            .collect::<Result<Vec<_>, _>>()?;
+        let recommended = advice::recommended(&stages);
+        Ok(Self {
+            model: Model {
+                name: request.model.name.clone(),
+                params: layout.primary().numel_elems(),
+                units: layout.primary().units().len(),
+                layers: request.model.shape.layers,
+                hidden: request.model.shape.hidden,
+                assumed_shape: request.model.assumed,
+            },
+            gpus: request.gpus,
+            nodes: request.nodes,
+            gpu_memory_bytes: request.gpu_memory_bytes,
+            dtype: request.dtype.to_string(),
+            micro_batch: request.micro_batch,
+            grad_accum: request.grad_accum,
+            seq_len: request.seq_len,
+            activation_checkpointing: request.checkpointing,
+            recompute_gelu: request.recompute_gelu,
+            offload: request.offload.clone(),
+            peak_tflops: request.peak_tflops,
+            drive_tbw: request.drive_tbw,
+            drive_gb_per_s: request.drive_bytes_per_s / 1e9,
+            topologies: topologies(request)?,
+            recommended_stage: recommended,
+            advice: advice::advice(request, &layout, &stages, recommended)?,
+            stages,
+        })
+    }
+}
+
+/// All distributions of stage 3 over several nodes; empty for one node.
+fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
+    if request.nodes == 1 || request.offload.params != Home::Device {
+        return Ok(Vec::new());
+    }
+    let ways = [
+        ("over all GPUs, one ring", Sharding::Flat, Routing::Ring),
+        (
+            "over all GPUs, node by node",
+            Sharding::Flat,
+            Routing::TwoLevel,
+        ),
+        (
+            "and a copy in each node (hpZ)",
+            Sharding::Secondary,
+            Routing::TwoLevel,
+        ),
+        (
+            "within a node, nodes alike (MiCS, HSDP)",
+            Sharding::Replicated,
+            Routing::TwoLevel,
+        ),
+    ];
+    let topology = |(name, sharding, routing)| {
+        let layout = layout(request, sharding)?;
+        let widths = request.settings(ZeroStage::Three, 0).widths();
+        let traffic =
+            layout.step_traffic(ZeroStage::Three, &widths, request.grad_accum, routing)?;
+        Ok(Topology {
+            name,
+            states_bytes: layout.state_bytes(ZeroStage::Three, &widths)?.total_bytes(),
+            sent_bytes: traffic.rank_total_bytes(),
+            node_egress_bytes: traffic.group_egress_bytes,
+        })
+    };
+    ways.into_iter().map(topology).collect()
+}

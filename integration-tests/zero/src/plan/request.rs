@@ -1,0 +1,476 @@
+//! The input of a plan: flags override the configuration file, which overrides the defaults.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::device::DType;
+use zero_comm::PrefetchOptions;
+use zero_optim::OptimizerConfig;
+use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, ZeroStage};
+
+use super::PlanArgs;
+use crate::config::DsConfig;
+use crate::error::CliError;
+use crate::flags::{check_positive, check_seq_len, find_model};
+use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
+use zero_models::gpt2::config::GptConfig;
+use zero_models::gpt2::{Gpt2Options, passes};
+use zero_trainer::Pass;
+use zero_trainer::param_groups::GroupSettings;
+use zero_trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
+
+/// The sizes of a model.
+#[derive(Clone, Debug)]
+pub(crate) struct ModelSize {
+    pub(crate) name: String,
+    pub(crate) units: Vec<UnitSpec>,
+    pub(crate) options: LayoutOptions,
+    pub(crate) shape: TransformerShape,
+    pub(crate) passes: Vec<Pass>,
+    /// The configuration of a GPT-2; `None` if only the number of parameters is known.
+    pub(crate) config: Option<GptConfig>,
+    /// Whether the shape is derived from the number of parameters.
+    pub(crate) assumed: bool,
+}
+
+/// The run to plan.
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    /// Shared by the many requests of a search; a model may have thousands of units.
+    pub(crate) model: Arc<ModelSize>,
+    pub(crate) gpus: u64,
+    pub(crate) nodes: u64,
+    pub(crate) gpu_memory_bytes: Option<u64>,
+    pub(crate) dtype: DType,
+    pub(crate) micro_batch: u64,
+    pub(crate) grad_accum: u64,
+    /// Whether stages 0 and 1 reduce gradients after every micro-batch.
+    pub(crate) reduce_every_micro_batch: bool,
+    pub(crate) seq_len: u64,
+    pub(crate) checkpointing: bool,
+    /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
+    pub(crate) recompute_gelu: Option<bool>,
+    /// The offload; see [`Request::settings`].
+    pub(crate) offload: OffloadSettings,
+    /// Elements of a gradient bucket; `None`: the trainer's default.
+    pub(crate) bucket_elems: Option<u64>,
+    /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from
+    /// a configuration.
+    pub(crate) trims_bucket: bool,
+    /// Elements that stage 3 gathers ahead of their use, at least one unit if not 0; `None`: one
+    /// unit.
+    pub(crate) prefetch_elems: Option<u64>,
+    /// Maximum number of gathered elements at stage 3.
+    pub(crate) max_live_elems: u64,
+    pub(crate) persistence_threshold_elems: u64,
+    pub(crate) sub_group_elems: u64,
+    pub(crate) configured_stage: Option<ZeroStage>,
+    /// The speed of a GPU.
+    pub(crate) peak_tflops: f64,
+    /// The rated life of a drive: terabytes written.
+    pub(crate) drive_tbw: f64,
+    /// The speed at which a drive reads and at which it writes.
+    pub(crate) drive_bytes_per_s: f64,
+    /// The configuration file, some of whose sizes depend on the width of the model.
+    pub(crate) file: Option<Box<DsConfig>>,
+}
+
+/// The most GPUs of a node that a plan accepts; more were not meant to be on one.
+const MAX_GPUS_OF_NODE: u64 = 1024;
+
+impl Request {
+    /// Builds the request and the warnings about ignored settings.
+    pub(crate) fn new(args: &PlanArgs) -> Result<(Self, Vec<String>), CliError> {
+        let file = args.config.as_deref().map(DsConfig::open);
+        let file = file.transpose().map_err(CliError::usage)?;
+        let file = file.map(Box::new);
+        let mut notices = Vec::new();
+        if let Some(file) = &file {
+            notices.extend(file.warnings.iter().cloned());
+        }
+        check_gpus(args)?;
+        check_positive(&[
+            ("--micro-batch", args.micro_batch),
+            ("--grad-accum", args.grad_accum),
+            ("--bucket-elems", args.bucket_elems),
+        ])?;
+
+        let (model, positions) = model(args, &mut notices)?;
+        let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
+        check_seq_len(seq_len, positions)?;
+        let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
+        let batch = batch
+            .resolve(args.gpus, args.micro_batch, args.grad_accum, 1)
+            .map_err(CliError::usage)?;
+        let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
+        let zero = zero.as_ref();
+        let blocks = file.as_ref().and_then(|file| file.activation_checkpointing);
+        let checkpointing = args.activation_checkpointing || blocks.is_some();
+        let of_file = file
+            .as_ref()
+            .map_or(DType::Bf16, |file| configured_dtype(file));
+        let dtype = args.dtype.map_or(of_file, DType::from);
+        let run = Offloaded {
+            stage: ZeroStage::Three,
+            dtype,
+            checkpointing,
+        };
+        let offload = offload(args, file.as_deref(), run, &mut notices)?;
+        let sub_group = zero
+            .and_then(|z| z.sub_group_elems)
+            .unwrap_or(u64::MAX)
+            .max(MIN_SUB_GROUP_ELEMS);
+        let request = Self {
+            model: Arc::new(model),
+            gpus: args.gpus,
+            nodes: args.nodes,
+            gpu_memory_bytes: args.gpu_memory,
+            dtype,
+            micro_batch: batch.micro_batch,
+            grad_accum: batch.grad_accum,
+            reduce_every_micro_batch: args.reduce_every_micro_batch,
+            seq_len,
+            checkpointing,
+            recompute_gelu: args.recompute_gelu,
+            sub_group_elems: sub_group,
+            offload,
+            trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
+            bucket_elems: args.bucket_elems,
+            prefetch_elems: None,
+            max_live_elems: u64::MAX,
+            persistence_threshold_elems: 0,
+            configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
+            peak_tflops: args.peak_tflops,
+            drive_tbw: args.drive_tbw,
+            drive_bytes_per_s: args.drive_gb_per_s * 1e9,
+            file,
+        };
+        Ok((request.with_sizes_of_file(), notices))
+    }
+
+    /// Sets the sizes of the configuration file, for the width of this model.
+    fn with_sizes_of_file(mut self) -> Self {
+        let Some(zero) = self
+            .file
+            .as_ref()
+            .map(|file| file.zero_for(self.model.shape.hidden))
+        else {
+            return self;
+        };
+        if self.trims_bucket {
+            self.bucket_elems = Some(zero.reduce_bucket_elems);
+        }
+        self.prefetch_elems = Some(if zero.overlaps_at(3) {
+            zero.prefetch_bucket_elems
+        } else {
+            0
+        });
+        self.max_live_elems = zero.max_live_elems;
+        self.persistence_threshold_elems = zero.persistence_threshold_elems;
+        self
+    }
+
+    /// The same run of a transformer of typical shape with `params` parameters.
+    pub(crate) fn with_about(&self, params: u64) -> Self {
+        Self {
+            model: Arc::new(ModelSize::with_about(params)),
+            ..self.clone()
+        }
+        .with_sizes_of_file()
+    }
+
+    /// The request of a run of `settings` on GPUs with `gpu_memory_bytes` of memory each.
+    pub(crate) fn of_run(
+        config: &GptConfig,
+        options: &Gpt2Options,
+        settings: &Settings,
+        gpus: usize,
+        gpu_memory_bytes: u64,
+    ) -> Self {
+        let prefetch = &settings.prefetch;
+        Self {
+            model: Arc::new(ModelSize::of("model", config)),
+            gpus: gpus as u64,
+            nodes: 1,
+            gpu_memory_bytes: Some(gpu_memory_bytes),
+            dtype: settings.dtype,
+            micro_batch: options.micro_batch as u64,
+            grad_accum: settings.grad_accum_steps as u64,
+            seq_len: options.seq_len as u64,
+            checkpointing: options.activation_checkpointing,
+            recompute_gelu: None,
+            offload: settings.offload.clone(),
+            reduce_every_micro_batch: settings.reduce_every_micro_batch,
+            bucket_elems: Some(settings.bucket_capacity_elems as u64),
+            trims_bucket: false,
+            prefetch_elems: match prefetch.ahead {
+                0 => Some(0),
+                usize::MAX => Some(prefetch.ahead_elems as u64),
+                _ => None,
+            },
+            max_live_elems: prefetch.max_live_elems as u64,
+            persistence_threshold_elems: prefetch.persistence_threshold_elems as u64,
+            sub_group_elems: settings.optimizer.sub_group_elems as u64,
+            configured_stage: Some(settings.stage),
+            peak_tflops: 1.0,
+            drive_tbw: 1.0,
+            drive_bytes_per_s: 1.0,
+            file: None,
+        }
+    }
+
+    /// The options of the model; `None` if its shape is assumed.
+    pub(crate) fn model_options(&self, recompute_gelu: bool) -> Option<(&GptConfig, Gpt2Options)> {
+        let config = self.model.config.as_ref()?;
+        let options = Gpt2Options {
+            micro_batch: usize::try_from(self.micro_batch).ok()?,
+            seq_len: usize::try_from(self.seq_len).ok()?,
+            dtype: self.dtype,
+            activation_checkpointing: self.checkpointing,
+            offload_activations: self.offload.activations,
+            matmul_timing: false,
+            recompute_gelu,
+        };
+        options.validate(config).ok().map(|()| (config, options))
+    }
+
+    /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit`
+    /// elements.
+    pub(crate) fn settings(&self, stage: ZeroStage, largest_unit: u64) -> Settings {
+        let mut offload = self.offload.clone();
+        if !stage.shards_params() {
+            offload.params = Home::Device;
+        }
+        // The host updates parameters that are off the device.
+        if offload.params != Home::Device && offload.optimizer == Home::Device {
+            offload.optimizer = Home::Host;
+        }
+        if offload.optimizer == Home::Device {
+            offload.format.bf16_moments = false;
+        }
+        let bucket_limit = if self.trims_bucket {
+            largest_unit
+        } else {
+            u64::MAX
+        };
+        let prefetch = match self.prefetch_elems {
+            None => PrefetchOptions::default(),
+            Some(0) => PrefetchOptions::default().ahead(0),
+            Some(elems) => PrefetchOptions::default()
+                .ahead(usize::MAX)
+                .ahead_elems(elems as usize),
+        };
+        let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
+        Settings {
+            stage,
+            dtype: self.dtype,
+            grad_accum_steps: self.grad_accum as usize,
+            reduce_every_micro_batch: self.reduce_every_micro_batch,
+            bucket_capacity_elems: self
+                .bucket_elems
+                .unwrap_or(largest_unit)
+                .min(bucket_limit)
+                .max(self.gpus) as usize,
+            overlap: true,
+            prefetch: prefetch
+                .max_live_elems(self.max_live_elems as usize)
+                .persistence_threshold_elems(self.persistence_threshold_elems as usize),
+            optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
+            groups: GroupSettings::default(),
+            kind_of: zero_models::gpt2::param_kind,
+            graphs: false,
+            offload,
+            limit: Duration::ZERO,
+        }
+    }
+}
+
+/// Checks the GPUs and the nodes.
+fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
+    let gpus = args.gpus;
+    let nodes = args.nodes;
+    if gpus == 0 || nodes == 0 || !gpus.is_multiple_of(nodes) {
+        return Err(CliError::Usage(format!(
+            "--gpus {gpus} --nodes {nodes}: expected the same number of GPUs, at least 1, on each node"
+        )));
+    }
+    let of_node = gpus / nodes;
+    if of_node > MAX_GPUS_OF_NODE {
+        return Err(CliError::Usage(format!(
+            "--gpus {gpus} --nodes {nodes}: on how many nodes are they? {of_node} GPUs are too many for one (at most \
+             {MAX_GPUS_OF_NODE}); pass --nodes"
+        )));
+    }
+    Ok(())
+}
+
+/// The offload at stage 3. At stages without offloaded parameters the optimizer is where it was
+/// placed.
+fn offload(
+    args: &PlanArgs,
+    file: Option<&DsConfig>,
+    run: Offloaded,
+    notices: &mut Vec<String>,
+) -> Result<OffloadSettings, CliError> {
+    let default = OffloadSettings::default();
+    let mut offload = offload::settings(&args.offload, file, &default, run, notices)?;
+    offload.optimizer = match (&args.offload.offload, file) {
+        (Some(home), _) => home.clone(),
+        (None, Some(file)) => file.zero.offload_optimizer.clone(),
+        (None, None) => Home::default(),
+    };
+    Ok(offload)
+}
+
+/// The type that the file selects. `"auto"` is the default of a plan, and without a choice it is
+/// DeepSpeed's.
+fn configured_dtype(file: &DsConfig) -> DType {
+    let is_auto = file.is_auto("bf16.enabled") || file.is_auto("fp16.enabled");
+    file.dtype
+        .unwrap_or(if is_auto { DType::Bf16 } else { DType::F32 })
+}
+
+/// The model, and its number of positions if that is known.
+fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Option<u64>), CliError> {
+    match (&args.model, args.params) {
+        (Some(name), _) => {
+            let (config, _) = find_model(name, notices)?;
+            config.validate().map_err(CliError::usage)?;
+            Ok((
+                ModelSize::of(name, &config),
+                Some(config.n_positions as u64),
+            ))
+        }
+        (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
+        (None, None) => {
+            let config = shape(args)?;
+            Ok((
+                ModelSize::of("gpt2", &config),
+                Some(config.n_positions as u64),
+            ))
+        }
+    }
+}
+
+/// Width of an attention head, unless --heads is given.
+const HEAD_WIDTH: u64 = 64;
+
+/// The GPT-2 of the shape that the flags give, with positions for --seq-len.
+fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
+    let (Some(layers), Some(hidden)) = (args.layers, args.hidden) else {
+        return Err(CliError::Usage(
+            "expected --model, --params, or --layers and --hidden".to_owned(),
+        ));
+    };
+    check_positive(&[
+        ("--layers", Some(layers)),
+        ("--hidden", Some(hidden)),
+        ("--heads", args.heads),
+        ("--kv-heads", args.kv_heads),
+        ("--ffn", args.ffn),
+        ("--vocab", args.vocab),
+        ("--seq-len", args.seq_len),
+    ])?;
+    let heads = match args.heads {
+        Some(heads) => heads,
+        None if hidden.is_multiple_of(HEAD_WIDTH) => hidden / HEAD_WIDTH,
+        None => {
+            return Err(CliError::Usage(format!(
+                "--hidden {hidden}: not a multiple of {HEAD_WIDTH}, the usual width of a head; pass --heads"
+            )));
+        }
+    };
+    if let Some(kv_heads) = args.kv_heads.filter(|kv_heads| *kv_heads != heads) {
+        return Err(CliError::Usage(format!(
+            "--kv-heads {kv_heads}: the models here are GPT-2s, each of whose {heads} heads has its own keys and values \
+             (no grouped-query attention); remove --kv-heads, or pass --params for an estimate"
+        )));
+    }
+
+    let size = |flag: &str, value: u64| {
+        usize::try_from(value)
+            .map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
+    };
+    let gpt2 = GptConfig::preset("gpt2-124m").map_err(CliError::usage)?;
+    let config = GptConfig {
+        vocab_size: args
+            .vocab
+            .map_or(Ok(gpt2.vocab_size), |vocab| size("--vocab", vocab))?,
+        n_positions: args
+            .seq_len
+            .map_or(Ok(gpt2.n_positions), |seq_len| size("--seq-len", seq_len))?,
+        n_embd: size("--hidden", hidden)?,
+        n_layer: size("--layers", layers)?,
+        n_head: size("--heads", heads)?,
+        n_inner: size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?,
+        ..gpt2
+    };
+    config
+        .validate()
+        .map_err(|e| CliError::Usage(format!("--layers {layers} --hidden {hidden}: {e}")))?;
+    Ok(config)
+}
+
+impl ModelSize {
+    /// The sizes of a GPT-2.
+    fn of(name: &str, config: &GptConfig) -> Self {
+        let tied = config
+            .tied_head
+            .then(|| Tie::new("head", "lm_head.weight", "transformer.wte.weight"));
+        let shape = TransformerShape {
+            layers: config.n_layer as u64,
+            hidden: config.n_embd as u64,
+            heads: config.n_head as u64,
+            inner: config.n_inner as u64,
+            vocab: config.vocab_size as u64,
+        };
+        let options = LayoutOptions::default()
+            .shard_align_elems(SHARD_ALIGN_ELEMS)
+            .ties(tied.into_iter().collect());
+        let (units, passes, config) = (config.units(), passes(config), Some(config.clone()));
+        Self {
+            name: name.to_owned(),
+            units,
+            options,
+            shape,
+            passes,
+            config,
+            assumed: false,
+        }
+    }
+
+    /// A transformer of `params` parameters in layers of equal size.
+    fn with_about(params: u64) -> Self {
+        let shape = TransformerShape::with_about(params);
+        let layer = |i: u64| {
+            let (start, end) = (
+                cut(params, i, shape.layers),
+                cut(params, i + 1, shape.layers),
+            );
+            UnitSpec::new(
+                format!("layer.{i}"),
+                [ParamSpec::new(format!("layer.{i}.weight"), [end - start])],
+            )
+        };
+        let units = (0..shape.layers).map(layer).collect();
+        let pass = |i| Pass {
+            forward_reads: vec![i],
+            backward_reads: vec![i],
+            grads: vec![i],
+        };
+        Self {
+            name: "transformer".to_owned(),
+            units,
+            options: LayoutOptions::default(),
+            shape,
+            passes: (0..shape.layers as usize).map(pass).collect(),
+            config: None,
+            assumed: true,
+        }
+    }
+}
+
+/// The start of part `i` of `parts` nearly equal parts of `whole`.
+fn cut(whole: u64, i: u64, parts: u64) -> u64 {
+    whole / parts * i + (whole % parts).min(i)
+}

@@ -1,0 +1,379 @@
+//! Memory and traffic of one stage, exact except for the activations of a model whose shape is
+//! assumed.
+
+use std::num::NonZero;
+
+use serde::Serialize;
+use zero_shard::{
+    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing,
+    ShardError, Sharding, Tier, UnitLayout, ZeroStage,
+};
+
+use super::request::Request;
+use super::transfers::{Transfers, Wear, transfers};
+use crate::memory::rank_overhead_bytes;
+use crate::settings::communication::BUCKET_ELEMS;
+use zero_models::cuda::matmul;
+use zero_models::gpt2::GpuBytes;
+use zero_models::gpt2::gpu::writes_grad;
+use zero_trainer::{
+    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
+    wide_moments,
+};
+
+/// Memory of a GPU that is left for the CUDA context and its libraries by the default of
+/// `recompute_gelu`. The default depends on the total memory of the card: its free memory differs
+/// from start to start. `run.json` records the choice, and a resumed run keeps it.
+const CONTEXT_BYTES: u64 = 1 << 30;
+
+/// Figures of one stage for one GPU.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Stage {
+    pub(crate) stage: u8,
+    /// Whether the configuration file selects this stage.
+    pub(crate) configured: bool,
+    /// Whether GELU's output is recomputed in backward.
+    pub(crate) recompute_gelu: bool,
+    /// Parameters, gradients and optimizer state on all devices.
+    pub(crate) states_bytes: u64,
+    pub(crate) gpu: Gpu,
+    /// Host memory for this GPU.
+    pub(crate) host_bytes: u64,
+    pub(crate) host: Host,
+    /// Disk space for this GPU.
+    pub(crate) nvme_bytes: u64,
+    pub(crate) nvme: Nvme,
+    /// Bytes of a step between the tiers; empty without offload.
+    pub(crate) transfers: Vec<Transfers>,
+    /// The wear of a drive, if anything is on NVMe.
+    pub(crate) wear: Option<Wear>,
+    /// Memory of a rank that runs on this machine's cores instead of a GPU, and saves checkpoints.
+    /// `None`: more than 64 bits can count.
+    pub(crate) on_cores: Option<RankBytes>,
+    /// Memory of one process with all of these ranks.
+    pub(crate) process_bytes: Option<u64>,
+    pub(crate) sent: Sent,
+    /// Whether `gpu.total_bytes` fits the memory of the GPU; `None` if that is unknown.
+    pub(crate) fits: Option<bool>,
+    /// Parameters of the largest transformer of typical shape that fits; see [`super::largest`].
+    pub(crate) largest_model_params: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Gpu {
+    pub(crate) params_bytes: u64,
+    pub(crate) grads_bytes: u64,
+    pub(crate) optimizer_bytes: u64,
+    pub(crate) gathered_bytes: u64,
+    pub(crate) buckets_bytes: u64,
+    pub(crate) scratch_bytes: u64,
+    /// The part of `scratch_bytes` that only a GPU has: the workspace of matrix products.
+    pub(crate) matmul_workspace_bytes: u64,
+    pub(crate) activations_bytes: u64,
+    /// Buffers of transfers to and from host memory.
+    pub(crate) staging_bytes: u64,
+    pub(crate) total_bytes: u64,
+}
+
+/// Host memory for one GPU.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Host {
+    pub(crate) params_bytes: u64,
+    pub(crate) grads_bytes: u64,
+    pub(crate) optimizer_bytes: u64,
+    /// Copies of parameters that are on the GPU.
+    pub(crate) copies_bytes: u64,
+    /// Buffers of transfers to and from NVMe.
+    pub(crate) staging_bytes: u64,
+    pub(crate) activations_bytes: u64,
+    /// Moments of a sub-group in fp32, if they are kept in bf16.
+    pub(crate) workspace_bytes: u64,
+}
+
+/// Disk space for one GPU.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Nvme {
+    pub(crate) params_bytes: u64,
+    pub(crate) optimizer_bytes: u64,
+}
+
+/// Upper bounds of the bytes sent per step.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Sent {
+    pub(crate) reduce_scatter_bytes: u64,
+    pub(crate) all_gather_bytes: u64,
+    pub(crate) all_reduce_bytes: u64,
+    pub(crate) total_bytes: u64,
+    /// Bytes that leave each node; 0 with one node.
+    pub(crate) node_egress_bytes: u64,
+}
+
+#[cfg(test)]
+thread_local! {
+    /// The units of all layouts and evaluations of this thread, a measure of the time that they
+    /// take.
+    pub(crate) static UNITS_VISITED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+#[cfg(test)]
+fn count_units(request: &Request) {
+    UNITS_VISITED.set(UNITS_VISITED.get() + request.model.units.len());
+}
+
+/// The layout of the model over the GPUs.
+pub(crate) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout, ShardError> {
+    #[cfg(test)]
+    count_units(request);
+    let grid = Grid::new(request.gpus, request.gpus / request.nodes)?;
+    GridLayout::new(
+        &request.model.units,
+        grid,
+        sharding,
+        request.model.options.clone(),
+    )
+}
+
+/// Computes the figures of `stage`. If the request does not say whether to recompute GELU's output,
+/// it is recomputed where the memory of the GPU is too small otherwise.
+pub(crate) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
+    evaluate_on(request, &layout(request, Sharding::Flat)?, stage)
+}
+
+/// As [`evaluate`], on the flat `layout` of the request.
+pub(crate) fn evaluate_on(
+    request: &Request,
+    layout: &GridLayout,
+    stage: ZeroStage,
+) -> Result<Stage, ShardError> {
+    let kept = evaluate_with(
+        request,
+        layout,
+        stage,
+        request.recompute_gelu.unwrap_or(false),
+    )?;
+    match request.gpu_memory_bytes {
+        Some(memory)
+            if request.recompute_gelu.is_none()
+                && !request.checkpointing
+                && kept.gpu.total_bytes.saturating_add(CONTEXT_BYTES) > memory =>
+        {
+            evaluate_with(request, layout, stage, true)
+        }
+        _ => Ok(kept),
+    }
+}
+
+/// Whether the run fits a GPU at `stage`, as [`evaluate`] has it; false if its memory is unknown.
+pub(crate) fn fits(request: &Request, stage: ZeroStage) -> Result<bool, ShardError> {
+    fits_on(request, &layout(request, Sharding::Flat)?, stage)
+}
+
+/// As [`fits`], on the flat `layout` of the request.
+pub(crate) fn fits_on(
+    request: &Request,
+    layout: &GridLayout,
+    stage: ZeroStage,
+) -> Result<bool, ShardError> {
+    let Some(memory) = request.gpu_memory_bytes else {
+        return Ok(false);
+    };
+    let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
+    let state = layout.state_bytes(stage, &settings.widths())?;
+    // Without a request, it is recomputed where the model does not fit otherwise.
+    let recompute_gelu = request.recompute_gelu.unwrap_or(!request.checkpointing);
+    let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
+    Ok(model.footprint(&state)?.device.total_bytes()? <= memory)
+}
+
+fn evaluate_with(
+    request: &Request,
+    layout: &GridLayout,
+    stage: ZeroStage,
+    recompute_gelu: bool,
+) -> Result<Stage, ShardError> {
+    let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
+    let widths = settings.widths();
+    let state = layout.state_bytes(stage, &widths)?;
+    let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
+    let on_cores = on_cores(request, &settings, layout.primary());
+    let workspace_bytes = wide_moments(&settings, layout.primary()).unwrap_or(u64::MAX);
+    let footprint = model.footprint(&state)?;
+    let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
+    let (transfers, wear) = transfers(
+        request,
+        &settings,
+        layout.primary(),
+        model.host_activations_bytes,
+    );
+    let traffic = layout.step_traffic(stage, &widths, settings.reductions(), Routing::TwoLevel)?;
+    let total_bytes = gpu.total_bytes()?;
+    Ok(Stage {
+        stage: stage.number(),
+        configured: request.configured_stage == Some(stage),
+        recompute_gelu,
+        states_bytes: state.total_bytes(),
+        gpu: Gpu {
+            params_bytes: gpu.state.params_bytes,
+            grads_bytes: gpu.state.grads_bytes,
+            optimizer_bytes: gpu.state.optimizer_bytes,
+            gathered_bytes: gpu.gathered_bytes,
+            buckets_bytes: gpu.buckets_bytes,
+            scratch_bytes: gpu.scratch_bytes,
+            matmul_workspace_bytes: matmul_workspace_bytes(request),
+            activations_bytes: gpu.activations_bytes,
+            staging_bytes: gpu.staging_bytes,
+            total_bytes,
+        },
+        host_bytes: host.total_bytes()?.saturating_add(workspace_bytes),
+        host: Host {
+            params_bytes: host.state.params_bytes,
+            grads_bytes: host.state.grads_bytes,
+            optimizer_bytes: host.state.optimizer_bytes,
+            copies_bytes: host.copies_bytes,
+            staging_bytes: host.staging_bytes,
+            activations_bytes: host.activations_bytes,
+            workspace_bytes,
+        },
+        nvme_bytes: nvme.total_bytes()?,
+        nvme: Nvme {
+            params_bytes: nvme.state.params_bytes,
+            optimizer_bytes: nvme.state.optimizer_bytes,
+        },
+        transfers,
+        wear,
+        on_cores,
+        process_bytes: on_cores.and_then(|rank| process_bytes(request, &rank)),
+        sent: Sent {
+            reduce_scatter_bytes: traffic.rank.reduce_scatter_bytes,
+            all_gather_bytes: traffic.rank.all_gather_bytes,
+            all_reduce_bytes: traffic.rank.all_reduce_bytes,
+            total_bytes: traffic.rank_total_bytes(),
+            node_egress_bytes: traffic.group_egress_bytes,
+        },
+        fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
+        largest_model_params: None,
+    })
+}
+
+fn memory_model(
+    request: &Request,
+    settings: &Settings,
+    layout: &Layout,
+    recompute_gelu: bool,
+) -> Result<MemoryModel, ShardError> {
+    #[cfg(test)]
+    count_units(request);
+    let (widths, offload) = (settings.widths(), &settings.offload);
+    let mut placement = Placement::offload_optimizer(offload.optimizer.tier());
+    placement.params = offload.params.tier();
+    if offload.grads_on_file().is_some() {
+        placement.grads = Tier::Nvme;
+    }
+    let of_model = match request.model_options(recompute_gelu) {
+        Some((config, options)) => options.gpu_bytes(config),
+        None => estimate(request, widths.param_bytes, recompute_gelu)?,
+    };
+    let peak_live_elems = gathers(settings, layout, &request.model.passes)
+        .map_or(0, |planned| planned.peak_live_elems);
+    let scratch = scratch_bytes(request, settings, layout)?
+        .saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
+    Ok(MemoryModel::state_only(settings.stage, widths)
+        .placement(placement)
+        .gathered_elems(peak_live_elems)
+        .bucket_elems(settings.bucket_capacity_elems as u64)
+        .buckets(settings.buckets(request.gpus as usize, false) as u64)
+        .scratch_bytes(scratch.saturating_add(of_model.workspace))
+        .sub_group_elems(piece_elems(settings, layout))
+        .sub_group_buffers(offload.buffers as u64)
+        .unit_shard_elems(largest(layout, |u| {
+            if settings.stage.shards_optimizer() {
+                u.shard_elems
+            } else {
+                u.padded_elems
+            }
+        }))
+        .param_buffers(OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3)
+        .activations_bytes(of_model.activations)
+        .host_activations_bytes(of_model.host))
+}
+
+/// The activations of a model whose shape is assumed.
+fn estimate(
+    request: &Request,
+    elem_bytes: u64,
+    recompute_gelu: bool,
+) -> Result<GpuBytes, ShardError> {
+    let options = ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes);
+    let options = options
+        .checkpointing(request.checkpointing)
+        .recompute_gelu(recompute_gelu);
+    let activations = ActivationBytes::estimate(&request.model.shape, &options)?;
+    // Of the inputs of blocks and of the head, three are on the device.
+    let layers = request.model.shape.layers;
+    let host = match request.offload.activations {
+        true => activations.blocks_bytes / layers.max(1) * layers.saturating_sub(2),
+        false => 0,
+    };
+    Ok(GpuBytes {
+        activations: activations.total_bytes() - host,
+        workspace: matmul_workspace_bytes(request),
+        host,
+    })
+}
+
+/// The workspace of matrix products, for the largest weight of a block.
+fn matmul_workspace_bytes(request: &Request) -> u64 {
+    let shape = &request.model.shape;
+    matmul::workspace_bytes(
+        shape
+            .hidden
+            .saturating_mul(shape.inner.max(shape.hidden.saturating_mul(3))),
+    )
+}
+
+/// The largest of a unit's sizes.
+fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
+    layout.units().iter().map(size).max().unwrap_or(0)
+}
+
+/// The memory of a rank that runs on this machine's cores and saves checkpoints.
+fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<RankBytes> {
+    let activations = match (request.model_options(false), &request.model.config) {
+        (Some((config, options)), _) => options.activations_bytes(config),
+        (None, Some(_)) => return None,
+        // The host computes in fp32.
+        (None, None) => estimate(request, 4, false)
+            .ok()
+            .and_then(|all| all.activations.checked_add(all.host))?,
+    };
+    let mut settings = settings.clone();
+    if request.bucket_elems.is_none() {
+        settings.bucket_capacity_elems = BUCKET_ELEMS.max(request.gpus as usize);
+    }
+    RankBytes::new(&settings, layout, &request.model.passes, activations, true)
+}
+
+/// The memory of a process with all ranks.
+fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get) as u64;
+    let overhead = rank_overhead_bytes((cores / request.gpus).max(1));
+    rank.total()
+        .checked_add(overhead)?
+        .checked_mul(request.gpus)
+}
+
+/// Bytes of flat fp32 gradients.
+fn scratch_bytes(
+    request: &Request,
+    settings: &Settings,
+    layout: &Layout,
+) -> Result<u64, ShardError> {
+    let passes = &request.model.passes;
+    let elems = scratch_elems(settings, layout, passes, &|pass, _| {
+        writes_grad(passes.len(), pass)
+    });
+    let bytes = elems.and_then(|elems| elems.checked_mul(4));
+    bytes.ok_or_else(|| ShardError::TooLarge {
+        what: "gradients of a unit".to_owned(),
+    })
+}

@@ -1,0 +1,333 @@
+//! The flags of `zero train`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+use zero_trainer::Home;
+
+use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
+
+/// Train a GPT-2 with ZeRO
+#[derive(Args, Clone, Debug, Default)]
+pub struct TrainArgs {
+    /// A DeepSpeed configuration file; flags override it
+    #[arg(long, value_name = "DS.json")]
+    pub config: Option<PathBuf>,
+    /// A text file, a folder of texts, which is read whole, or u16 tokens (.bin)
+    /// [default: the texts in the current folder without hidden, git-ignored, built and large files]
+    #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
+    pub data: Option<PathBuf>,
+    /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, a Hugging Face GPT-2 folder, or a folder
+    /// of checkpoints (its weights only) [default: nano]
+    #[arg(long, value_name = "PRESET|DIR")]
+    pub model: Option<String>,
+    /// Ranks of the data-parallel group [default: 4; on CUDA one per GPU]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
+    pub ranks: Option<usize>,
+    /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
+    /// [default: 3]
+    #[arg(long, value_name = "0..3", value_parser = parse_whole::<u64>)]
+    pub stage: Option<u64>,
+    /// Device to train on
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DeviceChoice,
+    /// Allow more ranks than GPUs, for tests: ranks then share GPUs and timings are not meaningful
+    /// (NCCL 2.30 or later)
+    #[arg(long)]
+    pub share_gpus: bool,
+    /// Use cuBLASLt's first choice of an algorithm for each matrix product, instead of measuring
+    /// the candidates once and keeping the fastest in ZERO_MATMUL_CACHE or ~/.cache/zero-matmul; as
+    /// ZERO_MATMUL_TIMING=0
+    #[arg(long)]
+    pub no_matmul_timing: bool,
+    /// Communication between ranks
+    #[arg(long, value_enum, default_value_t)]
+    pub comm: CommChoice,
+    /// Type of parameters and of gradients in communication [default: fp32]
+    #[arg(long, value_enum)]
+    pub dtype: Option<DTypeFlag>,
+    /// Last step; a resumed run starts at the step of its checkpoint [default: 400]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub steps: Option<u64>,
+    /// Sequences per micro-batch and rank [default: 4]
+    #[arg(long, value_name = "B", value_parser = parse_whole::<usize>)]
+    pub micro_batch: Option<usize>,
+    /// Micro-batches per step [default: 1]
+    #[arg(long, value_name = "A", value_parser = parse_whole::<usize>)]
+    pub grad_accum: Option<usize>,
+    /// Tokens per sequence [default: 128, or the model's positions if fewer]
+    #[arg(long, value_name = "T", value_parser = parse_whole::<usize>)]
+    pub seq_len: Option<usize>,
+    /// Learning rate [default: 1e-3]
+    #[arg(long, value_name = "X")]
+    pub lr: Option<f64>,
+    /// Decoupled weight decay [default: 0.01]
+    #[arg(long, value_name = "X")]
+    pub weight_decay: Option<f64>,
+    /// No weight decay for tensors of fewer than two dimensions (biases, layer norms), as is usual
+    /// for GPTs; a group of param_groups in --config may have its own [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub no_decay_1d: Option<bool>,
+    /// Clip the gradient to this norm; 0 disables clipping [default: 0]
+    #[arg(long, value_name = "X")]
+    pub clip: Option<f64>,
+    /// Steps of learning-rate warmup [default: 0]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub warmup_steps: Option<u64>,
+    /// Seed of the initial weights and of the order of text data [default: 0]
+    #[arg(long, value_name = "S", value_parser = parse_whole::<u64>)]
+    pub seed: Option<u64>,
+    /// Save a checkpoint here at the end; the folder must not hold checkpoints of another run
+    /// [default: that of --resume; checkpoints/, or checkpoints-2/ and so on if that is in use]
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: Option<PathBuf>,
+    /// Also save every N steps; 0 disables [default: 0]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub checkpoint_every: Option<u64>,
+    /// Compare the parameters that all ranks hold (stages 0 to 2) every N steps and before each
+    /// checkpoint, and fail if a card or a link has changed those of one rank; 0 disables
+    /// [default: before each checkpoint]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub check_replicas: Option<u64>,
+    /// Keep only the newest K checkpoints
+    #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
+    pub keep_last: Option<usize>,
+    /// Resume from the newest whole checkpoint in this folder, or from DIR/step-N, with the
+    /// settings of its run; flags and --config override them
+    #[arg(long, value_name = "DIR")]
+    pub resume: Option<PathBuf>,
+    /// Fail if the newest checkpoint of --resume is damaged, instead of resuming from an older one
+    #[arg(long, requires = "resume")]
+    pub resume_exact: bool,
+    /// Write one JSON object per step, with nested figures also under flat keys such as
+    /// memory.peak_bytes; a resumed run appends to its file, without this flag as well unless that
+    /// removes lines or the folder of checkpoints is a copy
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub metrics: Option<PathBuf>,
+    /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over
+    /// its last step, and a timeline of that step here; a resumed run goes on, and draws the whole
+    /// run from its metrics
+    #[arg(long, value_name = "DIR")]
+    pub report: Option<PathBuf>,
+    /// The offload.
+    #[command(flatten)]
+    pub offload: OffloadArgs,
+    /// Memory that the ranks of this process may use together, such as 8GiB: a run that needs more
+    /// is refused before it starts [default: what the machine has free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub memory_limit: Option<u64>,
+    /// Keep only the input of each block and recompute its activations in backward [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub activation_checkpointing: Option<bool>,
+    /// Recompute GELU's output in backward in place of keeping it, on a GPU: less memory for 1 to
+    /// 2% of the time. In 16-bit types one gradient then has other low bits
+    /// [default: where the memory of the GPU is too small otherwise, see zero plan]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub recompute_gelu: Option<bool>,
+    /// Reduce gradients over ranks after every micro-batch at stages 0 and 1, with the bits of
+    /// stages 2 and 3, instead of summing micro-batches on each rank and reducing once a step;
+    /// always in fp16 and with an offloaded optimizer [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub reduce_every_micro_batch: Option<bool>,
+    /// Elements of a gradient bucket [default: 524288; on GPUs those of the largest unit]
+    #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<usize>)]
+    pub bucket_elems: Option<usize>,
+    /// Do not overlap communication with compute [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub no_overlap: Option<bool>,
+    /// Record steps into CUDA graphs and replay them from the third step on: stages 0 to 2 on
+    /// --device cuda [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub cuda_graph: Option<bool>,
+    /// Threads of each rank [default: cores / ranks]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
+    pub threads: Option<usize>,
+    /// Seconds that a rank waits for the others before the run fails
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = parse_whole::<u64>)]
+    pub time_limit: u64,
+    /// Tokenizer of text: a tokenizer.json, or a folder with it or with GPT-2's vocab.json and
+    /// merges.txt [default: that of the model's folder; none for models of bytes, such as nano]
+    #[arg(long, value_name = "FILE|DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Save no checkpoint
+    #[arg(long, conflicts_with_all = ["checkpoint", "checkpoint_every", "keep_last"])]
+    pub no_checkpoint: bool,
+    /// Add the wall time of each step by part (forward, backward, communication, data, ...) and the
+    /// FLOPs utilization to the metrics and the final table; on CUDA two events are recorded for
+    /// each operation, as for --report
+    #[arg(long)]
+    pub breakdown: bool,
+    /// Learning rate after the warmup: constant, linear or cosine decay until --steps, or
+    /// warmup-stable-decay [default: constant]
+    #[arg(long, value_enum)]
+    pub schedule: Option<ScheduleFlag>,
+    /// Learning rate at the end of a decay [default: 0]
+    #[arg(long, value_name = "X")]
+    pub min_lr: Option<f64>,
+    /// Steps of decay of --schedule wsd [default: a fifth of --steps]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub decay_steps: Option<u64>,
+    /// Adam's betas [default: 0.9,0.999]
+    #[arg(long, value_name = "B1,B2", value_parser = parse_betas)]
+    pub betas: Option<[f64; 2]>,
+    /// Adam's epsilon [default: 1e-8]
+    #[arg(long, value_name = "X")]
+    pub eps: Option<f64>,
+    /// Evaluate on this data, which is not trained on, and report loss and perplexity
+    #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
+    pub val_data: Option<PathBuf>,
+    /// Evaluate on this fraction of the tokens of the data, its end, which is then not trained on
+    #[arg(long, value_name = "FRACTION")]
+    pub val_split: Option<f64>,
+    /// Steps from one evaluation to the next; 0 evaluates only at the end
+    /// [default: a tenth of --steps]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub eval_every: Option<u64>,
+    /// Evaluate on at most N tokens, the same each time
+    /// [default: as many as cost a tenth of the steps between]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub eval_tokens: Option<u64>,
+    /// The ranks of the run that `--resume` continues; no flag.
+    #[arg(skip)]
+    pub recorded_ranks: Option<usize>,
+    /// Whether `metrics` is the file of the run that `--resume` continues; no flag.
+    #[arg(skip)]
+    pub recorded_metrics: bool,
+}
+
+/// Schedules of the learning rate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScheduleFlag {
+    /// The learning rate.
+    Constant,
+    /// A straight line to the minimum.
+    Linear,
+    /// Half a cosine to the minimum.
+    Cosine,
+    /// Constant, then a straight line to the minimum.
+    Wsd,
+}
+
+impl ScheduleFlag {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Constant => "constant",
+            Self::Linear => "linear",
+            Self::Cosine => "cosine",
+            Self::Wsd => "wsd",
+        }
+    }
+}
+
+/// Parses `0.9,0.95`.
+fn parse_betas(text: &str) -> Result<[f64; 2], String> {
+    let betas: Vec<f64> = text
+        .split(',')
+        .filter_map(|beta| beta.trim().parse().ok())
+        .collect();
+    match betas[..] {
+        [one, two] if text.matches(',').count() == 1 => Ok([one, two]),
+        _ => Err("expected two numbers, such as 0.9,0.95".to_owned()),
+    }
+}
+
+/// Devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceChoice {
+    /// CUDA if it is available, otherwise the host.
+    #[default]
+    Auto,
+    /// The host.
+    Cpu,
+    /// NVIDIA GPUs.
+    Cuda,
+}
+
+/// Communicators.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum CommChoice {
+    /// NCCL on CUDA; on the host MPI under mpirun, otherwise threads.
+    #[default]
+    Auto,
+    /// Threads of this process.
+    Threads,
+    /// NCCL.
+    Nccl,
+    /// MPI.
+    Mpi,
+}
+
+/// The offload.
+#[derive(Args, Clone, Debug, Default)]
+pub struct OffloadArgs {
+    /// Place of the optimizer state: none (on the compute device), cpu (in host memory) or nvme:DIR
+    /// (in a scratch file in DIR). Off the device, the host updates the parameters; the numbers are
+    /// the same [default: none]
+    #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
+    pub offload: Option<Home>,
+    /// Place of the parameters between their uses, at stage 3: none, cpu or nvme:DIR
+    /// [default: none]
+    #[arg(long, value_name = "none|cpu|nvme:DIR", value_parser = parse_home)]
+    pub offload_params: Option<Home>,
+    /// Keep the checkpoints of activations in host memory; requires --activation-checkpointing
+    /// [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub offload_activations: Option<bool>,
+    /// Master weights: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which saves 2
+    /// bytes a parameter. The masters are the same; one exactly midway between two parameters then
+    /// rounds away from zero and not to even [default: fp32]
+    #[arg(long, value_enum)]
+    pub masters: Option<Masters>,
+    /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
+    /// numbers slightly [default: fp32]
+    #[arg(long, value_enum)]
+    pub moments: Option<Moments>,
+}
+
+/// Formats of master weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Masters {
+    /// fp32.
+    Fp32,
+    /// The bf16 parameter and a 16-bit remainder.
+    Remainder,
+}
+
+/// Formats of moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Moments {
+    /// fp32.
+    Fp32,
+    /// bf16.
+    Bf16,
+}
+
+fn parse_home(text: &str) -> Result<Home, String> {
+    text.parse()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn homes_are_parsed() {
+        for (text, home) in [
+            ("none", Home::Device),
+            ("cpu", Home::Host),
+            ("nvme:/a b", Home::Nvme("/a b".into())),
+        ] {
+            assert_eq!(parse_home(text).as_ref(), Ok(&home));
+            assert_eq!(home.to_string(), text);
+        }
+        for text in ["", "CPU", "nvme", "nvme:", "disk:/a", "/a"] {
+            assert_eq!(
+                parse_home(text),
+                Err("expected none, cpu or nvme:DIR".to_owned()),
+                "{text}"
+            );
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! `run.json`: everything that decides the numbers of a run. Each checkpoint contains it, and
+//! `--resume` takes it up.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use zero_optim::OptimizerConfig;
+use zero_trainer::OffloadSettings;
+use zero_trainer::param_groups::GroupSettings;
+
+use super::activations::ActivationRecord;
+use super::args::DeviceChoice;
+use super::batch::BatchRecord;
+use super::communication::CommunicationRecord;
+use super::row::Row;
+use super::saving::SavingRecord;
+use super::validation::ValidationRecord;
+use crate::flags::DTypeFlag;
+
+/// The name of the document.
+pub(crate) const RUN_JSON: &str = "run.json";
+/// The version of the format; other versions are refused.
+pub(crate) const FORMAT: u32 = 1;
+/// The program that writes the record.
+pub(crate) const PROGRAM: &str = concat!("zero ", env!("CARGO_PKG_VERSION"));
+
+/// The settings of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunRecord {
+    /// The version of this format.
+    pub(crate) format: u32,
+    /// The id of the run: 16 lower-case hexadecimal digits.
+    pub(crate) run: String,
+    /// The ids of the runs that this one resumed, oldest first.
+    pub(crate) resumed_runs: Vec<String>,
+    /// Name and version of the program.
+    pub(crate) program: String,
+    pub(crate) model: ModelRecord,
+    pub(crate) data: DataRecord,
+    /// Hyperparameters, learning rate, schedule, clipping and loss scaling.
+    pub(crate) optimizer: OptimizerConfig,
+    /// Rules of tensors that differ from the optimizer's.
+    #[serde(default, skip_serializing_if = "GroupSettings::is_default")]
+    pub(crate) param_groups: GroupSettings,
+    pub(crate) dtype: DTypeFlag,
+    pub(crate) batch: BatchRecord,
+    /// The seed of the initial weights and of the order of text data.
+    pub(crate) seed: u64,
+    /// The last step.
+    pub(crate) steps: u64,
+    /// The ZeRO stage.
+    pub(crate) stage: u64,
+    #[serde(flatten)]
+    pub(crate) activations: ActivationRecord,
+    pub(crate) communication: CommunicationRecord,
+    /// The offload. Only 16-bit moments change the numbers.
+    #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
+    pub(crate) offload: OffloadSettings,
+    /// The device that was requested.
+    pub(crate) device: DeviceChoice,
+    /// The name of the GPU; `None` on the host.
+    pub(crate) gpu: Option<String>,
+    #[serde(flatten)]
+    pub(crate) saving: SavingRecord,
+    /// The absolute path of the folder of checkpoints, on one machine: a copy of the folder is not
+    /// that folder. `None`: none is saved, or an older version wrote the record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoint_dir: Option<String>,
+    /// The absolute path of the metrics file, which is a file of one machine.
+    pub(crate) metrics: Option<String>,
+    /// The absolute path of the folder of the report, on one machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) report: Option<String>,
+    /// Evaluations on other data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) validation: Option<ValidationRecord>,
+    /// The settings that the configuration file gave as `"auto"`, and their values.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) auto: BTreeMap<String, Value>,
+}
+
+/// The model of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ModelRecord {
+    /// The preset, or the absolute path of the Hugging Face folder.
+    pub(crate) name: String,
+    /// The model's `config.json`.
+    pub(crate) config: Value,
+    /// The number of parameters.
+    pub(crate) parameters: u64,
+    /// The source of the weights of step 0.
+    pub(crate) weights: String,
+}
+
+/// The training data of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct DataRecord {
+    /// The absolute path of the file or folder.
+    pub(crate) path: String,
+    /// Whether the folder was the default: the texts in the current folder.
+    pub(crate) default: bool,
+    /// The absolute path of the tokenizer of text; `None` for bytes and for token files.
+    pub(crate) tokenizer: Option<String>,
+    /// The CRC-64 of all tokens, in hexadecimal.
+    pub(crate) fingerprint: String,
+    pub(crate) tokens: u64,
+}
+
+/// The training data.
+pub(crate) const DATA: &[Row] = &[
+    Row::new("data.order", "--data"),
+    Row::new("data.tokenizer", "--tokenizer"),
+    Row::new("data.tokens", "--data"),
+    Row::new("data", "--data"),
+    Row::new("data.fingerprint", "--data").not_reported(),
+];
+
+/// What identifies a run or belongs to one machine.
+pub(crate) const IDENTITY: &[Row] = &[
+    Row::new("run", "").not_compared().not_reported(),
+    Row::new("resumed_runs", "").not_compared().not_reported(),
+    Row::new("model.name", "").not_compared(),
+    Row::new("model.weights", "").not_compared(),
+    Row::new("data.path", "").not_compared(),
+    Row::new("data.default", "").not_compared().not_reported(),
+    Row::new("validation.data", "").not_compared(),
+    Row::new("device", "").not_compared(),
+    Row::new("gpu", "").not_compared(),
+    Row::new("checkpoint_dir", "").not_compared().not_reported(),
+    Row::new("metrics", "").not_compared().not_reported(),
+    Row::new("report", "").not_compared().not_reported(),
+    Row::new("auto", "").not_compared().not_reported(),
+];
+
+/// Returns the id of a new run.
+pub(crate) fn new_run_id() -> String {
+    // The standard library seeds each state from the system's random numbers.
+    format!("{:016x}", RandomState::new().hash_one(std::process::id()))
+}
+
+impl RunRecord {
+    /// The ids of this run and of those that it resumed.
+    pub(crate) fn runs(&self) -> Vec<&str> {
+        std::iter::once(&self.run)
+            .chain(&self.resumed_runs)
+            .map(String::as_str)
+            .collect()
+    }
+
+    /// Parses the document of a checkpoint.
+    pub(crate) fn parse(document: Value) -> Result<Self, String> {
+        match document["format"].as_u64() {
+            Some(format) if format != u64::from(FORMAT) => Err(format!(
+                "format {format} is not supported; this program reads format {FORMAT}"
+            )),
+            _ => serde_json::from_value(document).map_err(|e| e.to_string()),
+        }
+    }
+
+    /// The document for a checkpoint.
+    pub(crate) fn document(&self) -> Value {
+        // Numbers, strings and flags: serializing does not fail.
+        serde_json::to_value(self).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn run_ids_are_distinct_hex_digits() {
+        let ids: BTreeSet<String> = (0..100).map(|_| new_run_id()).collect();
+        assert_eq!(ids.len(), 100);
+        assert!(
+            ids.iter()
+                .all(|id| id.len() == 16
+                    && id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')))
+        );
+    }
+
+    #[test]
+    fn another_format_is_refused() {
+        let error = RunRecord::parse(json!({"format": 2})).unwrap_err();
+        assert_eq!(
+            error,
+            "format 2 is not supported; this program reads format 1"
+        );
+        assert!(RunRecord::parse(json!({})).unwrap_err().contains("format"));
+    }
+}

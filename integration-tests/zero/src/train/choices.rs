@@ -1,0 +1,241 @@
+//! The model and the data of a run: those of the flags, or of the resumed run.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use zero_models::gpt2::config::GptConfig;
+use zero_models::hf::HfFolder;
+use zero_shard::Layout;
+use zero_trainer::SHARD_ALIGN_ELEMS;
+
+use super::resume::Resumed;
+use crate::data::{DataSource, Dataset, FolderFiles, is_token_file, tokenizer_checksum};
+use crate::error::CliError;
+use crate::files::absolute;
+use crate::flags::find_model;
+use crate::settings::args::TrainArgs;
+use crate::settings::record::{DataRecord, ModelRecord, RunRecord};
+use crate::settings::resolve::RunShape;
+use crate::settings::row::Conditions;
+use crate::settings::validation;
+
+/// The model without `--model`.
+const DEFAULT_MODEL: &str = "nano";
+
+/// The model of a run.
+pub(crate) struct ChosenModel {
+    /// The preset or the folder.
+    pub(crate) name: String,
+    pub(crate) config: GptConfig,
+    /// The folder of the initial weights, if they are not drawn.
+    pub(crate) folder: Option<HfFolder>,
+    pub(crate) layout: Layout,
+}
+
+impl ChosenModel {
+    /// The model of `--model`, of the resumed run, or the default.
+    ///
+    /// # Errors
+    /// It does not exist, or is not that of the checkpoint.
+    pub(crate) fn find(
+        args: &TrainArgs,
+        resumed: Option<&Resumed>,
+        ranks: usize,
+        notices: &mut Vec<String>,
+    ) -> Result<Self, CliError> {
+        let recorded = resumed.and_then(Resumed::model);
+        let (name, config, folder) = match (&args.model, recorded) {
+            (None, Some((name, config))) => (name, config, None),
+            (model, _) => {
+                let name = model.as_deref().unwrap_or(DEFAULT_MODEL);
+                let (config, folder) = find_model(name, notices)?;
+                (name.to_owned(), config, folder)
+            }
+        };
+        let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS)
+            .map_err(CliError::usage)?;
+        if let Some(resumed) = resumed {
+            resumed.check_model(&name, &config, &layout)?;
+        }
+        Ok(Self {
+            name,
+            config,
+            folder,
+            layout,
+        })
+    }
+
+    pub(crate) fn shape(&self, run: &Conditions) -> RunShape {
+        let units = self.layout.units().iter();
+        RunShape {
+            ranks: run.ranks,
+            largest_unit: units.map(|unit| unit.padded_elems).max().unwrap_or(0),
+            on_gpus: run.on_gpus,
+            hidden: self.config.n_embd as u64,
+        }
+    }
+
+    /// The record of the model whose weights, of step 0, are those of `recorded`, of the folder, or
+    /// drawn with `seed`.
+    pub(crate) fn record(&self, recorded: Option<&RunRecord>, seed: u64) -> ModelRecord {
+        let path = Path::new(&self.name);
+        let name = if path.is_dir() {
+            absolute(path)
+        } else {
+            self.name.clone()
+        };
+        let weights = match (recorded, &self.folder) {
+            (Some(recorded), _) => recorded.model.weights.clone(),
+            (None, Some(folder)) => absolute(folder.path()),
+            (None, None) => format!("seed {seed}"),
+        };
+        ModelRecord {
+            name,
+            // Valid JSON by construction.
+            config: serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default(),
+            parameters: self.config.parameter_count(),
+            weights,
+        }
+    }
+}
+
+/// The data of a run.
+pub(crate) struct ChosenData {
+    source: DataSource,
+    pub(crate) training: Dataset,
+    /// The validation data.
+    pub(crate) held_out: Option<Arc<Dataset>>,
+}
+
+impl ChosenData {
+    /// Opens the data.
+    ///
+    /// # Errors
+    /// Flags that contradict each other, or data that cannot be read.
+    pub(crate) fn open(
+        args: &TrainArgs,
+        recorded: Option<&RunRecord>,
+        folder: Option<&HfFolder>,
+        notices: &mut Vec<String>,
+    ) -> Result<Self, CliError> {
+        let source = data_source(args, recorded, folder)?;
+        let (training, held_out) = validation::open(args, &source)?;
+        notices.extend(validation::notices(&training, held_out.as_ref()));
+        Ok(Self {
+            source,
+            training,
+            held_out,
+        })
+    }
+
+    pub(crate) fn record(&self) -> DataRecord {
+        let source = &self.source;
+        DataRecord {
+            path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
+            default: source.path.is_none() || source.files == FolderFiles::AsDefault,
+            tokenizer: source.tokenizer.as_deref().map(absolute),
+            fingerprint: format!("{:016x}", self.training.fingerprint()),
+            tokens: self.training.len_tokens(),
+        }
+    }
+
+    /// Whether rows are consecutive tokens, as those of a file of tokens.
+    pub(crate) fn in_order(&self) -> bool {
+        let path = self.source.path.as_deref();
+        path.is_some_and(|path| path.is_file() && is_token_file(path))
+    }
+
+    /// The checksum of the tokenizer's files, if a tokenizer made the tokens.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(crate) fn tokenizer_checksum(&self) -> Result<Option<u64>, CliError> {
+        match &self.source.tokenizer {
+            Some(tokenizer) if !self.in_order() => {
+                let checksum = tokenizer_checksum(tokenizer).map_err(CliError::usage)?;
+                Ok(Some(checksum))
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Checks that `--data` and `--tokenizer` exist and go together.
+fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
+    let is_tokens = args
+        .data
+        .as_ref()
+        .is_some_and(|path| path.is_file() && is_token_file(path))
+        && args
+            .val_data
+            .as_ref()
+            .is_none_or(|path| is_token_file(path));
+    if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
+        return Err(CliError::Usage(format!(
+            "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
+            tokenizer.display()
+        )));
+    }
+    for (flag, path) in [("--data", &args.data), ("--tokenizer", &args.tokenizer)] {
+        if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
+            return Err(CliError::Usage(format!(
+                "{flag} {}: no such file or folder",
+                path.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
+fn data_source(
+    args: &TrainArgs,
+    recorded: Option<&RunRecord>,
+    folder: Option<&HfFolder>,
+) -> Result<DataSource, CliError> {
+    check_paths(args)?;
+    let tokenizer = args
+        .tokenizer
+        .clone()
+        .or_else(|| folder.and_then(HfFolder::tokenizer));
+    let Some(recorded) = recorded.map(|record| &record.data) else {
+        return Ok(DataSource {
+            path: args.data.clone(),
+            tokenizer,
+            files: FolderFiles::All,
+        });
+    };
+    let path = match &args.data {
+        Some(path) => Some(path.clone()),
+        None if recorded.default && recorded.path == absolute(Path::new(".")) => None,
+        None if Path::new(&recorded.path).exists() => Some(PathBuf::from(&recorded.path)),
+        None => {
+            return Err(CliError::Usage(format!(
+                "{}: the data of the resumed run does not exist; pass its new path with --data",
+                recorded.path
+            )));
+        }
+    };
+    let tokenizer = match (tokenizer, &recorded.tokenizer) {
+        (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
+            if !Path::new(recorded).exists() {
+                return Err(CliError::Usage(format!(
+                    "{recorded}: the tokenizer of the resumed run does not exist; pass its new path with --tokenizer"
+                )));
+            }
+            Some(PathBuf::from(recorded))
+        }
+        (tokenizer, _) => tokenizer,
+    };
+    let is_default = recorded.default && args.data.is_none();
+    let files = if is_default {
+        FolderFiles::AsDefault
+    } else {
+        FolderFiles::All
+    };
+    Ok(DataSource {
+        path,
+        tokenizer,
+        files,
+    })
+}

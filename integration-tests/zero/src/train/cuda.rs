@@ -1,0 +1,264 @@
+//! Ranks on GPUs, one process each. This process starts them or is one of them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::cuda::{CudaDevice, bind_to_node};
+use zero_comm::nccl::{Launcher, NcclCommunicator, Ranks};
+use zero_comm::{CommError, CommOptions, Communicator, Solo};
+
+use super::backend;
+use super::exchange::StartExchange;
+use super::parts::Gpu;
+use super::resume::{self, Resumed};
+use super::session::{observed, run_error};
+use super::setup::RunSetup;
+use super::signals::{self, Signals};
+use crate::error::CliError;
+use crate::launcher::{Job, JobError};
+use crate::memory;
+use crate::settings::args::TrainArgs;
+use zero_trainer::run_on_cuda;
+
+/// Time for the other ranks to detect that one has failed.
+const GRACE: Duration = Duration::from_secs(10);
+/// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels; the user's
+/// values override them.
+const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "8")];
+
+/// Trains on `gpus` GPUs of this machine, or as one rank if a launcher started this process
+/// (`launched`).
+pub(crate) fn run(
+    args: &TrainArgs,
+    resumed: Option<&Resumed>,
+    gpus: usize,
+    launched: Option<Ranks>,
+) -> Result<(), CliError> {
+    let ranks = backend::ranks(args, launched.as_ref(), gpus)?;
+    match launched {
+        Some(launched) => run_rank(args, resumed, gpus, Some(&launched)),
+        None if ranks == 1 => run_rank(args, resumed, gpus, None),
+        None => launch(args, resumed, ranks),
+    }
+}
+
+/// Starts the ranks and waits for them.
+fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(), CliError> {
+    let program = std::env::current_exe().map_err(|e| {
+        CliError::Failure(format!(
+            "failed to determine the path of this executable: {e}"
+        ))
+    })?;
+    let sharing = SHARING
+        .into_iter()
+        .filter(|(name, _)| args.share_gpus && std::env::var_os(name).is_none());
+    let variables = sharing.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let job = Job {
+        ranks,
+        program,
+        args: std::env::args_os().skip(1).collect(),
+        variables: variables.chain(resumed.map(Resumed::variable)).collect(),
+        grace: GRACE,
+    };
+    let mut received =
+        signal_hook::iterator::Signals::new(signals::ENDING).map_err(signals::not_handled)?;
+    job.run(&mut || received.pending().next())
+        .map_err(|error| match &error {
+            JobError::Interrupted { signal } => CliError::Interrupted { signal: *signal },
+            JobError::Reported { report, .. } if report.code == 2 => CliError::usage(&error),
+            _ => CliError::failure(error),
+        })
+}
+
+/// Trains as one rank; rank 0 prints.
+fn run_rank(
+    args: &TrainArgs,
+    resumed: Option<&Resumed>,
+    gpus: usize,
+    launched: Option<&Ranks>,
+) -> Result<(), CliError> {
+    let (rank, local_rank) = launched.map_or((0, 0), |l| (l.rank, l.local_rank));
+    // Before the driver starts threads, which inherit the cores.
+    let cores = bind(launched, local_rank, gpus)?;
+    let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
+    let rank_setup = RankSetup {
+        device: &device,
+        launched,
+        gpus,
+        cores,
+    };
+    let is_deferred = args.resume.is_some() && resumed.is_none();
+    // Otherwise a rank that cannot start ends before it connects: its launcher ends the others,
+    // which wait for it.
+    let early = if is_deferred {
+        None
+    } else {
+        Some(rank_setup.make(args, resumed)?)
+    };
+
+    let comm = connect(args, &device, launched, gpus)?;
+    let start = StartExchange::new(&*comm, device.clone(), args.time_limit)?;
+    start.agree(Ok(()), |()| resume::start_settings(args))?;
+    let setup = match early {
+        Some(setup) => Ok(setup),
+        None => {
+            let found = Resumed::open_on_ranks(args, &start)?;
+            let filled = found.as_ref().map(|found| found.fill(args));
+            rank_setup.make(filled.as_ref().unwrap_or(args), found.as_ref())
+        }
+    };
+    let mut setup = RunSetup::agree(setup, &start)?;
+    drop(start);
+
+    let signals = Signals::handle()?;
+    setup.options.cancel = signals.received.clone();
+    train(&setup, &signals, &device, comm, rank)
+}
+
+/// Connects the rank with the others.
+fn connect(
+    args: &TrainArgs,
+    device: &CudaDevice,
+    launched: Option<&Ranks>,
+    gpus: usize,
+) -> Result<Arc<dyn Communicator<CudaDevice>>, CliError> {
+    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else {
+        return Ok(Arc::new(Solo::new(device.clone())));
+    };
+    check_sharing(args, ranks.local_rank >= gpus)?;
+    let limit = Duration::from_secs(args.time_limit);
+    let joined = NcclCommunicator::join(device, ranks, CommOptions::default().limit(limit));
+    Ok(Arc::new(joined.map_err(|e| join_error(ranks.rank, e))?))
+}
+
+fn train(
+    setup: &RunSetup,
+    signals: &Signals,
+    device: &CudaDevice,
+    comm: Arc<dyn Communicator<CudaDevice>>,
+    rank: usize,
+) -> Result<(), CliError> {
+    observed(setup, signals, rank == 0, |observe| {
+        let comm_of_run = Arc::clone(&comm);
+        let summary = run_on_cuda(
+            device,
+            comm_of_run,
+            setup.is_recorded(),
+            &setup.settings,
+            &setup.workload,
+            &setup.options,
+            observe,
+        );
+        // Dropped before anything is printed, because leaving the communicator may wait for the
+        // other ranks.
+        let failure = comm.failure();
+        drop(comm);
+        summary.map(|summary| vec![summary]).map_err(|error| {
+            match failure.filter(|f| !is_own(rank, f)) {
+                // The cause is shorter than the error of this rank's stream, and names the rank
+                // that failed.
+                Some(cause) => CliError::Echo(cause.to_string()),
+                None => run_error(error),
+            }
+        })
+    })
+}
+
+/// The machine of a rank.
+struct RankSetup<'a> {
+    device: &'a CudaDevice,
+    launched: Option<&'a Ranks>,
+    /// GPUs of this machine.
+    gpus: usize,
+    /// Cores of the rank, if it is bound to some.
+    cores: Option<usize>,
+}
+
+impl RankSetup<'_> {
+    fn make(&self, args: &TrainArgs, resumed: Option<&Resumed>) -> Result<RunSetup, CliError> {
+        let Self {
+            device,
+            launched,
+            gpus,
+            cores,
+        } = *self;
+        let (world_size, local_rank) =
+            launched.map_or((1, 0), |ranks| (ranks.world_size, ranks.local_rank));
+        let sharers = if args.share_gpus {
+            ranks_here(launched, local_rank, gpus).div_ceil(gpus) as u64
+        } else {
+            1
+        };
+        let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
+        let gpu = Gpu {
+            name: device.name().to_owned(),
+            memory_bytes,
+        };
+
+        let mut setup = RunSetup::new(args, resumed, world_size, Some(gpu))?;
+        if let (Some(cores), None) = (cores, args.threads) {
+            setup.workload.threads = cores;
+        }
+        memory::check_host_of_gpus(&setup.memory(), world_size.min(gpus), args.memory_limit)?;
+        // The note is printed by rank 0, whether or not that rank shares its GPU.
+        if args.share_gpus && world_size > gpus {
+            setup
+                .notices
+                .push("ranks share GPUs: timings are not meaningful".to_owned());
+        }
+        Ok(setup)
+    }
+}
+
+/// The ranks of this machine; of several machines each GPU is assumed to have one.
+fn ranks_here(launched: Option<&Ranks>, local_rank: usize, gpus: usize) -> usize {
+    launched
+        .map_or(1, |l| if l.one_machine { l.world_size } else { gpus })
+        .max(local_rank + 1)
+}
+
+/// Binds this process to its share of the cores near its GPU, if there are several NUMA nodes.
+/// Returns their number.
+fn bind(
+    launched: Option<&Ranks>,
+    local_rank: usize,
+    gpus: usize,
+) -> Result<Option<usize>, CliError> {
+    let ordinals: Vec<_> = (0..ranks_here(launched, local_rank, gpus))
+        .map(|rank| rank % gpus)
+        .collect();
+    let divide = launched.is_none_or(|l| l.launcher == Launcher::Torchrun);
+    let cores = bind_to_node(&ordinals, local_rank, divide).map_err(CliError::failure)?;
+    Ok(cores.map(|cores| cores.len()))
+}
+
+/// Checks NCCL's variables under another launcher: this process starts too late to set them.
+fn check_sharing(args: &TrainArgs, shares: bool) -> Result<(), CliError> {
+    let (name, value) = SHARING[0];
+    if shares && args.share_gpus && std::env::var(name).as_deref() != Ok(value) {
+        return Err(CliError::Usage(format!(
+            "--share-gpus: set {name}={value} for all ranks (NCCL 2.30 or later)"
+        )));
+    }
+    Ok(())
+}
+
+/// Whether `rank` itself caused the failure.
+fn is_own(rank: usize, failure: &CommError) -> bool {
+    match failure {
+        CommError::Aborted { rank: by, .. }
+        | CommError::Peer { rank: by, .. }
+        | CommError::Skipped { rank: by, .. }
+        | CommError::Panicked { rank: by, .. } => *by == rank,
+        _ => false,
+    }
+}
+
+/// The failure of a rendezvous names the rank at fault.
+fn join_error(rank: usize, error: CommError) -> CliError {
+    if is_own(rank, &error) {
+        CliError::failure(error)
+    } else {
+        CliError::Echo(error.to_string())
+    }
+}

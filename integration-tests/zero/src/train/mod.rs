@@ -1,0 +1,87 @@
+//! `zero train`: from flags to a run, and from its results to text.
+
+mod backend;
+mod checks;
+mod choices;
+mod cuda;
+mod exchange;
+mod launched;
+mod loss_curve;
+mod memory_picture;
+mod memory_table;
+mod metrics_file;
+mod mpi;
+mod observer;
+mod opening;
+mod parts;
+mod picture;
+mod report_folder;
+mod resume;
+mod save_folder;
+mod session;
+mod setup;
+mod signals;
+mod summary;
+mod utilization;
+
+use backend::Backend;
+use launched::launched_ranks;
+use resume::Resumed;
+use session::{observed, run_error};
+use setup::RunSetup;
+use signals::Signals;
+use zero_trainer::run_on_threads;
+
+use crate::error::CliError;
+use crate::memory;
+use crate::settings::args::DeviceChoice;
+pub use crate::settings::args::TrainArgs;
+
+/// Trains.
+///
+/// # Errors
+/// Wrong use, found before any rank starts; or the failure that ended the run.
+pub fn run(args: &TrainArgs) -> Result<(), CliError> {
+    // `None` with --resume: rank 0 finds the checkpoint, once the ranks are connected.
+    let deferred = resume::is_deferred(args, launched_ranks(args));
+    let resumed = if deferred { None } else { Resumed::open(args)? };
+    let filled = match &resumed {
+        Some(resumed) => resumed.fill(args),
+        None if resume::recorded_device(args) == Some(DeviceChoice::Cpu) => TrainArgs {
+            device: DeviceChoice::Cpu,
+            ..args.clone()
+        },
+        None => args.clone(),
+    };
+    let (args, resumed) = (&filled, resumed.as_ref());
+    if let Backend::Cuda { gpus, launched } = backend::choose(args)? {
+        return cuda::run(args, resumed, gpus, launched);
+    }
+    if mpi::is_selected(args)? {
+        return mpi::run(args, resumed);
+    }
+    let mut setup = RunSetup::new(
+        args,
+        resumed,
+        args.ranks.or(args.recorded_ranks).unwrap_or(4),
+        None,
+    )?;
+    memory::check(&setup.memory(), setup.ranks, args.memory_limit)?;
+    if args.checkpoint.is_none() {
+        setup.reserve_folder()?;
+    }
+    let signals = Signals::handle()?;
+    setup.options.cancel = signals.received.clone();
+    let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
+    observed(&setup, &signals, true, |observe| {
+        run_on_threads(
+            setup.ranks,
+            workload.threads,
+            settings,
+            workload,
+            options,
+            observe,
+        )
+        .map_err(run_error)
+    })
+}

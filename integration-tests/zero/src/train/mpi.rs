@@ -1,0 +1,142 @@
+//! One process per rank, under `mpirun` (cargo feature `mpi`).
+
+use zero_comm::nccl::{Launcher, Ranks};
+
+use super::launched::mpi_ranks;
+use super::resume::Resumed;
+use crate::error::CliError;
+use crate::settings::args::{CommChoice, TrainArgs};
+
+/// Whether this process trains as a rank of an MPI world.
+pub(crate) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
+    let launched = mpi_ranks() > 1;
+    match args.comm {
+        CommChoice::Threads if launched => {
+            tracing::warn!(
+                "--comm threads: a launcher started {} processes, and each of them trains the whole run by itself",
+                mpi_ranks()
+            );
+            Ok(false)
+        }
+        CommChoice::Threads | CommChoice::Nccl => Ok(false),
+        CommChoice::Mpi => Ok(true),
+        // Without MPI every process of mpirun would train the whole run by itself.
+        CommChoice::Auto if launched && cfg!(feature = "mpi") => Ok(true),
+        CommChoice::Auto if launched => Err(not_built()),
+        // Inconsistent variables are not a launcher's.
+        CommChoice::Auto => {
+            check_not_launched(Ranks::from_env().ok().flatten().as_ref()).map(|()| false)
+        }
+    }
+}
+
+/// Rejects processes of a launcher under which host ranks cannot communicate: each would train the
+/// whole run.
+fn check_not_launched(launched: Option<&Ranks>) -> Result<(), CliError> {
+    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else {
+        return Ok(());
+    };
+    let (rank, world_size) = (ranks.rank, ranks.world_size);
+    let by = match ranks.launcher {
+        Launcher::Torchrun => "torchrun (RANK, WORLD_SIZE)",
+        Launcher::OpenMpi => "mpirun",
+        Launcher::Slurm => "srun",
+        _ => "another launcher",
+    };
+    Err(CliError::Usage(format!(
+        "{by} started this process as rank {rank} of {world_size}, but on the host ranks cannot communicate under it: \
+         start one process with --ranks {world_size}, or use mpirun; with --comm threads each process trains by itself"
+    )))
+}
+
+fn not_built() -> CliError {
+    CliError::Usage(
+        "this binary was built without MPI: build it with `--features mpi`, or pass --comm threads to train in one \
+         process"
+            .into(),
+    )
+}
+
+#[cfg(not(feature = "mpi"))]
+pub(crate) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), CliError> {
+    Err(not_built())
+}
+
+/// Checks that `--ranks` is the number of processes that `mpirun` started.
+#[cfg(feature = "mpi")]
+fn check_ranks(args: &TrainArgs, started: usize) -> Result<(), CliError> {
+    match args.ranks {
+        Some(flag) if flag != started => Err(CliError::Usage(format!(
+            "--ranks {flag}: mpirun started {started} ranks"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Trains as one rank; rank 0 prints.
+#[cfg(feature = "mpi")]
+pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), CliError> {
+    use std::time::Duration;
+
+    use zero_alloc::host::HostDevice;
+    use zero_comm::mpi::MpiWorld;
+    use zero_comm::{CommOptions, Communicator};
+
+    use super::exchange::StartExchange;
+    use super::resume;
+    use super::session::{observed, run_error};
+    use super::setup::RunSetup;
+    use super::signals::Signals;
+    use crate::memory;
+    use zero_trainer::run_as_rank;
+
+    let world = MpiWorld::init(CommOptions::default().limit(Duration::from_secs(args.time_limit)))
+        .map_err(CliError::failure)?;
+    let comm = world.comm();
+    let (rank, ranks) = (comm.rank(), comm.world_size());
+    let start = StartExchange::new(&*comm, HostDevice::new(), args.time_limit)?;
+    start.agree(check_ranks(args, ranks), |()| resume::start_settings(args))?;
+
+    let found = match resumed {
+        None => Resumed::open_on_ranks(args, &start)?,
+        Some(_) => None,
+    };
+    let filled = found.as_ref().map(|found| found.fill(args));
+    let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
+    let setup = RunSetup::new(args, resumed, ranks, None).and_then(|setup| {
+        memory::check(&setup.memory(), 1, args.memory_limit)?;
+        Ok(setup)
+    });
+    let mut setup = RunSetup::agree(setup, &start)?;
+    drop(start);
+
+    let signals = Signals::handle()?;
+    setup.options.cancel = signals.received.clone();
+    let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
+    observed(&setup, &signals, rank == 0, |observe| {
+        let summary = run_as_rank(comm, workload.threads, settings, workload, options, observe);
+        summary.map(|summary| vec![summary]).map_err(run_error)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_rank_of_torchrun_is_rejected() {
+        let rank = |world_size, launcher| {
+            Ranks::new(0, world_size, 0, "127.0.0.1", 1)
+                .launcher(launcher)
+                .one_machine(true)
+        };
+        for launcher in [Launcher::Torchrun, Launcher::Slurm] {
+            let error = check_not_launched(Some(&rank(4, launcher))).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().contains("rank 0 of 4"), "{error}");
+            assert!(error.to_string().contains("--ranks 4"), "{error}");
+            check_not_launched(Some(&rank(1, launcher))).unwrap();
+        }
+        check_not_launched(None).unwrap();
+    }
+}

@@ -1,0 +1,245 @@
+//! Progress bar, metrics file and report of a run.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar};
+
+use super::memory_picture::Besides;
+use super::metrics_file::{self, MetricsFile};
+use super::report_folder::reported_steps;
+use super::setup::RunSetup;
+use super::utilization::Utilization;
+use super::{loss_curve, memory_picture};
+use crate::error::CliError;
+use crate::memory::limits::resident_peak_bytes;
+use crate::output::{print_note, progress_bar, show_progress};
+use crate::settings::record::RUN_JSON;
+use zero_trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
+
+/// Shows and records the steps of a run, on the rank that prints.
+pub(crate) struct Observer {
+    bar: ProgressBar,
+    metrics: Option<MetricsFile>,
+    /// The failed write of a metrics line. The run saves and ends.
+    pub(crate) failure: Option<CliError>,
+    /// Requests the end of the run.
+    cancel: Arc<AtomicBool>,
+    /// The last validation loss, for the bar.
+    validation: String,
+    /// Set if the run has a breakdown.
+    pub(crate) utilization: Option<Utilization>,
+    /// The metrics of all steps so far.
+    pub(crate) seen: Vec<StepMetrics>,
+    /// For the report, the steps before those of this process, which the resumed run wrote.
+    earlier: Vec<StepMetrics>,
+}
+
+impl Observer {
+    pub(crate) fn new(setup: &RunSetup) -> Result<Self, CliError> {
+        let metrics = match &setup.metrics {
+            Some(path) if setup.first_step < setup.options.steps => open_metrics(path, setup)?,
+            _ => None,
+        };
+        if let Some(dir) = &setup.report {
+            fs::create_dir_all(dir)
+                .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
+        }
+        let bar = progress_bar(setup.options.steps);
+        let utilization = setup
+            .options
+            .breakdown
+            .then(|| Utilization::new(setup))
+            .transpose()?;
+        let cancel = Arc::clone(&setup.options.cancel);
+        Ok(Self {
+            bar,
+            metrics,
+            failure: None,
+            cancel,
+            validation: String::new(),
+            utilization,
+            seen: Vec::new(),
+            earlier: earlier_steps(setup),
+        })
+    }
+
+    pub(crate) fn step(&mut self, metrics: &StepMetrics) {
+        let mut metrics = metrics.clone();
+        if let Some(utilization) = &self.utilization {
+            utilization.complete(&mut metrics);
+        }
+        let (step, loss, speed) = (
+            metrics.step,
+            metrics.loss,
+            HumanCount(metrics.tokens_per_s as u64),
+        );
+        if let Some(validation) = &metrics.validation {
+            self.validation = format!("  validation {:.4}", validation.loss);
+        }
+        let seen = HumanCount(metrics.tokens_seen);
+        let left = Duration::try_from_secs_f64(metrics.eta_s).unwrap_or(Duration::MAX);
+        let text = format!(
+            "loss {loss:.4}{}  {speed} tokens/s  {seen} tokens",
+            self.validation
+        );
+        show_progress(&self.bar, step, &text, left);
+        let tenth = (self.bar.length().unwrap_or(1) / 10).max(1);
+        if self.bar.is_hidden()
+            && (metrics.step.is_multiple_of(tenth) || metrics.validation.is_some())
+        {
+            let of_step = |v: Validation| {
+                format!(
+                    ", validation loss {:.4} (perplexity {:.4})",
+                    v.loss, v.perplexity
+                )
+            };
+            let validation = metrics.validation.map(of_step).unwrap_or_default();
+            let left = HumanDuration(left);
+            print_note(format_args!(
+                "step {step}: loss {loss:.4}{validation}, {speed} tokens/s, {seen} tokens, {left:#} left"
+            ));
+        }
+        if let (Some(file), None) = (&mut self.metrics, &self.failure)
+            && let Err(error) = file.write(&metrics)
+        {
+            self.failure = Some(error);
+            self.cancel.store(true, Ordering::Relaxed);
+        }
+        self.seen.push(metrics);
+    }
+
+    pub(crate) fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+
+    pub(crate) fn write_report(
+        &self,
+        setup: &RunSetup,
+        ranks: &[RankSummary],
+        table: &str,
+    ) -> Result<(), CliError> {
+        let Some(dir) = &setup.report else {
+            return Ok(());
+        };
+        let trace = ranks.first().and_then(|rank| rank.memory.as_ref());
+        let steps = [self.earlier.as_slice(), &self.seen].concat();
+        let summary = serde_json::json!({
+            "model": setup.model_name,
+            "ranks": setup.ranks,
+            "stage": setup.settings.stage.number(),
+            "dtype": setup.settings.dtype.name(),
+            "unigram_loss": setup.workload.data.unigram_loss(),
+            "memory_by_rank": ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect::<Vec<_>>(),
+            "peak": trace.and_then(peak),
+            "utilization": self.utilization.as_ref().map(Utilization::to_json),
+            "process_peak_bytes": resident_peak_bytes(),
+            "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
+            "steps": steps,
+        });
+        let timeline = zero_comm::overlap::chrome_trace(
+            ranks.first().map_or(&[], |r| r.last_spans.as_slice()),
+        );
+        let validation: Vec<(u64, f64)> = steps
+            .iter()
+            .filter_map(|step| Some((step.step, step.validation?.loss)))
+            .collect();
+        let curve = loss_curve::svg(&steps, &validation, setup.workload.data.unigram_loss())?;
+        let files = [
+            ("summary.txt", table.to_owned()),
+            ("summary.json", format!("{summary:#}\n")),
+            (RUN_JSON, format!("{:#}\n", setup.record.document())),
+            ("loss.svg", curve),
+            ("trace.json", timeline),
+        ];
+        let besides = besides(setup, ranks);
+        let memory = trace
+            .map(|trace| memory_picture::svg(trace, besides))
+            .transpose()?
+            .flatten();
+        let memory = memory.map(|svg| ("memory.svg", svg));
+        for (name, text) in files.into_iter().chain(memory) {
+            let path = dir.join(name);
+            fs::write(&path, text).map_err(|e| {
+                CliError::Failure(format!("failed to write {}: {e}", path.display()))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Opens the metrics file. One that no flag names is optional: another process may be writing to
+/// it.
+fn open_metrics(path: &Path, setup: &RunSetup) -> Result<Option<MetricsFile>, CliError> {
+    match MetricsFile::new(path, &setup.options) {
+        Err(error) if setup.recorded_metrics => {
+            print_note(format_args!("note: no metrics: {error}"));
+            Ok(None)
+        }
+        opened => opened.map(Some),
+    }
+}
+
+/// The memory that the trace of rank 0 does not have.
+fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
+    let memory = ranks
+        .first()
+        .and_then(|rank| rank.last.as_ref())
+        .map(|last| last.memory)
+        .unwrap_or_default();
+    let (copy_bytes, undrawn_bytes, what) = match &setup.device {
+        None => (memory.staging_bytes, memory.host_bytes, "of offload"),
+        Some(_) => (
+            0,
+            memory.host_bytes + memory.staging_bytes,
+            "in host memory",
+        ),
+    };
+    let undrawn = if undrawn_bytes == 0 {
+        String::new()
+    } else {
+        format!("{} {what}", HumanBytes(undrawn_bytes))
+    };
+    Besides {
+        copy_bytes,
+        undrawn,
+    }
+}
+
+/// For a report of the whole run, the steps before the first one: those in the metrics file or,
+/// without one, those in the report that this run continues.
+fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
+    let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else {
+        return Vec::new();
+    };
+    match &setup.metrics {
+        Some(path) => metrics_file::steps_until(path, setup.first_step),
+        None => reported_steps(report)
+            .filter(|step| step.step <= setup.first_step)
+            .collect(),
+    }
+}
+
+/// The peak of rank 0's memory in its last step: its moment and its holders.
+fn peak(trace: &MemoryTrace) -> Option<serde_json::Value> {
+    let peak = trace.peak()?;
+    let [params, grads, optimizer, buckets, activations, workspace] = peak.bytes;
+    Some(serde_json::json!({
+        "bytes": peak.total_bytes(),
+        "moment": trace.peak_moment(),
+        "at_ms": peak.at.as_secs_f64() * 1e3,
+        "fraction_of_step": trace.fraction(peak),
+        "operation": peak.operation,
+        "holders": {
+            "params_bytes": params,
+            "grads_bytes": grads,
+            "optimizer_bytes": optimizer,
+            "buckets_bytes": buckets,
+            "activations_bytes": activations,
+            "workspace_bytes": workspace,
+        },
+    }))
+}

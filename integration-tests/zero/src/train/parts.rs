@@ -1,0 +1,345 @@
+//! What a run consists of: model, data, settings, outputs.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use zero_models::gpt2::Gpt2Options;
+use zero_optim::RankSettings;
+use zero_shard::ZeroStage;
+use zero_trainer::{Settings, ValidationOptions};
+
+use super::choices::{ChosenData, ChosenModel};
+use super::resume::Resumed;
+use super::save_folder;
+use crate::config::{Batch, DsConfig};
+use crate::error::CliError;
+use crate::files::absolute;
+use crate::flags::check_seq_len;
+use crate::plan;
+use crate::settings::activations::{
+    ActivationRecord, NO_MATMUL_TIMING, RECOMPUTE_GELU, SHARE_GPUS,
+};
+use crate::settings::agreement::{self, Unrecorded};
+use crate::settings::args::TrainArgs;
+use crate::settings::batch::{self, BatchRecord};
+use crate::settings::communication::CommunicationRecord;
+use crate::settings::offload::resolve_folders;
+use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
+use crate::settings::resolve::{
+    RunSources, raise_live_limit, recorded_dtype, settings, trim_bucket,
+};
+use crate::settings::row::Conditions;
+use crate::settings::saving::{CHECK_REPLICAS, SavingRecord, requests_replica_checks};
+use crate::settings::validation::{self, Rows, ValidationRecord};
+use crate::settings::{autos, unused_keys};
+
+/// The GPU of a rank.
+#[derive(Clone, Debug)]
+pub(crate) struct Gpu {
+    pub(crate) name: String,
+    pub(crate) memory_bytes: u64,
+}
+
+/// What a run consists of, before it is recorded.
+pub(crate) struct Parts<'a> {
+    pub(crate) from: RunSources<'a>,
+    pub(crate) resumed: Option<&'a Resumed>,
+    pub(crate) run: Conditions,
+    pub(crate) device: Option<Gpu>,
+    pub(crate) model: ChosenModel,
+    pub(crate) data: ChosenData,
+    pub(crate) settings: Settings,
+    pub(crate) sizes: Sizes,
+    pub(crate) options: Gpt2Options,
+    pub(crate) saving: SavingRecord,
+    pub(crate) saves_to: Option<PathBuf>,
+    pub(crate) validation: Option<(ValidationOptions, ValidationRecord)>,
+    /// The id of the run, and of those that it resumes.
+    pub(crate) ids: (String, Vec<String>),
+}
+
+impl<'a> Parts<'a> {
+    /// Opens the model and the data, and chooses all settings.
+    ///
+    /// # Errors
+    /// Flags, files or folders that the run cannot use.
+    pub(crate) fn new(
+        from: RunSources<'a>,
+        resumed: Option<&'a Resumed>,
+        run: Conditions,
+        device: Option<Gpu>,
+        notices: &mut Vec<String>,
+    ) -> Result<Self, CliError> {
+        let args = from.args;
+        let ranks = run.ranks;
+        let model = ChosenModel::find(args, resumed, ranks, notices)?;
+        notices.extend(idle_flags(&from, &run));
+        let data = ChosenData::open(args, from.recorded, model.folder.as_ref(), notices)?;
+        let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
+        let sizes = Sizes::new(&from, &model, &data, ranks)?;
+        settings.grad_accum_steps = sizes.batch.grad_accum as usize;
+        let mut options = model_options(&from, &model, &sizes, &settings)?;
+        options.recompute_gelu = recomputes_gelu(
+            &from,
+            &model,
+            &options,
+            &settings,
+            ranks,
+            device.as_ref(),
+            notices,
+        );
+        if args.recompute_gelu == Some(true) {
+            notices.extend(RECOMPUTE_GELU.idle_notice(&run));
+        }
+
+        let saves_to = checkpoint_folder(args, notices)?;
+        let rows = sizes.rows(ranks);
+        let validation = validation::options(args, data.held_out.clone(), rows, from.steps())?;
+        let ids = match resumed {
+            Some(resumed) => resumed.run_ids(saves_to.as_deref()),
+            None => (new_run_id(), Vec::new()),
+        };
+        Ok(Self {
+            saving: SavingRecord::of(&from.without_sizes().part(|run| &run.saving)),
+            from,
+            resumed,
+            run,
+            device,
+            model,
+            data,
+            settings,
+            sizes,
+            options,
+            saves_to,
+            validation,
+            ids,
+        })
+    }
+
+    /// The content of `run.json`.
+    pub(crate) fn record(&self) -> Result<RunRecord, CliError> {
+        let args = self.from.args;
+        let Sizes { batch, seq_len } = self.sizes;
+        let (run, resumed_runs) = self.ids.clone();
+        let validation = self.validation.as_ref().map(|(_, record)| record.clone());
+        let mut record = RunRecord {
+            format: FORMAT,
+            run,
+            resumed_runs,
+            program: PROGRAM.to_owned(),
+            model: self.model.record(self.from.recorded, self.from.seed()),
+            data: self.data.record(),
+            optimizer: self.settings.optimizer.clone(),
+            param_groups: self.settings.groups.clone(),
+            dtype: recorded_dtype(self.settings.dtype)?,
+            batch: BatchRecord {
+                ranks: self.run.ranks,
+                micro_batch: batch.micro_batch,
+                grad_accum: batch.grad_accum,
+                seq_len,
+                step_tokens: batch.train_batch_size.saturating_mul(seq_len as u64),
+            },
+            seed: self.from.seed(),
+            steps: self.from.steps(),
+            stage: self.settings.stage.number().into(),
+            activations: ActivationRecord {
+                activation_checkpointing: self.options.activation_checkpointing,
+                recompute_gelu: self.options.recompute_gelu,
+            },
+            communication: CommunicationRecord::of(&self.settings),
+            offload: self.settings.offload.clone(),
+            device: args.device,
+            gpu: self.device.as_ref().map(|gpu| gpu.name.clone()),
+            saving: self.saving.clone(),
+            checkpoint_dir: self.saves_to.as_deref().map(absolute),
+            metrics: args.metrics.as_deref().map(absolute),
+            report: args.report.as_deref().map(absolute),
+            validation,
+            auto: BTreeMap::new(),
+        };
+        if let Some(file) = self.from.file {
+            let hidden = self.model.config.n_embd as u64;
+            record.auto = autos::values(file, &record, hidden).into_iter().collect();
+        }
+        Ok(record)
+    }
+
+    /// The settings that must be equal on all ranks.
+    pub(crate) fn agreed(&self, record: &RunRecord) -> Result<RankSettings, CliError> {
+        let recompute_gelu = recompute_gelu_setting(&self.from).filter(|_| self.run.on_gpus);
+        let unrecorded = Unrecorded {
+            settings: &self.settings,
+            layout: &self.model.layout,
+            in_order: self.data.in_order(),
+            tokenizer: self.data.tokenizer_checksum()?,
+            loads_weights: self.resumed.is_none() && self.model.folder.is_some(),
+            recompute_gelu,
+            saves: self.saves_to.is_some(),
+        };
+        Ok(agreement::settings(record, &unrecorded))
+    }
+}
+
+/// Notes about the configuration file and the checkpoint.
+pub(crate) fn first_notices(
+    file: Option<&DsConfig>,
+    resumed: Option<&Resumed>,
+    stage: ZeroStage,
+) -> Vec<String> {
+    let mut notices = Vec::new();
+    if let Some(file) = file {
+        notices.extend(file.warnings.iter().cloned());
+        notices.extend(unused_keys::notices(file, stage));
+    }
+    if let Some(resumed) = resumed {
+        notices.extend(resumed.notices.iter().cloned());
+    }
+    notices
+}
+
+/// Notes about flags without effect.
+fn idle_flags(from: &RunSources<'_>, run: &Conditions) -> Vec<String> {
+    let from_saving = from.without_sizes().part(|run| &run.saving);
+    let flags = [
+        (
+            requests_replica_checks(&from_saving),
+            CHECK_REPLICAS.idle_notice(run),
+        ),
+        (from.args.share_gpus, SHARE_GPUS.idle_notice(run)),
+        (
+            from.args.no_matmul_timing,
+            NO_MATMUL_TIMING.idle_notice(run),
+        ),
+    ];
+    let given = flags.into_iter().filter(|(is_given, _)| *is_given);
+    given.filter_map(|(_, notice)| notice).collect()
+}
+
+/// The trainer's settings, but for the micro-batches of a step.
+fn run_settings(
+    from: &RunSources<'_>,
+    resumed: Option<&Resumed>,
+    model: &ChosenModel,
+    run: &Conditions,
+    notices: &mut Vec<String>,
+) -> Result<Settings, CliError> {
+    let mut settings = settings(from, model.shape(run), notices)?;
+    if let Some(resumed) = resumed {
+        resumed.check_scratch(from.args, &settings.offload)?;
+    }
+    resolve_folders(&mut settings.offload)?;
+    trim_bucket(&mut settings, from.args, &model.layout, run)?;
+    raise_live_limit(&mut settings, &model.layout, &model.config, notices);
+    Ok(settings)
+}
+
+/// The sizes of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    batch: Batch,
+    /// Tokens of a sequence.
+    seq_len: usize,
+}
+
+impl Sizes {
+    fn new(
+        from: &RunSources<'_>,
+        model: &ChosenModel,
+        data: &ChosenData,
+        ranks: usize,
+    ) -> Result<Self, CliError> {
+        let config = &model.config;
+        let from_batch = from.without_sizes().part(|run| &run.batch);
+        let batch = batch::resolve(&from_batch, ranks)?;
+        let seq_len = batch::seq_len(&from_batch, config.n_positions);
+        check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
+        validation::check_data(
+            from.args,
+            &data.training,
+            data.held_out.as_ref(),
+            config.vocab_size,
+            seq_len,
+        )?;
+        Ok(Self { batch, seq_len })
+    }
+
+    fn rows(&self, ranks: usize) -> Rows {
+        Rows {
+            step: self.batch.train_batch_size,
+            micro_batch: self.batch.micro_batch.saturating_mul(ranks as u64),
+            seq_len: self.seq_len,
+        }
+    }
+}
+
+/// The options of the model, but for `recompute_gelu`.
+fn model_options(
+    from: &RunSources<'_>,
+    model: &ChosenModel,
+    sizes: &Sizes,
+    settings: &Settings,
+) -> Result<Gpt2Options, CliError> {
+    let options = Gpt2Options {
+        micro_batch: sizes.batch.micro_batch as usize,
+        seq_len: sizes.seq_len,
+        dtype: settings.dtype,
+        activation_checkpointing: from.checkpoints_activations(),
+        offload_activations: settings.offload.activations,
+        matmul_timing: !from.args.no_matmul_timing,
+        recompute_gelu: false,
+    };
+    options.validate(&model.config).map_err(CliError::usage)?;
+    Ok(options)
+}
+
+/// The setting of `--recompute-gelu`, if the run or the one that it resumes has it. A run on the
+/// host has none.
+fn recompute_gelu_setting(from: &RunSources<'_>) -> Option<bool> {
+    let mut from_activations = from.without_sizes().part(|run| &run.activations);
+    if from.recorded.is_some_and(|run| run.gpu.is_none()) {
+        from_activations.recorded = None;
+    }
+    from_activations.value(&RECOMPUTE_GELU)
+}
+
+/// Whether the run recomputes GELU's output in backward: only on a GPU, and by default only where
+/// its memory is too small otherwise.
+fn recomputes_gelu(
+    from: &RunSources<'_>,
+    model: &ChosenModel,
+    options: &Gpt2Options,
+    settings: &Settings,
+    ranks: usize,
+    device: Option<&Gpu>,
+    notices: &mut Vec<String>,
+) -> bool {
+    let Some(gpu) = device else { return false };
+    if let Some(recompute) = recompute_gelu_setting(from) {
+        return recompute && !options.activation_checkpointing;
+    }
+    let request = plan::Request::of_run(&model.config, options, settings, ranks, gpu.memory_bytes);
+    match plan::evaluate(&request, settings.stage) {
+        Ok(plan) => plan.recompute_gelu,
+        Err(error) => {
+            notices.push(format!(
+                "GELU's output is kept, since this run's memory cannot be planned: {error}"
+            ));
+            false
+        }
+    }
+}
+
+/// The folder of checkpoints, unless the run saves none.
+fn checkpoint_folder(
+    args: &TrainArgs,
+    notices: &mut Vec<String>,
+) -> Result<Option<PathBuf>, CliError> {
+    if args.no_checkpoint {
+        return Ok(None);
+    }
+    let folder = args.checkpoint.clone();
+    Ok(Some(match folder {
+        Some(folder) => folder,
+        None => save_folder::default(notices)?,
+    }))
+}

@@ -1,0 +1,212 @@
+//! A run that is ready to start. Everything is checked before a rank starts.
+
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use zero_alloc::device::Device;
+use zero_optim::RankSettings;
+use zero_shard::Layout;
+use zero_trainer::{RunOptions, Settings};
+
+use super::exchange::StartExchange;
+use super::parts::{self, Gpu, Parts};
+use super::resume::Resumed;
+use super::{checks, metrics_file, report_folder, save_folder};
+use crate::config::DsConfig;
+use crate::error::CliError;
+use crate::files::absolute;
+use crate::memory::{self, RunMemory};
+use crate::settings::args::TrainArgs;
+use crate::settings::record::{RUN_JSON, RunRecord};
+use crate::settings::resolve::RunSources;
+use crate::settings::row::Conditions;
+use crate::workload::{GptWorkload, Weights};
+
+/// The settings of a run that is ready to start.
+pub(crate) struct RunSetup {
+    pub(crate) ranks: usize,
+    /// `None` on the host.
+    pub(crate) device: Option<Gpu>,
+    pub(crate) settings: Settings,
+    pub(crate) workload: GptWorkload,
+    pub(crate) options: RunOptions,
+    pub(crate) layout: Layout,
+    pub(crate) model_name: String,
+    /// The content of `run.json`.
+    pub(crate) record: RunRecord,
+    /// The settings that must be equal on all ranks.
+    pub(crate) agreed: RankSettings,
+    /// The completed steps at the start.
+    pub(crate) first_step: u64,
+    pub(crate) metrics: Option<PathBuf>,
+    /// Whether `metrics` is that of the resumed run, and no flag's.
+    pub(crate) recorded_metrics: bool,
+    pub(crate) report: Option<PathBuf>,
+    /// Notes for the user, one line each.
+    pub(crate) notices: Vec<String>,
+}
+
+impl RunSetup {
+    /// Builds and checks the settings for `ranks` ranks, on the GPU `device` or on the host. Where
+    /// neither a flag nor the configuration file gives a setting, it is that of the run that saved
+    /// `resumed`, or the default.
+    ///
+    /// # Errors
+    /// Flags, files or folders that the run cannot use.
+    pub(crate) fn new(
+        args: &TrainArgs,
+        resumed: Option<&Resumed>,
+        ranks: usize,
+        device: Option<Gpu>,
+    ) -> Result<Self, CliError> {
+        checks::numbers(args, ranks)?;
+        let file = args.config.as_deref().map(DsConfig::open);
+        let file = file.transpose().map_err(CliError::usage)?;
+        let from = RunSources {
+            args,
+            file: file.as_ref(),
+            recorded: resumed.and_then(|resumed| resumed.record.as_ref()),
+            saved: resumed.map(Resumed::saved),
+        };
+        let run = Conditions {
+            ranks,
+            stage: from.stage()?,
+            on_gpus: device.is_some(),
+            checkpointing: from.checkpoints_activations(),
+            offloads: false,
+        };
+
+        let mut notices = parts::first_notices(from.file, resumed, run.stage);
+        let parts = Parts::new(from, resumed, run, device, &mut notices)?;
+        let record = parts.record()?;
+        let agreed = parts.agreed(&record)?;
+        let changes = resumed.map(|resumed| resumed.differences(&record));
+        notices.extend(changes.unwrap_or_default());
+        let mut setup = Self::of(parts, record, agreed, notices);
+        let notice = memory::offload_notice(&setup.memory(), setup.device.is_some());
+        setup.notices.extend(notice);
+        setup.check_outputs()?;
+        Ok(setup)
+    }
+
+    fn of(parts: Parts<'_>, record: RunRecord, agreed: RankSettings, notices: Vec<String>) -> Self {
+        let Parts { from, run, .. } = parts;
+        let args = from.args;
+        let seed = from.seed();
+        let in_file = from.file.is_some_and(|file| file.wall_clock_breakdown);
+        let breakdown = args.breakdown || in_file;
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let (run_id, resumed_runs) = parts.ids;
+        let options = RunOptions {
+            steps: from.steps(),
+            micro_batch: parts.options.micro_batch,
+            seq_len: parts.options.seq_len,
+            seed,
+            checkpoint: parts
+                .saves_to
+                .map(|folder| (folder, parts.saving.checkpoint_every)),
+            keep_last: parts.saving.keep_last,
+            check_replicas: parts.saving.replica_checks(),
+            validation: parts.validation.map(|(options, _)| options),
+            resume: args.resume.clone(),
+            cancel: Arc::default(),
+            run_id,
+            resumed_runs,
+            documents: [(RUN_JSON.to_owned(), record.document())].into(),
+            breakdown,
+            log_memory: breakdown || args.report.is_some(),
+        };
+        let workload = GptWorkload {
+            options: parts.options,
+            config: parts.model.config,
+            weights: match parts.model.folder {
+                Some(folder) => Weights::Folder(Box::new(folder)),
+                None => Weights::Initial(seed),
+            },
+            data: parts.data.training,
+            threads: args.threads.unwrap_or_else(|| (cores / run.ranks).max(1)),
+        };
+        Self {
+            ranks: run.ranks,
+            device: parts.device,
+            settings: parts.settings,
+            workload,
+            options,
+            layout: parts.model.layout,
+            model_name: parts.model.name,
+            record,
+            agreed,
+            first_step: parts.resumed.map_or(0, Resumed::step),
+            metrics: args.metrics.clone(),
+            recorded_metrics: args.recorded_metrics,
+            report: args.report.clone(),
+            notices,
+        }
+    }
+
+    /// What decides the memory of a rank.
+    pub(crate) fn memory(&self) -> RunMemory<'_> {
+        RunMemory {
+            settings: &self.settings,
+            layout: &self.layout,
+            workload: &self.workload,
+            saves: self.options.checkpoint.is_some(),
+        }
+    }
+
+    /// Checks that the settings, the data and the weights of all ranks are equal.
+    ///
+    /// # Errors
+    /// The error of a rank, or the first setting that differs.
+    pub(crate) fn agree<D: Device>(
+        setup: Result<Self, CliError>,
+        start: &StartExchange<'_, D>,
+    ) -> Result<Self, CliError> {
+        let setup = start.agree(setup, |setup| setup.agreed.clone())?;
+        if let (Weights::Folder(folder), None) = (&setup.workload.weights, &setup.options.resume) {
+            start.agree_on_weights(folder)?;
+        }
+        Ok(setup)
+    }
+
+    /// Reserves the folder of checkpoints that no flag names; see [`save_folder::reserve`].
+    pub(crate) fn reserve_folder(&mut self) -> Result<(), CliError> {
+        let Some((folder, _)) = &mut self.options.checkpoint else {
+            return Ok(());
+        };
+        save_folder::reserve(folder, &mut self.notices)?;
+        self.record.checkpoint_dir = Some(absolute(folder));
+        self.options
+            .documents
+            .insert(RUN_JSON.to_owned(), self.record.document());
+        Ok(())
+    }
+
+    /// Checks that the run may write to the folders of checkpoints and of the report, and to the
+    /// metrics file.
+    fn check_outputs(&mut self) -> Result<(), CliError> {
+        if let Some((dir, _)) = &self.options.checkpoint {
+            save_folder::check(dir, &self.options.store())?;
+        }
+        if let Some(path) = &self.metrics {
+            self.notices
+                .extend(metrics_file::check(path, &self.options, self.first_step)?);
+        }
+        if let Some(dir) = &self.report {
+            let checkpoints = self
+                .options
+                .checkpoint
+                .as_ref()
+                .map(|(dir, _)| dir.as_path());
+            report_folder::check(dir, checkpoints, &self.options.runs())?;
+        }
+        Ok(())
+    }
+
+    /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a
+    /// report or a breakdown.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.device.is_none() || self.report.is_some() || self.options.breakdown
+    }
+}
