@@ -39,16 +39,12 @@ pub(crate) struct Arrival {
     pub(crate) waits: bool,
 }
 
-/// Live spans that a block remembers: as many as most kernels have buffers.
-const RECENT: usize = 4;
-
 /// The memory that a block's threads can access.
 pub(crate) struct BlockMemory {
     /// Keeps global memory mapped.
     registry: Arc<Registry>,
-    /// The live spans that were used last, as `(start, end)`, the newest first. Unused places hold
-    /// a span that contains nothing.
-    recent: [(u64, u64); RECENT],
+    /// The last live span that was used.
+    last: (u64, u64),
     shared: Cells,
     shared_bytes: usize,
     params: Cells,
@@ -81,12 +77,12 @@ impl BlockMemory {
         let races = settings().find_races.then(|| Races::new(shared_bytes));
         let shared = cells(shared_bytes);
         let params_bytes = shape.params.len();
-        let recent = [(1, 0); RECENT];
+        let last = (1, 0);
         let arrivals = Vec::new();
         let traffic = settings().counts_work().then(Traffic::default);
         Self {
             registry,
-            recent,
+            last,
             shared,
             shared_bytes,
             params,
@@ -101,24 +97,16 @@ impl BlockMemory {
         self.arrivals.push(arrival);
     }
 
-    /// Whether these bytes are live. A kernel alternates between a few buffers, whose spans are
-    /// found again without a search.
+    /// Whether these bytes are live.
     fn is_live(&mut self, address: u64, bytes: u64) -> bool {
-        let end = address.saturating_add(bytes);
-        let hit = |&(start, limit): &(u64, u64)| address >= start && end <= limit;
-        if hit(&self.recent[0]) {
+        let (start, end) = self.last;
+        if address >= start && address.saturating_add(bytes) <= end {
             return true;
         }
-        if let Some(place) = self.recent.iter().position(hit) {
-            self.recent.swap(0, place);
-            return true;
-        }
-
         let Some(span) = self.registry.span(address, bytes) else {
             return false;
         };
-        self.recent.rotate_right(1);
-        self.recent[0] = span;
+        self.last = span;
         true
     }
 
