@@ -14,8 +14,6 @@
 
 use std::ops::Range;
 
-use crate::{Layout, ShardError};
-
 /// The part of a unit in one bucket: the same range of every rank's shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -57,42 +55,11 @@ pub fn bucket_pieces(
     world_size: u64,
     capacity_elems: u64,
 ) -> impl Iterator<Item = BucketPiece> + use<> {
-    pieces(
-        shard_elems,
-        world_size.max(1),
-        (capacity_elems / world_size.max(1)).max(1),
-    )
-}
-
-fn pieces(
-    shard_elems: u64,
-    world_size: u64,
-    step: u64,
-) -> impl Iterator<Item = BucketPiece> + use<> {
+    let world_size = world_size.max(1);
+    let step = (capacity_elems / world_size).max(1);
     (0..shard_elems.div_ceil(step)).map(move |i| BucketPiece {
         in_shard: i * step..i * step + step.min(shard_elems - i * step),
         world_size,
         shard_elems,
     })
-}
-
-impl Layout {
-    /// Like [`bucket_pieces`], but every segment except the unit's last is a multiple of the shard
-    /// alignment. A capacity below one alignment per rank counts as one alignment per rank.
-    ///
-    /// # Errors
-    /// There is no such unit.
-    pub fn buckets(
-        &self,
-        unit: usize,
-        capacity_elems: u64,
-    ) -> Result<impl Iterator<Item = BucketPiece> + use<>, ShardError> {
-        let per_rank = capacity_elems / self.world_size();
-        let step = (per_rank - per_rank % self.align_elems()).max(self.align_elems());
-        Ok(pieces(
-            self.unit(unit)?.shard_elems,
-            self.world_size(),
-            step,
-        ))
-    }
 }

@@ -8,10 +8,8 @@
 //! - The **whole storage** is the concatenation of all flat parameters. A rank's **shard storage**
 //!   is the concatenation of its shards of all units. The **global** numbering counts the elements
 //!   of all parameters, without padding.
-//! - A **bucket** is the same range of every rank's shard: the payload of one reduce-scatter. A
-//!   **sub-group** is a part of a shard storage; the optimizer updates one sub-group at a time.
-//! - A **persistent** parameter stays whole on every rank at stage 3. A **tied** parameter has two
-//!   names.
+//! - A **bucket** is the same range of every rank's shard: the payload of one reduce-scatter.
+//! - A **tied** parameter has two names.
 //! - A **grid** divides the ranks into groups, such as nodes; see [`GridLayout`] for hpZ, MiCS and
 //!   HSDP.
 //!
@@ -34,14 +32,13 @@ mod bucket;
 mod checked;
 mod error;
 mod footprint;
+mod group_runs;
 mod index;
 mod layout;
 mod lookup;
 mod memory;
-mod persist;
 mod reshard;
 mod stage;
-mod subgroup;
 mod topology;
 mod traffic;
 
@@ -55,7 +52,6 @@ pub use layout::{
 };
 pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
-pub use persist::{PersistentSplit, split_persistent};
 pub use reshard::{Extent, Move, Sources, reshard, reshard_rank};
 pub use stage::{Widths, ZeroStage};
 pub use topology::{Grid, GridLayout, GridTraffic, Routing, Sharding};

@@ -385,22 +385,6 @@ impl<D: Device> Pool<D> {
         Ok(state.planner.report().largest_free_bytes as usize)
     }
 
-    /// Compacts all free memory if the largest free range is less than `1 - threshold` of it; for
-    /// the end of a step. Returns whether anything moved.
-    ///
-    /// # Errors
-    /// The stream failed.
-    pub fn compact_above(&self, threshold: f64, stream: &D::Stream) -> Result<bool, AllocError> {
-        let (planner, before) = {
-            let state = self.central().state.lock();
-            (state.planner.report(), state.compactions)
-        };
-        if planner.fragmentation() > threshold {
-            self.compact(planner.free_bytes as usize, stream)?;
-        }
-        Ok(self.central().state.lock().compactions > before)
-    }
-
     /// Checks the planner's invariants and the accounts; for tests.
     ///
     /// # Errors
