@@ -4,6 +4,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # No prompts, and no incremental build files.
 export CI=true CARGO_INCREMENTAL=0 CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-never}"
+# `cargo build` and `cargo test` share what they build: tests have no debug information.
+export CARGO_PROFILE_DEV_DEBUG=0
 exec </dev/null
 
 step_name=$(basename "$0")

@@ -24,7 +24,7 @@ const CLOSED: [(&str, &str); 6] = [
         "BucketPiece ElemLocation Extent LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
          StateBytes StoredPiece Tie Tier TransformerShape UnitSpec Widths ZeroStage",
     ),
-    ("zero-alloc", "Search"),
+    ("zero-alloc", "Polling Search"),
     (
         "zero-kernels",
         "AdamArgs AdamHyper AdamSlices AdvanceArgs GradStats RankStats RemainderArgs RemainderSlices Segments Span \

@@ -104,3 +104,15 @@ impl From<ModelError> for TrainError {
         }
     }
 }
+
+impl TrainError {
+    /// Adds a remedy to the error of a checkpoint that was damaged after the run verified it.
+    pub(crate) fn unreadable(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::Ckpt(CkptError::Corrupt { .. }) => Self::State(format!(
+                "{error}; `zero ckpt verify DIR` names the newest whole checkpoint, and --resume DIR starts from it"
+            )),
+            other => other.into(),
+        }
+    }
+}

@@ -36,7 +36,7 @@ pub use rank::Settings;
 pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
 pub use saving::replicas::ReplicaChecks;
 pub use saving::state::TrainerState;
-pub use stages::stage::device_steps;
+pub use stages::optimizer::device_steps;
 pub use step::recorder::AT_STAGE_3;
 pub use telemetry::breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
 pub use telemetry::memory_trace::{MemoryPoint, MemoryTrace};

@@ -305,6 +305,12 @@ pub(crate) fn uses(passes: &[Pass], groups: &ModelGroups) -> Vec<Vec<usize>> {
         .collect()
 }
 
+/// Consecutive ranges of the elements that a rank has of a unit.
+pub(crate) type Parts = Vec<Range<usize>>;
+
+/// Fills a buffer with the weights of a range.
+pub(crate) type Fill<'a> = &'a mut dyn FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>;
+
 /// The first pass that adds to a trained gradient.
 pub(crate) fn first_trained(passes: &[Pass], groups: &ModelGroups) -> usize {
     passes

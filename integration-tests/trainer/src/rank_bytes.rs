@@ -14,8 +14,8 @@ use crate::error::TrainError;
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
 use crate::rank::{Settings, uses};
-use crate::stages::gradients::places;
-use crate::stages::stage::device_steps;
+use crate::stages::optimizer::device_steps;
+use crate::stages::places::places;
 
 /// The alignment of transfers to and from NVMe, in elements: 4 KiB of 16-bit parts.
 const PIECE_ALIGN_ELEMS: u64 = 2048;

@@ -13,17 +13,18 @@ use zero_shard::ZeroStage;
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
 use crate::model::Model;
-use crate::offload::host_optimizer::Optimizer;
 use crate::rank::Rank;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
 use crate::saving::state::{self, TrainerState};
 use crate::stages::dense::Dense;
-use crate::stages::stage::{self, MicroBatches, Stage, StepInputs};
+use crate::stages::optimizer::STEPS_AHEAD;
+use crate::stages::stage::{MicroBatches, Stage};
 use crate::stages::stage3::Stage3;
 use crate::stages::stages_1_and_2::Stages1And2;
 use crate::step::batch_loader::BatchLoader;
 use crate::step::flags::{self, Flags};
+use crate::step::inputs::StepInputs;
 use crate::step::recorder::{Part, Recorder};
 use crate::telemetry::metrics::StepMetrics;
 use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
@@ -91,8 +92,7 @@ fn create<D: Device>(
 ) -> Result<Box<dyn Stage<D>>, TrainError> {
     Ok(match rank.settings.stage {
         ZeroStage::Zero => Box::new(Dense::new(rank, model)?),
-        ZeroStage::One => Box::new(Stages1And2::stage_1(rank, model)?),
-        ZeroStage::Two => Box::new(Stages1And2::stage_2(rank, model)?),
+        ZeroStage::One | ZeroStage::Two => Box::new(Stages1And2::new(rank, model)?),
         ZeroStage::Three => Box::new(Stage3::new(rank, model)?),
     })
 }
@@ -190,8 +190,8 @@ impl<'a, D: Device> Run<'a, D> {
     fn observed_step(&mut self, observe: Observe<'_>) -> Result<StepMetrics, TrainError> {
         let done = self.summary.step;
         let Parts { rank, options, .. } = self.parts;
-        if (done - self.summary.resumed_at).is_multiple_of(stage::STEPS_AHEAD) {
-            stage::decide_on_device(rank, self.parts.stage)?;
+        if (done - self.summary.resumed_at).is_multiple_of(STEPS_AHEAD) {
+            self.parts.stage.optimizer().prepare_steps(rank)?;
         }
 
         let before = self.moved();
@@ -256,10 +256,9 @@ impl<'a, D: Device> Run<'a, D> {
             loss,
             flags: enqueued.flags,
         };
-        recorder.run(Part::Decision, || stage.decide(rank, inputs))?;
-        if let Optimizer::Device { optimizer, .. } = stage.optimizer() {
-            optimizer.expect_outcome(&rank.compute)?;
-        }
+        let optimizer = stage.optimizer();
+        recorder.run(Part::Decision, || optimizer.decide(rank, inputs))?;
+        optimizer.expect_outcome(rank)?;
 
         rank.timeline.set_phase(Phase::Optimizer.name());
         recorder.run(Part::Update, || stage.update(rank))?;
@@ -271,7 +270,7 @@ impl<'a, D: Device> Run<'a, D> {
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
         // the gather after the update overlaps the next step's forward.
         flags.watch(&options.cancel, &enqueued)?;
-        let outcome = stage::outcome(rank, *stage)?;
+        let outcome = stage.optimizer().outcome(rank)?;
         // A collective of a graph does not fail its stream when it is aborted, so its failure is
         // checked here.
         if let Some(failure) = rank.comm.failure() {

@@ -36,7 +36,7 @@ pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 #[cfg(target_os = "linux")]
 pub use host_pages::HostPages;
-pub use monitor::Monitor;
+pub use monitor::{Monitor, Polling};
 #[cfg(any(test, feature = "testing"))]
 pub use seeded::{Violation, ViolationKind};
 pub use stream::HostStream;

@@ -4,7 +4,7 @@
 //! must wait through a [`Monitor`] and hold no other lock meanwhile: then the seeded scheduler sees
 //! that the operation is blocked and runs another stream, and its checker learns the order.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::seeded::{self, Clock};
@@ -19,7 +19,7 @@ pub struct Monitor<T> {
     changed: Condvar,
     /// The number of changes.
     version: AtomicU64,
-    spins: u32,
+    polling: Polling,
 }
 
 #[derive(Debug, Default)]
@@ -36,20 +36,14 @@ impl<T> Monitor<T> {
             value: Mutex::new(Guarded { value, clock: None }),
             changed: Condvar::new(),
             version: AtomicU64::new(0),
-            spins: 0,
+            polling: Polling::Never,
         }
     }
 
-    /// The same monitor, with waiters that poll for a change before they sleep, since waking a
-    /// thread takes several microseconds: `spins` iterations of a spin loop, about 50 a
-    /// microsecond. Use 0 if threads outnumber cores, to leave the core to the thread that the
-    /// waiter waits for.
-    ///
-    /// Why a waiter never yields its core: beside a program that computes, each yield gives a whole
-    /// time slice away, and a wake-up does not.
+    /// The same monitor, with waiters that poll for a change before they sleep.
     #[must_use]
-    pub const fn with_spins(mut self, spins: u32) -> Self {
-        self.spins = spins;
+    pub const fn with_polling(mut self, polling: Polling) -> Self {
+        self.polling = polling;
         self
     }
 
@@ -92,7 +86,7 @@ impl<T> Monitor<T> {
         what: impl FnOnce() -> String,
         mut ready: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<R, DeviceError> {
-        let mut spins = self.spins;
+        let mut polls = self.polling.count();
         let mut deadline = None;
         let mut time = None;
         let mut timed_out = false;
@@ -109,10 +103,10 @@ impl<T> Monitor<T> {
                     limit,
                 });
             }
-            if spins > 0 && !seeded::in_operation() {
+            if polls > 0 && !seeded::in_operation() {
                 let seen = self.version.load(Ordering::Relaxed);
                 drop(guarded);
-                self.spin(&mut spins, seen);
+                self.poll(&mut polls, seen);
                 continue;
             }
             if seeded::in_operation() {
@@ -131,13 +125,70 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// Polls until the version differs from `seen` or no spins are left.
-    fn spin(&self, spins: &mut u32, seen: u64) {
-        while *spins > 0 && self.version.load(Ordering::Acquire) == seen {
-            *spins -= 1;
-            std::hint::spin_loop();
+    /// Polls until the version differs from `seen` or no polls are left.
+    fn poll(&self, polls: &mut u32, seen: u64) {
+        while *polls > 0 && self.version.load(Ordering::Acquire) == seen {
+            *polls -= 1;
+            match self.polling {
+                Polling::Never => return,
+                Polling::Spin(_) => std::hint::spin_loop(),
+                Polling::Yield(_) => {
+                    if !yield_core() {
+                        *polls = 0;
+                    }
+                }
+            }
         }
     }
+}
+
+/// How a waiter polls before it sleeps: waking a thread takes tens of microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Polling {
+    /// It sleeps at once.
+    #[default]
+    Never,
+    /// This many iterations of a spin loop, about 50 a microsecond, if every thread has a core.
+    Spin(u32),
+    /// Yields its core this many times to the threads that it waits for, if threads outnumber
+    /// cores.
+    ///
+    /// Why not always: beside a program that computes, a yield gives a whole time slice away, and
+    /// sleeping does not. After a long one, the next thousand waits of the process sleep at once.
+    Yield(u32),
+}
+
+impl Polling {
+    const fn count(self) -> u32 {
+        match self {
+            Self::Never => 0,
+            Self::Spin(count) | Self::Yield(count) => count,
+        }
+    }
+}
+
+/// A yield that takes longer has given the core to other work than that of a small collective.
+const LONG_YIELD: Duration = Duration::from_micros(100);
+
+/// Waits of this process that sleep at once after a long yield.
+const SLEEPS_AFTER_LONG_YIELD: u32 = 1000;
+
+/// Yields the core; or returns false where sleeping is better.
+fn yield_core() -> bool {
+    static SLEEPS: AtomicU32 = AtomicU32::new(0);
+    let left = SLEEPS.load(Ordering::Relaxed);
+    if left > 0 {
+        // Lost updates only lengthen the count.
+        SLEEPS.store(left - 1, Ordering::Relaxed);
+        return false;
+    }
+    let before = Instant::now();
+    std::thread::yield_now();
+    if before.elapsed() <= LONG_YIELD {
+        return true;
+    }
+    SLEEPS.store(SLEEPS_AFTER_LONG_YIELD, Ordering::Relaxed);
+    false
 }
 
 #[cfg(all(test, not(loom)))]
@@ -162,8 +213,13 @@ mod tests {
 
     #[test]
     fn spinning_and_sleeping_waiters_pass() {
-        for spins in [0, 3, 30_000] {
-            let monitors = [0, 0].map(|value| Monitor::new(value).with_spins(spins));
+        for polling in [
+            Polling::Never,
+            Polling::Spin(3),
+            Polling::Spin(30_000),
+            Polling::Yield(3),
+        ] {
+            let monitors = [0, 0].map(|value| Monitor::new(value).with_polling(polling));
             std::thread::scope(|s| {
                 for me in [0, 1] {
                     let monitors = &monitors;
@@ -183,7 +239,7 @@ mod tests {
 
     #[test]
     fn expired_limit_is_a_named_error() {
-        let monitor = Monitor::new(false).with_spins(4);
+        let monitor = Monitor::new(false).with_polling(Polling::Yield(4));
         let limit = Duration::from_millis(1);
         let error = monitor
             .wait_until(limit, || "rank 3".into(), |v| v.then_some(()))

@@ -7,6 +7,8 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
 
+use zero_alloc::host::Polling;
+
 use super::slot::Slot;
 use super::split::Splits;
 use crate::CommOptions;
@@ -14,6 +16,9 @@ use crate::{Call, CommError};
 
 /// Iterations of a spin loop before a rank sleeps, about 20 microseconds.
 const SPINS: u32 = 1000;
+
+/// Yields before a rank sleeps.
+const YIELDS: u32 = 3;
 
 #[derive(Default)]
 struct State {
@@ -34,8 +39,8 @@ pub(super) struct Shared {
     pub(super) world_size: usize,
     pub(super) options: CommOptions,
     pub(super) splits: Splits,
-    /// How long a rank spins before it sleeps.
-    spins: u32,
+    /// How a rank polls before it sleeps.
+    polling: Polling,
     state: Mutex<State>,
     /// Lets loom explore all orders of the critical sections of `state`, which is an ordinary
     /// mutex.
@@ -51,17 +56,18 @@ impl Shared {
             ..State::default()
         };
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        // With a core per rank, spinning is faster than sleeping and waking.
-        let spins = if cfg!(loom) || world_size > cores {
-            0
+        let polling = if cfg!(loom) {
+            Polling::Never
+        } else if world_size <= cores {
+            Polling::Spin(SPINS)
         } else {
-            SPINS
+            Polling::Yield(YIELDS)
         };
         Self {
             world_size,
             options,
             splits: Splits::default(),
-            spins,
+            polling,
             state: Mutex::new(state),
             #[cfg(all(loom, test))]
             order: loom::sync::atomic::AtomicUsize::default(),
@@ -139,7 +145,7 @@ impl Shared {
                 sequence,
                 (rank, call.clone()),
                 self.world_size,
-                self.spins,
+                self.polling,
             ))
         };
         Ok(Arc::clone(state.slots.entry(sequence).or_insert_with(new)))

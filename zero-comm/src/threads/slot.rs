@@ -13,7 +13,7 @@
 use std::time::Duration;
 
 use zero_alloc::device::AnySlice;
-use zero_alloc::host::Monitor;
+use zero_alloc::host::{Monitor, Polling};
 
 use crate::CommError;
 use crate::call::{Call, Checked};
@@ -56,7 +56,12 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    pub(super) fn new(sequence: u64, call: (usize, Call), world_size: usize, spins: u32) -> Self {
+    pub(super) fn new(
+        sequence: u64,
+        call: (usize, Call),
+        world_size: usize,
+        polling: Polling,
+    ) -> Self {
         let state = State {
             posted: vec![None; world_size],
             ..State::default()
@@ -64,7 +69,7 @@ impl Slot {
         Self {
             sequence,
             call,
-            monitor: Monitor::new(state).with_spins(spins),
+            monitor: Monitor::new(state).with_polling(polling),
         }
     }
 

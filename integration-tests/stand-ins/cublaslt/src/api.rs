@@ -1,10 +1,8 @@
 //! The library's functions, with C's names and types.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::OnceLock;
 
-use libloading::Library;
+use stand_in_shared::driver::{self, Stream, Tally};
 
 use crate::choice::{Algorithm, Preference};
 use crate::product::{Description, Layout, NOTHING, Product, is_supported};
@@ -406,49 +404,6 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoConfigGetAttribute(
     SUCCESS
 }
 
-type HostFunction = unsafe extern "C" fn(*mut c_void);
-type LaunchHostFunction = unsafe extern "C" fn(*mut c_void, HostFunction, *mut c_void) -> u32;
-type Tally = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char, u64, u64, u64) -> u32;
-
-/// Functions of the driver's stand-in.
-#[derive(Clone, Copy)]
-struct Driver {
-    launch: LaunchHostFunction,
-    is_dry: unsafe extern "C" fn() -> u32,
-    tally: Tally,
-}
-
-/// The driver's functions. The process has already loaded the driver.
-fn driver() -> Option<Driver> {
-    static FOUND: OnceLock<Option<(Driver, Library)>> = OnceLock::new();
-    let found = FOUND.get_or_init(|| {
-        // SAFETY: the driver's library, which the process has loaded: its initialisers have run.
-        let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
-        let driver = Driver {
-            // SAFETY: the field has the stand-in's signature.
-            launch: *unsafe { library.get(b"standInLaunch\0") }.ok()?,
-            // SAFETY: as above.
-            is_dry: *unsafe { library.get(b"standInIsDry\0") }.ok()?,
-            // SAFETY: as above.
-            tally: *unsafe { library.get(b"standInTally\0") }.ok()?,
-        };
-        Some((driver, library))
-    });
-    found.as_ref().map(|(driver, _)| *driver)
-}
-
-/// # Safety
-/// `product` is a `Product` that meets the contract of [`Product::run`] when the stream reaches it.
-unsafe extern "C" fn run(product: *mut c_void) {
-    // A panic must not unwind into C. The output is then left as it is.
-    let _ = catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: allocated by `cublasLtMatmul`, never freed.
-        let product = unsafe { &*product.cast::<Product>() };
-        // SAFETY: the caller of `cublasLtMatmul` guarantees it.
-        unsafe { product.run() };
-    }));
-}
-
 /// Enqueues a product.
 ///
 /// # Safety
@@ -497,43 +452,44 @@ pub unsafe extern "C" fn cublasLtMatmul(
     if !is_supported(what, &layouts, gelu_is_known()) {
         return NOT_SUPPORTED;
     }
-    let Some(driver) = driver() else {
+    if !driver::is_loaded() {
         return INTERNAL_ERROR;
-    };
-    let sums = algorithm.sums();
-    // Leaked, since a graph may run it any number of times: about 200 bytes a product, in a test
-    // tool.
+    }
+
     let product = Product {
         what: *what,
         layouts,
         at,
         alpha,
         beta,
-        sums,
+        sums: algorithm.sums(),
     };
     let Ok(name) = CString::new(product.name()) else {
         return INTERNAL_ERROR;
     };
     let [loaded, stored, operations] = product.work();
-    // SAFETY: the caller guarantees a live stream; the strings are valid during the call.
-    unsafe {
-        (driver.tally)(
-            stream,
-            c"product".as_ptr(),
-            name.as_ptr(),
-            loaded,
-            stored,
-            operations,
-        )
+    let call = Tally {
+        kind: c"product",
+        name: &name,
+        loaded,
+        stored,
+        operations,
     };
-    // SAFETY: the function has no conditions.
-    if unsafe { (driver.is_dry)() } == 1 {
+    let stream = Stream(stream);
+    driver::tally(stream, call);
+    if driver::is_dry() {
         return SUCCESS;
     }
-    let product = Box::into_raw(Box::new(product));
-    // SAFETY: the caller guarantees a live stream; `run` receives the product allocated above.
-    match unsafe { (driver.launch)(stream, run, product.cast()) } {
-        0 => SUCCESS,
-        _ => EXECUTION_FAILED,
+
+    // Never freed, since a graph may run it any number of times: about 200 bytes a product, in a
+    // test tool.
+    let run = move || {
+        // SAFETY: the caller guarantees that the matrices are valid when the stream gets there.
+        unsafe { product.run() };
+    };
+    if driver::launch_each(stream, run) {
+        SUCCESS
+    } else {
+        EXECUTION_FAILED
     }
 }

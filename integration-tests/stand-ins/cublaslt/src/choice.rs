@@ -52,7 +52,6 @@ pub(crate) enum Sums {
     InParts,
     /// Two parts, each rounded to the type of the result. Used where the preferences allow it.
     InRoundedParts,
-    /// Four parts.
     InFourParts,
 }
 
@@ -205,7 +204,8 @@ mod tests {
             [Sums::Whole, Sums::InParts, Sums::InFourParts]
         );
         let algorithm = Algorithm::candidates(&all, &what)[0];
-        let (at, workspace) = ([0x100; 4], (0x200, 2 << 10));
+        let at = [0x100; 4];
+        let workspace = (0x200, 2 << 10);
         assert!(algorithm.takes(at, &what, workspace));
         assert!(
             !algorithm.takes([0x100, 0x110, 0x100, 0x100], &what, workspace),

@@ -54,7 +54,8 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
             [l.rows, l.cols]
         }
     };
-    let ([m, k], [k_b, n]) = (op(a, what.transposed[0]), op(b, what.transposed[1]));
+    let [m, k] = op(a, what.transposed[0]);
+    let [k_b, n] = op(b, what.transposed[1]);
     let has_aux = what.epilogue & AUX != 0;
     let known = match what.epilogue {
         NOTHING | BIAS | BIAS_GRADIENT => true,
@@ -75,18 +76,17 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
 impl Product {
     /// Its sizes, epilogue, whether it adds to `c`, and the type of `d`.
     pub(crate) fn name(&self) -> String {
-        let (
-            [a, _, _, d],
-            Description {
-                transposed,
-                epilogue,
-                ..
-            },
-        ) = (&self.layouts, &self.what);
+        let [a, _, _, d] = &self.layouts;
+        let Description {
+            transposed,
+            epilogue,
+            ..
+        } = &self.what;
         let k = if transposed[0] { a.rows } else { a.cols };
         let letter = |transposed: bool| if transposed { 'T' } else { 'N' };
         let add = if self.beta == 0.0 { "" } else { " + C" };
-        let (ta, tb) = (letter(transposed[0]), letter(transposed[1]));
+        let ta = letter(transposed[0]);
+        let tb = letter(transposed[1]);
         format!(
             "{}x{}x{k} {ta}{tb} epilogue {epilogue}{add} to {:?}",
             d.rows, d.cols, d.storage
@@ -95,7 +95,8 @@ impl Product {
 
     /// Bytes loaded and stored if each matrix is used once, and floating-point operations.
     pub(crate) fn work(&self) -> [u64; 3] {
-        let ([a, b, c, d], what) = (&self.layouts, &self.what);
+        let [a, b, c, d] = &self.layouts;
+        let what = &self.what;
         let bytes = |l: &Layout| (l.rows * l.cols * l.storage.bytes()) as u64;
         let k = if what.transposed[0] { a.rows } else { a.cols };
         let aux = if what.epilogue & AUX == 0 {
@@ -158,7 +159,8 @@ impl Product {
         }
         for j in 0..d.cols {
             for i in 0..d.rows {
-                let (row, col) = (&left[i * k..][..k], &right[j * k..][..k]);
+                let row = &left[i * k..][..k];
+                let col = &right[j * k..][..k];
                 let mut x = sum(&|terms| self.alpha * dot(&row[terms.clone()], &col[terms]));
                 // With beta 0 the library does not read c, which may be uninitialized.
                 if self.beta != 0.0 {
@@ -178,7 +180,8 @@ impl Product {
     /// # Safety
     /// As for `run`.
     unsafe fn finish(&self, mut x: f32, i: usize, j: usize) -> f32 {
-        let (what, storage) = (&self.what, self.layouts[3].storage);
+        let what = &self.what;
+        let storage = self.layouts[3].storage;
         let aux = i + j * what.aux_stride;
         if what.epilogue & BIAS != 0 {
             // SAFETY: the caller guarantees it.
@@ -221,7 +224,8 @@ unsafe fn gather(at: u64, l: &Layout, by_rows: bool) -> Vec<f32> {
 /// The dot product, in eight sums so that the loop vectorises.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
-    let (a_chunks, b_chunks) = (a.chunks_exact(8), b.chunks_exact(8));
+    let a_chunks = a.chunks_exact(8);
+    let b_chunks = b.chunks_exact(8);
     let rest: f32 = a_chunks
         .remainder()
         .iter()
@@ -330,7 +334,9 @@ mod tests {
     #[test]
     fn bias_gradient_sums_rows_of_the_first_factor() {
         // a = [1 3 5; 2 4 6]; beta does not concern its sums.
-        let (mut a, mut b, mut d) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, 0.0], [10.0; 2]);
+        let mut a = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+        let mut b = [1.0, 0.0, 0.0];
+        let mut d = [10.0; 2];
         let mut sums = [f32::NAN; 2];
         let what = Description {
             epilogue: BIAS_GRADIENT,
@@ -435,7 +441,8 @@ mod tests {
     #[test]
     fn parts_of_sums_are_rounded_where_they_may_be() {
         let bits = |x: f32| half::bf16::from_f32(x).to_bits();
-        let (a, b) = ([bits(1.0); 4], [256.0, 1.0, -256.0, 0.0].map(bits));
+        let a = [bits(1.0); 4];
+        let b = [256.0, 1.0, -256.0, 0.0].map(bits);
         let matrix = |rows, cols| Layout {
             storage: Storage::Bf16,
             rows,

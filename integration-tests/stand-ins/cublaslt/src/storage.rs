@@ -65,7 +65,8 @@ impl Storage {
             Self::F16 => f16::from_f32(value).to_bits(),
             Self::Bf16 => bf16::from_f32(value).to_bits(),
         };
-        let (whole, half) = (value.to_le_bytes(), half.to_le_bytes());
+        let whole = value.to_le_bytes();
+        let half = half.to_le_bytes();
         let source = if self == Self::F32 {
             whole.as_ptr()
         } else {

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::{Mutex, OnceLock};
 
-use crate::driver::handles::lock;
 use crate::error::say;
 use crate::settings::settings;
+use stand_in_shared::lock;
 
 /// The work of one operation or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,7 +22,8 @@ pub(crate) struct Work {
 
 impl Work {
     pub(crate) fn plus(self, other: Self) -> Self {
-        let (loaded, stored) = (self.loaded + other.loaded, self.stored + other.stored);
+        let loaded = self.loaded + other.loaded;
+        let stored = self.stored + other.stored;
         Self {
             loaded,
             stored,

@@ -1,5 +1,7 @@
 //! The driver's error codes that the stand-in can return.
 
+use stand_in_shared::Stale;
+
 macro_rules! failures {
     ($($variant:ident = $code:literal, $name:literal, $text:literal;)*) => {
         /// The driver's error code of a failed call.
@@ -69,17 +71,16 @@ failures! {
 /// The result of a driver function.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
+impl From<Stale> for Failure {
+    fn from(_: Stale) -> Self {
+        Self::InvalidHandle
+    }
+}
+
 /// Prints a diagnosis to stderr.
 macro_rules! say {
     ($($part:tt)*) => {
-        $crate::error::say_text(&format!($($part)*))
+        stand_in_shared::print("cuda", &format!($($part)*))
     };
 }
 pub(crate) use say;
-
-pub(crate) fn say_text(text: &str) {
-    use std::io::Write;
-    // Written to stderr directly, since the test harness captures `eprintln!`, and in one write, so
-    // that threads do not mix their lines. Errors are ignored.
-    let _ = std::io::stderr().write_all(format!("cuda stand-in: {text}\n").as_bytes());
-}

@@ -3,6 +3,8 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use stand_in_shared::Settings as Variables;
+
 /// Default memory of a device. Small in this crate's tests, which must not depend on the host's
 /// memory.
 pub(crate) const DEFAULT_MEMORY_BYTES: u64 = if cfg!(test) { 8 << 20 } else { 8 << 30 };
@@ -40,50 +42,45 @@ impl Settings {
         self.dry || self.counts.is_some()
     }
 
-    fn read(variable: impl Fn(&str) -> Option<String>) -> Self {
-        let number = |name: &str| {
-            let text = variable(name)?;
-            let value = text.trim().parse::<u64>().ok();
-            if value.is_none() {
-                crate::error::say!("{name}={text} is ignored: not a number");
-            }
-            value
-        };
-        // Every test of this crate uses its own device, because a failed context fails all users of
-        // the device.
-        let devices = if cfg!(test) { 256 } else { 1 };
-        let dry = number("ZERO_STANDIN_DRY").is_some_and(|n| n > 0);
-        let memory_bytes = if dry {
+    fn read(variables: &Variables<impl Fn(&str) -> Option<String>>) -> Self {
+        let is_dry = variables.switch("ZERO_STANDIN_DRY", false);
+        let memory_bytes = if is_dry {
             DRY_MEMORY_BYTES
         } else {
             DEFAULT_MEMORY_BYTES
         };
+        // Every test of this crate uses its own device, because a failed context fails all users of
+        // the device.
+        let devices = if cfg!(test) { 256 } else { 1 };
+        let launch_seconds = variables.number("ZERO_STANDIN_LAUNCH_SECONDS");
+
         Self {
-            dry,
-            multiprocessors: if dry { 132 } else { 2 },
-            counts: variable("ZERO_STANDIN_COUNTS"),
-            devices: number("ZERO_STANDIN_DEVICES")
-                .and_then(|n| u32::try_from(n).ok())
+            dry: is_dry,
+            multiprocessors: if is_dry { 132 } else { 2 },
+            counts: variables.text("ZERO_STANDIN_COUNTS"),
+            devices: variables
+                .number("ZERO_STANDIN_DEVICES")
                 .unwrap_or(devices)
                 .max(1),
-            memory_bytes: number("ZERO_STANDIN_MEMORY_BYTES").unwrap_or(memory_bytes),
-            delay_seed: number("ZERO_STANDIN_DELAY_SEED"),
-            launch_limit: Duration::from_secs(number("ZERO_STANDIN_LAUNCH_SECONDS").unwrap_or(300)),
-            trace: number("ZERO_STANDIN_TRACE").is_some_and(|n| n > 0),
-            sharing: number("ZERO_STANDIN_SHARING").is_none_or(|n| n > 0),
-            one_host_thread: number("ZERO_STANDIN_ONE_HOST_THREAD").is_some_and(|n| n > 0),
-            memory_waits: number("ZERO_STANDIN_MEMORY_WAITS").is_none_or(|n| n > 0),
-            pinned_bytes: number("ZERO_STANDIN_PINNED_BYTES"),
+            memory_bytes: variables
+                .number("ZERO_STANDIN_MEMORY_BYTES")
+                .unwrap_or(memory_bytes),
+            delay_seed: variables.number("ZERO_STANDIN_DELAY_SEED"),
+            launch_limit: Duration::from_secs(launch_seconds.unwrap_or(300)),
+            trace: variables.switch("ZERO_STANDIN_TRACE", false),
+            sharing: variables.switch("ZERO_STANDIN_SHARING", true),
+            one_host_thread: variables.switch("ZERO_STANDIN_ONE_HOST_THREAD", false),
+            memory_waits: variables.switch("ZERO_STANDIN_MEMORY_WAITS", true),
+            pinned_bytes: variables.number("ZERO_STANDIN_PINNED_BYTES"),
             // Always on in tests of this crate.
-            find_races: cfg!(test) || number("ZERO_STANDIN_RACES").is_some_and(|n| n > 0),
+            find_races: cfg!(test) || variables.switch("ZERO_STANDIN_RACES", false),
         }
     }
 }
 
 pub(crate) fn settings() -> &'static Settings {
     static SETTINGS: OnceLock<Settings> = OnceLock::new();
-    SETTINGS
-        .get_or_init(|| Settings::read(|name| std::env::var(name).ok().filter(|v| !v.is_empty())))
+    SETTINGS.get_or_init(|| Settings::read(&Variables::of_process("cuda")))
 }
 
 #[cfg(test)]
@@ -92,18 +89,16 @@ mod tests {
 
     #[test]
     fn bad_number_leaves_the_default() {
-        let read = Settings::read(|name| match name {
-            "ZERO_STANDIN_MEMORY_BYTES" => Some("4096".into()),
-            "ZERO_STANDIN_DELAY_SEED" => Some("soon".into()),
+        let variables = Variables::new("cuda", |name| match name {
+            "ZERO_STANDIN_MEMORY_BYTES" => Some("4096".to_owned()),
+            "ZERO_STANDIN_DELAY_SEED" => Some("soon".to_owned()),
             _ => None,
         });
-        assert_eq!(
-            (
-                read.memory_bytes,
-                read.delay_seed,
-                read.launch_limit.as_secs()
-            ),
-            (4096, None, 300)
-        );
+
+        let read = Settings::read(&variables);
+
+        assert_eq!(read.memory_bytes, 4096);
+        assert_eq!(read.delay_seed, None);
+        assert_eq!(read.launch_limit.as_secs(), 300);
     }
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::comm::{self, Comm, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS};
-use crate::cuda::Stream;
 use crate::work::{At, Kind, Part, width};
+use stand_in_shared::driver::Stream;
 
 /// `ncclInternalError`.
 const INTERNAL_ERROR: c_int = 3;
@@ -53,7 +53,7 @@ fn guarded(call: impl FnOnce() -> c_int) -> c_int {
         .unwrap_or_else(|_| fail(INTERNAL_ERROR, "the stand-in panicked"))
 }
 
-/// The version.
+/// Writes the version that the stand-in implements, 2.30.7.
 ///
 /// # Safety
 /// `version` is valid for a write.
@@ -256,7 +256,7 @@ pub extern "C" fn ncclCommAbort(handle: usize) -> c_int {
     })
 }
 
-/// Registers memory.
+/// Registers memory of a communicator; writes the handle.
 ///
 /// # Safety
 /// `out` is valid for a write.
@@ -284,7 +284,7 @@ pub unsafe extern "C" fn ncclCommRegister(
     })
 }
 
-/// Deregisters memory.
+/// Ends the registration with this handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommDeregister(handle: usize, registered: *mut c_void) -> c_int {
     with(handle, |comm| match comm.deregister(registered.addr()) {
@@ -387,7 +387,8 @@ macro_rules! collective {
         /// call.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $t,)* comm: usize, stream: *mut c_void) -> c_int {
-            let (from, to) = (At(($from).cast_mut().cast()), At(($to).cast()));
+            let from = At(($from).cast_mut().cast());
+            let to = At(($to).cast());
             let Ok(other) = usize::try_from($other) else { return INVALID_ARGUMENT };
             call(comm, stream, Part { kind: Kind::$kind, from, to, count: $count, dtype: $dtype, op: $op, other, registered: 0 })
         }

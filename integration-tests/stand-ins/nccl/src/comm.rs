@@ -3,9 +3,13 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use crate::cuda::{Current, Stream, is_dry, launch, launch_each, shareable_bytes, tally, tie};
+use stand_in_shared::driver::{
+    Current, Stream, Tally, is_dry, launch, launch_each, shareable_bytes, tally, tie,
+};
+use stand_in_shared::{Handles, fresh_number, lock};
+
 use crate::exchange::{Aborted, Exchange};
 use crate::work::{Kind, Part, finish, serialize};
 
@@ -30,7 +34,6 @@ fn error_at() -> Option<(usize, u64)> {
 
 #[derive(Default)]
 struct Order {
-    /// Operations enqueued.
     enqueued: u64,
     /// Operations that have ended: the number of the next one.
     ended: u64,
@@ -72,42 +75,32 @@ pub(crate) struct Comm {
     registered: Mutex<HashMap<usize, Range<u64>>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-static LIVE: Mutex<Option<HashMap<usize, Arc<Comm>>>> = Mutex::new(None);
-static NEXT: AtomicU64 = AtomicU64::new(0x1000);
+static LIVE: Handles<Comm> = Handles::new();
 
 /// The communicator of a handle.
 pub(crate) fn find(handle: usize) -> Option<Arc<Comm>> {
-    lock(&LIVE).as_ref()?.get(&handle).cloned()
+    LIVE.get(handle).ok()
 }
 
 /// Removes a handle.
 pub(crate) fn remove(handle: usize) -> Option<Arc<Comm>> {
-    lock(&LIVE).as_mut()?.remove(&handle)
+    LIVE.remove(handle).ok()
 }
 
 fn insert(comm: Arc<Comm>) -> usize {
-    let handle = NEXT.fetch_add(16, Ordering::Relaxed) as usize;
-    lock(&LIVE).get_or_insert_default().insert(handle, comm);
-    handle
+    LIVE.insert(fresh_number(), comm)
 }
 
 impl Comm {
     fn start(exchange: Exchange, is_world: bool) -> Arc<Self> {
-        let (order, changed) = (Mutex::default(), Condvar::new());
-        let (state, failed) = (AtomicI32::new(IN_PROGRESS), AtomicI32::new(SUCCESS));
-        let registered = Mutex::default();
         let comm = Arc::new(Self {
             exchange,
-            state,
-            failed,
-            order,
-            changed,
+            state: AtomicI32::new(IN_PROGRESS),
+            failed: AtomicI32::new(SUCCESS),
+            order: Mutex::default(),
+            changed: Condvar::new(),
             is_world,
-            registered,
+            registered: Mutex::default(),
         });
         let meeting = Arc::clone(&comm);
         comm.background(move || {
@@ -180,9 +173,17 @@ impl Comm {
             };
         }
         let (_, n) = self.rank_and_size();
-        parts
-            .iter()
-            .for_each(|part| tally(stream, part.kind.name(), part.sent_bytes(n)));
+        for part in &parts {
+            let bytes = part.sent_bytes(n);
+            let call = Tally {
+                kind: c"collective",
+                name: part.kind.name(),
+                loaded: bytes,
+                stored: bytes,
+                operations: 0,
+            };
+            tally(stream, call);
+        }
         if is_dry() && parts.iter().map(|part| part.sent_bytes(n)).sum::<u64>() > SMALL_BYTES {
             return SUCCESS;
         }
@@ -223,7 +224,9 @@ impl Comm {
         let taken = launch(stream, move || {
             let _ = comm.run(sequence, &parts);
             comm.change(|order| {
-                (order.ended, order.passed, order.working) = (sequence + 1, order.passed + 1, false)
+                order.ended = sequence + 1;
+                order.passed += 1;
+                order.working = false;
             });
         });
         if !taken {
@@ -259,7 +262,10 @@ impl Comm {
     }
 
     fn add_to_graph(self: &Arc<Self>, stream: Stream, number: u64, parts: Vec<Part>) -> bool {
-        let (of_graph, comm, runs) = (Arc::clone(self), Arc::clone(self), AtomicU64::new(0));
+        let of_graph = Arc::clone(self);
+        let comm = Arc::clone(self);
+        let runs = AtomicU64::new(0);
+
         self.change(|order| order.tied += 1);
         tie(stream, move || of_graph.change(|order| order.tied -= 1));
         launch_each(stream, move || {
@@ -416,7 +422,7 @@ impl Comm {
         if self.state() != SUCCESS || bytes.start != whole.start || bytes.end > whole.end {
             return None;
         }
-        let number = NEXT.fetch_add(16, Ordering::Relaxed) as usize;
+        let number = fresh_number();
         lock(&self.registered).insert(number, bytes);
         Some(number)
     }

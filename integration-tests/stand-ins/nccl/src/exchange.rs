@@ -70,16 +70,15 @@ impl Exchange {
 
     /// Publishes `bytes` under `name`, and waits for the bytes of all ranks, in rank order.
     pub(crate) fn meet(&self, name: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Aborted> {
-        let (part, whole) = (
-            self.folder.join(format!("{name}.{}.part", self.rank)),
-            self.file(name, self.rank),
-        );
+        let part = self.folder.join(format!("{name}.{}.part", self.rank));
+        let whole = self.file(name, self.rank);
         let written = fs::create_dir_all(&self.folder)
             .and_then(|()| fs::write(&part, bytes))
             .and_then(|()| fs::rename(&part, &whole));
         if written.is_err() {
             return Err(self.hang());
         }
+
         let mut all = Vec::with_capacity(self.n);
         for rank in 0..self.n {
             let mut turn = 0u64;
@@ -92,6 +91,7 @@ impl Exchange {
                 turn += 1;
             });
         }
+
         Ok(all)
     }
 

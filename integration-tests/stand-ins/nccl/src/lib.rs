@@ -30,7 +30,6 @@
 
 mod api;
 mod comm;
-mod cuda;
 mod exchange;
 mod work;
 

@@ -101,7 +101,8 @@ impl Kind {
 impl Part {
     /// The bytes that a rank of a ring of `n` sends for this call.
     pub(crate) fn sent_bytes(&self, n: usize) -> u64 {
-        let (bytes, others) = (self.bytes(self.count) as u64, n as u64 - 1);
+        let bytes = self.bytes(self.count) as u64;
+        let others = n as u64 - 1;
         match self.kind {
             Kind::AllReduce => 2 * bytes * others / n as u64,
             Kind::ReduceScatter | Kind::AllGather => bytes * others,
@@ -316,7 +317,8 @@ fn reduce(part: &Part, all: &[&[u8]]) -> Option<Vec<u8>> {
 }
 
 fn reduce_as<T: Number>(op: i32, all: &[&[u8]], width: usize) -> Option<Vec<u8>> {
-    let (n, len) = (all.len(), all.first()?.len());
+    let n = all.len();
+    let len = all.first()?.len();
     let mut out = Vec::with_capacity(len);
     for at in (0..len).step_by(width) {
         // As in a ring, each part of the buffer starts at another rank.
@@ -346,10 +348,8 @@ mod tests {
     }
 
     fn part(kind: Kind, from: &[f32], to: &mut [f32], count: usize, other: usize) -> Part {
-        let (from, to) = (
-            At(from.as_ptr().cast_mut().cast()),
-            At(to.as_mut_ptr().cast()),
-        );
+        let from = At(from.as_ptr().cast_mut().cast());
+        let to = At(to.as_mut_ptr().cast());
         Part {
             kind,
             from,

@@ -1,6 +1,6 @@
-//! The optimizer of a rank: on the device, or on the host (ZeRO-Offload, ZeRO-Infinity).
+//! The optimizer on the host (ZeRO-Offload, ZeRO-Infinity).
 //!
-//! On the host a unit's gradient leaves the device as soon as it is complete, and its statistics
+//! A unit's gradient leaves the device as soon as it is complete, and its statistics
 //! are computed while backward goes on. After backward the host exchanges the statistics and
 //! decides, exactly as the device would: so clipping and loss scale are exact. Then it updates unit
 //! by unit in forward order on a separate stream, and the next forward of a unit waits for that
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! The optimizer is a `ShardedAdamW<HostDevice>` on whatever device the model runs: one set of
-//! rules and one code of checkpoints. Offload differs only in where gradients (`gradients.rs`),
-//! parameters (`host_params.rs`) and state (zero-optim's `tier.rs`) are. If the device is the host,
+//! rules and one code of checkpoints. Offload differs only in where gradients
+//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `tier.rs`) are. If the device is the host,
 //! gradients and parameters stay where they are and only the streams differ, so all of it is tested
 //! without a GPU.
 //!
@@ -21,12 +21,11 @@
 //! exact. What the next forward does not hide is exposed; to hide it behind backward, too,
 //! gradients would have to be a step old.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Reduced, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::swap::SwapFile;
 use zero_alloc::{Block, Purpose};
@@ -38,29 +37,13 @@ use zero_optim::{
 
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
+use crate::offload::drain::drain;
 use crate::offload::host_params::{HostParams, SharedParams};
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::UnitFile;
-use crate::rank::Rank;
-use crate::saving::state::unreadable;
-use crate::stages::stage::{StepInputs, optimizer_of};
+use crate::rank::{Fill, Parts, Rank};
+use crate::step::inputs::StepInputs;
 use crate::telemetry::metrics::NvmeBytes;
-
-/// Elements of the weights in host memory at a time while they are set: a unit may be larger than
-/// all other host memory.
-const CHUNK_ELEMS: usize = 4 << 20;
-
-/// The optimizer of a rank.
-pub(crate) enum Optimizer<D: Device> {
-    /// On the device.
-    Device {
-        optimizer: Box<ShardedAdamW<D>>,
-        /// The parameters that it updates.
-        params: Vec<AnySlice>,
-    },
-    /// On the host.
-    Host(Box<HostOptimizer<D>>),
-}
 
 /// An optimizer on the host.
 pub(crate) struct HostOptimizer<D: Device> {
@@ -84,202 +67,13 @@ pub(crate) struct HostOptimizer<D: Device> {
     limit: Duration,
 }
 
-impl<D: Device> Optimizer<D> {
-    /// The optimizer of `segments`. `params` are the device's parameters that belong to them, if it
-    /// has them.
-    pub(crate) fn new(
-        rank: &Rank<D>,
-        segments: Vec<Segment>,
-        params: Option<Vec<AnySlice>>,
-    ) -> Result<Self, TrainError> {
-        match params {
-            Some(params) if !rank.settings.offload.updates_on_host() => Ok(Self::Device {
-                optimizer: Box::new(optimizer_of(rank, segments)?),
-                params,
-            }),
-            params => Ok(Self::Host(Box::new(HostOptimizer::new(
-                rank, segments, params,
-            )?))),
-        }
-    }
-
-    /// The host's, if the host updates.
-    pub(crate) fn on_host(&mut self) -> Option<&mut HostOptimizer<D>> {
-        match self {
-            Self::Device { .. } => None,
-            Self::Host(host) => Some(host),
-        }
-    }
-
-    /// The parameters that the host updates, if it does.
-    pub(crate) fn host_params(&self) -> Option<SharedParams<D>> {
-        match self {
-            Self::Device { .. } => None,
-            Self::Host(host) => Some(Arc::clone(&host.params)),
-        }
-    }
-
-    /// The loss scale of a backward pass on the compute stream.
-    pub(crate) fn loss_scale(&self) -> Result<DeviceSlice<f64>, TrainError> {
-        match self {
-            // SAFETY: backward passes read it on the compute stream only, which is the optimizer's
-            // stream.
-            Self::Device { optimizer, .. } => Ok(unsafe { optimizer.device_loss_scale() }?),
-            // SAFETY: backward passes read it on the compute stream, on which it is written and
-            // which is its block's own.
-            Self::Host(host) => Ok(unsafe { host.loss_scale.slice() }.typed()?),
-        }
-    }
-
-    /// The step counts and the loss scaler's state, for a checkpoint.
-    pub(crate) fn progress(&self) -> Progress {
-        match self {
-            Self::Device { optimizer, .. } => optimizer.progress(),
-            Self::Host(host) => host.optimizer.progress(),
-        }
-    }
-
-    /// The units' segments.
-    pub(crate) fn segments(&self) -> &[Segment] {
-        match self {
-            Self::Device { optimizer, .. } => optimizer.segments(),
-            Self::Host(host) => host.optimizer.segments(),
-        }
-    }
-
-    /// Reads a range of the state as fp32.
-    pub(crate) fn read_state(
-        &mut self,
-        rank: &Rank<D>,
-        range: &StateRange,
-        out: &mut [f32],
-    ) -> Result<(), TrainError> {
-        let limit = rank.settings.host_limit();
-        let unit = range.unit;
-        match self {
-            Self::Device { optimizer, params } => {
-                Ok(optimizer.read_state(&rank.compute, range, &[(params[unit], 0)], out, limit)?)
-            }
-            Self::Host(host) => {
-                let reads =
-                    range.kind == StateKind::Master && host.masters_are_in_params(rank, unit);
-                let HostOptimizer {
-                    optimizer,
-                    stream,
-                    params,
-                    ..
-                } = &mut **host;
-                let mut params = params.lock();
-                if !reads {
-                    // The optimizer has the values.
-                    let param = params.unread(unit);
-                    return Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?);
-                }
-                params.read(unit, |param| {
-                    Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?)
-                })
-            }
-        }
-    }
-
-    /// Sets the weights of `unit`, of which the rank has `elems` elements, in parts: `fill` returns
-    /// those of a range.
-    pub(crate) fn set_weights(
-        &mut self,
-        rank: &Rank<D>,
-        unit: usize,
-        elems: usize,
-        mut fill: impl FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
-        let mut values = Vec::new();
-        let parts = (0..elems)
-            .step_by(CHUNK_ELEMS)
-            .map(|start| start..elems.min(start + CHUNK_ELEMS));
-        let range = |elems| StateRange {
-            kind: StateKind::Master,
-            unit,
-            elems,
-        };
-        let limit = rank.settings.host_limit();
-        match self {
-            Self::Device { optimizer, params } => {
-                let stream = &rank.compute;
-                let param = [(params[unit], 0)];
-                for part in parts {
-                    fill(part.clone(), &mut values)?;
-                    optimizer.write_state(stream, &range(part), &param, &values, limit)?;
-                }
-                Ok(optimizer.write_unit_params(stream, unit, &param)?)
-            }
-            Self::Host(host) => {
-                let HostOptimizer {
-                    optimizer,
-                    stream,
-                    params,
-                    ..
-                } = &mut **host;
-                params.lock().update(unit, false, |param| {
-                    let param = [(param, 0)];
-                    for part in parts {
-                        fill(part.clone(), &mut values)?;
-                        optimizer.write_state(stream, &range(part), &param, &values, limit)?;
-                    }
-                    Ok(optimizer.write_unit_params(stream, unit, &param)?)
-                })
-            }
-        }
-    }
-
-    /// Loads weights, moments and progress from a checkpoint.
-    pub(crate) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-        let layout = &*rank.layout;
-        let index = rank.comm.rank() as u64;
-        let limit = rank.settings.host_limit();
-        match self {
-            Self::Device { optimizer, params } => {
-                let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
-                let own = RankParams {
-                    layout,
-                    rank: index,
-                    params: &params,
-                };
-                optimizer
-                    .load(&rank.compute, reader, &own, limit)
-                    .map_err(unreadable)
-            }
-            Self::Host(host) => {
-                let HostOptimizer {
-                    optimizer,
-                    stream,
-                    params,
-                    ..
-                } = &mut **host;
-                let mut params = params.lock();
-                for unit in 0..rank.units() {
-                    params.update(unit, false, |param| {
-                        let own = RankParams {
-                            layout,
-                            rank: index,
-                            params: &[(param, 0)],
-                        };
-                        optimizer
-                            .load_unit(stream, reader, unit, &own, limit)
-                            .map_err(unreadable)
-                    })?;
-                }
-                optimizer.load_progress(reader).map_err(unreadable)
-            }
-        }
-    }
-}
-
 /// The name of a rank's stream of updates on the host.
 pub(crate) fn update_track(rank: usize) -> String {
     format!("rank {rank} update")
 }
 
 impl<D: Device> HostOptimizer<D> {
-    fn new(
+    pub(crate) fn new(
         rank: &Rank<D>,
         segments: Vec<Segment>,
         on_device: Option<Vec<AnySlice>>,
@@ -577,6 +371,103 @@ impl<D: Device> HostOptimizer<D> {
     }
 }
 
+/// The state of the optimizer: weights, moments and progress.
+impl<D: Device> HostOptimizer<D> {
+    /// The parameters that it updates.
+    pub(crate) fn params(&self) -> SharedParams<D> {
+        Arc::clone(&self.params)
+    }
+
+    /// The loss scale in memory of the device.
+    pub(crate) fn loss_scale(&self) -> Result<DeviceSlice<f64>, TrainError> {
+        // SAFETY: backward passes read it on the compute stream, on which it is written and which
+        // is its block's own.
+        Ok(unsafe { self.loss_scale.slice() }.typed()?)
+    }
+
+    pub(crate) fn progress(&self) -> Progress {
+        self.optimizer.progress()
+    }
+
+    pub(crate) fn segments(&self) -> &[Segment] {
+        self.optimizer.segments()
+    }
+
+    /// Reads a range of the state as fp32.
+    pub(crate) fn read_state(
+        &mut self,
+        rank: &Rank<D>,
+        range: &StateRange,
+        out: &mut [f32],
+    ) -> Result<(), TrainError> {
+        let limit = rank.settings.host_limit();
+        let unit = range.unit;
+        let reads = range.kind == StateKind::Master && self.masters_are_in_params(rank, unit);
+        let optimizer = &mut self.optimizer;
+        let stream = &self.stream;
+        let mut params = self.params.lock();
+
+        let mut read =
+            |param| Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?);
+        if reads {
+            params.read(unit, read)
+        } else {
+            // The optimizer has the values.
+            read(params.unread(unit))
+        }
+    }
+
+    /// Sets the weights of `unit` in parts: `fill` returns those of a range.
+    pub(crate) fn set_weights(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        parts: Parts,
+        fill: Fill<'_>,
+    ) -> Result<(), TrainError> {
+        let limit = rank.settings.host_limit();
+        let optimizer = &mut self.optimizer;
+        let stream = &self.stream;
+        let mut values = Vec::new();
+        self.params.lock().update(unit, false, |param| {
+            let param = [(param, 0)];
+            for part in parts {
+                fill(part.clone(), &mut values)?;
+                let range = StateRange {
+                    kind: StateKind::Master,
+                    unit,
+                    elems: part,
+                };
+                optimizer.write_state(stream, &range, &param, &values, limit)?;
+            }
+            Ok(optimizer.write_unit_params(stream, unit, &param)?)
+        })
+    }
+
+    /// Loads weights, moments and progress from a checkpoint.
+    pub(crate) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
+        let limit = rank.settings.host_limit();
+        let optimizer = &mut self.optimizer;
+        let stream = &self.stream;
+        let mut params = self.params.lock();
+        for unit in 0..rank.units() {
+            params.update(unit, false, |param| {
+                let own = RankParams {
+                    layout: &rank.layout,
+                    rank: rank.comm.rank() as u64,
+                    params: &[(param, 0)],
+                };
+                optimizer
+                    .load_unit(stream, reader, unit, &own, limit)
+                    .map_err(TrainError::unreadable)
+            })?;
+        }
+        optimizer
+            .load_progress(reader)
+            .map_err(TrainError::unreadable)
+    }
+}
+
 impl<D: Device> Drop for HostOptimizer<D> {
     fn drop(&mut self) {
         // The host uses memory of the stage, and the device memory of the host; pools know of
@@ -586,19 +477,6 @@ impl<D: Device> Drop for HostOptimizer<D> {
             .for_each(|stream| drain(stream, self.limit));
         drain(&self.stream, self.limit);
         self.params.lock().drain();
-    }
-}
-
-/// Waits for all work of `stream`. One that does not end, even though its communicator was aborted,
-/// ends the process: it still uses memory that would be freed.
-pub(crate) fn drain<S: Stream>(stream: &S, limit: Duration) {
-    let Ok(end) = stream.record() else { return };
-    if end.synchronize(limit).is_err() && matches!(end.is_done(), Ok(false)) {
-        let name = stream.name();
-        tracing::error!(
-            "stream {name} did not end within {limit:?}; the process ends, because it uses memory that would be freed"
-        );
-        std::process::abort();
     }
 }
 

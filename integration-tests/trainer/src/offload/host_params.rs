@@ -22,7 +22,7 @@ use zero_comm::ShardSource;
 use zero_optim::Segment;
 
 use crate::error::TrainError;
-use crate::offload::host_optimizer::drain;
+use crate::offload::drain::drain;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::{Slot, Transfers, UnitFile};
 use crate::rank::Rank;

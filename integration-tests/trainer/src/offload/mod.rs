@@ -1,6 +1,8 @@
 //! State, parameters and gradients in host memory and on NVMe.
 
+mod drain;
 pub(crate) mod host_optimizer;
 pub(crate) mod host_params;
+pub(crate) mod leaving_sums;
 pub(crate) mod settings;
-pub(crate) mod unit_file;
+mod unit_file;

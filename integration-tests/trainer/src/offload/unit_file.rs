@@ -11,7 +11,7 @@ use zero_alloc::host::{HostEvent, HostStream};
 use zero_alloc::swap::{SwapBuffer, SwapFile, SwapLane};
 
 use crate::error::TrainError;
-use crate::offload::host_optimizer::drain;
+use crate::offload::drain::drain;
 use crate::rank::Rank;
 
 /// A host stream with its queue of requests to the file.

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_alloc::device::{DType, Device};
-use zero_ckpt::{CkptError, Reader, SaveMeta, StateDtype};
-use zero_optim::{CheckpointError, Progress, StateKind, StateRange};
+use zero_ckpt::{Reader, SaveMeta, StateDtype};
+use zero_optim::{Progress, StateKind, StateRange};
 
 use crate::error::TrainError;
 use crate::rank::Rank;
@@ -28,7 +28,7 @@ pub(crate) fn set_weights<D: Device>(
         let elems = (held.end - held.start) as usize;
         stage
             .optimizer()
-            .set_weights(rank, unit, elems, |part, values| {
+            .set_weights(rank, unit, elems, &mut |part, values| {
                 let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
                 values.clear();
                 values.resize(part.len(), 0.0);
@@ -53,16 +53,6 @@ pub(crate) fn restore<D: Device>(
     stage.optimizer().load(rank, reader)?;
     stage.publish(rank)?;
     Ok(state)
-}
-
-/// Adds a remedy to the error of a checkpoint that was damaged after the run verified it.
-pub(crate) fn unreadable(error: CheckpointError) -> TrainError {
-    match error {
-        CheckpointError::Ckpt(CkptError::Corrupt { .. }) => TrainError::State(format!(
-            "{error}; `zero ckpt verify DIR` names the newest whole checkpoint, and --resume DIR starts from it"
-        )),
-        other => other.into(),
-    }
 }
 
 /// Begins a save of all state. `superseded` was the best step until this one. Collective.

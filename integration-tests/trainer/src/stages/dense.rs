@@ -6,17 +6,14 @@
 
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
-use zero_optim::Segment;
 
 use crate::error::TrainError;
 use crate::model::Model;
-use crate::offload::host_optimizer::Optimizer;
 use crate::offload::host_params::SharedParams;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::stage::{
-    MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, update,
-};
+use crate::stages::optimizer::Optimizer;
+use crate::stages::stage::{MicroBatches, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::storage::Storage;
 
 /// One rank of stage 0.
@@ -32,20 +29,8 @@ pub(crate) struct Dense<D: Device> {
 impl<D: Device> Dense<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        let own = rank.comm.rank() as u64;
-        let segments = rank.layout.units().iter().map(|u| {
-            let whole = u.whole_range();
-            let shard = u.shard(own);
-            let index = |r: std::ops::Range<u64>| r.start as usize..r.end as usize;
-            Segment::whole(&u.name, index(whole), index(shard))
-        });
-        let mut optimizer = Optimizer::new(rank, segments.collect(), Some(params.all_units()))?;
-        let grads = Gradients::new(
-            rank,
-            model,
-            || Storage::gradients(rank, true),
-            &mut optimizer,
-        )?;
+        let optimizer = Optimizer::new(rank, Some(params.all_units()))?;
+        let grads = Gradients::new(rank, model, &optimizer)?;
         Ok(Self {
             optimizer,
             params,
@@ -104,14 +89,6 @@ impl<D: Device> Stage<D> for Dense<D> {
         let all: Vec<usize> = (0..rank.units()).collect();
         deliver(rank, self.optimizer.host_params().as_ref(), &all)?;
         Ok(self.params.of(rank, &all))
-    }
-
-    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        decide(rank, &mut self.optimizer, &self.grads, inputs)
-    }
-
-    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        update(rank, &mut self.optimizer, &mut self.grads)
     }
 
     fn optimizer(&mut self) -> &mut Optimizer<D> {

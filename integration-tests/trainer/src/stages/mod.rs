@@ -1,7 +1,10 @@
 //! The stages: one algorithm a file, and what they share.
 
 pub(crate) mod dense;
+pub(crate) mod device_sums;
 pub(crate) mod gradients;
+pub(crate) mod optimizer;
+pub(crate) mod places;
 pub(crate) mod stage;
 pub(crate) mod stage3;
 pub(crate) mod stages_1_and_2;

@@ -5,18 +5,14 @@
 //! values are those of the recording: an event of a finished recording orders nothing, and the
 //! recorder orders the parts.
 
-use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
-use zero_optim::{DeviceStepConfig, Divisor, Segment, ShardedAdamW, StepOutcome, UnitSlices};
+use zero_alloc::device::{AnySlice, Device};
 
 use crate::error::TrainError;
 use crate::model::Model;
-use crate::offload::host_optimizer::Optimizer;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
+use crate::stages::optimizer::Optimizer;
 use crate::step::recorder::{Part, Recorder};
-
-/// Steps whose learning rates are uploaded at once.
-pub(crate) const STEPS_AHEAD: u64 = 1024;
 
 /// Loads a micro-batch, by its number, into the model.
 type Load<'a, D> = dyn FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError> + 'a;
@@ -77,13 +73,11 @@ pub(crate) trait Stage<D: Device>: Send {
         Ok(Vec::new())
     }
 
-    /// Enqueues the decision of the step (skip or update, clipping), the same on all ranks. The
-    /// host does not wait.
-    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError>;
-
     /// Enqueues the decided update, a no-op in a skipped step; afterwards the parameters are ready
     /// for the next forward.
-    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        self.optimizer().update(rank)
+    }
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
     fn optimizer(&mut self) -> &mut Optimizer<D>;
@@ -98,16 +92,6 @@ pub(crate) trait Stage<D: Device>: Send {
 
     /// Prepares parameters that were set outside of a step for the next forward.
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
-}
-
-/// This rank's loss and flags for the all-gather at the end of a step, in device memory, read in
-/// compute-stream order.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct StepInputs {
-    /// Sum of the losses of its micro-batches.
-    pub(crate) loss: DeviceSlice<f64>,
-    /// 64 bits; every rank receives their OR and their AND over all ranks.
-    pub(crate) flags: DeviceSlice<u64>,
 }
 
 /// Enqueues forward and backward of a micro-batch with parameters that are whole on every rank, and
@@ -148,144 +132,4 @@ pub(crate) fn evaluate_whole<D: Device>(
         model.add_losses(&rank.compute, &params(&last.forward_reads), tokens)?;
     }
     Ok(())
-}
-
-/// Enqueues this rank's gradient statistics, their all-gather, and the decision, which is the same
-/// on all ranks.
-pub(crate) fn decide<D: Device>(
-    rank: &Rank<D>,
-    optimizer: &mut Optimizer<D>,
-    grads: &Gradients<D>,
-    inputs: StepInputs,
-) -> Result<(), TrainError> {
-    let Rank {
-        compute,
-        comm_stream,
-        ..
-    } = rank;
-    let optimizer = match optimizer {
-        Optimizer::Device { optimizer, .. } => optimizer,
-        Optimizer::Host(host) => return host.decide(rank, inputs),
-    };
-    optimizer.enqueue_stats(compute, &grads.reduced())?;
-    optimizer.enqueue_rank_stats(compute, inputs.loss, inputs.flags)?;
-    // SAFETY: the gather is ordered after this and before the advance by the two events below.
-    let stats = unsafe { optimizer.rank_stats_slices() }?;
-    comm_stream.wait(&compute.record()?)?;
-    rank.comm
-        .control_all_gather(comm_stream, stats.own, stats.all)?;
-    compute.wait(&comm_stream.record()?)?;
-    Ok(optimizer.enqueue_advance(compute)?)
-}
-
-/// Enqueues the decided update by `grads`.
-pub(crate) fn update<D: Device>(
-    rank: &Rank<D>,
-    optimizer: &mut Optimizer<D>,
-    grads: &mut Gradients<D>,
-) -> Result<(), TrainError> {
-    let (optimizer, params) = match optimizer {
-        Optimizer::Device { optimizer, params } => (optimizer, params),
-        Optimizer::Host(host) => return host.update(rank, grads.on_file()),
-    };
-    let params: Vec<_> = params.iter().map(|&param| [(param, 0)]).collect();
-    let units = grads
-        .reduced()
-        .into_iter()
-        .zip(&params)
-        .map(|(grad, param)| UnitSlices { grad, param });
-    Ok(optimizer.enqueue_update(&rank.compute, &units.collect::<Vec<_>>())?)
-}
-
-/// The configuration of decisions on the device, for rank 0 of `ranks` ranks.
-pub fn device_steps(ranks: usize) -> DeviceStepConfig {
-    DeviceStepConfig::new(0, ranks, Divisor::MicroBatches(1), STEPS_AHEAD as usize)
-}
-
-/// Uploads the inputs of the next [`STEPS_AHEAD`] decisions. The outcomes of all earlier steps must
-/// have been read.
-pub(crate) fn decide_on_device<D: Device>(
-    rank: &Rank<D>,
-    stage: &mut dyn Stage<D>,
-) -> Result<(), TrainError> {
-    let Rank {
-        comm,
-        pool,
-        compute,
-        settings,
-        ..
-    } = rank;
-    let optimizer = match stage.optimizer() {
-        Optimizer::Device { optimizer, .. } => optimizer,
-        Optimizer::Host(host) => return host.upload_loss_scale(rank),
-    };
-    let mut config = device_steps(comm.world_size());
-    (config.rank, config.divisor) = (
-        comm.rank(),
-        Divisor::MicroBatches(settings.grad_accum_steps),
-    );
-    Ok(optimizer.prepare_device_steps(pool, compute, config, settings.host_limit())?)
-}
-
-/// Waits for the decision of the enqueued step and returns it.
-pub(crate) fn outcome<D: Device>(
-    rank: &Rank<D>,
-    stage: &mut dyn Stage<D>,
-) -> Result<StepOutcome, TrainError> {
-    let outcome = match stage.optimizer() {
-        Optimizer::Device { optimizer, .. } => {
-            optimizer.all_outcomes(rank.settings.host_limit())?.pop()
-        }
-        Optimizer::Host(host) => host.outcome(),
-    };
-    outcome.ok_or_else(|| {
-        TrainError::State("internal error: the device reported no step outcome".to_owned())
-    })
-}
-
-/// The optimizer over this rank's shards: stages 1 to 3. `params` are those on the device, if it
-/// has them.
-pub(crate) fn sharded_optimizer<D: Device>(
-    rank: &Rank<D>,
-    params: Option<Vec<AnySlice>>,
-) -> Result<Optimizer<D>, TrainError> {
-    let units = rank.layout.units().iter();
-    let segments = units.map(|u| {
-        let range = u.shard_range();
-        Segment::shard(&u.name, range.start as usize..range.end as usize)
-    });
-    Optimizer::new(rank, segments.collect(), params)
-}
-
-/// The optimizer on the device over `segments`.
-pub(crate) fn optimizer_of<D: Device>(
-    rank: &Rank<D>,
-    segments: Vec<Segment>,
-) -> Result<ShardedAdamW<D>, TrainError> {
-    let Rank {
-        pool,
-        kernels,
-        compute,
-        settings,
-        ..
-    } = rank;
-    let shards_of = settings
-        .stage
-        .shards_optimizer()
-        .then_some(rank.comm.rank() as u64);
-    let config = settings.optimizer.clone();
-    let groups = rank.groups.of(&rank.layout, shards_of)?;
-    let new = match settings.offload.format.remainder {
-        true => ShardedAdamW::with_remainders,
-        false => ShardedAdamW::with_groups,
-    };
-    Ok(new(
-        pool,
-        kernels.clone(),
-        compute,
-        config,
-        settings.dtype,
-        segments,
-        &groups,
-    )?)
 }

@@ -12,12 +12,12 @@ use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
 
 use crate::error::TrainError;
 use crate::model::Model;
-use crate::offload::host_optimizer::Optimizer;
 use crate::offload::host_params::Fetch;
 use crate::offload::settings::Home;
 use crate::rank::{Rank, uses};
 use crate::stages::gradients::Gradients;
-use crate::stages::stage::{MicroBatches, Stage, StepInputs, decide, sharded_optimizer, update};
+use crate::stages::optimizer::Optimizer;
+use crate::stages::stage::{MicroBatches, Stage};
 use crate::stages::storage::Storage;
 
 /// One rank of stage 3.
@@ -47,7 +47,7 @@ impl<D: Device> Stage3<D> {
         let params = || Storage::shards(rank, rank.settings.dtype, Purpose::Params);
         let params = on_device.then(params).transpose()?;
         let shards = params.as_ref().map(Storage::all_own);
-        let mut optimizer = sharded_optimizer(rank, shards.clone())?;
+        let optimizer = Optimizer::new(rank, shards.clone())?;
         let prefetcher = |order| {
             let comm = rank.comm.clone();
             let compute = rank.compute.clone();
@@ -82,12 +82,7 @@ impl<D: Device> Stage3<D> {
         };
         let forward_only = prefetcher(forward_uses(rank).collect())?;
         let prefetcher = prefetcher(step_uses(rank))?;
-        let grads = Gradients::new(
-            rank,
-            model,
-            || Storage::gradients(rank, false),
-            &mut optimizer,
-        )?;
+        let grads = Gradients::new(rank, model, &optimizer)?;
         Ok(Self {
             prefetcher,
             forward_only,
@@ -216,14 +211,6 @@ impl<D: Device> Stage<D> for Stage3<D> {
             reshard(&mut step, units);
         }
         Ok(())
-    }
-
-    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        decide(rank, &mut self.optimizer, &self.grads, inputs)
-    }
-
-    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        update(rank, &mut self.optimizer, &mut self.grads)
     }
 
     fn optimizer(&mut self) -> &mut Optimizer<D> {

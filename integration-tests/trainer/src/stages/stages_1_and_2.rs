@@ -11,14 +11,10 @@ use zero_alloc::device::{AnySlice, Device, Stream};
 
 use crate::error::TrainError;
 use crate::model::Model;
-use crate::offload::host_optimizer::Optimizer;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::stage::{
-    MicroBatches, Stage, StepInputs, decide, evaluate_whole, micro_batch_whole, sharded_optimizer,
-    update,
-};
-use crate::stages::storage::Storage;
+use crate::stages::optimizer::Optimizer;
+use crate::stages::stage::{MicroBatches, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::whole_params::WholeParams;
 
 /// One rank of stage 1 or 2.
@@ -33,26 +29,15 @@ pub(crate) struct Stages1And2<D: Device> {
 }
 
 impl<D: Device> Stages1And2<D> {
-    pub(crate) fn stage_1(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, model, || Storage::gradients(rank, true))
-    }
-
-    pub(crate) fn stage_2(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
-        Self::with_gradients_in(rank, model, || Storage::gradients(rank, false))
-    }
-
-    fn with_gradients_in(
-        rank: &Rank<D>,
-        model: &dyn Model<D>,
-        grads: impl FnOnce() -> Result<Storage<D>, TrainError>,
-    ) -> Result<Self, TrainError> {
+    pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let mut params = WholeParams::new(rank)?;
-        let mut optimizer = sharded_optimizer(rank, Some(params.own()))?;
+        let optimizer = Optimizer::new(rank, Some(params.own()))?;
         params.set_updates(optimizer.host_params());
+        let grads = Gradients::new(rank, model, &optimizer)?;
         Ok(Self {
-            grads: Gradients::new(rank, model, grads, &mut optimizer)?,
-            params,
             optimizer,
+            params,
+            grads,
         })
     }
 }
@@ -97,13 +82,9 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         Ok(self.params.gathered(rank, &all))
     }
 
-    fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        decide(rank, &mut self.optimizer, &self.grads, inputs)
-    }
-
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.params.wait(rank)?;
-        update(rank, &mut self.optimizer, &mut self.grads)?;
+        self.optimizer.update(rank)?;
         match self.optimizer.on_host() {
             // The next forward gathers each unit when it needs it.
             Some(_) => Ok(rank.comm_stream.wait(&rank.compute.record()?)?),

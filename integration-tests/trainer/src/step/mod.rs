@@ -2,4 +2,5 @@
 
 pub(crate) mod batch_loader;
 pub(crate) mod flags;
+pub(crate) mod inputs;
 pub(crate) mod recorder;

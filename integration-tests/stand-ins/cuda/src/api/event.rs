@@ -6,9 +6,9 @@ use super::{Out, driver};
 use crate::driver::capture::forbid_while_capturing;
 use crate::driver::device::current;
 use crate::driver::event::{EVENTS, Event};
-use crate::driver::handles::fresh_number;
 use crate::driver::stream::stream;
 use crate::error::{Failure, Outcome};
+use stand_in_shared::fresh_number;
 
 /// `CU_EVENT_BLOCKING_SYNC` and `CU_EVENT_DISABLE_TIMING`.
 const BLOCKING_SYNC: u32 = 1;
@@ -16,7 +16,8 @@ const DISABLE_TIMING: u32 = 2;
 
 fn elapsed(milliseconds: &Out<f32>, start: usize, end: usize) -> Outcome {
     current()?;
-    let (start, end) = (EVENTS.get(start)?.time()?, EVENTS.get(end)?.time()?);
+    let start = EVENTS.get(start)?.time()?;
+    let end = EVENTS.get(end)?.time()?;
     let between = if end >= start {
         (end - start).as_secs_f64()
     } else {
@@ -36,7 +37,8 @@ driver! {
 
     cuEventDestroy_v2(event: usize) {
         current()?;
-        EVENTS.remove(event).map(drop)
+        EVENTS.remove(event)?;
+        Ok(())
     }
 
     cuEventRecord(event: usize, on: usize) {

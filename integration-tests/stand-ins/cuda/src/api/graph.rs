@@ -5,10 +5,10 @@ use std::sync::Arc;
 use super::{Out, driver, guard};
 use crate::driver::capture::{Capture, EXECUTABLES, GRAPHS, Mode, Tied, exchange_mode};
 use crate::driver::device::current;
-use crate::driver::handles::fresh_number;
 use crate::driver::op::{HostFunction, Op};
 use crate::driver::stream::stream;
 use crate::error::Failure;
+use stand_in_shared::fresh_number;
 
 driver! {
     cuStreamBeginCapture_v2(on: usize, mode: u32) {
@@ -51,7 +51,8 @@ driver! {
 
     cuGraphUpload(executable: usize, on: usize) {
         stream(on)?;
-        EXECUTABLES.get(executable).map(drop)
+        EXECUTABLES.get(executable)?;
+        Ok(())
     }
 
     cuGraphLaunch(executable: usize, on: usize) {
@@ -61,11 +62,13 @@ driver! {
     }
 
     cuGraphExecDestroy(executable: usize) {
-        EXECUTABLES.remove(executable).map(drop)
+        EXECUTABLES.remove(executable)?;
+        Ok(())
     }
 
     cuGraphDestroy(graph: usize) {
-        GRAPHS.remove(graph).map(drop)
+        GRAPHS.remove(graph)?;
+        Ok(())
     }
 }
 

@@ -8,7 +8,6 @@ use super::device::{SHARED_BYTES, SHARED_OPTIN_BYTES};
 use super::{In, Out, Text, driver};
 use crate::counts;
 use crate::driver::device::{Device, current};
-use crate::driver::handles::{Handles, fresh_number};
 use crate::driver::op::Op;
 use crate::driver::stream::stream;
 use crate::error::{Failure, Outcome, say};
@@ -18,6 +17,7 @@ use crate::exec::program::Program;
 use crate::exec::sample::run_sample;
 use crate::ptx::module::{LoadError, Loaded, load};
 use crate::settings::settings;
+use stand_in_shared::{Handles, fresh_number};
 
 static MODULES: Handles<Loaded> = Handles::new();
 static FUNCTIONS: Handles<Function> = Handles::new();
@@ -72,7 +72,8 @@ fn error_log(
     options: &In<u32>,
     values: &In<usize>,
 ) -> Outcome<Option<(*mut u8, usize)>> {
-    let (mut buffer, mut room) = (0, 0);
+    let mut buffer = 0;
+    let mut room = 0;
     for index in 0..count as usize {
         match options.at(index)? {
             ERROR_LOG => buffer = values.at(index)?,
@@ -203,11 +204,13 @@ driver! {
     }
 
     cuFuncSetCacheConfig(function: usize, _config: u32) {
-        FUNCTIONS.get(function).map(drop)
+        FUNCTIONS.get(function)?;
+        Ok(())
     }
 
     cuFuncLoad(function: usize) {
-        FUNCTIONS.get(function).map(drop)
+        FUNCTIONS.get(function)?;
+        Ok(())
     }
 
     cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<i32>, function: usize, threads: i32, dynamic: usize) {
@@ -240,7 +243,8 @@ driver! {
         if function.device.ordinal != on.device.ordinal {
             return Err(Failure::InvalidHandle);
         }
-        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let grid = [grid_x, grid_y, grid_z];
+        let block = [block_x, block_y, block_z];
         function.check(grid, block, dynamic)?;
         let program = function.program.clone();
         let params = arguments(&program, &values)?;

@@ -28,15 +28,13 @@ pub unsafe extern "C" fn standInTally(
     operations: u64,
 ) -> u32 {
     guard("standInTally", || {
-        let (kind, name, work) = (
-            kind.get()?.into(),
-            name.get()?.into(),
-            Work {
-                loaded,
-                stored,
-                operations,
-            },
-        );
+        let kind = kind.get()?.into();
+        let name = name.get()?.into();
+        let work = Work {
+            loaded,
+            stored,
+            operations,
+        };
         if settings().counts.is_none() {
             Ok(())
         } else {

@@ -34,7 +34,8 @@ macro_rules! fails {
 /// Makes an unused device current on this thread.
 pub(crate) fn own_device() -> i32 {
     static NEXT: AtomicI32 = AtomicI32::new(0);
-    let (ordinal, mut context) = (NEXT.fetch_add(1, Ordering::Relaxed), 0);
+    let ordinal = NEXT.fetch_add(1, Ordering::Relaxed);
+    let mut context = 0;
     ok!(cuInit(0));
     ok!(cuDevicePrimaryCtxRetain((&mut context).into(), ordinal));
     ok!(cuCtxSetCurrent(context));
@@ -84,7 +85,9 @@ pub(crate) fn download(stream: usize, address: u64, bytes: usize) -> Vec<u8> {
 #[test]
 fn device_name_marks_a_stand_in() {
     let ordinal = own_device();
-    let (mut name, mut major, mut bytes) = ([0 as c_char; 64], 0, 0);
+    let mut name = [0 as c_char; 64];
+    let mut major = 0;
+    let mut bytes = 0;
     ok!(cuDeviceGetName(name.as_mut_ptr(), 64, ordinal));
     // SAFETY: the call has written a zero-terminated string.
     let result = unsafe { CStr::from_ptr(name.as_ptr()) };
@@ -147,7 +150,10 @@ fn default_stream_and_missing_context_are_refused() {
 #[test]
 fn contexts_are_pushed_and_popped() {
     own_device();
-    let (mut first, mut now, mut popped, mut device) = (0, 0, 0, 0);
+    let mut first = 0;
+    let mut now = 0;
+    let mut popped = 0;
+    let mut device = 0;
     ok!(cuCtxGetCurrent((&mut first).into()));
     own_device();
     ok!(cuCtxPushCurrent_v2(first));
@@ -188,14 +194,16 @@ fn new_memory_is_ones_and_copies_round_trip() {
 fn memory_is_counted_and_runs_out() {
     own_device();
     let info = || {
-        let (mut free, mut total) = (0, 0);
+        let mut free = 0;
+        let mut total = 0;
         ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
         (free, total)
     };
     let (free, total) = info();
     assert_eq!(free, total);
     let bytes = total / 4 * 3;
-    let (address, mut other) = (allocate(bytes), 0);
+    let address = allocate(bytes);
+    let mut other = 0;
     assert_eq!(info().0, free - bytes);
     fails!(OutOfMemory, cuMemAlloc_v2((&mut other).into(), total / 2));
     fails!(InvalidValue, cuMemAlloc_v2((&mut other).into(), 0));
@@ -213,8 +221,10 @@ fn memory_is_counted_and_runs_out() {
 #[test]
 fn late_copy_of_freed_memory_fails_the_context() {
     let ordinal = own_device();
-    let (stream, latch) = (new_stream(), Latch::default());
-    let (address, other) = (allocate(64), allocate(64));
+    let stream = new_stream();
+    let latch = Latch::default();
+    let address = allocate(64);
+    let other = allocate(64);
     fails!(
         InvalidValue,
         cuMemcpyDtoDAsync_v2(address + 32, other, 33, stream)
@@ -231,7 +241,9 @@ fn late_copy_of_freed_memory_fails_the_context() {
     ok!(cuDevicePrimaryCtxRelease_v2(ordinal));
     fails!(InvalidContext, cuCtxSynchronize());
     // A new context does not inherit the failure.
-    let (mut context, mut free, mut total) = (0, 0, 0);
+    let mut context = 0;
+    let mut free = 0;
+    let mut total = 0;
     ok!(cuDevicePrimaryCtxRetain((&mut context).into(), ordinal));
     ok!(cuCtxSynchronize());
     ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
@@ -268,8 +280,12 @@ impl Latch {
 #[test]
 fn events_order_concurrent_streams() {
     own_device();
-    let (first, second, latch) = (new_stream(), new_stream(), Latch::default());
-    let (start, end, address) = (new_event(), new_event(), allocate(4));
+    let first = new_stream();
+    let second = new_stream();
+    let latch = Latch::default();
+    let start = new_event();
+    let end = new_event();
+    let address = allocate(4);
     ok!(cuEventRecord(start, first));
     ok!(cuEventSynchronize(start));
     latch.block(first);
@@ -300,7 +316,9 @@ fn events_order_concurrent_streams() {
 #[test]
 fn unrecorded_event_is_complete_and_untimed() {
     own_device();
-    let (stream, event, mut milliseconds) = (new_stream(), new_event(), 0.0);
+    let stream = new_stream();
+    let event = new_event();
+    let mut milliseconds = 0.0;
     ok!(cuEventQuery(event));
     ok!(cuStreamWaitEvent(stream, event, 0));
     fails!(
@@ -314,8 +332,10 @@ fn unrecorded_event_is_complete_and_untimed() {
 #[test]
 fn pageable_memory_is_read_at_the_call() {
     own_device();
-    let (stream, latch) = (new_stream(), Latch::default());
-    let (to, mut pinned) = (allocate(2), 0u64);
+    let stream = new_stream();
+    let latch = Latch::default();
+    let to = allocate(2);
+    let mut pinned = 0u64;
     ok!(cuMemHostAlloc((&mut pinned).into(), 1, 0));
     let mut pageable = [1u8];
     latch.block(stream);
@@ -343,7 +363,9 @@ fn pageable_memory_is_read_at_the_call() {
 fn registered_memory_is_known_until_unregistered() {
     let ordinal = own_device();
     let memory = vec![0u8; 4096];
-    let (at, mut kind, mut device) = (memory.as_ptr() as u64, 0u32, -1i32);
+    let at = memory.as_ptr() as u64;
+    let mut kind = 0u32;
+    let mut device = -1i32;
     fails!(
         InvalidValue,
         cuPointerGetAttribute((&raw mut kind).cast(), 2, at)
@@ -369,11 +391,11 @@ fn virtual_memory_moves_between_addresses() {
     let ordinal = own_device();
     const PAGE: usize = 2 << 20;
     let stream = new_stream();
-    let (properties, allow) = (
-        AllocationProperties::of_device(ordinal),
-        AccessDescription::of_device(ordinal, true),
-    );
-    let (mut base, mut pages, mut granularity) = (0u64, [0u64; 2], 0usize);
+    let properties = AllocationProperties::of_device(ordinal);
+    let allow = AccessDescription::of_device(ordinal, true);
+    let mut base = 0u64;
+    let mut pages = [0u64; 2];
+    let mut granularity = 0usize;
     ok!(cuMemGetAllocationGranularity(
         (&mut granularity).into(),
         (&properties).into(),
@@ -414,7 +436,8 @@ fn virtual_memory_moves_between_addresses() {
     ok!(cuMemUnmap(base + 3 * PAGE as u64, PAGE));
     pages.iter().for_each(|&page| ok!(cuMemRelease(page)));
     ok!(cuMemAddressFree(base, 4 * PAGE));
-    let (mut free, mut total) = (0, 0);
+    let mut free = 0;
+    let mut total = 0;
     ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
     assert_eq!(free, total);
 }
@@ -423,7 +446,9 @@ fn virtual_memory_moves_between_addresses() {
 fn mapped_memory_reports_its_allocation() {
     let ordinal = own_device();
     const BYTES: usize = 4 << 20;
-    let (mut base, mut handle, mut again) = (0u64, 0u64, 0u64);
+    let mut base = 0u64;
+    let mut handle = 0u64;
+    let mut again = 0u64;
     fails!(
         NotPermitted,
         cuMemCreate(
@@ -446,7 +471,9 @@ fn mapped_memory_reports_its_allocation() {
     ok!(cuMemSetAccess(base, BYTES, (&allow).into(), 1));
     // Mapped memory outlives its handle, and another handle can be retained.
     ok!(cuMemRelease(handle));
-    let (mut start, mut bytes, inside) = (0u64, 0usize, base + 3_000_000);
+    let mut start = 0u64;
+    let mut bytes = 0usize;
+    let inside = base + 3_000_000;
     ok!(cuMemGetAddressRange_v2(
         (&mut start).into(),
         (&mut bytes).into(),
@@ -481,7 +508,9 @@ fn mapped_memory_reports_its_allocation() {
 #[test]
 fn stream_ordered_free_is_deferred() {
     own_device();
-    let (stream, latch, mut address) = (new_stream(), Latch::default(), 0u64);
+    let stream = new_stream();
+    let latch = Latch::default();
+    let mut address = 0u64;
     ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
     latch.block(stream);
     ok!(cuMemsetD8Async(address, 0, 64, stream));
@@ -494,7 +523,9 @@ fn stream_ordered_free_is_deferred() {
 #[test]
 fn context_release_waits_for_destroyed_streams() {
     let ordinal = own_device();
-    let (stream, latch, mut address) = (new_stream(), Latch::default(), 0u64);
+    let stream = new_stream();
+    let latch = Latch::default();
+    let mut address = 0u64;
     ok!(cuMemAllocAsync((&mut address).into(), 64, stream));
     latch.block(stream);
     ok!(cuMemFreeAsync(address, stream));
@@ -514,9 +545,15 @@ fn context_release_waits_for_destroyed_streams() {
 #[test]
 fn a_captured_fork_and_join_replays() {
     own_device();
-    let (origin, side, fork, join) = (new_stream(), new_stream(), new_event(), new_event());
+    let origin = new_stream();
+    let side = new_stream();
+    let fork = new_event();
+    let join = new_event();
     let address = allocate(8);
-    let (mut graph, mut executable, mut nodes, mut status) = (0, 0, 0, 9);
+    let mut graph = 0;
+    let mut executable = 0;
+    let mut nodes = 0;
+    let mut status = 9;
     ok!(cuStreamBeginCapture_v2(origin, 1));
     ok!(cuStreamIsCapturing(origin, (&mut status).into()));
     assert_eq!(status, 1);
@@ -550,8 +587,13 @@ fn a_captured_fork_and_join_replays() {
 #[test]
 fn captures_refuse_what_would_break_them() {
     own_device();
-    let (origin, side, event, before) = (new_stream(), new_stream(), new_event(), new_event());
-    let (address, mut graph, mut other) = (allocate(8), 0, 0);
+    let origin = new_stream();
+    let side = new_stream();
+    let event = new_event();
+    let before = new_event();
+    let address = allocate(8);
+    let mut graph = 0;
+    let mut other = 0;
     let begin = || ok!(cuStreamBeginCapture_v2(origin, 1));
     ok!(cuEventRecord(before, side));
     // Synchronizing a captured stream invalidates the capture.
@@ -618,7 +660,9 @@ fn a_host_function_that_calls_the_driver_is_refused() {
 #[test]
 fn a_stream_waits_for_a_value_in_pinned_memory() {
     own_device();
-    let (stream, mut page, address) = (new_stream(), 0, allocate(4));
+    let stream = new_stream();
+    let mut page = 0;
+    let address = allocate(4);
     ok!(cuMemHostAlloc((&mut page).into(), 4096, 0));
     // SAFETY: pinned memory of this test, freed at its end.
     let words = unsafe { std::slice::from_raw_parts(page as *const AtomicU64, 2) };

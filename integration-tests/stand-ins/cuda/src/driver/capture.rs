@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
 use super::device::Device;
-use super::handles::{Handles, lock};
 use super::op::{HostFunction, Op, run};
 use super::queue::{Random, in_host_function};
 use super::stream::{Part, Stream};
 use crate::error::{Failure, Outcome};
+use stand_in_shared::{Handles, lock};
 
 /// The threads whose potentially unsafe calls a capture forbids (`CUstreamCaptureMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

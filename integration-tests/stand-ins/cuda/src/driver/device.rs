@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use super::handles::{fresh_number, lock};
 use crate::error::{Failure, Outcome, describe, say};
 use crate::settings::settings;
+use stand_in_shared::{fresh_number, lock};
 
 /// A device. Its primary context, with the handle `context`, exists while it is retained.
 #[derive(Debug)]
@@ -26,7 +26,6 @@ pub(crate) fn init() {
     DEVICES.get_or_init(|| (0..settings().devices).map(Device::new).collect());
 }
 
-/// All devices.
 pub(crate) fn all() -> Outcome<&'static [Device]> {
     DEVICES
         .get()
@@ -43,7 +42,8 @@ pub(crate) fn device(ordinal: i32) -> Outcome<&'static Device> {
 
 impl Device {
     fn new(ordinal: u32) -> Self {
-        let (used_bytes, failed) = (AtomicU64::new(0), AtomicU32::new(0));
+        let used_bytes = AtomicU64::new(0);
+        let failed = AtomicU32::new(0);
         Self {
             ordinal,
             context: fresh_number(),

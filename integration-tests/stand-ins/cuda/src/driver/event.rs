@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use super::capture::Capture;
 use super::device::Device;
-use super::handles::{Handles, lock};
 use crate::error::{Failure, Outcome};
+use stand_in_shared::{Handles, lock};
 
 /// One recording of an event, complete when its stream has reached it.
 #[derive(Debug, Default)]

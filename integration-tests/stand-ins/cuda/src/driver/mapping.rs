@@ -8,9 +8,9 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use super::handles::lock;
 use crate::error::say;
 use crate::settings::settings;
+use stand_in_shared::lock;
 
 /// New memory up to this size is filled with one bits, so that uninitialised reads do not return
 /// zeros.
@@ -69,10 +69,8 @@ impl Mapping {
             libc::PROT_NONE,
         )?;
         let start = whole.start.next_multiple_of(alignment);
-        let (before, after) = (
-            start - whole.start,
-            whole.start + whole.bytes - (start + bytes),
-        );
+        let before = start - whole.start;
+        let after = whole.start + whole.bytes - (start + bytes);
         let cut = Self { start, bytes };
         for (at, len) in [(whole.start, before), (start + bytes, after)] {
             if len > 0 {
@@ -192,7 +190,8 @@ impl Physical {
             libc::MAP_SHARED | libc::MAP_FIXED,
         );
         let at = address as *mut libc::c_void;
-        let (number, offset) = (file()?.as_raw_fd(), self.offset as i64);
+        let number = file()?.as_raw_fd();
+        let offset = self.offset as i64;
         // SAFETY: replaces a reserved range without memory, as the caller guarantees.
         let start = unsafe { libc::mmap(at, self.bytes, access, flags, number, offset) };
         if start == libc::MAP_FAILED {

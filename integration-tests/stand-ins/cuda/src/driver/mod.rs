@@ -4,7 +4,6 @@
 pub(crate) mod capture;
 pub(crate) mod device;
 pub(crate) mod event;
-pub(crate) mod handles;
 pub(crate) mod host_thread;
 pub(crate) mod mapping;
 pub(crate) mod memory;

@@ -271,7 +271,8 @@ fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
             iov_base: (v.iov_base as usize + done) as *mut libc::c_void,
             iov_len: bytes - done,
         };
-        let (near, far) = (rest(&near), rest(&far));
+        let near = rest(&near);
+        let far = rest(&far);
         let moved = if write {
             // SAFETY: `near` is readable for its length; the kernel checks `far`.
             unsafe { libc::process_vm_writev(process, &raw const near, 1, &raw const far, 1, 0) }

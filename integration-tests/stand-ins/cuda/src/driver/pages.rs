@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::device::{Charge, Device};
-use super::handles::{Handles, fresh_number, lock};
 use super::mapping::{Mapping, Physical, unmap};
 use super::space::{self, Kind};
 use crate::error::{Failure, Outcome, say};
+use stand_in_shared::{Handles, fresh_number, lock};
 
 /// Sizes and addresses are multiples of this.
 pub(crate) const GRANULARITY: usize = 2 << 20;
@@ -189,7 +189,8 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
     for (&at, mapped) in state.mapped.range_mut(start..end) {
         match (allow, mapped.access.is_some()) {
             (true, false) => {
-                let (len, keep) = (mapped.pages.physical.bytes() as u64, Arc::new(()));
+                let len = mapped.pages.physical.bytes() as u64;
+                let keep = Arc::new(());
                 space::insert(
                     at,
                     len,

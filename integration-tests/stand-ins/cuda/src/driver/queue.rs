@@ -6,10 +6,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::device::Device;
-use super::handles::lock;
 use super::op::{Op, run};
 use crate::error::{Failure, Outcome};
 use crate::settings::settings;
+use stand_in_shared::lock;
 
 #[derive(Default)]
 struct State {

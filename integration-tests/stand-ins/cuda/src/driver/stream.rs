@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 use super::capture::Capture;
 use super::device::{self, Device};
 use super::event::{EVENTS, Event, Recorded, Ticket};
-use super::handles::{Handles, fresh_number, lock};
 use super::op::Op;
 use super::queue::{Queue, wait_for_all};
 use crate::error::{Failure, Outcome, say};
+use stand_in_shared::{Handles, fresh_number, lock};
 
 /// A stream's part in a capture: its next operation depends on the nodes `after`.
 #[derive(Clone)]
@@ -34,7 +34,7 @@ pub(crate) fn stream(number: usize) -> Outcome<Arc<Stream>> {
         say!("the default stream (handle {number}) is refused");
         return Err(Failure::InvalidHandle);
     }
-    STREAMS.get(number)
+    Ok(STREAMS.get(number)?)
 }
 
 /// A new stream of the device.
@@ -58,7 +58,8 @@ pub(crate) fn destroy(number: usize) -> Outcome {
         part.capture.invalidate();
         Err(Failure::CaptureUnsupported)
     })?;
-    STREAMS.remove(number).map(drop)
+    STREAMS.remove(number)?;
+    Ok(())
 }
 
 /// All streams of a device.

@@ -75,8 +75,10 @@ impl BlockMemory {
             *piece.get_mut() = u128::from_le_bytes(whole);
         }
         let races = settings().find_races.then(|| Races::new(shared_bytes));
-        let (shared, params_bytes) = (cells(shared_bytes), shape.params.len());
-        let (last, arrivals) = ((1, 0), Vec::new());
+        let shared = cells(shared_bytes);
+        let params_bytes = shape.params.len();
+        let last = (1, 0);
+        let arrivals = Vec::new();
         let traffic = settings().counts_work().then(Traffic::default);
         Self {
             registry,
@@ -93,6 +95,19 @@ impl BlockMemory {
 
     pub(crate) fn arrive(&mut self, arrival: Arrival) {
         self.arrivals.push(arrival);
+    }
+
+    /// Whether these bytes are live.
+    fn is_live(&mut self, address: u64, bytes: u64) -> bool {
+        let (start, end) = self.last;
+        if address >= start && address.saturating_add(bytes) <= end {
+            return true;
+        }
+        let Some(span) = self.registry.span(address, bytes) else {
+            return false;
+        };
+        self.last = span;
+        true
     }
 
     /// Translates a lane's address to a host address that is valid for reads and writes of `bytes`
@@ -129,16 +144,8 @@ impl BlockMemory {
                 within(all, warp.local_bytes, offset, bytes)
             }
             Space::Generic | Space::Global | Space::Const => {
-                let inside = |(start, end): (u64, u64)| {
-                    offset >= start && offset.saturating_add(bytes as u64) <= end
-                };
-                if !inside(self.last) {
-                    match self.registry.span(offset, bytes as u64) {
-                        Some(span) => self.last = span,
-                        None => {
-                            return self.bad(Failure::IllegalAddress, lane, space, offset, bytes);
-                        }
-                    }
+                if !self.is_live(offset, bytes as u64) {
+                    return self.bad(Failure::IllegalAddress, lane, space, offset, bytes);
                 }
                 if let Some(traffic) = &mut self.traffic {
                     traffic.note(offset, bytes, access);
@@ -283,10 +290,8 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
     for number in 0..16 {
         let here = || arrivals.iter().filter(|a| a.number == number);
         let Some(first) = here().next() else { continue };
-        let (arrived, expected) = (
-            here().map(|a| a.lanes.count_ones()).sum::<u32>(),
-            first.count.unwrap_or(live),
-        );
+        let arrived = here().map(|a| a.lanes.count_ones()).sum::<u32>();
+        let expected = first.count.unwrap_or(live);
         if arrived < expected {
             continue;
         }

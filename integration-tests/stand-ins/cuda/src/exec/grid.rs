@@ -7,10 +7,10 @@ use std::time::Instant;
 use super::block::{LaunchShape, run_block};
 use super::program::{Done, Fault, Program, fault};
 use crate::counts::Work;
-use crate::driver::handles::lock;
 use crate::driver::space::Space;
 use crate::error::Failure;
 use crate::settings::settings;
+use stand_in_shared::lock;
 
 /// Host threads per grid.
 const THREADS: u64 = 2;
@@ -35,7 +35,8 @@ pub(crate) fn run_blocks(
     blocks: u64,
     block: &(dyn Fn(u64) -> [u32; 3] + Sync),
 ) -> Result<Work, (Failure, String)> {
-    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let next = AtomicU64::new(0);
+    let stop = AtomicBool::new(false);
     let first: Mutex<Option<Box<Fault>>> = Mutex::new(None);
     let sum: Mutex<Work> = Mutex::default();
     let since = Instant::now();

@@ -57,10 +57,8 @@ impl Races {
             warp: warp as u16,
         };
         let other = |last: &Use| last.barriers == now.barriers && last.warp != now.warp;
-        let (written, read) = (
-            &mut self.written[offset..offset + bytes],
-            &mut self.read[offset..offset + bytes],
-        );
+        let written = &mut self.written[offset..offset + bytes];
+        let read = &mut self.read[offset..offset + bytes];
         let name = |last: &Use| {
             if last.warp == MANY {
                 "several warps have".into()

@@ -8,9 +8,9 @@ use super::block::LaunchShape;
 use super::grid::{run_blocks, run_grid};
 use super::program::Program;
 use crate::counts::Work;
-use crate::driver::handles::lock;
 use crate::driver::space::Space;
 use crate::error::Failure;
+use stand_in_shared::lock;
 
 /// Launches of at most this many instructions of warps run each time: they may compute what the
 /// host waits for.
@@ -43,7 +43,9 @@ impl Key {
                 word.copy_from_slice(&(value % 32).to_le_bytes());
             }
         }
-        let (grid, block, dynamic_bytes) = (shape.grid, shape.block, shape.dynamic_bytes);
+        let grid = shape.grid;
+        let block = shape.block;
+        let dynamic_bytes = shape.dynamic_bytes;
         Self {
             name: program.name.clone(),
             grid,

@@ -279,7 +279,9 @@ impl Warp {
                     if active != 0 {
                         let number = self.uniform(*number, active) as u32;
                         let count = count.map(|slot| self.uniform(slot, active) as u32);
-                        let (warp, next, reduction) = (self.index, at + 1, *reduction);
+                        let warp = self.index;
+                        let next = at + 1;
+                        let reduction = *reduction;
                         memory.arrive(Arrival {
                             number,
                             count,

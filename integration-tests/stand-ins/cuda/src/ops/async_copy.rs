@@ -59,10 +59,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         Operand::Integer(bytes @ (4 | 8 | 16)) => *bytes as usize,
         _ => return unknown(),
     };
-    let (to, from) = (
-        b.address(to, Space::Shared)?,
-        b.address(from, Space::Global)?,
-    );
+    let to = b.address(to, Space::Shared)?;
+    let from = b.address(from, Space::Global)?;
     // Either the number of bytes to read, or a predicate that is true if none are read.
     let ignored = match present {
         Some(operand) if b.is_pred(operand) || matches!(operand, Operand::Not(_)) => {

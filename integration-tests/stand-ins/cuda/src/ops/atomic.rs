@@ -130,7 +130,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         values[0]
     };
     let to = to.map(|to| b.targets(to)).transpose()?;
-    let (size, narrow) = (kind.bytes(), crate::ptx::types::mask_of(kind.bits()));
+    let size = kind.bytes();
+    let narrow = crate::ptx::types::mask_of(kind.bits());
     let action: Action = Box::new(move |warp, memory, mask| {
         for lane in lanes(mask) {
             let at = warp.regs[address.base][lane].wrapping_add(address.offset);
@@ -142,7 +143,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
                 Access::Atomic,
             )?;
             for (index, &value) in values.iter().enumerate() {
-                let (b, c) = (warp.regs[value][lane], warp.regs[new][lane]);
+                let b = warp.regs[value][lane];
+                let c = warp.regs[new][lane];
                 // SAFETY: `resolve` checked all bytes and their alignment.
                 let old = unsafe {
                     exchange(place.wrapping_add(index * size), size, |old| {

@@ -25,7 +25,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         "not" | "cnot" | "popc" | "clz" | "brev" | "bfind"
     ) {
         let [to, a] = exactly(operands)?;
-        let (to, a) = (b.target(to)?, b.source(a)?);
+        let to = b.target(to)?;
+        let a = b.source(a)?;
         return Ok(match mods.name {
             "not" => map1(to, a, move |a| !a & keep),
             "cnot" => map1(to, a, move |a| u64::from(a & keep == 0)),
@@ -56,7 +57,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         let Operand::Integer(table) = *table else {
             return Err("the table is not a number".into());
         };
-        let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+        let to = b.target(to)?;
+        let from = [b.source(x)?, b.source(y)?, b.source(z)?];
         return Ok(map3(to, from, move |a, b, c| {
             let term = |row: u64| {
                 let pick = |bit: u64, v: u64| if row & bit != 0 { v } else { !v };
@@ -71,9 +73,11 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
     if mods.name == "bfe" {
         let [to, x, y, z] = exactly(operands)?;
-        let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+        let to = b.target(to)?;
+        let from = [b.source(x)?, b.source(y)?, b.source(z)?];
         return Ok(map3(to, from, move |a, at, len| {
-            let (at, len) = ((at & 0xff) as u32, (len & 0xff) as u32);
+            let at = (at & 0xff) as u32;
+            let len = (len & 0xff) as u32;
             let sign_at = (at + len).saturating_sub(1).min(bits - 1);
             let fill = signed && len > 0 && (a & keep) >> sign_at & 1 == 1;
             let field = if at >= bits {
@@ -91,14 +95,13 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     }
     if mods.name == "bfi" {
         let [to, x, y, at, len] = exactly(operands)?;
-        let (to, from) = (
-            b.target(to)?,
-            [b.source(x)?, b.source(y)?, b.source(at)?, b.source(len)?],
-        );
+        let to = b.target(to)?;
+        let from = [b.source(x)?, b.source(y)?, b.source(at)?, b.source(len)?];
         return Ok(act(move |warp, mask| {
             for lane in crate::exec::program::lanes(mask) {
                 let [insert, into, at, len] = from.map(|slot| warp.regs[slot][lane]);
-                let (at, len) = ((at & 0xff) as u32, (len & 0xff) as u32);
+                let at = (at & 0xff) as u32;
+                let len = (len & 0xff) as u32;
                 let field = if at >= bits {
                     0
                 } else {
@@ -110,7 +113,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         }));
     }
     let [to, x, y] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?];
     Ok(match mods.name {
         "and" => map2(to, from, move |a, b| a & b & keep),
         "or" => map2(to, from, move |a, b| (a | b) & keep),
@@ -140,13 +144,16 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 fn predicates(name: &str, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     if name == "not" {
         let [to, a] = exactly(operands)?;
-        let (to, a) = (b.pred_target(to)?, b.pred_source(a)?);
+        let to = b.pred_target(to)?;
+        let a = b.pred_source(a)?;
         return Ok(act(move |warp, mask| {
             warp.set_pred(to, mask, !holds(warp, a))
         }));
     }
     let [to, x, y] = exactly(operands)?;
-    let (to, x, y) = (b.pred_target(to)?, b.pred_source(x)?, b.pred_source(y)?);
+    let to = b.pred_target(to)?;
+    let x = b.pred_source(x)?;
+    let y = b.pred_source(y)?;
     let f: fn(u32, u32) -> u32 = match name {
         "and" => |x, y| x & y,
         "or" => |x, y| x | y,
@@ -168,7 +175,8 @@ fn prmt(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
         .take_of(&MODES)
         .and_then(|mode| MODES.into_iter().find(|&m| m == mode));
     let [to, x, y, z] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?, b.source(z)?];
     Ok(map3(to, from, move |a, b, selector| {
         let bytes = (u64::from(b as u32) << 32) | u64::from(a as u32);
         let byte = |at: u64| bytes >> (8 * (at & 7)) & 0xff;
@@ -202,7 +210,8 @@ fn shf(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
         return unknown();
     }
     let [to, x, y, z] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?, b.source(z)?];
     Ok(map3(to, from, move |low, high, n| {
         let both = (u64::from(high as u32) << 32) | u64::from(low as u32);
         let n = if wraps {

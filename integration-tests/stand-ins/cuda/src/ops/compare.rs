@@ -25,9 +25,11 @@ fn with<T: PartialOrd>(
     macro_rules! all {
         ($x:ident, $y:ident, $e:expr) => {
             Box::new(move |warp: &Warp| {
-                let (a, b) = (&warp.regs[a], &warp.regs[b]);
+                let a = &warp.regs[a];
+                let b = &warp.regs[b];
                 mask_where(|lane| {
-                    let ($x, $y) = (read(a[lane]), read(b[lane]));
+                    let $x = read(a[lane]);
+                    let $y = read(b[lane]);
                     $e
                 })
             })
@@ -102,7 +104,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         return testp(mods, operands, b);
     }
     let operator = mods.take_of(&OPERATORS).ok_or("no comparison")?;
-    let (ftz, combine) = (mods.take("ftz"), mods.take_of(&["and", "or", "xor"]));
+    let ftz = mods.take("ftz");
+    let combine = mods.take_of(&["and", "or", "xor"]);
     let combine: fn(Mask, Mask) -> Mask = match combine {
         Some("or") => |x, y| x | y,
         Some("xor") => |x, y| x ^ y,
@@ -115,13 +118,15 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     };
     let from = [b.source(x)?, b.source(y)?];
     if mods.name == "set" {
-        let (result, kind) = (mods.take_type()?, mods.take_type()?);
+        let result = mods.take_type()?;
+        let kind = mods.take_type()?;
         let yes = match result {
             Type::F32 => u64::from(1f32.to_bits()),
             Type::Unsigned(32) | Type::Signed(32) => u64::from(u32::MAX),
             _ => return unknown(),
         };
-        let (to, compare) = (b.target(to)?, compare(operator, kind, from, ftz)?);
+        let to = b.target(to)?;
+        let compare = compare(operator, kind, from, ftz)?;
         return Ok(act(move |warp, mask| {
             let found = combine(compare(warp), holds(warp, with));
             let values = std::array::from_fn(|lane| if found >> lane & 1 == 1 { yes } else { 0 });
@@ -135,7 +140,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         one => (b.pred_target(one)?, None),
     };
     Ok(act(move |warp, mask| {
-        let (found, with) = (compare(warp), holds(warp, with));
+        let found = compare(warp);
+        let with = holds(warp, with);
         warp.set_pred(first, mask, combine(found, with));
         if let Some(second) = second {
             warp.set_pred(second, mask, combine(!found, with));
@@ -156,7 +162,8 @@ fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
     let class = mods.take_of(&classes).ok_or("no class")?;
     let kind = mods.take_type()?;
     let [to, a] = exactly(operands)?;
-    let (to, a) = (b.pred_target(to)?, b.source(a)?);
+    let to = b.pred_target(to)?;
+    let a = b.source(a)?;
     // Subnormal in the number's format, not in f64.
     let (smallest, read): (f64, fn(u64) -> f64) = match kind {
         Type::F32 => (f64::from(f32::MIN_POSITIVE), |a| {

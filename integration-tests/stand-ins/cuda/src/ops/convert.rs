@@ -70,7 +70,8 @@ fn writer(kind: Type, ftz: bool) -> Decoded<fn(f64, Rounding) -> u64> {
 }
 
 pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    let (to_kind, from_kind) = (mods.take_type()?, mods.take_type()?);
+    let to_kind = mods.take_type()?;
+    let from_kind = mods.take_type()?;
     let how = How {
         rounding: mods.take_as(Rounding::named),
         ftz: mods.take("ftz"),
@@ -81,7 +82,8 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         return packed(to_kind, from_kind, how, operands, b);
     }
     let [to, a] = exactly(operands)?;
-    let (to, a) = (b.target(to)?, b.source(a)?);
+    let to = b.target(to)?;
+    let a = b.source(a)?;
     // A result narrower than its register is sign- or zero-extended.
     let keep = b.width_mask(to);
     match (is_float(to_kind), is_float(from_kind)) {
@@ -104,7 +106,8 @@ fn range(kind: Type) -> Decoded<(i128, i128)> {
 /// Converts bits of an integer type to their value.
 fn integer(kind: Type) -> Decoded<impl Fn(u64) -> i128 + Copy> {
     let (lowest, _) = range(kind)?;
-    let (shift, signed) = (64 - kind.bits(), lowest < 0);
+    let shift = 64 - kind.bits();
+    let signed = lowest < 0;
     Ok(move |a: u64| {
         let up = a << shift;
         if signed {
@@ -137,7 +140,8 @@ fn to_float(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> De
     let Some((rounding, false)) = how.rounding else {
         return Err("no rounding".into());
     };
-    let (read, write) = (integer(from_kind)?, writer(to_kind, how.ftz)?);
+    let read = integer(from_kind)?;
+    let write = writer(to_kind, how.ftz)?;
     if to_kind == Type::F64 {
         if from_kind.bits() == 64 && rounding != Rounding::Nearest {
             return Err("only rounding to nearest is supported".into());
@@ -177,7 +181,8 @@ fn to_integer(
 }
 
 fn floats(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> Decoded<Flow> {
-    let (read, write) = (reader(from_kind, how.ftz)?, writer(to_kind, how.ftz)?);
+    let read = reader(from_kind, how.ftz)?;
+    let write = writer(to_kind, how.ftz)?;
     let (rounding, to_integral) = how.rounding.unwrap_or((Rounding::Nearest, false));
     if how.rounding.is_none() && to_kind.bits() < from_kind.bits() {
         return Err("no rounding".into());
@@ -209,7 +214,8 @@ fn packed(
     b: &mut Builder<'_>,
 ) -> Decoded<Flow> {
     let [to, high, low] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(high)?, b.source(low)?]);
+    let to = b.target(to)?;
+    let from = [b.source(high)?, b.source(low)?];
     let Some((rounding, false)) = how.rounding else {
         return Err("no rounding".into());
     };

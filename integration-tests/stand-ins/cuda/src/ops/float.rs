@@ -102,7 +102,8 @@ fn single(
 ) -> Decoded {
     if let Some(f) = unary(mods.name) {
         let [to, a] = exactly(operands)?;
-        let (to, a) = (b.target(to)?, b.source(a)?);
+        let to = b.target(to)?;
+        let a = b.source(a)?;
         if rounding != Rounding::Nearest {
             return Err("only rounding to nearest is supported".into());
         }
@@ -113,7 +114,8 @@ fn single(
     }
     if matches!(mods.name, "abs" | "neg") {
         let [to, a] = exactly(operands)?;
-        let (to, a) = (b.target(to)?, b.source(a)?);
+        let to = b.target(to)?;
+        let a = b.source(a)?;
         let f: fn(u32) -> u32 = if mods.name == "abs" {
             |a| a & !(1 << 31)
         } else {
@@ -126,7 +128,8 @@ fn single(
     }
     if matches!(mods.name, "fma" | "mad") {
         let [to, x, y, z] = exactly(operands)?;
-        let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+        let to = b.target(to)?;
+        let from = [b.source(x)?, b.source(y)?, b.source(z)?];
         let input = move |a| around.input(a);
         return Ok(match rounding {
             Rounding::Nearest if around.plain() => map3(to, from, |a, b, c| {
@@ -156,10 +159,8 @@ fn single(
         [to, x, y, z] => ((to, [x, y]), Some(z)),
         _ => return Err("the number of operands is wrong".into()),
     };
-    let (to, from) = (
-        b.target(pair.0)?,
-        [b.source(pair.1[0])?, b.source(pair.1[1])?],
-    );
+    let to = b.target(pair.0)?;
+    let from = [b.source(pair.1[0])?, b.source(pair.1[1])?];
     if matches!(mods.name, "min" | "max") {
         return extreme(to, from, third, around, mods, b);
     }
@@ -226,7 +227,8 @@ fn extreme(
         return Err("`.xorsign.abs` is not supported".into());
     }
     let pick = move |a: u64, b: u64| {
-        let (x, y) = (around.input(a), around.input(b));
+        let x = around.input(a);
+        let y = around.input(b);
         around.output(if largest {
             maximum(x, y, propagates)
         } else {
@@ -275,7 +277,8 @@ fn double(
     let float = f64::from_bits;
     match operands {
         [to, a] => {
-            let (to, a) = (b.target(to)?, b.source(a)?);
+            let to = b.target(to)?;
+            let a = b.source(a)?;
             if let Some(f) = unary(mods.name) {
                 return Ok(map1(to, a, move |a| f(float(a)).to_bits()));
             }
@@ -286,7 +289,8 @@ fn double(
             })
         }
         [to, x, y] => {
-            let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?]);
+            let to = b.target(to)?;
+            let from = [b.source(x)?, b.source(y)?];
             Ok(match mods.name {
                 "add" => map2(to, from, move |x, y| (float(x) + float(y)).to_bits()),
                 "sub" => map2(to, from, move |x, y| (float(x) - float(y)).to_bits()),
@@ -299,7 +303,8 @@ fn double(
             })
         }
         [to, x, y, z] if matches!(mods.name, "fma" | "mad") => {
-            let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+            let to = b.target(to)?;
+            let from = [b.source(x)?, b.source(y)?, b.source(z)?];
             Ok(map3(to, from, move |x, y, z| {
                 float(x).mul_add(float(y), float(z)).to_bits()
             }))

@@ -93,7 +93,8 @@ impl Format {
         let bias = (1i32 << (self.exponent_bits - 1)) - 1;
         let lowest = 1 - bias;
         // x = significand * 2^(exponent - 52)
-        let (bits, raw) = (x.to_bits(), (x.to_bits() >> 52) as i32);
+        let bits = x.to_bits();
+        let raw = (x.to_bits() >> 52) as i32;
         let (significand, exponent) = match raw {
             0 => (bits, -1022),
             _ => ((bits & ((1 << 52) - 1)) | 1 << 52, raw - 1023),
@@ -232,10 +233,8 @@ mod tests {
                 u64::from((-x as f32).to_bits()),
                 "{x:e}"
             );
-            let (down, up) = (
-                F32.widen(F32.narrow(x, Rounding::Down)),
-                F32.widen(F32.narrow(x, Rounding::Up)),
-            );
+            let down = F32.widen(F32.narrow(x, Rounding::Down));
+            let up = F32.widen(F32.narrow(x, Rounding::Up));
             assert!(
                 down <= x
                     && x <= up

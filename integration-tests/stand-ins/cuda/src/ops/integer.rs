@@ -62,7 +62,8 @@ pub(super) fn decode(
 
 fn one<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     let [to, a] = exactly(operands)?;
-    let (to, a) = (b.target(to)?, b.source(a)?);
+    let to = b.target(to)?;
+    let a = b.source(a)?;
     Ok(match mods.name {
         "abs" => map1(to, a, |a| {
             T::of(T::of(a).wide().unsigned_abs() as u64).bits()
@@ -76,7 +77,8 @@ fn product<T: Int>(part: &str) -> fn(u64, u64) -> u64 {
     match part {
         "lo" => |a, b| T::of(a.wrapping_mul(b)).bits(),
         "hi" => |a, b| {
-            let (a, b) = (T::of(a), T::of(b));
+            let a = T::of(a);
+            let b = T::of(b);
             // The product of unsigned 64-bit numbers has 128 bits, which exceeds an i128.
             let high = if T::of(u64::MAX).wide() >= 0 {
                 (((a.wide() as u128).wrapping_mul(b.wide() as u128)) >> T::BITS) as u64
@@ -98,7 +100,8 @@ fn product<T: Int>(part: &str) -> fn(u64, u64) -> u64 {
 
 fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     let [to, x, y] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?];
     let saturates = mods.take("sat");
     let clamp =
         move |wide: i128| wide.clamp(i128::from(i32::MIN), i128::from(i32::MAX)) as u32 as u64;
@@ -139,7 +142,8 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
 
 fn mad<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     let [to, x, y, z] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?, b.source(z)?];
     let part = mods
         .take_of(&["lo", "hi", "wide"])
         .ok_or("no part of the product")?;
@@ -160,7 +164,8 @@ fn mad<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
 
 fn sad<T: Int>(operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     let [to, x, y, z] = exactly(operands)?;
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?, b.source(z)?];
     Ok(map3(to, from, |a, b, c| {
         T::of(c.wrapping_add((T::of(a).wide() - T::of(b).wide()).unsigned_abs() as u64)).bits()
     }))
@@ -200,7 +205,8 @@ fn carrying<T: Int>(
                 None => (operand(from[0]), operand(from[1])),
             };
             let carried = u128::from(before >> lane & 1);
-            let (a, c) = (u128::from(a), u128::from(c));
+            let a = u128::from(a);
+            let c = u128::from(c);
             if subtracts {
                 let wide = a.wrapping_sub(c).wrapping_sub(carried);
                 (wide as u64 & ones, a < c + carried)

@@ -86,13 +86,15 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
             }
             for lane in 0..32 {
                 for half in 0..2 {
-                    let (row, column) = (lane / 4, lane % 4 * 2 + half);
+                    let row = lane / 4;
+                    let column = lane % 4 * 2 + half;
                     let (row, column) = if transposed {
                         (column, row)
                     } else {
                         (row, column)
                     };
-                    let (place, shift) = (rows[row].wrapping_add(2 * column), 16 * half);
+                    let place = rows[row].wrapping_add(2 * column);
+                    let shift = 16 * half;
                     let value = &mut warp.regs[register][lane];
                     if load {
                         // SAFETY: the row's 16 bytes were resolved.
@@ -151,8 +153,12 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     }
     let (packed, element) = elements(a_kind)?;
     let [d, a, x, c] = exactly(operands)?;
-    let (d, a, x, c) = (b.targets(d)?, b.sources(a)?, b.sources(x)?, b.sources(c)?);
-    let (a_count, b_count) = (16 * depth / 32 / packed, depth * 8 / 32 / packed);
+    let d = b.targets(d)?;
+    let a = b.sources(a)?;
+    let x = b.sources(x)?;
+    let c = b.sources(c)?;
+    let a_count = 16 * depth / 32 / packed;
+    let b_count = depth * 8 / 32 / packed;
     if a_count == 0
         || b_count == 0
         || (d.len(), a.len(), x.len(), c.len()) != (4, a_count, b_count, 4)
@@ -163,9 +169,11 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
         // Lane l, group g = l / 4, place t = l % 4: register r of A holds row g + 8 (r % 2) and
         // columns packed * t + i + 4 packed (r / 2); register r of B rows packed * t + i + 4 packed
         // r and column g; register r of C and D row g + 8 (r / 2) and column 2 t + r % 2.
-        let (mut left, mut right) = ([[0f64; 16]; 16], [[0f64; 16]; 8]);
+        let mut left = [[0f64; 16]; 16];
+        let mut right = [[0f64; 16]; 8];
         for lane in 0..32 {
-            let (g, t) = (lane / 4, lane % 4);
+            let g = lane / 4;
+            let t = lane % 4;
             for i in 0..packed {
                 for (r, &slot) in a.iter().enumerate() {
                     let value = element(warp.regs[slot][lane], i);
@@ -180,7 +188,8 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
         let mut results = [[0u64; 32]; 4];
         for (r, result) in results.iter_mut().enumerate() {
             for (lane, result) in result.iter_mut().enumerate() {
-                let (row, column) = (lane / 4 + 8 * (r / 2), lane % 4 * 2 + r % 2);
+                let row = lane / 4 + 8 * (r / 2);
+                let column = lane % 4 * 2 + r % 2;
                 let start = f64::from(f32::from_bits(warp.regs[c[r]][lane] as u32));
                 let products = left[row][..depth].iter().zip(&right[column][..depth]);
                 let sum = (start + products.map(|(a, b)| a * b).sum::<f64>()) as f32;

@@ -91,7 +91,8 @@ fn map1(to: Slot, a: Slot, f: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Fl
 /// An action of two operands, lane by lane. `f` also runs for inactive lanes.
 fn map2(to: Slot, [a, b]: [Slot; 2], f: impl Fn(u64, u64) -> u64 + Send + Sync + 'static) -> Flow {
     act(move |warp, mask| {
-        let (a, b) = (&warp.regs[a], &warp.regs[b]);
+        let a = &warp.regs[a];
+        let b = &warp.regs[b];
         let values = std::array::from_fn(|lane| f(a[lane], b[lane]));
         store(warp, to, mask, &values);
     })
@@ -104,7 +105,9 @@ fn map3(
     f: impl Fn(u64, u64, u64) -> u64 + Send + Sync + 'static,
 ) -> Flow {
     act(move |warp, mask| {
-        let (a, b, c) = (&warp.regs[a], &warp.regs[b], &warp.regs[c]);
+        let a = &warp.regs[a];
+        let b = &warp.regs[b];
+        let c = &warp.regs[c];
         let values = std::array::from_fn(|lane| f(a[lane], b[lane], c[lane]));
         store(warp, to, mask, &values);
     })

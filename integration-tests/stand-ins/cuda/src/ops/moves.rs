@@ -21,17 +21,17 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     let kind = mods.take_type()?;
     let [to, from] = exactly(operands)?;
     if kind == Type::Pred {
-        let (to, from) = (b.pred_target(to)?, b.pred_source(from)?);
+        let to = b.pred_target(to)?;
+        let from = b.pred_source(from)?;
         return Ok(act(move |warp, mask| {
             warp.set_pred(to, mask, holds(warp, from))
         }));
     }
     if let Operand::Vector(parts) = to {
-        let (parts, from) = (
-            b.targets(to).map(|targets| (targets, parts.len()))?,
-            b.source(from)?,
-        );
-        let (targets, bits) = (parts.0, kind.bits() / parts.1.max(1) as u32);
+        let parts = b.targets(to).map(|targets| (targets, parts.len()))?;
+        let from = b.source(from)?;
+        let targets = parts.0;
+        let bits = kind.bits() / parts.1.max(1) as u32;
         return Ok(act(move |warp, mask| {
             let all = warp.regs[from];
             for (index, &to) in targets.iter().enumerate() {
@@ -42,11 +42,9 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
         }));
     }
     if let Operand::Vector(parts) = from {
-        let (bits, parts, to) = (
-            kind.bits() / parts.len().max(1) as u32,
-            b.sources(from)?,
-            b.target(to)?,
-        );
+        let bits = kind.bits() / parts.len().max(1) as u32;
+        let parts = b.sources(from)?;
+        let to = b.target(to)?;
         return Ok(act(move |warp, mask| {
             let part = |lane: usize, index: usize| {
                 (warp.regs[parts[index]][lane] & mask_of(bits)) << (bits * index as u32)
@@ -82,15 +80,14 @@ fn nanoseconds() -> u64 {
 fn selp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     let keep = mask_of(mods.take_type()?.bits());
     let [to, yes, no, by] = exactly(operands)?;
-    let (to, yes, no, by) = (
-        b.target(to)?,
-        b.source(yes)?,
-        b.source(no)?,
-        b.pred_source(by)?,
-    );
+    let to = b.target(to)?;
+    let yes = b.source(yes)?;
+    let no = b.source(no)?;
+    let by = b.pred_source(by)?;
     Ok(act(move |warp, mask| {
         let by = holds(warp, by);
-        let (yes, no) = (&warp.regs[yes], &warp.regs[no]);
+        let yes = &warp.regs[yes];
+        let no = &warp.regs[no];
         let values = std::array::from_fn(|lane| if by >> lane & 1 == 1 { yes[lane] } else { no[lane] } & keep);
         store(warp, to, mask, &values);
     }))
@@ -113,7 +110,8 @@ fn cvta(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
         return Err("addresses must have 64 bits".into());
     }
     let [to, a] = exactly(operands)?;
-    let (to, a) = (b.target(to)?, b.source(a)?);
+    let to = b.target(to)?;
+    let a = b.source(a)?;
     let window = window(space);
     Ok(map1(to, a, move |a| {
         if away {
@@ -127,7 +125,8 @@ fn cvta(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
 fn isspacep(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
     let space = mods.take_as(Space::named).ok_or("no space")?;
     let [to, a] = exactly(operands)?;
-    let (to, a) = (b.pred_target(to)?, b.source(a)?);
+    let to = b.pred_target(to)?;
+    let a = b.source(a)?;
     if space == Space::Const {
         return Err("constant memory is not told from global memory here".into());
     }

@@ -37,7 +37,8 @@ pub(super) fn decode(
     {
         return Err("only rounding to nearest is supported".into());
     }
-    let (relu, propagates) = (mods.take("relu"), mods.take("NaN"));
+    let relu = mods.take("relu");
+    let propagates = mods.take("NaN");
     mods.take("approx");
     let narrow = move |x: f64| {
         let x = if relu && !(x > 0.0 || x.is_nan()) {
@@ -50,7 +51,8 @@ pub(super) fn decode(
     let name = mods.name;
     match operands {
         [to, x] => {
-            let (to, x) = (b.target(to)?, b.source(x)?);
+            let to = b.target(to)?;
+            let x = b.source(x)?;
             let f: fn(Format, u64) -> u64 = match name {
                 "neg" => |_, x| x ^ 0x8000,
                 "abs" => |_, x| x & 0x7fff,
@@ -67,7 +69,8 @@ pub(super) fn decode(
             if name != "fma" {
                 return unknown();
             }
-            let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?, b.source(z)?]);
+            let to = b.target(to)?;
+            let from = [b.source(x)?, b.source(y)?, b.source(z)?];
             // The product is exact in f64, and the sum rounded to odd.
             let f = each(pair, move |all| {
                 let [x, y, z] = all.map(|x| format.widen(x));
@@ -87,7 +90,8 @@ fn two(
     [to, x, y]: [&Operand; 3],
     b: &mut Builder<'_>,
 ) -> Decoded<Flow> {
-    let (to, from) = (b.target(to)?, [b.source(x)?, b.source(y)?]);
+    let to = b.target(to)?;
+    let from = [b.source(x)?, b.source(y)?];
     let f: fn(f64, f64) -> f64 = match name {
         "add" => add_odd,
         "sub" => |x, y| add_odd(x, -y),
@@ -110,7 +114,8 @@ fn two(
     };
     let extreme = matches!(name, "min" | "max");
     let f = each(pair, move |[x, y, _]| {
-        let (x, y) = (format.widen(x), format.widen(y));
+        let x = format.widen(x);
+        let y = format.widen(y);
         narrow(if extreme && propagates && (x.is_nan() || y.is_nan()) {
             f64::NAN
         } else {

@@ -77,10 +77,8 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             [number, count] => (number, Some(count)),
             _ => return Err("the number of operands is wrong".into()),
         };
-        let (number, count) = (
-            b.source(number)?,
-            count.map(|count| b.source(count)).transpose()?,
-        );
+        let number = b.source(number)?;
+        let count = count.map(|count| b.source(count)).transpose()?;
         return Ok(Flow::Barrier {
             number,
             count,
@@ -113,10 +111,8 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             to: b.pred_target(to)?,
         },
     };
-    let (number, count) = (
-        b.source(number)?,
-        count.map(|count| b.source(count)).transpose()?,
-    );
+    let number = b.source(number)?;
+    let count = count.map(|count| b.source(count)).transpose()?;
     Ok(Flow::Barrier {
         number,
         count,
@@ -155,16 +151,16 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         Operand::Pair(to, within) => (b.target(to)?, Some(b.pred_target(within)?)),
         one => (b.target(one)?, None),
     };
-    let (a, by, clamp, members) = (
-        b.source(a)?,
-        b.source(by)?,
-        b.source(clamp)?,
-        b.source(members)?,
-    );
+    let a = b.source(a)?;
+    let by = b.source(by)?;
+    let clamp = b.source(clamp)?;
+    let members = b.source(members)?;
     Ok(together(members, move |warp, mask| {
         let source = |lane: usize| -> Option<usize> {
-            let (by, clamp) = (warp.regs[by][lane] & 31, warp.regs[clamp][lane]);
-            let (segment, clamp) = ((clamp >> 8 & 31) as i64, (clamp & 31) as i64);
+            let by = warp.regs[by][lane] & 31;
+            let clamp = warp.regs[clamp][lane];
+            let segment = (clamp >> 8 & 31) as i64;
+            let clamp = (clamp & 31) as i64;
             let at = lane as i64;
             let (highest, lowest) = ((at & segment) | (clamp & !segment & 31), at & segment);
             let from = from(at, by as i64, lowest, segment);
@@ -194,7 +190,8 @@ fn vote(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
         .ok_or("no mode")?;
     mods.take_type()?;
     let [to, a, members] = exactly(operands)?;
-    let (a, members) = (b.pred_source(a)?, b.source(members)?);
+    let a = b.pred_source(a)?;
+    let members = b.source(members)?;
     if mode == "ballot" {
         let to = b.target(to)?;
         return Ok(together(members, move |warp, mask| {
@@ -223,7 +220,8 @@ fn matching(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> D
         Operand::Pair(to, whole) => (b.target(to)?, Some(b.pred_target(whole)?)),
         one => (b.target(one)?, None),
     };
-    let (a, members) = (b.source(a)?, b.source(members)?);
+    let a = b.source(a)?;
+    let members = b.source(members)?;
     Ok(together(members, move |warp, mask| {
         let values = warp.regs[a].map(|value| value & narrow);
         let equal = |lane: usize| mask_where(|other| values[other] == values[lane]) & mask;
@@ -256,7 +254,9 @@ fn reduce(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Dec
         _ => return unknown(),
     };
     let [to, a, members] = exactly(operands)?;
-    let (to, a, members) = (b.target(to)?, b.source(a)?, b.source(members)?);
+    let to = b.target(to)?;
+    let a = b.source(a)?;
+    let members = b.source(members)?;
     Ok(together(members, move |warp, mask| {
         let all = lanes(mask)
             .map(|lane| warp.regs[a][lane] as u32)

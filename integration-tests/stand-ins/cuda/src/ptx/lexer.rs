@@ -37,7 +37,9 @@ fn in_word(c: u8) -> bool {
 /// All tokens, each with its line number, from 1.
 pub(crate) fn tokens(text: &str) -> Result<Vec<(u32, Token)>, Mistake> {
     let bytes = text.as_bytes();
-    let (mut at, mut line, mut found) = (0, 1u32, Vec::new());
+    let mut at = 0;
+    let mut line = 1u32;
+    let mut found = Vec::new();
     while let Some(&c) = bytes.get(at) {
         let rest = &text[at..];
         if c == b'\n' {

@@ -22,7 +22,6 @@ pub(crate) struct Function {
     pub(crate) line: u32,
 }
 
-/// Named memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Variable {
     pub(crate) name: String,

@@ -252,7 +252,8 @@ fn sums_round_in_the_direction_asked_for() {
             .iter()
             .zip(&some)
         {
-            let (exact, got) = (f64::from(f(a)) + f64::from(f(b)), f(*got));
+            let exact = f64::from(f(a)) + f64::from(f(b));
+            let got = f(*got);
             let next = f64::from(if down { got.next_up() } else { got.next_down() });
             let got = f64::from(got);
             let right = if down {
@@ -265,7 +266,8 @@ fn sums_round_in_the_direction_asked_for() {
     }
     // CUDA's expf() computes an integer part this way.
     let code = "fma.rm.f32 %r, %x, %y, %z;";
-    let (log2e, magic) = (std::f32::consts::LOG2_E, 12_583_039.0f32);
+    let log2e = std::f32::consts::LOG2_E;
+    let magic = 12_583_039.0f32;
     let inputs: Vec<[u64; 3]> = (-400..400)
         .map(|i| {
             [

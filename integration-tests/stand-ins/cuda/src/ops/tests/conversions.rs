@@ -135,7 +135,8 @@ fn floats_change_their_width() {
 
 #[test]
 fn comparisons_know_signs_and_nan() {
-    let (ints, all) = (triples(&INTEGERS), triples(&floats()));
+    let ints = triples(&INTEGERS);
+    let all = triples(&floats());
     let one = |code: &str| format!("setp.{code} %p0, %x, %y; selp.b32 %r, 1, 0, %p0;");
     check(&one("lt.s32"), &ints, |[a, b, _]| {
         u64::from((a as i32) < b as i32)

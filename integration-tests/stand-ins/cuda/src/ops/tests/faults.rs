@@ -6,8 +6,10 @@ use crate::error::Failure;
 /// Loads an invalid image. Returns the code and the log.
 fn refused(image: &[u8]) -> (u32, String) {
     own_device();
-    let (mut module, mut log) = (0, [0u8; 256]);
-    let (options, values) = ([5u32, 6], [log.as_mut_ptr() as usize, log.len()]);
+    let mut module = 0;
+    let mut log = [0u8; 256];
+    let options = [5u32, 6];
+    let values = [log.as_mut_ptr() as usize, log.len()];
     // SAFETY: an image that is zero-terminated or starts like machine code; a log buffer of the
     // given size.
     let code = unsafe {

@@ -39,13 +39,16 @@ fn tiles_multiply_as_matrices_do() {
             .map(|i| bits(format, value(i % 8 + 3, i / 8)))
             .collect();
         let bench = Bench::load(&text);
-        let (a, b, out) = (bench.upload(&a), bench.upload(&b), bench.allocate(512));
+        let a = bench.upload(&a);
+        let b = bench.upload(&b);
+        let out = bench.allocate(512);
         assert_eq!(
             bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]),
             (0, 0)
         );
         for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
-            let (row, column) = (at / 8, at % 8);
+            let row = at / 8;
+            let column = at % 8;
             let sum: f64 = (0..16).map(|k| value(row, k) * value(column + 3, k)).sum();
             assert_eq!(
                 f64::from(f32::from_bits(found)),
@@ -70,22 +73,28 @@ fn tf32_tiles_multiply_and_lose_thirteen_bits() {
     let bench = Bench::load(text);
     // Sets one bit below tf32's precision, which must be ignored.
     let bits = |x: f64| (x as f32).to_bits() | 0x1000;
-    let (mut a, mut b) = (Vec::new(), Vec::new());
+    let mut a = Vec::new();
+    let mut b = Vec::new();
     for lane in 0..32 {
-        let (g, t) = (lane / 4, lane % 4);
+        let g = lane / 4;
+        let t = lane % 4;
         a.extend(
             [(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)].map(|(row, k)| bits(value(row, k))),
         );
         b.extend([t, t + 4].map(|k| bits(value(g + 3, k))));
     }
-    let (a, b, out) = (bench.upload(&a), bench.upload(&b), bench.allocate(512));
+    let a = bench.upload(&a);
+    let b = bench.upload(&b);
+    let out = bench.allocate(512);
     assert_eq!(
         bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]),
         (0, 0)
     );
     for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
-        let (lane, r) = (at / 4, at % 4);
-        let (row, column) = (lane / 4 + 8 * (r / 2), lane % 4 * 2 + r % 2);
+        let lane = at / 4;
+        let r = at % 4;
+        let row = lane / 4 + 8 * (r / 2);
+        let column = lane % 4 * 2 + r % 2;
         let kept = |x: f64| f64::from(f32::from_bits(bits(x) & !0x1fff));
         let sum: f64 = (0..8)
             .map(|k| kept(value(row, k)) * kept(value(column + 3, k)))

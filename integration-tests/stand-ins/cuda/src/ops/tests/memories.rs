@@ -102,7 +102,8 @@ fn asynchronous_copies_arrive_at_the_wait() {
         st.global.b32 [%d2+8], %r6; st.global.b32 [%d2+12], %r7; st.global.b32 [%d2+16], %r8; ret; }";
     let bench = Bench::load(text);
     let values: Vec<u32> = (0..128).map(|i| i * 0x0101_0101 + 1).collect();
-    let (input, output) = (bench.upload(&values), bench.allocate(32 * 20));
+    let input = bench.upload(&values);
+    let output = bench.allocate(32 * 20);
     assert_eq!(
         bench.launch(
             bench.function(c"f"),
@@ -114,7 +115,8 @@ fn asynchronous_copies_arrive_at_the_wait() {
         (0, 0)
     );
     for (lane, found) in bench.u32s(output, 160).chunks(5).enumerate() {
-        let (first, second) = (values[lane * 4], values[lane * 4 + 1]);
+        let first = values[lane * 4];
+        let second = values[lane * 4 + 1];
         assert_eq!(
             found,
             [u32::MAX, first, u32::MAX, second, second & 0xffff],

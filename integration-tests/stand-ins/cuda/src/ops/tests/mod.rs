@@ -25,7 +25,8 @@ impl Bench {
     /// Loads PTX. A missing header is added.
     pub(crate) fn load(text: &str) -> Self {
         own_device();
-        let (mut module, stream) = (0, new_stream());
+        let mut module = 0;
+        let stream = new_stream();
         let head = if text.contains(".version") { "" } else { HEAD };
         let text = format!("{head}{text}\0");
         // SAFETY: the text ends in zero.
@@ -58,7 +59,8 @@ impl Bench {
             .map(|arg| std::ptr::from_ref(arg).cast())
             .collect();
         let values = pointers.as_slice().into();
-        let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
+        let [gx, gy, gz] = grid;
+        let [bx, by, bz] = block;
         // SAFETY: one pointer to a live value per parameter of the kernel.
         let code = unsafe {
             cuLaunchKernel(
@@ -138,7 +140,8 @@ pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
             END: ret; }}"
     );
     let bench = Bench::load(&text);
-    let (input, output) = (bench.upload(triples), bench.allocate(triples.len() * 8));
+    let input = bench.upload(triples);
+    let output = bench.allocate(triples.len() * 8);
     let grid = [triples.len().div_ceil(96) as u32, 1, 1];
     let args = [input, output, triples.len() as u64];
     assert_eq!(

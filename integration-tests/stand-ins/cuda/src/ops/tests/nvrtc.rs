@@ -83,7 +83,8 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
     );
     let text = CString::new(source).unwrap();
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-    let (mut program, none) = (std::ptr::null_mut(), std::ptr::null());
+    let mut program = std::ptr::null_mut();
+    let none = std::ptr::null();
     // SAFETY: zero-terminated text and name, and no headers.
     let result = unsafe {
         create(
@@ -183,7 +184,8 @@ fn map(
         }}"
     );
     let bench = Bench::load(&compile(library, &source, options));
-    let (from, to) = (bench.upload(input), bench.allocate(input.len() * 8));
+    let from = bench.upload(input);
+    let to = bench.allocate(input.len() * 8);
     let args = [from, to, input.len() as u64];
     let grid = [input.len().div_ceil(128) as u32, 1, 1];
     assert_eq!(
@@ -306,7 +308,8 @@ fn a_block_reduces_and_a_grid_adds() {
         }"#;
     let bench = Bench::load(&compile(&library, source, &EXACT));
     let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
-    let (input, output) = (bench.upload(&values), bench.upload(&[0u32; 4]));
+    let input = bench.upload(&values);
+    let output = bench.upload(&[0u32; 4]);
     let result = bench.launch(
         bench.function(c"sum"),
         [7, 1, 1],

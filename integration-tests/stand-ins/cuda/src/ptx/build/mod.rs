@@ -370,7 +370,8 @@ impl Builder<'_> {
                 found.ok_or_else(|| format!("{actual} is no variable"))?,
             ));
         }
-        let (line, outer) = (self.line, std::mem::take(&mut self.scopes));
+        let line = self.line;
+        let outer = std::mem::take(&mut self.scopes);
         self.open();
         bound
             .into_iter()

@@ -8,7 +8,8 @@ use crate::ptx::types::{Space, Type};
 impl Parser {
     pub(super) fn body(&mut self) -> Parsed<Vec<Statement>> {
         self.expect('{')?;
-        let (mut depth, mut all) = (1, Vec::new());
+        let mut depth = 1;
+        let mut all = Vec::new();
         while depth > 0 {
             let line = self.line();
             if self.has('{') {

@@ -195,7 +195,8 @@ impl Parser {
         } else {
             Vec::new()
         };
-        let (mut max_threads, mut required_block) = (None, None);
+        let mut max_threads = None;
+        let mut required_block = None;
         while let Some(directive) = self.directive() {
             match directive.as_str() {
                 ".maxntid" => max_threads = Some(self.dimensions()?.iter().product()),

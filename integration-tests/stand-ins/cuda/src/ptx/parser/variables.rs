@@ -11,7 +11,8 @@ impl Parser {
         let first = self.variable(space, external)?;
         let mut all = vec![first];
         while self.has(',') {
-            let (name, line) = (self.word()?, self.line());
+            let name = self.word()?;
+            let line = self.line();
             let like = all[0].clone();
             all.push(Variable {
                 name,
@@ -26,7 +27,10 @@ impl Parser {
 
     /// `.align 8 .b8 name[16] = {...}`, after its space.
     pub(super) fn variable(&mut self, space: Space, external: bool) -> Parsed<Variable> {
-        let (mut align, mut element, mut lanes, mut points) = (None, None, 1usize, false);
+        let mut align = None;
+        let mut element = None;
+        let mut lanes = 1usize;
+        let mut points = false;
         while let Some(directive) = self.directive() {
             match &directive[1..] {
                 // After `.ptr` this is the alignment of the memory that the parameter points to.
@@ -42,7 +46,8 @@ impl Parser {
                 },
             }
         }
-        let (name, line) = (self.word()?, self.line());
+        let name = self.word()?;
+        let line = self.line();
         let Some(element) = element else {
             return self.mistake(format!("{name} has no type"));
         };

@@ -1,4 +1,5 @@
-//! Functions of the driver: the stand-in for libcuda, which the process has loaded.
+//! Functions of the driver: the stand-in for libcuda, which the process has loaded. Without it each
+//! call returns that it failed.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -66,9 +67,13 @@ fn driver() -> Option<&'static Driver> {
 }
 
 /// The allocation that contains `address`, if other processes can open it.
-pub(crate) fn shareable_bytes(address: u64) -> Option<std::ops::Range<u64>> {
+pub fn shareable_bytes(address: u64) -> Option<std::ops::Range<u64>> {
     let driver = driver()?;
-    let (mut start, mut bytes, mut handle, mut properties) = (0, 0, 0, Properties::default());
+    let mut start = 0;
+    let mut bytes = 0;
+    let mut handle = 0;
+    let mut properties = Properties::default();
+
     // SAFETY: both pointers are valid for writes.
     let found = unsafe { (driver.range)(&raw mut start, &raw mut bytes, address) } == 0;
     // SAFETY: the pointer is valid for a write.
@@ -82,45 +87,66 @@ pub(crate) fn shareable_bytes(address: u64) -> Option<std::ops::Range<u64>> {
     (read && properties[1] & DESCRIPTOR != 0).then_some(start..start + bytes as u64)
 }
 
-/// Whether the driver is in the dry mode, in which large collectives do not run.
-pub(crate) fn is_dry() -> bool {
+/// Whether the process has loaded the driver's stand-in.
+pub fn is_loaded() -> bool {
+    driver().is_some()
+}
+
+/// Whether the driver is in the dry mode, in which large work does not run.
+pub fn is_dry() -> bool {
     // SAFETY: the function has no conditions.
     driver().is_some_and(|driver| unsafe { (driver.is_dry)() } == 1)
 }
 
-/// Counts a call that sends `bytes` when the stream gets there.
-pub(crate) fn tally(stream: Stream, name: &CStr, bytes: u64) {
-    if let Some(driver) = driver() {
-        // SAFETY: both strings are valid; a stream that does not exist is an error, which the
-        // collective returns too.
-        unsafe {
-            (driver.tally)(
-                stream.0,
-                c"collective".as_ptr(),
-                name.as_ptr(),
-                bytes,
-                bytes,
-                0,
-            )
-        };
-    }
+/// One call of a library, as the driver's stand-in counts it.
+#[derive(Clone, Copy, Debug)]
+pub struct Tally<'a> {
+    /// The kind of the call, such as `product`.
+    pub kind: &'a CStr,
+    /// The name in the table of counts.
+    pub name: &'a CStr,
+    /// Bytes that it reads.
+    pub loaded: u64,
+    /// Bytes that it writes.
+    pub stored: u64,
+    /// Floating-point operations.
+    pub operations: u64,
+}
+
+/// Counts a call when the stream gets there.
+pub fn tally(stream: Stream, call: Tally<'_>) {
+    let Some(driver) = driver() else { return };
+    // SAFETY: both strings are valid; a stream that does not exist is an error, which the call
+    // itself returns too.
+    unsafe {
+        (driver.tally)(
+            stream.0,
+            call.kind.as_ptr(),
+            call.name.as_ptr(),
+            call.loaded,
+            call.stored,
+            call.operations,
+        )
+    };
 }
 
 /// The context of a thread, for another thread.
-pub(crate) struct Current(*mut c_void);
+pub struct Current(*mut c_void);
 
 // SAFETY: any thread may make the context current.
 unsafe impl Send for Current {}
 
 impl Current {
-    pub(crate) fn of_this_thread() -> Option<Self> {
+    /// The current context, if there is one.
+    pub fn of_this_thread() -> Option<Self> {
         let mut context = std::ptr::null_mut();
         // SAFETY: the pointer is valid for a write.
         let code = unsafe { (driver()?.current)(&raw mut context) };
         (code == 0 && !context.is_null()).then_some(Self(context))
     }
 
-    pub(crate) fn make(&self) -> bool {
+    /// Makes it current in this thread; returns whether the driver accepted it.
+    pub fn make(&self) -> bool {
         // SAFETY: the context was current, so it exists.
         driver().is_some_and(|driver| unsafe { (driver.make_current)(self.0) } == 0)
     }
@@ -128,14 +154,14 @@ impl Current {
 
 /// A stream of the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stream(pub(crate) *mut c_void);
+pub struct Stream(pub *mut c_void);
 
 // SAFETY: any thread may use the stream.
 unsafe impl Send for Stream {}
 
 impl Stream {
     /// Whether it is being captured.
-    pub(crate) fn is_capturing(self) -> bool {
+    pub fn is_capturing(self) -> bool {
         let mut status = 0;
         // SAFETY: the caller's stream is valid, and the pointer is valid for a write.
         driver().is_some_and(
@@ -155,7 +181,7 @@ unsafe extern "C" fn repeat(work: *mut c_void) {
 
 /// Captures `work`, which runs in each launch of the graph; returns whether the driver accepted it.
 /// It is never freed, since the driver does not report the end of the graph.
-pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
+pub fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'static) -> bool {
     let Some(driver) = driver() else { return false };
     let work: Box<Repeated> = Box::new(Box::new(work));
     // SAFETY: `repeat` only reads the leaked box.
@@ -165,18 +191,18 @@ pub(crate) fn launch_each(stream: Stream, work: impl Fn() + Send + Sync + 'stati
 unsafe extern "C" fn run(work: *mut c_void) {
     // SAFETY: `hand_over` created this box, and the driver runs it once.
     let work = unsafe { Box::from_raw(work.cast::<Work>()) };
-    // A panic must not reach the driver. The collective then hangs.
+    // A panic must not reach the driver. What waits for the work then hangs.
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(*work));
 }
 
 /// Enqueues `work`; returns whether the driver accepted it.
-pub(crate) fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bool {
+pub fn launch(stream: Stream, work: impl FnOnce() + Send + 'static) -> bool {
     hand_over(stream, work, |driver| driver.launch)
 }
 
 /// Runs `work` when the graph that the stream is captured into is destroyed, or now if the driver
 /// does not accept it.
-pub(crate) fn tie(stream: Stream, work: impl FnOnce() + Clone + Send + 'static) {
+pub fn tie(stream: Stream, work: impl FnOnce() + Clone + Send + 'static) {
     if !hand_over(stream, work.clone(), |driver| driver.tie) {
         work();
     }
