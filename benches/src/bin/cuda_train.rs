@@ -17,12 +17,11 @@ use zero::data::{DataSource, Dataset};
 use zero::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
-use zero_comm::{PrefetchOptions, Solo};
+use zero_comm::Solo;
 use zero_models::gpt2::Gpt2Options;
 use zero_models::gpt2::config::GptConfig;
 use zero_optim::OptimizerConfig;
 use zero_shard::ZeroStage;
-use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
     Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, run_on_cuda,
 };
@@ -59,16 +58,8 @@ fn main() -> Result<(), AnyError> {
         ..StateFormat::default()
     };
     let settings = Settings {
-        stage,
-        dtype,
-        grad_accum_steps: 1,
-        reduce_every_micro_batch: false,
         bucket_capacity_elems: 1 << 25,
-        overlap: true,
-        prefetch: PrefetchOptions::default(),
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
-        groups: GroupSettings::default(),
-        kind_of: zero_models::gpt2::param_kind,
         graphs: flags.iter().any(|f| f == "graph"),
         offload: OffloadSettings {
             optimizer,
@@ -76,6 +67,7 @@ fn main() -> Result<(), AnyError> {
             ..OffloadSettings::default()
         },
         limit: Duration::from_secs(120),
+        ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
     };
     let options = RunOptions {
         steps,

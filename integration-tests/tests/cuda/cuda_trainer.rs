@@ -11,14 +11,13 @@ use zero::workload::{GptWorkload, Weights};
 use zero_alloc::cuda::PinnedMemory;
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
-use zero_comm::{PrefetchOptions, Solo};
+use zero_comm::Solo;
 use zero_kernels::AdamHyper;
 use zero_models::gpt2::Gpt2Options;
 use zero_models::hf::HfFolder;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::ZeroStage;
 use zero_trainer::TrainError;
-use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
     Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics,
     ValidationOptions, run_on_cuda, run_on_threads,
@@ -33,15 +32,12 @@ const TORCH: [usize; 2] = [4, 32];
 const SMALL: [usize; 2] = [2, 16];
 
 fn settings(stage: u64, dtype: DType) -> Settings {
+    let stage = ZeroStage::from_number(stage).unwrap();
     Settings {
-        stage: ZeroStage::from_number(stage).unwrap(),
-        dtype,
         grad_accum_steps: 2,
         // All stages have the same bits.
         reduce_every_micro_batch: true,
         bucket_capacity_elems: 1 << 14,
-        overlap: true,
-        prefetch: PrefetchOptions::default(),
         optimizer: OptimizerConfig::default()
             .hyper(AdamHyper {
                 beta1: 0.9,
@@ -53,11 +49,8 @@ fn settings(stage: u64, dtype: DType) -> Settings {
             })
             .lr(1e-3)
             .max_grad_norm(1.0),
-        groups: GroupSettings::default(),
-        kind_of: zero_models::gpt2::param_kind,
-        graphs: false,
-        offload: OffloadSettings::default(),
         limit: Duration::from_secs(300),
+        ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
     }
 }
 

@@ -267,7 +267,6 @@ pub fn gathers(
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::time::Duration;
 
     use zero_comm::PrefetchOptions;
     use zero_optim::OptimizerConfig;
@@ -277,23 +276,13 @@ pub(crate) mod tests {
     use crate::fixtures::{kind_of, passes, units};
     use crate::launch::SHARD_ALIGN_ELEMS;
     use crate::offload::settings::{Home, StateFormat};
-    use crate::param_groups::GroupSettings;
 
     pub(crate) fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
         Settings {
-            stage,
-            dtype: DType::Bf16,
-            grad_accum_steps: 1,
-            reduce_every_micro_batch: false,
             bucket_capacity_elems: 1 << 16,
-            overlap: true,
-            prefetch: PrefetchOptions::default(),
             optimizer: OptimizerConfig::default().sub_group_elems(1000),
-            groups: GroupSettings::default(),
-            kind_of,
-            graphs: false,
             offload,
-            limit: Duration::ZERO,
+            ..Settings::new(stage, DType::Bf16, kind_of)
         }
     }
 

@@ -121,9 +121,8 @@ impl Outcome {
 impl Case {
     /// The run's settings.
     pub(crate) fn settings(&self) -> Settings {
+        let stage = ZeroStage::from_number(self.stage).unwrap();
         Settings {
-            stage: ZeroStage::from_number(self.stage).unwrap(),
-            dtype: self.dtype,
             grad_accum_steps: self.grad_accum,
             reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self.bucket_elems,
@@ -131,10 +130,9 @@ impl Case {
             prefetch: PrefetchOptions::default().ahead(usize::from(self.overlap)),
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
-            kind_of: zero_models::gpt2::param_kind,
-            graphs: false,
             offload: self.offload.clone(),
             limit: Duration::from_secs(60),
+            ..Settings::new(stage, self.dtype, zero_models::gpt2::param_kind)
         }
     }
 

@@ -60,7 +60,7 @@ pub(crate) fn rank_overhead_bytes(threads: u64) -> u64 {
     Overhead::new(threads, 0).rank_bytes
 }
 
-/// What decides the memory of a rank.
+/// The parts of a run that decide the memory of a rank.
 #[derive(Clone, Copy)]
 pub(crate) struct RunMemory<'a> {
     pub(crate) settings: &'a Settings,

@@ -1,7 +1,6 @@
 //! The input of a plan: flags override the configuration file, which overrides the defaults.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
@@ -16,7 +15,6 @@ use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
 use zero_models::gpt2::config::GptConfig;
 use zero_models::gpt2::{Gpt2Options, passes};
 use zero_trainer::Pass;
-use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
 
 /// The sizes of a model.
@@ -262,8 +260,6 @@ impl Request {
         };
         let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
         Settings {
-            stage,
-            dtype: self.dtype,
             grad_accum_steps: self.grad_accum as usize,
             reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self
@@ -271,16 +267,12 @@ impl Request {
                 .unwrap_or(largest_unit)
                 .min(bucket_limit)
                 .max(self.gpus) as usize,
-            overlap: true,
             prefetch: prefetch
                 .max_live_elems(self.max_live_elems as usize)
                 .persistence_threshold_elems(self.persistence_threshold_elems as usize),
             optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
-            groups: GroupSettings::default(),
-            kind_of: zero_models::gpt2::param_kind,
-            graphs: false,
             offload,
-            limit: Duration::ZERO,
+            ..Settings::new(stage, self.dtype, zero_models::gpt2::param_kind)
         }
     }
 }

@@ -47,7 +47,7 @@ const STEPS: Setting<u64, RunRecord> = Setting {
     ..Setting::new(Row::new("steps", "--steps"), || 400)
 };
 
-/// What a run is, before the settings of any topic. A setting that others are derived from comes
+/// The kind of a run, before the settings of any topic. A setting that others are derived from comes
 /// before them.
 pub(crate) const ROWS: &[Row] = &[
     Row::new("program", ""),

@@ -14,7 +14,7 @@ pub(crate) struct Row {
     pub(crate) record: &'static str,
     /// The flag or the block of the configuration for an error; empty if the user sets neither.
     pub(crate) flag: &'static str,
-    /// The key of a DeepSpeed configuration without `stage3_`; empty if there is none.
+    /// The key of a DeepSpeed configuration, without the prefix `stage3_`; may be empty.
     pub(crate) key: &'static str,
     /// Whether ranks compare it before a run.
     pub(crate) is_compared: bool,
@@ -56,7 +56,7 @@ impl Row {
     }
 }
 
-/// What a run is, for the rules of what may be combined.
+/// The properties of a run that decide which settings it can follow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
     pub(crate) ranks: usize,

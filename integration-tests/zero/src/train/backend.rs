@@ -38,7 +38,7 @@ impl Machine<'_> {
     /// The number of GPUs of a machine that has what a rank on one needs.
     ///
     /// # Errors
-    /// What is missing.
+    /// The library that the machine lacks, or that it has no GPU.
     fn usable_gpus(&self) -> Result<usize, String> {
         let gpus = (self.gpus)()?;
         if gpus == 0 {

@@ -136,7 +136,7 @@ fn optimizer(lines: &mut Lines, setup: &RunSetup) {
     lines.add("loss scale", &scaling);
 }
 
-/// What saves memory.
+/// The settings that save memory.
 fn memory(lines: &mut Lines, setup: &RunSetup) {
     let record = &setup.record;
     if record.activations.activation_checkpointing {

@@ -1,4 +1,4 @@
-//! What a run consists of: model, data, settings, outputs.
+//! The parts of a run: model, data, settings, outputs.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -40,7 +40,7 @@ pub(crate) struct Gpu {
     pub(crate) memory_bytes: u64,
 }
 
-/// What a run consists of, before it is recorded.
+/// The parts of a run, before they are recorded.
 pub(crate) struct Parts<'a> {
     pub(crate) from: RunSources<'a>,
     pub(crate) resumed: Option<&'a Resumed>,

@@ -145,7 +145,7 @@ impl RunSetup {
         }
     }
 
-    /// What decides the memory of a rank.
+    /// The parts of the run that decide the memory of a rank.
     pub(crate) fn memory(&self) -> RunMemory<'_> {
         RunMemory {
             settings: &self.settings,

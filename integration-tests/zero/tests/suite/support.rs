@@ -1,4 +1,4 @@
-//! What the tests of the program share.
+//! The fixtures that the tests of the program share.
 
 use std::fs;
 use std::path::Path;
