@@ -58,7 +58,7 @@ pub(crate) struct OnHost<D: Device> {
 enum HostSums<D: Device> {
     /// In memory that the host shares with the device.
     Shared(DeviceSums<D>),
-    Leaving(LeavingSums<D>),
+    Leaving(Box<LeavingSums<D>>),
 }
 
 impl<D: Device> Optimizer<D> {
@@ -79,7 +79,7 @@ impl<D: Device> Optimizer<D> {
         let mut optimizer = HostOptimizer::new(rank, segments, params)?;
         let leaves = !rank.is_host() || offload.grads_on_file().is_some();
         let sums = if leaves {
-            HostSums::Leaving(LeavingSums::new(rank, &mut optimizer)?)
+            HostSums::Leaving(Box::new(LeavingSums::new(rank, &mut optimizer)?))
         } else {
             HostSums::Shared(DeviceSums::new(rank)?)
         };
