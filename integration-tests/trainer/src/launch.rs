@@ -17,11 +17,12 @@ use zero_optim::OptimError;
 use zero_shard::Layout;
 
 use crate::error::TrainError;
+use crate::options::RunOptions;
 use crate::rank::{HostSide, Rank, Settings};
 use crate::run::run_rank;
-use crate::step::recorder::Replay;
+use crate::step::replay::Replay;
 use crate::telemetry::metrics::StepMetrics;
-use crate::workload::{RankSummary, RunOptions, Workload};
+use crate::workload::{RankSummary, Workload};
 
 /// Alignment of shards in elements: 32 bytes of a 16-bit type.
 pub const SHARD_ALIGN_ELEMS: u64 = 16;

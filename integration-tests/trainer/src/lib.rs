@@ -16,6 +16,7 @@ mod fixtures;
 mod launch;
 mod model;
 mod offload;
+mod options;
 pub mod param_groups;
 mod rank;
 mod rank_bytes;
@@ -32,14 +33,15 @@ pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use model::{Grad, Model, ModelError, Pass};
 pub use offload::settings::{Home, OffloadSettings, StateFormat};
+pub use options::{ReplicaChecks, RunOptions, ValidationData, ValidationOptions};
 pub use rank::Settings;
 pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
-pub use saving::replicas::ReplicaChecks;
 pub use saving::state::TrainerState;
 pub use stages::optimizer::device_steps;
 pub use step::recorder::AT_STAGE_3;
 pub use telemetry::breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
 pub use telemetry::memory_trace::{MemoryPoint, MemoryTrace};
-pub use telemetry::metrics::{CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics};
-pub use validation::{Best, Validation, ValidationData, ValidationOptions};
-pub use workload::{BatchAt, InitialWeights, RankSummary, RunOptions, Workload};
+pub use telemetry::metrics::{
+    Best, CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics, Validation,
+};
+pub use workload::{BatchAt, InitialWeights, RankSummary, Workload};

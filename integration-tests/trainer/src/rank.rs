@@ -18,7 +18,7 @@ use crate::error::TrainError;
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
-use crate::step::recorder::Record;
+use crate::step::replay::Record;
 
 /// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]

@@ -13,6 +13,7 @@ use zero_shard::ZeroStage;
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
 use crate::model::Model;
+use crate::options::RunOptions;
 use crate::rank::Rank;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
@@ -26,11 +27,12 @@ use crate::step::batch_loader::BatchLoader;
 use crate::step::flags::{self, Flags};
 use crate::step::inputs::StepInputs;
 use crate::step::recorder::{Part, Recorder};
+use crate::telemetry::metrics::Best;
 use crate::telemetry::metrics::StepMetrics;
 use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
 use crate::telemetry::phase::{Phase, Phased, run_in};
-use crate::validation::{Best, Evaluations};
-use crate::workload::{RankSummary, RunOptions, Workload};
+use crate::validation::Evaluations;
+use crate::workload::{RankSummary, Workload};
 
 /// Under a static loss scale, this many skipped steps in a row mean that the weights are not
 /// finite: skipping does not repair weights that produce infinite gradients. Until then no

@@ -9,91 +9,19 @@
 //! ranks exchange whether the run is to stop; if one requests it, the evaluation ends without a
 //! result on all of them.
 
-use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use serde::{Deserialize, Serialize};
 use zero_alloc::device::{Device, Event, Stream};
 
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
-use crate::model::{Model, ModelError};
+use crate::model::Model;
+use crate::options::RunOptions;
+use crate::options::ValidationOptions;
 use crate::rank::Rank;
 use crate::stages::stage::Stage;
+use crate::telemetry::metrics::{Best, Validation};
 use crate::telemetry::phase::{Phase, run_in};
-use crate::workload::RunOptions;
-
-/// Windows of tokens to evaluate.
-pub trait ValidationData: fmt::Debug + Send + Sync {
-    /// A checksum of the data.
-    fn fingerprint(&self) -> u64;
-
-    /// One line of text for a person: the source and its size.
-    fn describe(&self) -> &str;
-
-    /// The number of windows of `seq_len` tokens.
-    fn windows(&self, seq_len: usize) -> u64;
-
-    /// Reads window `index`: its tokens, and the tokens that follow them.
-    ///
-    /// # Errors
-    /// The data cannot be read.
-    fn window(&self, index: u64, inputs: &mut [u32], targets: &mut [u32])
-    -> Result<(), ModelError>;
-}
-
-/// The validation of a run.
-#[derive(Clone, Debug)]
-pub struct ValidationOptions {
-    /// The data.
-    pub data: Arc<dyn ValidationData>,
-    /// Steps from one evaluation to the next; 0 evaluates after the last step only.
-    pub every: u64,
-    /// Windows of an evaluation, at most those of the data; at least 1.
-    pub windows: u64,
-}
-
-impl ValidationOptions {
-    /// Whether to evaluate after `step` of `steps`.
-    fn is_due(&self, step: u64, steps: u64) -> bool {
-        step == steps || self.every > 0 && step.is_multiple_of(self.every)
-    }
-
-    /// Identifies the evaluated tokens: only losses of the same tokens are compared.
-    fn fingerprint(&self, seq_len: usize) -> u64 {
-        let numbers = [self.data.fingerprint(), self.windows, seq_len as u64];
-        crc_fast::checksum(
-            crc_fast::CrcAlgorithm::Crc64Nvme,
-            bytemuck::cast_slice(&numbers),
-        )
-    }
-}
-
-/// The result of an evaluation.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Validation {
-    /// Mean loss, in nats a token.
-    pub loss: f64,
-    /// e to the power of `loss`.
-    pub perplexity: f64,
-    /// Evaluated tokens.
-    pub tokens: u64,
-}
-
-/// The lowest validation loss of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Best {
-    /// Its step, whose checkpoint is kept.
-    pub step: u64,
-    /// The loss.
-    pub loss: f64,
-    /// Checksum of the evaluated tokens.
-    pub fingerprint: u64,
-    /// Whether its checkpoint was saved for this loss alone. It is removed when another one is
-    /// better.
-    pub only_best: bool,
-}
 
 /// The evaluations of one rank.
 pub(crate) struct Evaluations<'a> {

@@ -1,22 +1,16 @@
 //! The inputs and the result of a run.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::path::PathBuf;
 
 use zero_alloc::Pool;
 use zero_alloc::device::Device;
 use zero_alloc::host::OpSpan;
-use zero_ckpt::StoreOptions;
 use zero_shard::UnitSpec;
 
 use crate::model::{Model, ModelError, Pass};
-use crate::saving::replicas::ReplicaChecks;
 use crate::telemetry::memory_trace::MemoryTrace;
-use crate::telemetry::metrics::{NvmeBytes, StepMetrics};
-use crate::validation::{Best, ValidationOptions};
+use crate::telemetry::metrics::{Best, NvmeBytes, StepMetrics};
 
 /// A model with its initial weights, and data to train on.
 pub trait Workload<D: Device>: Sync {
@@ -77,74 +71,6 @@ pub struct BatchAt {
 /// name, the range and the buffer. An error if the weights cannot be read.
 pub type InitialWeights<'a> =
     dyn FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), ModelError> + 'a;
-
-/// The length of a run, its batches and its checkpoints.
-#[derive(Clone, Debug, Default)]
-pub struct RunOptions {
-    /// The last step.
-    pub steps: u64,
-    /// Sequences per micro-batch and rank.
-    pub micro_batch: usize,
-    /// Tokens per sequence.
-    pub seq_len: usize,
-    /// Seed of the data order.
-    pub seed: u64,
-    /// Folder of checkpoints, and the interval in steps (0: only at the end).
-    pub checkpoint: Option<(PathBuf, u64)>,
-    /// Number of checkpoints to keep; `None` keeps all.
-    pub keep_last: Option<usize>,
-    /// When the parameters that all ranks hold are compared.
-    pub check_replicas: ReplicaChecks,
-    /// Evaluations on other data.
-    pub validation: Option<ValidationOptions>,
-    /// Checkpoint to resume from.
-    pub resume: Option<PathBuf>,
-    /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an
-    /// id.
-    pub run_id: String,
-    /// The ids of the runs that this one resumed, oldest first.
-    pub resumed_runs: Vec<String>,
-    /// Named JSON documents for every checkpoint: `run.json`.
-    pub documents: BTreeMap<String, serde_json::Value>,
-    /// Request to end the run after the current step.
-    pub cancel: Arc<AtomicBool>,
-    /// Whether each step's metrics include its wall time by part. On CUDA the device must record a
-    /// timeline.
-    pub breakdown: bool,
-    /// Whether to log the memory of each step, for [`RankSummary::memory`].
-    pub log_memory: bool,
-}
-
-impl RunOptions {
-    /// The run and its predecessors, as a store of checkpoints needs them.
-    pub fn store(&self) -> StoreOptions {
-        let mut options = StoreOptions::default()
-            .keep_last(self.keep_last)
-            .resumed_runs(self.resumed_runs.clone());
-        options.run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
-        options
-    }
-
-    /// The ids of the runs that this one resumed, oldest first, and its own.
-    pub fn runs(&self) -> Vec<&str> {
-        self.resumed_runs
-            .iter()
-            .chain([&self.run_id])
-            .map(String::as_str)
-            .collect()
-    }
-
-    /// Whether the run saves to the folder of the checkpoint that it resumes.
-    pub(crate) fn saves_in_place(&self) -> bool {
-        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else {
-            return false;
-        };
-        let from = real(from);
-        let to = real(to);
-        from == to || from.parent() == Some(&to)
-    }
-}
 
 /// The result of a run on one rank.
 #[derive(Clone, Debug)]

@@ -18,29 +18,6 @@ use crate::stages::stage::Stage;
 /// Bytes that are copied to the host at a time.
 const CHUNK_BYTES: usize = 4 << 20;
 
-/// When a run compares its replicas.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ReplicaChecks {
-    /// Never.
-    Never,
-    /// Before each checkpoint.
-    #[default]
-    AtSaves,
-    /// Before each checkpoint, and after every this many steps.
-    Every(u64),
-}
-
-impl ReplicaChecks {
-    /// Whether a check is due after `step`, which is saved if `saves`.
-    pub(crate) fn is_due(self, step: u64, saves: bool) -> bool {
-        match self {
-            Self::Never => false,
-            Self::AtSaves => saves,
-            Self::Every(steps) => saves || step.is_multiple_of(steps.max(1)),
-        }
-    }
-}
-
 /// Returns an error on all ranks if the parameters of two ranks differ after `step`. Collective;
 /// does nothing at stage 3.
 pub(crate) fn check<D: Device>(
@@ -100,20 +77,4 @@ fn checksum<D: Device>(rank: &Rank<D>, slice: AnySlice) -> Result<u64, TrainErro
         digest.update(bytes);
     }
     Ok(digest.finalize())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn checks_are_due_at_saves_and_intervals() {
-        let due = |checks: ReplicaChecks| {
-            [(4, false), (4, true), (5, false)].map(|(step, saves)| checks.is_due(step, saves))
-        };
-        assert_eq!(due(ReplicaChecks::Never), [false, false, false]);
-        assert_eq!(due(ReplicaChecks::AtSaves), [false, true, false]);
-        assert_eq!(due(ReplicaChecks::Every(2)), [true, true, false]);
-        assert_eq!(due(ReplicaChecks::Every(0)), [true, true, true]);
-    }
 }

@@ -13,7 +13,7 @@ use crate::error::TrainError;
 use crate::rank::Rank;
 use crate::saving::saver::Saver;
 use crate::stages::stage::Stage;
-use crate::validation::Best;
+use crate::telemetry::metrics::Best;
 use crate::workload::InitialWeights;
 
 /// Sets the weights from `source`, which fills a range of a parameter, and publishes them for the

@@ -4,9 +4,10 @@ use zero_alloc::device::Device;
 
 use crate::error::TrainError;
 use crate::model::Model;
+use crate::options::RunOptions;
 use crate::rank::Rank;
 use crate::workload::BatchAt;
-use crate::workload::{RunOptions, Workload};
+use crate::workload::Workload;
 
 /// Loads micro-batches into a model. The first one of a step is loaded while the device still works
 /// on the previous step, so that the device never waits for it.

@@ -4,3 +4,4 @@ pub(crate) mod batch_loader;
 pub(crate) mod flags;
 pub(crate) mod inputs;
 pub(crate) mod recorder;
+pub(crate) mod replay;

@@ -19,23 +19,8 @@ use zero_shard::ZeroStage;
 
 use crate::error::TrainError;
 use crate::rank::Rank;
+use crate::step::replay::{Record, Replay};
 use crate::telemetry::phase::Phase;
-
-/// A recorded graph.
-pub(crate) trait Replay<D: Device> {
-    /// Enqueues the graph on `stream`.
-    ///
-    /// # Safety
-    /// As for `zero_alloc::cuda::Graph::launch`.
-    unsafe fn launch(&self, stream: &D::Stream) -> Result<(), DeviceError>;
-}
-
-/// Records the work that a closure enqueues on a stream and on streams forked from and joined to
-/// it; does not run it.
-pub(crate) type Record<D> = fn(
-    &<D as Device>::Stream,
-    &mut dyn FnMut() -> Result<(), DeviceError>,
-) -> Result<Box<dyn Replay<D>>, DeviceError>;
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug)]

@@ -6,7 +6,6 @@ use zero_comm::Traffic;
 use zero_comm::overlap::Overlap;
 
 use crate::telemetry::breakdown::Breakdown;
-use crate::validation::Validation;
 
 /// One step on one rank; loss and norm are the same on all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -50,6 +49,31 @@ pub struct StepMetrics {
     /// The evaluation after this step, which is not part of `step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
+}
+
+/// The result of an evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Validation {
+    /// Mean loss, in nats a token.
+    pub loss: f64,
+    /// e to the power of `loss`.
+    pub perplexity: f64,
+    /// Evaluated tokens.
+    pub tokens: u64,
+}
+
+/// The lowest validation loss of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// Its step, whose checkpoint is kept.
+    pub step: u64,
+    /// The loss.
+    pub loss: f64,
+    /// Checksum of the evaluated tokens.
+    pub fingerprint: u64,
+    /// Whether its checkpoint was saved for this loss alone. It is removed when another one is
+    /// better.
+    pub only_best: bool,
 }
 
 /// Compute and communication of a step, in milliseconds, from the streams' timeline.

@@ -11,12 +11,12 @@ use zero_comm::overlap::Overlap;
 use zero_optim::StepOutcome;
 
 use crate::offload::host_optimizer::update_track;
+use crate::options::RunOptions;
 use crate::rank::Rank;
 use crate::telemetry::breakdown::{Breakdown, Tracks};
 use crate::telemetry::memory_trace::{MemoryRecord, MemoryTrace, live};
 use crate::telemetry::metrics::{CommBytes, MemoryBytes, NvmeBytes, StepMetrics};
 use crate::telemetry::phase::{Phase, host_track};
-use crate::workload::RunOptions;
 
 /// Observes the steps of one rank.
 pub(crate) struct Observer<'a, D: Device> {
