@@ -14,8 +14,6 @@
 
 use std::ops::Range;
 
-use crate::{Layout, ShardError};
-
 /// The part of a unit in one bucket: the same range of every rank's shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -74,25 +72,4 @@ fn pieces(
         world_size,
         shard_elems,
     })
-}
-
-impl Layout {
-    /// Like [`bucket_pieces`], but every segment except the unit's last is a multiple of the shard
-    /// alignment. A capacity below one alignment per rank counts as one alignment per rank.
-    ///
-    /// # Errors
-    /// There is no such unit.
-    pub fn buckets(
-        &self,
-        unit: usize,
-        capacity_elems: u64,
-    ) -> Result<impl Iterator<Item = BucketPiece> + use<>, ShardError> {
-        let per_rank = capacity_elems / self.world_size();
-        let step = (per_rank - per_rank % self.align_elems()).max(self.align_elems());
-        Ok(pieces(
-            self.unit(unit)?.shard_elems,
-            self.world_size(),
-            step,
-        ))
-    }
 }

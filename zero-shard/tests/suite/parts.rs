@@ -1,47 +1,16 @@
-//! Sub-groups, parameter groups, persistent parameters and two-dimensional topologies.
+//! Parameter groups and two-dimensional topologies.
 
 use std::ops::Range;
 
-use crate::support::{cases, huge_layout, laid_out, small_layout, small_units};
+use crate::support::{cases, laid_out, small_layout, small_units};
 use proptest::prelude::*;
 use zero_shard::{
     Grid, GridLayout, Layout, LayoutOptions, ParamId, ParamSpec, Routing, ShardError, Sharding,
-    UnitSpec, Widths, ZeroStage, split_persistent,
+    UnitSpec, Widths, ZeroStage,
 };
-
-fn sub_groups_cut(layout: &Layout, capacity: u64) {
-    let groups = layout.sub_groups(capacity);
-    let count = groups.len();
-    let align = layout.align_elems();
-    let mut end = 0;
-    let mut sizes = (u64::MAX, 0);
-    for group in groups {
-        assert_eq!(group.start, end);
-        let len = group.end - group.start;
-        assert!(len > 0 && len <= capacity.max(align) && len.is_multiple_of(align));
-        sizes = (sizes.0.min(len), sizes.1.max(len));
-        end = group.end;
-    }
-    assert_eq!(end, layout.shard_elems());
-    assert!(count == 0 || sizes.1 - sizes.0 <= align);
-    // One fewer would not be enough.
-    let most = (capacity / align * align).max(align);
-    assert_eq!(count as u64, layout.shard_elems().div_ceil(most));
-}
 
 proptest! {
     #![proptest_config(cases(200))]
-
-    #[test]
-    fn sub_groups_cover_the_storage_evenly(layout in small_layout(), capacity in 0u64..100) {
-        sub_groups_cut(&layout, capacity);
-    }
-
-    #[test]
-    fn huge_storages_are_cut_too(layout in huge_layout(), parts in 1u64..500) {
-        sub_groups_cut(&layout, layout.shard_elems() / parts);
-        sub_groups_cut(&layout, u64::MAX);
-    }
 
     /// Runs tile both storages. Elements are in their parameter's group, padding in that of the
     /// parameter before it.
@@ -76,26 +45,6 @@ proptest! {
                 }
             }
         }
-    }
-
-    /// A split moves exactly the small parameters, keeps the order, and loses no parameter.
-    #[test]
-    fn persistent_parameters_are_the_small_ones(units in small_units(), threshold in 0u64..30, most in 0u64..60) {
-        let split = split_persistent(&units, "persistent", threshold, most).unwrap();
-        let kept = split.persistent.map(|i| split.units[i].params.clone()).unwrap_or_default();
-        let size = |p: &ParamSpec| p.numel_elems().unwrap();
-        prop_assert!(kept.iter().all(|p| (1..=threshold).contains(&size(p))));
-        prop_assert_eq!(kept.iter().map(size).sum::<u64>(), split.persistent_elems);
-        prop_assert!(split.persistent_elems <= most);
-        for (before, after) in units.iter().zip(&split.units) {
-            prop_assert_eq!(&before.name, &after.name);
-            let merged: Vec<_> = before.params.iter().filter(|p| !kept.contains(p)).cloned().collect();
-            prop_assert_eq!(&merged, &after.params);
-            // A small parameter that was not moved did not fit.
-            let left = after.params.iter().filter(|p| (1..=threshold).contains(&size(p)));
-            prop_assert!(left.map(|p| size(p) + split.persistent_elems).all(|sum| sum > most));
-        }
-        prop_assert!(threshold > 0 || split.persistent.is_none());
     }
 
     /// A regrouped shard is the concatenation of the shards of consecutive ranks.
@@ -254,10 +203,6 @@ fn each_wrong_part_has_its_error() {
         Some(ShardError::TooLarge {
             what: "an alignment".into()
         })
-    );
-    assert_eq!(
-        split_persistent(&units, "u", 1, 1).err(),
-        Some(ShardError::DuplicateName { name: "u".into() })
     );
     assert_eq!(
         layout.group_runs(6, |_| 0),

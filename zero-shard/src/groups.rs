@@ -1,8 +1,4 @@
-//! Parts of a storage for the optimizer: sub-groups and parameter groups.
-//!
-//! The optimizer updates, or an offload tier loads, one sub-group at a time. Sub-groups are cut by
-//! elements, not by parameters (the optimizer is element-wise), so the size of a buffer does not
-//! depend on the largest parameter.
+//! Parameter groups: the parts of a storage with the same optimizer settings.
 //!
 //! Parameters with the same optimizer settings, such as weight decay, are a group. Groups do not
 //! change the layout, so each is distributed over all ranks.
@@ -71,24 +67,5 @@ impl Layout {
             }
         }
         runs
-    }
-
-    /// Cuts a rank's shard storage into as few sub-groups of at most `capacity_elems` elements as
-    /// possible; the cut is the same on every rank. Each sub-group is a multiple of the alignment,
-    /// and their lengths differ by at most one alignment. A capacity below the alignment counts as
-    /// the alignment.
-    pub fn sub_groups(
-        &self,
-        capacity_elems: u64,
-    ) -> impl ExactSizeIterator<Item = Range<u64>> + use<> {
-        let align = self.align_elems();
-        // All shards are multiples of the alignment.
-        let total = self.shard_elems() / align;
-        let capacity = (capacity_elems / align).max(1);
-        let count = total.div_ceil(capacity);
-        let each = total / count.max(1);
-        let longer = total % count.max(1);
-        let start = move |i: usize| (i as u64 * each + longer.min(i as u64)) * align;
-        (0..usize::try_from(count).unwrap_or(usize::MAX)).map(move |i| start(i)..start(i + 1))
     }
 }
