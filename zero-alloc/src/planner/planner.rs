@@ -105,17 +105,6 @@ pub struct PlannerReport {
     pub by_tag: [u64; TAGS],
 }
 
-impl PlannerReport {
-    /// The fraction of free bytes outside of the largest free range: 0 if all are contiguous.
-    pub fn fragmentation(&self) -> f64 {
-        if self.free_bytes == 0 {
-            0.0
-        } else {
-            1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64
-        }
-    }
-}
-
 /// Assigns offsets to blocks. It touches no memory.
 #[derive(Clone, Debug)]
 pub struct Planner {

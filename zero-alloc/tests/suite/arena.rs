@@ -211,37 +211,6 @@ fn compaction_moves_only_movable_blocks() {
 }
 
 #[test]
-fn fragmentation_above_the_threshold_is_compacted() {
-    let device = HostDevice::new();
-    let stream = stream(&device);
-    let pool = Pool::new(device, 1 << 20);
-    let blocks: Vec<_> = (0..16)
-        .map(|_| {
-            pool.allocate_movable(1 << 16, DType::U8, Purpose::Params, &stream)
-                .expect("allocated")
-        })
-        .collect();
-    let kept: Vec<_> = blocks
-        .into_iter()
-        .enumerate()
-        .filter(|(i, _)| i % 2 == 1)
-        .map(|(_, b)| b)
-        .collect();
-    assert!(
-        !pool
-            .compact_above(0.9, &stream)
-            .expect("the stream is there")
-    );
-    assert!(
-        pool.compact_above(0.5, &stream)
-            .expect("the stream is there")
-    );
-    let report = pool.report();
-    assert_eq!(report.largest_free_bytes, report.free_bytes);
-    drop(kept);
-}
-
-#[test]
 fn stitching_moves_nothing() {
     let (device, memory) = paged(16);
     let stream = stream(&device);
