@@ -183,13 +183,30 @@ pub struct ActivationBytes {
     pub head_bytes: u64,
 }
 
+const WHAT: &str = "bytes of activations";
+
+/// The matrix of attention weights and its dropout mask, of one block.
+fn attention_matrix_bytes(
+    shape: &TransformerShape,
+    run: &ActivationOptions,
+    tokens: u64,
+) -> Result<u64, ShardError> {
+    if run.flash_attention {
+        return Ok(0);
+    }
+    let mut each = run.elem_bytes;
+    if run.dropout {
+        each = sum(WHAT, &[product(WHAT, &[2, run.elem_bytes])?, 1])?;
+    }
+    product(WHAT, &[shape.heads, run.seq_len, tokens, each])
+}
+
 impl ActivationBytes {
     /// Estimates the activations of `shape` under `run`.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
     pub fn estimate(shape: &TransformerShape, run: &ActivationOptions) -> Result<Self, ShardError> {
-        const WHAT: &str = "bytes of activations";
         let mul = |factors: &[u64]| product(WHAT, factors);
         let tokens = mul(&[run.seq_len, run.micro_batch])?;
         let input = mul(&[tokens, shape.hidden, run.elem_bytes])?;
@@ -199,14 +216,7 @@ impl ActivationBytes {
         } else {
             0
         };
-        let matrix = match (run.flash_attention, run.dropout) {
-            (true, _) => 0,
-            (false, false) => mul(&[shape.heads, run.seq_len, tokens, run.elem_bytes])?,
-            (false, true) => {
-                let each = sum(WHAT, &[mul(&[2, run.elem_bytes])?, 1])?;
-                mul(&[shape.heads, run.seq_len, tokens, each])?
-            }
-        };
+        let matrix = attention_matrix_bytes(shape, run, tokens)?;
         let kept_inner = if run.recompute_gelu { 1 } else { 2 };
         let block = sum(
             WHAT,
@@ -218,6 +228,7 @@ impl ActivationBytes {
             0
         };
         let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
+
         let in_memory = if run.checkpointing {
             shape.layers.min(1)
         } else {
@@ -230,6 +241,7 @@ impl ActivationBytes {
             // The sharded input of the recomputed block is gathered.
             (true, _) => (mul(&[shape.layers, input.div_ceil(shards)])?, block),
         };
+
         let bytes = Self {
             blocks_bytes,
             recomputed_bytes,

@@ -270,16 +270,14 @@ impl MemoryModel {
                 stage,
             });
         }
-        let widths = &self.widths;
-        let placement = &self.placement;
         // The elements that the rank updates.
         let updated = state
             .optimizer_bytes
-            .checked_div(widths.optimizer_bytes)
+            .checked_div(self.widths.optimizer_bytes)
             .unwrap_or(0);
-        let grads_bytes = match placement.grads {
+        let grads_bytes = match self.placement.grads {
             Tier::Device => state.grads_bytes,
-            _ => product(WHAT, &[updated, widths.grad_bytes])?,
+            _ => product(WHAT, &[updated, self.widths.grad_bytes])?,
         };
         let state = StateBytes {
             grads_bytes,
@@ -293,68 +291,9 @@ impl MemoryModel {
                 optimizer_bytes: here(self.placement.optimizer, state.optimizer_bytes),
             }
         };
-        let gathered = if self.stage.shards_params() {
-            self.gathered_elems
-        } else {
-            0
-        };
-        let device = TierBytes {
-            state: on(Tier::Device),
-            gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
-            buckets_bytes: product(
-                WHAT,
-                &[self.bucket_elems, self.buckets, widths.comm_grad_bytes],
-            )?,
-            scratch_bytes: self.scratch_bytes,
-            copies_bytes: 0,
-            staging_bytes: match (placement.params, placement.optimizer) {
-                (Tier::Device, Tier::Device) => 0,
-                _ => product(WHAT, &[2, self.unit_shard_elems, widths.param_bytes])?,
-            },
-            activations_bytes: self.activations_bytes,
-        };
-        let through_host = |tier: Tier, factors: &[u64]| match tier {
-            Tier::Nvme => product(WHAT, factors),
-            _ => Ok(0),
-        };
-        let pieces = self.sub_group_elems;
-        let buffers = self.sub_group_buffers;
-        let staging = [
-            // Two units that arrive, and two whose sums are read or written.
-            through_host(
-                placement.grads,
-                &[
-                    2,
-                    self.unit_shard_elems,
-                    sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?,
-                ],
-            )?,
-            through_host(
-                placement.optimizer,
-                &[pieces, buffers, widths.optimizer_bytes],
-            )?,
-            through_host(
-                placement.params,
-                &[
-                    self.unit_shard_elems,
-                    self.param_buffers,
-                    widths.param_bytes,
-                ],
-            )?,
-        ];
-        let copies_bytes = match (placement.params, placement.optimizer) {
-            (Tier::Device, Tier::Host | Tier::Nvme) => {
-                product(WHAT, &[updated, widths.param_bytes])?
-            }
-            _ => 0,
-        };
-        let host = TierBytes {
-            state: on(Tier::Host),
-            copies_bytes,
-            staging_bytes: sum(WHAT, &staging)?,
-            activations_bytes: self.host_activations_bytes,
-            ..TierBytes::default()
-        };
+
+        let device = self.device_bytes(on(Tier::Device))?;
+        let host = self.host_bytes(on(Tier::Host), updated)?;
         let nvme = TierBytes {
             state: on(Tier::Nvme),
             ..TierBytes::default()
@@ -364,6 +303,74 @@ impl MemoryModel {
             tier.total_bytes()?;
         }
         Ok(footprint)
+    }
+
+    /// The device's bytes, of which `state` is the state.
+    fn device_bytes(&self, state: StateBytes) -> Result<TierBytes, ShardError> {
+        let widths = &self.widths;
+        let gathered = if self.stage.shards_params() {
+            self.gathered_elems
+        } else {
+            0
+        };
+        let buckets = [self.bucket_elems, self.buckets, widths.comm_grad_bytes];
+        let staging_bytes = match (self.placement.params, self.placement.optimizer) {
+            (Tier::Device, Tier::Device) => 0,
+            _ => product(WHAT, &[2, self.unit_shard_elems, widths.param_bytes])?,
+        };
+
+        Ok(TierBytes {
+            state,
+            gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
+            buckets_bytes: product(WHAT, &buckets)?,
+            scratch_bytes: self.scratch_bytes,
+            copies_bytes: 0,
+            staging_bytes,
+            activations_bytes: self.activations_bytes,
+        })
+    }
+
+    /// The host's bytes, of which `state` is the state, for a rank that updates `updated` elements.
+    fn host_bytes(&self, state: StateBytes, updated: u64) -> Result<TierBytes, ShardError> {
+        let widths = &self.widths;
+        let placement = &self.placement;
+        let through_host = |tier: Tier, factors: &[u64]| match tier {
+            Tier::Nvme => product(WHAT, factors),
+            _ => Ok(0),
+        };
+
+        // Two units that arrive, and two whose sums are read or written.
+        let grad_bytes = sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?;
+        let grads = [2, self.unit_shard_elems, grad_bytes];
+        let optimizer = [
+            self.sub_group_elems,
+            self.sub_group_buffers,
+            widths.optimizer_bytes,
+        ];
+        let params = [
+            self.unit_shard_elems,
+            self.param_buffers,
+            widths.param_bytes,
+        ];
+        let staging = [
+            through_host(placement.grads, &grads)?,
+            through_host(placement.optimizer, &optimizer)?,
+            through_host(placement.params, &params)?,
+        ];
+        let copies_bytes = match (placement.params, placement.optimizer) {
+            (Tier::Device, Tier::Host | Tier::Nvme) => {
+                product(WHAT, &[updated, widths.param_bytes])?
+            }
+            _ => 0,
+        };
+
+        Ok(TierBytes {
+            state,
+            copies_bytes,
+            staging_bytes: sum(WHAT, &staging)?,
+            activations_bytes: self.host_activations_bytes,
+            ..TierBytes::default()
+        })
     }
 
     /// Returns the maximum number of parameters for which each of `world_size` ranks fits into
