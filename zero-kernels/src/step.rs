@@ -71,7 +71,7 @@ impl RankStats {
     }
 
     /// Whether the step must be skipped.
-    pub fn is_bad(&self) -> bool {
+    pub(crate) fn is_bad(&self) -> bool {
         self.nonfinite > 0 || !self.sum_sq.is_finite()
     }
 }
@@ -109,7 +109,7 @@ pub struct StepConfig {
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepRates {
-    /// Learning rate.
+    /// Learning rate of the step.
     pub lr: f64,
     /// Decay of the first moment.
     pub beta1: f64,
@@ -131,7 +131,7 @@ pub struct StepState {
     pub adam_steps: u64,
     /// Position of the learning-rate schedule.
     pub schedule_position: u64,
-    /// Steps skipped.
+    /// Steps that were skipped, of all so far.
     pub skipped_steps: u64,
     /// Overflows until the scale halves.
     pub hysteresis_left: u32,

@@ -262,7 +262,7 @@ impl ActivationBytes {
         Ok(bytes)
     }
 
-    /// The sum.
+    /// The sum of all parts.
     pub fn total_bytes(&self) -> u64 {
         let working = self.statistics_bytes + self.backward_bytes + self.head_bytes;
         self.blocks_bytes + self.recomputed_bytes + working

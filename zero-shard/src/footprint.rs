@@ -372,31 +372,6 @@ impl MemoryModel {
             ..TierBytes::default()
         })
     }
-
-    /// Returns the maximum number of parameters for which each of `world_size` ranks fits into
-    /// `device_bytes` of device memory, with this model's gathered units, buckets and activations;
-    /// 0 if those alone do not fit.
-    ///
-    /// # Errors
-    /// A world without ranks, or parameters that are not sharded are placed off the device.
-    pub fn largest_model_elems(
-        &self,
-        world_size: u64,
-        device_bytes: u64,
-    ) -> Result<u64, ShardError> {
-        self.footprint(&StateBytes::of_elems(
-            self.stage,
-            &self.widths,
-            0,
-            world_size,
-        )?)?;
-        // A size that overflows 64 bits does not fit the device.
-        Ok(largest(|elems| {
-            let state = StateBytes::of_elems(self.stage, &self.widths, elems, world_size);
-            let total = state.and_then(|state| self.footprint(&state)?.device.total_bytes());
-            total.is_ok_and(|bytes| bytes <= device_bytes)
-        }))
-    }
 }
 
 /// Returns the greatest n for which the monotone predicate `fits` holds; 0 if it never holds.

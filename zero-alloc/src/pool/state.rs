@@ -13,7 +13,6 @@ use crate::planner::{Compaction, Planner, RangeId, Remedy, Request, Stitch};
 /// The memory of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Allocation {
-    /// No bytes.
     Empty,
     /// A range of a lane's space.
     Lane(RangeId),

@@ -116,7 +116,6 @@ impl<T> From<DeviceSlice<T>> for Param {
     }
 }
 
-/// One launch.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Launch {
     /// The source file.
