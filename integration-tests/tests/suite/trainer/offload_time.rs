@@ -37,7 +37,7 @@ fn cost(costs: Costs, stream: &str, label: &str) -> Duration {
         "adam" => costs.adam,
         "swap read" if stream.ends_with("update read") => costs.read,
         "swap write" if stream.ends_with("update write") => costs.write,
-        "swap read" if stream.ends_with("params gathers") => costs.gather,
+        "swap read" if stream.ends_with("params gathers reads") => costs.gather,
         "swap read" | "swap write" => costs.other,
         _ => 0,
     };

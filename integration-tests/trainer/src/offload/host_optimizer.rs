@@ -27,7 +27,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_alloc::swap::SwapFile;
+use zero_alloc::swap::{SwapAccess, SwapFile};
 use zero_alloc::{Block, Purpose};
 use zero_ckpt::Reader;
 use zero_optim::{
@@ -305,24 +305,27 @@ impl<D: Device> HostOptimizer<D> {
                     .pieces(unit)
                     .iter()
                     .all(|piece| piece.state.is_some());
+            let access = if overwritten {
+                SwapAccess::Overwrite
+            } else {
+                SwapAccess::Update
+            };
             let mut update = |grad: &Reduced<HostDevice>| {
-                params.update(unit, overwritten, |param| {
-                    Ok(optimizer.enqueue_unit_update(
-                        stream,
-                        unit,
-                        &UnitSlices {
-                            grad,
-                            param: &[(param, 0)],
-                        },
-                    )?)
-                })
+                let held = params.acquire(unit, access)?;
+                let slices = UnitSlices {
+                    grad,
+                    param: &[(held.values, 0)],
+                };
+                optimizer.enqueue_unit_update(stream, unit, &slices)?;
+                held.write_back()?;
+                Ok::<_, TrainError>(())
             };
             match (&mut on_file, &grads[unit]) {
-                (Some(file), _) => file.read(unit, |grad| {
-                    let done = stream.record()?;
+                (Some(file), _) => {
+                    let grad = file.acquire(unit, SwapAccess::Read)?;
                     // SAFETY: complete at this point of the stream, on which it is read.
-                    update(&unsafe { Reduced::new(grad, done) })
-                })?,
+                    update(&unsafe { Reduced::new(grad.values, stream.record()?) })?;
+                }
                 (None, Some(grad)) => update(grad)?,
                 (None, None) => continue,
             }
@@ -407,14 +410,15 @@ impl<D: Device> HostOptimizer<D> {
         let stream = &self.stream;
         let mut params = self.params.lock();
 
-        let mut read =
-            |param| Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?);
-        if reads {
-            params.read(unit, read)
+        let held;
+        let param = if reads {
+            held = params.acquire(unit, SwapAccess::Read)?;
+            held.values
         } else {
             // The optimizer has the values.
-            read(params.unread(unit))
-        }
+            params.unread(unit)
+        };
+        Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?)
     }
 
     /// Sets the weights of `unit` in parts: `fill` returns those of a range.
@@ -429,19 +433,20 @@ impl<D: Device> HostOptimizer<D> {
         let optimizer = &mut self.optimizer;
         let stream = &self.stream;
         let mut values = Vec::new();
-        self.params.lock().update(unit, false, |param| {
-            let param = [(param, 0)];
-            for part in parts {
-                fill(part.clone(), &mut values)?;
-                let range = StateRange {
-                    kind: StateKind::Master,
-                    unit,
-                    elems: part,
-                };
-                optimizer.write_state(stream, &range, &param, &values, limit)?;
-            }
-            Ok(optimizer.write_unit_params(stream, unit, &param)?)
-        })
+        let mut params = self.params.lock();
+        let held = params.acquire(unit, SwapAccess::Update)?;
+        let param = [(held.values, 0)];
+        for part in parts {
+            fill(part.clone(), &mut values)?;
+            let range = StateRange {
+                kind: StateKind::Master,
+                unit,
+                elems: part,
+            };
+            optimizer.write_state(stream, &range, &param, &values, limit)?;
+        }
+        optimizer.write_unit_params(stream, unit, &param)?;
+        Ok(held.write_back()?)
     }
 
     /// Loads weights, moments and progress from a checkpoint.
@@ -451,16 +456,16 @@ impl<D: Device> HostOptimizer<D> {
         let stream = &self.stream;
         let mut params = self.params.lock();
         for unit in 0..rank.units() {
-            params.update(unit, false, |param| {
-                let own = RankParams {
-                    layout: &rank.layout,
-                    rank: rank.comm.rank() as u64,
-                    params: &[(param, 0)],
-                };
-                optimizer
-                    .load_unit(stream, reader, unit, &own, limit)
-                    .map_err(TrainError::unreadable)
-            })?;
+            let held = params.acquire(unit, SwapAccess::Update)?;
+            let own = RankParams {
+                layout: &rank.layout,
+                rank: rank.comm.rank() as u64,
+                params: &[(held.values, 0)],
+            };
+            optimizer
+                .load_unit(stream, reader, unit, &own, limit)
+                .map_err(TrainError::unreadable)?;
+            held.write_back()?;
         }
         optimizer
             .load_progress(reader)
@@ -476,7 +481,6 @@ impl<D: Device> Drop for HostOptimizer<D> {
             .iter()
             .for_each(|stream| drain(stream, self.limit));
         drain(&self.stream, self.limit);
-        self.params.lock().drain();
     }
 }
 
