@@ -13,7 +13,7 @@
 //!
 //! The optimizer is a `ShardedAdamW<HostDevice>` on whatever device the model runs: one set of
 //! rules and one code of checkpoints. Offload differs only in where gradients
-//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `tier.rs`) are. If the device is the host,
+//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `pieces.rs`) are. If the device is the host,
 //! gradients and parameters stay where they are and only the streams differ, so all of it is tested
 //! without a GPU.
 //!
@@ -89,33 +89,20 @@ impl<D: Device> HostOptimizer<D> {
         let params = HostParams::new(rank, &stream, &segments, on_device)?;
         let shards_of = settings.stage.shards_optimizer().then_some(index as u64);
         let groups = rank.groups.of(&rank.layout, shards_of)?;
-        let config = settings.optimizer.clone();
-        let dtype = settings.dtype;
         let options = &settings.offload;
-        let optimizer = match options.state() {
-            None => ShardedAdamW::with_groups(
-                &host.plain,
-                host.kernels.clone(),
-                &stream,
-                config,
-                dtype,
-                segments,
-                &groups,
-            )?,
-            Some(state) => ShardedAdamW::offloaded(
-                &host.plain,
-                match options.optimizer {
-                    Home::Nvme(_) => host.nvme_kernels.clone(),
-                    _ => host.kernels.clone(),
-                },
-                &stream,
-                config,
-                dtype,
-                segments,
-                &groups,
-                &state,
-            )?,
+        let kernels = match options.optimizer {
+            Home::Nvme(_) => &host.nvme_kernels,
+            _ => &host.kernels,
         };
+        let builder = ShardedAdamW::builder(&host.plain, Arc::clone(kernels), &stream)
+            .config(settings.optimizer.clone())
+            .param_dtype(settings.dtype)
+            .groups(&groups);
+        let builder = match options.state() {
+            Some(state) => builder.offload(state),
+            None => builder,
+        };
+        let optimizer = builder.build(segments)?;
         if index == 0 {
             let files = [optimizer.file(), params.file()].into_iter().flatten();
             let mut notices: Vec<_> = files.flat_map(SwapFile::notices).collect();
