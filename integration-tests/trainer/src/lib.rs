@@ -8,6 +8,11 @@
 //! `stages::dense` (stage 0), `stages::stages_1_and_2` and `stages::stage3` each contain one
 //! algorithm. They share a `Rank` (streams, pool, communicator, layout), flat storages, the
 //! reduction of gradients, and the end of a step.
+//!
+//! A model of one's own, and all that can be done with it:
+//! ```
+#![doc = include_str!("../examples/bigrams.rs")]
+//! ```
 
 mod error;
 mod exchange;
@@ -27,6 +32,8 @@ mod step;
 mod telemetry;
 mod validation;
 mod workload;
+
+pub use {zero_alloc, zero_optim, zero_shard};
 
 pub use error::TrainError;
 pub use exchange::RankExchange;

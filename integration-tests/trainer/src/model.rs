@@ -25,6 +25,17 @@ pub struct Pass {
     pub grads: Vec<usize>,
 }
 
+impl Pass {
+    /// A pass that reads one unit, forward and backward, and adds to its gradient.
+    pub fn of_unit(unit: usize) -> Self {
+        Self {
+            forward_reads: vec![unit],
+            backward_reads: vec![unit],
+            grads: vec![unit],
+        }
+    }
+}
+
 /// The place of a unit's gradient in a backward pass.
 #[derive(Clone, Copy, Debug)]
 pub enum Grad {
@@ -120,16 +131,19 @@ pub trait Model<D: Device>: Send {
 
     /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to
     /// [`Model::loss`], after its forward. `params` are the flat parameters of the `forward_reads`
-    /// of the last pass. Computes no gradient.
+    /// of the last pass. Computes no gradient. Only evaluations call it: without them a model need
+    /// not have it.
     ///
     /// # Errors
-    /// The stream failed.
+    /// The stream failed, or the model has no evaluation.
     fn add_losses(
         &mut self,
-        stream: &D::Stream,
-        params: &[AnySlice],
-        tokens: usize,
-    ) -> Result<(), ModelError>;
+        _stream: &D::Stream,
+        _params: &[AnySlice],
+        _tokens: usize,
+    ) -> Result<(), ModelError> {
+        Err("this model computes no validation loss: implement Model::add_losses".into())
+    }
 
     /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
     ///

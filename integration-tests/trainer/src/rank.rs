@@ -54,15 +54,15 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Settings without offload, parameter groups and graphs: one micro-batch a step, a bucket of
-    /// one element and no limit of time, which a run replaces.
+    /// Settings without offload, parameter groups and graphs: one micro-batch a step, buckets of
+    /// 2^20 elements, and a minute for each collective.
     pub fn new(stage: ZeroStage, dtype: DType, kind_of: KindOf) -> Self {
         Self {
             stage,
             dtype,
             grad_accum_steps: 1,
             reduce_every_micro_batch: false,
-            bucket_capacity_elems: 1,
+            bucket_capacity_elems: 1 << 20,
             overlap: true,
             prefetch: PrefetchOptions::default(),
             optimizer: OptimizerConfig::default(),
@@ -70,7 +70,7 @@ impl Settings {
             kind_of,
             graphs: false,
             offload: OffloadSettings::default(),
-            limit: Duration::ZERO,
+            limit: Duration::from_secs(60),
         }
     }
 

@@ -39,11 +39,16 @@ pub trait Workload<D: Device>: Sync {
     fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32])
     -> Result<(), ModelError>;
 
-    /// A checksum of the data.
-    fn data_fingerprint(&self) -> u64;
+    /// A checksum of the data, by which a resumed run notices other data; 0 for all data by
+    /// default.
+    fn data_fingerprint(&self) -> u64 {
+        0
+    }
 
-    /// The model's `config.json`, for export from a checkpoint.
-    fn model_config(&self) -> serde_json::Value;
+    /// The model's `config.json`, for export from a checkpoint; null by default.
+    fn model_config(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
 }
 
 /// A position in training: one micro-batch of one rank.
