@@ -12,10 +12,12 @@ compile_error!(
 #[macro_use]
 mod setters;
 
+mod agree;
 mod error;
 mod exchange;
 pub mod format;
 mod io;
+mod job;
 mod load;
 mod save;
 

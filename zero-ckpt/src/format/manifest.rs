@@ -16,8 +16,7 @@ use crate::{CkptError, ModelSpec, Piece, StateSpec};
 
 /// Name of the manifest in a checkpoint.
 pub const MANIFEST_NAME: &str = "manifest.json";
-/// Version of the format that this crate writes. It also reads version 1, which has no `run` and no
-/// `documents`.
+/// The version of the format that this crate writes, and the only one that it reads.
 pub(crate) const FORMAT_VERSION: u64 = 2;
 /// Maximum size of a manifest.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
@@ -187,7 +186,7 @@ impl Manifest {
                 short(&version.format)
             )));
         }
-        if !(1..=FORMAT_VERSION).contains(&version.version) {
+        if version.version != FORMAT_VERSION {
             return Err(CkptError::UnsupportedVersion {
                 path: path.to_path_buf(),
                 found: version.version,

@@ -96,15 +96,7 @@ impl Store {
         manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
         let name = step_name(manifest.step);
         let path = self.dir.path().join(&name);
-        let replaced = published
-            .iter()
-            .find(|e| e.name == name || backup_of(&e.name) == Some(&name));
-        if let Some(another) = replaced.filter(|e| !self.options.owns(e.run.as_deref())) {
-            return Err(CkptError::AnotherRun {
-                path,
-                run: another.run.clone(),
-            });
-        }
+        self.check_replaced(&name, &published)?;
         let manifest = with_files(manifest, staged, &path)?;
         let encoded = manifest.encode()?;
 
@@ -160,6 +152,30 @@ impl Store {
             bytes,
             best,
             notices: self.take_notices(),
+        })
+    }
+
+    /// Checks that the checkpoint `name`, which a publication replaces, is not of another run.
+    fn check_replaced(&self, name: &str, published: &[Entry]) -> Result<(), CkptError> {
+        let known = published
+            .iter()
+            .find(|e| e.name == name || backup_of(&e.name) == Some(name));
+        let run = match known {
+            Some(entry) => entry.run.clone(),
+            None if !self.dir.has(name) => return Ok(()),
+            // It came after the directory was opened, or was damaged then. Damaged ones are
+            // replaced.
+            None => match self.dir.open_dir(name).and_then(|dir| Manifest::read(&dir)) {
+                Ok((manifest, ..)) => manifest.run,
+                Err(_) => return Ok(()),
+            },
+        };
+        if self.options.owns(run.as_deref()) {
+            return Ok(());
+        }
+        Err(CkptError::AnotherRun {
+            path: self.dir.path().join(name),
+            run,
         })
     }
 

@@ -223,8 +223,7 @@ pub struct Store {
     pub(super) session: u64,
     /// The number of the next save, equal on all ranks.
     next_save: AtomicU32,
-    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] or
-    /// [`Store::finish`] ends.
+    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] ends.
     is_numbered: AtomicBool,
     /// Bytes written and files published or removed so far.
     pub(super) progress: Arc<AtomicU64>,

@@ -218,7 +218,7 @@ fn panic_of_the_save_thread_is_an_error() {
             .complete(&mut SingleRank)
             .unwrap_err()
             .to_string()
-            .contains("thread that saves has panicked")
+            .contains("a thread that saves or opens a checkpoint has panicked")
     );
     // Copies into its buffer may still be in progress.
     store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();

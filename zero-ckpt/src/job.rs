@@ -119,9 +119,7 @@ impl<T: Send> Job<T> {
     pub(crate) fn take(&self) -> Result<T, CkptError> {
         match std::mem::replace(&mut *self.lock(), State::Empty) {
             State::Ended(result) => Ok(result),
-            State::Running | State::Empty => Err(CkptError::Snapshot {
-                message: "the thread that saves has panicked".into(),
-            }),
+            State::Running | State::Empty => Err(CkptError::Panicked),
         }
     }
 }
