@@ -1,8 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-#[macro_use]
-mod setters;
-
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;

@@ -42,7 +42,21 @@ impl OpSpan {
         }
     }
 }
-setters!(OpSpan { phase: &'static str, enqueued: Duration });
+impl OpSpan {
+    /// Sets [`OpSpan::phase`].
+    #[must_use]
+    pub fn phase(mut self, phase: &'static str) -> Self {
+        self.phase = phase;
+        self
+    }
+
+    /// Sets [`OpSpan::enqueued`].
+    #[must_use]
+    pub fn enqueued(mut self, enqueued: Duration) -> Self {
+        self.enqueued = enqueued;
+        self
+    }
+}
 
 /// The part of an [`OpSpan`] that is known when the operation is enqueued.
 #[derive(Clone, Copy, Debug, Default)]

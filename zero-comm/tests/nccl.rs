@@ -160,56 +160,6 @@ fn cuda_nccl_16_bit_sums_are_within_tolerance() {
     }
 }
 
-#[test]
-#[ignore = "needs a CUDA device"]
-fn cuda_nccl_registers_shareable_pools() {
-    if !library("cuda_nccl_registers_shareable_pools") {
-        return;
-    }
-    for n in 2..=3 {
-        let (outputs, _) = launch(n, "registers", &[]);
-        expect(
-            outputs
-                .iter()
-                .all(|o| o.status.success() && prints(o, "registered")),
-            "registers",
-            &outputs,
-        );
-    }
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn cuda_nccl_works_without_shareable_memory() {
-    if !stand_in("cuda_nccl_works_without_shareable_memory") {
-        return;
-    }
-    let (outputs, _) = launch(2, "registers-nothing", &[("ZERO_STANDIN_SHARING", "0")]);
-    expect(
-        outputs
-            .iter()
-            .all(|o| o.status.success() && prints(o, "registered nothing")),
-        "nothing",
-        &outputs,
-    );
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn cuda_nccl_failure_keeps_registered_memory() {
-    if !library("cuda_nccl_failure_keeps_registered_memory") {
-        return;
-    }
-    let (outputs, _) = launch(2, "keeps-registered", &[]);
-    expect(
-        outputs
-            .iter()
-            .all(|o| o.status.success() && prints(o, "kept its memory")),
-        "kept",
-        &outputs,
-    );
-}
-
 /// Every fault ends all remaining processes within the limit, with an error that names the cause.
 #[test]
 #[ignore = "needs a CUDA device"]

@@ -71,7 +71,7 @@ impl RankStats {
     }
 
     /// Whether the step must be skipped.
-    pub fn is_bad(&self) -> bool {
+    pub(crate) fn is_bad(&self) -> bool {
         self.nonfinite > 0 || !self.sum_sq.is_finite()
     }
 }
@@ -109,7 +109,7 @@ pub struct StepConfig {
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepRates {
-    /// Learning rate.
+    /// Learning rate of the step.
     pub lr: f64,
     /// Decay of the first moment.
     pub beta1: f64,
@@ -131,7 +131,7 @@ pub struct StepState {
     pub adam_steps: u64,
     /// Position of the learning-rate schedule.
     pub schedule_position: u64,
-    /// Steps skipped.
+    /// Steps that were skipped, of all so far.
     pub skipped_steps: u64,
     /// Overflows until the scale halves.
     pub hysteresis_left: u32,
@@ -248,6 +248,27 @@ pub fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
+impl StepConfig {
+    /// The factor by which the sum of all ranks' gradients exceeds their mean.
+    fn divisor(&self, loss_scale: f64, ranks: usize) -> f64 {
+        if self.divisor > 0.0 {
+            loss_scale * self.divisor
+        } else {
+            loss_scale * ranks as f64 * f64::from(self.micro_batches)
+        }
+    }
+
+    /// The factor that clips a gradient of this norm.
+    fn clip(&self, grad_norm: f64) -> f64 {
+        let max = self.max_grad_norm;
+        if max > 0.0 && grad_norm > max {
+            max / (grad_norm + 1e-6)
+        } else {
+            1.0
+        }
+    }
+}
+
 /// Advances `state` by one step, given the statistics of all ranks in rank order, and writes the
 /// `scalars` of the step's Adam launches. Returns the step's record, or `None` if the run was
 /// halted before.
@@ -267,6 +288,7 @@ pub fn advance_step(
     if state.halted != StepState::RUNNING {
         return None;
     }
+
     let sum_sq = ranks.iter().fold(0.0, |sum, r| sum + r.sum_sq);
     let bad_rank = ranks.iter().position(RankStats::is_bad);
     let mut record = StepRecord {
@@ -281,6 +303,7 @@ pub fn advance_step(
         skipped: 1,
         ..StepRecord::default()
     };
+
     let index = state.schedule_position.checked_sub(config.first_position);
     let now = index.and_then(|i| {
         rates
@@ -294,30 +317,25 @@ pub fn advance_step(
                 state.halted = StepState::AT_MINIMUM;
             }
         } else {
-            let divisor = if config.divisor > 0.0 {
-                state.loss_scale * config.divisor
-            } else {
-                state.loss_scale * ranks.len() as f64 * f64::from(config.micro_batches)
-            };
+            let divisor = config.divisor(state.loss_scale, ranks.len());
             let grad_norm = sum_sq.sqrt() / divisor;
-            let max = config.max_grad_norm;
-            let clip = if max > 0.0 && grad_norm > max {
-                max / (grad_norm + 1e-6)
-            } else {
-                1.0
-            };
+            let clip = config.clip(grad_norm);
             let t = state.adam_steps + 1;
             let correct = config.bias_correction != 0;
             for (scalars, rates) in scalars.iter_mut().zip(now) {
                 *scalars = StepScalars::with_rates(t, rates, correct, clip / divisor);
             }
-            (record.grad_norm, record.clip, record.skipped) = (grad_norm, clip, 0);
+            record.grad_norm = grad_norm;
+            record.clip = clip;
+            record.skipped = 0;
             state.count_step(config, false);
         }
     } else {
         state.halted = StepState::NO_RATE;
     }
-    (record.next_loss_scale, record.halted) = (state.loss_scale, state.halted);
+
+    record.next_loss_scale = state.loss_scale;
+    record.halted = state.halted;
     Some(record)
 }
 

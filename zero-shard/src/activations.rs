@@ -129,13 +129,42 @@ impl ActivationOptions {
         }
     }
 }
-setters!(ActivationOptions {
-    checkpointing: bool,
-    checkpoint_shards: u64,
-    flash_attention: bool,
-    dropout: bool,
-    recompute_gelu: bool,
-});
+impl ActivationOptions {
+    /// Sets [`ActivationOptions::checkpointing`].
+    #[must_use]
+    pub fn checkpointing(mut self, checkpointing: bool) -> Self {
+        self.checkpointing = checkpointing;
+        self
+    }
+
+    /// Sets [`ActivationOptions::checkpoint_shards`].
+    #[must_use]
+    pub fn checkpoint_shards(mut self, checkpoint_shards: u64) -> Self {
+        self.checkpoint_shards = checkpoint_shards;
+        self
+    }
+
+    /// Sets [`ActivationOptions::flash_attention`].
+    #[must_use]
+    pub fn flash_attention(mut self, flash_attention: bool) -> Self {
+        self.flash_attention = flash_attention;
+        self
+    }
+
+    /// Sets [`ActivationOptions::dropout`].
+    #[must_use]
+    pub fn dropout(mut self, dropout: bool) -> Self {
+        self.dropout = dropout;
+        self
+    }
+
+    /// Sets [`ActivationOptions::recompute_gelu`].
+    #[must_use]
+    pub fn recompute_gelu(mut self, recompute_gelu: bool) -> Self {
+        self.recompute_gelu = recompute_gelu;
+        self
+    }
+}
 
 /// Bytes of activations on one rank when the backward pass begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -154,13 +183,30 @@ pub struct ActivationBytes {
     pub head_bytes: u64,
 }
 
+const WHAT: &str = "bytes of activations";
+
+/// The matrix of attention weights and its dropout mask, of one block.
+fn attention_matrix_bytes(
+    shape: &TransformerShape,
+    run: &ActivationOptions,
+    tokens: u64,
+) -> Result<u64, ShardError> {
+    if run.flash_attention {
+        return Ok(0);
+    }
+    let mut each = run.elem_bytes;
+    if run.dropout {
+        each = sum(WHAT, &[product(WHAT, &[2, run.elem_bytes])?, 1])?;
+    }
+    product(WHAT, &[shape.heads, run.seq_len, tokens, each])
+}
+
 impl ActivationBytes {
     /// Estimates the activations of `shape` under `run`.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
     pub fn estimate(shape: &TransformerShape, run: &ActivationOptions) -> Result<Self, ShardError> {
-        const WHAT: &str = "bytes of activations";
         let mul = |factors: &[u64]| product(WHAT, factors);
         let tokens = mul(&[run.seq_len, run.micro_batch])?;
         let input = mul(&[tokens, shape.hidden, run.elem_bytes])?;
@@ -170,14 +216,7 @@ impl ActivationBytes {
         } else {
             0
         };
-        let matrix = match (run.flash_attention, run.dropout) {
-            (true, _) => 0,
-            (false, false) => mul(&[shape.heads, run.seq_len, tokens, run.elem_bytes])?,
-            (false, true) => {
-                let each = sum(WHAT, &[mul(&[2, run.elem_bytes])?, 1])?;
-                mul(&[shape.heads, run.seq_len, tokens, each])?
-            }
-        };
+        let matrix = attention_matrix_bytes(shape, run, tokens)?;
         let kept_inner = if run.recompute_gelu { 1 } else { 2 };
         let block = sum(
             WHAT,
@@ -189,6 +228,7 @@ impl ActivationBytes {
             0
         };
         let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
+
         let in_memory = if run.checkpointing {
             shape.layers.min(1)
         } else {
@@ -201,6 +241,7 @@ impl ActivationBytes {
             // The sharded input of the recomputed block is gathered.
             (true, _) => (mul(&[shape.layers, input.div_ceil(shards)])?, block),
         };
+
         let bytes = Self {
             blocks_bytes,
             recomputed_bytes,
@@ -221,7 +262,7 @@ impl ActivationBytes {
         Ok(bytes)
     }
 
-    /// The sum.
+    /// The sum of all parts.
     pub fn total_bytes(&self) -> u64 {
         let working = self.statistics_bytes + self.backward_bytes + self.head_bytes;
         self.blocks_bytes + self.recomputed_bytes + working

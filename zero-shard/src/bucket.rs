@@ -55,8 +55,18 @@ pub fn bucket_pieces(
     world_size: u64,
     capacity_elems: u64,
 ) -> impl Iterator<Item = BucketPiece> + use<> {
-    let world_size = world_size.max(1);
-    let step = (capacity_elems / world_size).max(1);
+    pieces(
+        shard_elems,
+        world_size.max(1),
+        (capacity_elems / world_size.max(1)).max(1),
+    )
+}
+
+fn pieces(
+    shard_elems: u64,
+    world_size: u64,
+    step: u64,
+) -> impl Iterator<Item = BucketPiece> + use<> {
     (0..shard_elems.div_ceil(step)).map(move |i| BucketPiece {
         in_shard: i * step..i * step + step.min(shard_elems - i * step),
         world_size,

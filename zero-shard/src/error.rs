@@ -48,20 +48,6 @@ pub enum ShardError {
         /// The first range of it that is missing.
         in_param: Range<u64>,
     },
-    /// Elements with two sources.
-    SourcesOverlap {
-        param: String,
-        /// The first range of it with two sources.
-        in_param: Range<u64>,
-        /// The two places that hold it.
-        places: [u64; 2],
-    },
-    /// A range of a target's storage that two extents fill.
-    TargetsOverlap {
-        place: u64,
-        /// The range of its storage.
-        in_storage: Range<u64>,
-    },
     /// A parameter whose shapes in source and target differ.
     ShapeMismatch {
         param: String,
@@ -121,24 +107,6 @@ impl std::fmt::Display for ShardError {
                     f,
                     "no source holds elements {}..{} of {param:?}",
                     in_param.start, in_param.end
-                )
-            }
-            Self::SourcesOverlap {
-                param,
-                in_param,
-                places: [a, b],
-            } => {
-                write!(
-                    f,
-                    "places {a} and {b} both hold elements {}..{} of {param:?}",
-                    in_param.start, in_param.end
-                )
-            }
-            Self::TargetsOverlap { place, in_storage } => {
-                write!(
-                    f,
-                    "two extents fill {}..{} of place {place}",
-                    in_storage.start, in_storage.end
                 )
             }
             Self::ShapeMismatch {

@@ -158,19 +158,84 @@ pub struct MemoryModel {
     pub host_activations_bytes: u64,
 }
 
-setters!(MemoryModel {
-    placement: Placement,
-    gathered_elems: u64,
-    bucket_elems: u64,
-    buckets: u64,
-    scratch_bytes: u64,
-    sub_group_elems: u64,
-    sub_group_buffers: u64,
-    unit_shard_elems: u64,
-    param_buffers: u64,
-    activations_bytes: u64,
-    host_activations_bytes: u64,
-});
+impl MemoryModel {
+    /// Sets [`MemoryModel::placement`].
+    #[must_use]
+    pub fn placement(mut self, placement: Placement) -> Self {
+        self.placement = placement;
+        self
+    }
+
+    /// Sets [`MemoryModel::gathered_elems`].
+    #[must_use]
+    pub fn gathered_elems(mut self, gathered_elems: u64) -> Self {
+        self.gathered_elems = gathered_elems;
+        self
+    }
+
+    /// Sets [`MemoryModel::bucket_elems`].
+    #[must_use]
+    pub fn bucket_elems(mut self, bucket_elems: u64) -> Self {
+        self.bucket_elems = bucket_elems;
+        self
+    }
+
+    /// Sets [`MemoryModel::buckets`].
+    #[must_use]
+    pub fn buckets(mut self, buckets: u64) -> Self {
+        self.buckets = buckets;
+        self
+    }
+
+    /// Sets [`MemoryModel::scratch_bytes`].
+    #[must_use]
+    pub fn scratch_bytes(mut self, scratch_bytes: u64) -> Self {
+        self.scratch_bytes = scratch_bytes;
+        self
+    }
+
+    /// Sets [`MemoryModel::sub_group_elems`].
+    #[must_use]
+    pub fn sub_group_elems(mut self, sub_group_elems: u64) -> Self {
+        self.sub_group_elems = sub_group_elems;
+        self
+    }
+
+    /// Sets [`MemoryModel::sub_group_buffers`].
+    #[must_use]
+    pub fn sub_group_buffers(mut self, sub_group_buffers: u64) -> Self {
+        self.sub_group_buffers = sub_group_buffers;
+        self
+    }
+
+    /// Sets [`MemoryModel::unit_shard_elems`].
+    #[must_use]
+    pub fn unit_shard_elems(mut self, unit_shard_elems: u64) -> Self {
+        self.unit_shard_elems = unit_shard_elems;
+        self
+    }
+
+    /// Sets [`MemoryModel::param_buffers`].
+    #[must_use]
+    pub fn param_buffers(mut self, param_buffers: u64) -> Self {
+        self.param_buffers = param_buffers;
+        self
+    }
+
+    /// Sets [`MemoryModel::activations_bytes`].
+    #[must_use]
+    pub fn activations_bytes(mut self, activations_bytes: u64) -> Self {
+        self.activations_bytes = activations_bytes;
+        self
+    }
+
+    /// Sets [`MemoryModel::host_activations_bytes`].
+    #[must_use]
+    pub fn host_activations_bytes(mut self, host_activations_bytes: u64) -> Self {
+        self.host_activations_bytes = host_activations_bytes;
+        self
+    }
+}
 
 impl MemoryModel {
     /// A model of parameters, gradients and optimizer state only, all on the device.
@@ -205,16 +270,14 @@ impl MemoryModel {
                 stage,
             });
         }
-        let widths = &self.widths;
-        let placement = &self.placement;
         // The elements that the rank updates.
         let updated = state
             .optimizer_bytes
-            .checked_div(widths.optimizer_bytes)
+            .checked_div(self.widths.optimizer_bytes)
             .unwrap_or(0);
-        let grads_bytes = match placement.grads {
+        let grads_bytes = match self.placement.grads {
             Tier::Device => state.grads_bytes,
-            _ => product(WHAT, &[updated, widths.grad_bytes])?,
+            _ => product(WHAT, &[updated, self.widths.grad_bytes])?,
         };
         let state = StateBytes {
             grads_bytes,
@@ -228,68 +291,9 @@ impl MemoryModel {
                 optimizer_bytes: here(self.placement.optimizer, state.optimizer_bytes),
             }
         };
-        let gathered = if self.stage.shards_params() {
-            self.gathered_elems
-        } else {
-            0
-        };
-        let device = TierBytes {
-            state: on(Tier::Device),
-            gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
-            buckets_bytes: product(
-                WHAT,
-                &[self.bucket_elems, self.buckets, widths.comm_grad_bytes],
-            )?,
-            scratch_bytes: self.scratch_bytes,
-            copies_bytes: 0,
-            staging_bytes: match (placement.params, placement.optimizer) {
-                (Tier::Device, Tier::Device) => 0,
-                _ => product(WHAT, &[2, self.unit_shard_elems, widths.param_bytes])?,
-            },
-            activations_bytes: self.activations_bytes,
-        };
-        let through_host = |tier: Tier, factors: &[u64]| match tier {
-            Tier::Nvme => product(WHAT, factors),
-            _ => Ok(0),
-        };
-        let pieces = self.sub_group_elems;
-        let buffers = self.sub_group_buffers;
-        let staging = [
-            // Two units that arrive, and two whose sums are read or written.
-            through_host(
-                placement.grads,
-                &[
-                    2,
-                    self.unit_shard_elems,
-                    sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?,
-                ],
-            )?,
-            through_host(
-                placement.optimizer,
-                &[pieces, buffers, widths.optimizer_bytes],
-            )?,
-            through_host(
-                placement.params,
-                &[
-                    self.unit_shard_elems,
-                    self.param_buffers,
-                    widths.param_bytes,
-                ],
-            )?,
-        ];
-        let copies_bytes = match (placement.params, placement.optimizer) {
-            (Tier::Device, Tier::Host | Tier::Nvme) => {
-                product(WHAT, &[updated, widths.param_bytes])?
-            }
-            _ => 0,
-        };
-        let host = TierBytes {
-            state: on(Tier::Host),
-            copies_bytes,
-            staging_bytes: sum(WHAT, &staging)?,
-            activations_bytes: self.host_activations_bytes,
-            ..TierBytes::default()
-        };
+
+        let device = self.device_bytes(on(Tier::Device))?;
+        let host = self.host_bytes(on(Tier::Host), updated)?;
         let nvme = TierBytes {
             state: on(Tier::Nvme),
             ..TierBytes::default()
@@ -301,29 +305,72 @@ impl MemoryModel {
         Ok(footprint)
     }
 
-    /// Returns the maximum number of parameters for which each of `world_size` ranks fits into
-    /// `device_bytes` of device memory, with this model's gathered units, buckets and activations;
-    /// 0 if those alone do not fit.
-    ///
-    /// # Errors
-    /// A world without ranks, or parameters that are not sharded are placed off the device.
-    pub fn largest_model_elems(
-        &self,
-        world_size: u64,
-        device_bytes: u64,
-    ) -> Result<u64, ShardError> {
-        self.footprint(&StateBytes::of_elems(
-            self.stage,
-            &self.widths,
-            0,
-            world_size,
-        )?)?;
-        // A size that overflows 64 bits does not fit the device.
-        Ok(largest(|elems| {
-            let state = StateBytes::of_elems(self.stage, &self.widths, elems, world_size);
-            let total = state.and_then(|state| self.footprint(&state)?.device.total_bytes());
-            total.is_ok_and(|bytes| bytes <= device_bytes)
-        }))
+    /// The device's bytes, of which `state` is the state.
+    fn device_bytes(&self, state: StateBytes) -> Result<TierBytes, ShardError> {
+        let widths = &self.widths;
+        let gathered = if self.stage.shards_params() {
+            self.gathered_elems
+        } else {
+            0
+        };
+        let buckets = [self.bucket_elems, self.buckets, widths.comm_grad_bytes];
+        let staging_bytes = match (self.placement.params, self.placement.optimizer) {
+            (Tier::Device, Tier::Device) => 0,
+            _ => product(WHAT, &[2, self.unit_shard_elems, widths.param_bytes])?,
+        };
+
+        Ok(TierBytes {
+            state,
+            gathered_bytes: product(WHAT, &[gathered, widths.param_bytes])?,
+            buckets_bytes: product(WHAT, &buckets)?,
+            scratch_bytes: self.scratch_bytes,
+            copies_bytes: 0,
+            staging_bytes,
+            activations_bytes: self.activations_bytes,
+        })
+    }
+
+    /// The host's bytes, of which `state` is the state, for a rank that updates `updated` elements.
+    fn host_bytes(&self, state: StateBytes, updated: u64) -> Result<TierBytes, ShardError> {
+        let widths = &self.widths;
+        let placement = &self.placement;
+        let through_host = |tier: Tier, factors: &[u64]| match tier {
+            Tier::Nvme => product(WHAT, factors),
+            _ => Ok(0),
+        };
+
+        // Two units that arrive, and two whose sums are read or written.
+        let grad_bytes = sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?;
+        let grads = [2, self.unit_shard_elems, grad_bytes];
+        let optimizer = [
+            self.sub_group_elems,
+            self.sub_group_buffers,
+            widths.optimizer_bytes,
+        ];
+        let params = [
+            self.unit_shard_elems,
+            self.param_buffers,
+            widths.param_bytes,
+        ];
+        let staging = [
+            through_host(placement.grads, &grads)?,
+            through_host(placement.optimizer, &optimizer)?,
+            through_host(placement.params, &params)?,
+        ];
+        let copies_bytes = match (placement.params, placement.optimizer) {
+            (Tier::Device, Tier::Host | Tier::Nvme) => {
+                product(WHAT, &[updated, widths.param_bytes])?
+            }
+            _ => 0,
+        };
+
+        Ok(TierBytes {
+            state,
+            copies_bytes,
+            staging_bytes: sum(WHAT, &staging)?,
+            activations_bytes: self.host_activations_bytes,
+            ..TierBytes::default()
+        })
     }
 }
 

@@ -137,7 +137,28 @@ impl Default for LayoutOptions {
     }
 }
 
-setters!(LayoutOptions { shard_align_elems: u64, param_align_elems: u64, ties: Vec<Tie> });
+impl LayoutOptions {
+    /// Sets [`LayoutOptions::shard_align_elems`].
+    #[must_use]
+    pub fn shard_align_elems(mut self, shard_align_elems: u64) -> Self {
+        self.shard_align_elems = shard_align_elems;
+        self
+    }
+
+    /// Sets [`LayoutOptions::param_align_elems`].
+    #[must_use]
+    pub fn param_align_elems(mut self, param_align_elems: u64) -> Self {
+        self.param_align_elems = param_align_elems;
+        self
+    }
+
+    /// Sets [`LayoutOptions::ties`].
+    #[must_use]
+    pub fn ties(mut self, ties: Vec<Tie>) -> Self {
+        self.ties = ties;
+        self
+    }
+}
 
 /// A parameter and its place in the flat parameter of its unit.
 #[derive(Clone, Debug, PartialEq, Eq)]

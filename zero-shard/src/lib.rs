@@ -24,15 +24,12 @@
 //! even if the ranks have different amounts of memory.
 #![forbid(unsafe_code)]
 
-#[macro_use]
-mod setters;
-
 mod activations;
 mod bucket;
 mod checked;
 mod error;
 mod footprint;
-mod group_runs;
+mod groups;
 mod index;
 mod layout;
 mod lookup;
@@ -52,7 +49,7 @@ pub use layout::{
 };
 pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
-pub use reshard::{Extent, Move, Sources, reshard, reshard_rank};
+pub use reshard::{Move, reshard_rank};
 pub use stage::{Widths, ZeroStage};
 pub use topology::{Grid, GridLayout, GridTraffic, Routing, Sharding};
 pub use traffic::StepTraffic;

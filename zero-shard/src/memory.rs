@@ -77,7 +77,7 @@ impl StateBytes {
         Self::of(stage, widths, numel_elems, numel_elems.div_ceil(world_size))
     }
 
-    /// The sum.
+    /// The sum of the three kinds.
     pub fn total_bytes(&self) -> u64 {
         self.params_bytes + self.grads_bytes + self.optimizer_bytes
     }

@@ -21,7 +21,7 @@ use std::path::Path;
 const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",
-        "BucketPiece ElemLocation Extent LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
+        "BucketPiece ElemLocation LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
          StateBytes StoredPiece Tie Tier TransformerShape UnitSpec Widths ZeroStage",
     ),
     ("zero-alloc", "Polling Search"),
@@ -60,7 +60,7 @@ fn growing_types_are_non_exhaustive() {
         assert!(
             new.is_empty(),
             "{name}: decide about {new:?}. May a later release add a field or variant? Then mark the type \
-             #[non_exhaustive], and give users `new` or `Default` and setters (setters.rs) if they make it. If its \
+             #[non_exhaustive], and give users `new` or `Default` and setters if they make it. If its \
              members are its definition, add it to CLOSED in {}",
             file!()
         );

@@ -43,7 +43,7 @@ pub struct RunOptions {
     /// Whether each step's metrics include its wall time by part. On CUDA the device must record a
     /// timeline.
     pub breakdown: bool,
-    /// Whether to log the memory of each step, for [`RankSummary::memory`].
+    /// Whether to log the memory of each step, for `RankSummary::memory`.
     pub log_memory: bool,
 }
 

@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use parking_lot::Mutex;
 
 use super::clock::Clock;
-use super::driver::{Code, Context, Driver, Pages, Queue, Shareable};
+use super::driver::{Code, Context, Driver, Pages, Queue};
 use super::pageable;
 use super::pinned::Pins;
 use super::poll::Deadline;
@@ -42,8 +42,6 @@ enum Kind {
     Pages,
     /// Backings by `cuMemAlloc`.
     Backings,
-    /// Backings that other processes can open; each is one handle.
-    Shareable(Arc<Shareable>),
 }
 
 /// Relates the device to a timeline; the first stream creates the clock.
@@ -55,8 +53,7 @@ struct Recorder {
 /// A GPU. Clones refer to the same GPU.
 ///
 /// By default its pools use pages if the device has virtual memory: live addresses never move, and
-/// compaction can map instead of copy. [`CudaDevice::with_backings`] and
-/// [`CudaDevice::with_shareable_backings`] select other memory.
+/// compaction can map instead of copy. [`CudaDevice::with_backings`] selects other memory.
 #[derive(Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,
@@ -153,38 +150,6 @@ impl CudaDevice {
         }
     }
 
-    /// The same device with backings that other processes can open, and network cards if the device
-    /// allows it: memory that NCCL can use directly once it is registered. Each backing is one
-    /// handle of the driver, because NCCL has registered ranges of several handles incorrectly; so
-    /// nothing is stitched, and other pools cannot use its free memory. Use it for a separate pool
-    /// of communication buffers.
-    ///
-    /// If the device or its driver has no such memory, this equals [`CudaDevice::with_backings`],
-    /// and [`CudaDevice::shareable_allocation`] returns an error.
-    ///
-    /// # Errors
-    /// The driver failed.
-    pub fn with_shareable_backings(self) -> Result<Self, DeviceError> {
-        Ok(match Shareable::new(self.context())? {
-            Some(shareable) => Self {
-                kind: Kind::Shareable(Arc::new(shareable)),
-                ..self
-            },
-            None => self.with_backings(),
-        })
-    }
-
-    /// The allocation that contains `memory`, as its first address and its size in bytes.
-    ///
-    /// # Errors
-    /// `memory` is of another device or spans several allocations, or other processes cannot open
-    /// the allocation, or the driver failed.
-    pub fn shareable_allocation(&self, memory: AnySlice) -> Result<(*mut u8, usize), DeviceError> {
-        memory.check_device("shareable_allocation", self.id())?;
-        self.context()
-            .shareable(memory.as_ptr(), memory.len_bytes())
-    }
-
     /// The driver's name of the device.
     pub fn name(&self) -> &str {
         &self.shared.name
@@ -263,26 +228,16 @@ unsafe impl Memory for CudaDevice {
     }
 
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        match &self.kind {
-            Kind::Shareable(shareable) => shareable.allocate(bytes),
-            Kind::Pages | Kind::Backings => self.shared.context.allocate(bytes),
-        }
+        self.shared.context.allocate(bytes)
     }
 
-    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        match &self.kind {
-            // SAFETY: the caller's promise; the kind of a device never changes.
-            Kind::Shareable(shareable) => unsafe { shareable.deallocate(ptr, bytes) },
-            // SAFETY: as above.
-            Kind::Pages | Kind::Backings => unsafe { self.shared.context.deallocate(ptr) },
-        }
+    unsafe fn deallocate(&self, ptr: NonNull<u8>, _bytes: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.shared.context.deallocate(ptr) };
     }
 
     fn granularity_bytes(&self) -> usize {
-        match &self.kind {
-            Kind::Shareable(shareable) => shareable.granularity_bytes(),
-            Kind::Pages | Kind::Backings => ALIGN_BYTES,
-        }
+        ALIGN_BYTES
     }
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {

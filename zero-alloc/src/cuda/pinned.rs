@@ -99,13 +99,7 @@ impl PinnedMemory {
 fn locked_limit_bytes() -> Option<u64> {
     #[cfg(target_os = "linux")]
     {
-        let mut limit = libc::rlimit {
-            rlim_cur: 0,
-            rlim_max: 0,
-        };
-        // SAFETY: writes one limit.
-        let read = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
-        (read == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+        rustix::process::getrlimit(rustix::process::Resource::Memlock).current
     }
     #[cfg(not(target_os = "linux"))]
     None

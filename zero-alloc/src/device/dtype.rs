@@ -67,7 +67,7 @@ mod sealed {
 /// }
 /// ```
 pub trait Element: bytemuck::Pod + Send + Sync + sealed::Sealed {
-    /// The dtype.
+    /// The dtype of the Rust type.
     const DTYPE: DType;
 }
 

@@ -1,11 +1,18 @@
 //! Virtual memory of the host: pages of one memory file, mapped into reserved addresses (Linux).
 
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::ptr::NonNull;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr::{NonNull, null_mut};
 
 use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::device::{DeviceError, Page, VirtualMemory};
+
+/// A mapping of addresses only.
+const WITHOUT_MEMORY: MapFlags = MapFlags::PRIVATE.union(MapFlags::NORESERVE);
 
 #[derive(Debug, Default)]
 struct Pages {
@@ -24,10 +31,11 @@ pub struct HostPages {
     pages: Mutex<Pages>,
 }
 
-fn failed(call: &'static str) -> DeviceError {
-    DeviceError::Driver {
+/// Maps an error of the system call `call`.
+fn failed(call: &'static str) -> impl Fn(Errno) -> DeviceError {
+    move |error| DeviceError::Driver {
         call,
-        message: std::io::Error::last_os_error().to_string(),
+        message: io::Error::from(error).to_string(),
     }
 }
 
@@ -38,20 +46,13 @@ impl HostPages {
     /// # Errors
     /// The system does not support memory files.
     pub fn new(page_bytes: usize, limit_bytes: usize) -> Result<Self, DeviceError> {
-        // SAFETY: the call reads no memory of ours.
-        let system = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        let system = usize::try_from(system).map_err(|_| failed("sysconf"))?;
+        let system = rustix::param::page_size();
         let page_bytes = page_bytes
             .max(system)
             .checked_next_power_of_two()
             .unwrap_or(system);
-        // SAFETY: the name is a C string.
-        let fd = unsafe { libc::memfd_create(c"zero-alloc".as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(failed("memfd_create"));
-        }
-        // SAFETY: the descriptor was opened above and has no other owner.
-        let file = unsafe { OwnedFd::from_raw_fd(fd) };
+        let file =
+            memfd_create("zero-alloc", MemfdFlags::CLOEXEC).map_err(failed("memfd_create"))?;
         let limit_pages = (limit_bytes / page_bytes) as u64;
         Ok(Self {
             file,
@@ -67,8 +68,8 @@ impl HostPages {
         pages.made - pages.free.len() as u64
     }
 
-    fn offset(&self, page: u64) -> libc::off_t {
-        (page * self.page_bytes as u64) as libc::off_t
+    fn offset(&self, page: u64) -> u64 {
+        page * self.page_bytes as u64
     }
 }
 
@@ -87,40 +88,29 @@ unsafe impl VirtualMemory for HostPages {
                     requested_bytes: bytes,
                     detail: "beyond the address space".into(),
                 })?;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: maps a new range; no existing mapping changes.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                with_edge,
-                libc::PROT_NONE,
-                flags,
-                -1,
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(failed("mmap"));
-        }
-        let base = base.cast::<u8>();
+        let base =
+            unsafe { mmap_anonymous(null_mut(), with_edge, ProtFlags::empty(), WITHOUT_MEMORY) };
+        let base = base.map_err(failed("mmap"))?.cast::<u8>();
+
         // Unmap the edges, so that the rest is aligned to pages.
         let head = base.addr().next_multiple_of(self.page_bytes) - base.addr();
         let start = base.wrapping_add(head);
         let tail = self.page_bytes - head;
         if head > 0 {
             // SAFETY: the first `head` bytes of the new range, which are unused.
-            unsafe { libc::munmap(base.cast(), head) };
+            let _ = unsafe { munmap(base.cast(), head) };
         }
         if tail > 0 {
             // SAFETY: the last `tail` bytes of the new range, which are unused.
-            unsafe { libc::munmap(start.wrapping_add(bytes).cast(), tail) };
+            let _ = unsafe { munmap(start.wrapping_add(bytes).cast(), tail) };
         }
-        NonNull::new(start).ok_or_else(|| failed("mmap"))
+        NonNull::new(start).ok_or_else(|| failed("mmap")(Errno::NOMEM))
     }
 
     unsafe fn release(&self, base: NonNull<u8>, bytes: usize) {
         // SAFETY: by the caller's promise the range came from `reserve` and is unused.
-        unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
+        let _ = unsafe { munmap(base.as_ptr().cast(), bytes) };
     }
 
     fn create(&self) -> Result<Page, DeviceError> {
@@ -143,33 +133,29 @@ unsafe impl VirtualMemory for HostPages {
             }
         };
         // Allocates the memory now, so that a lack of it is an error here and not a signal later.
-        // SAFETY: the descriptor is open; the call reads no memory of ours.
-        let done = unsafe {
-            libc::fallocate(
-                self.file.as_raw_fd(),
-                0,
-                self.offset(page),
-                self.page_bytes as _,
-            )
-        };
-        if done != 0 {
+        let bytes = self.page_bytes as u64;
+        let allocated = fallocate(
+            &self.file,
+            FallocateFlags::empty(),
+            self.offset(page),
+            bytes,
+        );
+        if let Err(error) = allocated {
             pages.free.push(page);
-            return Err(out_of_memory(failed("fallocate").to_string()));
+            return Err(out_of_memory(failed("fallocate")(error).to_string()));
         }
         Ok(Page(page))
     }
 
     unsafe fn destroy(&self, page: Page) {
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: the descriptor is open; by the caller's promise the page is mapped nowhere.
-        unsafe {
-            libc::fallocate(
-                self.file.as_raw_fd(),
-                mode,
-                self.offset(page.0),
-                self.page_bytes as _,
-            )
-        };
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // Where the system cannot free it, its next user has the same memory.
+        let _ = fallocate(
+            &self.file,
+            mode,
+            self.offset(page.0),
+            self.page_bytes as u64,
+        );
         self.pages.lock().free.push(page.0);
     }
 
@@ -179,25 +165,16 @@ unsafe impl VirtualMemory for HostPages {
         for run in pages.chunk_by(|a, b| a.0 + 1 == b.0) {
             let to = at.as_ptr().wrapping_add(mapped * self.page_bytes);
             let bytes = run.len() * self.page_bytes;
-            let access = libc::PROT_READ | libc::PROT_WRITE;
-            let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            let offset = self.offset(run[0].0);
             // SAFETY: by the caller's promise the addresses are reserved and nothing is mapped
             // there.
-            let done = unsafe {
-                libc::mmap(
-                    to.cast(),
-                    bytes,
-                    access,
-                    flags,
-                    self.file.as_raw_fd(),
-                    self.offset(run[0].0),
-                )
-            };
-            if done == libc::MAP_FAILED {
-                let error = failed("mmap");
+            let done = unsafe { mmap(to.cast(), bytes, access, flags, &self.file, offset) };
+            if let Err(error) = done {
                 // SAFETY: these were mapped above and are unused.
                 unsafe { self.unmap(at, mapped) };
-                return Err(error);
+                return Err(failed("mmap")(error));
             }
             mapped += run.len();
         }
@@ -208,19 +185,11 @@ unsafe impl VirtualMemory for HostPages {
         if pages == 0 {
             return;
         }
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        let bytes = pages * self.page_bytes;
+        let flags = WITHOUT_MEMORY | MapFlags::FIXED;
         // The addresses stay reserved, without memory.
         // SAFETY: by the caller's promise they are mapped by `map` and unused.
-        unsafe {
-            libc::mmap(
-                at.as_ptr().cast(),
-                pages * self.page_bytes,
-                libc::PROT_NONE,
-                flags,
-                -1,
-                0,
-            )
-        };
+        let _ = unsafe { mmap_anonymous(at.as_ptr().cast(), bytes, ProtFlags::empty(), flags) };
     }
 }
 

@@ -14,8 +14,7 @@ pub(crate) use mmap::{map, unmap};
 #[cfg(feature = "cuda")]
 pub(crate) fn page_bytes() -> usize {
     #[cfg(unix)]
-    // SAFETY: the call reads no memory of ours.
-    let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(0);
+    let page = rustix::param::page_size();
     #[cfg(not(unix))]
     let page = 0;
     page.max(super::ALIGN_BYTES)
@@ -24,16 +23,14 @@ pub(crate) fn page_bytes() -> usize {
 #[cfg(unix)]
 mod mmap {
     use std::io;
-    use std::ptr::NonNull;
+    use std::ptr::{NonNull, null_mut};
+
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
     pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: maps a new range; no existing mapping changes.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let base = unsafe { mmap_anonymous(null_mut(), bytes, access, MapFlags::PRIVATE) }?;
         NonNull::new(base.cast()).ok_or_else(|| io::Error::other("no address"))
     }
 
@@ -41,7 +38,7 @@ mod mmap {
     /// `base` came from `map(bytes)` and is freed once.
     pub(crate) unsafe fn unmap(base: NonNull<u8>, bytes: usize) {
         // SAFETY: by the caller's promise the range is a mapping of ours that nothing uses.
-        unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
+        let _ = unsafe { munmap(base.as_ptr().cast(), bytes) };
     }
 }
 

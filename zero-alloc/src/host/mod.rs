@@ -59,7 +59,7 @@ pub struct HostDevice {
 }
 
 impl HostDevice {
-    /// The host.
+    /// A device whose streams are threads and whose memory is mapped from the system.
     pub fn new() -> Self {
         Self::default()
     }

@@ -23,41 +23,16 @@ impl Offsets {
         let mut below = NONE;
         while at != NONE {
             let range = &self.ranges[at as usize];
-            let fail = |what: &str| Err(format!("range {at} {range:?}: {what}"));
-            if range.below != below {
-                return fail("wrong lower neighbour");
-            }
-            if range.bytes == 0 || (range.start | range.bytes) & (self.granule - 1) != 0 {
-                return fail("not a positive multiple of the granule");
-            }
-            if below != NONE {
-                let lower = &self.ranges[below as usize];
-                if lower.end() > range.start {
-                    return fail("overlaps the range below");
-                }
-                if lower.state == State::Free
-                    && range.state == State::Free
-                    && lower.end() == range.start
-                {
-                    return fail("two free ranges are adjacent");
-                }
-            }
-            match range.state {
-                State::Free => {
-                    free_bytes += range.bytes;
-                    free_ranges += 1;
-                }
-                State::Spare => return fail("a spare slot is linked among the ranges"),
-                State::Used | State::Pinned => {
-                    if range.start & ((1 << range.align_log2) - 1) != 0 {
-                        return fail("not aligned");
-                    }
-                }
+            self.check_range(at, below)?;
+            if range.state == State::Free {
+                free_bytes += range.bytes;
+                free_ranges += 1;
             }
             bytes += range.bytes;
             below = at;
             at = range.above;
         }
+
         if below != self.last() {
             return Err(format!(
                 "the last range is {below}, expected {}",
@@ -78,6 +53,38 @@ impl Offsets {
             ));
         }
         Ok(())
+    }
+
+    /// Checks one range; `below` is the range before it in the order of offsets.
+    fn check_range(&self, at: u32, below: u32) -> Result<(), String> {
+        let range = &self.ranges[at as usize];
+        let fail = |what: &str| Err(format!("range {at} {range:?}: {what}"));
+        if range.below != below {
+            return fail("wrong lower neighbour");
+        }
+        if range.bytes == 0 || (range.start | range.bytes) & (self.granule - 1) != 0 {
+            return fail("not a positive multiple of the granule");
+        }
+        if below != NONE {
+            let lower = &self.ranges[below as usize];
+            let both_free = lower.state == State::Free && range.state == State::Free;
+            if lower.end() > range.start {
+                return fail("overlaps the range below");
+            }
+            if both_free && lower.end() == range.start {
+                return fail("two free ranges are adjacent");
+            }
+        }
+        match range.state {
+            State::Free => Ok(()),
+            State::Spare => fail("a spare slot is linked among the ranges"),
+            State::Used | State::Pinned => {
+                if range.start & ((1 << range.align_log2) - 1) != 0 {
+                    return fail("not aligned");
+                }
+                Ok(())
+            }
+        }
     }
 
     fn check_lists(&self) -> Result<usize, String> {

@@ -43,20 +43,55 @@ impl Default for PlannerConfig {
     }
 }
 
-setters!(PlannerConfig {
-    granule_bytes: u64,
-    page_bytes: u64,
-    limit_bytes: u64,
-    slack: f64,
-    stitching: bool,
-    cost: CostModel,
-});
+impl PlannerConfig {
+    /// Sets [`PlannerConfig::granule_bytes`].
+    #[must_use]
+    pub fn granule_bytes(mut self, granule_bytes: u64) -> Self {
+        self.granule_bytes = granule_bytes;
+        self
+    }
+
+    /// Sets [`PlannerConfig::page_bytes`].
+    #[must_use]
+    pub fn page_bytes(mut self, page_bytes: u64) -> Self {
+        self.page_bytes = page_bytes;
+        self
+    }
+
+    /// Sets [`PlannerConfig::limit_bytes`].
+    #[must_use]
+    pub fn limit_bytes(mut self, limit_bytes: u64) -> Self {
+        self.limit_bytes = limit_bytes;
+        self
+    }
+
+    /// Sets [`PlannerConfig::slack`].
+    #[must_use]
+    pub fn slack(mut self, slack: f64) -> Self {
+        self.slack = slack;
+        self
+    }
+
+    /// Sets [`PlannerConfig::stitching`].
+    #[must_use]
+    pub fn stitching(mut self, stitching: bool) -> Self {
+        self.stitching = stitching;
+        self
+    }
+
+    /// Sets [`PlannerConfig::cost`].
+    #[must_use]
+    pub fn cost(mut self, cost: CostModel) -> Self {
+        self.cost = cost;
+        self
+    }
+}
 
 /// The bytes of a planner's space.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PlannerReport {
-    /// Reserved.
+    /// Bytes that the planner may use.
     pub reserved_bytes: u64,
     /// In used ranges, in whole granules.
     pub live_bytes: u64,
@@ -68,17 +103,6 @@ pub struct PlannerReport {
     pub largest_free_bytes: u64,
     /// Live bytes by tag.
     pub by_tag: [u64; TAGS],
-}
-
-impl PlannerReport {
-    /// The fraction of free bytes outside of the largest free range: 0 if all are contiguous.
-    pub fn fragmentation(&self) -> f64 {
-        if self.free_bytes == 0 {
-            0.0
-        } else {
-            1.0 - self.largest_free_bytes as f64 / self.free_bytes as f64
-        }
-    }
 }
 
 /// Assigns offsets to blocks. It touches no memory.
@@ -118,7 +142,7 @@ impl Planner {
         self
     }
 
-    /// The parameters.
+    /// The config that the planner was made with.
     pub fn config(&self) -> &PlannerConfig {
         &self.config
     }
@@ -201,7 +225,7 @@ impl Planner {
     }
 
     /// As [`Planner::find_remedy`], but within the reserved bytes.
-    pub fn find_remedy_without_growing(&self, request: Request) -> Option<Remedy> {
+    pub(crate) fn find_remedy_without_growing(&self, request: Request) -> Option<Remedy> {
         let page = self.config.page_bytes;
         let Request { bytes, align, .. } = Request {
             bytes: request.bytes.max(1),
@@ -222,7 +246,7 @@ impl Planner {
     }
 
     /// The free parts of `spans`.
-    pub fn free_within(
+    pub(crate) fn free_within(
         &self,
         spans: impl IntoIterator<Item = std::ops::Range<u64>>,
     ) -> Vec<std::ops::Range<u64>> {
@@ -255,7 +279,7 @@ impl Planner {
 
     /// Allocates exactly the `bytes` at `start`, whole granules, as a pinned range; `None` if they
     /// are not all free.
-    pub fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
+    pub(crate) fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
         let id = self.space.allocate_at(start, bytes, tag % TAGS as u8)?;
         self.count(tag, bytes);
         Some(id)
@@ -263,18 +287,18 @@ impl Planner {
 
     /// Adds a segment, for devices without virtual memory, and returns its first offset. Ranges
     /// never extend from one segment into another.
-    pub fn add_segment(&mut self, bytes: u64) -> u64 {
+    pub(crate) fn add_segment(&mut self, bytes: u64) -> u64 {
         self.space.add_segment(bytes)
     }
 
     /// The size of the largest contiguous free range that compaction could make.
-    pub fn largest_after_compaction(&self) -> u64 {
+    pub(crate) fn largest_after_compaction(&self) -> u64 {
         compaction::largest_reachable(&self.space, &self.config.cost)
     }
 
     /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is
     /// used, whether it is pinned.
-    pub fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+    pub(crate) fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>, bool)) {
         self.space.for_each(visit);
     }
 
@@ -321,7 +345,7 @@ impl Planner {
         self.space.bytes_of(id)
     }
 
-    /// Reserved bytes.
+    /// Bytes that the planner may use: the segments, and what it has grown by.
     pub fn reserved_bytes(&self) -> u64 {
         self.space.bytes()
     }

@@ -25,8 +25,6 @@ pub(super) struct Backings {
     list: Vec<Backing>,
     bytes: usize,
     allocations: u64,
-    /// Set if a library has the addresses: then no backing is freed before the pool's end.
-    registered: bool,
 }
 
 impl Backings {
@@ -92,7 +90,7 @@ impl Backings {
         let is_last = |last: &Backing| {
             (last.start, last.bytes as u64) == (range.start, range.end - range.start)
         };
-        !self.registered && self.list.last().is_some_and(is_last)
+        self.list.last().is_some_and(is_last)
     }
 
     /// Frees the last backing.
@@ -105,19 +103,6 @@ impl Backings {
             // SAFETY: it was allocated by this device with this size and is freed once; the rest is
             // the caller's promise.
             unsafe { device.deallocate(last.ptr, last.bytes) };
-        }
-    }
-
-    /// Makes all backings stay until the pool's end.
-    pub(super) fn mark_registered(&mut self) {
-        self.registered = true;
-    }
-
-    /// Address and size of the backing if there is exactly one.
-    pub(super) fn single(&self) -> Option<(*mut u8, usize)> {
-        match self.list.as_slice() {
-            [only] => Some((only.ptr.as_ptr(), only.bytes)),
-            _ => None,
         }
     }
 

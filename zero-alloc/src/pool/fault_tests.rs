@@ -448,28 +448,3 @@ fn trim_unmaps_views_of_returned_pages() {
     );
     pool.check_invariants().expect("sound");
 }
-
-#[test]
-fn trim_keeps_registered_memory() {
-    let device = Simulated::new(128 << 20, PAGE);
-    let stream = stream(&device, "a");
-    for registered in [false, true] {
-        let pool = Pool::new(device.clone().without_virtual_memory(), 4 << 20);
-        if registered {
-            pool.reserve_budget().expect("reserved");
-        }
-        drop(allocate(&pool, 3 << 20, &stream));
-        assert_eq!(pool.trim(LIMIT), if registered { 0 } else { 3 << 20 });
-        assert_eq!(
-            pool.report().reserved_bytes,
-            if registered { 4 << 20 } else { 0 }
-        );
-        drop(allocate(&pool, 4 << 20, &stream));
-        pool.check_invariants().expect("sound");
-    }
-    assert!(
-        device.usage().mistakes.is_empty(),
-        "{:?}",
-        device.usage().mistakes
-    );
-}

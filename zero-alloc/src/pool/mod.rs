@@ -41,7 +41,7 @@ use self::report::Account;
 use self::source::{Arena, Source};
 use self::state::{Allocation, Failure, LANE_TAG, State};
 use self::stitched::Views;
-use crate::device::{BlockNote, DType, Device, DeviceError};
+use crate::device::{BlockNote, DType, Device};
 use crate::planner::{Planner, PlannerConfig, Request};
 use crate::primitive::{Mutex, MutexGuard, thread_number};
 
@@ -155,44 +155,6 @@ impl<D: Device> Pool<D> {
     /// The kind of memory that the pool reserves, and why it uses no pages if the device has them.
     pub fn memory_kind(&self) -> &MemoryKind {
         &self.central().kind
-    }
-
-    /// Reserves the whole budget as one backing, to be registered with a library, and returns its
-    /// address and size. Idempotent. The pool does not grow, and keeps the backing until its end.
-    ///
-    /// # Errors
-    /// The pool uses pages or has already reserved a part of its budget, or the device is out of
-    /// memory.
-    pub fn reserve_budget(&self) -> Result<(*mut u8, usize), AllocError> {
-        let Central {
-            device,
-            budget_bytes,
-            state,
-            ..
-        } = self.central();
-        let refused = |message: &str| DeviceError::Driver {
-            call: "Pool::reserve_budget",
-            message: message.to_owned(),
-        };
-        let mut state = state.lock();
-        let State {
-            source: Source::Backings(backings),
-            planner,
-            ..
-        } = &mut *state
-        else {
-            return Err(refused("the pool uses pages, which are not one allocation").into());
-        };
-        if backings.bytes() == 0 && *budget_bytes > 0 {
-            let grown = backings.grow(device, *budget_bytes, *budget_bytes)?;
-            let bytes = grown.ok_or_else(|| refused("the budget exceeds the address space"))?;
-            backings.set_start(planner.add_segment(bytes as u64));
-        }
-        let single = backings.single().filter(|(_, bytes)| bytes >= budget_bytes);
-        if single.is_some() {
-            backings.mark_registered();
-        }
-        Ok(single.ok_or_else(|| refused("the pool has reserved a part of its budget already"))?)
     }
 
     /// A block of `len` elements of `dtype`, first used on `stream`; its contents are unspecified,

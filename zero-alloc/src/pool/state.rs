@@ -13,7 +13,6 @@ use crate::planner::{Compaction, Planner, RangeId, Remedy, Request, Stitch};
 /// The memory of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Allocation {
-    /// No bytes.
     Empty,
     /// A range of a lane's space.
     Lane(RangeId),
@@ -259,21 +258,8 @@ impl<D: Device> State<D> {
         stream: &D::Stream,
     ) -> Result<(), DeviceError> {
         // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
-        for m in &plan.moves {
-            if let Some(moving) = self.movable.get(&Allocation::Range(m.range)) {
-                for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
-                    wait_unless_done(stream, event)?;
-                }
-                if moving.home.id() != stream.id()
-                    && !moving.uses.iter().any(|(id, _)| *id == moving.home.id())
-                {
-                    wait_unless_done(stream, &moving.home.record()?)?;
-                }
-            }
-        }
-        for m in &plan.moves {
-            self.hazards.wait(m.to..m.to + m.bytes, stream)?;
-        }
+        self.wait_before(plan, stream)?;
+
         let refused = self.copy(device, plan, stream).err();
         let completed = refused
             .as_ref()
@@ -288,6 +274,7 @@ impl<D: Device> State<D> {
             valid.moves.truncate(completed);
             self.planner.apply(&valid);
         }
+
         let done = stream.record();
         for m in &plan.moves[..completed] {
             self.moved_bytes += m.bytes;
@@ -305,6 +292,7 @@ impl<D: Device> State<D> {
         if let (Some(m), Some(refused)) = (half, &refused) {
             self.lose(m.range, stream, &refused.error);
         }
+
         // Vacated bytes, and free bytes written by half a move, may be used after the copies.
         let vacated = plan.moves[..completed]
             .iter()
@@ -320,6 +308,27 @@ impl<D: Device> State<D> {
         }
         self.compactions += u64::from(completed > 0);
         refused.map_or(done.map(|_| ()), |refused| Err(refused.error))
+    }
+
+    /// Makes `stream` wait for the uses of the blocks that a plan moves, and of the bytes to which
+    /// it moves them.
+    fn wait_before(&self, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
+        for m in &plan.moves {
+            let Some(moving) = self.movable.get(&Allocation::Range(m.range)) else {
+                continue;
+            };
+            for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
+                wait_unless_done(stream, event)?;
+            }
+            let home = moving.home.id();
+            if home != stream.id() && !moving.uses.iter().any(|(id, _)| *id == home) {
+                wait_unless_done(stream, &moving.home.record()?)?;
+            }
+        }
+        for m in &plan.moves {
+            self.hazards.wait(m.to..m.to + m.bytes, stream)?;
+        }
+        Ok(())
     }
 
     /// Enqueues the copies of a plan.

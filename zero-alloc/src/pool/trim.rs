@@ -23,8 +23,7 @@ struct Trimmed<D: Device> {
 impl<D: Device> Pool<D> {
     /// Returns the free end of the pool's memory to the device: the free pages above its last
     /// block, or the trailing backings that are entirely free. Waits at most `limit` until
-    /// everything that used it has run; memory in use longer stays, as does the memory of
-    /// [`Pool::reserve_budget`]. Returns the number of bytes. Keep a block for as long as anything
+    /// everything that used it has run; memory in use longer stays. Returns the number of bytes. Keep a block for as long as anything
     /// uses its address (a graph that is launched again, a library with which it is registered).
     ///
     /// Memory below the last block stays, so calling [`Pool::compact`] first returns more if blocks

@@ -1,17 +1,17 @@
 //! The file: its options, its creation, its counters.
 
-use std::collections::hash_map::RandomState;
-use std::fs::{File, OpenOptions};
-use std::hash::BuildHasher;
+use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, OFlags};
+use rustix::io::Errno;
+use rustix::process::Resource;
 
 use super::ring::Ring;
 use super::{SwapError, SwapLane};
@@ -59,13 +59,42 @@ impl Default for SwapOptions {
     }
 }
 
-setters!(SwapOptions {
-    queue_depth: usize,
-    request_bytes: usize,
-    engine: SwapEngine,
-    direct: bool,
-    limit: Duration
-});
+impl SwapOptions {
+    /// Sets [`SwapOptions::queue_depth`].
+    #[must_use]
+    pub fn queue_depth(mut self, queue_depth: usize) -> Self {
+        self.queue_depth = queue_depth;
+        self
+    }
+
+    /// Sets [`SwapOptions::request_bytes`].
+    #[must_use]
+    pub fn request_bytes(mut self, request_bytes: usize) -> Self {
+        self.request_bytes = request_bytes;
+        self
+    }
+
+    /// Sets [`SwapOptions::engine`].
+    #[must_use]
+    pub fn engine(mut self, engine: SwapEngine) -> Self {
+        self.engine = engine;
+        self
+    }
+
+    /// Sets [`SwapOptions::direct`].
+    #[must_use]
+    pub fn direct(mut self, direct: bool) -> Self {
+        self.direct = direct;
+        self
+    }
+
+    /// Sets [`SwapOptions::limit`].
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+}
 
 /// A file without a name. Cheap to clone; its space is free again once all clones and lanes are
 /// dropped.
@@ -143,7 +172,7 @@ impl SwapFile {
         if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
             return Err(folder(io::ErrorKind::NotADirectory.into()));
         }
-        let file = unnamed(dir).map_err(folder)?;
+        let file = tempfile::tempfile_in(dir).map_err(folder)?;
         let mut inner = Inner {
             file,
             dir: dir.into(),
@@ -256,31 +285,25 @@ impl Inner {
     /// Reserves the space of the whole file; where the file system cannot, writes it once.
     fn reserve(&self) -> Result<(), SwapError> {
         let free_bytes = free_bytes(&self.file).map_err(|error| self.system("fstatvfs", error))?;
-        let full =
-            |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
         let result = if self.bytes > free_bytes {
             // Not tried: the disk would be full meanwhile.
-            Err(io::Error::from_raw_os_error(libc::ENOSPC))
+            Err(Errno::NOSPC.into())
         } else if self.bytes > max_file_bytes() {
             // Not tried: the system would send a signal.
-            Err(io::Error::from_raw_os_error(libc::EFBIG))
+            Err(Errno::FBIG.into())
         } else {
             match allocate(&self.file, self.bytes) {
-                Err(error)
-                    if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
-                {
-                    write_out(&self.file, self.bytes)
-                }
-                result => result,
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => write_out(&self.file, self.bytes),
+                result => result.map_err(io::Error::from),
             }
         };
-        result.map_err(|error| match full(&error) {
-            true => SwapError::DiskFull {
+        result.map_err(|error| match Errno::from_io_error(&error) {
+            Some(Errno::NOSPC | Errno::DQUOT) => SwapError::DiskFull {
                 dir: self.dir.clone(),
                 needed_bytes: self.bytes,
                 free_bytes,
             },
-            false => self.system("fallocate", error),
+            _ => self.system("fallocate", error),
         })
     }
 
@@ -302,12 +325,10 @@ impl Inner {
         if !self.options.direct {
             return;
         }
-        let fd = self.file.as_raw_fd();
-        // SAFETY: the descriptor is open; the call reads no memory of ours.
-        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-        // SAFETY: as above.
-        if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_DIRECT) } != 0 {
-            let error = io::Error::last_os_error();
+        let direct = rustix::fs::fcntl_getfl(&self.file)
+            .and_then(|flags| rustix::fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT));
+        if let Err(error) = direct {
+            let error = io::Error::from(error);
             self.notice(format!(
                 "swap folder {dir}: the file system refuses O_DIRECT ({error}): transfers go through the page cache, slower and with more memory; name a folder on ext4 or XFS"
             ));
@@ -315,84 +336,30 @@ impl Inner {
     }
 }
 
-/// A file without a name in `dir`.
-fn unnamed(dir: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).mode(0o600);
-    // O_EXCL: it never gets a name.
-    match options
-        .clone()
-        .custom_flags(libc::O_TMPFILE | libc::O_EXCL)
-        .open(dir)
-    {
-        Err(error)
-            if matches!(
-                error.raw_os_error(),
-                Some(libc::EOPNOTSUPP | libc::EISDIR | libc::EINVAL)
-            ) => {}
-        opened => return opened,
-    }
-    unlinked(dir, &options)
-}
-
-/// A file in `dir` whose name is removed at once.
-fn unlinked(dir: &Path, options: &OpenOptions) -> io::Result<File> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    // Process ids are the same in several containers or machines, which may share the folder.
-    let random = RandomState::new().hash_one(number);
-    let path = dir.join(format!(
-        ".zero-swap-{}-{number}-{random:016x}",
-        std::process::id()
-    ));
-    let file = options.clone().create_new(true).open(&path)?;
-    std::fs::remove_file(&path)?;
-    Ok(file)
-}
-
 /// The free bytes of the file's disk.
 fn free_bytes(file: &File) -> io::Result<u64> {
-    // SAFETY: a struct of integers.
-    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open; the call fills the struct.
-    if unsafe { libc::fstatvfs(file.as_raw_fd(), &mut stat) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
+    let stat = rustix::fs::fstatvfs(file)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// The kind of the file system.
 fn file_system(file: &File) -> Option<u64> {
-    // SAFETY: a struct of integers.
-    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open; the call fills the struct.
-    let done = unsafe { libc::fstatfs(file.as_raw_fd(), &mut stat) };
-    (done == 0).then_some(stat.f_type as u64)
+    let stat = rustix::fs::fstatfs(file).ok()?;
+    Some(stat.f_type as u64)
 }
 
 /// The largest file that the process may write.
 fn max_file_bytes() -> u64 {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: the call fills the struct.
-    let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
-    if done == 0 { limit.rlim_cur } else { u64::MAX }
+    let limit = rustix::process::getrlimit(Resource::Fsize);
+    limit.current.unwrap_or(u64::MAX)
 }
 
 /// Allocates the space of the whole file.
-fn allocate(file: &File, bytes: u64) -> io::Result<()> {
-    let len =
-        libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-    // SAFETY: the descriptor is open; the call reads no memory of ours.
-    while len > 0 && unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len) } != 0 {
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
+fn allocate(file: &File, bytes: u64) -> rustix::io::Result<()> {
+    if bytes == 0 {
+        return Ok(());
     }
-    Ok(())
+    rustix::io::retry_on_intr(|| rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes))
 }
 
 fn write_out(file: &File, bytes: u64) -> io::Result<()> {
@@ -420,11 +387,9 @@ mod tests {
     }
 
     #[test]
-    fn file_systems_without_unnamed_files_and_allocation() {
+    fn file_systems_without_allocation() {
         let dir = tempfile::tempdir().expect("a folder");
-        let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        let file = unlinked(dir.path(), &options).expect("a file");
+        let file = tempfile::tempfile_in(dir.path()).expect("a file");
         write_out(&file, (1 << 20) + 4096).expect("room");
         let meta = file.metadata().expect("open");
         assert_eq!((meta.len(), meta.nlink()), ((1 << 20) + 4096, 0));

@@ -12,7 +12,6 @@ mod kernels;
 mod leaks;
 mod limits;
 mod pinned;
-mod shareable;
 mod timelines;
 
 use std::sync::LazyLock;

@@ -6,8 +6,8 @@
 //! between polls, so that [`Handle::abort`] can acquire it.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys;
@@ -62,7 +62,7 @@ impl Wait<'_> {
     }
 }
 
-/// A wait to register memory or to finalize, independent of the world.
+/// A wait to finalize, independent of the world.
 const LOCAL_WAIT: Wait<'static> = Wait {
     limit: FINALIZE_LIMIT,
     failure: &|| None,
@@ -80,8 +80,6 @@ pub(super) struct Handle {
     device: CudaDevice,
     /// `None` after it was aborted or destroyed.
     raw: Mutex<Option<Raw>>,
-    /// Set when the abort or the destruction has ended: NCCL accesses no memory any more.
-    pub(super) released: Arc<AtomicBool>,
 }
 
 /// Returns a new id, with which all ranks of a world initialize their communicators.
@@ -147,7 +145,6 @@ impl Handle {
             nccl,
             device,
             raw: Mutex::new(Some(Raw(raw))),
-            released: Arc::default(),
         }
     }
 
@@ -388,66 +385,7 @@ impl Handle {
         }
         Ok(child)
     }
-
-    /// Registers the allocation that contains `memory`.
-    ///
-    /// # Safety
-    /// The allocation is on the device and stays mapped until the result is deregistered or the
-    /// communicator destroyed.
-    pub(super) unsafe fn register(&self, memory: AnySlice) -> Result<Registered, CommError> {
-        let Some(register) = self.nccl.table.register else {
-            return Err(back_end(
-                "this NCCL cannot register memory; 2.19 and later can".to_owned(),
-            ));
-        };
-        let (start, bytes) = self.device.shareable_allocation(memory)?;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: the caller's promise; `with` passes an existing communicator; the function writes
-        // one handle.
-        let call = |raw| unsafe { register(raw, start.cast(), bytes, &raw mut handle) };
-        let code = self.with(call, LOCAL_WAIT);
-        let settled = code.and_then(|code| self.settle("ncclCommRegister", code, LOCAL_WAIT));
-        settled.map_err(|interrupt| match interrupt {
-            Interrupt::World(error) | Interrupt::Failed(error) => error,
-            Interrupt::Late => back_end(format!(
-                "ncclCommRegister did not end within {FINALIZE_LIMIT:?}"
-            )),
-        })?;
-        if handle.is_null() {
-            return Err(back_end(
-                "NCCL registered nothing; check for NCCL_LOCAL_REGISTER=0 and NCCL_P2P_USE_CUDA_MEMCPY=1".to_owned(),
-            ));
-        }
-        Ok(Registered { handle, bytes })
-    }
-
-    /// Ends a registration; returns whether NCCL has ended it. An aborted or destroyed communicator
-    /// ends it later, when [`released`](Self::released) is set.
-    pub(super) fn deregister(&self, registered: &Registered) -> bool {
-        let Some(deregister) = self.nccl.table.deregister else {
-            return false;
-        };
-        // SAFETY: `with` holds the lock and passes an existing communicator; `registered` came from
-        // it.
-        let code = self.with(
-            |raw| unsafe { deregister(raw, registered.handle) },
-            LOCAL_WAIT,
-        );
-        code.and_then(|code| self.settle("ncclCommDeregister", code, LOCAL_WAIT))
-            .is_ok()
-    }
 }
-
-/// A registered allocation.
-pub(super) struct Registered {
-    handle: *mut c_void,
-    pub(super) bytes: usize,
-}
-
-// SAFETY: any thread may use the handle.
-unsafe impl Send for Registered {}
-// SAFETY: as above.
-unsafe impl Sync for Registered {}
 
 impl Transport for Handle {
     fn error(&self) -> Option<String> {
@@ -470,16 +408,15 @@ impl Transport for Handle {
             .try_lock_for(LOCK_LIMIT)
             .and_then(|mut raw| raw.take());
         if let Some(raw) = raw {
-            let (nccl, device, released) =
-                (self.nccl, self.device.clone(), Arc::clone(&self.released));
+            let nccl = self.nccl;
+            let device = self.device.clone();
             let abort = move || {
                 // Moves the whole `Raw`, which is `Send`.
                 let raw = raw;
                 if device.bind().is_ok() {
                     // SAFETY: the communicator exists; it was taken out of the handle, so this is
                     // its only user.
-                    let code = unsafe { (nccl.table.abort)(raw.0) };
-                    released.store(code == SUCCESS, Ordering::Release);
+                    unsafe { (nccl.table.abort)(raw.0) };
                 }
                 drop(sender);
             };
@@ -510,8 +447,7 @@ impl Drop for Handle {
         if let Some(raw) = self.raw.lock().take() {
             // SAFETY: the communicator exists and is finalized; it was taken out of the handle, so
             // this is its only user.
-            let code = unsafe { (self.nccl.table.destroy)(raw.0) };
-            self.released.store(code == SUCCESS, Ordering::Release);
+            unsafe { (self.nccl.table.destroy)(raw.0) };
         }
     }
 }

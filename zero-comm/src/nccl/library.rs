@@ -31,9 +31,6 @@ macro_rules! table {
             last_error: unsafe extern "C" fn(sys::ncclComm_t) -> *const c_char,
             /// Writes any code, so its result is not cudarc's enum.
             pub(super) async_error: unsafe extern "C" fn(sys::ncclComm_t, *mut c_int) -> c_int,
-            /// Since 2.19.
-            pub(super) register: Option<Register>,
-            pub(super) deregister: Option<unsafe extern "C" fn(sys::ncclComm_t, *mut c_void) -> c_int>,
         }
 
         $(const _: unsafe fn($($arg),*) -> sys::ncclResult_t = sys::$symbol;)*
@@ -48,17 +45,12 @@ macro_rules! table {
                         error_string: library.function("ncclGetErrorString")?,
                         last_error: library.function("ncclGetLastError")?,
                         async_error: library.function("ncclCommGetAsyncError")?,
-                        register: library.function("ncclCommRegister").ok(),
-                        deregister: library.function("ncclCommDeregister").ok(),
                     })
                 }
             }
         }
     };
 }
-
-pub(super) type Register =
-    unsafe extern "C" fn(sys::ncclComm_t, *mut c_void, usize, *mut *mut c_void) -> c_int;
 
 table! {
     get_version = ncclGetVersion(*mut c_int);

@@ -32,9 +32,8 @@
 //! **Order.** One communicator runs its collectives one after the other, even on different streams.
 //! Concurrent collectives of two communicators must be enqueued in the same order on all ranks.
 //!
-//! **Waiting.** The host waits when NCCL connects ranks: in `join`, `split` and registration, in
-//! the first collective of each kind, and in the first collective on registered memory; always
-//! within the limit. Otherwise it only enqueues.
+//! **Waiting.** The host waits when NCCL connects ranks: in `join` and `split` and in
+//! the first collective of each kind; always within the limit. Otherwise it only enqueues.
 //!
 //! **Graphs.** A collective can be captured once one of its kind has run. During capture NCCL tries
 //! to open the peers' buffers for direct access. It cannot open pages of a pool, and each attempt
@@ -43,23 +42,6 @@
 //! `NCCL_GRAPH_REGISTER=0`; a communicator cannot set the variable, because other threads may be
 //! reading the environment when it is made. NCCL releases a communicator only after all graphs with
 //! its collectives are destroyed, so drop graphs before communicators.
-//!
-//! **Registration.** NCCL copies unregistered memory through internal buffers.
-//! [`NcclCommunicator::register_pool`] registers a pool of
-//! [shareable backings](zero_alloc::cuda::CudaDevice::with_shareable_backings).
-//! ```no_run
-//! # use zero_alloc::{Pool, cuda::CudaDevice};
-//! # use zero_comm::nccl::NcclCommunicator;
-//! # fn example(device: &CudaDevice, comm: &NcclCommunicator) -> Result<(), zero_alloc::device::DeviceError> {
-//! // For the buffers of collectives; everything else stays in a pool of pages.
-//! let pool = Pool::new(device.clone().with_shareable_backings()?, 1 << 30);
-//! match comm.register_pool(&pool) {
-//!     Ok(registration) => println!("{registration:?}: keep it"),
-//!     Err(error) => println!("collectives copy: {error}"),
-//! }
-//! # Ok(())
-//! # }
-//! ```
 //!
 //! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP
 //! connection to the *coordinator*, a thread in rank 0's process that listens at the rendezvous
@@ -77,7 +59,6 @@ mod config;
 mod control;
 mod handle;
 mod library;
-mod registration;
 
 use std::fmt;
 use std::sync::Arc;
@@ -92,7 +73,6 @@ use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Event, Memory, Str
 #[doc(hidden)]
 pub use control::testing;
 pub use control::{LaunchError, Launcher, Ranks, RendezvousError, Token};
-pub use registration::Registration;
 
 use crate::call::{Checked, Group};
 use crate::split_request::SplitRequest;
@@ -142,8 +122,8 @@ struct Process {
 #[derive(Default)]
 struct Enqueued {
     sequence: u64,
-    /// Splits and registrations, numbered together.
-    meetings: u64,
+    /// Splits so far.
+    splits: u64,
 }
 
 /// One rank's communicator of a group of processes, each with a GPU. After it is dropped, later
@@ -384,8 +364,8 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         // NCCL can split only an idle communicator.
         self.process.world().drain(self.context)?;
         let world = self.process.world();
-        let number = enqueued.meetings;
-        enqueued.meetings += 1;
+        let number = enqueued.splits;
+        enqueued.splits += 1;
         let place = world.split(self.context, number, SplitRequest { color, key })?;
         let wait = Wait {
             limit: world.limit,

@@ -116,7 +116,6 @@ impl<T> From<DeviceSlice<T>> for Param {
     }
 }
 
-/// One launch.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Launch {
     /// The source file.
@@ -439,25 +438,58 @@ const SLOT_BYTES: usize = 128;
 /// Bytes that the launches of [`every_kernel`] access.
 pub(super) const EVERY_KERNEL_BYTES: usize = SLOTS * SLOT_BYTES;
 
+/// Zeroed memory of which only addresses are used: [`EVERY_KERNEL_BYTES`] bytes.
+#[derive(Clone, Copy)]
+struct Slots {
+    address: usize,
+    device: DeviceId,
+}
+
+impl Slots {
+    fn slot<T>(self, nth: usize, len: usize) -> DeviceSlice<T> {
+        debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
+        let at = std::ptr::without_provenance_mut(self.address + nth * SLOT_BYTES);
+        // SAFETY: only the address and the length are used here; the launcher provides the memory.
+        unsafe { DeviceSlice::from_raw_parts(at, len, self.device) }
+    }
+
+    /// An empty range.
+    fn none<T>(self) -> DeviceSlice<T> {
+        self.slot(0, 0)
+    }
+}
+
 /// A launch of each kernel, on empty ranges and on single values within [`EVERY_KERNEL_BYTES`]
 /// zeroed bytes at `address`.
 pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launch>, KernelError> {
-    fn slot<T>(address: usize, device: DeviceId, nth: usize, len: usize) -> DeviceSlice<T> {
-        debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
-        // SAFETY: only the address and the length are used here; the launcher provides the memory.
-        unsafe {
-            DeviceSlice::from_raw_parts(
-                std::ptr::without_provenance_mut(address + nth * SLOT_BYTES),
-                len,
-                device,
-            )
-        }
-    }
+    let slots = Slots { address, device };
     let floats = [
-        slot::<f32>(address, device, 0, 0).erase(),
-        slot::<half::bf16>(address, device, 0, 0).erase(),
-        slot::<half::f16>(address, device, 0, 0).erase(),
+        slots.none::<f32>().erase(),
+        slots.none::<half::bf16>().erase(),
+        slots.none::<half::f16>().erase(),
     ];
+
+    let mut launches = Vec::new();
+    for grad in floats {
+        launches.extend(kernels_of_grad(slots, grad, floats)?);
+    }
+    launches.extend(kernels_of_step(slots, floats[0])?);
+    // Kernels over empty ranges return at once, except the first stage of grad_stats: it writes one
+    // chunk's zeros to scratch.
+    for launch in &mut launches {
+        launch.blocks = launch.blocks.max(1);
+    }
+    Ok(launches)
+}
+
+/// A launch of each kernel of [`every_kernel`] that reads gradients like `grad`, an empty range.
+fn kernels_of_grad(
+    slots: Slots,
+    grad: AnySlice,
+    floats: [AnySlice; 3],
+) -> Result<Vec<Launch>, KernelError> {
+    let device = slots.device;
+    let scalars = slots.slot(1, 1);
     let hyper = AdamHyper {
         beta1: 0.0,
         beta2: 0.0,
@@ -466,87 +498,70 @@ pub(super) fn every_kernel(address: usize, device: DeviceId) -> Result<Vec<Launc
         decoupled: true,
         bias_correction: true,
     };
-    let flat = slot(address, device, 0, 0);
-    let scalars = slot(address, device, 1, 1);
-    let scratch = slot(address, device, 2, 2);
-    let stats = slot(address, device, 3, 1);
-    let master = flat;
-    let first_moment = flat;
-    let second_moment = flat;
+    let none = Segments {
+        start: 0,
+        len: 0,
+        stride: 0,
+        count: 0,
+    };
+
     let mut launches = Vec::new();
-    for grad in floats {
-        for param_out in [None].into_iter().chain(floats.map(Some)) {
-            let args = AdamArgs {
-                master,
-                first_moment,
-                second_moment,
-                grad,
-                param_out,
-                scalars,
-                hyper,
-            };
-            launches.push(adam(device, &args)?);
-        }
-        let param = slot(address, device, 0, 0);
-        let remainder = slot(address, device, 0, 0);
-        let args = RemainderArgs {
-            param,
-            remainder,
-            first_moment,
-            second_moment,
+    for param_out in [None].into_iter().chain(floats.map(Some)) {
+        let args = AdamArgs {
+            master: slots.none(),
+            first_moment: slots.none(),
+            second_moment: slots.none(),
             grad,
+            param_out,
             scalars,
             hyper,
         };
-        launches.push(adam_remainder(device, &args)?);
-        for dst in floats {
-            launches.push(cast(device, grad, dst, 1.0)?);
-            let none = Segments {
-                start: 0,
-                len: 0,
-                stride: 0,
-                count: 0,
-            };
-            launches.extend(pack(device, &[(grad, 0)], none, dst)?);
-        }
-        launches.push(accumulate(device, grad, flat)?);
-        launches.extend(
-            grad_stats(device, &[grad], scratch, stats)?
-                .into_iter()
-                .map(|[chunks, _]| chunks),
-        );
+        launches.push(adam(device, &args)?);
     }
-    let combine = grad_stats(device, &floats[..1], scratch, stats)?
-        .into_iter()
-        .map(|[_, combine]| combine);
-    let zero = slot(address, device, 4, 1);
-    let ranks = slot(address, device, 5, 1);
-    launches.extend(combine);
+    let args = RemainderArgs {
+        param: slots.none(),
+        remainder: slots.none(),
+        first_moment: slots.none(),
+        second_moment: slots.none(),
+        grad,
+        scalars,
+        hyper,
+    };
+    launches.push(adam_remainder(device, &args)?);
+    for dst in floats {
+        launches.push(cast(device, grad, dst, 1.0)?);
+        launches.extend(pack(device, &[(grad, 0)], none, dst)?);
+    }
+    launches.push(accumulate(device, grad, slots.none())?);
+    let stats = grad_stats(device, &[grad], slots.slot(2, 2), slots.slot(3, 1))?;
+    launches.extend(stats.into_iter().map(|[chunks, _]| chunks));
+    Ok(launches)
+}
+
+/// A launch of each kernel of [`every_kernel`] that decides a step.
+fn kernels_of_step(slots: Slots, grad: AnySlice) -> Result<Vec<Launch>, KernelError> {
+    let device = slots.device;
+    let ranks = slots.slot(5, 1);
+
+    let stats = grad_stats(device, &[grad], slots.slot(2, 2), slots.slot(3, 1))?;
+    let mut launches: Vec<Launch> = stats.into_iter().map(|[_, combine]| combine).collect();
     launches.push(rank_stats(
         device,
-        slot(address, device, 3, 0),
-        zero,
-        slot(address, device, 4, 1),
+        slots.slot(3, 0),
+        slots.slot(4, 1),
+        slots.slot(4, 1),
         ranks,
     )?);
     // With no rates the step halts the run at once.
-    let config = slot(address, device, 6, 1);
-    let rates = slot(address, device, 0, 0);
-    let state = slot(address, device, 7, 1);
     let args = AdvanceArgs {
         ranks,
-        config,
-        rates,
-        state,
-        scalars,
-        records: slot(address, device, 8, 1),
+        config: slots.slot(6, 1),
+        rates: slots.none(),
+        state: slots.slot(7, 1),
+        scalars: slots.slot(1, 1),
+        records: slots.slot(8, 1),
     };
     launches.push(advance_step(device, &args)?);
-    // Kernels over empty ranges return at once, except the first stage of grad_stats: it writes one
-    // chunk's zeros to scratch.
-    launches
-        .iter_mut()
-        .for_each(|launch| launch.blocks = launch.blocks.max(1));
     Ok(launches)
 }
 

@@ -62,7 +62,7 @@ impl Loader {
         })))
     }
 
-    /// The device.
+    /// The device for which modules are loaded.
     pub fn device(&self) -> &CudaDevice {
         &self.0.device
     }

@@ -224,14 +224,6 @@ impl Nvrtc {
                 supported,
             });
         }
-        let c_string = |text: String| {
-            CString::new(text).map_err(|_| CudaError::Call {
-                call: "source",
-                message: "it contains a zero byte".into(),
-            })
-        };
-        let text = c_string(source.text())?;
-        let name = c_string(source.name.to_owned())?;
         let mut options = vec![c_string(format!("--gpu-architecture={target}"))?];
         for option in OPTIONS
             .into_iter()
@@ -241,27 +233,12 @@ impl Nvrtc {
         }
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
 
-        let mut raw: Program = ptr::null_mut();
-        // SAFETY: two zero-terminated strings and no headers; a program is written to `raw`.
-        let code = unsafe {
-            (self.calls.create)(
-                &raw mut raw,
-                text.as_ptr(),
-                name.as_ptr(),
-                0,
-                ptr::null(),
-                ptr::null(),
-            )
-        };
-        self.calls.check("nvrtcCreateProgram", code)?;
-        let program = OwnedProgram {
-            calls: &self.calls,
-            raw,
-        };
+        let program = OwnedProgram::new(&self.calls, source)?;
         // SAFETY: a live program, and `pointers` with its length.
         let code = unsafe {
             (self.calls.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr())
         };
+
         let log = program.bytes("nvrtcGetProgramLog", self.calls.log_size, self.calls.log)?;
         let log = String::from_utf8_lossy(&log)
             .trim_end_matches(['\0', '\n'])
@@ -278,6 +255,7 @@ impl Nvrtc {
                 log,
             });
         }
+
         let mut image = match target {
             Target::Cubin(_) => {
                 program.bytes("nvrtcGetCUBIN", self.calls.cubin_size, self.calls.cubin)?
@@ -306,13 +284,40 @@ unsafe impl Compile for Nvrtc {
     }
 }
 
+fn c_string(text: String) -> Result<CString, CudaError> {
+    CString::new(text).map_err(|_| CudaError::Call {
+        call: "source",
+        message: "it contains a zero byte".into(),
+    })
+}
+
 /// A program, destroyed on drop.
 struct OwnedProgram<'a> {
     calls: &'a Calls,
     raw: Program,
 }
 
-impl OwnedProgram<'_> {
+impl<'a> OwnedProgram<'a> {
+    /// Creates the program of a source file.
+    fn new(calls: &'a Calls, source: &Source) -> Result<Self, CudaError> {
+        let text = c_string(source.text())?;
+        let name = c_string(source.name.to_owned())?;
+        let mut raw: Program = ptr::null_mut();
+        // SAFETY: two zero-terminated strings and no headers; a program is written to `raw`.
+        let code = unsafe {
+            (calls.create)(
+                &raw mut raw,
+                text.as_ptr(),
+                name.as_ptr(),
+                0,
+                ptr::null(),
+                ptr::null(),
+            )
+        };
+        calls.check("nvrtcCreateProgram", code)?;
+        Ok(Self { calls, raw })
+    }
+
     /// Reads a result: its size, then its bytes.
     fn bytes(
         &self,

@@ -41,7 +41,7 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
     ///
     /// # Errors
     /// A slice's length differs from the weights'.
-    pub fn checked_len(&self) -> Result<usize, KernelError> {
+    pub(crate) fn checked_len(&self) -> Result<usize, KernelError> {
         let n = self.weights.len();
         same_len("adam: first_moment", n, self.first_moment.len())?;
         same_len("adam: second_moment", n, self.second_moment.len())?;

@@ -28,11 +28,6 @@ impl HostKernels {
             workers: Workers::new(threads)?,
         })
     }
-
-    /// Operations on `workers`, which may be shared.
-    pub fn with_workers(workers: Workers) -> Self {
-        Self { workers }
-    }
 }
 
 /// Converts an error of a running operation. It does not occur, since the call checked the

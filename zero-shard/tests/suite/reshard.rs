@@ -1,15 +1,19 @@
 //! Reshard plans, applied to storages in which all elements differ.
 
-use std::collections::HashMap;
-
 use crate::support::{cases, huge_units, laid_out, small_units};
 use proptest::prelude::*;
-use zero_shard::{
-    Extent, Layout, LayoutOptions, Move, ParamSpec, ShardError, Sources, Tie, UnitSpec, reshard,
-    reshard_rank,
-};
+use zero_shard::{Layout, LayoutOptions, Move, ParamSpec, ShardError, Tie, UnitSpec, reshard_rank};
 
 const PADDING: u64 = u64::MAX;
+
+/// The plans of all ranks of `to`, in their order.
+fn reshard(from: &Layout, to: &Layout) -> Result<Vec<Move>, ShardError> {
+    let mut moves = Vec::new();
+    for rank in 0..to.world_size() {
+        moves.extend(reshard_rank(from, to, rank)?);
+    }
+    Ok(moves)
+}
 
 /// All shard storages; an element's value encodes its parameter's name and its offset there.
 fn storages(layout: &Layout) -> Vec<Vec<u64>> {
@@ -84,9 +88,6 @@ proptest! {
         prop_assert_eq!(apply(&back, &middle, &from), start);
         // Each element is moved exactly once.
         prop_assert_eq!(there.iter().map(Move::elems).sum::<u64>(), from.numel_elems());
-        // A rank's plan is its part of the whole plan.
-        let each: Vec<Move> = (0..to.world_size()).flat_map(|r| reshard_rank(&from, &to, r).unwrap()).collect();
-        prop_assert_eq!(each, there);
     }
 
     /// Resharding through a third layout equals resharding directly.
@@ -96,56 +97,6 @@ proptest! {
         let start = storages(&a);
         let through = apply(&reshard(&b, &c).unwrap(), &apply(&reshard(&a, &b).unwrap(), &start, &b), &c);
         prop_assert_eq!(through, apply(&reshard(&a, &c).unwrap(), &start, &c));
-    }
-
-    /// Sources of shuffled and cut extents have the same plan as layouts.
-    #[test]
-    fn sources_plan_as_layouts_do(units in small_units(), a in shape(), b in shape(), seed in any::<u64>()) {
-        let from = laid_out(&units, a.0, a.1, a.2);
-        let to = laid_out(&units, b.0, b.1, b.2);
-        let mut extents: Vec<Extent> = (0..a.0).flat_map(|r| from.shard_extents(r).unwrap()).collect();
-        let len = extents.len().max(1);
-        let by = (seed as usize % len).min(extents.len());
-        extents.rotate_left(by);
-        let cut: Vec<Extent> = extents.iter().flat_map(|e| {
-            let half = e.elems.start + (e.elems.end - e.elems.start) / 2;
-            let second = Extent::new(half..e.elems.end, e.place, e.offset_elems + half - e.elems.start);
-            [second, Extent::new(e.elems.start..half, e.place, e.offset_elems)]
-        }).collect();
-        let sources = Sources::new(&to, cut.clone()).unwrap();
-        prop_assert_eq!(sources.check_complete(), Ok(()));
-        let wanted = (0..b.0).flat_map(|r| to.shard_extents(r).unwrap());
-        let moves = sources.plan(wanted).unwrap();
-        prop_assert_eq!(apply(&moves, &storages(&from), &to), storages(&to));
-        // If several extents hold an element, one of them is its source.
-        let twice = Sources::first_of(&to, cut.iter().chain(&extents).cloned()).unwrap();
-        prop_assert!(twice.extents().windows(2).all(|p| p[0].elems.end <= p[1].elems.start));
-        let moves = twice.plan((0..b.0).flat_map(|r| to.shard_extents(r).unwrap())).unwrap();
-        prop_assert_eq!(apply(&moves, &storages(&from), &to), storages(&to));
-    }
-
-    /// The first extent in the list is the source of each element, as in a plain map.
-    #[test]
-    fn the_first_source_is_taken(parts in prop::collection::vec((0u64..40, 0u64..40, 0u64..5), 0..12)) {
-        let layout = laid_out(&[UnitSpec::new("u", [ParamSpec::new("p", [40])])], 3, 1, 1);
-        let extents: Vec<Extent> =
-            parts.iter().map(|&(a, b, place)| Extent::new(a.min(b)..a.max(b), place, 100 * a.min(b))).collect();
-        let mut plain = HashMap::new();
-        for e in &extents {
-            for (i, elem) in e.elems.clone().enumerate() {
-                plain.entry(elem).or_insert((e.place, e.offset_elems + i as u64));
-            }
-        }
-        let sources = Sources::first_of(&layout, extents).unwrap();
-        let mut got = HashMap::new();
-        for e in sources.extents() {
-            for (i, elem) in e.elems.clone().enumerate() {
-                prop_assert!(got.insert(elem, (e.place, e.offset_elems + i as u64)).is_none());
-            }
-        }
-        prop_assert_eq!(&got, &plain);
-        prop_assert_eq!(sources.check_complete().is_ok(), plain.len() == 40);
-        prop_assert_eq!(sources.plan(layout.whole_extents(0)).is_ok(), plain.len() == 40);
     }
 
     /// For 10^13 elements and tens of thousands of ranks, one rank's plan can be computed without
@@ -199,34 +150,6 @@ fn a_hole_is_named() {
         in_param,
     };
     assert_eq!(reshard(&from, &to), Err(hole(0..6)));
-    let all = [
-        to.extent("first", 0..4, 9, 0).unwrap(),
-        to.extent("p", 0..2, 9, 4).unwrap(),
-    ];
-    let sources = Sources::new(&to, all.clone()).unwrap();
-    assert_eq!(sources.check_complete(), Err(hole(2..6)));
-    assert_eq!(sources.plan(to.shard_extents(1).unwrap()), Err(hole(2..6)));
-    assert_eq!(sources.plan(to.whole_extents(1)), Err(hole(2..6)));
-    // Elements that are not requested may be missing.
-    assert_eq!(
-        sources
-            .plan([to.extent("first", 1..3, 5, 0).unwrap()])
-            .unwrap()
-            .len(),
-        1
-    );
-    let more = all.into_iter().chain([to.extent("p", 3..6, 9, 7).unwrap()]);
-    let sources = Sources::new(&to, more).unwrap();
-    assert_eq!(sources.check_complete(), Err(hole(2..3)));
-    assert_eq!(sources.plan(to.whole_extents(1)), Err(hole(2..3)));
-    let none = Sources::new(&to, []).unwrap();
-    assert_eq!(
-        none.check_complete(),
-        Err(ShardError::Hole {
-            param: "first".into(),
-            in_param: 0..4
-        })
-    );
 }
 
 #[test]
@@ -255,62 +178,6 @@ fn other_shapes_and_parameters_are_errors() {
             world_size: 2
         })
     );
-    assert_eq!(
-        to.extent("x", 0..1, 0, 0),
-        Err(ShardError::UnknownParam { name: "x".into() })
-    );
-    assert!(matches!(
-        to.extent("p", 0..7, 0, 0),
-        Err(ShardError::RangeOutside { len_elems: 6, .. })
-    ));
-}
-
-#[test]
-fn overlaps_and_ranges_outside_are_errors() {
-    let to = Layout::new(&model("p", &[6]), 2, 1).unwrap();
-    let twice = [Extent::new(0..6, 3, 0), Extent::new(5..10, 8, 0)];
-    let overlap = ShardError::SourcesOverlap {
-        param: "p".into(),
-        in_param: 1..2,
-        places: [3, 8],
-    };
-    assert_eq!(Sources::new(&to, twice.clone()).unwrap_err(), overlap);
-    assert!(Sources::first_of(&to, twice).is_ok());
-    let outside = |e: ShardError| {
-        assert!(
-            matches!(e, ShardError::RangeOutside { len_elems: 10, .. }),
-            "{e}"
-        )
-    };
-    outside(Sources::new(&to, [Extent::new(0..11, 0, 0)]).unwrap_err());
-    outside(Sources::first_of(&to, [Extent::new(0..11, 0, 0)]).unwrap_err());
-    let end = Extent::new(0..2, 7, u64::MAX - 1);
-    assert_eq!(
-        Sources::new(&to, [end]).unwrap_err(),
-        ShardError::TooLarge {
-            what: "an offset of place 7".into()
-        }
-    );
-    let sources = Sources::new(&to, [Extent::new(0..10, 0, 0)]).unwrap();
-    outside(sources.plan([Extent::new(9..11, 0, 0)]).unwrap_err());
-    let collide = sources
-        .plan([Extent::new(0..4, 1, 0), Extent::new(4..8, 1, 3)])
-        .unwrap_err();
-    assert_eq!(
-        collide,
-        ShardError::TargetsOverlap {
-            place: 1,
-            in_storage: 3..4
-        }
-    );
-    // The same elements may go to two places.
-    assert_eq!(
-        sources
-            .plan([Extent::new(0..4, 1, 0), Extent::new(0..4, 2, 0)])
-            .unwrap()
-            .len(),
-        2
-    );
 }
 
 #[test]
@@ -322,8 +189,4 @@ fn a_tied_name_finds_the_elements_of_the_other() {
     let named_head = Layout::new(&model("head", &[6]), 3, 1).unwrap();
     let moves = reshard(&tied("head"), &named_head).unwrap();
     assert_eq!(moves.iter().map(Move::elems).sum::<u64>(), 10);
-    assert_eq!(
-        tied("head").extent("head", 1..2, 0, 0),
-        tied("head").extent("p", 1..2, 0, 0)
-    );
 }

@@ -1,7 +1,7 @@
 //! Specifications, plans and reports round-trip through JSON; deserializing a layout checks it.
 
 use zero_shard::{
-    Layout, LayoutOptions, MemoryModel, ParamSpec, Tie, UnitSpec, Widths, ZeroStage, reshard,
+    Layout, LayoutOptions, MemoryModel, ParamSpec, Tie, UnitSpec, Widths, ZeroStage, reshard_rank,
 };
 
 fn layout(ranks: u64) -> Layout {
@@ -35,7 +35,7 @@ fn values_come_back_as_they_were() {
     let two = layout(2);
     let three = layout(3);
     round_trip(&two);
-    round_trip(&reshard(&two, &three).unwrap());
+    round_trip(&reshard_rank(&two, &three, 0).unwrap());
     let model = MemoryModel::state_only(ZeroStage::Two, Widths::MIXED_ADAM);
     round_trip(&model);
     round_trip(

@@ -2,9 +2,37 @@
 
 use thiserror::Error;
 use zero_alloc::device::{DType, DeviceError};
+use zero_alloc::library::MissingFunction;
 use zero_kernels::KernelError;
 
-use super::matmul::LibraryError;
+/// An error of cuBLASLt.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+#[non_exhaustive]
+pub enum LibraryError {
+    /// The library was not found.
+    #[error(
+        "cuBLASLt was not found; tried {}. Install it (pip install nvidia-cublas, or the CUDA toolkit) and set \
+         ZERO_CUBLASLT to the library's path if the loader does not find it",
+        tried.join("; ")
+    )]
+    NotFound {
+        /// The names that were tried, each with the loader's message.
+        tried: Vec<String>,
+    },
+    /// The library lacks a function.
+    #[error(transparent)]
+    MissingFunction(#[from] MissingFunction),
+    /// The library has no algorithm for this product.
+    #[error("cuBLASLt has no algorithm for {product}")]
+    NoAlgorithm {
+        /// A description of the product.
+        product: String,
+    },
+    /// A call failed.
+    #[error("{call}: {message}")]
+    Call { call: &'static str, message: String },
+}
 
 /// An operation was not enqueued, or its kernels could not be loaded.
 #[derive(Debug, Error)]

@@ -243,13 +243,13 @@ impl Location {
 }
 
 impl PageProperties {
-    /// Memory of the context's device, for handles of these types (0: for this process alone).
-    pub(super) fn new(context: &Context, handles: c_uint) -> Result<Self, DeviceError> {
+    /// Memory of the context's device, for this process alone.
+    fn new(context: &Context) -> Result<Self, DeviceError> {
         let network =
             context.has(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?;
         Ok(Self {
             kind: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            handles,
+            handles: 0,
             location: Location::of(context),
             win32: 0,
             compression: 0,
@@ -257,18 +257,6 @@ impl PageProperties {
             usage: 0,
             reserved: [0; 4],
         })
-    }
-
-    /// Reads the handle types of properties whose other fields may have values unknown to this
-    /// struct.
-    ///
-    /// # Safety
-    /// `properties` is valid for reads, with its handle types initialized.
-    pub(super) unsafe fn handles(properties: *const Self) -> c_uint {
-        // SAFETY: within the properties, which are valid for reads.
-        let handles = unsafe { &raw const (*properties).handles };
-        // SAFETY: initialized, by the caller's promise.
-        unsafe { handles.read() }
     }
 }
 
@@ -298,7 +286,7 @@ impl std::fmt::Debug for Pages {
 impl Pages {
     /// Pages of the size that the device recommends.
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        let properties = PageProperties::new(context, 0)?;
+        let properties = PageProperties::new(context)?;
         let page_bytes = context.granularity_bytes(&properties)?;
         Ok(Self {
             context: Arc::clone(context),

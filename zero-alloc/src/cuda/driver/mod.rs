@@ -22,7 +22,6 @@ mod context;
 mod memory;
 mod module;
 mod queue;
-mod shareable;
 mod table;
 mod words;
 
@@ -39,7 +38,6 @@ pub(super) use context::Context;
 pub(super) use memory::{BUFFER_BYTES, Pages};
 pub(super) use module::{Code, Entry};
 pub(super) use queue::{Point, Queue, Recording};
-pub(super) use shareable::Shareable;
 
 const SUCCESS: c_int = 0;
 const OUT_OF_MEMORY: c_int = 2;

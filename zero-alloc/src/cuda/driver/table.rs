@@ -78,9 +78,6 @@ table! {
     cuMemMap(sys::CUdeviceptr, usize, usize, sys::CUmemGenericAllocationHandle, Flags);
     cuMemUnmap(sys::CUdeviceptr, usize);
     cuMemSetAccess(sys::CUdeviceptr, usize, *const sys::CUmemAccessDesc, usize);
-    cuMemGetAddressRange_v2(*mut sys::CUdeviceptr, *mut usize, sys::CUdeviceptr);
-    cuMemRetainAllocationHandle(*mut sys::CUmemGenericAllocationHandle, *mut c_void);
-    cuMemGetAllocationPropertiesFromHandle(*mut sys::CUmemAllocationProp, sys::CUmemGenericAllocationHandle);
     cuMemGetAllocationGranularity(*mut usize, *const sys::CUmemAllocationProp, sys::CUmemAllocationGranularity_flags);
 
     cuMemcpyAsync(sys::CUdeviceptr, sys::CUdeviceptr, usize, sys::CUstream);

@@ -46,7 +46,7 @@ impl CostModel {
 
     /// The time to move `bytes` by `distance`: a move that overlaps itself is cut into pieces that
     /// do not.
-    pub fn move_ns(&self, bytes: u64, distance: u64) -> f64 {
+    pub(crate) fn move_ns(&self, bytes: u64, distance: u64) -> f64 {
         // The common case needs no division.
         let copies = if distance >= bytes {
             1

@@ -142,7 +142,6 @@ mod cuda {
     pub(crate) enum Cuda {
         Pages,
         Backings,
-        Shareable,
     }
 
     impl Backend for Cuda {
@@ -153,9 +152,6 @@ mod cuda {
             match self {
                 Self::Pages => device,
                 Self::Backings => device.with_backings(),
-                Self::Shareable => device
-                    .with_shareable_backings()
-                    .expect("the driver answers"),
             }
         }
 

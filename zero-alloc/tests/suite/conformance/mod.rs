@@ -64,9 +64,3 @@ conformance!(
     Cuda::Backings,
     [ignore = "needs a CUDA device"]
 );
-#[cfg(feature = "cuda")]
-conformance!(
-    cuda_shareable,
-    Cuda::Shareable,
-    [ignore = "needs a CUDA device"]
-);

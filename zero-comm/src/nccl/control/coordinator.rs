@@ -4,8 +4,7 @@
 //! It runs in rank 0's process, performs no I/O, reads no clock and never accesses the data of
 //! collectives. The first failure is final, and every rank receives it. It names
 //!
-//! - both ranks, if their calls of one sequence number differ, or one splits while the other
-//!   registers memory;
+//! - both ranks, if their calls of one sequence number differ;
 //! - the rank whose connection ended without a goodbye, or was silent for too long;
 //! - the rank that dropped a communicator on which others still call collectives;
 //! - if a collective exceeds its limit: the first rank that has not called it; else the first whose
@@ -22,8 +21,8 @@
 //!
 //! Why hashes: steps of one second with 3,000 calls are 1,030 messages in and 260 out a second at
 //! 1,024 ranks, and 4,080 and 1,050 at 4,096 (`benches/README.md`). With a message a call, 4,096
-//! ranks sent 12.3 million messages of 0.2 GB. A split or a registration answers each rank with its
-//! own outcome, some 10 bytes, instead of the entries of all ranks.
+//! ranks sent 12.3 million messages of 0.2 GB. A split answers each rank with its own
+//! place, some 10 bytes, instead of the requests of all ranks.
 //!
 //! Why a certain failure waits for its text: a rank may end, or report a hung collective, between
 //! the difference of its hash and the answer with its calls. Later failures are held back until it
@@ -36,8 +35,9 @@ use std::time::Duration;
 
 use super::calls::Calls;
 use super::handshake::Hello;
-use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered, bounded};
+use super::message::{Context, Message, Place, bounded};
 use crate::call::{Call, Segments};
+use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
 /// Ticks after which the coordinator no longer waits for a call that it requested.
@@ -81,14 +81,11 @@ struct Member {
     left: Option<u64>,
 }
 
-/// A split or registration that some ranks have not joined.
+/// A split that some ranks have not joined.
 #[derive(Debug)]
-struct Meeting {
-    kind: &'static str,
-    /// The world rank that joined first.
-    first: usize,
+struct Split {
     /// By rank of the communicator.
-    entries: Vec<Option<MeetingEntry>>,
+    requests: Vec<Option<SplitRequest>>,
     absent: usize,
 }
 
@@ -114,10 +111,10 @@ struct Group {
     left: usize,
     /// The least number of calls of such a member, and its index.
     first_left: Option<(u64, usize)>,
-    /// The number of meetings that all members have joined, which is the number of the next one.
-    met: u64,
-    /// The next meeting, if a member has joined it.
-    meeting: Option<Meeting>,
+    /// The number of splits that all members have joined, which is the number of the next one.
+    splits: u64,
+    /// The next split, if a member has joined it.
+    split: Option<Split>,
 }
 
 impl Group {
@@ -137,8 +134,8 @@ impl Group {
             first: 0,
             left: 0,
             first_left: None,
-            met: 0,
-            meeting: None,
+            splits: 0,
+            split: None,
         }
     }
 
@@ -457,21 +454,19 @@ impl Coordinator {
                 self.fail(error)
             }
             Message::Failed { error } => self.fail(error),
-            Message::Meet {
+            Message::Split {
                 context,
                 number,
-                entry,
-            } => self.meet(rank, context, number, entry),
-            Message::LateMeeting {
+                request,
+            } => self.split(rank, context, number, request),
+            Message::LateSplit {
                 context,
                 number,
                 limit,
             } => {
-                let (absent, kind) = self
-                    .absent_from(context, number)
-                    .unwrap_or((rank, "meeting"));
+                let absent = self.absent_from(context, number).unwrap_or(rank);
                 let message = format!(
-                    "did not join {kind} {number} of communicator {context} within {limit:?}"
+                    "did not join split {number} of communicator {context} within {limit:?}"
                 );
                 self.fail(CommError::Peer {
                     rank: absent,
@@ -483,7 +478,7 @@ impl Coordinator {
             | Message::Refused { .. }
             | Message::ShowCalls { .. }
             | Message::Agreed { .. }
-            | Message::Met { .. } => {
+            | Message::Placed { .. } => {
                 let message = "sent a message that only the coordinator sends".to_owned();
                 self.fail(CommError::Peer { rank, message })
             }
@@ -760,8 +755,8 @@ impl Coordinator {
         if group.most_called > done {
             return self.left_early(context, index, done);
         }
-        if let Some(meeting) = &group.meeting {
-            let error = left_before(rank, context, group.met, meeting.kind);
+        if group.split.is_some() {
+            let error = left_before(rank, context, group.splits);
             return self.fail(error);
         }
         if group.left < group.ranks.len() || pending {
@@ -860,94 +855,72 @@ impl Coordinator {
         })
     }
 
-    fn meet(
+    /// Records a rank's part of split `number` of a communicator; the last rank's part makes the
+    /// new communicators.
+    fn split(
         &mut self,
         rank: usize,
         context: Context,
         number: u64,
-        entry: MeetingEntry,
+        request: SplitRequest,
     ) -> Vec<Outgoing> {
         let Some((group, index)) = self.member(rank, context) else {
             return Vec::new();
         };
-        let n = group.ranks.len();
-        let kind = entry.kind();
         if let Some((_, gone)) = group.first_left {
-            let error = left_before(group.ranks[gone], context, number, kind);
+            let error = left_before(group.ranks[gone], context, number);
             return self.fail(error);
         }
         let joined = group
-            .meeting
+            .split
             .as_ref()
-            .is_some_and(|meeting| meeting.entries[index].is_some());
-        if number != group.met || joined {
-            let next = group.met + u64::from(joined);
+            .is_some_and(|split| split.requests[index].is_some());
+        if number != group.splits || joined {
+            let next = group.splits + u64::from(joined);
             let message = format!(
-                "called {kind} {number} of communicator {context} where its next one is {next}, after all ranks have \
+                "called split {number} of communicator {context} where its next one is {next}, after all ranks have \
                  joined those before"
             );
             return self.fail(CommError::Peer { rank, message });
         }
-        let new = || Meeting {
-            kind,
-            first: rank,
-            entries: vec![None; n],
+
+        let n = group.ranks.len();
+        let split = group.split.get_or_insert_with(|| Split {
+            requests: vec![None; n],
             absent: n,
-        };
-        let meeting = group.meeting.get_or_insert_with(new);
-        if meeting.kind != kind {
-            let message = format!(
-                "called {kind} {number} of communicator {context} where rank {} called a {}; all ranks must make the \
-                 same calls in the same order",
-                meeting.first, meeting.kind
-            );
-            return self.fail(CommError::Peer { rank, message });
-        }
-        meeting.entries[index] = Some(entry);
-        meeting.absent -= 1;
-        if meeting.absent > 0 {
+        });
+        split.requests[index] = Some(request);
+        split.absent -= 1;
+        if split.absent > 0 {
             return Vec::new();
         }
-        group.met += 1;
-        let entries = group
-            .meeting
-            .take()
-            .map(|meeting| meeting.entries)
-            .unwrap_or_default();
+
+        group.splits += 1;
+        let requests = group.split.take().map(|split| split.requests);
+        let requests: Vec<_> = requests.unwrap_or_default().into_iter().flatten().collect();
         let ranks = group.ranks.clone();
-        let entries = entries.into_iter().flatten().collect::<Vec<_>>();
-        let outcomes = match kind {
-            "split" => self
-                .split(&ranks, &entries)
-                .into_iter()
-                .map(Outcome::Split)
-                .collect(),
-            _ => vec![Outcome::Registration(registered(&entries)); n],
-        };
-        let send = |(rank, outcome)| {
+        let places = self.make_groups(&ranks, &requests);
+        let send = |(rank, place)| {
             Outgoing::To(
                 rank,
-                Message::Met {
+                Message::Placed {
                     context,
                     number,
-                    outcome,
+                    place,
                 },
             )
         };
-        ranks.into_iter().zip(outcomes).map(send).collect()
+        ranks.into_iter().zip(places).map(send).collect()
     }
 
     /// Makes the communicators of a split, in ascending order of color. Returns the places of its
     /// ranks.
-    fn split(&mut self, ranks: &[usize], entries: &[MeetingEntry]) -> Vec<Option<Place>> {
+    fn make_groups(&mut self, ranks: &[usize], requests: &[SplitRequest]) -> Vec<Option<Place>> {
         let mut places = vec![None; ranks.len()];
-        let of_color = entries
+        let of_color = requests
             .iter()
             .enumerate()
-            .filter_map(|(index, entry)| match entry {
-                MeetingEntry::Split(request) => Some((request.color?, request.key, index)),
-                MeetingEntry::Registration(_) => None,
-            });
+            .filter_map(|(index, request)| Some((request.color?, request.key, index)));
         let mut order: Vec<(u64, u64, usize)> = of_color.collect();
         order.sort_unstable();
         for members in order.chunk_by(|(a, ..), (b, ..)| a == b) {
@@ -968,44 +941,19 @@ impl Coordinator {
         places
     }
 
-    /// The first rank that has not joined a meeting, and the meeting's kind.
-    fn absent_from(&self, context: Context, number: u64) -> Option<(usize, &'static str)> {
+    /// The first rank that has not joined a split.
+    fn absent_from(&self, context: Context, number: u64) -> Option<usize> {
         let group = self.groups.get(&context)?;
-        let meeting = group.meeting.as_ref().filter(|_| group.met == number)?;
-        let absent = meeting.entries.iter().position(Option::is_none)?;
-        Some((group.ranks[absent], meeting.kind))
+        let split = group.split.as_ref().filter(|_| group.splits == number)?;
+        let absent = split.requests.iter().position(Option::is_none)?;
+        Some(group.ranks[absent])
     }
 }
 
-fn registered(entries: &[MeetingEntry]) -> Registered {
-    let bytes = |entry: &MeetingEntry| {
-        if let MeetingEntry::Registration(bytes) = entry {
-            *bytes
-        } else {
-            None
-        }
-    };
-    let Some(all) = entries.iter().map(bytes).collect::<Option<Vec<u64>>>() else {
-        let rank = entries
-            .iter()
-            .position(|entry| bytes(entry).is_none())
-            .unwrap_or(0);
-        return Registered::Failed { rank };
-    };
-    match all.iter().position(|bytes| *bytes != all[0]) {
-        Some(rank) => Registered::Differs {
-            rank,
-            bytes: all[rank],
-            expected: all[0],
-        },
-        None => Registered::Equal,
-    }
-}
-
-fn left_before(rank: usize, context: Context, number: u64, kind: &str) -> CommError {
+fn left_before(rank: usize, context: Context, number: u64) -> CommError {
     CommError::Peer {
         rank,
-        message: format!("left communicator {context} before its {kind} {number}"),
+        message: format!("left communicator {context} before its split {number}"),
     }
 }
 

@@ -14,32 +14,6 @@ use crate::{CommError, RendezvousError};
 /// The number of a communicator of the world; communicator 0 contains all ranks.
 pub(crate) type Context = u32;
 
-/// A rank's entry of a meeting. A meeting is a split or a registration, in which the hosts of all
-/// ranks of a communicator wait for each other. Each communicator numbers its meetings from 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum MeetingEntry {
-    Split(SplitRequest),
-    /// Bytes that the rank registered; `None` if it failed to.
-    Registration(Option<u64>),
-}
-
-impl MeetingEntry {
-    pub(crate) fn kind(self) -> &'static str {
-        match self {
-            Self::Split(_) => "split",
-            Self::Registration(_) => "registration",
-        }
-    }
-}
-
-/// The result of a meeting for one rank, of constant size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Outcome {
-    /// The rank's place in its new communicator; `None` if it joins none.
-    Split(Option<Place>),
-    Registration(Registered),
-}
-
 /// A rank's place in a new communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Place {
@@ -48,21 +22,6 @@ pub(crate) struct Place {
     pub(crate) rank: usize,
     /// Ranks of the new communicator.
     pub(crate) size: usize,
-}
-
-/// The result of a registration. Ranks are those of the communicator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Registered {
-    /// All ranks registered the same number of bytes.
-    Equal,
-    /// The first rank that failed to register.
-    Failed { rank: usize },
-    /// The first rank whose bytes differ from rank 0's.
-    Differs {
-        rank: usize,
-        bytes: u64,
-        expected: u64,
-    },
 }
 
 /// All frames after the handshake.
@@ -88,11 +47,12 @@ pub(crate) enum Message {
         count: u64,
         first: u64,
     },
-    /// All ranks have joined meeting `number` of a communicator.
-    Met {
+    /// All ranks have joined split `number` of a communicator: the rank's place in its new
+    /// communicator; `None` if it joins none.
+    Placed {
         context: Context,
         number: u64,
-        outcome: Outcome,
+        place: Option<Place>,
     },
 
     // From a rank.
@@ -126,14 +86,15 @@ pub(crate) enum Message {
         call: Call,
         limit: Duration,
     },
-    /// The rank waits in meeting `number` of a communicator.
-    Meet {
+    /// The rank waits in split `number` of a communicator. Each communicator numbers its splits
+    /// from 0.
+    Split {
         context: Context,
         number: u64,
-        entry: MeetingEntry,
+        request: SplitRequest,
     },
-    /// The rank waited in that meeting for longer than its limit.
-    LateMeeting {
+    /// The rank waited in that split for longer than its limit.
+    LateSplit {
         context: Context,
         number: u64,
         limit: Duration,
@@ -332,25 +293,15 @@ mod tests {
     }
 
     fn messages() -> impl Strategy<Value = Message> {
-        let entries = prop_oneof![
-            (any::<Option<u64>>(), any::<u64>())
-                .prop_map(|(color, key)| MeetingEntry::Split(SplitRequest { color, key })),
-            any::<Option<u64>>().prop_map(MeetingEntry::Registration),
-        ];
-        let outcomes = (0..4, any::<[usize; 2]>(), any::<[u64; 2]>()).prop_map(
-            |(kind, [rank, size], [bytes, expected])| match kind {
-                0 => Outcome::Split((bytes > 9).then_some(Place {
-                    context: expected as Context,
+        let requests = (any::<Option<u64>>(), any::<u64>())
+            .prop_map(|(color, key)| SplitRequest { color, key });
+        let places = (any::<bool>(), any::<Context>(), any::<[usize; 2]>()).prop_map(
+            |(joins, context, [rank, size])| {
+                joins.then_some(Place {
+                    context,
                     rank,
                     size,
-                })),
-                1 => Outcome::Registration(Registered::Equal),
-                2 => Outcome::Registration(Registered::Failed { rank }),
-                _ => Outcome::Registration(Registered::Differs {
-                    rank,
-                    bytes,
-                    expected,
-                }),
+                })
             },
         );
         let numbers = (any::<Context>(), any::<[u64; 4]>());
@@ -366,12 +317,12 @@ mod tests {
                 numbers,
                 prop::collection::vec(calls(), 1..9),
                 any::<Duration>(),
-                entries,
-                outcomes,
+                requests,
+                places,
                 0..11
             )
                 .prop_map(
-                    |((context, [a, b, c, d]), mut calls, limit, entry, outcome, kind)| match kind {
+                    |((context, [a, b, c, d]), mut calls, limit, request, place, kind)| match kind {
                         0 => Message::Calls {
                             context,
                             from: a,
@@ -390,17 +341,17 @@ mod tests {
                             call: calls.remove(0),
                             limit
                         },
-                        3 => Message::Meet {
+                        3 => Message::Split {
                             context,
                             number: a,
-                            entry
+                            request
                         },
-                        4 => Message::Met {
+                        4 => Message::Placed {
                             context,
                             number: a,
-                            outcome
+                            place
                         },
-                        5 => Message::LateMeeting {
+                        5 => Message::LateSplit {
                             context,
                             number: a,
                             limit

@@ -13,7 +13,7 @@ use zero_alloc::device::DeviceError;
 use super::Ranks;
 use super::abort::AbortCompletion;
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
-use super::message::{MeetingEntry, Message, Outcome, Place, Registered};
+use super::message::{Message, Place};
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
 use super::world::{Connection, Operation, Transport};
@@ -542,21 +542,19 @@ fn errors_of_one_process_become_peer_errors() {
 }
 
 #[test]
-fn meetings_return_a_rank_its_own_outcome() {
+fn splits_return_a_rank_its_own_place() {
     let request = |rank: usize| SplitRequest {
         color: (rank != 2).then_some(rank as u64 % 2 + 5),
         key: 10 - rank as u64,
     };
-    let bytes = |rank: usize| (rank != 1).then_some(rank as u64 + 7);
     let outcomes = on_ranks(4, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         let first = rank.world.split(0, 0, request(ranks.rank)).unwrap();
-        let registered = rank.world.register(0, 1, bytes(ranks.rank)).unwrap();
         let second = rank
             .world
             .split(
                 0,
-                2,
+                1,
                 SplitRequest {
                     color: Some(1),
                     key: 0,
@@ -564,7 +562,7 @@ fn meetings_return_a_rank_its_own_outcome() {
             )
             .unwrap();
         rank.world.close(0, 0);
-        (first, registered, second)
+        (first, second)
     });
     let place = |context, rank, size| {
         Some(Place {
@@ -575,14 +573,7 @@ fn meetings_return_a_rank_its_own_outcome() {
     };
     let first = [place(1, 0, 1), place(2, 1, 2), None, place(2, 0, 2)];
     for (rank, outcome) in outcomes.into_iter().enumerate() {
-        assert_eq!(
-            outcome,
-            (
-                first[rank],
-                Registered::Failed { rank: 1 },
-                place(3, rank, 4)
-            )
-        );
+        assert_eq!(outcome, (first[rank], place(3, rank, 4)));
     }
 }
 
@@ -609,7 +600,7 @@ fn rank_whose_stream_is_late_is_named() {
 }
 
 #[test]
-fn meeting_ends_when_a_rank_leaves() {
+fn split_ends_when_a_rank_leaves() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         if ranks.rank == 1 {
@@ -636,11 +627,15 @@ fn meeting_ends_when_a_rank_leaves() {
 }
 
 #[test]
-fn late_meeting_ends_all_ranks() {
+fn late_split_ends_all_ranks() {
     let errors = on_ranks(2, |ranks| {
         let rank = Rank::start(&ranks, SHORT);
         if ranks.rank == 0 {
-            rank.world.register(0, 0, Some(1)).unwrap_err()
+            let request = SplitRequest {
+                color: None,
+                key: 0,
+            };
+            rank.world.split(0, 0, request).unwrap_err()
         } else {
             rank.wait_for_failure()
         }
@@ -650,7 +645,7 @@ fn late_meeting_ends_all_ranks() {
             panic!("{error}")
         };
         assert!(
-            message.contains("did not join registration 0 of communicator 0"),
+            message.contains("did not join split 0 of communicator 0"),
             "{message}"
         );
     }
@@ -715,16 +710,16 @@ fn urgent_messages_follow_the_progress() {
         else {
             panic!("no progress before the split")
         };
-        let entry = MeetingEntry::Split(SplitRequest {
+        let request = SplitRequest {
             color: Some(1),
             key: 0,
-        });
+        };
         assert_eq!(
             next(&mut incoming),
-            Message::Meet {
+            Message::Split {
                 context: 0,
                 number: 0,
-                entry
+                request
             }
         );
         // Requests are answered until the calls are agreed.
@@ -757,17 +752,17 @@ fn urgent_messages_follow_the_progress() {
                 }
             );
         }
-        let outcome = Outcome::Split(Some(Place {
+        let place = Some(Place {
             context: 5,
             rank: 0,
             size: 1,
-        }));
+        });
         send(
             &stream,
-            &[Message::Met {
+            &[Message::Placed {
                 context: 0,
                 number: 0,
-                outcome,
+                place,
             }],
         )
         .unwrap();

@@ -29,7 +29,7 @@ use zero_alloc::device::DeviceError;
 use super::abort::AbortCompletion;
 use super::calls::Log;
 use super::error::back_end;
-use super::message::{Context, MeetingEntry, Message, Outcome, Place, Registered, bounded};
+use super::message::{Context, Message, Place, bounded};
 use super::rendezvous::Joined;
 use super::server::{KEEPALIVE, silence_limit};
 use super::wire::{Incoming, send};
@@ -86,8 +86,8 @@ struct State {
     open: BTreeMap<Context, Open>,
     /// Events of host threads, in order.
     events: Vec<Event>,
-    /// Outcomes of completed meetings.
-    meetings: HashMap<(Context, u64), Outcome>,
+    /// This rank's places in the communicators of completed splits.
+    places: HashMap<(Context, u64), Option<Place>>,
     /// The connection to the coordinator has ended.
     disconnected: bool,
     closing: bool,
@@ -382,66 +382,33 @@ impl World {
         }
     }
 
-    /// Joins meeting `number` of `context`, a split. Returns this rank's place in its new
-    /// communicator.
+    /// Joins split `number` of `context` and waits until all ranks have. Returns this rank's place
+    /// in its new communicator.
     pub(crate) fn split(
         &self,
         context: Context,
         number: u64,
         request: SplitRequest,
     ) -> Result<Option<Place>, CommError> {
-        match self.meet(context, number, MeetingEntry::Split(request))? {
-            Outcome::Split(place) => Ok(place),
-            Outcome::Registration(_) => Err(self.wrong_outcome()),
-        }
-    }
-
-    /// Joins meeting `number` of `context`, a registration of `bytes`, `None` if it failed.
-    pub(crate) fn register(
-        &self,
-        context: Context,
-        number: u64,
-        bytes: Option<u64>,
-    ) -> Result<Registered, CommError> {
-        match self.meet(context, number, MeetingEntry::Registration(bytes))? {
-            Outcome::Registration(registered) => Ok(registered),
-            Outcome::Split(_) => Err(self.wrong_outcome()),
-        }
-    }
-
-    fn wrong_outcome(&self) -> CommError {
-        self.fail(CommError::Peer {
-            rank: 0,
-            message: "answered a meeting with another kind of outcome".to_owned(),
-        })
-    }
-
-    /// Joins a meeting and waits until all ranks have.
-    fn meet(
-        &self,
-        context: Context,
-        number: u64,
-        entry: MeetingEntry,
-    ) -> Result<Outcome, CommError> {
-        let kind = entry.kind();
         if self.state.lock().disconnected {
             return Err(self.fail(CommError::Peer {
                 rank: 0,
-                message: format!("left before {kind} {number}"),
+                message: format!("left before split {number}"),
             }));
         }
-        self.queue(Event::Send(Message::Meet {
+
+        self.queue(Event::Send(Message::Split {
             context,
             number,
-            entry,
+            request,
         }));
-        let met = self.wait(self.limit, |state| match &state.failure {
+        let placed = self.wait(self.limit, |state| match &state.failure {
             Some(failure) => Some(Err(failure.clone())),
-            None => state.meetings.remove(&(context, number)).map(Ok),
+            None => state.places.remove(&(context, number)).map(Ok),
         });
-        met.unwrap_or_else(|| {
-            let message = format!("{kind} {number} did not end within {:?}", self.limit);
-            let late = Message::LateMeeting {
+        placed.unwrap_or_else(|| {
+            let message = format!("split {number} did not end within {:?}", self.limit);
+            let late = Message::LateSplit {
                 context,
                 number,
                 limit: self.limit,
@@ -597,12 +564,12 @@ impl Watcher {
                     Message::Failed { error } => {
                         state.failure.get_or_insert(error);
                     }
-                    Message::Met {
+                    Message::Placed {
                         context,
                         number,
-                        outcome,
+                        place,
                     } => {
-                        state.meetings.insert((context, number), outcome);
+                        state.places.insert((context, number), place);
                     }
                     Message::ShowCalls { context, from, to } => {
                         let calls = self

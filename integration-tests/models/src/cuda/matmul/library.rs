@@ -6,38 +6,10 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use thiserror::Error;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-/// An error of cuBLASLt.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the messages name the fields")]
-#[non_exhaustive]
-pub enum LibraryError {
-    /// The library was not found.
-    #[error(
-        "cuBLASLt was not found; tried {}. Install it (pip install nvidia-cublas, or the CUDA toolkit) and set \
-         ZERO_CUBLASLT to the library's path if the loader does not find it",
-        tried.join("; ")
-    )]
-    NotFound {
-        /// The names that were tried, each with the loader's message.
-        tried: Vec<String>,
-    },
-    /// The library lacks a function.
-    #[error(transparent)]
-    MissingFunction(#[from] MissingFunction),
-    /// The library has no algorithm for this product.
-    #[error("cuBLASLt has no algorithm for {product}")]
-    NoAlgorithm {
-        /// A description of the product.
-        product: String,
-    },
-    /// A call failed.
-    #[error("{call}: {message}")]
-    Call { call: &'static str, message: String },
-}
+use crate::cuda::error::LibraryError;
 
 pub(super) type Status = c_int;
 pub(super) type Raw = *mut c_void;

@@ -26,7 +26,7 @@ use super::error::{OpError, check_len};
 use library::{Algorithm, CublasLt};
 use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_type};
 
-pub use library::LibraryError;
+pub use super::error::LibraryError;
 pub use timing::{FOLDER_VARIABLE, TIMING_VARIABLE, Timing};
 
 /// Checks that cuBLASLt can be loaded.

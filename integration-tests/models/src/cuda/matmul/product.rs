@@ -8,7 +8,8 @@ use std::sync::Arc;
 use zero_alloc::cuda::{CudaStream, interop};
 use zero_alloc::device::DType;
 
-use super::library::{Algorithm, CublasLt, LibraryError, Raw, Status};
+use super::library::{Algorithm, CublasLt, Raw, Status};
+use crate::cuda::error::LibraryError;
 
 pub(super) fn data_type(dtype: DType) -> Option<c_int> {
     match dtype {

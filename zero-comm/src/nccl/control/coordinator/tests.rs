@@ -113,15 +113,11 @@ fn late(sequence: u64) -> Message {
     }
 }
 
-fn split(color: Option<u64>, key: u64) -> MeetingEntry {
-    MeetingEntry::Split(SplitRequest { color, key })
-}
-
-fn meet(number: u64, entry: MeetingEntry) -> Message {
-    Message::Meet {
+fn split(number: u64, color: Option<u64>, key: u64) -> Message {
+    Message::Split {
         context: 0,
         number,
-        entry,
+        request: SplitRequest { color, key },
     }
 }
 
@@ -269,10 +265,10 @@ fn rank_that_left_is_named() {
     }
     let message = "left communicator 0 before its split 0".to_owned();
     let error = failed(CommError::Peer { rank: 1, message });
-    let meet = meet(0, split(None, 0));
+    let split = split(0, None, 0);
     for more in [
-        [(1, left.clone()), (0, meet.clone())],
-        [(0, meet), (1, left)],
+        [(1, left.clone()), (0, split.clone())],
+        [(0, split), (1, left)],
     ] {
         let mut world = World::new(3);
         let sent: Vec<_> = more
@@ -285,10 +281,14 @@ fn rank_that_left_is_named() {
 
 #[test]
 fn splits_number_their_communicators_by_color() {
-    let entries = [split(Some(7), 1), split(None, 0), split(Some(5), 0)];
+    let splits = [
+        split(0, Some(7), 1),
+        split(0, None, 0),
+        split(0, Some(5), 0),
+    ];
     let mut world = World::new(3);
     let sent = (0..3)
-        .map(|rank| world.receive(rank, meet(0, entries[rank])))
+        .map(|rank| world.receive(rank, splits[rank].clone()))
         .last();
     let place = |context| {
         Some(Place {
@@ -297,26 +297,26 @@ fn splits_number_their_communicators_by_color() {
             size: 1,
         })
     };
-    let met = |number, outcomes: [Outcome; 3]| {
-        let met = |(rank, outcome)| {
+    let placed = |number, places: [Option<Place>; 3]| {
+        let placed = |(rank, place)| {
             Outgoing::To(
                 rank,
-                Message::Met {
+                Message::Placed {
                     context: 0,
                     number,
-                    outcome,
+                    place,
                 },
             )
         };
         Some(
-            outcomes
+            places
                 .into_iter()
                 .enumerate()
-                .map(met)
+                .map(placed)
                 .collect::<Vec<_>>(),
         )
     };
-    assert_eq!(sent, met(0, [place(2), None, place(1)].map(Outcome::Split)));
+    assert_eq!(sent, placed(0, [place(2), None, place(1)]));
     let groups = &world.coordinator.groups;
     assert_eq!(
         (&groups[&1].ranks[..], &groups[&2].ranks[..]),
@@ -324,83 +324,27 @@ fn splits_number_their_communicators_by_color() {
     );
     // Ordered by key.
     let sent = (0..3)
-        .map(|rank| world.receive(rank, meet(1, split(Some(9), 2 - rank as u64))))
+        .map(|rank| world.receive(rank, split(1, Some(9), 2 - rank as u64)))
         .last();
     let place = |rank| {
-        Outcome::Split(Some(Place {
+        Some(Place {
             context: 3,
             rank,
             size: 3,
-        }))
+        })
     };
-    assert_eq!(sent, met(1, [2, 1, 0].map(place)));
+    assert_eq!(sent, placed(1, [2, 1, 0].map(place)));
     assert_eq!(world.coordinator.groups[&3].ranks, [2, 1, 0]);
 }
 
+/// A rank joins the next split only, once: others would each cost a request per rank.
 #[test]
-fn registrations_name_the_first_rank_that_differs() {
-    let cases = [
-        ([Some(7), Some(7), Some(7)], Registered::Equal),
-        ([Some(7), None, Some(9)], Registered::Failed { rank: 1 }),
-        (
-            [Some(7), Some(7), Some(9)],
-            Registered::Differs {
-                rank: 2,
-                bytes: 9,
-                expected: 7,
-            },
-        ),
-    ];
-    let mut world = World::new(3);
-    for (number, (bytes, expected)) in (0..).zip(cases) {
-        let entry = |rank: usize| meet(number, MeetingEntry::Registration(bytes[rank]));
-        let sent = (0..3)
-            .map(|rank| world.receive(rank, entry(rank)))
-            .last()
-            .unwrap();
-        let outcome = Outcome::Registration(expected);
-        let met = |rank| {
-            Outgoing::To(
-                rank,
-                Message::Met {
-                    context: 0,
-                    number,
-                    outcome,
-                },
-            )
-        };
-        assert_eq!(sent, (0..3).map(met).collect::<Vec<_>>());
-    }
-}
-
-#[test]
-fn differing_meetings_name_both_ranks() {
-    let mut world = World::new(3);
-    assert_eq!(world.receive(2, meet(0, split(None, 0))), []);
-    let sent = world.receive(1, meet(0, MeetingEntry::Registration(Some(1))));
-    let [
-        Outgoing::All(Message::Failed {
-            error: CommError::Peer { rank: 1, message },
-        }),
-    ] = &sent[..]
-    else {
-        panic!("{sent:?}")
-    };
-    assert!(
-        message.starts_with("called registration 0 of communicator 0 where rank 2 called a split"),
-        "{message}"
-    );
-}
-
-/// A rank joins the next meeting only, once: others would each cost an entry per rank.
-#[test]
-fn unexpected_meetings_name_the_rank() {
-    let entry = split(None, 0);
+fn unexpected_splits_name_the_rank() {
     for numbers in [vec![1], vec![u64::MAX], vec![0, 0], vec![0, 1]] {
         let mut world = World::new(3);
         let sent: Vec<_> = numbers
             .iter()
-            .map(|&number| world.receive(1, meet(number, entry)))
+            .map(|&number| world.receive(1, split(number, None, 0)))
             .collect();
         let Some(
             [
@@ -418,10 +362,10 @@ fn unexpected_meetings_name_the_rank() {
     // All ranks have joined the first one.
     let mut world = World::new(2);
     for number in [0, 1] {
-        assert_eq!(world.receive(0, meet(number, entry)), []);
-        assert_eq!(world.receive(1, meet(number, entry)).len(), 2);
+        assert_eq!(world.receive(0, split(number, None, 0)), []);
+        assert_eq!(world.receive(1, split(number, None, 0)).len(), 2);
     }
-    assert_eq!(world.receive(0, meet(0, entry)).len(), 1);
+    assert_eq!(world.receive(0, split(0, None, 0)).len(), 1);
     assert!(matches!(
         world.coordinator.failure,
         Some(CommError::Peer { rank: 0, .. })
@@ -450,17 +394,17 @@ fn long_reason_is_cut() {
 }
 
 #[test]
-fn late_meeting_names_the_absent_rank() {
-    let late = Message::LateMeeting {
+fn late_split_names_the_absent_rank() {
+    let late = Message::LateSplit {
         context: 0,
         number: 0,
         limit: LIMIT,
     };
-    let entry = meet(0, MeetingEntry::Registration(None));
+    let split = split(0, None, 0);
     let mut world = World::new(3);
-    let sent = [(0, entry.clone()), (2, entry), (2, late)]
+    let sent = [(0, split.clone()), (2, split), (2, late)]
         .map(|(rank, message)| world.receive(rank, message));
-    let message = "did not join registration 0 of communicator 0 within 3s".to_owned();
+    let message = "did not join split 0 of communicator 0 within 3s".to_owned();
     assert_eq!(
         sent,
         [vec![], vec![], failed(CommError::Peer { rank: 1, message })]

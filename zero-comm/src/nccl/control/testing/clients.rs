@@ -13,7 +13,7 @@ use crate::CommError;
 use crate::nccl::control::calls::Calls;
 use crate::nccl::control::error::back_end;
 use crate::nccl::control::handshake::{Hello, Key};
-use crate::nccl::control::message::{Context, MeetingEntry, Message, Outcome};
+use crate::nccl::control::message::{Context, Message};
 use crate::nccl::control::rendezvous::BACKLOG;
 use crate::nccl::control::server::{self, Options};
 use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
@@ -226,10 +226,7 @@ impl Clients {
                             Some((rank, Event::Joined(report_every)))
                         }
                         Message::Agreed { count, .. } => Some((rank, Event::Agreed(count))),
-                        Message::Met {
-                            outcome: Outcome::Split(place),
-                            ..
-                        } => Some((
+                        Message::Placed { place, .. } => Some((
                             rank,
                             Event::Split(place.map(|place| (place.rank, place.size))),
                         )),
@@ -293,11 +290,11 @@ impl Clients {
             color: Some(rank as u64 % 2),
             key: u64::MAX - rank as u64,
         };
-        let meet = Message::Meet {
+        let split = Message::Split {
             context: WORLD,
             number,
-            entry: MeetingEntry::Split(request),
+            request,
         };
-        client.send(&encode(&meet)?, traffic)
+        client.send(&encode(&split)?, traffic)
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{ID, LIBRARY, broadcast};
 use crate::nccl::control::coordinator::{Coordinator, Outgoing};
 use crate::nccl::control::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
-use crate::nccl::control::message::{MeetingEntry, Message};
+use crate::nccl::control::message::Message;
 use crate::nccl::control::ranks::Token;
 use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, decode, encode, frame};
 use crate::split_request::SplitRequest;
@@ -173,17 +173,15 @@ pub fn valid(target: &str) -> Vec<Vec<u8>> {
 fn sample_messages() -> Vec<Message> {
     let call = broadcast(8);
     let limit = Duration::from_secs(1);
-    let entries = [
-        MeetingEntry::Split(SplitRequest {
+    let requests = [
+        SplitRequest {
             color: Some(1),
             key: 2,
-        }),
-        MeetingEntry::Split(SplitRequest {
+        },
+        SplitRequest {
             color: None,
             key: 0,
-        }),
-        MeetingEntry::Registration(Some(9)),
-        MeetingEntry::Registration(None),
+        },
     ];
     let errors = [
         CommError::Left {
@@ -201,10 +199,10 @@ fn sample_messages() -> Vec<Message> {
             message: "failed".to_owned(),
         },
     ];
-    let meet = |(number, &entry): (u64, &_)| Message::Meet {
+    let split = |(number, &request): (u64, &_)| Message::Split {
         context: 0,
         number,
-        entry,
+        request,
     };
     let mut messages = vec![
         Message::Welcome {
@@ -241,7 +239,7 @@ fn sample_messages() -> Vec<Message> {
             call,
             limit,
         },
-        Message::LateMeeting {
+        Message::LateSplit {
             context: 0,
             number: 0,
             limit,
@@ -253,7 +251,7 @@ fn sample_messages() -> Vec<Message> {
         Message::Goodbye,
         Message::Alive,
     ];
-    messages.extend((0..).zip(&entries).map(meet));
+    messages.extend((0..).zip(&requests).map(split));
     messages.extend(errors.map(|error| Message::Failed { error }));
     messages
 }
@@ -306,26 +304,19 @@ fn scenarios() -> Vec<Vec<Step>> {
         events
     };
     let with = |more: Vec<Step>| equal().into_iter().chain(more).collect::<Vec<_>>();
-    let meet = |rank, entry| {
+    let split = |rank| {
         From(
             rank,
-            Message::Meet {
+            Message::Split {
                 context: 0,
                 number: 0,
-                entry,
+                request: SplitRequest {
+                    color: Some(u64::from(rank) % 2),
+                    key: 0,
+                },
             },
         )
     };
-    let split = |rank| {
-        meet(
-            rank,
-            MeetingEntry::Split(SplitRequest {
-                color: Some(u64::from(rank) % 2),
-                key: 0,
-            }),
-        )
-    };
-    let registration = |rank, bytes| meet(rank, MeetingEntry::Registration(bytes));
     let left = |rank, context, done| From(rank, Message::Left { context, done });
     let other = Message::Progress {
         context: 0,
@@ -371,18 +362,11 @@ fn scenarios() -> Vec<Vec<Step>> {
                 .chain((0..4).map(|rank| left(rank, 1 + u32::from(rank) % 2, 0)))
                 .collect(),
         ),
-        with(
-            (0..4)
-                .map(|rank| registration(rank, Some(9)))
-                .chain((0..4).map(|rank| left(rank, 0, 2)))
-                .collect(),
-        ),
-        with(vec![registration(0, None), split(1)]),
         with(vec![
             split(0),
             From(
                 0,
-                Message::LateMeeting {
+                Message::LateSplit {
                     context: 0,
                     number: 0,
                     limit: Duration::ZERO,

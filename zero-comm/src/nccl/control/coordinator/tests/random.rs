@@ -64,8 +64,8 @@ impl Simulation {
         };
         for (number, colors) in (0..).zip([2, 1]) {
             for rank in 0..n {
-                let entry = split(Some(rank as u64 % colors), (n - rank) as u64);
-                let outgoing = simulation.coordinator.receive(rank, meet(number, entry));
+                let split = split(number, Some(rank as u64 % colors), (n - rank) as u64);
+                let outgoing = simulation.coordinator.receive(rank, split);
                 simulation.send(outgoing);
             }
             for color in 0..colors.min(n as u64) as usize {

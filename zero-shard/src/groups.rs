@@ -1,4 +1,4 @@
-//! Parameter groups in a storage.
+//! Parameter groups: the parts of a storage with the same optimizer settings.
 //!
 //! Parameters with the same optimizer settings, such as weight decay, are a group. Groups do not
 //! change the layout, so each is distributed over all ranks.
