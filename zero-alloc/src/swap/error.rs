@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::AllocError;
 use crate::device::DeviceError;
 
 /// Why a swap file could not be made, or a transfer failed.
@@ -42,9 +43,12 @@ pub enum SwapError {
         error: io::Error,
         advice: &'static str,
     },
-    /// A buffer is not in host memory.
+    /// A buffer is not in host memory, or a stream could not be made.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The buffers of a ring could not be allocated.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
     /// A request failed.
     #[error("{op} of {bytes} bytes at offset {offset} of the swap file in {}: {error}; {}", dir.display(), advice(error))]
     Transfer {

@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 use rustix::process::Resource;
 
-use super::ring::Ring;
+use super::uring::Uring;
 use super::{SwapError, SwapLane};
 
 /// How requests reach the kernel.
@@ -243,7 +243,7 @@ impl Inner {
         if self.options.engine == SwapEngine::Threads {
             return Ok(());
         }
-        match Ring::new(self) {
+        match Uring::new(self) {
             Ok(_) => self.uring = true,
             Err(error) if self.options.engine == SwapEngine::Auto => self.notice_threads(&error),
             Err(error) => return Err(self.system("io_uring_setup", error)),

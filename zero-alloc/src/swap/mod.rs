@@ -10,6 +10,9 @@
 //! folder without a lock, nothing needs to be cleaned up, and no tool takes it for a checkpoint.
 //! `lsof +L1` shows it.
 //!
+//! [`SwapParts`] and [`SwapRing`] are what programs use that offload: parts of a file, which
+//! operations of a stream read, use and write through a few buffers.
+//!
 //! A transfer returns only when the kernel has returned every request, since the buffers belong to
 //! the caller. If a request stays away for twice the limit, the process is aborted: its buffer must
 //! not be used again.
@@ -43,9 +46,11 @@ mod error;
 mod fault;
 mod file;
 mod lane;
+mod parts;
 mod queue;
 mod ring;
 mod threads;
+mod uring;
 
 pub use buffer::SwapBuffer;
 pub use error::SwapError;
@@ -53,3 +58,5 @@ pub use error::SwapError;
 pub use fault::Fault;
 pub use file::{SwapEngine, SwapFile, SwapOptions};
 pub use lane::SwapLane;
+pub use parts::SwapParts;
+pub use ring::{Held, SwapAccess, SwapRing};

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use super::file::Inner;
 use super::lane::Request;
-use super::ring::Ring;
 use super::threads::Threads;
+use super::uring::Uring;
 use super::{SwapBuffer, SwapEngine};
 
 enum Engine {
-    Ring(Box<Ring>),
+    Uring(Box<Uring>),
     Threads(Threads),
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Queue {
 
 impl Queue {
     pub(super) fn new(file: &Arc<Inner>) -> io::Result<Self> {
-        let ring = match file.uring.then(|| Ring::new(file)).transpose() {
+        let ring = match file.uring.then(|| Uring::new(file)).transpose() {
             // Another ring worked; now a limit is reached, such as that of locked memory.
             Err(error) if file.options.engine == SwapEngine::Auto => {
                 file.notice_threads(&error);
@@ -33,7 +33,7 @@ impl Queue {
             ring => ring?,
         };
         let engine = match ring {
-            Some(ring) => Engine::Ring(Box::new(ring)),
+            Some(ring) => Engine::Uring(Box::new(ring)),
             None => Engine::Threads(Threads::new(Arc::clone(file))?),
         };
         Ok(Self {
@@ -46,7 +46,7 @@ impl Queue {
     /// Registers buffers with the kernel, which threads do not need.
     pub(super) fn register(&mut self, buffers: &[SwapBuffer]) -> io::Result<()> {
         match &mut self.engine {
-            Engine::Ring(ring) => ring.register(buffers),
+            Engine::Uring(ring) => ring.register(buffers),
             Engine::Threads(_) => Ok(()),
         }
     }
@@ -59,7 +59,7 @@ impl Queue {
             return Ok(());
         };
         match &mut self.engine {
-            Engine::Ring(ring) => ring.push(slot, request),
+            Engine::Uring(ring) => ring.push(slot, request),
             Engine::Threads(threads) => {
                 threads.push(slot, request);
                 Ok(())
@@ -78,7 +78,7 @@ impl Queue {
             limit
         };
         let result = match &mut self.engine {
-            Engine::Ring(ring) => ring.wait(limit, done),
+            Engine::Uring(ring) => ring.wait(limit, done),
             Engine::Threads(threads) => {
                 threads.wait(limit, done);
                 Ok(())
@@ -92,7 +92,7 @@ impl Queue {
     /// The number of requests that only wait for the next submission.
     pub(super) fn unsubmitted(&mut self) -> usize {
         match &mut self.engine {
-            Engine::Ring(ring) => ring.unsubmitted(),
+            Engine::Uring(ring) => ring.unsubmitted(),
             Engine::Threads(_) => 0,
         }
     }

@@ -1,153 +1,383 @@
-//! Requests by io_uring.
+//! Buffers through which a program uses the parts of a file.
+//!
+//! | call | on the stream | operation | it waits for | after it |
+//! |---|---|---|---|---|
+//! | [`SwapRing::acquire`] to read or update | `NAME reads` | read the part into the next buffer | the buffer is free; the part is written | the user's stream may go on |
+//! | [`SwapRing::acquire`] to overwrite, or of a part that a buffer still has | the user's | none | the buffer is free | |
+//! | [`SwapRing::acquire_range`] | `NAME reads` | read a range of the part | as above | as above |
+//! | the program's operations | the user's | | | |
+//! | [`Held::write_back`] | `NAME writes` | write the buffer to the part | the user's stream; reads of the part, also into other rings | the buffer is free, the part is written |
+//! | the drop of [`Held`] | the user's | none | | the buffer is free |
+//!
+//! So with three buffers, one part is read, one is used and one is written at the same time.
+//!
+//! Why a buffer remembers what it has: the last unit of a forward pass is the first of the backward
+//! pass, and a model of few units needs no reads.
 
-use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::ops::Range;
 use std::time::Duration;
 
-use io_uring::{IoUring, opcode, types};
+use super::parts::{Transfers, aligned};
+use super::{SwapBuffer, SwapError, SwapFile, SwapParts};
+use crate::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
+use crate::host::{HostDevice, HostEvent};
+use crate::{Pool, Purpose};
 
-use super::SwapBuffer;
-use super::file::Inner;
-use super::lane::Request;
-
-/// The largest buffer that the kernel registers.
-const MAX_BUFFER_BYTES: usize = 1 << 30;
-
-pub(super) struct Ring {
-    ring: IoUring,
-    fd: RawFd,
-    /// Registered pieces of buffers, by their index: address and length in bytes.
-    pieces: Vec<(usize, usize)>,
-    /// The buffers of the pieces. Dropped after `ring`, whose end unregisters them.
-    buffers: Vec<SwapBuffer>,
+/// What the operations on an acquired part do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SwapAccess {
+    /// They read it.
+    Read,
+    /// They read and write it.
+    Update,
+    /// They write all of it, so that it is not read from the file.
+    Overwrite,
 }
 
-impl Ring {
-    /// A ring of requests to `file`, which outlives it.
-    pub(super) fn new(file: &Inner) -> io::Result<Self> {
-        let depth = file.options.queue_depth as u32;
-        // A completion need not interrupt the thread, which waits for it anyway. Since Linux 5.19.
-        let ring = IoUring::builder()
-            .setup_coop_taskrun()
-            .build(depth)
-            .or_else(|_| IoUring::new(depth))?;
-        if !ring.params().is_feature_ext_arg() {
-            return Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "io_uring before Linux 5.11 has no time limits",
-            ));
+/// Buffers in host memory for the parts of a file, used in turn by operations of a stream of the
+/// device `D`.
+pub struct SwapRing<D: Device = HostDevice> {
+    parts: SwapParts,
+    device: D,
+    reads: Transfers,
+    buffers: Vec<Buffer<D>>,
+    /// The next buffer.
+    next: usize,
+    /// Whether the lane that writes knows the buffers.
+    registered_for_writes: bool,
+    limit: Duration,
+}
+
+struct Buffer<D: Device> {
+    memory: SwapBuffer,
+    /// The point after which it may be overwritten.
+    free: Option<Point<D>>,
+    content: Option<Content>,
+}
+
+/// The part that a buffer has, as the write `version` of that part left it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Content {
+    part: usize,
+    version: u64,
+}
+
+/// A point on a stream of the user, or on one that reads or writes.
+enum Point<D: Device> {
+    User(D::Event),
+    Transfer(HostEvent),
+}
+
+impl<D: Device> std::fmt::Debug for SwapRing<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "SwapRing({} buffers of {:?})",
+            self.buffers.len(),
+            self.parts
+        )
+    }
+}
+
+impl<D: Device> SwapRing<D> {
+    /// A ring of `buffers` buffers from `pool`, each with room for the largest of `parts`, for
+    /// streams of `device`. Reads are on a stream of the pool's device, named `name` with ` reads`.
+    /// Waits between the host and the device, and the drop, take at most `limit`.
+    ///
+    /// # Errors
+    /// There is no buffer, or the system is out of memory, threads or descriptors.
+    pub fn new(
+        parts: &SwapParts,
+        device: &D,
+        pool: &Pool<HostDevice>,
+        name: &str,
+        buffers: usize,
+        limit: Duration,
+    ) -> Result<Self, SwapError> {
+        if buffers == 0 {
+            return Err(SwapError::Option {
+                name: "buffers",
+                expected: "at least 1",
+                got: 0,
+            });
         }
-        Ok(Self {
-            ring,
-            fd: file.file.as_raw_fd(),
-            pieces: Vec::new(),
-            buffers: Vec::new(),
+        let reads = Transfers::new(pool.device(), &format!("{name} reads"), parts.file())?;
+        let bytes = parts.buffer_bytes();
+        let buffer = |_| {
+            let memory = SwapBuffer::allocate(pool, bytes, Purpose::Workspace, &reads.stream)?;
+            Ok(Buffer {
+                memory,
+                free: None,
+                content: None,
+            })
+        };
+        let buffers: Vec<_> = (0..buffers).map(buffer).collect::<Result<_, SwapError>>()?;
+        let ring = Self {
+            parts: parts.clone(),
+            device: device.clone(),
+            reads,
+            buffers,
+            next: 0,
+            registered_for_writes: false,
+            limit,
+        };
+        ring.reads.lane.register(&ring.memory());
+        Ok(ring)
+    }
+
+    /// The file of the parts.
+    pub fn file(&self) -> &SwapFile {
+        self.parts.file()
+    }
+
+    /// The length of each buffer, in bytes.
+    pub fn buffer_bytes(&self) -> usize {
+        self.parts.buffer_bytes()
+    }
+
+    /// A part in a buffer, for operations on `stream`, which waits for it.
+    ///
+    /// # Errors
+    /// A stream is closed.
+    ///
+    /// # Panics
+    /// There is no such part.
+    pub fn acquire(
+        &mut self,
+        stream: &D::Stream,
+        part: usize,
+        access: SwapAccess,
+    ) -> Result<Held<'_, D>, DeviceError> {
+        let bytes = self.parts.part_bytes(part);
+        let last = Content {
+            part,
+            version: self.parts.version(part),
+        };
+        let kept = self.buffers.iter().position(|b| b.content == Some(last));
+        let buffer = match kept.filter(|_| access != SwapAccess::Overwrite) {
+            Some(kept) => kept,
+            None => self.take_next(),
+        };
+        if kept == Some(buffer) || access == SwapAccess::Overwrite {
+            self.wait_until_free(stream, buffer)?;
+        } else {
+            self.fill(stream, buffer, part, (0, aligned(bytes)))?;
+        }
+
+        // What is written has its content once it is written back.
+        self.buffers[buffer].content = (access == SwapAccess::Read).then_some(last);
+        Ok(Held {
+            stream: stream.clone(),
+            part,
+            access,
+            memory: self.slice(buffer).slice(0..bytes),
+            buffer,
+            is_released: false,
+            ring: self,
         })
     }
 
-    /// Registers buffers in place of those registered before. No request is in flight.
-    pub(super) fn register(&mut self, buffers: &[SwapBuffer]) -> io::Result<()> {
-        if !std::mem::take(&mut self.pieces).is_empty() {
-            self.ring.submitter().unregister_buffers()?;
+    /// The bytes `range` of a part in a buffer, for operations on `stream` that read them.
+    ///
+    /// # Errors
+    /// A stream is closed.
+    ///
+    /// # Panics
+    /// There is no such part, or the range is not in it.
+    pub fn acquire_range(
+        &mut self,
+        stream: &D::Stream,
+        part: usize,
+        range: Range<usize>,
+    ) -> Result<Held<'_, D>, DeviceError> {
+        let bytes = self.parts.part_bytes(part);
+        assert!(
+            range.start <= range.end && range.end <= bytes,
+            "bytes {range:?} of a part of {bytes} bytes"
+        );
+        let first = range.start / SwapFile::ALIGN_BYTES * SwapFile::ALIGN_BYTES;
+        let buffer = self.take_next();
+        self.fill(stream, buffer, part, (first, aligned(range.end)))?;
+        Ok(Held {
+            stream: stream.clone(),
+            part,
+            access: SwapAccess::Read,
+            memory: self
+                .slice(buffer)
+                .slice(range.start - first..range.end - first),
+            buffer,
+            is_released: false,
+            ring: self,
+        })
+    }
+
+    /// Waits at most `limit` for the reads and writes enqueued so far.
+    ///
+    /// # Errors
+    /// One of them failed, or the limit passed.
+    pub fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        let reads = self.reads.stream.synchronize(limit);
+        let writes = self.parts.0.writes.stream.synchronize(limit);
+        reads.and(writes)
+    }
+
+    /// The next buffer, which loses its content.
+    fn take_next(&mut self) -> usize {
+        let at = self.next;
+        self.next = (at + 1) % self.buffers.len();
+        self.buffers[at].content = None;
+        at
+    }
+
+    /// Enqueues reading the bytes `range` of `part` into a buffer; `stream` waits for it.
+    fn fill(
+        &mut self,
+        stream: &D::Stream,
+        buffer: usize,
+        part: usize,
+        range: (usize, usize),
+    ) -> Result<(), DeviceError> {
+        let reads = &self.reads.stream;
+        match self.buffers[buffer].free.take() {
+            Some(Point::User(free)) => self.device.host_waits(reads, &free, self.limit)?,
+            Some(Point::Transfer(free)) => reads.wait(&free)?,
+            None => {}
         }
-        self.buffers.clear();
-        let pieces = buffers
-            .iter()
-            .map(SwapBuffer::place)
-            .flat_map(|(start, bytes)| {
-                (0..bytes)
-                    .step_by(MAX_BUFFER_BYTES)
-                    .map(move |at| (start + at, (bytes - at).min(MAX_BUFFER_BYTES)))
+        self.parts
+            .read(&self.reads, part, range, self.slice(buffer))?;
+
+        let filled = reads.record()?;
+        self.buffers[buffer].free = Some(Point::Transfer(filled.clone()));
+        self.device.wait_for_host(stream, &filled, self.limit)
+    }
+
+    /// Makes `stream` wait until a buffer may be overwritten, and its part is in the file.
+    fn wait_until_free(&self, stream: &D::Stream, buffer: usize) -> Result<(), DeviceError> {
+        match &self.buffers[buffer].free {
+            Some(Point::User(free)) => stream.wait(free),
+            Some(Point::Transfer(free)) => self.device.wait_for_host(stream, free, self.limit),
+            None => Ok(()),
+        }
+    }
+
+    fn slice(&self, buffer: usize) -> AnySlice {
+        // SAFETY: the ring owns the buffer. `free` orders its uses, which are those of `Held` and
+        // the transfers, and the drop of the ring waits for the last of them.
+        unsafe { self.buffers[buffer].memory.slice() }
+    }
+
+    fn memory(&self) -> Vec<SwapBuffer> {
+        let memory = |buffer: &Buffer<D>| buffer.memory.clone();
+        self.buffers.iter().map(memory).collect()
+    }
+}
+
+/// Waits until the buffers are free.
+impl<D: Device> Drop for SwapRing<D> {
+    fn drop(&mut self) {
+        for buffer in &mut self.buffers {
+            let free = match buffer.free.take() {
+                Some(Point::User(free)) => free.synchronize(self.limit),
+                Some(Point::Transfer(free)) => free.synchronize(self.limit),
+                None => Ok(()),
+            };
+            // A stream with another error runs nothing more.
+            if let Err(DeviceError::TimedOut { .. }) = free {
+                std::mem::forget(buffer.memory.clone());
+            }
+        }
+    }
+}
+
+/// A part in a buffer, which is free again after the operations that are enqueued on the stream
+/// until this is dropped.
+#[must_use = "a part that was written must be written back"]
+pub struct Held<'a, D: Device> {
+    ring: &'a mut SwapRing<D>,
+    stream: D::Stream,
+    buffer: usize,
+    part: usize,
+    access: SwapAccess,
+    memory: AnySlice,
+    is_released: bool,
+}
+
+impl<D: Device> Held<'_, D> {
+    /// The bytes of the part, or of its range.
+    ///
+    /// # Safety
+    /// Operations on them are enqueued on the stream for which the part was acquired, before this
+    /// is dropped or written back, and write only if the access says so.
+    pub unsafe fn bytes(&self) -> AnySlice {
+        self.memory
+    }
+
+    /// [`Held::bytes`] as elements of `dtype`.
+    ///
+    /// # Safety
+    /// As for [`Held::bytes`].
+    ///
+    /// # Panics
+    /// The length is not a multiple of the element's.
+    pub unsafe fn elems(&self, dtype: DType) -> AnySlice {
+        let bytes = self.memory.len_bytes();
+        let elem_bytes = dtype.size_bytes();
+        assert!(
+            bytes.is_multiple_of(elem_bytes),
+            "{bytes} bytes are no elements of {dtype}"
+        );
+        // SAFETY: memory of the buffer, initialised by the pool or a read and aligned to
+        // `SwapFile::ALIGN_BYTES` or, in a range, as the caller's elements are; every bit pattern
+        // is a value. The rest is the caller's promise.
+        unsafe {
+            AnySlice::from_raw_parts(
+                self.memory.as_ptr(),
+                bytes / elem_bytes,
+                dtype,
+                self.memory.device(),
+            )
+        }
+    }
+
+    /// Enqueues writing the part to the file, after the operations on it.
+    ///
+    /// # Errors
+    /// A stream is closed, or the part was acquired to be read.
+    pub fn write_back(mut self) -> Result<(), DeviceError> {
+        if self.access == SwapAccess::Read {
+            return Err(DeviceError::Argument {
+                what: "write back",
+                message: format!("part {} was acquired to be read only", self.part),
             });
-        let mut pieces: Vec<_> = pieces.collect();
-        pieces.sort_unstable();
-        if pieces.is_empty() {
-            return Ok(());
         }
-        let system: Vec<_> = pieces
-            .iter()
-            .map(|&(start, iov_len)| libc::iovec {
-                iov_base: std::ptr::without_provenance_mut(start),
-                iov_len,
-            })
-            .collect();
-        // SAFETY: the handles in `self.buffers` keep the memory mapped at its address while it is
-        // registered.
-        unsafe { self.ring.submitter().register_buffers(&system) }?;
-        self.pieces = pieces;
-        self.buffers = buffers.to_vec();
+        let ring = &mut *self.ring;
+        let writes = &ring.parts.0.writes;
+        if !std::mem::replace(&mut ring.registered_for_writes, true) {
+            writes.lane.register(&ring.memory());
+        }
+        let used = self.stream.record()?;
+        ring.buffers[self.buffer].free = Some(Point::User(used.clone()));
+        self.is_released = true;
+
+        ring.device.host_waits(&writes.stream, &used, ring.limit)?;
+        let written = ring.parts.write(self.part, ring.slice(self.buffer))?;
+        let buffer = &mut ring.buffers[self.buffer];
+        buffer.free = Some(Point::Transfer(written));
+        buffer.content = Some(Content {
+            part: self.part,
+            version: ring.parts.version(self.part),
+        });
         Ok(())
     }
+}
 
-    /// The index of the registered buffer that contains the request's memory.
-    fn buffer(&self, request: &Request) -> Option<u16> {
-        let at = request.address.0.addr();
-        let index = self
-            .pieces
-            .partition_point(|&(start, _)| start <= at)
-            .checked_sub(1)?;
-        let (start, bytes) = self.pieces[index];
-        (at + request.bytes <= start + bytes).then_some(index as u16)
-    }
-
-    /// Queues a request; [`Ring::wait`] submits it. The caller keeps at most `queue_depth` requests
-    /// in flight.
-    pub(super) fn push(&mut self, slot: usize, request: Request) -> io::Result<()> {
-        let Request {
-            offset,
-            address,
-            bytes,
-            write,
-        } = request;
-        let fd = types::Fd(self.fd);
-        let address = address.0;
-        let bytes = bytes as u32;
-        let entry = match (write, self.buffer(&request)) {
-            (false, None) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
-            (true, None) => opcode::Write::new(fd, address, bytes)
-                .offset(offset)
-                .build(),
-            (false, Some(buffer)) => opcode::ReadFixed::new(fd, address, bytes, buffer)
-                .offset(offset)
-                .build(),
-            (true, Some(buffer)) => opcode::WriteFixed::new(fd, address, bytes, buffer)
-                .offset(offset)
-                .build(),
-        };
-        // SAFETY: the lane keeps the memory valid until the request has come back; the descriptor
-        // is open.
-        let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
-        pushed.map_err(|_| io::Error::other("the queue of requests is full"))
-    }
-
-    /// Submits queued requests and appends finished ones to `done`: slot, and bytes or a negative
-    /// errno. Waits at most `limit` for the first.
-    pub(super) fn wait(&mut self, limit: Duration, done: &mut Vec<(usize, i32)>) -> io::Result<()> {
-        let limit = types::Timespec::from(limit);
-        let submitted = self
-            .ring
-            .submitter()
-            .submit_with_args(1, &types::SubmitArgs::new().timespec(&limit));
-        done.extend(
-            self.ring
-                .completion()
-                .map(|entry| (entry.user_data() as usize, entry.result())),
-        );
-        match submitted {
-            Err(error)
-                if !matches!(
-                    error.raw_os_error(),
-                    Some(libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY)
-                ) =>
-            {
-                Err(error)
-            }
-            _ => Ok(()),
+impl<D: Device> Drop for Held<'_, D> {
+    fn drop(&mut self) {
+        // A closed stream runs nothing more.
+        if !self.is_released
+            && let Ok(used) = self.stream.record()
+        {
+            self.ring.buffers[self.buffer].free = Some(Point::User(used));
         }
-    }
-
-    /// The number of queued requests that wait for the next submission.
-    pub(super) fn unsubmitted(&mut self) -> usize {
-        self.ring.submission().len()
     }
 }

@@ -9,7 +9,25 @@ mod pool;
 mod seeded;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod swap;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod swap_ring;
 mod threads;
+
+use proptest::prelude::ProptestConfig;
+
+/// `n` cases of a property, times `ZERO_PROPTEST_FACTOR`.
+fn cases(n: u32) -> ProptestConfig {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    let cases = if cfg!(miri) { 1 } else { n * factor };
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
 
 /// A splitmix64 generator.
 struct Random(u64);

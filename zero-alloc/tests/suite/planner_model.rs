@@ -234,22 +234,8 @@ fn run(model: &mut Model, steps: &[Step]) {
     }
 }
 
-/// `n` cases of a property, times `ZERO_PROPTEST_FACTOR`.
-fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
-        .ok()
-        .and_then(|f| f.parse().ok())
-        .unwrap_or(1);
-    let cases = if cfg!(miri) { 1 } else { n * factor };
-    ProptestConfig {
-        cases,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
-}
-
 proptest! {
-    #![proptest_config(cases(200))]
+    #![proptest_config(crate::cases(200))]
 
     #[test]
     fn freeing_everything_leaves_one_free_range(steps in steps()) {
