@@ -32,7 +32,7 @@ pub(crate) enum Answer<T> {
     Done(T),
     /// A rank is pending: all ranks gather again.
     Gather,
-    /// A rank failed, with this error.
+    /// A rank failed, with this error, or with that of the exchange if its own did not arrive.
     Failed(CkptError),
 }
 
@@ -93,8 +93,8 @@ pub(crate) fn gather(record: &Record, exchange: &mut impl Exchange) -> Result<Ve
 /// Rank 0: the records of all ranks; `None` as long as one is pending.
 ///
 /// # Errors
-/// A malformed record, or a rank that makes no progress for the limit of `watch`; `what` says in
-/// what.
+/// A malformed record, or a rank that makes no progress for the limit of `watch`; `what` is what it
+/// does, for the message.
 pub(crate) fn ready<'a>(
     gathered: &'a [u8],
     world_size: Option<u64>,
@@ -138,22 +138,22 @@ pub(crate) fn pend<T: Send>(
     Ok(true)
 }
 
-/// Rank 0: broadcasts `error` and returns it. For that of [`failed`], the failed rank
-/// broadcasts its own error, which is `own` if it is rank 0.
+/// Rank 0: broadcasts `error` and returns it, or the error of the exchange. For that of [`failed`],
+/// the failed rank broadcasts its own error, which is `own` if it is rank 0.
 pub(crate) fn fail(
     error: CkptError,
     own: Option<&CkptError>,
     exchange: &mut impl Exchange,
-) -> Result<CkptError, CkptError> {
-    match failed_rank(&error) {
-        Some(rank) => {
-            broadcast(&Message::<()>::Failed(rank), 0, exchange)?;
-            failure_of(rank, own, exchange)
-        }
-        None => {
-            broadcast(&Message::<()>::error(&error), 0, exchange)?;
-            Ok(error)
-        }
+) -> CkptError {
+    let failed = failed_rank(&error);
+    let message = match failed {
+        Some(rank) => Message::<()>::Failed(rank),
+        None => Message::error(&error),
+    };
+    match (broadcast(&message, 0, exchange), failed) {
+        (Err(exchange_error), _) => exchange_error,
+        (Ok(_), Some(rank)) => failure_of(rank, own, exchange),
+        (Ok(_), None) => error,
     }
 }
 
@@ -167,7 +167,7 @@ pub(crate) fn follow<T: Serialize + for<'de> Deserialize<'de>>(
             Message::Pending => {}
             Message::Done(outcome) => return Ok(Answer::Done(outcome)),
             Message::Gather => return Ok(Answer::Gather),
-            Message::Failed(rank) => return failure_of(rank, own, exchange).map(Answer::Failed),
+            Message::Failed(rank) => return Ok(Answer::Failed(failure_of(rank, own, exchange))),
             Message::Error(message) => return Err(rank_error(message)),
             Message::NotShared(_) => return Err(unexpected()),
         }
@@ -190,24 +190,22 @@ pub(crate) fn failed_rank(error: &CkptError) -> Option<u64> {
     }
 }
 
-/// The error that `rank` broadcasts after [`Message::Failed`]; `own` is this rank's.
-fn failure_of(
-    rank: u64,
-    own: Option<&CkptError>,
-    exchange: &mut impl Exchange,
-) -> Result<CkptError, CkptError> {
+/// The error that `rank` broadcasts after [`Message::Failed`], or that of the exchange; `own` is
+/// this rank's.
+fn failure_of(rank: u64, own: Option<&CkptError>, exchange: &mut impl Exchange) -> CkptError {
     let own = match own {
         Some(CkptError::NotShared { message, .. }) => Message::NotShared(shorten(message)),
         Some(error) => Message::<()>::error(error),
         None => Message::Error("no error message".into()),
     };
-    match broadcast(&own, rank, exchange)? {
-        Message::Error(message) => Ok(CkptError::Rank { rank, message }),
-        Message::NotShared(message) => Ok(CkptError::NotShared { rank, message }),
-        _ => Err(CkptError::BadFrame {
+    match broadcast(&own, rank, exchange) {
+        Ok(Message::Error(message)) => CkptError::Rank { rank, message },
+        Ok(Message::NotShared(message)) => CkptError::NotShared { rank, message },
+        Ok(_) => CkptError::BadFrame {
             rank,
             why: "it is no error".into(),
-        }),
+        },
+        Err(error) => error,
     }
 }
 
@@ -263,6 +261,75 @@ mod tests {
             records(&record(READY, 0, []), Some(2)),
             Err(CkptError::BadArgument { .. })
         ));
+    }
+
+    /// Counts the messages, and fails from number `fails_at` on.
+    struct Counted {
+        sent: usize,
+        fails_at: usize,
+    }
+
+    impl Exchange for Counted {
+        type Error = String;
+
+        fn gather(&mut self, record: &[u8]) -> Result<Vec<u8>, String> {
+            Ok(record.to_vec())
+        }
+
+        fn broadcast(&mut self, _: &mut [u8], _: u64) -> Result<(), String> {
+            self.sent += 1;
+            match self.sent < self.fails_at {
+                true => Ok(()),
+                false => Err("the network is gone".to_owned()),
+            }
+        }
+    }
+
+    fn counted(fails_at: usize) -> Counted {
+        Counted { sent: 0, fails_at }
+    }
+
+    #[test]
+    fn work_without_progress_is_announced_until_the_limit() {
+        let mut exchange = counted(usize::MAX);
+        let mut watch = Watch::new(std::time::Duration::from_millis(40));
+        let (end, wait) = std::sync::mpsc::channel::<()>();
+        let job = Job::start(move || wait.recv().is_ok());
+
+        assert!(!pend(&job, &mut watch, || 7, &mut exchange).unwrap());
+
+        // A quarter of the limit is the interval; the first one begins the count.
+        assert!((2..=5).contains(&exchange.sent), "{}", exchange.sent);
+        drop(end);
+        while !job.has_ended() {
+            std::thread::yield_now();
+        }
+        assert!(pend(&job, &mut watch, || 7, &mut exchange).unwrap());
+    }
+
+    /// An error is one message; that of a failed rank is two.
+    #[test]
+    fn failure_is_broadcast() {
+        let mut exchange = counted(usize::MAX);
+        let own = CkptError::Panicked;
+
+        let error = fail(CkptError::NothingInFlight, None, &mut exchange);
+        assert!(matches!(error, CkptError::NothingInFlight), "{error}");
+        assert_eq!(exchange.sent, 1);
+
+        let error = fail(failed(0), Some(&own), &mut exchange);
+        assert_eq!(error.to_string(), format!("rank 0: {own}"));
+        assert_eq!(exchange.sent, 3);
+    }
+
+    #[test]
+    fn failure_without_an_exchange_is_that_of_the_exchange() {
+        for fails_at in [1, 2] {
+            let error = fail(failed(0), None, &mut counted(fails_at));
+            assert!(error.to_string().contains("the network is gone"), "{error}");
+        }
+        let error = fail(CkptError::Panicked, None, &mut counted(1));
+        assert!(error.to_string().contains("the network is gone"), "{error}");
     }
 
     #[test]

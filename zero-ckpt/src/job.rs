@@ -125,7 +125,7 @@ impl<T: Send> Job<T> {
 }
 
 fn thread() -> Builder {
-    Builder::new().name("zero-ckpt-save".into())
+    Builder::new().name("zero-ckpt".into())
 }
 
 fn take<W>(work: &Mutex<Option<W>>) -> Option<W> {

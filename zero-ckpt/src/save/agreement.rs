@@ -271,7 +271,7 @@ impl Save {
             }
             Err(error) => {
                 let is_unstaged = failed_rank(&error).is_some();
-                let error = fail(error, self.failure(), exchange)?;
+                let error = fail(error, self.failure(), exchange);
                 if is_unstaged {
                     self.discard(store);
                 }

@@ -200,8 +200,14 @@ impl Store {
             ));
         }
         // Without a lock, a file may be of a run that saves here now.
-        if !due.is_empty() && self.is_locked() {
-            self.remove_staged(due);
+        if due.is_empty() || !self.is_locked() {
+            return;
+        }
+        // One of them may be the checkpoint that another has replaced, right before a crash: the
+        // other's name must outlast a power failure first.
+        match self.dir.sync().and_then(|()| self.staging.sync()) {
+            Ok(()) => self.remove_staged(due),
+            Err(error) => self.removals.notice(error.to_string()),
         }
     }
 

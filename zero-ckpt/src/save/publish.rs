@@ -19,6 +19,18 @@ use crate::format::catalog::{
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::io::dir::Dir;
 
+/// Whether an entry with the name of a checkpoint whose manifest cannot be read, for this reason, is
+/// the checkpoint of nobody: it is damaged, or has no manifest. Not if the disk does not answer, or
+/// if another version of this crate may read it.
+fn is_of_nobody(error: &CkptError) -> bool {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    match error {
+        CkptError::Io { error, .. } => matches!(error.kind(), NotFound | NotADirectory),
+        CkptError::UnsupportedVersion { .. } => false,
+        _ => true,
+    }
+}
+
 /// How staged files get into a checkpoint.
 pub(crate) enum Place<'a> {
     /// By a rename in the staging directory.
@@ -93,7 +105,8 @@ impl Store {
         }
         self.check_model(&manifest.model)?;
         let mut published = self.published();
-        manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
+        let last = published.last().map_or(0, |entry| entry.sequence);
+        manifest.sequence = last.saturating_add(1);
         let name = step_name(manifest.step);
         let path = self.dir.path().join(&name);
         self.check_replaced(&name, &published)?;
@@ -163,11 +176,11 @@ impl Store {
         let run = match known {
             Some(entry) => entry.run.clone(),
             None if !self.dir.has(name) => return Ok(()),
-            // It came after the directory was opened, or was damaged then. Damaged ones are
-            // replaced.
+            // It came after the directory was opened, or could not be read then.
             None => match self.dir.open_dir(name).and_then(|dir| Manifest::read(&dir)) {
                 Ok((manifest, ..)) => manifest.run,
-                Err(_) => return Ok(()),
+                Err(error) if is_of_nobody(&error) => return Ok(()),
+                Err(error) => return Err(error),
             },
         };
         if self.options.owns(run.as_deref()) {

@@ -98,7 +98,7 @@ fn lead(
     };
     let (store, opened) = match opened {
         Ok(opened) => opened,
-        Err(error) => return Err(fail(error, None, exchange)?),
+        Err(error) => return Err(fail(error, None, exchange)),
     };
 
     let agreed = broadcast(&Message::Done(opened.clone()), 0, exchange)
@@ -127,7 +127,7 @@ fn lead_agreement(watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(),
             Err(error) => Some(error),
         };
         return match refusal {
-            Some(error) => Err(fail(error, None, exchange)?),
+            Some(error) => Err(fail(error, None, exchange)),
             None => Ok(()),
         };
     }
@@ -148,11 +148,11 @@ fn clean(
     });
     if !pend(&find, watch, progress, exchange)? {
         let error = stall_error(0, "has searched its staged files", watch, progress());
-        return Err(fail(error, None, exchange)?);
+        return Err(fail(error, None, exchange));
     }
     let store = match find.take() {
         Ok(store) => store,
-        Err(error) => return Err(fail(error, None, exchange)?),
+        Err(error) => return Err(fail(error, None, exchange)),
     };
 
     if let Some(removals) = store.removals.take_job()

@@ -275,7 +275,7 @@ fn malicious_manifest_is_rejected() {
     );
 }
 
-/// Also the version before this one, which had the same members.
+/// Also version 1, of which this manifest has all members.
 #[test]
 fn other_versions_are_rejected() {
     for found in [1, 3] {

@@ -319,8 +319,21 @@ fn later_checkpoint_of_another_run_is_kept() {
     );
     let reader = Reader::open(&kept).unwrap();
     assert_eq!(reader.manifest().run.as_deref(), Some("b"));
+    // Nor is that of a program of another version.
+    let manifest = kept.join("manifest.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(
+        &manifest,
+        text.replacen("\"version\":2", "\"version\":3", 1),
+    )
+    .unwrap();
+    let error = publish(&store, 7).unwrap_err();
+    assert!(
+        matches!(error, CkptError::UnsupportedVersion { found: 3, .. }),
+        "{error}"
+    );
     // Without a manifest it is no checkpoint of anyone.
-    fs::remove_file(kept.join("manifest.json")).unwrap();
+    fs::remove_file(manifest).unwrap();
     publish(&store, 7).unwrap();
 }
 
