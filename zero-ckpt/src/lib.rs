@@ -9,9 +9,6 @@ compile_error!(
     "zero-ckpt needs a Unix system: it opens files relative to a directory's descriptor"
 );
 
-#[macro_use]
-mod setters;
-
 mod agree;
 mod error;
 mod exchange;

@@ -122,8 +122,6 @@ impl Default for StoreOptions {
     }
 }
 
-setters!(StoreOptions { resumed_runs: Vec<String>, stall_limit: Duration });
-
 impl StoreOptions {
     /// Sets `keep_last`.
     #[must_use]
@@ -136,6 +134,20 @@ impl StoreOptions {
     #[must_use]
     pub fn run(mut self, run: impl Into<String>) -> Self {
         self.run = Some(run.into());
+        self
+    }
+
+    /// Sets `resumed_runs`.
+    #[must_use]
+    pub fn resumed_runs(mut self, resumed_runs: Vec<String>) -> Self {
+        self.resumed_runs = resumed_runs;
+        self
+    }
+
+    /// Sets `stall_limit`.
+    #[must_use]
+    pub fn stall_limit(mut self, stall_limit: Duration) -> Self {
+        self.stall_limit = stall_limit;
         self
     }
 
