@@ -111,8 +111,45 @@ impl Store {
         let path = self.dir.path().join(&name);
         self.check_replaced(&name, &published)?;
         let manifest = with_files(manifest, staged, &path)?;
-        let encoded = manifest.encode()?;
+        self.rename_into_place(&manifest, staged, documents, &place)?;
 
+        // The checkpoint is complete and has its final name: later errors do not undo it.
+        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
+        let step = manifest.step;
+        let sequence = manifest.sequence;
+        self.newest_sequence.store(sequence, Ordering::Relaxed);
+        published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
+        published.push(Entry {
+            name: name.clone(),
+            sequence,
+            model: manifest.model,
+            run: manifest.run,
+        });
+        let best = self.point_to(&name, best, &published)?;
+        if let Some(moved) = self.dir.moved() {
+            self.removals.notice(moved.to_string());
+        }
+        Ok(PublishedCheckpoint {
+            name,
+            step,
+            sequence,
+            bytes,
+            best,
+            notices: self.take_notices(),
+        })
+    }
+
+    /// Collects the files of the checkpoint of `manifest` in a directory, and renames that to the
+    /// checkpoint's name. On an error, the staged files have their names again.
+    fn rename_into_place(
+        &self,
+        manifest: &Manifest,
+        staged: &[StagedFile],
+        documents: &[(String, Vec<u8>)],
+        place: &Place<'_>,
+    ) -> Result<(), CkptError> {
+        let encoded = manifest.encode()?;
+        let name = step_name(manifest.step);
         let own = SaveId {
             run: self.run_checksum(),
             session: self.session,
@@ -132,40 +169,11 @@ impl Store {
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
-        let assembled = self
-            .assemble(&ready, staged, documents, (&manifest, &encoded), &place)
+        self.assemble(&ready, staged, documents, (manifest, &encoded), place)
             .and_then(|()| {
                 replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up)
-            });
-        if let Err(error) = assembled {
-            self.put_back(&ready, &ready_name, staged, &manifest, &place);
-            return Err(error);
-        }
-        // The checkpoint is complete and has its final name: later errors do not undo it.
-        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
-        let step = manifest.step;
-        let sequence = manifest.sequence;
-        self.newest_sequence.store(sequence, Ordering::Relaxed);
-        published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
-        published.push(Entry {
-            name: name.clone(),
-            sequence,
-            model: manifest.model,
-            run: manifest.run,
-        });
-
-        let best = self.point_to(&name, best, &published)?;
-        if let Some(moved) = self.dir.moved() {
-            self.removals.notice(moved.to_string());
-        }
-        Ok(PublishedCheckpoint {
-            name,
-            step,
-            sequence,
-            bytes,
-            best,
-            notices: self.take_notices(),
-        })
+            })
+            .inspect_err(|_| self.put_back(&ready, &ready_name, staged, manifest, place))
     }
 
     /// Checks that the checkpoint `name`, which a publication replaces, is not of another run.

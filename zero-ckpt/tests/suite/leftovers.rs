@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SavePoint, ShardData, SingleRank, StagedFile,
-    Store, StoreOptions, assemble, resolve,
+    CkptError, Exchange, PublishedCheckpoint, Reader, ShardData, SingleRank, StagedFile, Store,
+    StoreOptions, assemble, resolve,
 };
 use zero_shard::Layout;
 
