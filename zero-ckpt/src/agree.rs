@@ -27,7 +27,7 @@ pub(crate) const PENDING: u64 = u64::from_le_bytes(*b"zckpt ..");
 /// progress.
 pub(crate) type Record = [u8; RECORD_BYTES];
 
-/// What rank 0 has decided.
+/// The decision of rank 0.
 pub(crate) enum Answer<T> {
     Done(T),
     /// A rank is pending: all ranks gather again.
@@ -203,7 +203,7 @@ fn failure_of(rank: u64, own: Option<&CkptError>, exchange: &mut impl Exchange) 
         Ok(Message::NotShared(message)) => CkptError::NotShared { rank, message },
         Ok(_) => CkptError::BadFrame {
             rank,
-            why: "it is no error".into(),
+            why: "it is not an error".into(),
         },
         Err(error) => error,
     }

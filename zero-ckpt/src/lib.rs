@@ -41,7 +41,7 @@ pub use save::meta::SaveMeta;
 pub use save::shard_data::ShardData;
 pub use save::store::{Store, StoreOptions};
 
-/// What tests and fuzz targets use, besides [`Store::observe`].
+/// Items for tests and fuzz targets, besides [`Store::observe`].
 #[cfg(feature = "testing")]
 pub mod testing {
     pub use crate::format::header::Header;

@@ -31,7 +31,7 @@ pub(crate) const SHARED: &str = "shared.";
 const LOOKS: u32 = 5;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// What a rank without progress does.
+/// The action of a rank without progress, for the error.
 const WAITS: &str = "has waited for its checkpoint folder";
 
 /// Rank 0's open store.

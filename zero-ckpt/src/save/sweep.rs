@@ -53,7 +53,7 @@ impl Removals {
         self.lock().job.take()
     }
 
-    /// Puts back the thread, which has not ended.
+    /// Puts back the thread, which still runs.
     pub(crate) fn put_back(&self, job: Job<()>) {
         self.lock().job = Some(job);
     }
