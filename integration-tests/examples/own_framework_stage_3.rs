@@ -95,15 +95,11 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         .iter()
         .map(|u| Segment::shard(&u.name, range(u.shard_range())))
         .collect();
-    let mut optim = ShardedAdamW::with_groups(
-        &pool,
-        kernels.clone(),
-        &compute,
-        config,
-        DType::Bf16,
-        segments,
-        &groups,
-    )?;
+    let mut optim = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
+        .config(config)
+        .param_dtype(DType::Bf16)
+        .groups(&groups)
+        .build(segments)?;
     let own_params = RankParams {
         layout: &layout,
         rank: id,

@@ -12,7 +12,7 @@
 //! grad_scale = clip / (S * N * A)
 //! ```
 //!
-//! A [divisor](StepConfig::divisor) of the caller replaces `N * A`. Parameter groups share all of
+//! A divisor of the caller replaces `N * A`. Parameter groups share all of
 //! this; each set of learning rate and betas has its own [`StepScalars`].
 //!
 //! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows

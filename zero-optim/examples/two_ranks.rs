@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::Pool;
-use zero_alloc::device::{
-    AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Reduced, Stream,
-};
+use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceId, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
@@ -30,14 +28,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
         let segments = vec![Segment::shard("line", 0..1)];
-        ranks.push(ShardedAdamW::new(
-            &pool,
-            kernels,
-            &stream,
-            config.clone(),
-            DType::F32,
-            segments,
-        )?);
+        let builder = ShardedAdamW::builder(&pool, kernels, &stream);
+        ranks.push(builder.config(config.clone()).build(segments)?);
     }
 
     let mut params = [0f32; 2]; // a belongs to rank 0, b to rank 1

@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | first_moment, second_moment | state elements, fp32 | `Optimizer` | always |
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
-//! | remainders | state elements, 16 bits | `Optimizer` | in place of `master` with [`ShardedAdamW::with_remainders`] |
+//! | remainders | state elements, 16 bits | `Optimizer` | in place of `master` with [`AdamWBuilder::remainders`](crate::AdamWBuilder::remainders) |
 //! | stats | 16 bytes per unit | `Workspace` | always |
 //! | stats_scratch | [`Kernels::stats_scratch_elems`] of all units | `Workspace` | on a GPU |
 //! | scalars | 32 bytes for each set of learning rate and betas | `Workspace` | always |
@@ -22,21 +22,20 @@
 
 use std::borrow::Borrow;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use zero_alloc::Block;
 use zero_alloc::device::{
     AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Reduced, Stream,
 };
-use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
-use crate::groups::{ParamGroups, Piece, Resolved};
-use crate::segments::{Segment, UnitSlices, check_segments};
-use crate::tier::{Access, Masters, PieceState, StateTier};
+use crate::groups::{Piece, Resolved};
+use crate::pieces::{Access, Masters, Pieces, remainder_bytes};
+use crate::segments::{Segment, UnitSlices};
 use crate::{OptimError, StateKind};
 
 /// The gathered statistics of a step.
@@ -87,119 +86,19 @@ pub struct ShardedAdamW<D: Device> {
     pub(crate) kernels: Arc<dyn Kernels<D>>,
     pub(crate) controller: StepController,
     pub(crate) param_dtype: DType,
-    segments: Vec<Segment>,
+    pub(crate) segments: Vec<Segment>,
     pub(crate) groups: Resolved,
     pub(crate) names: Vec<String>,
-    pub(crate) state: State<D>,
-    stats: Block<D>,
-    stats_scratch: Block<D>,
-    scalars: Block<D>,
+    pub(crate) state: Pieces<D>,
+    /// Whether launches of an update are being enqueued; it stays so after a panic.
+    pub(crate) is_updating: bool,
+    pub(crate) stats: Block<D>,
+    pub(crate) stats_scratch: Block<D>,
+    pub(crate) scalars: Block<D>,
     /// The buffers of device steps, once prepared.
     pub(crate) device_steps: Option<DeviceSteps<D>>,
     /// The stream of the last launch, behind all earlier ones; the blocks are freed after its work.
     pub(crate) stream: D::Stream,
-}
-
-/// Masters and moments.
-pub(crate) enum State<D: Device> {
-    /// In memory of the device.
-    Resident(Resident<D>),
-    /// Elsewhere.
-    Tier(Box<dyn StateTier<D>>),
-}
-
-/// State in memory of the device.
-pub(crate) struct Resident<D: Device> {
-    masters: MasterBlock<D>,
-    first_moment: Block<D>,
-    second_moment: Block<D>,
-}
-
-/// The masters in memory of the device.
-enum MasterBlock<D: Device> {
-    /// The parameters are the masters.
-    Params,
-    Fp32(Block<D>),
-    /// 16 bits an element; see [`Masters::Remainders`].
-    Remainders(Block<D>),
-}
-
-impl<D: Device> Resident<D> {
-    /// Allocates the state and enqueues zeroing the moments.
-    fn new(
-        pool: &Pool<D>,
-        stream: &D::Stream,
-        elems: usize,
-        masters: Format,
-    ) -> Result<Self, OptimError> {
-        let allocate = |dtype| pool.allocate(elems, dtype, Purpose::Optimizer, stream);
-        let masters = match masters {
-            Format::Params => MasterBlock::Params,
-            Format::Fp32 => MasterBlock::Fp32(allocate(DType::F32)?),
-            Format::Remainders => MasterBlock::Remainders(allocate(DType::F16)?),
-        };
-        let first_moment = allocate(DType::F32)?;
-        let second_moment = allocate(DType::F32)?;
-        for block in [&first_moment, &second_moment] {
-            pool.device().fill_zero(stream, view(block))?;
-        }
-        Ok(Self {
-            masters,
-            first_moment,
-            second_moment,
-        })
-    }
-
-    /// The range `state` of the storage, for the optimizer's launches.
-    pub(crate) fn piece(&self, state: Range<usize>) -> Result<PieceState, DeviceError> {
-        let fp32 = |block| view(block).slice(state.clone()).typed::<f32>();
-        Ok(PieceState {
-            masters: match &self.masters {
-                MasterBlock::Params => Masters::Params,
-                MasterBlock::Fp32(block) => Masters::Fp32(fp32(block)?),
-                MasterBlock::Remainders(block) => {
-                    Masters::Remainders(rest(view(block).slice(state.clone())))
-                }
-            },
-            first_moment: fp32(&self.first_moment)?,
-            second_moment: fp32(&self.second_moment)?,
-            state,
-        })
-    }
-}
-
-/// The format of masters in memory of the device.
-#[derive(Clone, Copy)]
-enum Format {
-    Params,
-    Fp32,
-    Remainders,
-}
-
-impl<D: Device> State<D> {
-    fn blocks(&mut self) -> impl Iterator<Item = &mut Block<D>> {
-        let resident = match self {
-            Self::Resident(resident) => Some(resident),
-            Self::Tier(_) => None,
-        };
-        resident.into_iter().flat_map(|r| {
-            let masters = match &mut r.masters {
-                MasterBlock::Params => None,
-                MasterBlock::Fp32(block) | MasterBlock::Remainders(block) => Some(block),
-            };
-            masters
-                .into_iter()
-                .chain([&mut r.first_moment, &mut r.second_moment])
-        })
-    }
-
-    /// Whether masters are kept as remainders.
-    pub(crate) fn has_remainders(&self) -> bool {
-        match self {
-            Self::Resident(resident) => matches!(resident.masters, MasterBlock::Remainders(_)),
-            Self::Tier(tier) => tier.has_remainders(),
-        }
-    }
 }
 
 impl<D: Device> fmt::Debug for ShardedAdamW<D> {
@@ -213,164 +112,6 @@ impl<D: Device> fmt::Debug for ShardedAdamW<D> {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// Allocates the state for `segments` and enqueues zeroing the moments on `stream`. Masters are
-    /// undefined until [`Self::init_masters`].
-    ///
-    /// # Errors
-    /// A setting is outside its range, the segments do not tile the state, or an allocation failed.
-    pub fn new(
-        pool: &Pool<D>,
-        kernels: Arc<dyn Kernels<D>>,
-        stream: &D::Stream,
-        config: OptimizerConfig,
-        param_dtype: DType,
-        segments: Vec<Segment>,
-    ) -> Result<Self, OptimError> {
-        Self::with_groups(
-            pool,
-            kernels,
-            stream,
-            config,
-            param_dtype,
-            segments,
-            &ParamGroups::default(),
-        )
-    }
-
-    /// As [`Self::new`], with parameter groups: one loss scale, one decision, one norm over all
-    /// trained gradients, and one state, without elements for frozen parameters. With equal rules
-    /// the launches and bits are those of [`Self::new`]. All ranks pass the same rules; the runs
-    /// are those of this rank's elements.
-    ///
-    /// # Errors
-    /// As [`Self::new`], or the runs do not tile the elements of the segments.
-    pub fn with_groups(
-        pool: &Pool<D>,
-        kernels: Arc<dyn Kernels<D>>,
-        stream: &D::Stream,
-        config: OptimizerConfig,
-        param_dtype: DType,
-        segments: Vec<Segment>,
-        groups: &ParamGroups,
-    ) -> Result<Self, OptimError> {
-        let masters = if param_dtype == DType::F32 {
-            Format::Params
-        } else {
-            Format::Fp32
-        };
-        Self::with_state(
-            pool,
-            kernels,
-            stream,
-            config,
-            param_dtype,
-            segments,
-            groups,
-            |groups, _| {
-                Ok(State::Resident(Resident::new(
-                    pool,
-                    stream,
-                    groups.state_elems,
-                    masters,
-                )?))
-            },
-        )
-    }
-
-    /// As [`Self::with_groups`] for bf16 parameters, with masters as a 16-bit remainder beside each
-    /// parameter: 10 bytes of state an element in place of 12, and 26 bytes of traffic an update in
-    /// place of 28. Parameter and remainder together have the bits of the fp32 master, and its
-    /// updates are the same; checkpoints load into either.
-    ///
-    /// The parameter is the master rounded to nearest, as without remainders, but a master exactly
-    /// halfway between two parameters rounds away from zero and not to even. To even is impossible:
-    /// 65,537 masters round to a parameter whose last bit is even, and 16 bits tell 65,536 apart.
-    ///
-    /// [`Self::init_masters`] accepts bf16 weights only; [`Self::write_state`] sets the parameters
-    /// with the masters.
-    ///
-    /// # Errors
-    /// As [`Self::with_groups`], or the parameters are not bf16.
-    pub fn with_remainders(
-        pool: &Pool<D>,
-        kernels: Arc<dyn Kernels<D>>,
-        stream: &D::Stream,
-        config: OptimizerConfig,
-        param_dtype: DType,
-        segments: Vec<Segment>,
-        groups: &ParamGroups,
-    ) -> Result<Self, OptimError> {
-        if param_dtype != DType::Bf16 {
-            return Err(OptimError::Remainders { dtype: param_dtype });
-        }
-        Self::with_state(
-            pool,
-            kernels,
-            stream,
-            config,
-            param_dtype,
-            segments,
-            groups,
-            |groups, _| {
-                Ok(State::Resident(Resident::new(
-                    pool,
-                    stream,
-                    groups.state_elems,
-                    Format::Remainders,
-                )?))
-            },
-        )
-    }
-
-    /// The optimizer with the state that `make` creates.
-    #[expect(clippy::too_many_arguments, reason = "those of the constructors")]
-    pub(crate) fn with_state(
-        pool: &Pool<D>,
-        kernels: Arc<dyn Kernels<D>>,
-        stream: &D::Stream,
-        config: OptimizerConfig,
-        param_dtype: DType,
-        segments: Vec<Segment>,
-        groups: &ParamGroups,
-        make: impl FnOnce(&Resolved, &OptimizerConfig) -> Result<State<D>, OptimError>,
-    ) -> Result<Self, OptimError> {
-        if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
-            return Err(OptimError::ParamDType { dtype: param_dtype });
-        }
-        let mut controller = StepController::new(config)?;
-        let groups = groups.resolve(controller.config(), &segments, check_segments(&segments)?)?;
-        controller.set_rates(groups.rates.clone());
-        let shards: Vec<usize> = segments.iter().map(|s| s.own_shard.len()).collect();
-        let scratch_elems = kernels.stats_scratch_elems(&shards);
-        let state = make(&groups, controller.config())?;
-        let optim = Self {
-            state,
-            device: pool.device().clone(),
-            kernels,
-            controller,
-            param_dtype,
-            // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
-            stats: pool.allocate(2 * segments.len(), DType::F64, Purpose::Workspace, stream)?,
-            stats_scratch: pool.allocate(scratch_elems, DType::F64, Purpose::Workspace, stream)?,
-            scalars: pool.allocate(
-                8 * groups.rates.len(),
-                DType::F32,
-                Purpose::Workspace,
-                stream,
-            )?,
-            device_steps: None,
-            names: segments.iter().map(|s| s.name.clone()).collect(),
-            segments,
-            groups,
-            stream: stream.clone(),
-        };
-        // Frozen units have no launch that writes their statistics.
-        if (0..optim.segments.len()).any(|unit| optim.is_frozen(unit)) {
-            optim.device.fill_zero(stream, view(&optim.stats))?;
-        }
-        Ok(optim)
-    }
-
     /// Orders `stream` behind the optimizer's work on other streams, and makes it the stream of the
     /// last launch.
     pub(crate) fn enter(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
@@ -475,49 +216,48 @@ impl<D: Device> ShardedAdamW<D> {
         if self.param_dtype == DType::F32 || !to_masters && self.state.has_remainders() {
             return Ok(());
         }
-        let Self {
-            state,
-            groups,
-            kernels,
-            device,
-            ..
-        } = self;
-        let copy = |slice: AnySlice, master: AnySlice| match to_masters {
-            true => kernels.cast(stream, slice, master, 1.0),
-            false => kernels.cast(stream, master, slice, 1.0),
+        self.check_state()?;
+        let access = match to_masters {
+            true => Access::Update { seed: None },
+            false => Access::Read(StateKind::Master),
         };
         for &(slice, at) in slices {
-            for (elems, range, _) in groups.trained(unit, at..at + slice.len()) {
+            for (elems, range, _) in self.groups.trained(unit, at..at + slice.len()) {
                 let slice = slice.slice(elems.start - at..elems.end - at);
-                let mut run = |piece: &PieceState| {
-                    let (of_range, of_piece) = piece.overlap(&range);
-                    match piece.masters {
+                for overlap in self.state.within(&range) {
+                    let held = self.state.acquire(stream, &overlap, access)?;
+                    let (of_range, of_piece) = held.piece.overlap(&range);
+                    let weights = slice.slice(of_range);
+                    match held.piece.masters {
                         Masters::Params => {}
-                        Masters::Fp32(master) => {
-                            copy(slice.slice(of_range), master.slice(of_piece).erase())?
+                        Masters::Fp32(masters) => {
+                            let masters = masters.slice(of_piece).erase();
+                            let (from, to) = match to_masters {
+                                true => (weights, masters),
+                                false => (masters, weights),
+                            };
+                            self.kernels.cast(stream, from, to, 1.0)?;
                         }
-                        Masters::Remainders(_) if slice.dtype() != DType::Bf16 => {
-                            return Err(OptimError::Remainders {
-                                dtype: slice.dtype(),
-                            });
+                        Masters::Remainders(_) if weights.dtype() != DType::Bf16 => {
+                            let dtype = weights.dtype();
+                            return Err(OptimError::Remainders { dtype });
                         }
-                        Masters::Remainders(rest) => {
-                            device.fill_zero(stream, rest_bytes(rest.slice(of_piece)))?;
+                        Masters::Remainders(remainders) => {
+                            let bytes = remainder_bytes(remainders.slice(of_piece));
+                            self.device.fill_zero(stream, bytes)?;
                         }
                     }
-                    Ok(())
-                };
-                match &mut *state {
-                    State::Resident(resident) => run(&resident.piece(range.clone())?)?,
-                    State::Tier(tier) => {
-                        let access = match to_masters {
-                            true => Access::Update { seed: None },
-                            false => Access::Read(StateKind::Master),
-                        };
-                        tier.visit(stream, range.clone(), access, &mut run)?;
-                    }
+                    held.release()?;
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Refuses state of which an unknown part was updated.
+    pub(crate) fn check_state(&self) -> Result<(), OptimError> {
+        if self.is_updating {
+            return Err(OptimError::StateLost);
         }
         Ok(())
     }
@@ -773,26 +513,18 @@ impl<D: Device> ShardedAdamW<D> {
 
     /// The state of one kind over the whole state storage, which [`Self::pieces`] maps to units;
     /// `None` for the masters of fp32 training, for remainders, and for state in another format or
-    /// on NVMe ([`Self::offloaded`]).
+    /// on NVMe.
     ///
     /// # Safety
     /// The optimizer's stream or events order accesses with those of the optimizer. They end before
     /// the optimizer is dropped, or [`Self::record_use`] records them.
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
-        let State::Resident(resident) = &self.state else {
-            return None;
-        };
-        let PieceState {
-            masters,
-            first_moment,
-            second_moment,
-            ..
-        } = resident.piece(0..self.groups.state_elems).ok()?;
-        match (kind, masters) {
+        let all = self.state.in_blocks(0..self.groups.state_elems)?;
+        match (kind, all.masters) {
             (StateKind::Master, Masters::Fp32(masters)) => Some(masters),
             (StateKind::Master, _) => None,
-            (StateKind::FirstMoment, _) => Some(first_moment),
-            (StateKind::SecondMoment, _) => Some(second_moment),
+            (StateKind::FirstMoment, _) => Some(all.first_moment),
+            (StateKind::SecondMoment, _) => Some(all.second_moment),
         }
     }
 
@@ -951,31 +683,6 @@ impl<D: Device> Drop for ShardedAdamW<D> {
             // A closed stream runs no more work.
             let _ = block.record_use(&self.stream);
         }
-    }
-}
-
-/// The 16-bit values as remainders.
-fn rest(values: AnySlice) -> DeviceSlice<i16> {
-    debug_assert_eq!(
-        values.dtype(),
-        DType::F16,
-        "remainders are allocated as fp16"
-    );
-    // SAFETY: the same memory as integers of the same size, for which the maker of `values` made
-    // the same promises.
-    unsafe { DeviceSlice::from_raw_parts(values.as_ptr().cast(), values.len(), values.device()) }
-}
-
-/// The 16-bit values as bytes.
-pub(crate) fn rest_bytes(rest: DeviceSlice<i16>) -> AnySlice {
-    // SAFETY: the same memory as bytes, for which the maker of `rest` made the same promises.
-    unsafe {
-        AnySlice::from_raw_parts(
-            rest.as_ptr().cast(),
-            2 * rest.len(),
-            DType::U8,
-            rest.device(),
-        )
     }
 }
 

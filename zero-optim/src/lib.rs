@@ -5,24 +5,27 @@ mod setters;
 
 mod adamw;
 mod agreement;
+mod builder;
 #[cfg(feature = "ckpt")]
 mod checkpoint;
 mod controller;
 mod device_steps;
 mod error;
+mod format;
 mod groups;
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
 mod loss_scale;
-mod offloaded;
+mod pieces;
+mod rounding;
 mod schedule;
 mod segments;
 mod state;
-mod tier;
 mod update;
 
 pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
 pub use agreement::{AgreementError, RankSettings, agree};
+pub use builder::AdamWBuilder;
 #[cfg(feature = "ckpt")]
 pub use checkpoint::{CheckpointError, RankParams};
 pub use controller::{
@@ -30,6 +33,7 @@ pub use controller::{
 };
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
+pub use format::{OffloadOptions, StateHome};
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
 pub use schedule::{
@@ -38,5 +42,4 @@ pub use schedule::{
 };
 pub use segments::{Segment, UnitSlices};
 pub use state::{StateKind, StateRange};
-pub use tier::{OffloadOptions, StateHome};
 pub use zero_kernels::RankStats;

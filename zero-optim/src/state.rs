@@ -8,8 +8,7 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
 use zero_kernels::host::{join, split};
 
-use crate::adamw::rest_bytes;
-use crate::tier::{Access, Masters};
+use crate::pieces::{Access, Masters, remainder_bytes};
 use crate::{OptimError, ShardedAdamW};
 
 /// A kind of optimizer state; each is fp32.
@@ -78,7 +77,7 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             download(&self.device, stream, memory, &mut out[at], limit)?;
         }
-        self.visit_range(
+        self.access_range(
             stream,
             range,
             Access::Read(range.kind),
@@ -88,7 +87,7 @@ impl<D: Device> ShardedAdamW<D> {
                     let mut bits = vec![0u16; rest.len()];
                     device.download(
                         stream,
-                        rest_bytes(rest),
+                        remainder_bytes(rest),
                         bytemuck::cast_slice_mut(&mut bits),
                         limit,
                     )?;
@@ -132,7 +131,7 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             upload(&self.device, stream, &values[at], memory, limit)?;
         }
-        self.visit_range(
+        self.access_range(
             stream,
             range,
             Access::Update { seed: None },
@@ -144,7 +143,12 @@ impl<D: Device> ShardedAdamW<D> {
                         .map(|w| split(*w))
                         .map(|(param, rest)| (param.to_bits(), rest as u16))
                         .unzip();
-                    device.upload(stream, bytemuck::cast_slice(&bits), rest_bytes(rest), limit)?;
+                    device.upload(
+                        stream,
+                        bytemuck::cast_slice(&bits),
+                        remainder_bytes(rest),
+                        limit,
+                    )?;
                     for (of_rest, in_param) in param_parts(param, &elems) {
                         device.upload(
                             stream,
@@ -160,7 +164,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Calls `run` for each part of a range that the state has, with the part's place in the range.
-    fn visit_range(
+    fn access_range(
         &mut self,
         stream: &D::Stream,
         range: &StateRange,
@@ -168,6 +172,7 @@ impl<D: Device> ShardedAdamW<D> {
         mut run: impl FnMut(&D, Range<usize>, Values) -> Result<(), DeviceError>,
     ) -> Result<(), OptimError> {
         let StateRange { kind, unit, elems } = range;
+        self.check_state()?;
         // The masters of fp32 training are the parameters.
         if *kind == StateKind::Master && self.param_dtype == DType::F32 {
             return Ok(());
@@ -181,9 +186,12 @@ impl<D: Device> ShardedAdamW<D> {
             }
         }
         for (of_unit, state) in runs {
-            self.visit(stream, state.clone(), access, |optim, piece| {
+            for overlap in self.state.within(&state) {
+                let held = self.state.acquire(stream, &overlap, access)?;
+                let piece = &held.piece;
                 let (of_state, of_piece) = piece.overlap(&state);
                 let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
+                let at = in_unit.start - elems.start..in_unit.end - elems.start;
                 let values = match (kind, piece.masters) {
                     (StateKind::FirstMoment, _) => Values::Fp32(piece.first_moment.slice(of_piece)),
                     (StateKind::SecondMoment, _) => {
@@ -193,16 +201,13 @@ impl<D: Device> ShardedAdamW<D> {
                         Values::Fp32(masters.slice(of_piece))
                     }
                     (StateKind::Master, Masters::Remainders(rest)) => {
-                        Values::Remainders(rest.slice(of_piece), in_unit.clone())
+                        Values::Remainders(rest.slice(of_piece), in_unit)
                     }
-                    (StateKind::Master, Masters::Params) => return Ok(()),
+                    (StateKind::Master, Masters::Params) => continue,
                 };
-                Ok(run(
-                    &optim.device,
-                    in_unit.start - elems.start..in_unit.end - elems.start,
-                    values,
-                )?)
-            })?;
+                run(&self.device, at, values)?;
+                held.release()?;
+            }
         }
         Ok(())
     }

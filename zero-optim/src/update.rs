@@ -1,14 +1,13 @@
-//! The launches of an update, over state in memory of the device or in a tier.
+//! The launches of an update.
 
 use std::ops::Range;
 
-use zero_alloc::device::{Device, DeviceKind};
-use zero_kernels::{AdamArgs, AdamHyper, RemainderArgs};
+use zero_alloc::device::{Device, DeviceKind, DeviceSlice};
+use zero_kernels::{AdamArgs, AdamHyper, Kernels, RemainderArgs, StepScalars};
 
-use crate::adamw::State;
 use crate::groups::LaunchRules;
+use crate::pieces::{Access, Masters, PieceState, Pieces};
 use crate::segments::{Launch, UnitSlices, launches};
-use crate::tier::{Access, Away, Masters, PieceState};
 use crate::{OptimError, ShardedAdamW};
 
 impl<D: Device> ShardedAdamW<D> {
@@ -44,23 +43,61 @@ impl<D: Device> ShardedAdamW<D> {
                     })
             }));
         }
-        let resident = match &self.state {
-            State::Tier(_) => return self.enqueue_pieces(stream, &slices),
-            State::Resident(resident) => resident,
+        self.check_state()?;
+        self.is_updating = true;
+        let enqueued = self.enqueue_launches(stream, slices);
+        self.is_updating = false;
+        enqueued
+    }
+
+    fn enqueue_launches(
+        &mut self,
+        stream: &D::Stream,
+        slices: Vec<Launch>,
+    ) -> Result<(), OptimError> {
+        let launcher = Launcher {
+            kernels: &*self.kernels,
+            scalars: self.scalars_slice(),
+            rules: &self.groups.launch_rules,
+            hyper: self.controller.config().hyper,
         };
+        if !self.state.is_on_device() {
+            let seed = Some(self.controller.state().iteration);
+            return launcher.enqueue_pieces(stream, &mut self.state, &slices, seed);
+        }
         let join = self.device.kind() == DeviceKind::Cuda;
         let max_elems = self.controller.config().sub_group_elems;
         for launch in launches(slices.into_iter(), join, max_elems) {
-            let piece = resident.piece(launch.state.clone())?;
-            self.launch(stream, &launch, &piece)?;
+            for overlap in self.state.within(&launch.state) {
+                let held = self
+                    .state
+                    .acquire(stream, &overlap, Access::Update { seed: None })?;
+                launcher.enqueue(stream, &launch, &held.piece)?;
+                held.release()?;
+            }
         }
         Ok(())
     }
+}
 
-    /// Enqueues updates of state in a tier, piece by piece.
-    fn enqueue_pieces(&mut self, stream: &D::Stream, slices: &[Launch]) -> Result<(), OptimError> {
-        let seed = Some(self.controller.state().iteration);
-        // Slices of a piece share one visit.
+/// What the launches of a step share.
+struct Launcher<'a, D: Device> {
+    kernels: &'a dyn Kernels<D>,
+    scalars: DeviceSlice<StepScalars>,
+    rules: &'a [LaunchRules],
+    hyper: AdamHyper,
+}
+
+impl<D: Device> Launcher<'_, D> {
+    /// Enqueues updates of state in pieces.
+    fn enqueue_pieces(
+        &self,
+        stream: &D::Stream,
+        state: &mut Pieces<D>,
+        slices: &[Launch],
+        seed: Option<u64>,
+    ) -> Result<(), OptimError> {
+        // Slices of a piece share it.
         let mut runs: Vec<Range<usize>> = Vec::new();
         for slice in slices {
             match runs.last_mut().filter(|last| last.end == slice.state.start) {
@@ -68,52 +105,34 @@ impl<D: Device> ShardedAdamW<D> {
                 None => runs.push(slice.state.clone()),
             }
         }
-        for run in runs {
-            self.visit(stream, run, Access::Update { seed }, |optim, piece| {
-                let parts = slices
-                    .iter()
-                    .filter(|s| s.state.start < piece.state.end && piece.state.start < s.state.end);
-                for slice in parts {
-                    let (of_slice, of_piece) = piece.overlap(&slice.state);
-                    let launch = Launch {
-                        state: slice.state.start + of_slice.start..slice.state.start + of_slice.end,
-                        grad: slice.grad.slice(of_slice.clone()),
-                        param: slice.param.slice(of_slice),
-                        rules: slice.rules,
-                    };
-                    optim.launch(stream, &launch, &piece.slice(of_piece))?;
+
+        for overlap in runs
+            .iter()
+            .flat_map(|run| state.within(run))
+            .collect::<Vec<_>>()
+        {
+            let held = state.acquire(stream, &overlap, Access::Update { seed })?;
+            let piece = &held.piece;
+            for slice in slices {
+                let (of_slice, of_piece) = piece.overlap(&slice.state);
+                if of_slice.is_empty() {
+                    continue;
                 }
-                Ok(())
-            })?;
+                let launch = Launch {
+                    state: slice.state.start + of_slice.start..slice.state.start + of_slice.end,
+                    grad: slice.grad.slice(of_slice.clone()),
+                    param: slice.param.slice(of_slice),
+                    rules: slice.rules,
+                };
+                self.enqueue(stream, &launch, &piece.slice(of_piece))?;
+            }
+            held.release()?;
         }
         Ok(())
     }
 
-    /// Visits the pieces of a range of the state; in memory of the device the range is one piece.
-    pub(crate) fn visit(
-        &mut self,
-        stream: &D::Stream,
-        range: Range<usize>,
-        access: Access,
-        mut run: impl FnMut(&Self, &PieceState) -> Result<(), OptimError>,
-    ) -> Result<(), OptimError> {
-        let tier = match &mut self.state {
-            State::Resident(resident) => {
-                let piece = resident.piece(range)?;
-                return run(self, &piece);
-            }
-            State::Tier(tier) => tier,
-        };
-        // The tier leaves `self` for the visit, whose operations need the rest. After a panic
-        // `Away` stays.
-        let mut tier = std::mem::replace(tier, Box::new(Away));
-        let visited = tier.visit(stream, range, access, &mut |piece| run(self, piece));
-        self.state = State::Tier(tier);
-        visited
-    }
-
     /// Enqueues one launch; `piece` is its state.
-    fn launch(
+    fn enqueue(
         &self,
         stream: &D::Stream,
         launch: &Launch,
@@ -125,11 +144,11 @@ impl<D: Device> ShardedAdamW<D> {
         let LaunchRules {
             scalars,
             weight_decay,
-        } = self.groups.launch_rules[rules];
-        let scalars = self.scalars_slice().slice(scalars..scalars + 1);
+        } = self.rules[rules];
+        let scalars = self.scalars.slice(scalars..scalars + 1);
         let hyper = AdamHyper {
             weight_decay,
-            ..self.controller.config().hyper
+            ..self.hyper
         };
         let PieceState {
             first_moment,
@@ -140,9 +159,8 @@ impl<D: Device> ShardedAdamW<D> {
             Masters::Fp32(master) => (master, Some(param)),
             Masters::Params => (param.typed::<f32>()?, None),
             Masters::Remainders(remainder) => {
-                let param = param.typed()?;
                 let args = RemainderArgs {
-                    param,
+                    param: param.typed()?,
                     remainder,
                     first_moment,
                     second_moment,

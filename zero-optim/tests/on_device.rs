@@ -157,16 +157,12 @@ impl<D: Device> Rank<D> {
         let kernels = Arc::clone(&rig.kernels);
         let stream = &rig.stream;
         let config = config.clone();
-        let optim = ShardedAdamW::with_groups(
-            &rig.pool,
-            kernels,
-            stream,
-            config,
-            dtype,
-            segments,
-            &rig.groups,
-        );
-        let mut optim = optim.unwrap();
+        let mut optim = ShardedAdamW::builder(&rig.pool, kernels, stream)
+            .config(config)
+            .param_dtype(dtype)
+            .groups(&rig.groups)
+            .build(segments)
+            .unwrap();
         rig.upload(&grads, bytemuck::cast_slice(&values(1000 + rank)));
         optim
             .init_masters(&rig.stream, &pieces(view(&grads)))

@@ -13,8 +13,8 @@ use zero_alloc::swap::{SwapBuffer, SwapFile, SwapOptions};
 use zero_alloc::{Pool, Purpose};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, GatheredStats, OffloadOptions, OptimizerConfig, ParamGroups, RankStats, Segment,
-    ShardedAdamW, StateHome, UnitSlices,
+    Divisor, GatheredStats, OffloadOptions, OptimizerConfig, RankStats, Segment, ShardedAdamW,
+    StateHome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(600);
@@ -130,18 +130,13 @@ impl Step {
             options: SwapOptions::default(),
             buffers: BUFFERS,
         };
-        let optimizer = ShardedAdamW::offloaded(
-            &pool,
-            Arc::new(HostKernels::new(
-                std::thread::available_parallelism()?.get().div_ceil(4),
-            )?),
-            &stream,
-            OptimizerConfig::default().sub_group_elems(PIECE),
-            DType::Bf16,
-            vec![Segment::shard("all", 0..elems)],
-            &ParamGroups::default(),
-            &OffloadOptions::default().home(home),
-        )?;
+        let threads = std::thread::available_parallelism()?.get().div_ceil(4);
+        let kernels = Arc::new(HostKernels::new(threads)?);
+        let optimizer = ShardedAdamW::builder(&pool, kernels, &stream)
+            .config(OptimizerConfig::default().sub_group_elems(PIECE))
+            .param_dtype(DType::Bf16)
+            .offload(OffloadOptions::default().home(home))
+            .build(vec![Segment::shard("all", 0..elems)])?;
         let buffer = |purpose| -> Result<AnySlice, Box<dyn Error>> {
             let block = pool.allocate(elems, DType::Bf16, purpose, &stream)?;
             // SAFETY: never freed; only the update's stream uses it.

@@ -6,12 +6,12 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use tempfile::TempDir;
-use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::swap::{
     Fault, SwapAccess, SwapEngine, SwapError, SwapOptions, SwapParts, SwapRing,
 };
+use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const PARTS: usize = 4;
@@ -27,6 +27,8 @@ enum Use {
     Range(usize, usize),
     Update,
     Overwrite,
+    /// By the same ring, on the other stream.
+    OverwriteFromElsewhere,
     /// It is written in memory, but not written back.
     Abandon(SwapAccess),
     /// By the other ring, on the other stream.
@@ -40,6 +42,7 @@ fn uses() -> impl Strategy<Value = Vec<(usize, Use)>> {
         2 => range,
         4 => Just(Use::Update),
         4 => Just(Use::Overwrite),
+        2 => Just(Use::OverwriteFromElsewhere),
         1 => Just(Use::Abandon(SwapAccess::Update)),
         1 => Just(Use::Abandon(SwapAccess::Overwrite)),
         4 => Just(Use::ReadElsewhere),
@@ -124,11 +127,15 @@ impl Rings {
                 self.values[part] = new;
                 held.write_back()
             }
-            Use::Overwrite => {
+            Use::Overwrite | Use::OverwriteFromElsewhere => {
                 let new = self.new_value();
-                let held = self.ring.acquire(&self.user, part, SwapAccess::Overwrite)?;
+                let user = match of_part {
+                    Use::Overwrite => &self.user,
+                    _ => &self.other_user,
+                };
+                let held = self.ring.acquire(user, part, SwapAccess::Overwrite)?;
                 // SAFETY: written by an operation of the stream, before the part is written back.
-                fill(&self.user, unsafe { held.bytes() }, new, delay)?;
+                fill(user, unsafe { held.bytes() }, new, delay)?;
                 self.values[part] = new;
                 held.write_back()
             }
@@ -345,34 +352,35 @@ fn wrong_use_is_refused() {
     assert!(matches!(full, Err(SwapError::Alloc(_))), "{full:?}");
 }
 
-/// The drop of a ring waits for operations on its buffers: no other block gets their memory before.
+/// The memory of a dropped ring has another user only after the operations on its buffers.
 #[test]
 fn drop_waits_for_uses() {
-    let device = HostDevice::new();
-    let mut rings = Rings::new(&device, 1, Duration::ZERO);
-    let (release, wait) = std::sync::mpsc::channel::<()>();
-    let held = rings
-        .ring
-        .acquire(&rings.user, 1, SwapAccess::Overwrite)
-        .expect("enqueued");
-    rings
-        .user
-        .enqueue("wait", move || {
-            let _ended = wait.recv();
-            Ok(())
-        })
-        .expect("enqueued");
-    // SAFETY: written by an operation of the stream, before the part is written back.
-    fill(&rings.user, unsafe { held.bytes() }, 9, Duration::ZERO).expect("enqueued");
-    held.write_back().expect("enqueued");
-    let file = rings.ring.file().clone();
+    for seed in 0..30 {
+        for last in [Use::Read, Use::Overwrite] {
+            let device = HostDevice::seeded(seed);
+            let parts_dir = tempfile::tempdir().expect("a folder");
+            let parts = parts(&device, parts_dir.path());
+            let pool = Pool::new(device.clone(), 1 << 16);
+            let mut rings = Rings::new(&device, 1, Duration::ZERO);
+            rings.ring = SwapRing::new(&parts, &device, &pool, "ring", 1, LIMIT).expect("memory");
+            let next_user = device.create_stream("next user").expect("a stream");
 
-    let dropped = std::thread::spawn(move || drop(rings));
-    assert_eq!(file.written_bytes(), 0);
-    release.send(()).expect("waiting");
-    dropped.join().expect("no panic");
+            rings.apply(1, last).expect("enqueued");
+            let Rings { ring, .. } = rings;
+            drop(ring);
+            let block = pool.allocate(1 << 13, DType::U8, Purpose::Workspace, &next_user);
+            let block = block.expect("the memory of the ring");
+            // SAFETY: used on the stream of the block only.
+            fill(&next_user, unsafe { block.slice() }, 3, Duration::ZERO).expect("enqueued");
 
-    assert_eq!(file.written_bytes(), 8192);
+            next_user.synchronize(LIMIT).expect("no race");
+            let violations = device.violations();
+            assert!(
+                violations.is_empty(),
+                "seed {seed}, {last:?}: {violations:?}"
+            );
+        }
+    }
 }
 
 #[test]

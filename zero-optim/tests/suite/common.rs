@@ -172,9 +172,12 @@ impl Rank {
             runs,
         };
         let config = config.clone();
-        let optim =
-            ShardedAdamW::with_groups(&pool, kernels, &stream, config, dtype, segments, &groups);
-        let mut optim = optim.unwrap();
+        let mut optim = ShardedAdamW::builder(&pool, kernels, &stream)
+            .config(config)
+            .param_dtype(dtype)
+            .groups(&groups)
+            .build(segments)
+            .unwrap();
         let mut params: Vec<Buffer> = init
             .iter()
             .zip(&held)

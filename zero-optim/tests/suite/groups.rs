@@ -174,16 +174,11 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
         let config = OptimizerConfig::default();
         let segments = vec![Segment::shard("unit", 0..8)];
         let groups = ParamGroups { rules, runs };
-        let mut optim = ShardedAdamW::with_groups(
-            &pool,
-            kernels,
-            &compute,
-            config,
-            DType::F32,
-            segments,
-            &groups,
-        )
-        .unwrap();
+        let mut optim = ShardedAdamW::builder(&pool, kernels, &compute)
+            .config(config)
+            .groups(&groups)
+            .build(segments)
+            .unwrap();
         let values = grad.typed::<f32>().unwrap();
         let fill = move || {
             // SAFETY: host memory of the block; streams and events order the accesses, which is

@@ -87,17 +87,16 @@ impl Inputs {
             .iter()
             .map(|&len| Buffer::new(&random.values(len), self.dtype))
             .collect();
-        let mut optim = match form {
-            Form::Plain => ShardedAdamW::with_groups(
-                &pool, kernels, &stream, config, self.dtype, segments, &groups,
-            )?,
-            Form::Remainders => ShardedAdamW::with_remainders(
-                &pool, kernels, &stream, config, self.dtype, segments, &groups,
-            )?,
-            Form::Offloaded(options) => ShardedAdamW::offloaded(
-                &pool, kernels, &stream, config, self.dtype, segments, &groups, options,
-            )?,
+        let builder = ShardedAdamW::builder(&pool, kernels, &stream)
+            .config(config)
+            .param_dtype(self.dtype)
+            .groups(&groups);
+        let builder = match form {
+            Form::Plain => builder,
+            Form::Remainders => builder.remainders(true),
+            Form::Offloaded(options) => builder.offload(options.clone()),
         };
+        let mut optim = builder.build(segments)?;
         let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         optim.init_masters(&stream, &slices)?;
         stream.synchronize(LIMIT)?;

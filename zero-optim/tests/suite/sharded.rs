@@ -321,9 +321,11 @@ fn scattered_params_have_the_same_bits() {
         let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
         let kernels = Arc::new(HostKernels::new(1).unwrap());
         let segments = vec![Segment::shard("unit0", 0..8).with_padding(2)];
-        let mut optim =
-            ShardedAdamW::new(&flat.pool, kernels, &flat.stream, config(), dtype, segments)
-                .unwrap();
+        let mut optim = ShardedAdamW::builder(&flat.pool, kernels, &flat.stream)
+            .config(config())
+            .param_dtype(dtype)
+            .build(segments)
+            .unwrap();
         let mut params = [0..3, 4..7].map(|range| Buffer::new(&init[0][range], dtype));
         let [first, second] = &mut params;
         let pieces = [(first.slice(), 0), (second.slice(), 4)];
@@ -506,7 +508,10 @@ fn bad_settings_are_refused() {
     let pool = zero_alloc::Pool::new(device, 1 << 20);
     let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
     let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        ShardedAdamW::new(&pool, kernels.clone(), &stream, config, dtype, segments)
+        ShardedAdamW::builder(&pool, kernels.clone(), &stream)
+            .config(config)
+            .param_dtype(dtype)
+            .build(segments)
             .map(drop)
             .unwrap_err()
     };

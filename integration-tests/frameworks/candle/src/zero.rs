@@ -270,14 +270,9 @@ impl ZeroAdamW {
             };
             sums.push(all_sums.slice(index(sum)));
         }
-        let optimizer = ShardedAdamW::new(
-            &pool,
-            kernels.clone(),
-            &compute,
-            config.optimizer,
-            DType::F32,
-            segments,
-        )?;
+        let optimizer = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
+            .config(config.optimizer)
+            .build(segments)?;
         let reducer = Reducer {
             layout: layout.clone(),
             places,

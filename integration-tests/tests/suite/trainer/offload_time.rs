@@ -35,9 +35,9 @@ fn cost(costs: Costs, stream: &str, label: &str) -> Duration {
         "toy forward" => FORWARD,
         "toy backward" => BACKWARD,
         "adam" => costs.adam,
-        "swap read" if stream.ends_with("update read") => costs.read,
-        "swap write" if stream.ends_with("update write") => costs.write,
-        "swap read" if stream.ends_with("params gathers") => costs.gather,
+        "swap read" if stream.ends_with("update reads") => costs.read,
+        "swap write" if stream.ends_with("update writes") => costs.write,
+        "swap read" if stream.ends_with("params gathers reads") => costs.gather,
         "swap read" | "swap write" => costs.other,
         _ => 0,
     };

@@ -13,7 +13,7 @@
 //!
 //! The optimizer is a `ShardedAdamW<HostDevice>` on whatever device the model runs: one set of
 //! rules and one code of checkpoints. Offload differs only in where gradients
-//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `tier.rs`) are. If the device is the host,
+//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `pieces.rs`) are. If the device is the host,
 //! gradients and parameters stay where they are and only the streams differ, so all of it is tested
 //! without a GPU.
 //!
@@ -27,7 +27,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_alloc::swap::SwapFile;
+use zero_alloc::swap::{SwapAccess, SwapFile};
 use zero_alloc::{Block, Purpose};
 use zero_ckpt::Reader;
 use zero_optim::{
@@ -89,33 +89,20 @@ impl<D: Device> HostOptimizer<D> {
         let params = HostParams::new(rank, &stream, &segments, on_device)?;
         let shards_of = settings.stage.shards_optimizer().then_some(index as u64);
         let groups = rank.groups.of(&rank.layout, shards_of)?;
-        let config = settings.optimizer.clone();
-        let dtype = settings.dtype;
         let options = &settings.offload;
-        let optimizer = match options.state() {
-            None => ShardedAdamW::with_groups(
-                &host.plain,
-                host.kernels.clone(),
-                &stream,
-                config,
-                dtype,
-                segments,
-                &groups,
-            )?,
-            Some(state) => ShardedAdamW::offloaded(
-                &host.plain,
-                match options.optimizer {
-                    Home::Nvme(_) => host.nvme_kernels.clone(),
-                    _ => host.kernels.clone(),
-                },
-                &stream,
-                config,
-                dtype,
-                segments,
-                &groups,
-                &state,
-            )?,
+        let kernels = match options.optimizer {
+            Home::Nvme(_) => &host.nvme_kernels,
+            _ => &host.kernels,
         };
+        let builder = ShardedAdamW::builder(&host.plain, Arc::clone(kernels), &stream)
+            .config(settings.optimizer.clone())
+            .param_dtype(settings.dtype)
+            .groups(&groups);
+        let builder = match options.state() {
+            Some(state) => builder.offload(state),
+            None => builder,
+        };
+        let optimizer = builder.build(segments)?;
         if index == 0 {
             let files = [optimizer.file(), params.file()].into_iter().flatten();
             let mut notices: Vec<_> = files.flat_map(SwapFile::notices).collect();
@@ -305,24 +292,27 @@ impl<D: Device> HostOptimizer<D> {
                     .pieces(unit)
                     .iter()
                     .all(|piece| piece.state.is_some());
+            let access = if overwritten {
+                SwapAccess::Overwrite
+            } else {
+                SwapAccess::Update
+            };
             let mut update = |grad: &Reduced<HostDevice>| {
-                params.update(unit, overwritten, |param| {
-                    Ok(optimizer.enqueue_unit_update(
-                        stream,
-                        unit,
-                        &UnitSlices {
-                            grad,
-                            param: &[(param, 0)],
-                        },
-                    )?)
-                })
+                let held = params.acquire(unit, access)?;
+                let slices = UnitSlices {
+                    grad,
+                    param: &[(held.values, 0)],
+                };
+                optimizer.enqueue_unit_update(stream, unit, &slices)?;
+                held.write_back()?;
+                Ok::<_, TrainError>(())
             };
             match (&mut on_file, &grads[unit]) {
-                (Some(file), _) => file.read(unit, |grad| {
-                    let done = stream.record()?;
+                (Some(file), _) => {
+                    let grad = file.acquire(unit, SwapAccess::Read)?;
                     // SAFETY: complete at this point of the stream, on which it is read.
-                    update(&unsafe { Reduced::new(grad, done) })
-                })?,
+                    update(&unsafe { Reduced::new(grad.values, stream.record()?) })?;
+                }
                 (None, Some(grad)) => update(grad)?,
                 (None, None) => continue,
             }
@@ -407,14 +397,15 @@ impl<D: Device> HostOptimizer<D> {
         let stream = &self.stream;
         let mut params = self.params.lock();
 
-        let mut read =
-            |param| Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?);
-        if reads {
-            params.read(unit, read)
+        let held;
+        let param = if reads {
+            held = params.acquire(unit, SwapAccess::Read)?;
+            held.values
         } else {
             // The optimizer has the values.
-            read(params.unread(unit))
-        }
+            params.unread(unit)
+        };
+        Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?)
     }
 
     /// Sets the weights of `unit` in parts: `fill` returns those of a range.
@@ -429,19 +420,20 @@ impl<D: Device> HostOptimizer<D> {
         let optimizer = &mut self.optimizer;
         let stream = &self.stream;
         let mut values = Vec::new();
-        self.params.lock().update(unit, false, |param| {
-            let param = [(param, 0)];
-            for part in parts {
-                fill(part.clone(), &mut values)?;
-                let range = StateRange {
-                    kind: StateKind::Master,
-                    unit,
-                    elems: part,
-                };
-                optimizer.write_state(stream, &range, &param, &values, limit)?;
-            }
-            Ok(optimizer.write_unit_params(stream, unit, &param)?)
-        })
+        let mut params = self.params.lock();
+        let held = params.acquire(unit, SwapAccess::Update)?;
+        let param = [(held.values, 0)];
+        for part in parts {
+            fill(part.clone(), &mut values)?;
+            let range = StateRange {
+                kind: StateKind::Master,
+                unit,
+                elems: part,
+            };
+            optimizer.write_state(stream, &range, &param, &values, limit)?;
+        }
+        optimizer.write_unit_params(stream, unit, &param)?;
+        Ok(held.write_back()?)
     }
 
     /// Loads weights, moments and progress from a checkpoint.
@@ -451,16 +443,16 @@ impl<D: Device> HostOptimizer<D> {
         let stream = &self.stream;
         let mut params = self.params.lock();
         for unit in 0..rank.units() {
-            params.update(unit, false, |param| {
-                let own = RankParams {
-                    layout: &rank.layout,
-                    rank: rank.comm.rank() as u64,
-                    params: &[(param, 0)],
-                };
-                optimizer
-                    .load_unit(stream, reader, unit, &own, limit)
-                    .map_err(TrainError::unreadable)
-            })?;
+            let held = params.acquire(unit, SwapAccess::Update)?;
+            let own = RankParams {
+                layout: &rank.layout,
+                rank: rank.comm.rank() as u64,
+                params: &[(held.values, 0)],
+            };
+            optimizer
+                .load_unit(stream, reader, unit, &own, limit)
+                .map_err(TrainError::unreadable)?;
+            held.write_back()?;
         }
         optimizer
             .load_progress(reader)
@@ -476,7 +468,6 @@ impl<D: Device> Drop for HostOptimizer<D> {
             .iter()
             .for_each(|stream| drain(stream, self.limit));
         drain(&self.stream, self.limit);
-        self.params.lock().drain();
     }
 }
 

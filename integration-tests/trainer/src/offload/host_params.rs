@@ -5,34 +5,34 @@
 //! |---|---|---|
 //! | the device's own memory | the device is the host | it waits for the update |
 //! | pinned memory | the device is a GPU | copied to the device's parameters, or at stage 3 with offload into the gathered unit |
-//! | a scratch file | `--offload-params nvme:DIR` | read into a slot, then copied into the gathered unit |
+//! | a scratch file | `--offload-params nvme:DIR` | read into a buffer, then copied into the gathered unit |
 //!
-//! Gathers from the file have a separate stream and slots: one for each unit that is gathered
-//! ahead, and one more.
+//! Gathers from the file have a ring of their own: a buffer for each unit that is gathered ahead,
+//! and one more.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_alloc::swap::SwapFile;
+use zero_alloc::swap::{SwapAccess, SwapFile, SwapRing};
 use zero_alloc::{Block, Purpose};
 use zero_comm::ShardSource;
 use zero_optim::Segment;
 
 use crate::error::TrainError;
-use crate::offload::drain::drain;
 use crate::offload::settings::{Home, OffloadSettings};
-use crate::offload::unit_file::{Slot, Transfers, UnitFile};
+use crate::offload::unit_file::{HeldUnit, UnitFile, file_name};
 use crate::rank::Rank;
 
 /// Parameters in a file, and their gathers.
 struct OnFile<D: Device> {
     units: UnitFile,
-    gathers: Transfers,
-    slots: Vec<Slot<D::Event>>,
-    next: usize,
+    gathers: SwapRing<D>,
+    dtype: DType,
+    lens: Vec<usize>,
 }
 
 enum Place<D: Device> {
@@ -73,10 +73,13 @@ impl<D: Device> HostParams<D> {
         let dtype = rank.settings.dtype;
         let lens = segments.iter().map(|s| s.state.len()).collect::<Vec<_>>();
         let place = match (&rank.settings.offload.params, on_device) {
-            (Home::Nvme(dir), None) => {
-                let units = UnitFile::new(rank, update, dir, ("params", dtype), &lens)?;
-                Place::OnFile(Box::new(OnFile::new(rank, update, units)?))
-            }
+            (Home::Nvme(dir), None) => Place::OnFile(Box::new(OnFile::new(
+                rank,
+                update,
+                dir,
+                dtype,
+                lens.clone(),
+            )?)),
             (_, Some(slices)) if rank.is_host() => Place::Direct(slices),
             (_, on_device) => {
                 let block =
@@ -127,40 +130,32 @@ impl<D: Device> HostParams<D> {
         Ok(true)
     }
 
-    /// Calls `run` with the parameters of `unit`, for operations on the update's stream that write
-    /// all of them if `overwritten`, and otherwise may read them.
-    pub(crate) fn update(
+    /// The parameters of `unit`, for operations on the update's stream.
+    pub(crate) fn acquire(
         &mut self,
         unit: usize,
-        overwritten: bool,
-        run: impl FnOnce(AnySlice) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
-        match &mut self.place {
-            Place::Direct(slices) | Place::Pinned { slices, .. } => run(slices[unit])?,
-            Place::OnFile(file) => file.units.update(unit, overwritten, run)?,
-        }
-        self.updated[unit] = Some(self.update.record()?);
-        Ok(())
-    }
-
-    /// Calls `run` with the parameters of `unit`, which operations on the update's stream only
-    /// read.
-    pub(crate) fn read<R>(
-        &mut self,
-        unit: usize,
-        run: impl FnOnce(AnySlice) -> Result<R, TrainError>,
-    ) -> Result<R, TrainError> {
-        match &mut self.place {
-            Place::Direct(slices) | Place::Pinned { slices, .. } => run(slices[unit]),
-            Place::OnFile(file) => file.units.read(unit, run),
-        }
+        access: SwapAccess,
+    ) -> Result<HeldParams<'_>, DeviceError> {
+        let (values, on_file) = match &mut self.place {
+            Place::Direct(slices) | Place::Pinned { slices, .. } => (slices[unit], None),
+            Place::OnFile(file) => {
+                let held = file.units.acquire(unit, access)?;
+                (held.values, Some(held))
+            }
+        };
+        Ok(HeldParams {
+            values,
+            on_file,
+            updated: &mut self.updated[unit],
+            update: &self.update,
+        })
     }
 
     /// Memory with the size of the parameters of `unit`, for calls that only check it.
     pub(crate) fn unread(&self, unit: usize) -> AnySlice {
         match &self.place {
             Place::Direct(slices) | Place::Pinned { slices, .. } => slices[unit],
-            Place::OnFile(file) => file.units.unread(unit),
+            Place::OnFile(file) => file.unread(unit),
         }
     }
 
@@ -169,18 +164,10 @@ impl<D: Device> HostParams<D> {
         self.device.host_waits(&self.update, before, self.limit)
     }
 
-    /// Waits for the transfers of the file.
-    pub(crate) fn drain(&self) {
-        if let Place::OnFile(file) = &self.place {
-            drain(&file.gathers.0, self.limit);
-            file.units.drain(self.limit);
-        }
-    }
-
     /// The file, if there is one.
     pub(crate) fn file(&self) -> Option<&SwapFile> {
         match &self.place {
-            Place::OnFile(on_file) => Some(&on_file.units.file),
+            Place::OnFile(on_file) => Some(on_file.units.file()),
             _ => None,
         }
     }
@@ -203,7 +190,7 @@ impl<D: Device> HostParams<D> {
                 self.device.copy(stream, slices[unit], own)?;
                 Ok(own)
             }
-            Place::OnFile(file) => file.fetch(&self.device, stream, unit, own, self.limit),
+            Place::OnFile(file) => file.fetch(&self.device, stream, unit, own),
         }
     }
 }
@@ -218,69 +205,84 @@ fn cut(all: AnySlice, lens: &[usize]) -> Vec<AnySlice> {
     lens.iter().map(part).collect()
 }
 
+/// The parameters of a unit in memory.
+pub(crate) struct HeldParams<'a> {
+    /// For operations on the update's stream, before this is dropped or written back.
+    pub(crate) values: AnySlice,
+    on_file: Option<HeldUnit<'a>>,
+    updated: &'a mut Option<HostEvent>,
+    update: &'a HostStream,
+}
+
+impl HeldParams<'_> {
+    /// Ends an update: gathers wait for it, and a file gets the new values.
+    pub(crate) fn write_back(self) -> Result<(), DeviceError> {
+        if let Some(on_file) = self.on_file {
+            on_file.write_back()?;
+        }
+        *self.updated = Some(self.update.record()?);
+        Ok(())
+    }
+}
+
 impl<D: Device> OnFile<D> {
-    fn new(rank: &Rank<D>, update: &HostStream, units: UnitFile) -> Result<Self, TrainError> {
-        let stream = rank
-            .host
-            .plain
-            .device()
-            .create_stream(&format!("{} params gathers", update.name()))?;
-        let gathers = (stream, units.file.lane()?);
-        let ahead = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout) + 1;
-        let slots = (0..ahead).map(|_| Slot::new(rank, update, units.slot_bytes()));
-        let slots = slots.collect::<Result<Vec<Slot<D::Event>>, TrainError>>()?;
-        gathers.1.register(
-            &slots
-                .iter()
-                .map(|slot| slot.buffer.clone())
-                .collect::<Vec<_>>(),
-        );
+    fn new(
+        rank: &Rank<D>,
+        update: &HostStream,
+        dir: &Path,
+        dtype: DType,
+        lens: Vec<usize>,
+    ) -> Result<Self, TrainError> {
+        let name = file_name(update, "params");
+        let parts = UnitFile::parts(rank, &name, dir, dtype, &lens)?;
+        let units = UnitFile::new(rank, update, &name, &parts, dtype)?;
+
+        let device = rank.pool.device();
+        let buffers = OffloadSettings::units_ahead(&rank.settings.prefetch, &rank.layout) + 1;
+        let gathers = SwapRing::new(
+            &parts,
+            device,
+            &rank.host.pinned,
+            &format!("{name} gathers"),
+            buffers,
+            rank.settings.host_limit(),
+        )?;
         Ok(Self {
             units,
             gathers,
-            slots,
-            next: 0,
+            dtype,
+            lens,
         })
     }
 
+    /// A slice of the size of `unit` that no operation may access.
+    fn unread(&self, unit: usize) -> AnySlice {
+        let nowhere = std::ptr::without_provenance_mut(SwapFile::ALIGN_BYTES);
+        // SAFETY: callers only check it.
+        unsafe { AnySlice::from_raw_parts(nowhere, self.lens[unit], self.dtype, DeviceId::HOST) }
+    }
+
+    /// Enqueues reading the parameters of `unit` and copying them to `own`.
     fn fetch(
         &mut self,
         device: &D,
         stream: &D::Stream,
         unit: usize,
         own: AnySlice,
-        limit: Duration,
     ) -> Result<AnySlice, DeviceError> {
-        let at = self.next;
-        self.next = (at + 1) % self.slots.len();
-        let slot = &mut self.slots[at];
-        if let Some(free) = slot.free.take() {
-            device.host_waits(&self.gathers.0, &free, limit)?;
-        }
-        let typed = self.units.read_into(&self.gathers, unit, slot.memory)?;
-        device.wait_for_host(stream, &self.gathers.0.record()?, limit)?;
-        let copied = device.copy(stream, typed, own);
-        // Also after an error: the read is enqueued, and the stream is behind it.
-        slot.free = Some(stream.record()?);
-        copied.map(|()| own)
+        let held = self.gathers.acquire(stream, unit, SwapAccess::Read)?;
+        // SAFETY: read by an operation of the stream, before the drop.
+        device.copy(stream, unsafe { held.elems(self.dtype) }, own)?;
+        Ok(own)
     }
 }
 
 impl<D: Device> Drop for HostParams<D> {
     fn drop(&mut self) {
-        // A closed stream runs no more work. The optimizer has waited for the streams of the
-        // device.
-        match &mut self.place {
-            Place::Direct(_) => {}
-            Place::Pinned { block, .. } => {
-                let _closed = block.record_use(&self.update);
-            }
-            Place::OnFile(file) => {
-                let OnFile { gathers, slots, .. } = &mut **file;
-                for slot in slots {
-                    let _closed = slot.buffer.record_use(&gathers.0);
-                }
-            }
+        if let Place::Pinned { block, .. } = &mut self.place {
+            // A closed stream runs no more work. The optimizer has waited for the streams of the
+            // device.
+            let _closed = block.record_use(&self.update);
         }
     }
 }

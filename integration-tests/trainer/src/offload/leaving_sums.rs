@@ -12,12 +12,13 @@ use std::ops::Range;
 
 use zero_alloc::device::{AnySlice, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
+use zero_alloc::swap::SwapAccess;
 use zero_alloc::{Block, Purpose};
 use zero_kernels::Kernels;
 
 use crate::error::TrainError;
 use crate::offload::host_optimizer::HostOptimizer;
-use crate::offload::unit_file::UnitFile;
+use crate::offload::unit_file::{UnitFile, file_name};
 use crate::rank::Rank;
 
 /// The sums of one rank.
@@ -102,13 +103,16 @@ impl Arrival<'_> {
         file: &mut UnitFile,
         optimizer: &mut HostOptimizer<D>,
     ) -> Result<(), TrainError> {
-        file.update(self.unit, self.micro == 0, |sum| {
-            self.add_to(sum)?;
-            if self.last {
-                optimizer.enqueue_stats(self.unit, sum)?;
-            }
-            Ok(())
-        })
+        let access = match self.micro {
+            0 => SwapAccess::Overwrite,
+            _ => SwapAccess::Update,
+        };
+        let sum = file.acquire(self.unit, access)?;
+        self.add_to(sum.values)?;
+        if self.last {
+            optimizer.enqueue_stats(self.unit, sum.values)?;
+        }
+        Ok(sum.write_back()?)
     }
 }
 
@@ -123,9 +127,11 @@ impl<D: Device> LeavingSums<D> {
         let largest = lens.iter().copied().max().unwrap_or(0);
         let on_file = match settings.offload.grads_on_file() {
             Some(dir) => {
-                let what = ("gradients", settings.grad_dtype());
-                let file = UnitFile::new(rank, &update, dir, what, &lens)?;
-                optimizer.count(file.file.clone());
+                let name = file_name(&update, "gradients");
+                let dtype = settings.grad_dtype();
+                let parts = UnitFile::parts(rank, &name, dir, dtype, &lens)?;
+                let file = UnitFile::new(rank, &update, &name, &parts, dtype)?;
+                optimizer.count(file.file().clone());
                 Some(Box::new(file))
             }
             None => None,

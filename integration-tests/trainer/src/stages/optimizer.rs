@@ -405,17 +405,12 @@ fn device_optimizer<D: Device>(
     let sharded = settings.stage.shards_optimizer();
     let shards_of = sharded.then_some(rank.comm.rank() as u64);
     let groups = rank.groups.of(&rank.layout, shards_of)?;
-    let new = match settings.offload.format.remainder {
-        true => ShardedAdamW::with_remainders,
-        false => ShardedAdamW::with_groups,
-    };
-    Ok(new(
-        &rank.pool,
-        rank.kernels.clone(),
-        &rank.compute,
-        settings.optimizer.clone(),
-        settings.dtype,
-        segments,
-        &groups,
-    )?)
+    Ok(
+        ShardedAdamW::builder(&rank.pool, rank.kernels.clone(), &rank.compute)
+            .config(settings.optimizer.clone())
+            .param_dtype(settings.dtype)
+            .groups(&groups)
+            .remainders(settings.offload.format.remainder)
+            .build(segments)?,
+    )
 }

@@ -1,0 +1,228 @@
+//! Making an optimizer.
+
+use std::sync::Arc;
+#[cfg(target_os = "linux")]
+use std::time::Duration;
+
+use zero_alloc::device::{DType, Device};
+use zero_alloc::host::HostDevice;
+#[cfg(target_os = "linux")]
+use zero_alloc::swap::{SwapFile, SwapRing};
+use zero_alloc::{Pool, Purpose};
+use zero_kernels::Kernels;
+
+use crate::adamw::view;
+use crate::controller::{OptimizerConfig, StepController};
+use crate::format::Format;
+use crate::groups::Resolved;
+use crate::pieces::Pieces;
+use crate::segments::check_segments;
+use crate::{OffloadOptions, OptimError, ParamGroups, Segment, ShardedAdamW};
+
+/// Makes the state of an optimizer away from the device's memory.
+type MakeOffloaded<D> = Box<dyn FnOnce(&Offload<'_, D>) -> Result<Pieces<D>, OptimError>>;
+
+/// What the state of an offloaded optimizer depends on.
+struct Offload<'a, D: Device> {
+    pool: &'a Pool<D>,
+    kernels: Arc<dyn Kernels<D>>,
+    stream: &'a D::Stream,
+    groups: &'a Resolved,
+    sub_group_elems: usize,
+    param_dtype: DType,
+}
+
+/// The settings of a [`ShardedAdamW`] to be; see [`ShardedAdamW::builder`].
+#[must_use = "`build` makes the optimizer"]
+pub struct AdamWBuilder<'a, D: Device> {
+    pool: &'a Pool<D>,
+    kernels: Arc<dyn Kernels<D>>,
+    stream: &'a D::Stream,
+    config: OptimizerConfig,
+    param_dtype: DType,
+    groups: Option<&'a ParamGroups>,
+    remainders: bool,
+    offloaded: Option<MakeOffloaded<D>>,
+}
+
+impl<D: Device> std::fmt::Debug for AdamWBuilder<'_, D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AdamWBuilder")
+            .field("config", &self.config)
+            .field("param_dtype", &self.param_dtype)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: Device> ShardedAdamW<D> {
+    /// An optimizer with memory of `pool`, whose first operations are on `stream`: for fp32
+    /// parameters, with the default settings, state in memory of the device and one group, unless
+    /// the builder is told otherwise.
+    pub fn builder<'a>(
+        pool: &'a Pool<D>,
+        kernels: Arc<dyn Kernels<D>>,
+        stream: &'a D::Stream,
+    ) -> AdamWBuilder<'a, D> {
+        AdamWBuilder {
+            pool,
+            kernels,
+            stream,
+            config: OptimizerConfig::default(),
+            param_dtype: DType::F32,
+            groups: None,
+            remainders: false,
+            offloaded: None,
+        }
+    }
+}
+
+impl<'a, D: Device> AdamWBuilder<'a, D> {
+    /// Sets the settings of the updates.
+    pub fn config(mut self, config: OptimizerConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Sets the dtype of the parameters: fp32, bf16 or fp16.
+    pub fn param_dtype(mut self, param_dtype: DType) -> Self {
+        self.param_dtype = param_dtype;
+        self
+    }
+
+    /// Sets parameter groups: one loss scale, one decision, one norm over all trained gradients,
+    /// and one state, without elements for frozen parameters. With equal rules the launches and
+    /// bits are those without groups. All ranks pass the same rules; the runs are those of this
+    /// rank's elements.
+    pub fn groups(mut self, groups: &'a ParamGroups) -> Self {
+        self.groups = Some(groups);
+        self
+    }
+
+    /// For bf16 parameters: masters as a 16-bit remainder beside each parameter, 10 bytes of state
+    /// an element in place of 12, and 26 bytes of traffic an update in place of 28. Parameter and
+    /// remainder together have the bits of the fp32 master, and its updates are the same;
+    /// checkpoints load into either.
+    ///
+    /// The parameter is the master rounded to nearest, as without remainders, but a master exactly
+    /// halfway between two parameters rounds away from zero and not to even. To even is impossible:
+    /// 65,537 masters round to a parameter whose last bit is even, and 16 bits tell 65,536 apart.
+    ///
+    /// [`ShardedAdamW::init_masters`] then accepts bf16 weights only, and
+    /// [`ShardedAdamW::write_state`] sets the parameters with the masters.
+    pub fn remainders(mut self, remainders: bool) -> Self {
+        self.remainders = remainders;
+        self
+    }
+
+    /// Allocates the state for `segments` and enqueues zeroing the moments. Masters are undefined
+    /// until [`ShardedAdamW::init_masters`].
+    ///
+    /// # Errors
+    /// A setting is outside its range, the segments do not tile the state, the groups' runs do not
+    /// tile the elements of the segments, the format does not fit the parameters, an allocation
+    /// failed, or the file of offloaded state could not be made.
+    pub fn build(self, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, OptimError> {
+        let Self {
+            pool,
+            kernels,
+            stream,
+            param_dtype,
+            ..
+        } = self;
+        if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
+            return Err(OptimError::ParamDType { dtype: param_dtype });
+        }
+        let format = Format::new(param_dtype, self.remainders, false)?;
+        let mut controller = StepController::new(self.config)?;
+        let config = controller.config();
+        let one_group = ParamGroups::default();
+        let groups = self.groups.unwrap_or(&one_group);
+        let groups = groups.resolve(config, &segments, check_segments(&segments)?)?;
+        let sub_group_elems = config.sub_group_elems;
+        controller.set_rates(groups.rates.clone());
+
+        let state = match self.offloaded {
+            Some(make) => make(&Offload {
+                pool,
+                kernels: Arc::clone(&kernels),
+                stream,
+                groups: &groups,
+                sub_group_elems,
+                param_dtype,
+            })?,
+            None => {
+                let elems = groups.state_elems;
+                Pieces::on_device(pool, Arc::clone(&kernels), stream, elems, format.masters)?
+            }
+        };
+        let workspace = |elems, dtype| pool.allocate(elems, dtype, Purpose::Workspace, stream);
+        let shards: Vec<usize> = segments.iter().map(|s| s.own_shard.len()).collect();
+        let scratch_elems = kernels.stats_scratch_elems(&shards);
+        let optim = ShardedAdamW {
+            state,
+            is_updating: false,
+            device: pool.device().clone(),
+            kernels,
+            controller,
+            param_dtype,
+            // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
+            stats: workspace(2 * segments.len(), DType::F64)?,
+            stats_scratch: workspace(scratch_elems, DType::F64)?,
+            scalars: workspace(8 * groups.rates.len(), DType::F32)?,
+            device_steps: None,
+            names: segments.iter().map(|s| s.name.clone()).collect(),
+            segments,
+            groups,
+            stream: stream.clone(),
+        };
+        // Frozen units have no launch that writes their statistics.
+        if (0..optim.segments.len()).any(|unit| optim.is_frozen(unit)) {
+            optim.device.fill_zero(stream, view(&optim.stats))?;
+        }
+        Ok(optim)
+    }
+}
+
+impl AdamWBuilder<'_, HostDevice> {
+    /// For a host that updates in place of a device (ZeRO-Offload, arXiv 2101.06840): state in host
+    /// memory or on NVMe, in the format of `options`, in place of [`Self::remainders`]. Gradients
+    /// and parameters are in host memory, which may be pinned. On NVMe the update of a unit is a
+    /// pipeline of transfers and launches, with the bits of the update in memory unless the format
+    /// rounds.
+    pub fn offload(mut self, options: OffloadOptions) -> Self {
+        self.offloaded = Some(Box::new(move |of: &Offload<'_, HostDevice>| {
+            let format = Format::new(of.param_dtype, options.remainder, options.bf16_moments)?;
+            Pieces::offloaded(
+                of.pool,
+                Arc::clone(&of.kernels),
+                of.stream,
+                of.groups,
+                of.sub_group_elems,
+                format,
+                &options,
+            )
+        }));
+        self
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl ShardedAdamW<HostDevice> {
+    /// The scratch file of state on NVMe, with its length, the bytes read and written so far, and
+    /// its notices.
+    pub fn file(&self) -> Option<&SwapFile> {
+        self.state.ring().map(SwapRing::file)
+    }
+
+    /// Waits at most `limit` until all state is written to the file on NVMe.
+    ///
+    /// # Errors
+    /// A transfer failed, or the limit passed.
+    pub fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
+        self.check_state()?;
+        match self.state.ring() {
+            Some(ring) => Ok(ring.synchronize(limit)?),
+            None => Ok(()),
+        }
+    }
+}
