@@ -677,7 +677,6 @@ impl<D: Device> Filling<D> {
         let in_flight = InFlight {
             bucket,
             slice,
-            consumers: Vec::new(),
             shared: Arc::clone(&shared),
         };
         // Behind all producers; later uses of the bucket wait for the event that `InFlight` records
@@ -738,7 +737,6 @@ pub struct InFlight<D: Device> {
     /// `None` once finished.
     bucket: Option<Bucket<D>>,
     slice: AnySlice,
-    consumers: Vec<D::Stream>,
     shared: Arc<Shared<D>>,
 }
 
@@ -770,21 +768,15 @@ impl<D: Device> InFlight<D> {
         if event.is_err() {
             bucket.last_uses.extend(before);
         }
-        // All of them, also after an error: none may lose its memory.
-        let consumers = self
-            .consumers
-            .iter()
-            .map(|consumer| bucket.record_use(consumer).map(drop));
-        let consumed = consumers.fold(Ok(()), Result::and);
         self.shared.free.lock().push_back(bucket);
-        consumed.and(event).map(Some)
+        event.map(Some)
     }
 
     /// The whole bucket after the collective.
     ///
     /// # Safety
-    /// The slice is used only by operations enqueued on the communication stream or on streams
-    /// added by [`InFlight::add_consumer`], before this `InFlight` is finished or dropped.
+    /// The slice is used only by operations enqueued on the communication stream, before this
+    /// `InFlight` is finished or dropped.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
     }
@@ -803,22 +795,8 @@ impl<D: Device> InFlight<D> {
         self.slice.slice(rank * len..(rank + 1) * len)
     }
 
-    /// Adds a stream that reads the bucket: it waits for the result, and the bucket's next use
-    /// waits for it.
-    ///
-    /// # Errors
-    /// A stream returned an error.
-    pub fn add_consumer(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
-        stream.wait(&self.shared.comm_stream.record()?)?;
-        if self.consumers.iter().all(|known| known.id() != stream.id()) {
-            self.consumers.push(stream.clone());
-        }
-        Ok(())
-    }
-
     /// Frees the bucket. Its next use waits for the operations enqueued so far on the communication
-    /// stream and on the consumers' streams. Without overlap, the compute stream waits for the
-    /// communication stream.
+    /// stream. Without overlap, the compute stream waits for the communication stream.
     ///
     /// # Errors
     /// A stream returned an error.

@@ -186,7 +186,8 @@ fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
 
 impl<D: Device> ShardedAdamW<D> {
     /// Uploads the settings, the state and the learning rates of the next `config.steps` steps,
-    /// which [`Self::enqueue_rank_stats`] and [`Self::enqueue_step`] then enqueue. Call it again
+    /// which [`Self::enqueue_rank_stats`], [`Self::enqueue_advance`] and [`Self::enqueue_update`] then
+    /// enqueue. Call it again
     /// after those steps, when all outcomes have been read: with the same config it allocates
     /// nothing, and all slices keep their addresses. Blocks the host.
     ///
@@ -289,7 +290,7 @@ impl<D: Device> ShardedAdamW<D> {
 
     /// Enqueues combining the results of [`Self::enqueue_stats`] with `loss` and `flags`, which are
     /// read in stream order, to this rank's statistics. Gather [`Self::rank_stats_slices`], then
-    /// call [`Self::enqueue_step`].
+    /// call [`Self::enqueue_advance`] and [`Self::enqueue_update`].
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -329,24 +330,9 @@ impl<D: Device> ShardedAdamW<D> {
         })
     }
 
-    /// Enqueues the step: [`Self::enqueue_advance`], then [`Self::enqueue_update`]. `stream` must
-    /// be ordered after the all-gather. The host does not wait; [`Self::expect_outcome`] registers
-    /// the step's outcome.
-    ///
-    /// # Errors
-    /// The slices do not match the segments, [`OptimError::NotPrepared`], or the stream failed.
-    pub fn enqueue_step(
-        &mut self,
-        stream: &D::Stream,
-        units: &[UnitSlices<'_, D>],
-    ) -> Result<(), OptimError> {
-        self.check_units(units)?;
-        self.enqueue_advance(stream)?;
-        self.enqueue_update(stream, units)
-    }
-
     /// Enqueues the kernel that advances the state by one step and writes the step's scalars and
-    /// record.
+    /// record. `stream` must be ordered after the all-gather. The host does not wait;
+    /// [`Self::expect_outcome`] registers the step's outcome.
     ///
     /// # Errors
     /// [`OptimError::NotPrepared`], or the stream failed.
@@ -404,31 +390,13 @@ impl<D: Device> ShardedAdamW<D> {
         Ok(())
     }
 
-    /// Returns the unread outcomes of completed steps, in order, without waiting for other steps.
+    /// Waits at most `limit` for all registered steps and returns their unread outcomes, in order.
     /// Reading outcomes advances [`Self::progress`] and [`Self::loss_scale`].
     ///
     /// # Errors
     /// A step failed or halted the run: gradients overflowed with the loss scale at its minimum, or
     /// no rates were uploaded for it. Outcomes before the failure are returned first; the failure
-    /// is returned by every later call.
-    pub fn outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
-        let Some(steps) = &self.device_steps else {
-            return Ok(Vec::new());
-        };
-        let mut count = 0;
-        for (_, event) in &steps.expected {
-            if !event.is_done()? {
-                break;
-            }
-            count += 1;
-        }
-        self.read_outcomes(count, limit)
-    }
-
-    /// Waits at most `limit` for all registered steps and returns their unread outcomes.
-    ///
-    /// # Errors
-    /// As for [`Self::outcomes`], or the limit passed.
+    /// is returned by every later call. Or the limit passed.
     pub fn all_outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
         let Some(steps) = &self.device_steps else {
             return Ok(Vec::new());

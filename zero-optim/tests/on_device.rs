@@ -279,8 +279,9 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
     for rank in ranks {
         let grads = rank.reduced(rig);
         let params = pieces(view(&rank.params));
+        rank.optim.enqueue_advance(&rig.stream)?;
         rank.optim
-            .enqueue_step(&rig.stream, &zip(&grads, &params))?;
+            .enqueue_update(&rig.stream, &zip(&grads, &params))?;
     }
     Ok(())
 }
@@ -396,17 +397,8 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
             }
             expected.push(step_on_host(rig, &mut on_host, step).unwrap());
             step_on_device(rig, &mut on_device).unwrap();
-            // Reads completed outcomes after each step; one step waits for all.
-            let optim = &mut on_device[0].optim;
-            read_so_far.extend(
-                if step == WAITS_FOR_ALL {
-                    optim.all_outcomes(LIMIT)
-                } else {
-                    optim.outcomes(LIMIT)
-                }
-                .unwrap(),
-            );
             if step == WAITS_FOR_ALL {
+                read_so_far.extend(on_device[0].optim.all_outcomes(LIMIT).unwrap());
                 assert_eq!(read_so_far, expected);
             }
         }
@@ -499,7 +491,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
         rank: 1,
         unit: "unit2".into(),
     };
-    assert_eq!(optim.outcomes(LIMIT), Err(halted.clone()));
+    assert_eq!(optim.all_outcomes(LIMIT), Err(halted.clone()));
     assert_eq!(optim.all_outcomes(LIMIT), Err(halted));
     assert_eq!(optim.progress().adam_steps, 1);
     step_on_device(rig, &mut ranks).unwrap();
@@ -526,7 +518,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         step_on_device(rig, &mut ranks).unwrap_err(),
         OptimError::NotPrepared
     );
-    assert_eq!(ranks[0].optim.outcomes(LIMIT), Ok(Vec::new()));
+    assert_eq!(ranks[0].optim.all_outcomes(LIMIT), Ok(Vec::new()));
     let rank = &mut ranks[0];
     let refused = |device_steps| {
         let config = config(LossScaling::NONE);
@@ -570,7 +562,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     let units = zip(&grads, &params);
     let short = rank
         .optim
-        .enqueue_step(&rig.stream, &units[1..])
+        .enqueue_update(&rig.stream, &units[1..])
         .unwrap_err();
     assert_eq!(
         short,
@@ -595,7 +587,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     let saved = rank.optim.progress();
     rank.optim.restore(&saved).unwrap();
     assert_eq!(
-        rank.optim.enqueue_step(&rig.stream, &units),
+        rank.optim.enqueue_advance(&rig.stream),
         Err(OptimError::NotPrepared)
     );
 }

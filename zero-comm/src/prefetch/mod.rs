@@ -61,9 +61,6 @@ pub enum PrefetchError {
     /// There is no such unit.
     #[error("no unit {unit}: there are {units} units")]
     NoSuchUnit { unit: usize, units: usize },
-    /// Another number of shards than at creation.
-    #[error("expected {expected} shards, one per unit, got {got}")]
-    ShardCount { expected: usize, got: usize },
     /// The caller holds the unit already.
     #[error("unit {unit} is already unsharded; reshard it first")]
     Held { unit: usize },
@@ -307,21 +304,6 @@ impl<D: Device> Prefetcher<D> {
             .iter()
             .try_for_each(|&unit| self.elems(unit).map(drop))?;
         self.order = Some(order);
-        Ok(())
-    }
-
-    /// Replaces the shards, for a framework that has moved its parameters. Work that was enqueued
-    /// before may still read the old ones.
-    ///
-    /// # Errors
-    /// [`PrefetchError::ShardCount`].
-    pub fn set_shards(&mut self, shards: Vec<AnySlice>) -> Result<(), PrefetchError> {
-        let expected = self.shards.units();
-        let got = shards.len();
-        if got != expected {
-            return Err(PrefetchError::ShardCount { expected, got });
-        }
-        self.shards = Shards::Slices(shards);
         Ok(())
     }
 

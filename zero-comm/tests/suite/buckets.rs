@@ -203,31 +203,6 @@ fn launch_waits_for_every_producer() {
 }
 
 #[test]
-fn next_use_waits_for_a_consumer() {
-    on_ranks(1, CommOptions::default(), |comm, streams| {
-        let mut random = Random::new(3);
-        let reader = HostDevice::new().create_stream("reader").unwrap();
-        let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32).count(1));
-        let mut read = vec![vec![0f32; 4]; 100];
-        let mut sources: Vec<Vec<f32>> = (0..100).map(|i| vec![i as f32; 4]).collect();
-        for (read, source) in read.iter_mut().zip(&mut sources) {
-            let filling = buckets.begin(4).unwrap();
-            // SAFETY: used on the compute stream, before the launch.
-            copy(&streams.compute, view(source), unsafe { filling.slice() });
-            let mut in_flight = filling.all_reduce(ReduceOp::Avg).unwrap();
-            in_flight.add_consumer(&reader).unwrap();
-            delay(&reader, &mut random);
-            // SAFETY: used on a consumer, before it is finished.
-            copy(&reader, unsafe { in_flight.slice() }, view(read));
-            in_flight.finish().unwrap().wait_on(&reader).unwrap();
-        }
-        reader.synchronize(LIMIT).unwrap();
-        streams.synchronize();
-        assert_eq!(read, sources);
-    });
-}
-
-#[test]
 fn dropped_bucket_is_free_again() {
     on_ranks(1, CommOptions::default(), |comm, streams| {
         let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));

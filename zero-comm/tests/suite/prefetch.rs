@@ -433,18 +433,18 @@ fn dropped_step_is_ended() {
 fn unit_of_an_earlier_step_is_not_kept() {
     let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 1 << 20);
-        let mut old = vec![1f32; 3];
-        let mut new = vec![2f32; 3];
+        let mut shard = vec![1f32; 3];
         let mut prefetch = prefetcher(
             &comm,
             streams,
             &pool,
-            vec![view(&mut old)],
+            vec![view(&mut shard)],
             PrefetchOptions::default(),
         );
         prefetch.expect_order(vec![0, 0]).unwrap();
         let unit = prefetch.step().unwrap().unshard(0).unwrap();
-        prefetch.set_shards(vec![view(&mut new)]).unwrap();
+        streams.synchronize();
+        shard.fill(2.0);
         let mut step = prefetch.step().unwrap();
         step.reshard(unit);
         let unit = step.unshard(0).unwrap();
@@ -461,40 +461,19 @@ fn unit_of_an_earlier_step_is_not_kept() {
 }
 
 #[test]
-fn moved_shards_are_gathered() {
-    let seen = on_ranks(2, CommOptions::default(), |comm, streams| {
+fn unit_is_read_in_its_dtype() {
+    on_ranks(2, CommOptions::default(), |comm, streams| {
         let pool = Pool::new(HostDevice::new(), 1 << 20);
-        let rank = comm.rank() as f32;
-        let mut old = vec![rank; 3];
-        let mut new = vec![rank + 10.0; 3];
-        let mut prefetch = prefetcher(
-            &comm,
-            streams,
-            &pool,
-            vec![view(&mut old)],
-            PrefetchOptions::default(),
-        );
-        let read = |prefetch: &mut Prefetcher<HostDevice>| {
-            let unit = prefetch.step().unwrap().unshard(0).unwrap();
-            assert!(unit.read::<u8, _>(LIMIT, |_| ()).is_err(), "another dtype");
-            unit.read(LIMIT, <[f32]>::to_vec).unwrap()
-        };
-        let before = read(&mut prefetch);
-        let none = prefetch.set_shards(Vec::new());
-        assert_eq!(
-            none,
-            Err(PrefetchError::ShardCount {
-                expected: 1,
-                got: 0
-            })
-        );
-        prefetch.set_shards(vec![view(&mut new)]).unwrap();
-        let after = read(&mut prefetch);
+        let mut shard = vec![1f32; 3];
+        let shards = vec![view(&mut shard)];
+        let mut prefetch = prefetcher(&comm, streams, &pool, shards, PrefetchOptions::default());
+
+        let unit = prefetch.step().unwrap().unshard(0).unwrap();
+
+        assert!(unit.read::<u8, _>(LIMIT, |_| ()).is_err(), "another dtype");
+        assert_eq!(unit.read(LIMIT, <[f32]>::to_vec).unwrap(), [1.0; 6]);
         streams.synchronize();
-        (before, after)
     });
-    let expected = |plus: f32| [[plus; 3], [plus + 1.0; 3]].concat();
-    assert_eq!(seen, vec![(expected(0.0), expected(10.0)); 2]);
 }
 
 proptest! {
