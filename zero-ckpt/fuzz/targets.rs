@@ -4,7 +4,8 @@
 
 use std::path::Path;
 
-use zero_ckpt::{CkptError, Header, MANIFEST_NAME, Manifest, Piece, Reader};
+use zero_ckpt::testing::Header;
+use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Piece, Reader};
 
 /// The checksum of the format.
 pub fn checksum(bytes: &[u8]) -> u64 {

@@ -230,6 +230,9 @@ pub enum CkptError {
     /// There is no save to complete.
     #[error("no save is in flight; begin one first")]
     NothingInFlight,
+    /// A thread panicked.
+    #[error("a thread that saves or opens a checkpoint has panicked")]
+    Panicked,
     /// A staging buffer could not be allocated.
     #[error("failed to allocate a staging buffer of {bytes} bytes: out of host memory")]
     OutOfMemory { bytes: u64 },

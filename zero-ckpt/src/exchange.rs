@@ -105,6 +105,8 @@ pub(crate) enum Message<T> {
     Done(T),
     /// The error of the sender.
     Error(String),
+    /// The sender does not see the directory of rank 0; the two directories.
+    NotShared(String),
     /// This rank failed and broadcasts its error next.
     Failed(u64),
     /// There is no result yet; another message follows.

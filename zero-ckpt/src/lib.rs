@@ -9,13 +9,12 @@ compile_error!(
     "zero-ckpt needs a Unix system: it opens files relative to a directory's descriptor"
 );
 
-#[macro_use]
-mod setters;
-
+mod agree;
 mod error;
 mod exchange;
 pub mod format;
 mod io;
+mod job;
 mod load;
 mod save;
 
@@ -23,12 +22,10 @@ pub use error::CkptError;
 pub use exchange::{Exchange, ExchangeFn, MESSAGE_BYTES, RECORD_BYTES, SingleRank};
 pub use format::blocks::{Piece, StateSpec};
 pub use format::dtype::StateDtype;
-pub use format::header::{Header, TensorEntry};
+pub use format::header::TensorEntry;
 pub use format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
 pub use format::model::ModelSpec;
 pub use format::tensor_folder::TensorFolder;
-#[cfg(any(test, feature = "testing"))]
-pub use io::counts::{IoCounts, io_counts};
 pub use load::export::{ExportOptions, ExportReport};
 pub use load::on_ranks::Selection;
 pub use load::reader::Reader;
@@ -42,6 +39,12 @@ pub use save::import::import;
 pub use save::leftovers::{StagedSaves, staged_saves};
 pub use save::meta::SaveMeta;
 pub use save::shard_data::ShardData;
-#[cfg(feature = "testing")]
-pub use save::store::SavePoint;
 pub use save::store::{Store, StoreOptions};
+
+/// Items for tests and fuzz targets, besides [`Store::observe`].
+#[cfg(feature = "testing")]
+pub mod testing {
+    pub use crate::format::header::Header;
+    pub use crate::io::counts::{IoCounts, io_counts};
+    pub use crate::save::store::SavePoint;
+}

@@ -14,9 +14,10 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::{STATES, World, bits, loaded, meta, storage};
+use zero_ckpt::testing::{IoCounts, io_counts};
 use zero_ckpt::{
-    CkptError, Exchange, ExportOptions, IoCounts, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES,
-    Reader, ShardData, SingleRank, Store, StoreOptions, assemble, io_counts, resolve,
+    CkptError, Exchange, ExportOptions, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES, Reader,
+    ShardData, SingleRank, Store, StoreOptions, assemble, resolve,
 };
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 

@@ -85,7 +85,7 @@ pub fn run_on_threads(
                 failures.lock().push(Failure {
                     rank: index,
                     message,
-                    echo: false,
+                    kind: FailureKind::Own,
                 });
             })
         };
@@ -96,7 +96,10 @@ pub fn run_on_threads(
             .collect::<Vec<_>>()
     });
     let failures = failures.into_inner();
-    let cause = failures.iter().position(|f| !f.echo).unwrap_or(0);
+    let cause = failures
+        .iter()
+        .position(|f| f.kind != FailureKind::Echo)
+        .unwrap_or(0);
     match failures.into_iter().nth(cause) {
         Some(failure) => Err(failure.into()),
         None => Ok(summaries.into_iter().flatten().collect()),
@@ -230,44 +233,48 @@ fn caught<D: Device>(
     comm: &dyn Communicator<D>,
     work: impl FnOnce() -> Result<RankSummary, TrainError>,
 ) -> Result<RankSummary, Failure> {
-    let (message, echo) = match catch_unwind(AssertUnwindSafe(work)) {
+    let failure = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(summary)) => return Ok(summary),
-        Ok(Err(error)) if is_echo(&error) => {
-            // The cause is shorter than the error of this rank's stream, and names the rank that
-            // failed.
-            (
-                comm.failure()
-                    .map_or_else(|| error.to_string(), |cause| cause.to_string()),
-                true,
-            )
+        Ok(Err(error)) => failure_of(comm, error),
+        Err(panic) => Failure {
+            rank: comm.rank(),
+            message: format!("panicked: {}", panic_message(&*panic)),
+            kind: FailureKind::Own,
+        },
+    };
+    comm.abort(&failure.message);
+    Err(failure)
+}
+
+/// The failure of the rank that `error` names, or else of this one.
+fn failure_of<D: Device>(comm: &dyn Communicator<D>, error: TrainError) -> Failure {
+    let own = comm.rank();
+    let failure = |rank, message, kind| Failure {
+        rank,
+        message,
+        kind,
+    };
+    match error {
+        // The cause is shorter than the error of this rank's stream, and names the rank that
+        // failed.
+        error if is_echo(&error) => {
+            let cause = comm.failure().map(|cause| cause.to_string());
+            let message = cause.unwrap_or_else(|| error.to_string());
+            failure(own, message, FailureKind::Echo)
         }
         // All ranks return the error of the rank that failed to save or open.
-        Ok(Err(TrainError::Ckpt(CkptError::Rank { rank, message }))) => {
-            comm.abort(&message);
-            return Err(Failure {
-                rank: rank as usize,
-                message,
-                echo: false,
-            });
+        TrainError::Ckpt(CkptError::Rank { rank, message }) => {
+            failure(rank as usize, message, FailureKind::Own)
         }
-        // All ranks return it.
-        Ok(Err(error @ TrainError::Replicas { rank, .. })) => {
-            comm.abort(&error.to_string());
-            return Err(Failure {
-                rank,
-                message: error.to_string(),
-                echo: false,
-            });
+        // All ranks return these; they name the rank.
+        TrainError::Ckpt(error @ CkptError::NotShared { rank, .. }) => {
+            failure(rank as usize, error.to_string(), FailureKind::Usage)
         }
-        Ok(Err(error)) => (error.to_string(), false),
-        Err(panic) => (format!("panicked: {}", panic_message(&*panic)), false),
-    };
-    comm.abort(&message);
-    Err(Failure {
-        rank: comm.rank(),
-        message,
-        echo,
-    })
+        error @ TrainError::Replicas { rank, .. } => {
+            failure(rank, error.to_string(), FailureKind::Own)
+        }
+        error => failure(own, error.to_string(), FailureKind::Own),
+    }
 }
 
 /// A rank on the host.
@@ -313,22 +320,30 @@ impl Replay<CudaDevice> for Graph {
 struct Failure {
     rank: usize,
     message: String,
-    /// Whether it failed in a collective, perhaps because another rank had failed.
-    echo: bool,
+    kind: FailureKind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FailureKind {
+    /// The rank itself failed.
+    Own,
+    /// It failed in a collective, perhaps because another rank had failed.
+    Echo,
+    /// The program was used wrongly; the message names the rank.
+    Usage,
 }
 
 impl From<Failure> for TrainError {
-    fn from(
-        Failure {
+    fn from(failure: Failure) -> Self {
+        let Failure {
             rank,
             message,
-            echo,
-        }: Failure,
-    ) -> Self {
-        if echo {
-            Self::Echo(message)
-        } else {
-            Self::Rank { rank, message }
+            kind,
+        } = failure;
+        match kind {
+            FailureKind::Own => Self::Rank { rank, message },
+            FailureKind::Echo => Self::Echo(message),
+            FailureKind::Usage => Self::Usage(message),
         }
     }
 }
@@ -394,5 +409,29 @@ mod tests {
             .map(TrainError::from)
             .unwrap();
         assert_eq!(of_save.to_string(), own.to_string());
+    }
+
+    /// A folder that the ranks do not share is wrong use on every rank, also on those that see the
+    /// folder of rank 0.
+    #[test]
+    fn unshared_folder_is_wrong_use() {
+        let comms = World::new(2, CommOptions::default()).unwrap();
+        let opening = || {
+            Err(CkptError::NotShared {
+                rank: 1,
+                message: "its folder is another one".to_owned(),
+            }
+            .into())
+        };
+
+        let failure = caught::<HostDevice>(&comms[0], opening).err().unwrap();
+
+        let error = TrainError::from(failure);
+        assert!(matches!(error, TrainError::Usage(_)), "{error:?}");
+        let text = error.to_string();
+        assert!(
+            text.starts_with("rank 1: its folder is another one; all ranks must save into one"),
+            "{text}"
+        );
     }
 }

@@ -40,7 +40,7 @@ pub struct Piece(pub u64, pub u64, pub u64);
 
 impl Piece {
     /// Number of elements.
-    pub fn elems(self) -> u64 {
+    pub(crate) fn elems(self) -> u64 {
         self.2.saturating_sub(self.1)
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use zero_shard::Layout;
+use zero_shard::{Layout, UnitLayout};
 
 use crate::{CkptError, Piece};
 
@@ -54,39 +54,7 @@ impl Coverage {
         }
         for (held, unit) in units.iter_mut().zip(layout.units()) {
             held.sort_unstable();
-            let path = path.to_path_buf();
-            let name = unit.name.clone();
-            let mut end = 0;
-            for h in held.iter() {
-                if h.start > end {
-                    return Err(CkptError::Uncovered {
-                        path,
-                        unit: name,
-                        range: end..h.start.min(unit.numel_elems),
-                    });
-                }
-                if h.start < end {
-                    return Err(CkptError::CoveredTwice {
-                        path,
-                        unit: name,
-                        range: h.start..end.min(h.end),
-                    });
-                }
-                end = h.end;
-            }
-            if end < unit.numel_elems {
-                return Err(CkptError::Uncovered {
-                    path,
-                    unit: name,
-                    range: end..unit.numel_elems,
-                });
-            }
-            if end > unit.numel_elems {
-                return Err(bad(format!(
-                    "unit {name:?} has {} elements; a piece ends at {end}",
-                    unit.numel_elems
-                )));
-            }
+            check_unit(held, unit, path)?;
         }
         Ok(Self { units })
     }
@@ -105,6 +73,46 @@ impl Coverage {
             .map(move |h| (*h, h.start.max(range.start)..h.end.min(range.end)))
             .take_while(|(_, part)| part.start < part.end)
     }
+}
+
+/// Checks that the pieces `held`, by ascending start, are all elements of `unit`, each once.
+fn check_unit(held: &[Held], unit: &UnitLayout, path: &Path) -> Result<(), CkptError> {
+    let path = path.to_path_buf();
+    let name = unit.name.clone();
+    let mut end = 0;
+    for piece in held {
+        if piece.start > end {
+            return Err(CkptError::Uncovered {
+                path,
+                unit: name,
+                range: end..piece.start.min(unit.numel_elems),
+            });
+        }
+        if piece.start < end {
+            return Err(CkptError::CoveredTwice {
+                path,
+                unit: name,
+                range: piece.start..end.min(piece.end),
+            });
+        }
+        end = piece.end;
+    }
+
+    if end < unit.numel_elems {
+        return Err(CkptError::Uncovered {
+            path,
+            unit: name,
+            range: end..unit.numel_elems,
+        });
+    }
+    if end > unit.numel_elems {
+        let why = format!(
+            "unit {name:?} has {} elements; a piece ends at {end}",
+            unit.numel_elems
+        );
+        return Err(CkptError::BadManifest { path, why });
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ pub enum StateDtype {
 
 impl StateDtype {
     /// Bytes of one element.
-    pub fn bytes(self) -> u64 {
+    pub(crate) fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
             Self::BF16 | Self::F16 => 2,

@@ -40,6 +40,7 @@ impl TensorEntry {
 
 /// The checked header of a safetensors file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
 pub struct Header {
     /// Free text of the writer.
     pub metadata: BTreeMap<String, String>,
@@ -49,6 +50,7 @@ pub struct Header {
     pub data_start: u64,
 }
 
+#[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
 impl Header {
     /// Returns the length field: the bytes of JSON after the first eight, in a file of
     /// `file_bytes`.

@@ -16,8 +16,7 @@ use crate::{CkptError, ModelSpec, Piece, StateSpec};
 
 /// Name of the manifest in a checkpoint.
 pub const MANIFEST_NAME: &str = "manifest.json";
-/// Version of the format that this crate writes. It also reads version 1, which has no `run` and no
-/// `documents`.
+/// The version of the format that this crate writes, and the only one that it reads.
 pub(crate) const FORMAT_VERSION: u64 = 2;
 /// Maximum size of a manifest.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
@@ -187,7 +186,7 @@ impl Manifest {
                 short(&version.format)
             )));
         }
-        if !(1..=FORMAT_VERSION).contains(&version.version) {
+        if version.version != FORMAT_VERSION {
             return Err(CkptError::UnsupportedVersion {
                 path: path.to_path_buf(),
                 found: version.version,
@@ -232,82 +231,87 @@ impl Manifest {
             self.layout.align_elems,
         )
         .map_err(|e| bad(format!("layout: {e}")))?;
+
         if self.stage > 3 {
             return Err(bad(format!("stage {}; stages are 0 to 3", self.stage)));
         }
-        let mut states = HashSet::new();
+        self.check_states().map_err(bad)?;
+        let mut names = HashSet::new();
+        self.check_files(&mut names).map_err(bad)?;
+        self.check_documents(&mut names).map_err(bad)?;
+        if let Some(run) = self.run.as_deref().filter(|run| !is_plain(run)) {
+            return Err(bad(format!("run {:?} is not a plain name", short(run))));
+        }
+        let pieces = self.files.iter().map(|file| file.pieces.as_slice());
+        Coverage::new(&layout, pieces, path)?;
+        Ok(layout)
+    }
+
+    fn check_states(&self) -> Result<(), String> {
+        let mut names = HashSet::new();
         for state in &self.states {
-            if !is_plain(&state.name) || !states.insert(state.name.as_str()) {
-                return Err(bad(format!(
-                    "state name {:?} is not plain or occurs twice",
-                    short(&state.name)
-                )));
+            if !is_plain(&state.name) || !names.insert(state.name.as_str()) {
+                let name = short(&state.name);
+                return Err(format!("state name {name:?} is not plain or occurs twice"));
             }
         }
         if self.states.is_empty() {
-            return Err(bad("it has no states".into()));
+            return Err("it has no states".into());
         }
-        if self
-            .states
-            .windows(2)
-            .any(|w| w[0].dtype.bytes() < w[1].dtype.bytes())
-        {
-            return Err(bad(
-                "states are not ordered from wider to narrower elements".into(),
-            ));
+        let widths = self.states.iter().map(|state| state.dtype.bytes());
+        if !widths.is_sorted_by(|wide, narrow| wide >= narrow) {
+            return Err("states are not ordered from wider to narrower elements".into());
         }
-        let mut names = HashSet::new();
+        Ok(())
+    }
+
+    /// Adds the files' names to `names`.
+    fn check_files<'a>(&'a self, names: &mut HashSet<&'a str>) -> Result<(), String> {
         for file in &self.files {
             let name = short(&file.name);
-            if !is_plain(&file.name)
-                || file.name == MANIFEST_NAME
-                || !names.insert(file.name.as_str())
-            {
-                return Err(bad(format!(
-                    "file name {name:?} is not plain or occurs twice"
-                )));
+            if !is_new_name(&file.name, names) {
+                return Err(format!("file name {name:?} is not plain or occurs twice"));
             }
             let layout = self
                 .file_layout(file)
-                .ok_or_else(|| bad(format!("file {name:?}: sizes exceed 64 bits")))?;
+                .ok_or_else(|| format!("file {name:?}: sizes exceed 64 bits"))?;
             let front = file
                 .bytes
                 .checked_sub(layout.state_bytes())
                 .and_then(|f| f.checked_sub(layout.table_bytes()));
             if front.is_none_or(|front| !(8..=8 + MAX_HEADER_BYTES).contains(&front)) {
-                return Err(bad(format!(
+                return Err(format!(
                     "file {name:?}: {} bytes do not match its pieces",
                     file.bytes
-                )));
+                ));
             }
         }
+        Ok(())
+    }
+
+    /// `names` are those of the other files.
+    fn check_documents<'a>(&'a self, names: &mut HashSet<&'a str>) -> Result<(), String> {
         for document in &self.documents {
             let name = short(&document.name);
-            if !is_plain(&document.name)
-                || document.name == MANIFEST_NAME
-                || !names.insert(document.name.as_str())
-            {
-                return Err(bad(format!(
+            if !is_new_name(&document.name, names) {
+                return Err(format!(
                     "document name {name:?} is not plain or occurs twice"
-                )));
+                ));
             }
             if document.bytes > MAX_DOCUMENT_BYTES {
-                return Err(bad(format!(
+                return Err(format!(
                     "document {name:?}: {} bytes; the limit is {MAX_DOCUMENT_BYTES}",
                     document.bytes
-                )));
+                ));
             }
         }
-        if let Some(run) = self.run.as_deref().filter(|run| !is_plain(run)) {
-            return Err(bad(format!("run {:?} is not a plain name", short(run))));
-        }
-        Coverage::new(
-            &layout,
-            self.files.iter().map(|f| f.pieces.as_slice()),
-            path,
-        )?;
-        Ok(layout)
+        Ok(())
     }
+}
+
+/// Adds the name of a file to `names`; returns whether it is plain and new.
+fn is_new_name<'a>(name: &'a str, names: &mut HashSet<&'a str>) -> bool {
+    is_plain(name) && name != MANIFEST_NAME && names.insert(name)
 }
 
 /// Rejects what readers would reject for its size.

@@ -53,7 +53,7 @@ mod counted {
     }
 }
 
-#[cfg(any(test, feature = "testing"))]
+#[cfg(feature = "testing")]
 pub use counted::{IoCounts, io_counts};
 
 #[cfg(any(test, feature = "testing"))]

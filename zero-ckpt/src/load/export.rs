@@ -40,11 +40,28 @@ impl Default for ExportOptions {
     }
 }
 
-setters!(ExportOptions {
-    state: String,
-    dtype: StateDtype,
-    max_file_bytes: u64
-});
+impl ExportOptions {
+    /// Sets `state`.
+    #[must_use]
+    pub fn state(mut self, state: String) -> Self {
+        self.state = state;
+        self
+    }
+
+    /// Sets `dtype`.
+    #[must_use]
+    pub fn dtype(mut self, dtype: StateDtype) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Sets `max_file_bytes`.
+    #[must_use]
+    pub fn max_file_bytes(mut self, max_file_bytes: u64) -> Self {
+        self.max_file_bytes = max_file_bytes;
+        self
+    }
+}
 
 /// The result of [`Reader::export`].
 #[derive(Clone, Debug, PartialEq, Eq)]

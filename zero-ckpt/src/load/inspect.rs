@@ -15,7 +15,14 @@ impl Reader {
     }
 
     fn write_description(&self, out: &mut String) -> fmt::Result {
+        self.write_properties(out)?;
+        self.write_units(out)?;
+        self.write_files(out)
+    }
+
+    fn write_properties(&self, out: &mut String) -> fmt::Result {
         let manifest = self.manifest();
+        let ranks = manifest.layout.world_size;
         let bytes: u64 = manifest.files.iter().map(|f| f.bytes).sum();
         let states: Vec<_> = manifest
             .states
@@ -23,6 +30,7 @@ impl Reader {
             .map(|s| format!("{} ({})", s.name, s.dtype.name()))
             .collect();
         let mut row = |name: &str, value: &dyn Display| writeln!(out, "{name:<14}{value}");
+
         row("checkpoint", &self.path().display())?;
         row("step", &manifest.step)?;
         row(
@@ -32,7 +40,6 @@ impl Reader {
         if let Some(run) = &manifest.run {
             row("run id", run)?;
         }
-        let ranks = manifest.layout.world_size;
         row(
             "run",
             &format_args!(
@@ -56,45 +63,42 @@ impl Reader {
         for notice in self.notices() {
             row("skipped", notice)?;
         }
-        let widest = self
-            .layout
-            .units()
-            .iter()
-            .map(|u| u.name.chars().count())
-            .max()
-            .unwrap_or(0)
-            .max(4);
+        Ok(())
+    }
+
+    fn write_units(&self, out: &mut String) -> fmt::Result {
+        let units = self.layout.units();
+        let width = width_of(units.iter().map(|unit| unit.name.as_str()));
         writeln!(
             out,
-            "\n{:<widest$}  {:>10}  {:>18}",
+            "\n{:<width$}  {:>10}  {:>18}",
             "unit", "parameters", "elements"
         )?;
-        for unit in self.layout.units() {
+        for unit in units {
             writeln!(
                 out,
-                "{:<widest$}  {:>10}  {:>18}",
+                "{:<width$}  {:>10}  {:>18}",
                 unit.name,
                 unit.params.len(),
                 grouped(unit.numel_elems)
             )?;
         }
-        let widest = manifest
-            .files
-            .iter()
-            .map(|f| f.name.len())
-            .max()
-            .unwrap_or(0)
-            .max(4);
+        Ok(())
+    }
+
+    fn write_files(&self, out: &mut String) -> fmt::Result {
+        let files = &self.manifest().files;
+        let width = width_of(files.iter().map(|file| file.name.as_str()));
         writeln!(
             out,
-            "\n{:<widest$}  {:>18}  {:>18}",
+            "\n{:<width$}  {:>18}  {:>18}",
             "file", "elements", "bytes"
         )?;
-        for file in &manifest.files {
+        for file in files {
             let elems: u64 = file.pieces.iter().map(|p| p.elems()).sum();
             writeln!(
                 out,
-                "{:<widest$}  {:>18}  {:>18}",
+                "{:<width$}  {:>18}  {:>18}",
                 file.name,
                 grouped(elems),
                 grouped(file.bytes)
@@ -102,6 +106,15 @@ impl Reader {
         }
         Ok(())
     }
+}
+
+/// The width of a column of `names`, at least that of its heading.
+fn width_of<'a>(names: impl Iterator<Item = &'a str>) -> usize {
+    names
+        .map(|name| name.chars().count())
+        .max()
+        .unwrap_or(0)
+        .max(4)
 }
 
 /// Formats 1234567 as "1,234,567".

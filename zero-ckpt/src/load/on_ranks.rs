@@ -3,19 +3,16 @@
 
 use std::fmt::Display;
 use std::path::Path;
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::agree::{Answer, follow, pend, unexpected};
 use crate::exchange::{Message, broadcast};
 use crate::format::manifest::{MANIFEST_NAME, hex64};
 use crate::io::dir::Dir;
+use crate::job::{Job, Watch};
 use crate::{CkptError, Exchange, Reader};
-
-/// Interval of the messages with which rank 0 shows that it is still checking, so that the others'
-/// waits stay within the time limit of their communicator.
-const PENDING_EVERY: Duration = Duration::from_millis(500);
 
 /// The checkpoint that a process has opened and checked: a small value to send to others that open
 /// the same one. See [`Reader::open_selected`].
@@ -84,55 +81,27 @@ impl Reader {
         exchange: &mut impl Exchange,
         open: impl FnOnce() -> Result<Self, E> + Send,
     ) -> Result<Self, E> {
-        if rank == 0 {
-            let opened = while_pending(open, exchange)
-                .map_err(E::from)
-                .and_then(|opened| opened);
-            let message = match &opened {
-                Ok(reader) => Message::Done(reader.selection()),
-                Err(error) => Message::error(error),
+        if rank > 0 {
+            return match follow::<Selection>(None, exchange)? {
+                Answer::Done(selection) => Ok(Self::open_selected(path, &selection)?),
+                Answer::Gather => Err(unexpected().into()),
+                Answer::Failed(error) => Err(error.into()),
             };
-            broadcast(&message, 0, exchange)?;
-            return opened;
         }
-        loop {
-            match broadcast(&Message::<Selection>::Pending, 0, exchange)? {
-                Message::Pending => {}
-                Message::Done(selection) => return Ok(Self::open_selected(path, &selection)?),
-                Message::Error(message) => return Err(CkptError::Rank { rank: 0, message }.into()),
-                Message::Failed(_) | Message::Gather => {
-                    return Err(CkptError::BadFrame {
-                        rank: 0,
-                        why: "it names no checkpoint".into(),
-                    }
-                    .into());
-                }
-            }
-        }
-    }
-}
 
-/// Runs `work` on a thread and broadcasts [`Message::Pending`] until it ends.
-fn while_pending<T: Send>(
-    work: impl FnOnce() -> T + Send,
-    exchange: &mut impl Exchange,
-) -> Result<T, CkptError> {
-    std::thread::scope(|scope| {
-        let (ended, end) = sync_channel::<()>(0);
-        let run = move || {
-            // Dropped when the work ends, also by a panic.
-            let _ended = ended;
-            work()
+        let opened = std::thread::scope(|scope| {
+            let job = Job::start_scoped(scope, open);
+            // `open` reads as long as it must: its progress is not known here.
+            let watch = &mut Watch::new(Duration::MAX);
+            pend(&job, watch, || 0, exchange)?;
+            job.take()
+        });
+        let opened = opened.map_err(E::from).and_then(|opened| opened);
+        let message = match &opened {
+            Ok(reader) => Message::Done(reader.selection()),
+            Err(error) => Message::error(error),
         };
-        let thread = std::thread::Builder::new()
-            .name("zero-ckpt-open".into())
-            .spawn_scoped(scope, run);
-        let thread = thread.map_err(CkptError::io("start a thread to open", "the checkpoint"))?;
-        while end.recv_timeout(PENDING_EVERY) == Err(RecvTimeoutError::Timeout) {
-            broadcast(&Message::<Selection>::Pending, 0, exchange)?;
-        }
-        thread
-            .join()
-            .or_else(|panic| std::panic::resume_unwind(panic))
-    })
+        broadcast(&message, 0, exchange)?;
+        opened
+    }
 }

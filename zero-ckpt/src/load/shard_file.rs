@@ -44,20 +44,9 @@ impl ShardFile {
         // `Manifest::check` bounds this: at most the maximum header and the table of a file of this
         // length.
         let front_bytes = record.bytes - layout.state_bytes();
-        let mut front = vec![0; usize::try_from(front_bytes).map_err(|e| bad(e.to_string()))?];
-        let read = std::os::unix::fs::FileExt::read_exact_at(&file, &mut front, 0);
-        read.map_err(CkptError::io("read", &path))?;
-        counts::read(front.len());
-        let expected = record.front_crc64;
-        let got = checksum(&front);
-        if got != expected {
-            return Err(CkptError::Corrupt {
-                path,
-                range: 0..front_bytes,
-                expected,
-                got,
-            });
-        }
+        let front_len = usize::try_from(front_bytes).map_err(|e| bad(e.to_string()))?;
+        let front = read_front(&file, &path, front_len, record.front_crc64)?;
+
         let json_end = front_bytes - layout.table_bytes();
         let (json, table) = front.split_at(json_end as usize);
         let first = json
@@ -179,6 +168,24 @@ impl ShardFile {
             |range, buffer| self.read(&file, &range, buffer, |_| {}),
         )
     }
+}
+
+/// Reads the first bytes of a file and checks their checksum.
+fn read_front(file: &File, path: &Path, len: usize, expected: u64) -> Result<Vec<u8>, CkptError> {
+    let mut front = vec![0; len];
+    let read = std::os::unix::fs::FileExt::read_exact_at(file, &mut front, 0);
+    read.map_err(CkptError::io("read", path))?;
+    counts::read(front.len());
+    let got = checksum(&front);
+    if got != expected {
+        return Err(CkptError::Corrupt {
+            path: path.to_owned(),
+            range: 0..len as u64,
+            expected,
+            got,
+        });
+    }
+    Ok(front)
 }
 
 /// Opens a file and checks its length; falls back to buffered I/O if the file system rejects direct

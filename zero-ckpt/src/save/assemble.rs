@@ -270,17 +270,8 @@ impl<'f> Whole<'f, '_> {
         let mut front = vec![0; front_bytes as usize];
         file.read_exact_at(&mut front, 0)
             .map_err(CkptError::io("read", &path))?;
-        if !front.starts_with(&header) {
-            return Err(bad(
-                "its header is not that of the save: the file is damaged, unfinished or of another save",
-            ));
-        }
-        let front_crc64 = checksum(&front);
-        if rank == 0 && front_crc64 != self.description.front_crc64 {
-            return Err(bad(
-                "its checksums are not those in the description: it is damaged or of another save",
-            ));
-        }
+        let described = (rank == 0).then_some(self.description.front_crc64);
+        let front_crc64 = check_front(&front, &header, described).map_err(bad)?;
 
         probe.files = vec![FileRecord {
             name: name.to_owned(),
@@ -289,23 +280,35 @@ impl<'f> Whole<'f, '_> {
             pieces: pieces.clone(),
         }];
         ShardFile::open(dir, probe, 0)?.verify(dir)?;
-        let step = probe.step;
-        let states = probe.states.clone();
-        let save = self.save;
-        Ok((
-            StagedFile {
-                rank,
-                step,
-                file: name.to_owned(),
-                bytes,
-                front_crc64,
-                states,
-                pieces,
-                save,
-            },
-            id,
-        ))
+        let staged = StagedFile {
+            rank,
+            step: probe.step,
+            file: name.to_owned(),
+            bytes,
+            front_crc64,
+            states: probe.states.clone(),
+            pieces,
+            save: self.save,
+        };
+        Ok((staged, id))
     }
+}
+
+/// Checks the first bytes of a staged file and returns their checksum; `described` is the one in the
+/// description.
+fn check_front(front: &[u8], header: &[u8], described: Option<u64>) -> Result<u64, &'static str> {
+    if !front.starts_with(header) {
+        return Err(
+            "its header is not that of the save: the file is damaged, unfinished or of another save",
+        );
+    }
+    let crc64 = checksum(front);
+    if described.is_some_and(|described| described != crc64) {
+        return Err(
+            "its checksums are not those in the description: it is damaged or of another save",
+        );
+    }
+    Ok(crc64)
 }
 
 /// The text of an error; of a file that has disappeared since its name was read, with the likely

@@ -21,12 +21,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use zero_shard::Layout;
 
 use super::agreement::{PublishedCheckpoint, Save, StagedFile};
-use super::job::Job;
 use super::meta::check_pieces;
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
 use crate::io::parallel::{Slices, Source as _, in_parallel};
+use crate::job::Job;
 use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
 
 /// Bytes that a thread of [`BackgroundStore::begin_copy`] copies at a time.
@@ -136,32 +136,26 @@ impl BackgroundStore {
     ) -> Result<Job<Result<StagedFile, CkptError>>, CkptError> {
         let number = self.store.number_save();
         let buffer = lock(&self.free).pop();
-        let mut buffer = buffer.ok_or_else(|| CkptError::Snapshot {
-            message: "the staging buffer of an earlier save that failed is still in use".into(),
-        })?;
+        let mut borrowed = Borrowed {
+            buffer: Some(buffer.ok_or_else(|| CkptError::Snapshot {
+                message: "the staging buffer of an earlier save that failed is still in use".into(),
+            })?),
+            free: Arc::clone(&self.free),
+        };
         let slices = staging_slices(
             &self.layout,
             self.store.rank(),
             &self.file,
             &self.states,
-            buffer.bytes_mut(),
+            borrowed.bytes_mut(),
         );
-        let fence = match copy(slices) {
-            Ok(fence) => fence,
-            Err(message) => {
-                lock(&self.free).push(buffer);
-                return Err(CkptError::Snapshot { message });
-            }
-        };
+        let fence = copy(slices).map_err(|message| CkptError::Snapshot { message })?;
+
         let store = Arc::clone(&self.store);
         let layout = Arc::clone(&self.layout);
         let meta = Arc::clone(meta);
         let states = self.states.clone();
         let pieces = self.file.pieces.clone();
-        let borrowed = Borrowed {
-            buffer: Some(buffer),
-            free: Arc::clone(&self.free),
-        };
         Ok(Job::start(move || {
             let source = Slices::new(vec![borrowed.bytes()]);
             let save = (meta.step, number);
@@ -296,8 +290,8 @@ impl Drop for BackgroundStore {
     }
 }
 
-/// A staging buffer in use. Its drop returns it, except after a panic: copies into it may still be
-/// in progress.
+/// A staging buffer in use. Its drop returns it, but leaks it after a panic: copies into it may
+/// still be in progress.
 struct Borrowed {
     buffer: Option<PageBuffer>,
     free: Arc<Mutex<Vec<PageBuffer>>>,
@@ -310,12 +304,22 @@ impl Borrowed {
             .map(PageBuffer::bytes)
             .unwrap_or_default()
     }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.buffer
+            .as_mut()
+            .map(PageBuffer::bytes_mut)
+            .unwrap_or_default()
+    }
 }
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        if !std::thread::panicking() {
-            lock(&self.free).extend(self.buffer.take());
+        let buffer = self.buffer.take();
+        if std::thread::panicking() {
+            std::mem::forget(buffer);
+        } else {
+            lock(&self.free).extend(buffer);
         }
     }
 }

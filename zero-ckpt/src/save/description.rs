@@ -13,7 +13,9 @@ use super::agreement::StagedFile;
 use super::meta::{encode_documents, manifest_without_files};
 use super::staged_name::{Kind, StagedName};
 use crate::format::blocks::checksum;
-use crate::format::manifest::{DocumentRecord, MAX_MANIFEST_BYTES, Manifest, check_size, hex64};
+use crate::format::manifest::{
+    DocumentRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size, hex64,
+};
 use crate::io::dir::Dir;
 use crate::{CkptError, SaveMeta, Store};
 
@@ -109,15 +111,27 @@ impl Description {
         Ok(description)
     }
 
+    /// Whether the directory `ready` of this save holds another checkpoint: the one that the save has
+    /// replaced.
+    ///
+    /// Why: an atomic exchange leaves it under the save's name, until that is changed.
+    pub(crate) fn is_replaced(&self, ready: &Dir) -> bool {
+        if !ready.has(MANIFEST_NAME) {
+            return false;
+        }
+        // A manifest that was not written completely says nothing.
+        Manifest::read(ready).is_ok_and(|(manifest, ..)| !self.fits(manifest))
+    }
+
     /// Whether `manifest` is that of this save.
-    pub(crate) fn fits(&self, manifest: Manifest) -> bool {
+    fn fits(&self, manifest: Manifest) -> bool {
         let is_later = manifest.sequence > self.published;
-        is_later
-            && Manifest {
-                files: Vec::new(),
-                sequence: 0,
-                ..manifest
-            } == self.manifest
+        let without_files = Manifest {
+            files: Vec::new(),
+            sequence: 0,
+            ..manifest
+        };
+        is_later && without_files == self.manifest
     }
 
     /// The documents by name.

@@ -31,84 +31,94 @@ pub fn import(
 ) -> Result<PublishedCheckpoint, CkptError> {
     let from = from.as_ref();
     let folder = TensorFolder::open(from)?;
-    let bad = |path: &Path, why: String| CkptError::BadSafetensors {
-        path: path.into(),
-        why,
-    };
-    let mut units: Vec<(String, Vec<(ParamSpec, &str)>)> = Vec::new();
-    for tensor in folder.tensors() {
-        let Some((unit, param)) = place(&tensor.name) else {
-            continue;
-        };
-        if StateDtype::from_name(&tensor.dtype).is_none() {
-            let why = format!(
-                "tensor {:?} has dtype {}; use F32, BF16 or F16",
-                tensor.name, tensor.dtype
-            );
-            return Err(bad(
-                folder.tensor(&tensor.name).map_or(from, |(_, path)| path),
-                why,
-            ));
-        }
-        let entry = (
-            ParamSpec::new(param, tensor.shape.as_slice()),
-            tensor.name.as_str(),
-        );
-        match units.iter_mut().find(|(name, _)| *name == unit) {
-            Some((_, params)) => params.push(entry),
-            None => units.push((unit, vec![entry])),
-        }
-    }
-    let names: Vec<&str> = units
+    let units = placed(from, &folder, place)?;
+    let specs: Vec<UnitSpec> = units
         .iter()
-        .flat_map(|(_, params)| params.iter().map(|(_, name)| *name))
+        .map(|(name, params)| {
+            let specs: Vec<_> = params.iter().map(|(spec, _)| spec.clone()).collect();
+            UnitSpec::new(name.clone(), specs)
+        })
         .collect();
-    let specs = units.into_iter().map(|(name, params)| {
-        UnitSpec::new(
-            name,
-            params.into_iter().map(|(spec, _)| spec).collect::<Vec<_>>(),
-        )
-    });
-    let layout = Layout::new(&specs.collect::<Vec<_>>(), 1, 1)
-        .map_err(|e| bad(from, format!("unsupported tensors: {e}")))?;
+    let layout =
+        Layout::new(&specs, 1, 1).map_err(|e| bad(from, format!("unsupported tensors: {e}")))?;
+
+    let tensors = units.iter().flat_map(|(_, params)| params);
     let params = layout.units().iter().flat_map(|unit| &unit.params);
     let parts = params
-        .zip(names)
-        .map(|(param, tensor)| (param.global_offset_elems, param.numel_elems, tensor));
-    let parts = parts.filter(|part| part.1 > 0).collect();
-    let states = vec![StateSpec {
-        name: "master".into(),
-        dtype: StateDtype::F32,
-    }];
+        .zip(tensors)
+        .map(|(param, (_, tensor))| (param.global_offset_elems, param.numel_elems, *tensor))
+        .filter(|(_, elems, _)| *elems > 0)
+        .collect();
     let source = WidenedTensors {
         folder: &folder,
         parts,
         elems: layout.numel_elems(),
     };
-    let beside = |name: &str| {
-        let path = if from.is_file() {
-            from.with_file_name(name)
-        } else {
-            from.join(name)
-        };
-        path.exists().then(|| read_json::<Value>(&path)).transpose()
-    };
-    let model_config = beside("config.json")?.unwrap_or_default();
-    let tokenizer = beside(TOKENIZER)?.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
-    let documents = tokenizer.into_iter().collect();
+    let states = vec![StateSpec {
+        name: "master".into(),
+        dtype: StateDtype::F32,
+    }];
+
+    let model_config = json_beside(from, "config.json")?.unwrap_or_default();
+    let tokenizer = json_beside(from, TOKENIZER)?;
+    let documents = tokenizer.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
     let meta = SaveMeta {
         model_config,
-        documents,
+        documents: documents.into_iter().collect(),
         ..SaveMeta::default()
     };
-    let staged = store.stage_next(
-        meta.step,
-        &layout,
-        states,
-        shard_pieces(&layout, 0)?,
-        &source,
-    );
+    let pieces = shard_pieces(&layout, 0)?;
+    let staged = store.stage_next(meta.step, &layout, states, pieces, &source);
     store.publish(&meta, &layout, vec![staged])
+}
+
+fn bad(path: &Path, why: String) -> CkptError {
+    CkptError::BadSafetensors {
+        path: path.into(),
+        why,
+    }
+}
+
+/// A unit's name, and its parameters with the tensors that hold them.
+type PlacedUnit<'a> = (String, Vec<(ParamSpec, &'a str)>);
+
+/// The tensors that `place` maps to a parameter, by unit; `from` is for error messages.
+fn placed<'a>(
+    from: &Path,
+    folder: &'a TensorFolder,
+    place: impl Fn(&str) -> Option<(String, String)>,
+) -> Result<Vec<PlacedUnit<'a>>, CkptError> {
+    let mut units: Vec<PlacedUnit<'a>> = Vec::new();
+    for tensor in folder.tensors() {
+        let Some((unit, param)) = place(&tensor.name) else {
+            continue;
+        };
+        if StateDtype::from_name(&tensor.dtype).is_none() {
+            let path = folder.tensor(&tensor.name).map_or(from, |(_, path)| path);
+            let why = format!(
+                "tensor {:?} has dtype {}; use F32, BF16 or F16",
+                tensor.name, tensor.dtype
+            );
+            return Err(bad(path, why));
+        }
+        let spec = ParamSpec::new(param, tensor.shape.as_slice());
+        let entry = (spec, tensor.name.as_str());
+        match units.iter_mut().find(|(name, _)| *name == unit) {
+            Some((_, params)) => params.push(entry),
+            None => units.push((unit, vec![entry])),
+        }
+    }
+    Ok(units)
+}
+
+/// The JSON file `name` in the folder of `from`, if there is one.
+fn json_beside(from: &Path, name: &str) -> Result<Option<Value>, CkptError> {
+    let path = if from.is_file() {
+        from.with_file_name(name)
+    } else {
+        from.join(name)
+    };
+    path.exists().then(|| read_json(&path)).transpose()
 }
 
 /// The concatenation of tensors as fp32.

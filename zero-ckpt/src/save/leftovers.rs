@@ -8,13 +8,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use super::agreement::StagedFile;
 use super::description::Description;
 use super::meta::shard_name;
 use super::staged_name::{Kind, SaveId, StagedName};
 use crate::format::catalog::{STAGING, backup_of, step_name};
-use crate::format::manifest::MANIFEST_NAME;
 use crate::io::dir::Dir;
 use crate::{CkptError, Store};
 
@@ -143,16 +143,16 @@ impl StagedSave {
             Some(Ok(ready)) => Some(ready),
             None => None,
         };
-        let is_moved = |name: &str| ready.as_ref().is_some_and(|ready| ready.has(name));
-        if is_moved(MANIFEST_NAME) {
-            return false;
-        }
         let Some(description) = &self.description else {
             return true;
         };
         let Ok(description) = Description::read(staging, description, step) else {
             return false;
         };
+
+        // Not the checkpoint that the save has replaced by an exchange.
+        let own = ready.filter(|ready| !description.is_replaced(ready));
+        let is_moved = |name: &str| own.as_ref().is_some_and(|ready| ready.has(name));
         let ranks = description.manifest.layout.world_size;
         (0..ranks).any(|rank| !self.ranks.contains(&rank) && !is_moved(&shard_name(rank, ranks)))
     }
@@ -176,6 +176,7 @@ impl Store {
         let mut steps = BTreeSet::new();
         let mut others = StagedSaves::none(&self.staging);
         for ((step, save), leftover) in found.saves {
+            self.progress.fetch_add(1, Ordering::Relaxed);
             if !self.owns_checksum(save.run) {
                 others.add(&leftover, &self.staging);
             } else if leftover.is_incomplete(&self.staging, step) {
@@ -199,8 +200,14 @@ impl Store {
             ));
         }
         // Without a lock, a file may be of a run that saves here now.
-        if !due.is_empty() && self.is_locked() {
-            self.remove_staged(due);
+        if due.is_empty() || !self.is_locked() {
+            return;
+        }
+        // One of them may be the checkpoint that another has replaced, right before a crash: the
+        // other's name must outlast a power failure first.
+        match self.dir.sync().and_then(|()| self.staging.sync()) {
+            Ok(()) => self.remove_staged(due),
+            Err(error) => self.removals.notice(error.to_string()),
         }
     }
 

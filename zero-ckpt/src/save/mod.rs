@@ -5,7 +5,6 @@ pub(crate) mod assemble;
 pub(crate) mod background;
 pub(crate) mod description;
 pub(crate) mod import;
-pub(crate) mod job;
 pub(crate) mod leftovers;
 pub(crate) mod meta;
 pub(crate) mod publish;

@@ -19,6 +19,18 @@ use crate::format::catalog::{
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::io::dir::Dir;
 
+/// Whether an entry with the name of a checkpoint whose manifest cannot be read, for this reason, is
+/// the checkpoint of nobody: it is damaged, or has no manifest. Not if the disk does not answer, or
+/// if another version of this crate may read it.
+fn is_of_nobody(error: &CkptError) -> bool {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    match error {
+        CkptError::Io { error, .. } => matches!(error.kind(), NotFound | NotADirectory),
+        CkptError::UnsupportedVersion { .. } => false,
+        _ => true,
+    }
+}
+
 /// How staged files get into a checkpoint.
 pub(crate) enum Place<'a> {
     /// By a rename in the staging directory.
@@ -93,21 +105,51 @@ impl Store {
         }
         self.check_model(&manifest.model)?;
         let mut published = self.published();
-        manifest.sequence = published.last().map_or(0, |e| e.sequence).saturating_add(1);
+        let last = published.last().map_or(0, |entry| entry.sequence);
+        manifest.sequence = last.saturating_add(1);
         let name = step_name(manifest.step);
         let path = self.dir.path().join(&name);
-        let replaced = published
-            .iter()
-            .find(|e| e.name == name || backup_of(&e.name) == Some(&name));
-        if let Some(another) = replaced.filter(|e| !self.options.owns(e.run.as_deref())) {
-            return Err(CkptError::AnotherRun {
-                path,
-                run: another.run.clone(),
-            });
-        }
+        self.check_replaced(&name, &published)?;
         let manifest = with_files(manifest, staged, &path)?;
-        let encoded = manifest.encode()?;
+        self.rename_into_place(&manifest, staged, documents, &place)?;
 
+        // The checkpoint is complete and has its final name: later errors do not undo it.
+        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
+        let step = manifest.step;
+        let sequence = manifest.sequence;
+        self.newest_sequence.store(sequence, Ordering::Relaxed);
+        published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
+        published.push(Entry {
+            name: name.clone(),
+            sequence,
+            model: manifest.model,
+            run: manifest.run,
+        });
+        let best = self.point_to(&name, best, &published)?;
+        if let Some(moved) = self.dir.moved() {
+            self.removals.notice(moved.to_string());
+        }
+        Ok(PublishedCheckpoint {
+            name,
+            step,
+            sequence,
+            bytes,
+            best,
+            notices: self.take_notices(),
+        })
+    }
+
+    /// Collects the files of the checkpoint of `manifest` in a directory, and renames that to the
+    /// checkpoint's name. On an error, the staged files have their names again.
+    fn rename_into_place(
+        &self,
+        manifest: &Manifest,
+        staged: &[StagedFile],
+        documents: &[(String, Vec<u8>)],
+        place: &Place<'_>,
+    ) -> Result<(), CkptError> {
+        let encoded = manifest.encode()?;
+        let name = step_name(manifest.step);
         let own = SaveId {
             run: self.run_checksum(),
             session: self.session,
@@ -127,39 +169,34 @@ impl Store {
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
-        let assembled = self
-            .assemble(&ready, staged, documents, (&manifest, &encoded), &place)
+        self.assemble(&ready, staged, documents, (manifest, &encoded), place)
             .and_then(|()| {
                 replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up)
-            });
-        if let Err(error) = assembled {
-            self.put_back(&ready, &ready_name, staged, &manifest, &place);
-            return Err(error);
-        }
-        // The checkpoint is complete and has its final name: later errors do not undo it.
-        let bytes = manifest.files.iter().map(|f| f.bytes).sum();
-        let step = manifest.step;
-        let sequence = manifest.sequence;
-        self.newest_sequence.store(sequence, Ordering::Relaxed);
-        published.retain(|e| e.name != name && backup_of(&e.name) != Some(&name));
-        published.push(Entry {
-            name: name.clone(),
-            sequence,
-            model: manifest.model,
-            run: manifest.run,
-        });
+            })
+            .inspect_err(|_| self.put_back(&ready, &ready_name, staged, manifest, place))
+    }
 
-        let best = self.point_to(&name, best, &published)?;
-        if let Some(moved) = self.dir.moved() {
-            self.removals.notice(moved.to_string());
+    /// Checks that the checkpoint `name`, which a publication replaces, is not of another run.
+    fn check_replaced(&self, name: &str, published: &[Entry]) -> Result<(), CkptError> {
+        let known = published
+            .iter()
+            .find(|e| e.name == name || backup_of(&e.name) == Some(name));
+        let run = match known {
+            Some(entry) => entry.run.clone(),
+            None if !self.dir.has(name) => return Ok(()),
+            // It came after the directory was opened, or could not be read then.
+            None => match self.dir.open_dir(name).and_then(|dir| Manifest::read(&dir)) {
+                Ok((manifest, ..)) => manifest.run,
+                Err(error) if is_of_nobody(&error) => return Ok(()),
+                Err(error) => return Err(error),
+            },
+        };
+        if self.options.owns(run.as_deref()) {
+            return Ok(());
         }
-        Ok(PublishedCheckpoint {
-            name,
-            step,
-            sequence,
-            bytes,
-            best,
-            notices: self.take_notices(),
+        Err(CkptError::AnotherRun {
+            path: self.dir.path().join(name),
+            run,
         })
     }
 

@@ -75,12 +75,12 @@ impl<'a> ShardData<'a> {
     }
 
     /// The layout of the model.
-    pub fn layout(&self) -> &'a Layout {
+    pub(crate) fn layout(&self) -> &'a Layout {
         self.layout
     }
 
     /// The rank of the shard.
-    pub fn rank(&self) -> u64 {
+    pub(crate) fn rank(&self) -> u64 {
         self.rank
     }
 

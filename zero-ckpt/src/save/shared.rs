@@ -1,22 +1,27 @@
-//! Opening the directory on all ranks, before training: all must see the same one.
+//! Opening the directory on all ranks, before training: all must see the same one. See
+//! [`agree`](crate::agree).
 //!
 //! ```text
 //! rank 0         opens, writes DIR/.staging/shared.<random>, broadcasts that name and its session
 //! other ranks    open, look for that file
-//! all ranks      gather: "opened", "failed", or "pending"
-//! rank 0         broadcasts "gather again", or that a rank failed, which broadcasts its error
+//! all ranks      gather, until none is pending
 //! rank 0         removes incomplete saves, and broadcasts "pending" meanwhile; broadcasts the outcome
 //! ```
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::agreement::{FAILED, OPENED, PENDING, rank_error, record, records, stall_error, word};
-use super::job::{Job, Watch};
+use crate::agree::{
+    Answer, FAILED, PENDING, READY, fail, failed, follow, gather, number, pend, ready, record,
+    stall_error, unexpected,
+};
 use crate::exchange::{Message, broadcast, shorten};
 use crate::format::catalog::random;
+use crate::job::{Job, Watch};
 use crate::{CkptError, Exchange, Store, StoreOptions};
 
 /// Prefix of the file that rank 0 writes for the others to see.
@@ -25,6 +30,9 @@ pub(crate) const SHARED: &str = "shared.";
 /// Attempts to see rank 0's file; a network file system may show it late.
 const LOOKS: u32 = 5;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// The action of a rank without progress, for the error.
+const WAITS: &str = "has waited for its checkpoint folder";
 
 /// Rank 0's open store.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -38,13 +46,6 @@ struct Opened {
     dir: String,
 }
 
-/// The error of a rank other than 0.
-#[derive(Serialize, Deserialize)]
-enum Refusal {
-    NotShared(String),
-    Failed(String),
-}
-
 impl Store {
     /// [`Store::create`] on all ranks together, and the check that all of them see one directory;
     /// all ranks call it. `check` is called with the open store, such as for [`Store::check_runs`]
@@ -53,7 +54,8 @@ impl Store {
     /// The stores of all ranks then have one session and the run of rank 0, which
     /// [`assemble`](crate::assemble) needs to tell the files of a save. Every rank sends messages
     /// while it opens, so that the time limit of the communicator need not cover that;
-    /// [`StoreOptions::stall_limit`] does.
+    /// [`StoreOptions::stall_limit`] does. It limits the wait of a rank for its own file system too:
+    /// a thread opens the directory, and is left behind if that does not answer.
     ///
     /// Then rank 0 removes the staged files of saves of this run, and of those that it resumed,
     /// that no checkpoint can be made of. [`Store::take_notices`] returns what else is staged:
@@ -67,9 +69,9 @@ impl Store {
         rank: u64,
         options: StoreOptions,
         exchange: &mut impl Exchange,
-        check: impl FnOnce(&Store) -> Result<(), CkptError> + Send,
+        check: impl FnOnce(&Store) -> Result<(), CkptError> + Send + 'static,
     ) -> Result<Self, CkptError> {
-        let path = path.as_ref();
+        let path = path.as_ref().to_owned();
         let limit = options.stall_limit;
         let open = move || {
             let store = Self::create(path, rank, options)?;
@@ -77,7 +79,7 @@ impl Store {
         };
         match rank {
             0 => lead(limit, open, exchange),
-            rank => follow(rank, limit, open, exchange),
+            rank => join(rank, limit, open, exchange),
         }
     }
 }
@@ -85,53 +87,81 @@ impl Store {
 /// Rank 0's part.
 fn lead(
     limit: Duration,
-    open: impl FnOnce() -> Result<Store, CkptError> + Send,
+    open: impl FnOnce() -> Result<Store, CkptError> + Send + 'static,
     exchange: &mut impl Exchange,
 ) -> Result<Store, CkptError> {
-    let opened = std::thread::scope(|scope| {
-        let job = Job::start_scoped(scope, || announced(open()?));
-        let mut watch = Watch::new(limit);
-        while !job.wait(watch.period()) {
-            if watch.tick().is_stalled(0, 0) {
-                let error = not_opened(0, &watch);
-                broadcast(&Message::<Opened>::error(&error), 0, exchange)?;
-                return Err(error);
-            }
-            broadcast(&Message::<Opened>::Pending, 0, exchange)?;
-        }
-        let opened = job.take().and_then(|opened| opened);
-        if let Err(error) = &opened {
-            broadcast(&Message::<Opened>::error(error), 0, exchange)?;
-        }
-        opened
-    });
-    let (store, opened) = opened?;
+    let mut watch = Watch::new(limit);
+    let job = Job::start(|| announced(open()?));
+    let opened = match pend(&job, &mut watch, || 0, exchange)? {
+        true => job.take().and_then(|opened| opened),
+        false => Err(stall_error(0, WAITS, &watch, 0)),
+    };
+    let (store, opened) = match opened {
+        Ok(opened) => opened,
+        Err(error) => return Err(fail(error, None, exchange)),
+    };
+
     let agreed = broadcast(&Message::Done(opened.clone()), 0, exchange)
         .and_then(|_| lead_agreement(&mut Watch::new(limit), exchange));
     let _ = store.staging.remove_file(&opened.file);
     agreed?;
-    clean(&store, opened, &mut Watch::new(limit), exchange)?;
+
+    let store = clean(store, &mut Watch::new(limit), exchange)?;
+    broadcast(&Message::Done(opened), 0, exchange)?;
     Ok(store)
 }
 
-/// Removes incomplete saves, and broadcasts "pending" while that makes progress and then the
-/// outcome. The first save may need their space.
+/// Gathers until all ranks have opened the directory; broadcasts the error if one could not.
+fn lead_agreement(watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
+    loop {
+        let gathered = gather(&record(READY, 0, []), exchange)?;
+        let refusal = match ready(&gathered, None, watch, WAITS) {
+            Ok(Some(records)) => {
+                let refusing = records.iter().position(|r| number(r, 0) == FAILED);
+                refusing.map(|rank| failed(rank as u64))
+            }
+            Ok(None) => {
+                broadcast(&Message::<()>::Gather, 0, exchange)?;
+                continue;
+            }
+            Err(error) => Some(error),
+        };
+        return match refusal {
+            Some(error) => Err(fail(error, None, exchange)),
+            None => Ok(()),
+        };
+    }
+}
+
+/// Removes incomplete saves, and broadcasts "pending" while that makes progress: the first save may
+/// need their space.
 fn clean(
-    store: &Store,
-    opened: Opened,
+    store: Store,
     watch: &mut Watch,
     exchange: &mut impl Exchange,
-) -> Result<(), CkptError> {
-    std::thread::scope(|scope| {
-        let find = Job::start_scoped(scope, || store.remove_incomplete_saves());
-        while !find.wait(watch.period()) || !store.wait_for_removals(watch.period()) {
-            if watch.tick().is_stalled(0, store.progress()) {
-                break;
-            }
-            broadcast(&Message::<Opened>::Pending, 0, exchange)?;
-        }
-        broadcast(&Message::Done(opened), 0, exchange).map(drop)
-    })
+) -> Result<Store, CkptError> {
+    let progress = Arc::clone(&store.progress);
+    let progress = || progress.load(Ordering::Relaxed);
+    let find = Job::start(move || {
+        store.remove_incomplete_saves();
+        store
+    });
+    if !pend(&find, watch, progress, exchange)? {
+        let error = stall_error(0, "has searched its staged files", watch, progress());
+        return Err(fail(error, None, exchange));
+    }
+    let store = match find.take() {
+        Ok(store) => store,
+        Err(error) => return Err(fail(error, None, exchange)),
+    };
+
+    if let Some(removals) = store.removals.take_job()
+        && !pend(&removals, watch, progress, exchange)?
+    {
+        // Training need not wait for them.
+        store.removals.put_back(removals);
+    }
+    Ok(store)
 }
 
 /// Writes the file that the others look for.
@@ -148,97 +178,44 @@ fn announced(store: Store) -> Result<(Store, Opened), CkptError> {
     Ok((store, opened))
 }
 
-/// Gathers until all ranks have opened the directory; broadcasts the error if one could not.
-fn lead_agreement(watch: &mut Watch, exchange: &mut impl Exchange) -> Result<(), CkptError> {
-    loop {
-        let gathered = exchange
-            .gather(&record(OPENED, 0, []))
-            .map_err(exchange_error)?;
-        let records = match records(&gathered, None) {
-            Ok(records) => records,
-            Err(error) => {
-                broadcast(&Message::<Opened>::error(&error), 0, exchange)?;
-                return Err(error);
-            }
-        };
-        let pending: Vec<usize> = (0..records.len())
-            .filter(|rank| word(&records[*rank], 0) == PENDING)
-            .collect();
-        let failed = records.iter().position(|record| word(record, 0) == FAILED);
-        watch.tick();
-        let stalled: Vec<usize> = pending
-            .iter()
-            .copied()
-            .filter(|rank| watch.is_stalled(*rank, 0))
-            .collect();
-        if let Some(&rank) = stalled.first() {
-            let error = not_opened(rank as u64, watch);
-            broadcast(&Message::<Opened>::error(&error), 0, exchange)?;
-            return Err(error);
-        }
-        match (pending.is_empty(), failed) {
-            (false, _) => drop(broadcast(&Message::<Opened>::Gather, 0, exchange)?),
-            (true, None) => return Ok(()),
-            (true, Some(rank)) => {
-                broadcast(&Message::<Opened>::Failed(rank as u64), 0, exchange)?;
-                return Err(refusal_of(rank as u64, None, exchange)?);
-            }
-        }
-    }
-}
-
 /// The part of another rank.
-fn follow(
+fn join(
     rank: u64,
     limit: Duration,
-    open: impl FnOnce() -> Result<Store, CkptError> + Send,
+    open: impl FnOnce() -> Result<Store, CkptError> + Send + 'static,
     exchange: &mut impl Exchange,
 ) -> Result<Store, CkptError> {
-    let of_rank_0 = loop {
-        match broadcast(&Message::<Opened>::Pending, 0, exchange)? {
-            Message::Pending => {}
-            Message::Done(opened) => break opened,
-            Message::Error(message) => return Err(rank_error(message)),
-            Message::Failed(_) | Message::Gather => return Err(unexpected()),
-        }
+    let of_rank_0 = match follow::<Opened>(None, exchange)? {
+        Answer::Done(opened) => opened,
+        Answer::Gather => return Err(unexpected()),
+        Answer::Failed(error) => return Err(error),
     };
-    std::thread::scope(|scope| {
-        let job = Job::start_scoped(scope, || {
-            let mut store = open()?;
-            look_for(&store, rank, &of_rank_0)?;
-            store.join(of_rank_0.session, of_rank_0.run.clone());
-            Ok(store)
-        });
-        let period = Watch::new(limit).period();
-        let mut result: Option<Result<Store, CkptError>> = None;
-        loop {
-            if result.is_none() && job.wait(period) {
-                result = Some(job.take().and_then(|store| store));
-            }
-            let record = match &result {
-                Some(Ok(_)) => record(OPENED, rank, []),
-                Some(Err(_)) => record(FAILED, rank, []),
-                None => record(PENDING, rank, []),
-            };
-            exchange.gather(&record).map_err(exchange_error)?;
-            let answer = loop {
-                match broadcast(&Message::<Opened>::Pending, 0, exchange)? {
-                    Message::Pending => {}
-                    answer => break answer,
-                }
-            };
-            match answer {
-                Message::Gather => {}
-                Message::Error(message) => return Err(rank_error(message)),
-                Message::Failed(failed) => {
-                    let own = result.and_then(Result::err).filter(|_| failed == rank);
-                    return Err(refusal_of(failed, own, exchange)?);
-                }
-                Message::Done(_) => return result.unwrap_or_else(|| Err(unexpected())),
-                Message::Pending => return Err(unexpected()),
-            }
+    let job = Job::start(move || {
+        let mut store = open()?;
+        look_for(&store, rank, &of_rank_0)?;
+        store.join(of_rank_0.session, of_rank_0.run);
+        Ok(store)
+    });
+
+    let period = Watch::new(limit).period();
+    let mut result: Option<Result<Store, CkptError>> = None;
+    loop {
+        if result.is_none() && job.wait(period) {
+            result = Some(job.take().and_then(|store| store));
         }
-    })
+        let kind = match &result {
+            Some(Ok(_)) => READY,
+            Some(Err(_)) => FAILED,
+            None => PENDING,
+        };
+        gather(&record(kind, rank, []), exchange)?;
+        let own = result.as_ref().and_then(|result| result.as_ref().err());
+        match follow::<Opened>(own, exchange)? {
+            Answer::Gather => {}
+            Answer::Done(_) => return result.unwrap_or_else(|| Err(unexpected())),
+            Answer::Failed(error) => return Err(error),
+        }
+    }
 }
 
 /// Checks that this rank sees the file of rank 0.
@@ -255,44 +232,6 @@ fn look_for(store: &Store, rank: u64, of_rank_0: &Opened) -> Result<(), CkptErro
         of_rank_0.dir
     );
     Err(CkptError::NotShared { rank, message })
-}
-
-/// The error of `rank`, which broadcasts it; `own` is this rank's error if it is that rank.
-fn refusal_of(
-    rank: u64,
-    own: Option<CkptError>,
-    exchange: &mut impl Exchange,
-) -> Result<CkptError, CkptError> {
-    let own = match own {
-        Some(CkptError::NotShared { message, .. }) => Refusal::NotShared(shorten(&message)),
-        Some(other) => Refusal::Failed(shorten(&other.to_string())),
-        None => Refusal::Failed("no error message".into()),
-    };
-    match broadcast(&Message::Done(own), rank, exchange)? {
-        Message::Done(Refusal::NotShared(message)) => Ok(CkptError::NotShared { rank, message }),
-        Message::Done(Refusal::Failed(message)) => Ok(CkptError::Rank { rank, message }),
-        _ => Err(CkptError::BadFrame {
-            rank,
-            why: "it is no error".into(),
-        }),
-    }
-}
-
-fn not_opened(rank: u64, watch: &Watch) -> CkptError {
-    stall_error(rank, "has waited for its checkpoint folder", watch, 0)
-}
-
-fn exchange_error(error: impl std::fmt::Display) -> CkptError {
-    CkptError::Exchange {
-        message: error.to_string(),
-    }
-}
-
-fn unexpected() -> CkptError {
-    CkptError::BadFrame {
-        rank: 0,
-        why: "it does not belong to the opening of a folder".into(),
-    }
 }
 
 fn absolute(path: &Path) -> String {

@@ -13,7 +13,6 @@ use super::meta::shard_name;
 use super::staged_name::{Kind, SaveId, StagedName};
 use crate::CkptError;
 use crate::format::catalog::{self, STAGING};
-use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::io::dir::Dir;
 
 /// Missing ranks that an error lists.
@@ -217,9 +216,6 @@ impl Found {
 
     /// The files of a save, without those of directories of another checkpoint; and these
     /// directories.
-    ///
-    /// Why: an atomic exchange leaves the checkpoint that the save replaced under the save's name,
-    /// until that is changed.
     fn files_of(
         &self,
         key: Key,
@@ -231,15 +227,7 @@ impl Found {
             .flatten()
             .map(|location| location.dir)
             .collect();
-        let is_other = |dir: &usize| {
-            let dir = &self.dirs[*dir];
-            // A manifest that was not written completely says nothing.
-            let manifest = dir
-                .has(MANIFEST_NAME)
-                .then(|| Manifest::read(dir).ok())
-                .flatten();
-            manifest.is_some_and(|(manifest, ..)| !description.fits(manifest))
-        };
+        let is_other = |dir: &usize| description.is_replaced(&self.dirs[*dir]);
         let others: BTreeSet<usize> = dirs.into_iter().filter(is_other).collect();
         files
             .values_mut()

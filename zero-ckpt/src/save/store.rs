@@ -20,6 +20,8 @@
 //! a rank could not stage, every rank removes its own file, and the next opening removes incomplete
 //! saves of its own runs (see `leftovers`).
 
+use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -122,8 +124,6 @@ impl Default for StoreOptions {
     }
 }
 
-setters!(StoreOptions { resumed_runs: Vec<String>, stall_limit: Duration });
-
 impl StoreOptions {
     /// Sets `keep_last`.
     #[must_use]
@@ -136,6 +136,20 @@ impl StoreOptions {
     #[must_use]
     pub fn run(mut self, run: impl Into<String>) -> Self {
         self.run = Some(run.into());
+        self
+    }
+
+    /// Sets `resumed_runs`.
+    #[must_use]
+    pub fn resumed_runs(mut self, resumed_runs: Vec<String>) -> Self {
+        self.resumed_runs = resumed_runs;
+        self
+    }
+
+    /// Sets `stall_limit`.
+    #[must_use]
+    pub fn stall_limit(mut self, stall_limit: Duration) -> Self {
+        self.stall_limit = stall_limit;
         self
     }
 
@@ -223,8 +237,7 @@ pub struct Store {
     pub(super) session: u64,
     /// The number of the next save, equal on all ranks.
     next_save: AtomicU32,
-    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] or
-    /// [`Store::finish`] ends.
+    /// Whether [`Store::stage`] has numbered the save that [`Store::save_with`] ends.
     is_numbered: AtomicBool,
     /// Bytes written and files published or removed so far.
     pub(super) progress: Arc<AtomicU64>,
@@ -296,7 +309,7 @@ impl Store {
     }
 
     /// The directory of checkpoints.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.dir.path()
     }
 
@@ -470,49 +483,61 @@ impl Store {
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, true)?;
         self.at(SavePoint::FileCreated);
-        let write = || {
-            // Reserves the space before the first write, if the file system supports it.
-            match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
-                Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => {
-                    return Err(e.into());
-                }
-                _ => {}
-            }
-            let table = parallel::write(&file, front_bytes, source, &self.progress)?;
-            let mut front = PageBuffer::new(front_bytes as usize);
-            let (head, tail) = front.bytes_mut().split_at_mut(header.len());
-            head.copy_from_slice(&header);
-            tail.chunks_exact_mut(8)
-                .zip(&table)
-                .for_each(|(to, crc)| to.copy_from_slice(&crc.to_le_bytes()));
-            let crc = checksum(front.bytes());
-            parallel::write_at(&file, front.whole(), 0)?;
-            file.set_len(bytes)?;
-            self.at(SavePoint::StateWritten);
-            file.sync_all()?;
-            Ok(crc)
-        };
-        let crc = write().map_err(|error| {
+        let written = self.write_file(&file, &header, front_bytes, source);
+        let front_crc64 = written.map_err(|error| {
             let _ = self.staging.remove_file(&name);
             self.write_error(path, bytes, error)
         })?;
         self.at(SavePoint::FileSynced);
-        let FileLayout { pieces, .. } = file_layout;
+
         Ok(StagedFile {
             rank: self.rank,
             step,
             file: name,
             bytes,
-            front_crc64: crc,
+            front_crc64,
             states,
-            pieces,
+            pieces: file_layout.pieces,
             save,
         })
     }
 
+    /// Writes and syncs a staged file: `header`, the table of checksums up to byte `front_bytes`,
+    /// the state. Returns the checksum of header and table.
+    fn write_file(
+        &self,
+        file: &File,
+        header: &[u8],
+        front_bytes: u64,
+        source: &dyn Source,
+    ) -> io::Result<u64> {
+        let bytes = front_bytes + source.len();
+        // Reserves the space before the first write, if the file system supports it.
+        match rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
+            Err(e) if e != rustix::io::Errno::OPNOTSUPP && e != rustix::io::Errno::INVAL => {
+                return Err(e.into());
+            }
+            _ => {}
+        }
+        let table = parallel::write(file, front_bytes, source, &self.progress)?;
+
+        let mut front = PageBuffer::new(front_bytes as usize);
+        let (head, tail) = front.bytes_mut().split_at_mut(header.len());
+        head.copy_from_slice(header);
+        for (to, crc) in tail.chunks_exact_mut(8).zip(&table) {
+            to.copy_from_slice(&crc.to_le_bytes());
+        }
+        let front_crc64 = checksum(front.bytes());
+        parallel::write_at(file, front.whole(), 0)?;
+        file.set_len(bytes)?;
+        self.at(SavePoint::StateWritten);
+        file.sync_all()?;
+        Ok(front_crc64)
+    }
+
     /// The error of a staged file of `bytes` that could not be written.
-    fn write_error(&self, path: PathBuf, bytes: u64, error: std::io::Error) -> CkptError {
-        use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    fn write_error(&self, path: PathBuf, bytes: u64, error: io::Error) -> CkptError {
+        use io::ErrorKind::{QuotaExceeded, StorageFull};
         match error.kind() {
             StorageFull | QuotaExceeded => {
                 let folder = self.dir.path().to_owned();

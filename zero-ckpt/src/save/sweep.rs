@@ -9,16 +9,15 @@
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use super::agreement::Publication;
-use super::job::Job;
 use super::replace;
 use super::shared::SHARED;
-use super::staged_name::{StagedName, run_checksum};
+use super::staged_name::{Kind, StagedName, run_checksum};
 use super::store::SavePoint;
 use crate::exchange::shorten;
 use crate::format::catalog::{backup_of, random};
+use crate::job::Job;
 use crate::{CkptError, Store};
 
 /// Failures to report at most.
@@ -49,6 +48,16 @@ impl Removals {
         self.lock().notices.push(notice);
     }
 
+    /// The thread that deletes, unless it has been waited for.
+    pub(crate) fn take_job(&self) -> Option<Job<()>> {
+        self.lock().job.take()
+    }
+
+    /// Puts back the thread, which still runs.
+    pub(crate) fn put_back(&self, job: Job<()>) {
+        self.lock().job = Some(job);
+    }
+
     /// Adds names to the queue; returns whether the caller must start a thread, which then counts
     /// as running.
     fn add(&self, names: Vec<String>) -> bool {
@@ -61,8 +70,8 @@ impl Removals {
     fn run(&self, remove: impl Fn(&str) -> Result<(), CkptError>, done: impl Fn()) {
         loop {
             let names = std::mem::take(&mut self.lock().names);
-            for name in &names {
-                if let Err(error) = remove(name)
+            for name in in_order(names) {
+                if let Err(error) = remove(&name)
                     && !is_missing(&error)
                 {
                     self.notice(error.to_string());
@@ -77,6 +86,16 @@ impl Removals {
             }
         }
     }
+}
+
+/// The order of the removals: descriptions first. A save that is removed in part has none then, so
+/// that it is not taken for a damaged one, and the next opening removes the rest.
+fn in_order(names: BTreeSet<String>) -> Vec<String> {
+    let is_description =
+        |name: &String| StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description);
+    let (mut first, others): (Vec<_>, Vec<_>) = names.into_iter().partition(is_description);
+    first.extend(others);
+    first
 }
 
 fn is_missing(error: &CkptError) -> bool {
@@ -130,7 +149,7 @@ impl Store {
                 }
             });
         });
-        self.removals.lock().job = Some(job);
+        self.removals.put_back(job);
     }
 
     /// The checkpoints to remove.
@@ -202,7 +221,7 @@ impl Store {
     /// notices since the last save. A thread that makes no progress is waited for once: the next
     /// call does not wait for it again.
     pub fn finish_removals(&self) -> Vec<String> {
-        let job = self.removals.lock().job.take();
+        let job = self.removals.take_job();
         if let Some(job) = job {
             let ended = job.wait_while_progressing(self.stall_limit(), || self.progress());
             let failure = if ended {
@@ -239,15 +258,32 @@ impl Store {
         notices.truncate(MAX_NOTICES);
         notices
     }
+}
 
-    /// Waits for at most `limit` until nothing is left to delete; returns whether that is so.
-    pub(crate) fn wait_for_removals(&self, limit: Duration) -> bool {
-        let job = self.removals.lock().job.take();
-        let Some(job) = job else { return true };
-        let ended = job.wait(limit);
-        if !ended {
-            self.removals.lock().job = Some(job);
-        }
-        ended
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptions_are_removed_first() {
+        let names = [
+            "step-00000030.rank-00000.00000000.0123456789abcdef.7",
+            "step-00000030.ready.00000000.0123456789abcdef.7",
+            "step-00000030.save.00000000.0123456789abcdef.7",
+        ];
+        let removals = Removals::default();
+        assert!(removals.add(names.map(String::from).into()));
+        let removed = Mutex::new(Vec::new());
+
+        removals.run(
+            |name| {
+                removed.lock().unwrap().push(name.to_owned());
+                Ok(())
+            },
+            || (),
+        );
+
+        let [file, ready, description] = names;
+        assert_eq!(*removed.lock().unwrap(), [description, file, ready]);
     }
 }

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use zero_ckpt::{Reader, SaveMeta, SavePoint, Store, assemble, assemble_step, resolve};
+use zero_ckpt::testing::SavePoint;
+use zero_ckpt::{Reader, SaveMeta, Store, assemble, assemble_step, resolve};
 
 use crate::common::{assert_holds, layout};
 use crate::staged::{NONE, document_meta, on_ranks, run, save, save_seed, staged};

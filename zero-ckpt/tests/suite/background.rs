@@ -1,6 +1,7 @@
 //! Saving in the background: a snapshot holds its step, failures reach all ranks, buffers bound the
 //! saves in flight.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -218,7 +219,7 @@ fn panic_of_the_save_thread_is_an_error() {
             .complete(&mut SingleRank)
             .unwrap_err()
             .to_string()
-            .contains("thread that saves has panicked")
+            .contains("a thread that saves or opens a checkpoint has panicked")
     );
     // Copies into its buffer may still be in progress.
     store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();
@@ -229,6 +230,23 @@ fn panic_of_the_save_thread_is_an_error() {
             .to_string()
             .contains("still in use")
     );
+}
+
+/// Copies into its buffer may still be in progress, so that it is neither used again nor freed.
+#[test]
+fn buffer_of_a_panicked_copy_is_not_used_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let layout = layout(1, 1);
+    let mut store = open(dir.path(), &layout, 0, 1);
+    let begun = catch_unwind(AssertUnwindSafe(|| {
+        store.begin(meta(1), |_| std::panic::resume_unwind(Box::new("boom")))
+    }));
+    assert!(begun.is_err());
+
+    store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();
+
+    let error = store.complete(&mut SingleRank).unwrap_err().to_string();
+    assert!(error.contains("still in use"), "{error}");
 }
 
 #[test]

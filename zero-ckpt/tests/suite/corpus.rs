@@ -8,7 +8,8 @@ mod targets;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use zero_ckpt::{Header, TensorEntry};
+use zero_ckpt::TensorEntry;
+use zero_ckpt::testing::Header;
 
 type Target = (&'static str, fn(&[u8]));
 const TARGETS: [Target; 4] = [

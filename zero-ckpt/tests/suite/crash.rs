@@ -8,7 +8,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::{assert_holds, layout, save, save_with};
-use zero_ckpt::{Reader, SavePoint, Store, StoreOptions};
+use zero_ckpt::testing::SavePoint;
+use zero_ckpt::{Reader, Store, StoreOptions};
 
 const RANKS: u64 = 2;
 

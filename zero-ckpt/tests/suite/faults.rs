@@ -18,9 +18,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
     BackgroundStore, CkptError, Exchange, MESSAGE_BYTES, PublishedCheckpoint, RECORD_BYTES, Reader,
-    SavePoint, ShardData, StateDtype, StateSpec, Store, StoreOptions, assemble,
+    ShardData, StateDtype, StateSpec, Store, StoreOptions, assemble,
 };
 use zero_shard::Layout;
 

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SavePoint, ShardData, SingleRank, StagedFile,
-    Store, StoreOptions, assemble, resolve,
+    CkptError, Exchange, PublishedCheckpoint, Reader, ShardData, SingleRank, StagedFile, Store,
+    StoreOptions, assemble, resolve,
 };
 use zero_shard::Layout;
 
@@ -80,10 +81,15 @@ fn publish(store: &Store, step: u64) -> Saved {
 
 /// All ranks save `step` of `run`; rank 0 stops before it publishes.
 fn save_and_stop(dir: &Path, options: &StoreOptions, step: u64) {
+    save_and_stop_at(SavePoint::DirCreated, dir, options, step);
+}
+
+/// All ranks save `step` of `run`; rank 0 stops at `stop`.
+fn save_and_stop_at(stop: SavePoint, dir: &Path, options: &StoreOptions, step: u64) {
     let saved = on_ranks(dir, 2, options, |store, save| {
         let rank = store.rank();
         let store = store.observe(move |at| {
-            if rank == 0 && at == SavePoint::DirCreated {
+            if rank == 0 && at == stop {
                 std::panic::resume_unwind(Box::new("stopped on purpose"));
             }
         });
@@ -248,6 +254,128 @@ fn hung_removals_are_waited_for_once() {
         "another wait would report it again"
     );
     drop(go);
+}
+
+/// The rest of a save whose removal was interrupted: its description is gone, the directory of its
+/// files is there in part.
+#[test]
+fn opening_removes_partly_removed_saves() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path();
+    save_and_stop_at(SavePoint::ManifestSynced, dir, &run("a"), 5);
+    remove_staged(dir, "step-00000005.save");
+    let ready = staged(dir).remove(0);
+    fs::remove_file(
+        dir.join(".staging")
+            .join(ready)
+            .join("shard-00001-of-00002.safetensors"),
+    )
+    .unwrap();
+
+    let notices = on_ranks(dir, 2, &run("a"), |store, _| store.finish_removals());
+
+    assert_eq!(notices[0], [""; 0]);
+    assert_eq!(staged(dir), [""; 0]);
+}
+
+/// A crash right after the exchange of the new checkpoint and the old one of its step: the name of
+/// the save holds the old one, which nobody needs.
+#[test]
+fn opening_removes_the_replaced_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path();
+    on_ranks(dir, 2, &run("a"), |store, save| save(&store, 5).unwrap());
+    save_and_stop_at(SavePoint::ManifestSynced, dir, &run("a"), 5);
+    let names = staged(dir);
+    let ready = names.iter().find(|name| name.contains(".ready.")).unwrap();
+    let ready = dir.join(".staging").join(ready);
+    let published = dir.join("step-00000005");
+    fs::rename(&published, root.path().join("old")).unwrap();
+    fs::rename(&ready, &published).unwrap();
+    fs::rename(root.path().join("old"), &ready).unwrap();
+
+    let notices = on_ranks(dir, 2, &run("a"), |store, _| store.finish_removals());
+
+    assert_eq!(notices[0], [""; 0]);
+    assert_eq!(staged(dir), [""; 0]);
+    assert_eq!(Reader::open(dir).unwrap().manifest().sequence, 2);
+}
+
+/// A checkpoint of another run that was moved here while this run saves is not replaced.
+#[test]
+fn later_checkpoint_of_another_run_is_kept() {
+    let root = tempfile::tempdir().unwrap();
+    let own = root.path().join("own");
+    let other = root.path().join("other");
+    let store = Store::create(&own, 0, run("a")).unwrap();
+    publish(&Store::create(&other, 0, run("b")).unwrap(), 7).unwrap();
+    let kept = own.join("step-00000007");
+    fs::rename(other.join("step-00000007"), &kept).unwrap();
+
+    let error = publish(&store, 7).unwrap_err();
+
+    assert!(
+        matches!(&error, CkptError::AnotherRun { run: Some(run), .. } if run == "b"),
+        "{error}"
+    );
+    let reader = Reader::open(&kept).unwrap();
+    assert_eq!(reader.manifest().run.as_deref(), Some("b"));
+    // Nor is that of a program of another version.
+    let manifest = kept.join("manifest.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(
+        &manifest,
+        text.replacen("\"version\":2", "\"version\":3", 1),
+    )
+    .unwrap();
+    let error = publish(&store, 7).unwrap_err();
+    assert!(
+        matches!(error, CkptError::UnsupportedVersion { found: 3, .. }),
+        "{error}"
+    );
+    // Without a manifest it is no checkpoint of anyone.
+    fs::remove_file(manifest).unwrap();
+    publish(&store, 7).unwrap();
+}
+
+/// A rank whose file system does not answer, here its check, ends the opening on all ranks,
+/// including itself.
+#[test]
+fn hung_opening_ends_on_all_ranks() {
+    for hung in [0, 1] {
+        let dir = tempfile::tempdir().unwrap();
+        let world = World::new(2);
+        let (answer, wait) = channel::<()>();
+        let mut wait = Some(wait);
+        let errors: Vec<String> = std::thread::scope(|scope| {
+            let open = |rank| {
+                let wait = if rank == hung { wait.take() } else { None };
+                let exchange = world.rank(rank);
+                let options = run("a").stall_limit(Duration::from_millis(100));
+                let path = dir.path();
+                scope.spawn(move || {
+                    let mut exchange = exchange;
+                    let check = move |_: &Store| {
+                        // Ends when the test does.
+                        let _ = wait.map(|wait| wait.recv());
+                        Ok(())
+                    };
+                    let opened = Store::create_on_ranks(path, rank, options, &mut exchange, check);
+                    opened
+                        .err()
+                        .map(|error| error.to_string())
+                        .unwrap_or_default()
+                })
+            };
+            let ranks: Vec<_> = (0..2).map(open).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        let expected = format!("rank {hung}: has waited for its checkpoint folder for 0.1 s");
+        for error in errors {
+            assert!(error.starts_with(&expected), "{error}");
+        }
+        drop(answer);
+    }
 }
 
 #[test]

@@ -87,6 +87,31 @@ fn failure_of_rank_0_reaches_all() {
 }
 
 #[test]
+fn panic_of_rank_0_reaches_all() {
+    let dir = two_checkpoints();
+    let world = World::new(RANKS);
+    let errors: Vec<String> = std::thread::scope(|scope| {
+        let open = |rank| {
+            let path = dir.path();
+            let exchange = world.rank(rank);
+            scope.spawn(move || {
+                let mut exchange = exchange;
+                let find =
+                    || -> Result<Reader, CkptError> { std::panic::resume_unwind(Box::new("boom")) };
+                let opened = Reader::open_on_ranks(path, rank, &mut exchange, find);
+                opened.err().unwrap().to_string()
+            })
+        };
+        let ranks: Vec<_> = (0..RANKS).map(open).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert_eq!(errors[0], CkptError::Panicked.to_string());
+    for error in &errors[1..] {
+        assert_eq!(*error, format!("rank 0: {}", errors[0]));
+    }
+}
+
+#[test]
 fn damage_is_found_by_the_rank_that_reads_it() {
     type Damage = (fn(&Path), &'static str);
     let damages: [Damage; 4] = [

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, SavePoint, ShardData, Store,
-    StoreOptions, assemble,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions,
+    assemble,
 };
 use zero_shard::Layout;
 

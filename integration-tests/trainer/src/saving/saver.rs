@@ -48,23 +48,20 @@ fn states() -> Vec<StateSpec> {
 }
 
 /// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that
-/// rank's, and others as they are.
+/// rank's, also where this rank adds where its file is kept; others as they are.
 fn of_rank(error: CkptError) -> CkptError {
-    let rank = match &error {
-        CkptError::NotShared { rank, .. } => Some(*rank),
-        CkptError::Kept { error, .. } => match **error {
-            CkptError::Rank { rank, .. } => Some(rank),
-            _ => None,
-        },
-        _ => None,
+    let CkptError::Kept { error: cause, .. } = &error else {
+        return error;
     };
-    let Some(rank) = rank else { return error };
+    let CkptError::Rank { rank, .. } = **cause else {
+        return error;
+    };
     let text = error.to_string();
-    let message = text
-        .strip_prefix(&format!("rank {rank}: "))
-        .unwrap_or(&text)
-        .to_owned();
-    CkptError::Rank { rank, message }
+    let own = text.strip_prefix(&format!("rank {rank}: "));
+    CkptError::Rank {
+        rank,
+        message: own.unwrap_or(&text).to_owned(),
+    }
 }
 
 impl Saver {
@@ -78,10 +75,10 @@ impl Saver {
     ) -> Result<Self, TrainError> {
         let options = options.stall_limit(rank.settings.limit);
         let model = ModelSpec::from(&*rank.layout);
-        let check = |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
+        let check =
+            move |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
         let exchange = &mut RankExchange::of(rank);
-        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check);
-        let store = store.map_err(of_rank)?;
+        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check)?;
         for notice in store.take_notices() {
             tracing::warn!("checkpoints in {}: {notice}", dir.display());
         }

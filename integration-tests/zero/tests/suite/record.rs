@@ -878,7 +878,8 @@ fn missing_tokenizer_is_an_error() {
     assert!(!out.contains("the data differs"), "{out}");
 }
 
-/// A checkpoint of a version without `run.json`: what its manifest has is taken up.
+/// A checkpoint without `run.json`, as another program may write it: what its manifest has is taken
+/// up.
 #[test]
 fn checkpoint_without_record_is_resumed() {
     let dir = temp();
@@ -896,7 +897,7 @@ fn checkpoint_without_record_is_resumed() {
     let text = manifest.to_string();
     let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, text.as_bytes());
     let text = format!(
-        r#"{{"format": "zero-ckpt", "version": 1, "crc64": "{crc:016x}", "manifest": {text}}}"#
+        r#"{{"format": "zero-ckpt", "version": 2, "crc64": "{crc:016x}", "manifest": {text}}}"#
     );
     std::fs::write(step.join("manifest.json"), text).unwrap();
     let out = resume(dir, &["a", "--data", "text.txt", "--steps", "2"]);

@@ -518,51 +518,6 @@ fn imported_weights_start_a_run() {
     );
 }
 
-/// A checkpoint of an older program, in version 1 of the format, continues with that program's
-/// losses.
-#[test]
-fn version_1_checkpoint_resumes() {
-    let (dir, from) = (temp(), place::data("../checkpoint-v1"));
-    for (path, content) in files(&from) {
-        let path = dir.path().join(path.strip_prefix(&from).unwrap());
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, content).unwrap();
-    }
-    let size = [
-        "--ranks",
-        "2",
-        "--seq-len",
-        "8",
-        "--micro-batch",
-        "1",
-        "--stage",
-        "2",
-        "--lr",
-        "0.01",
-    ];
-    let more = [
-        "train",
-        "--resume",
-        ".",
-        "--data",
-        "tokens.u16.bin",
-        "--steps",
-        "4",
-        "--metrics",
-        "m",
-    ];
-    succeeds(&zero(dir.path(), &[&more[..], &size].concat()));
-    let found = losses(&dir.path().join("m"));
-    for (found, expected) in found.iter().zip([2.6618705752788667, 2.6108096556186737]) {
-        assert!(
-            (found.as_f64().unwrap() - expected).abs() < 1e-6,
-            "{found} {expected}"
-        );
-    }
-    assert_eq!((found.len(), steps(dir.path())), (2, vec![2, 4]));
-    succeeds(&zero(dir.path(), &["ckpt", "verify", "step-00000002"]));
-}
-
 /// The launcher verifies the checkpoint once and passes it to its ranks, which check what they
 /// read.
 #[test]

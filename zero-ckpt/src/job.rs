@@ -119,15 +119,13 @@ impl<T: Send> Job<T> {
     pub(crate) fn take(&self) -> Result<T, CkptError> {
         match std::mem::replace(&mut *self.lock(), State::Empty) {
             State::Ended(result) => Ok(result),
-            State::Running | State::Empty => Err(CkptError::Snapshot {
-                message: "the thread that saves has panicked".into(),
-            }),
+            State::Running | State::Empty => Err(CkptError::Panicked),
         }
     }
 }
 
 fn thread() -> Builder {
-    Builder::new().name("zero-ckpt-save".into())
+    Builder::new().name("zero-ckpt".into())
 }
 
 fn take<W>(work: &Mutex<Option<W>>) -> Option<W> {
