@@ -1,7 +1,6 @@
 //! Making an optimizer.
 
 use std::sync::Arc;
-#[cfg(target_os = "linux")]
 use std::time::Duration;
 
 use zero_alloc::device::{DType, Device};
@@ -206,10 +205,10 @@ impl AdamWBuilder<'_, HostDevice> {
     }
 }
 
-#[cfg(target_os = "linux")]
 impl ShardedAdamW<HostDevice> {
     /// The scratch file of state on NVMe, with its length, the bytes read and written so far, and
     /// its notices.
+    #[cfg(target_os = "linux")]
     pub fn file(&self) -> Option<&SwapFile> {
         self.state.ring().map(SwapRing::file)
     }
@@ -220,9 +219,6 @@ impl ShardedAdamW<HostDevice> {
     /// A transfer failed, or the limit passed.
     pub fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
         self.check_state()?;
-        match self.state.ring() {
-            Some(ring) => Ok(ring.synchronize(limit)?),
-            None => Ok(()),
-        }
+        self.state.wait_for_transfers(limit)
     }
 }

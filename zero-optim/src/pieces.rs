@@ -19,6 +19,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
@@ -206,6 +207,18 @@ impl<D: Device> Pieces<D> {
         }
     }
 
+    /// Waits at most `limit` for reads and writes of a file.
+    pub(crate) fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
+        match &self.home {
+            Home::Blocks { .. } | Home::Memory { .. } => {
+                let _nothing_to_wait_for = limit;
+                Ok(())
+            }
+            #[cfg(target_os = "linux")]
+            Home::File { ring, .. } => Ok(ring.synchronize(limit)?),
+        }
+    }
+
     /// The pieces that have elements of `state`, in order.
     pub(crate) fn within(&self, state: &Range<usize>) -> Vec<Overlap> {
         let places = match &self.home {
@@ -250,7 +263,6 @@ impl<D: Device> Pieces<D> {
                 Bytes {
                     state: state.clone(),
                     memory: view(block).slice(*at..at + bytes),
-                    #[cfg(target_os = "linux")]
                     held: None,
                 }
             }
@@ -347,15 +359,27 @@ impl Pieces<HostDevice> {
     }
 }
 
+/// A piece of a file in a buffer.
+#[cfg(target_os = "linux")]
+type InFile<'a, D> = Held<'a, D>;
+
+/// Other systems keep nothing in files.
+#[cfg(not(target_os = "linux"))]
+struct InFile<'a, D>(std::convert::Infallible, std::marker::PhantomData<&'a D>);
+
+#[cfg(not(target_os = "linux"))]
+impl<D> InFile<'_, D> {
+    fn write_back(self) -> Result<(), OptimError> {
+        match self.0 {}
+    }
+}
+
 /// A piece in memory, until it is released or dropped. What was written to it without
 /// [`HeldPiece::release`] may be lost.
 pub(crate) struct HeldPiece<'a, D: Device> {
     pub(crate) piece: PieceState,
     narrowing: Option<Narrowing<D>>,
-    #[cfg(target_os = "linux")]
-    held: Option<Held<'a, D>>,
-    #[cfg(not(target_os = "linux"))]
-    held: std::marker::PhantomData<&'a D>,
+    held: Option<InFile<'a, D>>,
     is_written: bool,
 }
 
@@ -373,10 +397,7 @@ impl<D: Device> HeldPiece<'_, D> {
         Self {
             piece,
             narrowing: None,
-            #[cfg(target_os = "linux")]
             held: None,
-            #[cfg(not(target_os = "linux"))]
-            held: std::marker::PhantomData,
             is_written: false,
         }
     }
@@ -389,7 +410,6 @@ impl<D: Device> HeldPiece<'_, D> {
         if let Some(narrowing) = &self.narrowing {
             narrowing.enqueue(&self.piece)?;
         }
-        #[cfg(target_os = "linux")]
         if let Some(held) = self.held {
             held.write_back()?;
         }
@@ -426,10 +446,7 @@ impl<D: Device> Narrowing<D> {
 struct Bytes<'a, D: Device> {
     state: Range<usize>,
     memory: AnySlice,
-    #[cfg(target_os = "linux")]
-    held: Option<Held<'a, D>>,
-    #[cfg(not(target_os = "linux"))]
-    held: std::marker::PhantomData<&'a D>,
+    held: Option<InFile<'a, D>>,
 }
 
 impl<'a, D: Device> Bytes<'a, D> {

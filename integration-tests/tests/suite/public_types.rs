@@ -9,7 +9,7 @@
 //! A type is closed if its members are its definition: ids, ranges and pieces (`ParamId`, `Move`),
 //! descriptions of a model and of a file's tensors (`ParamSpec`, `TensorEntry`), structs that
 //! kernels read (`StepScalars`), arguments and hyperparameters of one algorithm (`AdamArgs`,
-//! DeepSpeed's schedules), and complete sets (`ZeroStage`, `Tier`, `StepOutcome`, whose variants
+//! DeepSpeed's schedules), and complete sets (`ZeroStage`, `Tier`, `SwapAccess`, `StepOutcome`, whose variants
 //! grow). fp8 will be two members of `DType`: zero-alloc does not compile until its methods know
 //! them, zero-comm refuses them until `CommDType` and so each back end knows them, kernels and
 //! optimizer return errors that name the dtype.
@@ -24,7 +24,7 @@ const CLOSED: [(&str, &str); 6] = [
         "BucketPiece ElemLocation LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
          StateBytes StoredPiece Tie Tier TransformerShape UnitSpec Widths ZeroStage",
     ),
-    ("zero-alloc", "Polling Search"),
+    ("zero-alloc", "Polling Search SwapAccess"),
     (
         "zero-kernels",
         "AdamArgs AdamHyper AdamSlices AdvanceArgs GradStats RankStats RemainderArgs RemainderSlices Segments Span \
