@@ -64,6 +64,7 @@ impl Rank {
             pool.allocate(len, dtype, Purpose::Workspace, &stream)
                 .expect("memory")
         };
+
         let blocks = [block(len), block(len / comm.world_size())];
         // SAFETY: the blocks outlive the streams' work, which every round waits for.
         let [whole, part] = [0, 1].map(|i| unsafe { blocks[i].slice() });
@@ -71,6 +72,7 @@ impl Rank {
             .fill_zero(&stream, whole)
             .and_then(|()| device.fill_zero(&stream, part))
             .expect("zeros");
+
         Self {
             comm,
             stream,
@@ -101,6 +103,7 @@ impl Rank {
             }
             .expect("the collective is enqueued");
         }
+
         self.stream.synchronize(LIMIT).expect("the collective runs");
     }
 }
@@ -243,6 +246,7 @@ fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Durat
             [times[0], times[1].min(times[2]), times[3], times[4]]
         })
     };
+
     let threads: Vec<_> = comms.into_iter().map(spawn).collect();
     let mut results = threads.into_iter().map(|t| t.join().expect("a rank"));
     results.next().expect("there are ranks")
@@ -270,6 +274,7 @@ fn peer(name: &str, command: &mut Command) -> Seconds {
             return Seconds::new();
         }
     };
+
     let parse = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let [op, ranks, bytes, seconds] = words[..] else {
@@ -280,6 +285,7 @@ fn peer(name: &str, command: &mut Command) -> Seconds {
             seconds.parse().ok()?,
         ))
     };
+
     String::from_utf8_lossy(&output.stdout)
         .lines()
         .filter_map(parse)
@@ -302,6 +308,7 @@ fn open_mpi(sizes: &[String]) -> Seconds {
             .arg("-o")
             .arg(&program),
     );
+
     let run = |n: &str| {
         let launch = ["--allow-run-as-root", "--oversubscribe", "-n", n];
         peer(
@@ -312,6 +319,7 @@ fn open_mpi(sizes: &[String]) -> Seconds {
                 .args(sizes),
         )
     };
+
     [run("2"), run("4")].into_iter().flatten().collect()
 }
 
@@ -325,6 +333,7 @@ fn main() {
     } else {
         &[10, 13, 16, 18, 20, 22, 24, 26, 28]
     };
+
     let sizes: Vec<usize> = powers.iter().map(|p| 1usize << p).collect();
     let dtype = match value("--dtype").as_deref() {
         None | Some("fp32") => DType::F32,
@@ -332,6 +341,7 @@ fn main() {
         Some("fp16") => DType::F16,
         Some(other) => return println!("--dtype fp32, bf16 or fp16, not {other}"),
     };
+
     let budget = Duration::from_millis(if flag("--quick") { 200 } else { 800 });
     let texts: Vec<String> = sizes.iter().map(ToString::to_string).collect();
     // The peers support only fp32.
@@ -341,6 +351,7 @@ fn main() {
     } else {
         Default::default()
     };
+
     println!(
         "| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | x gloo | x Open MPI |"
     );

@@ -33,6 +33,7 @@ fn layout(c: &mut Criterion) {
         b.iter_with_large_drop(|| black_box(&units_100k).clone());
     });
     let mut group = c.benchmark_group("owner of an element, by parameters");
+
     for params in [1_000, 10_000, 100_000] {
         let layout = Layout::new(&units(params), 4096, 128).unwrap();
         let mut elem = 1u64;
@@ -43,6 +44,7 @@ fn layout(c: &mut Criterion) {
             });
         });
     }
+
     group.finish();
 }
 

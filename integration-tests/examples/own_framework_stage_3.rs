@@ -46,6 +46,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
             [weight, param(format!("{i}.bias"), WIDTHS[i + 1])],
         )
     };
+
     let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
     let units = layout.units();
     let range = |range: Range<u64>| range.start as usize..range.end as usize;
@@ -76,6 +77,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     let pool = Pool::new(device, 1 << 20);
     let kernels = Arc::new(HostKernels::new(1)?);
     let options = BucketOptions::new(64, DType::Bf16);
+
     let buckets = Buckets::new(
         &pool,
         comm.clone(),
@@ -83,6 +85,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         comm_stream.clone(),
         options,
     )?;
+
     let exchange =
         |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
     let rules = vec![
@@ -105,10 +108,12 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         rank: id,
         params: &own,
     };
+
     match steps.start {
         0 => optim.init_masters(&compute, &own)?,
         _ => optim.load(&compute, &Reader::open(dir)?, &own_params, LIMIT)?,
     }
+
     let streams = (compute.clone(), comm_stream.clone());
     let options = PrefetchOptions::default();
     let mut prefetcher = Prefetcher::new(
@@ -119,6 +124,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         shards,
         options,
     );
+
     // end of glue
 
     let ((inputs, targets), mut losses) = (data(rank, ranks), Vec::new());
@@ -178,6 +184,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         &mut ExchangeFn::new(id, exchange),
         LIMIT,
     )?;
+
     // end of glue
     Ok(losses)
 }

@@ -25,6 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             &stream,
         )?);
     }
+
     let mut history = vec![("full", pool.map())];
 
     // Frees every second block, so that the free memory is in pieces.
@@ -51,6 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     println!("{}", draw(&history)?);
     drop(state);
+
     Ok(())
 }
 
@@ -61,6 +63,7 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
         Some(purpose) => Palette99::pick(purpose as usize).to_rgba(),
         None => RGBColor(230, 230, 230).to_rgba(),
     };
+
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let end = history.iter().map(|(_, map)| map.end()).max().unwrap_or(1);
     let mut svg = String::new();
@@ -72,6 +75,7 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
         .x_label_area_size(30)
         .y_label_area_size(58)
         .build_cartesian_2d(0.0..history.len() as f64, 0.0..mib(end))?;
+
     chart
         .configure_mesh()
         .disable_mesh()
@@ -84,6 +88,7 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
         })
         .y_desc("offset, MiB")
         .draw()?;
+
     for (i, (_, map)) in history.iter().enumerate() {
         chart.draw_series(map.spans.iter().map(|span| {
             let corners = [
@@ -93,6 +98,7 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
             Rectangle::new(corners, colour(span.purpose).filled())
         }))?;
     }
+
     for (i, purpose) in Purpose::ALL.map(Some).into_iter().chain([None]).enumerate() {
         let y = 20 + 20 * i as i32;
         let name = purpose.map_or("free".to_owned(), |purpose| format!("{purpose:?}"));
@@ -102,6 +108,7 @@ fn draw(history: &[(&str, MemoryMap)]) -> Result<String, Box<dyn Error>> {
         ))?;
         legend.draw(&Text::new(name, (18, y), ("sans-serif", 14)))?;
     }
+
     root.present()?;
     drop((chart, plot, legend, root));
     Ok(svg)

@@ -40,6 +40,7 @@ impl Search {
             return vec![path];
         }
         let mut paths: Vec<String> = self.names.iter().map(|&name| name.to_owned()).collect();
+
         if self.in_toolkit {
             let (folder, usual) = if cfg!(windows) {
                 ("bin", None)
@@ -58,6 +59,7 @@ impl Search {
                 );
             }
         }
+
         paths
     }
 }

@@ -72,6 +72,7 @@ fn rank_saves(
         name: "master".into(),
         dtype: StateDtype::F32,
     }];
+
     let mut store = BackgroundStore::new(store, Arc::clone(&layout), states, 1)?;
 
     let mut master = vec![rank as f32; layout.shard_elems() as usize];
@@ -86,6 +87,7 @@ fn rank_saves(
             .trainer(trainer),
         &shard,
     )?;
+
     master.fill(-1.0); // training continues; the snapshot holds step 10
     Ok(store.complete(&mut Threads(shared, rank))?.name)
 }
@@ -96,6 +98,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         parts: Mutex::new(vec![Vec::new(); 4]),
         barrier: Barrier::new(4),
     };
+
     std::thread::scope(|scope| {
         let dir = dir.path();
         let shared = &shared;
@@ -123,6 +126,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             mine[mine.len() - 1]
         );
     }
+
     println!(
         "every byte as saved: {}",
         reader.verify().problems.is_empty()

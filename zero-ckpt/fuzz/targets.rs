@@ -90,6 +90,7 @@ pub fn shard_file(data: &[u8]) {
         return;
     };
     let verified = reader.verify();
+
     for state in ["master", "first_moment"] {
         let read = reader.read_param(state, "a.w", 0..15, &mut [0.0; 15]);
         // One block holds all: a read succeeds exactly if the file verifies.

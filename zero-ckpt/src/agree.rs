@@ -68,6 +68,7 @@ pub(crate) fn records(gathered: &[u8], world_size: Option<u64>) -> Result<&[Reco
             gathered.len(),
         ));
     }
+
     for (rank, record) in records.iter().enumerate() {
         let bad = |why: String| CkptError::BadFrame {
             rank: rank as u64,
@@ -80,6 +81,7 @@ pub(crate) fn records(gathered: &[u8], world_size: Option<u64>) -> Result<&[Reco
             return Err(bad(format!("it names rank {}", number(record, 1))));
         }
     }
+
     Ok(records)
 }
 

@@ -57,6 +57,7 @@ fn save(stores: &[Store], layout: &Layout, step: u64) -> (u64, u64) {
         store.save(&meta(step), &shard, &mut exchange).unwrap();
         exchange.received_bytes
     };
+
     std::thread::scope(|scope| {
         let small = |store| {
             let save = &save;
@@ -142,6 +143,7 @@ fn ranks_open_only_what_they_read() {
             .map(|rank| Store::create(dir.path(), rank, options()).unwrap())
             .collect::<Vec<_>>()
     });
+
     let mut saves = Vec::new();
     for step in 1..=3 {
         let (received, accessed) = counted(|| save(&stores, &from, step));
@@ -154,6 +156,7 @@ fn ranks_open_only_what_they_read() {
         );
         saves.push(accessed);
     }
+
     println!("{n} ranks open the store: {} opens", creating.opens);
     println!(
         "a save: {:?}; rank 0 receives {} bytes, another rank {MESSAGE_BYTES}",
@@ -245,6 +248,7 @@ fn ranks_open_only_what_they_read() {
         total.opens += accessed.opens;
         total.read_bytes += accessed.read_bytes;
     }
+
     let m = to.world_size();
     println!(
         "{m} ranks resume: {} opens, at most {most} a rank; {} bytes read",

@@ -14,6 +14,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
         latency: Duration::from_micros(100),
         bytes_per_second: 1e9,
     };
+
     let comm = Arc::new(SlowComm::new(Arc::new(comm), link));
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
@@ -23,6 +24,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
     let grads = pool.allocate(1_000_000, DType::F32, Purpose::Grads, &comm_stream)?;
     let options = BucketOptions::new(2_000_000, DType::F32);
     let buckets = Buckets::new(&pool, comm, compute.clone(), comm_stream.clone(), options)?;
+
     for _layer in 0..8 {
         let filling = buckets.begin(2_000_000)?;
         compute.enqueue("backward", || {
@@ -35,6 +37,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
             .reduce_scatter_into(shard, ReduceOp::Sum)?
             .finish()?;
     }
+
     buckets.wait_all_on(&compute)?;
     compute.synchronize(Duration::from_secs(60))?;
     Ok(timeline)

@@ -243,6 +243,7 @@ impl<D: Device> Buckets<D> {
             dtype,
             ..
         } = options;
+
         let world_size = comm.world_size();
         if count == 0 && world_size > 1 || capacity_elems < world_size {
             return Err(BucketError::TooSmall {
@@ -251,6 +252,7 @@ impl<D: Device> Buckets<D> {
                 world_size,
             });
         }
+
         let mut free = VecDeque::with_capacity(count);
         for _ in 0..count {
             let block = pool.allocate(capacity_elems, dtype, Purpose::Buckets, &compute)?;
@@ -259,6 +261,7 @@ impl<D: Device> Buckets<D> {
                 last_uses: Vec::new(),
             });
         }
+
         let device = pool.device().clone();
         Ok(Self(Arc::new(Shared {
             device,
@@ -291,12 +294,14 @@ impl<D: Device> Buckets<D> {
             capacity_elems,
             ..
         } = self.0.options;
+
         if elems > capacity_elems {
             return Err(BucketError::TooLong {
                 elems,
                 capacity_elems,
             });
         }
+
         let bucket = self
             .0
             .free
@@ -312,6 +317,7 @@ impl<D: Device> Buckets<D> {
             producers: Vec::new(),
             shared: Arc::clone(&self.0),
         };
+
         filling.add_producer(&self.0.compute)?;
         Ok(filling)
     }
@@ -361,6 +367,7 @@ impl<D: Device> Buckets<D> {
             options,
             ..
         } = &*self.0;
+
         let to = Sum::new(comm_stream, into, scatter)?;
         let ranks = comm.world_size();
         let len = to.sum.len();
@@ -375,6 +382,7 @@ impl<D: Device> Buckets<D> {
         }
         let range = |range: Range<u64>| range.start as usize..range.end as usize;
         let mut done = None;
+
         for piece in bucket_pieces(len as u64, segments as u64, capacity_elems as u64) {
             let of_shard = range(piece.in_shard.clone());
             let filling = self.begin(piece.elems() as usize)?;
@@ -387,6 +395,7 @@ impl<D: Device> Buckets<D> {
             kernels.pack(&self.0.compute, parts, part, filling.slice)?;
             done = Some(filling.sum(kernels, &to, of_shard)?);
         }
+
         Ok(to.reduced(done.map_or_else(|| comm_stream.record(), Ok)?))
     }
 
@@ -402,6 +411,7 @@ impl<D: Device> Buckets<D> {
             comm_stream,
             ..
         } = &*self.0;
+
         // The first wait makes the communication stream a part of a recording of the compute
         // stream.
         comm_stream.wait(&compute.record()?)?;
@@ -425,6 +435,7 @@ impl<D: Device> Buckets<D> {
                 to.sum,
             )?;
         }
+
         Ok(to.reduced(compute.record()?))
     }
 
@@ -634,6 +645,7 @@ impl<D: Device> Filling<D> {
             options,
             ..
         } = &*shared;
+
         let in_flight = if !to.add && sum.dtype() == options.dtype {
             match to.scatter {
                 true => self.reduce_scatter_into(sum, ReduceOp::Sum)?,
@@ -659,6 +671,7 @@ impl<D: Device> Filling<D> {
             }
             in_flight
         };
+
         Ok(in_flight.finish()?.event)
     }
 

@@ -386,6 +386,7 @@ impl Group {
                 recv: recv.dtype(),
             });
         }
+
         CommDType::try_from(send.dtype())
             .map_err(|dtype| CommError::DType { collective, dtype })?;
         let whole = segments.total(self.world_size);
@@ -403,6 +404,7 @@ impl Group {
             Broadcast => (whole, whole, "broadcast", "broadcast"),
             Barrier => (0, 0, "barrier", "barrier"),
         };
+
         for (what, expected, got) in [
             (send_name, in_send, send.len()),
             (recv_name, in_recv, recv.len()),
@@ -415,6 +417,7 @@ impl Group {
                 });
             }
         }
+
         if let (Some(op), DType::U8) = (op, send.dtype())
             && op == ReduceOp::Avg
         {
@@ -424,12 +427,14 @@ impl Group {
                 dtype: DType::U8,
             });
         }
+
         let in_place = match collective {
             ReduceScatter => send.slice(own).as_ptr() == recv.as_ptr(),
             AllGather => recv.slice(own).as_ptr() == send.as_ptr(),
             AllReduce | Broadcast => send.as_ptr() == recv.as_ptr(),
             AllToAll | Barrier => false,
         };
+
         if !in_place && overlap(send, recv) {
             return Err(CommError::Overlap { collective });
         }
@@ -441,6 +446,7 @@ impl Group {
             root: None,
             control: false,
         };
+
         Ok(Checked {
             group: self,
             call,

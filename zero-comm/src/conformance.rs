@@ -199,6 +199,7 @@ impl Shape {
         } else {
             op
         };
+
         use Collective::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
         let collective = [
             ReduceScatter,
@@ -208,6 +209,7 @@ impl Shape {
             AllToAll,
             Barrier,
         ][pick(3, 6)];
+
         let uneven = pick(4, 2) == 0;
         let segments = match collective {
             ReduceScatter | AllGather if uneven => {
@@ -224,12 +226,14 @@ impl Shape {
             }
             _ => Vec::new(),
         };
+
         let segments = match collective {
             ReduceScatter | AllGather if uneven => Segments::Uneven(segments.into()),
             ReduceScatter | AllGather | AllToAll => Segments::Even(length(5)),
             AllReduce | Broadcast => Segments::Balanced(length(5)),
             Barrier => Segments::Even(0),
         };
+
         let in_place = collective != AllToAll && pick(6, 2) == 0;
         let control = collective == AllGather && !uneven && pick(7, 3) == 0;
         Self {
@@ -313,6 +317,7 @@ impl<D: Device> Rank<'_, D> {
         if canaries && before.iter().chain(after).any(|&byte| byte != CANARY) {
             return Err(format!("{what}: a write beside the buffer"));
         }
+
         for (i, (bytes, want)) in values
             .chunks_exact(size_of::<T>())
             .zip(expected)
@@ -327,6 +332,7 @@ impl<D: Device> Rank<'_, D> {
                 return Err(format!("{what}[{i}]: got {:?}, expected {want:?}", got()));
             }
         }
+
         Ok(())
     }
 
@@ -337,6 +343,7 @@ impl<D: Device> Rank<'_, D> {
         let whole = shape.segments.total(n);
         let own = shape.segments.range(rank, n);
         let margin = (random(shape.seed, 9) % 5) as usize;
+
         let sent = |q: usize| -> Vec<T> {
             let len = if shape.collective == AllGather {
                 shape.segments.range(q, n).len()
@@ -352,12 +359,14 @@ impl<D: Device> Rank<'_, D> {
                 })
                 .collect()
         };
+
         let all: Vec<Vec<T>> = (0..n).map(sent).collect();
         let reduced = |range: std::ops::Range<usize>| -> Vec<T> {
             range
                 .map(|i| T::combine(shape.op, &all.iter().map(|s| s[i]).collect::<Vec<T>>()))
                 .collect()
         };
+
         let expected: Vec<T> = match shape.collective {
             ReduceScatter => reduced(own.clone()),
             AllReduce => reduced(0..whole),
@@ -366,6 +375,7 @@ impl<D: Device> Rank<'_, D> {
             AllToAll => all.iter().flat_map(|s| s[own.clone()].to_vec()).collect(),
             Barrier => Vec::new(),
         };
+
         let zero = T::draw(0, Sums::AnyOrder);
         let mut placed = expected.clone();
         placed.fill(zero);
@@ -383,6 +393,7 @@ impl<D: Device> Rank<'_, D> {
             AllReduce if shape.in_place => (send.slice, send.slice),
             _ => (send.slice, recv.slice),
         };
+
         text(match (shape.collective, &shape.segments) {
             (ReduceScatter, Segments::Uneven(counts)) => {
                 comm.reduce_scatter_uneven(stream, from, to, counts, shape.op)
@@ -398,11 +409,13 @@ impl<D: Device> Rank<'_, D> {
             (AllToAll, _) => comm.all_to_all(stream, from, to),
             (Barrier, _) => comm.barrier(stream),
         })?;
+
         self.expect_traffic::<T>(shape, before)?;
         let written = |mut values: Vec<T>, range: std::ops::Range<usize>| {
             values[range].copy_from_slice(&expected);
             values
         };
+
         match shape.collective {
             Broadcast => self.expect("buffer", &send, &expected, true),
             ReduceScatter if shape.in_place => {
@@ -433,11 +446,13 @@ impl<D: Device> Rank<'_, D> {
             rank: self.comm.rank(),
             world_size: self.comm.world_size(),
         };
+
         let own = match &shape.segments {
             Segments::Even(len) => *len,
             Segments::Uneven(counts) => counts[rank],
             Segments::Balanced(len) => balanced_range(*len, n, rank).len(),
         };
+
         let others = shape.segments.total(n) - own;
         let bytes = |elems: usize| (elems * size_of::<T>()) as u64;
         let mut expected = before;
@@ -454,6 +469,7 @@ impl<D: Device> Rank<'_, D> {
             }
             Collective::Barrier => {}
         }
+
         let got = self.comm.traffic();
         if got == expected {
             Ok(())
@@ -492,6 +508,7 @@ fn check_all<D: Device>(rank: &Rank<'_, D>) -> Outcome {
             message
         })?;
     }
+
     Ok(())
 }
 
@@ -542,6 +559,7 @@ fn refuses_calls_of_other_groups<D: Device>(
             }
         }
     }
+
     Ok(())
 }
 
@@ -563,6 +581,7 @@ fn refuses_memory_of_other_devices<D: Device>(
             )
         }
     };
+
     let whole = slice(1 << 30, n);
     let part = slice(1 << 20, 1);
     for refused in [
@@ -581,6 +600,7 @@ fn refuses_memory_of_other_devices<D: Device>(
             }
         }
     }
+
     Ok(())
 }
 
@@ -605,10 +625,12 @@ pub fn check<D: Device>(
         stream,
         plan,
     };
+
     check_all(&all)?;
     exchanges_messages(&all)?;
     let rank = comm.rank();
     let n = comm.world_size();
+
     for (turn, colors) in [1, 2, 3].into_iter().enumerate() {
         // The last rank of a larger world passes no color; keys reverse the order of ranks.
         let color = (n < 3 || rank + 1 < n).then_some((rank % colors) as u64);
@@ -636,5 +658,6 @@ pub fn check<D: Device>(
             plan,
         })?;
     }
+
     Ok(())
 }

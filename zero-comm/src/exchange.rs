@@ -28,6 +28,7 @@ pub(crate) fn exchange<D: Device>(
             got: message.len(),
         });
     }
+
     let rank = comm.rank();
     let ranks = comm.world_size();
     let (start, rest) = message.split_at(message.len().min(INLINE_BYTES));
@@ -41,6 +42,7 @@ pub(crate) fn exchange<D: Device>(
     })?;
     let mut messages = Vec::with_capacity(ranks);
     let mut counts = Vec::with_capacity(ranks);
+
     for (rank, frame) in frames.chunks_exact(FRAME_BYTES).enumerate() {
         let mut len = [0; 8];
         len.copy_from_slice(&frame[..8]);
@@ -54,6 +56,7 @@ pub(crate) fn exchange<D: Device>(
         messages.push(frame[8..8 + len.min(INLINE_BYTES)].to_vec());
         counts.push(len.saturating_sub(INLINE_BYTES));
     }
+
     if counts.iter().all(|count| *count == 0) {
         return Ok(messages);
     }
@@ -67,6 +70,7 @@ pub(crate) fn exchange<D: Device>(
     let before: usize = counts[..rank].iter().sum();
     let own = before..before + rest.len();
     all[own.clone()].copy_from_slice(rest);
+
     through_device(comm, pool, stream, &mut all, limit, |all| {
         comm.enqueue(
             stream,
@@ -74,12 +78,14 @@ pub(crate) fn exchange<D: Device>(
                 .control_all_gather_uneven(all.slice(own), all, &counts)?,
         )
     })?;
+
     let mut left = &all[..];
     for (message, count) in messages.iter_mut().zip(counts) {
         let (own, others) = left.split_at(count);
         message.extend_from_slice(own);
         left = others;
     }
+
     Ok(messages)
 }
 

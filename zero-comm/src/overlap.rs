@@ -102,6 +102,7 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
         let next = lines.len();
         lines.entry(&span.stream).or_insert(next);
     }
+
     let mut events = Vec::with_capacity(spans.len() + lines.len());
     for (stream, line) in &lines {
         let name = quoted(stream);
@@ -109,6 +110,7 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
             r#"{{"name":"thread_name","ph":"M","pid":0,"tid":{line},"args":{{"name":{name}}}}}"#
         ));
     }
+
     for span in spans {
         let micros = |d: Duration| d.as_secs_f64() * 1e6;
         let name = quoted(span.label);
@@ -122,6 +124,7 @@ pub fn chrome_trace(spans: &[OpSpan]) -> String {
             r#"{{"name":{name},"cat":{phase},"ph":"X","pid":0,"tid":{line},"ts":{start:.3},"dur":{length:.3}}}"#
         ));
     }
+
     format!(
         "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n",
         events.join(",\n")
@@ -167,6 +170,7 @@ mod tests {
             span("comm", "all_gather", 8, 14),
             span("comm", "reduce_scatter", 18, 23),
         ];
+
         let overlap = Overlap::of(&spans, "comm");
         let ms = Duration::from_millis;
         assert_eq!(
@@ -178,6 +182,7 @@ mod tests {
                 exposed: ms(4 + 3)
             }
         );
+
         assert!((overlap.fraction() - (1.0 - 7.0 / 11.0)).abs() < 1e-12);
         assert_eq!(Overlap::of(&[], "comm").fraction(), 1.0);
         // Compute is idle for longer than communication runs, as in a first step that waits for its

@@ -85,10 +85,12 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
             .align_offset(nontemporal::LINE_BYTES)
             .min(out.len()),
     };
+
     let (out_head, out) = out.split_at_mut(head);
     partial(op, inputs, 0, out_head);
     let (blocks, tail) = out.as_chunks_mut::<BLOCK>();
     let whole = head + blocks.len() * BLOCK;
+
     for (i, out) in blocks.iter_mut().enumerate() {
         let at = head + i * BLOCK;
         for input in inputs {
@@ -117,6 +119,7 @@ fn kernel<T: Lane>(op: ReduceOp, inputs: &[&[T]], out: &mut [T], store: Store) {
             }
         }
     }
+
     partial(op, inputs, whole, tail);
     if store == Store::PastCache {
         nontemporal::fence();
@@ -342,6 +345,7 @@ mod tests {
         T::reduce(op, &inputs, &mut out, Store::Cached);
         // Targets at several offsets in a line.
         let mut past = vec![T::default(); out.len() + 40];
+
         for offset in [0, 1, 39] {
             let place = &mut past[offset..offset + out.len()];
             T::reduce(op, &inputs, place, Store::PastCache);
@@ -354,6 +358,7 @@ mod tests {
                 "{op:?} at {offset}: {place:?}, not {out:?}"
             );
         }
+
         for (i, &got) in out.iter().enumerate() {
             let values: Vec<f32> = inputs.iter().map(|input| to_f32(input[i])).collect();
             let expected = from_f32(plain(op, &values));

@@ -57,6 +57,7 @@ impl<D: Device> Drop for WaitOnDrop<D> {
             let end = stream.record();
             end.is_ok_and(|end| end.synchronize(limit).is_ok() || end.is_done().unwrap_or(true))
         };
+
         for stream in &self.streams {
             if !ends(stream, self.limit) {
                 let name = stream.name();

@@ -122,6 +122,7 @@ impl RankZero {
             .unwrap();
         let (sender, lines) = channel();
         let stdout = BufReader::new(child.stdout.take().unwrap());
+
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 if let Some(text) = line.strip_prefix(PREFIX) {
@@ -129,6 +130,7 @@ impl RankZero {
                 }
             }
         });
+
         let process = format!("/proc/{}", child.id());
         let sampler = std::thread::spawn(move || {
             let mut most = Use::default();
@@ -145,6 +147,7 @@ impl RankZero {
             }
             most
         });
+
         Self {
             stdin: child.stdin.take(),
             child,
@@ -278,6 +281,7 @@ fn record(port: u16) -> (u16, Arc<Mutex<Vec<u8>>>) {
         std::thread::spawn(move || copy(server_2, client_2, None));
         copy(client, server, Some(record));
     });
+
     (own, recorded)
 }
 
@@ -392,6 +396,7 @@ impl Stranger {
         }: &Signals,
     ) -> Vec<u8> {
         let random = &mut Random(self.seed);
+
         // Nothing listens before rank 0 starts, and perhaps nothing once the world is complete.
         let mut stream = loop {
             match TcpStream::connect((Ipv4Addr::LOCALHOST, port)) {
@@ -400,6 +405,7 @@ impl Stranger {
                 Err(_) => std::thread::sleep(Duration::from_millis(2)),
             }
         };
+
         connected.fetch_add(1, Ordering::Relaxed);
         while !go.load(Ordering::Relaxed) && !over.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(2));
@@ -411,6 +417,7 @@ impl Stranger {
             .set_read_timeout(Some(Duration::from_millis(20)))
             .unwrap();
         let first = &capture[..4 + u32::from_le_bytes(*capture.first_chunk().unwrap()) as usize];
+
         let send = |bytes: &[u8]| {
             let mut sent = 0;
             while sent < bytes.len() && !over.load(Ordering::Relaxed) {
@@ -423,6 +430,7 @@ impl Stranger {
             }
             sent == bytes.len()
         };
+
         match self.kind {
             Noise => drop(send(&random.noise())),
             Http => drop(send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")),
@@ -486,6 +494,7 @@ impl Stranger {
                 return Vec::new();
             }
         }
+
         let mut received = Vec::new();
         let mut bytes = [0; 4096];
         while !over.load(Ordering::Relaxed) && received.len() < 1 << 20 {
@@ -496,6 +505,7 @@ impl Stranger {
                 Err(_) => break,
             }
         }
+
         received
     }
 
@@ -633,6 +643,7 @@ fn crowd_keeps_no_rank_out() {
             seed: seed + i,
         })
     };
+
     let crowd = Wave::start(silent(0).collect(), port, &capture);
     let rank_0 = RankZero::start(port);
     crowd.wait_until_connected();
@@ -644,6 +655,7 @@ fn crowd_keeps_no_rank_out() {
             })
         })
         .collect();
+
     let mut job = Job::join(rank_0, port, port);
     job.steps(STEPS);
     for caller in callers {

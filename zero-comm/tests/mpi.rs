@@ -112,6 +112,7 @@ fn misbehave(
         "panic" => stream.enqueue("bad", || panic!("on purpose"))?,
         _ => {}
     }
+
     Ok(())
 }
 
@@ -128,24 +129,29 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         view(&mut recv_bytes),
     ];
     comm.barrier(&streams.comm)?;
+
     if kind == "killed-after" {
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
         streams.comm.synchronize(LIMIT)?;
     }
+
     if comm.rank() == 1 {
         misbehave(kind, which, comm, streams, buffers)?;
     } else if kind == "killed-during" {
         std::thread::sleep(Duration::from_millis(500));
     }
+
     call(comm, streams, which, buffers[0], buffers[1], LEN)?;
     if kind == "order" && comm.rank() != 1 {
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
+
     if kind == "killed-during" {
         // A barrier ends when all ranks have reached it, so the other ranks fail only in the next
         // collective.
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
     }
+
     let ended = streams.comm.synchronize(LIMIT);
     comm.failure().map_or(Ok(()), Err)?;
     Ok(ended?)
@@ -158,6 +164,7 @@ fn reuse_tags(comm: &Comm, streams: &Streams) {
     let mut values: Vec<_> = (0..4 * TAG_PERIOD)
         .map(|call| vec![(rank + call) as f32; 100])
         .collect();
+
     if rank == 0 {
         // Enough for the other stream to pass the first call, if nothing held it.
         let late = || {
@@ -166,6 +173,7 @@ fn reuse_tags(comm: &Comm, streams: &Streams) {
         };
         streams.compute.enqueue("late", late).unwrap();
     }
+
     for (call, values) in values.iter_mut().enumerate() {
         let stream = if call == 0 {
             &streams.compute
@@ -176,6 +184,7 @@ fn reuse_tags(comm: &Comm, streams: &Streams) {
         comm.all_reduce(stream, buffer, buffer, ReduceOp::Max)
             .unwrap();
     }
+
     streams.synchronize();
     for (call, values) in values.iter().enumerate() {
         let expected = (n - 1 + call) as f32;
@@ -193,15 +202,18 @@ fn rank_main(what: &str) -> ExitCode {
     } else {
         FAULT_LIMIT
     };
+
     let options = CommOptions::default().limit(limit);
     let world = match what {
         "tags" => MpiWorld::init_with_tags_up_to(options, SMALL_TAG_BOUND).unwrap(),
         _ => MpiWorld::init(options).unwrap(),
     };
+
     let comm: Comm = world.comm();
     let streams = Streams::new(comm.rank());
     let rank = comm.rank();
     let n = comm.world_size();
+
     match what {
         "conformance" => {
             let plan = Plan::default().seed(n as u64).cases(60);
@@ -265,6 +277,7 @@ fn rank_main(what: &str) -> ExitCode {
             return ExitCode::FAILURE;
         }
     }
+
     drop(world);
     ExitCode::SUCCESS
 }
@@ -279,10 +292,12 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
         "-n",
         &n.to_string(),
     ]);
+
     if recovery {
         // Otherwise the launcher ends all ranks when one is killed.
         command.arg("--enable-recovery");
     }
+
     // Launchers that share a folder sometimes remove it while another makes it.
     let folder = tempfile::tempdir().unwrap();
     command.env("OMPI_MCA_orte_tmpdir_base", folder.path());
@@ -296,6 +311,7 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
     let pid = child.id();
     let done = Arc::new(zero_alloc::host::Monitor::new(false));
     let watched = Arc::clone(&done);
+
     std::thread::spawn(move || {
         if watched
             .wait_until(LIMIT, String::new, |done| done.then_some(()))
@@ -304,6 +320,7 @@ fn launch(n: usize, what: &str, recovery: bool) -> (Output, Duration) {
             let _gone = Command::new("kill").args(["-9", &pid.to_string()]).status();
         }
     });
+
     let output = child.wait_with_output().unwrap();
     done.update(|done| *done = true);
     (output, begun.elapsed())
@@ -334,6 +351,7 @@ fn check_fault(kind: &str, which: Collective) {
         "abort" => "rank 1 aborted: on purpose".to_owned(),
         _ => "rank 1 failed before running it".to_owned(),
     };
+
     let named =
         |line: &str| line.contains(&text) && (kind == "abort" || line.contains(which.name()));
     let failed = out
@@ -356,6 +374,7 @@ fn main() -> ExitCode {
     {
         return rank_main(what);
     }
+
     if Command::new("mpirun")
         .arg("--version")
         .stdout(Stdio::null())
@@ -365,6 +384,7 @@ fn main() -> ExitCode {
         println!("skipped: mpirun is missing");
         return ExitCode::SUCCESS;
     }
+
     for n in [1, 2, 3, 4] {
         let (output, _) = launch(n, "conformance", false);
         let out = String::from_utf8_lossy(&output.stdout);
@@ -375,6 +395,7 @@ fn main() -> ExitCode {
         );
         println!("ok: conformance on {n} processes");
     }
+
     let (output, _) = launch(3, "tags", false);
     let out = String::from_utf8_lossy(&output.stdout);
     expect(
@@ -383,6 +404,7 @@ fn main() -> ExitCode {
         &output,
     );
     println!("ok: conformance with tags up to {SMALL_TAG_BOUND}");
+
     for n in [2, 4] {
         let over_threads = common::on_ranks(n, CommOptions::default(), |comm, streams| {
             digest(&comm, streams)
@@ -397,6 +419,7 @@ fn main() -> ExitCode {
         );
         println!("ok: {n} processes give the bits of {n} threads");
     }
+
     let cases: Vec<(&str, Collective)> = FAULTS
         .iter()
         .flat_map(|&f| Collective::ALL.map(|which| (f, which)))
@@ -404,6 +427,7 @@ fn main() -> ExitCode {
     // Two cases run concurrently, since most of their time is waiting for a limit. More would delay
     // the healthy ranks.
     let next = AtomicUsize::new(0);
+
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
@@ -416,6 +440,7 @@ fn main() -> ExitCode {
             });
         }
     });
+
     let (output, time) = launch(3, "killed-before@all_reduce", false);
     let named = String::from_utf8_lossy(&output.stderr).contains("signal 9");
     expect(
@@ -424,5 +449,6 @@ fn main() -> ExitCode {
         &output,
     );
     println!("ok: mpirun by itself ends all after {time:.1?}");
+
     ExitCode::SUCCESS
 }

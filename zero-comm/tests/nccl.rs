@@ -61,6 +61,7 @@ fn launch(n: usize, case: &str, more: &[(&str, &str)]) -> (Vec<Output>, Duration
         .local_addr()
         .unwrap()
         .port();
+
     let spawn = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args([
@@ -90,6 +91,7 @@ fn launch(n: usize, case: &str, more: &[(&str, &str)]) -> (Vec<Output>, Duration
             .spawn()
             .unwrap()
     };
+
     let children: Vec<Child> = (0..n).map(spawn).collect();
     let outputs = children
         .into_iter()
@@ -186,6 +188,7 @@ fn cuda_nccl_faults_end_all_ranks() {
         ("poison", "rank 1 failed before running it"),
         ("split", "rank 1"),
     ];
+
     for (kind, text) in faults {
         let (outputs, time) = launch(3, kind, &[]);
         let failed = outputs

@@ -77,6 +77,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         opened => opened?,
     };
+
     let elems = 1000;
     let limit = Duration::from_secs(30);
     let kernels = CudaKernels::new(&device)?;
@@ -89,6 +90,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let grad = vec![half::bf16::from_f32(0.5); elems];
     let param = vec![half::bf16::ZERO; elems];
     let scalars = StepScalars::new(1, 1e-2, &HYPER, 1.0);
+
     let images: [&[u8]; 6] = [
         bytemuck::cast_slice(&master),
         bytemuck::cast_slice(&moment),
@@ -97,6 +99,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         bytemuck::cast_slice(&param),
         bytemuck::bytes_of(&scalars),
     ];
+
     let mut tensors = Vec::new();
     for image in images {
         let memory = device.allocate(image.len())?;
@@ -107,6 +110,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         device.upload(&framework_stream, image, bytes, limit)?;
         tensors.push((memory, bytes));
     }
+
     let lens = [elems, elems, elems, elems, elems, 1];
     let tensor = |i: usize| Tensor {
         pointer: tensors[i].0.as_ptr().cast(),
@@ -131,9 +135,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     )?;
     framework_stream.synchronize(limit)?;
     println!("{}: {elems} parameters, 1 -> {}", device.name(), param[0]);
+
     for (memory, bytes) in tensors {
         // SAFETY: allocated above with this size; the stream is drained.
         unsafe { device.deallocate(memory, bytes.len()) };
     }
+
     Ok(())
 }

@@ -16,6 +16,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut v = vec![0f32; len];
     let mut grad = vec![bf16::from_f32(0.01); len];
     let mut param = vec![bf16::ZERO; len];
+
     let hyper = AdamHyper {
         beta1: 0.9,
         beta2: 0.999,
@@ -24,6 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         decoupled: true,
         bias_correction: true,
     };
+
     let mut scalars = [StepScalars::new(1, 1e-3, &hyper, 1.0)];
     let mut stats = [GradStats::default()];
 
@@ -38,6 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         scalars: typed(&mut scalars),
         hyper,
     };
+
     let mut scratch = vec![0f64; kernels.stats_scratch_elems(&[len])];
     kernels.grad_stats(
         &stream,
@@ -54,6 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         stats[0].nonfinite
     );
     println!("weights 1 -> {} (fp32), {} (bf16)", master[0], param[0]);
+
     Ok(())
 }
 

@@ -105,6 +105,7 @@ fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Resul
             });
         }
     }
+
     for (i, a) in written.iter().enumerate() {
         for b in written[i + 1..].iter().chain(read) {
             if a.start < b.end && b.start < a.end {
@@ -115,6 +116,7 @@ fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Resul
             }
         }
     }
+
     Ok(())
 }
 
@@ -134,6 +136,7 @@ pub(crate) fn adam(device: DeviceId, args: &AdamArgs) -> Result<(), KernelError>
     } else {
         &written[..3]
     };
+
     let read = [
         Extent::any("adam: grad", args.grad),
         Extent::typed("adam: scalars", args.scalars),
@@ -143,6 +146,7 @@ pub(crate) fn adam(device: DeviceId, args: &AdamArgs) -> Result<(), KernelError>
         .chain(&read[..1])
         .try_for_each(|e| e.has(master.elems))?;
     read[1].has(1)?;
+
     check_extents(device, written, &read)
 }
 
@@ -186,12 +190,14 @@ pub(crate) fn pack(
         dst.len(),
     )?;
     let mut free = 0;
+
     for (index, (part, at)) in parts.iter().enumerate() {
         if *at < free {
             return Err(KernelError::PartOrder { index });
         }
         free = at.saturating_add(part.len());
     }
+
     parts
         .iter()
         .try_for_each(|(part, _)| float("pack: part", part.dtype()))?;
@@ -200,6 +206,7 @@ pub(crate) fn pack(
         .iter()
         .map(|(part, _)| Extent::any("pack: part", *part))
         .collect();
+
     check_extents(device, &[Extent::any("pack: dst", dst)], &read)
 }
 

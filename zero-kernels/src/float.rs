@@ -81,6 +81,7 @@ impl Float for f16 {
             .to_bits()
             .wrapping_sub(0.5f32.to_bits());
         let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+
         let out = if magnitude > 0x7f80_0000 {
             nan
         } else if magnitude >= 0x4780_0000 {
@@ -90,6 +91,7 @@ impl Float for f16 {
         } else {
             normal
         };
+
         Self::from_bits((sign | out) as u16)
     }
 }

@@ -41,6 +41,7 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         return Ok(());
     }
     let weight_decay = hyper.weight_decay as f32;
+
     for i in 0..n {
         let mut w = widen(slices.weights[i]);
         let mut m = widen(slices.first_moment[i]);
@@ -61,6 +62,7 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
             p[i] = narrow(w);
         }
     }
+
     Ok(())
 }
 

@@ -183,6 +183,7 @@ impl StepState {
                 }
             }
         }
+
         self.iteration += 1;
         if overflow {
             self.skipped_steps += 1;
@@ -190,6 +191,7 @@ impl StepState {
             self.adam_steps += 1;
             self.schedule_position += 1;
         }
+
         true
     }
 }
@@ -310,6 +312,7 @@ pub fn advance_step(
             .chunks_exact(scalars.len().max(1))
             .nth(usize::try_from(i).ok()?)
     });
+
     if let Some(now) = now {
         record.lr = now[0].lr;
         if bad_rank.is_some() {

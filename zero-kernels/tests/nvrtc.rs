@@ -114,6 +114,7 @@ fn compile_error_names_file_and_line() {
     else {
         panic!("{error}")
     };
+
     assert_eq!(source_name, "wrong.cu");
     assert!(
         log.contains("wrong.cu(3)") && log.contains("undeclared"),
@@ -145,6 +146,7 @@ fn newer_devices_get_ptx() {
     let newest = Arch(*nvrtc.supported_archs().iter().max().unwrap());
     let target = nvrtc.target(Arch(990)).unwrap();
     assert_eq!(target, Target::Ptx(newest));
+
     for (source, kernels) in sources() {
         let name = source.name;
         let image = nvrtc.compile(&source, target, false).unwrap().image;

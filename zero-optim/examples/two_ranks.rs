@@ -25,6 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .schedule(schedule)
         .max_grad_norm(1.0);
     let mut ranks = Vec::new();
+
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
         let segments = vec![Segment::shard("line", 0..1)];
@@ -72,6 +73,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
         }
     }
+
     Ok(())
 }
 

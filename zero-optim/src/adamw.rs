@@ -221,6 +221,7 @@ impl<D: Device> ShardedAdamW<D> {
             true => Access::Update { seed: None },
             false => Access::Read(StateKind::Master),
         };
+
         for &(slice, at) in slices {
             for (elems, range, _) in self.groups.trained(unit, at..at + slice.len()) {
                 let slice = slice.slice(elems.start - at..elems.end - at);
@@ -251,6 +252,7 @@ impl<D: Device> ShardedAdamW<D> {
                 }
             }
         }
+
         Ok(())
     }
 
@@ -489,6 +491,7 @@ impl<D: Device> ShardedAdamW<D> {
             flags: inputs.flags,
             ..self.rank_stats(stream, inputs.loss, limit)?
         };
+
         let mut ranks = Vec::new();
         for (rank, message) in exchange(bytemuck::bytes_of(&own))?.iter().enumerate() {
             let stats = bytemuck::try_pod_read_unaligned(message);
@@ -500,6 +503,7 @@ impl<D: Device> ShardedAdamW<D> {
                 got,
             })?);
         }
+
         Ok(self.step(
             stream,
             units,

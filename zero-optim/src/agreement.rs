@@ -191,6 +191,7 @@ pub fn agree<E: Display>(
             message: error.to_string(),
         })
     };
+
     let (own, summary) = match settings {
         Ok(settings) => {
             let own = settings.encode();
@@ -227,6 +228,7 @@ pub fn agree<E: Display>(
     } else {
         &[]
     })?;
+
     Err(disagreement.error(&messages))
 }
 
@@ -298,6 +300,7 @@ fn first_difference(
         .zip(expected.iter())
         .take_while(|(got, expected)| got == expected)
         .count();
+
     let (setting, got, expected) = match (got.iter().nth(same), expected.iter().nth(same)) {
         (Some((name, got)), Some((other, expected))) if name == other => {
             (name, Some(got), Some(expected))
@@ -307,6 +310,7 @@ fn first_difference(
         (Some((name, got)), None) => (name, Some(got), expected.get(name)),
         (None, None) => return AgreementError::Unexpected { rank },
     };
+
     AgreementError::Differs {
         rank,
         reference,
@@ -352,6 +356,7 @@ impl<D: Device> ShardedAdamW<D> {
             settings.push(format!("name of unit {unit}"), name);
         }
         settings.push("progress", format!("{:?}", self.progress()));
+
         settings
     }
 
@@ -408,6 +413,7 @@ mod tests {
                 .map(|thread| thread.join().unwrap())
                 .collect()
         });
+
         assert!(
             results.iter().all(|result| *result == results[0]),
             "{results:?}"
@@ -512,6 +518,7 @@ mod tests {
             });
             assert!(result.is_err());
         }
+
         let long: Vec<usize> = sent
             .iter()
             .filter(|(_, bytes)| *bytes > Summary::BYTES)

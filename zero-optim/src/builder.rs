@@ -128,6 +128,7 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
             param_dtype,
             ..
         } = self;
+
         if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(OptimError::ParamDType { dtype: param_dtype });
         }
@@ -154,6 +155,7 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
                 Pieces::on_device(pool, Arc::clone(&kernels), stream, elems, format.masters)?
             }
         };
+
         let workspace = |elems, dtype| pool.allocate(elems, dtype, Purpose::Workspace, stream);
         let shards: Vec<usize> = segments.iter().map(|s| s.own_shard.len()).collect();
         let scratch_elems = kernels.stats_scratch_elems(&shards);
@@ -174,6 +176,7 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
             groups,
             stream: stream.clone(),
         };
+
         // Frozen units have no launch that writes their statistics.
         if (0..optim.segments.len()).any(|unit| optim.is_frozen(unit)) {
             optim.device.fill_zero(stream, view(&optim.stats))?;

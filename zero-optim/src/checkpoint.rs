@@ -208,6 +208,7 @@ impl<D: Device> ShardedAdamW<D> {
         let placed = &layout.units()[unit];
         let mut values = Vec::new();
         let len = self.segments()[unit].len();
+
         for kind in StateKind::ALL {
             if kind != StateKind::Master && self.is_frozen(unit) {
                 continue;
@@ -227,6 +228,7 @@ impl<D: Device> ShardedAdamW<D> {
                 )?;
             }
         }
+
         Ok(self.write_unit_params(stream, unit, param)?)
     }
 
@@ -240,6 +242,7 @@ impl<D: Device> ShardedAdamW<D> {
                 segments: segments.len(),
             });
         }
+
         let start = |(unit, segment): (&UnitLayout, &crate::Segment)| {
             let expected = unit.shard(own.rank);
             let shard = &segment.own_shard;
@@ -258,6 +261,7 @@ impl<D: Device> ShardedAdamW<D> {
                     own_shard: shard.clone(),
                 })
         };
+
         units.iter().zip(segments).map(start).collect()
     }
 
@@ -272,6 +276,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_count("params", own.params.len())?;
         let elems = own.layout.shard_elems() as usize;
         let mut states = [const { Vec::new() }; 3];
+
         for (kind, storage) in StateKind::ALL.into_iter().zip(&mut states) {
             let bytes = 4 * elems as u64;
             storage
@@ -296,6 +301,7 @@ impl<D: Device> ShardedAdamW<D> {
                 )?;
             }
         }
+
         Ok(states)
     }
 
@@ -372,6 +378,7 @@ fn read_flat(
             expected: "one within it".to_owned(),
             got: e.to_string(),
         })?;
+
     let pieces: Vec<_> = pieces.collect();
     let Some(first) = pieces.first() else {
         return Ok(());
@@ -390,6 +397,7 @@ fn read_flat(
         &mut out[..numel],
     )?;
     let mut end = numel;
+
     for piece in pieces.iter().rev() {
         let from = (piece.in_flat.start - flat.start) as usize;
         let to = (piece.in_flat.end - flat.start) as usize;
@@ -399,5 +407,6 @@ fn read_flat(
         out[at..from].fill(0.0);
         end = at;
     }
+
     Ok(())
 }

@@ -83,6 +83,7 @@ impl OptimizerConfig {
                 "a finite number, 0 or above",
             )
         };
+
         let beta = |name, x: f64| {
             OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1")
         };
@@ -99,6 +100,7 @@ impl OptimizerConfig {
             "at least 1",
         )?;
         self.schedule.check()?;
+
         self.loss_scaling.check()
     }
 
@@ -385,12 +387,14 @@ impl StepController {
             skipped_steps,
             loss_scaler,
         } = *progress;
+
         let counts = [
             adam_steps,
             schedule_position,
             skipped_steps,
             loss_scaler.iteration,
         ];
+
         if let Some(steps) = counts.into_iter().find(|steps| *steps > MAX_STEPS) {
             let reason = format!("{steps} steps, above the maximum of {MAX_STEPS}");
             return Err(OptimError::Restore {
@@ -398,12 +402,14 @@ impl StepController {
                 reason,
             });
         }
+
         let LossScalerState {
             scale,
             iteration,
             since,
             hysteresis_left,
         } = self.config.loss_scaling.fit(loss_scaler)?;
+
         self.state = StepState {
             loss_scale: scale,
             iteration,
@@ -414,6 +420,7 @@ impl StepController {
             hysteresis_left,
             halted: StepState::RUNNING,
         };
+
         Ok(())
     }
 
@@ -479,15 +486,18 @@ impl StepController {
             nonfinite,
             ..
         } = record;
+
         let flags = ReducedFlags {
             any: record.flags_any,
             all: record.flags_all,
         };
+
         if record.halted == StepState::NO_RATE {
             return Err(OptimError::NoRate {
                 position: self.state.schedule_position,
             });
         }
+
         if record.skipped == 0 {
             return Ok(StepOutcome::Applied {
                 grad_norm,
@@ -498,12 +508,14 @@ impl StepController {
                 flags,
             });
         }
+
         let unit = usize::try_from(record.bad_unit)
             .ok()
             .and_then(|unit| unit_names.get(unit))
             .cloned();
         let rank = record.bad_rank as usize;
         let unit = unit.unwrap_or_else(|| "(unknown)".into());
+
         if record.halted == StepState::AT_MINIMUM {
             let step = self.state.adam_steps + self.state.skipped_steps;
             return Err(OptimError::LossScaleAtMinimum {
@@ -513,11 +525,13 @@ impl StepController {
                 unit,
             });
         }
+
         let overflow = Overflow {
             rank,
             unit,
             nonfinite,
         };
+
         Ok(StepOutcome::Skipped {
             overflow,
             lr,

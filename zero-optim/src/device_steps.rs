@@ -226,6 +226,7 @@ impl<D: Device> ShardedAdamW<D> {
             config: optim_config.step_config(config.divisor, first),
             state,
         };
+
         if self
             .device_steps
             .as_ref()
@@ -251,6 +252,7 @@ impl<D: Device> ShardedAdamW<D> {
             view(&steps.rates),
             limit,
         )?;
+
         Ok(())
     }
 
@@ -424,6 +426,7 @@ impl<D: Device> ShardedAdamW<D> {
         else {
             return Ok(Vec::new());
         };
+
         steps.reading.wait(last)?;
         // The range wraps at most once. Only these records are read, since a running step may be
         // writing another.
@@ -436,6 +439,7 @@ impl<D: Device> ShardedAdamW<D> {
         let readable = if lost { 0 } else { count };
         let mut read = vec![StepRecord::default(); readable];
         let (head, tail) = read.split_at_mut(readable.min(RECORDS - start));
+
         for (at, records) in [(start, head), (0, tail)] {
             if !records.is_empty() {
                 let from = bytes(steps.records().slice(at..at + records.len()));
@@ -447,6 +451,7 @@ impl<D: Device> ShardedAdamW<D> {
                 )?;
             }
         }
+
         let mut outcomes = Vec::with_capacity(count);
         let mut read = read.iter();
         for (iteration, _) in steps.expected.drain(..count) {
@@ -462,6 +467,7 @@ impl<D: Device> ShardedAdamW<D> {
                 }
             }
         }
+
         match &steps.halted {
             Some(error) if outcomes.is_empty() => Err(error.clone()),
             _ => Ok(outcomes),

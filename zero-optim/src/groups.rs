@@ -223,10 +223,12 @@ impl ParamGroups {
             elems: 0..elems,
             group: 0,
         }];
+
         let (rules, runs) = match self.runs[..] {
             [] => (&[GroupRules::default()][..], &own[..]),
             _ => (&self.rules[..], &self.runs[..]),
         };
+
         let mut end = 0;
         for run in runs {
             if run.elems.start != end || run.elems.end < end || run.group >= rules.len() {
@@ -244,6 +246,7 @@ impl ParamGroups {
             }
             end = run.elems.end;
         }
+
         if end != elems {
             return Err(OptimError::Runs {
                 start: end,
@@ -253,10 +256,12 @@ impl ParamGroups {
                 elems,
             });
         }
+
         let (launch_of, launch_rules, rates) = distinct(rules, config);
         let mut pieces = Vec::with_capacity(segments.len());
         let mut next = 0;
         let mut at = 0;
+
         for segment in segments {
             let mut of_unit: Vec<Piece> = Vec::new();
             // Runs that end within or before this segment are done; the last may go on in the next
@@ -296,6 +301,7 @@ impl ParamGroups {
             }
             pieces.push(of_unit);
         }
+
         Ok(Resolved {
             pieces,
             launch_rules,
@@ -337,6 +343,7 @@ fn distinct(
                 all.len() - 1
             })
     }
+
     let mut launches = Vec::new();
     let mut rates = vec![RateRule::OWN];
     let of_group = rules.iter().map(|rules| {
@@ -352,6 +359,7 @@ fn distinct(
             )
         })
     });
+
     (of_group.collect(), launches, rates)
 }
 
@@ -386,10 +394,12 @@ mod tests {
             betas: Some([0.9, 0.999]),
             ..GroupRules::default()
         };
+
         let slow = GroupRules {
             lr_scale: 0.5,
             ..same
         };
+
         let rules = [GroupRules::default(), same, slow, GroupRules::frozen()];
         // Groups 0 and 1 have the same rules; a run goes over the ends of units.
         let all = groups(
@@ -403,12 +413,14 @@ mod tests {
                 (12..16, 1),
             ],
         );
+
         let resolved = all.resolve(&config, &segments, 16).unwrap();
         let piece = |elems, state: Option<Range<usize>>, rules| Piece {
             elems,
             state,
             rules,
         };
+
         let expected = [
             vec![
                 piece(0..6, Some(0..6), 0),
@@ -418,6 +430,7 @@ mod tests {
             vec![],
             vec![piece(0..2, Some(9..11), 1), piece(2..6, Some(11..15), 0)],
         ];
+
         assert_eq!(resolved.pieces, expected);
         assert_eq!(
             (
@@ -427,6 +440,7 @@ mod tests {
             ),
             (15, 2, 2)
         );
+
         // Without groups each unit is one piece.
         let none = ParamGroups::default()
             .resolve(&config, &segments, 16)
@@ -439,6 +453,7 @@ mod tests {
                 vec![piece(0..6, Some(10..16), 0)]
             ]
         );
+
         assert_eq!(none.rates, [RateRule::OWN]);
     }
 
@@ -459,6 +474,7 @@ mod tests {
                 .unwrap_err();
             assert!(matches!(error, OptimError::Runs { .. }), "{error}");
         }
+
         let bad = groups(
             &[GroupRules {
                 lr_scale: -1.0,
@@ -466,6 +482,7 @@ mod tests {
             }],
             &[(0..10, 0)],
         );
+
         let error = bad.resolve(&config, &segments, 10).unwrap_err();
         assert_eq!(
             error.to_string(),

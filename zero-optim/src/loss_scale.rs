@@ -152,6 +152,7 @@ impl LossScaling {
                 reason,
             })
         };
+
         if !(state.scale.is_finite() && state.scale > 0.0) {
             return refuse(format!("a scale of {}", state.scale));
         }
@@ -161,6 +162,7 @@ impl LossScaling {
                 state.since, state.iteration
             ));
         }
+
         match self {
             Self::Static { scale } if *scale != state.scale => refuse(format!(
                 "a scale of {}, but this run has a static scale of {scale}",

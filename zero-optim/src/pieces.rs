@@ -232,6 +232,7 @@ impl<D: Device> Pieces<D> {
             #[cfg(target_os = "linux")]
             Home::File { places, .. } => places,
         };
+
         let first = places.partition_point(|place| place.state.end <= state.start);
         let overlapping = places[first..]
             .iter()
@@ -289,6 +290,7 @@ impl<D: Device> Pieces<D> {
                 }
             }
         };
+
         memory.held(
             self.format,
             Arc::clone(&self.kernels),
@@ -317,6 +319,7 @@ impl Pieces<HostDevice> {
             bytes += format.piece_bytes(state.len());
             places.push(Place { state, at });
         }
+
         let largest = places.iter().map(|place| place.state.len()).max();
 
         let home = match &options.home {
@@ -342,14 +345,17 @@ impl Pieces<HostDevice> {
                 Home::File { places, ring }
             }
         };
+
         let moment = || {
             let elems = largest.unwrap_or(0);
             pool.allocate(elems, DType::F32, Purpose::Workspace, stream)
         };
+
         let wide = match format.bf16_moments {
             true => Some([moment()?, moment()?]),
             false => None,
         };
+
         Ok(Self {
             kernels,
             format,
@@ -468,6 +474,7 @@ impl<'a, D: Device> Bytes<'a, D> {
                 Masters::Remainders(typed(self.memory.slice(parts.masters), elems))
             }
         };
+
         let moments = [parts.first_moment, parts.second_moment];
         let moments = moments.map(|part| self.memory.slice(part));
         let (moments, narrowing) = match wide {
@@ -490,6 +497,7 @@ impl<'a, D: Device> Bytes<'a, D> {
                 ([first, second], Some(narrowing))
             }
         };
+
         let [first_moment, second_moment] = moments;
         Ok(HeldPiece {
             piece: PieceState {
@@ -527,6 +535,7 @@ impl Part {
         let bytes = unsafe { held.bytes() };
         let is_master = self.kind == StateKind::Master;
         let none = typed::<f32>(bytes.slice(0..0), 0);
+
         let (masters, moment) = match (is_master, self.format.masters, wide) {
             (true, MasterFormat::Params, _) => (Masters::Params, none),
             (true, MasterFormat::Fp32, _) => (Masters::Fp32(typed(bytes, elems)), none),
@@ -537,6 +546,7 @@ impl Part {
                 (Masters::Params, widen(kernels, stream, narrow, wide)?)
             }
         };
+
         Ok(HeldPiece {
             piece: PieceState {
                 state: self.state,

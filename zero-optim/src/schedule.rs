@@ -336,6 +336,7 @@ impl LrSchedule {
                 "a finite number, 0 or above",
             )
         };
+
         match self {
             Self::Constant | Self::LinearWarmup { .. } => Ok(()),
             Self::Decay(d) => {
@@ -505,6 +506,7 @@ impl OneCycle {
             self.cycle_second_stair_count
                 .unwrap_or(self.cycle_first_stair_count)
         } as f64;
+
         if stairs == 0.0 {
             return if rising {
                 x / ratio
@@ -512,6 +514,7 @@ impl OneCycle {
                 (x - 1.0) / (ratio - 1.0)
             };
         }
+
         // Computed from the integer batch number, so that rounding never skips a stair.
         let within = batch % total;
         let position = if within <= self.first() {
@@ -519,6 +522,7 @@ impl OneCycle {
         } else {
             (total - within) * stairs / self.second()
         };
+
         position.floor() / stairs
     }
 

@@ -70,6 +70,7 @@ impl Segment {
         let mut got = 0;
         let len = self.len();
         let name = || self.name.clone();
+
         for &(slice, at) in slices {
             let end = at.saturating_add(slice.len());
             if at < free || end > len {
@@ -84,6 +85,7 @@ impl Segment {
             }
             (free, got) = (end, got + slice.len());
         }
+
         if got + self.padding < len {
             return Err(OptimError::SliceLen {
                 unit: name(),
@@ -92,6 +94,7 @@ impl Segment {
                 got,
             });
         }
+
         Ok(())
     }
 }
@@ -135,6 +138,7 @@ pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> 
         }
         end = s.state.end;
     }
+
     Ok(end)
 }
 
@@ -174,6 +178,7 @@ pub(crate) fn launches(
             launches.push(next);
         }
     }
+
     if launches.iter().all(|l| l.state.len() <= max_elems) {
         return launches;
     }
@@ -251,6 +256,7 @@ mod tests {
             });
             end += len;
         }
+
         let found = |join, max_elems| {
             let launches = launches(slices.iter().cloned(), join, max_elems);
             launches
@@ -258,6 +264,7 @@ mod tests {
                 .map(|l| (l.state, l.grad.len(), l.param.as_ptr().addr()))
                 .collect::<Vec<_>>()
         };
+
         assert_eq!(found(true, 20), [(0..20, 20, 8192), (20..23, 3, 8192 + 80)]);
         assert_eq!(found(false, usize::MAX).len(), 4);
         // Each launch is cut into pieces of at most 8 elements.

@@ -77,6 +77,7 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             download(&self.device, stream, memory, &mut out[at], limit)?;
         }
+
         self.access_range(
             stream,
             range,
@@ -131,6 +132,7 @@ impl<D: Device> ShardedAdamW<D> {
         for (at, memory) in parts {
             upload(&self.device, stream, &values[at], memory, limit)?;
         }
+
         self.access_range(
             stream,
             range,
@@ -179,12 +181,14 @@ impl<D: Device> ShardedAdamW<D> {
         }
         // Neighbouring trained elements have neighbouring state.
         let mut runs: Vec<(Range<usize>, Range<usize>)> = Vec::new();
+
         for (elems, state, _) in self.groups.trained(*unit, elems.clone()) {
             match runs.last_mut().filter(|(last, _)| last.end == elems.start) {
                 Some((last, of_last)) => (last.end, of_last.end) = (elems.end, state.end),
                 None => runs.push((elems, state)),
             }
         }
+
         for (of_unit, state) in runs {
             for overlap in self.state.within(&state) {
                 let held = self.state.acquire(stream, &overlap, access)?;
@@ -209,6 +213,7 @@ impl<D: Device> ShardedAdamW<D> {
                 held.release()?;
             }
         }
+
         Ok(())
     }
 
@@ -229,6 +234,7 @@ impl<D: Device> ShardedAdamW<D> {
         let end = elems.end;
         let len = segment.len();
         let name = || segment.name.clone();
+
         if start > end || end > len {
             return Err(OptimError::StateRange {
                 unit: name(),
@@ -238,6 +244,7 @@ impl<D: Device> ShardedAdamW<D> {
                 len,
             });
         }
+
         if values != end - start {
             return Err(OptimError::SliceLen {
                 unit: name(),
@@ -246,6 +253,7 @@ impl<D: Device> ShardedAdamW<D> {
                 got: values,
             });
         }
+
         self.check_params(segment, param)?;
         let mut parts = Vec::new();
         if *kind == StateKind::Master {
@@ -268,6 +276,7 @@ impl<D: Device> ShardedAdamW<D> {
                 }
             }
         }
+
         parts
             .iter_mut()
             .for_each(|(at, _)| *at = at.start - start..at.end - start);

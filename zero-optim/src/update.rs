@@ -43,6 +43,7 @@ impl<D: Device> ShardedAdamW<D> {
                     })
             }));
         }
+
         self.check_state()?;
         self.is_updating = true;
         let enqueued = self.enqueue_launches(stream, slices);
@@ -61,10 +62,12 @@ impl<D: Device> ShardedAdamW<D> {
             rules: &self.groups.launch_rules,
             hyper: self.controller.config().hyper,
         };
+
         if !self.state.is_on_device() {
             let seed = Some(self.controller.state().iteration);
             return launcher.enqueue_pieces(stream, &mut self.state, &slices, seed);
         }
+
         let join = self.device.kind() == DeviceKind::Cuda;
         let max_elems = self.controller.config().sub_group_elems;
         for launch in launches(slices.into_iter(), join, max_elems) {
@@ -76,6 +79,7 @@ impl<D: Device> ShardedAdamW<D> {
                 held.release()?;
             }
         }
+
         Ok(())
     }
 }
@@ -128,6 +132,7 @@ impl<D: Device> Launcher<'_, D> {
             }
             held.release()?;
         }
+
         Ok(())
     }
 
@@ -145,16 +150,19 @@ impl<D: Device> Launcher<'_, D> {
             scalars,
             weight_decay,
         } = self.rules[rules];
+
         let scalars = self.scalars.slice(scalars..scalars + 1);
         let hyper = AdamHyper {
             weight_decay,
             ..self.hyper
         };
+
         let PieceState {
             first_moment,
             second_moment,
             ..
         } = *piece;
+
         let (master, param_out) = match piece.masters {
             Masters::Fp32(master) => (master, Some(param)),
             Masters::Params => (param.typed::<f32>()?, None),
@@ -171,6 +179,7 @@ impl<D: Device> Launcher<'_, D> {
                 return Ok(self.kernels.adam_remainder(stream, args)?);
             }
         };
+
         let args = AdamArgs {
             master,
             first_moment,
@@ -180,6 +189,7 @@ impl<D: Device> Launcher<'_, D> {
             scalars,
             hyper,
         };
+
         Ok(self.kernels.adam(stream, args)?)
     }
 }

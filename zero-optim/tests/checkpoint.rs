@@ -78,6 +78,7 @@ fn world(
         1 => 2 * usize::from(elem >= 8),
         _ => 2,
     };
+
     (
         World::with_groups(
             config,
@@ -126,6 +127,7 @@ fn save(
         barrier.wait();
         Ok::<_, Infallible>(all)
     };
+
     let save = |(index, rank): (usize, &mut Rank)| {
         let store = Store::create(dir, index as u64, StoreOptions::default()).unwrap();
         let mut exchange = ExchangeFn::new(index as u64, |own: &[u8]| exchange(index, own));
@@ -140,6 +142,7 @@ fn save(
             )
         })
     };
+
     std::thread::scope(|scope| {
         let ranks = world.ranks.iter_mut().enumerate();
         let threads: Vec<_> = ranks.map(|rank| scope.spawn(|| save(rank))).collect();
@@ -194,6 +197,7 @@ fn contents(world: &mut World, layout: &Layout) -> Vec<Vec<f32>> {
             }
         });
     }
+
     for (unit, values) in layout.units().iter().zip(world.params()) {
         for param in &unit.params {
             let at = param.offset_elems;
@@ -202,6 +206,7 @@ fn contents(world: &mut World, layout: &Layout) -> Vec<Vec<f32>> {
             all[3][to..to + len].copy_from_slice(&values[at as usize..at as usize + len]);
         }
     }
+
     assert!(all.iter().flatten().all(|x| !x.is_nan()));
     all
 }
@@ -278,6 +283,7 @@ fn another_dtype_keeps_the_loss_scale() {
         Holding::Shard,
         &random(1),
     );
+
     step(&mut bf16, &layout, DType::Bf16, 2);
     save(&mut bf16, &layout, dir.path(), &SaveMeta::default())
         .pop()
@@ -308,6 +314,7 @@ fn wrong_layouts_and_params_are_rejected() {
         Holding::Shard,
         &random(1),
     );
+
     // Another model on two ranks: all return an error, and none waits.
     let other = Layout::new(
         &["a", "b", "c"].map(|n| UnitSpec::new(n, [ParamSpec::new(n, [3])])),
@@ -337,6 +344,7 @@ fn wrong_layouts_and_params_are_rejected() {
         "{error}"
     );
     let error = load_rank(rank, &Layout::new(&[], 2, 1).unwrap(), 0, dir.path()).unwrap_err();
+
     assert!(
         matches!(
             error,
@@ -347,6 +355,7 @@ fn wrong_layouts_and_params_are_rejected() {
         ),
         "{error}"
     );
+
     let mut params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
     params[1][0].0 = params[1][0].0.slice(0..3);
     let reader = Reader::open(dir.path()).unwrap();
@@ -385,6 +394,7 @@ fn a_failed_rank_fails_the_save_on_all() {
         Holding::Shard,
         &random(1),
     );
+
     two.ranks[1].params[0] = common::Buffer::new(&[0.0; 3], DType::F32);
     let errors = save(&mut two, &layout, dir.path(), &SaveMeta::default());
     let messages: Vec<_> = errors.into_iter().map(Result::unwrap_err).collect();
@@ -395,6 +405,7 @@ fn a_failed_rank_fails_the_save_on_all() {
         ),
         "{messages:?}"
     );
+
     assert!(
         matches!(
             messages[0],
@@ -402,6 +413,7 @@ fn a_failed_rank_fails_the_save_on_all() {
         ),
         "{messages:?}"
     );
+
     assert!(messages[0].to_string().contains("got 3"), "{messages:?}");
     assert!(Reader::open(dir.path()).is_err());
 }
@@ -415,6 +427,7 @@ fn damaged_progress_changes_nothing() {
         Holding::Shard,
         &random(1),
     );
+
     step(&mut one, &layout, DType::F32, 2);
     let before = (contents(&mut one, &layout), one.ranks[0].optim.progress());
     let mut scale = serde_json::to_value(before.1).unwrap();
@@ -431,6 +444,7 @@ fn damaged_progress_changes_nothing() {
             "saved loss scale does not fit",
         ),
     ];
+
     for (trainer, message) in damaged {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();

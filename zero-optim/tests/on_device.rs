@@ -148,6 +148,7 @@ impl<D: Device> Rank<D> {
             end += len;
             Segment::shard(format!("unit{u}"), end - len..end)
         });
+
         let segments: Vec<Segment> = segments.collect();
         let elems = end;
         let params = rig.block(elems, dtype);
@@ -170,6 +171,7 @@ impl<D: Device> Rank<D> {
         rig.kernels
             .cast(&rig.stream, view(&grads), view(&params), 1.0)
             .unwrap();
+
         Self {
             optim,
             params,
@@ -235,6 +237,7 @@ fn step_on_host<D: Device>(
             ..of_rank
         });
     }
+
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(3));
     let mut outcomes = Vec::new();
     for rank in ranks {
@@ -245,6 +248,7 @@ fn step_on_host<D: Device>(
                 .step(&rig.stream, &zip(&grads, &params), gathered, LIMIT)?,
         );
     }
+
     assert_eq!(outcomes[0], outcomes[1]);
     Ok(outcomes.remove(0))
 }
@@ -268,6 +272,7 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         // SAFETY: gathered below, on the stream of all launches.
         stats.push(unsafe { rank.optim.rank_stats_slices() }?);
     }
+
     for (from, sender) in stats.iter().enumerate() {
         let range = from * sender.own.len()..(from + 1) * sender.own.len();
         for (_, receiver) in stats.iter().enumerate().filter(|(to, _)| *to != from) {
@@ -276,6 +281,7 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
                 .copy(&rig.stream, sender.own, receiver.all.slice(range.clone()))?;
         }
     }
+
     for rank in ranks {
         let grads = rank.reduced(rig);
         let params = pieces(view(&rank.params));
@@ -283,6 +289,7 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         rank.optim
             .enqueue_update(&rig.stream, &zip(&grads, &params))?;
     }
+
     Ok(())
 }
 
@@ -346,6 +353,7 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
         GroupRules::frozen(),
     ];
     let all = SHARDS.iter().sum();
+
     let runs = [
         (0..10, 1),
         (10..45, 0),
@@ -353,6 +361,7 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
         (47..50, 1),
         (50..all, 2),
     ];
+
     let runs = runs.map(|(elems, group)| GroupRun { elems, group });
     let Rig {
         pool,
@@ -360,10 +369,12 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
         kernels,
         ..
     } = rig;
+
     let groups = ParamGroups {
         rules: rules.into(),
         runs: runs.into(),
     };
+
     steps_are_equal(&Rig {
         pool: pool.clone(),
         stream: stream.clone(),
@@ -383,6 +394,7 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
         (DType::Bf16, config(LossScaling::NONE)),
         (DType::F32, cycle),
     ];
+
     for (dtype, config) in all.into_iter().take(if cfg!(miri) { 1 } else { 4 }) {
         let mut on_host = world(rig, &config, dtype, 0);
         let mut on_device = world(rig, &config, dtype, STEPS);
@@ -471,6 +483,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
         .hysteresis(1)
         .min_scale(2.0);
     let mut ranks = world(rig, &config(LossScaling::Dynamic(least)), DType::F16, 10);
+
     for step in 0..4 {
         ranks
             .iter()
@@ -478,6 +491,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
             .for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
         step_on_device(rig, &mut ranks).unwrap();
     }
+
     let before = ranks[0].bits(rig);
     let optim = &mut ranks[0].optim;
     assert_eq!(
@@ -491,6 +505,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
         rank: 1,
         unit: "unit2".into(),
     };
+
     assert_eq!(optim.all_outcomes(LIMIT), Err(halted.clone()));
     assert_eq!(optim.all_outcomes(LIMIT), Err(halted));
     assert_eq!(optim.progress().adam_steps, 1);
@@ -505,6 +520,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
             .for_each(|(r, rank)| rank.set_grads(rig, r, step, false));
         step_on_device(rig, &mut ranks).unwrap();
     }
+
     assert_eq!(ranks[1].optim.all_outcomes(LIMIT).unwrap().len(), 2);
     assert_eq!(
         ranks[1].optim.all_outcomes(LIMIT),
@@ -520,6 +536,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
     );
     assert_eq!(ranks[0].optim.all_outcomes(LIMIT), Ok(Vec::new()));
     let rank = &mut ranks[0];
+
     let refused = |device_steps| {
         let config = config(LossScaling::NONE);
         Rank::new(rig, &config, DType::F32, 0)
@@ -527,6 +544,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
             .prepare_device_steps(&rig.pool, &rig.stream, device_steps, LIMIT)
             .unwrap_err()
     };
+
     let error = refused(DeviceStepConfig::new(0, RANKS, Divisor::MicroBatches(0), 5));
     assert!(
         matches!(
@@ -538,6 +556,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         ),
         "{error}"
     );
+
     let error = refused(device_steps(RANKS, 5));
     assert!(
         matches!(
@@ -549,6 +568,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         ),
         "{error}"
     );
+
     // SAFETY: there is none.
     let scale = unsafe { rank.optim.device_loss_scale() };
     assert_eq!(scale.unwrap_err(), OptimError::NotPrepared);
@@ -564,6 +584,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         .optim
         .enqueue_update(&rig.stream, &units[1..])
         .unwrap_err();
+
     assert_eq!(
         short,
         OptimError::SliceCount {
@@ -572,6 +593,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
             got: 3
         }
     );
+
     for _ in 0..65 {
         step_on_device(rig, std::slice::from_mut(rank)).unwrap();
     }
@@ -656,6 +678,7 @@ mod on_cuda {
             };
             enqueue_on_device(&rig, &mut replayed).map_err(driver_error)
         };
+
         let graph = rig.stream.capture(record).unwrap();
         for step in 0..8 {
             for world in [&plain, &replayed] {
@@ -672,6 +695,7 @@ mod on_cuda {
                 .iter_mut()
                 .for_each(|rank| rank.optim.expect_outcome(&rig.stream).unwrap());
         }
+
         for (a, b) in plain.iter_mut().zip(&mut replayed) {
             assert!(a.bits(&rig) == b.bits(&rig));
             assert_eq!(
@@ -679,6 +703,7 @@ mod on_cuda {
                 b.optim.all_outcomes(LIMIT).unwrap()
             );
         }
+
         assert_eq!(progress(&plain), progress(&replayed));
         assert_eq!(progress(&plain)[0].skipped_steps, 2);
         rig.stream.synchronize(LIMIT).unwrap();

@@ -75,5 +75,6 @@ fn main() -> Result<(), ShardError> {
             .total_bytes();
         println!("{stage:>5} {kept:>13} {sent:>20}");
     }
+
     Ok(())
 }

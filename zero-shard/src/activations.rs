@@ -216,6 +216,7 @@ impl ActivationBytes {
         } else {
             0
         };
+
         let matrix = attention_matrix_bytes(shape, run, tokens)?;
         let kept_inner = if run.recompute_gelu { 1 } else { 2 };
         let block = sum(
@@ -227,6 +228,7 @@ impl ActivationBytes {
         } else {
             0
         };
+
         let statistics = sum(WHAT, &[mul(&[2, 8, tokens])?, attention])?;
 
         let in_memory = if run.checkpointing {
@@ -234,6 +236,7 @@ impl ActivationBytes {
         } else {
             shape.layers
         };
+
         let shards = run.checkpoint_shards.max(1);
         let (blocks_bytes, recomputed_bytes) = match (run.checkpointing, shards) {
             (false, _) => (mul(&[shape.layers, block])?, 0),
@@ -249,6 +252,7 @@ impl ActivationBytes {
             backward_bytes: sum(WHAT, &[mul(&[2, input])?, inner.max(mul(&[3, input])?)])?,
             head_bytes: sum(WHAT, &[mul(&[2, input])?, mul(&[tokens, shape.vocab, 4])?])?,
         };
+
         sum(
             WHAT,
             &[
@@ -259,6 +263,7 @@ impl ActivationBytes {
                 bytes.head_bytes,
             ],
         )?;
+
         Ok(bytes)
     }
 

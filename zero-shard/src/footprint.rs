@@ -270,6 +270,7 @@ impl MemoryModel {
                 stage,
             });
         }
+
         // The elements that the rank updates.
         let updated = state
             .optimizer_bytes
@@ -279,10 +280,12 @@ impl MemoryModel {
             Tier::Device => state.grads_bytes,
             _ => product(WHAT, &[updated, self.widths.grad_bytes])?,
         };
+
         let state = StateBytes {
             grads_bytes,
             ..*state
         };
+
         let on = |tier: Tier| {
             let here = |placed: Tier, bytes: u64| if placed == tier { bytes } else { 0 };
             StateBytes {
@@ -298,6 +301,7 @@ impl MemoryModel {
             state: on(Tier::Nvme),
             ..TierBytes::default()
         };
+
         let footprint = Footprint { device, host, nvme };
         for tier in [device, host, nvme] {
             tier.total_bytes()?;
@@ -313,6 +317,7 @@ impl MemoryModel {
         } else {
             0
         };
+
         let buckets = [self.bucket_elems, self.buckets, widths.comm_grad_bytes];
         let staging_bytes = match (self.placement.params, self.placement.optimizer) {
             (Tier::Device, Tier::Device) => 0,

@@ -66,6 +66,7 @@ impl Layout {
                 }
             }
         }
+
         runs
     }
 }

@@ -40,6 +40,7 @@ impl NameIndex {
                 params.map(|(param, p)| (hash(&p.name), NameRef::Param(ParamId { unit, param }))),
             );
         }
+
         entries.extend(
             ties.enumerate()
                 .map(|(i, name)| (hash(name), NameRef::Tie(i))),
@@ -58,6 +59,7 @@ impl NameIndex {
                 });
             }
         }
+
         Ok(Self { entries })
     }
 

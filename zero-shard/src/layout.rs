@@ -329,6 +329,7 @@ impl Layout {
         }
         let (mut placed, mut whole, mut shard, mut numel) =
             (Vec::with_capacity(units.len()), 0u64, 0u64, 0u64);
+
         for unit in units {
             let unit = place(unit, world_size, &options, [whole, shard, numel])?;
             let overflow = || ShardError::TooLarge {
@@ -340,6 +341,7 @@ impl Layout {
             numel += unit.numel_elems;
             placed.push(unit);
         }
+
         let mut unit_names = HashMap::with_capacity(units.len());
         for (i, unit) in units.iter().enumerate() {
             if unit_names.insert(unit.name.as_str(), i).is_some() {
@@ -348,6 +350,7 @@ impl Layout {
                 });
             }
         }
+
         let tie_names = options.ties.iter().map(|t| t.name.as_str());
         let names = NameIndex::new(&placed, tie_names, |r| name_of(&placed, &options.ties, r))?;
         let mut ties = Vec::with_capacity(options.ties.len());
@@ -365,6 +368,7 @@ impl Layout {
                 }
             }
         }
+
         Ok(Self {
             units: placed,
             world_size,
@@ -489,6 +493,7 @@ fn place(
     let mut params = Vec::with_capacity(unit.params.len());
     let mut end = 0u64;
     let mut numel = 0u64;
+
     for param in &unit.params {
         let n = param.numel_elems()?;
         let offset = end
@@ -504,6 +509,7 @@ fn place(
         end = offset.checked_add(n).ok_or_else(overflow)?;
         numel += n; // at most `end`
     }
+
     let per_rank = end.div_ceil(world_size);
     let shard_elems = per_rank
         .checked_next_multiple_of(options.shard_align_elems)

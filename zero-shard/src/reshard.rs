@@ -98,6 +98,7 @@ fn append_rank(
             );
         }
     }
+
     Ok(())
 }
 
@@ -117,6 +118,7 @@ fn check_same_params(from: &Layout, to: &Layout) -> Result<(), ShardError> {
         .iter()
         .map(|u| vec![false; u.params.len()])
         .collect();
+
     for (id, p) in to.params() {
         let found = find(from, id, &p.name).and_then(|id| Some((id, from.param(id)?)));
         let Some((id, source)) = found else {
@@ -136,6 +138,7 @@ fn check_same_params(from: &Layout, to: &Layout) -> Result<(), ShardError> {
         }
         wanted[id.unit][id.param] = true;
     }
+
     let unwanted = from.params().find(|(id, _)| !wanted[id.unit][id.param]);
     unwanted.map_or(Ok(()), |(_, p)| {
         Err(ShardError::Unwanted {

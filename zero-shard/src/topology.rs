@@ -235,6 +235,7 @@ impl GridLayout {
             Routing::Ring => product(WHAT, &[shard, self.grid.world_size - 1])?,
             Routing::TwoLevel => product(WHAT, &[shard, group_size, groups - 1])?,
         };
+
         let grad = widths.comm_grad_bytes;
         let param = widths.param_bytes;
         let reductions = product(WHAT, &[crossing, grad, grad_accum_steps])?;
@@ -272,6 +273,7 @@ impl GridLayout {
                 sum(WHAT, &[reductions, gathers(1, grad_accum_steps)?])?
             }
         };
+
         Ok(GridTraffic {
             rank,
             group_egress_bytes,

@@ -161,6 +161,7 @@ impl Shard {
             graph: None,
             copy: None,
         };
+
         shard.fill(&shard.master, |x| x)?;
         shard.fill(&shard.first_moment, |x| x * 1e-3)?;
         shard.fill(&shard.second_moment, |x| x * x * 1e-6)?;
@@ -169,6 +170,7 @@ impl Shard {
         // The bits of any 16-bit type will do.
         shard.fill(&shard.remainder, bf16::from_f32)?;
         shard.reset()?;
+
         Ok(shard)
     }
 
@@ -179,6 +181,7 @@ impl Shard {
             x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             value((x >> 8) as f32 / (1 << 23) as f32 - 1.0)
         };
+
         let block: Vec<T> = (0..self.elems.min(1 << 20)).map(|_| next()).collect();
         let bytes: &[u8] = bytemuck::cast_slice(&block);
         let all = buffer.all();
@@ -186,6 +189,7 @@ impl Shard {
         self.device
             .upload(&self.stream, bytes, all.slice(0..done), LIMIT)?;
         let whole = self.elems * size_of::<T>();
+
         while done < whole {
             let next = done.min(whole - done);
             self.device.copy(
@@ -195,6 +199,7 @@ impl Shard {
             )?;
             done += next;
         }
+
         Ok(())
     }
 
@@ -223,6 +228,7 @@ impl Shard {
             fail_at_min: 1,
             divisor: 0.0,
         };
+
         let state = StepState::new(1.0, 1);
         let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);
         let mut image = vec![0u8; 8 * 256];
@@ -236,6 +242,7 @@ impl Shard {
         }
         self.device
             .upload(&self.stream, &image, self.control.all(), LIMIT)?;
+
         let rates = vec![
             StepRates {
                 lr: 1e-4,
@@ -244,12 +251,14 @@ impl Shard {
             };
             RATES
         ];
+
         self.device.upload(
             &self.stream,
             bytemuck::cast_slice(&rates),
             self.rates.all(),
             LIMIT,
         )?;
+
         Ok(())
     }
 
@@ -295,6 +304,7 @@ impl Shard {
         let config = self.control(3);
         let rates = self.rates.typed(RATES);
         let state = self.control(4);
+
         let advance = AdvanceArgs {
             ranks,
             config,
@@ -303,6 +313,7 @@ impl Shard {
             scalars: self.control(5),
             records,
         };
+
         Ok(self.kernels.advance_step(&self.stream, advance)?)
     }
 
@@ -346,6 +357,7 @@ impl Shard {
                 }
             }
         }
+
         Ok(())
     }
 
@@ -358,6 +370,7 @@ impl Shard {
         self.stream.synchronize(LIMIT)?;
         let mut count = 2u32;
         let mut done = 1u64;
+
         loop {
             let start = Instant::now();
             for _ in 0..count {
@@ -415,6 +428,7 @@ fn table(
     } else {
         (ROUNDS, Duration::from_millis(100))
     };
+
     let columns = [
         "adam",
         "whole step",
@@ -427,6 +441,7 @@ fn table(
         "copy",
         columns.map(|name| format!(" {name:>28}")).concat()
     );
+
     for &elems in sizes {
         let mut shard = shard(elems)?;
         let mut times: [Vec<f64>; 5] = Default::default();
@@ -459,6 +474,7 @@ fn table(
             column(&remainder, REMAINDER_BYTES)
         );
     }
+
     println!(
         "(the third figure of a column: bytes a second as a share of the copy's, median over {rounds} rounds)"
     );
@@ -496,6 +512,7 @@ fn main() -> Result<(), AnyError> {
             ""
         }
     );
+
     let stream = device.create_stream("bench")?;
     let kernels = CudaKernels::new(&device)?;
     kernels.warm(&stream, LIMIT)?;
@@ -508,6 +525,7 @@ fn main() -> Result<(), AnyError> {
         .iter()
         .map(|a| a.parse())
         .collect::<Result<Vec<usize>, _>>()?;
+
     if sizes.is_empty() {
         sizes = if stand_in {
             vec![1000]
@@ -515,5 +533,6 @@ fn main() -> Result<(), AnyError> {
             [1, 4, 16, 64, 256, 512, 1024].map(|m| m << 20).to_vec()
         };
     }
+
     table(&sizes, shard, stand_in)
 }

@@ -62,6 +62,7 @@ fn step_of<W: Float, M: Float, G: Float, P: Float>(
     } else {
         Vec::new()
     };
+
     let scalars = StepScalars::new(10, 1e-3, &HYPER, 1.0);
     Box::new(move || {
         let slices = AdamSlices {
@@ -92,10 +93,12 @@ fn main() -> Result<(), AnyError> {
             .ok_or_else(|| format!("usage: adamw_server ELEMS THREADS ({what} is missing)"))?
             .parse()?)
     };
+
     let elems = number("ELEMS")?;
     let threads = number("THREADS")?;
     let workers = Workers::new(threads)?;
     let mut current: Option<(String, Step)> = None;
+
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let (kind, repeats) = line
@@ -133,5 +136,6 @@ fn main() -> Result<(), AnyError> {
         );
         std::io::stdout().flush()?;
     }
+
     Ok(())
 }

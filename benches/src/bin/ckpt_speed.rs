@@ -43,6 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             )
         })
         .collect();
+
     let layout = Arc::new(Layout::new(&units, 1, 64)?);
     let states = STATES.map(|s| noise(layout.shard_elems() as usize, s.len() as u32));
     let bytes = layout.numel_elems() * 12;
@@ -65,6 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             Some((_, all)) => all.push(seconds),
             None => table.push((name, vec![seconds])),
         };
+
     for round in 0..rounds {
         let target = dir.join("dd.out");
         let from = format!("if={}", source.display());
@@ -139,6 +141,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let _ = std::fs::remove_dir_all(store_dir);
         eprintln!("round {} of {rounds}", round + 1);
     }
+
     drop(peers.map(|mut p| p.wait()));
     std::fs::remove_file(source)?;
     report(&table, bytes);
@@ -153,6 +156,7 @@ fn report(table: &[(&str, Vec<f64>)], bytes: u64) {
             median(seconds)
         );
     }
+
     let of = |name: &str| table.iter().find(|(n, _)| *n == name).map(|(_, s)| s);
     let pairs = [
         ("save against dd", "dd write", "save", "at least 0.9"),
@@ -177,6 +181,7 @@ fn report(table: &[(&str, Vec<f64>)], bytes: u64) {
             "at most 1.3",
         ),
     ];
+
     for (name, above, below, goal) in pairs {
         let (Some(above), Some(below)) = (of(above), of(below)) else {
             continue;

@@ -57,6 +57,7 @@ fn main() -> Result<()> {
     } else {
         vec![number(0, 64)?]
     };
+
     for n in sizes {
         probe(
             n,
@@ -65,6 +66,7 @@ fn main() -> Result<()> {
             Duration::from_millis(step_ms as u64),
         )?;
     }
+
     Ok(())
 }
 
@@ -217,6 +219,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             joined == n
         },
     )?;
+
     let join_s = begun.elapsed().as_secs_f64();
 
     // Steps.
@@ -228,6 +231,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     let mut reports = 0u64;
     let mut agreed = vec![0; n];
     let mut all_reported = false;
+
     loop {
         let now = Instant::now();
         let pace = (now - begun).as_secs_f64() / step.as_secs_f64() * calls as f64;
@@ -257,6 +261,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             "all ranks agree on all calls",
         )?;
     }
+
     let wall = begun.elapsed().as_secs_f64();
     let traffic = difference(clients.traffic(), before);
     let (cpu_after, resident_mib) = coordinator.usage()?;
@@ -284,6 +289,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         clients.split(rank)?;
     }
     let mut wrong = None;
+
     receive(
         &mut clients,
         |_| &script,
@@ -299,6 +305,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
             places == n
         },
     )?;
+
     let split_ms = begun.elapsed().as_secs_f64() * 1e3;
     check(wrong.is_none(), &format!("places of the split: {wrong:?}"))?;
     let split = difference(clients.traffic(), before);
@@ -321,6 +328,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         .collect();
     let mut told = 0;
     let mut sent = vec![false; n];
+
     while told < n {
         let now = Instant::now();
         for rank in 0..n {
@@ -346,6 +354,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         }
         check(begun.elapsed() < LIMIT, "the mismatch is named")?;
     }
+
     let mismatch = begun.elapsed();
 
     println!(
@@ -358,6 +367,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         split.received_bytes as f64 / n as f64,
         mismatch.as_secs_f64(),
     );
+
     if mismatch > MISMATCH_LIMIT {
         println!("the mismatch took longer than {MISMATCH_LIMIT:?}");
     }

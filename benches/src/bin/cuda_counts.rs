@@ -36,6 +36,7 @@ fn main() -> Result<(), AnyError> {
         .collect();
     std::fs::write(folder.path().join("tokens.bin"), bytes)?;
     let mut columns = Vec::new();
+
     for stage in stages.split(',') {
         let base = [
             "train",
@@ -72,6 +73,7 @@ fn main() -> Result<(), AnyError> {
             peak_bytes,
         });
     }
+
     print(&columns);
     Ok(())
 }
@@ -116,15 +118,18 @@ fn run(folder: &Path, ranks: &str, flags: &[&str], steps: &str) -> Result<(Count
     let output = command
         .output()
         .map_err(|e| format!("failed to start {}: {e}", zero().display()))?;
+
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
         return Err(format!("zero {}: {}\n{text}", flags.join(" "), output.status).into());
     }
+
     let text = std::fs::read_to_string(folder.join(&file)).map_err(|e| {
         format!(
             "no counts in {file} ({e}): run this under integration-tests/stand-ins/with-stand-ins"
         )
     })?;
+
     let metrics = std::fs::read_to_string(folder.join(&metrics))?;
     let last: serde_json::Value = serde_json::from_str(metrics.lines().last().unwrap_or_default())?;
     Ok((
@@ -186,6 +191,7 @@ fn print(columns: &[Column]) {
         let cells: Vec<String> = columns.iter().map(|column| cell(&column.step)).collect();
         println!("| {name} | {} |", cells.join(" | "));
     };
+
     let gb = |bytes: i64| format!("{:.2} GB", bytes as f64 / 1e9);
     let calls = |kind: &'static str| move |step: &Counts| total(step, kind)[0].to_string();
     let moved =
@@ -226,6 +232,7 @@ fn print(columns: &[Column]) {
         .flat_map(|column| column.step.keys())
         .filter(|(kind, _)| listed(kind))
         .collect();
+
     for key in keys {
         let cell = |step: &Counts| match step.get(key) {
             Some([calls, read, written, _]) => {

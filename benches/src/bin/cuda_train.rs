@@ -46,6 +46,7 @@ fn main() -> Result<(), AnyError> {
     } else {
         DType::Bf16
     };
+
     let ops = flags.iter().any(|f| f == "ops");
     let stage = ZeroStage::from_number(stage.parse()?).ok_or("stages are 0 to 3")?;
     let optimizer = if flags.iter().any(|f| f == "offload") {
@@ -53,10 +54,12 @@ fn main() -> Result<(), AnyError> {
     } else {
         Home::Device
     };
+
     let format = StateFormat {
         remainder: flags.iter().any(|f| f == "remainder"),
         ..StateFormat::default()
     };
+
     let settings = Settings {
         bucket_capacity_elems: 1 << 25,
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
@@ -69,6 +72,7 @@ fn main() -> Result<(), AnyError> {
         limit: Duration::from_secs(120),
         ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
     };
+
     let options = RunOptions {
         steps,
         micro_batch: batch,
@@ -81,6 +85,7 @@ fn main() -> Result<(), AnyError> {
         cancel: Arc::default(),
         ..RunOptions::default()
     };
+
     let folder = tempfile::tempdir()?;
     let config = GptConfig::preset(model)?;
     let tokens = folder.path().join("tokens.bin");
@@ -89,6 +94,7 @@ fn main() -> Result<(), AnyError> {
         config.vocab_size,
         (steps as usize * batch + 1) * seq + 1,
     )?;
+
     let mut workload = GptWorkload {
         config,
         weights: Weights::Initial(1),
@@ -104,6 +110,7 @@ fn main() -> Result<(), AnyError> {
         },
         threads: 1,
     };
+
     let device = CudaDevice::open(0)?;
     let comm = Arc::new(Solo::new(device.clone()));
     let run = |workload: &GptWorkload| -> Result<RankSummary, AnyError> {
@@ -135,6 +142,7 @@ fn main() -> Result<(), AnyError> {
         println!("{line}");
         Ok(summary)
     };
+
     let summary = run(&workload)?;
     if ops {
         print_ops(&summary);
@@ -142,6 +150,7 @@ fn main() -> Result<(), AnyError> {
         workload.options.recompute_gelu = true;
         run(&workload)?;
     }
+
     Ok(())
 }
 

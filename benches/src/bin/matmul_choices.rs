@@ -73,6 +73,7 @@ fn print(folder: &Path) -> Result<(), AnyError> {
                 .collect(),
         );
     }
+
     let mut last = "";
     for ((machine, product, _), rows) in &tables {
         if machine != last {
@@ -82,5 +83,6 @@ fn print(folder: &Path) -> Result<(), AnyError> {
         println!("\n{product}");
         rows.iter().for_each(|row| println!("{row}"));
     }
+
     Ok(())
 }

@@ -42,6 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     fio(&dir, pieces * PIECE_BYTES)?;
     let mut ratios = Vec::new();
     let mut of_fio = Vec::new();
+
     for round in 1..=rounds {
         let fio = fio(&dir, pieces * PIECE_BYTES)?;
         let disk = disk.run()?;
@@ -56,10 +57,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         ratios.push(disk.as_secs_f64() / step.as_secs_f64());
         of_fio.push(fio.as_secs_f64() / step.as_secs_f64());
     }
+
     let median = |mut ratios: Vec<f64>| {
         ratios.sort_by(f64::total_cmp);
         ratios[rounds / 2]
     };
+
     println!(
         "step / transfers {:.2}, step / fio {:.2}, medians of {rounds} rounds",
         median(ratios),
@@ -78,12 +81,14 @@ fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
         "--fixedbufs=1",
     ]
     .map(String::from);
+
     let sizes = [
         format!("--directory={dir}"),
         format!("--bs={}", options.request_bytes),
         format!("--iodepth={}", options.queue_depth),
         format!("--size={bytes}"),
     ];
+
     let jobs = [
         "--name=offload_step_r",
         "--rw=read",
@@ -91,6 +96,7 @@ fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
         "--rw=write",
     ]
     .map(String::from);
+
     // Options before the first name are those of both jobs only in a file, so they are repeated.
     let [read, rw_read, write, rw_write] = jobs;
     let job = |name, rw| [&[name, rw][..], &all[1..], &sizes].concat();
@@ -108,6 +114,7 @@ fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
     let ms = |job: usize, what: &str| out["jobs"][job][what]["runtime"].as_u64();
     let read = ms(0, "read").ok_or("fio failed")?;
     let write = ms(1, "write").ok_or("fio failed")?;
+
     Ok(Duration::from_millis(read.max(write)))
 }
 
@@ -130,6 +137,7 @@ impl Step {
             options: SwapOptions::default(),
             buffers: BUFFERS,
         };
+
         let threads = std::thread::available_parallelism()?.get().div_ceil(4);
         let kernels = Arc::new(HostKernels::new(threads)?);
         let optimizer = ShardedAdamW::builder(&pool, kernels, &stream)
@@ -137,6 +145,7 @@ impl Step {
             .param_dtype(DType::Bf16)
             .offload(OffloadOptions::default().home(home))
             .build(vec![Segment::shard("all", 0..elems)])?;
+
         let buffer = |purpose| -> Result<AnySlice, Box<dyn Error>> {
             let block = pool.allocate(elems, DType::Bf16, purpose, &stream)?;
             // SAFETY: never freed; only the update's stream uses it.
@@ -145,6 +154,7 @@ impl Step {
             device.fill_zero(&stream, slice)?;
             Ok(slice)
         };
+
         let grad = buffer(Purpose::Grads)?;
         let param = buffer(Purpose::Params)?;
         Ok(Self {
@@ -164,6 +174,7 @@ impl Step {
             param,
             ..
         } = self;
+
         // SAFETY: written before this point of the stream.
         let grad = unsafe { Reduced::new(*grad, stream.record()?) };
         let stats = RankStats::new(&[], 0.0);
@@ -174,6 +185,7 @@ impl Step {
             GatheredStats::new(&[stats], Divisor::MicroBatches(1)),
             LIMIT,
         )?;
+
         optimizer.enqueue_unit_update(
             stream,
             0,
@@ -182,6 +194,7 @@ impl Step {
                 param: &[(*param, 0)],
             },
         )?;
+
         stream.synchronize(LIMIT)?;
         optimizer.wait_for_transfers(LIMIT)?;
         Ok(start.elapsed())

@@ -91,6 +91,7 @@ fn measure(threads: usize, pairs: usize, enqueue: bool) -> Result<Pair, AllocErr
             .map(|w| w.join().unwrap_or_else(|p| std::panic::resume_unwind(p)))
             .collect()
     });
+
     let wall_ns = times?.iter().sum::<f64>() / (threads * pairs) as f64;
     Ok(Pair {
         wall_ns,
@@ -127,5 +128,6 @@ fn main() -> Result<(), AllocError> {
             );
         }
     }
+
     Ok(())
 }

@@ -36,6 +36,7 @@ fn options() -> Result<Options, String> {
         random: 0,
         traces: Vec::new(),
     };
+
     let mut args = std::env::args_os().skip(1);
     while let Some(arg) = args.next() {
         let mut number = |name: &str| {
@@ -59,6 +60,7 @@ fn options() -> Result<Options, String> {
             _ => options.traces.push(arg.into()),
         }
     }
+
     if options.traces.is_empty() && !options.synthetic && options.random == 0 {
         return Err(format!("no trace given\n{USAGE}"));
     }
@@ -73,21 +75,25 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+
     let recorded = options.traces.iter().map(|path| match Trace::read(path) {
         Ok(trace) => replay(&trace, &options),
         Err(message) => Err(message),
     });
+
     let shapes = SHAPES
         .iter()
         .copied()
         .filter(|_| options.synthetic)
         .chain((0..options.random).map(Shape::random));
+
     for result in recorded.chain(shapes.map(|shape| replay(&shape.trace(), &options))) {
         if let Err(message) = result {
             eprintln!("{message}");
             return ExitCode::FAILURE;
         }
     }
+
     ExitCode::SUCCESS
 }
 
@@ -98,6 +104,7 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     let mut peer = Timing::MAX;
     let mut outcome = None;
     let mut peer_fits = true;
+
     for _ in 0..options.repeats {
         let mut replay = PlannerReplay::new(config, trace.slots);
         ours.ns_per_pair = ours.ns_per_pair.min(mean_ns(trace, &mut replay));
@@ -110,6 +117,7 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
         let pairs = pairs_ns(trace, &mut OffsetAllocatorReplay::new(trace.slots));
         peer.p999_ns = peer.p999_ns.min(quantile(&pairs, 0.999));
     }
+
     if !peer_fits {
         // Printed as null in JSON, else as NaN.
         peer = Timing {
@@ -121,6 +129,7 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
             trace.name
         );
     }
+
     let outcome = outcome.unwrap_or_default();
     let [pool, fixed] = [Blocks::Movable, Blocks::Fixed].map(|blocks| pool::replay(trace, blocks));
     let [pool, fixed] = [pool, fixed].map(|pool| pool.map_err(|e| format!("{}: {e}", trace.name)));
@@ -131,6 +140,7 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
         [pool, fixed].map(|pool| pool.reserved_peak_bytes as f64 / live_peak_bytes);
     let ratio = outcome.reserved_peak_bytes as f64 / live_peak_bytes;
     let modelled_us_per_1000 = outcome.modelled_ns / trace.allocations.max(1) as f64;
+
     let line = if options.json {
         json!({
             "trace": trace.name,
@@ -181,5 +191,6 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
             fixed.pages_mapped,
         )
     };
+
     writeln!(std::io::stdout(), "{line}").map_err(|e| format!("standard output: {e}"))
 }

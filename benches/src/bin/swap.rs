@@ -58,6 +58,7 @@ mod linux {
             "requests       op     {}   each / fio",
             NAMES.map(|n| format!("{n:>9}")).join("")
         );
+
         for (request_bytes, depth) in CASES {
             let options = SwapOptions::default()
                 .request_bytes(request_bytes)
@@ -112,6 +113,7 @@ mod linux {
                 println!("{case:<14} {op:<6} {medians}  {}", ratios.join(""));
             }
         }
+
         Ok(())
     }
 
@@ -164,6 +166,7 @@ mod linux {
             ])
             .output()
             .map_err(|error| format!("fio: {error}; install it (apt-get install fio)"))?;
+
         if !output.status.success() {
             return Err(format!("fio: {}", String::from_utf8_lossy(&output.stderr)).into());
         }

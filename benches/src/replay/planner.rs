@@ -206,6 +206,7 @@ pub fn pairs_ns<R: Replay>(trace: &Trace, replay: &mut R) -> Vec<u64> {
             }
         }
     }
+
     // Blocks that are never freed count as their allocation alone.
     pairs.extend(held.into_iter().flatten().map(|(_, before)| before));
     pairs.sort_unstable();

@@ -48,6 +48,7 @@ pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> 
     let pool = Pool::new(device, DEVICE_BYTES);
     let mut held: Vec<Option<Held>> = Vec::new();
     held.resize_with(trace.slots, || None);
+
     for op in &trace.ops {
         match *op {
             Op::Allocate { slot, bytes } => {
@@ -63,6 +64,7 @@ pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> 
             Op::Free { slot } => held[slot as usize] = None,
         }
     }
+
     stream.synchronize(Duration::from_secs(600))?;
     // The pool is never trimmed, so the reserved bytes are at their peak now.
     let report = pool.report();

@@ -87,6 +87,7 @@ impl Shape {
             5 => Program::TrainAndEvaluate,
             _ => Program::TrainAndServe,
         };
+
         Self {
             program,
             layers: one_of(&[6, 12, 20, 24, 28, 36]),
@@ -130,12 +131,14 @@ impl Shape {
             self.positions,
             self.seed
         );
+
         let mut w = Writer::new(name, self.seed);
         let shard = if self.program == Program::Sharded {
             8
         } else {
             1
         };
+
         let embedding = self.vocabulary * self.width;
         let mut params = vec![embedding, self.positions * self.width];
         for _ in 0..self.layers {
@@ -146,6 +149,7 @@ impl Shape {
         }
         let mut moments = false;
         let mut grads = Vec::new();
+
         for step in 0..self.steps {
             let length = match self.program {
                 Program::Fixed => self.positions,
@@ -173,6 +177,7 @@ impl Shape {
                 self.serve(&mut w);
             }
         }
+
         w.finish()
     }
 
@@ -184,6 +189,7 @@ impl Shape {
         let unit: u64 = self.block_params().iter().sum::<u64>() * 2;
         let inputs = w.allocate(tokens * 8);
         let mut saved: Vec<Vec<u32>> = Vec::new();
+
         for _ in 0..self.layers {
             let gathered = (shard > 1).then(|| w.allocate(unit));
             let kept = self.forward(w, row);
@@ -196,6 +202,7 @@ impl Shape {
             }
             gathered.into_iter().for_each(|g| w.free(g));
         }
+
         // Loss: logits in bf16 and fp32, then their gradient.
         let logits = w.allocate(tokens * self.vocabulary * 2);
         let wide = w.allocate(tokens * self.vocabulary * 4);
@@ -209,6 +216,7 @@ impl Shape {
         let mut grads = vec![w.allocate(self.vocabulary * self.width * 4 / shard)];
         let mut flowing = w.allocate(row);
         w.free(narrow);
+
         while let Some(mut kept) = saved.pop() {
             let gathered = (shard > 1).then(|| w.allocate(unit));
             if recompute {
@@ -231,6 +239,7 @@ impl Shape {
             }
             gathered.into_iter().for_each(|g| w.free(g));
         }
+
         w.free(flowing);
         w.free(inputs);
         grads
@@ -302,6 +311,7 @@ impl Shape {
             }
             w.scratch(most * self.vocabulary * 4);
         }
+
         rows.into_iter().for_each(|(_, cache)| w.free_all(cache));
     }
 

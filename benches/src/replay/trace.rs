@@ -68,6 +68,7 @@ impl Trace {
             name,
             ..Self::default()
         };
+
         let mut live: HashMap<&str, (u32, u64)> = HashMap::new();
         let mut spare: Vec<u32> = Vec::new();
         let mut live_bytes = 0u64;
@@ -112,6 +113,7 @@ impl Trace {
                 _ => return Err(fail("neither a nor f")),
             }
         }
+
         Ok(trace)
     }
 }

@@ -44,6 +44,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
             [weight, param(format!("{i}.bias"), WIDTHS[i + 1])],
         )
     };
+
     let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
     let units = layout.units();
     let range = |range: Range<u64>| range.start as usize..range.end as usize;
@@ -80,6 +81,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     let pool = Pool::new(device, 1 << 20);
     let kernels = Arc::new(HostKernels::new(1)?);
     let options = BucketOptions::new(64, DType::Bf16);
+
     let buckets = Buckets::new(
         &pool,
         comm.clone(),
@@ -87,6 +89,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         comm_stream.clone(),
         options,
     )?;
+
     let exchange =
         |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
     let rules = vec![
@@ -109,10 +112,12 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         rank: id,
         params: &own,
     };
+
     match steps.start {
         0 => optim.init_masters(&compute, &own)?,
         _ => optim.load(&compute, &Reader::open(dir)?, &own_params, LIMIT)?,
     }
+
     let gather = || -> Result<()> {
         comm_stream.wait(&compute.record()?)?;
         own.iter()
@@ -120,6 +125,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
             .try_for_each(|([(own, _)], whole)| comm.all_gather(&comm_stream, *own, *whole))?;
         Ok(comm_stream.synchronize(LIMIT)?)
     };
+
     gather()?;
     // end of glue
 
@@ -177,6 +183,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         &mut ExchangeFn::new(id, exchange),
         LIMIT,
     )?;
+
     // end of glue
     Ok(losses)
 }

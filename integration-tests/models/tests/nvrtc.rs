@@ -60,6 +60,7 @@ fn check(nvrtc: &Nvrtc, arch: Arch, dtype: DType, file: &KernelFile) {
         "{what}: {}",
         compiled.log
     );
+
     for entry in file.entries {
         // A whole string in the ELF file's string table.
         let needle = [b"\0", entry.as_bytes(), b"\0"].concat();
@@ -68,6 +69,7 @@ fn check(nvrtc: &Nvrtc, arch: Arch, dtype: DType, file: &KernelFile) {
             "{what}: no {entry}"
         );
     }
+
     let spills: Vec<&str> = compiled
         .log
         .lines()
@@ -79,6 +81,7 @@ fn check(nvrtc: &Nvrtc, arch: Arch, dtype: DType, file: &KernelFile) {
         "{what}: a report for each kernel: {}",
         compiled.log
     );
+
     for line in spills {
         let clean = line.contains(" 0 bytes spill stores") && line.contains(" 0 bytes spill loads");
         assert!(clean, "{what}: {line}\n{}", compiled.log);

@@ -28,6 +28,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         ),
         "{error}"
     );
+
     let error = gelu::forward(&ops, stream, bf16(8), gpu.fresh(8, DType::F32)).unwrap_err();
     assert!(
         matches!(
@@ -53,6 +54,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
             1e-5,
         )
     };
+
     assert!(matches!(
         norm(16, 3).unwrap_err(),
         OpError::Length {
@@ -61,6 +63,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
             ..
         }
     ));
+
     assert!(
         matches!(norm(1025, 4).unwrap_err(), OpError::Size { got: 1025, .. }),
         "odd and wide"
@@ -90,6 +93,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         loss_scale: gpu.double(1.0),
         tokens: 2,
     };
+
     let error =
         cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, scale)
             .unwrap_err();
@@ -104,6 +108,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         ),
         "{error}"
     );
+
     let off = bf16(129).slice(1..129);
     assert!(
         cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, scale)
@@ -116,6 +121,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         heads: 1,
         d: 257,
     };
+
     assert!(matches!(
         Attention::new(&ops, shape).unwrap_err(),
         OpError::Size { got: 257, .. }
@@ -124,6 +130,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     let error = attention
         .forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767))
         .unwrap_err();
+
     assert!(
         matches!(
             error,
@@ -135,6 +142,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         ),
         "{error}"
     );
+
     stream.synchronize(LIMIT).unwrap();
 }
 
@@ -151,6 +159,7 @@ fn matrices_that_do_not_fit() {
         add: None,
         epilogue: Epilogue::None,
     };
+
     assert!(matmul.supports(&good).unwrap());
     let wrong = [
         Product {
@@ -196,6 +205,7 @@ fn matrices_that_do_not_fit() {
             ..good
         },
     ];
+
     for (i, product) in wrong.iter().enumerate() {
         assert!(matmul.run(&gpu.stream, product).is_err(), "{i}");
     }

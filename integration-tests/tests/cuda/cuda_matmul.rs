@@ -93,6 +93,7 @@ fn chosen_algorithm_is_used_and_kept() {
         assert_eq!(files(folder.path()), kept);
         bits.push(chosen);
     }
+
     // The stand-in's candidates differ in the order of their sums.
     assert!(gpu.is_real() || (bits[0] != bits[1] && bits[1] != bits[2] && bits[0] != bits[2]));
 }
@@ -164,6 +165,7 @@ fn nothing_is_measured_in_a_recording() {
     let left = matrix(1);
     let right = matrix(2);
     let out = Matrix::new(y, 8);
+
     let product = Product {
         left,
         right,
@@ -171,11 +173,13 @@ fn nothing_is_measured_in_a_recording() {
         add: None,
         epilogue: Epilogue::None,
     };
+
     let mut ran = Ok(());
     let enqueue = || {
         ran = matmul.run(&gpu.stream, &product);
         Ok(())
     };
+
     drop(gpu.stream.capture(enqueue).unwrap());
     ran.unwrap();
     assert!(folder.path().read_dir().unwrap().next().is_none());
@@ -199,6 +203,7 @@ fn fused_or_apart_is_measured_and_kept() {
     let left = Matrix::new(x, k).t();
     let right = Matrix::new(dy, n);
     let out = Matrix::new(dw, n);
+
     let fused = Product {
         left,
         right,
@@ -206,10 +211,12 @@ fn fused_or_apart_is_measured_and_kept() {
         add: None,
         epilogue: Epilogue::BiasGradient(db),
     };
+
     let plain = Product {
         epilogue: Epilogue::None,
         ..fused
     };
+
     let mut runs = 0;
     let mut faster = |matmul: &Matmul| {
         let apart = |stream: &CudaStream| {
@@ -218,6 +225,7 @@ fn fused_or_apart_is_measured_and_kept() {
         };
         (matmul.is_faster(&gpu.stream, &fused, apart).unwrap(), runs)
     };
+
     if !matmul(&gpu).supports(&fused).unwrap() {
         return;
     }
@@ -238,6 +246,7 @@ fn products_of_all_transpositions() {
     let m = 24;
     let n = 40;
     let k = 56;
+
     for dtype in FLOATS {
         let a = values(m * k, 1);
         let b = values(k * n, 2);
@@ -334,6 +343,7 @@ fn rows_further_apart_than_they_are_long() {
     let left = Matrix::new(left, k);
     let right = Matrix::new(right, k).t();
     let out = Matrix::with_stride(y, n, stride);
+
     matmul
         .run(
             &gpu.stream,
@@ -346,6 +356,7 @@ fn rows_further_apart_than_they_are_long() {
             },
         )
         .unwrap();
+
     let got = gpu.get(y);
     let real: Vec<f32> = got.chunks(stride).flat_map(|r| r[..n].to_vec()).collect();
     close(
@@ -368,6 +379,7 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
     let m = 24;
     let n = 40;
     let k = 56;
+
     for dtype in FLOATS {
         let a = values(m * k, 1);
         let b = values(k * n, 2);
@@ -480,6 +492,7 @@ fn bias_gradient_beside_a_weight_gradient() {
     let m = 56;
     let n = 40;
     let k = 24;
+
     for (dtype, out) in [
         (DType::Bf16, DType::Bf16),
         (DType::F16, DType::F16),
@@ -526,6 +539,7 @@ fn sums_are_fp32_until_they_are_stored() {
     let m = 64;
     let n = 64;
     let k = 8192;
+
     for (dtype, large) in [(DType::Bf16, 256.0), (DType::F16, 2048.0)] {
         // large + 1 has one bit more than the 16-bit type holds; the last term subtracts `large`.
         let term = |i: usize| {
@@ -573,6 +587,7 @@ fn product_runs_on_any_thread_at_any_alignment() {
     let product = fp64::matmul(&a64, &b64, k, n);
     let [a, b, biases] = [&a, &b, &biases].map(|v| gpu.put(v, DType::Bf16));
     let y = gpu.fresh(m * n, DType::Bf16);
+
     // Aligned to 256, 32 and 16 bytes, with the same shapes.
     for start in [0, 16, 8] {
         let epilogue = Epilogue::Bias(biases.slice(start..start + n));
@@ -619,6 +634,7 @@ fn bits_are_the_same_at_all_places_that_units_have() {
     let n = 40;
     let k = 56;
     let right = Matrix::new(gpu.put(&values(k * n, 2), DType::Bf16), n);
+
     let at = |start: usize| {
         let a = [vec![0.0; start], values(m * k, 1)].concat();
         let left = Matrix::new(gpu.put(&a, DType::Bf16).slice(start..a.len()), k);
@@ -638,5 +654,6 @@ fn bits_are_the_same_at_all_places_that_units_have() {
             .unwrap();
         gpu.get(sum)
     };
+
     assert!(at(0) == at(16));
 }

@@ -44,6 +44,7 @@ fn logits_and_gradients_in_fp32_are_pytorchs() {
         .into_iter()
         .collect();
     assert_eq!(want.len(), got.len());
+
     for (name, got) in got {
         let error = relative_error(&got, &want[&name]);
         assert!(error < 1e-5, "gradient of {name} differs by {error:e}");
@@ -64,12 +65,14 @@ fn losses_in_fp32_are_pytorchs() {
         decoupled: true,
         bias_correction: true,
     };
+
     let mut masters = weights();
     let mut moments: Vec<[Vec<f32>; 2]> = masters
         .iter()
         .map(|w| [vec![0.0; w.len()], vec![0.0; w.len()]])
         .collect();
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &masters);
+
     for (step, want) in expected["steps"].as_array().unwrap().iter().enumerate() {
         tiny.step(step);
         let want_loss = want["loss"].as_f64().unwrap();
@@ -170,6 +173,7 @@ fn blocks_write_their_gradients() {
     let sums = tiny.gradients();
     let passes = gpt2::passes(&config());
     let scale = gpu.double(1.0 / ACCUM as f64);
+
     for (dtype, limit) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
         tiny.forward().unwrap();
         for (i, pass) in passes.iter().enumerate().rev() {
@@ -199,6 +203,7 @@ fn blocks_write_their_gradients() {
             }
         }
     }
+
     let wrote = passes
         .iter()
         .enumerate()
@@ -215,6 +220,7 @@ fn any_shape_is_the_hosts() {
         n_positions: 60,
         ..config()
     };
+
     // A vocabulary and widths that are not multiples of 8; an untied head; a vocabulary whose
     // padding to the next round number has more rows than there are positions.
     let shapes = [
@@ -241,6 +247,7 @@ fn any_shape_is_the_hosts() {
             ..base
         },
     ];
+
     for config in shapes {
         let options = Gpt2Options {
             micro_batch: 3,
@@ -388,11 +395,13 @@ fn model_requests_the_computed_bytes() {
         n_layer: 5,
         ..config()
     };
+
     let held = || {
         let report = gpu.pool.report();
         [Purpose::Activations, Purpose::Workspace]
             .map(|purpose| report.of(purpose).live_bytes as u64)
     };
+
     let tiny = |dtype| [options(dtype, false), options(dtype, true)];
     let mut all: Vec<Gpt2Options> = [DType::F32, DType::Bf16]
         .into_iter()
@@ -411,6 +420,7 @@ fn model_requests_the_computed_bytes() {
         seq_len: 31,
         ..options(DType::Bf16, false)
     });
+
     for options in all {
         let before = held();
         let model = CudaGpt2::new(config.clone(), options.clone(), &gpu.pool, &gpu.stream).unwrap();
@@ -423,6 +433,7 @@ fn model_requests_the_computed_bytes() {
         );
         drop(model);
     }
+
     let row = (BATCH * SEQ * config.n_embd * 2) as u64;
     let [kept, offloaded] = [false, true].map(|offload_activations| {
         Gpt2Options {
@@ -431,6 +442,7 @@ fn model_requests_the_computed_bytes() {
         }
         .gpu_bytes(&config)
     });
+
     // Six rows, three of them on the device.
     assert_eq!((kept.host, offloaded.host), (0, 3 * row));
     assert_eq!(kept.activations - offloaded.activations, 3 * row);
@@ -461,12 +473,14 @@ fn written_gradients_are_rounded_sums() {
             );
         }
     }
+
     // Embedding and head only add.
     let tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights());
     let Grad::Add(sums) = tiny.grads[0] else {
         panic!("the embedding adds")
     };
     let mut model = tiny.model;
+
     let error = model
         .backward(
             &gpu.stream,
@@ -476,6 +490,7 @@ fn written_gradients_are_rounded_sums() {
             gpu.double(1.0),
         )
         .unwrap_err();
+
     assert!(error.to_string().contains("writes_grad"), "{error}");
 }
 
@@ -505,6 +520,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     let (inputs, targets) = batch(0);
     let stream = gpu.stream.clone();
     tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
+
     let graph = stream.capture(|| {
         let failed = |e: ModelError| DeviceError::Driver {
             call: "capture",
@@ -514,6 +530,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
             .and_then(|()| tiny.backward())
             .map_err(failed)
     });
+
     let graph = graph.unwrap();
     // SAFETY: used on the stream of the passes.
     gpu.device
@@ -522,6 +539,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     tiny.grads
         .iter()
         .for_each(|g| gpu.device.fill_zero(&stream, g.elements()).unwrap());
+
     for micro in 0..ACCUM {
         let (inputs, targets) = batch(micro);
         tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
@@ -529,6 +547,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
         // the stream.
         unsafe { graph.launch(&stream) }.unwrap();
     }
+
     assert!(
         (tiny.loss(), tiny.gradients()) == want,
         "the recorded step has other bits"
@@ -550,6 +569,7 @@ fn what_the_model_does_not_take_is_refused() {
             .unwrap()
             .to_string()
     };
+
     let good = options(DType::F32, false);
     let error = refused(
         Gpt2Options {
@@ -558,6 +578,7 @@ fn what_the_model_does_not_take_is_refused() {
         },
         config(),
     );
+
     assert!(error.contains("65") && error.contains("64"), "{error}");
     let error = refused(
         Gpt2Options {
@@ -566,6 +587,7 @@ fn what_the_model_does_not_take_is_refused() {
         },
         config(),
     );
+
     assert!(error.contains("fp64"), "{error}");
     let wide = GptConfig {
         n_embd: 260,
@@ -574,6 +596,7 @@ fn what_the_model_does_not_take_is_refused() {
         n_layer: 1,
         ..config()
     };
+
     let error = refused(good, wide);
     assert!(error.contains("260"), "{error}");
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());

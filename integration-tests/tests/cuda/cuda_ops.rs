@@ -419,6 +419,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
     let dqkv = gpu.fresh(3 * elems, dtype);
     let c = shape.heads * shape.d;
     let dbias = gpu.zeros(3 * c);
+
     let workspace = gpu.floats(&vec![
         f32::NAN;
         attention::workspace_elems(
@@ -427,6 +428,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
             3 * c
         )
     ]);
+
     let sums = SumOut::Add(dbias);
     attention
         .backward(
@@ -442,6 +444,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
             workspace,
         )
         .unwrap();
+
     let got = gpu.get(dqkv);
     // The sums are those of the stored elements.
     let column_sum = |j: usize| {
@@ -451,6 +454,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
             .map(|v| f64::from(*v))
             .sum::<f64>()
     };
+
     let want_dbias: Vec<f64> = (0..3 * c).map(column_sum).collect();
     close(
         &gpu.get(dbias.erase()),
@@ -458,6 +462,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
         4e-6,
         &format!("{what}: dbias"),
     );
+
     for (part, name) in ["dq", "dk", "dv"].iter().enumerate() {
         let pick = |i: usize| i / c % 3 == part;
         let got: Vec<f32> = got
@@ -511,6 +516,7 @@ fn attention_on_tensor_cores() {
             );
         }
     }
+
     if gpu.is_real() {
         check_attention(
             &gpu,
@@ -561,6 +567,7 @@ fn attention_on_cuda_cores() {
             );
         }
     }
+
     check_attention(
         &gpu,
         DType::F32,

@@ -151,6 +151,7 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
         seq_len: TORCH[1],
         ..options(steps, None, None)
     };
+
     let mut first = None;
     for stage in 0..4 {
         let (steps, summary) = on_gpu(stage, DType::F32, &torch(8));
@@ -196,6 +197,7 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
     }
+
     // Micro-batches that are summed on the rank and reduced once.
     let mut first = None;
     for stage in 0..2 {
@@ -253,11 +255,13 @@ fn written_gradients_learn_as_the_host_does() {
         grad_accum_steps: 1,
         ..settings(stage, DType::Bf16)
     };
+
     let mut host = Vec::new();
     let mut observe = |metrics: &StepMetrics| {
         host.push(metrics.clone());
         Ok(())
     };
+
     let steps = options(4, None, None);
     run_on_threads(
         1,
@@ -268,6 +272,7 @@ fn written_gradients_learn_as_the_host_does() {
         &mut observe,
     )
     .unwrap();
+
     let mut first = None;
     for (stage, optimizer) in [
         (0, Home::Device),
@@ -334,6 +339,7 @@ fn recorded_steps_have_the_same_bits() {
         .initial_scale_power(22)
         .window(2)
         .hysteresis(1);
+
     for (stage, dtype) in [(0, DType::F32), (1, DType::F16), (2, DType::Bf16)] {
         let mut settings = settings(stage, dtype);
         // Local sums have three kinds of micro-batches: the first, the last, and those between.
@@ -393,10 +399,12 @@ fn recorded_steps_have_the_same_bits() {
             summary.last_spans
         );
     }
+
     let refused = Settings {
         graphs: true,
         ..settings(3, DType::F32)
     };
+
     let error = run(&refused, &options(1, None, None))
         .unwrap_err()
         .to_string();
@@ -418,16 +426,19 @@ fn evaluations_change_nothing() {
         }),
         ..plain.clone()
     };
+
     let losses = |steps: &[StepMetrics]| {
         steps
             .iter()
             .filter_map(|s| Some(s.validation?.loss))
             .collect::<Vec<f64>>()
     };
+
     let host = losses(&on_host(2, DType::F32, &evaluating));
     assert_eq!(host.len(), 3);
     let want = bits(&on_gpu(2, DType::F32, &plain).0);
     let mut first = None;
+
     for (stage, graphs) in [(0, false), (1, true), (2, true), (3, false)] {
         let settings = Settings {
             graphs,
@@ -526,6 +537,7 @@ fn remainders_have_the_bits_of_the_hosts() {
         remainder: true,
         bf16_moments: false,
     };
+
     for (stage, graphs) in [(0, true), (3, false)] {
         let run = |optimizer, format, steps, graphs, saved: &Path, resume| {
             let offload = OffloadSettings {

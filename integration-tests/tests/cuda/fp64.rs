@@ -9,6 +9,7 @@ pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [
     let mut dx = Vec::new();
     let mut dgain = vec![0.0; n];
     let mut dbias = vec![0.0; n];
+
     for (x, dy) in x.chunks(n).zip(dy.chunks(n)) {
         let mean = x.iter().sum::<f64>() / n as f64;
         let var = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
@@ -24,6 +25,7 @@ pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [
             dbias[i] += dy[i];
         }
     }
+
     [y, dx, dgain, dbias]
 }
 
@@ -59,6 +61,7 @@ pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
     let scale = 1.0 / (s.d as f64).sqrt();
     let mut out = vec![0.0; s.batch * s.seq * c];
     let mut dqkv = vec![0.0; s.batch * s.seq * 3 * c];
+
     for b in 0..s.batch {
         for h in 0..s.heads {
             let at = |part: usize, t: usize| (b * s.seq + t) * 3 * c + part * c + h * s.d;
@@ -88,6 +91,7 @@ pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
             }
         }
     }
+
     [out, dqkv]
 }
 

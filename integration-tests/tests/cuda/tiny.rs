@@ -220,6 +220,7 @@ pub(crate) fn on_host<T: Element>(
         Threads::new(1).unwrap(),
     )
     .unwrap();
+
     let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let slices: Vec<_> = grads.iter_mut().map(|g| slice(g)).collect();
@@ -228,6 +229,7 @@ pub(crate) fn on_host<T: Element>(
     pool.device().fill_zero(&stream, sum).unwrap();
     let mut scale = [1.0 / batches.len() as f64];
     let passes = gpt2::passes(config);
+
     for (inputs, targets) in batches {
         model.set_batch(&stream, inputs, targets).unwrap();
         for (i, pass) in passes.iter().enumerate() {
@@ -242,6 +244,7 @@ pub(crate) fn on_host<T: Element>(
                 .unwrap();
         }
     }
+
     let mut loss = [0.0f64];
     pool.device()
         .download(&stream, sum, bytemuck::cast_slice_mut(&mut loss), LIMIT)

@@ -67,6 +67,7 @@ fn variants_with_a_source_are_transparent() {
             }
         }
     }
+
     assert!(sources > 10, "no errors found: have the sources moved?");
 }
 
@@ -76,16 +77,19 @@ fn no_text_is_printed_twice() {
         rank: 1,
         reason: "the disk is full".into(),
     };
+
     let device = || DeviceError::Operation {
         stream: "comm".into(),
         op: "all_gather".into(),
         cause: Cause::new(comm()),
     };
+
     let io = || CkptError::Io {
         action: "write",
         path: "dir".into(),
         error: std::io::Error::other("the disk is full"),
     };
+
     let cuda = || CudaError::NoNvrtc {
         tried: vec!["the disk is full".into()],
     };
@@ -110,6 +114,7 @@ fn no_text_is_printed_twice() {
         Box::new(CheckpointError::Ckpt(io())),
         Box::new(CheckpointError::Optim(OptimError::Device(device()))),
     ];
+
     for error in errors {
         let mut chain = vec![error.to_string()];
         let mut next = error.source();
@@ -141,6 +146,7 @@ fn failed_collective_is_the_cause_of_its_stream() {
         .exchange(&pool, &stream, b"message", limit)
         .unwrap_err();
     let error = stream.synchronize(limit).unwrap_err();
+
     assert!(
         matches!(
             error.cause::<CommError>(),
@@ -148,6 +154,7 @@ fn failed_collective_is_the_cause_of_its_stream() {
         ),
         "{error:?}"
     );
+
     assert!(
         error
             .to_string()

@@ -109,5 +109,6 @@ fn exhaustive_types(text: &str, found: &mut BTreeSet<String>) -> usize {
         marked = line == "#[non_exhaustive]"
             || marked && (line.starts_with('#') || line.starts_with("//"));
     }
+
     types
 }

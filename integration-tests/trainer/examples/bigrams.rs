@@ -205,6 +205,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         seq_len: 8,
         ..RunOptions::default()
     };
+
     let expected = train(ZeroStage::Zero, Home::Device, &run)?;
     println!("loss {:.4}, then {:.4}", expected[0], expected[39]);
     assert!(expected[39] < 0.5 * expected[0]);
@@ -224,10 +225,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         checkpoint: Some((dir.clone(), 0)),
         ..run.clone()
     };
+
     let rest = RunOptions {
         resume: Some(dir.clone()),
         ..run
     };
+
     let mut losses = train(ZeroStage::Two, Home::Device, &first)?;
     losses.extend(train(ZeroStage::Three, Home::Host, &rest)?);
     assert_eq!(losses, expected);

@@ -17,6 +17,7 @@ pub(crate) fn units() -> Vec<UnitSpec> {
             ParamSpec::new("transformer.wpe.weight", [128, WIDTH]),
         ],
     );
+
     let blocks = (0..BLOCKS).map(|i| {
         let name = |part: &str| format!("transformer.h.{i}.{part}");
         UnitSpec::new(
@@ -29,6 +30,7 @@ pub(crate) fn units() -> Vec<UnitSpec> {
             ],
         )
     });
+
     let head = UnitSpec::new("head", [ParamSpec::new("transformer.ln_f.weight", [WIDTH])]);
     std::iter::once(embedding)
         .chain(blocks)

@@ -48,6 +48,7 @@ pub fn run_on_threads(
     let comms = World::new(world_size, CommOptions::default().limit(settings.limit))?;
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
+
     let run = |index: usize, comm: Arc<dyn Communicator<HostDevice>>| {
         let rank = host_rank(
             HostDevice::new(),
@@ -66,6 +67,7 @@ pub fn run_on_threads(
         };
         run_rank(&rank, workload, options, &mut observe_rank)
     };
+
     let summaries = std::thread::scope(|scope| {
         let spawn = |(index, comm)| {
             let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
@@ -95,11 +97,13 @@ pub fn run_on_threads(
             .map(|rank| rank.ok().and_then(|r| r.join().ok()).flatten())
             .collect::<Vec<_>>()
     });
+
     let failures = failures.into_inner();
     let cause = failures
         .iter()
         .position(|f| f.kind != FailureKind::Echo)
         .unwrap_or(0);
+
     match failures.into_iter().nth(cause) {
         Some(failure) => Err(failure.into()),
         None => Ok(summaries.into_iter().flatten().collect()),
@@ -170,6 +174,7 @@ pub fn run_on_cuda(
     } else {
         device.clone()
     };
+
     let pinned = PinnedMemory::new(&device);
     let mut warned = false;
     // After the first step, which has allocated all memory of the run.
@@ -182,6 +187,7 @@ pub fn run_on_cuda(
         }
         observe(metrics)
     };
+
     let make = |comm, layout| {
         Rank::new(
             device,
@@ -208,6 +214,7 @@ pub fn run_on_cuda(
             },
         )
     };
+
     run_caught(&comm, make, workload, options, &mut observe)
 }
 
@@ -254,6 +261,7 @@ fn failure_of<D: Device>(comm: &dyn Communicator<D>, error: TrainError) -> Failu
         message,
         kind,
     };
+
     match error {
         // The cause is shorter than the error of this rank's stream, and names the rank that
         // failed.
@@ -383,6 +391,7 @@ mod tests {
         assert_eq!(own.to_string(), "rank 1: the disk is full");
         let op = Collective::AllGather.name().to_owned();
         let cause = Cause::new(comms[0].failure().unwrap());
+
         let stream = || {
             Err(DeviceError::Operation {
                 stream: "rank 0 comm".to_owned(),
@@ -391,11 +400,13 @@ mod tests {
             }
             .into())
         };
+
         let echo = caught::<HostDevice>(&comms[0], stream)
             .err()
             .map(TrainError::from)
             .unwrap();
         assert_eq!(echo.to_string(), "rank 1 aborted: the disk is full");
+
         // The error of a save, which every rank returns.
         let save = || {
             Err(CkptError::Rank {
@@ -404,6 +415,7 @@ mod tests {
             }
             .into())
         };
+
         let of_save = caught::<HostDevice>(&comms[0], save)
             .err()
             .map(TrainError::from)

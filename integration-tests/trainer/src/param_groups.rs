@@ -111,6 +111,7 @@ impl fmt::Display for ParamGroup {
         if rules.is_empty() {
             rules.push("the optimizer's rules".to_owned());
         }
+
         write!(f, "{}: {}", conditions.join(" "), rules.join(", "))
     }
 }
@@ -187,11 +188,13 @@ impl GroupSettings {
                     rules.len() - 1
                 })
         };
+
         let units = layout
             .units()
             .iter()
             .map(|unit| unit.params.iter().map(&mut place_of).collect())
             .collect();
+
         if let Some(group) = matched.iter().position(|matched| !matched) {
             return Err(TrainError::Usage(format!(
                 "param_groups[{group}] ({}): no tensor of the model meets its conditions, or all are in earlier groups; \
@@ -200,11 +203,13 @@ impl GroupSettings {
                 an_example(layout)
             )));
         }
+
         for rules in &rules {
             rules
                 .check()
                 .map_err(|error| TrainError::Usage(format!("param_groups: {error}")))?;
         }
+
         let groups = ModelGroups { rules, units };
         match (0..groups.units.len()).all(|unit| groups.is_frozen(unit)) {
             true => Err(TrainError::Usage(
@@ -282,6 +287,7 @@ impl ModelGroups {
                 .enumerate()
                 .filter(|(i, _)| !self.is_frozen(*i))
         };
+
         let grads = units().map(|(_, u)| {
             if stage.shards_grads() {
                 u.shard_elems
@@ -289,11 +295,13 @@ impl ModelGroups {
                 u.padded_elems
             }
         });
+
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs } = self.of(layout, rank).ok()?;
             let trained = runs.iter().filter(|run| rules[run.group].trainable);
             Some(trained.map(|run| run.elems.len() as u64).sum())
         };
+
         let most = match stage.shards_optimizer() {
             true => (0..layout.world_size())
                 .map(|rank| held(Some(rank)))
@@ -302,6 +310,7 @@ impl ModelGroups {
                 .unwrap_or(0),
             false => held(None)?,
         };
+
         Some(StateBytes {
             grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
             optimizer_bytes: most.checked_mul(widths.optimizer_bytes)?,
@@ -357,6 +366,7 @@ mod tests {
             groups: groups[..2].to_vec(),
             no_decay_1d: true,
         };
+
         assert_eq!(
             settings.to_string(),
             "transformer.h.0.*: frozen; norm bias: weight decay 0.5; dims <= 1: weight decay 0"
@@ -374,6 +384,7 @@ mod tests {
             trainable: Some(false),
             ..ParamGroup::default()
         };
+
         let error = GroupSettings {
             groups: vec![all],
             no_decay_1d: false,
@@ -411,14 +422,17 @@ mod tests {
             trainable: Some(false),
             ..Default::default()
         };
+
         let groups = GroupSettings {
             groups: vec![block],
             no_decay_1d: false,
         };
+
         let layout = layout(2);
         let widths = Widths::adam(2, 1);
         let groups = groups.resolve(&layout, kind_of).unwrap();
         let block = &layout.units()[1];
+
         for stage in [
             ZeroStage::Zero,
             ZeroStage::One,

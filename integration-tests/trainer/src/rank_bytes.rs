@@ -58,6 +58,7 @@ impl RankBytes {
         } else {
             passes.iter().map(upcast).max().unwrap_or(0)
         };
+
         // The host's models add to fp32 gradients.
         let scratch =
             scratch_elems(settings, layout, passes, &|_, _| false)?.checked_add(upcast)?;
@@ -72,6 +73,7 @@ impl RankBytes {
         } else {
             0
         };
+
         let state = groups.state_bytes(layout, settings.stage, &widths)?;
         let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
         let params = in_memory(settings.offload.params.tier(), state.params_bytes);
@@ -79,6 +81,7 @@ impl RankBytes {
         let workspace = scratch
             .checked_mul(size_of::<f32>() as u64)?
             .checked_add(steps)?;
+
         Some(Self {
             state: params
                 .checked_add(in_memory(settings.offload.params.tier(), state.grads_bytes))?
@@ -110,12 +113,14 @@ impl RankBytes {
         } else {
             0
         };
+
         // The host updates a copy of parameters that are on the device.
         let copied = if offload.params.tier() == Tier::Device {
             updated
         } else {
             0
         };
+
         let parts = [
             on_host(offload.params.tier(), state.params_bytes),
             on_host(offload.optimizer.tier(), state.optimizer_bytes),
@@ -126,6 +131,7 @@ impl RankBytes {
             },
             copied.checked_mul(widths.param_bytes)?,
         ];
+
         Some(Self {
             state: parts.into_iter().try_fold(0, u64::checked_add)?,
             activations: if offload.activations { checkpoints } else { 0 },
@@ -224,6 +230,7 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
         2 * (widths.comm_grad_bytes + widths.grad_bytes),
     )
     .checked_mul(shard)?;
+
     pieces.checked_add(shards)?.checked_add(grads)
 }
 
@@ -303,6 +310,7 @@ pub(crate) mod tests {
             )
             .unwrap()
         };
+
         let shard = layout.shard_elems();
         let largest = layout.units().iter().map(|u| u.shard_elems).max().unwrap();
         let none = OffloadSettings::default();
@@ -348,6 +356,7 @@ pub(crate) mod tests {
             };
             assert_eq!(away, expected, "stage {stage}");
         }
+
         let on_device = rank(ZeroStage::Three, &none);
         let all = rank(
             ZeroStage::Three,
@@ -357,6 +366,7 @@ pub(crate) mod tests {
                 ..none.clone()
             },
         );
+
         assert_eq!(all.state, on_device.state - 16 * shard);
         // Parameters of one unit ahead and three more, gradients of two that leave and two in
         // transfer.
@@ -384,6 +394,7 @@ pub(crate) mod tests {
             activations: true,
             ..none
         };
+
         for stage in ZeroStage::ALL {
             let held = if stage == ZeroStage::Zero {
                 layout.padded_elems()
@@ -397,6 +408,7 @@ pub(crate) mod tests {
                 (16 * held, 100, 16 * held + 100)
             );
         }
+
         let params = host(
             ZeroStage::Three,
             OffloadSettings {
@@ -405,6 +417,7 @@ pub(crate) mod tests {
             },
             false,
         );
+
         assert_eq!(params.state, 16 * shard, "the parameters themselves");
         let away = host(
             ZeroStage::Three,
@@ -415,6 +428,7 @@ pub(crate) mod tests {
             },
             true,
         );
+
         assert_eq!((away.state, away.staging), (0, 0), "nothing");
     }
 
@@ -434,6 +448,7 @@ pub(crate) mod tests {
                 &layout,
             )
         };
+
         assert_eq!((ahead(0, 1), ahead(1, usize::MAX), ahead(3, 1)), (0, 1, 1));
         assert_eq!(
             (

@@ -68,12 +68,14 @@ pub(crate) fn run_rank<D: Device>(
         stage: &mut *stage,
         recorder: &mut recorder,
     };
+
     let result = Run::start(parts).and_then(|run| run.train(observe));
     if let Err(error) = &result {
         // Before memory is freed: otherwise peers wait for this rank, and its streams wait for
         // them.
         rank.comm.abort(&error.to_string());
     }
+
     result
 }
 
@@ -140,6 +142,7 @@ impl<'a, D: Device> Run<'a, D> {
             options,
             ..
         } = parts;
+
         let resumed = match &options.resume {
             Some(dir) => Some(restore(&mut parts, dir)?),
             None => {
@@ -147,16 +150,19 @@ impl<'a, D: Device> Run<'a, D> {
                 None
             }
         };
+
         let resumed_at = resumed.as_ref().map_or(0, |state| state.step);
         let tokens = resumed.as_ref().map_or(0, |state| {
             let by_steps = state.step * tokens_per_step(rank, options);
             state.tokens_seen.unwrap_or(by_steps)
         });
+
         let evaluations = Evaluations::new(options, resumed.and_then(|state| state.best));
         let saver = match &options.checkpoint {
             Some((dir, _)) => Some(Saver::new(rank, dir, options.store())?),
             None => None,
         };
+
         parts.stage.synchronize(rank)?;
         // Setting the weights is no part of the first step.
         drop(rank.timeline.take());
@@ -202,6 +208,7 @@ impl<'a, D: Device> Run<'a, D> {
             outcome,
             staging_bytes,
         } = self.step(done)?;
+
         let moved = self.moved();
         let Observed { mut metrics, spans } =
             self.observer.end(began, &outcome, moved, staging_bytes);
@@ -215,6 +222,7 @@ impl<'a, D: Device> Run<'a, D> {
             self.summary.cancelled = metrics.validation.is_none();
             self.batches.forget();
         }
+
         observe(&metrics)?;
         self.count_skipped(&metrics)?;
         Ok(metrics)
@@ -232,6 +240,7 @@ impl<'a, D: Device> Run<'a, D> {
             recorder,
             ..
         } = &mut self.parts;
+
         let rank = *rank;
         let batches = &mut self.batches;
         let on_host = stage.optimizer().on_host().is_some();
@@ -250,14 +259,17 @@ impl<'a, D: Device> Run<'a, D> {
         let staging_bytes = self.saver.as_ref().map_or(0, Saver::staging_bytes);
         let ready = self.saver.as_mut().is_some_and(Saver::ready);
         let enqueued = flags.enqueue(&options.cancel, ready)?;
+
         if on_host {
             // The host decides, so it waits for the flags here.
             flags.watch(&options.cancel, &enqueued)?;
         }
+
         let inputs = StepInputs {
             loss,
             flags: enqueued.flags,
         };
+
         let optimizer = stage.optimizer();
         recorder.run(Part::Decision, || optimizer.decide(rank, inputs))?;
         optimizer.expect_outcome(rank)?;
@@ -281,6 +293,7 @@ impl<'a, D: Device> Run<'a, D> {
         if let (true, Some(saver)) = (flags::ready(outcome.flags()), &mut self.saver) {
             run_in(rank, Phase::Checkpoint, || saver.advance(rank))?;
         }
+
         Ok(Decided {
             outcome,
             staging_bytes,
@@ -332,16 +345,19 @@ impl<'a, D: Device> Run<'a, D> {
             .evaluations
             .is_best(metrics.step, metrics.validation, saves);
         let will_save = self.saver.is_some() && (saves || is_best);
+
         if options.check_replicas.is_due(metrics.step, will_save) {
             let stage = &mut *self.parts.stage;
             run_in(rank, Phase::Checkpoint, || {
                 replicas::check(rank, stage, metrics.step)
             })?;
         }
+
         if will_save {
             let superseded = old_best.filter(|_| is_best);
             run_in(rank, Phase::Checkpoint, || self.save(superseded))?;
         }
+
         Ok(())
     }
 
@@ -365,6 +381,7 @@ impl<'a, D: Device> Run<'a, D> {
             options,
             ..
         } = self.parts;
+
         let Some(saver) = &mut self.saver else {
             return Ok(());
         };
@@ -377,6 +394,7 @@ impl<'a, D: Device> Run<'a, D> {
             tokens_seen: Some(completed.tokens),
             best: self.evaluations.best,
         };
+
         state::save(
             rank,
             self.parts.stage,
@@ -399,11 +417,13 @@ impl<'a, D: Device> Run<'a, D> {
             }
             self.save(None)?;
         }
+
         let mut summary = self.summary;
         if let Some(saver) = &mut self.saver {
             saver.complete(rank)?;
             summary.checkpoint = saver.newest().map(PathBuf::from);
         }
+
         let best_path = self.saver.as_ref().and_then(Saver::best).map(PathBuf::from);
         summary.best = self.evaluations.best.map(|best| (best, best_path));
 
@@ -417,6 +437,7 @@ impl<'a, D: Device> Run<'a, D> {
         if options.log_memory && summary.last.is_some() {
             summary.memory = Some(self.observer.memory_trace(&summary.last_spans));
         }
+
         Ok(summary)
     }
 }

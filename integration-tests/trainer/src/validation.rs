@@ -104,11 +104,13 @@ fn evaluate<D: Device>(
         settings,
         ..
     } = rank;
+
     let RunOptions {
         micro_batch,
         seq_len,
         ..
     } = *options;
+
     let ValidationOptions { data, windows, .. } = validation;
     let mut inputs = vec![0; micro_batch * seq_len];
     let mut targets = vec![0; micro_batch * seq_len];
@@ -118,6 +120,7 @@ fn evaluate<D: Device>(
     // SAFETY: used below on the compute stream, that of the passes, while the model is borrowed.
     let loss = unsafe { model.loss() }.erase();
     pool.device().fill_zero(compute, loss)?;
+
     for round in 0..windows.div_ceil(of_round) {
         let stop = options.cancel.load(Ordering::Relaxed);
         if RankExchange::of(rank)
@@ -143,6 +146,7 @@ fn evaluate<D: Device>(
             previous.synchronize(settings.host_limit())?;
         }
     }
+
     let mut sum = [0; size_of::<f64>()];
     pool.device()
         .download(compute, loss, &mut sum, settings.host_limit())?;

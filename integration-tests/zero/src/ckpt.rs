@@ -176,6 +176,7 @@ fn verify(path: &Path) -> Result<(), CliError> {
         staged,
         ..
     } = resolve(path).map_err(CliError::failure)?;
+
     if let Some(staged) = staged {
         print_note(staged);
     }
@@ -191,12 +192,14 @@ fn verify(path: &Path) -> Result<(), CliError> {
         reader.path().display(),
         manifest.files.len() + manifest.documents.len(),
     );
+
     if passed_over.is_empty() {
         return print_text(format!(
             "{whole}: complete; {files} files, {} bytes, all checksums match\n",
             HumanCount(bytes)
         ));
     }
+
     let defects: Vec<String> = passed_over
         .iter()
         .map(|(name, why)| format!("{name}: {why}"))
@@ -245,12 +248,14 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
     for warning in folder.warnings() {
         print_note(warning);
     }
+
     if has_checkpoints(checkpoint).map_err(CliError::failure)? {
         let path = checkpoint.display();
         return Err(CliError::Usage(format!(
             "{path}: this folder holds checkpoints already; import into a new folder"
         )));
     }
+
     let units = folder.config().units();
     let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
     let unit_and_param = |tensor: &str| {
@@ -261,6 +266,7 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
         let param = unit.params.iter().find(|p| names.contains(&p.name))?;
         Some((unit.name.clone(), param.name.clone()))
     };
+
     let published = zero_ckpt::import(model, &store, unit_and_param).map_err(CliError::failure)?;
     let (path, dir) = (checkpoint.join(&published.name), checkpoint.display());
     print_text(format!(
@@ -313,6 +319,7 @@ mod tests {
             "2KB".as_ref(),
         ])
         .unwrap();
+
         assert!(to.join("model.safetensors.index.json").exists());
         let (before, after) = (HfFolder::open(&from).unwrap(), HfFolder::open(&to).unwrap());
         assert_eq!(before.config(), after.config());
@@ -354,6 +361,7 @@ mod tests {
             shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
             store.save(&SaveMeta::default().step(4), &shard, &mut SingleRank)
         };
+
         save("a").unwrap();
         // Refused, because the checkpoint of step 4 is of another run.
         let error = save("b").unwrap_err().to_string();
@@ -365,6 +373,7 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(error.contains("another run (a)"), "{error}");
+
         let error = zero_ckpt(&[
             "assemble".as_ref(),
             "--step".as_ref(),
@@ -373,12 +382,14 @@ mod tests {
             &taken,
         ])
         .unwrap_err();
+
         assert!(
             error
                 .to_string()
                 .contains("there are no staged files of step 5"),
             "{error}"
         );
+
         zero_ckpt(&[
             "assemble".as_ref(),
             "--step".as_ref(),
@@ -387,6 +398,7 @@ mod tests {
             &taken,
         ])
         .unwrap();
+
         zero_ckpt(&["verify".as_ref(), &new]).unwrap();
         assert_eq!(
             Reader::open(&new).unwrap().manifest().run.as_deref(),

@@ -152,6 +152,7 @@ mod tests {
             ("1234", 1234),
             ("2K", 2000),
         ];
+
         counts
             .into_iter()
             .for_each(|(text, n)| assert_eq!(parse_params(text), Ok(n), "{text}"));
@@ -160,6 +161,7 @@ mod tests {
         ] {
             assert!(parse_params(text).is_err(), "{text}");
         }
+
         let sizes = [
             ("24GiB", 24 << 30),
             ("80GB", 80_000_000_000),
@@ -169,6 +171,7 @@ mod tests {
             ("7", 7),
             ("18446744073709551615", u64::MAX),
         ];
+
         sizes
             .into_iter()
             .for_each(|(text, n)| assert_eq!(parse_bytes(text), Ok(n), "{text}"));
@@ -184,6 +187,7 @@ mod tests {
         ] {
             assert!(parse_bytes(text).is_err(), "{text}");
         }
+
         assert_eq!(parse_gpu_memory("24GiB"), Ok(24 << 30));
         for text in ["80", "81920", "80KiB", "2PiB"] {
             assert!(
@@ -191,6 +195,7 @@ mod tests {
                 "{text}"
             );
         }
+
         assert!(parse_gpu_memory("0").is_err_and(|e| !e.contains("did you mean")));
     }
 }

@@ -101,6 +101,7 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(&args),
         Command::Ckpt(args) => ckpt::run(args),
     });
+
     let error = match result {
         Ok(Ok(())) => return ExitCode::SUCCESS,
         Ok(Err(error)) => error,
@@ -108,6 +109,7 @@ fn main() -> ExitCode {
             "a bug: the program panicked; run with ZERO_LOG=debug for the location".to_owned(),
         ),
     };
+
     report(&error);
     ExitCode::from(error.exit_code())
 }

@@ -38,6 +38,7 @@ fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
         "--no-checkpoint",
         "--no-matmul-timing",
     ]);
+
     command
         .args(["--metrics", "metrics", "--ranks", ranks])
         .args(args)
@@ -63,6 +64,7 @@ fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
         output.status
     );
     let metrics = std::fs::read_to_string(dir.join("metrics")).unwrap();
+
     (
         parse(dir),
         serde_json::from_str(metrics.lines().last().unwrap()).unwrap(),
@@ -91,6 +93,7 @@ fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
         .flat_map(|i| ((i * 7919 % 50_257) as u16).to_le_bytes())
         .collect();
     std::fs::write(dir.path().join("tokens.bin"), tokens).unwrap();
+
     let sizes = [
         "--model",
         "gpt2-124m",
@@ -101,6 +104,7 @@ fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
         "--micro-batch",
         batch,
     ];
+
     let run = |steps| {
         train(
             dir.path(),
@@ -109,6 +113,7 @@ fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
             &[&sizes[..], &["--stage", stage, "--steps", steps]].concat(),
         )
     };
+
     let ((two, _), (mut three, metrics)) = (run("2"), run("3"));
     // The number of events depends on what has completed.
     three.retain(|(kind, _), _| kind != "event");
@@ -116,6 +121,7 @@ fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
         let old = two.get(key).copied().unwrap_or_default();
         *row = std::array::from_fn(|i| row[i] - old[i]);
     }
+
     three.retain(|_, row| row[0] > 0);
     (three, metrics)
 }
@@ -143,6 +149,7 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
     }
     let (model, tokens) = (place::data("model"), place::data("tokens.u16.bin"));
     let [model, tokens] = [&model, &tokens].map(|path| path.to_str().unwrap());
+
     let sizes = [
         "--model",
         model,
@@ -155,6 +162,7 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
         "--steps",
         "3",
     ];
+
     for (ranks, stage) in [("1", "0"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")] {
         let dir = TempDir::new().unwrap();
         let args = [&sizes[..], &["--stage", stage]].concat();
@@ -246,6 +254,7 @@ fn cuda_ranks_send_each_unit_once() {
     // Gathers: the updated parameters, at stage 3 all units in forward and all but the last again
     // in backward; and the statistics of the step.
     let mut at_stage_2 = Vec::new();
+
     for (stage, ranks, reduced, gathered, psis) in [
         ("1", "4", UNITS, UNITS + 1, 2),
         ("2", "4", UNITS, UNITS + 1, 2),
@@ -298,6 +307,7 @@ fn cuda_ranks_send_each_unit_once() {
             "stage {stage}: {sent} bytes, and not {law}"
         );
     }
+
     assert_eq!(
         at_stage_2[0], at_stage_2[1],
         "launches of four ranks and of two"

@@ -24,6 +24,7 @@ fn zero(dir: &Path, args: &[&str]) -> Command {
         .arg("--data")
         .arg(place::data("tokens.u16.bin"));
     command.args(["--lr", "1e-3", "--clip", "1"]);
+
     for (flag, value) in [
         ("--micro-batch", "1"),
         ("--seq-len", "32"),
@@ -33,12 +34,14 @@ fn zero(dir: &Path, args: &[&str]) -> Command {
             command.args([flag, value]);
         }
     }
+
     command
         .args(args)
         .current_dir(dir)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
+
     command
 }
 
@@ -141,6 +144,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
             .map(|path| (path.clone(), std::fs::read_to_string(path).unwrap()))
             .collect()
     };
+
     let train = |more: &[&str]| {
         let args = [
             "--device",
@@ -157,6 +161,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
             .env_remove("ZERO_MATMUL_TIMING");
         run(command)
     };
+
     train(&["--no-matmul-timing", "--metrics", "off"]);
     assert!(!choices.exists());
     let said = train(&["--metrics", "first"]);
@@ -172,6 +177,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
     train(&["--metrics", "second"]);
     assert_eq!(files(), kept);
     let [off, first, second] = ["off", "first", "second"].map(|file| steps(dir.path(), file));
+
     for ((off, first), second) in off.iter().zip(&first).zip(&second) {
         assert_eq!(
             (&first["loss"], &first["grad_norm"]),
@@ -248,6 +254,7 @@ fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
         .unwrap()
         .port()
         .to_string();
+
     let start = |(rank, more): (usize, &&[&str])| {
         let mut command = zero(
             dir,
@@ -266,6 +273,7 @@ fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
             .spawn()
             .unwrap()
     };
+
     let ranks: Vec<Child> = flags.iter().enumerate().map(start).collect();
     ranks.into_iter().map(finish).collect()
 }
@@ -340,15 +348,18 @@ fn killed_rank(more: &[&str]) {
         "--metrics",
         "m",
     ];
+
     let launcher = zero(dir.path(), &[&args[..], more].concat())
         .spawn()
         .unwrap();
     let begun = Instant::now();
     let steps = || std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count());
+
     while steps() < 5 {
         assert!(begun.elapsed() < LONG, "{}", text(&finish(launcher)));
         std::thread::sleep(Duration::from_millis(20));
     }
+
     let ranks = children(launcher.id());
     assert_eq!(ranks.len(), 3);
     assert!(
@@ -358,6 +369,7 @@ fn killed_rank(more: &[&str]) {
             .unwrap()
             .success()
     );
+
     let (killed, done) = (Instant::now(), steps());
     let output = finish(launcher);
     let said = text(&output);
@@ -392,6 +404,7 @@ fn cuda_ranks_say_what_is_wrong_once() {
         "{}",
         text(&too_many)
     );
+
     let args = [
         "--device",
         "cuda",
@@ -401,6 +414,7 @@ fn cuda_ranks_say_what_is_wrong_once() {
         "--seq-len",
         "65",
     ];
+
     let wrong = finish(zero(dir.path(), &args).spawn().unwrap());
     assert_eq!(wrong.status.code(), Some(2), "{}", text(&wrong));
     assert_eq!(
@@ -410,6 +424,7 @@ fn cuda_ranks_say_what_is_wrong_once() {
         text(&wrong)
     );
     assert!(text(&wrong).contains("--seq-len 65"), "{}", text(&wrong));
+
     let args = [
         "--device",
         "cuda",
@@ -419,6 +434,7 @@ fn cuda_ranks_say_what_is_wrong_once() {
         "--stage",
         "3",
     ];
+
     let stage_3 = finish(zero(dir.path(), &args).spawn().unwrap());
     assert_eq!(stage_3.status.code(), Some(2), "{}", text(&stage_3));
     assert!(
@@ -440,6 +456,7 @@ fn cuda_plan_is_the_memory_of_the_device() {
         "optimizer_bytes",
         "activations_bytes",
     ];
+
     for masters in ["--masters fp32", "--masters remainder"] {
         let dir = temp();
         let mut plan = place::zero();

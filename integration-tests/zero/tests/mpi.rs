@@ -42,6 +42,7 @@ fn train(ranks: usize, more: &[&str]) -> Vec<String> {
     ]
     .map(String::from)
     .to_vec();
+
     if !more.contains(&"--checkpoint") {
         args.push("--no-checkpoint".into());
     }
@@ -53,6 +54,7 @@ fn train(ranks: usize, more: &[&str]) -> Vec<String> {
     ]);
     args.extend(["--ranks".into(), ranks.to_string()]);
     args.extend(more.iter().map(|s| (*s).to_owned()));
+
     args
 }
 
@@ -95,6 +97,7 @@ fn the_losses_are_those_of_threads() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
+
     for ranks in [2, 4] {
         for stage in ["0", "1", "2", "3"] {
             for dtype in ["fp32", "bf16"] {
@@ -143,6 +146,7 @@ fn a_killed_rank_ends_the_run() {
     let dir = tempfile::tempdir().unwrap();
     let metrics = dir.path().join("metrics");
     let path = metrics.display().to_string();
+
     let args = train(
         3,
         &[
@@ -154,6 +158,7 @@ fn a_killed_rank_ends_the_run() {
             &path,
         ],
     );
+
     let mut run = mpirun(3, dir.path())
         .args(args)
         .stdout(Stdio::null())
@@ -161,16 +166,19 @@ fn a_killed_rank_ends_the_run() {
         .spawn()
         .unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
+
     while std::fs::read_to_string(&metrics).map_or(0, |t| t.lines().count()) < 2 {
         assert!(Instant::now() < deadline, "the run did not start");
         std::thread::sleep(Duration::from_millis(50));
     }
+
     let ranks = Command::new("pgrep")
         .args(["-P", &run.id().to_string()])
         .output()
         .unwrap();
     let ranks = String::from_utf8(ranks.stdout).unwrap();
     let victim = ranks.lines().last().expect("mpirun has children");
+
     assert!(
         Command::new("kill")
             .args(["-9", victim])
@@ -178,6 +186,7 @@ fn a_killed_rank_ends_the_run() {
             .unwrap()
             .success()
     );
+
     let deadline = Instant::now() + Duration::from_secs(30);
     let status = loop {
         if let Some(status) = run.try_wait().unwrap() {
@@ -186,6 +195,7 @@ fn a_killed_rank_ends_the_run() {
         assert!(Instant::now() < deadline, "the run goes on without a rank");
         std::thread::sleep(Duration::from_millis(50));
     };
+
     assert!(!status.success());
     let alive = |rank: &&str| Path::new(&format!("/proc/{rank}/exe")).read_link().is_ok();
     while let Some(rank) = ranks.lines().find(alive) {
@@ -281,6 +291,7 @@ fn failed_staging_leaves_whole_checkpoints() {
         return;
     }
     use rustix::process::{Pid, Resource, Rlimit, prlimit};
+
     for ranks in [2, 3] {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
@@ -410,6 +421,7 @@ fn slow_save_rank() {
         name: "master".into(),
         dtype: StateDtype::F32,
     }];
+
     let stage = || {
         store.stage_streamed(1, &layout, states, |slice| {
             if rank + 1 == ranks {
@@ -419,6 +431,7 @@ fn slow_save_rank() {
             Ok(())
         })
     };
+
     store
         .save_with(&SaveMeta::default().step(1), &layout, stage, exchange)
         .unwrap();
@@ -450,6 +463,7 @@ fn slow_save_outlasts_the_time_limit() {
             .args(["--exact", "slow_save_rank"]);
         (command.stdout(Stdio::null()).spawn().unwrap(), ckpt)
     });
+
     for (run, ckpt) in &mut runs {
         assert!(run.wait().unwrap().success());
         let ckpt = ckpt.display().to_string();
@@ -470,6 +484,7 @@ fn a_resume_needs_no_flag() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
+
     let run = |steps: &str, metrics: &str, checkpoint: &str| {
         let flags = [
             "--grad-accum",
@@ -494,6 +509,7 @@ fn a_resume_needs_no_flag() {
                 .unwrap(),
         );
     };
+
     run("4", "whole", "a");
     run("2", "first", "b");
     let rest = [
@@ -505,6 +521,7 @@ fn a_resume_needs_no_flag() {
         "--metrics",
         &path("rest"),
     ];
+
     succeeds(&mpirun(2, dir.path()).args(rest).output().unwrap());
     let losses = |name: &str| losses(&dir.path().join(name));
     assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
@@ -512,6 +529,7 @@ fn a_resume_needs_no_flag() {
         let text = std::fs::read(dir.path().join(format!("b/step-{step:08}/run.json"))).unwrap();
         serde_json::from_slice::<serde_json::Value>(&text).unwrap()["run"].to_string()
     };
+
     assert_eq!(run_of(2), run_of(4));
 }
 
@@ -523,6 +541,7 @@ fn rank_0_finds_the_checkpoint() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
+
     let first = [
         "--steps",
         "2",
@@ -531,12 +550,14 @@ fn rank_0_finds_the_checkpoint() {
         "--checkpoint-every",
         "1",
     ];
+
     succeeds(
         &mpirun(2, dir.path())
             .args(train(2, &first))
             .output()
             .unwrap(),
     );
+
     let damage = |step: u64| {
         let shard = dir
             .path()
@@ -545,6 +566,7 @@ fn rank_0_finds_the_checkpoint() {
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(shard, bytes).unwrap();
     };
+
     let resume = || {
         let args = [
             "train",
@@ -558,6 +580,7 @@ fn rank_0_finds_the_checkpoint() {
         ];
         mpirun(2, dir.path()).args(args).output().unwrap()
     };
+
     damage(2);
     let resumed = resume();
     succeeds(&resumed);

@@ -58,10 +58,12 @@ impl Clock {
                 break;
             }
         }
+
         let none = || DeviceError::Driver {
             call: "cuEventRecord",
             message: "no event for the timeline's clock".into(),
         };
+
         let (_, anchor) = best.ok_or_else(none)?;
         Ok(Self {
             timeline,

@@ -108,6 +108,7 @@ impl CudaDevice {
         } else {
             None
         };
+
         let name = context.name()?;
         let staging = Staging::new(&context)?;
         let pins = Arc::new(Pins::new(&context));
@@ -119,6 +120,7 @@ impl CudaDevice {
             staging,
             pins,
         });
+
         Ok(Self {
             shared,
             kind: Kind::Pages,

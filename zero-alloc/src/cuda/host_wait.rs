@@ -101,10 +101,12 @@ pub(super) fn wait(
     } else {
         context.take_word()
     };
+
     let Some(word) = word else {
         wait_here(stream, event, limit);
         return Ok(());
     };
+
     let stream_name = stream.shared_name();
     let sticky = stream.sticky();
     let wait = Arc::new(HostWait {
@@ -116,6 +118,7 @@ pub(super) fn wait(
         position: sticky.position(),
         over: AtomicBool::new(false),
     });
+
     // If only a part is enqueued, the drop releases the word.
     stream.labelled(LABEL, || stream.queue().wait_for_word(word))?;
     let mut pending = PENDING.lock();
@@ -127,6 +130,7 @@ pub(super) fn wait(
         thread.unpark();
     }
     event.then(move |result| wait.end(result));
+
     Ok(())
 }
 

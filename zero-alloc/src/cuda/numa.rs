@@ -83,6 +83,7 @@ impl Topology {
                 .filter(|at| self.node_of(at) == Some(node))
                 .count()
         };
+
         let nth = on_node(&pci_addresses[..own]);
         let ranks = on_node(pci_addresses);
         let range = if (divide || cores.len() == all.len()) && cores.len() >= ranks {
@@ -90,6 +91,7 @@ impl Topology {
         } else {
             0..cores.len()
         };
+
         Some(cores[range].to_vec()).filter(|cores| !cores.is_empty())
     }
 }
@@ -138,6 +140,7 @@ pub(super) fn prefer(at: NonNull<u8>, bytes: usize, node: usize) -> io::Result<(
             Err(io::Error::last_os_error())
         }
     }
+
     #[cfg(not(target_os = "linux"))]
     {
         let _ = (at, bytes, node);
@@ -288,6 +291,7 @@ mod tests {
                 "4-7,12-15".into(),
             ),
         ];
+
         for (gpu, node) in addresses(&[0, 1, 2, 3]).iter().zip(["0", "0", "1", "-1"]) {
             files.push((format!("bus/pci/devices/{gpu}/numa_node"), node.into()));
         }
@@ -298,6 +302,7 @@ mod tests {
                 siblings,
             ));
         }
+
         let files: Vec<_> = files
             .iter()
             .map(|(path, text)| (path.as_str(), text.as_str()))

@@ -118,6 +118,7 @@ unsafe impl Memory for PinnedMemory {
             requested_bytes: bytes,
             detail,
         };
+
         let len = pins
             .whole_pages(bytes)
             .ok_or_else(|| out_of_memory("beyond the address space".into()))?;
@@ -126,12 +127,14 @@ unsafe impl Memory for PinnedMemory {
                 "host memory to pin: {error}; check the memory of the machine and ulimit -v"
             ))
         })?;
+
         // Before the driver touches the pages.
         if let Some(node) = numa::node_of(pins.context.ordinal())
             && let Err(error) = numa::prefer(ptr, len, node)
         {
             *pins.misplaced.lock() = Some(format!("mbind to node {node}: {error}"));
         }
+
         // SAFETY: mapped above, and unmapped by `deallocate` after it is unregistered.
         match unsafe { pins.context.register(ptr, len) } {
             Ok(None) => {}
@@ -146,6 +149,7 @@ unsafe impl Memory for PinnedMemory {
                 return Err(error);
             }
         }
+
         pins.live_bytes.fetch_add(len, Ordering::Relaxed);
         Ok(ptr)
     }

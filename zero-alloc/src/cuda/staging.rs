@@ -192,12 +192,14 @@ impl Staging {
             // A lost buffer is leaked.
             other => other.insert(Buffer::new(&self.context)?),
         };
+
         // A copy waits only for copies that were enqueued before it, so copies never wait for one
         // another.
         if let Some(point) = &buffer.busy {
             stream.queue().wait(point)?;
         }
         buffer.lost = true;
+
         for start in (0..src.len()).step_by(BUFFER_BYTES) {
             let range = start..src.len().min(start + BUFFER_BYTES);
             let staged = buffer.slice(range.len());
@@ -211,6 +213,7 @@ impl Staging {
                 copy_on_host(stream, staged, dst)?;
             }
         }
+
         buffer.busy = Some(stream.queue().record(false)?);
         buffer.lost = false;
         Ok(())
@@ -261,6 +264,7 @@ impl Staging {
                 };
             }
         }
+
         Ok(())
     }
 }

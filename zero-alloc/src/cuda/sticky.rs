@@ -143,12 +143,14 @@ mod tests {
             call: "cuLaunchKernel",
             message: "no".into(),
         };
+
         let named = sticky.fail("a", "adam", op, no.clone());
         let expected = DeviceError::Operation {
             stream: "a".into(),
             op: "adam".into(),
             cause: "cuLaunchKernel: no".into(),
         };
+
         assert_eq!(named, expected);
         assert_eq!(sticky.fail("a", "later", after, no), expected);
         assert_eq!(sticky.check_before(before), Ok(()));

@@ -88,6 +88,7 @@ unsafe impl VirtualMemory for HostPages {
                     requested_bytes: bytes,
                     detail: "beyond the address space".into(),
                 })?;
+
         // SAFETY: maps a new range; no existing mapping changes.
         let base =
             unsafe { mmap_anonymous(null_mut(), with_edge, ProtFlags::empty(), WITHOUT_MEMORY) };
@@ -101,10 +102,12 @@ unsafe impl VirtualMemory for HostPages {
             // SAFETY: the first `head` bytes of the new range, which are unused.
             let _ = unsafe { munmap(base.cast(), head) };
         }
+
         if tail > 0 {
             // SAFETY: the last `tail` bytes of the new range, which are unused.
             let _ = unsafe { munmap(start.wrapping_add(bytes).cast(), tail) };
         }
+
         NonNull::new(start).ok_or_else(|| failed("mmap")(Errno::NOMEM))
     }
 
@@ -118,6 +121,7 @@ unsafe impl VirtualMemory for HostPages {
             requested_bytes: self.page_bytes,
             detail,
         };
+
         let mut pages = self.pages.lock();
         let page = match pages.free.pop() {
             Some(page) => page,
@@ -132,6 +136,7 @@ unsafe impl VirtualMemory for HostPages {
                 pages.made - 1
             }
         };
+
         // Allocates the memory now, so that a lack of it is an error here and not a signal later.
         let bytes = self.page_bytes as u64;
         let allocated = fallocate(
@@ -144,6 +149,7 @@ unsafe impl VirtualMemory for HostPages {
             pages.free.push(page);
             return Err(out_of_memory(failed("fallocate")(error).to_string()));
         }
+
         Ok(Page(page))
     }
 
@@ -218,10 +224,12 @@ mod tests {
         assert_eq!(unsafe { range.as_ptr().wrapping_add(3 * bytes).read() }, 7);
         // SAFETY: mapped above, and no longer used.
         unsafe { memory.unmap(range, 4) };
+
         for page in pages {
             // SAFETY: created above, mapped nowhere.
             unsafe { memory.destroy(page) };
         }
+
         // SAFETY: reserved above.
         unsafe { memory.release(range, 4 * bytes) };
         assert_eq!(memory.live_pages(), 0);

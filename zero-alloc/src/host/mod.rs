@@ -334,6 +334,7 @@ unsafe impl Device for HostDevice {
         let src = src.bytes().typed::<u8>()?;
         let destination = Destination::lend(dst);
         let lent = Arc::clone(&destination.0);
+
         // A copy on the stream: other threads may enqueue writes of `src` behind it.
         stream.enqueue("download", move || {
             if let Some(dst) = &mut *lent.lock() {
@@ -346,6 +347,7 @@ unsafe impl Device for HostDevice {
             }
             Ok(())
         })?;
+
         stream.synchronize(limit)
     }
 

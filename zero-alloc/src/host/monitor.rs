@@ -90,6 +90,7 @@ impl<T> Monitor<T> {
         let mut deadline = None;
         let mut time = None;
         let mut timed_out = false;
+
         loop {
             let progress = seeded::progress();
             let mut guarded = self.value.lock();

@@ -21,6 +21,7 @@ impl Offsets {
         let mut free_ranges = 0;
         let mut at = self.first();
         let mut below = NONE;
+
         while at != NONE {
             let range = &self.ranges[at as usize];
             self.check_range(at, below)?;
@@ -39,6 +40,7 @@ impl Offsets {
                 self.last()
             ));
         }
+
         if free_bytes != self.free_bytes() || bytes != self.bytes() {
             return Err(format!(
                 "{free_bytes} of {bytes} bytes are free, expected {} of {}",
@@ -46,12 +48,14 @@ impl Offsets {
                 self.bytes()
             ));
         }
+
         let listed = self.check_lists()?;
         if listed != free_ranges {
             return Err(format!(
                 "{listed} ranges are listed, {free_ranges} are free"
             ));
         }
+
         Ok(())
     }
 
@@ -65,6 +69,7 @@ impl Offsets {
         if range.bytes == 0 || (range.start | range.bytes) & (self.granule - 1) != 0 {
             return fail("not a positive multiple of the granule");
         }
+
         if below != NONE {
             let lower = &self.ranges[below as usize];
             let both_free = lower.state == State::Free && range.state == State::Free;
@@ -75,6 +80,7 @@ impl Offsets {
                 return fail("two free ranges are adjacent");
             }
         }
+
         match range.state {
             State::Free => Ok(()),
             State::Spare => fail("a spare slot is linked among the ranges"),
@@ -122,6 +128,7 @@ impl Offsets {
                 at = range.later;
             }
         }
+
         Ok(listed)
     }
 }

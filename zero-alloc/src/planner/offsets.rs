@@ -307,6 +307,7 @@ impl Offsets {
         let upper_bytes = upper.bytes;
         let joins_below = lower.state == State::Free && lower.end() == start;
         let joins_above = upper.state == State::Free && upper.start == start + bytes;
+
         match (joins_below, joins_above) {
             (false, false) => {
                 self.ranges[at as usize].state = State::Free;
@@ -327,6 +328,7 @@ impl Offsets {
                 self.resize(below, lower_start, lower_bytes + bytes + upper_bytes);
             }
         }
+
         (start, bytes)
     }
 

@@ -210,12 +210,14 @@ impl Planner {
         if reserved.checked_add(grow).ok_or_else(shortage)? <= cap {
             return Ok(Remedy::Grow { bytes: grow });
         }
+
         if cap > reserved {
             // Too little for the request, but it makes moving cheaper.
             return Ok(Remedy::Grow {
                 bytes: cap - reserved,
             });
         }
+
         match self.find_remedy_without_growing(request) {
             Some(remedy) => Ok(remedy),
             // Pinned ranges are in the way: exceeding the slack is better than failing.

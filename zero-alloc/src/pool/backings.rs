@@ -57,11 +57,13 @@ impl Backings {
         else {
             return Ok(None);
         };
+
         let ahead = (self.bytes / 4)
             .clamp(MIN_BYTES, MAX_AHEAD_BYTES)
             .next_multiple_of(granularity);
         let wanted = ahead.min(left / granularity * granularity).max(least);
         self.allocations += 1;
+
         let (ptr, bytes) = match device.allocate(wanted) {
             Ok(ptr) => (ptr, wanted),
             Err(DeviceError::OutOfMemory { .. }) if wanted > least => {
@@ -69,12 +71,14 @@ impl Backings {
             }
             Err(error) => return Err(error),
         };
+
         self.bytes += bytes;
         self.list.push(Backing {
             start: u64::MAX,
             bytes,
             ptr,
         });
+
         Ok(Some(bytes))
     }
 

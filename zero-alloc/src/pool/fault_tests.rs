@@ -247,6 +247,7 @@ fn moves_before_a_refused_one_remain() {
         };
         filled.expect("the stream is there").expect("uploaded");
     }
+
     let blocked = block_stream(&b);
     // Each slides down by a page, a page at a time.
     device.fail(Call::Copy, 3);
@@ -258,6 +259,7 @@ fn moves_before_a_refused_one_remain() {
     assert!(!has_run(&c));
     open(&blocked);
     drop(vacated);
+
     for (value, block) in blocks.iter().enumerate() {
         let mut seen = vec![9; 2 * PAGE];
         // SAFETY: one stream does all.

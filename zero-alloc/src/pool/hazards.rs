@@ -187,6 +187,7 @@ impl<D: Device> Hazards<D> {
                 return (end, Some(event.clone()));
             }
         }
+
         (range.start, None)
     }
 

@@ -127,10 +127,12 @@ impl<D: Device> Lane<D> {
         } else {
             Side::High
         };
+
         let allocate = |lane: &mut LaneState<D>| {
             lane.space
                 .allocate(bytes as u64, 1, side, Pick::Best, purpose as u8)
         };
+
         let mut allocated = allocate(lane);
         if allocated.is_none() && self.add_chunk(lane, stream) {
             allocated = allocate(lane);
@@ -143,6 +145,7 @@ impl<D: Device> Lane<D> {
             lane.space.free(range);
             return Err(error);
         }
+
         let chunk = lane.chunk_of(start);
         chunk.blocks += 1;
         let ptr = chunk.ptr.wrapping_add((start - chunk.start) as usize);
@@ -153,6 +156,7 @@ impl<D: Device> Lane<D> {
             purpose,
             stream,
         });
+
         Ok(Some((Allocation::Lane(range), ptr)))
     }
 
@@ -210,14 +214,17 @@ impl<D: Device> Lane<D> {
             lifetime: Lifetime::Long,
             tag: LANE_TAG,
         };
+
         let Ok(allocation) = state.allocate(&central.device, request, stream, central.budget_bytes)
         else {
             return false;
         };
+
         let Allocation::Range(range) = allocation else {
             state.free(allocation, stream, Vec::new());
             return false;
         };
+
         let ptr = state.address(allocation);
         let offset = state.planner.offset_of(range);
         let bytes = state.planner.bytes_of(range);
@@ -227,6 +234,7 @@ impl<D: Device> Lane<D> {
         // `stream` waits for the earlier users of the whole chunk; other streams wait for `stream`.
         lane.hazards
             .insert(start..start + bytes, stream, Vec::new());
+
         lane.chunks.push(Chunk {
             start,
             bytes,
@@ -236,6 +244,7 @@ impl<D: Device> Lane<D> {
             blocks: 0,
             home: stream.clone(),
         });
+
         true
     }
 

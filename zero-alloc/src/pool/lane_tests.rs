@@ -61,6 +61,7 @@ fn lane_blocks_are_accounted_and_mapped() {
     );
     assert_eq!(report.free_bytes, report.reserved_bytes - CHUNK - 512 - 256);
     let map = pool.map();
+
     let held = |p| {
         map.spans
             .iter()
@@ -68,6 +69,7 @@ fn lane_blocks_are_accounted_and_mapped() {
             .map(|s| s.bytes)
             .sum::<u64>()
     };
+
     assert_eq!(
         (held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))),
         (512, 256)
@@ -90,6 +92,7 @@ fn another_stream_waits_for_lane_memory() {
         device.create_stream("a").expect("a stream"),
         device.create_stream("b").expect("a stream"),
     );
+
     for through_the_pool in [false, true] {
         let pool = pool_with_lane(device.clone());
         let monitor = block_stream(&a);
@@ -133,6 +136,7 @@ fn empty_chunks_return_to_the_pool() {
     let error = pool
         .allocate(BUDGET, DType::U8, Purpose::Params, &stream)
         .expect_err("one block is live");
+
     let AllocError::OutOfMemory {
         live_bytes,
         holders,
@@ -141,6 +145,7 @@ fn empty_chunks_return_to_the_pool() {
     else {
         panic!("{error}")
     };
+
     assert_eq!(
         (live_bytes, holders),
         (CHUNK / 8, vec![(Purpose::Workspace, CHUNK / 8)])

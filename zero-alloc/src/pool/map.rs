@@ -107,6 +107,7 @@ impl MemoryMap {
                     .unwrap_or('.'),
             );
         }
+
         line
     }
 }

@@ -95,6 +95,7 @@ impl<D: Device> Pool<D> {
             .cost(device.cost());
         let mut source = Source::Backings(Backings::default());
         let mut kind = MemoryKind::Backings;
+
         if let Some(memory) = device.virtual_memory() {
             match Arena::new(memory, budget_bytes) {
                 Ok(arena) => {
@@ -106,6 +107,7 @@ impl<D: Device> Pool<D> {
                 Err(error) => kind = MemoryKind::BackingsForPages(error),
             }
         }
+
         let state = State {
             planner: Planner::new(config),
             source,
@@ -117,6 +119,7 @@ impl<D: Device> Pool<D> {
             moved_bytes: 0,
             compactions: 0,
         };
+
         let chunk_bytes = lane::chunk_bytes(budget_bytes, granule as usize);
         let central = Arc::new(Central {
             device,
@@ -125,6 +128,7 @@ impl<D: Device> Pool<D> {
             chunk_bytes,
             state: Mutex::new(state),
         });
+
         Self(Arc::new(std::array::from_fn(|_| {
             Arc::new(Lane::new(Arc::clone(&central), granule))
         })))
@@ -213,6 +217,7 @@ impl<D: Device> Pool<D> {
                 return Ok(allocated);
             }
         }
+
         self.allocate_central(
             state.unwrap_or_else(|| central.state.lock()),
             bytes,

@@ -59,6 +59,7 @@ impl<D: Device> Pool<D> {
             };
             state.movable.insert(allocation, moving);
         }
+
         Ok(Movable {
             central: Arc::clone(&self.0[0].central),
             allocation,
@@ -114,11 +115,13 @@ impl<D: Device> Movable<D> {
                 state.planner.pin(range, true);
             }
         }
+
         drop(state);
         let unpin = Unpin {
             block: self,
             stream,
         };
+
         // SAFETY: the block is valid for its length and stays where it is; the rest is the caller's
         // promise.
         let slice = unsafe {
@@ -168,6 +171,7 @@ impl<D: Device> Drop for Movable<D> {
             || (self.home.clone(), Vec::new(), Vec::new()),
             |m| (m.home, m.uses, m.unrecorded),
         );
+
         for stream in unrecorded {
             uses.retain(|(id, _)| *id != stream.id());
             match stream.record() {
@@ -181,6 +185,7 @@ impl<D: Device> Drop for Movable<D> {
                 }
             }
         }
+
         state.free(self.allocation, &home, uses);
         state.account.sub(self.purpose, bytes);
     }

@@ -18,11 +18,13 @@ impl<D: Device> Drop for Central<D> {
         if state.lane_bytes > 0 {
             return;
         }
+
         if hazards.all_done() {
             // SAFETY: no block is left, and everything that used the memory has run.
             unsafe { release(source, views, &self.device) };
             return;
         }
+
         // An operation may drop the last block; waiting here would then block its stream. So
         // another thread waits.
         let device = self.device.clone();

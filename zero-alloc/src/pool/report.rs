@@ -102,6 +102,7 @@ impl fmt::Display for Report {
             memory,
             ..
         } = self;
+
         write!(
             f,
             "{} bytes live (peak {}), {reserved_bytes} reserved, ",
@@ -111,6 +112,7 @@ impl fmt::Display for Report {
             f,
             "{free_bytes} of them free, {largest_free_bytes} of these contiguous"
         )?;
+
         for purpose in Purpose::ALL {
             let held = self.of(purpose);
             if held.peak_bytes > 0 {
@@ -121,6 +123,7 @@ impl fmt::Display for Report {
                 )?;
             }
         }
+
         write!(
             f,
             "; {} bytes moved, {} pages stitched; {memory}",

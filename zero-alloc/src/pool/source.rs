@@ -75,12 +75,14 @@ impl Arena {
                 }
             }
         }
+
         if failure.is_none() {
             let start = address(self.base, at * self.page_bytes);
             // SAFETY: within the reserved range (the planner's limit), above everything mapped so
             // far; the pages are new.
             failure = unsafe { memory.map(start, &self.pages[at..]) }.err();
         }
+
         match failure {
             None => Ok(()),
             Some(error) => {

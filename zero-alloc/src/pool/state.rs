@@ -138,6 +138,7 @@ impl<D: Device> State<D> {
                 None => Err(refused.map_or(Failure::OutOfMemory(None), Into::into)),
             };
         }
+
         if let Some(view) = self
             .views
             .allocate_kept(&mut self.planner, request.bytes, request.tag)
@@ -159,6 +160,7 @@ impl<D: Device> State<D> {
             },
             remedy => remedy,
         };
+
         match remedy {
             Remedy::Grow { .. } => {}
             Remedy::Compact(plan) => self.apply(device, &plan, stream)?,
@@ -166,6 +168,7 @@ impl<D: Device> State<D> {
                 return Ok(Some(self.stitch(device, &plan, request.tag, stream)?));
             }
         }
+
         Ok(None)
     }
 
@@ -267,6 +270,7 @@ impl<D: Device> State<D> {
         let half = plan.moves[completed..]
             .first()
             .filter(|_| refused.as_ref().is_some_and(|refused| refused.partial));
+
         if refused.is_none() {
             self.planner.apply(plan);
         } else if completed > 0 {
@@ -289,6 +293,7 @@ impl<D: Device> State<D> {
                 }
             }
         }
+
         if let (Some(m), Some(refused)) = (half, &refused) {
             self.lose(m.range, stream, &refused.error);
         }
@@ -298,6 +303,7 @@ impl<D: Device> State<D> {
             .iter()
             .map(|m| m.from..m.from + m.bytes);
         let written = half.map(|m| m.to..m.to + m.bytes);
+
         for range in self.planner.free_within(vacated.chain(written)) {
             self.hazards.remove(range.clone());
             let uses = done
@@ -306,6 +312,7 @@ impl<D: Device> State<D> {
                 .collect();
             self.hazards.insert(range, stream, uses);
         }
+
         self.compactions += u64::from(completed > 0);
         refused.map_or(done.map(|_| ()), |refused| Err(refused.error))
     }
@@ -353,6 +360,7 @@ impl<D: Device> State<D> {
                 })?;
             }
         }
+
         Ok(())
     }
 

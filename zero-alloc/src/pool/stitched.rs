@@ -86,6 +86,7 @@ impl<D: Device> Views<D> {
                 && view.bytes as u64 >= bytes
                 && view.bytes as u64 <= bytes + bytes / 8
         };
+
         for (id, slot) in self.slots.iter_mut().enumerate() {
             let Some(view) = slot.as_mut().filter(|view| fits(view)) else {
                 continue;
@@ -103,6 +104,7 @@ impl<D: Device> Views<D> {
                 planner.free(range);
             }
         }
+
         None
     }
 
@@ -130,6 +132,7 @@ impl<D: Device> Views<D> {
             unsafe { memory.release(base, bytes) };
             return Err(error);
         }
+
         self.mapped_pages += pages.len() as u64;
         let ranges = planner.allocate_pieces(plan, tag);
         let view = View {
@@ -139,6 +142,7 @@ impl<D: Device> Views<D> {
             ranges,
             last_uses: Some(Vec::new()),
         };
+
         let free = self
             .slots
             .iter()
@@ -148,6 +152,7 @@ impl<D: Device> Views<D> {
             self.slots.push(None);
         }
         self.slots[free] = Some(view);
+
         Ok(ViewId(free))
     }
 

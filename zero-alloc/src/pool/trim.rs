@@ -80,6 +80,7 @@ impl<D: Device> State<D> {
                 later: None,
             };
         };
+
         let page = memory.page_bytes() as u64;
         let end = tail.end;
         let from = tail.start.next_multiple_of(page).min(end);
@@ -93,11 +94,13 @@ impl<D: Device> State<D> {
         } else {
             None
         };
+
         let bytes = if cut > from && guard.is_none() {
             0
         } else {
             self.planner.shrink()
         };
+
         if let Some(guard) = guard {
             self.planner.free(guard);
         }
@@ -107,6 +110,7 @@ impl<D: Device> State<D> {
         unsafe { self.views.drop_above(end - bytes, memory) };
         // SAFETY: as above; no view is left.
         unsafe { arena.shrink(memory, bytes as usize) };
+
         Trimmed {
             bytes: bytes as usize,
             later,
@@ -118,6 +122,7 @@ impl<D: Device> State<D> {
             bytes: 0,
             later: None,
         };
+
         while let Some(tail) = self.free_tail() {
             let Source::Backings(backings) = &mut self.source else {
                 break;
@@ -135,6 +140,7 @@ impl<D: Device> State<D> {
             // SAFETY: no block has it, and everything that used it has run.
             unsafe { backings.free_last(device) };
         }
+
         trimmed
     }
 }

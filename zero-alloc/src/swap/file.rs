@@ -140,6 +140,7 @@ impl SwapFile {
             request_bytes,
             ..
         } = options;
+
         if !(1..=4096).contains(&queue_depth) {
             return Err(SwapError::Option {
                 name: "queue_depth",
@@ -147,6 +148,7 @@ impl SwapFile {
                 got: queue_depth,
             });
         }
+
         if request_bytes == 0
             || request_bytes > 1 << 30
             || !request_bytes.is_multiple_of(Self::ALIGN_BYTES)
@@ -158,6 +160,7 @@ impl SwapFile {
                 got: request_bytes,
             });
         }
+
         if options.limit.is_zero() {
             return Err(SwapError::Option {
                 name: "limit",
@@ -165,10 +168,12 @@ impl SwapFile {
                 got: 0,
             });
         }
+
         let folder = |error| SwapError::Folder {
             dir: dir.into(),
             error,
         };
+
         if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
             return Err(folder(io::ErrorKind::NotADirectory.into()));
         }
@@ -187,6 +192,7 @@ impl SwapFile {
             #[cfg(any(test, feature = "testing"))]
             shadow: SHADOW.fetch_add(bytes as usize, Ordering::Relaxed),
         };
+
         inner.reserve()?;
         inner.set_direct();
         inner.choose_engine()?;
@@ -297,6 +303,7 @@ impl Inner {
                 result => result.map_err(io::Error::from),
             }
         };
+
         result.map_err(|error| match Errno::from_io_error(&error) {
             Some(Errno::NOSPC | Errno::DQUOT) => SwapError::DiskFull {
                 dir: self.dir.clone(),

@@ -197,11 +197,13 @@ fn check(
     {
         return refused(format!("{name} {value} is not a multiple of {align} bytes"));
     }
+
     if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
         return refused(format!(
             "{bytes} bytes at offset {offset} end beyond the file of {file_bytes} bytes"
         ));
     }
+
     Ok(())
 }
 
@@ -328,6 +330,7 @@ impl<'a> Transfer<'a> {
         };
         self.in_flight.0 -= 1;
         self.free.push(slot);
+
         let error = match usize::try_from(result) {
             Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => {
                 return self.again.push(request);
@@ -356,6 +359,7 @@ impl<'a> Transfer<'a> {
                 io::Error::new(io::ErrorKind::UnexpectedEof, "it transferred nothing")
             }
         };
+
         self.failed
             .get_or_insert_with(|| request.failed(self.file, error));
     }

@@ -101,6 +101,7 @@ impl<D: Device> SwapRing<D> {
                 got: 0,
             });
         }
+
         let reads = Transfers::new(pool.device(), &format!("{name} reads"), parts.file())?;
         let bytes = parts.buffer_bytes();
         let buffer = |_| {
@@ -111,6 +112,7 @@ impl<D: Device> SwapRing<D> {
                 content: None,
             })
         };
+
         let buffers: Vec<_> = (0..buffers).map(buffer).collect::<Result<_, SwapError>>()?;
         let ring = Self {
             parts: parts.clone(),
@@ -121,6 +123,7 @@ impl<D: Device> SwapRing<D> {
             registered_for_writes: false,
             limit,
         };
+
         ring.reads.lane.register(&ring.memory());
         Ok(ring)
     }
@@ -153,11 +156,13 @@ impl<D: Device> SwapRing<D> {
             part,
             version: self.parts.version(part),
         };
+
         let kept = self.buffers.iter().position(|b| b.content == Some(last));
         let buffer = match kept.filter(|_| access != SwapAccess::Overwrite) {
             Some(kept) => kept,
             None => self.take_next(),
         };
+
         if kept == Some(buffer) || access == SwapAccess::Overwrite {
             self.wait_until_free(stream, buffer)?;
         } else {
@@ -350,6 +355,7 @@ impl<D: Device> Held<'_, D> {
                 message: format!("part {} was acquired to be read only", self.part),
             });
         }
+
         let ring = &mut *self.ring;
         let writes = &ring.parts.0.writes;
         if !std::mem::replace(&mut ring.registered_for_writes, true) {
@@ -367,6 +373,7 @@ impl<D: Device> Held<'_, D> {
             part: self.part,
             version: ring.parts.version(self.part),
         });
+
         Ok(())
     }
 }

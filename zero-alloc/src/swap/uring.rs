@@ -59,11 +59,13 @@ impl Uring {
                     .step_by(MAX_BUFFER_BYTES)
                     .map(move |at| (start + at, (bytes - at).min(MAX_BUFFER_BYTES)))
             });
+
         let mut pieces: Vec<_> = pieces.collect();
         pieces.sort_unstable();
         if pieces.is_empty() {
             return Ok(());
         }
+
         let system: Vec<_> = pieces
             .iter()
             .map(|&(start, iov_len)| libc::iovec {
@@ -71,6 +73,7 @@ impl Uring {
                 iov_len,
             })
             .collect();
+
         // SAFETY: the handles in `self.buffers` keep the memory mapped at its address while it is
         // registered.
         unsafe { self.ring.submitter().register_buffers(&system) }?;
@@ -99,6 +102,7 @@ impl Uring {
             bytes,
             write,
         } = request;
+
         let fd = types::Fd(self.fd);
         let address = address.0;
         let bytes = bytes as u32;
@@ -114,6 +118,7 @@ impl Uring {
                 .offset(offset)
                 .build(),
         };
+
         // SAFETY: the lane keeps the memory valid until the request has come back; the descriptor
         // is open.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
@@ -133,6 +138,7 @@ impl Uring {
                 .completion()
                 .map(|entry| (entry.user_data() as usize, entry.result())),
         );
+
         match submitted {
             Err(error)
                 if !matches!(

@@ -238,12 +238,14 @@ unsafe impl VirtualMemory for Simulated {
             .range(..=start)
             .next_back()
             .map(|(base, bytes)| base + bytes);
+
         if range.is_none_or(|end| start + bytes > end) {
             state.mistake(format!(
                 "{} pages at {at:p} are not within reserved addresses",
                 pages.len()
             ));
         }
+
         for (i, page) in pages.iter().enumerate() {
             if !state.pages.contains(&page.0) {
                 state.mistake(format!("{page:?} is mapped and is not live"));
@@ -256,6 +258,7 @@ unsafe impl VirtualMemory for Simulated {
                 state.mistake(format!("{page:?} is mapped over another at {at:p}"));
             }
         }
+
         state.used.mapped_pages += pages.len() as u64;
         Ok(())
     }

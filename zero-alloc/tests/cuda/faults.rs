@@ -38,6 +38,7 @@ fn cuda_kernel_fault_is_sticky() {
         run_in_child("faults::cuda_kernel_fault_is_sticky", &[]);
         return;
     }
+
     // Its own, so that its drop is the last.
     let device = CudaDevice::open(0).expect("a CUDA device");
     let (a, b) = (
@@ -49,6 +50,7 @@ fn cuda_kernel_fault_is_sticky() {
     let x = floats(&pool, &a, 10, 1.0);
     let before = a.record().expect("recorded");
     before.synchronize(LIMIT).expect("reached");
+
     // SAFETY: the address is invalid on purpose, and only the device accesses it.
     let nowhere = unsafe {
         AnySlice::from_raw_parts(
@@ -58,6 +60,7 @@ fn cuda_kernel_fault_is_sticky() {
             device.id(),
         )
     };
+
     launch(&function, &a, nowhere, 1.0, 0.0).expect("enqueued");
     // The fault may occur before the event is recorded, or after it.
     let after = a.record();

@@ -19,6 +19,7 @@ fn cuda_graph_runs_at_each_launch() {
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 300, 1.0);
     let y = floats(&pool, &stream, 300, 0.0);
+
     let graph = stream
         .capture(|| {
             launch(&function, &stream, slice(&x), 2.0, 1.0)?;
@@ -27,6 +28,7 @@ fn cuda_graph_runs_at_each_launch() {
             device.fill_zero(&stream, slice(&y).slice(0..1))
         })
         .expect("recorded");
+
     assert_eq!(read(&device, &stream, &x), [1.0; 300]);
     for expected in [4.0, 10.0, 22.0] {
         // SAFETY: blocks and function live until `read` has drained the stream.
@@ -49,6 +51,7 @@ fn cuda_graph_spans_streams() {
     let function = scale_add(&device);
     let x = floats(&pool, &a, 300, 1.0);
     let mut inside = None;
+
     let graph = a
         .capture(|| {
             launch(&function, &a, slice(&x), 2.0, 0.0)?;
@@ -64,6 +67,7 @@ fn cuda_graph_spans_streams() {
             launch(&function, &a, slice(&x), 10.0, 0.0)
         })
         .expect("recorded");
+
     // SAFETY: blocks and function live until `read` has drained the stream.
     unsafe { graph.launch(&a) }.expect("enqueued");
     assert_eq!(read(&device, &a, &x), [50.0; 300]);
@@ -92,6 +96,7 @@ fn failed_cuda_capture_ends() {
             "{error}"
         );
     };
+
     let failed = stream.capture(|| {
         refusals(stream.synchronize(LIMIT));
         refusals(device.upload(&stream, &[0; 40], slice(&x), LIMIT));
@@ -102,6 +107,7 @@ fn failed_cuda_capture_ends() {
             stream: "mine".into(),
         })
     });
+
     assert_eq!(
         failed.expect_err("the closure failed"),
         DeviceError::Closed {
@@ -147,11 +153,13 @@ fn failed_cuda_capture_does_not_poison() {
         other.wait(&stream.record()?)?;
         launch(&function, &other, slice(&x), 2.0, 0.0)
     });
+
     assert!(lost.is_err());
     for stream in [&stream, &other] {
         launch(&function, stream, slice(&x), 2.0, 0.0).expect("enqueued");
         stream.synchronize(LIMIT).expect("ran");
     }
+
     assert_eq!(read(&device, &stream, &x), [4.0; 10]);
 }
 
@@ -173,6 +181,7 @@ fn reached_event_is_skipped_in_cuda_capture() {
         a.wait(&before)?;
         launch(&function, &a, slice(&x), 1.0, 1.0)
     });
+
     // SAFETY: blocks and function live until `read` has drained the stream.
     unsafe { graph.expect("recorded").launch(&a) }.expect("enqueued");
     assert_eq!(read(&device, &a, &x), [3.0; 10]);

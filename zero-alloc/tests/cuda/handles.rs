@@ -80,6 +80,7 @@ fn foreign_cuda_context_makes_a_device() {
     assert_eq!(read(&device, &stream, &x), [5.0; 100]);
     // SAFETY: null is refused before anything else.
     let null = unsafe { interop::device_from_context(std::ptr::null_mut()) }.expect_err("null");
+
     assert!(
         matches!(
             null,
@@ -105,6 +106,7 @@ fn foreign_cuda_capture_is_noticed() {
     let function = scale_add(&device);
     let x = floats(&pool, &ours, 100, 1.0);
     let mut scratch = None;
+
     let graph = theirs
         .capture(|| {
             let mut block = pool
@@ -122,11 +124,13 @@ fn foreign_cuda_capture_is_noticed() {
             Ok(())
         })
         .expect("recorded");
+
     for expected in [2.0, 4.0] {
         // SAFETY: the pool's memory and the function live until the stream is drained.
         unsafe { graph.launch(&ours) }.expect("enqueued");
         assert_eq!(read(&device, &ours, &x), [expected; 100]);
     }
+
     // Events of the recording delay neither the next user of the block nor the end of the pool.
     let (block, inside) = scratch.expect("recorded");
     assert_eq!(inside.is_done(), Ok(true));

@@ -33,6 +33,7 @@ fn cuda_stream_waits_for_the_host() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let function = scale_add(&device);
     let x = floats(&pool, &compute, 10, 1.0);
+
     // More waits than there are words: they are used again.
     for _ in 0..600 {
         let (host, release) = held(Ok(()));
@@ -45,6 +46,7 @@ fn cuda_stream_waits_for_the_host() {
         release.send(()).expect("held");
         after.synchronize(LIMIT).expect("ran");
     }
+
     assert_eq!(read(&device, &compute, &x), [601.0; 10]);
 
     // No host operation: the driver's thread is busy with one that ends only after the wait.
@@ -54,6 +56,7 @@ fn cuda_stream_waits_for_the_host() {
         let _ = gate.recv_timeout(LIMIT);
         Ok(())
     };
+
     busy.enqueue_host("hold", hold).expect("enqueued");
     device
         .wait_for_host(&compute, &host.record().expect("recorded"), LIMIT)
@@ -77,6 +80,7 @@ fn cuda_waits_beyond_the_words_work() {
         std::thread::sleep(Duration::from_millis(100));
         Ok(())
     };
+
     busy.enqueue_host("nap", nap).expect("enqueued");
     busy.enqueue_host("after the nap", || Ok(()))
         .expect("enqueued");
@@ -85,11 +89,13 @@ fn cuda_waits_beyond_the_words_work() {
         .host_waits(&host, &busy.record().expect("recorded"), LIMIT)
         .expect("enqueued");
     let event = host.record().expect("recorded");
+
     for _ in 0..600 {
         device
             .wait_for_host(&compute, &event, LIMIT)
             .expect("enqueued");
     }
+
     device
         .wait_for_host(&copies, &event, LIMIT)
         .expect("enqueued");
@@ -174,11 +180,13 @@ fn cuda_wait_ends_at_its_limit_while_no_thread_polls() {
             Duration::from_millis(20),
         )
         .expect("enqueued");
+
     let (reached, over) = channel::<()>();
     let after = move || {
         let _ = reached.send(());
         Ok(())
     };
+
     compute.enqueue_host("after", after).expect("enqueued");
     // Sent by the operation, or dropped with it.
     assert_ne!(over.recv_timeout(LIMIT), Err(RecvTimeoutError::Timeout));
@@ -189,6 +197,7 @@ fn cuda_wait_ends_at_its_limit_while_no_thread_polls() {
             .to_string()
             .contains("longer than 20ms")
     );
+
     drop(release);
 }
 

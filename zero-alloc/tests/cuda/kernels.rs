@@ -122,6 +122,7 @@ fn invalid_cuda_module_is_an_error() {
         let loaded = unsafe { device.load_module(image) };
         loaded.expect_err("no module").to_string()
     };
+
     assert!(fails(b"").contains("neither machine code nor PTX"));
     assert!(fails(&PTX.as_bytes()[..PTX.len() - 1]).contains("zero byte"));
     let broken = PTX.replace("mul.rn.f32", "mul.wrong.f32");
@@ -156,6 +157,7 @@ fn refused_cuda_launch_poisons_its_stream() {
     let x = floats(&pool, &stream, 10, 1.0);
     let refused = launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0)
         .expect_err("too large a block");
+
     let DeviceError::Operation {
         stream: at,
         op,
@@ -164,6 +166,7 @@ fn refused_cuda_launch_poisons_its_stream() {
     else {
         panic!("{refused}")
     };
+
     assert_eq!((at.as_str(), op.as_str()), ("a", "scale_add"));
     assert!(
         cause

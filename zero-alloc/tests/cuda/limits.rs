@@ -38,6 +38,7 @@ fn failed_cuda_growth_frees_its_pages() {
     let error = pool
         .allocate(total, DType::U8, Purpose::Activations, &stream)
         .expect_err("some of it is taken");
+
     let AllocError::OutOfMemory {
         requested_bytes,
         device: Some(words),
@@ -46,6 +47,7 @@ fn failed_cuda_growth_frees_its_pages() {
     else {
         panic!("{error}")
     };
+
     assert_eq!(*requested_bytes, total);
     assert!(words.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{words}");
     assert_free(&device, before);
@@ -92,10 +94,12 @@ fn failed_cuda_map_leaves_nothing_mapped() {
     assert!(seen == sent);
     // SAFETY: mapped above, and the stream has run.
     unsafe { memory.unmap(at(0), 3) };
+
     for page in pages {
         // SAFETY: created above, mapped nowhere.
         unsafe { memory.destroy(page) };
     }
+
     // SAFETY: reserved above, with nothing mapped.
     unsafe { memory.release(range, 4 * page) };
 }

@@ -56,6 +56,7 @@ fn cuda_copies_from_and_to_blocks_of_a_pinned_pool() {
     device.copy(&stream, slice(&x), y).expect("enqueued");
     stream.synchronize(LIMIT).expect("ran");
     let typed = y.typed::<f32>().expect("floats");
+
     let double = move || {
         // SAFETY: the copy has run, and nothing else uses the block until this operation has.
         unsafe { typed.as_host_mut() }
@@ -63,6 +64,7 @@ fn cuda_copies_from_and_to_blocks_of_a_pinned_pool() {
             .for_each(|y| *y *= 2.0);
         Ok(())
     };
+
     on_host.enqueue("double", double).expect("enqueued");
     on_host.synchronize(LIMIT).expect("ran");
     device.copy(&stream, y, slice(&x)).expect("enqueued");
@@ -83,6 +85,7 @@ fn cuda_pinned_memory_is_whole_pages_and_no_more() {
         (5 << 20, 5 << 20),
     ];
     let mut live = 0;
+
     let pointers = sizes.map(|(bytes, whole)| {
         let ptr = memory.allocate(bytes).expect("pinned memory");
         live += whole;
@@ -93,10 +96,12 @@ fn cuda_pinned_memory_is_whole_pages_and_no_more() {
         assert!(contents.iter().all(|&byte| byte == 0));
         ptr
     });
+
     for (ptr, (bytes, _)) in pointers.into_iter().zip(sizes) {
         // SAFETY: allocated above, unused, and freed once.
         unsafe { memory.deallocate(ptr, bytes) };
     }
+
     assert_eq!((memory.live_bytes(), memory.notices()), (0, Vec::new()));
     let error = memory
         .allocate(1 << 60)
@@ -118,6 +123,7 @@ fn cuda_copies_work_without_pinning() {
         );
         return;
     }
+
     let device = open();
     if !device.name().contains("stand-in") {
         return;
@@ -137,6 +143,7 @@ fn cuda_copies_work_without_pinning() {
             .allocate(LEN, DType::F32, Purpose::Params, &on_host)
             .expect("memory")
     });
+
     // SAFETY: the blocks live until everything has run, and events order all uses.
     let [a, b, c] = [0, 1, 2].map(|i| unsafe { blocks[i].slice() });
     let text = memory.notices().join(" ");

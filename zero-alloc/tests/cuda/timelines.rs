@@ -41,6 +41,7 @@ fn cuda_timeline_shows_operations() {
         held.update(|(runs, _)| *runs = true);
         held.wait_until(LIMIT, || "the test".into(), |(_, open)| open.then_some(()))
     };
+
     a.enqueue_host("hold", op).expect("enqueued");
     b.wait(&a.record().expect("recorded")).expect("enqueued");
     b.labelled("adam", || launch(&function, &b, slice(&x), 2.0, 0.0))
@@ -97,6 +98,7 @@ fn cuda_time_is_that_of_the_second_run() {
         };
         stream.enqueue_host("nap", op)
     };
+
     let time = stream.time("timing", LIMIT, enqueue).expect("ran");
     assert!(
         time > Duration::from_millis(1) && naps.next().is_none(),
@@ -108,6 +110,7 @@ fn cuda_time_is_that_of_the_second_run() {
             message: "no".into(),
         })
     };
+
     assert!(stream.time("timing", LIMIT, failed).is_err());
 }
 
@@ -144,6 +147,7 @@ fn cuda_times_stay_exact_for_seconds() {
     let pool = Pool::new(device.clone(), 8 << 20);
     let x = floats(&pool, &stream, 1000, 1.0);
     let mut known = Vec::new();
+
     // Milliseconds in fp32 would be too coarse if all were counted from the first.
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(1_100));
@@ -152,6 +156,7 @@ fn cuda_times_stay_exact_for_seconds() {
         stream.synchronize(LIMIT).expect("ran");
         known.push((before, timeline.now()));
     }
+
     let spans: Vec<_> = timeline
         .take()
         .into_iter()
@@ -160,6 +165,7 @@ fn cuda_times_stay_exact_for_seconds() {
     assert_eq!(spans.len(), known.len());
     // On a busy host the clocks are related imprecisely; a wrong anchor would be off by a second.
     let slack = Duration::from_millis(500);
+
     for (span, (before, after)) in spans.iter().zip(known) {
         assert!(
             before < span.start + slack && span.end < after + slack,

@@ -144,6 +144,7 @@ impl Program {
                 assert!(largest <= free);
             }
         }
+
         self.pool.check_invariants().expect("sound");
     }
 }
@@ -160,6 +161,7 @@ fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u6
         held: Vec::new(),
         random: Random(seed),
     };
+
     for step in 0..steps {
         program.step(step as u8);
     }
@@ -170,6 +172,7 @@ fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u6
         stream.synchronize(LIMIT).expect("all checks hold");
     }
     assert!(device.violations().is_empty(), "{:?}", device.violations());
+
     program.pool.report().compactions
 }
 
@@ -192,6 +195,7 @@ fn compaction_moves_only_movable_blocks() {
         pool.allocate_movable(n, DType::U8, Purpose::Params, &stream)
             .expect("allocated")
     };
+
     let a = allocate(quarter);
     let b = allocate(quarter);
     let c = allocate(quarter);
@@ -222,12 +226,14 @@ fn stitching_moves_nothing() {
         })
         .map(Some)
         .collect();
+
     for (i, block) in blocks.iter().flatten().enumerate() {
         fill(&device, &stream, block, i as u8);
     }
     let addresses: Vec<_> = blocks.iter().flatten().map(address).collect();
     blocks.iter_mut().step_by(2).for_each(|block| *block = None);
     let mut mapped = 0;
+
     for round in 0..5u8 {
         // Eight pages are free, and no two of them are adjacent.
         let large = pool
@@ -250,6 +256,7 @@ fn stitching_moves_nothing() {
         assert_eq!(report.stitched_pages, mapped);
         pool.check_invariants().expect("sound");
     }
+
     drop(blocks);
     let whole = pool
         .allocate(16 * PAGE, DType::U8, Purpose::Params, &stream)
@@ -266,6 +273,7 @@ fn a_freed_view_is_reused_behind_its_uses() {
         device.create_stream("comm").expect("a stream"),
     );
     let pool = Pool::new(device, 4 * PAGE);
+
     let mut blocks: Vec<_> = (0..4)
         .map(|_| {
             pool.allocate(PAGE, DType::U8, Purpose::Params, &a)
@@ -273,6 +281,7 @@ fn a_freed_view_is_reused_behind_its_uses() {
         })
         .map(Some)
         .collect();
+
     blocks[0] = None;
     blocks[2] = None;
     let open = Arc::new(zero_alloc::host::Monitor::new(false));
@@ -304,6 +313,7 @@ fn a_freed_movable_view_is_reused_behind_its_uses() {
         device.create_stream("comm").expect("a stream"),
     );
     let pool = Pool::new(device, 4 * PAGE);
+
     let mut blocks: Vec<_> = (0..4)
         .map(|_| {
             pool.allocate(PAGE, DType::U8, Purpose::Params, &a)
@@ -311,6 +321,7 @@ fn a_freed_movable_view_is_reused_behind_its_uses() {
         })
         .map(Some)
         .collect();
+
     blocks[0] = None;
     blocks[2] = None;
     let open = Arc::new(zero_alloc::host::Monitor::new(false));
@@ -352,11 +363,13 @@ fn out_of_memory_lists_holders_and_compaction() {
     })
     .map(Some)
     .into();
+
     blocks[1] = None;
     blocks[3] = None;
     let error = pool
         .allocate(2 * quarter, DType::U8, Purpose::Buckets, &stream)
         .expect_err("fixed blocks");
+
     let AllocError::OutOfMemory {
         free_bytes,
         largest_free_bytes,
@@ -368,6 +381,7 @@ fn out_of_memory_lists_holders_and_compaction() {
     else {
         panic!("{error}")
     };
+
     assert_eq!(
         (live_bytes, free_bytes, largest_free_bytes),
         (2 * quarter, 2 * quarter, quarter)
@@ -398,6 +412,7 @@ fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
     let live = |pool: &Pool<D>| pool.report().total.live_bytes;
     let mut fixed = Vec::new();
     let mut result = Ok(());
+
     for i in 0..24 {
         let before = live(&pool);
         match pool.allocate(page, DType::U8, Purpose::Params, &stream) {
@@ -412,6 +427,7 @@ fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
         }
         pool.check_invariants().expect("sound");
     }
+
     let mut large = Vec::new();
     for pages in [20, 9, 30, 5] {
         match pool.allocate(pages * page, DType::U8, Purpose::Activations, &stream) {
@@ -426,6 +442,7 @@ fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
         drop(movable);
         pool.check_invariants().expect("sound");
     }
+
     result
 }
 

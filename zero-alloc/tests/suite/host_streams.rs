@@ -97,6 +97,7 @@ fn timeline_shows_operations() {
             .find(|span| span.label == label)
             .expect("recorded")
     };
+
     assert_eq!((&*find("hold").stream, &*find("after").stream), ("a", "b"));
     assert!(find("hold").start <= find("hold").end);
     assert!(find("hold").end <= find("after").start);

@@ -70,6 +70,7 @@ impl Model {
                 }
             }
         };
+
         let bytes = request.bytes.max(1).next_multiple_of(GRANULE);
         assert_eq!(
             start % request.align.max(GRANULE),
@@ -101,6 +102,7 @@ impl Model {
             assert_eq!((bytes, id), (m.bytes, m.range));
             self.held.insert(m.to, (bytes, id, fill));
         }
+
         self.planner.apply(plan);
         for (start, (bytes, id, fill)) in &self.held {
             assert_eq!(self.planner.offset_of(*id), *start);
@@ -110,6 +112,7 @@ impl Model {
                 "the contents of {id:?} at {start} are lost"
             );
         }
+
         let clear = self
             .held
             .range(plan.start..plan.start + plan.bytes)
@@ -172,6 +175,7 @@ fn random_programs_agree_with_the_reference() {
     let mut compactions = 0;
     let mut shortages = 0;
     let rounds = 10;
+
     for round in 0..rounds {
         let limit = if round % 2 == 0 { 1 << 40 } else { 16 << 10 };
         let mut model = Model::new(config(limit, [0.0, 0.02, 0.3][round % 3]));
@@ -197,6 +201,7 @@ fn random_programs_agree_with_the_reference() {
         compactions += model.compactions;
         shortages += model.shortages;
     }
+
     if !cfg!(miri) {
         assert!(
             compactions > 100,
@@ -361,6 +366,7 @@ fn a_shortage_has_the_numbers() {
         (shortage.requested_bytes, shortage.live_bytes),
         (4 * PAGE, PAGE)
     );
+
     assert_eq!(
         (
             shortage.free_bytes,
@@ -369,6 +375,7 @@ fn a_shortage_has_the_numbers() {
         ),
         (3 * PAGE, 3 * PAGE, 4 * PAGE)
     );
+
     let absurd = planner
         .find_remedy(Request::new(u64::MAX))
         .expect_err("beyond any space");

@@ -213,6 +213,7 @@ fn map_agrees_with_the_report() {
         .expect("allocated");
     let map = pool.map();
     let report = pool.report();
+
     let held = |purpose| {
         map.spans
             .iter()
@@ -220,6 +221,7 @@ fn map_agrees_with_the_report() {
             .map(|s| s.bytes)
             .sum::<u64>()
     };
+
     assert_eq!(
         (held(Some(Purpose::Grads)), held(Some(Purpose::Buckets))),
         (512, 256)

@@ -247,6 +247,7 @@ fn unrecorded_use_of_a_freed_block_is_found() {
         );
         kinds.insert(format!("{:?}", device.violations()[0].kind));
     }
+
     // The read runs before the free or after it.
     if !cfg!(miri) {
         assert_eq!(
@@ -265,6 +266,7 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
         compute,
         comm,
     } = setup(seed);
+
     let monitor = Arc::new(Monitor::new((0, 0)));
     let blocks: Vec<_> = [&compute, &comm]
         .map(|stream| {
@@ -273,6 +275,7 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
         })
         .into_iter()
         .collect();
+
     for (rank, stream) in [&compute, &comm].into_iter().enumerate() {
         let mine = f32s(&blocks[rank]);
         let other = f32s(&blocks[1 - rank]);
@@ -301,10 +304,12 @@ fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
         stream.enqueue("exchange", op).expect("enqueued");
         write(stream, mine, 5.0);
     }
+
     for stream in [&compute, &comm] {
         let result = stream.synchronize(LIMIT);
         assert!(result.is_ok() || !careful, "seed {seed}: {result:?}");
     }
+
     device.violations()
 }
 
@@ -334,6 +339,7 @@ fn copies_and_fills_are_checked() {
         compute,
         comm,
     } = setup(7);
+
     let a = pool
         .allocate(64, DType::F32, Purpose::Params, &compute)
         .expect("room");

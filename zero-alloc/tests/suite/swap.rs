@@ -265,6 +265,7 @@ fn invalid_ranges_are_refused_by_number() {
         .expect("a lane");
     let stream = stream("swap");
     let buffer = Buffer::new(8);
+
     for (offset, slice, message) in [
         (
             100,
@@ -293,6 +294,7 @@ fn invalid_ranges_are_refused_by_number() {
             .expect_err("invalid");
         assert!(error.to_string().contains(message), "{error}");
     }
+
     let device = DeviceId::new(DeviceKind::Simulated).expect("an id");
     // SAFETY: refused before anything accesses it.
     let other =
@@ -322,6 +324,7 @@ fn creation_errors_name_the_cause() {
     ));
     // No disk has 4 EiB.
     let full = create(dir.path(), 1 << 62, SwapOptions::default());
+
     let SwapError::DiskFull {
         needed_bytes,
         free_bytes,
@@ -330,6 +333,7 @@ fn creation_errors_name_the_cause() {
     else {
         panic!("{full}")
     };
+
     assert!(needed_bytes == 1 << 62 && free_bytes < 1 << 62);
     assert!(full.to_string().contains("free some space"), "{full}");
     for options in [
@@ -361,6 +365,7 @@ fn faulty_read(engine: SwapEngine, faults: &[(u64, Fault)]) -> (Buffer, Result<(
     }
     lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
     let result = stream.synchronize(LIMIT);
+
     if result.is_err() {
         // The stream is poisoned; the lane works on.
         lane.write(&stream, &[(0, to.slice())]).expect("enqueued");
@@ -371,6 +376,7 @@ fn faulty_read(engine: SwapEngine, faults: &[(u64, Fault)]) -> (Buffer, Result<(
         stream.synchronize(LIMIT).expect("read");
         assert!(again.bytes() == Buffer::filled(16, 5).bytes());
     }
+
     (to, result)
 }
 
@@ -579,6 +585,7 @@ fn refused_io_uring_is_replaced_and_named() {
         stream.synchronize(LIMIT).expect("transferred");
         assert!(to.bytes() == Buffer::filled(16, 7).bytes());
     });
+
     refused.join().expect("no panic");
 }
 
@@ -616,6 +623,7 @@ fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
         stream.synchronize(LIMIT).expect("transferred");
         assert!(to.bytes() == Buffer::filled(16, 7).bytes());
     });
+
     limited.join().expect("no panic");
 }
 
@@ -734,6 +742,7 @@ fn killed_process_leaves_nothing() {
             &dir.path().to_string_lossy(),
         )
     });
+
     for run in &mut runs {
         let output = BufReader::new(run.stdout.take().expect("piped"));
         assert!(
@@ -742,6 +751,7 @@ fn killed_process_leaves_nothing() {
                 .any(|line| line.is_ok_and(|line| line == "written"))
         );
     }
+
     // No other run sees the files, and their space goes with the process: they have no name (see
     // the crate's test).
     assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
@@ -749,6 +759,7 @@ fn killed_process_leaves_nothing() {
         run.kill().expect("running");
         assert_eq!(run.wait().expect("ended").signal(), Some(libc::SIGKILL));
     }
+
     assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
 }
 

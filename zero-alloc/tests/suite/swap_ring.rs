@@ -336,11 +336,13 @@ fn wrong_use_is_refused() {
         0,
         LIMIT,
     );
+
     assert_eq!(
         none.expect_err("no buffer").to_string(),
         "swap option buffers: expected at least 1, got 0"
     );
     let pool = Pool::new(device.clone(), 4096);
+
     let full = SwapRing::new(
         &parts(&device, dir.path()),
         &device,
@@ -349,6 +351,7 @@ fn wrong_use_is_refused() {
         1,
         LIMIT,
     );
+
     assert!(matches!(full, Err(SwapError::Alloc(_))), "{full:?}");
 }
 

@@ -81,6 +81,7 @@ fn threads_share_a_pool() {
             });
         }
     });
+
     pool.check_invariants().expect("sound");
     assert_eq!(pool.report().total.live_bytes, 0);
 }

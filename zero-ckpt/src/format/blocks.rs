@@ -66,6 +66,7 @@ impl FileLayout {
                 .checked_add(piece.2.checked_sub(piece.1)?)?;
             piece_starts.push(end);
         }
+
         let elems = *piece_starts.last()?;
         let mut state_starts = vec![0u64];
         for state in states {
@@ -74,6 +75,7 @@ impl FileLayout {
                 .checked_add(elems.checked_mul(state.dtype.bytes())?)?;
             state_starts.push(end);
         }
+
         // Leave room in 64 bits for header and table.
         state_starts.last()?.checked_add(1 << 40)?;
         Some(Self {
@@ -120,6 +122,7 @@ impl FileLayout {
             shape: vec![self.blocks()],
             range: 0..table,
         }];
+
         for (s, state) in states.iter().enumerate() {
             for (p, piece) in self.pieces.iter().enumerate() {
                 let Range { start, end } = self.tensor_range(s, p);
@@ -131,6 +134,7 @@ impl FileLayout {
                 });
             }
         }
+
         Header {
             metadata,
             tensors,
@@ -154,18 +158,21 @@ impl FileLayout {
                 expected.len()
             ));
         }
+
         if let Some((e, g)) = expected.iter().zip(&header.tensors).find(|(e, g)| e != g) {
             return Err(format!(
                 "tensor {:?} ({} {:?}) where the manifest requires {:?} ({} {:?})",
                 g.name, g.dtype, g.range, e.name, e.dtype, e.range
             ));
         }
+
         let start = header.data_start + self.table_bytes();
         if !start.is_multiple_of(PAGE_BYTES as u64) {
             return Err(format!(
                 "the state starts at byte {start}, which is not a multiple of {PAGE_BYTES}"
             ));
         }
+
         Ok(start)
     }
 }
@@ -198,6 +205,7 @@ pub(crate) fn shard_pieces(
             rank,
         ));
     }
+
     let piece = |(u, unit): (usize, &zero_shard::UnitLayout)| {
         let runs = runs(unit, rank);
         Some(Piece(
@@ -206,6 +214,7 @@ pub(crate) fn shard_pieces(
             runs.last()?.elems.end,
         ))
     };
+
     Ok(layout
         .units()
         .iter()

@@ -128,6 +128,7 @@ pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError
             }),
         }
     }
+
     entries.sort_by(|a, b| (a.sequence, &a.name).cmp(&(b.sequence, &b.name)));
     Ok((entries, unreadable))
 }

@@ -33,6 +33,7 @@ impl Coverage {
             path: path.to_path_buf(),
             why,
         };
+
         let mut units: Vec<Vec<Held>> = vec![Vec::new(); layout.units().len()];
         for (file, pieces) in files.enumerate() {
             for (piece, &Piece(unit, start, end)) in pieces.iter().enumerate() {
@@ -52,10 +53,12 @@ impl Coverage {
                 });
             }
         }
+
         for (held, unit) in units.iter_mut().zip(layout.units()) {
             held.sort_unstable();
             check_unit(held, unit, path)?;
         }
+
         Ok(Self { units })
     }
 
@@ -105,6 +108,7 @@ fn check_unit(held: &[Held], unit: &UnitLayout, path: &Path) -> Result<(), CkptE
             range: end..unit.numel_elems,
         });
     }
+
     if end > unit.numel_elems {
         let why = format!(
             "unit {name:?} has {} elements; a piece ends at {end}",
@@ -112,6 +116,7 @@ fn check_unit(held: &[Held], unit: &UnitLayout, path: &Path) -> Result<(), CkptE
         );
         return Err(CkptError::BadManifest { path, why });
     }
+
     Ok(())
 }
 

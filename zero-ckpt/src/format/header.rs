@@ -88,6 +88,7 @@ impl Header {
         let mut tensors = raw.tensors;
         tensors.sort_by_key(|t| (t.range.start, t.range.end));
         let mut end = 0;
+
         for tensor in &tensors {
             check_size(tensor)?;
             if tensor.range.start != end {
@@ -98,11 +99,13 @@ impl Header {
             }
             end = tensor.range.end;
         }
+
         if end != data_bytes {
             return Err(format!(
                 "the tensors end at byte {end} of the data, which has {data_bytes} bytes"
             ));
         }
+
         Ok(Self {
             metadata: raw.metadata,
             tensors,
@@ -123,6 +126,7 @@ impl Header {
                 .collect();
             json += &format!("\"__metadata__\":{{{}}}", entries.join(","));
         }
+
         for t in &self.tensors {
             let comma = if json.len() > 1 { "," } else { "" };
             json += &format!(
@@ -134,12 +138,14 @@ impl Header {
                 t.range.end
             );
         }
+
         json.push('}');
         let end = 8 + json.len() as u64 + reserve_bytes;
         let pad = end.next_multiple_of(align_bytes) - end;
         json.extend(std::iter::repeat_n(' ', pad as usize));
         let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
         bytes.extend(json.into_bytes());
+
         bytes
     }
 }
@@ -180,6 +186,7 @@ fn check_size(tensor: &TensorEntry) -> Result<(), String> {
                 tensor.shape
             )
         })?;
+
     if !bits.is_multiple_of(8) {
         return Err(format!("tensor {name:?}: {bits} bits are not whole bytes"));
     }
@@ -221,6 +228,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                     metadata: BTreeMap::new(),
                     tensors: Vec::new(),
                 };
+
                 let mut names = HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if !names.insert(name.clone()) {
@@ -242,9 +250,11 @@ impl<'de> Deserialize<'de> for RawHeader {
                         });
                     }
                 }
+
                 Ok(header)
             }
         }
+
         deserializer.deserialize_map(Entries)
     }
 }
@@ -273,12 +283,14 @@ mod tests {
             ],
             data_start: 0,
         };
+
         let bytes = header.encode(4096, 40);
         assert_eq!((bytes.len() + 40) % 4096, 0);
         let file_bytes = bytes.len() as u64 + 28;
         let n = Header::json_bytes(bytes[..8].try_into().unwrap(), file_bytes).unwrap();
         let read = Header::parse(&bytes[8..], file_bytes).unwrap();
         assert_eq!(n as usize, bytes.len() - 8);
+
         assert_eq!(
             read,
             Header {
@@ -348,10 +360,12 @@ mod tests {
                 "twice",
             ),
         ];
+
         for (json, expected) in cases {
             let error = Header::parse(json.as_bytes(), 8 + json.len() as u64 + 4).expect_err(&json);
             assert!(error.contains(expected), "{json}: {error}");
         }
+
         assert!(Header::json_bytes(u64::MAX.to_le_bytes(), u64::MAX).is_err());
         assert!(Header::json_bytes(93u64.to_le_bytes(), 100).is_err());
     }

@@ -179,6 +179,7 @@ impl Manifest {
             path: path.to_path_buf(),
             why,
         };
+
         let version: VersionOnly = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;
         if version.format != FORMAT_NAME {
             return Err(bad(format!(
@@ -186,6 +187,7 @@ impl Manifest {
                 short(&version.format)
             )));
         }
+
         if version.version != FORMAT_VERSION {
             return Err(CkptError::UnsupportedVersion {
                 path: path.to_path_buf(),
@@ -193,6 +195,7 @@ impl Manifest {
                 supported: FORMAT_VERSION,
             });
         }
+
         let envelope: Envelope = serde_json::from_slice(bytes).map_err(|e| bad(e.to_string()))?;
         let body = envelope.manifest.get();
         let got = checksum(body.as_bytes());
@@ -202,6 +205,7 @@ impl Manifest {
                 envelope.crc64
             )));
         }
+
         let manifest: Manifest = serde_json::from_str(body).map_err(|e| bad(e.to_string()))?;
         let layout = manifest.check(path)?;
         Ok((manifest, layout, got))
@@ -225,6 +229,7 @@ impl Manifest {
             path: path.to_path_buf(),
             why,
         };
+
         let layout = Layout::new(
             &self.model.units,
             self.layout.world_size,
@@ -244,6 +249,7 @@ impl Manifest {
         }
         let pieces = self.files.iter().map(|file| file.pieces.as_slice());
         Coverage::new(&layout, pieces, path)?;
+
         Ok(layout)
     }
 

@@ -38,10 +38,12 @@ impl ModelSpec {
                 .flat_map(|u| u.params.clone())
                 .collect::<Vec<_>>()
         };
+
         let stored = all(self);
         let wanted = all(wanted);
         let mut shapes: HashMap<_, _> =
             stored.iter().map(|p| (p.name.as_str(), &p.shape)).collect();
+
         for param in &wanted {
             match shapes.remove(param.name.as_str()) {
                 None => {
@@ -59,6 +61,7 @@ impl ModelSpec {
                 Some(_) => {}
             }
         }
+
         let extra = stored.iter().find(|p| shapes.contains_key(p.name.as_str()));
         extra.map(|p| {
             format!(

@@ -71,16 +71,19 @@ impl TensorFolder {
             };
             return folder.add(path, |_| true).map(|()| folder);
         }
+
         let map = read_json::<Index>(&index)?.weight_map;
         let bad = |why: String| CkptError::BadFile {
             path: index.clone(),
             why,
         };
+
         let mut folder = Self {
             path: index.clone(),
             files: Vec::new(),
             tensors: BTreeMap::new(),
         };
+
         let mut file_of = HashMap::new();
         for name in map.values() {
             if !is_plain(name) {
@@ -96,18 +99,21 @@ impl TensorFolder {
                 })?;
             }
         }
+
         let misplaced = map.iter().find(|(tensor, file)| {
             folder
                 .tensors
                 .get(*tensor)
                 .is_none_or(|t| t.0 != file_of[file])
         });
+
         if let Some((tensor, file)) = misplaced {
             return Err(bad(format!(
                 "invalid index: tensor {:?} is not in {file}",
                 short(tensor)
             )));
         }
+
         Ok(folder)
     }
 
@@ -117,6 +123,7 @@ impl TensorFolder {
             path: path.clone(),
             why,
         };
+
         let io = |action| CkptError::io(action, &path);
         let file = File::open(&path).map_err(io("open"))?;
         let meta = file.metadata().map_err(io("examine"))?;
@@ -124,12 +131,14 @@ impl TensorFolder {
             return Err(bad("it is not a regular file".into()));
         }
         let mut first = [0; 8];
+
         if meta.len() < 8 {
             return Err(bad(format!(
                 "it has {} bytes, the length field alone has 8",
                 meta.len()
             )));
         }
+
         file.read_exact_at(&mut first, 0).map_err(io("read"))?;
         let mut json = vec![0; Header::json_bytes(first, meta.len()).map_err(bad)? as usize];
         file.read_exact_at(&mut json, 8).map_err(io("read"))?;
@@ -138,6 +147,7 @@ impl TensorFolder {
             data_start,
             ..
         } = Header::parse(&json, meta.len()).map_err(bad)?;
+
         let listed = tensors.into_iter().filter(|tensor| listed(&tensor.name));
         self.tensors
             .extend(listed.map(|tensor| (tensor.name.clone(), (self.files.len(), tensor))));
@@ -146,6 +156,7 @@ impl TensorFolder {
             file,
             data_start,
         });
+
         Ok(())
     }
 
@@ -188,12 +199,14 @@ impl TensorFolder {
                 &tensor.dtype,
             )
         })?;
+
         check_range(name, tensor.elems(), &range, out.len())?;
         let TensorFile {
             path,
             file,
             data_start,
         } = &self.files[*file];
+
         let mut at = data_start + tensor.range.start + range.start * dtype.bytes();
         let elems = CHUNK_BYTES / dtype.bytes() as usize;
         let mut buffer = vec![0; out.len().min(elems) * dtype.bytes() as usize];
@@ -206,6 +219,7 @@ impl TensorFolder {
             }
             Ok(())
         };
+
         read().map_err(CkptError::io("read", path))
     }
 }

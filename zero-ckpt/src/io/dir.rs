@@ -307,6 +307,7 @@ impl Dir {
                 Err(CkptError::Mismatch { why: why() })
             }
         };
+
         if fs::linkat(&self.fd, name, &to_dir.fd, to, AtFlags::empty()).is_ok() {
             let (link, _) = to_dir.open_file(to, false)?;
             check_id(&link)?;
@@ -315,6 +316,7 @@ impl Dir {
                 .sync_all()
                 .map_err(CkptError::io("sync", to_dir.path.join(to)));
         }
+
         let (mut from, _) = self.open_file(name, false)?;
         check_id(&from)?;
         let mut copy = to_dir.create_file(to, false)?;
@@ -441,6 +443,7 @@ mod tests {
         std::os::unix::fs::symlink("/", tmp.path().join("linkdir")).unwrap();
         std::fs::create_dir(tmp.path().join("dir")).unwrap();
         let pipe = tmp.path().join("pipe");
+
         fs::mknodat(
             fs::CWD,
             &pipe,
@@ -449,6 +452,7 @@ mod tests {
             0,
         )
         .unwrap();
+
         let dir = Dir::open(tmp.path()).unwrap();
         assert!(dir.open_file("real", false).is_ok());
         for name in ["link", "dir", "pipe"] {
@@ -460,6 +464,7 @@ mod tests {
                 "{name}"
             );
         }
+
         assert!(dir.open_dir("linkdir").is_err());
         assert!(dir.has("link") && !dir.has("nothing"));
     }
@@ -474,6 +479,7 @@ mod tests {
             std::fs::write(&path, "checked").unwrap();
             FileId::of(&dir.open_file("a", false).unwrap().0).unwrap()
         };
+
         dir.link_or_copy("a", &checked(), &dir, "same").unwrap();
         let id = checked();
         std::fs::write(&path, "longer than before").unwrap();
@@ -504,6 +510,7 @@ mod tests {
             std::os::unix::fs::symlink(tmp.path(), path.join("tree/link")).unwrap();
             std::fs::write(path.join(file), "x").unwrap();
         }
+
         let dir = Dir::open(&at).unwrap();
         std::fs::rename(&at, tmp.path().join("moved")).unwrap();
         std::fs::rename(&other, &at).unwrap();

@@ -148,6 +148,7 @@ pub(crate) fn write(
             sync_buffered(file, before..before + bytes.len() as u64)
         },
     )?;
+
     Ok(checksums.into_iter().map(AtomicU64::into_inner).collect())
 }
 
@@ -232,6 +233,7 @@ pub(crate) fn in_parallel<I: Send, E: Send>(
             work(item, &mut buffer).inspect_err(|_| stop.store(true, Ordering::Relaxed))?;
         }
     };
+
     std::thread::scope(|scope| {
         let builder = || std::thread::Builder::new().name("zero-ckpt-io".into());
         // A thread that fails to start is skipped; the others do its share.
@@ -265,6 +267,7 @@ mod tests {
             &bytes[8..],
             &[],
         ]);
+
         assert_eq!(slices.len(), 20);
         for start in 0..=20 {
             for end in start..=20 {
@@ -276,6 +279,7 @@ mod tests {
                 }
             }
         }
+
         assert!(slices.contiguous(&(8..20)).is_some() && slices.contiguous(&(6..9)).is_none());
     }
 

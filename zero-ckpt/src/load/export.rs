@@ -113,6 +113,7 @@ impl Reader {
         let mut files = Vec::new();
         let mut map = BTreeMap::new();
         let mut total = 0;
+
         for (i, group) in groups.iter().enumerate() {
             let name = match groups.len() {
                 1 => SINGLE.to_string(),
@@ -123,6 +124,7 @@ impl Reader {
             map.extend(group.iter().map(|t| (t.name.clone(), name.clone())));
             files.push(PathBuf::from(name));
         }
+
         let tensors = map.len();
         if files.len() > 1 {
             let metadata =
@@ -135,6 +137,7 @@ impl Reader {
                 },
             )?;
         }
+
         if !self.manifest().model_config.is_null() {
             write_json(&dir.join(CONFIG), &self.manifest().model_config)?;
         }
@@ -184,6 +187,7 @@ impl Reader {
             tensors: tensors.to_vec(),
             data_start: 0,
         };
+
         file.write_all(&header.encode(8, 0)).map_err(io())?;
         let largest = tensors
             .iter()
@@ -193,6 +197,7 @@ impl Reader {
             .min(CHUNK_ELEMS);
         let mut values = vec![0.0; largest as usize];
         let mut bytes = vec![0; values.len() * options.dtype.bytes() as usize];
+
         for tensor in tensors {
             let elems = tensor.elems();
             let mut start = 0;
@@ -206,6 +211,7 @@ impl Reader {
                 start = end;
             }
         }
+
         file.sync_all().map_err(io())
     }
 }
@@ -248,12 +254,14 @@ impl Partial {
             let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty());
             return Dir::open(parent.unwrap_or(Path::new(".")))?.sync();
         }
+
         let dir = Dir::open(out)?;
         let names = std::fs::read_dir(&self.path).and_then(|entries| {
             entries
                 .map(|entry| entry.map(|entry| entry.file_name()))
                 .collect::<Result<Vec<_>, _>>()
         });
+
         let names = names.map_err(failed())?;
         // `config.json` is last: with it, other programs accept the folder as a model.
         let (config, others): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| name == CONFIG);
@@ -263,6 +271,7 @@ impl Partial {
             }
             dir.sync()?;
         }
+
         Ok(())
     }
 }

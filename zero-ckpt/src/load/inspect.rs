@@ -40,6 +40,7 @@ impl Reader {
         if let Some(run) = &manifest.run {
             row("run id", run)?;
         }
+
         row(
             "run",
             &format_args!(
@@ -47,6 +48,7 @@ impl Reader {
                 manifest.stage, manifest.dtype
             ),
         )?;
+
         row("elements", &grouped(self.layout.numel_elems()))?;
         row("states", &states.join(", "))?;
         row(
@@ -54,12 +56,14 @@ impl Reader {
             &format_args!("{} bytes in {} files", grouped(bytes), manifest.files.len()),
         )?;
         row("trainer", &manifest.trainer)?;
+
         for document in &manifest.documents {
             row(
                 "document",
                 &format_args!("{}, {} bytes", document.name, grouped(document.bytes)),
             )?;
         }
+
         for notice in self.notices() {
             row("skipped", notice)?;
         }

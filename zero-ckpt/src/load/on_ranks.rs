@@ -96,11 +96,13 @@ impl Reader {
             pend(&job, watch, || 0, exchange)?;
             job.take()
         });
+
         let opened = opened.map_err(E::from).and_then(|opened| opened);
         let message = match &opened {
             Ok(reader) => Message::Done(reader.selection()),
             Err(error) => Message::error(error),
         };
+
         broadcast(&message, 0, exchange)?;
         opened
     }

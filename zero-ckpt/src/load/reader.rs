@@ -58,6 +58,7 @@ impl Reader {
         }
         let mut notices = Vec::new();
         let latest = catalog::read_pointer(&root, LATEST);
+
         match latest.as_ref().map(|name| {
             root.open_dir(name)
                 .and_then(|d| Self::open_one(d, Vec::new()))
@@ -67,6 +68,7 @@ impl Reader {
             Err(e) if root.has(LATEST) => notices.push(e.to_string()),
             Err(_) => {}
         }
+
         let (entries, unreadable) = catalog::list(&root)?;
         let reasons = unreadable.into_iter().map(|u| u.reason);
         notices.extend(reasons.filter(|r| !notices.contains(r)).collect::<Vec<_>>());
@@ -86,6 +88,7 @@ impl Reader {
                 Err(e) => notices.push(e.to_string()),
             }
         }
+
         notices.extend(staged_hint(&root));
         Err(CkptError::NoCheckpoint {
             dir: root.path().into(),
@@ -283,6 +286,7 @@ impl Reader {
         // Short reads are faster through the page cache and on one thread.
         let short = bytes <= 2 * BLOCK_BYTES;
         let threads = if short { 1 } else { threads_for(bytes) };
+
         in_parallel(
             reads.into_iter().flat_map(Read::chunks),
             threads,
@@ -363,6 +367,7 @@ impl<'o> Read<'o> {
             dtype,
             out,
         } = self;
+
         let end = start + out.len() as u64 * dtype.bytes();
         let mut rest = out;
         chunks_to_read(start..end).map(move |range| {

@@ -94,10 +94,12 @@ impl<'a> View<'a> {
                 rank,
             ));
         }
+
         if out.len() as u64 != placed.shard_elems {
             let what = format!("elements of the shard of unit {:?}", placed.name);
             return Err(CkptError::argument(what, placed.shard_elems, out.len()));
         }
+
         let mut rest = out;
         let mut at = 0;
         for run in runs(placed, rank) {
@@ -108,6 +110,7 @@ impl<'a> View<'a> {
             at = run.in_shard().end;
             self.list_range(state, unit, run.elems, now, reads)?;
         }
+
         rest.fill(0.0);
         Ok(())
     }
@@ -138,6 +141,7 @@ impl<'a> View<'a> {
         let first = placed
             .params
             .partition_point(|p| elems_of(placed, p).end <= range.start);
+
         for param in &placed.params[first..] {
             let whole = elems_of(placed, param);
             let part = whole.start.max(range.start)..whole.end.min(range.end);
@@ -156,6 +160,7 @@ impl<'a> View<'a> {
                 reads,
             )?;
         }
+
         Ok(())
     }
 

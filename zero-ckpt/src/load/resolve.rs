@@ -37,6 +37,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
     let name = path
         .file_name()
         .map(|name| name.to_string_lossy().into_owned());
+
     if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
         let reader = whole(root)?;
         return Ok(Resolved {
@@ -46,6 +47,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
             staged: None,
         });
     }
+
     let (entries, unreadable) = catalog::list(&root)?;
     let mut passed_over = Vec::new();
     for entry in entries.iter().rev() {
@@ -68,6 +70,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
             staged: newer_staged(path),
         });
     }
+
     let reasons = passed_over
         .into_iter()
         .chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
@@ -75,6 +78,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         .map(|(_, reason)| reason)
         .chain(staged_hint(&root))
         .collect();
+
     Err(CkptError::NoCheckpoint {
         dir: path.to_owned(),
         reasons,

@@ -37,6 +37,7 @@ impl ShardFile {
             path: path.clone(),
             why,
         };
+
         let layout = manifest
             .file_layout(record)
             .ok_or_else(|| bad("sizes exceed 64 bits".into()))?;
@@ -53,12 +54,14 @@ impl ShardFile {
             .first_chunk::<8>()
             .ok_or_else(|| bad("it has no header".into()))?;
         let json_bytes = Header::json_bytes(*first, record.bytes).map_err(bad)?;
+
         if json_bytes + 8 != json_end {
             return Err(bad(format!(
                 "the header has {json_bytes} bytes; the manifest requires {}",
                 json_end - 8
             )));
         }
+
         let header = Header::parse(&json[8..], record.bytes).map_err(bad)?;
         let unit_name = |u: u64| manifest.model.units[u as usize].name.as_str();
         let state_start = layout
@@ -71,6 +74,7 @@ impl ShardFile {
             .map(|b| u64::from_le_bytes(*b))
             .collect();
         let kept = [OnceLock::from(Arc::new(file)), OnceLock::new()];
+
         Ok(Self {
             layout,
             name: record.name.clone(),
@@ -131,6 +135,7 @@ impl ShardFile {
             *buffer = None;
         }
         let buffer = buffer.get_or_insert_with(|| PageBuffer::new(n)).whole();
+
         read_at(
             file,
             &mut buffer[..n.next_multiple_of(PAGE_BYTES)],
@@ -138,6 +143,7 @@ impl ShardFile {
             n,
         )
         .map_err(|e| CkptError::io("read", &self.path)(e))?;
+
         for (i, bytes) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
             let at = start + i as u64 * BLOCK_BYTES;
             let expected = self.table[(at / BLOCK_BYTES) as usize];
@@ -155,6 +161,7 @@ impl ShardFile {
             let last = bytes.len().min((range.end - at) as usize);
             verified(&bytes[first as usize..last]);
         }
+
         Ok(())
     }
 

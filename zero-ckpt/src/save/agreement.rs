@@ -191,6 +191,7 @@ impl Save {
             Some(Err(_)) => record(FAILED, store.rank(), []),
             None => record(PENDING, store.rank(), [store.progress()]),
         };
+
         let gathered = gather(&record, exchange)?;
         if store.rank() > 0 {
             self.phase = Phase::Following;
@@ -204,6 +205,7 @@ impl Save {
             Ok(None) => Phase::Gathering,
             Err(error) => Phase::Publishing(Job::ended(Err(error))),
         };
+
         Ok(())
     }
 
@@ -339,6 +341,7 @@ impl Save {
                 })
             }
         };
+
         records.iter().enumerate().map(read).collect()
     }
 }
@@ -405,17 +408,20 @@ fn from_record(record: &Record, rank: u64, run: u32) -> Result<(StagedFile, u64)
         rank,
         why: e.to_string(),
     })?;
+
     let save = SaveId {
         run,
         session,
         number,
     };
+
     let file = StagedName {
         step,
         kind: Kind::File(rank),
         save,
     }
     .to_string();
+
     let file = StagedFile {
         rank,
         step,
@@ -426,6 +432,7 @@ fn from_record(record: &Record, rank: u64, run: u32) -> Result<(StagedFile, u64)
         pieces: Vec::new(),
         save,
     };
+
     Ok((file, content))
 }
 
@@ -443,6 +450,7 @@ mod tests {
             session: 0xdead_beef,
             number: u32::MAX,
         };
+
         let staged = StagedFile {
             rank: 3,
             step: u64::MAX,
@@ -461,6 +469,7 @@ mod tests {
             pieces: vec![Piece(u64::MAX, u64::MAX - 1, u64::MAX); 3],
             save,
         };
+
         let read_back = staged_record(&staged);
         let (read, content) = from_record(&read_back, 3, 9).unwrap();
         assert_eq!(content, content_checksum(&staged.states, &staged.pieces));
@@ -472,6 +481,7 @@ mod tests {
                 ..staged
             }
         );
+
         let failure = from_record(&record(FAILED, 3, []), 3, 9).unwrap_err();
         assert_eq!(failed_rank(&failure), Some(3));
     }

@@ -85,6 +85,7 @@ fn assemble_chosen<P: AsRef<Path>>(
             Err(defects) => reasons.push(format!("{}: {}", save_name(key), defects.join(", "))),
         }
     }
+
     if complete.is_empty() && reasons.is_empty() {
         let of = step.map_or_else(String::new, |step| format!(" of step {step}"));
         reasons.push(format!("there are no staged files{of}"));
@@ -98,6 +99,7 @@ fn assemble_chosen<P: AsRef<Path>>(
     } else {
         None
     };
+
     match save.publish(into, newer.as_deref()) {
         Ok(checkpoint) => Ok(Assembled {
             checkpoint,
@@ -128,11 +130,13 @@ fn take_newest<'a>(
             .into_iter()
             .all(|other| other.described.is_before(&save.described))
     };
+
     let last = complete
         .iter()
         .position(is_last)
         .map(|index| complete.remove(index));
     let names = complete.iter().map(|save| save_name(save.described.key));
+
     if last.is_some() {
         reasons.extend(names.map(|name| format!("{name}: complete, but staged before")));
     } else {
@@ -143,6 +147,7 @@ fn take_newest<'a>(
             names.join(", ")
         ));
     }
+
     last
 }
 
@@ -156,6 +161,7 @@ fn complete_save(found: &Found, key: Key) -> Result<Complete<'_>, Vec<String>> {
         layout: &described.layout,
         save: key.1,
     };
+
     let mut files = Vec::new();
     let mut defects = Vec::new();
     for (rank, locations) in described.files.range(0..described.layout.world_size()) {
@@ -164,6 +170,7 @@ fn complete_save(found: &Found, key: Key) -> Result<Complete<'_>, Vec<String>> {
             Err(error) => defects.push(error),
         }
     }
+
     if !defects.is_empty() {
         return Err(defects);
     }
@@ -233,6 +240,7 @@ impl<'f> Whole<'f, '_> {
                 Err(error) => defect = defect.or(Some(describe(&error))),
             }
         }
+
         whole.ok_or_else(|| defect.unwrap_or_default())
     }
 
@@ -251,6 +259,7 @@ impl<'f> Whole<'f, '_> {
             path: path.clone(),
             why: why.into(),
         };
+
         let pieces = shard_pieces(self.layout, rank)?;
         let file_layout = FileLayout::new(&probe.states, pieces.clone())
             .ok_or_else(|| bad("sizes exceed 64 bits"))?;
@@ -266,6 +275,7 @@ impl<'f> Whole<'f, '_> {
                 got_bytes,
             });
         }
+
         let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
         let mut front = vec![0; front_bytes as usize];
         file.read_exact_at(&mut front, 0)
@@ -280,6 +290,7 @@ impl<'f> Whole<'f, '_> {
             pieces: pieces.clone(),
         }];
         ShardFile::open(dir, probe, 0)?.verify(dir)?;
+
         let staged = StagedFile {
             rank,
             step: probe.step,
@@ -290,6 +301,7 @@ impl<'f> Whole<'f, '_> {
             pieces,
             save: self.save,
         };
+
         Ok((staged, id))
     }
 }
@@ -342,6 +354,7 @@ impl Complete<'_> {
             staged,
             sources,
         } = self;
+
         let mut options = StoreOptions::default().resumed_runs(description.resumed_runs.clone());
         options.run = description.manifest.run.clone();
         let store = Store::create(into, 0, options)?;
@@ -359,6 +372,7 @@ impl Complete<'_> {
         let latest = published
             .into_iter()
             .max_by_key(|name| published_step(name));
+
         if let Some(latest) = latest.filter(|name| published_step(name) >= Some(step)) {
             let into = into.display();
             return Err(refused(format!(
@@ -366,6 +380,7 @@ impl Complete<'_> {
                  `zero ckpt assemble NEW {into}`"
             )));
         }
+
         if let Some(newer) = newer {
             return Err(refused(format!(
                 "is complete, but {} was published after it was staged; to take it all the same, name its step: \
@@ -373,6 +388,7 @@ impl Complete<'_> {
                 newer.display()
             )));
         }
+
         let documents = description.documents();
         store.publish_manifest(
             description.manifest,

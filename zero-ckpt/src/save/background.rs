@@ -92,6 +92,7 @@ impl BackgroundStore {
             let buffer = usize::try_from(bytes).ok().and_then(PageBuffer::touched);
             buffer.ok_or(CkptError::OutOfMemory { bytes })
         };
+
         let free = (0..limit).map(allocate).collect::<Result<_, _>>()?;
         let free = Arc::new(Mutex::new(free));
         Ok(Self {
@@ -142,6 +143,7 @@ impl BackgroundStore {
             })?),
             free: Arc::clone(&self.free),
         };
+
         let slices = staging_slices(
             &self.layout,
             self.store.rank(),
@@ -149,6 +151,7 @@ impl BackgroundStore {
             &self.states,
             borrowed.bytes_mut(),
         );
+
         let fence = copy(slices).map_err(|message| CkptError::Snapshot { message })?;
 
         let store = Arc::clone(&self.store);
@@ -156,6 +159,7 @@ impl BackgroundStore {
         let meta = Arc::clone(meta);
         let states = self.states.clone();
         let pieces = self.file.pieces.clone();
+
         Ok(Job::start(move || {
             let source = Slices::new(vec![borrowed.bytes()]);
             let save = (meta.step, number);

@@ -57,6 +57,7 @@ impl Description {
             path: FORMAT_NAME.into(),
             why: e.to_string(),
         };
+
         let save = serde_json::to_string(self)
             .and_then(RawValue::from_string)
             .map_err(bad)?;
@@ -67,12 +68,14 @@ impl Description {
             crc64,
             save,
         };
+
         let bytes = serde_json::to_vec(&envelope).map_err(bad)?;
         check_size(
             "the description of the save",
             bytes.len() as u64,
             MAX_MANIFEST_BYTES,
         )?;
+
         Ok(bytes)
     }
 
@@ -83,15 +86,18 @@ impl Description {
             path: dir.path().join(name),
             why,
         };
+
         let envelope: Envelope = serde_json::from_slice(&bytes).map_err(|e| bad(e.to_string()))?;
         if (envelope.format.as_str(), envelope.version) != (FORMAT_NAME, VERSION) {
             return Err(bad(format!("it is no {FORMAT_NAME} of version {VERSION}")));
         }
+
         if checksum(envelope.save.get().as_bytes()) != envelope.crc64 {
             return Err(bad(
                 "damaged: its content does not match its checksum".into()
             ));
         }
+
         let description: Self =
             serde_json::from_str(envelope.save.get()).map_err(|e| bad(e.to_string()))?;
         if description.manifest.step != step {
@@ -100,6 +106,7 @@ impl Description {
                 description.manifest.step
             )));
         }
+
         let records = &description.manifest.documents;
         let is_recorded = |(record, text): (&DocumentRecord, &String)| {
             (record.bytes, record.crc64) == (text.len() as u64, checksum(text.as_bytes()))
@@ -108,6 +115,7 @@ impl Description {
         if documents.len() != records.len() || !records.iter().zip(documents).all(is_recorded) {
             return Err(bad("it has other documents than its manifest".into()));
         }
+
         Ok(description)
     }
 
@@ -186,6 +194,7 @@ impl Store {
         staged.retain(|name| {
             StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description)
         });
+
         let description = Description {
             manifest,
             documents,
@@ -195,11 +204,13 @@ impl Store {
             published: self.newest_sequence.load(Ordering::Relaxed),
             staged,
         };
+
         let name = StagedName {
             step: file.step,
             kind: Kind::Description,
             save: file.save,
         };
+
         self.staging
             .write_new(&name.to_string(), &description.encode()?)
     }
@@ -273,6 +284,7 @@ mod tests {
         stage(8).unwrap();
         store.publish(&meta(7), &layout, vec![earlier]).unwrap();
         store.finish_removals();
+
         assert_eq!(
             assemble(dir.path().join("new"), &[dir.path()])
                 .unwrap()

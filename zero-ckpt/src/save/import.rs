@@ -39,6 +39,7 @@ pub fn import(
             UnitSpec::new(name.clone(), specs)
         })
         .collect();
+
     let layout =
         Layout::new(&specs, 1, 1).map_err(|e| bad(from, format!("unsupported tensors: {e}")))?;
 
@@ -54,6 +55,7 @@ pub fn import(
         parts,
         elems: layout.numel_elems(),
     };
+
     let states = vec![StateSpec {
         name: "master".into(),
         dtype: StateDtype::F32,
@@ -67,6 +69,7 @@ pub fn import(
         documents: documents.into_iter().collect(),
         ..SaveMeta::default()
     };
+
     let pieces = shard_pieces(&layout, 0)?;
     let staged = store.stage_next(meta.step, &layout, states, pieces, &source);
     store.publish(&meta, &layout, vec![staged])
@@ -108,6 +111,7 @@ fn placed<'a>(
             None => units.push((unit, vec![entry])),
         }
     }
+
     Ok(units)
 }
 

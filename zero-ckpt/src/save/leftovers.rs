@@ -171,10 +171,12 @@ impl Store {
             Ok(found) => found,
             Err(error) => return self.removals.notice(error.to_string()),
         };
+
         let mut due = found.removed;
         let mut complete = StagedSaves::none(&self.staging);
         let mut steps = BTreeSet::new();
         let mut others = StagedSaves::none(&self.staging);
+
         for ((step, save), leftover) in found.saves {
             self.progress.fetch_add(1, Ordering::Relaxed);
             if !self.owns_checksum(save.run) {
@@ -186,6 +188,7 @@ impl Store {
                 steps.insert(step_name(step));
             }
         }
+
         if let Some(last) = steps.last() {
             self.removals.notice(format!(
                 "{}, the last of {last}; `zero ckpt assemble` makes a checkpoint of them, and the next save of this or a later \
@@ -193,12 +196,14 @@ impl Store {
                 complete.text("of this run that failed")
             ));
         }
+
         if others.saves > 0 {
             let text = others.text("of other runs");
             self.removals.notice(format!(
                 "{text}; delete them if those runs will not be resumed"
             ));
         }
+
         // Without a lock, a file may be of a run that saves here now.
         if due.is_empty() || !self.is_locked() {
             return;

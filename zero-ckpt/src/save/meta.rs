@@ -158,6 +158,7 @@ pub(crate) fn manifest_without_files(
         bytes: bytes.len() as u64,
         crc64: checksum(bytes),
     });
+
     Manifest {
         step: meta.step,
         sequence: 0,
@@ -196,6 +197,7 @@ pub(crate) fn with_files(
             staged.len()
         )));
     }
+
     let states = &manifest.states;
     for (rank, file) in staged.iter().enumerate() {
         if file.rank != rank as u64 || file.step != manifest.step {
@@ -212,16 +214,19 @@ pub(crate) fn with_files(
             )));
         }
     }
+
     let files = staged.iter().map(|file| FileRecord {
         name: shard_name(file.rank, world_size),
         bytes: file.bytes,
         front_crc64: file.front_crc64,
         pieces: file.pieces.clone(),
     });
+
     let manifest = Manifest {
         files: files.collect(),
         ..manifest
     };
+
     manifest.check(&path.join(MANIFEST_NAME))?;
     Ok(manifest)
 }

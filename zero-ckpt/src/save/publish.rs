@@ -73,10 +73,12 @@ impl Store {
         let documents = encode_documents(meta)?;
         let manifest =
             manifest_without_files(meta, layout, states, self.options.run.clone(), &documents);
+
         for file in &staged {
             self.check_staged(file)?;
             self.progress.fetch_add(1, Ordering::Relaxed);
         }
+
         let checkpoint =
             self.publish_manifest(manifest, &staged, &documents, meta.best, Place::Move)?;
         let superseded = meta.superseded.map(step_name);
@@ -84,6 +86,7 @@ impl Store {
             .iter()
             .map(|file| (file.save.session, file.save.number))
             .collect();
+
         Ok(Publication {
             checkpoint,
             superseded,
@@ -129,6 +132,7 @@ impl Store {
         if let Some(moved) = self.dir.moved() {
             self.removals.notice(moved.to_string());
         }
+
         Ok(PublishedCheckpoint {
             name,
             step,
@@ -155,11 +159,13 @@ impl Store {
             session: self.session,
             number: 0,
         };
+
         let save = match place {
             Place::Move => staged.first().map_or(own, |file| file.save),
             // The directory of the staged files' own save may exist, and hold them.
             Place::Copy(_) => own,
         };
+
         let ready_name = StagedName {
             step: manifest.step,
             kind: Kind::Ready,
@@ -169,6 +175,7 @@ impl Store {
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
+
         self.assemble(&ready, staged, documents, (manifest, &encoded), place)
             .and_then(|()| {
                 replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up)
@@ -371,6 +378,7 @@ mod tests {
                 .unwrap()
                 .push(progress.load(Ordering::Relaxed))
         });
+
         let staged = store.stage(1, &shard);
         store
             .publish_files(&SaveMeta::default().step(1), &layout, vec![staged])

@@ -50,6 +50,7 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) -> Vec<String> {
             .and_then(|d| Reader::open_one(d, Vec::new()));
         complete.ok().map(|reader| reader.manifest().sequence)
     };
+
     let names = dir.names().unwrap_or_default();
     // Opens backups only: a directory of complete checkpoints costs nothing here.
     let backups = names
@@ -58,6 +59,7 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) -> Vec<String> {
     let mut backups: Vec<_> = backups.collect();
     backups.sort_unstable();
     let mut hidden = Vec::new();
+
     for (complete, backup, name) in backups.into_iter().rev() {
         if complete.is_some() && !dir.has(name) {
             let _ = dir.rename(backup, dir, name).and_then(|()| dir.sync());
@@ -70,6 +72,7 @@ pub(crate) fn resolve_backups(dir: &Dir, staging: &Dir) -> Vec<String> {
             );
         }
     }
+
     hidden
 }
 
@@ -100,6 +103,7 @@ mod tests {
         let values = [value; 15];
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &values).unwrap();
+
         let store = Store::create(
             path,
             0,
@@ -108,10 +112,12 @@ mod tests {
                 ..StoreOptions::default()
             },
         )?;
+
         let meta = SaveMeta {
             step,
             ..SaveMeta::default()
         };
+
         let store = store.observe(at);
         // On this thread, to which `WITHOUT_EXCHANGE` applies.
         let staged = store.stage(step, &shard);
@@ -203,6 +209,7 @@ mod tests {
                 std::fs::remove_dir_all(&staging).unwrap();
             }
         });
+
         assert!(failed.is_err());
         assert_eq!(
             (names(&path), found(&path)),
@@ -216,6 +223,7 @@ mod tests {
                 std::fs::create_dir_all(name.join("in the way")).unwrap();
             }
         });
+
         assert!(failed.is_err());
         let reader = Reader::open(&path).unwrap();
         assert_eq!(

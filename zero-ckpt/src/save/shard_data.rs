@@ -60,6 +60,7 @@ impl<'a> ShardData<'a> {
                 got,
             ));
         }
+
         if self.states.iter().any(|(spec, _)| spec.name == state) {
             return Err(CkptError::argument("state", "a new one", state));
         }
@@ -70,6 +71,7 @@ impl<'a> ShardData<'a> {
             },
             storage,
         ));
+
         self.states.sort_by_key(|(spec, _)| file_order(spec));
         Ok(self)
     }

@@ -146,10 +146,12 @@ fn clean(
         store.remove_incomplete_saves();
         store
     });
+
     if !pend(&find, watch, progress, exchange)? {
         let error = stall_error(0, "has searched its staged files", watch, progress());
         return Err(fail(error, None, exchange));
     }
+
     let store = match find.take() {
         Ok(store) => store,
         Err(error) => return Err(fail(error, None, exchange)),
@@ -161,6 +163,7 @@ fn clean(
         // Training need not wait for them.
         store.removals.put_back(removals);
     }
+
     Ok(store)
 }
 
@@ -190,6 +193,7 @@ fn join(
         Answer::Gather => return Err(unexpected()),
         Answer::Failed(error) => return Err(error),
     };
+
     let job = Job::start(move || {
         let mut store = open()?;
         look_for(&store, rank, &of_rank_0)?;

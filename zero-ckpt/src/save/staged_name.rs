@@ -57,6 +57,7 @@ impl StagedName {
             "ready" => Kind::Ready,
             rank => Kind::File(rank.strip_prefix("rank-")?.parse().ok()?),
         };
+
         let run = u32::from_str_radix(run, 16).ok()?;
         let session = u64::from_str_radix(session, 16).ok()?;
         let save = SaveId {
@@ -64,11 +65,13 @@ impl StagedName {
             session,
             number: number.parse().ok()?,
         };
+
         let parsed = Self {
             step: step_of(step)?,
             kind,
             save,
         };
+
         (parsed.to_string() == name).then_some(parsed)
     }
 }
@@ -114,6 +117,7 @@ mod tests {
             };
             assert_eq!(StagedName::parse(&name.to_string()), Some(name));
         }
+
         for other in [
             "step-00000030",
             "step-00000030.old.0123456789abcdef",

@@ -137,6 +137,7 @@ impl Found {
                 },
             }
         }
+
         self.dirs.push(dir);
         for (key, names, dir) in moved {
             let index = self.dirs.len();
@@ -147,6 +148,7 @@ impl Found {
             }
             self.dirs.push(dir);
         }
+
         Ok(())
     }
 
@@ -190,6 +192,7 @@ impl Found {
                 files,
             })
         });
+
         described.map_err(|error| {
             defects.insert(0, error);
             defects

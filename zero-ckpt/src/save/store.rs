@@ -179,6 +179,7 @@ impl StoreOptions {
                 "a checkpoint",
             ));
         }
+
         let (entries, unreadable) = catalog::list(dir)?;
         let another = entries
             .iter()
@@ -189,6 +190,7 @@ impl StoreOptions {
             .last()
             .filter(|_| entries.is_empty())
             .map(|u| (&u.name, None));
+
         match another.or(unknown) {
             Some((name, run)) => Err(CkptError::AnotherRun {
                 path: dir.path().join(name),
@@ -271,11 +273,13 @@ impl Store {
         } else {
             None
         };
+
         let staging = dir.create_dir(STAGING)?;
         if rank == 0 {
             // The next publication deletes those that are moved.
             let _ = replace::resolve_backups(&dir, &staging);
         }
+
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
         let _ = staging.remove_file(&probe);
@@ -284,6 +288,7 @@ impl Store {
         } else {
             Vec::new()
         };
+
         Ok(Self {
             dir,
             staging: Arc::new(staging),
@@ -465,6 +470,7 @@ impl Store {
             .ok_or_else(|| {
                 CkptError::argument("bytes of state", "the sum of all pieces", source.len())
             })?;
+
         let header = encode_header(layout, (self.rank, step), &states, &file_layout)?;
         let front_bytes = header.len() as u64 + file_layout.table_bytes();
         let bytes = front_bytes + file_layout.state_bytes();
@@ -474,6 +480,7 @@ impl Store {
             session: self.session,
             number,
         };
+
         let name = StagedName {
             step,
             kind: Kind::File(self.rank),
@@ -488,6 +495,7 @@ impl Store {
             let _ = self.staging.remove_file(&name);
             self.write_error(path, bytes, error)
         })?;
+
         self.at(SavePoint::FileSynced);
 
         Ok(StagedFile {
@@ -519,6 +527,7 @@ impl Store {
             }
             _ => {}
         }
+
         let table = parallel::write(file, front_bytes, source, &self.progress)?;
 
         let mut front = PageBuffer::new(front_bytes as usize);
@@ -532,6 +541,7 @@ impl Store {
         file.set_len(bytes)?;
         self.at(SavePoint::StateWritten);
         file.sync_all()?;
+
         Ok(front_crc64)
     }
 
@@ -612,6 +622,7 @@ pub(crate) fn encode_header(
         ("world_size", layout.world_size().to_string()),
         ("step", step.to_string()),
     ];
+
     let metadata = metadata
         .into_iter()
         .map(|(k, v)| (k.to_string(), v))
@@ -628,5 +639,6 @@ pub(crate) fn encode_header(
         header.len() as u64 - 8,
         MAX_HEADER_BYTES,
     )?;
+
     Ok(header)
 }

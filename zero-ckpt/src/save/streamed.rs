@@ -48,6 +48,7 @@ impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F
                 }
             }
         }
+
         Self {
             states,
             parts,
@@ -82,6 +83,7 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Source for Streame
             .parts
             .partition_point(|part| part.start <= start)
             .saturating_sub(1);
+
         for part in &self.parts[first..] {
             if rest.is_empty() {
                 break;
@@ -107,6 +109,7 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Source for Streame
             }
             (at, rest) = (at + elems * width, later);
         }
+
         Ok(())
     }
 }
@@ -128,6 +131,7 @@ mod tests {
             name: name.into(),
             dtype,
         };
+
         let states = [spec("x", StateDtype::F32), spec("y", StateDtype::BF16)];
         let fill = |slice: StagingSlice<'_>| {
             let width = slice.state.dtype.bytes() as usize;
@@ -136,6 +140,7 @@ mod tests {
             }
             Ok(())
         };
+
         for rank in 0..2 {
             let source = Streamed::new(&layout, rank, &states, fill);
             let mut whole = vec![0; source.len() as usize];
@@ -149,6 +154,7 @@ mod tests {
                 }
             }
         }
+
         let failing = Streamed::new(&layout, 0, &states, |_: StagingSlice<'_>| {
             Err("unplugged".to_owned())
         });

@@ -111,6 +111,7 @@ impl Store {
         let mut published = self.published();
         let due = self.due(publication, &published);
         let mut hidden = Vec::new();
+
         for name in due {
             // Hides it by one rename, so that no reader opens it partly removed.
             let old = format!("{name}.old.{}", random());
@@ -122,6 +123,7 @@ impl Store {
                 Err(error) => self.removals.notice(error.to_string()),
             }
         }
+
         hidden.extend(replace::resolve_backups(&self.dir, &self.staging));
         let leftovers = self.staging.names().unwrap_or_default();
         hidden.extend(
@@ -163,6 +165,7 @@ impl Store {
             superseded,
             ..
         } = publication;
+
         let own: Vec<_> = published
             .iter()
             .filter(|entry| self.options.owns(entry.run.as_deref()))
@@ -177,6 +180,7 @@ impl Store {
         let kept =
             |name: &String| *name == checkpoint.name || checkpoint.best.as_ref() == Some(name);
         let names = own.iter().map(|entry| &entry.name).enumerate();
+
         names
             .filter(is_due)
             .map(|(_, name)| name.clone())

@@ -45,6 +45,7 @@ fn save_with_fault(
         });
         save_seed(&store, &layout, (meta, seed), exchange)
     });
+
     outcomes
         .into_iter()
         .filter_map(|outcome| outcome.err())
@@ -136,6 +137,7 @@ fn newest_branch_is_assembled() {
         error.contains("there are no staged files of step 9"),
         "{error}"
     );
+
     assert_eq!(
         assemble_step(new.path(), &[dir.path()], 8)
             .unwrap()
@@ -143,6 +145,7 @@ fn newest_branch_is_assembled() {
             .step,
         8
     );
+
     assert_holds(&Reader::open(new.path()).unwrap(), &layout, 8);
 }
 

@@ -81,11 +81,13 @@ fn snapshot_holds_the_values_of_its_step() {
         let nothing = store.complete(&mut world.rank(rank));
         assert!(matches!(nothing, Err(CkptError::NothingInFlight)));
     });
+
     for step in 10..=12 {
         let reader = Reader::open(dir.path().join(format!("step-{step:08}"))).unwrap();
         assert!(reader.verify().problems.is_empty());
         assert_holds(&reader, &layout, step);
     }
+
     assert_eq!(Reader::open(dir.path()).unwrap().manifest().step, 12);
 }
 
@@ -118,6 +120,7 @@ fn steps_continue_between_the_exchanges() {
         assert_eq!(published, [1, 2, 3, 4]);
         assert_eq!(store.in_flight(), 0);
     });
+
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 4);
 }
 
@@ -159,6 +162,7 @@ fn failure_reaches_all_ranks_and_the_next_save_works() {
         begin(store, &layout, rank, 3).unwrap();
         assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 3);
     });
+
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 3);
     assert_eq!(
         std::fs::read_dir(dir.path().join(".staging"))
@@ -175,6 +179,7 @@ fn fence_precedes_the_write() {
     let mut store = open(dir.path(), &layout, 0, 1);
     let (entered, at_fence) = channel::<()>();
     let (open_fence, opened) = channel::<()>();
+
     let fill = |slices: Vec<StagingSlice<'_>>| {
         for slice in slices {
             let unit = &layout.units()[slice.unit];
@@ -196,6 +201,7 @@ fn fence_precedes_the_write() {
         });
         Ok(fence)
     };
+
     store.begin(meta(1), fill).unwrap();
     at_fence.recv().unwrap();
     assert!(!store.ready());
@@ -214,6 +220,7 @@ fn panic_of_the_save_thread_is_an_error() {
             Ok(Box::new(|| std::panic::resume_unwind(Box::new("boom"))))
         })
         .unwrap();
+
     assert!(
         store
             .complete(&mut SingleRank)
@@ -221,6 +228,7 @@ fn panic_of_the_save_thread_is_an_error() {
             .to_string()
             .contains("a thread that saves or opens a checkpoint has panicked")
     );
+
     // Copies into its buffer may still be in progress.
     store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();
     assert!(
@@ -288,6 +296,7 @@ fn saves_of_one_step_keep_each_others_files() {
             assert_eq!(store.complete(&mut world.rank(rank)).unwrap().step, 7);
         }
     });
+
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 7);
     assert_eq!(
         std::fs::read_dir(dir.path().join(".staging"))

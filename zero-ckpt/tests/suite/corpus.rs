@@ -66,6 +66,7 @@ fn shard() -> Vec<u8> {
         shape: vec![elems],
         range: start..end,
     };
+
     let tensors = vec![
         tensor("zero.block_crc64", "U64", 1, 0, 8),
         tensor("master/a[0:15]", "F32", 15, 8, 68),
@@ -73,6 +74,7 @@ fn shard() -> Vec<u8> {
         tensor("first_moment/a[0:15]", "BF16", 15, 76, 106),
         tensor("first_moment/b[0:2]", "BF16", 2, 106, 110),
     ];
+
     let mut bytes = Header {
         tensors,
         ..Header::default()
@@ -81,6 +83,7 @@ fn shard() -> Vec<u8> {
     let state: Vec<u8> = (0..102).collect();
     bytes.extend(targets::checksum(&state).to_le_bytes());
     bytes.extend(state);
+
     bytes
 }
 

@@ -27,6 +27,7 @@ fn child() {
     let dir = Path::new(args[0]).to_path_buf();
     let seed = args[4].parse().unwrap();
     let (point, rank): (usize, u64) = (args[1].parse().unwrap(), args[2].parse().unwrap());
+
     let stores: Vec<_> = (0..RANKS)
         .map(|r| {
             let dir = dir.clone();
@@ -40,6 +41,7 @@ fn child() {
                 })
         })
         .collect();
+
     save_with(&stores, &layout(RANKS, 4), args[3].parse().unwrap(), seed);
 }
 
@@ -55,6 +57,7 @@ fn killed(dir: &Path, point: usize, rank: u64, step: u64, seed: u64) {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
+
     let stopped = dir.join("stopped");
     let start = Instant::now();
     while !stopped.exists() {
@@ -66,6 +69,7 @@ fn killed(dir: &Path, point: usize, rank: u64, step: u64, seed: u64) {
         );
         std::thread::sleep(Duration::from_millis(2));
     }
+
     child.kill().unwrap(); // SIGKILL
     child.wait().unwrap();
     std::fs::remove_file(stopped).unwrap();

@@ -41,6 +41,7 @@ fn flipped_bytes_of_shard_files_are_found() {
     let put = |at: usize, byte: u8| {
         std::os::unix::fs::FileExt::write_all_at(&file, &[byte], at as u64).unwrap()
     };
+
     // Every byte, but only every 61st byte of the header's padding.
     for at in (0..good.len()).filter(|&i| good[i] != b' ' || i % 61 == 0) {
         put(at, good[at] ^ (1 << (at % 8)));
@@ -61,6 +62,7 @@ fn flipped_bytes_of_shard_files_are_found() {
         }
         put(at, good[at]);
     }
+
     assert!(reader.verify().problems.is_empty());
 }
 
@@ -130,6 +132,7 @@ fn damaged_latest_is_skipped_with_a_notice() {
             reader.notices()
         );
     }
+
     std::fs::remove_file(&path).unwrap();
     assert_eq!(Reader::open(dir.path()).unwrap().manifest().step, 2);
     // Links are not followed.
@@ -165,6 +168,7 @@ fn truncated_or_missing_file_is_named() {
             before.notices()
         );
     }
+
     std::fs::remove_file(&path).unwrap();
     let before = Reader::open(dir.path()).unwrap();
     assert_eq!(before.manifest().step, 1);
@@ -247,6 +251,7 @@ fn malicious_manifest_is_rejected() {
         (|m| m.states[1].name = "master".into(), "twice"),
         (|m| m.stage = 4, "stage 4"),
     ];
+
     for (i, (change, expected)) in changes.into_iter().enumerate() {
         let mut bad = good.clone();
         change(&mut bad);
@@ -254,6 +259,7 @@ fn malicious_manifest_is_rejected() {
         let error = Reader::open(newest(dir.path())).err().unwrap().to_string();
         assert!(error.contains(expected), "change {i}: {error}");
     }
+
     // A manifest that misstates a file's content opens; reading finds it.
     let mut wrong = good.clone();
     wrong.states[2].name = "third_moment".into();

@@ -72,6 +72,7 @@ fn full_disk_fails_the_save_on_all_ranks() {
     let mut failed = 0;
     let mut saved = 0;
     let mut unstaged = 0;
+
     // Each round has one more free page, so that the save runs out of space at every point.
     for leave in 0..14 {
         // Fills the disk, then frees pages.
@@ -127,6 +128,7 @@ fn full_disk_fails_the_save_on_all_ranks() {
             assert!(Path::new(path).exists(), "{text}");
         }
     }
+
     assert!(
         failed > 3 && saved == 1 && unstaged > 0,
         "{failed} failed, {saved} saved, {unstaged} not staged"

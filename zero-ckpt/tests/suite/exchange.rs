@@ -27,6 +27,7 @@ fn single_file_export_is_bit_identical() {
     let bytes = std::fs::read(out.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(file.len(), reader.params().count());
+
     for param in reader.params() {
         let tensor = file.tensor(&param.name).unwrap();
         assert_eq!(
@@ -37,6 +38,7 @@ fn single_file_export_is_bit_identical() {
             (0..param.numel_elems).flat_map(|e| value(3, "master", &param.name, e).to_le_bytes());
         assert!(tensor.data().iter().copied().eq(expected), "{}", param.name);
     }
+
     let config = std::fs::read_to_string(out.join("config.json")).unwrap();
     assert_eq!(
         serde_json::from_str::<serde_json::Value>(&config).unwrap()["model_type"],
@@ -62,6 +64,7 @@ fn export_resolves_paths_and_overwrites_nothing() {
     std::os::unix::fs::symlink("real", path("link")).unwrap();
     std::fs::create_dir(path("new.partial")).unwrap();
     std::fs::write(path("new.partial/model.safetensors"), "another's").unwrap();
+
     for (out, there) in [
         ("new/", "new"),
         ("link", "real"),
@@ -80,6 +83,7 @@ fn export_resolves_paths_and_overwrites_nothing() {
         names.sort();
         assert_eq!(names, ["config.json", "model.safetensors"], "{out}");
     }
+
     assert!(path("link").is_symlink());
     assert_eq!(
         std::fs::read_to_string(path("new.partial/model.safetensors")).unwrap(),
@@ -103,6 +107,7 @@ fn large_export_is_split_and_imports_again() {
         serde_json::from_slice(&std::fs::read(out.join("model.safetensors.index.json")).unwrap())
             .unwrap();
     assert_eq!(index["metadata"]["total_size"], exported.tensor_bytes);
+
     for param in reader.params() {
         let bytes =
             std::fs::read(out.join(index["weight_map"][&param.name].as_str().unwrap())).unwrap();
@@ -121,6 +126,7 @@ fn large_export_is_split_and_imports_again() {
     assert!(imported.verify().problems.is_empty());
     assert_eq!(imported.params().count(), reader.params().count() - 1);
     assert_eq!(imported.manifest().model_config["model_type"], "gpt2");
+
     for param in imported.params() {
         let mut got = vec![0.0; param.numel_elems as usize];
         imported
@@ -136,6 +142,7 @@ fn large_export_is_split_and_imports_again() {
             param.name
         );
     }
+
     let moment = imported.read_param("first_moment", "ln", 0..2, &mut [0.0; 2]);
     assert!(matches!(moment, Err(CkptError::MissingState { .. })));
 }
@@ -197,6 +204,7 @@ fn invalid_imports_are_named() {
         let json = serde_json::json!({"metadata": {}, "weight_map": {tensor: file}});
         std::fs::write(hf.join("model.safetensors.index.json"), json.to_string()).unwrap();
     };
+
     std::fs::rename(hf.join("model.safetensors"), hf.join("part.safetensors")).unwrap();
     index("../../etc/passwd", "a");
     assert!(text().contains("not a plain file name"), "{}", text());

@@ -105,6 +105,7 @@ impl Sockets {
             peer.write_all(&[rank as u8]).unwrap();
             vec![peer]
         };
+
         let mut sockets = Self { rank, peers };
         // The limit holds once all are connected.
         sockets.broadcast(&mut [0; MESSAGE_BYTES], 0).unwrap();
@@ -112,6 +113,7 @@ impl Sockets {
             .peers
             .iter()
             .for_each(|peer| peer.set_read_timeout(Some(limit)).unwrap());
+
         sockets
     }
 }
@@ -168,6 +170,7 @@ fn rank_process() {
             wait_until("the fault", || stop_in.join("go").exists());
         }
     };
+
     let stop: Arc<dyn Fn(At) + Send + Sync> = Arc::new(stop);
     let mut sockets = Sockets::connect(&folder, rank, limit);
     let observe = Arc::clone(&stop);
@@ -183,6 +186,7 @@ fn rank_process() {
         let store = store.observe(move |at| observe(At::Point(at)));
         save(store, &layout(RANKS, 4), 20, &mut sockets, &stop)
     });
+
     let text = result.map_or_else(
         |error| format!("error: {error}"),
         |published| published.name,
@@ -205,10 +209,12 @@ fn save(
     for (state, values) in STATES.iter().zip(&states) {
         shard.storage_f32(state, values)?;
     }
+
     if rank == 2 {
         // One of the ranks saves without a background store; the ranks' messages are the same.
         return store.save(&meta(step), &shard, exchange);
     }
+
     let specs = STATES
         .map(|name| StateSpec {
             name: name.into(),
@@ -217,6 +223,7 @@ fn save(
         .to_vec();
     let mut store = BackgroundStore::new(store, Arc::new(layout.clone()), specs, 1)?;
     let fence = Arc::clone(stop);
+
     store.begin(meta(step), |slices| {
         stop(At::Copy);
         for slice in slices {
@@ -236,6 +243,7 @@ fn save(
             Ok(())
         }))
     })?;
+
     store.complete(exchange)
 }
 
@@ -287,6 +295,7 @@ impl Scenario {
                 .spawn()
                 .unwrap()
         });
+
         let ranks = ranks.collect();
         let mut scenario = Self {
             fault,
@@ -295,6 +304,7 @@ impl Scenario {
             folder,
             ranks,
         };
+
         let reached = scenario.path("reached");
         wait_until("the point of the fault", || {
             reached.exists() || scenario.have_ended()
@@ -332,6 +342,7 @@ impl Scenario {
                 fs::set_permissions(folder, fs::Permissions::from_mode(mode)).unwrap();
             }
         };
+
         match self.fault {
             Fault::Kill => self.signal("-KILL"),
             Fault::Stop => {
@@ -351,6 +362,7 @@ impl Scenario {
             Fault::StagingVanishes => fs::remove_dir_all(dir.join(".staging")).unwrap(),
             Fault::FolderVanishes => fs::rename(&dir, self.path("moved")).unwrap(),
         }
+
         fs::write(&go, "").unwrap();
         wait_until("a rank hangs", || self.have_ended());
         match self.fault {
@@ -397,6 +409,7 @@ impl Scenario {
         let step = found.reader.manifest().step;
         assert_holds(&found.reader, &layout(RANKS, 4), step);
         drop(found);
+
         for (index, outcome) in outcomes.iter().enumerate() {
             let is_killed = *fault == Fault::Kill && index as u64 == *rank;
             assert_eq!(
@@ -418,12 +431,14 @@ impl Scenario {
                 assert!(Path::new(kept).exists() || has_ready(&staging), "{context}");
             }
         }
+
         if outcomes[0] != "step-00000020" && *at != At::Point(SavePoint::Pruning) {
             assert!(
                 dir.join("step-00000010").exists(),
                 "{context}: rank 0 failed and deleted a checkpoint"
             );
         }
+
         // Nothing was lost after all files were staged: what is not published can be assembled.
         let all_staged = [
             SavePoint::DirCreated,
@@ -431,6 +446,7 @@ impl Scenario {
             SavePoint::ManifestSynced,
         ]
         .map(At::Point);
+
         if step == 10 && all_staged.contains(at) && *fault != Fault::StagingVanishes {
             let none: [&Path; 0] = [];
             let assembled = assemble(&dir, &none)

@@ -150,6 +150,7 @@ fn opening_removes_own_incomplete_saves() {
     for (name, step) in [("a", 5), ("a", 6), ("a", 7), ("b", 8)] {
         save_and_stop(dir, &run(name), step);
     }
+
     for removed in [
         "step-00000006.rank-00001",
         "step-00000007.save",
@@ -157,6 +158,7 @@ fn opening_removes_own_incomplete_saves() {
     ] {
         remove_staged(dir, removed);
     }
+
     fs::create_dir(dir.join(".staging/step-00000001.old.0123456789abcdef")).unwrap();
     let notices = on_ranks(
         dir,
@@ -168,6 +170,7 @@ fn opening_removes_own_incomplete_saves() {
     // Two files of ranks, the description and an empty directory; one file of the other run is
     // missing.
     let of_step = |step: &str| left.iter().filter(|name| name.starts_with(step)).count();
+
     assert_eq!(
         (
             of_step("step-00000005"),
@@ -177,6 +180,7 @@ fn opening_removes_own_incomplete_saves() {
         (4, 3, 7),
         "{left:?}"
     );
+
     let text = notices[0].join("\n");
     assert!(
         text.contains("step-00000005") && text.contains("zero ckpt assemble"),
@@ -214,6 +218,7 @@ fn one_thread_removes_old_checkpoints() {
             let _ = gone.lock().unwrap().recv();
         }
     });
+
     publish(&store, 1).unwrap();
     entered.recv().unwrap();
     for step in 2..8 {
@@ -238,6 +243,7 @@ fn hung_removals_are_waited_for_once() {
             let _ = gone.lock().unwrap().recv();
         }
     });
+
     for step in 1..4 {
         publish(&store, step).unwrap();
     }
@@ -412,6 +418,7 @@ fn moved_folder_is_reported() {
             fs::rename(&from, &to).unwrap();
         }
     });
+
     let names_both =
         |text: &str| text.contains(dir.to_str().unwrap()) && text.contains(moved.to_str().unwrap());
 
@@ -458,6 +465,7 @@ fn failed_exchange_is_named_once() {
             }
         }
     }
+
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(1, 4);
     let store = Store::create(dir.path(), 0, run("a")).unwrap();
@@ -468,6 +476,7 @@ fn failed_exchange_is_named_once() {
         &mut Unplugged,
     );
     let error = saved.unwrap_err().to_string();
+
     assert_eq!(
         error
             .matches("the exchange between the ranks failed")
@@ -475,6 +484,7 @@ fn failed_exchange_is_named_once() {
         1,
         "{error}"
     );
+
     assert!(
         error.contains("unplugged; step-00000001 is published all the same"),
         "{error}"

@@ -105,6 +105,7 @@ fn panic_of_rank_0_reaches_all() {
         let ranks: Vec<_> = (0..RANKS).map(open).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
+
     assert_eq!(errors[0], CkptError::Panicked.to_string());
     for error in &errors[1..] {
         assert_eq!(*error, format!("rank 0: {}", errors[0]));
@@ -132,6 +133,7 @@ fn damage_is_found_by_the_rank_that_reads_it() {
             "damaged: bytes 0 to",
         ),
     ];
+
     for (damage, reason) in damages {
         let dir = two_checkpoints();
         let layout = layout(RANKS, 4);
@@ -166,12 +168,14 @@ fn replaced_checkpoint_is_not_opened() {
     // By the directory or by the checkpoint's own path, and as JSON.
     let text = serde_json::to_string(&selection).unwrap();
     let read: Selection = serde_json::from_str(&text).unwrap();
+
     for path in [dir.path(), &named] {
         assert_eq!(
             Reader::open_selected(path, &read).unwrap().selection(),
             selection
         );
     }
+
     save(
         dir.path(),
         &layout(RANKS, 4),
@@ -179,10 +183,12 @@ fn replaced_checkpoint_is_not_opened() {
         9,
         &StoreOptions::default(),
     );
+
     for path in [dir.path(), &named] {
         let error = Reader::open_selected(path, &selection).err().unwrap();
         assert!(matches!(error, CkptError::NotSelected { .. }), "{error}");
     }
+
     fs::remove_file(named.join(MANIFEST_NAME)).unwrap();
     let error = Reader::open_selected(dir.path(), &selection)
         .err()
@@ -206,6 +212,7 @@ fn slow_check_is_announced() {
             Ok(())
         }
     }
+
     let dir = two_checkpoints();
     let (announce, announced) = channel();
     let mut exchange = Sent(|| announce.send(()).unwrap_or_default(), 0);
@@ -216,6 +223,7 @@ fn slow_check_is_announced() {
             .map(|received| received.map_err(|e| e.to_string()).unwrap());
         Ok::<_, CkptError>(resolve(path)?.reader)
     };
+
     Reader::open_on_ranks(path, 0, &mut exchange, check).unwrap();
     assert!(exchange.1 >= 3);
 }

@@ -62,6 +62,7 @@ proptest! {
         let to = layout(&sizes, &to);
         let dir = tempfile::tempdir().unwrap();
         let mut receipts = Vec::new();
+
         for rank in 0..from.world_size() {
             let store = Store::create(dir.path(), rank, StoreOptions::default()).unwrap();
             // Added with the narrower state first; files hold the wider first.
@@ -77,6 +78,7 @@ proptest! {
             shard.storage_f32("master", &master).unwrap();
             receipts.push(store.stage(1, &shard));
         }
+
         let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
         store.publish(&SaveMeta::default().step(1), &from, receipts).unwrap();
 

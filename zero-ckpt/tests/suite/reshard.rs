@@ -71,11 +71,13 @@ fn repeated_resharding_keeps_every_bit() {
         assert_eq!(published.sequence, i as u64 + 1);
         assert_eq!(Reader::open(dir.path()).unwrap().manifest().stage, stage);
     }
+
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout(5, 2), 99);
     let left: Vec<_> = std::fs::read_dir(dir.path())
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
+
     assert_eq!(
         left.iter()
             .filter(|n| n.to_string_lossy().starts_with("step-"))
@@ -83,6 +85,7 @@ fn repeated_resharding_keeps_every_bit() {
         1,
         "{left:?}"
     );
+
     assert_eq!(
         std::fs::read_dir(dir.path().join(".staging"))
             .unwrap()

@@ -63,6 +63,7 @@ fn another_runs_checkpoints_are_kept() {
     let by_store = Store::create(dir.path(), 0, other.clone())
         .unwrap()
         .check_runs();
+
     for refused in [other.check_runs(dir.path()), by_store] {
         let error = refused.unwrap_err();
         assert!(
@@ -76,6 +77,7 @@ fn another_runs_checkpoints_are_kept() {
             "{error}"
         );
     }
+
     // A program that ignores the check still neither removes nor replaces them.
     for step in [15, 20] {
         save(dir.path(), &meta(step), &other).unwrap();
@@ -86,6 +88,7 @@ fn another_runs_checkpoints_are_kept() {
         panic!("{replaced}")
     };
     assert!(matches!(**error, CkptError::AnotherRun { .. }), "{error}");
+
     assert_eq!(
         Reader::open(at(&dir, 10, ""))
             .unwrap()
@@ -159,6 +162,7 @@ fn best_is_named_and_never_pruned() {
         .unwrap();
         steps(dir.path())
     };
+
     let best = || Reader::open_best(dir.path()).map(|reader| reader.manifest().step);
     save(1, None, None);
     assert!(best().is_err());
@@ -222,6 +226,7 @@ fn documents_are_stored_and_verified() {
             "byte {i}"
         );
     }
+
     fs::write(&path, &good[1..]).unwrap();
     assert!(matches!(
         reader.document("run.json"),

@@ -177,6 +177,7 @@ pub(crate) fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
         &run("a"),
         Some(SavePoint::DirCreated),
     );
+
     fs::create_dir_all(b.join(".staging")).unwrap();
     for name in staged(&a) {
         if name.contains(".rank-00001") || name.contains(".rank-00002") {
@@ -187,6 +188,7 @@ pub(crate) fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
             .unwrap();
         }
     }
+
     (dir, a, b)
 }
 
@@ -238,6 +240,7 @@ fn different_saves_are_not_mixed() {
     // A renamed file of another step is not taken for one of this save.
     let (_later_dir, _, later_b) = two_machines(8);
     let own = staged(&b);
+
     for (own, later) in own.iter().zip(staged(&later_b)) {
         fs::copy(
             later_b.join(".staging").join(later),
@@ -245,6 +248,7 @@ fn different_saves_are_not_mixed() {
         )
         .unwrap();
     }
+
     let renamed = assemble(&a, &[&b]).unwrap_err().to_string();
     assert_eq!(
         renamed
@@ -270,6 +274,7 @@ fn damaged_staged_file_is_named() {
             "byte {at}: {error}"
         );
     }
+
     fs::write(&path, &good[1..]).unwrap();
     assert!(
         assemble(&a, &[&b])
@@ -295,6 +300,7 @@ fn newer_incomplete_save_is_passed_over() {
             Some(SavePoint::DirCreated),
         );
     }
+
     let later = staged(dir.path())
         .into_iter()
         .find(|name| name.starts_with("step-00000008.rank-00001"))
@@ -322,6 +328,7 @@ fn staged_files_of_others_are_kept() {
             Some(SavePoint::DirCreated),
         );
     }
+
     let of_a = staged(dir.path());
     let own = dir.path().join(".staging");
     fs::create_dir(own.join("step-00000001")).unwrap();
@@ -333,6 +340,7 @@ fn staged_files_of_others_are_kept() {
             .filter(|name| name.starts_with(step))
             .all(|name| names.contains(name))
     };
+
     assert!(save(dir.path(), &layout, 6, &run("b"), None).is_empty());
     assert!(
         kept("step-00000005") && kept("step-00000009"),
@@ -446,6 +454,7 @@ fn waiting_ranks_exchange_messages() {
     let done = AtomicUsize::new(0);
     let (calls, done): (&'static AtomicUsize, &'static AtomicUsize) =
         (Box::leak(calls.into()), Box::leak(done.into()));
+
     on_ranks(3, |rank, world| {
         let store = Store::create_on_ranks(
             dir.path(),
@@ -482,6 +491,7 @@ fn waiting_ranks_exchange_messages() {
         .unwrap();
         done.fetch_add(1, Ordering::Relaxed);
     });
+
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 7);
 }
 
@@ -516,6 +526,7 @@ fn rank_without_progress_is_named() {
         failed.fetch_add(1, Ordering::Relaxed);
         error
     });
+
     for error in errors {
         assert!(
             error.starts_with("rank 1: has written nothing for step 7 for 0.2 s"),
@@ -523,6 +534,7 @@ fn rank_without_progress_is_named() {
         );
         assert!(error.contains("is kept: "), "{error}");
     }
+
     assert_eq!(
         assemble(dir.path().join("ckpt"), &NONE)
             .unwrap()

@@ -90,6 +90,7 @@ impl MpiWorld {
             back_end: "mpi",
             message: message.to_owned(),
         };
+
         let (universe, threading) = ::mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| error("MPI was initialized before in this process"))?;
         if threading < Threading::Serialized {
@@ -101,6 +102,7 @@ impl MpiWorld {
             rank: raw.rank,
             world_ranks: (0..raw.size).collect(),
         };
+
         let world = Arc::new(World::new(raw, options.limit));
         let comm = Arc::new(MpiComm::new(Arc::clone(&world), members));
         Ok(Self {
@@ -229,6 +231,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
         let known = u64::from(self.world.contexts.load(Ordering::Relaxed));
         let mut own = [u64::from(color.is_some()), color.unwrap_or(0), key, known];
         let mut all = vec![0u64; n * WORDS];
+
         // SAFETY: `own` and `all` outlive the operation, which ends within this function, and alone
         // accesses them.
         let send = unsafe {
@@ -239,6 +242,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
                 DeviceId::HOST,
             )
         };
+
         // SAFETY: as above.
         let recv = unsafe {
             AnySlice::from_raw_parts(
@@ -248,6 +252,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
                 DeviceId::HOST,
             )
         };
+
         let checked = self.group().control_all_gather(send, recv)?;
         self.operation(&mut enqueued, checked, "split").run()?;
         // A number that no member has used. All groups of one split share it, since they have no
@@ -258,6 +263,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
             .max()
             .unwrap_or(0)
             + 1;
+
         let Some(context) = u32::try_from(context)
             .ok()
             .filter(|&context| context <= MAX_CONTEXT)
@@ -268,12 +274,14 @@ unsafe impl Communicator<HostDevice> for MpiComm {
                 message,
             });
         };
+
         self.world.contexts.fetch_max(context, Ordering::Relaxed);
         let Some(color) = color else { return Ok(None) };
         let request = |words: &[u64]| SplitRequest {
             color: (words[0] == 1).then_some(words[1]),
             key: words[2],
         };
+
         let requests: Vec<SplitRequest> = all.chunks_exact(WORDS).map(request).collect();
         let members = members(&requests, color);
         let rank = members
@@ -289,6 +297,7 @@ unsafe impl Communicator<HostDevice> for MpiComm {
             rank,
             world_ranks,
         };
+
         Ok(Some(Arc::new(Self::new(Arc::clone(&self.world), members))))
     }
 

@@ -78,6 +78,7 @@ impl Drop for Operation {
                 },
             );
         }
+
         // Only now may a later collective use the tags: it finds the failure first.
         self.pending.remove(self.sequence);
     }
@@ -154,6 +155,7 @@ impl Operation {
             }
             pause.sleep(false);
         }
+
         Ok(())
     }
 
@@ -205,12 +207,14 @@ impl Operation {
             self.world
                 .wait(&mut requests, self.members.context, self.sequence)
         });
+
         let Err(interrupt) = result else {
             let delivered = deliver(&staging);
             // SAFETY: every request is done.
             unsafe { staging.free() };
             return delivered;
         };
+
         let index = |peer: usize| {
             self.members
                 .world_ranks
@@ -218,6 +222,7 @@ impl Operation {
                 .position(|&q| q == peer)
                 .unwrap_or(0)
         };
+
         let sequence = self.sequence;
         let call = self.call();
         let error = match interrupt {
@@ -261,10 +266,12 @@ impl Operation {
                 )
             }
         };
+
         if self.world.settle(&mut requests) && have_all_requests {
             // SAFETY: every request is done.
             unsafe { staging.free() };
         }
+
         Err(error)
     }
 
@@ -312,6 +319,7 @@ impl Operation {
             .map(|peer| Part { peer, bytes: own })
             .collect();
         let receives: Vec<_> = self.others().map(|peer| (peer, bytes)).collect();
+
         self.transfer(Phase::Compare, &sends, &receives, |received| {
             for (index, peer) in self.others().enumerate() {
                 // A call may be shorter than its place.
@@ -364,6 +372,7 @@ impl Operation {
         let send = *send;
         let recv = *recv;
         let own = call.segments.range(rank, self.n());
+
         match (call.collective, call.op) {
             (Collective::ReduceScatter, Some(op)) => self.reduce_scatter(op, send, recv),
             (Collective::AllReduce, Some(op)) => {
@@ -457,6 +466,7 @@ impl Operation {
             .others()
             .map(|peer| (peer, len * size_of::<T>()))
             .collect();
+
         self.transfer(Phase::Scatter, &self.parts(send), &receives, |received| {
             let theirs: Vec<&[T]> = (0..receives.len())
                 .map(|index| bytemuck::cast_slice(received.received(index)))

@@ -152,6 +152,7 @@ impl Raw {
                 format!("tags end at {tag_bound}, and at least {least} is needed; use an MPI library that follows the standard");
             MpiError { call: "MPI_TAG_UB", message }
         })?;
+
         Ok(Self {
             data,
             notices,
@@ -207,6 +208,7 @@ impl Raw {
                 message,
             });
         }
+
         self.call(|| {
             let mut handle = null_request();
             if receives {

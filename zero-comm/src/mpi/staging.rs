@@ -31,12 +31,14 @@ impl Staging {
             end += bytes.next_multiple_of(ALIGN);
             start..start + bytes
         };
+
         let repeats = |index: usize| {
             let same = |a: AnySlice, b: AnySlice| {
                 a.as_ptr() == b.as_ptr() && a.len_bytes() == b.len_bytes()
             };
             index > 0 && same(sends[index], sends[index - 1])
         };
+
         let mut places: Vec<Range<usize>> = Vec::with_capacity(sends.len());
         for (index, part) in sends.iter().enumerate() {
             places.push(if repeats(index) {
@@ -45,6 +47,7 @@ impl Staging {
                 place(part.len_bytes())
             });
         }
+
         let receives = receives.map(&mut place).collect();
         let memory = ManuallyDrop::new(vec![0; end / ALIGN]);
         let mut staging = Self {
@@ -52,6 +55,7 @@ impl Staging {
             sends: places,
             receives,
         };
+
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut staging.memory);
         for (_, (part, place)) in sends
             .iter()
@@ -67,6 +71,7 @@ impl Staging {
                     .copy_to_nonoverlapping(bytes[place.clone()].as_mut_ptr(), place.len())
             };
         }
+
         staging
     }
 

@@ -116,6 +116,7 @@ impl World {
             };
             self.failure.lock().get_or_insert(error);
         }
+
         self.failure()
     }
 
@@ -134,6 +135,7 @@ impl World {
         let notify_after = self.limit - (self.limit / 4).min(NOTIFY_BEFORE);
         let mut notified = false;
         let mut pause = Pause::default();
+
         loop {
             if let Some(error) = self.poll() {
                 return Err(Interrupt::Failed(error));

@@ -128,11 +128,13 @@ impl Handle {
         // outlives the call, which reads it; the device is current.
         let code = unsafe { (nccl.table.init)(slot.as_ptr(), n, id, rank, config.as_ptr()) };
         let raw = slot.load(Ordering::Acquire);
+
         if raw.is_null() {
             return Err(Interrupt::Failed(back_end(
                 nccl.message("ncclCommInitRankConfig", code),
             )));
         }
+
         let handle = Self::of(nccl, device.clone(), raw);
         handle
             .settle("ncclCommInitRankConfig", code, wait)
@@ -185,6 +187,7 @@ impl Handle {
             // SAFETY: `with` holds the lock and passes an existing communicator.
             code = self.with(|raw| unsafe { self.state(raw) }, wait)?;
         }
+
         self.nccl
             .check(call, code)
             .map_err(|error| wait.interrupt(|| error))
@@ -247,6 +250,7 @@ impl Handle {
         let dtype = data_type(call.comm_dtype());
         let op = call.op.map_or(sys::ncclRedOp_t::ncclSum, reduction);
         let segments = || (0..n).zip(call.segments.ranges(n));
+
         match call.collective {
             Collective::Barrier => {
                 let at = barrier.as_ptr().cast::<c_void>();
@@ -363,6 +367,7 @@ impl Handle {
             Some((color, rank)) => (number(color)?, number(rank)?),
             None => (NO_COLOR, 0),
         };
+
         let slot = slot();
         let mut config = Config::without_blocking();
         let code = self.with(
@@ -373,6 +378,7 @@ impl Handle {
             },
             wait,
         )?;
+
         let settled = self.settle("ncclCommSplit", code, wait);
         let child = slot.load(Ordering::Acquire);
         let child = (!child.is_null()).then(|| Self::of(self.nccl, self.device.clone(), child));
@@ -383,6 +389,7 @@ impl Handle {
             let code = child.with(|raw| unsafe { child.state(raw) }, wait)?;
             child.settle("ncclCommSplit", code, wait)?;
         }
+
         Ok(child)
     }
 }
@@ -407,6 +414,7 @@ impl Transport for Handle {
             .raw
             .try_lock_for(LOCK_LIMIT)
             .and_then(|mut raw| raw.take());
+
         if let Some(raw) = raw {
             let nccl = self.nccl;
             let device = self.device.clone();
@@ -425,6 +433,7 @@ impl Transport for Handle {
                 .name("nccl abort".to_owned())
                 .spawn(abort);
         }
+
         completion
     }
 }

@@ -111,12 +111,14 @@ impl Nccl {
             name: "NCCL",
             tried,
         })?;
+
         let table = Table::load(&library).map_err(|error| back_end(error.to_string()))?;
         let mut version = 0;
         // SAFETY: the function writes one `c_int` to the pointer, which is valid.
         let code = unsafe { (table.get_version)(&raw mut version) };
         let nccl = Self { table, version };
         nccl.check("ncclGetVersion", code)?;
+
         if version < OLDEST {
             let has = version_text(version as u64);
             let needs = version_text(OLDEST as u64);
@@ -125,6 +127,7 @@ impl Nccl {
                 "{path} is NCCL {has}, but {needs} or later is needed"
             )));
         }
+
         Ok(nccl)
     }
 

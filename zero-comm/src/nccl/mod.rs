@@ -183,14 +183,17 @@ impl NcclCommunicator {
             connection,
             barrier,
         });
+
         let group = Group {
             rank: ranks.rank,
             world_size: ranks.world_size,
         };
+
         let wait = Wait {
             limit: time.left(),
             failure: &|| process.world().failure(),
         };
+
         let handle = Handle::init(nccl, device, group, &id, wait);
         let handle = handle.map_err(|interrupt| {
             process.fail(interrupt, "NCCL did not connect the ranks", limit)
@@ -236,6 +239,7 @@ impl NcclCommunicator {
             });
             CommError::Device(error)
         };
+
         let reached = stream.record().map_err(skipped)?;
         let mut failure = None;
         let enqueued = stream.labelled(label, || {
@@ -264,6 +268,7 @@ impl NcclCommunicator {
                 }
             })
         });
+
         match (enqueued, failure) {
             (_, Some(failure)) => {
                 // NCCL may still be about to enqueue the call, behind what the caller records from
@@ -274,6 +279,7 @@ impl NcclCommunicator {
             (Err(error), None) => return Err(skipped(error)),
             (Ok(()), None) => {}
         }
+
         let ended = stream.record().map_err(skipped)?;
         let poisoned = stream.clone();
         Ok(Operation {
@@ -371,6 +377,7 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
             limit: world.limit,
             failure: &|| world.failure(),
         };
+
         let child = self.handle.split(
             place.map(|place| (place.context as usize, place.rank)),
             wait,
@@ -382,6 +389,7 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
                 world.limit,
             )
         })?;
+
         let Some((
             Place {
                 context,
@@ -393,10 +401,12 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         else {
             return Ok(None);
         };
+
         let group = Group {
             rank,
             world_size: size,
         };
+
         Ok(Some(Arc::new(Self::open(
             Arc::clone(&self.process),
             handle,

@@ -397,6 +397,7 @@ impl<D: Device> Prefetcher<D> {
                 self.gather(unit, elems)?
             }
         };
+
         if unsharded.is_in_flight() {
             unsharded.wait_on(&self.compute)?;
         }
@@ -406,6 +407,7 @@ impl<D: Device> Prefetcher<D> {
             self.ready.insert(unit, unsharded);
             return Err(error);
         }
+
         Ok(unsharded)
     }
 
@@ -476,6 +478,7 @@ impl<D: Device> Prefetcher<D> {
                     .checked_add(unit_elems)
                     .is_some_and(|sum| sum <= limit_elems)
         };
+
         if !fits(self.live_elems()) {
             self.drop_in_flight();
         }
@@ -483,6 +486,7 @@ impl<D: Device> Prefetcher<D> {
             self.ready.clear();
         }
         let live_elems = self.live_elems();
+
         if fits(live_elems) {
             Ok(())
         } else {
@@ -504,6 +508,7 @@ impl<D: Device> Prefetcher<D> {
             shards,
             ..
         } = self;
+
         let lease = Lease::new(live, unit, elems);
         match shards {
             Shards::Slices(shards) => {
@@ -543,6 +548,7 @@ impl<D: Device> Prefetcher<D> {
             .map(|unit| unit.lease.elems)
             .sum();
         let at = self.used.len();
+
         for position in at..at.saturating_add(self.options.ahead) {
             let Some(&unit) = self.order.as_ref().and_then(|order| order.get(position)) else {
                 break;
@@ -568,6 +574,7 @@ impl<D: Device> Prefetcher<D> {
             self.ready.insert(unit, gathered);
             in_flight += elems;
         }
+
         Ok(())
     }
 }

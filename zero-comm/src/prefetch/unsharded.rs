@@ -79,6 +79,7 @@ impl<D: Device> Unsharded<D> {
         let gathered = comm_stream.record()?;
         let device = pool.device().clone();
         let comm_stream = comm_stream.clone();
+
         Ok(Self {
             block,
             slice,

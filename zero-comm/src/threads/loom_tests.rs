@@ -50,6 +50,7 @@ impl Watched {
             world_size: 2,
         }
         .barrier();
+
         let ticket = Ticket::new(
             Arc::clone(&self.shared),
             rank,
@@ -57,6 +58,7 @@ impl Watched {
             checked,
             "stream".to_owned(),
         );
+
         let peer = 1 - rank;
         self.entered[rank].store(true, Ordering::SeqCst);
         let result = ticket.run(|_, _| {
@@ -70,6 +72,7 @@ impl Watched {
                 "the peer's buffers are in use"
             );
         });
+
         self.left[rank].store(true, Ordering::SeqCst);
         assert!(
             result.is_err() || self.worked[peer].load(Ordering::SeqCst),

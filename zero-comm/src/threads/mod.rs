@@ -134,6 +134,7 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
         let label = checked.call.collective.name();
         enqueued.sequence += 1;
         group.count(&checked.call, &mut enqueued.traffic);
+
         let ticket = Ticket::new(
             Arc::clone(&self.shared),
             self.rank,
@@ -141,6 +142,7 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
             checked,
             stream.name().to_owned(),
         );
+
         let name = stream.name().to_owned();
         stream.enqueue(label, move || {
             ticket
@@ -151,6 +153,7 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
                     cause: Cause::new(error),
                 })
         })?;
+
         Ok(())
     }
 

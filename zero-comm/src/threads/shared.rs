@@ -55,6 +55,7 @@ impl Shared {
             left: vec![None; world_size],
             ..State::default()
         };
+
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let polling = if cfg!(loom) {
             Polling::Never
@@ -63,6 +64,7 @@ impl Shared {
         } else {
             Polling::Yield(YIELDS)
         };
+
         Self {
             world_size,
             options,
@@ -139,6 +141,7 @@ impl Shared {
                 done,
             }));
         }
+
         state.reached[rank] = state.reached[rank].max(sequence + 1);
         let new = || {
             Arc::new(Slot::new(
@@ -148,6 +151,7 @@ impl Shared {
                 self.polling,
             ))
         };
+
         Ok(Arc::clone(state.slots.entry(sequence).or_insert_with(new)))
     }
 

@@ -74,6 +74,7 @@ pub(super) fn split(
             }))
         }))
     };
+
     monitor.update(|turn| turn.requests[rank] = Some(request));
     // Ranks that failed or left before this split was opened have not failed it, so check here.
     if let Some(error) = shared.failure() {
@@ -83,6 +84,7 @@ pub(super) fn split(
     if let Some(gone) = missing().filter(|&rank| shared.has_left(rank)) {
         return Err(shared.fail(left(gone)));
     }
+
     let met = monitor.wait_until(limit, String::new, |turn| {
         let requests: Vec<SplitRequest> = turn.requests.iter().flatten().copied().collect();
         if requests.len() == n {
@@ -91,6 +93,7 @@ pub(super) fn split(
             turn.failure.clone().map(Err)
         }
     });
+
     let requests = match met {
         Ok(result) => result.map_err(|error| shared.fail(error))?,
         Err(_) => {
@@ -101,6 +104,7 @@ pub(super) fn split(
             }));
         }
     };
+
     let answer = request.color.map(|color| {
         let members = members(&requests, color);
         let new_rank = members
@@ -116,10 +120,12 @@ pub(super) fn split(
         shared.adopt(&child);
         (new_rank, child)
     });
+
     let last = monitor.update(|turn| {
         turn.answered += 1;
         turn.answered == n
     });
+
     if last {
         shared.splits.0.lock().remove(&number);
     }

@@ -101,6 +101,7 @@ impl Ticket {
         let slot = self.shared.open(sequence, rank, &self.checked.call)?;
         slot.post(rank, &self.checked)
             .map_err(|error| self.shared.fail(error))?;
+
         let posted = match slot.arrive(limit)? {
             Some(posted) => posted,
             None => {
@@ -117,6 +118,7 @@ impl Ticket {
                 slot.arrive_or_fail()?
             }
         };
+
         Ok((slot, posted))
     }
 }

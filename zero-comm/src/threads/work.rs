@@ -39,6 +39,7 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
     let whole_bytes = call.segments.total(world_size) * call.dtype.size_bytes();
     let everywhere =
         || -> Vec<AnySlice> { posted.iter().map(|p| p.recv.slice(own.clone())).collect() };
+
     // `buffers`: the number of whole buffers that all ranks together read and write.
     let store = |buffers: usize| {
         if whole_bytes.saturating_mul(buffers) >= nontemporal::THRESHOLD_BYTES {
@@ -47,6 +48,7 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
             Store::Cached
         }
     };
+
     match (call.collective, call.op) {
         (Collective::ReduceScatter | Collective::AllReduce, Some(op)) => {
             let inputs: Vec<AnySlice> = posted.iter().map(|p| p.send.slice(own.clone())).collect();
@@ -91,6 +93,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
             .filter_map(|slice| slice.typed().ok())
             .collect()
     };
+
     let inputs = typed(inputs);
     let outputs = typed(outputs);
     let len = inputs[0].len();
@@ -102,6 +105,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
         };
         inputs.iter().map(view).collect()
     };
+
     let in_place = outputs
         .iter()
         .any(|output| inputs.iter().any(|input| input.as_ptr() == output.as_ptr()));
@@ -111,6 +115,7 @@ fn reduce_all<T: Reducible>(op: ReduceOp, inputs: &[AnySlice], outputs: &[AnySli
         // now.
         return T::reduce(op, &views(0..len), unsafe { output.as_host_mut() }, store);
     }
+
     let mut result = vec![T::default(); CHUNK_ELEMS.min(len)];
     for start in (0..len).step_by(CHUNK_ELEMS) {
         let chunk = start..(start + CHUNK_ELEMS).min(len);
@@ -138,6 +143,7 @@ fn copy_to_all(from: AnySlice, to: &[AnySlice], store: Store) {
     let (Ok(from), len) = (bytes(from), from.len_bytes()) else {
         return;
     };
+
     for start in (0..len).step_by(COPY_CHUNK_BYTES) {
         let chunk = start..(start + COPY_CHUNK_BYTES).min(len);
         let source = from.slice(chunk.clone());

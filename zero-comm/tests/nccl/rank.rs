@@ -68,6 +68,7 @@ pub(crate) fn main(case: &str) {
     } else {
         LIMIT
     };
+
     let comm =
         NcclCommunicator::join(&device, &ranks, CommOptions::default().limit(limit)).unwrap();
     let stream = device.create_stream("comm").unwrap();
@@ -75,6 +76,7 @@ pub(crate) fn main(case: &str) {
         stream,
         pool: Pool::new(device.clone(), usize::MAX),
     };
+
     match case {
         "conformance" => {
             let cases = if is_stand_in() { 40 } else { 120 };
@@ -125,6 +127,7 @@ fn sums(comm: &NcclCommunicator, rank: &Rank) {
     let value =
         |q: usize, i: usize| 0.1 + ((i * 2_654_435_761 + q * 40_503) % 10_007) as f32 * 1e-3;
     let device = rank.pool.device();
+
     for (dtype, ulp) in [
         (DType::F16, f16::EPSILON.to_f32()),
         (DType::Bf16, bf16::EPSILON.to_f32()),
@@ -170,6 +173,7 @@ fn sums(comm: &NcclCommunicator, rank: &Rank) {
             );
         }
     }
+
     println!("within (N - 1) units in the last place");
 }
 
@@ -184,6 +188,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
     stream.synchronize(LIMIT)?;
     // Time for the coordinator to receive the call.
     std::thread::sleep(Duration::from_millis(100));
+
     match kind {
         "killed-before" if at_fault => kill_this_process(),
         "killed-0" if comm.rank() == 0 => kill_this_process(),
@@ -251,6 +256,7 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
         "split" => return comm.split(Some(0), 0).map(|_| ()),
         _ => {}
     }
+
     let called = comm.all_reduce(stream, a, a, ReduceOp::Sum);
     let ended = called.and_then(|()| Ok(stream.synchronize(LIMIT)?));
     // A call that differs from its peers' may succeed before the coordinator has compared it.
@@ -259,5 +265,6 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
         std::thread::sleep(Duration::from_millis(5));
     }
     comm.failure().map_or(Ok(()), Err)?;
+
     ended
 }

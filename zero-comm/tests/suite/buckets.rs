@@ -368,6 +368,7 @@ fn scattered_parts_give_the_plain_sum() {
     let elems = n * shard_elems;
     // Elements 4, 5 and 20 are in no part.
     let places = [0..4, 6..11, 11..11, 11..20];
+
     let expected: Vec<f32> = (0..elems)
         .map(|i| {
             let sum = |micro| {
@@ -382,6 +383,7 @@ fn scattered_parts_give_the_plain_sum() {
             }
         })
         .collect();
+
     for (capacity, scatter, dtype) in [
         (4, true, DType::F32),
         (12, true, DType::Bf16),

@@ -76,6 +76,7 @@ impl Rank {
         } else {
             Forgotten::Nothing
         };
+
         let (send, recv) = self.buffers(which);
         let touch = |slice: AnySlice, write: bool| {
             let slice = slice.typed::<f32>().unwrap();
@@ -92,6 +93,7 @@ impl Rank {
             };
             self.compute.enqueue("touch", op).unwrap();
         };
+
         touch(send, true);
         touch(recv, true);
         if forgotten != Forgotten::Producer {
@@ -99,6 +101,7 @@ impl Rank {
                 .wait(&self.compute.record().unwrap())
                 .unwrap();
         }
+
         let stream = &self.comm_stream;
         match which {
             Collective::ReduceScatter => {
@@ -112,11 +115,13 @@ impl Rank {
             other => panic!("add {other:?} to this test"),
         }
         .unwrap();
+
         if forgotten != Forgotten::Consumer {
             self.compute
                 .wait(&self.comm_stream.record().unwrap())
                 .unwrap();
         }
+
         touch(recv, false);
     }
 }

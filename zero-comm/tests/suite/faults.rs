@@ -65,6 +65,7 @@ fn misbehave(
             stream: "on purpose".to_owned(),
         })
     };
+
     match fault {
         Fault::Dies => return false,
         Fault::DiesMeanwhile => {
@@ -89,6 +90,7 @@ fn misbehave(
         Fault::Count => return call(comm, s, which, send, recv, 7).is_ok(),
         Fault::DType => return call(comm, s, which, send_bytes, recv_bytes, 8).is_ok(),
     }
+
     call(comm, s, which, send, recv, 8).unwrap();
     true
 }
@@ -99,6 +101,7 @@ fn outcomes(fault: Fault, which: Collective) -> Vec<Option<CommError>> {
     } else {
         LIMIT
     };
+
     on_ranks(RANKS, CommOptions::default().limit(limit), |comm, s| {
         let mut send = vec![1f32; 32];
         let mut recv = vec![1f32; 32];
@@ -245,6 +248,7 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
         .unwrap_or(1u64);
     let mut failed = 0;
     let seeds = if cfg!(miri) { 3 } else { 100 * factor };
+
     for seed in 0..seeds {
         let mut random = Random::new(seed);
         let limit = Duration::from_micros(random.below(500));
@@ -279,6 +283,7 @@ fn limits_of_microseconds_leave_only_unused_buffers() {
         });
         failed += u64::from(results.iter().any(Result::is_err));
     }
+
     println!("{failed} of {seeds} worlds failed");
 }
 

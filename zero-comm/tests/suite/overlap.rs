@@ -111,6 +111,7 @@ fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
         .map(|units| units.iter_mut().map(|s| view(s)).collect());
     let ([compute, comm_stream], mut marks) = (streams.clone(), Marks::default());
     let options = PrefetchOptions::default().ahead(usize::from(overlap));
+
     run_step(
         &Pool::new(device, 1 << 20),
         comm,
@@ -124,6 +125,7 @@ fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
             marks.compute(how, &compute, label);
         },
     );
+
     compute.synchronize(LIMIT).unwrap();
     comm_stream.synchronize(LIMIT).unwrap();
     timeline.take()
@@ -151,6 +153,7 @@ fn run_step<D: Device>(
         options,
     )
     .unwrap();
+
     let mut prefetch = Prefetcher::new(
         pool.clone(),
         comm,
@@ -159,15 +162,18 @@ fn run_step<D: Device>(
         shards.clone(),
         prefetch,
     );
+
     prefetch
         .expect_order((0..units).chain((0..units).rev()).collect())
         .unwrap();
     let mut prefetch = prefetch.step().unwrap();
+
     for unit in 0..units {
         let unsharded = prefetch.unshard(unit).unwrap();
         work("forward");
         prefetch.reshard(unsharded);
     }
+
     for unit in (0..units).rev() {
         let unsharded = prefetch.unshard(unit).unwrap();
         work("backward");
@@ -178,6 +184,7 @@ fn run_step<D: Device>(
             .unwrap();
         in_flight.finish().unwrap().wait_on(&comm_stream).unwrap();
     }
+
     prefetch.end();
     buckets.wait_all_on(&compute).unwrap();
 }
@@ -206,6 +213,7 @@ impl Step {
             pool.allocate(len, DType::F32, Purpose::Params, &streams[1])
                 .unwrap()
         };
+
         let [shards, grads] =
             [(); 2].map(|()| self.shards.iter().map(allocate).collect::<Vec<_>>());
         // SAFETY: nothing reads or writes on this device.
@@ -217,6 +225,7 @@ impl Step {
             world_size: self.ranks,
             link: self.link,
         });
+
         run_step(&pool, comm, streams, buffers, prefetch, |label| {
             compute.run(
                 label,
@@ -227,6 +236,7 @@ impl Step {
                 },
             );
         });
+
         device.spans()
     }
 
@@ -249,12 +259,14 @@ impl Step {
                 Duration::ZERO
             }
         };
+
         let is_kept = |at: usize| uses[at] == uses[at - 1];
         let is_ahead = |at: usize| {
             self.ranks * (self.shards[uses[at]] + self.shards[uses[at - 1]]) <= max_live_elems
         };
         let mut phases = vec![(Duration::ZERO, self.one_way(0))];
         let mut exact_from = 0;
+
         for at in 0..uses.len() {
             let mut beside = Duration::ZERO;
             if at > 0 && !is_kept(at) && !is_ahead(at) {
@@ -277,6 +289,7 @@ impl Step {
                 beside,
             ));
         }
+
         if units == 1 {
             exact_from = phases.len();
         }
@@ -300,6 +313,7 @@ fn one_unit_is_exposed_in_modelled_time() {
         link: LINK,
         forward: LINK.time(4 * SHARD as u64),
     };
+
     let one_way = step.one_way(0);
     let overlap = Overlap::of(&step.spans(PrefetchOptions::default()), "comm");
     // Each unit is gathered for forward and for backward, except for the last, which is kept, and
@@ -348,6 +362,7 @@ proptest! {
         step.forward = largest * percent / 100;
         let ends = 2 * step.one_way(0);
         let bounded = step.shards.iter().max().unwrap().max(&room) * ranks;
+
         for max_live_elems in [usize::MAX, bounded] {
             let spans = step.spans(PrefetchOptions::default().max_live_elems(max_live_elems));
             let overlap = Overlap::of(&spans, "comm");
@@ -378,6 +393,7 @@ fn gathers_run_ahead_and_reductions_inside_backward() {
     let backward = named(&spans, "backward");
     let gathers = named(&spans, "all_gather");
     let reductions = named(&spans, "reduce_scatter");
+
     // The unit in the middle is used twice and gathered once.
     assert_eq!(
         (
@@ -388,6 +404,7 @@ fn gathers_run_ahead_and_reductions_inside_backward() {
         ),
         (2 * UNITS - 1, UNITS, UNITS, UNITS)
     );
+
     // A unit is gathered before its forward, and reduced after its backward.
     assert!(
         gathers

@@ -100,6 +100,7 @@ fn run(
         }
         reports
     });
+
     reports.into_iter().next().unwrap()
 }
 
@@ -184,6 +185,7 @@ fn changed_order_is_gathered_on_demand_then_expected() {
         &[ORDER, ORDER, &other, &other, &shorter, &shorter],
     );
     assert_eq!(reports[1].order, OrderCheck::Followed);
+
     assert_eq!(
         reports[2].order,
         OrderCheck::Changed {
@@ -192,6 +194,7 @@ fn changed_order_is_gathered_on_demand_then_expected() {
             got: Some(3)
         }
     );
+
     assert_eq!(
         (
             reports[2].prefetched,
@@ -200,6 +203,7 @@ fn changed_order_is_gathered_on_demand_then_expected() {
         ),
         (2, 6, 1)
     );
+
     assert_eq!(
         (reports[3].order, reports[3].on_demand),
         (OrderCheck::Followed, 0)
@@ -212,11 +216,13 @@ fn changed_order_is_gathered_on_demand_then_expected() {
             got: None
         }
     );
+
     assert_eq!(
         (reports[5].order, reports[5].prefetched),
         (OrderCheck::Followed, 2)
     );
     let longer = run(1, PrefetchOptions::default(), Some(&[0]), &[&[0, 1]]);
+
     assert_eq!(
         longer[0].order,
         OrderCheck::Changed {
@@ -264,6 +270,7 @@ fn units_in_flight_fit_their_limit() {
         }
         reports[0].peak_live_elems
     };
+
     // At least one unit is in flight beside the one in use: 10 + 10.
     for ahead_elems in [0, 1, 9, 10] {
         assert_eq!(peaks(ahead_elems), 20, "{ahead_elems}");
@@ -457,6 +464,7 @@ fn unit_of_an_earlier_step_is_not_kept() {
         // The first step ended after an error, so to speak: its uses are no new order.
         (values, report.kept, report.order)
     });
+
     assert_eq!(seen, vec![(vec![2.0; 6], 1, OrderCheck::Followed); 2]);
 }
 

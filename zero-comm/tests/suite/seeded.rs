@@ -89,6 +89,7 @@ impl Rank {
                 .create_stream(&format!("rank {rank} {what}"))
                 .unwrap()
         };
+
         let compute = stream("compute");
         let comm_stream = stream("comm");
         let pool = Pool::new(device.clone(), 1 << 20);
@@ -103,6 +104,7 @@ impl Rank {
             .collect();
         let activation = block(SHARDS.iter().max().unwrap() * RANKS, Purpose::Activations);
         let options = BucketOptions::new(2 * RANKS, DType::F32).overlap(overlap);
+
         let buckets = Buckets::new(
             &pool,
             comm.clone(),
@@ -111,6 +113,7 @@ impl Rank {
             options,
         )
         .unwrap();
+
         let options = PrefetchOptions::default().ahead(ahead);
         // SAFETY: the blocks outlive the streams' work, which every test waits for.
         let shards = weights.iter().map(|w| unsafe { w.slice() }).collect();
@@ -122,6 +125,7 @@ impl Rank {
             shards,
             options,
         );
+
         prefetch.expect_order(ORDER.to_vec()).unwrap();
         (
             Self {
@@ -196,6 +200,7 @@ impl Rank {
             return;
         }
         let rank = self.rank as f32;
+
         for start in (0..SHARDS[unit]).step_by(2) {
             let piece = start..(start + 2).min(SHARDS[unit]);
             let mut filling = self.buckets.begin(piece.len() * RANKS).unwrap();
@@ -284,6 +289,7 @@ fn step(
         .iter_mut()
         .map(|prefetch| prefetch.step().unwrap())
         .collect();
+
     for use_ in 0..ORDER.len() {
         ranks
             .iter_mut()
@@ -294,6 +300,7 @@ fn step(
             .zip(&mut steps)
             .for_each(|(rank, step)| rank.finish(step, use_, mistake));
     }
+
     drop(steps);
     ranks.iter_mut().for_each(|rank| rank.end(mistake));
     let ran = ranks
@@ -304,12 +311,14 @@ fn step(
         // SAFETY: all streams are synchronized.
         unsafe { values.as_host() }.to_vec()
     };
+
     let weights = ran.then(|| {
         ranks
             .iter()
             .flat_map(|rank| rank.weights.iter().map(read))
             .collect()
     });
+
     (device, weights)
 }
 

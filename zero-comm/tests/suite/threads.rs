@@ -142,6 +142,7 @@ fn traffic_is_the_formula() {
         stream.synchronize(LIMIT).unwrap();
         comm.traffic()
     });
+
     // 5 elements in segments of 2, 1, 1, 1.
     assert_eq!(
         (
@@ -151,6 +152,7 @@ fn traffic_is_the_formula() {
         ),
         (36, 36, 6 + 12)
     );
+
     assert_eq!(
         (traffic[0].control_bytes, traffic[0].total_bytes()),
         (24, 36 + 36 + 18 + 24)
@@ -179,6 +181,7 @@ fn a_mismatch_names_both_sides_on_every_rank() {
         );
         comm.failure()
     });
+
     assert!(
         matches!(seen[0], Some(CommError::Mismatch { sequence: 0, .. })),
         "{:?}",
@@ -201,6 +204,7 @@ fn a_stalled_rank_is_named_within_the_limit() {
         }
         comm.failure()
     });
+
     for s in seen {
         assert!(
             matches!(
@@ -362,11 +366,13 @@ fn bad_calls_are_refused_before_they_start() {
             })
         ));
     });
+
     assert_eq!(
         World::new(0, CommOptions::default()).unwrap_err(),
         CommError::NoRanks
     );
     let error = World::new(usize::MAX, CommOptions::default()).unwrap_err();
+
     assert_eq!(
         error.to_string(),
         format!(

@@ -55,6 +55,7 @@ fn missing_rank_ends_in_an_abort() {
         left.wait();
         comm.failure().unwrap().to_string()
     });
+
     for failure in failures {
         assert!(
             failure.contains("rank 0") && failure.contains("did not end within 20ms"),
@@ -82,6 +83,7 @@ fn endless_work_ends_the_process() {
         drop(WaitOnDrop::new(comm, [stream], Duration::from_millis(10)));
         return;
     }
+
     let test = "wait_on_drop::endless_work_ends_the_process";
     let mut child = Command::new(std::env::current_exe().unwrap());
     let output = child
@@ -109,6 +111,7 @@ fn cuda_poisoned_stream_is_waited_for() {
     let end = Arc::clone(&ended);
     let aborted = Arc::downgrade(&comm);
     let (begin, begun) = std::sync::mpsc::channel();
+
     let work = move || {
         let _receiver = begin.send(());
         while aborted
@@ -120,6 +123,7 @@ fn cuda_poisoned_stream_is_waited_for() {
         end.store(true, Ordering::SeqCst);
         Ok(())
     };
+
     stream.enqueue_host("work", work).unwrap();
     begun.recv_timeout(LIMIT).unwrap();
     stream.poison(DeviceError::Closed {

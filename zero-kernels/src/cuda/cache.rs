@@ -88,6 +88,7 @@ impl KernelCache {
         }
         let image = compiler.compile(source, target)?;
         let _not_kept = store(folder, &path, &wrap(&image, key));
+
         Ok(image)
     }
 }
@@ -256,16 +257,19 @@ mod tests {
         let good = std::fs::read(&path).unwrap();
         let mut damaged: Vec<Vec<u8>> =
             vec![Vec::new(), good[..10].into(), good[..good.len() - 1].into()];
+
         for at in [0, 8, 30, good.len() - 1] {
             let mut flipped = good.clone();
             flipped[at] ^= 1;
             damaged.push(flipped);
         }
+
         for bytes in damaged {
             std::fs::write(&path, bytes).unwrap();
             assert!(compiles(&cache, &fake, &A, 90));
             assert_eq!(std::fs::read(&path).unwrap(), good);
         }
+
         assert_eq!(
             std::fs::read_dir(folder.path()).unwrap().count(),
             1,

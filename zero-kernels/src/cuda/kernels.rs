@@ -58,6 +58,7 @@ impl CudaKernels {
         let all = unsafe {
             AnySlice::from_raw_parts(memory.as_ptr(), EVERY_KERNEL_BYTES, DType::U8, device.id())
         };
+
         let enqueue = || {
             device.fill_zero(stream, all)?;
             let mut launches =
@@ -65,12 +66,14 @@ impl CudaKernels {
             // SAFETY: these launches access only the zeroed bytes.
             launches.try_for_each(|launch| unsafe { self.launch(stream, "warm", launch) })
         };
+
         let enqueued = enqueue();
         let drained = stream.synchronize(limit);
         if drained.is_ok() {
             // SAFETY: as above. If the stream does not drain, the memory leaks.
             unsafe { device.deallocate(memory, bytes) };
         }
+
         enqueued.and(drained.map_err(KernelError::from))
     }
 

@@ -179,6 +179,7 @@ pub(super) fn adam(device: DeviceId, args: &AdamArgs) -> Result<Launch, KernelEr
             names[grad][index("adam: param_out", param.dtype())?]
         }
     };
+
     let mut streams = vec![
         args.master.erase(),
         args.first_moment.erase(),
@@ -188,6 +189,7 @@ pub(super) fn adam(device: DeviceId, args: &AdamArgs) -> Result<Launch, KernelEr
     streams.extend(args.param_out);
     let mut params: Vec<Param> = streams.iter().copied().map(Param::from).collect();
     params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
+
     Ok(Launch::flat("adam.cu", entry, Span::of(&streams), params))
 }
 
@@ -206,6 +208,7 @@ pub(super) fn adam_remainder(
             device,
         )
     };
+
     let streams = [
         args.param.erase(),
         remainder,
@@ -213,6 +216,7 @@ pub(super) fn adam_remainder(
         args.second_moment.erase(),
         args.grad,
     ];
+
     let mut params: Vec<Param> = streams.map(Param::from).into();
     params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
     Ok(Launch::flat(
@@ -262,6 +266,7 @@ pub(super) fn pack(
         entries!("pack_f16"),
     ];
     let to = index("pack: dst", dst.dtype())?;
+
     let [start, len, stride, count] = [
         segments.start,
         segments.len,
@@ -269,11 +274,13 @@ pub(super) fn pack(
         segments.count,
     ]
     .map(|n| n as u64);
+
     let blocks = grid(len.div_ceil(PACK_ELEMS).saturating_mul(count));
     let mut runs: Vec<&[(AnySlice, usize)]> = runs(parts, |(part, _)| part.dtype()).collect();
     if runs.is_empty() {
         runs.push(&[]);
     }
+
     let launch = |(nth, run): (usize, &&[(AnySlice, usize)])| {
         let from = if nth == 0 { 0 } else { run[0].1 as u64 };
         let until = runs.get(nth + 1).map_or(u64::MAX, |next| next[0].1 as u64);
@@ -298,6 +305,7 @@ pub(super) fn pack(
             params,
         })
     };
+
     runs.iter().enumerate().map(launch).collect()
 }
 
@@ -377,6 +385,7 @@ pub(super) fn grad_stats(
             launch("grad_stats_combine", blocks, second),
         ])
     };
+
     runs(grads, |grad| grad.dtype()).map(stages).collect()
 }
 
@@ -414,6 +423,7 @@ pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launc
         scalars,
         records,
     } = *args;
+
     let mut params = vec![ranks.into(), Param::U64(ranks.len() as u64), config.into()];
     // `check` found at least one element of scalars.
     params.extend([
@@ -423,6 +433,7 @@ pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launc
     ]);
     params.extend([scalars.into(), Param::U64(scalars.len() as u64)]);
     params.extend([records.into(), Param::U64(records.len() as u64)]);
+
     Ok(Launch {
         source: "step.cu",
         entry: "advance_step",
@@ -498,6 +509,7 @@ fn kernels_of_grad(
         decoupled: true,
         bias_correction: true,
     };
+
     let none = Segments {
         start: 0,
         len: 0,
@@ -518,6 +530,7 @@ fn kernels_of_grad(
         };
         launches.push(adam(device, &args)?);
     }
+
     let args = RemainderArgs {
         param: slots.none(),
         remainder: slots.none(),
@@ -527,11 +540,13 @@ fn kernels_of_grad(
         scalars,
         hyper,
     };
+
     launches.push(adam_remainder(device, &args)?);
     for dst in floats {
         launches.push(cast(device, grad, dst, 1.0)?);
         launches.extend(pack(device, &[(grad, 0)], none, dst)?);
     }
+
     launches.push(accumulate(device, grad, slots.none())?);
     let stats = grad_stats(device, &[grad], slots.slot(2, 2), slots.slot(3, 1))?;
     launches.extend(stats.into_iter().map(|[chunks, _]| chunks));
@@ -552,6 +567,7 @@ fn kernels_of_step(slots: Slots, grad: AnySlice) -> Result<Vec<Launch>, KernelEr
         slots.slot(4, 1),
         ranks,
     )?);
+
     // With no rates the step halts the run at once.
     let args = AdvanceArgs {
         ranks,
@@ -561,6 +577,7 @@ fn kernels_of_step(slots: Slots, grad: AnySlice) -> Result<Vec<Launch>, KernelEr
         scalars: slots.slot(1, 1),
         records: slots.slot(8, 1),
     };
+
     launches.push(advance_step(device, &args)?);
     Ok(launches)
 }
@@ -638,6 +655,7 @@ mod tests {
             head: 0,
             wide: 0b11111,
         }));
+
         // 20 tiles of 256 elements, 8 a block.
         let expected = Launch {
             source: "adam.cu",
@@ -646,6 +664,7 @@ mod tests {
             threads: 256,
             params,
         };
+
         assert_eq!(launch, expected);
         let without = adam(
             DeviceId::HOST,
@@ -655,6 +674,7 @@ mod tests {
             },
         )
         .unwrap();
+
         assert_eq!((without.entry, without.params.len()), ("adam_bf16", 7));
     }
 
@@ -716,6 +736,7 @@ mod tests {
         );
         let short =
             grad_stats(DeviceId::HOST, &grads, scratch.slice(0..4), at(0x100, 1)).unwrap_err();
+
         assert_eq!(
             short,
             KernelError::LengthMismatch {
@@ -724,6 +745,7 @@ mod tests {
                 got: 4
             }
         );
+
         assert_eq!(
             (
                 stats_chunks([0]),
@@ -732,6 +754,7 @@ mod tests {
             ),
             (Some(0), Some(3), None)
         );
+
         assert_eq!(stats_chunks([usize::MAX; 1 << 16]), None);
     }
 
@@ -743,6 +766,7 @@ mod tests {
                 false => at::<half::bf16>(0x8000_0000, 40_000).erase(),
             })
             .collect();
+
         let launches = grad_stats(
             DeviceId::HOST,
             &grads,
@@ -750,11 +774,13 @@ mod tests {
             at(0x10, 130),
         )
         .unwrap();
+
         let found =
             |l: &[Launch; 2]| (l[0].entry, l[0].blocks, l[1].blocks, l[1].params[3].clone());
         let found: Vec<_> = launches.iter().map(found).collect();
         let out = |nth: u64| Param::Address(0x10 + 16 * nth);
         let f32s = "grad_stats_chunks_f32";
+
         assert_eq!(
             found,
             [
@@ -773,6 +799,7 @@ mod tests {
             stride: 10_000,
             count: 8,
         };
+
         let (part, dst): (DeviceSlice<f32>, _) = (
             at(0x10_0000, 80_000),
             at::<half::bf16>(0x100, 24_000).erase(),
@@ -784,6 +811,7 @@ mod tests {
         // Two blocks for each rank's segment.
         assert_eq!((launch.entry, launch.blocks), ("pack_f32_bf16", 16));
         let [start, len, stride, count] = [100, 3000, 10_000, 8];
+
         let all = PackSegments {
             start,
             len,
@@ -792,6 +820,7 @@ mod tests {
             from: 0,
             until: u64::MAX,
         };
+
         assert_eq!(launch.params[2], Param::Segments(all));
         // A launch writes from its first part to that of the next.
         let parts = [
@@ -825,6 +854,7 @@ mod tests {
             }
             entries.push(launch.entry);
         }
+
         entries.sort_unstable();
         entries.dedup();
         assert_eq!(
@@ -832,6 +862,7 @@ mod tests {
             12 + 3 + 9 + 9 + 3 + 4 + 2,
             "each kernel once"
         );
+
         for source in super::super::source::SOURCES {
             assert!(
                 !entries_of(source.name).unwrap().is_empty(),

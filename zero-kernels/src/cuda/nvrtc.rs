@@ -185,6 +185,7 @@ impl Nvrtc {
             .into_iter()
             .filter_map(|a| u32::try_from(a).ok())
             .collect();
+
         Ok(Self {
             path: library.path().to_owned(),
             version: (major, minor),
@@ -224,6 +225,7 @@ impl Nvrtc {
                 supported,
             });
         }
+
         let mut options = vec![c_string(format!("--gpu-architecture={target}"))?];
         for option in OPTIONS
             .into_iter()
@@ -243,6 +245,7 @@ impl Nvrtc {
         let log = String::from_utf8_lossy(&log)
             .trim_end_matches(['\0', '\n'])
             .to_owned();
+
         if code != 0 {
             let log = if log.is_empty() {
                 self.calls.message(code)
@@ -262,6 +265,7 @@ impl Nvrtc {
             }
             Target::Ptx(_) => program.bytes("nvrtcGetPTX", self.calls.ptx_size, self.calls.ptx)?,
         };
+
         if matches!(target, Target::Ptx(_)) && image.last() != Some(&0) {
             image.push(0);
         }

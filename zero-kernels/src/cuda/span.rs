@@ -54,6 +54,7 @@ impl Span {
                 (bits | 1 << i, bytes + size)
             })
         };
+
         let mut best = (0, wide_at(0));
         for head in 1..GROUP_ELEMS {
             let this = wide_at(head);
@@ -61,6 +62,7 @@ impl Span {
                 best = (head, this);
             }
         }
+
         let (head, (wide, _)) = best;
         Self {
             len,
@@ -118,6 +120,7 @@ mod tests {
             let span = Span::best(len, &streams);
             prop_assert!(u64::from(span.head) < GROUP_ELEMS && u64::from(span.head) <= len);
             let mut next = 0;
+
             for i in 0..span.tiles() {
                 let tile = tile(&span, i);
                 prop_assert_eq!(tile.start, next);
@@ -130,6 +133,7 @@ mod tests {
                     }
                 }
             }
+
             prop_assert_eq!(next, len);
             // Each stream alone can always be wide: sizes divide 16.
             for &stream in &streams {

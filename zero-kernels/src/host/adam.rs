@@ -70,6 +70,7 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
             }
             None => (None, None),
         };
+
         (
             Self {
                 weights,
@@ -210,6 +211,7 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     let second_moment = &mut second_moment[..n];
     let grad = &grad[..n];
     let param_out = &mut param_out[..n];
+
     for block in blocks(n) {
         prefetch(weights, &block);
         prefetch(first_moment, &block);
@@ -252,6 +254,7 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
             f32::from_bits(word & 0xffff_0000),
         )
     };
+
     let round = |x: f32| x.to_bits().wrapping_add(0x7fff + ((x.to_bits() >> 16) & 1));
     let join = |a: f32, b: f32| -> [bf16; 2] {
         bytemuck::cast((round(a) >> 16) | (round(b) & 0xffff_0000))
@@ -259,6 +262,7 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
     let n = weights.len();
     let (first_moment, second_moment, grad) =
         (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
+
     for block in blocks(n) {
         prefetch(weights, &block);
         prefetch(first_moment, &block);
@@ -293,6 +297,7 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         return Ok(());
     }
     let c = Coefficients::new(scalars, hyper);
+
     let AdamSlices {
         weights,
         first_moment,
@@ -300,6 +305,7 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         grad,
         param_out,
     } = slices;
+
     if let (None, Some(w), Some(m), Some(v), Some(g)) = (
         &param_out,
         as_bf16_mut(weights),
@@ -310,6 +316,7 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
         adam_bf16(w, m, v, g, hyper.decoupled, c);
         return Ok(());
     }
+
     match (param_out, hyper.decoupled) {
         (None, true) => update::<W, M, G, true>(weights, first_moment, second_moment, grad, c),
         (None, false) => update::<W, M, G, false>(weights, first_moment, second_moment, grad, c),
@@ -327,6 +334,7 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
             );
         }
     }
+
     Ok(())
 }
 
@@ -376,6 +384,7 @@ mod tests {
             f32::from_bits(0x3eff_ffff),
             1e-8,
         ];
+
         let special = [
             0.0,
             f32::MIN_POSITIVE,
@@ -384,6 +393,7 @@ mod tests {
             f32::INFINITY,
             f32::NAN,
         ];
+
         for y in corrections.chain(limits) {
             // Squares with all exponents and, of roots between 1 and 2, a hundredth of all
             // mantissas.

@@ -98,6 +98,7 @@ fn strip<G: Float>(grad: &[G]) -> GradStats {
             nonfinite += add_finite(&mut sums, tile);
         }
     }
+
     nonfinite += add_finite(&mut sums, tail);
     let (rows, _) = sums.as_chunks::<NEIGHBOURS>();
     let mut row_sums = [0f64; LANES / NEIGHBOURS];
@@ -105,6 +106,7 @@ fn strip<G: Float>(grad: &[G]) -> GradStats {
         .iter_mut()
         .zip(rows)
         .for_each(|(sum, row)| *sum = add_pairwise(*row));
+
     GradStats {
         sum_sq: add_pairwise(row_sums),
         nonfinite,

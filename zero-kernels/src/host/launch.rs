@@ -85,6 +85,7 @@ impl HostKernels {
             scalars,
             hyper,
         } = args;
+
         let grad = grad.typed::<G>()?;
         let param_out = param_out.map(AnySlice::typed::<P>).transpose()?;
         stream.enqueue("adam", move || {
@@ -109,6 +110,7 @@ impl HostKernels {
             };
             workers.adam(slices, &scalars, &hyper).map_err(failed)
         })?;
+
         Ok(())
     }
 }
@@ -185,6 +187,7 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         }
         let workers = self.workers.clone();
         let copies = copies(parts, segments, dst);
+
         with_float!("pack: dst", dst.dtype(), D => {
             stream.enqueue("pack", move || {
                 copies.iter().try_for_each(|(src, dst)| {
@@ -314,6 +317,7 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             }
             Ok(())
         })?;
+
         Ok(())
     }
 }

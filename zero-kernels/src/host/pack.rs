@@ -32,5 +32,6 @@ pub(super) fn copies(
             copies.push((None, to(end, range.end)));
         }
     }
+
     copies
 }

@@ -60,6 +60,7 @@ pub fn adam_remainder<G: Float>(
         second_moment,
         grad,
     } = slices;
+
     same_len("adam_remainder: remainder", param.len(), remainder.len())?;
     same_len(
         "adam_remainder: first_moment",
@@ -76,11 +77,13 @@ pub fn adam_remainder<G: Float>(
         return Ok(());
     }
     let c = Coefficients::new(scalars, hyper);
+
     if hyper.decoupled {
         update::<G, true>(param, remainder, first_moment, second_moment, grad, c);
     } else {
         update::<G, false>(param, remainder, first_moment, second_moment, grad, c);
     }
+
     Ok(())
 }
 

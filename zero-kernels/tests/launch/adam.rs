@@ -256,6 +256,7 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let master = wide.slice();
     let param_out = Some(param.any());
     let scalars = at.slice();
+
     let args = AdamArgs {
         master,
         first_moment,
@@ -265,6 +266,7 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
         scalars,
         hyper,
     };
+
     rig.kernels.adam(&rig.stream, args).unwrap();
     let param16 = narrow.slice();
     let remainder = r.slice();
@@ -277,6 +279,7 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
         scalars,
         hyper,
     };
+
     rig.kernels.adam_remainder(&rig.stream, args).unwrap();
     assert_same("master", &wide.read(), &start.weights);
     assert_same("weights", &narrow.read(), &values::<bf16>(len, 5, false));

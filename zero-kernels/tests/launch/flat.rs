@@ -63,6 +63,7 @@ pub fn every_rounding_point<D: Device>(rig: &Rig<D>) {
         &dst.read(),
         &halves.iter().map(|h| h.to_f32()).collect::<Vec<_>>(),
     );
+
     for low in [
         0u32, 1, 0xfff, 0x1000, 0x1001, 0x3000, 0x7fff, 0x8000, 0x8001, 0xffff,
     ] {
@@ -119,6 +120,7 @@ fn check_stats<D: Device, G: Float>(rig: &Rig<D>) {
     } else {
         &[4095, 4096, 4097, 70_001, 257 * 32_768 + 5]
     };
+
     for (i, len) in rig
         .lengths()
         .into_iter()
@@ -161,6 +163,7 @@ pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
         1 => 0..if cfg!(miri) { 40 } else { 33_003 },
         _ => i..i + (i * 37) % 200,
     };
+
     let is_wide = |i: usize| i + 2 < count;
     let grads: Vec<_> = (0..count)
         .map(|i| {
@@ -171,12 +174,14 @@ pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
             }
         })
         .collect();
+
     let lens: Vec<usize> = (0..count).map(|i| range(i).len()).collect();
     let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&lens), 0);
     let out = rig.poisoned::<GradStats>(count, 0);
     rig.kernels
         .grad_stats(&rig.stream, &grads, scratch.slice(), out.slice())
         .unwrap();
+
     for (i, ours) in out.read().iter().enumerate() {
         let expected = if is_wide(i) {
             host::grad_stats(&values[range(i)])
@@ -189,6 +194,7 @@ pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
             "{i}"
         );
     }
+
     scratch.read();
     rig.kernels
         .grad_stats(&rig.stream, &[], scratch.slice(), out.slice().slice(0..0))
@@ -209,6 +215,7 @@ fn check_pack<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
         (most / 2 + 20, 31, 17),
     ];
     let one = [(0, 7, most - 7)];
+
     for parts in [&parts[..], &one[..], &[]] {
         let slices: Vec<_> = parts
             .iter()
@@ -277,6 +284,7 @@ pub fn pack_of_many_parts<D: Device>(rig: &Rig<D>) {
         stride: count,
         count: 3,
     };
+
     rig.kernels
         .pack(&rig.stream, &parts, segments, dst.any())
         .unwrap();
@@ -285,6 +293,7 @@ pub fn pack_of_many_parts<D: Device>(rig: &Rig<D>) {
         (i, j) if is_wide(i) => values[2 * i + j],
         (i, j) => halves[2 * i + j].to_f32(),
     };
+
     assert_same(
         "pack",
         &dst.read(),

@@ -31,6 +31,7 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     let total = rig.buffer(&vec![0f32; n], 0);
     let stats = rig.poisoned::<GradStats>(1, 0);
     let scratch = rig.poisoned::<f64>(rig.kernels.stats_scratch_elems(&[n]), 0);
+
     let hyper = AdamHyper {
         beta1: 0.9,
         beta2: 0.999,
@@ -39,12 +40,14 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
         decoupled: true,
         bias_correction: true,
     };
+
     let scalars = StepScalars::new(1, 0.5, &hyper, 0.25);
     let later = StepScalars {
         step_size: 5.0,
         bias_correction2_sqrt: 1.0,
         ..scalars
     };
+
     let scalars = rig.buffer(&[StepScalars::skipped()], 0);
     let later = rig.buffer(&[later], 0);
     let kernels = &rig.kernels;
@@ -58,6 +61,7 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
     kernels
         .grad_stats(stream, &[total.any()], scratch.slice(), stats.slice())
         .unwrap();
+
     let args = AdamArgs {
         master: w.slice(),
         first_moment: m.slice(),
@@ -67,12 +71,14 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
         scalars: scalars.slice(),
         hyper,
     };
+
     kernels.adam(stream, args).unwrap();
     rig.device
         .copy(stream, bytes(&later), bytes(&scalars))
         .unwrap();
     kernels.adam(stream, args).unwrap();
     kernels.cast(stream, param.any(), total.any(), 2.0).unwrap();
+
     assert_eq!(
         stats.read(),
         [GradStats {
@@ -80,6 +86,7 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
             nonfinite: 0
         }]
     );
+
     // The first step is skipped. Then g = 4 * 0.25 = 1; m = 0.1, v = 0.001; the step is 0.5 *
     // 0.1/0.1 / sqrt(0.001).
     let w = w.read();

@@ -67,6 +67,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
     let grad = rig.buffer(&[0f32; 8], 0);
     let scalars = rig.buffer(&[StepScalars::skipped()], 0);
     let doubles = rig.buffer(&[0f64; 8], 0);
+
     let good = AdamArgs {
         master: master.slice(),
         first_moment: m.slice(),
@@ -76,6 +77,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         scalars: scalars.slice(),
         hyper: hyper(true),
     };
+
     let run = |args: AdamArgs| rig.kernels.adam(&rig.stream, args);
     assert_eq!(
         run(AdamArgs {
@@ -84,6 +86,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         }),
         length("adam: grad", 8, 7)
     );
+
     let first_moment = good.first_moment.slice(0..7);
     assert_eq!(
         run(AdamArgs {
@@ -92,6 +95,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         }),
         length("adam: first_moment", 8, 7)
     );
+
     let second_moment = good.second_moment.slice(0..7);
     assert_eq!(
         run(AdamArgs {
@@ -100,6 +104,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         }),
         length("adam: second_moment", 8, 7)
     );
+
     let param_out = Some(doubles.any().slice(0..7));
     assert_eq!(
         run(AdamArgs { param_out, ..good }),
@@ -118,6 +123,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         }),
         unsupported("adam: grad", DType::F64)
     );
+
     let param_out = Some(doubles.any());
     assert_eq!(
         run(AdamArgs { param_out, ..good }),
@@ -149,12 +155,14 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
             rig.device.id(),
         )
     };
+
     let error = run(AdamArgs {
         grad: askew,
         ..good
     })
     .unwrap_err();
     let address = askew.as_ptr() as usize;
+
     assert_eq!(
         error,
         KernelError::Misaligned {
@@ -173,6 +181,7 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         }),
         on_other("adam: grad")
     );
+
     assert_eq!(
         run(AdamArgs {
             master: other,
@@ -204,6 +213,7 @@ pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
     let remainder = r.slice();
     let hyper = hyper(true);
     let grad = grad.any();
+
     let good = RemainderArgs {
         param,
         remainder,
@@ -213,11 +223,13 @@ pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
         scalars,
         hyper,
     };
+
     let run = |args: RemainderArgs| rig.kernels.adam_remainder(&rig.stream, args);
     let short = RemainderArgs {
         remainder: remainder.slice(0..7),
         ..good
     };
+
     assert_eq!(run(short), length("adam_remainder: remainder", 8, 7));
     assert_eq!(
         run(RemainderArgs {
@@ -226,15 +238,18 @@ pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
         }),
         length("adam_remainder: grad", 8, 7)
     );
+
     let wide = RemainderArgs {
         grad: doubles.any(),
         ..good
     };
+
     assert_eq!(run(wide), unsupported("adam_remainder: grad", DType::F64));
     let shared = RemainderArgs {
         remainder: cast(param, 8),
         ..good
     };
+
     assert_eq!(
         run(shared),
         overlap("adam_remainder: param", "adam_remainder: remainder")
@@ -292,6 +307,7 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         stride: 4,
         count: 2,
     };
+
     let pack = |parts: &[_], dst| kernels.pack(stream, parts, segments, dst);
     let part = all.slice(0..4);
     let bucket = all.slice(4..8);
@@ -316,6 +332,7 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
         start: usize::MAX,
         ..segments
     };
+
     assert_eq!(
         kernels.pack(stream, &[(part, 0)], endless, bucket),
         length("pack: dst", usize::MAX, 4)
@@ -335,10 +352,12 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
     let shared = kernels.grad_stats(stream, &[all], scratch, cast(acc, 1));
     assert_eq!(shared, overlap("grad_stats: out", "grad_stats: grad"));
     let needed = kernels.stats_scratch_elems(&[8]);
+
     if needed > 0 {
         let short = kernels.grad_stats(stream, &[all], scratch.slice(0..needed - 1), one);
         assert_eq!(short, length("grad_stats: scratch", needed, needed - 1));
     }
+
     let other = elsewhere(floats.slice());
     let grad = other.erase();
     let on_other = |what| another_device(rig, what, other.device());
@@ -367,6 +386,7 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
     let all = words.slice();
     let config: DeviceSlice<StepConfig> = cast(all, 1);
     let state: DeviceSlice<StepState> = cast(all.slice(10..20), 1);
+
     let good = AdvanceArgs {
         ranks: ranks.slice(),
         config,
@@ -375,22 +395,26 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
         scalars: scalars.slice(),
         records: records.slice(),
     };
+
     let run = |args: AdvanceArgs| rig.kernels.advance_step(&rig.stream, args);
     let empty = AdvanceArgs {
         ranks: ranks.slice().slice(0..0),
         ..good
     };
+
     assert_eq!(run(empty), length("advance_step: ranks", 1, 0));
     let empty = AdvanceArgs {
         records: records.slice().slice(0..0),
         ..good
     };
+
     assert_eq!(run(empty), length("advance_step: records", 1, 0));
     let two = rig.poisoned::<StepScalars>(2, 0);
     let odd = AdvanceArgs {
         scalars: two.slice(),
         ..good
     };
+
     assert_eq!(run(odd), length("advance_step: rates", 2, 1));
     assert_eq!(
         run(AdvanceArgs {
@@ -399,15 +423,18 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
         }),
         length("advance_step: state", 1, 3)
     );
+
     let shared = AdvanceArgs {
         state: cast(all, 1),
         ..good
     };
+
     assert_eq!(
         run(shared),
         overlap("advance_step: state", "advance_step: config")
     );
     let units = rig.buffer(&[GradStats::default()], 0);
+
     let stats = |loss, out| {
         rig.kernels.rank_stats(
             &rig.stream,
@@ -417,6 +444,7 @@ pub fn bad_arguments_of_step_operations<D: Device>(rig: &Rig<D>) {
             out,
         )
     };
+
     assert_eq!(stats(all, ranks.slice()), length("rank_stats: loss", 1, 40));
     assert_eq!(
         stats(all.slice(0..1), cast(all, 1)),

@@ -21,6 +21,7 @@ pub fn rank_stats<D: Device>(rig: &Rig<D>) {
         sum_sq: f64::INFINITY,
         nonfinite: 0,
     };
+
     for units in [
         vec![],
         vec![GOOD; 3],
@@ -69,17 +70,20 @@ fn check_run<D: Device>(
         beta1: 0.9 - 0.01 * (p % 7) as f64,
         beta2: 0.999,
     };
+
     let rates: Vec<StepRates> = (0..sets * rates).map(rate).collect();
     let mut state = StepState {
         schedule_position: config.first_position,
         ..StepState::new(16.0, config.hysteresis)
     };
+
     let on_state = rig.buffer(&[state], 0);
     let on_config = rig.buffer(&[config], 0);
     let on_rates = rig.buffer(&rates, 0);
     let scalars = rig.poisoned::<StepScalars>(sets as usize, 0);
     let records = rig.poisoned::<StepRecord>(RECORDS, 0);
     let mut expected = records.read();
+
     for _ in 0..steps {
         let stats: Vec<RankStats> = (0..ranks as u64)
             .map(|rank| match random.next() % (4 * ranks as u64) {
@@ -139,6 +143,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         fail_at_min: 0,
         divisor: 0.0,
     };
+
     let steps = if cfg!(miri) { 6 } else { 40 };
     check_run(rig, config, 1, steps, 64, 1);
     check_run(
@@ -153,6 +158,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         64,
         2,
     );
+
     check_run(
         rig,
         StepConfig {
@@ -164,6 +170,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         64,
         3,
     );
+
     check_run(
         rig,
         StepConfig {
@@ -176,6 +183,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         64,
         6,
     );
+
     check_run(
         rig,
         StepConfig {
@@ -187,6 +195,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         64,
         8,
     );
+
     // These two runs are halted: at the minimum scale, and after the end of the table of rates.
     check_run(
         rig,
@@ -201,5 +210,6 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         64,
         4,
     );
+
     check_run(rig, config, 2, steps, 2, 5);
 }

@@ -32,6 +32,7 @@ fn check<D: Device>(
     let zeroes = vec![0f32; start.len()];
     let first_moment = rig.buffer(&zeroes, 0);
     let second_moment = rig.buffer(&zeroes, 0);
+
     for t in 1..=10 {
         let scalars = StepScalars {
             step_size: (lr / (1.0 - hyper.beta1.powi(t))) as f32,
@@ -62,6 +63,7 @@ fn check<D: Device>(
             );
         }
     }
+
     assert_eq!(first_moment.read(), tensor(&format!("{name}.exp_avg")));
     assert_eq!(second_moment.read(), tensor(&format!("{name}.exp_avg_sq")));
 }

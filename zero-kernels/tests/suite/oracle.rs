@@ -268,6 +268,7 @@ fn grad_stats_follow_the_documented_order() {
         }
         lanes[0]
     }
+
     fn lanes(values: impl Iterator<Item = f64>) -> Vec<f64> {
         let mut sums = vec![0f64; 256];
         values.enumerate().for_each(|(i, x)| sums[i % 256] += x);
@@ -284,6 +285,7 @@ fn grad_stats_follow_the_documented_order() {
     }
     // More chunks than the 256 lanes that add them.
     let long = if cfg!(miri) { 4097 } else { 257 * 32_768 + 5 };
+
     for len in LENGTHS.iter().copied().chain([long]) {
         let grad = values::<f32>(len, 8, false);
         let expected = pairwise(lanes(grad.chunks(32_768).map(chunk)));
@@ -319,6 +321,7 @@ fn different_lengths_are_refused() {
         grad: &[0f32; 4][..],
         param_out: Some(&mut p[..]),
     };
+
     let error = host::adam(slices, &scalars(1e-3, 1.0), &hyper(true)).unwrap_err();
     assert_eq!(
         error.to_string(),

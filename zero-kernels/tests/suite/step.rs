@@ -18,16 +18,19 @@ fn missing_rates_halt_the_run() {
         fail_at_min: 1,
         divisor: 0.0,
     };
+
     let start = StepState {
         schedule_position: 5,
         ..StepState::new(1.0, 1)
     };
+
     let ranks = [RankStats::new(&[], 0.0)];
     let rates = [StepRates {
         lr: 1e-3,
         beta1: 0.9,
         beta2: 0.999,
     }];
+
     let mut state = start;
     let mut scalars = [StepScalars::default()];
     advance_step(&ranks, &config, &rates, &mut state, &mut scalars);
@@ -47,6 +50,7 @@ fn missing_rates_halt_the_run() {
         schedule_position: 4,
         ..start
     };
+
     advance_step(&ranks, &config, &rates, &mut early, &mut scalars);
     assert_eq!(early.halted, StepState::NO_RATE);
 }
@@ -63,14 +67,17 @@ fn bias_correction_can_be_off() {
         decoupled: true,
         bias_correction: true,
     };
+
     let off = AdamHyper {
         bias_correction: false,
         ..on
     };
+
     let with = |t, hyper: &AdamHyper| {
         let scalars = StepScalars::new(t, 0.25, hyper, 1.0);
         (scalars.step_size, scalars.bias_correction2_sqrt)
     };
+
     for t in [1, 2, 1000] {
         assert_eq!(with(t, &off), (0.25, 1.0));
     }
@@ -95,11 +102,13 @@ fn scale_never_halves_without_hysteresis() {
         fail_at_min: 1,
         divisor: 0.0,
     };
+
     let rates = [StepRates {
         lr: 1e-3,
         beta1: 0.9,
         beta2: 0.999,
     }; 8];
+
     let mut state = StepState::new(4.0, 0);
     let scales = [1, 1, 1, 0, 0, 0, 1].map(|nonfinite| {
         let ranks = [RankStats::new(
@@ -122,5 +131,6 @@ fn scale_never_halves_without_hysteresis() {
         );
         state.loss_scale
     });
+
     assert_eq!(scales, [4.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0]);
 }

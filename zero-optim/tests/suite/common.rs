@@ -137,6 +137,7 @@ impl Rank {
         let mut segments = Vec::new();
         let mut held = Vec::new();
         let mut end = 0;
+
         for (u, init) in init.iter().enumerate() {
             assert!(init.len().is_multiple_of(world), "units are padded");
             let shard = init.len() / world;
@@ -154,6 +155,7 @@ impl Rank {
             });
             held.push(held_here);
         }
+
         let kernels = Arc::new(HostKernels::new(1).unwrap());
         // A run an element: the optimizer joins them.
         let mut runs = Vec::new();
@@ -164,6 +166,7 @@ impl Rank {
             };
             runs.extend(held.clone().map(run));
         }
+
         runs.iter_mut()
             .enumerate()
             .for_each(|(i, run)| run.elems = i..i + 1);
@@ -171,6 +174,7 @@ impl Rank {
             rules: rules.to_vec(),
             runs,
         };
+
         let config = config.clone();
         let mut optim = ShardedAdamW::builder(&pool, kernels, &stream)
             .config(config)
@@ -186,6 +190,7 @@ impl Rank {
         let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         optim.init_masters(&stream, &slices).unwrap();
         stream.synchronize(LIMIT).unwrap();
+
         Self {
             optim,
             params,

@@ -57,6 +57,7 @@ fn rank_stats_add_units_in_order() {
             flags: 0
         }
     );
+
     assert_eq!(
         RankStats::new(&[], 1.0),
         RankStats {
@@ -67,6 +68,7 @@ fn rank_stats_add_units_in_order() {
             flags: 0
         }
     );
+
     assert_eq!(size_of::<RankStats>(), 40, "gathered as bytes");
 }
 
@@ -85,12 +87,14 @@ fn clipping_uses_the_mean_gradient() {
             &names(),
         )
         .unwrap();
+
     let StepOutcome::Applied {
         grad_norm, clip, ..
     } = outcome
     else {
         panic!("skipped")
     };
+
     assert_eq!((grad_norm, clip), (5.0, 2.0 / (5.0 + 1e-6)));
     assert_eq!(scalars[0].grad_scale, (clip / 48.0) as f32);
     // A norm equal to the limit is not clipped.
@@ -101,12 +105,14 @@ fn clipping_uses_the_mean_gradient() {
             &names(),
         )
         .unwrap();
+
     let StepOutcome::Applied {
         grad_norm, clip, ..
     } = outcome
     else {
         panic!("skipped")
     };
+
     assert_eq!(
         (grad_norm, clip, scalars[0].grad_scale),
         (2.0, 1.0, (1.0 / 48.0) as f32)
@@ -159,6 +165,7 @@ fn non_finite_gradient_skips_the_step() {
             ..bad()
         },
     ];
+
     let (scalars, outcome) = steps
         .advance(&ranks, Divisor::MicroBatches(1), &names())
         .unwrap();
@@ -203,6 +210,7 @@ fn one_cycle_changes_the_betas() {
         "cycle_first_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0, "decay_mom_rate": 0.5}});
     let schedule: LrSchedule = serde_json::from_value(params).unwrap();
     let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} and {b}");
+
     for (position, lr, beta1) in [
         (0, 0.1, 0.8),
         (1, 0.3, 0.85),
@@ -213,6 +221,7 @@ fn one_cycle_changes_the_betas() {
         near(schedule.lr(1.0, position), lr);
         near(schedule.betas(position).unwrap().0, beta1);
     }
+
     // One step after the cycle: half an interval of decay.
     near(schedule.lr(1.0, 5), 0.1 / 1.5);
     near(schedule.betas(5).unwrap().0, 0.9 * 1.25);
@@ -270,6 +279,7 @@ fn schedules_have_deepspeed_names_and_defaults() {
         lr_range_test_step_size: 2,
         ..Default::default()
     };
+
     let schedule = LrSchedule::RangeTest(stairs);
     let rates: Vec<f64> = (0..5).map(|p| schedule.lr(1.0, p)).collect();
     assert_eq!(rates, [1e-3, 1e-3, 2e-3, 2e-3, 3e-3]);
@@ -281,6 +291,7 @@ fn settings_outside_their_ranges_are_refused() {
         Err(OptimError::Setting { setting, .. }) => setting,
         other => panic!("{other:?}"),
     };
+
     let base = OptimizerConfig::default;
     let with = |schedule| base().schedule(schedule);
     assert_eq!(refused(base().max_grad_norm(-1.0)), "max_grad_norm");
@@ -303,6 +314,7 @@ fn settings_outside_their_ranges_are_refused() {
         warmup_num_steps: 0,
         ..Default::default()
     };
+
     assert_eq!(refused(with(LrSchedule::Warmup(zero))), "warmup_num_steps");
     let decay = |json| serde_json::from_value::<WarmupDecay>(json).unwrap();
     let json = serde_json::json!({"total_num_steps": 9, "warmup_max_lr": -1.0});
@@ -319,6 +331,7 @@ fn settings_outside_their_ranges_are_refused() {
     let json = serde_json::json!({"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_min_mom": 1.0});
     let cycle: OneCycle = serde_json::from_value(json).unwrap();
     assert_eq!(refused(with(LrSchedule::OneCycle(cycle))), "cycle_min_mom");
+
     let decay = Decay {
         curve: DecayCurve::Linear,
         warmup_steps: 0,
@@ -326,6 +339,7 @@ fn settings_outside_their_ranges_are_refused() {
         total_steps: 9,
         min_lr: 0.0,
     };
+
     for decay_steps in [0, 10] {
         let decay = Decay {
             decay_steps,
@@ -333,6 +347,7 @@ fn settings_outside_their_ranges_are_refused() {
         };
         assert_eq!(refused(with(LrSchedule::Decay(decay))), "decay_steps");
     }
+
     assert_eq!(
         refused(with(LrSchedule::Decay(Decay {
             min_lr: -1.0,
@@ -340,10 +355,12 @@ fn settings_outside_their_ranges_are_refused() {
         }))),
         "min_lr"
     );
+
     let zero = RangeTest {
         lr_range_test_step_size: 0,
         ..Default::default()
     };
+
     assert_eq!(
         refused(with(LrSchedule::RangeTest(zero))),
         "lr_range_test_step_size"
@@ -399,6 +416,7 @@ fn bad_loss_scale_is_not_restored() {
         }))
         .unwrap()
     };
+
     steps.restore(&with(4.0, 3)).unwrap();
     let mut limited = with(4.0, 3).loss_scaler;
     limited.hysteresis_left = 2;
@@ -409,6 +427,7 @@ fn bad_loss_scale_is_not_restored() {
     );
     let mut not_a_number = with(4.0, 3);
     not_a_number.loss_scaler.scale = f64::NAN;
+
     for bad in [not_a_number, with(0.0, 3), with(4.0, 10)] {
         assert!(matches!(
             steps.restore(&bad),
@@ -419,6 +438,7 @@ fn bad_loss_scale_is_not_restored() {
         ));
         assert_eq!(steps.progress().loss_scaler, limited);
     }
+
     let fixed = OptimizerConfig::default().loss_scaling(LossScaling::Static { scale: 8.0 });
     let mut fixed = StepController::new(fixed).unwrap();
     assert!(fixed.restore(&with(4.0, 3)).is_err());
@@ -451,6 +471,7 @@ proptest! {
             .fail_at_min(false);
         let mut steps = StepController::new(dynamic(settings)).unwrap();
         let mut good_steps = 0;
+
         for overflow in overflows {
             let before = steps.progress().loss_scaler;
             let outcome = steps.advance(&[if overflow { bad() } else { good(1.0) }], Divisor::MicroBatches(1), &names()).unwrap().1;

@@ -124,6 +124,7 @@ fn decays_are_those_of_transformers_and_nanogpt() {
     let min_lr = 6e-5;
     let warm = 7;
     let total = 50;
+
     let full = |curve, min_lr| {
         LrSchedule::Decay(Decay {
             curve,
@@ -133,6 +134,7 @@ fn decays_are_those_of_transformers_and_nanogpt() {
             min_lr,
         })
     };
+
     let linear = full(Linear, 0.0);
     let cosine = full(Cosine, 0.0);
     let nano = full(Cosine, min_lr);
@@ -143,6 +145,7 @@ fn decays_are_those_of_transformers_and_nanogpt() {
         total_steps: total,
         min_lr,
     });
+
     let same = |schedule: &LrSchedule, k: u64, expected: f64| {
         let ours = schedule.lr(base, k);
         assert!(
@@ -150,11 +153,13 @@ fn decays_are_those_of_transformers_and_nanogpt() {
             "{schedule}: {k}: {ours} {expected}"
         );
     };
+
     for k in 0..warm {
         [&linear, &cosine, &nano, &wsd]
             .into_iter()
             .for_each(|s| same(s, k, base * (k + 1) as f64 / warm as f64));
     }
+
     for k in warm..=total + 3 {
         let progress = (k - warm) as f64 / (total - warm) as f64;
         // get_linear_schedule_with_warmup and get_cosine_schedule_with_warmup (num_cycles 0.5), up
@@ -186,6 +191,7 @@ fn decays_are_those_of_transformers_and_nanogpt() {
         };
         same(&wsd, k, base * ((1.0 - ratio) * value + ratio));
     }
+
     assert_eq!(
         wsd.to_string(),
         "linear warm-up over 7 steps, then constant, then linear decay to 0.00006 over 10 steps, until step 50"

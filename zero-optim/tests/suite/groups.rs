@@ -226,6 +226,7 @@ fn equal_rules_change_nothing() {
         .weight_decay(own.weight_decay)
         .betas([own.beta1, own.beta2]);
     let rules = [GroupRules::default(), same];
+
     let grouped = World::with_groups(
         &config(),
         DType::Bf16,
@@ -235,6 +236,7 @@ fn equal_rules_change_nothing() {
         &rules,
         &|_, elem| elem % 2,
     );
+
     assert!((0..UNITS.len()).all(|unit| grouped.ranks[0].optim.pieces(unit).len() == 1));
     let mut worlds = [
         World::new(&config(), DType::Bf16, &init, WORLD, Holding::Shard),
@@ -243,6 +245,7 @@ fn equal_rules_change_nothing() {
     for _ in 0..4 {
         step_all(&mut worlds, &random_units(&mut random), DType::Bf16);
     }
+
     for kind in StateKind::ALL {
         let [plain, grouped] = worlds
             .each_ref()
@@ -323,6 +326,7 @@ fn learning_rate_and_divisor_can_be_set() {
             .unwrap();
         (rank.params[0].values(), outcome)
     };
+
     let expected = run(0.1, Divisor::MicroBatches(12), &config.clone().lr(0.1));
     assert_eq!(run(0.1, Divisor::Sum(12.0), &config), expected);
     assert_eq!(expected.1.grad_norm(), Some(0.5));
@@ -347,6 +351,7 @@ fn one_call_does_the_four_parts() {
     let init = random_units(&mut random);
     let mut worlds =
         [(); 2].map(|()| World::new(&config(), DType::F32, &init, WORLD, Holding::Shard));
+
     for _ in 0..3 {
         let grads = random_units(&mut random);
         let [four, one] = &mut worlds;
@@ -367,6 +372,7 @@ fn one_call_does_the_four_parts() {
         }
         assert_eq!(one.params(), four.params());
     }
+
     let short = worlds[0].ranks[0].step_with(&random_units(&mut random), DType::F32, 0.0, |own| {
         Ok(vec![own[1..].into()])
     });
@@ -424,6 +430,7 @@ fn groups_match_pytorch() {
                 .trainable(p.trainable)
         })
         .collect();
+
     let ends: Vec<usize> = torch
         .params
         .iter()
@@ -437,11 +444,13 @@ fn groups_match_pytorch() {
         weight_decay: torch.weight_decay,
         ..OptimizerConfig::default().hyper
     };
+
     let config = OptimizerConfig::default()
         .hyper(hyper)
         .lr(torch.lr)
         .max_grad_norm(torch.max_grad_norm);
     let init = vec![torch.initial.concat()];
+
     for (world, how) in [
         (1, Holding::Shard),
         (5, Holding::Shard),

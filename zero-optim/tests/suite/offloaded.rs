@@ -67,10 +67,12 @@ impl Inputs {
         let mut segments = Vec::new();
         let mut end = 0;
         let mut random = Random(self.seed);
+
         for (u, len) in self.lens.iter().enumerate() {
             segments.push(Segment::shard(format!("unit{u}"), end..end + len));
             end += len;
         }
+
         let rules = vec![
             GroupRules::default(),
             GroupRules::default()
@@ -78,6 +80,7 @@ impl Inputs {
                 .betas(Some([0.8, 0.95])),
             GroupRules::frozen(),
         ];
+
         let starts = (0..end).step_by(700).enumerate();
         let runs =
             starts.map(|(i, at)| (at..end.min(at + 700), self.groups[i % self.groups.len()]));
@@ -96,6 +99,7 @@ impl Inputs {
             Form::Remainders => builder.remainders(true),
             Form::Offloaded(options) => builder.offload(options.clone()),
         };
+
         let mut optim = builder.build(segments)?;
         let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
         optim.init_masters(&stream, &slices)?;
@@ -114,6 +118,7 @@ impl Inputs {
             optim,
             params,
         } = run;
+
         let mut random = Random(self.seed ^ ((step + 1) << 20));
         let mut buffers: Vec<Buffer> = self
             .lens
@@ -129,6 +134,7 @@ impl Inputs {
             optim.enqueue_unit_stats(stream, unit, grad).unwrap();
         }
         let own = optim.rank_stats(stream, 0.0, LIMIT).unwrap();
+
         let outcome = optim
             .decide(
                 stream,
@@ -136,6 +142,7 @@ impl Inputs {
                 LIMIT,
             )
             .unwrap();
+
         assert!(!outcome.is_skipped());
         for (unit, grad) in grads.iter().enumerate() {
             let param = [(params[unit].slice(), 0)];
@@ -150,6 +157,7 @@ impl Inputs {
                 )
                 .unwrap();
         }
+
         stream.synchronize(LIMIT).unwrap();
     }
 }
@@ -256,10 +264,12 @@ proptest! {
         let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
         let device = HostDevice::seeded(schedule);
         let mut pieces = inputs.run(device.clone(), form).unwrap();
+
         for step in 0..3 {
             inputs.step(&mut plain, step);
             inputs.step(&mut pieces, step);
         }
+
         let mut copy = inputs.run(device.clone(), form).unwrap();
         for unit in 0..inputs.lens.len() {
             for kind in StateKind::ALL {
@@ -268,17 +278,20 @@ proptest! {
                 copy.set_state(kind, unit, &state);
             }
         }
+
         let progress = pieces.optim.progress();
         copy.optim.restore(&progress).unwrap();
         for step in 3..5 {
             inputs.step(&mut plain, step);
             inputs.step(&mut copy, step);
         }
+
         for unit in 0..inputs.lens.len() {
             for kind in StateKind::ALL {
                 prop_assert!(copy.state(kind, unit) == plain.state(kind, unit), "{kind:?} of unit {unit}, copied");
             }
         }
+
         // Ties of a remainder's parameter are rounded away from zero.
         prop_assert!(remainder || copy.params() == plain.params());
         prop_assert!(device.violations().is_empty(), "{:?}", device.violations());
@@ -296,6 +309,7 @@ fn bytes_of_a_step() {
         groups: vec![0],
         seed: 1,
     };
+
     for (remainder, bf16_moments, bytes) in [
         (false, false, 12),
         (true, false, 10),
@@ -340,22 +354,26 @@ fn bf16_moments_are_not_biased() {
         groups: vec![0],
         seed: 3,
     };
+
     let options = OffloadOptions::default().bf16_moments(true);
     let offloaded = Form::Offloaded(&options);
     let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
     let mut small = inputs.run(HostDevice::new(), offloaded).unwrap();
     let mut again = inputs.run(HostDevice::new(), offloaded).unwrap();
+
     for step in 0..100 {
         for run in [&mut plain, &mut small, &mut again] {
             inputs.step(run, step);
         }
     }
+
     let sum = |run: &mut Run| {
         run.state(StateKind::SecondMoment, 0)
             .into_iter()
             .map(|b| f64::from(f32::from_bits(b)))
             .sum::<f64>()
     };
+
     let ratio = sum(&mut small) / sum(&mut plain);
     // Rounded to nearest, the second moments of this test are 1.9% off.
     assert!((ratio - 1.0).abs() < 1e-3, "second moments: {ratio}");
@@ -375,6 +393,7 @@ fn settings_that_do_not_fit_are_refused() {
         groups: vec![0],
         seed: 0,
     };
+
     let refused = |form: Form<'_>| {
         inputs
             .run(HostDevice::new(), form)
@@ -382,6 +401,7 @@ fn settings_that_do_not_fit_are_refused() {
             .unwrap()
             .to_string()
     };
+
     let error = |options: OffloadOptions| refused(Form::Offloaded(&options));
     assert_eq!(
         refused(Form::Remainders),
@@ -411,11 +431,13 @@ fn failed_transfer_is_reported() {
         groups: vec![0],
         seed: 5,
     };
+
     let options = OffloadOptions::default().home(nvme(dir.path(), 2));
     let mut run = inputs
         .run(HostDevice::new(), Form::Offloaded(&options))
         .unwrap();
     let stream = run.stream.clone();
+
     stream
         .enqueue("unplugged", || {
             Err(zero_alloc::device::DeviceError::Closed {
@@ -423,6 +445,7 @@ fn failed_transfer_is_reported() {
             })
         })
         .unwrap();
+
     let mut out = [0.0; 100];
     let param = [(run.params[0].slice(), 0)];
     let range = StateRange {
@@ -430,6 +453,7 @@ fn failed_transfer_is_reported() {
         unit: 0,
         elems: 0..100,
     };
+
     let error = run
         .optim
         .read_state(&stream, &range, &param, &mut out, LIMIT)
@@ -522,6 +546,7 @@ fn panicked_update_fails_later_ones() {
         groups: vec![0],
         seed: 5,
     };
+
     for home in [StateHome::Memory, nvme(dir.path(), 2)] {
         let options = OffloadOptions::default().home(home);
         let kernels = Arc::new(Panics {
@@ -577,12 +602,14 @@ fn resident_remainders_split_the_masters() {
         groups: vec![0, 1, 2],
         seed: 7,
     };
+
     let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
     let mut split = inputs.run(HostDevice::new(), Form::Remainders).unwrap();
     for step in 0..20 {
         inputs.step(&mut plain, step);
         inputs.step(&mut split, step);
     }
+
     for (unit, params) in split.params().into_iter().enumerate() {
         let masters = split.state(StateKind::Master, unit);
         assert_eq!(masters, plain.state(StateKind::Master, unit));
@@ -591,6 +618,7 @@ fn resident_remainders_split_the_masters() {
             .map(|bits| bits.wrapping_add(0x8000) & 0xffff_0000);
         assert!(params.into_iter().eq(rounded), "unit {unit}");
     }
+
     // fp32 weights have no place in a bf16 parameter.
     let mut weights = Buffer::new(&[0.5; 3000], DType::F32);
     let mut none = Buffer::new(&[], DType::F32);

@@ -174,6 +174,7 @@ fn skipped_step_changes_only_the_loss_scale() {
     );
     let config = config().loss_scaling(scaling);
     let (init, mut grads) = material(&[4, 8], 3, 11);
+
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut world = World::new(&config, DType::F16, &init, 2, Holding::Shard);
         world.step(&grads[0], DType::F16, 1);
@@ -236,6 +237,7 @@ fn overflow_at_minimum_scale_changes_nothing() {
     let before = rank.optim.progress();
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
     let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
+
     assert_eq!(
         error,
         OptimError::LossScaleAtMinimum {
@@ -245,6 +247,7 @@ fn overflow_at_minimum_scale_changes_nothing() {
             unit: "unit0".into()
         }
     );
+
     assert!(
         error.to_string().contains("unit unit0 on rank 0"),
         "{error}"
@@ -277,6 +280,7 @@ fn resumed_run_is_bit_identical() {
         }
         new.write_params();
     }
+
     assert_eq!(bits(&resumed.params()), bits(&straight.params()));
     for g in &grads[4..] {
         assert_eq!(
@@ -317,6 +321,7 @@ fn scattered_params_have_the_same_bits() {
     for grads in &mut grads {
         (grads[0][3], grads[0][7]) = (0.0, 0.0);
     }
+
     for dtype in [DType::F32, DType::Bf16] {
         let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
         let kernels = Arc::new(HostKernels::new(1).unwrap());
@@ -399,6 +404,7 @@ fn bad_slices_change_nothing() {
             got: 1
         }
     );
+
     rank.params[1] = Buffer::new(&[0.0; 2], DType::Bf16);
     let short = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
     assert_eq!(
@@ -410,6 +416,7 @@ fn bad_slices_change_nothing() {
             got: 2
         }
     );
+
     rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
     let wide = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
     let expected = DType::Bf16;
@@ -423,6 +430,7 @@ fn bad_slices_change_nothing() {
             got
         }
     );
+
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
     let none = rank
         .step(
@@ -431,6 +439,7 @@ fn bad_slices_change_nothing() {
             GatheredStats::new(&[], gathered.divisor),
         )
         .unwrap_err();
+
     assert_eq!(none, OptimError::NoStats);
     let none = rank
         .step(
@@ -439,6 +448,7 @@ fn bad_slices_change_nothing() {
             GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0)),
         )
         .unwrap_err();
+
     assert!(matches!(
         none,
         OptimError::Setting {
@@ -446,6 +456,7 @@ fn bad_slices_change_nothing() {
             ..
         }
     ));
+
     assert_eq!(rank.optim.progress(), before);
     assert!(
         !rank
@@ -465,6 +476,7 @@ fn timed_out_step_can_be_retried() {
         rank.step(&grads[0], DType::F32, gathered).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
+
     assert_eq!(bits(&params[0]), bits(&params[1]));
 
     let [late, _] = &mut ranks;
@@ -476,6 +488,7 @@ fn timed_out_step_can_be_retried() {
         held_up.recv().unwrap();
         Ok(())
     };
+
     late.stream.enqueue("held up", wait).unwrap();
     let error = late
         .step_within(Duration::from_millis(20), &grads[0], DType::F32, gathered)
@@ -493,6 +506,7 @@ fn timed_out_step_can_be_retried() {
         let params: Vec<_> = rank.params.iter().map(Buffer::values).collect();
         (bits(&params), rank.optim.progress())
     });
+
     assert_eq!(late, other);
 }
 
@@ -515,12 +529,14 @@ fn bad_settings_are_refused() {
             .map(drop)
             .unwrap_err()
     };
+
     let good = || vec![Segment::shard("a", 0..4)];
     assert_eq!(
         make(config(), DType::U8, good()),
         OptimError::ParamDType { dtype: DType::U8 }
     );
     let gap = vec![Segment::shard("a", 0..4), Segment::shard("b", 5..6)];
+
     assert_eq!(
         make(config(), DType::F32, gap),
         OptimError::Segments {
@@ -529,6 +545,7 @@ fn bad_settings_are_refused() {
             got: 5
         }
     );
+
     let outside = vec![Segment::whole("a", 0..4, 2..5)];
     let error = OptimError::OwnShard {
         unit: "a".into(),
@@ -536,11 +553,13 @@ fn bad_settings_are_refused() {
         end: 5,
         len: 4,
     };
+
     assert_eq!(make(config(), DType::F32, outside), error);
     let hyper = AdamHyper {
         beta2: 1.0,
         ..config().hyper
     };
+
     let error = make(config().hyper(hyper), DType::F32, good());
     assert_eq!(
         error.to_string(),

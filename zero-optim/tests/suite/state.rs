@@ -33,6 +33,7 @@ fn ranges_round_trip() {
     } else {
         &[DType::F32, DType::Bf16, DType::F16]
     };
+
     for &dtype in dtypes {
         let mut rank = rank(dtype);
         let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
@@ -130,6 +131,7 @@ fn wrong_ranges_are_rejected() {
             .read_state(&rank.stream, &range, param, &mut out[..len], LIMIT)
             .unwrap_err()
     };
+
     let kind = StateKind::FirstMoment;
     assert_eq!(
         read(range(kind, 2, 0..1), &param, 1),
@@ -147,6 +149,7 @@ fn wrong_ranges_are_rejected() {
         "{reversed}"
     );
     let length = read(range(kind, 0, 0..3), &param, 2);
+
     assert!(
         matches!(
             length,
@@ -158,6 +161,7 @@ fn wrong_ranges_are_rejected() {
         ),
         "{length}"
     );
+
     let short = read(range(kind, 0, 0..3), &[(param[0].0.slice(0..7), 0)], 3);
     assert!(
         matches!(
@@ -171,6 +175,7 @@ fn wrong_ranges_are_rejected() {
         ),
         "{short}"
     );
+
     let dtype = DType::Bf16;
     let mut other = crate::common::Buffer::new(&[0.0; 8], DType::Bf16);
     let dtypes = read(range(kind, 0, 0..3), &[(other.slice(), 0)], 3);

@@ -43,6 +43,7 @@ fn table_1_of_the_paper() {
             ],
         ),
     ];
+
     for (elems, stages) in table {
         for (stage, row) in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three]
             .into_iter()
@@ -67,6 +68,7 @@ fn table_1_of_the_paper() {
             }
         }
     }
+
     assert_eq!(
         state_bytes(ZeroStage::Zero, 7_500_000_000, 1024),
         120_000_000_000
@@ -132,10 +134,12 @@ proptest! {
             (2 * psi, g * psi, 12 * psi), (2 * psi, g * psi, 12 * shard),
             (2 * psi, g * shard, 12 * shard), (2 * shard, g * shard, 12 * shard),
         ];
+
         for (got, (p, g, k)) in kept.iter().zip(formula) {
             prop_assert_eq!((got.params_bytes, got.grads_bytes, got.optimizer_bytes), (p, g, k));
             prop_assert_eq!(got.total_bytes(), p + g + k);
         }
+
         // Elements sent, times (N-1)/N.
         let wire = |elems: u64| elems / n * (n - 1) * 2;
         let sent = ZeroStage::ALL.map(|s| layout.step_traffic(s, &w, a).unwrap());
@@ -168,6 +172,7 @@ fn activations_are_those_of_the_paper() {
         inner: 4 * 12_288,
         vocab: 51_200,
     };
+
     let run = ActivationOptions::new(1, 2048, 2)
         .flash_attention(false)
         .dropout(true);
@@ -209,6 +214,7 @@ fn activations_are_those_of_the_paper() {
         estimate(plain).blocks_bytes,
         96 * (64 * s * h + 4 * a * s * s)
     );
+
     // Another feed-forward width: with a narrow one, query, key and value are larger in backward.
     for (inner, widest) in [(h, 3 * h), (8 * h, 8 * h)] {
         let shape = TransformerShape { inner, ..shape };
@@ -220,6 +226,7 @@ fn activations_are_those_of_the_paper() {
             Ok(96 * h * (4 * h + 2 * inner) + 51_200 * h)
         );
     }
+
     let too_long = ActivationOptions::new(1, u64::MAX, 2);
     assert!(matches!(
         ActivationBytes::estimate(&shape, &too_long),
@@ -258,6 +265,7 @@ fn tiers_hold_what_is_placed_on_them() {
         grads_bytes: 20,
         optimizer_bytes: 120,
     };
+
     let model = MemoryModel::state_only(ZeroStage::Three, Widths::MIXED_ADAM)
         .placement(Placement {
             params: Tier::Nvme,
@@ -274,6 +282,7 @@ fn tiers_hold_what_is_placed_on_them() {
         .param_buffers(5)
         .activations_bytes(11)
         .host_activations_bytes(13);
+
     let all = model.footprint(&state).unwrap();
     let device = [
         all.device.gathered_bytes,
@@ -298,6 +307,7 @@ fn tiers_hold_what_is_placed_on_them() {
         grads: Tier::Nvme,
         ..Placement::DEVICE
     });
+
     assert_eq!(
         grads.footprint(&state).unwrap().host.total_bytes(),
         Ok(2 * 6 * (2 + 2) + 13)
@@ -305,6 +315,7 @@ fn tiers_hold_what_is_placed_on_them() {
     let away =
         |stage, placement| MemoryModel::state_only(stage, Widths::MIXED_ADAM).placement(placement);
     let at = |stage, tier| away(stage, Placement::offload_optimizer(tier)).unit_shard_elems(4);
+
     for stage in ZeroStage::ALL {
         let all = at(stage, Tier::Host).footprint(&state).unwrap();
         assert_eq!(
@@ -337,10 +348,12 @@ fn tiers_hold_what_is_placed_on_them() {
             (Ok(160), Ok(0))
         );
     }
+
     let params = Placement {
         params: Tier::Host,
         ..Placement::DEVICE
     };
+
     assert_eq!(
         away(ZeroStage::Two, params).footprint(&state),
         Err(ShardError::NotSharded {
@@ -349,6 +362,7 @@ fn tiers_hold_what_is_placed_on_them() {
             stage: 2
         })
     );
+
     let huge = model.bucket_elems(u64::MAX);
     assert!(matches!(
         huge.footprint(&state),

@@ -99,6 +99,7 @@ proptest! {
                 prop_assert_eq!(&listed[inside.clone()], &storage[inside]);
             }
         }
+
         for rank in 0..layout.world_size() {
             let count: u64 = layout.rank_pieces(rank).unwrap().map(|p| p.in_param.end - p.in_param.start).sum();
             prop_assert_eq!(count, storages[rank as usize].iter().flatten().count() as u64);
@@ -151,6 +152,7 @@ proptest! {
             prop_assert_eq!(unit.shard(ranks - 1).end, unit.padded_elems);
             prop_assert!(unit.shard(ranks).is_empty() && unit.shard(u64::MAX).is_empty());
         }
+
         prop_assert_eq!((layout.padded_elems(), layout.shard_elems()), (whole, shard));
         prop_assert!(layout.own_in_whole(units.len(), 0).is_err() && layout.own_in_whole(0, ranks).is_err());
     }
@@ -253,6 +255,7 @@ fn ties_are_names_without_elements() {
         ),
         UnitSpec::new("head", [ParamSpec::new("ln_f", [4])]),
     ];
+
     let options = LayoutOptions::default().ties(vec![Tie::new("head", "lm_head", "wte")]);
     let layout = Layout::with_options(&units, 2, options).unwrap();
     assert_eq!(layout.numel_elems(), 56);
@@ -264,6 +267,7 @@ fn ties_are_names_without_elements() {
         (layout.units_needed_by(0), layout.units_needed_by(1)),
         (vec![0], vec![0, 1])
     );
+
     assert_eq!(
         layout
             .ties()
@@ -271,6 +275,7 @@ fn ties_are_names_without_elements() {
             .next(),
         Some(("lm_head", 1, 0))
     );
+
     assert_eq!(layout.find_param("nothing"), None);
 }
 
@@ -334,6 +339,7 @@ fn sizes_beyond_64_bits_are_errors() {
             UnitSpec::new("b", [ParamSpec::new("y", [b])]),
         ]
     };
+
     too_large(Layout::new(&two(u64::MAX, 1), 1, 1).unwrap_err());
     let largest = Layout::new(&two(u64::MAX - 1, 1), 1, 1).unwrap();
     assert_eq!(largest.owner(u64::MAX - 1), Some(0));
@@ -367,6 +373,7 @@ fn ranges_and_ranks_outside_are_errors() {
         layout.params_in(1, 0, 0..1).err(),
         Some(ShardError::UnknownUnit { unit: 1, units: 1 })
     );
+
     assert_eq!(
         layout.rank_pieces(4).err(),
         Some(ShardError::UnknownRank {
@@ -374,6 +381,7 @@ fn ranges_and_ranks_outside_are_errors() {
             world_size: 4
         })
     );
+
     let none = layout.locate(ParamId { unit: 0, param: 1 }, 0..1).err();
     assert_eq!(
         none,

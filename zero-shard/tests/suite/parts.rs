@@ -23,11 +23,13 @@ proptest! {
                 && runs.first().map_or(0, |(run, _)| run.start) == 0
                 && runs.last().map_or(0, |(run, _)| run.end) as u64 == elems
         };
+
         let group_at = |runs: &[(Range<usize>, usize)], at: u64| {
             runs.iter().find(|(run, _)| run.contains(&(at as usize))).map(|(_, group)| *group)
         };
         let whole = layout.whole_group_runs(group_of);
         prop_assert!(tiled(&whole, layout.padded_elems()));
+
         for (unit, placed) in layout.units().iter().enumerate() {
             for flat in 0..placed.padded_elems {
                 let before = placed.params.iter().rposition(|p| p.numel_elems > 0 && p.offset_elems <= flat);
@@ -35,6 +37,7 @@ proptest! {
                 prop_assert_eq!(group_at(&whole, placed.whole_offset_elems + flat), group);
             }
         }
+
         for rank in 0..layout.world_size() {
             let runs = layout.group_runs(rank, group_of).unwrap();
             prop_assert!(tiled(&runs, layout.shard_elems()));
@@ -96,6 +99,7 @@ proptest! {
         let grid = Grid::new(n, group_size).unwrap();
         let layout = |sharding| GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
         let sent = |sharding, stage, routing| layout(sharding).step_traffic(stage, &w, a, routing).unwrap();
+
         for stage in ZeroStage::ALL {
             let flat = layout(Sharding::Flat);
             let whole = flat.primary().padded_elems();
@@ -115,6 +119,7 @@ proptest! {
             prop_assert_eq!((groups - 1) + (group_size - 1) * groups, n - 1);
             prop_assert!(two_level <= ring);
         }
+
         // hpZ: the backward gathers stay in the group.
         let hpz = sent(Sharding::Secondary, ZeroStage::Three, Routing::TwoLevel);
         let flat = sent(Sharding::Flat, ZeroStage::Three, Routing::TwoLevel);
@@ -143,6 +148,7 @@ fn memory_over_a_grid() {
             .unwrap()
             .total_bytes()
     };
+
     assert_eq!(bytes(Sharding::Flat, ZeroStage::Three), 16 * 100);
     assert_eq!(
         bytes(Sharding::Secondary, ZeroStage::Three),
@@ -154,6 +160,7 @@ fn memory_over_a_grid() {
     );
     assert_eq!(bytes(Sharding::Replicated, ZeroStage::Three), 16 * 800);
     let layout = |s| GridLayout::new(&units, grid, s, LayoutOptions::default()).unwrap();
+
     assert_eq!(
         (
             layout(Sharding::Replicated).shard_of(19),
@@ -161,6 +168,7 @@ fn memory_over_a_grid() {
         ),
         (3, 19)
     );
+
     assert_eq!(
         layout(Sharding::Secondary)
             .secondary()
@@ -181,6 +189,7 @@ fn each_wrong_part_has_its_error() {
             group_size: 4
         })
     );
+
     assert_eq!(
         Grid::new(6, 0),
         Err(ShardError::NotDivisible {
@@ -188,6 +197,7 @@ fn each_wrong_part_has_its_error() {
             group_size: 0
         })
     );
+
     let units = [UnitSpec::new("u", [ParamSpec::new("p", [5])])];
     let layout = Layout::new(&units, 6, 1).unwrap();
     assert_eq!(
@@ -197,6 +207,7 @@ fn each_wrong_part_has_its_error() {
             group_size: 4
         })
     );
+
     let far = Layout::new(&[], 4, u64::MAX).unwrap();
     assert_eq!(
         far.regroup(2).err(),
@@ -204,6 +215,7 @@ fn each_wrong_part_has_its_error() {
             what: "an alignment".into()
         })
     );
+
     assert_eq!(
         layout.group_runs(6, |_| 0),
         Err(ShardError::UnknownRank {
@@ -211,6 +223,7 @@ fn each_wrong_part_has_its_error() {
             world_size: 6
         })
     );
+
     let huge = [UnitSpec::new("u", [ParamSpec::new("p", [u64::MAX / 64])])];
     let grid = Grid::new(4, 2).unwrap();
     for sharding in [Sharding::Flat, Sharding::Secondary, Sharding::Replicated] {

@@ -161,6 +161,7 @@ fn other_shapes_and_parameters_are_errors() {
         expected: vec![2, 3],
         got: vec![3, 2],
     };
+
     assert_eq!(reshard(&turned, &to), Err(mismatch));
     let mut more = model("p", &[2, 3]);
     more.push(UnitSpec::new("v", [ParamSpec::new("extra", [1])]));
@@ -171,6 +172,7 @@ fn other_shapes_and_parameters_are_errors() {
             param: "extra".into()
         })
     );
+
     assert_eq!(
         reshard_rank(&to, &to, 2),
         Err(ShardError::UnknownRank {

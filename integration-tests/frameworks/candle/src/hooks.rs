@@ -156,6 +156,7 @@ impl SimpleBackend for ShardedVars {
             }
             return Ok(param.tensor.clone());
         }
+
         let source = self.0.source.lock();
         let Some(source) = source.as_ref() else {
             bail!("{name} is loaded after ZeroAdamW::new; load the whole model before");
@@ -164,11 +165,13 @@ impl SimpleBackend for ShardedVars {
         if !(self.0.trains)(name) {
             return Ok(values.detach());
         }
+
         if dtype != DType::F32 || !device.is_cpu() {
             bail!(
                 "{name} has dtype {dtype:?} on {device:?}; trained parameters must be F32 on the CPU"
             );
         }
+
         let initial = CpuStorage::F32(values.flatten_all()?.to_vec1::<f32>()?);
         let hook = GradientHook {
             param: params.len(),
@@ -176,12 +179,14 @@ impl SimpleBackend for ShardedVars {
             initial: Mutex::new(Some(initial)),
             sink: self.0.sink.clone(),
         };
+
         let anchor = Var::zeros(1, dtype, device)?;
         let tensor = anchor.apply_op1(hook)?;
         params.push(Param {
             name: name.to_owned(),
             tensor: tensor.clone(),
         });
+
         Ok(tensor)
     }
 

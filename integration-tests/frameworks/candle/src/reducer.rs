@@ -99,6 +99,7 @@ impl Reducer {
                 layout.params[param].name
             );
         }
+
         if !grad.is_contiguous() {
             self.report.copied_elems += elems;
         }
@@ -110,6 +111,7 @@ impl Reducer {
                 layout.params[param].name
             );
         };
+
         *waiting = Some(grad.contiguous()?);
         let complete: Option<Vec<Tensor>> = self.waiting[unit].iter().cloned().collect();
         let Some(grads) = complete else { return Ok(()) };
@@ -120,6 +122,7 @@ impl Reducer {
             after_params,
             elems: layout.padded_elems,
         });
+
         self.reduce(unit, grads)
     }
 
@@ -158,6 +161,7 @@ impl Reducer {
                     .map(|(p, _)| p.name.as_str()),
             );
         }
+
         self.waiting.iter_mut().for_each(Vec::clear);
         if !missing.is_empty() {
             bail!(
@@ -169,6 +173,7 @@ impl Reducer {
                 missing.join(", ")
             );
         }
+
         self.micro_batches += 1;
         Ok(())
     }

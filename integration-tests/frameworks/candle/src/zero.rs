@@ -187,6 +187,7 @@ impl ZeroAdamW {
                 );
             }
         };
+
         let (params, sink) = vars.finish_loading();
         let Some(first) = params.first() else {
             return Err(
@@ -194,6 +195,7 @@ impl ZeroAdamW {
                     .into(),
             );
         };
+
         // Why before anything else: the other optimizer must stay as it is. Its reducer's sums are
         // in its memory.
         let claim = Claim::of(&sink).ok_or_else(|| {
@@ -203,6 +205,7 @@ impl ZeroAdamW {
                 first.name
             )
         })?;
+
         let (units, places) = units_of(&params, config.unit_of);
         let layout = Arc::new(Layout::new(&units, comm.world_size() as u64, 1)?);
         let rank = comm.rank() as u64;
@@ -214,6 +217,7 @@ impl ZeroAdamW {
             device.create_stream("comm")?,
         );
         let options = BucketOptions::new(config.bucket_elems.max(comm.world_size()), DType::F32);
+
         let buckets = Buckets::new(
             &pool,
             comm.clone(),
@@ -221,11 +225,13 @@ impl ZeroAdamW {
             comm_stream.clone(),
             options,
         )?;
+
         let elems = if whole {
             layout.padded_elems()
         } else {
             layout.shard_elems()
         };
+
         let grads = pool.allocate(elems as usize, DType::F32, Purpose::Grads, &compute)?;
         // SAFETY: used on the two streams, which the drop records; `Reduced` orders the reads after
         // the sums, and the step before the next sums.
@@ -238,6 +244,7 @@ impl ZeroAdamW {
             .collect();
         let (mut own, mut others, mut segments, mut sums) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+
         for (unit, placed) in layout.units().iter().enumerate() {
             let shard = placed.shard(rank);
             let pieces =
@@ -270,6 +277,7 @@ impl ZeroAdamW {
             };
             sums.push(all_sums.slice(index(sum)));
         }
+
         let optimizer = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
             .config(config.optimizer)
             .build(segments)?;
@@ -286,6 +294,7 @@ impl ZeroAdamW {
             backward: None,
             report: BackwardReport::default(),
         };
+
         let sink = claim.keep(reducer);
         let params = params.into_iter().map(|param| param.tensor).collect();
         let (loss, copied_params, limit) = (0.0, 0, config.limit);
@@ -305,6 +314,7 @@ impl ZeroAdamW {
             copied_params,
             limit,
         };
+
         zero.with_params(|zero, params| {
             params
                 .iter()
@@ -343,6 +353,7 @@ impl ZeroAdamW {
             .iter()
             .filter(|param| store.get(param).is_some())
             .count();
+
         self.with_reducer(|reducer| {
             reducer.report.kept_by_candle = kept;
             reducer.end()
@@ -442,6 +453,7 @@ impl ZeroAdamW {
                 self.copied_params += param.len() as u64;
             }
         }
+
         Ok(())
     }
 
@@ -470,6 +482,7 @@ impl ZeroAdamW {
             result = Some(ran);
             Ok::<(), candle_core::Error>(())
         });
+
         // SAFETY: the slices are used on the two streams, and `WaitOnDrop` waits for both when it
         // is dropped, also in a panic.
         unsafe { with_locked(&params, locked) }?;

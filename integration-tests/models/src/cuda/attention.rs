@@ -128,6 +128,7 @@ impl Attention {
                 });
             }
         };
+
         let kernel = |name: &str, tiles: usize| {
             let shared = tiles * PLAIN_TILE * (d + 1) * size_of::<f32>();
             Kernel::new(
@@ -139,6 +140,7 @@ impl Attention {
                 shared,
             )
         };
+
         let forward = kernel("forward", 3)?;
         let dq = kernel("backward_dq", 4)?;
         let dkv = kernel("backward_dkv", 4)?;
@@ -165,6 +167,7 @@ impl Attention {
                 shared,
             )
         };
+
         let forward = kernel("forward", tiles.forward, 1)?;
         let dq = kernel("backward_dq", tiles.dq, 2)?;
         let dkv = kernel("backward_dkv", tiles.dkv, 2)?;
@@ -209,6 +212,7 @@ impl Attention {
         let lse = lse.into();
         let scale = (self.slope() * LOG2_E).into();
         let Kernel { entry, launch } = &self.forward;
+
         match self.kind {
             // SAFETY: the parameters of flash_forward, whose lengths were checked.
             Kind::Flash => unsafe {
@@ -269,6 +273,7 @@ impl Attention {
         let dkv = &self.dkv;
         let dq_op = "attention backward dq";
         let dkv_op = "attention backward dkv";
+
         match self.kind {
             Kind::Flash => {
                 let blocks = self.shape.batch * dq.launch.grid[0] as usize;
@@ -350,6 +355,7 @@ impl Kernel {
             size("attention: heads", shape.heads)?,
             size("attention: batch", shape.batch)?,
         ];
+
         if grid[1].max(grid[2]) > 65535 {
             let got = shape.heads.max(shape.batch);
             return Err(OpError::Size {
@@ -358,6 +364,7 @@ impl Kernel {
                 takes: "up to 65535",
             });
         }
+
         ops.function(&entry)?.allow_shared_bytes(shared_bytes)?;
         Ok(Self {
             entry,

@@ -123,6 +123,7 @@ pub fn sum_rows(
         block: 32 * WARPS,
         shared_bytes: 0,
     };
+
     // SAFETY: the parameters of column_sums, whose lengths were checked.
     unsafe {
         ops.launch(
@@ -133,6 +134,7 @@ pub fn sum_rows(
             args,
         )
     }?;
+
     sum_partials(ops, stream, &[out], partials, chunks)
 }
 
@@ -152,6 +154,7 @@ pub(super) fn sum_partials(
             takes: "up to 3",
         });
     }
+
     check_len(
         "column sums: partials",
         partials.len(),
@@ -159,12 +162,14 @@ pub(super) fn sum_partials(
     )?;
     let mut places = [Arg::from(0u64); MAX_OUTPUTS];
     let mut kinds = 0;
+
     for (i, out) in outs.iter().enumerate() {
         check_len("column sums: result", out.len(), n)?;
         let (place, kind) = out.arg()?;
         places[i] = place;
         kinds |= kind << (8 * i);
     }
+
     let columns = size("column sums: width", outs.len() * n)?;
     let args = [
         places[0],
@@ -176,6 +181,7 @@ pub(super) fn sum_partials(
         (outs.len() as u32).into(),
         (n as u32).into(),
     ];
+
     let shape = Shape::blocks(columns.div_ceil(32).max(1), 32 * WARPS);
     // SAFETY: the parameters of sum_partials, whose lengths were checked.
     unsafe { ops.launch(stream, "column sums", "sum_partials", shape, args) }

@@ -79,6 +79,7 @@ fn launch(
         logits.as_ptr().addr() % 16,
         0,
     )?;
+
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
         losses.into(),
@@ -89,6 +90,7 @@ fn launch(
         scale.map_or(0u64.into(), |s| s.loss_scale.into()),
         size("cross entropy: tokens", scale.map_or(0, |s| s.tokens))?.into(),
     ];
+
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
     // SAFETY: the parameters of cross_entropy, whose lengths were checked.
     unsafe { ops.launch(stream, "cross entropy", "cross_entropy", shape, args) }

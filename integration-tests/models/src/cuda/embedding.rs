@@ -72,6 +72,7 @@ pub fn forward(
         size("embedding: seq", seq)?.into(),
         size("embedding: width", n)?.into(),
     ];
+
     let shape = Shape::over((rows * n / columns) as u64);
     // SAFETY: the parameters of embedding_forward; lengths were checked here, tokens when the data
     // was opened.
@@ -110,6 +111,7 @@ pub fn backward(
     let dx = ops.stored("embedding: dx", dx, rows * n)?;
     let rows32 = size("embedding: rows", rows)?;
     let n32 = size("embedding: width", n)?;
+
     let args = [
         dwte.into(),
         lists.tokens.into(),
@@ -120,16 +122,19 @@ pub fn backward(
         rows32.into(),
         n32.into(),
     ];
+
     let shape = Shape {
         grid: [rows32.max(1), n.div_ceil(32 * columns).max(1) as u32, 1],
         block: 256,
         shared_bytes: 0,
     };
+
     let entry = format!("embedding_tokens_{columns}");
     // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` filled
     // the lists.
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }?;
     let batch = size("embedding: batch", rows / seq.max(1))?;
+
     let args = [
         dwpe.into(),
         dx,
@@ -137,6 +142,7 @@ pub fn backward(
         size("embedding: seq", seq)?.into(),
         n32.into(),
     ];
+
     let shape = Shape::over((seq * n / columns) as u64);
     let entry = format!("embedding_positions_{columns}");
     // SAFETY: the parameters of embedding_positions, whose lengths were checked.

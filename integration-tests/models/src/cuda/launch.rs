@@ -102,6 +102,7 @@ impl OpKernels {
         let other = args
             .iter()
             .find_map(|arg| arg.device.filter(|&device| !self.device.accesses(device)));
+
         if let Some(got) = other {
             return Err(DeviceError::AnotherDevice {
                 what: op,
@@ -110,6 +111,7 @@ impl OpKernels {
             }
             .into());
         }
+
         let mut args = args;
         let mut pointers = args
             .each_mut()
@@ -119,6 +121,7 @@ impl OpKernels {
             block,
             shared_bytes,
         } = shape;
+
         // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low
         // bytes of an `Arg` are its value), and the makers of the slices promised that accesses are
         // ordered.

@@ -185,6 +185,7 @@ pub fn backward(
     let blocks = variant.blocks(rows);
     let partials = column_sums::part("layer norm: workspace", workspace, blocks * outs.len() * n)?;
     let normed = ops.stored("layer norm: y", y, rows * n)?;
+
     let args = [
         ops.stored("layer norm: dx", dx, rows * n)?,
         partials.into(),
@@ -203,6 +204,7 @@ pub fn backward(
         size("layer norm: width", n)?.into(),
         (outs.len() as u32).into(),
     ];
+
     let padded = n.next_multiple_of(32 * variant.columns);
     let shared_bytes = (variant.warps * outs.len() * padded * size_of::<f32>()) as u32;
     let shape = Shape {
@@ -210,6 +212,7 @@ pub fn backward(
         block: 32 * variant.warps as u32,
         shared_bytes,
     };
+
     // SAFETY: the parameters of layer_norm_backward, whose lengths were checked; the variant is for
     // rows of this width.
     unsafe {
@@ -221,6 +224,7 @@ pub fn backward(
             args,
         )
     }?;
+
     column_sums::sum_partials(ops, stream, &outs, partials, blocks)
 }
 

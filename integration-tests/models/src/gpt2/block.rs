@@ -21,6 +21,7 @@ pub(super) fn forward(
         get("ln_1.bias"),
         eps,
     );
+
     linear::forward(a.qkv, a.ln1, get("c_attn.weight"), get("c_attn.bias"));
     attention::forward(a.attended, a.lse, a.qkv, shape);
     linear::forward_residual(
@@ -30,6 +31,7 @@ pub(super) fn forward(
         get("attn.c_proj.weight"),
         get("attn.c_proj.bias"),
     );
+
     layer_norm::forward(
         a.ln2,
         a.ln2_stats,
@@ -38,6 +40,7 @@ pub(super) fn forward(
         get("ln_2.bias"),
         eps,
     );
+
     let bias = get("c_fc.bias");
     linear::product(a.fc, a.ln2, get("c_fc.weight"), bias.len());
     gelu::forward(a.act, a.fc, bias);
@@ -81,6 +84,7 @@ pub(super) fn backward(
         out_w,
         out_b,
     ] = p.unit(0).split_mut(grad);
+
     let dact = &mut s.wide[..a.fc.len()];
     linear::backward_weight(out_w, out_b, a.act, s.dres);
     linear::product_transposed(
@@ -92,6 +96,7 @@ pub(super) fn backward(
     gelu::backward(dact, a.fc);
     linear::backward_weight(fc_w, fc_b, a.ln2, dact);
     linear::product_transposed(s.narrow, dact, get("c_fc.weight"), c);
+
     layer_norm::backward(
         s.dres,
         ln2_w,
@@ -108,6 +113,7 @@ pub(super) fn backward(
     attention::backward(dqkv, s.narrow, a.qkv, a.attended, a.lse, shape);
     linear::backward_weight(qkv_w, qkv_b, a.ln1, dqkv);
     linear::product_transposed(s.narrow, dqkv, get("c_attn.weight"), c);
+
     layer_norm::backward(
         s.dres,
         ln1_w,

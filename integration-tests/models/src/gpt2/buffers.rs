@@ -208,6 +208,7 @@ impl Buffers {
             head,
             scratch,
         } = Sizes::new(config, options);
+
         let mut held = Held::new(pool, stream);
         let loss = held
             .allocate(1, DType::F64, Purpose::Workspace)?
@@ -227,12 +228,14 @@ impl Buffers {
                 ))
             })
             .collect::<Result<_, ModelError>>()?;
+
         let head = HeadSlices::cut(floats(head.iter().sum(), Purpose::Activations)?, &head);
         let scratch = ScratchSlices::cut(
             floats(scratch.iter().sum(), Purpose::Activations)?,
             &scratch,
         );
         let upcast = floats(upcast, Purpose::Workspace)?;
+
         Ok(Self {
             layers: Layers { residual, blocks },
             head,

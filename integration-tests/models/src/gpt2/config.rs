@@ -163,6 +163,7 @@ impl GptConfig {
             tied_head: true,
             initializer_range: 0.02,
         };
+
         match name {
             "nano" => Ok(Self {
                 vocab_size: 256,
@@ -190,6 +191,7 @@ impl GptConfig {
             ("n_head", self.n_head),
             ("n_inner", self.n_inner),
         ];
+
         if let Some(&(field, _)) = sizes.iter().find(|(_, n)| *n == 0) {
             return Err(ConfigError::Zero(field));
         }
@@ -199,6 +201,7 @@ impl GptConfig {
                 n_head: self.n_head,
             });
         }
+
         if self.n_layer > MAX_LAYERS {
             return Err(ConfigError::TooManyLayers(self.n_layer));
         }
@@ -207,6 +210,7 @@ impl GptConfig {
         if sizes.iter().any(|(_, n)| *n > i32::MAX as usize) || self.count() > 1 << 59 {
             return Err(ConfigError::TooLarge);
         }
+
         if !(self.layer_norm_epsilon > 0.0 && self.layer_norm_epsilon.is_finite()) {
             let field = "layer_norm_epsilon";
             let value = self.layer_norm_epsilon;
@@ -216,6 +220,7 @@ impl GptConfig {
                 expected: "finite and above 0",
             });
         }
+
         if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
             let field = "initializer_range";
             let value = self.initializer_range;
@@ -225,6 +230,7 @@ impl GptConfig {
                 expected: "finite and not negative",
             });
         }
+
         Ok(())
     }
 
@@ -266,6 +272,7 @@ impl GptConfig {
                 ParamSpec::new("transformer.wpe.weight", [p, c]),
             ],
         ));
+
         for i in 0..self.n_layer {
             let param = |name: &str, shape: &[u64]| {
                 ParamSpec::new(format!("transformer.h.{i}.{name}"), shape)
@@ -288,6 +295,7 @@ impl GptConfig {
                 ],
             ));
         }
+
         let mut head = vec![
             ParamSpec::new("transformer.ln_f.weight", [c]),
             ParamSpec::new("transformer.ln_f.bias", [c]),
@@ -296,6 +304,7 @@ impl GptConfig {
             head.push(ParamSpec::new("lm_head.weight", [v, c]));
         }
         units.push(UnitSpec::new("head", head));
+
         units
     }
 
@@ -467,6 +476,7 @@ mod tests {
                 "initializer_range is -1",
             ),
         ];
+
         for (config, part) in cases {
             let error = config.validate().unwrap_err().to_string();
             assert!(error.contains(part), "{error:?} lacks {part:?}");

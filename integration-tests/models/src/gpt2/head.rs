@@ -57,6 +57,7 @@ pub(super) fn backward(
     let vocab = w.len() / c;
     let embedding = if grads.len() > 1 { grads.pop() } else { None };
     let Some(own) = grads.pop() else { return 0.0 };
+
     let (dgain, dbias, dw) = match embedding {
         Some(embedding) => {
             let [dgain, dbias] = p.unit(0).split_mut(own);
@@ -65,12 +66,14 @@ pub(super) fn backward(
         }
         None => p.unit(0).split_mut::<3>(own).into(),
     };
+
     let rows = s.logits.len() / vocab;
     let mut loss = 0.0;
     let chunks = targets
         .chunks(rows)
         .zip(h.out.chunks(rows * c))
         .zip(s.narrow.chunks_mut(rows * c));
+
     for ((targets, out), dout) in chunks {
         let logits_part = &mut s.logits[..targets.len() * vocab];
         logits(logits_part, out, w, vocab);
@@ -78,6 +81,7 @@ pub(super) fn backward(
         linear::product(dout, logits_part, w, c);
         linear::add_weight_gradient(dw, logits_part, out, c);
     }
+
     s.dres.fill(0.0);
     layer_norm::backward(
         s.dres,
@@ -88,5 +92,6 @@ pub(super) fn backward(
         h.stats,
         p.get(0, "ln_f.weight"),
     );
+
     loss
 }

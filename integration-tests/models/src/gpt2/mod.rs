@@ -95,6 +95,7 @@ impl Gpt2Options {
                 self.micro_batch, self.seq_len, config.n_positions
             )));
         }
+
         if self
             .micro_batch
             .checked_mul(self.seq_len)
@@ -105,11 +106,13 @@ impl Gpt2Options {
                 self.micro_batch, self.seq_len
             )));
         }
+
         if self.offload_activations && !self.activation_checkpointing {
             return Err(ModelError::from(
                 "offloaded activations are the inputs of checkpointed blocks: set activation checkpointing, too",
             ));
         }
+
         Ok(())
     }
 
@@ -160,6 +163,7 @@ impl Gpt2 {
         } else {
             widest_pass(&passes, &units)
         };
+
         let buffers = Buffers::new(&config, &options, upcast, pool, stream)?;
         Ok(Self {
             config,
@@ -222,6 +226,7 @@ impl Gpt2 {
         let upcast = self.buffers.upcast;
         let params = params.to_vec();
         let grads = grads.to_vec();
+
         stream.enqueue(label, move || {
             threads.run(|| {
                 let mut flats = Vec::with_capacity(params.len());
@@ -246,6 +251,7 @@ impl Gpt2 {
                 Ok(())
             })
         })?;
+
         Ok(())
     }
 
@@ -264,6 +270,7 @@ impl Gpt2 {
                 "{label}: stream {name} is not the one that the model was made for"
             )));
         }
+
         let extent =
             |slice: AnySlice| slice.as_ptr().addr()..slice.as_ptr().addr() + slice.len_bytes();
         let written: Vec<AnySlice> = written.iter().map(|slice| slice.erase()).collect();
@@ -278,6 +285,7 @@ impl Gpt2 {
                 }
             }
         }
+
         Ok(())
     }
 
@@ -321,17 +329,20 @@ pub fn passes(config: &GptConfig) -> Vec<Pass> {
         backward_reads: vec![],
         grads: vec![0],
     }];
+
     let block = |i| Pass {
         forward_reads: vec![i],
         backward_reads: vec![i],
         grads: vec![i],
     };
+
     passes.extend((1..head).map(block));
     let reads = if config.tied_head {
         vec![head, 0]
     } else {
         vec![head]
     };
+
     passes.push(Pass {
         forward_reads: reads.clone(),
         backward_reads: reads.clone(),
@@ -382,6 +393,7 @@ impl Model<HostDevice> for Gpt2 {
             output,
             block,
         } = self.buffers.layers.of_pass(pass);
+
         if pass == 0 {
             let tokens = Arc::clone(&self.inputs);
             return self.enqueue(
@@ -397,6 +409,7 @@ impl Model<HostDevice> for Gpt2 {
                 },
             );
         }
+
         // SAFETY of the views below: the buffers are this model's, and the stream orders its
         // passes.
         if pass + 1 == self.passes.len() {
@@ -407,6 +420,7 @@ impl Model<HostDevice> for Gpt2 {
                 head::forward(&mut head.view(), x, &flat, eps);
             });
         }
+
         let shape = self.attention_shape();
         self.enqueue(
             stream,
@@ -442,6 +456,7 @@ impl Model<HostDevice> for Gpt2 {
             .iter()
             .map(|grad| grad.sums("GPT-2's backward"))
             .collect::<Result<Vec<_>, _>>()?;
+
         // SAFETY of the views below: the buffers are this model's, and the stream orders its
         // passes.
         if pass == 0 {
@@ -459,6 +474,7 @@ impl Model<HostDevice> for Gpt2 {
                 },
             );
         }
+
         if pass + 1 == self.passes.len() {
             let head = self.buffers.head;
             let loss = self.buffers.loss;
@@ -493,6 +509,7 @@ impl Model<HostDevice> for Gpt2 {
                 },
             );
         }
+
         let shape = self.attention_shape();
         let again = self.options.activation_checkpointing;
         self.enqueue(

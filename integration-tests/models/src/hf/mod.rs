@@ -146,6 +146,7 @@ impl HfFolder {
                 path: path.to_owned(),
             });
         }
+
         let config_path = path.join("config.json");
         let is_checkpoint = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
         if is_checkpoint && !config_path.exists() {
@@ -155,11 +156,13 @@ impl HfFolder {
             path: config_path.clone(),
             source,
         })?;
+
         let (config, mut warnings) =
             GptConfig::from_hf_json(&text).map_err(|source| HfError::Config {
                 path: config_path,
                 source,
             })?;
+
         if !path.join("model.safetensors").is_file()
             && !path.join("model.safetensors.index.json").is_file()
         {
@@ -174,6 +177,7 @@ impl HfFolder {
                 hint,
             });
         }
+
         let weights = TensorFolder::open(path)?;
         let mut stored = HashMap::new();
         for param in config.units().into_iter().flat_map(|u| u.params) {
@@ -203,12 +207,14 @@ impl HfFolder {
             }
             stored.insert(name, tensor.name.clone());
         }
+
         warnings.extend(unused(&weights, &config, &stored));
         if config.tied_head
             && let Some(path) = untied_head(&weights, &stored[EMBEDDING])?
         {
             return Err(HfError::UntiedHead { path });
         }
+
         Ok(Self {
             path: path.to_owned(),
             config,
@@ -223,6 +229,7 @@ impl HfFolder {
             passed_over,
             ..
         } = resolve(path)?;
+
         let file = reader.path().join(MANIFEST_NAME);
         let text = reader.manifest().model_config.to_string();
         let (config, mut warnings) =
@@ -230,6 +237,7 @@ impl HfFolder {
                 path: file.clone(),
                 source,
             })?;
+
         warnings.extend(
             passed_over
                 .into_iter()
@@ -239,6 +247,7 @@ impl HfFolder {
             .params()
             .map(|p| (p.name.as_str(), &p.shape))
             .collect();
+
         for param in config.units().into_iter().flat_map(|u| u.params) {
             let name = param.name;
             let expected = param.shape;
@@ -261,6 +270,7 @@ impl HfFolder {
                 }
             }
         }
+
         Ok(Self {
             path: path.to_owned(),
             config,
@@ -430,11 +440,13 @@ fn untied_head(weights: &TensorFolder, embedding: &str) -> Result<Option<PathBuf
     else {
         return Ok(None);
     };
+
     if head.shape != tied.shape || StateDtype::from_name(&head.dtype).is_none() {
         return Ok(Some(file.to_owned()));
     }
     let mut ours = vec![0.0; CHUNK_ELEMS as usize];
     let mut theirs = vec![0.0; CHUNK_ELEMS as usize];
+
     for start in (0..tied.elems()).step_by(CHUNK_ELEMS as usize) {
         let end = tied.elems().min(start + CHUNK_ELEMS);
         let n = (end - start) as usize;
@@ -448,6 +460,7 @@ fn untied_head(weights: &TensorFolder, embedding: &str) -> Result<Option<PathBuf
             return Ok(Some(file.to_owned()));
         }
     }
+
     Ok(None)
 }
 

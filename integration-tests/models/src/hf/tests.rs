@@ -191,6 +191,7 @@ fn several_files_read_as_one() {
     fs::write(dir.path().join("config.json"), tiny().to_hf_json("float32")).unwrap();
     let all = params(&tiny());
     let mut map = serde_json::Map::new();
+
     for (i, part) in all.chunks(10).enumerate() {
         let name = format!("model-{i}.safetensors");
         write_file(&dir.path().join(&name), part, Dtype::F32);
@@ -199,6 +200,7 @@ fn several_files_read_as_one() {
                 .map(|(tensor, _, _)| (tensor.clone(), name.clone().into())),
         );
     }
+
     let index = dir.path().join("model.safetensors.index.json");
     let write_index = |map: &serde_json::Map<_, _>| {
         fs::write(
@@ -207,6 +209,7 @@ fn several_files_read_as_one() {
         )
         .unwrap();
     };
+
     write_index(&map);
     assert_holds(&HfFolder::open(dir.path()).unwrap(), &all);
 
@@ -299,6 +302,7 @@ fn truncated_or_other_file_is_an_error() {
     let mut broken = good.clone();
     broken[8] = b'[';
     let longer = [&good[..], &[0; 4]].concat();
+
     let cases = [
         (&good[..0], "it has 0 bytes"),
         (&good[..7], "it has 7 bytes"),
@@ -309,6 +313,7 @@ fn truncated_or_other_file_is_an_error() {
         (&broken[..], "the header does not start with"),
         (b"PK\x03\x04 a zip file of torch.save", "the header has"),
     ];
+
     for (bytes, part) in cases {
         fs::write(&path, bytes).unwrap();
         let error = open_error(dir.path());

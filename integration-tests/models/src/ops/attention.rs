@@ -120,6 +120,7 @@ pub fn backward(
         heads,
         d,
     } = shape;
+
     let mut tiles: Vec<Option<MatMut<'_, f32>>> =
         shape.tiles(dqkv, 3).into_iter().map(Some).collect();
     let mut tasks = Vec::with_capacity(batch * heads);
@@ -131,6 +132,7 @@ pub fn backward(
             tasks.push((task, dq, dk, dv));
         }
     }
+
     tasks
         .into_par_iter()
         .for_each(|(task, mut dq, mut dk, mut dv)| {

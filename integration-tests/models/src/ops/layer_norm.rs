@@ -47,6 +47,7 @@ pub fn backward(
             part
         })
         .collect();
+
     for part in parts {
         for (sum, v) in dgain.iter_mut().chain(dbias.iter_mut()).zip(part) {
             *sum += v;
@@ -91,6 +92,7 @@ fn backward_rows(
         .zip(dy.chunks_exact(n))
         .zip(x.chunks_exact(n))
         .zip(stats.chunks_exact(2));
+
     for (((dx, dy), x), stats) in rows {
         let mean = stats[0];
         let rstd = stats[1];

@@ -214,6 +214,7 @@ impl HeadOracle {
         let mut p = Vec::new();
         let mut ds = Vec::new();
         let mut out = Vec::new();
+
         for t in 0..seq {
             let scores: Vec<_> = (0..=t)
                 .map(|u| dot(&row(&q, t), &row(&k, u)) * scale)
@@ -231,6 +232,7 @@ impl HeadOracle {
             ds.push((0..=t).map(slope).collect::<Vec<_>>());
             p.push(backward);
         }
+
         let elements = || (0..seq * d).map(|e| (e / d, e % d));
         let dq = elements().map(|(t, i)| Bounded::sum((0..=t).map(|u| ds[t][u] * k[u * d + i])));
         let dk = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| ds[t][u] * q[t * d + i])));
@@ -415,6 +417,7 @@ proptest! {
         let wte = values(vocab * c, seed);
         let wpe = values(seq * c, seed ^ 1);
         let dx = values(rows * c, seed ^ 2);
+
         on(threads, || {
             let mut x = vec![f32::NAN; rows * c];
             embedding::forward(&mut x, &tokens, &wte, &wpe, seq, c);

@@ -319,6 +319,7 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
         true => Algorithm::candidates(preference, what),
         false => Vec::new(),
     };
+
     let found = &found[..found.len().min(asked as usize)];
     for (index, &algorithm) in found.iter().enumerate() {
         // SAFETY: not null, so valid for as many as requested.
@@ -328,6 +329,7 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
                 .write(HeuristicResult::new(algorithm))
         };
     }
+
     // SAFETY: not null, so valid.
     unsafe { count.write(found.len() as c_int) };
     if found.is_empty() {
@@ -444,6 +446,7 @@ pub unsafe extern "C" fn cublasLtMatmul(
     else {
         return INVALID_VALUE;
     };
+
     let at = [a, b, c, d.cast_const()].map(|p| p.addr() as u64);
     let lacks = workspace.is_null() || stream.is_null() || at.contains(&0);
     if lacks || !algorithm.takes(at, what, (workspace.addr(), workspace_bytes)) {
@@ -464,6 +467,7 @@ pub unsafe extern "C" fn cublasLtMatmul(
         beta,
         sums: algorithm.sums(),
     };
+
     let Ok(name) = CString::new(product.name()) else {
         return INTERNAL_ERROR;
     };
@@ -475,6 +479,7 @@ pub unsafe extern "C" fn cublasLtMatmul(
         stored,
         operations,
     };
+
     let stream = Stream(stream);
     driver::tally(stream, call);
     if driver::is_dry() {
@@ -487,6 +492,7 @@ pub unsafe extern "C" fn cublasLtMatmul(
         // SAFETY: the caller guarantees that the matrices are valid when the stream gets there.
         unsafe { product.run() };
     };
+
     if driver::launch_each(stream, run) {
         SUCCESS
     } else {

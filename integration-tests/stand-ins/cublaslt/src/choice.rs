@@ -96,6 +96,7 @@ impl Algorithm {
             0 => &[Sums::Whole, Sums::InParts, Sums::InFourParts],
             _ => &[Sums::InRoundedParts],
         };
+
         let fits = |sums: &&Sums| preference.workspace_bytes >= sums.workspace_bytes() as u64;
         let alignments = [a, b, c, d, divides(what.bias), divides(what.aux)];
         order
@@ -171,22 +172,26 @@ mod tests {
             aux: 0,
             aux_stride: 0,
         };
+
         let all = Preference {
             workspace_bytes: 1 << 20,
             ..Preference::default()
         };
+
         let sums = |preference: &Preference| {
             Algorithm::candidates(preference, &what)
                 .iter()
                 .map(Algorithm::sums)
                 .collect::<Vec<_>>()
         };
+
         assert_eq!(sums(&Preference::default()), [], "no workspace");
         assert_eq!(sums(&all), [Sums::InRoundedParts]);
         let fp32 = Preference {
             reductions: 2,
             ..all
         };
+
         assert_eq!(sums(&fp32), [Sums::InParts, Sums::Whole, Sums::InFourParts]);
         assert_eq!(
             sums(&Preference {
@@ -195,10 +200,12 @@ mod tests {
             }),
             [Sums::InParts, Sums::Whole]
         );
+
         let narrow = Preference {
             alignments: [256, 32, 256, 256],
             ..fp32
         };
+
         assert_eq!(
             sums(&narrow),
             [Sums::Whole, Sums::InParts, Sums::InFourParts]
@@ -223,6 +230,7 @@ mod tests {
             !Algorithm::default().takes(at, &what, workspace),
             "none was chosen"
         );
+
         assert!(
             !Algorithm {
                 sums: 4,

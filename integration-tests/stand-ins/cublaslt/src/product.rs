@@ -54,6 +54,7 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
             [l.rows, l.cols]
         }
     };
+
     let [m, k] = op(a, what.transposed[0]);
     let [k_b, n] = op(b, what.transposed[1]);
     let has_aux = what.epilogue & AUX != 0;
@@ -62,6 +63,7 @@ pub(crate) fn is_supported(what: &Description, [a, b, c, d]: &[Layout; 4], gelu:
         e if e == GELU | AUX | BIAS || e == GELU_BACKWARD | AUX => gelu,
         _ => false,
     };
+
     known
         && k == k_b
         && [c.rows, c.cols] == [m, n]
@@ -104,11 +106,13 @@ impl Product {
         } else {
             bytes(d)
         };
+
         let (aux_loaded, aux_stored) = if what.epilogue & GELU_BACKWARD == 0 {
             (0, aux)
         } else {
             (aux, 0)
         };
+
         let addend = if self.beta == 0.0 { 0 } else { bytes(c) };
         let loaded = bytes(a) + bytes(b) + addend + aux_loaded;
         [
@@ -130,6 +134,7 @@ impl Product {
         } else {
             a.cols
         };
+
         // Rows of op(a) and columns of op(b), each contiguous.
         // SAFETY: the caller guarantees it.
         let left = unsafe { gather(self.at[0], &a, !self.what.transposed[0]) };
@@ -149,6 +154,7 @@ impl Product {
                 })
                 .sum()
         };
+
         if self.what.epilogue & BIAS_GRADIENT != 0 {
             let ones = vec![1.0; k];
             for i in 0..d.rows {
@@ -157,6 +163,7 @@ impl Product {
                 unsafe { d.storage.write(self.what.bias, i, x) };
             }
         }
+
         for j in 0..d.cols {
             for i in 0..d.rows {
                 let row = &left[i * k..][..k];
@@ -297,6 +304,7 @@ mod tests {
             bias: address(&mut bias),
             ..PLAIN
         };
+
         let layouts = [
             layout(2, 2, 3),
             layout(3, 2, 3),
@@ -310,6 +318,7 @@ mod tests {
             address(&mut c),
             address(&mut d),
         ];
+
         // SAFETY: arrays of this test, with the sizes of the layouts.
         unsafe {
             Product {
@@ -322,6 +331,7 @@ mod tests {
             }
             .run()
         };
+
         // b^T = [5 6 7; 8 9 10]; a b^T = [29 33 37; 42 48 54].
         let want = [1229.0, 2242.0, 1233.0, 2248.0, 1237.0, 2254.0];
         assert_eq!([d[0], d[1], d[4], d[5], d[8], d[9]], want);
@@ -343,6 +353,7 @@ mod tests {
             bias: address(&mut sums),
             ..PLAIN
         };
+
         let layouts = [
             layout(2, 3, 2),
             layout(3, 1, 3),
@@ -356,6 +367,7 @@ mod tests {
             address(&mut d),
             address(&mut d),
         ];
+
         // SAFETY: arrays of this test, with the sizes of the layouts.
         unsafe {
             Product {
@@ -368,6 +380,7 @@ mod tests {
             }
             .run()
         };
+
         assert_eq!((sums, d), ([9.0, 12.0], [11.0, 12.0]));
     }
 
@@ -385,15 +398,18 @@ mod tests {
             aux_stride: 8,
             ..PLAIN
         };
+
         let half = good.map(|l| Layout {
             storage: Storage::Bf16,
             ..l
         });
+
         assert!(is_supported(&with(GELU | AUX | BIAS), &half, true));
         assert!(
             !is_supported(&with(GELU | AUX | BIAS), &half, false),
             "switched off"
         );
+
         assert!(!is_supported(
             &Description {
                 aux_stride: 9,
@@ -402,6 +418,7 @@ mod tests {
             &half,
             true
         ));
+
         assert!(!is_supported(&with(2), &good, true), "ReLU");
         assert!(
             !is_supported(
@@ -414,11 +431,13 @@ mod tests {
             ),
             "sizes"
         );
+
         let [a, b, c, d] = half;
         let wide = |l| Layout {
             storage: Storage::F32,
             ..l
         };
+
         assert!(is_supported(&PLAIN, &[a, b, wide(c), wide(d)], true));
         assert!(!is_supported(&PLAIN, &[a, wide(b), c, d], true));
         assert!(!is_supported(
@@ -449,6 +468,7 @@ mod tests {
             cols,
             stride: rows,
         };
+
         let layouts = [matrix(1, 4), matrix(4, 1), matrix(1, 1), matrix(1, 1)];
         for (sums, want) in [
             (Sums::Whole, 1.0),

@@ -49,6 +49,7 @@ impl Settings {
         } else {
             DEFAULT_MEMORY_BYTES
         };
+
         // Every test of this crate uses its own device, because a failed context fails all users of
         // the device.
         let devices = if cfg!(test) { 256 } else { 1 };

@@ -155,12 +155,14 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     let (Ok(n), Ok(rank)) = (usize::try_from(n), usize::try_from(rank)) else {
         return INVALID_ARGUMENT;
     };
+
     if rank >= n {
         return fail(
             INVALID_ARGUMENT,
             "the rank is not less than the number of ranks",
         );
     }
+
     let name: String = id
         .internal
         .iter()
@@ -172,6 +174,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     }
     // SAFETY: the caller guarantees it.
     unsafe { out.write(Comm::init(&name, rank, n)) };
+
     comm::IN_PROGRESS
 }
 
@@ -315,6 +318,7 @@ pub extern "C" fn ncclGroupEnd() -> c_int {
             Vec::new()
         })
     });
+
     let Some(calls) = calls else {
         return fail(INVALID_USAGE, "no group is open");
     };
@@ -330,6 +334,7 @@ pub extern "C" fn ncclGroupEnd() -> c_int {
             "the stand-in supports only groups of one communicator and one stream",
         );
     }
+
     with(handle, |comm| {
         comm.enqueue(stream, calls.into_iter().map(|call| call.2).collect())
     })

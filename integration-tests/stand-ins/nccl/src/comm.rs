@@ -172,6 +172,7 @@ impl Comm {
                 state
             };
         }
+
         let (_, n) = self.rank_and_size();
         for part in &parts {
             let bytes = part.sent_bytes(n);
@@ -184,6 +185,7 @@ impl Comm {
             };
             tally(stream, call);
         }
+
         if is_dry() && parts.iter().map(|part| part.sent_bytes(n)).sum::<u64>() > SMALL_BYTES {
             return SUCCESS;
         }
@@ -204,6 +206,7 @@ impl Comm {
         };
         let comm = Arc::clone(self);
         self.set(IN_PROGRESS);
+
         self.background(move || {
             if new.is_empty()
                 || comm
@@ -215,6 +218,7 @@ impl Comm {
                 comm.set(if taken { SUCCESS } else { CUDA_ERROR });
             }
         });
+
         IN_PROGRESS
     }
 
@@ -258,6 +262,7 @@ impl Comm {
             let taken = context.make() && comm.add_to_graph(stream, number, parts);
             comm.set(if taken { SUCCESS } else { CUDA_ERROR });
         });
+
         IN_PROGRESS
     }
 
@@ -297,6 +302,7 @@ impl Comm {
                 .wait(order)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+
         // Under the lock, so that an abort is either seen here or waits for the end.
         if self.exchange.aborted.load(Ordering::Acquire) {
             return Err(Aborted);
@@ -304,10 +310,12 @@ impl Comm {
         order.working = true;
         drop(order);
         let (rank, _) = self.rank_and_size();
+
         if self.is_world && error_at() == Some((rank, sequence)) {
             self.failed.store(SYSTEM_ERROR, Ordering::Release);
             return Err(self.exchange.hang());
         }
+
         self.work(
             &sequence.to_string(),
             sequence.checked_sub(1).map(|before| before.to_string()),
@@ -354,6 +362,7 @@ impl Comm {
         drop(order);
         self.set(IN_PROGRESS);
         let comm = Arc::clone(self);
+
         self.background(move || {
             let own = [color.to_le_bytes(), key.to_le_bytes()].concat();
             let Ok(all) = comm.exchange.meet(&name, &own) else {
@@ -382,6 +391,7 @@ impl Comm {
             }
             comm.set(SUCCESS);
         });
+
         IN_PROGRESS
     }
 

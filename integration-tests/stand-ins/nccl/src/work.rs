@@ -191,6 +191,7 @@ pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()>
         .map(|bytes| parse(bytes))
         .collect::<Option<_>>()?;
     let to_peers = |kind: u64| kind == Kind::Send as u64 || kind == Kind::Receive as u64;
+
     // Collectives are the same on all ranks, in the same order.
     let shared = |received: &[Received<'_>]| -> Vec<[u64; 4]> {
         let collectives = received.iter().filter(|part| !to_peers(part.header[0]));
@@ -205,18 +206,21 @@ pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()>
             })
             .collect()
     };
+
     let own = shared(&all[rank]);
     if all.iter().any(|received| shared(received) != own) {
         return None;
     }
     // The parts for this rank, by sender, in reverse order.
     let mut inboxes: Vec<Vec<&Received<'_>>> = Vec::new();
+
     for received in &all {
         let to_here = |part: &&Received<'_>| {
             part.header[0] == Kind::Send as u64 && part.header[3] == rank as u64
         };
         inboxes.push(received.iter().filter(to_here).rev().collect());
     }
+
     let mut writes: Vec<(At, usize, Vec<u8>)> = Vec::new();
     let mut index = 0;
     for part in parts {
@@ -264,6 +268,7 @@ pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()>
         }
         index += 1;
     }
+
     writes
         .iter()
         .for_each(|(to, offset, bytes)| to.write(*offset, bytes));
@@ -413,6 +418,7 @@ mod tests {
                 part(Kind::Receive, &from[r], &mut to[r], count, 1 - r),
             ]
         };
+
         assert!(run(|r| pair(r, 0), 2).is_none());
         run(|r| pair(r, 1), 2).unwrap();
         assert_eq!(*to.borrow(), [[10.], [0.]]);
@@ -421,6 +427,7 @@ mod tests {
             part.note_registered(|_, _| r == 1, 2);
             vec![part]
         };
+
         assert!(run(mixed, 2).is_none());
         let differs = |r: usize| {
             vec![part(
@@ -431,6 +438,7 @@ mod tests {
                 0,
             )]
         };
+
         assert!(run(differs, 2).is_none());
     }
 }

@@ -63,6 +63,7 @@ fn driver() -> Option<&'static Driver> {
         std::mem::forget(library);
         Some(driver)
     };
+
     DRIVER.get_or_init(find).as_ref()
 }
 

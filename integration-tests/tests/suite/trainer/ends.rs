@@ -53,6 +53,7 @@ fn run_outlasts_uploaded_learning_rates() {
         optimizer: optimizer.clone(),
         ..Case::default()
     };
+
     let outcome = case.run(&Toy::new(&[vec![40]], false));
     assert_eq!(outcome.steps.len(), 1030);
     for (position, step) in outcome.steps.iter().enumerate() {
@@ -61,6 +62,7 @@ fn run_outlasts_uploaded_learning_rates() {
             optimizer.schedule.lr(optimizer.lr, position as u64)
         );
     }
+
     let [after_two, in_all] = outcome.summaries[0].backing_allocations;
     assert_eq!(
         after_two, in_all,

@@ -274,6 +274,7 @@ fn resume_across_ranks_stages_and_groups() {
         groups: groups.clone(),
         ..Case::default()
     };
+
     let mut last = at(4, 3, 2, &all[0]).run_tiny();
     for (i, (ranks, stage)) in [(2, 1), (3, 2), (1, 0), (2, 3)].into_iter().enumerate() {
         let done = 2 * (i as u64 + 1);
@@ -284,6 +285,7 @@ fn resume_across_ranks_stages_and_groups() {
         );
         last = resumed(&only_loaded, &at(ranks, stage, done + 2, &all[0]));
     }
+
     for (i, groups) in all.iter().enumerate() {
         last = resumed(&last, &at(2, 2, 12 + i as u64, groups));
         assert!(last.steps.iter().all(|step| step.loss.is_finite()));
@@ -296,10 +298,12 @@ fn bad_groups_are_refused() {
         trainable: Some(false),
         ..ParamGroup::default()
     };
+
     let nowhere = ParamGroup {
         names: vec!["layers.*".into()],
         ..ParamGroup::default()
     };
+
     for (group, part) in [
         (all, "nothing is left to train"),
         (nowhere, "param_groups[0] (layers.*: the optimizer's"),

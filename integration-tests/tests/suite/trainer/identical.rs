@@ -43,6 +43,7 @@ fn agree(base: &Case, stages: std::ops::Range<u64>) -> Outcome {
         reference.steps.iter().any(|s| !s.skipped),
         "nothing was trained"
     );
+
     for stage in stages {
         for (overlap, activation_checkpointing) in [(true, false), (false, false), (true, true)] {
             let case = Case {
@@ -63,6 +64,7 @@ fn agree(base: &Case, stages: std::ops::Range<u64>) -> Outcome {
             same(&reference, &case.run_tiny(), &format!("{case:?}"));
         }
     }
+
     reference
 }
 

@@ -33,6 +33,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let device = HostDevice::new();
     let stream = device.create_stream("compute").unwrap();
     let pool = Pool::new(device, usize::MAX);
+
     // On the host, offload of activations changes nothing.
     let options = Gpt2Options {
         micro_batch: BATCH,
@@ -43,6 +44,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
         matmul_timing: false,
         recompute_gelu: false,
     };
+
     let mut model = Gpt2::new(
         config.clone(),
         options,
@@ -61,6 +63,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
             .flat_map(|p| weights[&p.name].clone())
             .collect::<Vec<_>>()
     };
+
     let mut params: Vec<Vec<f32>> = units.iter().map(flat).collect();
     let params: Vec<_> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let mut grads: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
@@ -77,6 +80,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
         &[grad_slices[0]; 2],
         slice(&mut half),
     );
+
     assert!(twice.unwrap_err().to_string().contains("overlaps"));
     let other = HostDevice::new().create_stream("other").unwrap();
     assert!(
@@ -86,6 +90,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
             .to_string()
             .contains("stream other")
     );
+
     for micro in 0..2 {
         let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
         let (inputs, targets): (Vec<_>, Vec<_>) = rows
@@ -109,6 +114,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
                 .unwrap();
         }
     }
+
     stream.synchronize(LIMIT).unwrap();
 
     let want = &tensors("logits_first_micro_batch.safetensors")[0].1;
@@ -121,6 +127,7 @@ fn check(threads: usize, activation_checkpointing: bool) {
         want.len(),
         units.iter().map(|u| u.params.len()).sum::<usize>()
     );
+
     for (unit, grad) in units.iter().zip(&grads) {
         let mut rest = grad.as_slice();
         for param in &unit.params {

@@ -57,6 +57,7 @@ fn agree(base: &Case) {
         reduce_every_micro_batch: true,
         ..base.clone()
     };
+
     let reference = Case {
         stage: 0,
         ..base.clone()
@@ -66,6 +67,7 @@ fn agree(base: &Case) {
         reference.steps.iter().any(|s| !s.skipped),
         "nothing was trained"
     );
+
     for stage in 0..4 {
         for offload in kinds(stage, dir.path()) {
             for overlap in [true, false] {
@@ -79,6 +81,7 @@ fn agree(base: &Case) {
             }
         }
     }
+
     assert_eq!(
         std::fs::read_dir(dir.path()).unwrap().count(),
         0,
@@ -126,6 +129,7 @@ fn fp16_with_overflows() {
         optimizer,
         ..Case::default()
     };
+
     let steps = Case {
         stage: 0,
         ..base.clone()
@@ -171,6 +175,7 @@ fn resume_with_and_without() {
         optimizer: small_pieces(),
         ..Case::default()
     };
+
     let whole = base.run_tiny();
     for (stage, ranks) in [(2, 2), (3, 2), (3, 3)] {
         for offload in kinds(stage, dir.path()) {
@@ -251,6 +256,7 @@ fn smaller_formats_follow_the_losses() {
         steps: 200,
         ..Case::default()
     };
+
     let losses = |case: &Case| {
         case.run_tiny()
             .steps
@@ -258,6 +264,7 @@ fn smaller_formats_follow_the_losses() {
             .map(|s| s.loss)
             .collect::<Vec<_>>()
     };
+
     let plain = losses(&base);
     for home in [Home::Host, Home::Nvme(dir.path().to_owned())] {
         for (remainder, bf16_moments, tolerance) in
@@ -298,14 +305,17 @@ fn remainders_need_no_offload() {
         remainder: true,
         bf16_moments: false,
     };
+
     let on_device = OffloadSettings {
         format,
         ..OffloadSettings::default()
     };
+
     let on_host = OffloadSettings {
         optimizer: Home::Host,
         ..on_device.clone()
     };
+
     let base = Case {
         dtype: DType::Bf16,
         optimizer: small_pieces(),
@@ -313,10 +323,12 @@ fn remainders_need_no_offload() {
         steps: 6,
         ..Case::default()
     };
+
     let [device, host] = [on_device, on_host].map(|offload| Case {
         offload,
         ..base.clone()
     });
+
     let half = |case: &Case, resume| {
         Case {
             steps: 3,
@@ -325,6 +337,7 @@ fn remainders_need_no_offload() {
         }
         .run_tiny()
     };
+
     let rest = |case: &Case, from: &super::support::Outcome| {
         Case {
             resume: Some(from.dir.path().to_owned()),
@@ -332,6 +345,7 @@ fn remainders_need_no_offload() {
         }
         .run_tiny()
     };
+
     for stage in 0..4 {
         let [plain, device, host] = [&base, &device, &host].map(|case| Case {
             stage,

@@ -58,6 +58,7 @@ fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
     let mut settings = case.settings();
     let options = case.options(None);
     settings.prefetch.ahead = ahead;
+
     // A new thread: its modelled time begins at zero.
     std::thread::scope(|scope| {
         let run = || {
@@ -73,6 +74,7 @@ fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
         };
         scope.spawn(run).join().unwrap().unwrap()
     });
+
     let mut spans = device.modelled_spans();
     spans.sort_by_key(|span| (span.start, span.end));
     spans

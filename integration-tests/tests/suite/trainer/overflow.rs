@@ -127,18 +127,21 @@ fn lost_weights_end_the_run_and_keep_checkpoints() {
         optimizer,
         ..Case::default()
     };
+
     let dir = tempfile::tempdir().unwrap();
     let save = RunOptions {
         checkpoint: Some((dir.path().to_owned(), 1)),
         keep_last: Some(1),
         ..case.options(None)
     };
+
     let mut steps = 0;
     let settings = case.settings();
     let mut observe = |metrics: &StepMetrics| {
         steps = metrics.step;
         Ok(())
     };
+
     let error = run_on_threads(1, 1, &settings, &case.tiny(), &save, &mut observe)
         .unwrap_err()
         .to_string();

@@ -101,6 +101,7 @@ unsafe impl Communicator<HostDevice> for BlockedComm {
                     .block(stream, ("backward", UNITS - 2 - i), step + 1)?;
             }
         }
+
         if gather && self.progress.stage < 3 {
             // The gather of a unit after update s waits for the forward pass before the unit's, in
             // step s + 1. Update 0 is the initial weights; no forward follows the last.
@@ -112,6 +113,7 @@ unsafe impl Communicator<HostDevice> for BlockedComm {
                     .block(stream, ("forward", unit - 1), update + 1)?;
             }
         }
+
         self.inner.enqueue(stream, checked)?;
         if gather {
             self.progress.count(stream, ("all_gather", 0))?;
@@ -260,6 +262,7 @@ fn run(case: &Case) {
         limit: 2 * LIMIT,
         ..case.settings()
     };
+
     let world = World::new(case.ranks, CommOptions::default().limit(settings.limit)).unwrap();
     std::thread::scope(|scope| {
         for comm in world {

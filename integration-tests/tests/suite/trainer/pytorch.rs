@@ -26,6 +26,7 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
         })
         .lr(1e-3)
         .max_grad_norm(1.0);
+
     for stage in 0..4 {
         let case = Case {
             ranks,

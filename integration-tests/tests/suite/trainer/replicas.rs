@@ -52,6 +52,7 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
             unsafe { *(sign as *mut u8) ^= 0x80 };
             Ok(())
         })?;
+
         Ok(())
     }
 
@@ -168,6 +169,7 @@ fn replicas_are_compared_at_intervals() {
         steps: 6,
         ..Case::default()
     };
+
     let damaged = of_last_step(2, 4);
     let checked = |check_replicas| {
         let options = RunOptions {
@@ -176,6 +178,7 @@ fn replicas_are_compared_at_intervals() {
         };
         run(&case, &options, 2, damaged)
     };
+
     let errors = checked(ReplicaChecks::Every(2));
     assert!(
         errors

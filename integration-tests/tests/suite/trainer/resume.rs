@@ -61,6 +61,7 @@ fn in_another_dtype() {
             ..Case::default()
         }
     };
+
     for (from, to) in [
         (DType::F16, DType::Bf16),
         (DType::F16, DType::F32),
@@ -88,6 +89,7 @@ fn across_ranks_and_stages() {
         micro_batch: 12 / ranks,
         ..Case::default()
     };
+
     let uninterrupted = at(4, 3, 8).run_tiny();
     let mut last = at(4, 3, 2).run_tiny();
     for (i, (ranks, stage)) in [(2, 1), (3, 2), (1, 0)].into_iter().enumerate() {

@@ -40,6 +40,7 @@ impl Toy {
                 .map(|(p, &n)| ParamSpec::new(format!("u{u}.p{p}"), [n]));
             UnitSpec::new(format!("u{u}"), params.collect::<Vec<_>>())
         };
+
         let reads = |u| {
             if tied && u > 0 && u + 1 == units.len() {
                 vec![u, 0]
@@ -47,11 +48,13 @@ impl Toy {
                 vec![u]
             }
         };
+
         let pass = |u| Pass {
             forward_reads: reads(u),
             backward_reads: reads(u),
             grads: reads(u),
         };
+
         Self {
             units: units.iter().enumerate().map(spec).collect(),
             passes: (0..units.len()).map(pass).collect(),
@@ -91,6 +94,7 @@ impl Workload<HostDevice> for Toy {
             .clone()
             .filter(|_| compute_is_of_rank_0(compute));
         let kept = self.passes.iter().map(|_| Arc::default()).collect();
+
         let alone = |pass: &Pass| {
             self.passes
                 .iter()
@@ -98,11 +102,13 @@ impl Workload<HostDevice> for Toy {
                 .count()
                 == 1
         };
+
         let writes = self
             .passes
             .iter()
             .map(|pass| self.writes && alone(pass))
             .collect();
+
         Ok(Box::new(ToyModel {
             loss,
             tokens: Arc::default(),
@@ -199,6 +205,7 @@ fn store(grad: Grad, values: impl Iterator<Item = f32>) -> Result<(), DeviceErro
                 .for_each(|(out, x)| *out = bf16::from_f32(x));
         }
     }
+
     Ok(())
 }
 
@@ -283,6 +290,7 @@ impl Model<HostDevice> for ToyModel {
             loss[0] += sum;
             Ok(())
         })?;
+
         Ok(())
     }
 

@@ -83,6 +83,7 @@ fn ranks_and_micro_batch_do_not_change_the_loss() {
         };
         results(&case.run_tiny())[0].1
     };
+
     for windows in [1, 5, 13] {
         let one = run(1, 1, windows);
         for (ranks, micro_batch) in [(1, 3), (2, 2), (3, 1), (4, 4)] {
@@ -107,6 +108,7 @@ fn changes_nothing(dtype: DType, grad_accum: usize, ranks: usize) {
         steps: 5,
         ..Case::default()
     };
+
     let plain = base.run_tiny();
     let mut first = None;
     for stage in 0..4 {

@@ -17,6 +17,7 @@ fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
         .step_traffic(settings.stage, &widths, settings.reductions())
         .unwrap();
     assert_eq!(outcome.summaries.len(), case.ranks);
+
     for summary in &outcome.summaries {
         let last = summary.last.as_ref().unwrap();
         assert_eq!(

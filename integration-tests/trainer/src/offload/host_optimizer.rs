@@ -94,6 +94,7 @@ impl<D: Device> HostOptimizer<D> {
             Home::Nvme(_) => &host.nvme_kernels,
             _ => &host.kernels,
         };
+
         let builder = ShardedAdamW::builder(&host.plain, Arc::clone(kernels), &stream)
             .config(settings.optimizer.clone())
             .param_dtype(settings.dtype)
@@ -102,6 +103,7 @@ impl<D: Device> HostOptimizer<D> {
             Some(state) => builder.offload(state),
             None => builder,
         };
+
         let optimizer = builder.build(segments)?;
         if index == 0 {
             let files = [optimizer.file(), params.file()].into_iter().flatten();
@@ -109,6 +111,7 @@ impl<D: Device> HostOptimizer<D> {
             notices.dedup();
             notices.iter().for_each(|notice| tracing::warn!("{notice}"));
         }
+
         let loss_scale = rank
             .pool
             .allocate(1, DType::F64, Purpose::Workspace, &rank.compute)?;
@@ -126,6 +129,7 @@ impl<D: Device> HostOptimizer<D> {
             rank.comm_stream.clone(),
             copies.clone(),
         ];
+
         Ok(Self {
             optimizer,
             stream,
@@ -233,6 +237,7 @@ impl<D: Device> HostOptimizer<D> {
         let mut loss = [0; 8];
         let mut flags = [0; 8];
         device.download(&rank.compute, inputs.loss.erase(), &mut loss, limit)?;
+
         // SAFETY: the same memory as bytes, for which the maker of `flags` made the same promises.
         let of_flags = unsafe {
             AnySlice::from_raw_parts(
@@ -242,6 +247,7 @@ impl<D: Device> HostOptimizer<D> {
                 inputs.flags.device(),
             )
         };
+
         device.download(&rank.compute, of_flags, &mut flags, limit)?;
         let mut own = self
             .optimizer
@@ -257,6 +263,7 @@ impl<D: Device> HostOptimizer<D> {
             Divisor::MicroBatches(rank.settings.grad_accum_steps),
         );
         self.outcome = Some(self.optimizer.decide(&self.stream, stats, limit)?);
+
         self.upload_loss_scale(rank)
     }
 
@@ -279,6 +286,7 @@ impl<D: Device> HostOptimizer<D> {
             order,
             ..
         } = self;
+
         let mut params = params.lock();
         // The device reads the parameters of the last step no more.
         for device_stream in [&rank.compute, &rank.comm_stream] {
@@ -286,6 +294,7 @@ impl<D: Device> HostOptimizer<D> {
         }
         let overwritten =
             rank.settings.dtype != DType::F32 && !rank.settings.offload.format.remainder;
+
         for &unit in order.iter().filter(|unit| rank.trains(**unit)) {
             let overwritten = overwritten
                 && optimizer
@@ -318,6 +327,7 @@ impl<D: Device> HostOptimizer<D> {
             }
             released[unit] = Some(stream.record()?);
         }
+
         if !rank.settings.overlap {
             stream.synchronize(rank.settings.host_limit())?;
         }

@@ -99,6 +99,7 @@ impl<D: Device> HostParams<D> {
                 }
             }
         };
+
         let device = rank.pool.device().clone();
         let limit = rank.settings.host_limit();
         // The device sets its memory to zero.

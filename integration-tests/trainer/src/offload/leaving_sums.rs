@@ -136,14 +136,17 @@ impl<D: Device> LeavingSums<D> {
             }
             None => None,
         };
+
         let pinned = |elems, dtype| {
             let pool = &rank.host.pinned;
             pool.allocate(elems, dtype, Purpose::Grads, &update)
         };
+
         let arrived = || {
             let block = pinned(largest, settings.dtype)?;
             Ok::<_, TrainError>(Arrived { block, added: None })
         };
+
         let in_memory = || pinned_sums(&lens, |elems| pinned(elems, settings.grad_dtype()));
         let route = match on_file {
             Some(file) if rank.is_host() => Route::AddedInPlace(file),
@@ -157,6 +160,7 @@ impl<D: Device> LeavingSums<D> {
             },
             None => Route::Copied(in_memory()?),
         };
+
         Ok(Self {
             leaving: [leaving(rank, largest)?, leaving(rank, largest)?],
             next: 0,
@@ -218,6 +222,7 @@ impl<D: Device> LeavingSums<D> {
         let update = &self.update;
         let leaving = &mut self.leaving[self.next];
         let left = reduced.wait_on(copies)?;
+
         let arrival = |from| Arrival {
             unit,
             micro,
@@ -226,6 +231,7 @@ impl<D: Device> LeavingSums<D> {
             kernels: &*rank.host.kernels,
             update,
         };
+
         let mut leave = |to: Option<AnySlice>| {
             if let Some(to) = to {
                 device.copy(copies, left, to)?;
@@ -332,6 +338,7 @@ impl<D: Device> Drop for LeavingSums<D> {
             ),
             Route::AddedInPlace(_) => (None, None),
         };
+
         for arrived in arrived.into_iter().flatten() {
             let _closed = arrived.block.record_use(&self.update);
         }

@@ -103,6 +103,7 @@ impl fmt::Display for OffloadSettings {
         } else {
             "fp32"
         };
+
         let moments = if format.bf16_moments { "bf16" } else { "fp32" };
         let mut parts = Vec::new();
         if self.updates_on_host() {
@@ -111,12 +112,14 @@ impl fmt::Display for OffloadSettings {
                 self.optimizer
             ));
         }
+
         if self.params != Home::Device {
             parts.push(format!("parameters in {}", self.params));
         }
         if self.activations {
             parts.push("activation checkpoints in cpu".to_owned());
         }
+
         f.write_str(&parts.join(", "))
     }
 }

@@ -30,14 +30,17 @@ pub(crate) fn check<D: Device>(
     } else {
         Vec::new()
     };
+
     if whole.is_empty() {
         return Ok(());
     }
     let mut checksums = RankSettings::new();
+
     for (unit, params) in rank.layout.units().iter().zip(whole) {
         let checksum = checksum(rank, params)?;
         checksums.push(&unit.name, format_args!("{checksum:016x}"));
     }
+
     let exchange = RankExchange::of(rank);
     agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| {
         exchange.exchange(message)

@@ -82,6 +82,7 @@ impl Saver {
         for notice in store.take_notices() {
             tracing::warn!("checkpoints in {}: {notice}", dir.display());
         }
+
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(
@@ -91,6 +92,7 @@ impl Saver {
                 1,
             )?),
         };
+
         Ok(Self {
             store,
             dir: dir.to_owned(),

@@ -83,6 +83,7 @@ pub(crate) fn save<D: Device>(
         .documents(documents.clone())
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
+
     saver.begin(rank, meta, |slot| {
         let unknown =
             || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));

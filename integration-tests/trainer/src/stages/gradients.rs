@@ -63,12 +63,14 @@ impl<D: Device> Gradients<D> {
             comm,
             ..
         } = rank;
+
         let writes = |pass, unit| model.writes_grad(pass, unit);
         let (places, sizes) = places(settings, &rank.layout, &rank.passes, &rank.groups, &writes);
         let mut slots = Vec::with_capacity(sizes.len());
         for elems in sizes {
             slots.push(pool.allocate(elems, DType::F32, Purpose::Workspace, compute)?);
         }
+
         let with_memory = |(unit, place): (usize, Option<Place>)| match place {
             Some(Place::Scratch(slot)) => {
                 // SAFETY: only the compute stream uses the scratch, and the drop records it.
@@ -81,6 +83,7 @@ impl<D: Device> Gradients<D> {
             Some(Place::Written) => Some(InBackward::Written),
             None => None,
         };
+
         let places = places.into_iter().enumerate().map(with_memory).collect();
 
         let world_size = comm.world_size();
@@ -88,6 +91,7 @@ impl<D: Device> Gradients<D> {
         let options = BucketOptions::new(capacity, settings.dtype)
             .count(settings.buckets(world_size, rank.is_host()))
             .overlap(settings.overlap);
+
         let buckets = Buckets::new(
             pool,
             comm.clone(),
@@ -95,6 +99,7 @@ impl<D: Device> Gradients<D> {
             rank.comm_stream.clone(),
             options,
         )?;
+
         Ok(Self {
             places,
             written: None,
@@ -165,6 +170,7 @@ impl<D: Device> Gradients<D> {
                 None => return Err(internal("reduced a gradient that no pass wrote")),
             },
         };
+
         optimizer.take_sum(rank, unit, micro, sum)
     }
 

@@ -339,10 +339,12 @@ impl<D: Device> Optimizer<D> {
             Self::Device(device) => device,
             Self::Host(host) => return host.optimizer.set_weights(rank, unit, parts, fill),
         };
+
         let stream = &rank.compute;
         let limit = rank.settings.host_limit();
         let param = [(device.params[unit], 0)];
         let mut values = Vec::new();
+
         for elems in parts {
             fill(elems.clone(), &mut values)?;
             let range = StateRange {
@@ -353,6 +355,7 @@ impl<D: Device> Optimizer<D> {
             let optimizer = &mut device.optimizer;
             optimizer.write_state(stream, &range, &param, &values, limit)?;
         }
+
         Ok(device.optimizer.write_unit_params(stream, unit, &param)?)
     }
 

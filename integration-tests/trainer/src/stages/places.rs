@@ -52,6 +52,7 @@ pub(crate) fn places(
         let alone = adding[unit].count == 1 && passes[pass].grads == [unit];
         alone && settings.grad_accum_steps == 1 && fits(unit) && writes(pass, unit)
     };
+
     let (mut places, mut sizes, mut free) =
         (vec![None; units.len()], Vec::<usize>::new(), Vec::new());
     for pass in (first_trained(passes, groups)..passes.len()).rev() {
@@ -83,6 +84,7 @@ pub(crate) fn places(
             _ => None,
         }));
     }
+
     (places, sizes)
 }
 

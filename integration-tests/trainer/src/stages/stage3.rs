@@ -44,6 +44,7 @@ impl<D: Device> Stage3<D> {
             Home::Host => rank.is_host(),
             Home::Nvme(_) => false,
         };
+
         let params = || Storage::shards(rank, rank.settings.dtype, Purpose::Params);
         let params = on_device.then(params).transpose()?;
         let shards = params.as_ref().map(Storage::all_own);
@@ -80,6 +81,7 @@ impl<D: Device> Stage3<D> {
             };
             prefetcher.expect_order(order).map(|()| prefetcher)
         };
+
         let forward_only = prefetcher(forward_uses(rank).collect())?;
         let prefetcher = prefetcher(step_uses(rank))?;
         let grads = Gradients::new(rank, model, &optimizer)?;
@@ -146,6 +148,7 @@ fn micro_batch<D: Device>(
             reshard(step, units);
         }
     }
+
     for (i, pass) in rank.backward_passes() {
         let units = match i == last {
             true => std::mem::take(&mut turning),
@@ -158,6 +161,7 @@ fn micro_batch<D: Device>(
         rank.complete_after(i)
             .try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
     }
+
     Ok(())
 }
 
@@ -174,6 +178,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
             optimizer,
             ..
         } = self;
+
         let mut step = prefetcher.step()?;
         micro_batches.run(rank, model, |model, micro| {
             micro_batch(rank, model, micro, &mut step, grads, optimizer)
@@ -191,6 +196,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
                 "the order of units changed during the step; units after this position were gathered on demand"
             );
         }
+
         Ok(())
     }
 

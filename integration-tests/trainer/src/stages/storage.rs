@@ -90,6 +90,7 @@ impl<D: Device> Storage<D> {
             own.push(end + shard.start..end + shard.end);
             end += len;
         }
+
         Self::new(
             rank,
             end,

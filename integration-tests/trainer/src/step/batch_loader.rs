@@ -62,6 +62,7 @@ impl<'a, D: Device> BatchLoader<'a, D> {
             targets,
             ..
         } = self;
+
         let at = BatchAt {
             step: done,
             micro_batch_index: micro as u64,
@@ -72,6 +73,7 @@ impl<'a, D: Device> BatchLoader<'a, D> {
             seq_len: options.seq_len,
             seed: options.seed,
         };
+
         workload.batch(at, inputs, targets)?;
         model.set_batch(&rank.compute, inputs, targets)?;
         self.loaded = Some((done, micro));

@@ -94,6 +94,7 @@ impl<'a, D: Device> Flags<'a, D> {
             host,
             ..
         } = self.rank;
+
         // SAFETY: only the compute stream uses the block; the drop records that stream.
         let device = unsafe { self.device.slice() };
         // SAFETY: eight bytes at the start of a block, which is aligned for them.
@@ -101,6 +102,7 @@ impl<'a, D: Device> Flags<'a, D> {
             DeviceSlice::<u64>::from_raw_parts(device.as_ptr().cast(), 1, device.device())
         };
         self.request(cancel);
+
         match self.words() {
             Some(words) => {
                 let word = words[usize::from(ready)].as_ptr().cast();
@@ -125,6 +127,7 @@ impl<'a, D: Device> Flags<'a, D> {
                 compute.enqueue_host("flags", write)?;
             }
         }
+
         Ok(Enqueued {
             flags,
             read: compute.record()?,
@@ -227,6 +230,7 @@ mod tests {
             limit: LIMIT,
             ..settings(ZeroStage::One, OffloadSettings::default())
         };
+
         let device = device.clone();
         let comm = Arc::new(comm);
         Rank::new(
@@ -258,6 +262,7 @@ mod tests {
             .unwrap();
         // SAFETY: used on the compute stream, which is drained before the block is dropped.
         let kept = unsafe { kept.slice() };
+
         for requested in [false, true] {
             let cancel = Arc::<AtomicBool>::default();
             let gate = Arc::new(Monitor::new(false));

@@ -97,6 +97,7 @@ impl<'a, D: Device> Recorder<'a, D> {
             comm_stream,
             ..
         } = self.rank;
+
         let slot = &mut self.parts[part as usize];
         let recorded = match slot {
             Some(recorded) => {
@@ -114,12 +115,14 @@ impl<'a, D: Device> Recorder<'a, D> {
                 })
             }
         };
+
         compute.wait(&comm_stream.record()?)?;
         let in_phase = match part {
             Part::First | Part::Later | Part::Last => Phase::Graph,
             Part::Decision => Phase::Decision,
             Part::Update => Phase::Optimizer,
         };
+
         let before = self.rank.timeline.set_phase(in_phase.name());
         // SAFETY: the recorded operations use memory and kernels of the rank, the stage and the
         // model, which outlive the recorder's graphs and their launches; both streams are ordered
@@ -127,6 +130,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         let launched = unsafe { recorded.graph.launch(compute) };
         self.rank.timeline.set_phase(before);
         launched?;
+
         Ok(comm_stream.wait(&compute.record()?)?)
     }
 
@@ -152,6 +156,7 @@ fn forked<D: Device>(
         comm_stream,
         ..
     } = rank;
+
     let mut enqueue = Some(enqueue);
     let mut failed = None;
     let recorded = record(compute, &mut || {
@@ -166,6 +171,7 @@ fn forked<D: Device>(
         }
         compute.wait(&comm_stream.record()?)
     });
+
     match failed {
         Some(error) => Err(error),
         None => Ok(recorded?),

@@ -190,6 +190,7 @@ impl Breakdown {
             let works = comm.iter().filter(|work| work.2 == part);
             ms(works.map(|(start, end, _)| *end - *start).sum())
         };
+
         let comm_ms = CommMs {
             reduce_ms: busy_ms(Part::Reduce),
             gather_ms: busy_ms(Part::Gather),
@@ -202,6 +203,7 @@ impl Breakdown {
             forward_ms: part_ms(Part::Forward(kind)),
             backward_ms: part_ms(Part::Backward(kind)),
         });
+
         let parts = PartsMs {
             forward_ms: units.iter().map(|unit| unit.forward_ms).sum(),
             backward_ms: units.iter().map(|unit| unit.backward_ms).sum(),
@@ -216,6 +218,7 @@ impl Breakdown {
             validation_ms: part_ms(Part::Validation),
             host_wait_ms: part_ms(Part::HostWait),
         };
+
         let [embedding, block, head] = units;
         Self {
             wall_ms: ms(wall.end.saturating_sub(wall.start)),
@@ -285,6 +288,7 @@ fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
         *times.entry(part.unwrap_or(Part::HostWait)).or_default() += until - now;
         now = until;
     }
+
     times
 }
 
@@ -332,6 +336,7 @@ mod tests {
             span("comm", Phase::Decision, "all_gather", 90, 99),
             span("other", Phase::Optimizer, "adam", 80, 90),
         ];
+
         let breakdown = Breakdown::of(&spans, &TRACKS, wall(10, 100));
         let expected = PartsMs {
             forward_ms: 8.0,
@@ -345,6 +350,7 @@ mod tests {
             host_wait_ms: 20.0,
             ..PartsMs::default()
         };
+
         assert_eq!(breakdown.parts, expected);
         assert_eq!(breakdown.wall_ms, 90.0);
         assert_eq!(
@@ -354,6 +360,7 @@ mod tests {
                 backward_ms: 20.0
             }
         );
+
         assert_eq!(
             breakdown.comm,
             CommMs {
@@ -390,6 +397,7 @@ mod tests {
                 28,
             ),
         ];
+
         let breakdown = Breakdown::of(&spans, &TRACKS, wall(0, 40));
         let expected = PartsMs {
             backward_ms: 10.0,
@@ -399,6 +407,7 @@ mod tests {
             exposed_gather_ms: 7.0,
             ..PartsMs::default()
         };
+
         assert_eq!(breakdown.parts, expected);
         assert_eq!(
             breakdown.comm,
@@ -408,6 +417,7 @@ mod tests {
                 control_ms: 1.0
             }
         );
+
         assert_eq!(breakdown.update_ms, 27.0);
     }
 
@@ -431,6 +441,7 @@ mod tests {
                     span(tracks[track], phases[phase], "op", start, start + length)
                 })
                 .collect();
+
             let wall = wall(from, from + length);
             let layers = [
                 layer(&spans, &["compute"], &wall, Part::of_compute),
@@ -441,6 +452,7 @@ mod tests {
             let times = partition(&layers, wall.clone());
             prop_assert_eq!(times.values().sum::<Duration>(), wall.end - wall.start, "exactly");
             let mut expected = Times::default();
+
             for ms in from..from + length {
                 let at = Duration::from_millis(ms);
                 let running = |track: &str| spans.iter().find(|s| &*s.stream == track && s.start <= at && at < s.end);
@@ -451,6 +463,7 @@ mod tests {
                     .unwrap_or(Part::HostWait);
                 *expected.entry(part).or_default() += Duration::from_millis(1);
             }
+
             prop_assert_eq!(times, expected);
         }
     }

@@ -104,6 +104,7 @@ impl MemoryRecord {
         let name = |op: usize| ops.get(op).or(ops.last()).map_or("", |op| op.phase);
         let mut bytes = self.base.map(|bytes| bytes as i64);
         let mut points: Vec<MemoryPoint> = Vec::with_capacity(self.changes.len() + ops.len());
+
         let mut add = |at: Duration, operation: &str, bytes: &[i64; Purpose::COUNT]| {
             let bytes = bytes.map(|bytes| bytes.max(0) as u64);
             let point = MemoryPoint {
@@ -118,12 +119,14 @@ impl MemoryRecord {
                 points.push(point);
             }
         };
+
         add(
             self.step.start,
             name(ops.partition_point(|op| op.end <= self.step.start)),
             &bytes,
         );
         let mut changes = self.changes.as_slice();
+
         for next in 0..=ops.len() {
             // Changed before the next operation was enqueued.
             let count = ops.get(next).map_or(changes.len(), |op| {
@@ -150,6 +153,7 @@ impl MemoryRecord {
                 add(end, op.phase, &bytes);
             }
         }
+
         MemoryTrace {
             step: self.step.end.saturating_sub(self.step.start),
             points,
@@ -169,6 +173,7 @@ mod tests {
                 .phase(phase)
                 .enqueued(ms(enqueued))
         };
+
         // The operation before the step is the previous step's update.
         let spans = [
             op("optimizer", 1, 50, 104),
@@ -177,18 +182,21 @@ mod tests {
             op("decision", 8, 180, 185),
             op("optimizer", 9, 190, 195),
         ];
+
         let change = |at, bytes| (ms(at), Purpose::Buckets, bytes);
         let record = MemoryRecord {
             step: ms(100)..ms(200),
             base: [7, 0, 0, 0, 0, 0],
             changes: vec![change(2, 10), change(2, 20), change(5, -10), change(7, -20)],
         };
+
         let trace = record.trace(&spans, "compute");
         let seen: Vec<_> = trace
             .points
             .iter()
             .map(|p| (p.at.as_millis(), p.operation.as_str(), p.total_bytes()))
             .collect();
+
         let expected = [
             (0, "optimizer", 7),
             (6, "forward", 17),
@@ -197,6 +205,7 @@ mod tests {
             (80, "decision", 7),
             (90, "optimizer", 7),
         ];
+
         assert_eq!(seen, expected);
         assert_eq!(trace.step, ms(100));
         let peak = trace.peak().unwrap();

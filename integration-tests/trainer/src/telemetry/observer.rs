@@ -153,6 +153,7 @@ impl<'a, D: Device> Observer<'a, D> {
         let step_ms = end.saturating_sub(began.start).as_secs_f64() * 1e3;
         self.completed.add(tokens, end);
         let left = self.options.steps.saturating_sub(self.completed.steps);
+
         let metrics = StepMetrics {
             step: self.completed.steps,
             loss: outcome.loss() / micro_batches as f64,
@@ -175,6 +176,7 @@ impl<'a, D: Device> Observer<'a, D> {
             breakdown,
             validation: None,
         };
+
         self.warn_if_skipped(outcome, &metrics);
         Observed { metrics, spans }
     }
@@ -203,6 +205,7 @@ impl<'a, D: Device> Observer<'a, D> {
         let mut training = Vec::new();
         let mut others = Vec::new();
         let mut of_offload = Vec::new();
+
         for span in spans {
             let between_steps = matches!(
                 Phase::of(&span),

@@ -50,23 +50,27 @@ impl BatchKeys {
                 flag_accum.or(self.grad_accum),
             ),
         };
+
         let total = if flag_micro.is_some() && flag_accum.is_some() {
             None
         } else {
             total
         };
+
         let per_rank = |total: u64, others: u64| {
             let product = ranks.checked_mul(others).filter(|n| *n > 0);
             product
                 .filter(|n| total.is_multiple_of(*n))
                 .map(|n| total / n)
         };
+
         let contradiction = |micro: Option<u64>, accum: Option<u64>| ConfigFileError::Batch {
             train_batch_size: total.unwrap_or(0),
             micro_batch: micro,
             grad_accum: accum,
             ranks,
         };
+
         let wrong = || contradiction(micro, accum);
         let (micro_batch, grad_accum) = match (total, micro, accum) {
             (None, micro, accum) => (micro.unwrap_or(default_micro), accum.unwrap_or(1)),
@@ -77,6 +81,7 @@ impl BatchKeys {
                 (per_rank(total, accum).ok_or_else(wrong)?, accum)
             }
         };
+
         let product = micro_batch
             .checked_mul(grad_accum)
             .and_then(|n| n.checked_mul(ranks));
@@ -137,6 +142,7 @@ mod tests {
             ((no, some(4), some(2)), 4, (some(1), no), (8, 1, 2)),
             ((no, some(4), some(2)), 4, (no, some(3)), (48, 4, 3)),
         ];
+
         for (file, ranks, (micro, accum), (train_batch_size, micro_batch, grad_accum)) in cases {
             let got = keys(file).resolve(ranks, micro, accum, 8);
             let expected = Batch {
@@ -186,6 +192,7 @@ mod tests {
                 "micro-batch 18446744073709551615 x accumulation 2",
             ),
         ];
+
         for (file, ranks, expected) in cases {
             let error = keys(file)
                 .resolve(ranks, None, None, 8)

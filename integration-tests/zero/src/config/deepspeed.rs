@@ -258,6 +258,7 @@ impl DsConfig {
             micro_batch: root.positive("train_micro_batch_size_per_gpu")?,
             grad_accum: root.positive("gradient_accumulation_steps")?,
         };
+
         let (dtype, loss_scaling) = precision::read(&mut root, warn)?;
         let clipping = root.number_in(
             "gradient_clipping",
@@ -281,6 +282,7 @@ impl DsConfig {
         root.ignore(&IGNORED, warn)?;
         read_optional_blocks(&mut root, warn)?;
         root.end_lenient(warn);
+
         Ok(Self {
             batch,
             zero,
@@ -376,11 +378,13 @@ fn read_activation_checkpointing(
         ),
         ("profile", Usual::Flag(false), "times are in --metrics"),
     ];
+
     block.ignore(&ignored, warnings)?;
     let read = ActivationCheckpointing {
         partition_activations: block.flag("partition_activations")?.unwrap_or(false),
         cpu_checkpointing: block.flag("cpu_checkpointing")?.unwrap_or(false),
     };
+
     block.end_lenient(warnings);
     Ok(Some(read))
 }
@@ -409,6 +413,7 @@ fn read_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<Aio, ConfigF
             "requests are submitted while earlier ones run",
         ),
     ];
+
     block.ignore(&ignored, warnings)?;
     let aio = Aio {
         queue_depth: block.count_in("queue_depth", "a whole number from 1 to 4096", |n| {
@@ -418,6 +423,7 @@ fn read_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<Aio, ConfigF
             (4096..=1 << 30).contains(&n) && n.is_multiple_of(4096)
         })?,
     };
+
     block.end_lenient(warnings);
     Ok(aio)
 }
@@ -441,11 +447,13 @@ fn read_gradient_types(
             })
         }
     };
+
     let mut types = Vec::new();
     let sent = "communication_data_type".to_owned();
     if let Some(name) = root.text(&sent)? {
         types.push((sent.clone(), known(name, sent)?));
     }
+
     if let Some(mut block) = root.block("data_types")? {
         let mut read = |key| {
             let name = block.name(key);
@@ -467,6 +475,7 @@ fn read_gradient_types(
         block.ignore(&ignored, warnings)?;
         block.end_lenient(warnings);
     }
+
     if let Some(op) = root
         .take("gradient_allreduce_op")
         .filter(|v| v.as_str().map(str::to_ascii_lowercase) != Some("mean".into()))
@@ -478,6 +487,7 @@ fn read_gradient_types(
             why: "gradients are averaged over ranks",
         });
     }
+
     Ok(types)
 }
 

@@ -158,6 +158,7 @@ mod tests {
             ("{\"a\": [1,,]}", "expected value at line 1 column 10"),
             ("{\"a\": 1e999}", "number out of range"),
         ];
+
         for (text, expected) in cases {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text:?}: {error}");

@@ -66,6 +66,7 @@ pub(super) fn read_optimizer(
             why: "the file has an optimizer block",
         });
     };
+
     let always_decoupled = match name.to_ascii_lowercase().as_str() {
         "adam" => false,
         "adamw" => true,
@@ -75,6 +76,7 @@ pub(super) fn read_optimizer(
             return Err(ConfigFileError::Unsupported { key, got, why });
         }
     };
+
     block.ignore(&[("legacy_fusion", Usual::Flag(false), FUSED)], warnings)?;
     let mut params = params(&mut block)?;
     block.end_lenient(warnings);
@@ -102,6 +104,7 @@ pub(super) fn read_optimizer(
             bias_correction: params.flag("bias_correction")?.unwrap_or(true),
         },
     };
+
     // DeepSpeed, too, rejects unknown arguments of an optimizer.
     params.end_strict()?;
     Ok(Some(optimizer))
@@ -167,6 +170,7 @@ pub(super) fn read_scheduler(
             why: "the file has a scheduler block",
         });
     };
+
     const KNOWN: [&str; 5] = [
         "WarmupLR",
         "WarmupDecayLR",
@@ -174,11 +178,13 @@ pub(super) fn read_scheduler(
         "OneCycle",
         "LRRangeTest",
     ];
+
     if !KNOWN.contains(&name.as_str()) {
         let (key, got) = (block.name("type"), format!("{name:?}"));
         let why = "supported schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest";
         return Err(ConfigFileError::Unsupported { key, got, why });
     }
+
     let mut params = params(&mut block)?;
     block.end_lenient(warnings);
     if let Some(value) = params.take("last_batch_iteration").filter(|v| *v != -1) {
@@ -186,11 +192,13 @@ pub(super) fn read_scheduler(
         let why = "a schedule starts with the run and resumes from its checkpoint";
         return Err(ConfigFileError::Unsupported { key, got, why });
     }
+
     let has_auto_end = params.is_auto("total_num_steps");
     let mut rest = params.into_rest();
     if has_auto_end {
         rest.insert("total_num_steps".to_owned(), json!(AUTO_STEPS));
     }
+
     // One value per parameter group; there is one group.
     for value in rest.values_mut() {
         if let Value::Array(items) = value
@@ -199,6 +207,7 @@ pub(super) fn read_scheduler(
             *value = items.swap_remove(0);
         }
     }
+
     // DeepSpeed, too, replaces an unknown curve by the default.
     if let Some(Value::String(curve)) = rest.get("warmup_type")
         && curve != "log"
@@ -212,5 +221,6 @@ pub(super) fn read_scheduler(
     let schedule: LrSchedule = serde_json::from_value(json!({ "type": name, "params": rest }))
         .map_err(|e| ConfigFileError::Schedule(e.to_string()))?;
     schedule.check()?;
+
     Ok(Some(schedule))
 }

@@ -70,6 +70,7 @@ fn read_fp16(
         )],
         warnings,
     )?;
+
     let masters = "master weights and gradient sums are fp32";
     block.refuse(&[("fp16_master_weights_and_grads", Usual::Flag(false), masters)])?;
     let default = DynamicScaling::default();
@@ -80,6 +81,7 @@ fn read_fp16(
             "0 (dynamic) or a scale above 0",
         )?
         .unwrap_or(0.0);
+
     let small = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
     let dynamic = default
         .initial_scale_power(
@@ -103,12 +105,14 @@ fn read_fp16(
                 .count("min_loss_scale")?
                 .map_or(default.min_scale, |n| n as f64),
         );
+
     block.end_strict()?;
     let scaling = if scale > 0.0 {
         LossScaling::Static { scale }
     } else {
         LossScaling::Dynamic(dynamic)
     };
+
     if dynamic.hysteresis == 0 && scale == 0.0 && enabled != Enabled::No {
         warnings.push("fp16.hysteresis 0: as in DeepSpeed, the loss scale never halves".to_owned());
     }
@@ -127,6 +131,7 @@ fn read_bf16(
             other: "bfloat16".into(),
         });
     }
+
     let Some(mut block) = new.or(old) else {
         return Ok(None);
     };
@@ -143,6 +148,7 @@ fn read_bf16(
             "gradients are always checked",
         ),
     ];
+
     block.ignore(&ignored, warnings)?;
     let masters = "master weights, moments and gradient sums are fp32";
     let refused = [
@@ -151,5 +157,6 @@ fn read_bf16(
     ];
     block.refuse(&refused)?;
     block.end_strict()?;
+
     Ok(Some(enabled))
 }

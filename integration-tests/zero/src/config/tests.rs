@@ -98,6 +98,7 @@ fn hugging_face_example_has_no_warnings() {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
     }"#,
     );
+
     let expected = ZeroOptimization {
         stage: 3,
         sub_group_elems: Some(1_000_000_000),
@@ -107,6 +108,7 @@ fn hugging_face_example_has_no_warnings() {
         overlap_comm: Some(true),
         ..ZeroOptimization::default()
     };
+
     assert_eq!(config.zero, expected);
     assert_eq!(config.batch, BatchKeys::default());
     assert_eq!(
@@ -115,6 +117,7 @@ fn hugging_face_example_has_no_warnings() {
         "auto is left to the run"
     );
     assert_eq!(config.autos.len(), 15);
+
     for key in [
         "fp16.enabled",
         "optimizer.params.betas",
@@ -122,6 +125,7 @@ fn hugging_face_example_has_no_warnings() {
     ] {
         assert!(config.is_auto(key), "{key}");
     }
+
     assert_eq!(config.optimizer.unwrap().lr, 1e-3);
     assert_eq!(config.schedule, Some(LrSchedule::Warmup(Warmup::default())));
     assert_eq!(config.steps_per_print, Some(2000));
@@ -164,6 +168,7 @@ fn file_with_all_keys_is_read() {
             "shared_parameters": {"enabled": false}, "different_groups": {"wq1": {"params": {"start_bits": 8}}}}}
     }"#,
     );
+
     let hyper = AdamHyper {
         beta1: 0.8,
         beta2: 0.95,
@@ -172,6 +177,7 @@ fn file_with_all_keys_is_read() {
         decoupled: false,
         bias_correction: true,
     };
+
     let schedule = WarmupDecay {
         total_num_steps: 10_000,
         warmup_min_lr: 1e-6,
@@ -179,6 +185,7 @@ fn file_with_all_keys_is_read() {
         warmup_num_steps: 100,
         warmup_type: WarmupType::Linear,
     };
+
     let expected = DsConfig {
         batch: BatchKeys {
             train_batch_size: Some(64),
@@ -224,6 +231,7 @@ fn file_with_all_keys_is_read() {
         autos: vec![],
         warnings: vec![],
     };
+
     assert_eq!(config, expected);
 }
 
@@ -237,6 +245,7 @@ fn old_forms_of_zero_optimization_are_read() {
             ..default()
         }
     );
+
     assert_eq!(zero("false"), default());
     assert_eq!(zero(r#""auto""#), default());
     assert_eq!(
@@ -300,6 +309,7 @@ fn precision_is_fp32_unless_enabled() {
         .consecutive_hysteresis(true)
         .min_scale(2.0);
     let fixed = |scale| LossScaling::Static { scale };
+
     let cases = [
         (r#"{}"#, None, None),
         (r#"{"fp16": {}}"#, Some(DType::F32), Some(dynamic())),
@@ -364,6 +374,7 @@ fn precision_is_fp32_unless_enabled() {
             Some(dynamic()),
         ),
     ];
+
     for (text, dtype, scaling) in cases {
         let config = quiet(text);
         let is_auto = config.is_auto("bf16.enabled") || config.is_auto("fp16.enabled");
@@ -374,6 +385,7 @@ fn precision_is_fp32_unless_enabled() {
             "{text}"
         );
     }
+
     // DeepSpeed's scale never halves then.
     let config = DsConfig::parse(r#"{"fp16": {"enabled": true, "hysteresis": 0}}"#).unwrap();
     assert_eq!(
@@ -494,6 +506,7 @@ fn harmless_differences_are_warnings() {
             config.warnings
         );
     }
+
     let many = r#"{"memory_breakdown": true, "dump_state": true, "note": 1, "other": 2}"#;
     assert_eq!(
         DsConfig::parse(many).unwrap().warnings.len(),
@@ -653,6 +666,7 @@ fn file_errors_name_path_and_line() {
     )
     .unwrap();
     assert_eq!(DsConfig::open(&path).unwrap().zero.stage, 2);
+
     for (text, expected) in [
         (
             "{\n \"zero_optimization\": {\"stage\": 2\n}",
@@ -667,6 +681,7 @@ fn file_errors_name_path_and_line() {
         let error = DsConfig::open(&path).unwrap_err().to_string();
         assert_eq!(error, format!("{}: {expected}", path.display()));
     }
+
     let missing = dir.path().join("none.json");
     let error = DsConfig::open(&missing).unwrap_err().to_string();
     assert!(

@@ -238,6 +238,7 @@ pub(super) fn read(
             });
         }
     };
+
     for name in STAGE3_NAMES {
         block.rename(&format!("stage3_{name}"), name)?;
     }
@@ -252,6 +253,7 @@ pub(super) fn read(
     let stage = block
         .number_in("stage", 0.0..=3.0, "0, 1, 2 or 3")?
         .unwrap_or(0.0);
+
     if stage.fract() != 0.0 {
         let (key, expected) = (block.name("stage"), "0, 1, 2 or 3");
         return Err(ConfigFileError::WrongType {
@@ -260,6 +262,7 @@ pub(super) fn read(
             got: stage.to_string(),
         });
     }
+
     let stage = stage as u8;
     let (offload_optimizer, offload_optimizer_buffers) =
         read_offload_optimizer(&mut block, warnings)?;
@@ -293,6 +296,7 @@ pub(super) fn read(
         offload_optimizer_buffers,
         offload_param,
     };
+
     block.end_strict()?;
     Ok(zero)
 }
@@ -308,6 +312,7 @@ fn read_offload_optimizer(
         return Ok((old, None));
     };
     let pipelined = "reads, updates and writes are always pipelined";
+
     let ignored = [
         PINNED,
         ("pipeline_read", Flag(true), pipelined),
@@ -328,6 +333,7 @@ fn read_offload_optimizer(
             "the step uses the threads of its rank",
         ),
     ];
+
     block.ignore(&ignored, warnings)?;
     block.number_in(
         "ratio",
@@ -336,6 +342,7 @@ fn read_offload_optimizer(
     )?;
     let offload = (home(&mut block)?, block.positive("buffer_count")?);
     block.end_strict()?;
+
     Ok(offload)
 }
 

@@ -132,6 +132,7 @@ impl Documents {
                 reasons.join(", ")
             ));
         }
+
         lines
     }
 }
@@ -161,6 +162,7 @@ pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
         Scope::Default { most_files } => default_files(root, most_files)?,
         Scope::Whole => whole_files(root, &mut documents.left_out)?,
     };
+
     for path in files {
         match read_file(&path, scope)? {
             Content::Text(text) => documents.texts.push((path, text)),
@@ -180,6 +182,7 @@ pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
             .left_out
             .retain(|left| left.reason != Reason::Output);
     }
+
     if documents.texts.is_empty() {
         let notices = documents.notices(root);
         return Err(DataError::NoText {
@@ -187,6 +190,7 @@ pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
             left_out: notices.into_iter().next(),
         });
     }
+
     Ok(documents)
 }
 
@@ -202,6 +206,7 @@ fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
         .sort_by_file_path(Path::cmp)
         .filter_entry(|entry| entry.depth() == 0 || !is_skipped_folder(entry))
         .build();
+
     for entry in walk {
         let entry = entry.map_err(|error| unreadable(root, error))?;
         // A .gitignore that cannot be read; an invalid pattern in it is the same everywhere.
@@ -222,6 +227,7 @@ fn default_files(root: &Path, most: usize) -> Result<Vec<PathBuf>, DataError> {
             });
         }
     }
+
     Ok(files)
 }
 
@@ -367,12 +373,14 @@ fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
         path: path.to_owned(),
         source,
     };
+
     let bytes = fs::metadata(path).map_err(failed)?.len();
     let other = |reason| Ok(Content::Other { reason, bytes });
     if bytes == 0 {
         // Also a file of /proc, whose read may wait.
         return Ok(Content::Blank);
     }
+
     if scope != Scope::Whole && bytes > MAX_DEFAULT_FILE_BYTES {
         return other(Reason::Large);
     }
@@ -413,6 +421,7 @@ fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
     if !text.ends_with('\n') {
         text.push('\n');
     }
+
     Ok(Content::Text(text))
 }
 
@@ -442,6 +451,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, bytes).unwrap();
         };
+
         write("b.txt", b"second\n");
         write("a.md", b"first");
         write("sub/c.rs", b"third\n");
@@ -478,6 +488,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, bytes).unwrap();
         };
+
         let large = vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1];
         write("large.txt", &large);
         write(".gitignore", b"ignored.txt\n");
@@ -510,6 +521,7 @@ mod tests {
                 "target/a.txt"
             ]
         );
+
         assert_eq!(texts[4].1.len(), large.len() + 1);
         assert_eq!(
             notices,
@@ -555,6 +567,7 @@ mod tests {
             "z",
             "binary",
         ];
+
         let folder = |names: &mut dyn Iterator<Item = &&str>| {
             let dir = tempfile::tempdir().unwrap();
             fs::create_dir(dir.path().join("a")).unwrap();
@@ -564,6 +577,7 @@ mod tests {
             }
             dir
         };
+
         let one = folder(&mut names.iter());
         let other = folder(&mut names.iter().rev());
         for scope in [DEFAULT, Scope::Whole] {
@@ -583,6 +597,7 @@ mod tests {
         fs::write(dir.path().join("a.txt"), "text").unwrap();
         let link = dir.path().join("missing.txt");
         std::os::unix::fs::symlink("/nowhere/missing.txt", &link).unwrap();
+
         for scope in [DEFAULT, Scope::Whole] {
             let error = read(dir.path(), scope).err().unwrap();
             assert!(
@@ -596,6 +611,7 @@ mod tests {
                 "{error}"
             );
         }
+
         let error = whole_files(&dir.path().join("gone"), &mut Vec::new()).unwrap_err();
         assert!(
             matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
@@ -652,6 +668,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
+
         write("a.txt", "first\n");
         write(
             "c/step-00000003/manifest.json",
@@ -690,6 +707,7 @@ mod tests {
             .iter()
             .map(|(path, _)| path.strip_prefix(dir.path()).unwrap())
             .collect();
+
         assert_eq!(
             names,
             [
@@ -700,6 +718,7 @@ mod tests {
             ]
             .map(Path::new)
         );
+
         assert_eq!(documents.left_out(), 0);
     }
 

@@ -237,11 +237,13 @@ impl Dataset {
                 path: path.to_owned(),
             });
         }
+
         if !path.is_file() && !path.is_dir() {
             return Err(DataError::NoFile {
                 path: path.to_owned(),
             });
         }
+
         if path.is_file() && is_token_file(path) {
             let tokens = Tokens::open(path)?;
             let text = format!(
@@ -251,6 +253,7 @@ impl Dataset {
             );
             return Ok(Opened::new(tokens, Order::InOrder, path, text));
         }
+
         let tokenizer = source
             .tokenizer
             .as_deref()
@@ -264,11 +267,13 @@ impl Dataset {
             path: path.to_owned(),
             source,
         })?;
+
         if content.is_empty() {
             return Err(DataError::Empty {
                 path: path.to_owned(),
             });
         }
+
         let bytes = content.len() as u64;
         let tokens = from_bytes(path, content, tokenizer.as_ref())?;
         let description = describe_text(path, "text", bytes, &tokens);
@@ -310,6 +315,7 @@ impl Dataset {
                 seq_len,
             });
         }
+
         if matches!(*self.tokens, Tokens::Bytes(_)) && vocab_size > MAX_BYTE_VOCAB {
             let vocab_size = HumanCount(vocab_size as u64);
             return Err(DataError::NoTokenizer {
@@ -317,6 +323,7 @@ impl Dataset {
                 vocab_size,
             });
         }
+
         if self.counts.len() > vocab_size {
             let bound = u32::try_from(vocab_size).unwrap_or(u32::MAX);
             if let Some((token, position)) =
@@ -335,6 +342,7 @@ impl Dataset {
                 });
             }
         }
+
         Ok(())
     }
 
@@ -367,10 +375,12 @@ impl Dataset {
             );
             return Err(DataError::BadBatch { what });
         }
+
         let mut row_tokens = vec![0; seq_len + 1];
         let rows = inputs
             .chunks_exact_mut(seq_len)
             .zip(targets.chunks_exact_mut(seq_len));
+
         for (row, (inputs, targets)) in rows.enumerate() {
             let start = self
                 .order
@@ -386,6 +396,7 @@ impl Dataset {
             inputs.copy_from_slice(&row_tokens[..seq_len]);
             targets.copy_from_slice(&row_tokens[1..]);
         }
+
         Ok(())
     }
 
@@ -439,6 +450,7 @@ fn read_folder(
         },
         FolderFiles::All => Scope::Whole,
     };
+
     let mut documents = match folder::read(path, scope) {
         Err(DataError::NoText { .. }) if is_default => Documents::default(),
         Err(DataError::TooManyHere { limit, .. }) => {
@@ -449,11 +461,13 @@ fn read_folder(
         }
         other => other?,
     };
+
     let bytes: u64 = documents
         .texts
         .iter()
         .map(|(_, text)| text.len() as u64)
         .sum();
+
     if is_default && bytes < MIN_DEFAULT_BYTES {
         let left_out = documents.notices(path).into_iter().next();
         return Err(DataError::TooLittleHere {
@@ -468,17 +482,20 @@ fn read_folder(
     if documents.texts.len() != 1 {
         what.push('s');
     }
+
     if documents.left_out() > 0 {
         what = format!(
             "{what} ({} left out)",
             HumanCount(documents.left_out() as u64)
         );
     }
+
     let notices = if scope == Scope::Whole {
         documents.notices(path)
     } else {
         Vec::new()
     };
+
     let (tokens, files) = from_texts(documents.texts, tokenizer)?;
     let description = describe_text(path, &what, bytes, &tokens);
     Ok(Opened {

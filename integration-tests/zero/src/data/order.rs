@@ -33,6 +33,7 @@ impl Order {
         }
         let rows = u128::from(at.world_size) * at.micro_batch as u128;
         let row = u128::from(at.rank) * at.micro_batch as u128 + row as u128;
+
         match self {
             Self::InOrder => {
                 let windows = u128::from((starts - 1) / seq_len + 1);

@@ -59,6 +59,7 @@ impl Files {
             ("i", "n"),
             ("Ċ", "Ċ"),
         ];
+
         words.extend(merges.iter().map(|(a, b)| format!("{a}{b}")));
         let vocab = words
             .into_iter()
@@ -68,6 +69,7 @@ impl Files {
             .iter()
             .map(|(a, b)| (a.to_string(), b.to_string()))
             .collect();
+
         let model = BPE::builder()
             .vocab_and_merges(
                 vocab
@@ -77,6 +79,7 @@ impl Files {
             )
             .build()
             .unwrap();
+
         let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
         tokenizer.with_decoder(Some(ByteLevel::default()));
@@ -114,6 +117,7 @@ fn token_file_is_read_in_order() {
     let (inputs, targets) = batch(&data, AT);
     assert_eq!(inputs, (1000..1008).collect::<Vec<_>>());
     assert_eq!(targets, (1001..1009).collect::<Vec<_>>());
+
     let (inputs, targets) = batch(
         &data,
         BatchAt {
@@ -122,6 +126,7 @@ fn token_file_is_read_in_order() {
             ..AT
         },
     );
+
     assert_eq!(inputs, (1024..1032).collect::<Vec<_>>());
     assert_eq!(targets, (1025..1033).collect::<Vec<_>>());
     // 9 windows fit, so the tenth row is the first window.
@@ -220,6 +225,7 @@ fn tokens_equal_those_of_the_whole_text() {
         .unwrap();
     let n = whole.get_ids().len();
     assert_eq!(data.len_tokens(), n as u64);
+
     // A single window of n - 1 inputs and targets is the whole text.
     let (inputs, targets) = batch(
         &data,
@@ -229,6 +235,7 @@ fn tokens_equal_those_of_the_whole_text() {
             ..AT
         },
     );
+
     assert!(inputs == whole.get_ids()[..n - 1] && targets == whole.get_ids()[1..]);
     assert!(
         data.describe()
@@ -262,6 +269,7 @@ fn missing_empty_or_malformed_data_is_named() {
     let tokenizer = files.tokenizer();
     let broken = files.write("broken.json", b"{}");
     let latin1 = files.write("latin1.txt", b"caf\xe9 au lait");
+
     let cases = [
         (
             DataSource::at(files.0.path().join("none.txt")),
@@ -292,6 +300,7 @@ fn missing_empty_or_malformed_data_is_named() {
             "DIR/no.json: no such file or folder",
         ),
     ];
+
     for (source, expected) in cases {
         assert_eq!(open_error(&source).replace(&dir, "DIR"), expected);
     }
@@ -343,6 +352,7 @@ fn invalid_batch_is_an_error() {
         0,
     )
     .unwrap();
+
     let cases = [
         (
             AT,
@@ -379,6 +389,7 @@ fn invalid_batch_is_an_error() {
         ),
         (BatchAt { rank: 1, ..AT }, 8, 8, "invalid batch: BatchAt"),
     ];
+
     for (at, inputs, targets, expected) in cases {
         let error = call(at, inputs, targets).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{error}");

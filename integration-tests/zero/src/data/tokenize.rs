@@ -41,11 +41,13 @@ impl TokenizerFiles {
             path: path.to_owned(),
             message: message.to_owned(),
         };
+
         if !path.exists() {
             return Err(DataError::Missing {
                 path: path.to_owned(),
             });
         }
+
         let pair = |dir: &Path| gpt2_files(dir).map(|(vocab, merges)| Self::Gpt2 { vocab, merges });
 
         if path.is_dir() {
@@ -59,6 +61,7 @@ impl TokenizerFiles {
                 error("the folder has neither tokenizer.json nor vocab.json and merges.txt")
             });
         }
+
         if GPT2_FILES
             .as_flattened()
             .iter()

@@ -41,6 +41,7 @@ impl Tokens {
             path: path.to_owned(),
             source,
         };
+
         let file = File::open(path).map_err(read)?;
         let bytes = file.metadata().map_err(read)?.len();
         if bytes == 0 {
@@ -48,12 +49,14 @@ impl Tokens {
                 path: path.to_owned(),
             });
         }
+
         if !bytes.is_multiple_of(2) {
             return Err(DataError::OddLength {
                 path: path.to_owned(),
                 bytes,
             });
         }
+
         Ok(Self::File {
             path: path.to_owned(),
             file,
@@ -94,6 +97,7 @@ impl Tokens {
                 }
             }
         }
+
         Ok(())
     }
 
@@ -108,6 +112,7 @@ impl Tokens {
             }
             counts[i] += 1;
         };
+
         match self {
             Self::Bytes(bytes) => {
                 let bytes = &bytes[index(&range)];
@@ -128,6 +133,7 @@ impl Tokens {
                 false
             })?,
         }
+
         Ok(TokenStats {
             counts,
             fingerprint: crc.finalize(),
@@ -163,6 +169,7 @@ impl Tokens {
                 found.is_some()
             })?,
         }
+
         Ok(found)
     }
 

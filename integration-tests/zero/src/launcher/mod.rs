@@ -154,6 +154,7 @@ impl Job {
             forwarded: None,
             interrupted: false,
         };
+
         let mut grace = None;
         while !running.ranks.is_empty() {
             std::thread::sleep(TICK);
@@ -169,6 +170,7 @@ impl Job {
                 }
             }
         }
+
         output.finish();
         running.outcome()
     }

@@ -44,6 +44,7 @@ impl Rank {
             child,
             ended: false,
         };
+
         if let (Some(out), Some(err)) = (out, err) {
             output.follow(number, out, err)?;
         }

@@ -36,6 +36,7 @@ pub(crate) fn limits(root: &Path) -> Vec<Limit> {
             kind: Kind::Memory,
         });
     }
+
     for (resource, used, name) in [
         (
             "Max address space",
@@ -60,6 +61,7 @@ pub(crate) fn limits(root: &Path) -> Vec<Limit> {
             });
         }
     }
+
     let (groups, mounts) = (read("proc/self/cgroup"), read("proc/self/mountinfo"));
     limits.extend(
         mounts
@@ -67,6 +69,7 @@ pub(crate) fn limits(root: &Path) -> Vec<Limit> {
             .filter_map(Hierarchy::of_mount)
             .flat_map(|h| h.limits(root, &groups, swap_bytes)),
     );
+
     limits
 }
 
@@ -150,6 +153,7 @@ impl<'a> Hierarchy<'a> {
             };
             is_ours.then_some(path)
         })?;
+
         // In a container the path may be outside of what is mounted; then the mounted group is the
         // process's.
         let inside = Path::new(path)
@@ -158,6 +162,7 @@ impl<'a> Hierarchy<'a> {
         let is_below = inside
             .components()
             .all(|part| matches!(part, std::path::Component::Normal(_)));
+
         Some(if is_below {
             self.mount_point.join(inside)
         } else {
@@ -184,6 +189,7 @@ impl<'a> Hierarchy<'a> {
             root.join(group.strip_prefix("/").unwrap_or(group))
                 .join(file)
         };
+
         let read = |file: &str| std::fs::read_to_string(path(file)).ok();
         let value = |file: &str| read(file)?.trim().parse::<u64>().ok();
         let (limit, used, cached): (_, _, &[&str]) = match self.version {
@@ -198,6 +204,7 @@ impl<'a> Hierarchy<'a> {
                 &["active_file ", "inactive_file ", "slab_reclaimable "],
             ),
         };
+
         let stat = read("memory.stat").unwrap_or_default();
         let reclaimable: u64 = cached.iter().filter_map(|key| number(&stat, key)).sum();
         let left = |limit: u64, used: u64| limit.saturating_sub(used.saturating_sub(reclaimable));
@@ -216,6 +223,7 @@ impl<'a> Hierarchy<'a> {
                 }))
             }
         };
+
         let name = format!("the control group's limit {}", group.join(limit).display());
         Some(Limit {
             name,
@@ -303,6 +311,7 @@ mod tests {
                 "Name:\tzero\nVmSize:\t  100 kB\nVmData:\t 2000 kB\n",
             ),
         ];
+
         assert_eq!(free(&files, "ulimit -v"), Some(838_860_800 - 102_400));
         assert_eq!(
             free(&files, "ulimit -d"),
@@ -330,6 +339,7 @@ mod tests {
             ("sys/fs/cgroup/a.slice/job/memory.max", "max\n"),
             ("sys/fs/cgroup/a.slice/job/memory.current", "500\n"),
         ];
+
         assert_eq!(
             free(&files, "/sys/fs/cgroup/a.slice/memory.max"),
             Some(400),
@@ -385,6 +395,7 @@ mod tests {
             "memory.stat",
         ]
         .map(at);
+
         let files = [
             ("proc/self/mountinfo", mount),
             (
@@ -396,6 +407,7 @@ mod tests {
             (&*used, "900\n"),
             (&*stat, "total_active_file 100\ntotal_inactive_file 200\n"),
         ];
+
         assert_eq!(
             free(&files, "/sys/fs/cgroup/memory/job/memory.limit_in_bytes"),
             Some(400 + 1024)

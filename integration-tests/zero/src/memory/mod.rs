@@ -106,6 +106,7 @@ pub(crate) fn offload_notice(run: &RunMemory<'_>, on_gpu: bool) -> Option<String
     without.offload.params = Home::Device;
     let with = need(run.settings)?;
     let without = need(&without)?;
+
     (with >= without).then(|| {
         format!(
             "--offload-params nvme saves no memory here: a rank needs {} with it and {} without, since its buffers are \
@@ -185,6 +186,7 @@ fn fits(
             .saturating_mul(ranks)
             .saturating_add(PROCESS_ADDRESS_BYTES),
     };
+
     let exceeded = limits
         .iter()
         .filter(|limit| needed(limit.kind) > limit.free_bytes);
@@ -193,6 +195,7 @@ fn fits(
     };
     let all = |bytes: u64| bytes.saturating_mul(ranks);
     let rest = needed(limit.kind).saturating_sub(all(need.total()));
+
     let parts = [
         (all(need.state), "model state"),
         (all(need.activations), "activations"),
@@ -203,6 +206,7 @@ fn fits(
         (all(need.staging), "the copy for a checkpoint"),
         (rest, "threads and heap"),
     ];
+
     let parts = parts.into_iter().filter(|(bytes, _)| *bytes > 0);
     let parts: Vec<String> = parts
         .map(|(bytes, purpose)| format!("{} for {purpose}", HumanBytes(bytes)))
@@ -212,6 +216,7 @@ fn fits(
     } else {
         "address space"
     };
+
     let Limit {
         name, free_bytes, ..
     } = limit;
@@ -220,6 +225,7 @@ fn fits(
     } else {
         ""
     };
+
     Err(CliError::Usage(format!(
         "{ranks} ranks at stage {stage} need {} of {what} ({}), but {name} has {} free; try {hint}a higher --stage, \
          fewer --ranks or --threads, or a smaller --model, --micro-batch or --bucket-elems",
@@ -265,6 +271,7 @@ mod tests {
         ])
         .unwrap();
         check(&[]).unwrap();
+
         for kind in [Kind::Memory, Kind::Addresses] {
             let error =
                 check(&[limit(Kind::Memory, 8 * GIB), limit(kind, 8 * GIB - 1)]).unwrap_err();
@@ -292,6 +299,7 @@ mod tests {
                 );
             }
         }
+
         // Of several exceeded limits the error names the lowest.
         let both = [
             limit(Kind::Memory, 7 * GIB),
@@ -307,6 +315,7 @@ mod tests {
             state: u64::MAX,
             ..NEED
         };
+
         assert!(
             fits(
                 1024,

@@ -47,6 +47,7 @@ pub(crate) fn advice(
         }
         return Ok(lines);
     }
+
     let over = stages
         .iter()
         .map(|s| s.gpu.total_bytes - memory)
@@ -72,6 +73,7 @@ pub(crate) fn advice(
         .filter_map(|s| s.largest_model_params)
         .max()
         .unwrap_or(0);
+
     lines.push(match most {
         0 => "Activations alone exceed the memory of a GPU.".to_owned(),
         most => format!(
@@ -79,6 +81,7 @@ pub(crate) fn advice(
             HumanCount(most)
         ),
     });
+
     Ok(lines)
 }
 
@@ -235,6 +238,7 @@ impl Search<'_> {
             .map(|unit| unit.padded_elems)
             .max()
             .unwrap_or(0);
+
         let now = self
             .request
             .settings(ZeroStage::Three, largest_unit)
@@ -252,6 +256,7 @@ impl Search<'_> {
             with.push(Change::Bucket(elems));
             self.fits(&with)
         };
+
         let mut fitting = 0;
         let mut candidates = smaller.len();
         while fitting < candidates {
@@ -261,6 +266,7 @@ impl Search<'_> {
                 false => candidates = middle,
             }
         }
+
         smaller.truncate(fitting);
         Ok(smaller.pop().map(Change::Bucket))
     }

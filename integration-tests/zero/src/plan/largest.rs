@@ -29,6 +29,7 @@ pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
             least + bisect(0, more, least / PRECISION, |more| fits(least + more))
         }
     };
+
     // The limits of a configuration are not proportional to the model.
     while fits(a_tenth_more(params)) {
         params = a_tenth_more(params);

@@ -70,11 +70,13 @@ impl Report {
                 ..figures
             })
         };
+
         let stages = ZeroStage::ALL
             .into_iter()
             .map(stage)
             .collect::<Result<Vec<_>, _>>()?;
         let recommended = advice::recommended(&stages);
+
         Ok(Self {
             model: Model {
                 name: request.model.name.clone(),
@@ -128,6 +130,7 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
             Routing::TwoLevel,
         ),
     ];
+
     let topology = |(name, sharding, routing)| {
         let layout = layout(request, sharding)?;
         let widths = request.settings(ZeroStage::Three, 0).widths();
@@ -140,5 +143,6 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
             node_egress_bytes: traffic.group_egress_bytes,
         })
     };
+
     ways.into_iter().map(topology).collect()
 }

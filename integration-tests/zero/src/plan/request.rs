@@ -113,11 +113,13 @@ impl Request {
             dtype,
             checkpointing,
         };
+
         let offload = offload(args, file.as_deref(), run, &mut notices)?;
         let sub_group = zero
             .and_then(|z| z.sub_group_elems)
             .unwrap_or(u64::MAX)
             .max(MIN_SUB_GROUP_ELEMS);
+
         let request = Self {
             model: Arc::new(model),
             gpus: args.gpus,
@@ -143,6 +145,7 @@ impl Request {
             drive_bytes_per_s: args.drive_gb_per_s * 1e9,
             file,
         };
+
         Ok((request.with_sizes_of_file(), notices))
     }
 
@@ -251,6 +254,7 @@ impl Request {
         } else {
             u64::MAX
         };
+
         let prefetch = match self.prefetch_elems {
             None => PrefetchOptions::default(),
             Some(0) => PrefetchOptions::default().ahead(0),
@@ -258,6 +262,7 @@ impl Request {
                 .ahead(usize::MAX)
                 .ahead_elems(elems as usize),
         };
+
         let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
         Settings {
             grad_accum_steps: self.grad_accum as usize,
@@ -354,6 +359,7 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
             "expected --model, --params, or --layers and --hidden".to_owned(),
         ));
     };
+
     check_positive(&[
         ("--layers", Some(layers)),
         ("--hidden", Some(hidden)),
@@ -363,6 +369,7 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
         ("--vocab", args.vocab),
         ("--seq-len", args.seq_len),
     ])?;
+
     let heads = match args.heads {
         Some(heads) => heads,
         None if hidden.is_multiple_of(HEAD_WIDTH) => hidden / HEAD_WIDTH,
@@ -372,6 +379,7 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
             )));
         }
     };
+
     if let Some(kv_heads) = args.kv_heads.filter(|kv_heads| *kv_heads != heads) {
         return Err(CliError::Usage(format!(
             "--kv-heads {kv_heads}: the models here are GPT-2s, each of whose {heads} heads has its own keys and values \
@@ -383,6 +391,7 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
         usize::try_from(value)
             .map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
     };
+
     let gpt2 = GptConfig::preset("gpt2-124m").map_err(CliError::usage)?;
     let config = GptConfig {
         vocab_size: args
@@ -397,6 +406,7 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
         n_inner: size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?,
         ..gpt2
     };
+
     config
         .validate()
         .map_err(|e| CliError::Usage(format!("--layers {layers} --hidden {hidden}: {e}")))?;
@@ -416,6 +426,7 @@ impl ModelSize {
             inner: config.n_inner as u64,
             vocab: config.vocab_size as u64,
         };
+
         let options = LayoutOptions::default()
             .shard_align_elems(SHARD_ALIGN_ELEMS)
             .ties(tied.into_iter().collect());
@@ -444,12 +455,14 @@ impl ModelSize {
                 [ParamSpec::new(format!("layer.{i}.weight"), [end - start])],
             )
         };
+
         let units = (0..shape.layers).map(layer).collect();
         let pass = |i| Pass {
             forward_reads: vec![i],
             backward_reads: vec![i],
             grads: vec![i],
         };
+
         Self {
             name: "transformer".to_owned(),
             units,

@@ -207,6 +207,7 @@ fn evaluate_with(
     );
     let traffic = layout.step_traffic(stage, &widths, settings.reductions(), Routing::TwoLevel)?;
     let total_bytes = gpu.total_bytes()?;
+
     Ok(Stage {
         stage: stage.number(),
         configured: request.configured_stage == Some(stage),
@@ -273,6 +274,7 @@ fn memory_model(
         Some((config, options)) => options.gpu_bytes(config),
         None => estimate(request, widths.param_bytes, recompute_gelu)?,
     };
+
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
     let scratch = scratch_bytes(request, settings, layout)?

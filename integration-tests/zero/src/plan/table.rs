@@ -28,6 +28,7 @@ pub(crate) fn text(report: &Report) -> String {
         text += "\nStage 3 over several nodes:\n";
         text += &grid(&rows);
     }
+
     text += &offload(report);
     text += "\n";
     text += NOTES;
@@ -35,6 +36,7 @@ pub(crate) fn text(report: &Report) -> String {
         text += "\n";
         text.extend(report.advice.iter().map(|sentence| format!("{sentence}\n")));
     }
+
     text
 }
 
@@ -48,6 +50,7 @@ fn heading(report: &Report) -> String {
         model.hidden,
     );
     let (gpus, nodes) = (report.gpus, report.nodes);
+
     let mut text = format!(
         "{}: {params} parameters in {units} units ({layers} layers of width {hidden}{assumed})\n\
          {gpus} GPU{} on {nodes} node{}, {}, micro-batch {} x {} tokens",
@@ -58,10 +61,12 @@ fn heading(report: &Report) -> String {
         report.micro_batch,
         HumanCount(report.seq_len)
     );
+
     if report.grad_accum > 1 {
         // Writing to a string does not fail.
         let _ = write!(text, ", {} micro-batches per step", report.grad_accum);
     }
+
     if report.activation_checkpointing {
         text += ", activation checkpointing";
     }
@@ -80,6 +85,7 @@ fn heading(report: &Report) -> String {
             HumanCount(memory)
         );
     }
+
     text
 }
 
@@ -112,6 +118,7 @@ fn stages(report: &Report) -> String {
             s.sent.node_egress_bytes
         }),
     ];
+
     let shown = || columns.iter().filter(|(_, is_shown, _)| *is_shown);
     let mut head = vec!["stage".to_owned()];
     head.extend(shown().map(|(title, ..)| (*title).to_owned()));
@@ -120,6 +127,7 @@ fn stages(report: &Report) -> String {
             .gpu_memory_bytes
             .map(|memory| format!("fits {}", show(memory))),
     );
+
     let rows = report.stages.iter().map(|s| {
         let mut row = vec![format!(
             "{}{}",
@@ -138,6 +146,7 @@ fn stages(report: &Report) -> String {
         );
         row
     });
+
     grid(&[head].into_iter().chain(rows).collect::<Vec<_>>())
 }
 

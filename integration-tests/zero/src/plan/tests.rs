@@ -52,6 +52,7 @@ fn table_1_of_the_paper() {
         ("1T", 64, [4187.0, 2218.0, 250.0]),
         ("1T", 1024, [4011.0, 2013.0, 15.6]),
     ];
+
     for (params, gpus, shown) in table {
         let report = plan(&args(&format!("--params {params} --gpus {gpus}")))
             .unwrap()
@@ -129,6 +130,7 @@ fn changes_are_proposed_if_nothing_fits() {
         shown.contains("The largest model that fits without changes has"),
         "{shown}"
     );
+
     // The recommended number of GPUs fits, and one node fewer does not.
     let gpus: u64 = shown
         .split("Stage 3 fits on ")
@@ -139,12 +141,14 @@ fn changes_are_proposed_if_nothing_fits() {
         .unwrap()
         .parse()
         .unwrap();
+
     let fits = |gpus: u64, nodes: u64| {
         json(&format!(
             "--params 7.5e9 --gpus {gpus} --nodes {nodes} --gpu-memory 24GB"
         ))["stages"][3]["fits"]
             .clone()
     };
+
     assert_eq!(
         (fits(gpus, gpus / 4), fits(gpus - 4, gpus / 4 - 1)),
         (Value::Bool(true), Value::Bool(false))
@@ -178,6 +182,7 @@ fn largest_model_does_not_depend_on_the_asked_one() {
             .as_u64()
             .unwrap()
     };
+
     let small = largest("--params 1e9 --gpus 8 --gpu-memory 24GiB");
     assert!(small > 8_000_000_000, "{small}");
     assert_eq!(largest("--params 70e9 --gpus 8 --gpu-memory 24GiB"), small);
@@ -302,6 +307,7 @@ fn shape_is_planned_exactly() {
     assert_eq!(shape["stages"], preset["stages"]);
     assert_eq!(shape["model"]["params"], 124_439_808u64);
     assert_eq!(shape["model"]["assumed_shape"], false);
+
     let figures = |line: &str| {
         let report = json(&format!("--layers 12 --hidden 768 --gpus 2 {line}"));
         (
@@ -311,6 +317,7 @@ fn shape_is_planned_exactly() {
                 .unwrap(),
         )
     };
+
     let base = figures("--heads 12 --kv-heads 12 --ffn 3072 --vocab 50257");
     assert_eq!(base, figures(""));
     let (params, activations) = figures("--ffn 4096");
@@ -381,6 +388,7 @@ fn deepspeed_file_is_honoured() {
     );
     let stage = &report["stages"][2];
     assert_eq!(stage["configured"], true);
+
     assert_eq!(
         (
             &stage["gpu"]["optimizer_bytes"],
@@ -388,6 +396,7 @@ fn deepspeed_file_is_honoured() {
         ),
         (&Value::from(0), &Value::from(0))
     );
+
     assert!(stage["host_bytes"].as_u64().unwrap() > 0);
     assert_eq!(stage["gpu"]["buckets_bytes"], 2 * 2 * 1_000_000);
     assert!(text(&line).contains("2 (config)"));
@@ -414,6 +423,7 @@ fn tiers_are_counted() {
             .unwrap_or(&Value::Null);
         value.as_f64().unwrap_or_else(|| panic!("{path}: {report}"))
     };
+
     let line = "--model gpt2-124m --gpus 2 --seq-len 128 --activation-checkpointing";
     let cpu = json(&format!("{line} --offload cpu --offload-activations"));
     let elems = 124_439_808.0;
@@ -423,6 +433,7 @@ fn tiers_are_counted() {
             "{got}, expected {expected}"
         )
     };
+
     for stage in 0..4 {
         let own = if stage == 0 { elems } else { elems / 2.0 };
         near(of(&cpu, stage, "host/optimizer_bytes"), 12.0 * own);
@@ -444,6 +455,7 @@ fn tiers_are_counted() {
         assert!(of(&cpu, stage, "gpu/staging_bytes") > 0.0);
         assert_eq!(cpu["stages"][stage]["wear"], Value::Null);
     }
+
     let folder = "--offload nvme:/d --offload-params nvme:/d";
     let nvme = json(&format!("{line} {folder}"));
     near(of(&nvme, 3, "nvme/optimizer_bytes"), 6.0 * elems);
@@ -453,6 +465,7 @@ fn tiers_are_counted() {
         0.0,
         "only stage 3 shards parameters"
     );
+
     assert_eq!(
         (
             of(&nvme, 3, "host/params_bytes"),
@@ -460,6 +473,7 @@ fn tiers_are_counted() {
         ),
         (0.0, 0.0)
     );
+
     // 1 Mi elements of 12 bytes, four times.
     assert!(of(&nvme, 3, "host/staging_bytes") > ((4 * 12) << 20) as f64);
     assert!(of(&nvme, 3, "process_bytes") < of(&cpu, 3, "process_bytes"));
@@ -509,6 +523,7 @@ fn hiding_bandwidth_is_the_formula() {
                 .map(|x| x.as_f64().unwrap_or(0.0)),
         )
     };
+
     let near = |got: &[f64], expected: &[f64]| {
         let close = got
             .iter()
@@ -519,6 +534,7 @@ fn hiding_bandwidth_is_the_formula() {
             "{got:?}, expected {expected:?}"
         );
     };
+
     let line = "--params 1e9 --gpus 1 --micro-batch 8 --seq-len 1024 --activation-checkpointing";
     let tokens = 8192.0;
     // 24 bytes of state a parameter; 8 FLOPs by 24 bytes. The update's window is a forward, 2 of 8
@@ -558,6 +574,7 @@ fn hiding_bandwidth_is_the_formula() {
     near(&nvme[..2], &[12.0 + 2.0 * gathers + 2.0, 14.0 + 2.0]);
     let all = "--offload nvme:/d --offload-params nvme:/d --masters remainder";
     let (nvme, _) = transfers(&format!("{line} {all} --grad-accum 3"), 3, "nvme");
+
     near(
         &nvme[..2],
         &[
@@ -565,6 +582,7 @@ fn hiding_bandwidth_is_the_formula() {
             12.0 + 3.0 * 4.0,
         ],
     );
+
     let shown = text(&format!("{line} --offload nvme:/d"));
     for part in [
         "at 70 TFLOP/s (assumed: --peak-tflops)",
@@ -573,6 +591,7 @@ fn hiding_bandwidth_is_the_formula() {
     ] {
         assert!(shown.contains(part), "{part:?} is not in: {shown}");
     }
+
     assert!(!text(line).contains("TFLOP"));
 }
 
@@ -589,6 +608,7 @@ fn gelu_is_recomputed_where_it_must() {
             stage["gpu"]["total_bytes"].as_u64().unwrap(),
         )
     };
+
     let (kept, most) = planned("");
     let (again, least) = planned("--recompute-gelu");
     assert_eq!(
@@ -612,6 +632,7 @@ fn gelu_is_recomputed_where_it_must() {
             .as_u64()
             .unwrap()
     });
+
     assert_eq!(kept - again, 17 * 1024 * 4 * 2176 * 2);
 }
 
@@ -684,6 +705,7 @@ fn wrong_use_is_an_error() {
         let error = usage_error(line);
         assert!(error.contains(part), "{line}: {error}");
     }
+
     for (line, kind) in [
         ("--gpus 4", ErrorKind::MissingRequiredArgument),
         ("--model nano", ErrorKind::MissingRequiredArgument),

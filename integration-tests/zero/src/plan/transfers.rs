@@ -106,16 +106,19 @@ fn moved(
     if offload.updates_on_host() {
         link.compute[1] = bytes(updated, widths.comm_grad_bytes).saturating_mul(accum);
     }
+
     match offload.params.tier() {
         Tier::Device if offload.updates_on_host() => link.update[0] = params,
         Tier::Device => {}
         _ => link.compute[0] = gathered,
     }
+
     if offload.activations {
         link.compute
             .iter_mut()
             .for_each(|n| *n = n.saturating_add(checkpoints_bytes.saturating_mul(accum)));
     }
+
     if offload.optimizer.tier() == Tier::Nvme {
         nvme.update = [bytes(updated, widths.optimizer_bytes); 2];
     }
@@ -126,6 +129,7 @@ fn moved(
         nvme.update[1] = nvme.update[1].saturating_add(params);
         nvme.compute[0] = gathered;
     }
+
     if offload.grads_on_file().is_some() {
         // Each micro-batch writes the sum, all but the first read it before, and the update reads
         // it.
@@ -134,6 +138,7 @@ fn moved(
         nvme.compute[1] = sums.saturating_mul(accum);
         nvme.update[0] = nvme.update[0].saturating_add(sums);
     }
+
     (link, nvme)
 }
 

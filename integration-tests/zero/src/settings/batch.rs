@@ -70,6 +70,7 @@ pub(crate) fn resolve(from: &Sources<'_, BatchRecord>, ranks: usize) -> Result<B
         keys.micro_batch.get_or_insert(run.micro_batch);
         keys.grad_accum.get_or_insert(run.grad_accum);
     }
+
     let micro_batch = from.given(&MICRO_BATCH);
     let grad_accum = from.given(&GRAD_ACCUM);
     let default = from
@@ -85,6 +86,7 @@ pub(crate) fn resolve(from: &Sources<'_, BatchRecord>, ranks: usize) -> Result<B
             batch.grad_accum
         )));
     }
+
     Ok(batch)
 }
 

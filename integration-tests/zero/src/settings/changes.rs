@@ -21,10 +21,12 @@ pub(crate) fn between(was: &RunRecord, now: &RunRecord) -> Vec<String> {
             new["optimizer"][key] = Value::String(now);
         }
     }
+
     if was.param_groups != now.param_groups {
         old["param_groups"] = Value::String(was.param_groups.to_string());
         new["param_groups"] = Value::String(now.param_groups.to_string());
     }
+
     // The default is not written.
     old["offload"] = serde_json::to_value(&was.offload).unwrap_or_default();
     new["offload"] = serde_json::to_value(&now.offload).unwrap_or_default();

@@ -210,6 +210,7 @@ fn bucket_elems(
     } else {
         BUCKET_ELEMS
     };
+
     let given = from.given(&BUCKET).flatten();
     let any_recorded = from
         .recorded(&BUCKET)
@@ -224,12 +225,14 @@ fn bucket_elems(
              pass --bucket-elems {BUCKET_ELEMS} to keep them"
         ));
     }
+
     let bucket = given.or(recorded).unwrap_or(default);
     if bucket < ranks {
         return Err(CliError::Usage(format!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
         )));
     }
+
     Ok(bucket)
 }
 
@@ -296,6 +299,7 @@ mod tests {
             offloads: true,
             ..RUN
         };
+
         let refusal = CUDA_GRAPH.refusal(&offloads).unwrap();
         assert!(
             refusal.starts_with("--cuda-graph: steps with offload"),
@@ -307,6 +311,7 @@ mod tests {
             cuda_graph: Some(true),
             ..TrainArgs::default()
         };
+
         assert!(applied(&flag, None, None, offloads).graphs, "is refused");
 
         // A resumed run that recorded graphs records none.
@@ -315,6 +320,7 @@ mod tests {
             cuda_graph: true,
             ..recorded()
         };
+
         assert!(!applied(&no_flags, None, Some(&resumed), offloads).graphs);
         assert!(applied(&no_flags, None, Some(&resumed), RUN).graphs);
     }
@@ -326,18 +332,22 @@ mod tests {
             bucket_elems: Some(500),
             ..TrainArgs::default()
         };
+
         let file = ZeroOptimization {
             reduce_bucket_elems: 700,
             ..ZeroOptimization::default()
         };
+
         let of_host = CommunicationRecord {
             bucket_elems: BUCKET_ELEMS,
             ..recorded()
         };
+
         let other = CommunicationRecord {
             bucket_elems: 600,
             ..recorded()
         };
+
         let elems = |on_gpus, args, file, recorded| {
             let run = Conditions { on_gpus, ..RUN };
             applied(args, file, recorded, run).bucket_capacity_elems
@@ -347,6 +357,7 @@ mod tests {
             assert_eq!(elems(true, &no_flags, None, recorded), 1000);
             assert_eq!(elems(false, &no_flags, None, recorded), BUCKET_ELEMS);
         }
+
         for on_gpus in [true, false] {
             assert_eq!(elems(on_gpus, &no_flags, None, Some(&other)), 600);
             assert_eq!(elems(on_gpus, &no_flags, Some(&file), None), 700);

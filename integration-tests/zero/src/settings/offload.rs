@@ -128,16 +128,19 @@ fn place_params(
         now.params = Home::Device;
         return Ok(());
     }
+
     if now.optimizer != Home::Device {
         return Ok(());
     }
     let params = &now.params;
+
     if args.offload.is_some() {
         let why = format!(
             "the host updates parameters that are off the device ({params}); use cpu or nvme:DIR"
         );
         return Err(refusal("--offload none", &why));
     }
+
     notices.push(format!(
         "the optimizer state is in host memory (--offload cpu): parameters are off the device ({params})"
     ));
@@ -207,6 +210,7 @@ pub(crate) fn resolve_folders(offload: &mut OffloadSettings) -> Result<(), CliEr
             }
         }
     }
+
     Ok(())
 }
 
@@ -253,6 +257,7 @@ mod tests {
             request_bytes: 8192,
             ..default.clone()
         };
+
         let none = OffloadArgs::default();
         assert_eq!(
             resolve(&none, Some(file), &default, RUN),
@@ -267,6 +272,7 @@ mod tests {
             resolve(&none, Some("{}"), &of_file, RUN),
             Ok(default.clone())
         );
+
         let flags = OffloadArgs {
             offload: Some(Home::Host),
             offload_params: Some(Home::Device),
@@ -274,6 +280,7 @@ mod tests {
             masters: Some(Masters::Remainder),
             moments: Some(Moments::Bf16),
         };
+
         let now = resolve(&flags, Some(file), &default, RUN).unwrap();
         assert_eq!(
             (now.optimizer.clone(), now.params.clone(), now.activations),
@@ -285,6 +292,7 @@ mod tests {
             offload: Some(Home::Device),
             ..none
         };
+
         let now = resolve(
             &back,
             None,
@@ -295,6 +303,7 @@ mod tests {
             RUN,
         )
         .unwrap();
+
         assert!(
             !now.is_any() && now.format.remainder && !now.format.bf16_moments,
             "{now:?}"
@@ -303,6 +312,7 @@ mod tests {
             dtype: DType::F32,
             ..RUN
         };
+
         assert_eq!(
             resolve(&OffloadArgs::default(), None, &now, fp32)
                 .unwrap()
@@ -319,11 +329,13 @@ mod tests {
             change(&mut args);
             args
         };
+
         let params = flags(&|a| a.offload_params = Some(nvme("/p")));
         let two = Offloaded {
             stage: ZeroStage::Two,
             ..RUN
         };
+
         let error = resolve(&params, None, &default, two).unwrap_err();
         assert_eq!(
             error,
@@ -341,6 +353,7 @@ mod tests {
             checkpointing: false,
             ..RUN
         };
+
         let error = resolve(&activations, None, &default, plain).unwrap_err();
         assert!(
             error.contains("--offload-activations: ")
@@ -348,6 +361,7 @@ mod tests {
             "{error}"
         );
         let masters = flags(&|a| a.masters = Some(Masters::Remainder));
+
         assert!(
             resolve(&masters, None, &default, RUN)
                 .unwrap()
@@ -355,10 +369,12 @@ mod tests {
                 .remainder,
             "no offload is needed"
         );
+
         let fp32 = Offloaded {
             dtype: DType::F32,
             ..RUN
         };
+
         assert!(
             resolve(&masters, None, &default, fp32)
                 .unwrap_err()
@@ -376,10 +392,12 @@ mod tests {
             activations: true,
             ..default.clone()
         };
+
         let run = Offloaded {
             checkpointing: false,
             ..two
         };
+
         assert_eq!(
             resolve(&OffloadArgs::default(), None, &of_run, run),
             Ok(default)
@@ -426,6 +444,7 @@ mod tests {
                 .map(|()| offload.params)
                 .map_err(|error| error.to_string())
         };
+
         assert_eq!(
             check(&folder.path().join(".")),
             Ok(Home::Nvme(folder.path().canonicalize().unwrap()))

@@ -170,6 +170,7 @@ pub(crate) fn settings(
         dtype,
         checkpointing: sources.checkpoints_activations(),
     };
+
     let recorded = sources.recorded.map(|run| &run.offload);
     let offload = offload::settings(
         &args.offload,
@@ -194,6 +195,7 @@ pub(crate) fn settings(
         checkpointing: offloaded.checkpointing,
         offloads: offload.is_any(),
     };
+
     let mut settings = Settings {
         optimizer: rules,
         groups: optimizer::groups(&from.part(|run| &run.param_groups)),
@@ -201,6 +203,7 @@ pub(crate) fn settings(
         limit: Duration::from_secs(args.time_limit),
         ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
     };
+
     communication::apply(
         &from_communication,
         &run,
@@ -208,6 +211,7 @@ pub(crate) fn settings(
         &mut settings,
         notices,
     )?;
+
     match CUDA_GRAPH.refusal(&run).filter(|_| settings.graphs) {
         Some(refusal) => Err(CliError::Usage(refusal)),
         None => Ok(settings),

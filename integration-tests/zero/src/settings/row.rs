@@ -194,6 +194,7 @@ mod tests {
             clip: Some(4.0),
             ..TrainArgs::default()
         };
+
         let no_flag = TrainArgs::default();
         let file = DsConfig::parse(r#"{"gradient_clipping": 3.0}"#).unwrap();
         let auto = DsConfig::parse(r#"{"gradient_clipping": "auto"}"#).unwrap();

@@ -24,6 +24,7 @@ pub(crate) fn schedule(
     let of_file = from
         .file
         .and_then(|file| Some((file, file.schedule.as_ref()?)));
+
     let mut schedule = match (args.schedule, of_file) {
         (Some(flag), of_file) => {
             if of_file.is_some() {
@@ -37,18 +38,21 @@ pub(crate) fn schedule(
         (None, Some((file, of_file))) => fill_autos(of_file.clone(), file, base, lr, steps),
         (None, None) => base.clone(),
     };
+
     apply_flags(&mut schedule, args, lr)?;
     if let Some(end) = end(&schedule).filter(|end| *end != steps) {
         notices.push(format!(
             "the learning rate decays until step {end}, the run ends at step {steps}; --schedule sets another schedule"
         ));
     }
+
     if let Some(warmup) = warmup(&schedule).filter(|warmup| *warmup > steps && steps > 0) {
         notices.push(format!(
             "the warm-up has {warmup} steps, the run ends at step {steps}: it never trains at the full learning rate; \
              pass fewer --warmup-steps"
         ));
     }
+
     Ok(schedule)
 }
 
@@ -60,6 +64,7 @@ fn from_flag(flag: ScheduleFlag, args: &TrainArgs, base: &LrSchedule, steps: u64
         LrSchedule::Decay(d) => (d.warmup_steps, d.min_lr),
         _ => (0, 0.0),
     };
+
     let (warmup_steps, total_steps) = (args.warmup_steps.unwrap_or(warmup), steps.max(1));
     let after_warmup = total_steps.saturating_sub(warmup_steps).max(1);
     let (curve, decay_steps) = match flag {
@@ -71,6 +76,7 @@ fn from_flag(flag: ScheduleFlag, args: &TrainArgs, base: &LrSchedule, steps: u64
             args.decay_steps.unwrap_or((total_steps / 5).max(1)),
         ),
     };
+
     LrSchedule::Decay(Decay {
         curve,
         warmup_steps,
@@ -143,6 +149,7 @@ fn fill_autos(
         }
         _ => {}
     }
+
     schedule
 }
 
@@ -169,6 +176,7 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
     if let Some(min_lr) = args.min_lr {
         apply_min_lr(schedule, &name, min_lr, lr)?;
     }
+
     if let Some(steps) = args.decay_steps {
         let wsd = args.schedule.is_none_or(|s| s == ScheduleFlag::Wsd);
         match schedule {
@@ -180,6 +188,7 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
             }
         }
     }
+
     check_length(schedule)
 }
 
@@ -228,6 +237,7 @@ fn apply_warmup(schedule: &mut LrSchedule, name: &str, steps: u64) -> Result<(),
             )));
         }
     }
+
     Ok(())
 }
 

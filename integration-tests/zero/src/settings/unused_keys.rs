@@ -41,6 +41,7 @@ pub(crate) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
             "every step is in the progress bar and in --metrics",
         ),
     ];
+
     let set = keys.into_iter().filter(|(is_set, ..)| *is_set);
     set.map(|(_, key, reason)| format!("{key} is ignored: {reason}"))
         .collect()
@@ -58,6 +59,7 @@ mod tests {
                 "stage3_max_reuse_distance": 1e6, "stage3_gather_16bit_weights_on_model_save": true},
             "steps_per_print": 10, "wall_clock_breakdown": true}"#;
         let lines = notices(&DsConfig::parse(text).unwrap(), ZeroStage::Three);
+
         let expected = [
             "activation_checkpointing.partition_activations",
             "zero_optimization.allgather_bucket_size",
@@ -65,6 +67,7 @@ mod tests {
             "zero_optimization.gather_16bit_weights_on_model_save",
             "steps_per_print",
         ];
+
         assert_eq!(
             lines
                 .iter()
@@ -72,6 +75,7 @@ mod tests {
                 .collect::<Vec<_>>(),
             expected
         );
+
         let defaults = r#"{"activation_checkpointing": {"partition_activations": false},
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 5e8, "sub_group_size": "auto"}}"#;
         assert_eq!(

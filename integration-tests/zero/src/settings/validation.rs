@@ -94,6 +94,7 @@ pub(crate) fn open(
             (Dataset::open(source).map_err(CliError::usage)?, validation)
         }
     };
+
     Ok((training, Some(Arc::new(validation))))
 }
 
@@ -145,6 +146,7 @@ pub(crate) fn options(
         Some(tokens) => tokens / seq_len,
         None => default_windows(if every == 0 { steps } else { every }, rows),
     };
+
     let windows = limit.min(data.windows(rows.seq_len));
     let record = ValidationRecord {
         data: args.val_data.as_deref().map(absolute),
@@ -153,6 +155,7 @@ pub(crate) fn options(
         eval_every: every,
         eval_tokens: windows * seq_len,
     };
+
     Ok(Some((
         ValidationOptions {
             data,

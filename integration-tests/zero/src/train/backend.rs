@@ -81,6 +81,7 @@ fn choose_on(
     } else {
         "--comm nccl requires --device cuda"
     };
+
     let launched = launched();
     // The other ranks of a launcher may use GPUs, and then wait for this one.
     let is_one_of_many = matches!(&launched, Ok(Some(ranks)) if ranks.world_size > 1);
@@ -98,6 +99,7 @@ fn choose_on(
         Err(reason) if required => return Err(CliError::Usage(format!("{flag}: {reason}"))),
         Err(reason) => return on_host(&reason),
     };
+
     let launched = launched?;
     let ranks = ranks(args, launched.as_ref(), gpus)?;
     let here = launched.as_ref().map_or(ranks, |l| l.local_rank + 1);
@@ -114,6 +116,7 @@ fn choose_on(
         tracing::warn!("training on the host: {excess}");
         return Ok(Backend::Host);
     }
+
     if ranks > 1
         && let Err(reason) = (machine.nccl)()
     {
@@ -124,6 +127,7 @@ fn choose_on(
         }
         return on_host(&reason);
     }
+
     Ok(Backend::Cuda { gpus, launched })
 }
 
@@ -231,6 +235,7 @@ mod tests {
             gpus: 2,
             launched: None,
         };
+
         for (device, comm) in [
             (DeviceChoice::Auto, Auto),
             (DeviceChoice::Cuda, Auto),
@@ -256,6 +261,7 @@ mod tests {
                     != (device != DeviceChoice::Auto || comm == Nccl)
             );
         }
+
         // One rank needs no NCCL.
         let alone = args(DeviceChoice::Cuda, Auto, Some(1), false);
         assert_eq!(choose_with(&alone, 2, "nccl", None), Ok(on_cuda));
@@ -269,6 +275,7 @@ mod tests {
             error.contains("3 ranks") && error.contains("1 GPU") && error.contains("--share-gpus"),
             "{error}"
         );
+
         assert_eq!(
             choose_with(&three(true), 1, "", None),
             Ok(Backend::Cuda {
@@ -276,6 +283,7 @@ mod tests {
                 launched: None
             })
         );
+
         let auto = args(DeviceChoice::Auto, CommChoice::Auto, Some(3), false);
         assert_eq!(choose_with(&auto, 1, "", None), Ok(Backend::Host));
         // Only the launcher's ranks on this machine count.

@@ -50,6 +50,7 @@ fn check_ranks(ranks: usize, kind: Ranks, threads: Option<usize>) -> Result<(), 
         Ranks::Threads => (MAX_THREADS, ranks),
         Ranks::Processes => (MAX_PROCESSES, 1),
     };
+
     if !(1..=most).contains(&ranks) {
         let hint = match kind {
             Ranks::Threads => {
@@ -66,6 +67,7 @@ fn check_ranks(ranks: usize, kind: Ranks, threads: Option<usize>) -> Result<(), 
             "--ranks {ranks}: expected 1 to {most}{hint}"
         )));
     }
+
     match threads.filter(|threads| threads.saturating_mul(ranks_here) > MAX_THREADS) {
         Some(threads) => Err(CliError::Usage(format!(
             "--threads {threads}: {ranks_here} ranks of a process may have {MAX_THREADS} threads together; expected at most {}",

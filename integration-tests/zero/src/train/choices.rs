@@ -170,12 +170,14 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
             .val_data
             .as_ref()
             .is_none_or(|path| is_token_file(path));
+
     if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
         return Err(CliError::Usage(format!(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
             tokenizer.display()
         )));
     }
+
     for (flag, path) in [("--data", &args.data), ("--tokenizer", &args.tokenizer)] {
         if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
             return Err(CliError::Usage(format!(
@@ -184,6 +186,7 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
             )));
         }
     }
+
     Ok(())
 }
 
@@ -198,6 +201,7 @@ fn data_source(
         .tokenizer
         .clone()
         .or_else(|| folder.and_then(HfFolder::tokenizer));
+
     let Some(recorded) = recorded.map(|record| &record.data) else {
         return Ok(DataSource {
             path: args.data.clone(),
@@ -205,6 +209,7 @@ fn data_source(
             files: FolderFiles::All,
         });
     };
+
     let path = match &args.data {
         Some(path) => Some(path.clone()),
         None if recorded.default && recorded.path == absolute(Path::new(".")) => None,
@@ -216,6 +221,7 @@ fn data_source(
             )));
         }
     };
+
     let tokenizer = match (tokenizer, &recorded.tokenizer) {
         (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
             if !Path::new(recorded).exists() {
@@ -227,12 +233,14 @@ fn data_source(
         }
         (tokenizer, _) => tokenizer,
     };
+
     let is_default = recorded.default && args.data.is_none();
     let files = if is_default {
         FolderFiles::AsDefault
     } else {
         FolderFiles::All
     };
+
     Ok(DataSource {
         path,
         tokenizer,

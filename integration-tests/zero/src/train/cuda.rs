@@ -49,6 +49,7 @@ fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(
             "failed to determine the path of this executable: {e}"
         ))
     })?;
+
     let sharing = SHARING
         .into_iter()
         .filter(|(name, _)| args.share_gpus && std::env::var_os(name).is_none());
@@ -60,6 +61,7 @@ fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(
         variables: variables.chain(resumed.map(Resumed::variable)).collect(),
         grace: GRACE,
     };
+
     let mut received =
         signal_hook::iterator::Signals::new(signals::ENDING).map_err(signals::not_handled)?;
     job.run(&mut || received.pending().next())
@@ -87,6 +89,7 @@ fn run_rank(
         gpus,
         cores,
     };
+
     let is_deferred = args.resume.is_some() && resumed.is_none();
     // Otherwise a rank that cannot start ends before it connects: its launcher ends the others,
     // which wait for it.
@@ -107,6 +110,7 @@ fn run_rank(
             rank_setup.make(filled.as_ref().unwrap_or(args), found.as_ref())
         }
     };
+
     let mut setup = RunSetup::agree(setup, &start)?;
     drop(start);
 
@@ -182,6 +186,7 @@ impl RankSetup<'_> {
             gpus,
             cores,
         } = *self;
+
         let (world_size, local_rank) =
             launched.map_or((1, 0), |ranks| (ranks.world_size, ranks.local_rank));
         let sharers = if args.share_gpus {
@@ -189,6 +194,7 @@ impl RankSetup<'_> {
         } else {
             1
         };
+
         let memory_bytes = device.memory_bytes().map_err(CliError::failure)?.1 as u64 / sharers;
         let gpu = Gpu {
             name: device.name().to_owned(),
@@ -200,12 +206,14 @@ impl RankSetup<'_> {
             setup.workload.threads = cores;
         }
         memory::check_host_of_gpus(&setup.memory(), world_size.min(gpus), args.memory_limit)?;
+
         // The note is printed by rank 0, whether or not that rank shares its GPU.
         if args.share_gpus && world_size > gpus {
             setup
                 .notices
                 .push("ranks share GPUs: timings are not meaningful".to_owned());
         }
+
         Ok(setup)
     }
 }

@@ -49,6 +49,7 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
     } else {
         smoothed(&usual)
     };
+
     let mut notes = Vec::new();
     let mut note = |count: usize, text: &str| {
         if count > 0 {
@@ -56,6 +57,7 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
             notes.push(format!("{count} {steps} {text}"));
         }
     };
+
     note(raw.len() - finite.len(), "without a finite loss");
     note(
         finite.iter().filter(|p| p.1 > most).count(),
@@ -65,12 +67,14 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
         if smooth.is_empty() { SMOOTH } else { RAW },
         "training loss".to_owned(),
     )];
+
     if !smooth.is_empty() {
         legend.push((
             SMOOTH,
             format!("smoothed over about {} steps", width(usual.len())),
         ));
     }
+
     if !validation.is_empty() {
         legend.push((VALIDATION, "validation loss".to_owned()));
     }
@@ -80,6 +84,7 @@ fn curve(raw: &[Point], validation: &[Point], unigram: f64) -> Result<String, Cl
     let steps = || raw.iter().chain(&validation).map(|p| p.0);
     let first = steps().min().unwrap_or(0);
     let last = steps().max().unwrap_or(1).max(first + 1);
+
     picture::draw("Loss", &notes.join(", "), &legend, |area| {
         let mut chart = ChartBuilder::on(area)
             .margin(14)
@@ -159,6 +164,7 @@ fn fitted(points: &[Point], at: usize, width: usize) -> f64 {
         .fold(0.0, f64::max)
         + 1.0;
     let [mut w, mut wx, mut wy, mut wxx, mut wxy] = [0.0; 5];
+
     for (dx, dy) in near.iter().map(relative) {
         let weight = 1.0 - dx.abs() / reach;
         w += weight;
@@ -167,6 +173,7 @@ fn fitted(points: &[Point], at: usize, width: usize) -> f64 {
         wxx += weight * dx * dx;
         wxy += weight * dx * dy;
     }
+
     let spread = w * wxx - wx * wx;
     // A single point, or several of one step, have no line.
     let offset = if spread > 0.0 {
@@ -174,6 +181,7 @@ fn fitted(points: &[Point], at: usize, width: usize) -> f64 {
     } else {
         wy / w
     };
+
     y + offset
 }
 
@@ -188,6 +196,7 @@ fn range(raw: &[Point], validation: &[Point], unigram: f64) -> (f64, f64) {
             .chain([unigram])
             .filter(|l| l.is_finite())
     };
+
     let usual = losses
         .get(losses.len() * 19 / 20)
         .copied()
@@ -206,6 +215,7 @@ fn range(raw: &[Point], validation: &[Point], unigram: f64) -> (f64, f64) {
     } else {
         most.abs().max(1e-9)
     };
+
     (least - 0.05 * span, most + 0.05 * span)
 }
 
@@ -230,6 +240,7 @@ mod tests {
             points[at].1 = loss;
             points
         };
+
         let resumed: Vec<Point> = ramp(60).into_iter().map(|p| (p.0 + 123_456, p.1)).collect();
         let shapes = [
             ("none", vec![]),
@@ -251,6 +262,7 @@ mod tests {
             ),
             ("zero", vec![(1, 0.0), (2, 0.0)]),
         ];
+
         for (name, raw) in shapes {
             let validation: Vec<Point> = raw.iter().step_by(9).map(|p| (p.0, p.1 * 1.1)).collect();
             let svg = curve(&raw, &validation, 3.4).unwrap();
@@ -267,6 +279,7 @@ mod tests {
                 std::fs::write(format!("{dir}/loss-{name}.svg"), svg).unwrap();
             }
         }
+
         assert!(curve(&ramp(5), &[], f64::NAN).is_ok());
     }
 

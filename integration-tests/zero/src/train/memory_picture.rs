@@ -67,6 +67,7 @@ pub(crate) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String
     let end = ms(trace.step).max(1e-3);
     let top = (peak_bytes as f64 / divisor).max(1e-3);
     let points = thinned(&trace.points);
+
     let drawn = picture::draw("Memory", &note, &legend, |area| {
         let mut chart = ChartBuilder::on(area)
             .margin(14)
@@ -119,6 +120,7 @@ pub(crate) fn svg(trace: &MemoryTrace, besides: Besides) -> Result<Option<String
         )])?;
         Ok(())
     })?;
+
     Ok(Some(drawn))
 }
 
@@ -193,15 +195,18 @@ mod tests {
                 bytes,
             }
         };
+
         let points = vec![point(0, 0), point(2, 1 << 20), point(6, 0)];
         let trace = MemoryTrace {
             step: Duration::from_millis(9),
             points,
         };
+
         let copy = Besides {
             copy_bytes: 2 << 20,
             undrawn: String::new(),
         };
+
         let svg = svg(&trace, copy).unwrap().unwrap();
         for part in [
             "peak 6.00 MiB",
@@ -212,6 +217,7 @@ mod tests {
         ] {
             assert!(svg.contains(part), "{part:?} is not in: {svg}");
         }
+
         for part in [
             "gradients",
             "optimizer",
@@ -222,10 +228,12 @@ mod tests {
         ] {
             assert!(!svg.contains(part), "{part:?} is in: {svg}");
         }
+
         let host = Besides {
             copy_bytes: 0,
             undrawn: "5 GiB in host memory".to_owned(),
         };
+
         let svg = super::svg(&trace, host).unwrap().unwrap();
         assert!(
             svg.contains("peak 4.00 MiB") && svg.contains("; not drawn: 5 GiB in host memory"),

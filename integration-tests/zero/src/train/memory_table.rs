@@ -46,6 +46,7 @@ pub(crate) fn write(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         .and_then(|rank| rank.last.as_ref())
         .and_then(|last| last.nvme);
     write_elsewhere(out, setup, &held, files, width);
+
     if let (Some(stage0), true) = (stage0, stage.shards_optimizer()) {
         let files = files.map_or(0, |files| files.file_bytes);
         let ours = (formula.total_bytes() + files).max(1);
@@ -122,6 +123,7 @@ fn write_rows(
     } else {
         "rank 0".to_owned()
     };
+
     let held_by = format!("held by {who}");
     let heading = match at_peak {
         Some(_) => format!(" {:>WIDTH$}", "at the peak"),
@@ -138,6 +140,7 @@ fn write_rows(
         "\n{held_by:<26} {:>width$} {:>WIDTH$}{heading} (padding included)",
         "measured", "formula"
     );
+
     for (name, field, formula) in rows {
         let at_peak = match &at_peak {
             Some(peak) => format!(" {:>WIDTH$}", bytes(field(peak))),
@@ -150,6 +153,7 @@ fn write_rows(
             "  {name:<24} {range:>width$} {formula:>WIDTH$}{at_peak}"
         );
     }
+
     width
 }
 
@@ -174,12 +178,14 @@ fn memory_at(setup: &RunSetup, peak: &MemoryPoint, held: &[MemoryBytes]) -> Memo
         activations_bytes,
         workspace_bytes,
     ] = peak.bytes;
+
     let staging_bytes = held.first().map_or(0, |m| m.staging_bytes);
     let in_peak = if setup.device.is_none() {
         staging_bytes
     } else {
         0
     };
+
     MemoryBytes {
         params_bytes,
         grads_bytes,

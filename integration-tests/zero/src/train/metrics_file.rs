@@ -99,11 +99,13 @@ pub(crate) fn check(
     }
     let (mut notes, name) = (Vec::new(), path.display());
     let later = steps.iter().filter(|step| **step > first_step).count();
+
     if later > 0 {
         notes.push(format!(
             "{name}: {later} lines of steps after {first_step} are replaced"
         ));
     }
+
     if let Some(last) = steps
         .iter()
         .filter(|step| **step <= first_step)
@@ -115,6 +117,7 @@ pub(crate) fn check(
             last + 1
         ));
     }
+
     Ok(notes)
 }
 
@@ -200,6 +203,7 @@ fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliErr
             path.display()
         )))
     };
+
     let text = match path.metadata() {
         // Such as a pipe or /dev/null.
         Ok(meta) if !meta.is_file() && !meta.is_dir() => return Ok(Vec::new()),
@@ -209,6 +213,7 @@ fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliErr
             Err(e) => return usage(format!("failed to read the file: {e}")),
         },
     };
+
     let lines = match parse(&text) {
         Ok(lines) => lines,
         Err(why) => {
@@ -217,11 +222,13 @@ fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliErr
             ));
         }
     };
+
     let runs: BTreeSet<&str> = lines
         .iter()
         .filter_map(|(line, _)| line.run.as_deref())
         .collect();
     let names = runs.iter().copied().collect::<Vec<_>>().join(", ");
+
     match resumed {
         None if !text.is_empty() => usage(format!(
             "the file holds {} steps of another run{}; continue that run with --resume, or name another file",
@@ -367,10 +374,12 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), content);
             checked
         };
+
         check_lines(&dir.path().join("new"), None).unwrap();
         check_lines(Path::new("/dev/null"), None).unwrap();
         assert!(check_lines(dir.path(), None).is_err());
         with("", None).unwrap();
+
         for (content, reason) in [
             (
                 lines(1..=3, "aa"),
@@ -390,6 +399,7 @@ mod tests {
             let error = with(&content, None).unwrap_err();
             assert!(error.contains(reason), "{error}");
         }
+
         let both = lines(1..=2, "aa") + &lines(3..=4, "bb");
         with(&both, Some(&["bb", "aa"])).unwrap();
         with(&lines(1..=2, ""), Some(&["bb"])).unwrap();
@@ -420,6 +430,7 @@ mod tests {
         let (path, link) = (dir.path().join("m"), dir.path().join("link"));
         std::os::unix::fs::symlink("m", &link).unwrap();
         let four = lines(1..=4, "aa");
+
         for torn in ["", "{\"st", &line(5, "aa")[..20], &line(5, "aa"), "\0\0"] {
             fs::write(&path, four.clone() + torn).unwrap();
             drop(start(&link, 4).unwrap());
@@ -429,6 +440,7 @@ mod tests {
                 "{torn:?}"
             );
         }
+
         assert!(link.is_symlink());
         let modified = || path.metadata().unwrap().modified().unwrap();
         let before = modified();

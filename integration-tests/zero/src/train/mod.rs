@@ -53,6 +53,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         },
         None => args.clone(),
     };
+
     let (args, resumed) = (&filled, resumed.as_ref());
     if let Backend::Cuda { gpus, launched } = backend::choose(args)? {
         return cuda::run(args, resumed, gpus, launched);
@@ -73,6 +74,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     let signals = Signals::handle()?;
     setup.options.cancel = signals.received.clone();
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
+
     observed(&setup, &signals, true, |observe| {
         run_on_threads(
             setup.ranks,

@@ -101,12 +101,14 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
         None => Resumed::open_on_ranks(args, &start)?,
         Some(_) => None,
     };
+
     let filled = found.as_ref().map(|found| found.fill(args));
     let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
     let setup = RunSetup::new(args, resumed, ranks, None).and_then(|setup| {
         memory::check(&setup.memory(), 1, args.memory_limit)?;
         Ok(setup)
     });
+
     let mut setup = RunSetup::agree(setup, &start)?;
     drop(start);
 

@@ -44,10 +44,12 @@ impl Observer {
             Some(path) if setup.first_step < setup.options.steps => open_metrics(path, setup)?,
             _ => None,
         };
+
         if let Some(dir) = &setup.report {
             fs::create_dir_all(dir)
                 .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
+
         let bar = progress_bar(setup.options.steps);
         let utilization = setup
             .options
@@ -55,6 +57,7 @@ impl Observer {
             .then(|| Utilization::new(setup))
             .transpose()?;
         let cancel = Arc::clone(&setup.options.cancel);
+
         Ok(Self {
             bar,
             metrics,
@@ -103,6 +106,7 @@ impl Observer {
                 "step {step}: loss {loss:.4}{validation}, {speed} tokens/s, {seen} tokens, {left:#} left"
             ));
         }
+
         if let (Some(file), None) = (&mut self.metrics, &self.failure)
             && let Err(error) = file.write(&metrics)
         {
@@ -127,6 +131,7 @@ impl Observer {
         };
         let trace = ranks.first().and_then(|rank| rank.memory.as_ref());
         let steps = [self.earlier.as_slice(), &self.seen].concat();
+
         let summary = serde_json::json!({
             "model": setup.model_name,
             "ranks": setup.ranks,
@@ -140,6 +145,7 @@ impl Observer {
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": steps,
         });
+
         let timeline = zero_comm::overlap::chrome_trace(
             ranks.first().map_or(&[], |r| r.last_spans.as_slice()),
         );
@@ -148,6 +154,7 @@ impl Observer {
             .filter_map(|step| Some((step.step, step.validation?.loss)))
             .collect();
         let curve = loss_curve::svg(&steps, &validation, setup.workload.data.unigram_loss())?;
+
         let files = [
             ("summary.txt", table.to_owned()),
             ("summary.json", format!("{summary:#}\n")),
@@ -155,18 +162,21 @@ impl Observer {
             ("loss.svg", curve),
             ("trace.json", timeline),
         ];
+
         let besides = besides(setup, ranks);
         let memory = trace
             .map(|trace| memory_picture::svg(trace, besides))
             .transpose()?
             .flatten();
         let memory = memory.map(|svg| ("memory.svg", svg));
+
         for (name, text) in files.into_iter().chain(memory) {
             let path = dir.join(name);
             fs::write(&path, text).map_err(|e| {
                 CliError::Failure(format!("failed to write {}: {e}", path.display()))
             })?;
         }
+
         Ok(())
     }
 }
@@ -190,6 +200,7 @@ fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
         .and_then(|rank| rank.last.as_ref())
         .map(|last| last.memory)
         .unwrap_or_default();
+
     let (copy_bytes, undrawn_bytes, what) = match &setup.device {
         None => (memory.staging_bytes, memory.host_bytes, "of offload"),
         Some(_) => (
@@ -198,11 +209,13 @@ fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
             "in host memory",
         ),
     };
+
     let undrawn = if undrawn_bytes == 0 {
         String::new()
     } else {
         format!("{} {what}", HumanBytes(undrawn_bytes))
     };
+
     Besides {
         copy_bytes,
         undrawn,

@@ -44,6 +44,7 @@ fn run(lines: &mut Lines, setup: &RunSetup) {
         Some(gpu) => gpu.name.clone(),
         None => counted(setup.workload.threads as u64, "thread"),
     };
+
     let shape = format!(
         "{} parameters in {}, ZeRO stage {}, {} x {each}",
         HumanCount(model.parameters),
@@ -51,12 +52,14 @@ fn run(lines: &mut Lines, setup: &RunSetup) {
         record.stage,
         ranks(setup),
     );
+
     lines.add(&model.name, &shape);
 
     let from = match &setup.options.resume {
         Some(path) => format!(", resumes {}", path.display()),
         None => String::new(),
     };
+
     let origin = format!(
         "{}, seed {}, weights from {}{from}",
         record.run, record.seed, model.weights
@@ -89,6 +92,7 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
         1 => "1 micro-batch".to_owned(),
         n => format!("{} micro-batches", HumanCount(n)),
     };
+
     let product = format!(
         "{} x {micro_batches} x {} x {} = {}",
         ranks(setup),
@@ -96,6 +100,7 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
         counted(batch.seq_len as u64, "token"),
         counted(batch.step_tokens, "token"),
     );
+
     lines.add("step", &product);
     if setup.settings.sums_locally() {
         lines.add(

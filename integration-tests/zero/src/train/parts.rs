@@ -79,6 +79,7 @@ impl<'a> Parts<'a> {
         let sizes = Sizes::new(&from, &model, &data, ranks)?;
         settings.grad_accum_steps = sizes.batch.grad_accum as usize;
         let mut options = model_options(&from, &model, &sizes, &settings)?;
+
         options.recompute_gelu = recomputes_gelu(
             &from,
             &model,
@@ -88,6 +89,7 @@ impl<'a> Parts<'a> {
             device.as_ref(),
             notices,
         );
+
         if args.recompute_gelu == Some(true) {
             notices.extend(RECOMPUTE_GELU.idle_notice(&run));
         }
@@ -99,6 +101,7 @@ impl<'a> Parts<'a> {
             Some(resumed) => resumed.run_ids(saves_to.as_deref()),
             None => (new_run_id(), Vec::new()),
         };
+
         Ok(Self {
             saving: SavingRecord::of(&from.without_sizes().part(|run| &run.saving)),
             from,
@@ -157,10 +160,12 @@ impl<'a> Parts<'a> {
             validation,
             auto: BTreeMap::new(),
         };
+
         if let Some(file) = self.from.file {
             let hidden = self.model.config.n_embd as u64;
             record.auto = autos::values(file, &record, hidden).into_iter().collect();
         }
+
         Ok(record)
     }
 

@@ -61,6 +61,7 @@ pub(crate) fn draw(
         root.present()?;
         Ok(())
     };
+
     drawn().map_err(|e| CliError::Failure(format!("failed to draw {title}: {e}")))?;
     Ok(out)
 }

@@ -132,12 +132,14 @@ impl Resumed {
         let config = config
             .map_err(|e| invalid("model configuration", e.to_string()))?
             .map(|(config, _)| config);
+
         if record.is_none() {
             notices.push(format!(
                 "{} has no {RUN_JSON} (an older version saved it): settings that no flag gives have their defaults",
                 path.display()
             ));
         }
+
         Ok(Self {
             store_dir,
             reader,
@@ -208,11 +210,13 @@ impl Resumed {
                 "the checkpoint was trained in {was} and this run in {now}: the loss scale is reset"
             ));
         }
+
         if format!("{:016x}", self.state.data_fingerprint) != now.data.fingerprint {
             notices.push(
                 "the data differs from the checkpoint's: the loss curve will differ".to_owned(),
             );
         }
+
         let changed = self
             .record
             .as_ref()
@@ -223,6 +227,7 @@ impl Resumed {
                 .into_iter()
                 .map(|change| format!("differs from the checkpoint: {change}")),
         );
+
         for output in Output::ALL {
             let Some(old) = self.record.as_ref().and_then(|record| output.path(record)) else {
                 continue;
@@ -238,6 +243,7 @@ impl Resumed {
                 ));
             }
         }
+
         notices
     }
 
@@ -308,16 +314,19 @@ impl Resumed {
                 .ok()
                 .map(|metadata| (metadata.dev(), metadata.ino()))
         };
+
         let recorded = record
             .checkpoint_dir
             .as_deref()
             .ok_or("the checkpoint does not record its folder")?;
         let saved_to = identity(Path::new(recorded));
+
         if saved_to.is_none() || saved_to != identity(&self.store_dir) {
             return Err(format!(
                 "it saved to {recorded}, so this folder of checkpoints was copied or moved"
             ));
         }
+
         match output {
             Output::Metrics => metrics_file::check_recorded(path, &record.runs(), self.step()),
             Output::Report => report_folder::check_recorded(path, &record.runs(), self.step()),
@@ -341,6 +350,7 @@ impl Resumed {
         };
         let flags = &args.offload;
         let recorded = &record.offload;
+
         let homes = [
             (
                 "--offload",
@@ -355,6 +365,7 @@ impl Resumed {
                 &offload.params,
             ),
         ];
+
         for (flag, is_named, recorded, now) in homes {
             let Home::Nvme(dir) = recorded else { continue };
             let user = rustix::process::geteuid().as_raw();
@@ -370,6 +381,7 @@ impl Resumed {
                 )));
             }
         }
+
         Ok(())
     }
 
@@ -402,6 +414,7 @@ impl Resumed {
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
             changes::compare("", &own, &config, &|_| false, &mut differences);
         }
+
         if differences.is_empty() {
             differences.extend(
                 self.reader
@@ -410,6 +423,7 @@ impl Resumed {
                     .difference(&ModelSpec::from(layout)),
             );
         }
+
         if differences.is_empty() {
             return Ok(());
         }
@@ -423,6 +437,7 @@ impl Resumed {
         } else {
             format!(" {own}")
         };
+
         Err(CliError::Usage(format!(
             "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
         )))
@@ -556,11 +571,13 @@ fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
             CliError::Usage(message)
         }
     })?;
+
     if let Some((name, reason)) = passed_over.first().filter(|_| exact) {
         return Err(CliError::Usage(format!(
             "--resume-exact: the newest checkpoint {name} is not whole: {reason}"
         )));
     }
+
     let notice =
         |(name, reason)| format!("{name} is passed over, because it is not whole: {reason}");
     Ok((

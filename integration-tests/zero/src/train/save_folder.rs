@@ -95,6 +95,7 @@ pub(crate) fn reserve(folder: &mut PathBuf, notices: &mut Vec<String>) -> Result
         }
         break;
     }
+
     Ok(())
 }
 

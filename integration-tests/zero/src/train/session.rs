@@ -27,6 +27,7 @@ pub(crate) fn observed(
         true => Err(signals.interruption()),
         false => Ok(()),
     };
+
     if !prints {
         return ended(&train(&mut |_| Ok(()))?);
     }
@@ -37,6 +38,7 @@ pub(crate) fn observed(
         observer.step(metrics);
         Ok(())
     });
+
     observer.finish();
     let summaries = summaries?;
     let closing = summary::closing(
@@ -51,6 +53,7 @@ pub(crate) fn observed(
         return Err(failure);
     }
     ended(&summaries)?;
+
     match summary::diverged(setup, &observer.seen) {
         Some(message) => Err(CliError::Failure(message)),
         None => Ok(()),

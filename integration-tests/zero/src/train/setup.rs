@@ -69,6 +69,7 @@ impl RunSetup {
             recorded: resumed.and_then(|resumed| resumed.record.as_ref()),
             saved: resumed.map(Resumed::saved),
         };
+
         let run = Conditions {
             ranks,
             stage: from.stage()?,
@@ -87,6 +88,7 @@ impl RunSetup {
         let notice = memory::offload_notice(&setup.memory(), setup.device.is_some());
         setup.notices.extend(notice);
         setup.check_outputs()?;
+
         Ok(setup)
     }
 
@@ -98,6 +100,7 @@ impl RunSetup {
         let breakdown = args.breakdown || in_file;
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let (run_id, resumed_runs) = parts.ids;
+
         let options = RunOptions {
             steps: from.steps(),
             micro_batch: parts.options.micro_batch,
@@ -117,6 +120,7 @@ impl RunSetup {
             breakdown,
             log_memory: breakdown || args.report.is_some(),
         };
+
         let workload = GptWorkload {
             options: parts.options,
             config: parts.model.config,
@@ -127,6 +131,7 @@ impl RunSetup {
             data: parts.data.training,
             threads: args.threads.unwrap_or_else(|| (cores / run.ranks).max(1)),
         };
+
         Self {
             ranks: run.ranks,
             device: parts.device,

@@ -43,6 +43,7 @@ pub(crate) fn closing(
     if let Some(path) = &first.checkpoint {
         let _ = writeln!(out, "checkpoint: {}", path.display());
     }
+
     out
 }
 
@@ -125,6 +126,7 @@ fn divergence(steps: &[StepMetrics], least_scale: Option<f64>, saves: bool) -> O
     };
     let skipped = steps.iter().rev().take_while(is_hopeless).count();
     let last = steps.last().filter(|_| skipped > 0)?;
+
     if last.loss.is_finite() || least_scale.is_some() {
         let weights = match (saves, last.step - skipped as u64) {
             (false, _) => String::new(),
@@ -138,11 +140,13 @@ fn divergence(steps: &[StepMetrics], least_scale: Option<f64>, saves: bool) -> O
             )
         });
     }
+
     let saves = if saves {
         ", and its weights are not saved"
     } else {
         ""
     };
+
     Some(format!(
         "step {}: the loss is not finite, and the last {} skipped: training diverged{saves}; start again, or resume from \
          an earlier checkpoint, with a lower --lr or with --clip",
@@ -173,6 +177,7 @@ fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
             "validation loss {loss:.4}, perplexity {perplexity:.4}, after step {step} over {tokens} tokens"
         );
     }
+
     if let Some((best, path)) = &rank.best {
         let path = path
             .as_ref()
@@ -223,6 +228,7 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
     } else {
         all.as_slice()
     };
+
     let Some(tflops) = median(usual.iter().map(|b| b.tflops)) else {
         return;
     };
@@ -232,6 +238,7 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
         "a step of rank 0", "median ms", "of the run"
     );
     let wall: f64 = all.iter().map(|b| b.wall_ms).sum();
+
     let mut row = |name: &str, of: fn(&Breakdown) -> f64| {
         let sum: f64 = all.iter().map(|b| of(b)).sum();
         let ms = median(usual.iter().map(|b| of(b))).unwrap_or(0.0);
@@ -243,6 +250,7 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
             );
         }
     };
+
     for (name, of) in ROWS {
         row(name, of);
     }
@@ -260,16 +268,19 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
     else {
         return;
     };
+
     let most = if settings.stage.shards_params() {
         "formula (at most)"
     } else {
         "formula"
     };
+
     let _ = writeln!(
         out,
         "\n{:<26} {:>12} {most:>12}",
         "sent by a rank in a step", "measured"
     );
+
     let rows = [
         (
             "reduce-scatter",
@@ -280,6 +291,7 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
         ("all-reduce", sent.all_reduce, formula.all_reduce_bytes),
         ("all", sent.total(), formula.total_bytes()),
     ];
+
     for (name, measured, formula) in rows {
         let _ = writeln!(
             out,

@@ -58,6 +58,7 @@ impl Utilization {
         } else {
             config.vocab_size as f64
         };
+
         let factors = config.parameter_count() as f64 - (config.n_positions as f64 + tokens) * c;
         let flops_per_token = 6.0 * factors + 12.0 * layers * c * setup.options.seq_len as f64;
         let (peak, source) = match setup.device.as_ref().map(|gpu| &gpu.name) {
@@ -86,6 +87,7 @@ impl Utilization {
                 }
             }
         };
+
         Ok(Self {
             flops_per_token,
             peak,

@@ -39,6 +39,7 @@ impl Machine {
             )
             .unwrap();
         }
+
         Self { root }
     }
 
@@ -141,6 +142,7 @@ impl Run {
             }
             flags
         });
+
         Self {
             flags: flags.collect(),
             folder,
@@ -173,6 +175,7 @@ impl Run {
                 .arg("train")
                 .args(flags);
         }
+
         command.output().unwrap()
     }
 }
@@ -418,6 +421,7 @@ fn is_refused(seed: u64, ranks: usize, rank: usize, (change, data, error): (Chan
         Swapped => machine.swap_blocks(),
         Missing(name) => fs::remove_dir_all(machine.path(name)).unwrap(),
     }
+
     // Of two ranks, rank 0 is right, unless rank 1 is the one that cannot start.
     let fails = matches!(change, Missing(_))
         || error.starts_with("--ranks")
@@ -433,6 +437,7 @@ fn is_refused(seed: u64, ranks: usize, rank: usize, (change, data, error): (Chan
     } else {
         format!("rank {named} has other settings than rank ")
     };
+
     assert!(text.contains(&names) && text.contains(error), "{context}");
     assert!(!text.contains("panicked"), "{context}");
     assert!(

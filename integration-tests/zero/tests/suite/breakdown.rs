@@ -119,6 +119,7 @@ fn tokens_and_time_left_are_counted() {
             "m",
         ],
     );
+
     let steps = lines(&dir.path().join("m"));
     let seen: Vec<u64> = steps
         .iter()
@@ -190,11 +191,13 @@ fn offload_is_measured() {
         ]
         .concat(),
     );
+
     assert!(out.contains("  host's update, all of it"), "{out}");
     assert!(
         out.contains("note: --offload-params nvme saves no memory here: a rank needs "),
         "{out}"
     );
+
     for step in &lines(&dir.path().join("m"))[1..] {
         assert!(
             step["breakdown"]["update_ms"].as_f64().unwrap() > 0.0,

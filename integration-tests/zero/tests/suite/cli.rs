@@ -17,6 +17,7 @@ fn named_folder_is_read_whole() {
     std::fs::write(path("corpus/large.txt"), "a line of text\n".repeat(80_000)).unwrap();
     std::fs::write(path("corpus/latin1.txt"), b"caf\xe9").unwrap();
     std::fs::write(path("corpus/.gitignore"), "large.txt\n").unwrap();
+
     let args = [
         "train",
         "--data",
@@ -27,6 +28,7 @@ fn named_folder_is_read_whole() {
         "0",
         "--no-checkpoint",
     ];
+
     let out = succeeds(&zero(dir.path(), &args));
     assert!(
         out.contains("data: corpus: 2 text files (1 left out), 1,200,010 bytes, read as bytes"),
@@ -65,6 +67,7 @@ fn metrics_have_stable_keys() {
         dir.path(),
         &["--metrics", "out.jsonl", "--stage", "2"],
     ));
+
     for word in [
         "loss",
         "tokens/s",
@@ -76,12 +79,14 @@ fn metrics_have_stable_keys() {
     ] {
         assert!(out.contains(word), "{word:?} is not in: {out}");
     }
+
     let text = std::fs::read_to_string(dir.path().join("out.jsonl")).unwrap();
     let steps: Vec<Value> = text
         .lines()
         .map(|l| serde_json::from_str(l).unwrap())
         .collect();
     assert_eq!(steps.len(), 3);
+
     for (i, step) in steps.iter().enumerate() {
         assert_eq!(step["step"], i as u64 + 1);
         for key in [
@@ -124,6 +129,7 @@ fn new_process_resumes_bit_identically() {
             .map(|l| serde_json::from_str::<Value>(l).unwrap()["loss"].to_string())
             .collect::<Vec<_>>()
     };
+
     succeeds(&run_tiny(
         dir.path(),
         &["--steps", "6", "--metrics", "whole", "--checkpoint", "a"],
@@ -163,6 +169,7 @@ fn wrong_flags_are_usage_errors() {
         2,
         &["--seq-len 0"],
     );
+
     for flag in [
         "--micro-batch",
         "--grad-accum",
@@ -176,6 +183,7 @@ fn wrong_flags_are_usage_errors() {
             &[flag, "0", "at least 1"],
         );
     }
+
     fails(
         &run_tiny(dir.path(), &["--threads", "1000"]),
         2,
@@ -261,11 +269,13 @@ fn offload_of_a_configuration_is_checked() {
         std::fs::write(dir.path().join("ds.json"), text).unwrap();
         run_tiny(dir.path(), &[&["--config", "ds.json"], more].concat())
     };
+
     let offload = |what: &str, to: &str| {
         format!(
             r#"{{"zero_optimization": {{"stage": 3, "{what}": {{"device": "{to}", "nvme_path": "/x"}}}}}}"#
         )
     };
+
     for (what, flag) in [
         ("offload_optimizer", "--offload"),
         ("offload_param", "--offload-params"),
@@ -277,6 +287,7 @@ fn offload_of_a_configuration_is_checked() {
         );
         succeeds(&with(&offload(what, "cpu"), &[]));
     }
+
     // A flag overrides the file.
     succeeds(&with(
         &offload("offload_optimizer", "nvme"),
@@ -290,6 +301,7 @@ fn offload_of_a_configuration_is_checked() {
         2,
         &["initial_scale_power", "126"],
     );
+
     let out = succeeds(&with(
         r#"{"steps_per_print": 1, "zero_optimization": {"stage": 3}}"#,
         &[],
@@ -311,12 +323,14 @@ fn offload_keeps_the_losses() {
             .map(|l| serde_json::from_str::<Value>(l).unwrap())
             .collect::<Vec<_>>()
     };
+
     let losses = |steps: &[Value]| {
         steps
             .iter()
             .map(|step| step["loss"].to_string())
             .collect::<Vec<_>>()
     };
+
     let plain = run("plain", &[]);
     std::fs::create_dir(dir.path().join("scratch")).unwrap();
     let kinds: [&[&str]; 3] = [
@@ -329,6 +343,7 @@ fn offload_keeps_the_losses() {
             "nvme:scratch",
         ],
     ];
+
     for (i, kind) in kinds.into_iter().enumerate() {
         let steps = run(&format!("m{i}"), kind);
         assert_eq!(losses(&steps), losses(&plain), "{kind:?}");
@@ -338,12 +353,14 @@ fn offload_keeps_the_losses() {
             "{kind:?}"
         );
     }
+
     assert_eq!(
         std::fs::read_dir(dir.path().join("scratch"))
             .unwrap()
             .count(),
         0
     );
+
     // The tiny model is in fp32 here.
     for (flags, parts) in [
         (
@@ -392,6 +409,7 @@ fn low_live_parameter_limit_is_raised() {
             .collect();
         (out, losses)
     };
+
     let (wide, expected) = run(1_000_000_000, "wide");
     assert!(!wide.contains("max_live_parameters"), "{wide}");
     for limit in [0, 100] {
@@ -442,6 +460,7 @@ fn torchrun_on_the_host_is_rejected() {
             .output()
             .unwrap()
     };
+
     fails(
         &run("auto", "1", "2"),
         2,
@@ -458,6 +477,7 @@ fn bad_data_is_a_usage_error() {
     write("empty.bin", b"");
     write("odd.bin", b"abc");
     write("short.bin", &[0; 20]);
+
     write(
         "outside.bin",
         &[[1u8, 0]; 50]
@@ -466,6 +486,7 @@ fn bad_data_is_a_usage_error() {
             .chain([0, 1])
             .collect::<Vec<_>>(),
     );
+
     fails(
         &run_tiny(dir.path(), &["--data", "nowhere.bin"]),
         2,
@@ -557,6 +578,7 @@ fn bad_checkpoints_are_rejected() {
         dir.path(),
         &["ckpt", "import", &data("model"), "imported"],
     ));
+
     fails(
         &run_tiny(dir.path(), &["--resume", "imported"]),
         2,
@@ -566,6 +588,7 @@ fn bad_checkpoints_are_rejected() {
             "--model imported/step-00000000",
         ],
     );
+
     let other = [
         "--model",
         "nano",
@@ -576,6 +599,7 @@ fn bad_checkpoints_are_rejected() {
         "--seq-len",
         "32",
     ];
+
     fails(&run_tiny(dir.path(), &other), 2, &["another model"]);
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
 }
@@ -590,10 +614,12 @@ fn full_disk_keeps_the_previous_checkpoint() {
         .args(["-t", "tmpfs", "-o", "size=3m", "tmpfs"])
         .arg(&disk)
         .status();
+
     if !mounted.is_ok_and(|status| status.success()) {
         eprintln!("SKIPPED full_disk_keeps_the_previous_checkpoint: mounting a tmpfs needs root");
         return;
     }
+
     let path = disk.join("ckpt").display().to_string();
     let first = run_tiny(dir.path(), &["--checkpoint", &path]);
     let second = run_tiny(
@@ -630,6 +656,7 @@ fn interrupt_saves_and_ends() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
+
     // The run never ends by itself, and the test harness has no limit: neither wait depends on the
     // machine's speed.
     while std::fs::read_to_string(dir.path().join("m")).map_or(0, |t| t.lines().count()) < 3 {
@@ -639,6 +666,7 @@ fn interrupt_saves_and_ends() {
         );
         std::thread::sleep(Duration::from_millis(20));
     }
+
     assert!(
         Command::new("kill")
             .args(["-INT", &run.id().to_string()])
@@ -646,6 +674,7 @@ fn interrupt_saves_and_ends() {
             .unwrap()
             .success()
     );
+
     assert_eq!(run.wait().unwrap().code(), Some(130));
     let steps = std::fs::read_to_string(dir.path().join("m"))
         .unwrap()
@@ -656,6 +685,7 @@ fn interrupt_saves_and_ends() {
         dir.path(),
         &["--resume", "c", "--steps", &next, "--metrics", "m2"],
     ));
+
     assert_eq!(
         std::fs::read_to_string(dir.path().join("m2"))
             .unwrap()
@@ -671,6 +701,7 @@ fn missing_driver_is_named() {
         // This machine has a driver.
         return;
     }
+
     let dir = temp();
     fails(
         &run_tiny(dir.path(), &["--device", "cuda"]),

@@ -115,11 +115,13 @@ fn auto_is_resolved_as_by_hugging_face() {
             "gradient_accumulation_steps 1",
         ],
     );
+
     assert_near(
         &figures(&run, "lr"),
         &[0.0, 0.0, 1e-3, 1e-3, 1e-3 * 2.0 / 3.0],
         "two steps of warm-up",
     );
+
     let flags = [
         "--steps",
         "4",
@@ -132,6 +134,7 @@ fn auto_is_resolved_as_by_hugging_face() {
         "--weight-decay",
         "0.2",
     ];
+
     let more = ["--betas", "0.8,0.95", "--eps", "1e-6", "--grad-accum", "2"];
     let (run, out) = steps(dir.path(), AUTO, &[&flags[..], &more].concat());
     assert_autos(
@@ -149,6 +152,7 @@ fn auto_is_resolved_as_by_hugging_face() {
             "gradient_accumulation_steps 2",
         ],
     );
+
     let ln = |n: f64| n.ln() / 3f64.ln();
     assert_near(
         &figures(&run, "lr"),
@@ -210,6 +214,7 @@ fn resume_keeps_the_resolved_schedule() {
             })
             .collect::<Vec<_>>()
     };
+
     std::fs::write(dir.path().join("ds.json"), AUTO).unwrap();
     let first = rates(
         &["--config", "ds.json", "--steps", "4", "--lr", "2e-3"],
@@ -246,6 +251,7 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
             "lr",
         )
     };
+
     assert_near(
         &lr(&warmup, &["--lr", "0.002"]),
         &[0.0, 0.0, 0.001, 0.002],
@@ -284,6 +290,7 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
         &["--steps", "2", "--schedule", "linear", "--lr", "0.002"],
     );
     assert_near(&figures(&replaced.0, "lr"), &[0.002, 0.001], "--schedule");
+
     assert!(
         replaced
             .1
@@ -297,6 +304,7 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
         r#""cycle_min_lr": 0.001, "cycle_max_lr": 0.002"#,
     );
     let range = with("LRRangeTest", "");
+
     let refused: [(&str, [&str; 2], &[&str]); 8] = [
         (
             &cycle,
@@ -335,6 +343,7 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
             &["--min-lr 0.00001", "constant"],
         ),
     ];
+
     for (text, flag, parts) in refused {
         fails(&run(dir.path(), text, &flag), 2, parts);
     }
@@ -359,10 +368,12 @@ fn schedules_by_flag_follow_their_formulas() {
         ];
         figures(&steps(dir.path(), "{}", &[&fixed, more].concat()).0, "lr")
     };
+
     let expected = |after: fn(f64) -> f64| {
         let after = (2..10).map(|k| 0.001 + 0.007 * after(f64::from(k)));
         [0.004, 0.008].into_iter().chain(after).collect::<Vec<_>>()
     };
+
     assert_near(
         &lr(&["--schedule", "linear"]),
         &expected(|k| 1.0 - (k - 2.0) / 8.0),
@@ -379,6 +390,7 @@ fn schedules_by_flag_follow_their_formulas() {
         &expected(longer),
         "--decay-steps",
     );
+
     let constant = steps(
         dir.path(),
         "{}",
@@ -392,6 +404,7 @@ fn schedules_by_flag_follow_their_formulas() {
         ],
     )
     .0;
+
     assert_near(&figures(&constant, "lr"), &[5e-4, 1e-3, 1e-3], "constant");
     let too_long = [
         "--schedule",
@@ -403,6 +416,7 @@ fn schedules_by_flag_follow_their_formulas() {
         "--steps",
         "3",
     ];
+
     fails(
         &run(dir.path(), "{}", &too_long),
         2,
@@ -434,6 +448,7 @@ fn sizes_act_and_keep_the_bits() {
             out,
         )
     };
+
     let keep_nothing = r#""stage3_param_persistence_threshold": 0"#;
     let (expected, one, _) = with(&format!(
         r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1"#
@@ -472,6 +487,7 @@ fn optimizer_keys_work_as_deepspeeds_do() {
             r#"{{"optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "bias_correction": {corrected}}}}}}}"#
         )
     };
+
     let (with, _) = steps(dir.path(), &adam(true), &["--steps", "2"]);
     let (without, out) = steps(dir.path(), &adam(false), &["--steps", "2"]);
     assert!(out.contains("no bias correction"), "{out}");
@@ -515,6 +531,7 @@ fn shapes_of_shipped_configurations() {
         "offload_param": {{"device": "cpu", "pin_memory": true}}, "sub_group_size": 0,
         "stage3_max_live_parameters": 1e9, "stage3_gather_fp16_weights_on_model_save": true}}}}"#
     );
+
     let taken: [&str; 9] = [
         AUTO,
         // transformers and axolotl; the second also has names without the prefix and limits of 0.
@@ -542,6 +559,7 @@ fn shapes_of_shipped_configurations() {
             "params": {"lr": 1e-3, "torch_adam": true, "adam_w_mode": true}}, "cuda_visible_devices": 0,
             "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": false}}}}"#,
     ];
+
     for text in taken {
         succeeds(&run(dir.path(), text, &["--steps", "1"]));
     }
@@ -581,6 +599,7 @@ fn shapes_of_shipped_configurations() {
             "line 1 column 22",
         ),
     ];
+
     for (text, part) in refused {
         fails(&run(dir.path(), text, &[]), 2, &[part, "ds.json"]);
     }

@@ -92,10 +92,12 @@ fn second_signal_ends_at_once() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
+
     while !dir.path().join("m").exists() {
         assert!(run.try_wait().unwrap().is_none(), "the run ended");
         std::thread::sleep(Duration::from_millis(20));
     }
+
     // Two signals that arrive together count once.
     let code = loop {
         if let Some(status) = run.try_wait().unwrap() {
@@ -104,6 +106,7 @@ fn second_signal_ends_at_once() {
         signal(&run, "-TERM");
         std::thread::sleep(Duration::from_millis(50));
     };
+
     assert_eq!(code, Some(143));
     assert_eq!(steps(dir.path()), 0);
 }
@@ -145,6 +148,7 @@ fn default_data_is_the_same_again() {
         "1",
         "--steps",
     ];
+
     let run = |more: &[&str]| succeeds(&zero(dir.path(), &[&small[..], more].concat()));
     let data = |out: &str| {
         out.lines()
@@ -152,6 +156,7 @@ fn default_data_is_the_same_again() {
             .unwrap()
             .to_owned()
     };
+
     let first = data(&run(&[
         "2",
         "--metrics",
@@ -161,6 +166,7 @@ fn default_data_is_the_same_again() {
         "--checkpoint",
         "runs/a",
     ]));
+
     assert!(first.starts_with("data: .: 1 text file, "), "{first}");
     assert_eq!(data(&run(&["2", "--report", "."])), first);
     assert!(dir.path().join("checkpoints/step-00000002").is_dir());
@@ -218,6 +224,7 @@ fn text_needs_the_tokenizer_of_the_model() {
         "the theme of the thesis<|endoftext|>".repeat(20),
     )
     .unwrap();
+
     let text = [
         "train",
         "--data",
@@ -228,6 +235,7 @@ fn text_needs_the_tokenizer_of_the_model() {
         "1",
         "--no-checkpoint",
     ];
+
     let parts = [
         "text.txt",
         "50,257",
@@ -236,12 +244,14 @@ fn text_needs_the_tokenizer_of_the_model() {
         "vocab.json",
         "merges.txt",
     ];
+
     fails(
         &zero(dir.path(), &[&text[..], &["--model", "gpt2-124m"]].concat()),
         2,
         &parts,
     );
     let preset = GptConfig::preset("nano").unwrap();
+
     let config = GptConfig {
         vocab_size: 600,
         n_embd: 8,
@@ -251,6 +261,7 @@ fn text_needs_the_tokenizer_of_the_model() {
         n_inner: 8,
         ..preset
     };
+
     std::fs::create_dir(dir.path().join("model")).unwrap();
     write_model(&dir.path().join("model"), &config);
     let with = |more: &[&str]| {
@@ -259,6 +270,7 @@ fn text_needs_the_tokenizer_of_the_model() {
             &[&text[..], &["--model", "model"], more].concat(),
         )
     };
+
     fails(&with(&[]), 2, &["600 tokens", "--tokenizer FILE"]);
     write_gpt2_tokenizer(&dir.path().join("gpt2"));
     for path in ["gpt2", "gpt2/vocab.json", "gpt2/merges.txt"] {
@@ -268,6 +280,7 @@ fn text_needs_the_tokenizer_of_the_model() {
             "{out}"
         );
     }
+
     std::fs::remove_file(dir.path().join("gpt2/merges.txt")).unwrap();
     fails(
         &with(&["--tokenizer", "gpt2"]),
@@ -331,6 +344,7 @@ fn odd_numbers_are_plain_errors() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!text.contains("unexpected argument"), "{text}");
     }
+
     for (flag, name) in [
         ("--lr", "lr"),
         ("--clip", "max_grad_norm"),
@@ -342,11 +356,13 @@ fn odd_numbers_are_plain_errors() {
             &[&format!("error: {flag}: {name} is -1")],
         );
     }
+
     let out = succeeds(&run_tiny(dir.path(), &["--warmup-steps", "4"]));
     assert!(
         out.contains("note: the warm-up has 4 steps, the run ends at step 3"),
         "{out}"
     );
+
     for (line, part) in [
         ("train --steps 1e3", "expected a whole number, such as 1000"),
         ("train --data nowhere", "--data nowhere: no such file"),
@@ -385,11 +401,13 @@ fn table_has_total_and_peak_in_binary_units() {
         assert!(out.contains(row), "{row:?} is not in: {out}");
     }
     let text = std::fs::read_to_string(dir.path().join("m")).unwrap();
+
     for line in text.lines() {
         let step: Value = serde_json::from_str(line).unwrap();
         let fraction = step["overlap"]["overlap_fraction"].as_f64().unwrap();
         assert!((0.0..=1.0).contains(&fraction), "{line}");
     }
+
     let plan = succeeds(&zero(
         dir.path(),
         &[
@@ -402,6 +420,7 @@ fn table_has_total_and_peak_in_binary_units() {
             "80GB",
         ],
     ));
+
     for text in [&out, &plan] {
         assert!(
             text.contains("iB") && ![" kB", " MB", " GB"].iter().any(|unit| text.contains(unit)),
@@ -433,6 +452,7 @@ fn progress_fits_a_narrow_terminal() {
     script
         .args(["-q", "-e", "-c", &line, "typescript"])
         .current_dir(dir.path());
+
     assert!(
         script
             .stdout(Stdio::null())
@@ -441,12 +461,14 @@ fn progress_fits_a_narrow_terminal() {
             .unwrap()
             .success()
     );
+
     let shown = std::fs::read_to_string(dir.path().join("typescript")).unwrap();
     let frames: Vec<&str> = shown
         .split(['\r', '\n'])
         .filter(|frame| frame.contains("step "))
         .collect();
     assert!(!frames.is_empty(), "{shown:?}");
+
     for frame in frames {
         let plain = console::strip_ansi_codes(frame);
         assert!(plain.chars().count() <= 40, "{frame:?}");

@@ -131,6 +131,7 @@ fn ranks_get_variables_and_a_prefix() {
         lines.contains(&"I am 0 of 3 on 0, 127.0.0.1, more"),
         "{out}"
     );
+
     for rank in [1, 2] {
         let line = format!("[rank {rank}] I am {rank} of 3 on {rank}, 127.0.0.1, more");
         assert!(lines.contains(&line.as_str()), "{out}");
@@ -143,6 +144,7 @@ fn ranks_get_variables_and_a_prefix() {
             "{err}"
         );
     }
+
     assert!(err.lines().any(|l| l == "oh 0"), "{err}");
 }
 
@@ -158,6 +160,7 @@ fn ranks_share_a_secret_token() {
         fs::read_to_string(folder.path().join(format!("{job}-{rank}"))).unwrap()
     };
     let mut tokens = Vec::new();
+
     for number in ["a", "b"] {
         let mut job = job(2, &script, Duration::ZERO);
         job.args.extend(["sh".into(), number.into()]);
@@ -166,6 +169,7 @@ fn ranks_share_a_secret_token() {
         tokens.push(read(number, "0"));
         assert!(!format!("{job:?}").contains(&tokens[0]), "{job:?}");
     }
+
     assert!(
         tokens[0].len() == 32 && tokens[0] != tokens[1],
         "{tokens:?}"
@@ -198,6 +202,7 @@ fn one_failure_kills_all_descendants() {
         program: "/no/such/program".into(),
         ..job(2, "", grace)
     };
+
     assert!(matches!(
         missing.run(&mut || None),
         Err(JobError::Start { rank: 0, .. })
@@ -218,6 +223,7 @@ fn root_cause_wins_over_earlier_echoes() {
         echo: false,
         message: "rank 1".to_owned(),
     };
+
     assert_eq!(
         run(&job(3, &script, LIMIT)),
         Err(JobError::Reported { rank: 1, report })

@@ -21,6 +21,7 @@ fn write_model(folder: &Path) {
         vocab_size: 4096,
         ..GptConfig::preset("nano").unwrap()
     };
+
     std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
     let params: Vec<_> = config
         .units()
@@ -33,6 +34,7 @@ fn write_model(folder: &Path) {
         .max()
         .unwrap() as usize;
     let zeros = vec![0; 4 * largest];
+
     let views = params.iter().map(|param| {
         let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
         let bytes = 4 * shape.iter().product::<usize>();
@@ -41,6 +43,7 @@ fn write_model(folder: &Path) {
             TensorView::new(Dtype::F32, shape, &zeros[..bytes]).unwrap(),
         )
     });
+
     safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
 }
 
@@ -61,6 +64,7 @@ fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
         "--seq-len",
         "16",
     ];
+
     let output = place::zero()
         .args(run)
         .args(["--micro-batch", "1", "--report", "report", "--data"])
@@ -69,6 +73,7 @@ fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
         .current_dir(folder)
         .output()
         .unwrap();
+
     assert!(
         output.status.success(),
         "{}",
@@ -81,6 +86,7 @@ fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
         .map(|step| step["memory"]["peak_bytes"].as_u64().unwrap())
         .max()
         .unwrap();
+
     (2 * peak, summary["process_peak_bytes"].as_u64().unwrap())
 }
 
@@ -124,6 +130,7 @@ fn process_holds_what_is_planned() {
             [&nvme[..], &["--offload-params", "nvme:scratch"]].concat(),
         ),
     ];
+
     for (stage, offload) in runs {
         let shape = [
             &["--dtype", "bf16", "--seq-len", "16", "--micro-batch", "1"],
@@ -170,6 +177,7 @@ fn memory_limit_is_kept_with_nvme() {
         "--memory-limit",
         "320MiB",
     ];
+
     let tokens = place::data("tokens.u16.bin");
     let run = [
         "train",
@@ -185,6 +193,7 @@ fn memory_limit_is_kept_with_nvme() {
         "16",
         "--data",
     ];
+
     let refused = place::zero()
         .args(run)
         .arg(tokens)
@@ -192,6 +201,7 @@ fn memory_limit_is_kept_with_nvme() {
         .current_dir(folder.path())
         .output()
         .unwrap();
+
     let text = String::from_utf8_lossy(&refused.stderr);
     assert_eq!(refused.status.code(), Some(2), "{text}");
     assert!(

@@ -34,10 +34,12 @@ fn full_disk_at_start() {
         .args(["-t", "tmpfs", "-o", "size=100k", "tmpfs"])
         .arg(&disk)
         .status();
+
     if !mounted.is_ok_and(|status| status.success()) {
         eprintln!("SKIPPED full_disk_at_start: mounting a tmpfs needs root");
         return;
     }
+
     let path = format!("nvme:{}", disk.display());
     let first = run_tiny(dir.path(), &["--checkpoint", "c", "--steps", "2"]);
     let full = run_tiny(
@@ -45,6 +47,7 @@ fn full_disk_at_start() {
         &["--resume", "c", "--steps", "4", "--offload", &path],
     );
     let left = is_empty(&disk);
+
     assert!(
         Command::new("umount")
             .arg(&disk)
@@ -52,6 +55,7 @@ fn full_disk_at_start() {
             .unwrap()
             .success()
     );
+
     succeeds(&first);
     fails(
         &full,
@@ -73,6 +77,7 @@ fn kill_in_every_phase() {
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let (metrics, saved) = (dir.path().join("m"), dir.path().join("d/latest"));
     let written = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
+
     let more = [
         &NVME[..],
         &[
@@ -86,6 +91,7 @@ fn kill_in_every_phase() {
             "m",
         ],
     ];
+
     // Steps to wait for, then milliseconds.
     for (steps, ms) in [
         (0, 0),
@@ -131,6 +137,7 @@ fn kill_in_every_phase() {
             succeeds(&zero(dir.path(), &["ckpt", "verify", "d"]));
         }
     }
+
     let end = (lines(&metrics).len() + 2).to_string();
     let to_end = |more: &[&str]| {
         succeeds(&run_tiny(
@@ -138,6 +145,7 @@ fn kill_in_every_phase() {
             &[&NVME[..], &["--steps", &end], more].concat(),
         ))
     };
+
     to_end(&["--resume", "d", "--metrics", "m"]);
     to_end(&["--checkpoint", "whole", "--metrics", "whole.m"]);
     assert_eq!(losses(&metrics), losses(&dir.path().join("whole.m")));
@@ -163,6 +171,7 @@ fn two_runs_share_a_folder() {
             .spawn()
             .unwrap()
     };
+
     let runs = [start("a", "a.m"), start("b", "b.m")];
     for mut run in runs {
         assert!(run.wait().unwrap().success());

@@ -69,6 +69,7 @@ fn missing_metrics_lines_are_noted() {
         dir.path(),
         &["--steps", "2", "--metrics", "m", "--checkpoint", "c"],
     ));
+
     succeeds(&zero(
         dir.path(),
         &[
@@ -81,6 +82,7 @@ fn missing_metrics_lines_are_noted() {
             "other",
         ],
     ));
+
     let out = succeeds(&zero(
         dir.path(),
         &["train", "--resume", "c", "--steps", "6", "--metrics", "m"],
@@ -207,6 +209,7 @@ fn weights_that_are_not_finite_are_named() {
         dir.path(),
         &tiny("model", &data("tokens.u16.bin"), &["--checkpoint", "c"]),
     );
+
     fails(
         &output,
         1,
@@ -216,6 +219,7 @@ fn weights_that_are_not_finite_are_named() {
             "cannot be trained",
         ],
     );
+
     assert_eq!(checkpoints(&dir.path().join("c")), [] as [String; 0]);
 }
 
@@ -230,6 +234,7 @@ fn interrupt_ends_an_evaluation() {
     )
     .unwrap();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+
     let validation = [
         "--val-data",
         "long.bin",
@@ -238,6 +243,7 @@ fn interrupt_ends_an_evaluation() {
         "--eval-tokens",
         "16000000",
     ];
+
     let more = ["--steps", "9", "--metrics", "m", "--checkpoint", "c"];
     let args = tiny(&model, &tokens, &[&validation[..], &more].concat());
     let mut run = place::zero()
@@ -246,10 +252,12 @@ fn interrupt_ends_an_evaluation() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
+
     while lines(&dir.path().join("m")) < 1 {
         assert!(run.try_wait().unwrap().is_none(), "the run ended");
         std::thread::sleep(Duration::from_millis(20));
     }
+
     // Step 2 takes milliseconds; without this the interrupt may end the run before the evaluation.
     std::thread::sleep(Duration::from_millis(500));
     assert!(
@@ -259,6 +267,7 @@ fn interrupt_ends_an_evaluation() {
             .unwrap()
             .success()
     );
+
     assert_eq!(run.wait().unwrap().code(), Some(130));
     let text = fs::read_to_string(dir.path().join("m")).unwrap();
     assert!(
@@ -307,6 +316,7 @@ fn columns_align_where_ranks_differ() {
         .collect();
     assert_eq!(rows.len(), 10, "{out}");
     assert!(rows.iter().all(|row| row.len() == rows[0].len()), "{out}");
+
     for row in rows {
         if let Some((least, most)) = row.split_once(" to ") {
             assert!(

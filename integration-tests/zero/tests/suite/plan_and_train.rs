@@ -102,6 +102,7 @@ fn compare(model: &str, run: &str) {
         "plan --model {model} --gpus 2 --json {run}"
     )))
     .unwrap();
+
     for stage in 0..4 {
         let folder = tempfile::tempdir().unwrap();
         let metrics = trained(folder.path(), model, stage, run);

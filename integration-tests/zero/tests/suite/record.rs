@@ -158,6 +158,7 @@ fn resume_continues_metrics_and_report() {
     ));
     let out = resume(&dir.join("elsewhere"), &["../c", "--steps", "5"]);
     assert_eq!(differences(&out), ["steps 3 -> 5"], "{out}");
+
     for (name, path) in [("metrics", "m"), ("report", "r")] {
         let line = format!(
             "\n{name}: {}\n",
@@ -165,6 +166,7 @@ fn resume_continues_metrics_and_report() {
         );
         assert!(out.contains(&line), "{line} is not in: {out}");
     }
+
     let steps = |text: &str| -> Vec<u64> {
         text.lines()
             .map(|line| {
@@ -174,6 +176,7 @@ fn resume_continues_metrics_and_report() {
             })
             .collect()
     };
+
     let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
     assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
     let drawn = |name: &str| -> Vec<u64> {
@@ -185,6 +188,7 @@ fn resume_continues_metrics_and_report() {
             .map(|step| step["step"].as_u64().unwrap())
             .collect()
     };
+
     assert_eq!(drawn("r/summary.json"), [1, 2, 3, 4, 5]);
 
     // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one
@@ -215,6 +219,7 @@ fn resumed_copy_leaves_files_of_the_original() {
         dir,
         &[&outputs[..], &["--checkpoint", "o", "--steps", "4"]].concat(),
     ));
+
     assert!(
         std::process::Command::new("cp")
             .args(["-r", "o", "copy"])
@@ -223,6 +228,7 @@ fn resumed_copy_leaves_files_of_the_original() {
             .unwrap()
             .success()
     );
+
     std::fs::remove_dir_all(dir.join("copy/step-00000004")).unwrap();
     let read =
         || ["m", "r/summary.json", "r/run.json"].map(|name| std::fs::read(dir.join(name)).unwrap());
@@ -239,6 +245,7 @@ fn resumed_copy_leaves_files_of_the_original() {
             );
         }
     };
+
     let out = resume(dir, &["copy/step-00000002", "--steps", "3", "--lr", "0.5"]);
     notes(&out, "was copied or moved");
     assert!(read() == before);
@@ -295,6 +302,7 @@ fn foreign_files_of_a_record_are_kept() {
     std::fs::remove_file(dir.join("s/loss.svg")).unwrap();
     std::os::unix::fs::symlink("../n", dir.join("s/loss.svg")).unwrap();
     let out = resume(dir, &["d", "--steps", "4"]);
+
     for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
         let line = out
             .lines()
@@ -302,6 +310,7 @@ fn foreign_files_of_a_record_are_kept() {
             .unwrap_or_default();
         assert!(line.ends_with(&format!("pass {flag}")), "{out}");
     }
+
     for name in ["m", "n"] {
         assert_eq!(std::fs::read(dir.join(name)).unwrap(), b"notes\n");
     }
@@ -380,6 +389,7 @@ fn no_decay_of_vectors() {
     let groups = r#"{"param_groups": [{"max_dims": 1, "weight_decay": 0.0}], "zero_optimization": {"stage": 3},
         "gradient_clipping": 0.5}"#;
     std::fs::write(dir.join("groups.json"), groups).unwrap();
+
     let out = train(
         dir,
         &[
@@ -392,6 +402,7 @@ fn no_decay_of_vectors() {
             "--no-decay-1d",
         ],
     );
+
     assert!(
         out.contains("parameter groups: dims <= 1: weight decay 0"),
         "{out}"
@@ -409,6 +420,7 @@ fn no_decay_of_vectors() {
             "groups.json",
         ],
     );
+
     train(
         dir,
         &["--steps", "3", "--metrics", "none", "--checkpoint", "c"],
@@ -427,6 +439,7 @@ fn no_decay_of_vectors() {
         ["steps 3 -> 4"]
     );
     let out = resume(dir, &["a", "--steps", "5", "--no-decay-1d=false"]);
+
     assert_eq!(
         differences(&out),
         [
@@ -435,6 +448,7 @@ fn no_decay_of_vectors() {
         ],
         "{out}"
     );
+
     std::fs::write(dir.join("bad.json"), r#"{"param_groups": [{"name": "x"}]}"#).unwrap();
     let bad = zero(
         dir,
@@ -447,6 +461,7 @@ fn no_decay_of_vectors() {
             "--no-checkpoint",
         ],
     );
+
     fails(&bad, 2, &["param_groups: unknown field `name`"]);
 }
 
@@ -482,6 +497,7 @@ fn another_model_is_refused() {
             &["train", "--resume", "a", "--steps", "2", "--model", model],
         )
     };
+
     fails(
         &with("nano"),
         2,
@@ -492,6 +508,7 @@ fn another_model_is_refused() {
             "n_embd 64 -> 128",
         ],
     );
+
     succeeds(&with("model"));
     // All shapes are the same.
     let config = std::fs::read_to_string(dir.join("model/config.json")).unwrap();
@@ -551,6 +568,7 @@ fn last_step_and_checkpoints_are_taken_up() {
             "2",
         ],
     );
+
     std::fs::remove_dir_all(dir.join("a/step-00000006")).unwrap();
     resume(dir, &["a"]);
     let steps = |dir: &Path| {
@@ -561,6 +579,7 @@ fn last_step_and_checkpoints_are_taken_up() {
         steps.sort();
         steps
     };
+
     assert_eq!(steps(&dir.join("a")), ["step-00000004", "step-00000006"]);
     let out = resume(dir, &["a"]);
     assert!(
@@ -612,6 +631,7 @@ fn readme_line_resumes_at_another_stage() {
             "a.jsonl",
         ],
     );
+
     let out = resume(
         dir,
         &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"],
@@ -630,6 +650,7 @@ fn opening_shows_all_settings() {
         dir,
         &["--steps", "2", "--checkpoint", "a", "--report", "report"],
     );
+
     for part in [
         "parameters in bf16, ZeRO stage 3, 2 ranks x ",
         ", seed 11, weights from /",
@@ -644,6 +665,7 @@ fn opening_shows_all_settings() {
     ] {
         assert!(out.contains(part), "{part:?} is not in: {out}");
     }
+
     let report: Value =
         serde_json::from_slice(&std::fs::read(dir.join("report/run.json")).unwrap()).unwrap();
     assert_eq!(report, record(dir, "a", 2));
@@ -678,6 +700,7 @@ fn memory_settings_are_taken_up() {
         (&4096.into(), &false.into())
     );
     assert_eq!(record["activation_checkpointing"], true);
+
     let out = resume(
         dir,
         &[
@@ -688,6 +711,7 @@ fn memory_settings_are_taken_up() {
             "--activation-checkpointing=false",
         ],
     );
+
     let expected = [
         "activation_checkpointing true -> false",
         "communication.gather_ahead 0 -> 1",
@@ -731,12 +755,14 @@ fn offload_is_taken_up() {
             dir.join(folder).canonicalize().unwrap().display()
         )
     };
+
     train(
         dir,
         &["--steps", "3", "--metrics", "plain", "--checkpoint", "p"],
     );
     assert_eq!(record(dir, "p", 3).get("offload"), None);
     let flags = ["--offload", "nvme:one", "--offload-params", "nvme:one"];
+
     let out = train(
         dir,
         &[
@@ -745,6 +771,7 @@ fn offload_is_taken_up() {
         ]
         .concat(),
     );
+
     let one = path("one");
     let line = format!(
         "offload: optimizer state in {one} (masters fp32, moments fp32), parameters in {one}\n"
@@ -787,6 +814,7 @@ fn offload_is_taken_up() {
     assert_eq!(differences(&out), expected, "{out}");
     assert_eq!(record(dir, "a", 5).get("offload"), None);
     std::fs::remove_dir(dir.join("two")).unwrap();
+
     let gone = zero(
         dir,
         &[
@@ -799,6 +827,7 @@ fn offload_is_taken_up() {
             "b",
         ],
     );
+
     fails(
         &gone,
         2,
@@ -828,6 +857,7 @@ fn schedule_and_loss_scale_differ_in_one_line_each() {
             "fp16",
         ],
     );
+
     let [dtype, scale, schedule, steps] = differences(&out)[..] else {
         panic!("{out}")
     };
@@ -853,6 +883,7 @@ fn missing_tokenizer_is_an_error() {
         vocabulary.join(", ")
     );
     std::fs::write(dir.join("tokenizer.json"), tokenizer).unwrap();
+
     train(
         dir,
         &[
@@ -864,6 +895,7 @@ fn missing_tokenizer_is_an_error() {
             "a",
         ],
     );
+
     let out = resume(dir, &["a", "--steps", "2"]);
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
     assert!(out.contains("tokenizer.json"), "{out}");

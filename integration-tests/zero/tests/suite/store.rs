@@ -76,6 +76,7 @@ fn another_runs_checkpoints_are_refused() {
             &[&["--checkpoint", "d", "--metrics", "m2"], more].concat(),
         )
     };
+
     let ways = [
         "--checkpoint d",
         "another run",
@@ -83,6 +84,7 @@ fn another_runs_checkpoints_are_refused() {
         "--resume d",
         "another folder",
     ];
+
     for more in [
         &["--keep-last", "1"][..],
         &["--seed", "5"],
@@ -91,6 +93,7 @@ fn another_runs_checkpoints_are_refused() {
     ] {
         fails(&into(more), 2, &ways);
     }
+
     fails(
         &run_tiny(dir.path(), &["--checkpoint", "d/step-00000004"]),
         2,
@@ -113,6 +116,7 @@ fn another_runs_checkpoints_are_refused() {
         2,
         &ways,
     );
+
     // The run itself prunes its own.
     succeeds(&run_tiny(
         dir.path(),
@@ -135,6 +139,7 @@ fn named_checkpoint_resumes_into_its_folder() {
             "m",
         ],
     ));
+
     assert_eq!(steps(&dir.path().join("d")), [1, 2, 3, 4, 5, 6]);
     assert!(steps(&dir.path().join("d/step-00000002")).is_empty());
     assert_eq!(numbers(&dir.path().join("m")), [1, 2, 3, 4, 5, 6]);
@@ -161,6 +166,7 @@ fn resumed_metrics_are_appended() {
             &[&["--resume", "d", "--metrics", "m"], more].concat(),
         )
     };
+
     // A run with nothing to do changes nothing.
     let modified = || path.metadata().unwrap().modified().unwrap();
     let before = modified();
@@ -214,6 +220,7 @@ fn resumed_metrics_are_appended() {
             "m",
         ],
     ));
+
     assert_eq!(numbers(&path), [1, 2, 3, 4, 5, 6, 7]);
     assert_ne!(lines(&path)[6]["run"], runs[0]);
 }
@@ -225,6 +232,7 @@ fn files_of_others_are_no_metrics_files() {
     fs::write(dir.path().join("notes"), "my notes\n").unwrap();
     fs::write(dir.path().join("empty"), "").unwrap();
     let before = files(dir.path());
+
     fails(
         &fresh("m"),
         2,
@@ -235,6 +243,7 @@ fn files_of_others_are_no_metrics_files() {
             "another file",
         ],
     );
+
     fails(
         &fresh("notes"),
         2,
@@ -302,6 +311,7 @@ fn damaged_checkpoints_are_passed_over() {
             &[&["--resume", "d", "--steps", "1"], more].concat(),
         )
     };
+
     let verify = |dir: &TempDir, path: &str| zero(dir.path(), &["ckpt", "verify", path]);
     for (damage, reason) in DAMAGES {
         let dir = temp();
@@ -373,6 +383,7 @@ fn demonstration_runs_again() {
         "To be, or not to be, that is the question.\n".repeat(2000),
     )
     .unwrap();
+
     let run = || {
         let size = [
             "--steps",
@@ -386,6 +397,7 @@ fn demonstration_runs_again() {
         ];
         succeeds(&zero(dir.path(), &[&["train"], &size[..]].concat()))
     };
+
     let out = run();
     assert!(
         out.contains("checkpoint: checkpoints/step-00000001"),
@@ -444,6 +456,7 @@ fn killed_run_continues() {
         "--metrics",
         "m",
     ];
+
     for at in [["--checkpoint", "d"], ["--resume", "d"], ["--resume", "d"]] {
         let mut run = place::zero();
         let args = [&more[..], &at].concat();
@@ -460,12 +473,14 @@ fn killed_run_continues() {
         run.kill().unwrap(); // SIGKILL
         run.wait().unwrap();
     }
+
     let last = lines(&path).len() as u64 + 2;
     let end = last.to_string();
     succeeds(&run_tiny(
         dir.path(),
         &["--resume", "d", "--steps", &end, "--metrics", "m"],
     ));
+
     succeeds(&run_tiny(
         dir.path(),
         &[
@@ -477,6 +492,7 @@ fn killed_run_continues() {
             "whole.m",
         ],
     ));
+
     assert_eq!(numbers(&path), (1..=last).collect::<Vec<_>>());
     assert_eq!(losses(&path), losses(&dir.path().join("whole.m")));
     assert_eq!(steps(&dir.path().join("d")).len(), 2);
@@ -490,6 +506,7 @@ fn imported_weights_start_a_run() {
         &["ckpt", "import", &data("model"), "imported"],
     ));
     assert!(out.contains("zero train --model imported"), "{out}");
+
     for (model, metrics) in [
         (data("model"), "a"),
         ("imported".into(), "b"),
@@ -500,6 +517,7 @@ fn imported_weights_start_a_run() {
             &["--model", &model, "--metrics", metrics],
         ));
     }
+
     let losses = |file: &str| losses(&dir.path().join(file));
     assert_eq!(losses("a"), losses("b"));
     assert_eq!(losses("a"), losses("c"));
@@ -530,6 +548,7 @@ fn ranks_open_the_checkpoint_of_their_launcher() {
         serde_json::json!({"selection": selection, "notices": ["a note of the launcher"]})
             .to_string()
     };
+
     let resume = |selected: &str, metrics: &str| {
         let args = [
             "train",
@@ -547,6 +566,7 @@ fn ranks_open_the_checkpoint_of_their_launcher() {
             .current_dir(dir.path());
         rank.output().unwrap()
     };
+
     // Not the newest one.
     let out = succeeds(&resume(&selected(3), "m2"));
     assert!(out.contains("a note of the launcher"), "{out}");
@@ -554,6 +574,7 @@ fn ranks_open_the_checkpoint_of_their_launcher() {
     // Damage that came later is found by the rank that reads it.
     let third = selected(3);
     flip(&dir.path().join("d/step-00000003").join(SHARD));
+
     fails(
         &resume(&third, "m3"),
         1,
@@ -563,6 +584,7 @@ fn ranks_open_the_checkpoint_of_their_launcher() {
             "--resume DIR starts from it",
         ],
     );
+
     fs::remove_dir_all(dir.path().join("d/step-00000003")).unwrap();
     fails(&resume(&third, "m4"), 2, &["step-00000003: No such file"]);
     // Another checkpoint of the same name.

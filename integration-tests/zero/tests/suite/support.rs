@@ -120,6 +120,7 @@ pub(crate) fn write_model(folder: &Path, config: &GptConfig) {
             let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
             (param.name, shape, bytes)
         });
+
     let tensors: Vec<_> = tensors.collect();
     let view =
         |shape: &Vec<usize>, bytes| TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap();

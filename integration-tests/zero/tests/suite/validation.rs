@@ -72,12 +72,14 @@ fn evaluations_are_in_metrics_and_table() {
         "--eval-tokens",
         "70",
     ];
+
     let out = succeeds(&run_tiny(
         dir.path(),
         &[&split[..], &["--steps", "5", "--metrics", "m"]].concat(),
     ));
     let found = evaluations(&dir.path().join("m"));
     assert_eq!(steps(&found), [2, 4, 5]);
+
     for (_, validation) in &found {
         assert_eq!(validation["tokens"], 64, "two windows");
         let (loss, perplexity) = (
@@ -86,10 +88,12 @@ fn evaluations_are_in_metrics_and_table() {
         );
         assert!((perplexity - loss.exp()).abs() < 1e-9 * perplexity);
     }
+
     let last = format!(
         "validation loss {:.4}",
         found[2].1["loss"].as_f64().unwrap()
     );
+
     for part in [
         "validation: the last 769 tokens of",
         "every 2 steps",
@@ -112,6 +116,7 @@ fn default_is_ten_evaluations() {
     assert_eq!(steps(&found), (1..=10).map(|i| 2 * i).collect::<Vec<_>>());
     // One micro-batch of each rank: the forward of a tenth of two steps is less.
     assert_eq!(found[0].1["tokens"], 64);
+
     succeeds(&run_tiny(
         dir.path(),
         &[
@@ -123,6 +128,7 @@ fn default_is_ten_evaluations() {
             "end",
         ],
     ));
+
     assert_eq!(steps(&evaluations(&dir.path().join("end"))), [3]);
 }
 
@@ -155,6 +161,7 @@ fn best_checkpoint_is_kept_beside_the_last() {
         &["--steps", "5", "--checkpoint", "c", "--keep-last", "1"],
     );
     let (names, best) = checkpoints(&dir.path().join("c"));
+
     assert_eq!(
         (names, best.as_str()),
         (
@@ -162,6 +169,7 @@ fn best_checkpoint_is_kept_beside_the_last() {
             "step-00000001"
         )
     );
+
     assert!(out.contains("after step 1: c/step-00000001\n"), "{out}");
     let inspect = |more: &[&str]| {
         let out = succeeds(&zero(
@@ -170,6 +178,7 @@ fn best_checkpoint_is_kept_beside_the_last() {
         ));
         serde_json::from_str::<Value>(&out).unwrap()["step"].clone()
     };
+
     assert_eq!((inspect(&[]), inspect(&["--best"])), (5.into(), 1.into()));
     let out = succeeds(&zero(
         dir.path(),
@@ -196,6 +205,7 @@ fn superseded_checkpoints_are_removed() {
         "--lr",
         "1e-3",
     ];
+
     succeeds(&zero(
         dir.path(),
         &tiny(
@@ -204,6 +214,7 @@ fn superseded_checkpoints_are_removed() {
             &[&falling[..], &["--checkpoint-every", "2"]].concat(),
         ),
     ));
+
     let (names, best) = checkpoints(&dir.path().join("c"));
     let kept = ["step-00000002", "step-00000004", "step-00000005"];
     assert_eq!(
@@ -224,6 +235,7 @@ fn resume_keeps_the_best_and_the_tokens() {
         dir.path(),
         &["--steps", "3", "--metrics", "first", "--checkpoint", "c"],
     );
+
     let out = succeeds(&zero(
         dir.path(),
         &[
@@ -236,6 +248,7 @@ fn resume_keeps_the_best_and_the_tokens() {
             "rest",
         ],
     ));
+
     let of = |file: &str| evaluations(&dir.path().join(file));
     assert_eq!(of("whole"), [of("first"), of("rest")].concat());
     assert!(out.contains("after step 1: c/step-00000001\n"), "{out}");
@@ -257,12 +270,14 @@ fn wrong_validation_is_a_usage_error() {
         fails(&output, 2, parts);
         assert!(!dir.path().join("c").exists(), "found before the run");
     };
+
     for split in ["0", "1", "1.5", "-0.1", "NaN"] {
         wrong(
             &["--val-split", split],
             &["--val-split", split, "between 0 and 1", "0.1"],
         );
     }
+
     wrong(
         &["--val-split", "0.1", "--val-data", "others.txt"],
         &["--val-data and --val-split", "only one"],
@@ -270,6 +285,7 @@ fn wrong_validation_is_a_usage_error() {
     for flag in ["--eval-every", "--eval-tokens"] {
         wrong(&[flag, "5"], &[flag, "--val-data FILE or --val-split 0.1"]);
     }
+
     wrong(
         &["--val-split", "0.01"],
         &[
@@ -280,6 +296,7 @@ fn wrong_validation_is_a_usage_error() {
             "larger --val-split",
         ],
     );
+
     wrong(
         &["--val-split", "0.99"],
         &[
@@ -290,6 +307,7 @@ fn wrong_validation_is_a_usage_error() {
             "smaller --val-split",
         ],
     );
+
     wrong(
         &["--val-data", "short.txt"],
         &["short.txt", "32 tokens", "33", "longer --val-data"],

@@ -180,14 +180,17 @@ impl Drop for Context {
             // SAFETY: an event of this context without another user.
             unsafe { (self.driver.table.cuEventDestroy_v2)(spare.0) };
         }
+
         for buffer in self.spare_buffers.get_mut().drain(..) {
             // SAFETY: allocated by `take_buffer`, and its last user has returned it.
             unsafe { (self.driver.table.cuMemFreeHost)(buffer.0.as_ptr().cast()) };
         }
+
         if let Some(page) = self.words.as_mut().and_then(Words::page) {
             // SAFETY: allocated by `Words::new`; no stream waits for a word any more.
             unsafe { (self.driver.table.cuMemFreeHost)(page.as_ptr().cast()) };
         }
+
         if self.retained {
             // SAFETY: retained once by `primary`; everything made in it is dropped, since it keeps
             // this alive.

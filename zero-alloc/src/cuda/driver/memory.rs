@@ -334,6 +334,7 @@ unsafe impl VirtualMemory for Pages {
         let driver = self.context.bind()?;
         let mut mapped = 0;
         let mut result = Ok(());
+
         for page in pages {
             let to = raw(at) + (mapped * self.page_bytes) as sys::CUdeviceptr;
             // SAFETY: by the caller's promise the addresses are reserved, nothing is mapped there,
@@ -350,14 +351,17 @@ unsafe impl VirtualMemory for Pages {
             }
             mapped += 1;
         }
+
         if result.is_ok() {
             // SAFETY: the range was mapped above.
             result = unsafe { self.context.set_access(at, mapped * self.page_bytes) };
         }
+
         if result.is_err() {
             // SAFETY: mapped above and unused.
             unsafe { self.unmap(at, mapped) };
         }
+
         result
     }
 

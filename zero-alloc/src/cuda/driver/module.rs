@@ -34,6 +34,7 @@ impl Code {
                 message: message.to_owned(),
             })
         };
+
         // The driver receives an address without a length: machine code contains its length, PTX
         // ends in a zero byte.
         let machine_code =
@@ -57,6 +58,7 @@ impl Code {
         ];
         let load = driver.table.cuModuleLoadDataEx;
         let mut raw = std::ptr::null_mut();
+
         // SAFETY: PTX with its end, as checked above, or complete machine code, as the caller
         // promises; two options with their values, a buffer of LOG_BYTES; writes one handle.
         let code = unsafe {
@@ -68,6 +70,7 @@ impl Code {
                 values.as_mut_ptr(),
             )
         };
+
         if code != SUCCESS {
             let mut error = driver.error(call, code);
             let log = String::from_utf8_lossy(&log);
@@ -79,6 +82,7 @@ impl Code {
             }
             return Err(error);
         }
+
         Ok(Self {
             context: Arc::clone(context),
             raw,
@@ -115,6 +119,7 @@ impl Entry {
             call,
             message: format!("{name:?} contains a zero byte"),
         })?;
+
         let driver = code.context.bind()?;
         let mut raw = std::ptr::null_mut();
         let mut registers = 0;
@@ -132,6 +137,7 @@ impl Entry {
             },
             other => other,
         })?;
+
         let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: a kernel of the module; writes one number.
         unsafe { call!(driver, cuFuncGetAttribute(&raw mut registers, which, raw)) }?;
@@ -183,6 +189,7 @@ impl Entry {
                 none,
             )
         };
+
         driver.check("cuLaunchKernel", code)
     }
 }

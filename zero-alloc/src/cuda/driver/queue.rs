@@ -367,12 +367,14 @@ mod tests {
                 b"cuStreamGetPriority",
             )
         };
+
         // SAFETY: the driver's function has this type.
         let range = unsafe {
             library.get::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(
                 b"cuCtxGetStreamPriorityRange",
             )
         };
+
         let priority = priority.expect("found");
         let range = range.expect("found");
         let context = Arc::new(Context::primary(0).expect("a device"));
@@ -384,6 +386,7 @@ mod tests {
             assert_eq!(unsafe { priority(queue.raw, &raw mut found) }, 0);
             found
         };
+
         let mut least = 1;
         let mut greatest = 1;
         // SAFETY: a context is current; writes two numbers.
@@ -405,6 +408,7 @@ mod tests {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
         // SAFETY: the stream is live.
         unsafe { call!(driver, cuStreamBeginCapture_v2(recorded.raw, mode)) }.expect("began");
+
         std::thread::scope(|scope| {
             let queries =
                 || while !point.query().expect("a query") || !other.query().expect("a query") {};
@@ -412,6 +416,7 @@ mod tests {
             // This thread's own recording is spared, too.
             queries();
         });
+
         drop(recorded.end_capture().expect("valid"));
         // A query in the thread's own mode invalidates the recording.
         // SAFETY: the stream is live.

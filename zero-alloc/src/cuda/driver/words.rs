@@ -64,6 +64,7 @@ impl Words {
             unused: (0..WORDS).collect(),
             used: VecDeque::new(),
         };
+
         Ok(Some(Self {
             page,
             state: Mutex::new(state),
@@ -132,6 +133,7 @@ impl Queue {
                 message,
             });
         };
+
         // With unified addresses the device has pinned memory at the host's address.
         let at = words.word(nth).as_ptr().expose_provenance() as sys::CUdeviceptr;
         // SAFETY: the stream is live, and the word until the stream has passed it: the context
@@ -142,6 +144,7 @@ impl Queue {
                 cuStreamWaitValue64_v2(self.raw(), at, RELEASED, DEFAULT)
             )
         }?;
+
         // SAFETY: as above; no other stream uses the word meanwhile.
         unsafe {
             call!(

@@ -45,6 +45,7 @@ impl fmt::Display for Violation {
             second: (stream_b, op_b),
             ..
         } = self;
+
         match self.kind {
             ViolationKind::Race => write!(
                 f,
@@ -132,6 +133,7 @@ impl Checker {
             allowed: Arc::new(allowed),
             home: Arc::clone(home),
         };
+
         let mut violation = None;
         self.each(range.clone(), |cell| {
             let unrecorded = cell.write.iter().chain(&cell.reads).find(|used| {
@@ -149,6 +151,7 @@ impl Checker {
             }
             cell.freed = Some(freed.clone());
         });
+
         violation
     }
 
@@ -194,6 +197,7 @@ impl Checker {
                 cell.reads.push(me.clone());
             }
         });
+
         violation
     }
 
@@ -205,6 +209,7 @@ impl Checker {
         self.split(range.start);
         self.split(range.end);
         let mut at = range.start;
+
         while at < range.end {
             let next = self
                 .cells
@@ -313,6 +318,7 @@ mod tests {
             ),
             None
         );
+
         assert_eq!(
             checker.access(0..64, false, &access(0, 2), &clock(&[(0, 2)])),
             None

@@ -135,6 +135,7 @@ impl Scheduler {
             return false;
         }
         let mut state = self.0.state.lock();
+
         loop {
             if state.running.is_some() {
                 self.0.turn.wait(&mut state);
@@ -198,6 +199,7 @@ impl Scheduler {
                 }
             }
         }
+
         state.running = Some(index);
         self.0.turn.notify_all();
         while state.running.is_some() {

@@ -90,6 +90,7 @@ impl Scheduler {
             epoch: 0,
             clock: Clock::default(),
         });
+
         drop(state);
         let scheduler = self.clone();
         spawn(&info, move || work(&scheduler, index))?;

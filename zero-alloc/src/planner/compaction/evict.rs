@@ -54,6 +54,7 @@ fn windows<'a>(
             }
         }
     }
+
     windows
 }
 
@@ -68,6 +69,7 @@ fn empty(snapshot: &RangeSnapshot, window: &Window<'_>) -> Option<Compaction> {
     let mut leaving: Vec<&Part> = window.parts.iter().filter(|part| !part.free).collect();
     leaving.sort_by_key(|part| std::cmp::Reverse(part.bytes));
     let mut moves = Vec::with_capacity(leaving.len());
+
     for part in leaving {
         let holds = |hole: &&mut Part| part.place_from(hole.start) + part.bytes <= hole.end();
         let hole = holes
@@ -84,6 +86,7 @@ fn empty(snapshot: &RangeSnapshot, window: &Window<'_>) -> Option<Compaction> {
         });
         (hole.start, hole.bytes) = (to + part.bytes, hole.end() - to - part.bytes);
     }
+
     Some(Compaction {
         moves,
         start,

@@ -46,6 +46,7 @@ impl RangeSnapshot {
             ends: Vec::with_capacity(4),
             largest_hole_bytes: 0,
         };
+
         let mut at = space.first();
         let mut row_end = 0;
         while at != NONE {
@@ -71,6 +72,7 @@ impl RangeSnapshot {
             }
             (at, row_end) = (range.above, range.end());
         }
+
         snapshot.end_row();
         snapshot
     }

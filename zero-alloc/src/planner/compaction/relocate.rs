@@ -42,6 +42,7 @@ impl Offsets {
             below,
             ..
         } = self.ranges[at as usize];
+
         let hole = &self.ranges[below as usize];
         assert!(
             hole.state == State::Free && hole.end() == start && hole.start <= to,
@@ -49,12 +50,14 @@ impl Offsets {
         );
         let hole_start = hole.start;
         let distance = start - to;
+
         if hole_start == to {
             self.unlist(below);
             self.remove(below);
         } else {
             self.resize(below, hole_start, to - hole_start);
         }
+
         self.ranges[at as usize].start = to;
         self.free_above(at, to + bytes, distance);
     }
@@ -68,6 +71,7 @@ impl Offsets {
             above,
             ..
         } = self.ranges[at as usize];
+
         let end = to + bytes;
         let distance = to - start;
         let hole = &self.ranges[above as usize];
@@ -76,12 +80,14 @@ impl Offsets {
             hole.state == State::Free && hole.start == start + bytes && end <= hole_end,
             "no hole to slide into"
         );
+
         if hole_end == end {
             self.unlist(above);
             self.remove(above);
         } else {
             self.resize(above, end, hole_end - end);
         }
+
         self.ranges[at as usize].start = to;
         let lower = &self.ranges[below as usize];
         if lower.state == State::Free && lower.end() == start {
@@ -112,12 +118,14 @@ impl Offsets {
             range.state == State::Free && range.start <= to && range.end() >= to + bytes
         };
         let mut hole = hint;
+
         if !self.ranges.get(hint as usize).is_some_and(holds) {
             hole = self.first();
             while hole != NONE && self.ranges[hole as usize].end() < to + bytes {
                 hole = self.ranges[hole as usize].above;
             }
         }
+
         let range = &self.ranges[hole as usize];
         assert!(
             range.state == State::Free && range.start <= to,
@@ -142,6 +150,7 @@ impl Offsets {
             i if i == b => a,
             i => i,
         };
+
         let below_a = self.ranges[a as usize].below;
         let above_a = self.ranges[a as usize].above;
         let below_b = self.ranges[b as usize].below;
@@ -150,6 +159,7 @@ impl Offsets {
             (rename(below_b), rename(above_b));
         (self.ranges[b as usize].below, self.ranges[b as usize].above) =
             (rename(below_a), rename(above_a));
+
         for i in [a, b] {
             let Range { below, above, .. } = self.ranges[i as usize];
             self.ranges[below as usize].above = i;

@@ -58,6 +58,7 @@ fn windows<'a>(snapshot: &'a RangeSnapshot, wanted: u64, cost: &CostModel) -> Ve
             });
         }
     }
+
     windows
 }
 

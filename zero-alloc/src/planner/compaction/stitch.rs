@@ -38,6 +38,7 @@ pub(in super::super) fn plan(
     }
     let mut runs = Vec::new();
     let mut at = space.first();
+
     while at != NONE {
         let range = &space.ranges[at as usize];
         if range.state == State::Free {
@@ -49,6 +50,7 @@ pub(in super::super) fn plan(
         }
         at = range.above;
     }
+
     runs.sort_by_key(|(start, bytes)| (std::cmp::Reverse(*bytes), *start));
     let mut pieces = Vec::new();
     let mut missing = wanted;
@@ -63,5 +65,6 @@ pub(in super::super) fn plan(
             });
         }
     }
+
     None
 }

@@ -27,6 +27,7 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
     let pool = Pool::new(device, budget);
     let mut random = Random(5);
     let mut held = Vec::new();
+
     for step in 0..if cfg!(miri) { 60 } else { 400u64 } {
         let value = step as u8;
         match random.below(8) {
@@ -73,6 +74,7 @@ pub(crate) fn contents_survive_compaction<B: Backend>(backend: &B) {
         }
         pool.check_invariants().expect("sound");
     }
+
     for (block, value) in &held {
         check_movable(&pool, &compute, block, *value);
     }
@@ -91,6 +93,7 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
     let page = page_bytes(&device);
     let stream = B::stream(&device, "compute");
     let pool = Pool::new(device, 8 * page);
+
     let mut blocks: Vec<_> = (0..8u8)
         .map(|i| {
             let block = pool
@@ -101,10 +104,12 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
             Some(block)
         })
         .collect();
+
     for i in [1, 3, 4, 6] {
         blocks[i] = None;
     }
     let before: Vec<_> = blocks.iter().flatten().map(address).collect();
+
     for round in 0..3u8 {
         let large = pool
             .allocate(4 * page, DType::U8, Purpose::Activations, &stream)
@@ -120,6 +125,7 @@ pub(crate) fn large_block_is_stitched<B: Backend>(backend: &B) {
         }
         check(&pool, &stream, slice, 100 + round);
     }
+
     assert_eq!(
         before,
         blocks.iter().flatten().map(address).collect::<Vec<_>>()

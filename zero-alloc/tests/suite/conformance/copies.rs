@@ -107,6 +107,7 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
     // SAFETY: the same memory as fewer, larger elements.
     let floats =
         unsafe { AnySlice::from_raw_parts(slice.as_ptr(), 16, DType::F32, slice.device()) };
+
     let length = |what, expected, got| {
         Err(DeviceError::LengthMismatch {
             what,
@@ -114,6 +115,7 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
             got,
         })
     };
+
     assert_eq!(
         device.upload(&stream, &[0; 63], slice, LIMIT),
         length("upload", 64, 63)
@@ -126,10 +128,12 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
         device.copy(&stream, slice.slice(0..8), slice.slice(8..17)),
         length("copy", 8, 9)
     );
+
     for at in [1, 7, 8] {
         let overlapping = device.copy(&stream, slice.slice(1..9), slice.slice(at..at + 8));
         assert_eq!(overlapping, Err(DeviceError::Overlap { bytes: 8 }), "{at}");
     }
+
     let types = device.copy(&stream, slice.slice(0..16), floats);
     assert_eq!(
         types,
@@ -138,6 +142,7 @@ pub(crate) fn copy_checks_lengths_and_types<B: Backend>(backend: &B) {
             got: DType::F32
         })
     );
+
     // These errors do not poison the stream.
     stream.synchronize(LIMIT).expect("sound");
 }
@@ -150,6 +155,7 @@ pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
     let foreign = Lent::new(&other, 64);
     let own = own.slice();
     let foreign = foreign.slice().slice(0..64);
+
     let refused = |what| {
         Err(DeviceError::AnotherDevice {
             what,
@@ -157,6 +163,7 @@ pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
             got: other.id(),
         })
     };
+
     assert_eq!(device.fill_zero(&stream, foreign), refused("fill_zero"));
     assert_eq!(
         device.copy(&stream, own, foreign),
@@ -186,6 +193,7 @@ pub(crate) fn slices_of_another_device_are_refused<B: Backend>(backend: &B) {
         expected: other.id(),
         got: device.id(),
     });
+
     assert_eq!(other.fill_zero(&on_other, own), refused);
     device.fill_zero(&stream, own).expect("enqueued");
     stream.synchronize(LIMIT).expect("sound");
@@ -203,6 +211,7 @@ pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
     let monitor = B::hold(&held);
     let limit = Duration::from_millis(5);
     let mut untouched = [7; 1000];
+
     for _ in 0..3 {
         let late = device.download(&held, first.slice(), &mut untouched, limit);
         assert!(
@@ -215,6 +224,7 @@ pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
             "{late:?}"
         );
     }
+
     // Meanwhile another stream copies correctly, although staging buffers of the calls above are
     // still in use.
     for value in 3..10 {
@@ -227,6 +237,7 @@ pub(crate) fn blocked_copy_ends_at_its_limit<B: Backend>(backend: &B) {
             .expect("downloaded");
         assert_eq!(seen, [value; 1000]);
     }
+
     open(&monitor);
     held.synchronize(LIMIT).expect("ran");
     assert!(held.record().expect("recorded").synchronize(LIMIT).is_ok());
@@ -252,6 +263,7 @@ pub(crate) fn download_keeps_its_place_in_the_stream<B: Backend>(backend: &B) {
         .expect("uploaded");
     device.fill_zero(&stream, slice).expect("enqueued");
     let ended = AtomicBool::new(false);
+
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !ended.load(Ordering::Relaxed) {
@@ -271,6 +283,7 @@ pub(crate) fn download_keeps_its_place_in_the_stream<B: Backend>(backend: &B) {
         ended.store(true, Ordering::Relaxed);
         assert_eq!(torn, 0);
     });
+
     stream.synchronize(LIMIT).expect("ran");
 }
 

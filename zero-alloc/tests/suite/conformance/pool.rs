@@ -86,6 +86,7 @@ pub(crate) fn steady_steps_allocate_nothing<B: Backend>(backend: &B) {
         .allocate(100_000, DType::F32, Purpose::Optimizer, &compute)
         .expect("room");
     let mut after_second = 0;
+
     for step in 0..10 {
         let mut held = Vec::new();
         for i in 0..20usize {
@@ -106,6 +107,7 @@ pub(crate) fn steady_steps_allocate_nothing<B: Backend>(backend: &B) {
             after_second = pool.report().backing_allocations;
         }
     }
+
     assert_eq!(pool.report().backing_allocations, after_second);
     drop(state);
 }
@@ -158,6 +160,7 @@ pub(crate) fn budget_error_has_the_numbers<B: Backend>(backend: &B) {
     let error = pool
         .allocate(WHOLE + 1, DType::U8, Purpose::Buckets, &stream)
         .expect_err("over the budget");
+
     let AllocError::OutOfMemory {
         requested_bytes,
         purpose,
@@ -168,6 +171,7 @@ pub(crate) fn budget_error_has_the_numbers<B: Backend>(backend: &B) {
     else {
         panic!("{error}");
     };
+
     assert_eq!(
         (requested_bytes, purpose, live_bytes, budget_bytes),
         (WHOLE + 1, Purpose::Buckets, most, budget)

@@ -60,6 +60,7 @@ pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
         count.fetch_add(1, Ordering::Relaxed);
         Ok(())
     };
+
     B::enqueue(&a, "later", later).expect("enqueued");
     let event = a.record().expect("recorded");
     b.wait(&event).expect("enqueued");
@@ -70,6 +71,7 @@ pub(crate) fn failure_is_named_and_spreads<B: Backend>(backend: &B) {
         op: "fail".into(),
         cause: "cuda: no".into(),
     };
+
     assert_eq!(a.synchronize(LIMIT), Err(expected.clone()));
     assert_eq!(event.is_done(), Err(expected.clone()));
     assert_eq!(event.synchronize(LIMIT), Err(expected.clone()));

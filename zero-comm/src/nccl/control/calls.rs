@@ -131,6 +131,7 @@ impl Calls {
                 calls.push(call.clone());
             }
         }
+
         messages
     }
 }
@@ -189,6 +190,7 @@ impl Log {
         } else {
             Vec::new()
         };
+
         messages.push(Message::Progress {
             context,
             called,
@@ -196,6 +198,7 @@ impl Log {
             reached,
             ended,
         });
+
         messages
     }
 

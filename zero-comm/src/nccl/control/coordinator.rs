@@ -320,6 +320,7 @@ impl Coordinator {
                 expected,
             });
         }
+
         if hello.library != self.library {
             return Err(RendezvousError::Library {
                 rank,
@@ -327,6 +328,7 @@ impl Coordinator {
                 expected: self.library,
             });
         }
+
         if std::mem::replace(&mut self.joined[rank], true) {
             return Err(RendezvousError::Twice { rank });
         }
@@ -395,6 +397,7 @@ impl Coordinator {
         else {
             return Vec::new();
         };
+
         let first = self.groups.get(&context).map_or(0, |group| group.ranks[0]);
         let error = match cause {
             Cause::Difference => {
@@ -411,6 +414,7 @@ impl Coordinator {
             }
             Cause::Left { rank, message, .. } => CommError::Peer { rank, message },
         };
+
         self.fail(error)
     }
 
@@ -493,11 +497,13 @@ impl Coordinator {
         if is_due {
             self.ticks = 0;
         }
+
         for (&context, group) in &mut self.groups {
             if let Some(agreed) = group.settle(context, is_due) {
                 outgoing.extend(group.send(agreed, self.world_size));
             }
         }
+
         if let Some(pending) = &mut self.pending {
             pending.ticks += 1;
             if pending.ticks > ANSWER_TICKS {
@@ -505,6 +511,7 @@ impl Coordinator {
                     .extend(self.give_up(&format!("it did not answer within {ANSWER_TICKS} s")));
             }
         }
+
         self.leaving.iter_mut().for_each(|(_, ticks)| *ticks += 1);
         outgoing.extend(self.answer_goodbyes());
         outgoing
@@ -525,12 +532,14 @@ impl Coordinator {
             return self.answered(rank, context, from, calls);
         }
         let expected = group.calls.count();
+
         if from != expected {
             let message = format!(
                 "sent its calls from {from} of communicator {context} instead of {expected}"
             );
             return self.fail(CommError::Peer { rank, message });
         }
+
         for call in calls {
             if matches!(&call.segments, Segments::Uneven(counts) if counts.len() != group.ranks.len())
             {
@@ -542,15 +551,18 @@ impl Coordinator {
             }
             group.calls.push(call);
         }
+
         if group.calls.kept_bytes() > MAX_CALL_BYTES {
             let error = group.farthest_behind(context);
             return self.fail(error);
         }
+
         group.members[0].agreed = group.calls.count();
         let mut difference = None;
         while let Some((index, differing)) = group.compare_next() {
             difference = difference.or(differing.map(|calls| (group.ranks[index], calls)));
         }
+
         match difference {
             Some((rank, calls)) => self.ask(rank, context, calls, Cause::Difference),
             None => Vec::new(),
@@ -574,6 +586,7 @@ impl Coordinator {
         if (pending.asked, pending.context, pending.calls.start) != (rank, context, from) {
             return Vec::new();
         }
+
         for call in calls {
             let sequence = pending.calls.start;
             let error = match &pending.cause {
@@ -610,6 +623,7 @@ impl Coordinator {
             self.pending = None;
             return self.fail(error);
         }
+
         Vec::new()
     }
 
@@ -716,6 +730,7 @@ impl Coordinator {
             let message = format!("waits in communicator {context}, which does not exist");
             return CommError::Peer { rank, message };
         };
+
         let stalled = |count: &dyn Fn(&Member) -> u64| {
             let index = group
                 .members
@@ -731,6 +746,7 @@ impl Coordinator {
                 done,
             })
         };
+
         stalled(&|member| member.called).or_else(|| stalled(&|member| member.reached)).unwrap_or_else(|| {
             let message =
                 format!("collective {sequence}, {call}: all ranks reached it, but it did not end within {limit:?}");
@@ -755,10 +771,12 @@ impl Coordinator {
         if group.most_called > done {
             return self.left_early(context, index, done);
         }
+
         if group.split.is_some() {
             let error = left_before(rank, context, group.splits);
             return self.fail(error);
         }
+
         if group.left < group.ranks.len() || pending {
             return Vec::new();
         }
@@ -767,6 +785,7 @@ impl Coordinator {
             .map(|agreed| group.send(agreed, world_size))
             .unwrap_or_default();
         self.groups.remove(&context);
+
         outgoing
     }
 
@@ -832,6 +851,7 @@ impl Coordinator {
         }
         // The oldest collective in which other ranks may wait for it.
         let contexts: Vec<Context> = self.groups.keys().copied().collect();
+
         for context in contexts {
             let Some((group, index)) = self.member(rank, context) else {
                 continue;
@@ -849,6 +869,7 @@ impl Coordinator {
                 }
             }
         }
+
         self.fail(CommError::Peer {
             rank,
             message: cause,
@@ -871,10 +892,12 @@ impl Coordinator {
             let error = left_before(group.ranks[gone], context, number);
             return self.fail(error);
         }
+
         let joined = group
             .split
             .as_ref()
             .is_some_and(|split| split.requests[index].is_some());
+
         if number != group.splits || joined {
             let next = group.splits + u64::from(joined);
             let message = format!(
@@ -889,6 +912,7 @@ impl Coordinator {
             requests: vec![None; n],
             absent: n,
         });
+
         split.requests[index] = Some(request);
         split.absent -= 1;
         if split.absent > 0 {
@@ -900,6 +924,7 @@ impl Coordinator {
         let requests: Vec<_> = requests.unwrap_or_default().into_iter().flatten().collect();
         let ranks = group.ranks.clone();
         let places = self.make_groups(&ranks, &requests);
+
         let send = |(rank, place)| {
             Outgoing::To(
                 rank,
@@ -910,6 +935,7 @@ impl Coordinator {
                 },
             )
         };
+
         ranks.into_iter().zip(places).map(send).collect()
     }
 
@@ -923,6 +949,7 @@ impl Coordinator {
             .filter_map(|(index, request)| Some((request.color?, request.key, index)));
         let mut order: Vec<(u64, u64, usize)> = of_color.collect();
         order.sort_unstable();
+
         for members in order.chunk_by(|(a, ..), (b, ..)| a == b) {
             let context = self.next_context;
             for (rank, &(.., index)) in members.iter().enumerate() {
@@ -938,6 +965,7 @@ impl Coordinator {
             );
             self.next_context += 1;
         }
+
         places
     }
 

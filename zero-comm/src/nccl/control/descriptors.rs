@@ -24,6 +24,7 @@ pub(crate) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
     let used = open() + ranks + RESERVE;
     let wanted = used + ranks + SPARE_PLACES;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+
     if current.is_some_and(|current| current < wanted) {
         let raised = Some(maximum.map_or(wanted, |maximum| maximum.min(wanted)));
         // If it fails, the check below decides.
@@ -35,6 +36,7 @@ pub(crate) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
             },
         );
     }
+
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     if limit < used + MIN_PLACES {
         return Err(RendezvousError::Descriptors {
@@ -43,6 +45,7 @@ pub(crate) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
             world_size,
         });
     }
+
     Ok((limit - used).min(ranks + SPARE_PLACES) as usize)
 }
 

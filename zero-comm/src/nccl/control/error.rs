@@ -173,6 +173,7 @@ mod tests {
             }
             .to_string()
         };
+
         let text = "11 of 16 ranks did not join within 3s: 1, 2, 3, 4, 5, 6, 7, 8, ...";
         assert_eq!(missing(0), text);
         assert_eq!(
@@ -188,6 +189,7 @@ mod tests {
             got: 22_809,
             expected: 23_007,
         };
+
         assert_eq!(
             library.to_string(),
             "rank 2 has NCCL 2.28.9, rank 0 NCCL 2.30.7"

@@ -62,6 +62,7 @@ impl Hello {
                 *numbers.get(index * 4..)?.first_chunk()?,
             ))
         };
+
         let version = number(0)?;
         let rank = number(1)? as usize;
         if version != VERSION {
@@ -72,12 +73,14 @@ impl Hello {
                 library: 0,
             });
         }
+
         let hello = Self {
             version,
             rank,
             world_size: number(2)? as usize,
             library: u64::from(number(3)?),
         };
+
         (numbers.len() == 16 + NONCE_BYTES).then_some(hello)
     }
 }

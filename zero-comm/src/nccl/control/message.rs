@@ -124,6 +124,7 @@ pub(crate) fn bounded(error: CommError) -> CommError {
         shorten(&mut text, MAX_TEXT_BYTES);
         text
     };
+
     if encode(&error).is_ok_and(|frame| frame.len() <= MAX_ERROR_BYTES) {
         return error;
     }
@@ -173,6 +174,7 @@ mod tests {
             Some(ReduceOp::Avg),
             Some(ReduceOp::Max),
         ]);
+
         let dtypes = prop::sample::select(vec![
             DType::U8,
             DType::F16,
@@ -180,6 +182,7 @@ mod tests {
             DType::F32,
             DType::F64,
         ]);
+
         let collectives = prop::sample::select(&Collective::ALL[..]);
         (
             collectives,
@@ -208,6 +211,7 @@ mod tests {
             ".{0,9}",
             any::<Duration>(),
         );
+
         (0..7, fields, calls()).prop_map(
             |(kind, (sequence, call, rank, done, text, limit), other)| {
                 let call = Box::new(call);
@@ -304,6 +308,7 @@ mod tests {
                 })
             },
         );
+
         let numbers = (any::<Context>(), any::<[u64; 4]>());
         prop_oneof![
             (
@@ -391,6 +396,7 @@ mod tests {
         let dtype = DType::F32;
         let op = None;
         let root = None;
+
         let call = || {
             Box::new(Call {
                 collective,
@@ -401,10 +407,12 @@ mod tests {
                 control: false,
             })
         };
+
         let short = CommError::Aborted {
             rank: 1,
             reason: "r".repeat(MAX_TEXT_BYTES),
         };
+
         assert_eq!(bounded(short.clone()), short);
         for error in [
             CommError::Aborted {

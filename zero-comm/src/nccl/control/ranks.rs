@@ -245,6 +245,7 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
         } else {
             size_name
         };
+
         let missing = |missing| LaunchError::Missing { present, missing };
         let need = |name| self.number(name, "a number")?.ok_or(missing(name));
         let (rank, world_size): (usize, usize) = (need(rank_name)?, need(size_name)?);
@@ -255,6 +256,7 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
                 world_size,
             });
         }
+
         // Without a local rank, all ranks are assumed to be on this machine.
         let local_rank = self.number(local_name, "a number")?.unwrap_or(rank);
         let host = self
@@ -268,6 +270,7 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
             .text(TOKEN)
             .map(|secret| Token::new(&secret))
             .transpose()?;
+
         Ok(Ranks {
             rank,
             world_size,
@@ -311,6 +314,7 @@ impl Ranks {
             }
             return Ok(Some(ranks));
         }
+
         if vars.text("OMPI_COMM_WORLD_RANK").is_some() {
             let names = [
                 "OMPI_COMM_WORLD_RANK",
@@ -325,6 +329,7 @@ impl Ranks {
                 .world(Launcher::OpenMpi, names, host, Some(port), Some(all_here))
                 .map(Some);
         }
+
         if vars
             .number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?
             .is_some_and(|tasks| tasks > 1)
@@ -341,6 +346,7 @@ impl Ranks {
                 .world(Launcher::Slurm, names, host, Some(port), Some(all_here))
                 .map(Some);
         }
+
         Ok(None)
     }
 }
@@ -438,6 +444,7 @@ mod tests {
         let port = 29500;
         let one_machine = false;
         let token = None;
+
         assert_eq!(
             ranks,
             Ranks {
@@ -451,6 +458,7 @@ mod tests {
                 token
             }
         );
+
         // The agent listens at the port.
         let agent = parse(&with(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "True"))
             .unwrap()
@@ -480,6 +488,7 @@ mod tests {
             present: "OMPI_COMM_WORLD_RANK",
             missing: "MASTER_ADDR",
         };
+
         assert_eq!(parse(&spread), Err(missing));
         assert_eq!(
             parse(&with(&spread, "MASTER_ADDR", "a"))
@@ -533,6 +542,7 @@ mod tests {
                 "{name}={value}"
             );
         }
+
         assert!(one_machine(&with(
             &with(&TORCHRUN, "WORLD_SIZE", "1"),
             "RANK",
@@ -604,6 +614,7 @@ mod tests {
             );
             assert!(parse(&with(&TORCHRUN, name, "")).is_err(), "{name}");
         }
+
         for (name, value) in [
             ("RANK", "-1"),
             ("WORLD_SIZE", "two"),
@@ -617,11 +628,13 @@ mod tests {
             );
             assert!(error.to_string().contains(value), "{error}");
         }
+
         let beyond = LaunchError::Rank {
             variable: "RANK",
             rank: 8,
             world_size: 8,
         };
+
         assert_eq!(parse(&with(&TORCHRUN, "RANK", "8")), Err(beyond));
     }
 

@@ -67,6 +67,7 @@ pub(crate) fn join(
         begun: Instant::now(),
         ended: None,
     };
+
     let hello = Hello::new(ranks.rank, ranks.world_size, library);
     let mut first = None;
     if ranks.rank == 0 {
@@ -93,6 +94,7 @@ pub(crate) fn join(
         };
         server::start(listener, Some(accepted), options)?;
     }
+
     let mut rejections = 0;
     let mut pause = PAUSES[0];
     loop {
@@ -163,6 +165,7 @@ impl Client<'_> {
         } else {
             all
         };
+
         let mut last = io::Error::from(ErrorKind::AddrNotAvailable);
         for ip in candidates {
             match TcpListener::bind((ip, self.ranks.port)) {
@@ -183,6 +186,7 @@ impl Client<'_> {
                 Err(error) => last = error,
             }
         }
+
         Err(RendezvousError::Listen {
             address: self.address.clone(),
             message: last.to_string(),
@@ -208,6 +212,7 @@ impl Client<'_> {
                 .map(|ip| (ip, port).into())
                 .collect());
         }
+
         // A lookup has no time limit of its own.
         let (sender, receiver) = mpsc::channel();
         let host = self.ranks.host.clone();
@@ -217,11 +222,13 @@ impl Client<'_> {
                 let addresses = (host.as_str(), port).to_socket_addrs();
                 let _ = sender.send(addresses.map(Vec::from_iter));
             })?;
+
         while !self.time.has_passed() {
             if let Ok(addresses) = receiver.recv_timeout(self.time.slice()) {
                 return addresses;
             }
         }
+
         Err(io::Error::new(
             ErrorKind::TimedOut,
             "the lookup of the name did not end",
@@ -287,6 +294,7 @@ impl Client<'_> {
                 address: address(),
             })
         };
+
         // The errors of the system, and of the connection before and after rank 0 has proved the
         // token.
         let system = |e: io::Error| Failure::Final(broken(e));
@@ -297,16 +305,19 @@ impl Client<'_> {
                 address: address(),
             }),
         };
+
         let ended = |e: io::Error| match e.kind() {
             ErrorKind::InvalidData => Failure::Final(broken(e)),
             _ => Failure::Ended(broken(e)),
         };
+
         prepare(&stream).map_err(system)?;
         let mut incoming = Incoming::new(stream.try_clone().map_err(system)?);
         let hello = self.key.hello(hello).map_err(system)?;
         stream
             .write_all(&frame(&hello).map_err(system)?)
             .map_err(dropped)?;
+
         let proof = loop {
             if let Some(challenge) = incoming
                 .next_frame(self.time.slice(), MAX_HELLO_BYTES)
@@ -325,6 +336,7 @@ impl Client<'_> {
                 }));
             }
         };
+
         stream
             .write_all(&frame(&proof).map_err(system)?)
             .map_err(ended)?;

@@ -159,6 +159,7 @@ impl Server {
         poll.registry()
             .register(&mut listener, Token(n), Interest::READABLE)
             .map_err(failed)?;
+
         Ok(Self {
             poll,
             listener: Some(listener),
@@ -191,6 +192,7 @@ impl Server {
         if self.is_joining() {
             wait = wait.min(self.joining.slice());
         }
+
         if self.acceptable && self.listener.is_some() {
             let is_crowded = self.strangers.len() > self.places;
             wait = wait.min(if is_crowded {
@@ -199,6 +201,7 @@ impl Server {
                 Duration::ZERO
             });
         }
+
         if !self.unread.is_empty() {
             wait = Duration::ZERO;
         }
@@ -206,11 +209,13 @@ impl Server {
             Err(error) if error.kind() != ErrorKind::Interrupted => return Err(error),
             _ => {}
         }
+
         for rank in std::mem::take(&mut self.unread) {
             self.receive(rank, true);
         }
         events.iter().for_each(|event| self.handle(event));
         self.accept();
+
         if self.is_joining() && self.joining.has_passed() {
             let ranks = self.coordinator.missing();
             let world_size = self.peers.len();
@@ -223,10 +228,12 @@ impl Server {
                 strangers,
             });
         }
+
         if Instant::now() >= self.next_tick {
             self.next_tick = Instant::now() + TICK;
             self.tick();
         }
+
         while let Some((rank, cause)) = self.lost.pop_front() {
             self.lose(rank, cause);
         }
@@ -326,10 +333,12 @@ impl Server {
             .poll
             .registry()
             .register(&mut stream, Token(token), both);
+
         if registered.and_then(|()| stream.set_nodelay(true)).is_err() {
             self.rejected += 1;
             return;
         }
+
         let input = Input::default();
         let time = TimeLimit::new(HELLO_LIMIT);
         self.strangers.insert(
@@ -341,6 +350,7 @@ impl Server {
                 claims: None,
             },
         );
+
         // A rank sends its hello at once: a rank is not taken for a silent stranger.
         self.greet(token);
     }
@@ -373,6 +383,7 @@ impl Server {
             }),
             (None, hello) => self.coordinator.join(hello),
         };
+
         let rank = match joined {
             Ok(rank) => rank,
             Err(error) => {
@@ -385,6 +396,7 @@ impl Server {
                 return self.refuse(error);
             }
         };
+
         let both = Interest::READABLE | Interest::WRITABLE;
         if let Err(error) = self
             .poll
@@ -395,6 +407,7 @@ impl Server {
         }
         let silence = TimeLimit::new(silence_limit(self.options.limit));
         let (Stranger { stream, input, .. }, output) = (stranger, Output::default());
+
         let peer = Peer {
             stream,
             input,
@@ -404,6 +417,7 @@ impl Server {
             quiet_ticks: 0,
             stalled: None,
         };
+
         self.peers[rank] = Some(peer);
         self.missing -= 1;
         if self.missing == 0 {
@@ -464,6 +478,7 @@ impl Server {
                 return;
             }
         }
+
         if !self.unread.contains(&rank) {
             self.unread.push(rank);
         }
@@ -496,6 +511,7 @@ impl Server {
             return;
         }
         let limit = silence_limit(self.options.limit);
+
         for (rank, peer) in self
             .peers
             .iter_mut()
@@ -513,11 +529,13 @@ impl Server {
                     .push_back((rank, format!("received nothing for {WRITE_LIMIT:?}")));
             }
         }
+
         let outgoing = self.coordinator.tick();
         self.send(outgoing);
         let Ok(alive) = encode(&Message::Alive) else {
             return;
         };
+
         for rank in 0..self.peers.len() {
             if self.peers[rank]
                 .as_ref()
@@ -526,6 +544,7 @@ impl Server {
                 self.write(rank, &alive);
             }
         }
+
         self.peers
             .iter_mut()
             .flatten()

@@ -138,6 +138,7 @@ fn late_strangers_do_not_end_the_world() {
         rank.world.close(0, 1);
         failure
     });
+
     assert_eq!(failures, [None, None]);
 }
 
@@ -216,10 +217,12 @@ fn own_abort_poisons_streams_first() {
         send(&stream, &[Message::Goodbye]).unwrap();
         (joined, (stream, incoming))
     });
+
     let connection = Connection::start(joined, 1, LONG).unwrap();
     let world = &connection.world;
     let [own, other] = [(); 2].map(|()| Arc::new(Fake::default()));
     let poisoned = Arc::new(Mutex::new(Vec::new()));
+
     for (context, fake) in [(0, &own), (1, &other)] {
         world.open(context, false, Arc::clone(fake) as Arc<dyn Transport>);
         for ended in [true, false] {
@@ -239,6 +242,7 @@ fn own_abort_poisons_streams_first() {
             );
         }
     }
+
     // Until the watcher has received the goodbye, a failure waits for the coordinator's answer.
     std::thread::sleep(SHORT);
     world.fail(CommError::Aborted {
@@ -266,6 +270,7 @@ fn drain_names_the_late_rank() {
         rank.call(8, Ok(false), Ok(false));
         rank.world.drain(0).unwrap_err()
     });
+
     for failure in failures {
         assert!(
             matches!(
@@ -311,6 +316,7 @@ fn differing_calls_poison_all_streams() {
         assert_eq!(rank.poisoned.lock()[..], [error.to_string()]);
         error
     });
+
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
     let CommError::Mismatch {
         sequence: 1,
@@ -321,6 +327,7 @@ fn differing_calls_poison_all_streams() {
     else {
         panic!("{}", errors[0])
     };
+
     assert!((rank == 1) != (other_rank == 1));
 }
 
@@ -420,6 +427,7 @@ fn failed_write_ends_the_connection() {
         rank: 0,
         reason: "on purpose".to_owned(),
     };
+
     for cause in [None, Some(sent_cause)] {
         let port = free_port();
         let (joined, stream, mut incoming) = std::thread::scope(|scope| {
@@ -547,6 +555,7 @@ fn splits_return_a_rank_its_own_place() {
         color: (rank != 2).then_some(rank as u64 % 2 + 5),
         key: 10 - rank as u64,
     };
+
     let outcomes = on_ranks(4, |ranks| {
         let rank = Rank::start(&ranks, LONG);
         let first = rank.world.split(0, 0, request(ranks.rank)).unwrap();
@@ -564,6 +573,7 @@ fn splits_return_a_rank_its_own_place() {
         rank.world.close(0, 0);
         (first, second)
     });
+
     let place = |context, rank, size| {
         Some(Place {
             context,
@@ -571,6 +581,7 @@ fn splits_return_a_rank_its_own_place() {
             size,
         })
     };
+
     let first = [place(1, 0, 1), place(2, 1, 2), None, place(2, 0, 2)];
     for (rank, outcome) in outcomes.into_iter().enumerate() {
         assert_eq!(outcome, (first[rank], place(3, rank, 4)));
@@ -620,6 +631,7 @@ fn split_ends_when_a_rank_leaves() {
                 .unwrap_err(),
         )
     });
+
     assert!(
         matches!(errors[0], Some(CommError::Peer { rank: 1, .. })),
         "{errors:?}"
@@ -640,6 +652,7 @@ fn late_split_ends_all_ranks() {
             rank.wait_for_failure()
         }
     });
+
     for error in errors {
         let CommError::Peer { rank: 1, message } = &error else {
             panic!("{error}")
@@ -824,6 +837,7 @@ fn differing_calls_after_a_split_name_world_ranks() {
         }
         rank.wait_for_failure()
     });
+
     let call = Box::new(broadcast(90));
     let other_call = Box::new(broadcast(180));
     let expected = CommError::Mismatch {
@@ -833,5 +847,6 @@ fn differing_calls_after_a_split_name_world_ranks() {
         other_rank: 2,
         other_call,
     };
+
     assert_eq!(errors, vec![expected; 3]);
 }

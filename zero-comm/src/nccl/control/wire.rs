@@ -123,6 +123,7 @@ impl Input {
         let most = (LENGTH_BYTES + max_frame_bytes)
             .saturating_sub(self.bytes.len())
             .clamp(1, CHUNK_BYTES);
+
         match source.read(&mut chunk[..most]) {
             Ok(0) => Err(io::Error::new(
                 ErrorKind::UnexpectedEof,
@@ -290,10 +291,12 @@ mod tests {
             },
             Message::Goodbye,
         ];
+
         let bytes: Vec<u8> = messages
             .iter()
             .flat_map(|message| encode(message).unwrap())
             .collect();
+
         for piece in 1..bytes.len() {
             let mut received = Vec::new();
             let mut input = Input::default();

@@ -132,6 +132,7 @@ impl Connection {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
+
         let watcher = Watcher {
             shared: Arc::clone(&shared),
             outgoing: joined.outgoing,
@@ -144,6 +145,7 @@ impl Connection {
             sent: Instant::now(),
             unsent: None,
         };
+
         let spawned = std::thread::Builder::new()
             .name(format!("rank {rank} watcher"))
             .spawn(move || watcher.run());
@@ -305,6 +307,7 @@ impl World {
                 message: other.to_string(),
             },
         };
+
         let error = bounded(error);
         self.report(
             Message::Failed {
@@ -406,6 +409,7 @@ impl World {
             Some(failure) => Some(Err(failure.clone())),
             None => state.places.remove(&(context, number)).map(Ok),
         });
+
         placed.unwrap_or_else(|| {
             let message = format!("split {number} did not end within {:?}", self.limit);
             let late = Message::LateSplit {
@@ -473,6 +477,7 @@ impl Watcher {
             let mut state = self.shared.state.lock();
             (std::mem::take(&mut state.events), state.disconnected)
         };
+
         let mut urgent = Vec::new();
         for event in events {
             match event {
@@ -494,6 +499,7 @@ impl Watcher {
                 }
             }
         }
+
         let mut messages = Vec::new();
         if !urgent.is_empty() || self.reported.elapsed() >= self.report_every {
             self.reported = Instant::now();
@@ -503,10 +509,12 @@ impl Watcher {
                     .flat_map(|(&context, log)| log.report(context)),
             );
         }
+
         messages.extend(urgent);
         if messages.is_empty() && self.sent.elapsed() > KEEPALIVE {
             messages.push(Message::Alive);
         }
+
         if !messages.is_empty() && !disconnected && self.unsent.is_none() {
             self.sent = Instant::now();
             if let Err(error) = send(&self.outgoing, &messages) {
@@ -552,6 +560,7 @@ impl Watcher {
         let received = self.incoming.next(TICK);
         let mut state = self.shared.state.lock();
         let lost = |message| CommError::Peer { rank: 0, message };
+
         let lost = match received {
             Ok(None) if !self.silence.has_passed() => None,
             Ok(None) => Some(lost(format!(
@@ -601,10 +610,12 @@ impl Watcher {
                 ))
             })),
         };
+
         if let Some(error) = lost {
             state.failure.get_or_insert(error);
             state.disconnected = true;
         }
+
         drop(state);
         self.shared.changed.notify_all();
     }
@@ -616,6 +627,7 @@ impl Watcher {
         if state.failure.is_some() {
             return None;
         }
+
         for (&context, open) in &mut state.open {
             let checked = open.check(self.shared.rank, self.shared.limit);
             if let Some(log) = self.logs.get_mut(&context) {
@@ -637,6 +649,7 @@ impl Watcher {
                 }
             }
         }
+
         None
     }
 
@@ -699,6 +712,7 @@ impl Open {
             let late = self.time.as_mut().is_some_and(TimeLimit::has_passed);
             return Ok(late.then(|| (self.ended, oldest.call.clone())));
         }
+
         Ok(None)
     }
 }

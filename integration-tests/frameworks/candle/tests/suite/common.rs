@@ -191,6 +191,7 @@ pub(crate) fn config(stage: ZeroStage) -> ZeroConfig {
         eps,
         weight_decay,
     } = ADAMW;
+
     let defaults = OptimizerConfig::default();
     let hyper = AdamHyper {
         beta1,
@@ -199,6 +200,7 @@ pub(crate) fn config(stage: ZeroStage) -> ZeroConfig {
         weight_decay,
         ..defaults.hyper
     };
+
     ZeroConfig {
         optimizer: defaults.hyper(hyper).lr(lr),
         // Units of several buckets, and of less than one.
@@ -258,6 +260,7 @@ pub(crate) fn on_ranks<R: Send>(
             zero,
         })
     };
+
     thread::scope(|scope| {
         let ranks: Vec<_> = comms
             .into_iter()

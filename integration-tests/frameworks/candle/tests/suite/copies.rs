@@ -50,6 +50,7 @@ fn check(stage: ZeroStage) {
             Ok(())
         },
     );
+
     ranks.into_iter().for_each(|rank| rank.unwrap());
 }
 

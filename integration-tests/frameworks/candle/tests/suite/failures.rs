@@ -39,6 +39,7 @@ fn second_optimizer_is_refused() {
             alone(&rank.vars).map(drop)
         },
     );
+
     ranks.into_iter().for_each(|rank| rank.unwrap());
 }
 

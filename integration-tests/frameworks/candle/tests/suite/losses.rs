@@ -33,6 +33,7 @@ fn same_training(kind: Kind, stage: ZeroStage, trains: fn(&str) -> bool) {
         let (losses, rank) = train(rank)?;
         Ok((losses, bits(&rank.vars)?, rank.vars.trained()))
     });
+
     let ranks: Vec<_> = ranks.into_iter().map(Result::unwrap).collect();
     assert!(
         expected[STEPS - 1] < 0.95 * expected[0],
@@ -43,6 +44,7 @@ fn same_training(kind: Kind, stage: ZeroStage, trains: fn(&str) -> bool) {
         stage.number(),
         largest_error(&ranks[0].0, &expected)
     );
+
     for (losses, bits, _) in &ranks {
         let error = largest_error(losses, &expected);
         assert!(
@@ -53,6 +55,7 @@ fn same_training(kind: Kind, stage: ZeroStage, trains: fn(&str) -> bool) {
         assert_eq!((losses.len(), losses), (STEPS, &ranks[0].0));
         assert!(*bits == ranks[0].1, "the ranks' parameters differ");
     }
+
     for (name, tensor) in &ranks[0].2 {
         let distance = distance(tensor, &weights[name]);
         assert!(distance <= 2e-5, "{name} differs by {distance:e}");
@@ -110,6 +113,7 @@ fn micro_batches_equal_one_batch() {
         );
         ranks.into_iter().map(Result::unwrap).next().unwrap()
     };
+
     assert_eq!(RANKS, 4);
     let error = largest_error(&losses(2), &losses(1));
     assert!(error <= 1e-6, "{error:e}");

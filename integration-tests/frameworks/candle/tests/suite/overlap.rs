@@ -37,6 +37,7 @@ fn seven_tenths_are_inside_backward() {
             Ok((rank.zero.backward_report()?, sizes))
         },
     );
+
     let (report, sizes) = ranks.into_iter().map(Result::unwrap).next().unwrap();
     // Two products of matrices per weight, with each token; the other operations are left out.
     let tokens = (ROWS / RANKS * SEQ) as f64;
@@ -58,6 +59,7 @@ fn seven_tenths_are_inside_backward() {
         spans.push(span("compute", start, now));
         ends.push(now);
     }
+
     // A link on which all reductions take as long as backward.
     let total: u64 = report
         .launches
@@ -68,12 +70,14 @@ fn seven_tenths_are_inside_backward() {
         latency: Duration::ZERO,
         bytes_per_second: total as f64 / now.as_secs_f64(),
     };
+
     let mut free = Duration::ZERO;
     for launch in &report.launches {
         let start = free.max(ends[launch.after_params]);
         free = start + link.time(bytes(launch.elems));
         spans.push(span("comm", start, free));
     }
+
     let overlap = Overlap::of(&spans, "comm");
     let inside = 1.0 - overlap.exposed.as_secs_f64() / overlap.comm.as_secs_f64();
     let at: Vec<_> = report

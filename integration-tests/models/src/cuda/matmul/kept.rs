@@ -174,11 +174,13 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         }
         opened => opened?,
     };
+
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
     let user = rustix::process::geteuid().as_raw();
+
     if !is_trusted(metadata.uid(), user) {
         let message = format!(
             "it belongs to user {}, and this program runs as user {user}",
@@ -186,6 +188,7 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         );
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
     }
+
     Ok(file)
 }
 
@@ -268,11 +271,13 @@ mod tests {
         let good = std::fs::read(&path).unwrap();
         let mut damaged: Vec<Vec<u8>> =
             vec![good[..10].into(), good[..good.len() - 1].into(), vec![0xff]];
+
         for at in [0, 40, good.len() - 2] {
             let mut flipped = good.clone();
             flipped[at] ^= 1;
             damaged.push(flipped);
         }
+
         // A whole file under the name of another.
         choices
             .lock("other", Duration::ZERO)
@@ -280,6 +285,7 @@ mod tests {
             .write("", "abc")
             .unwrap();
         damaged.push(std::fs::read(choices.path("other")).unwrap());
+
         for bytes in damaged {
             std::fs::write(&path, bytes).unwrap();
             assert_eq!(choices.find(SUBJECT), None);

@@ -295,6 +295,7 @@ impl Matmul {
         let identity = format!(
             "{name}, sm_{major}{minor}, driver {driver}.{update}, cuBLASLt {version}, at most {bytes} bytes of workspace"
         );
+
         Ok(Self {
             device,
             library,
@@ -341,6 +342,7 @@ impl Matmul {
             add,
             ..
         } = product;
+
         let id = self.device.id();
         stream.check_device(product.label(), id)?;
         let matrices = [left, right, out]
@@ -357,6 +359,7 @@ impl Matmul {
             Some(chosen) => chosen,
             None => self.choose(stream, key, product, plan)?,
         };
+
         // While a graph is recorded nothing is measured; later products of this shape may be.
         if !stream.is_recorded() {
             plan.chosen = Some(algorithm);
@@ -371,6 +374,7 @@ impl Matmul {
                 }
             })
         };
+
         Ok(stream.labelled(product.label(), enqueue)?)
     }
 
@@ -395,6 +399,7 @@ impl Matmul {
             c: c.as_ptr().cast_const().cast(),
             d: out.as_ptr().cast(),
         };
+
         let workspace = self.workspace.as_ptr().cast();
         // SAFETY: the caller's promise; the workspace has the size limit given to the choice of the
         // algorithm.
@@ -425,6 +430,7 @@ impl Matmul {
             }
             .into());
         };
+
         let Some(timing) = self.timing.as_ref().filter(|_| plan.candidates.len() > 1) else {
             return Ok(first);
         };
@@ -440,6 +446,7 @@ impl Matmul {
                     .accept(&plan.description, &plan.layouts, data, self.workspace.len())
             })
         };
+
         let measure = || {
             let Some(times) = self.measure(timing, stream, product, plan, key)? else {
                 // Kept as well: what memory is free must not decide the bits of later runs.
@@ -455,6 +462,7 @@ impl Matmul {
             let table = timing::table(&times, names);
             Ok(timing::fastest(&times).map(|index| (table, to_hex(plan.candidates[index].data))))
         };
+
         let chosen = timing.choose(stream, &self.subject("", product, key), accept, measure)?;
         Ok(chosen.unwrap_or(first))
     }
@@ -499,6 +507,7 @@ impl Matmul {
         } else {
             None
         };
+
         // SAFETY: used on the stream of the block only, which frees it in order.
         let out = apart.as_ref().map_or(out, |block| unsafe { block.slice() });
         out.check_device("matmul timing: the pool", self.device.id())?;
@@ -514,6 +523,7 @@ impl Matmul {
             let time = stream.time("matmul timing", timing::LIMIT, enqueue)?;
             Ok(enqueued.is_ok().then_some(time))
         };
+
         timing.measure(plan.candidates.len(), time).map(Some)
     }
 
@@ -535,6 +545,7 @@ impl Matmul {
         let Some(timing) = &self.timing else {
             return Ok(false);
         };
+
         let known = {
             let mut plans = self.plans.lock();
             let plan = self.plan(&mut plans, key, fused)?;
@@ -544,6 +555,7 @@ impl Matmul {
                 plan.is_faster
             }
         };
+
         if let Some(known) = known {
             return Ok(known);
         }
@@ -553,6 +565,7 @@ impl Matmul {
                 .position(|answer| *answer == choice)
                 .map(|index| index == 1)
         };
+
         let measure = || {
             let times = timing.measure(2, |index| {
                 let mut ran = Ok(());
@@ -570,6 +583,7 @@ impl Matmul {
             let table = timing::table(&times, ANSWERS.iter().map(|&answer| answer.to_owned()));
             Ok(timing::fastest(&times).map(|index| (table, ANSWERS[index].to_owned())))
         };
+
         let subject = self.subject("fused or apart: ", fused, key);
         let answer = timing
             .choose(stream, &subject, accept, measure)?
@@ -577,6 +591,7 @@ impl Matmul {
         if !stream.is_recorded() {
             self.plan(&mut self.plans.lock(), key, fused)?.is_faster = Some(answer);
         }
+
         Ok(answer)
     }
 
@@ -603,6 +618,7 @@ impl Matmul {
             add,
             epilogue,
         } = product;
+
         let layout = |m: &Matrix, dtype: DType| {
             let code = data_type(dtype).ok_or(zero_kernels::KernelError::Unsupported {
                 what: "matmul",
@@ -612,12 +628,14 @@ impl Matmul {
             // The rows of a row-major matrix are the columns of a column-major one.
             Ok::<_, OpError>(MatrixLayout::new(library, code, cols, rows, m.stride)?)
         };
+
         let layouts = Layouts {
             a: layout(right, key.dtypes[0])?,
             b: layout(left, key.dtypes[0])?,
             c: layout(add.as_ref().unwrap_or(out), key.dtypes[1])?,
             d: layout(out, key.dtypes[1])?,
         };
+
         let description = Description::new(library)?;
         description.set_number(Attribute::TransposeA, u32::from(right.transposed))?;
         description.set_number(Attribute::TransposeB, u32::from(left.transposed))?;
@@ -625,6 +643,7 @@ impl Matmul {
         if epilogue.gelu_input().is_some() {
             description.set_wide(Attribute::AuxStride, out.cols as u64)?;
         }
+
         let plan = Plan {
             description,
             layouts,
@@ -632,6 +651,7 @@ impl Matmul {
             chosen: None,
             is_faster: None,
         };
+
         // The choice depends only on the alignment of an address, so this address has exactly the
         // key's alignment.
         plan.point_at(product, |slice| alignment(slice).into())?;
@@ -641,6 +661,7 @@ impl Matmul {
             key.alignments,
             self.workspace.len(),
         )?;
+
         Ok(Plan { candidates, ..plan })
     }
 }
@@ -690,6 +711,7 @@ fn check(product: &Product) -> Result<Key, OpError> {
         add,
         epilogue,
     } = product;
+
     let m = left.rows;
     let n = right.cols;
     let k = left.cols;
@@ -701,6 +723,7 @@ fn check(product: &Product) -> Result<Key, OpError> {
         usize::from(out.transposed),
         0,
     )?;
+
     for (what, matrix) in [
         ("matmul: left", Some(left)),
         ("matmul: right", Some(right)),
@@ -721,6 +744,7 @@ fn check(product: &Product) -> Result<Key, OpError> {
             });
         }
     }
+
     let same = |what, expected: DType, got: DType| {
         if expected == got {
             Ok(())
@@ -732,6 +756,7 @@ fn check(product: &Product) -> Result<Key, OpError> {
             })
         }
     };
+
     same("matmul: right", left.data.dtype(), right.data.dtype())?;
     if let Some(add) = add {
         check_len("matmul: rows of the addend", add.rows, m)?;
@@ -743,14 +768,17 @@ fn check(product: &Product) -> Result<Key, OpError> {
         )?;
         same("matmul: addend", out.data.dtype(), add.data.dtype())?;
     }
+
     if let Some(bias) = epilogue.bias() {
         check_len("matmul: bias", bias.len(), n)?;
         same("matmul: bias", out.data.dtype(), bias.dtype())?;
     }
+
     if let Some(input) = epilogue.gelu_input() {
         check_len("matmul: GELU's input", input.len(), m * n)?;
         same("matmul: GELU's input", out.data.dtype(), input.dtype())?;
     }
+
     let c = add.as_ref().unwrap_or(out);
     Ok(Key {
         sizes: [m, n, k],
@@ -799,12 +827,14 @@ mod tests {
             pool.allocate(len, dtype, Purpose::Workspace, &stream)
                 .unwrap()
         };
+
         let workspace = block(1 << 20, DType::U8);
         let x = block(64 * 64, DType::Bf16);
         // SAFETY: the block lives to the end of the test, and nothing runs.
         let x = Matrix::new(unsafe { x.slice() }, 64);
         // SAFETY: as above.
         let matmul = Matmul::new(&device, unsafe { workspace.slice() }).unwrap();
+
         let product = Product {
             left: x,
             right: x,
@@ -812,6 +842,7 @@ mod tests {
             add: None,
             epilogue: Epilogue::None,
         };
+
         let mut plans = matmul.plans.lock();
         let key = check(&product).unwrap();
         let plan = matmul.plan(&mut plans, key, &product).unwrap();
@@ -820,6 +851,7 @@ mod tests {
                 .library
                 .accept(&plan.description, &plan.layouts, data, bytes)
         };
+
         assert!(!plan.candidates.is_empty());
         for candidate in &plan.candidates {
             let bytes = candidate.workspace_bytes;
@@ -830,6 +862,7 @@ mod tests {
             );
             assert!(bytes == 0 || accept(candidate.data, bytes - 1).is_none());
         }
+
         if device.name().contains("stand-in") {
             assert!(accept([0; 8], 1 << 20).is_none());
         }

@@ -242,6 +242,7 @@ impl CublasLt {
             destroy: calls.preference_destroy,
             library: Arc::clone(self),
         };
+
         let set = |attribute: c_int, bytes: &[u8]| {
             // SAFETY: a live descriptor; the attribute is copied from `bytes`.
             let status = unsafe {
@@ -254,6 +255,7 @@ impl CublasLt {
             };
             calls.check("cublasLtMatmulPreferenceSetAttribute", status)
         };
+
         set(PREFERENCE_WORKSPACE, &workspace_bytes.to_le_bytes())?;
         set(PREFERENCE_REDUCTION, &REDUCTION_COMPUTE_TYPE.to_le_bytes())?;
         for (attribute, alignment) in (PREFERENCE_ALIGNMENT..).zip(alignments) {
@@ -267,6 +269,7 @@ impl CublasLt {
         let d = layouts.d.0.raw;
         let raw = preference.raw;
         let most = CANDIDATES as c_int;
+
         // SAFETY: live descriptors; writes at most `CANDIDATES` results and their count.
         let status = unsafe {
             (calls.heuristic)(
@@ -282,12 +285,14 @@ impl CublasLt {
                 &raw mut count,
             )
         };
+
         // An error means that there is no algorithm.
         let count = if status == 0 {
             usize::try_from(count).unwrap_or(0)
         } else {
             0
         };
+
         Ok(found
             .into_iter()
             .take(count)
@@ -317,6 +322,7 @@ impl CublasLt {
         let b = layouts.b.0.raw;
         let c = layouts.c.0.raw;
         let d = layouts.d.0.raw;
+
         // SAFETY: live descriptors, host scalars that are read before the call returns, and the
         // caller's promise.
         let status = unsafe {
@@ -339,6 +345,7 @@ impl CublasLt {
                 interop::raw_stream(stream),
             )
         };
+
         self.calls.check("cublasLtMatmul", status)
     }
 }

@@ -125,6 +125,7 @@ impl Timing {
             return Ok(None);
         }
         let path = self.path(subject);
+
         let not_kept = |error: std::io::Error| {
             tracing::warn!(
                 "the choice of a matrix product cannot be kept in {path} ({error}): this process uses the first \
@@ -133,6 +134,7 @@ impl Timing {
             self.unwritable.store(true, Ordering::Relaxed);
             Ok(None)
         };
+
         let locked = match self.choices.lock(subject, self.lock_limit) {
             Ok(locked) => locked,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
@@ -143,6 +145,7 @@ impl Timing {
             }
             Err(error) => return not_kept(error),
         };
+
         match locked.read() {
             Ok(Contents::Nothing) => {}
             Ok(Contents::Choice(choice)) => match accept(&choice) {
@@ -156,6 +159,7 @@ impl Timing {
             }
             Err(error) => return not_kept(error),
         }
+
         let Some((table, choice)) = measure()? else {
             return Ok(None);
         };

@@ -24,6 +24,7 @@ impl GptConfig {
                 name_of(&value)
             )));
         };
+
         let keys = Keys(object);
         keys.expect("model_type", |v| v == "gpt2", "\"gpt2\"")?;
         keys.expect(
@@ -50,6 +51,7 @@ impl GptConfig {
             tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(true),
             initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
         };
+
         config.validate()?;
         Ok((config, keys.warnings()?))
     }
@@ -84,6 +86,7 @@ impl GptConfig {
             torch_dtype: dtype,
             vocab_size: self.vocab_size,
         };
+
         // Serializing numbers, flags and strings does not fail.
         serde_json::to_string_pretty(&file).unwrap_or_default() + "\n"
     }
@@ -238,6 +241,7 @@ mod tests {
             tied_head: true,
             initializer_range: 0.02,
         };
+
         assert_eq!(config, expected);
         assert!(warnings.is_empty(), "{warnings:?}");
         let (config, _) = GptConfig::from_hf_json(&with("n_inner", "96")).unwrap();
@@ -267,6 +271,7 @@ mod tests {
                 );
             }
         }
+
         let text = GptConfig::preset("nano").unwrap().to_hf_json("bfloat16");
         let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(
@@ -340,6 +345,7 @@ mod tests {
                 "the model's n_head is 0; it must be at least 1",
             ),
         ];
+
         for (text, expected) in cases {
             assert_eq!(
                 GptConfig::from_hf_json(&text).unwrap_err().to_string(),
@@ -358,6 +364,7 @@ mod tests {
             ("scale_attn_by_inverse_layer_idx", "true"),
             ("add_cross_attention", "true"),
         ];
+
         for (key, value) in cases {
             let error = GptConfig::from_hf_json(&with(key, value)).unwrap_err();
             assert!(

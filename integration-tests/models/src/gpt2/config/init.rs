@@ -51,6 +51,7 @@ impl GptConfig {
                 len,
             });
         }
+
         match self.rule(name) {
             Rule::Constant(value) => out.fill(value),
             Rule::Normal(std) => {
@@ -62,6 +63,7 @@ impl GptConfig {
                     });
             }
         }
+
         Ok(())
     }
 
@@ -122,6 +124,7 @@ mod tests {
             tied_head: false,
             ..GptConfig::preset("nano").unwrap()
         };
+
         let close = |name: &str, std: f32| {
             let values = whole(&config, 1, name);
             // Five standard errors of a deviation: std / sqrt(2 n).
@@ -132,6 +135,7 @@ mod tests {
                 std_of(&values)
             );
         };
+
         for name in [
             "transformer.wte.weight",
             "transformer.wpe.weight",
@@ -139,10 +143,12 @@ mod tests {
         ] {
             close(name, 0.02);
         }
+
         close("transformer.h.1.attn.c_attn.weight", 0.02);
         close("transformer.h.1.mlp.c_fc.weight", 0.02);
         close("transformer.h.0.attn.c_proj.weight", 0.01);
         close("transformer.h.1.mlp.c_proj.weight", 0.01);
+
         for unit in config.units() {
             for name in unit.params.iter().map(|p| p.name.as_str()) {
                 if name.ends_with("bias") {

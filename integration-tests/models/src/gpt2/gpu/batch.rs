@@ -73,6 +73,7 @@ impl Batches {
                 "a batch of {a} inputs and {b} targets; the model needs {tokens}"
             )));
         }
+
         let slot = &mut self.slots[self.next];
         self.next = (self.next + 1) % SLOTS;
         slot.wait()?;
@@ -85,6 +86,7 @@ impl Batches {
         count[0] = sort_tokens(inputs, order, starts);
         self.device.copy(stream, slot.bytes(), self.on_device)?;
         slot.copied = Some(stream.record()?);
+
         Ok(())
     }
 

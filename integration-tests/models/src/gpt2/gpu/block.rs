@@ -33,6 +33,7 @@ pub(super) fn forward(
         get("ln_1.bias"),
         eps,
     )?;
+
     let bias = Epilogue::Bias(get("c_attn.bias"));
     ops.matmul.run(
         stream,
@@ -45,6 +46,7 @@ pub(super) fn forward(
         stream,
         &linear(a.mid, a.attended, get("attn.c_proj.weight"), Some(x), bias),
     )?;
+
     layer_norm::forward(
         kernels,
         stream,
@@ -55,10 +57,12 @@ pub(super) fn forward(
         get("ln_2.bias"),
         eps,
     )?;
+
     let epilogue = Epilogue::BiasGelu {
         bias: get("c_fc.bias"),
         input: a.fc,
     };
+
     let fused = linear(a.act, s.normed, get("c_fc.weight"), None, epilogue);
     if ops.fuses_gelu(&fused)? {
         ops.matmul.run(stream, &fused)
@@ -108,6 +112,7 @@ pub(super) fn backward(
         ops.matmul
             .run(stream, &weight_gradient(grad(name), x, dy, n))
     };
+
     // Reads the gradient of the norm's output from `s.narrow` and writes the output to `s.normed`.
     let norm = |[gain, bias]: [&'static str; 2], residual, x, stats| {
         let residual = Some(grad(residual).into());
@@ -143,12 +148,14 @@ pub(super) fn backward(
         epilogue: Epilogue::GeluBackward { input: a.fc },
         ..product
     };
+
     if ops.fuses_gelu(&fused)? {
         ops.matmul.run(stream, &fused)?;
     } else {
         ops.matmul.run(stream, &product)?;
         gelu::backward(kernels, stream, dfc, a.fc)?;
     }
+
     ops.matmul.run(
         stream,
         &input_gradient(s.narrow, dfc, get("c_fc.weight"), f),
@@ -159,6 +166,7 @@ pub(super) fn backward(
         a.mid,
         a.ln2_stats,
     )?;
+
     fc_gradients(
         ops,
         stream,
@@ -187,6 +195,7 @@ pub(super) fn backward(
         x,
         a.ln1_stats,
     )?;
+
     weights("c_attn.weight", s.normed, dqkv, 3 * c)
 }
 

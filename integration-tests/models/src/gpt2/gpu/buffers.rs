@@ -116,6 +116,7 @@ impl Sizes {
         let width = f.max(3 * c);
         let wide = tokens * width;
         let logits = cross_entropy::stride_elems(config.vocab_size) * logits_rows.clamp(1, tokens);
+
         let partials = layer_norm::workspace_elems(tokens, c)
             .max(attention::workspace_elems(
                 options.micro_batch,
@@ -123,6 +124,7 @@ impl Sizes {
                 3 * c,
             ))
             .max(column_sums::workspace_elems(tokens, f));
+
         let again = options.activation_checkpointing;
         let rows = config.n_layer + 1;
         let keeps_act = !again && !options.recompute_gelu;
@@ -168,6 +170,7 @@ pub(in super::super) fn gpu_bytes(config: &GptConfig, options: &Gpt2Options) -> 
             .sum::<u128>();
         u64::try_from(sum).unwrap_or(u64::MAX)
     };
+
     let Sizes {
         rows,
         ring,
@@ -180,6 +183,7 @@ pub(in super::super) fn gpu_bytes(config: &GptConfig, options: &Gpt2Options) -> 
         matmul_bytes,
         ..
     } = sizes;
+
     GpuBytes {
         activations: sum(&[
             (ring, row_bytes),
@@ -237,12 +241,14 @@ impl Buffers {
             losses: all.floats(tokens),
             partials: all.floats(sizes.partials),
         };
+
         let ring = (0..sizes.ring)
             .map(
                 |_| Ok(Parts::new(allocate(sizes.row_bytes, Purpose::Activations)?).take(row, act)),
             )
             .collect::<Result<Vec<_>, ModelError>>()?;
         let residual = (0..rows).map(|i| ring[i % ring.len()]).collect();
+
         let blocks = (0..sizes.blocks)
             .map(|_| {
                 let mut all = Parts::new(allocate(sizes.block_bytes, Purpose::Activations)?);
@@ -262,11 +268,13 @@ impl Buffers {
                 })
             })
             .collect::<Result<_, ModelError>>()?;
+
         let mut all = Parts::new(allocate(sizes.head_bytes, Purpose::Activations)?);
         let head = HeadSlices {
             out: all.take(row, act),
             stats: all.floats(2 * tokens),
         };
+
         let batch = allocate(sizes.batch_bytes, Purpose::Workspace)?;
         let matmul_workspace = allocate(sizes.matmul_bytes, Purpose::Workspace)?;
         let checkpoints = if ring.len() < rows {
@@ -277,6 +285,7 @@ impl Buffers {
         } else {
             None
         };
+
         let layers = Layers { residual, blocks };
         Ok(Self {
             layers,
@@ -352,6 +361,7 @@ mod tests {
             };
             logits_rows(&GptConfig::preset(preset).unwrap(), &options)
         };
+
         // Four parts of 206 MB. At width 768, 256 MiB are less than a tile for each multiprocessor:
         // six parts of 554 MB.
         assert_eq!(

@@ -253,6 +253,7 @@ mod tests {
                 })
                 .collect()
         };
+
         let sources = blocks(ROWS);
         let seen = blocks(ROWS);
         let ring = blocks(RING);
@@ -264,11 +265,13 @@ mod tests {
                 .map(|block| unsafe { block.slice() })
                 .collect()
         };
+
         let sources = slices(&sources);
         let seen = slices(&seen);
         let ring = slices(&ring);
         let copies = device.create_stream("activations").unwrap();
         let mut rows = Checkpoints::new(&device, copies.clone(), &ring, ROWS).unwrap();
+
         for round in 0..40 {
             let values = |row: usize| [(round * ROWS + row) as f32; ELEMS];
             for (row, source) in sources.iter().enumerate() {
@@ -296,6 +299,7 @@ mod tests {
                 assert_eq!(got, values(row), "round {round}, row {row}");
             }
         }
+
         assert!(
             rows.load(&compute, ROWS - 1)
                 .unwrap_err()

@@ -108,6 +108,7 @@ pub(super) fn backward(
         loss_scale,
         tokens: targets.len(),
     };
+
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);
         let out = h.out.slice(start * c..end * c);
@@ -140,12 +141,14 @@ pub(super) fn backward(
         };
         ops.matmul.run(stream, &product)?;
     }
+
     ops.device.fill_zero(stream, s.dres)?;
     let sums = Sums {
         gain: p.grad(0, "ln_f.weight").into(),
         bias: p.grad(0, "ln_f.bias").into(),
         residual: None,
     };
+
     let gain = p.get(0, "ln_f.weight");
     Ok(layer_norm::backward(
         kernels, stream, s.dres, sums, None, s.narrow, x, h.stats, gain, s.partials,

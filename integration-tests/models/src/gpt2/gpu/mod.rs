@@ -117,12 +117,14 @@ impl CudaGpt2 {
             seq_len: seq,
             ..
         } = options;
+
         let shape = Shape {
             batch,
             seq,
             heads: config.n_head,
             d: config.head_dim(),
         };
+
         let attention = Attention::new(&kernels, shape)?;
         let buffers = Buffers::new(&config, &options, rows, pool, stream)?;
         let timing = if options.matmul_timing {
@@ -130,6 +132,7 @@ impl CudaGpt2 {
         } else {
             None
         };
+
         let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
         let params: Vec<_> = config.units().iter().map(UnitParams::new).collect();
         let batches = Batches::new(device, batch * seq, buffers.batch)?;
@@ -140,6 +143,7 @@ impl CudaGpt2 {
             attention,
             device: device.clone(),
         };
+
         Ok(Self {
             config,
             options,
@@ -188,6 +192,7 @@ impl CudaGpt2 {
             output,
             block,
         } = self.buffers.layers.of_pass(pass);
+
         let scratch = &self.buffers.scratch;
         if pass == 0 {
             let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
@@ -205,6 +210,7 @@ impl CudaGpt2 {
             block::forward(ops, stream, scratch, &block, input, &flat, eps)?;
             block::output(ops, stream, output, &block, &flat)?;
         }
+
         Ok(())
     }
 
@@ -221,10 +227,12 @@ impl CudaGpt2 {
             grads,
             ..self.flat(pass, params)
         };
+
         let seq = self.options.seq_len;
         let eps = self.config.layer_norm_epsilon;
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = &self.buffers.scratch;
+
         if pass == 0 {
             let tables = [flat.sums(0, "wte")?, flat.sums(0, "wpe")?];
             embedding::backward(
@@ -262,6 +270,7 @@ impl CudaGpt2 {
             }
             block::backward(ops, stream, scratch, &block, input, &flat)?;
         }
+
         Ok(())
     }
 
@@ -406,6 +415,7 @@ impl Model<CudaDevice> for CudaGpt2 {
             loss,
             ..
         } = &self.buffers;
+
         head::losses(
             ops,
             stream,
@@ -415,6 +425,7 @@ impl Model<CudaDevice> for CudaGpt2 {
             &flat,
             self.config.vocab_size,
         )?;
+
         Ok(crate::cuda::cross_entropy::add_sum(
             &ops.kernels,
             stream,

@@ -107,6 +107,7 @@ impl Function {
             );
             Err(Failure::InvalidValue)
         };
+
         if grid.contains(&0) || grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 {
             return bad("the grid is empty or too large");
         }
@@ -117,6 +118,7 @@ impl Function {
         if block.contains(&0) || block[2] > 64 || threads > self.program.max_threads {
             return bad("the block is empty or too large");
         }
+
         if self
             .program
             .required_block
@@ -127,6 +129,7 @@ impl Function {
         if dynamic > self.dynamic_limit.load(Ordering::Relaxed) {
             return bad("more dynamic shared memory than allowed");
         }
+
         Ok(())
     }
 }

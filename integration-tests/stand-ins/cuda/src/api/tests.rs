@@ -111,6 +111,7 @@ fn codes_have_names_and_functions_addresses() {
     let result = unsafe { CStr::from_ptr(text) };
     assert_eq!(result, c"CUDA_ERROR_ILLEGAL_ADDRESS");
     fails!(InvalidValue, cuGetErrorString(12345, (&mut text).into()));
+
     ok!(cuGetProcAddress_v2(
         c"cuMemAlloc".into(),
         (&mut found).into(),
@@ -118,6 +119,7 @@ fn codes_have_names_and_functions_addresses() {
         0,
         (&mut status).into()
     ));
+
     assert_eq!(found, cuMemAlloc_v2 as *const c_void);
     fails!(
         NotFound,
@@ -129,6 +131,7 @@ fn codes_have_names_and_functions_addresses() {
             (&mut status).into()
         )
     );
+
     assert!(found.is_null() && status == 1);
 }
 
@@ -199,6 +202,7 @@ fn memory_is_counted_and_runs_out() {
         ok!(cuMemGetInfo_v2((&mut free).into(), (&mut total).into()));
         (free, total)
     };
+
     let (free, total) = info();
     assert_eq!(free, total);
     let bytes = total / 4 * 3;
@@ -403,10 +407,12 @@ fn virtual_memory_moves_between_addresses() {
     ));
     assert_eq!(granularity, PAGE);
     ok!(cuMemAddressReserve((&mut base).into(), 4 * PAGE, 0, 0, 0));
+
     for (index, page) in pages.iter_mut().enumerate() {
         ok!(cuMemCreate(page.into(), PAGE, (&properties).into(), 0));
         ok!(cuMemMap(base + (index * PAGE) as u64, PAGE, 0, *page, 0));
     }
+
     fails!(InvalidValue, cuMemsetD8Async(base, 0, 1, stream));
     fails!(
         InvalidValue,
@@ -449,6 +455,7 @@ fn mapped_memory_reports_its_allocation() {
     let mut base = 0u64;
     let mut handle = 0u64;
     let mut again = 0u64;
+
     fails!(
         NotPermitted,
         cuMemCreate(
@@ -458,6 +465,7 @@ fn mapped_memory_reports_its_allocation() {
             0
         )
     );
+
     let shared = AllocationProperties::shared(ordinal, 1);
     ok!(cuMemCreate(
         (&mut handle).into(),
@@ -575,11 +583,13 @@ fn a_captured_fork_and_join_replays() {
     ok!(cuGraphDestroy(graph));
     // Capturing has run nothing.
     assert_eq!(download(origin, address, 8), [0xff; 8]);
+
     for _ in 0..2 {
         ok!(cuGraphLaunch(executable, side));
         assert_eq!(download(side, address, 8), [2, 0, 0, 0, 1, 0, 0, 0]);
         ok!(cuMemsetD8Async(address, 0, 8, side));
     }
+
     ok!(cuGraphExecDestroy(executable));
     fails!(InvalidHandle, cuGraphLaunch(executable, side));
 }
@@ -666,6 +676,7 @@ fn a_stream_waits_for_a_value_in_pinned_memory() {
     ok!(cuMemHostAlloc((&mut page).into(), 4096, 0));
     // SAFETY: pinned memory of this test, freed at its end.
     let words = unsafe { std::slice::from_raw_parts(page as *const AtomicU64, 2) };
+
     for (flags, released) in [(0, 8), (1, 7)] {
         words
             .iter()
@@ -680,6 +691,7 @@ fn a_stream_waits_for_a_value_in_pinned_memory() {
         assert_eq!(download(stream, address, 4), [flags as u8 + 1, 0, 0, 0]);
         assert_eq!(words[1].load(Ordering::Acquire), 9);
     }
+
     fails!(InvalidValue, cuStreamWaitValue64_v2(stream, page + 4, 7, 0));
     fails!(NotSupported, cuStreamWaitValue64_v2(stream, page, 7, 2));
     fails!(InvalidValue, cuStreamWriteValue64_v2(stream, 64, 7, 0));

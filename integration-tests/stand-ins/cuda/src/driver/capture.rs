@@ -137,6 +137,7 @@ impl Capture {
         // Lock order: a stream's lock before its capture's. So the capture's lock is not held here.
         let streams = std::mem::take(&mut lock(&capture.state).streams);
         let mut ends = Vec::new();
+
         for taking_part in streams {
             ends.extend(
                 taking_part
@@ -146,6 +147,7 @@ impl Capture {
             );
             taking_part.set_part(None);
         }
+
         let mut state = lock(&capture.state);
         let tied = std::mem::take(&mut state.tied);
         if state.invalid {
@@ -153,11 +155,13 @@ impl Capture {
         }
         let mut joined = vec![false; state.nodes.len()];
         let mut open = after;
+
         while let Some(node) = open.pop() {
             if !std::mem::replace(&mut joined[node], true) {
                 open.extend(&state.nodes[node].after);
             }
         }
+
         if ends.iter().any(|&node| !joined[node]) {
             return Err(Failure::CaptureUnjoined);
         }

@@ -105,15 +105,18 @@ pub(crate) fn register(device: &'static Device, start: u64, bytes: usize) -> Out
     if start == 0 || bytes == 0 {
         return Err(Failure::InvalidValue);
     }
+
     if !is_mapped(start, bytes) {
         say!("registering {bytes} bytes at {start:#x}, of which not all are mapped");
         return Err(Failure::InvalidValue);
     }
+
     let limit = settings().pinned_bytes;
     let added = |all: u64| {
         all.checked_add(bytes)
             .filter(|&all| limit.is_none_or(|limit| all <= limit))
     };
+
     REGISTERED_BYTES
         .fetch_update(Ordering::Relaxed, Ordering::Relaxed, added)
         .map_err(|_| Failure::OutOfMemory)?;

@@ -122,6 +122,7 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
         _ if device.check().is_err() => return,
         _ => {}
     }
+
     let done = match op {
         Op::Copy { to, from, bytes } => {
             let work = Work {
@@ -185,6 +186,7 @@ pub(crate) fn run(op: &Op, device: &'static Device, random: &mut Random) {
         }
         Op::Record(_) | Op::Wait(_) => Ok(()),
     };
+
     if let Err((failure, what)) = done {
         device.fail(failure, &what);
     }
@@ -216,6 +218,7 @@ fn copy(to: &Place, from: &Place, bytes: usize) -> Result<(), (Failure, String)>
     } else {
         SMALL_BYTES
     };
+
     if settings().dry && bytes > small {
         return Ok(());
     }
@@ -237,6 +240,7 @@ fn copy(to: &Place, from: &Place, bytes: usize) -> Result<(), (Failure, String)>
             .and_then(|between| transfer(between.as_ptr() as u64, *to, bytes, true)),
         _ => Err(Failure::InvalidValue),
     };
+
     moved.map_err(|failure| {
         (
             failure,
@@ -259,11 +263,13 @@ fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
         iov_base: at as *mut libc::c_void,
         iov_len: bytes,
     };
+
     let (near, far) = if write {
         (vector(from), vector(to))
     } else {
         (vector(to), vector(from))
     };
+
     let process = std::process::id() as i32;
     let mut done = 0;
     while done < bytes {
@@ -301,6 +307,7 @@ fn transfer(from: u64, to: u64, bytes: usize, write: bool) -> Outcome {
             }
         }
     }
+
     Ok(())
 }
 
@@ -341,6 +348,7 @@ fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Result<(), (Failur
         let what = format!("a fill of {bytes} bytes at {to:#x}, which is not all live memory");
         return Err((Failure::IllegalAddress, what));
     }
+
     if settings().dry && bytes > SMALL_BYTES {
         return Ok(());
     }
@@ -349,11 +357,13 @@ fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Result<(), (Failur
     // arbitrary bytes.
     let target = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, bytes) };
     let pattern = pattern.to_le_bytes();
+
     match width {
         1 => target.fill(pattern[0]),
         _ => target
             .chunks_exact_mut(width)
             .for_each(|piece| piece.copy_from_slice(&pattern[..width])),
     }
+
     Ok(())
 }

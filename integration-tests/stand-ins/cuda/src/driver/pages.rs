@@ -153,11 +153,13 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
     // SAFETY: within a reservation, with nothing mapped there; the lock excludes changes.
     unsafe { pages.physical.map_at(start) }.map_err(|_| Failure::MapFailed)?;
     let mut filled = lock(&pages.filled);
+
     if !*filled {
         // SAFETY: mapped above for the first time, so nothing else has an address of it.
         unsafe { pages.physical.fill(start) };
         *filled = true;
     }
+
     drop(filled);
     state.mapped.insert(
         start,
@@ -166,6 +168,7 @@ pub(crate) fn map(start: u64, bytes: usize, offset: usize, handle: usize) -> Out
             access: None,
         },
     );
+
     Ok(())
 }
 
@@ -177,12 +180,14 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
         .checked_add(bytes as u64)
         .ok_or(Failure::InvalidValue)?;
     let mut next = start;
+
     for (&at, mapped) in state.mapped.range(start..end) {
         if at != next {
             break;
         }
         next += mapped.pages.physical.bytes() as u64;
     }
+
     if next != end || bytes == 0 {
         return Err(Failure::InvalidValue);
     }
@@ -207,6 +212,7 @@ pub(crate) fn set_access(start: u64, bytes: usize, allow: bool) -> Outcome {
             _ => {}
         }
     }
+
     Ok(())
 }
 
@@ -225,6 +231,7 @@ pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
     if bytes == 0 || covered != bytes {
         return Err(Failure::InvalidValue);
     }
+
     for (at, len) in inside {
         let Some(mapped) = state.mapped.remove(&at) else {
             continue;
@@ -245,5 +252,6 @@ pub(crate) fn unmap_range(start: u64, bytes: usize) -> Outcome {
         // SAFETY: reserved and mapped by this module; no registry version in use has the range.
         unsafe { unmap(at, len) }.map_err(|_| Failure::Unknown)?;
     }
+
     Ok(())
 }

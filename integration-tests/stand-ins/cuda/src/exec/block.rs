@@ -74,12 +74,14 @@ impl BlockMemory {
             whole[..bytes.len()].copy_from_slice(bytes);
             *piece.get_mut() = u128::from_le_bytes(whole);
         }
+
         let races = settings().find_races.then(|| Races::new(shared_bytes));
         let shared = cells(shared_bytes);
         let params_bytes = shape.params.len();
         let last = (1, 0);
         let arrivals = Vec::new();
         let traffic = settings().counts_work().then(Traffic::default);
+
         Self {
             registry,
             last,
@@ -130,6 +132,7 @@ impl BlockMemory {
             },
             space => (space, address),
         };
+
         if !offset.is_multiple_of(bytes as u64) {
             return self.bad(Failure::MisalignedAddress, lane, space, offset, bytes);
         }
@@ -153,6 +156,7 @@ impl BlockMemory {
                 Some(offset as *mut u8)
             }
         };
+
         match place {
             Some(place) => {
                 if space == Space::Shared && self.races.is_some() {
@@ -250,6 +254,7 @@ pub(crate) fn run_block(
             warp
         })
         .collect();
+
     let mut runs = vec![true; warps.len()];
     loop {
         let mut ran = false;
@@ -287,6 +292,7 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
     } = memory;
     let live: u32 = warps.iter().map(|warp| warp.live.count_ones()).sum();
     let mut released = false;
+
     for number in 0..16 {
         let here = || arrivals.iter().filter(|a| a.number == number);
         let Some(first) = here().next() else { continue };
@@ -332,6 +338,7 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
             }
         }
     }
+
     released
 }
 

@@ -40,6 +40,7 @@ pub(crate) fn run_blocks(
     let first: Mutex<Option<Box<Fault>>> = Mutex::new(None);
     let sum: Mutex<Work> = Mutex::default();
     let since = Instant::now();
+
     let check = || -> Done {
         if stop.load(Ordering::Relaxed) {
             return fault(Failure::LaunchFailed, "another block has failed");
@@ -54,6 +55,7 @@ pub(crate) fn run_blocks(
         }
         Ok(())
     };
+
     let work = || {
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);
@@ -74,6 +76,7 @@ pub(crate) fn run_blocks(
             }
         }
     };
+
     if blocks < 2 {
         work();
     } else {
@@ -82,6 +85,7 @@ pub(crate) fn run_blocks(
             work();
         });
     }
+
     match lock(&first).take() {
         None => Ok(*lock(&sum)),
         Some(fault) => Err((fault.failure, fault.what)),

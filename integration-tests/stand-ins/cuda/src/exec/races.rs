@@ -56,6 +56,7 @@ impl Races {
             barriers: self.barriers,
             warp: warp as u16,
         };
+
         let other = |last: &Use| last.barriers == now.barriers && last.warp != now.warp;
         let written = &mut self.written[offset..offset + bytes];
         let read = &mut self.read[offset..offset + bytes];
@@ -66,6 +67,7 @@ impl Races {
                 format!("warp {} has", last.warp)
             }
         };
+
         match access {
             Access::Atomic => None,
             Access::Read => {

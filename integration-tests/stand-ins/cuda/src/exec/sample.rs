@@ -43,6 +43,7 @@ impl Key {
                 word.copy_from_slice(&(value % 32).to_le_bytes());
             }
         }
+
         let grid = shape.grid;
         let block = shape.block;
         let dynamic_bytes = shape.dynamic_bytes;
@@ -83,6 +84,7 @@ pub(crate) fn run_sample(
             blocks[number as usize]
         })
     };
+
     let threads = count * shape.block.iter().map(|&n| u64::from(n)).product::<u64>();
     let work = if count <= 4 || threads <= WHOLE_THREADS || known.is_some() {
         run_grid(program, shape, registry)?
@@ -90,6 +92,7 @@ pub(crate) fn run_sample(
         let [first, last, low, high] = sampled(shape.grid);
         run(&[first, last])?.plus(run(&[low, high])?.times(count - 2).halved())
     };
+
     lock(&SAMPLES).get_or_insert_default().insert(key, work);
     Ok(work)
 }

@@ -63,6 +63,7 @@ impl Warp {
         }
         let mut preds = vec![0; program.pred_slots];
         preds[program.true_pred] = ALL;
+
         Self {
             index,
             regs,
@@ -135,6 +136,7 @@ impl Warp {
                 what,
             }));
         };
+
         let mut mask = 0;
         self.groups.retain(|group| {
             if group.at == at {
@@ -142,6 +144,7 @@ impl Warp {
             }
             group.at != at
         });
+
         Ok(Some((at, mask)))
     }
 
@@ -163,12 +166,14 @@ impl Warp {
             .map(|g| g.at)
             .min()
             .unwrap_or(usize::MAX);
+
         let meets: Vec<usize> = self
             .groups
             .iter()
             .filter(|g| g.blocked)
             .map(|g| g.at)
             .collect();
+
         loop {
             if at >= limit || *left == 0 || meets.contains(&at) {
                 self.groups.push(Group {

@@ -20,11 +20,13 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         });
         return Ok(Flow::Do(action));
     }
+
     if mods.take("wait_all") {
         let action: Action =
             Box::new(|warp, memory, mask| arrive(warp, memory, |copy| mask >> copy.lane & 1 == 1));
         return Ok(Flow::Do(action));
     }
+
     if mods.take("wait_group") {
         let [Operand::Integer(left)] = *operands else {
             return Err("no number of groups".into());
@@ -39,6 +41,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         });
         return Ok(Flow::Do(action));
     }
+
     mods.take_of(&["ca", "cg"]).ok_or("no cache")?;
     mods.take_of(&["shared", "shared::cta"])
         .ok_or("only copies to shared memory are known")?;
@@ -50,15 +53,18 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     } else {
         operands
     };
+
     let (to, from, size, present) = match operands {
         [to, from, size] => (to, from, size, None),
         [to, from, size, present] => (to, from, size, Some(present)),
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let bytes = match size {
         Operand::Integer(bytes @ (4 | 8 | 16)) => *bytes as usize,
         _ => return unknown(),
     };
+
     let to = b.address(to, Space::Shared)?;
     let from = b.address(from, Space::Global)?;
     // Either the number of bytes to read, or a predicate that is true if none are read.
@@ -68,10 +74,12 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         }
         _ => None,
     };
+
     let present = match present {
         Some(operand) if ignored.is_none() => Some(b.source(operand)?),
         _ => None,
     };
+
     let action: Action = Box::new(move |warp, memory, mask| {
         let none = ignored.map_or(0, |ignored| super::holds(warp, ignored));
         for lane in lanes(mask) {
@@ -104,6 +112,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         }
         Ok(())
     });
+
     Ok(Flow::Do(action))
 }
 

@@ -114,11 +114,13 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         ("atom", [to, rest @ ..]) => (Some(to), rest),
         (_, rest) => (None, rest),
     };
+
     let (address, values, new) = match rest {
         [address, values] => (address, values, None),
         [address, values, new] if operation == "cas" => (address, values, Some(new)),
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let address = b.address(address, space)?;
     let values = b.sources(values)?;
     if vector != (values.len() > 1) {
@@ -129,6 +131,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     } else {
         values[0]
     };
+
     let to = to.map(|to| b.targets(to)).transpose()?;
     let size = kind.bytes();
     let narrow = crate::ptx::types::mask_of(kind.bits());
@@ -158,5 +161,6 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         }
         Ok(())
     });
+
     Ok(Flow::Do(action))
 }

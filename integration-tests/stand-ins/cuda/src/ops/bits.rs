@@ -13,6 +13,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         "szext" | "bmsk" => return unknown(),
         _ => {}
     }
+
     let kind = mods.take_type()?;
     if kind == Type::Pred {
         return predicates(mods.name, operands, b);
@@ -20,6 +21,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     let (bits, keep) = (kind.bits(), mask_of(kind.bits()));
     let signed = matches!(kind, Type::Signed(_));
     let extend = move |value: u64| ((value << (64 - bits)) as i64) >> (64 - bits);
+
     if matches!(
         mods.name,
         "not" | "cnot" | "popc" | "clz" | "brev" | "bfind"
@@ -52,6 +54,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             }
         });
     }
+
     if mods.name == "lop3" {
         let [to, x, y, z, table] = exactly(operands)?;
         let Operand::Integer(table) = *table else {
@@ -71,6 +74,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             (0..8).fold(0, |all, row| all | term(row)) & keep
         }));
     }
+
     if mods.name == "bfe" {
         let [to, x, y, z] = exactly(operands)?;
         let to = b.target(to)?;
@@ -93,6 +97,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             }
         }));
     }
+
     if mods.name == "bfi" {
         let [to, x, y, at, len] = exactly(operands)?;
         let to = b.target(to)?;
@@ -112,6 +117,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             }
         }));
     }
+
     let [to, x, y] = exactly(operands)?;
     let to = b.target(to)?;
     let from = [b.source(x)?, b.source(y)?];
@@ -150,6 +156,7 @@ fn predicates(name: &str, operands: &[Operand], b: &mut Builder<'_>) -> Decoded 
             warp.set_pred(to, mask, !holds(warp, a))
         }));
     }
+
     let [to, x, y] = exactly(operands)?;
     let to = b.pred_target(to)?;
     let x = b.pred_source(x)?;
@@ -160,6 +167,7 @@ fn predicates(name: &str, operands: &[Operand], b: &mut Builder<'_>) -> Decoded 
         "xor" => |x, y| x ^ y,
         _ => return unknown(),
     };
+
     Ok(act(move |warp, mask| {
         warp.set_pred(to, mask, f(holds(warp, x), holds(warp, y)))
     }))
@@ -177,6 +185,7 @@ fn prmt(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     let [to, x, y, z] = exactly(operands)?;
     let to = b.target(to)?;
     let from = [b.source(x)?, b.source(y)?, b.source(z)?];
+
     Ok(map3(to, from, move |a, b, selector| {
         let bytes = (u64::from(b as u32) << 32) | u64::from(a as u32);
         let byte = |at: u64| bytes >> (8 * (at & 7)) & 0xff;
@@ -212,6 +221,7 @@ fn shf(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     let [to, x, y, z] = exactly(operands)?;
     let to = b.target(to)?;
     let from = [b.source(x)?, b.source(y)?, b.source(z)?];
+
     Ok(map3(to, from, move |low, high, n| {
         let both = (u64::from(high as u32) << 32) | u64::from(low as u32);
         let n = if wraps {

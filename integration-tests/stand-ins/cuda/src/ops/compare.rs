@@ -35,6 +35,7 @@ fn with<T: PartialOrd>(
             })
         };
     }
+
     Ok(match operator {
         "eq" => all!(x, y, x == y),
         // Not equal, and neither is NaN.
@@ -80,6 +81,7 @@ fn compare(operator: &str, kind: Type, from: [usize; 2], ftz: bool) -> Decoded<C
     {
         return Err(format!("`.{operator}` is not for this type"));
     }
+
     match kind {
         Type::Bits(16) | Type::Unsigned(16) => with(operator, from, |a| a as u16),
         Type::Bits(32) | Type::Unsigned(32) => with(operator, from, |a| a as u32),
@@ -111,11 +113,13 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         Some("xor") => |x, y| x ^ y,
         _ => |x, y| x & y,
     };
+
     let (to, x, y, with) = match operands {
         [to, x, y] => (to, x, y, (b.true_pred(), false)),
         [to, x, y, with] => (to, x, y, b.pred_source(with)?),
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let from = [b.source(x)?, b.source(y)?];
     if mods.name == "set" {
         let result = mods.take_type()?;
@@ -133,12 +137,14 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             store(warp, to, mask, &values);
         }));
     }
+
     let kind = mods.take_type()?;
     let compare = compare(operator, kind, from, ftz)?;
     let (first, second) = match to {
         Operand::Pair(first, second) => (b.pred_target(first)?, Some(b.pred_target(second)?)),
         one => (b.pred_target(one)?, None),
     };
+
     Ok(act(move |warp, mask| {
         let found = compare(warp);
         let with = holds(warp, with);
@@ -159,11 +165,13 @@ fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
         "normal",
         "subnormal",
     ];
+
     let class = mods.take_of(&classes).ok_or("no class")?;
     let kind = mods.take_type()?;
     let [to, a] = exactly(operands)?;
     let to = b.pred_target(to)?;
     let a = b.source(a)?;
+
     // Subnormal in the number's format, not in f64.
     let (smallest, read): (f64, fn(u64) -> f64) = match kind {
         Type::F32 => (f64::from(f32::MIN_POSITIVE), |a| {
@@ -172,6 +180,7 @@ fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
         Type::F64 => (f64::MIN_POSITIVE, f64::from_bits),
         _ => return unknown(),
     };
+
     let test: fn(f64, f64) -> bool = match class {
         "finite" => |x, _| x.is_finite(),
         "infinite" => |x, _| x.is_infinite(),
@@ -180,6 +189,7 @@ fn testp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
         "normal" => |x, smallest| x.is_finite() && x.abs() >= smallest,
         _ => |x, smallest| x != 0.0 && x.abs() < smallest,
     };
+
     Ok(act(move |warp, mask| {
         let found = lanes(mask).fold(0, |all, lane| {
             all | u32::from(test(read(warp.regs[a][lane]), smallest)) << lane

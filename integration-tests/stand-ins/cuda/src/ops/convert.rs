@@ -78,6 +78,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         sat: mods.take("sat"),
         relu: mods.take("relu"),
     };
+
     if matches!(to_kind, Type::F16x2 | Type::Bf16x2) {
         return packed(to_kind, from_kind, how, operands, b);
     }
@@ -86,6 +87,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     let a = b.source(a)?;
     // A result narrower than its register is sign- or zero-extended.
     let keep = b.width_mask(to);
+
     match (is_float(to_kind), is_float(from_kind)) {
         (false, false) => integers(to_kind, from_kind, how, keep, to, a),
         (true, false) => to_float(to_kind, from_kind, how, to, a),
@@ -188,6 +190,7 @@ fn floats(to_kind: Type, from_kind: Type, how: How, to: usize, a: usize) -> Deco
         return Err("no rounding".into());
     }
     let sixteen = mask_of(to_kind.bits());
+
     Ok(map1(to, a, move |a| {
         let x = read(a);
         let x = if to_integral { rounding.integer(x) } else { x };
@@ -223,6 +226,7 @@ fn packed(
         return unknown();
     }
     let format = if to_kind == Type::F16x2 { F16 } else { BF16 };
+
     let half = move |a: u64| {
         let x = f64::from(f32::from_bits(a as u32));
         format.narrow(
@@ -234,6 +238,7 @@ fn packed(
             rounding,
         )
     };
+
     Ok(map2(to, from, move |high, low| {
         half(high) << 16 | half(low)
     }))

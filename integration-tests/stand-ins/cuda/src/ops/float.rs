@@ -112,6 +112,7 @@ fn single(
             around.output(f(f64::from(around.input(a))) as f32)
         }));
     }
+
     if matches!(mods.name, "abs" | "neg") {
         let [to, a] = exactly(operands)?;
         let to = b.target(to)?;
@@ -126,6 +127,7 @@ fn single(
             u64::from(if around.ftz { flush(a) } else { a }.to_bits())
         }));
     }
+
     if matches!(mods.name, "fma" | "mad") {
         let [to, x, y, z] = exactly(operands)?;
         let to = b.target(to)?;
@@ -154,11 +156,13 @@ fn single(
             }),
         });
     }
+
     let (pair, third) = match operands {
         [to, x, y] => ((to, [x, y]), None),
         [to, x, y, z] => ((to, [x, y]), Some(z)),
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let to = b.target(pair.0)?;
     let from = [b.source(pair.1[0])?, b.source(pair.1[1])?];
     if matches!(mods.name, "min" | "max") {
@@ -170,6 +174,7 @@ fn single(
     if mods.name == "copysign" {
         return Ok(map2(to, from, |a, b| (a & 0x8000_0000) | (b & 0x7fff_ffff)));
     }
+
     if rounding != Rounding::Nearest {
         let exact: fn(f64, f64) -> f64 = match mods.name {
             "add" => add_odd,
@@ -185,6 +190,7 @@ fn single(
             )
         }));
     }
+
     macro_rules! nearest {
         ($op:tt) => {
             if around.plain() {
@@ -194,6 +200,7 @@ fn single(
             }
         };
     }
+
     Ok(match mods.name {
         "add" => nearest!(+),
         "sub" => nearest!(-),
@@ -226,6 +233,7 @@ fn extreme(
     if abs {
         return Err("`.xorsign.abs` is not supported".into());
     }
+
     let pick = move |a: u64, b: u64| {
         let x = around.input(a);
         let y = around.input(b);
@@ -235,6 +243,7 @@ fn extreme(
             -maximum(-x, -y, propagates)
         })
     };
+
     Ok(match third {
         None => map2(to, [a, b], pick),
         Some(third) => {
@@ -275,6 +284,7 @@ fn double(
         return Err("`.sat` is not supported".into());
     }
     let float = f64::from_bits;
+
     match operands {
         [to, a] => {
             let to = b.target(to)?;

@@ -99,6 +99,7 @@ impl Format {
             0 => (bits, -1022),
             _ => ((bits & ((1 << 52) - 1)) | 1 << 52, raw - 1023),
         };
+
         // The unit in the last place of the result is 2^(scale - fraction_bits).
         let scale = exponent.max(lowest);
         let shift = (52 - self.fraction_bits as i32) + (scale - exponent);
@@ -111,6 +112,7 @@ impl Format {
                 1u64 << (shift - 1),
             )
         };
+
         let up = match rounding {
             Rounding::Nearest => rest > half || (rest == half && kept & 1 == 1),
             Rounding::NearestAway => rest >= half,
@@ -118,6 +120,7 @@ impl Format {
             Rounding::Down => negative && rest != 0,
             Rounding::Up => !negative && rest != 0,
         };
+
         let rounded = kept + u64::from(up);
         // A significand with its leading bit adds one to the exponent field, as does a carry from
         // rounding.
@@ -126,6 +129,7 @@ impl Format {
         } else {
             (scale + bias - 1) as u64
         };
+
         let result = (field << self.fraction_bits) + rounded;
         if result < self.infinity() {
             return result;
@@ -136,6 +140,7 @@ impl Format {
             Rounding::Down => negative,
             Rounding::Up => !negative,
         };
+
         if to_infinity {
             self.infinity()
         } else {
@@ -221,6 +226,7 @@ mod tests {
                 }
             }
         }
+
         let mut x = 1.0e-46f64;
         while x < 1.0e40 {
             assert_eq!(

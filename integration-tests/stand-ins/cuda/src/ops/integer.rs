@@ -105,6 +105,7 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
     let saturates = mods.take("sat");
     let clamp =
         move |wide: i128| wide.clamp(i128::from(i32::MIN), i128::from(i32::MAX)) as u32 as u64;
+
     Ok(match mods.name {
         "add" if saturates => map2(to, from, move |a, b| {
             clamp(T::of(a).wide() + T::of(b).wide())
@@ -184,6 +185,7 @@ fn carrying<T: Int>(
     let reads = matches!(name, "addc" | "subc" | "madc");
     let subtracts = name.starts_with("sub");
     let part = mods.take_of(&["lo", "hi"]);
+
     let (to, from) = match operands {
         [to, x, y] if part.is_none() => (b.target(to)?, [b.source(x)?, b.source(y)?, 0]),
         [to, x, y, z] if part.is_some() => {
@@ -191,6 +193,7 @@ fn carrying<T: Int>(
         }
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let product = part.map(product::<T>);
     let ones = T::of(u64::MAX).bits();
     Ok(act(move |warp, mask| {

@@ -54,6 +54,7 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
         Some(_) => 4,
         None => return Err("no number of tiles".into()),
     };
+
     let transposed = mods.take("trans");
     let space = mods.take_as(Space::named).unwrap_or(Space::Generic);
     if mods.take_type()? != Type::Bits(16) {
@@ -67,11 +68,13 @@ fn tiles(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Deco
     } else {
         (second, first)
     };
+
     let registers = if load {
         b.targets(registers)?
     } else {
         b.sources(registers)?
     };
+
     let address = b.address(address, space)?;
     if registers.len() != count {
         return Err(format!("{} registers for {count} tiles", registers.len()));
@@ -137,6 +140,7 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
         Some(_) => 16,
         None => return Err("the shape is not supported".into()),
     };
+
     mods.take_of(&["row"]).ok_or("A must be `.row`")?;
     mods.take_of(&["col"]).ok_or("B must be `.col`")?;
     let kinds = [
@@ -165,6 +169,7 @@ fn mma(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     {
         return Err("the number of registers is wrong".into());
     }
+
     Ok(whole_warp(b, move |warp, _| {
         // Lane l, group g = l / 4, place t = l % 4: register r of A holds row g + 8 (r % 2) and
         // columns packed * t + i + 4 packed (r / 2); register r of B rows packed * t + i + 4 packed

@@ -93,12 +93,14 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         [first, second] => [first, second],
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let load = mods.name != "st";
     let [value, address] = if load {
         operands
     } else {
         [operands[1], operands[0]]
     };
+
     let address = b.address(address, space)?;
     let size = kind.bytes();
     if size > 8 || kind == Type::Pred {
@@ -109,12 +111,14 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
     } else {
         b.sources(value)?
     };
+
     let wanted = match vector {
         Some("v2") => 2,
         Some("v4") => 4,
         Some(_) => 8,
         None => 1,
     };
+
     if values.len() != wanted {
         return Err(format!("{} registers, and not {wanted}", values.len()));
     }

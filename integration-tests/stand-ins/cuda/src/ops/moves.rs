@@ -27,6 +27,7 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
             warp.set_pred(to, mask, holds(warp, from))
         }));
     }
+
     if let Operand::Vector(parts) = to {
         let parts = b.targets(to).map(|targets| (targets, parts.len()))?;
         let from = b.source(from)?;
@@ -41,6 +42,7 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
             }
         }));
     }
+
     if let Operand::Vector(parts) = from {
         let bits = kind.bits() / parts.len().max(1) as u32;
         let parts = b.sources(from)?;
@@ -55,6 +57,7 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
             store(warp, to, mask, &values);
         }));
     }
+
     let keep = mask_of(kind.bits());
     let to = b.target(to)?;
     if let Operand::Name(name) = from
@@ -68,6 +71,7 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
             store(warp, to, mask, &[now >> shift & keep; 32]);
         }));
     }
+
     let from = b.source(from)?;
     Ok(map1(to, from, move |a| a & keep))
 }

@@ -30,6 +30,7 @@ pub(super) fn decode(
     } else {
         BF16
     };
+
     let pair = matches!(kind, Type::F16x2 | Type::Bf16x2);
     if mods
         .take_as(Rounding::named)
@@ -40,6 +41,7 @@ pub(super) fn decode(
     let relu = mods.take("relu");
     let propagates = mods.take("NaN");
     mods.take("approx");
+
     let narrow = move |x: f64| {
         let x = if relu && !(x > 0.0 || x.is_nan()) {
             0.0
@@ -48,6 +50,7 @@ pub(super) fn decode(
         };
         format.narrow(x, Rounding::Nearest)
     };
+
     let name = mods.name;
     match operands {
         [to, x] => {
@@ -112,6 +115,7 @@ fn two(
         },
         _ => return unknown(),
     };
+
     let extreme = matches!(name, "min" | "max");
     let f = each(pair, move |[x, y, _]| {
         let x = format.widen(x);
@@ -122,5 +126,6 @@ fn two(
             f(x, y)
         })
     });
+
     Ok(map2(to, from, move |x, y| f([x, y, 0])))
 }

@@ -68,6 +68,7 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             action: Box::new(|_, _, _| Ok(())),
         });
     }
+
     let kind = mods
         .take_of(&["sync", "arrive", "red"])
         .ok_or("no action")?;
@@ -86,6 +87,7 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             waits: kind == "sync",
         });
     }
+
     let operation = mods.take_of(&["popc", "and", "or"]).ok_or("no operation")?;
     mods.take_type()?;
     let (to, number, count, from) = match operands {
@@ -93,6 +95,7 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         [to, number, count, from] => (to, number, Some(count), from),
         _ => return Err("the number of operands is wrong".into()),
     };
+
     let (source, negate) = b.pred_source(from)?;
     let reduction = match operation {
         "popc" => Reduction::Count {
@@ -111,6 +114,7 @@ fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
             to: b.pred_target(to)?,
         },
     };
+
     let number = b.source(number)?;
     let count = count.map(|count| b.source(count)).transpose()?;
     Ok(Flow::Barrier {
@@ -142,6 +146,7 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         "bfly" => |lane, by, _, _| lane ^ by,
         _ => |_, by, lowest, segment| lowest | (by & !segment),
     };
+
     let up = mode == "up";
     if mods.take_type()? != Type::Bits(32) {
         return unknown();
@@ -151,6 +156,7 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         Operand::Pair(to, within) => (b.target(to)?, Some(b.pred_target(within)?)),
         one => (b.target(one)?, None),
     };
+
     let a = b.source(a)?;
     let by = b.source(by)?;
     let clamp = b.source(clamp)?;
@@ -192,6 +198,7 @@ fn vote(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     let [to, a, members] = exactly(operands)?;
     let a = b.pred_source(a)?;
     let members = b.source(members)?;
+
     if mode == "ballot" {
         let to = b.target(to)?;
         return Ok(together(members, move |warp, mask| {
@@ -199,12 +206,14 @@ fn vote(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
             store(warp, to, mask, &[u64::from(yes); 32]);
         }));
     }
+
     let to = b.pred_target(to)?;
     let decide: fn(Mask, Mask) -> bool = match mode {
         "all" => |yes, mask| yes == mask,
         "any" => |yes, _| yes != 0,
         _ => |yes, mask| yes == 0 || yes == mask,
     };
+
     Ok(together(members, move |warp, mask| {
         let result = decide(holds(warp, a) & mask, mask);
         warp.set_pred(to, mask, if result { !0 } else { 0 });
@@ -220,6 +229,7 @@ fn matching(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> D
         Operand::Pair(to, whole) => (b.target(to)?, Some(b.pred_target(whole)?)),
         one => (b.target(one)?, None),
     };
+
     let a = b.source(a)?;
     let members = b.source(members)?;
     Ok(together(members, move |warp, mask| {
@@ -242,6 +252,7 @@ fn reduce(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Dec
         .take_of(&["add", "min", "max", "and", "or", "xor"])
         .ok_or("no operation")?;
     let kind = mods.take_type()?;
+
     let f: fn(u32, u32) -> u32 = match (operation, kind) {
         ("add", Type::Unsigned(32) | Type::Signed(32)) => u32::wrapping_add,
         ("min", Type::Unsigned(32)) => u32::min,
@@ -253,6 +264,7 @@ fn reduce(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Dec
         ("xor", Type::Bits(32)) => |a, b| a ^ b,
         _ => return unknown(),
     };
+
     let [to, a, members] = exactly(operands)?;
     let to = b.target(to)?;
     let a = b.source(a)?;

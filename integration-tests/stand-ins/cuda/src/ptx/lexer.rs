@@ -40,6 +40,7 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<(u32, Token)>, Mistake> {
     let mut at = 0;
     let mut line = 1u32;
     let mut found = Vec::new();
+
     while let Some(&c) = bytes.get(at) {
         let rest = &text[at..];
         if c == b'\n' {
@@ -96,6 +97,7 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<(u32, Token)>, Mistake> {
             });
         }
     }
+
     Ok(found)
 }
 
@@ -133,6 +135,7 @@ mod tests {
                 }
             })
             .collect();
+
         assert_eq!(
             words,
             [
@@ -145,6 +148,7 @@ mod tests {
                 "%f"
             ]
         );
+
         assert!(
             all.contains(&(2, Token::Integer(4))) && all.contains(&(3, Token::F32(0x3f80_0000)))
         );

@@ -43,6 +43,7 @@ pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadEr
         kernels: HashMap::new(),
         variables: HashMap::new(),
     };
+
     let global = |v: &&Variable| matches!(v.space, Space::Global | Space::Const);
     for variable in module.variables.iter().filter(global) {
         if variable.external {
@@ -60,17 +61,20 @@ pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadEr
             .variables
             .insert(variable.name.clone(), (address, variable.bytes));
     }
+
     let addresses: HashMap<String, u64> = loaded
         .variables
         .iter()
         .map(|(n, &(at, _))| (n.clone(), at))
         .collect();
+
     for variable in module.variables.iter().filter(global) {
         let bytes = image(variable, &addresses).map_err(LoadError::Ptx)?;
         let address = addresses[&variable.name];
         // SAFETY: allocated above with at least this many bytes, and not yet shared.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
     }
+
     for function in module
         .functions
         .iter()
@@ -81,6 +85,7 @@ pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadEr
             .kernels
             .insert(function.name.clone(), Arc::new(program));
     }
+
     Ok(loaded)
 }
 
@@ -103,6 +108,7 @@ fn image(variable: &Variable, addresses: &HashMap<String, u64>) -> Result<Vec<u8
         };
         bytes.extend_from_slice(&bits.to_le_bytes()[..size]);
     }
+
     if bytes.len() > variable.bytes {
         let what = format!("{} has more values than room", variable.name);
         return Err(Mistake {
@@ -110,6 +116,7 @@ fn image(variable: &Variable, addresses: &HashMap<String, u64>) -> Result<Vec<u8
             what,
         });
     }
+
     bytes.resize(variable.bytes, 0);
     Ok(bytes)
 }

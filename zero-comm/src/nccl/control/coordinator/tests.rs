@@ -100,6 +100,7 @@ impl World {
                 other => rest.push(other),
             }
         }
+
         rest
     }
 }
@@ -147,6 +148,7 @@ fn differing_calls_name_both_ranks() {
             ..broadcast(8)
         },
     ];
+
     for call in others {
         for first_is_ahead in [true, false] {
             let mut world = World::new(3);
@@ -183,6 +185,7 @@ fn late_collective_names_the_late_rank() {
             done,
         })
     };
+
     let with = |steps: &[(usize, &str)]| {
         let mut world = World::new(3);
         for rank in 0..3 {
@@ -199,6 +202,7 @@ fn late_collective_names_the_late_rank() {
         }
         world.receive(0, late(1))
     };
+
     // Rank 2 has not called it.
     let mut steps = vec![(0, "call"), (0, "reach"), (1, "call")];
     assert_eq!(with(&steps), stalled(2, 1));
@@ -242,6 +246,7 @@ fn rank_that_left_is_named() {
         context: 0,
         done: 1,
     };
+
     for caller in [0, 2] {
         let error = failed(CommError::Left {
             sequence: 1,
@@ -263,6 +268,7 @@ fn rank_that_left_is_named() {
             }
         }
     }
+
     let message = "left communicator 0 before its split 0".to_owned();
     let error = failed(CommError::Peer { rank: 1, message });
     let split = split(0, None, 0);
@@ -290,6 +296,7 @@ fn splits_number_their_communicators_by_color() {
     let sent = (0..3)
         .map(|rank| world.receive(rank, splits[rank].clone()))
         .last();
+
     let place = |context| {
         Some(Place {
             context,
@@ -297,6 +304,7 @@ fn splits_number_their_communicators_by_color() {
             size: 1,
         })
     };
+
     let placed = |number, places: [Option<Place>; 3]| {
         let placed = |(rank, place)| {
             Outgoing::To(
@@ -316,6 +324,7 @@ fn splits_number_their_communicators_by_color() {
                 .collect::<Vec<_>>(),
         )
     };
+
     assert_eq!(sent, placed(0, [place(2), None, place(1)]));
     let groups = &world.coordinator.groups;
     assert_eq!(
@@ -326,6 +335,7 @@ fn splits_number_their_communicators_by_color() {
     let sent = (0..3)
         .map(|rank| world.receive(rank, split(1, Some(9), 2 - rank as u64)))
         .last();
+
     let place = |rank| {
         Some(Place {
             context: 3,
@@ -333,6 +343,7 @@ fn splits_number_their_communicators_by_color() {
             size: 3,
         })
     };
+
     assert_eq!(sent, placed(1, [2, 1, 0].map(place)));
     assert_eq!(world.coordinator.groups[&3].ranks, [2, 1, 0]);
 }
@@ -359,12 +370,14 @@ fn unexpected_splits_name_the_rank() {
         let next = format!("where its next one is {}", numbers.len() - 1);
         assert!(message.contains(&next), "{message}");
     }
+
     // All ranks have joined the first one.
     let mut world = World::new(2);
     for number in [0, 1] {
         assert_eq!(world.receive(0, split(number, None, 0)), []);
         assert_eq!(world.receive(1, split(number, None, 0)).len(), 2);
     }
+
     assert_eq!(world.receive(0, split(0, None, 0)).len(), 1);
     assert!(matches!(
         world.coordinator.failure,
@@ -439,16 +452,19 @@ fn difference_before_the_latest_call_is_found() {
             .for_each(|len| world.make(rank, broadcast(len)));
         assert_eq!(world.report(rank), []);
     }
+
     let agreed = [Outgoing::All(Message::Agreed {
         context: 0,
         count: 0,
         first: 2,
     })];
+
     assert_eq!(world.tick(), agreed);
     assert_eq!(world.logs[0].agreed(0, 0, 2), None);
     let hash = world.logs[1].agreed(0, 0, 2).unwrap();
     let call = Box::new(broadcast(7));
     let other_call = Box::new(broadcast(2));
+
     let mismatch = CommError::Mismatch {
         sequence: 1,
         rank: 1,
@@ -456,6 +472,7 @@ fn difference_before_the_latest_call_is_found() {
         other_rank: 0,
         other_call,
     };
+
     assert_eq!(world.receive(1, hash), failed(mismatch));
     // A rank that still calls reports later.
     let mut log = Log::new(false);
@@ -472,12 +489,14 @@ fn difference_is_reported_although_the_rank_ends() {
         assert_eq!(world.call(1, broadcast(7)), []);
         world
     };
+
     // Neither a later failure nor leaving replaces the mismatch, whose call the rank still reports.
     let mut world = differing();
     let failure = CommError::Aborted {
         rank: 2,
         reason: "hung".to_owned(),
     };
+
     for message in [
         Message::Left {
             context: 0,
@@ -487,12 +506,14 @@ fn difference_is_reported_although_the_rank_ends() {
     ] {
         assert_eq!(world.receive(1, message), []);
     }
+
     assert_eq!(world.receive(2, Message::Failed { error: failure }), []);
     let outgoing = world.coordinator.lost(2, "gone".to_owned());
     assert_eq!(world.deliver(outgoing), []);
     let calls = world.logs[1].calls.messages(0, 0..1).remove(0);
     let call = Box::new(broadcast(7));
     let other_call = Box::new(broadcast(8));
+
     let mismatch = CommError::Mismatch {
         sequence: 0,
         rank: 1,
@@ -500,6 +521,7 @@ fn difference_is_reported_although_the_rank_ends() {
         other_rank: 0,
         other_call,
     };
+
     assert_eq!(world.receive(1, calls), failed(mismatch));
     // If the rank is lost or silent, the error names what is known.
     let unknown = |reason: &str| {
@@ -508,6 +530,7 @@ fn difference_is_reported_although_the_rank_ends() {
         );
         failed(CommError::Peer { rank: 1, message })
     };
+
     let mut world = differing();
     let outgoing = world.coordinator.lost(1, "gone".to_owned());
     assert_eq!(world.deliver(outgoing), unknown("gone"));
@@ -612,12 +635,14 @@ fn agreements_are_rare_in_a_large_world() {
         }));
         assert_eq!(world.tick(), Vec::from_iter(agreed));
     }
+
     for rank in 0..600 {
         world.make(rank, broadcast(8));
         // One is ahead.
         (rank == 9).then(|| world.make(rank, broadcast(8)));
         assert_eq!(world.report(rank), []);
     }
+
     assert_eq!(world.tick(), []);
     let count = u64::from(2 * KEEPALIVE_TICKS);
     assert_eq!(
@@ -641,6 +666,7 @@ fn call_that_is_agreed_but_not_ended_is_named() {
         }
         assert_eq!(world.advance(rank, 2, 1 + rank as u64), []);
     }
+
     assert_eq!(
         world.tick(),
         [Outgoing::All(Message::Agreed {
@@ -649,6 +675,7 @@ fn call_that_is_agreed_but_not_ended_is_named() {
             first: 3
         })]
     );
+
     assert_eq!(world.coordinator.groups[&0].calls.kept(), 2);
     let outgoing = world.coordinator.lost(1, "gone".to_owned());
     let call = Box::new(broadcast(8));
@@ -743,6 +770,7 @@ fn traffic_of_a_step_is_small() {
             .map(|message| super::super::wire::encode(message).unwrap().len())
             .sum::<usize>()
     };
+
     let mut log = [Log::new(true), Log::new(false)];
     for _ in 0..10 {
         for i in 0..3_000 {
@@ -792,6 +820,7 @@ fn frames_of_calls_are_small() {
         });
         calls.push(broadcast(i));
     }
+
     let messages = calls.messages(0, 10..200);
     let mut next = 10;
     for message in &messages {
@@ -808,5 +837,6 @@ fn frames_of_calls_are_small() {
             .for_each(|(call, sequence)| assert_eq!(Some(call), calls.get(sequence)));
         next += sent.len() as u64;
     }
+
     assert_eq!(next, 200);
 }

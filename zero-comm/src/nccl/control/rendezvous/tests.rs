@@ -59,11 +59,13 @@ fn connections_before_the_coordinator_do_not_block_rank_0() {
         };
         (0..200).map_while(|_| connect()).collect::<Vec<_>>()
     };
+
     let mut connections = Vec::new();
     let make_id = || {
         connections = crowd(port);
         Ok(vec![7; 128])
     };
+
     assert!(
         join(
             &ranks(0, 1, port),
@@ -94,6 +96,7 @@ fn differing_hello_is_refused_on_all_ranks() {
         world_size,
         library,
     };
+
     let cases = [
         (
             hello(1, VERSION + 1, 2, LIBRARY),
@@ -132,6 +135,7 @@ fn differing_hello_is_refused_on_all_ranks() {
             },
         ),
     ];
+
     for (hello, expected) in cases {
         let port = free_port();
         let first = std::thread::spawn(move || refusal(join_as(&ranks(0, 2, port), LONG)));
@@ -214,6 +218,7 @@ fn unusable_addresses_are_errors() {
         token: Some(Token::new("none").unwrap()),
         ..ranks(1, 2, port)
     };
+
     assert!(matches!(
         refusal(join_as(&unknown, SHORT)),
         RendezvousError::Unreachable { .. }
@@ -227,6 +232,7 @@ fn rank_with_another_token_is_dropped() {
         token: token(secret),
         ..ranks(rank, 2, port)
     };
+
     let first = with(0, SECRET);
     let first = std::thread::spawn(move || refusal(join_as(&first, Duration::from_secs(8))));
     for secret in ["fedcba9876543210", "none"] {
@@ -246,6 +252,7 @@ fn rank_with_another_token_is_dropped() {
             "{error}"
         );
     }
+
     let error = first.join().unwrap();
     let RendezvousError::Missing {
         ranks, strangers, ..
@@ -253,6 +260,7 @@ fn rank_with_another_token_is_dropped() {
     else {
         panic!("{error}")
     };
+
     assert!(ranks[..] == [1] && *strangers > 1, "{error}");
     assert!(
         error
@@ -365,6 +373,7 @@ fn strangers_take_no_rank() {
         rank.end();
         failure
     });
+
     assert_eq!(failures, [None, None, None]);
 }
 
@@ -400,6 +409,7 @@ fn replayed_frames_change_nothing() {
         }
         join_as(&ranks, LONG).is_ok()
     });
+
     assert_eq!(joined, [true, true]);
 }
 
@@ -459,6 +469,7 @@ fn program_without_the_token_is_not_rank_0() {
         token: token(SECRET),
         ..ranks(1, 2, free_port())
     };
+
     let listener = TcpListener::bind(("127.0.0.1", ranks.port)).unwrap();
     let wrong = key("fedcba9876543210").challenge(b"hello").unwrap().0;
     for answer in [
@@ -580,6 +591,7 @@ fn descriptors_process() {
         )
         .unwrap();
     };
+
     let port = free_port();
     match &case[..] {
         "hard" => {
@@ -663,6 +675,7 @@ fn descriptors_process() {
         }
         other => panic!("{other}"),
     }
+
     println!("{DESCRIPTORS} ended");
 }
 

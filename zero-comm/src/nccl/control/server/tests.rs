@@ -70,10 +70,12 @@ fn slow_reader_is_lost() {
         report_every: LIMIT,
     })
     .unwrap();
+
     while server.lost.is_empty() {
         server.write(1, &frame);
         assert!(server.peers[1].as_ref().unwrap().output.len() <= MAX_OUTPUT_BYTES);
     }
+
     assert!(
         server.lost[0].1.contains("bytes unread"),
         "{:?}",
@@ -178,6 +180,7 @@ fn replayed_hellos_make_room() {
         stream.write_all(&hello).unwrap();
         stream
     };
+
     let replayed = [replay(), replay()];
     turns(&mut server, |server| {
         server
@@ -187,6 +190,7 @@ fn replayed_hellos_make_room() {
             .count()
             == 2
     });
+
     let late = replay();
     turns(&mut server, |server| server.rejected > 0);
     // The oldest of two made room for the late one.

@@ -143,6 +143,7 @@ impl Clients {
             clients: Vec::new(),
             traffic: Traffic::default(),
         };
+
         for rank in 0..world_size {
             let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
             let stream = std::net::TcpStream::connect(address)?;
@@ -172,6 +173,7 @@ impl Clients {
             client.send(&first, &mut all.traffic)?;
             all.clients.push(client);
         }
+
         Ok(all)
     }
 
@@ -194,6 +196,7 @@ impl Clients {
             Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
             _ => {}
         }
+
         let mut received = Vec::new();
         let mut ended = Vec::new();
         for rank in self.events.iter().map(|event| event.token().0) {
@@ -243,6 +246,7 @@ impl Clients {
                 }
             }
         }
+
         // First the failure of the world, if that is the cause.
         received.extend(ended);
         Ok(received)
@@ -262,11 +266,13 @@ impl Clients {
         if reported == called {
             return client.send(&encode(&Message::Alive)?, traffic);
         }
+
         if rank == 0 {
             for calls in script.0.messages(WORLD, reported..called) {
                 client.send(&encode(&calls)?, traffic)?;
             }
         }
+
         let progress = Message::Progress {
             context: WORLD,
             called,
@@ -274,6 +280,7 @@ impl Clients {
             reached: called,
             ended: called,
         };
+
         client.send(&encode(&progress)?, traffic)
     }
 

@@ -99,6 +99,7 @@ pub fn coordinator(mut data: &[u8]) {
         coordinator.join(&Hello::new(rank, RANKS, LIBRARY)).unwrap();
     }
     let mut failures = 0;
+
     while let Some((&event, rest)) = data.split_first() {
         data = rest;
         let rank = usize::from(event) % RANKS;
@@ -125,6 +126,7 @@ pub fn coordinator(mut data: &[u8]) {
             encode(&message).unwrap();
         }
     }
+
     assert!(failures <= 1);
 }
 
@@ -183,6 +185,7 @@ fn sample_messages() -> Vec<Message> {
             key: 0,
         },
     ];
+
     let errors = [
         CommError::Left {
             sequence: 1,
@@ -199,11 +202,13 @@ fn sample_messages() -> Vec<Message> {
             message: "failed".to_owned(),
         },
     ];
+
     let split = |(number, &request): (u64, &_)| Message::Split {
         context: 0,
         number,
         request,
     };
+
     let mut messages = vec![
         Message::Welcome {
             id: ID.to_vec(),
@@ -251,6 +256,7 @@ fn sample_messages() -> Vec<Message> {
         Message::Goodbye,
         Message::Alive,
     ];
+
     messages.extend((0..).zip(&requests).map(split));
     messages.extend(errors.map(|error| Message::Failed { error }));
     messages
@@ -297,12 +303,14 @@ fn scenarios() -> Vec<Vec<Step>> {
             },
         )
     };
+
     let equal = || {
         let mut events = vec![calls(2)];
         events.extend((0..4).map(|rank| From(rank, progress(2, 1))));
         events.push(Tick);
         events
     };
+
     let with = |more: Vec<Step>| equal().into_iter().chain(more).collect::<Vec<_>>();
     let split = |rank| {
         From(
@@ -317,6 +325,7 @@ fn scenarios() -> Vec<Vec<Step>> {
             },
         )
     };
+
     let left = |rank, context, done| From(rank, Message::Left { context, done });
     let other = Message::Progress {
         context: 0,
@@ -325,17 +334,20 @@ fn scenarios() -> Vec<Vec<Step>> {
         reached: 1,
         ended: 1,
     };
+
     let late = Message::Late {
         context: 0,
         sequence: 1,
         call: broadcast(8),
         limit: Duration::from_secs(1),
     };
+
     let answer = Message::Calls {
         context: 0,
         from: 0,
         calls: vec![broadcast(8), broadcast(9)],
     };
+
     vec![
         with(
             (0..4)

@@ -144,6 +144,7 @@ fn bits_are_shifted_picked_and_counted() {
     check("prmt.b32 %r, %x, %y, 0x5410;", &all, |[a, b, _]| {
         (a & 0xffff) | (b & 0xffff) << 16
     });
+
     check("prmt.b32 %r, %x, %y, 0x9b26;", &all, |[a, b, _]| {
         let bytes = [(a as u32).to_le_bytes(), (b as u32).to_le_bytes()].concat();
         let sign = |byte: u8| if byte >> 7 == 1 { 0xff } else { 0 };
@@ -154,12 +155,14 @@ fn bits_are_shifted_picked_and_counted() {
             sign(bytes[1]),
         ]))
     });
+
     check("lop3.b32 %r, %x, %y, %z, 0xe8;", &all, |[a, b, c]| {
         u64::from((a & b | a & c | b & c) as u32)
     });
     check("lop3.b32 %r, %x, %y, %z, 0x1d;", &all, |[a, b, c]| {
         mask_1d(a, b, c)
     });
+
     for (at, len) in [(0u32, 8u32), (4, 12), (24, 16), (31, 1), (32, 4), (5, 0)] {
         check(&format!("bfe.u32 %r, %x, {at}, {len};"), &all, |[a, ..]| {
             u64::from(a as u32) >> at.min(63) & ((1 << len) - 1)
@@ -173,6 +176,7 @@ fn bits_are_shifted_picked_and_counted() {
             },
         );
     }
+
     check("bfe.s32 %r, %x, 4, 12;", &all, |[a, ..]| {
         u64::from(((a as u32) << 16) as i32 as u32 >> 20) | sign_from(a)
     });
@@ -211,6 +215,7 @@ fn single_precision_is_ieee_with_one_nan() {
     check("rcp.rn.f32 %r, %x;", &all, |[a, ..]| bits(1.0 / f(a)));
     check("neg.f32 %r, %x;", &all, |[a, ..]| a ^ 0x8000_0000);
     check("abs.f32 %r, %x;", &all, |[a, ..]| a & 0x7fff_ffff);
+
     let flush = |a: u64| {
         if f(a).is_subnormal() {
             a & 0x8000_0000
@@ -218,6 +223,7 @@ fn single_precision_is_ieee_with_one_nan() {
             a
         }
     };
+
     check("add.ftz.f32 %r, %x, %y;", &all, |[a, b, _]| {
         flush(bits(f(flush(a)) + f(flush(b))))
     });
@@ -229,6 +235,7 @@ fn single_precision_is_ieee_with_one_nan() {
             x.clamp(0.0, 1.0) + 0.0
         })
     });
+
     // 2^x as exp() uses it, and one rounding of the exact value.
     check("ex2.approx.ftz.f32 %r, %x;", &all, |[a, ..]| {
         flush(bits(f64::from(f(flush(a))).exp2() as f32))
@@ -247,6 +254,7 @@ fn sums_round_in_the_direction_asked_for() {
         .into_iter()
         .filter(|&[a, b, _]| finite(f64::from(f(a)) + f64::from(f(b))))
         .collect();
+
     for (name, down) in [("rm", true), ("rp", false)] {
         for (got, &[a, b, _]) in super::evaluate(&format!("add.{name}.f32 %r, %x, %y;"), &some)
             .iter()
@@ -264,6 +272,7 @@ fn sums_round_in_the_direction_asked_for() {
             assert!(right, "{name} {:e} + {:e} = {got:e}, {exact:e}", f(a), f(b));
         }
     }
+
     // CUDA's expf() computes an integer part this way.
     let code = "fma.rm.f32 %r, %x, %y, %z;";
     let log2e = std::f32::consts::LOG2_E;
@@ -277,6 +286,7 @@ fn sums_round_in_the_direction_asked_for() {
             ]
         })
         .collect();
+
     check(code, &inputs, |[a, b, c]| {
         bits(((f64::from(f(a)) * f64::from(f(b))).floor() + f64::from(f(c))) as f32)
     });
@@ -303,12 +313,14 @@ fn min_and_max_handle_nan_and_signed_zero() {
             }
         }
     };
+
     check("max.f32 %r, %x, %y;", &all, |[a, b, _]| {
         bits(larger(f(a), f(b)))
     });
     check("min.f32 %r, %x, %y;", &all, |[a, b, _]| {
         bits(-larger(-f(a), -f(b)))
     });
+
     check("max.NaN.f32 %r, %x, %y;", &all, |[a, b, _]| {
         bits(if f(a).is_nan() || f(b).is_nan() {
             f32::NAN
@@ -316,6 +328,7 @@ fn min_and_max_handle_nan_and_signed_zero() {
             larger(f(a), f(b))
         })
     });
+
     check("max.f32 %r, %x, %y, %z;", &all, |[a, b, c]| {
         bits(larger(larger(f(a), f(b)), f(c)))
     });
@@ -333,6 +346,7 @@ fn double_precision_is_the_processors() {
         .collect();
     let d = f64::from_bits;
     let same = |x: f64| if x.is_nan() { 0 } else { x.to_bits() };
+
     for (code, expected) in [
         ("add.rn.f64", (|a, b, _| a + b) as fn(f64, f64, f64) -> f64),
         ("mul.rn.f64", |a, b, _| a * b),
@@ -343,6 +357,7 @@ fn double_precision_is_the_processors() {
             format!("{code} %u0, %a, %b; setp.nan.f64 %p0, %u0, %u0; selp.b64 %d, 0, %u0, %p0;");
         check(&code, &all, |[a, b, c]| same(expected(d(a), d(b), d(c))));
     }
+
     let code = "fma.rn.f64 %u0, %a, %b, %c; setp.nan.f64 %p0, %u0, %u0; selp.b64 %d, 0, %u0, %p0;";
     check(code, &all, |[a, b, c]| same(d(a).mul_add(d(b), d(c))));
 }
@@ -357,6 +372,7 @@ fn halves_round_every_result_once() {
     .iter()
     .map(|h| h | (h ^ 0x8001) << 16)
     .collect();
+
     let all = triples(&values);
     for (name, format) in [("f16", F16), ("bf16", BF16)] {
         let on = |a: u64, b: u64, c: u64, f: fn(f64, f64, f64) -> f64| {

@@ -48,6 +48,7 @@ fn integers_become_floats_with_one_rounding() {
     check("cvt.rn.f64.u32 %d, %x;", &all, |[a, ..]| {
         f64::from(a as u32).to_bits()
     });
+
     check("cvt.rz.f32.u32 %r, %x;", &all, |[a, ..]| {
         let near = a as u32 as f32;
         bits(if f64::from(near) > f64::from(a as u32) {
@@ -56,6 +57,7 @@ fn integers_become_floats_with_one_rounding() {
             near
         })
     });
+
     check("cvt.rn.f16.u16 %h, %i;", &all, |[a, ..]| {
         F16.narrow(f64::from(a as u16), Rounding::Nearest)
     });
@@ -77,6 +79,7 @@ fn floats_become_integers_at_the_nearest_end_of_the_range() {
     check("cvt.rmi.s32.f32 %r, %x;", &all, |[a, ..]| {
         u64::from(f(a).floor() as i32 as u32)
     });
+
     check("cvt.rpi.s64.f32 %d, %x;", &all, |[a, ..]| {
         if f(a).is_nan() {
             1 << 63
@@ -84,6 +87,7 @@ fn floats_become_integers_at_the_nearest_end_of_the_range() {
             f(a).ceil() as i64 as u64
         }
     });
+
     check("cvt.rni.f32.f32 %r, %x;", &all, |[a, ..]| {
         bits(f(a).round_ties_even())
     });
@@ -124,6 +128,7 @@ fn floats_change_their_width() {
     });
     // Round trip of every f16.
     let halves: Vec<[u64; 3]> = (0..0x1_0000).map(|h| [h, 0, 0]).collect();
+
     for (name, format) in [("f16", F16), ("bf16", BF16)] {
         let code = format!("cvt.f32.{name} %t0, %i; cvt.rn.{name}.f32 %h, %t0;");
         for (got, &[h, ..]) in evaluate(&code, &halves).iter().zip(&halves) {
@@ -172,6 +177,7 @@ fn comparisons_know_signs_and_nan() {
             _ => 2,
         }
     });
+
     let code = "set.le.f32.f32 %r, %x, %y;";
     check(
         code,

@@ -154,6 +154,7 @@ fn launches_beyond_limits_are_refused() {
     assert_eq!(allow(226 << 10), 0);
     assert_eq!(run([1; 3], [1; 3], 226 << 10), 0);
     assert_eq!(allow((226 << 10) + 1), bad);
+
     let attribute = |number| {
         let mut value = 0;
         // SAFETY: a handle, which the function checks, and a valid result pointer.
@@ -161,6 +162,7 @@ fn launches_beyond_limits_are_refused() {
         assert_eq!(result, 0);
         value
     };
+
     assert_eq!((attribute(0), attribute(1), attribute(3)), (128, 1024, 0));
 }
 

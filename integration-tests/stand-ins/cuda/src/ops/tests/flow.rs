@@ -26,6 +26,7 @@ fn threads_part_and_meet_again() {
         }
         r + 1000
     });
+
     let code = "TABLE: .branchtargets A, B, C, D; brx.idx %z, TABLE; A: mov.b32 %t2, 10; bra END0; B: mov.b32 %t2, 20; bra END0;
         C: mov.b32 %t2, 30; bra END0; D: mov.b32 %t2, 40; END0: add.u32 %r, %t2, %x;";
     check(code, &inputs, |[x, _, z]| (z + 1) * 10 + x);
@@ -85,6 +86,7 @@ fn threads_know_where_they_are() {
         bench.launch(bench.function(c"f"), [3, 2, 1], [4, 6, 2], 0, &[out]),
         (0, 0)
     );
+
     for (at, found) in bench.u32s(out, 6 * 48 * 4).chunks(4).enumerate() {
         let thread = at as u32 % 48;
         assert_eq!(

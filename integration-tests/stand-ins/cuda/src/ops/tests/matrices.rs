@@ -75,6 +75,7 @@ fn tf32_tiles_multiply_and_lose_thirteen_bits() {
     let bits = |x: f64| (x as f32).to_bits() | 0x1000;
     let mut a = Vec::new();
     let mut b = Vec::new();
+
     for lane in 0..32 {
         let g = lane / 4;
         let t = lane % 4;
@@ -83,6 +84,7 @@ fn tf32_tiles_multiply_and_lose_thirteen_bits() {
         );
         b.extend([t, t + 4].map(|k| bits(value(g + 3, k))));
     }
+
     let a = bench.upload(&a);
     let b = bench.upload(&b);
     let out = bench.allocate(512);
@@ -90,6 +92,7 @@ fn tf32_tiles_multiply_and_lose_thirteen_bits() {
         bench.launch(bench.function(c"f"), [1; 3], [32, 1, 1], 0, &[a, b, out]),
         (0, 0)
     );
+
     for (at, found) in bench.u32s(out, 128).into_iter().enumerate() {
         let lane = at / 4;
         let r = at % 4;

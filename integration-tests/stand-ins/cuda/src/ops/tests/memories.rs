@@ -21,6 +21,7 @@ fn loads_and_stores_have_widths_signs_and_vectors() {
         &all,
         |[_, b, _]| b & 0xffff_ffff,
     );
+
     check(
         &format!("{local} st.local.v4.b16 [place+8], {{%i, %j, %k, %i}}; ld.b64 %d, [%g+8];"),
         &all,
@@ -104,6 +105,7 @@ fn asynchronous_copies_arrive_at_the_wait() {
     let values: Vec<u32> = (0..128).map(|i| i * 0x0101_0101 + 1).collect();
     let input = bench.upload(&values);
     let output = bench.allocate(32 * 20);
+
     assert_eq!(
         bench.launch(
             bench.function(c"f"),
@@ -114,6 +116,7 @@ fn asynchronous_copies_arrive_at_the_wait() {
         ),
         (0, 0)
     );
+
     for (lane, found) in bench.u32s(output, 160).chunks(5).enumerate() {
         let first = values[lane * 4];
         let second = values[lane * 4 + 1];

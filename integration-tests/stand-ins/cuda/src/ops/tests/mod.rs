@@ -61,6 +61,7 @@ impl Bench {
         let values = pointers.as_slice().into();
         let [gx, gy, gz] = grid;
         let [bx, by, bz] = block;
+
         // SAFETY: one pointer to a live value per parameter of the kernel.
         let code = unsafe {
             cuLaunchKernel(
@@ -77,6 +78,7 @@ impl Bench {
                 0,
             )
         };
+
         // SAFETY: a handle, which the function checks.
         (code, unsafe { cuStreamSynchronize(self.stream) })
     }
@@ -122,6 +124,7 @@ pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
         [false, false, true] => "cvt.u64.u16 %d, %h;",
         _ => panic!("one result expected: {code}"),
     };
+
     let text = format!(
         ".visible .entry f(.param .u64 p0, .param .u64 p1, .param .u64 p2) {{
             .reg .b64 %a, %b, %c, %d, %in, %out, %count, %index;
@@ -139,6 +142,7 @@ pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
             shl.b64 %index, %index, 3; add.s64 %out, %out, %index; st.global.b64 [%out], %d;
             END: ret; }}"
     );
+
     let bench = Bench::load(&text);
     let input = bench.upload(triples);
     let output = bench.allocate(triples.len() * 8);
@@ -149,6 +153,7 @@ pub(crate) fn evaluate(code: &str, triples: &[[u64; 3]]) -> Vec<u64> {
         (0, 0),
         "{code}"
     );
+
     bench.u64s(output, triples.len())
 }
 
@@ -220,6 +225,7 @@ pub(crate) fn floats() -> Vec<u64> {
         f32::NEG_INFINITY,
         f32::NAN,
     ];
+
     values.iter().map(|x| u64::from(x.to_bits())).collect()
 }
 

@@ -57,6 +57,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
                 Names,
             ) -> c_int
     );
+
     let compile = symbol!(
         library,
         b"nvrtcCompileProgram" as unsafe extern "C" fn(Program, c_int, Names) -> c_int
@@ -85,6 +86,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let mut program = std::ptr::null_mut();
     let none = std::ptr::null();
+
     // SAFETY: zero-terminated text and name, and no headers.
     let result = unsafe {
         create(
@@ -96,6 +98,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
             none,
         )
     };
+
     assert_eq!(result, 0);
     // SAFETY: a live program, and the options with their count.
     let code = unsafe { compile(program, options.len() as c_int, options.as_ptr()) };
@@ -112,6 +115,7 @@ fn compile(library: &Library, source: &str, options: &[&CStr]) -> String {
             .trim_end_matches('\0')
             .to_owned()
     };
+
     assert_eq!(code, 0, "{}", text(log_size, log));
     let ptx = text(size, get);
     // SAFETY: a live program, destroyed once.
@@ -130,6 +134,7 @@ fn all_kernels_of_the_workspace_decode() {
     let read = |path: &Path| std::fs::read_to_string(path).unwrap();
     let prelude = read(&root.join("zero-kernels/cuda/prelude.cuh"));
     own_device();
+
     for folder in [
         "zero-kernels/cuda",
         "integration-tests/models/src/cuda/kernels",
@@ -193,6 +198,7 @@ fn map(
         (0, 0),
         "{expression}"
     );
+
     bench
         .u64s(to, input.len())
         .into_iter()
@@ -214,6 +220,7 @@ fn mathematical_functions_come_out_right() {
         .chain([1e5, -7.7e6, 3.3e20, 1e-30])
         .collect();
     let positive: Vec<f64> = numbers.iter().map(|x| x.abs()).collect();
+
     // Each with the maximum error of CUDA's manual, in f32 ulps, plus a margin.
     let cases: [(&str, Function, f64, &[f64]); 9] = [
         ("expf(x)", f64::exp, 2.0, &numbers[..600]),
@@ -226,6 +233,7 @@ fn mathematical_functions_come_out_right() {
         ("1.0f / x", |x| 1.0 / x, 0.5, &numbers),
         ("cbrtf(x)", f64::cbrt, 2.0, &numbers),
     ];
+
     for (expression, f, ulps, input) in cases {
         for (&x, got) in input.iter().zip(map(
             &library,
@@ -243,6 +251,7 @@ fn mathematical_functions_come_out_right() {
             );
         }
     }
+
     let double: [(&str, Function, &[f64]); 5] = [
         ("exp(x)", f64::exp, &numbers[..600]),
         ("log(x)", f64::ln, &positive),
@@ -250,6 +259,7 @@ fn mathematical_functions_come_out_right() {
         ("rsqrt(x)", |x| 1.0 / x.sqrt(), &positive),
         ("fmod(x, 0.75)", |x| x % 0.75, &numbers[..600]),
     ];
+
     for (expression, f, input) in double {
         for (&x, got) in input
             .iter()
@@ -262,6 +272,7 @@ fn mathematical_functions_come_out_right() {
             );
         }
     }
+
     let fast = map(
         &library,
         "float",
@@ -269,6 +280,7 @@ fn mathematical_functions_come_out_right() {
         &[ARCH, c"--use_fast_math"],
         &numbers[..600],
     );
+
     for (&x, got) in numbers.iter().zip(fast) {
         let want = x.exp() + x.sin() / x + 1.0 / x.abs().sqrt();
         assert!(
@@ -310,6 +322,7 @@ fn a_block_reduces_and_a_grid_adds() {
     let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let input = bench.upload(&values);
     let output = bench.upload(&[0u32; 4]);
+
     let result = bench.launch(
         bench.function(c"sum"),
         [7, 1, 1],
@@ -317,6 +330,7 @@ fn a_block_reduces_and_a_grid_adds() {
         64,
         &[input, output, 1000],
     );
+
     assert_eq!(result, (0, 0));
     let found = bench.u32s(output, 4);
     assert_eq!(f32::from_bits(found[0]), 7.0 * 499_500.0);

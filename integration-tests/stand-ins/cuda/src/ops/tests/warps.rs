@@ -46,6 +46,7 @@ fn votes_matches_and_reductions_see_all_lanes() {
             .map(|t| u64::from(t[0] % 3 == 0) << t[1])
             .sum::<u64>()
     };
+
     let code = "rem.u32 %t0, %x, 3; setp.eq.u32 %p0, %t0, 0; vote.sync.ballot.b32 %r, %p0, -1;";
     check(code, &all, |[_, _, i]| some(i));
     let code =
@@ -100,6 +101,7 @@ fn barriers_count_and_combine() {
         bench.launch(bench.function(c"f"), [1; 3], [256, 1, 1], 0, &[out]),
         (0, 0)
     );
+
     for found in bench.u32s(out, 256 * 4).chunks(4) {
         assert_eq!(found, [255 * 128, 77, 2, 0]);
     }

@@ -115,6 +115,7 @@ pub(crate) fn build(
         true_pred: 0,
         carry: 1,
     };
+
     let built = builder.kernel(function);
     let line = builder.line;
     built.map_err(|what| Mistake { line, what })?;
@@ -159,6 +160,7 @@ impl Builder<'_> {
         if !self.dynamic.is_empty() {
             self.shared_bytes = start as usize;
         }
+
         Program {
             name: function.name.clone(),
             code: self.code,
@@ -223,6 +225,7 @@ impl Builder<'_> {
                 }
             }
         }
+
         Ok(())
     }
 
@@ -234,6 +237,7 @@ impl Builder<'_> {
                 _ => return Err(format!("{name} is no predicate")),
             },
         };
+
         let mut mods = Mods::of(&instruction.opcode);
         let operands = instruction.operands.as_slice();
         match mods.name {
@@ -284,6 +288,7 @@ impl Builder<'_> {
                 self.emit(guard, flow);
             }
         }
+
         mods.finish()
     }
 
@@ -330,6 +335,7 @@ impl Builder<'_> {
             [Operand::Name(name)] => (&[][..], name, &[][..]),
             _ => return Err("a call through a register is not supported".into()),
         };
+
         if name == "__assertfail" {
             let action = Box::new(|_: &mut _, _: &mut _, _| {
                 program::fault(crate::error::Failure::Assert, "an assertion failed")
@@ -337,6 +343,7 @@ impl Builder<'_> {
             self.emit(None, Flow::Do(action));
             return Ok(());
         }
+
         let module = self.module;
         let function = module
             .functions
@@ -350,6 +357,7 @@ impl Builder<'_> {
         }
         let formal: Vec<&Variable> = function.returns.iter().chain(&function.params).collect();
         let actual: Vec<&Operand> = returns.iter().chain(args).collect();
+
         if formal.len() != actual.len() {
             return Err(format!(
                 "{name} has {} parameters, and {} are given",
@@ -357,6 +365,7 @@ impl Builder<'_> {
                 actual.len()
             ));
         }
+
         let mut bound = Vec::new();
         for (formal, actual) in formal.into_iter().zip(actual) {
             let Operand::Name(actual) = actual else {
@@ -370,6 +379,7 @@ impl Builder<'_> {
                 found.ok_or_else(|| format!("{actual} is no variable"))?,
             ));
         }
+
         let line = self.line;
         let outer = std::mem::take(&mut self.scopes);
         self.open();
@@ -383,6 +393,7 @@ impl Builder<'_> {
             self.code[at].flow = Flow::Jump(end);
         }
         (self.scopes, self.line) = (outer, line);
+
         Ok(())
     }
 }

@@ -38,6 +38,7 @@ impl Builder<'_> {
                 variable.name
             ));
         }
+
         let named = match variable.space {
             Space::Shared => Named::Memory(Space::Shared, self.shared(variable)),
             Space::Local | Space::Param => {
@@ -53,6 +54,7 @@ impl Builder<'_> {
                 ));
             }
         };
+
         self.name(&variable.name, named);
         Ok(())
     }
@@ -79,6 +81,7 @@ impl Builder<'_> {
                 return Some(self.register(scope, name, kind));
             }
         }
+
         if let Some(&address) = self.addresses.get(name) {
             return Some(Named::Memory(Space::Global, address));
         }
@@ -90,10 +93,12 @@ impl Builder<'_> {
             .variables
             .iter()
             .find(|v| v.name == name && v.space == Space::Shared)?;
+
         if variable.bytes == 0 {
             self.dynamic_align = self.dynamic_align.max(variable.align);
             return Some(Named::Dynamic);
         }
+
         let offset = self.shared(variable);
         self.shared_names.insert(name.to_owned(), offset);
         Some(Named::Memory(Space::Shared, offset))

@@ -65,6 +65,7 @@ impl Builder<'_> {
                 _ => return None,
             },
         };
+
         if let Some(&slot) = self.specials.get(&special) {
             return Some(slot);
         }

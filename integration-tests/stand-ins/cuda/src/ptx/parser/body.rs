@@ -29,6 +29,7 @@ impl Parser {
                 self.statement(line, &mut all)?;
             }
         }
+
         all.pop();
         Ok(all)
     }
@@ -73,12 +74,14 @@ impl Parser {
             }
             return Ok(());
         }
+
         let guard = if self.has('@') {
             let negated = self.has('!');
             Some((self.word()?, negated))
         } else {
             None
         };
+
         let opcode = self.word()?;
         if guard.is_none() && self.has(':') {
             if self.has_word(".branchtargets") {
@@ -96,6 +99,7 @@ impl Parser {
             }
             return Ok(());
         }
+
         let mut operands = Vec::new();
         while !self.has(';') {
             operands.push(self.operand()?);
@@ -104,6 +108,7 @@ impl Parser {
                 break;
             }
         }
+
         push(StatementKind::Instruction(Instruction {
             guard,
             opcode,
@@ -144,6 +149,7 @@ impl Parser {
         if self.has('(') {
             return Ok(Operand::List(self.list(')')?));
         }
+
         if self.has('[') {
             let base = match self.next()? {
                 Token::Word(name) => Operand::Name(name),
@@ -154,6 +160,7 @@ impl Parser {
             self.expect(']')?;
             return Ok(Operand::Address(Box::new(base), offset));
         }
+
         if self.has('!') {
             return Ok(Operand::Not(self.word()?));
         }
@@ -163,6 +170,7 @@ impl Parser {
                 other => self.mistake(format!("no negative number: {other:?}")),
             };
         }
+
         match self.next()? {
             Token::Word(name) => {
                 let offset = self.offset()?;

@@ -189,12 +189,14 @@ impl Parser {
         } else {
             Vec::new()
         };
+
         let name = self.word()?;
         let params = if self.peek() == Some(&Token::Mark('(')) {
             self.params()?
         } else {
             Vec::new()
         };
+
         let mut max_threads = None;
         let mut required_block = None;
         while let Some(directive) = self.directive() {
@@ -215,11 +217,13 @@ impl Parser {
                 other => return self.mistake(format!("unknown directive `{other}` of a function")),
             }
         }
+
         let body = if self.has(';') {
             None
         } else {
             Some(self.body()?)
         };
+
         Ok(Function {
             name,
             entry,
@@ -279,6 +283,7 @@ mod tests {
             (function.name.as_str(), function.entry, function.max_threads),
             ("f", true, Some(256))
         );
+
         assert_eq!(
             function
                 .params
@@ -287,6 +292,7 @@ mod tests {
                 .collect::<Vec<_>>(),
             [(8, 8), (16, 8)]
         );
+
         assert_eq!(module.variables[0].bytes, 0);
         assert!(matches!(module.variables[1].values[1], Value::Bits(n) if n as i64 == -2));
         let body = function.body.as_ref().unwrap();

@@ -31,6 +31,7 @@ impl Parser {
         let mut element = None;
         let mut lanes = 1usize;
         let mut points = false;
+
         while let Some(directive) = self.directive() {
             match &directive[1..] {
                 // After `.ptr` this is the alignment of the memory that the parameter points to.
@@ -46,6 +47,7 @@ impl Parser {
                 },
             }
         }
+
         let name = self.word()?;
         let line = self.line();
         let Some(element) = element else {
@@ -53,6 +55,7 @@ impl Parser {
         };
         let mut elements = Some(lanes);
         let mut is_open = false;
+
         while self.has('[') {
             if self.has(']') {
                 is_open = true;
@@ -62,6 +65,7 @@ impl Parser {
                 self.expect(']')?;
             }
         }
+
         let mut values = Vec::new();
         if self.has('=') {
             self.values(&mut values)?;
@@ -79,6 +83,7 @@ impl Parser {
         if !align.is_power_of_two() {
             return self.mistake(format!("{name}: an alignment of {align}"));
         }
+
         Ok(Variable {
             name,
             space,
@@ -99,10 +104,12 @@ impl Parser {
             }
             return Ok(());
         }
+
         if self.peek() == Some(&Token::Mark('-')) {
             all.push(Value::Bits(self.integer()?));
             return Ok(());
         }
+
         let value = match self.next()? {
             Token::Integer(n) => Value::Bits(n),
             Token::F32(bits) => Value::Bits(u64::from(bits)),
@@ -116,6 +123,7 @@ impl Parser {
             Token::Word(name) => Value::Address(name, self.offset()?),
             other => return self.mistake(format!("no initial value: {other:?}")),
         };
+
         all.push(value);
         Ok(())
     }

@@ -62,6 +62,7 @@ impl Simulation {
             failure: None,
             ticks: 0,
         };
+
         for (number, colors) in (0..).zip([2, 1]) {
             for rank in 0..n {
                 let split = split(number, Some(rank as u64 % colors), (n - rank) as u64);
@@ -76,6 +77,7 @@ impl Simulation {
                 simulation.members.push(members);
             }
         }
+
         for (context, members) in (0..).zip(&simulation.members) {
             for &rank in members {
                 simulation
@@ -84,6 +86,7 @@ impl Simulation {
                 simulation.made.insert((rank, context), Vec::new());
             }
         }
+
         simulation.to_rank.iter_mut().for_each(VecDeque::clear);
         simulation
     }
@@ -257,6 +260,7 @@ impl Simulation {
                 .get(&(rank, context))
                 .and_then(|made| made.get(sequence as usize))
         };
+
         let contexts = || 0..self.members.len() as Context;
         let n = self.to_rank.len();
         let holds = match error {
@@ -299,6 +303,7 @@ impl Simulation {
             }
             _ => false,
         };
+
         assert!(holds, "{error}: {self:#?}");
     }
 
@@ -308,6 +313,7 @@ impl Simulation {
             return;
         }
         assert!(self.lost.is_empty(), "a lost rank is a failure");
+
         for (context, members) in (0..).zip(&self.members) {
             for &rank in members {
                 assert_eq!(self.first_difference(rank, members[0], context), None);
