@@ -40,23 +40,7 @@ pub(crate) fn exchange<D: Device>(
     through_device(comm, pool, stream, &mut frames, limit, |all| {
         comm.control_all_gather(stream, all.slice(own), all)
     })?;
-    let mut messages = Vec::with_capacity(ranks);
-    let mut counts = Vec::with_capacity(ranks);
-
-    for (rank, frame) in frames.chunks_exact(FRAME_BYTES).enumerate() {
-        let mut len = [0; 8];
-        len.copy_from_slice(&frame[..8]);
-        let len = usize::try_from(u64::from_le_bytes(len)).unwrap_or(usize::MAX);
-        if len > MAX_BYTES {
-            let message = format!(
-                "exchange: received a message length of {len} bytes, the maximum is {MAX_BYTES}"
-            );
-            return Err(CommError::Peer { rank, message });
-        }
-        messages.push(frame[8..8 + len.min(INLINE_BYTES)].to_vec());
-        counts.push(len.saturating_sub(INLINE_BYTES));
-    }
-
+    let (mut messages, counts) = read_frames(&frames)?;
     if counts.iter().all(|count| *count == 0) {
         return Ok(messages);
     }
@@ -87,6 +71,26 @@ pub(crate) fn exchange<D: Device>(
     }
 
     Ok(messages)
+}
+
+/// The start of each rank's message, and the number of bytes that follow it.
+fn read_frames(frames: &[u8]) -> Result<(Vec<Vec<u8>>, Vec<usize>), CommError> {
+    let mut messages = Vec::new();
+    let mut counts = Vec::new();
+    for (rank, frame) in frames.chunks_exact(FRAME_BYTES).enumerate() {
+        let mut len = [0; 8];
+        len.copy_from_slice(&frame[..8]);
+        let len = usize::try_from(u64::from_le_bytes(len)).unwrap_or(usize::MAX);
+        if len > MAX_BYTES {
+            let message = format!(
+                "exchange: received a message length of {len} bytes, the maximum is {MAX_BYTES}"
+            );
+            return Err(CommError::Peer { rank, message });
+        }
+        messages.push(frame[8..8 + len.min(INLINE_BYTES)].to_vec());
+        counts.push(len.saturating_sub(INLINE_BYTES));
+    }
+    Ok((messages, counts))
 }
 
 /// Copies `bytes` to device memory, enqueues `collective` on it, and copies the result back.

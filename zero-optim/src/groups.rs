@@ -229,85 +229,112 @@ impl ParamGroups {
             _ => (&self.rules[..], &self.runs[..]),
         };
 
-        let mut end = 0;
-        for run in runs {
-            if run.elems.start != end || run.elems.end < end || run.group >= rules.len() {
-                let Range {
-                    start,
-                    end: run_end,
-                } = run.elems;
-                return Err(OptimError::Runs {
-                    start,
-                    end: run_end,
-                    group: run.group,
-                    expected: end,
-                    elems,
-                });
-            }
-            end = run.elems.end;
-        }
-
-        if end != elems {
-            return Err(OptimError::Runs {
-                start: end,
-                end,
-                group: 0,
-                expected: elems,
-                elems,
-            });
-        }
-
+        check_runs(runs, rules.len(), elems)?;
         let (launch_of, launch_rules, rates) = distinct(rules, config);
-        let mut pieces = Vec::with_capacity(segments.len());
-        let mut next = 0;
-        let mut at = 0;
-
-        for segment in segments {
-            let mut of_unit: Vec<Piece> = Vec::new();
-            // Runs that end within or before this segment are done; the last may go on in the next
-            // one.
-            while at < runs.len() && runs[at].elems.start < segment.state.end {
-                let run = &runs[at];
-                let start = run.elems.start.max(segment.state.start);
-                let end = run.elems.end.min(segment.state.end);
-                if start < end {
-                    let elems = start - segment.state.start..end - segment.state.start;
-                    let rules = launch_of[run.group];
-                    let state = rules.map(|_| next..next + elems.len());
-                    next += state.as_ref().map_or(0, Range::len);
-                    let rules = rules.unwrap_or(0);
-                    match of_unit.last_mut() {
-                        Some(last)
-                            if last.rules == rules && last.state.is_some() == state.is_some() =>
-                        {
-                            last.elems.end = elems.end;
-                            last.state = last
-                                .state
-                                .take()
-                                .zip(state)
-                                .map(|(last, new)| last.start..new.end);
-                        }
-                        _ => of_unit.push(Piece {
-                            elems,
-                            state,
-                            rules,
-                        }),
-                    }
-                }
-                if run.elems.end > segment.state.end {
-                    break;
-                }
-                at += 1;
-            }
-            pieces.push(of_unit);
-        }
+        let mut cutter = Cutter {
+            runs,
+            launch_of: &launch_of,
+            next_run: 0,
+            state_elems: 0,
+        };
+        let pieces = segments
+            .iter()
+            .map(|segment| cutter.pieces_of(segment))
+            .collect();
 
         Ok(Resolved {
             pieces,
             launch_rules,
             rates,
-            state_elems: next,
+            state_elems: cutter.state_elems,
         })
+    }
+}
+
+/// Checks that the runs tile `elems` elements, and that their groups exist.
+fn check_runs(runs: &[GroupRun], groups: usize, elems: usize) -> Result<(), OptimError> {
+    let mut expected = 0;
+    for run in runs {
+        let Range { start, end } = run.elems;
+        if start != expected || end < start || run.group >= groups {
+            let group = run.group;
+            return Err(OptimError::Runs {
+                start,
+                end,
+                group,
+                expected,
+                elems,
+            });
+        }
+        expected = end;
+    }
+
+    if expected != elems {
+        return Err(OptimError::Runs {
+            start: expected,
+            end: expected,
+            group: 0,
+            expected: elems,
+            elems,
+        });
+    }
+    Ok(())
+}
+
+/// Cuts segments, in order, into pieces of equal rules.
+struct Cutter<'a> {
+    runs: &'a [GroupRun],
+    /// The rules of the launches of each group; `None` for frozen elements.
+    launch_of: &'a [Option<usize>],
+    /// The first run that goes on behind the segments so far.
+    next_run: usize,
+    /// Elements of the state storage so far.
+    state_elems: usize,
+}
+
+impl Cutter<'_> {
+    /// The pieces of the next segment.
+    fn pieces_of(&mut self, segment: &Segment) -> Vec<Piece> {
+        let segment = &segment.state;
+        let mut pieces = Vec::new();
+        while let Some(run) = self.runs.get(self.next_run)
+            && run.elems.start < segment.end
+        {
+            let start = run.elems.start.max(segment.start);
+            let end = run.elems.end.min(segment.end);
+            if start < end {
+                let elems = start - segment.start..end - segment.start;
+                self.append(&mut pieces, elems, run.group);
+            }
+            // The last run may go on in the next segment.
+            if run.elems.end > segment.end {
+                break;
+            }
+            self.next_run += 1;
+        }
+        pieces
+    }
+
+    /// Appends elements of a group to a unit's pieces; neighbours with equal rules are one piece.
+    fn append(&mut self, pieces: &mut Vec<Piece>, elems: Range<usize>, group: usize) {
+        let trained = self.launch_of[group];
+        let state = trained.map(|_| self.state_elems..self.state_elems + elems.len());
+        self.state_elems += state.as_ref().map_or(0, Range::len);
+        let rules = trained.unwrap_or(0);
+
+        match pieces.last_mut() {
+            Some(last) if last.rules == rules && last.state.is_some() == state.is_some() => {
+                last.elems.end = elems.end;
+                if let (Some(last), Some(state)) = (&mut last.state, state) {
+                    last.end = state.end;
+                }
+            }
+            _ => pieces.push(Piece {
+                elems,
+                state,
+                rules,
+            }),
+        }
     }
 }
 
