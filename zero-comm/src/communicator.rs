@@ -11,8 +11,9 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, Device};
 
+use crate::CommError;
+use crate::call::{Checked, Group};
 use crate::exchange::exchange;
-use crate::{Checked, CommError, Group};
 
 /// A reduction over ranks; the host back ends combine in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -85,7 +86,7 @@ impl Collective {
 /// all-gather, the root's scatter included).
 ///
 /// If N does not divide S, segments are as equal as possible
-/// ([`Segments::Balanced`](crate::Segments)), and the bytes are those of this rank's segment: exact
+/// ([`Segments::Balanced`](crate::backend::Segments)), and the bytes are those of this rank's segment: exact
 /// integers whose sum over the ranks is N times the formula.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

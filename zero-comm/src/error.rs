@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
 
-use crate::{Call, Collective, ReduceOp};
+use crate::call::Call;
+use crate::{Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.
 // Ranks send each other the variants up to `Peer`. Variants with `serde(skip)` must follow them:

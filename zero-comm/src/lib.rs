@@ -3,6 +3,7 @@
 #[macro_use]
 mod setters;
 
+pub mod backend;
 mod buckets;
 mod call;
 mod comm_dtype;
@@ -28,7 +29,6 @@ pub mod threads;
 mod wait_on_drop;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
-pub use call::{Call, Checked, Group, Segments};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 #[cfg(feature = "cuda")]

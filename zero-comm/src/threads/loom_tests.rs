@@ -13,8 +13,9 @@ use loom::thread;
 
 use super::shared::Shared;
 use super::ticket::Ticket;
+use crate::CommError;
 use crate::CommOptions;
-use crate::{CommError, Group};
+use crate::call::Group;
 
 /// The observed state of two ranks.
 struct Watched {

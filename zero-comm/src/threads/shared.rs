@@ -11,8 +11,9 @@ use zero_alloc::host::Polling;
 
 use super::slot::Slot;
 use super::split::Splits;
+use crate::CommError;
 use crate::CommOptions;
-use crate::{Call, CommError};
+use crate::call::Call;
 
 /// Iterations of a spin loop before a rank sleeps, about 20 microseconds.
 const SPINS: u32 = 1000;

@@ -11,8 +11,9 @@ use zero_alloc::device::{
 };
 use zero_alloc::host::OpSpan;
 use zero_alloc::testing::Simulated;
+use zero_comm::backend::{Checked, Group};
 use zero_comm::slow::Link;
-use zero_comm::{Checked, CommError, Communicator, Group, Traffic};
+use zero_comm::{CommError, Communicator, Traffic};
 
 /// The device.
 #[derive(Clone, Debug)]

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use zero_alloc::host::{HostDevice, HostStream};
+use zero_comm::backend::{Checked, Group};
 use zero_comm::threads::World;
-use zero_comm::{Checked, Collective, CommError, CommOptions, Communicator, Group, Traffic};
+use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
 use zero_trainer::{ReplicaChecks, RunOptions, StepMetrics, run_as_rank};
 
 use super::support::Case;

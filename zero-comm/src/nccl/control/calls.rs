@@ -7,7 +7,7 @@ use std::ops::Range;
 use postcard::ser_flavors::Flavor;
 
 use super::message::{Context, Message};
-use crate::Call;
+use crate::call::Call;
 use crate::call::Segments;
 
 /// Bytes of calls in one frame; a frame is larger only if it contains a single call.
