@@ -21,7 +21,7 @@ use crate::{OffloadOptions, OptimError, ParamGroups, Segment, ShardedAdamW};
 /// Makes the state of an optimizer away from the device's memory.
 type MakeOffloaded<D> = Box<dyn FnOnce(&Offload<'_, D>) -> Result<Pieces<D>, OptimError>>;
 
-/// What the state of an offloaded optimizer depends on.
+/// The inputs of an offloaded optimizer's state.
 struct Offload<'a, D: Device> {
     pool: &'a Pool<D>,
     kernels: Arc<dyn Kernels<D>>,
@@ -54,9 +54,8 @@ impl<D: Device> std::fmt::Debug for AdamWBuilder<'_, D> {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// An optimizer with memory of `pool`, whose first operations are on `stream`: for fp32
-    /// parameters, with the default settings, state in memory of the device and one group, unless
-    /// the builder is told otherwise.
+    /// An optimizer with memory of `pool`, whose first operations are on `stream`. By default for
+    /// fp32 parameters, with the default settings, state in memory of the device, and one group.
     pub fn builder<'a>(
         pool: &'a Pool<D>,
         kernels: Arc<dyn Kernels<D>>,

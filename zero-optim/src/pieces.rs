@@ -3,7 +3,7 @@
 //!
 //! | home | what a launch gets |
 //! |---|---|
-//! | memory of the device | any range: each kind of state is a block of its own |
+//! | memory of the device | any range: each kind of state has a block |
 //! | host memory | a piece |
 //! | a file on NVMe | a piece, in a buffer of a [`SwapRing`]: while one piece is updated, the next is read and the last is written |
 //!
@@ -35,7 +35,7 @@ use crate::groups::Resolved;
 use crate::rounding::round_stochastically;
 use crate::{OptimError, StateKind};
 
-/// What operations on a piece do.
+/// The access of operations to a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// They read one kind; other kinds have arbitrary values.

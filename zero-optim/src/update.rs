@@ -84,7 +84,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 }
 
-/// What the launches of a step share.
+/// The arguments that all launches of a step have.
 struct Launcher<'a, D: Device> {
     kernels: &'a dyn Kernels<D>,
     scalars: DeviceSlice<StepScalars>,

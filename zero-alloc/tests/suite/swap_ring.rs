@@ -222,7 +222,7 @@ proptest! {
     }
 }
 
-/// The same on threads whose operations take a while, so that buffers are asked for again before
+/// The same on threads whose operations take a while, so that buffers are needed again before
 /// they are free.
 #[test]
 fn uses_see_the_last_value_with_delays() {

@@ -54,7 +54,7 @@ pub fn plan_step(
     step.planned
 }
 
-/// Where the elements of a unit are.
+/// The place of the elements of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Sharded,

@@ -487,7 +487,7 @@ fn unit_is_read_in_its_dtype() {
 proptest! {
     #![proptest_config(crate::buckets::cases(100))]
 
-    /// What `plan_step` computes is what a step measures, for any units, order and limits.
+    /// `plan_step` computes what a step measures, for any units, order and limits.
     #[test]
     fn gathers_are_known_before_the_step(
         shards in prop::collection::vec(1usize..9, 1..6),

@@ -83,7 +83,7 @@ pub struct Traffic {
     pub received_bytes: u64,
 }
 
-/// What the coordinator sent to a client.
+/// A message of the coordinator to a client.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
