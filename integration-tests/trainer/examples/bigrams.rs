@@ -63,7 +63,7 @@ struct Bigram {
     kept: Arc<Mutex<Kept>>,
 }
 
-/// What operations keep for later ones of the micro-batch.
+/// Values that operations leave for later ones of the micro-batch.
 #[derive(Default)]
 struct Kept {
     /// Each token, and the next one.

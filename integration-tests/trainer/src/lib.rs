@@ -9,7 +9,7 @@
 //! algorithm. They share a `Rank` (streams, pool, communicator, layout), flat storages, the
 //! reduction of gradients, and the end of a step.
 //!
-//! A model of one's own, and all that can be done with it:
+//! A whole program with a model of bigrams:
 //! ```
 #![doc = include_str!("../examples/bigrams.rs")]
 //! ```

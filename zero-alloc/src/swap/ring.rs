@@ -23,7 +23,7 @@ use crate::device::{AnySlice, DType, Device, DeviceError, Event, Stream};
 use crate::host::{HostDevice, HostEvent};
 use crate::{Pool, Purpose};
 
-/// What the operations on an acquired part do.
+/// The access of operations to an acquired part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwapAccess {
     /// They read it.
@@ -169,7 +169,7 @@ impl<D: Device> SwapRing<D> {
             self.fill(stream, buffer, part, (0, aligned(bytes)))?;
         }
 
-        // What is written has its content once it is written back.
+        // A written part counts as content once it is written back.
         self.buffers[buffer].content = (access == SwapAccess::Read).then_some(last);
         Ok(Held {
             stream: stream.clone(),

@@ -7,7 +7,7 @@
 //! | pinned memory | the device is a GPU | copied to the device's parameters, or at stage 3 with offload into the gathered unit |
 //! | a scratch file | `--offload-params nvme:DIR` | read into a buffer, then copied into the gathered unit |
 //!
-//! Gathers from the file have a ring of their own: a buffer for each unit that is gathered ahead,
+//! Gathers from the file have another ring: a buffer for each unit that is gathered ahead,
 //! and one more.
 
 use std::path::Path;
