@@ -34,7 +34,7 @@ use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
 use crate::groups::{Piece, Resolved};
-use crate::pieces::{Access, Masters, Pieces, remainder_bytes};
+use crate::pieces::{Access, Masters, Pieces, remainder_bytes, view};
 use crate::segments::{Segment, UnitSlices};
 use crate::{OptimError, StateKind};
 
@@ -688,12 +688,4 @@ impl<D: Device> Drop for ShardedAdamW<D> {
             let _ = block.record_use(&self.stream);
         }
     }
-}
-
-/// The block as a slice, for the optimizer's launches.
-pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
-    // SAFETY: the optimizer owns the block, and uses it in methods with `&mut self` only, each
-    // after `enter`: so its launches on all streams are in one order. Its drop records the last
-    // stream, which is behind all others. Slices go to callers through unsafe methods only.
-    unsafe { block.slice() }
 }

@@ -10,11 +10,10 @@ use zero_alloc::swap::{SwapFile, SwapRing};
 use zero_alloc::{Pool, Purpose};
 use zero_kernels::Kernels;
 
-use crate::adamw::view;
 use crate::controller::{OptimizerConfig, StepController};
 use crate::format::Format;
 use crate::groups::Resolved;
-use crate::pieces::Pieces;
+use crate::pieces::{Pieces, view};
 use crate::segments::check_segments;
 use crate::{OffloadOptions, OptimError, ParamGroups, Segment, ShardedAdamW};
 

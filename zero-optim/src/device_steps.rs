@@ -18,8 +18,8 @@ use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{AdvanceArgs, RankStats};
 
-use crate::adamw::view;
 use crate::controller::Divisor;
+use crate::pieces::view;
 use crate::{OptimError, ShardedAdamW, StepOutcome, UnitSlices};
 
 /// The capacity of the ring of records.

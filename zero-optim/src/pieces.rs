@@ -29,7 +29,6 @@ use zero_alloc::swap::{Held, SwapAccess, SwapParts, SwapRing};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::Kernels;
 
-use crate::adamw::view;
 use crate::format::{Format, MasterFormat, OffloadOptions, StateHome, cut};
 use crate::groups::Resolved;
 use crate::rounding::round_stochastically;
@@ -652,4 +651,12 @@ fn typed<T>(bytes: AnySlice, elems: usize) -> DeviceSlice<T> {
     // SAFETY: initialised bytes of a block or buffer, at a multiple of the element's size from its
     // aligned start, of a type of which all values are valid; the rest as for `bytes`.
     unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), elems, bytes.device()) }
+}
+
+/// The block as a slice, for the optimizer's launches.
+pub(crate) fn view<D: Device>(block: &Block<D>) -> AnySlice {
+    // SAFETY: the optimizer owns the block, and uses it in methods with `&mut self` only, each
+    // after `enter`: so its launches on all streams are in one order. Its drop records the last
+    // stream, which is behind all others. Slices go to callers through unsafe methods only.
+    unsafe { block.slice() }
 }

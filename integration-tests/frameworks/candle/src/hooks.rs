@@ -296,31 +296,3 @@ impl InplaceOp1 for Lock<'_> {
         unsafe { lock_next(self.rest, slices, run) }
     }
 }
-
-/// The elements of a contiguous F32 tensor, to be read.
-///
-/// # Safety
-/// The tensor outlives every use of the slice, nothing writes to the tensor until then, and the
-/// uses only read.
-pub(crate) unsafe fn readable(tensor: &Tensor) -> Result<AnySlice> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) =
-        (&*storage, layout.contiguous_offsets())
-    else {
-        bail!(
-            "expected a contiguous F32 tensor on the CPU, got {:?} on {:?}",
-            tensor.dtype(),
-            tensor.device()
-        );
-    };
-    let values = &values[start..end];
-    // SAFETY: the caller's promise; the pointer is only read through.
-    Ok(unsafe {
-        AnySlice::from_raw_parts(
-            values.as_ptr().cast_mut().cast(),
-            values.len(),
-            ZeroDType::F32,
-            DeviceId::HOST,
-        )
-    })
-}

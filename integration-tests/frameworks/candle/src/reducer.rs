@@ -11,14 +11,12 @@ use std::error::Error;
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-use candle_core::{Result, Tensor, bail};
-use zero_alloc::device::{AnySlice, Reduced};
+use candle_core::{CpuStorage, Result, Tensor, bail};
+use zero_alloc::device::{AnySlice, DType, DeviceId, Reduced};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::{Buckets, SumInto};
 use zero_kernels::host::HostKernels;
 use zero_shard::{Layout, ParamId};
-
-use crate::hooks::readable;
 
 /// A failure of the crates below, which becomes a candle error.
 pub(crate) type Failure = Box<dyn Error + Send + Sync>;
@@ -177,4 +175,32 @@ impl Reducer {
         self.micro_batches += 1;
         Ok(())
     }
+}
+
+/// The elements of a contiguous F32 tensor, to be read.
+///
+/// # Safety
+/// The tensor outlives every use of the slice, nothing writes to the tensor until then, and the
+/// uses only read.
+unsafe fn readable(tensor: &Tensor) -> Result<AnySlice> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) =
+        (&*storage, layout.contiguous_offsets())
+    else {
+        bail!(
+            "expected a contiguous F32 tensor on the CPU, got {:?} on {:?}",
+            tensor.dtype(),
+            tensor.device()
+        );
+    };
+    let values = &values[start..end];
+    // SAFETY: the caller's promise; the pointer is only read through.
+    Ok(unsafe {
+        AnySlice::from_raw_parts(
+            values.as_ptr().cast_mut().cast(),
+            values.len(),
+            DType::F32,
+            DeviceId::HOST,
+        )
+    })
 }
