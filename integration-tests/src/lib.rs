@@ -5,31 +5,92 @@ use std::path::{Path, PathBuf};
 
 use safetensors::SafeTensors;
 
-/// A file of tests/data/gpt2-tiny (see tests/data/README.md): that of the build or, on a machine
-/// without the sources, below the current folder.
-pub fn data(name: &str) -> PathBuf {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let root = if built.exists() {
-        built
-    } else {
-        Path::new("integration-tests")
-    };
-    let file = root.join("tests/data/gpt2-tiny").join(name);
-    std::path::absolute(file).unwrap()
+/// A model that PyTorch trained (see tests/data/README.md): its folder in tests/data and its batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Oracle {
+    /// The folder.
+    pub folder: &'static str,
+    /// Rows of a micro-batch.
+    pub batch: usize,
+    /// Tokens of a row.
+    pub seq: usize,
+    /// Micro-batches of a step.
+    pub grad_accum: usize,
 }
 
-/// All fp32 tensors of a safetensors file.
-pub fn tensors(name: &str) -> Vec<(String, Vec<f32>)> {
-    let bytes = std::fs::read(data(name)).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let floats = |data: &[u8]| {
-        data.chunks_exact(4)
-            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+/// GPT-2, tied.
+pub const GPT2: Oracle = Oracle {
+    folder: "gpt2-tiny",
+    batch: 4,
+    seq: 32,
+    grad_accum: 2,
+};
+
+/// Llama, untied, with eight heads over two of keys.
+pub const LLAMA: Oracle = Oracle {
+    folder: "llama-gqa",
+    ..GPT2
+};
+
+/// Qwen2, tied.
+pub const QWEN2: Oracle = Oracle {
+    folder: "qwen2-tied",
+    batch: 6,
+    seq: 24,
+    grad_accum: 1,
+};
+
+impl Oracle {
+    /// A file of the folder: that of the build or, on a machine without the sources, below the
+    /// current folder.
+    pub fn data(&self, name: &str) -> PathBuf {
+        let built = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let root = if built.exists() {
+            built
+        } else {
+            Path::new("integration-tests")
+        };
+        let file = root.join("tests/data").join(self.folder).join(name);
+        std::path::absolute(file).unwrap()
+    }
+
+    /// All fp32 tensors of a safetensors file.
+    pub fn tensors(&self, name: &str) -> Vec<(String, Vec<f32>)> {
+        let bytes = std::fs::read(self.data(name)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let floats = |data: &[u8]| {
+            data.chunks_exact(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                .collect()
+        };
+        file.iter()
+            .map(|(name, view)| (name.to_owned(), floats(view.data())))
             .collect()
-    };
-    file.iter()
-        .map(|(name, view)| (name.to_owned(), floats(view.data())))
-        .collect()
+    }
+
+    /// The tokens of the training data.
+    pub fn tokens(&self) -> Vec<u32> {
+        let bytes = std::fs::read(self.data("tokens.u16.bin")).unwrap();
+        bytes
+            .chunks_exact(2)
+            .map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap())))
+            .collect()
+    }
+}
+
+/// A file of [`GPT2`].
+pub fn data(name: &str) -> PathBuf {
+    GPT2.data(name)
+}
+
+/// The tensors of a file of [`GPT2`].
+pub fn tensors(name: &str) -> Vec<(String, Vec<f32>)> {
+    GPT2.tensors(name)
+}
+
+/// The tokens of [`GPT2`].
+pub fn tokens() -> Vec<u32> {
+    GPT2.tokens()
 }
 
 /// ‖a - b‖ / ‖b‖ in fp64.
@@ -43,13 +104,4 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
             .map(|(a, b)| f64::from(*a) - f64::from(*b)),
     );
     diff / norm(&mut want.iter().map(|x| f64::from(*x))).max(1e-30)
-}
-
-/// Little-endian u16 tokens of the oracle.
-pub fn tokens() -> Vec<u32> {
-    let bytes = std::fs::read(data("tokens.u16.bin")).unwrap();
-    bytes
-        .chunks_exact(2)
-        .map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap())))
-        .collect()
 }

@@ -14,12 +14,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero::data::{DataSource, Dataset};
-use zero::workload::{GptWorkload, Weights};
+use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
 use zero_comm::Solo;
-use zero_models::gpt2::Gpt2Options;
-use zero_models::gpt2::config::GptConfig;
+use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
 use zero_shard::ZeroStage;
 use zero_trainer::{
@@ -70,7 +69,7 @@ fn main() -> Result<(), AnyError> {
             ..OffloadSettings::default()
         },
         limit: Duration::from_secs(120),
-        ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
+        ..Settings::new(stage, dtype, zero_models::param_kind)
     };
 
     let options = RunOptions {
@@ -87,19 +86,19 @@ fn main() -> Result<(), AnyError> {
     };
 
     let folder = tempfile::tempdir()?;
-    let config = GptConfig::preset(model)?;
+    let config = ModelConfig::preset(model)?;
     let tokens = folder.path().join("tokens.bin");
     write_tokens(
         &tokens,
-        config.vocab_size,
+        config.vocab_size(),
         (steps as usize * batch + 1) * seq + 1,
     )?;
 
-    let mut workload = GptWorkload {
+    let mut workload = ModelWorkload {
         config,
         weights: Weights::Initial(1),
         data: Dataset::open(&DataSource::at(tokens))?,
-        options: Gpt2Options {
+        options: ModelOptions {
             micro_batch: batch,
             seq_len: seq,
             dtype,
@@ -113,7 +112,7 @@ fn main() -> Result<(), AnyError> {
 
     let device = CudaDevice::open(0)?;
     let comm = Arc::new(Solo::new(device.clone()));
-    let run = |workload: &GptWorkload| -> Result<RankSummary, AnyError> {
+    let run = |workload: &ModelWorkload| -> Result<RankSummary, AnyError> {
         let mut seen: Vec<StepMetrics> = Vec::new();
         let mut observe = |metrics: &StepMetrics| {
             seen.push(metrics.clone());

@@ -1,8 +1,19 @@
-//! Models for [`zero_trainer`]: GPT-2, its operations on the host and on CUDA, Hugging Face folders
-//! and initial weights.
+//! Models for [`zero_trainer`]: GPT-2 and the Llama family, their operations on the host and on
+//! CUDA, Hugging Face folders and initial weights.
 
+mod architecture;
+mod config;
 pub mod cuda;
+mod decoder;
 pub mod gpt2;
 pub mod hf;
+pub mod llama;
 pub mod ops;
+mod options;
 pub mod random;
+
+pub use architecture::{ModelConfig, PRESETS, param_kind};
+pub use config::ConfigError;
+pub use decoder::HostModel;
+pub use gpt2::gpu::writes_grad;
+pub use options::{GpuBytes, ModelOptions};

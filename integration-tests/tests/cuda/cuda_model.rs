@@ -9,9 +9,10 @@ use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, DeviceError};
 use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
+use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::gpt2::gpu::CudaGpt2;
-use zero_models::gpt2::{self, Gpt2Options};
+use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::ModelError;
 use zero_trainer::{Grad, Model};
 
@@ -249,7 +250,7 @@ fn any_shape_is_the_hosts() {
     ];
 
     for config in shapes {
-        let options = Gpt2Options {
+        let options = ModelOptions {
             micro_batch: 3,
             seq_len: 33,
             ..options(DType::F32, false)
@@ -342,7 +343,7 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
             again.loss().to_bits() == loss.to_bits() && again.gradients() == grads,
             "{dtype}: checkpointed"
         );
-        let offload = Gpt2Options {
+        let offload = ModelOptions {
             offload_activations: true,
             ..options(dtype, true)
         };
@@ -373,7 +374,7 @@ fn recomputed_gelu_follows_the_kept_one() {
     let gpu = Gpu::open();
     for (dtype, tolerance) in [(DType::F32, 0.0), (DType::Bf16, 5e-3)] {
         let mut kept = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
-        let again = Gpt2Options {
+        let again = ModelOptions {
             recompute_gelu: true,
             ..options(dtype, false)
         };
@@ -403,19 +404,19 @@ fn model_requests_the_computed_bytes() {
     };
 
     let tiny = |dtype| [options(dtype, false), options(dtype, true)];
-    let mut all: Vec<Gpt2Options> = [DType::F32, DType::Bf16]
+    let mut all: Vec<ModelOptions> = [DType::F32, DType::Bf16]
         .into_iter()
         .flat_map(tiny)
         .collect();
-    all.extend(all.clone().into_iter().map(|options| Gpt2Options {
+    all.extend(all.clone().into_iter().map(|options| ModelOptions {
         recompute_gelu: true,
         ..options
     }));
-    all.push(Gpt2Options {
+    all.push(ModelOptions {
         offload_activations: true,
         ..options(DType::Bf16, true)
     });
-    all.push(Gpt2Options {
+    all.push(ModelOptions {
         micro_batch: 3,
         seq_len: 31,
         ..options(DType::Bf16, false)
@@ -425,7 +426,7 @@ fn model_requests_the_computed_bytes() {
         let before = held();
         let model = CudaGpt2::new(config.clone(), options.clone(), &gpu.pool, &gpu.stream).unwrap();
         let after = held();
-        let planned = options.gpu_bytes(&config);
+        let planned = ModelConfig::from(config.clone()).gpu_bytes(&options);
         assert_eq!(
             [after[0] - before[0], after[1] - before[1]],
             [planned.activations, planned.workspace],
@@ -436,11 +437,11 @@ fn model_requests_the_computed_bytes() {
 
     let row = (BATCH * SEQ * config.n_embd * 2) as u64;
     let [kept, offloaded] = [false, true].map(|offload_activations| {
-        Gpt2Options {
+        let options = ModelOptions {
             offload_activations,
             ..options(DType::Bf16, true)
-        }
-        .gpu_bytes(&config)
+        };
+        ModelConfig::from(config.clone()).gpu_bytes(&options)
     });
 
     // Six rows, three of them on the device.
@@ -563,7 +564,7 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
 #[ignore = "needs a CUDA device"]
 fn what_the_model_does_not_take_is_refused() {
     let gpu = Gpu::open();
-    let refused = |options: Gpt2Options, config: GptConfig| {
+    let refused = |options: ModelOptions, config: GptConfig| {
         CudaGpt2::new(config, options, &gpu.pool, &gpu.stream)
             .err()
             .unwrap()
@@ -572,7 +573,7 @@ fn what_the_model_does_not_take_is_refused() {
 
     let good = options(DType::F32, false);
     let error = refused(
-        Gpt2Options {
+        ModelOptions {
             seq_len: 65,
             ..good.clone()
         },
@@ -581,7 +582,7 @@ fn what_the_model_does_not_take_is_refused() {
 
     assert!(error.contains("65") && error.contains("64"), "{error}");
     let error = refused(
-        Gpt2Options {
+        ModelOptions {
             dtype: DType::F64,
             ..good.clone()
         },

@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use serde_json::Value;
 use zero::data::{DataSource, Dataset};
-use zero::workload::{GptWorkload, Weights};
+use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::cuda::PinnedMemory;
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
 use zero_comm::Solo;
 use zero_kernels::AdamHyper;
-use zero_models::gpt2::Gpt2Options;
 use zero_models::hf::HfFolder;
+use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_shard::ZeroStage;
 use zero_trainer::TrainError;
@@ -50,17 +50,17 @@ fn settings(stage: u64, dtype: DType) -> Settings {
             .lr(1e-3)
             .max_grad_norm(1.0),
         limit: Duration::from_secs(300),
-        ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
+        ..Settings::new(stage, dtype, zero_models::param_kind)
     }
 }
 
-fn workload(dtype: DType, options: &RunOptions) -> GptWorkload {
+fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
     let folder = HfFolder::open(&data("model")).unwrap();
-    GptWorkload {
+    ModelWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(Box::new(folder)),
         data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
-        options: Gpt2Options {
+        options: ModelOptions {
             micro_batch: options.micro_batch,
             seq_len: options.seq_len,
             dtype,
@@ -470,9 +470,12 @@ fn offloaded_activations_change_no_bit() {
             let device = device();
             let two_steps = options(2, None, None);
             let mut workload = workload(dtype, &two_steps);
-            workload.config.n_layer = 6;
+            let ModelConfig::Gpt2(config) = &mut workload.config else {
+                panic!("the folder has a GPT-2");
+            };
+            config.n_layer = 6;
             workload.weights = Weights::Initial(3);
-            workload.options = Gpt2Options {
+            workload.options = ModelOptions {
                 activation_checkpointing: true,
                 offload_activations,
                 ..workload.options

@@ -6,10 +6,11 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element};
 use zero_alloc::host::HostDevice;
 use zero_models::cuda::cross_entropy::stride_elems;
+use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::gpt2::gpu::CudaGpt2;
-use zero_models::gpt2::{self, Gpt2, Gpt2Options};
 use zero_models::ops::Threads;
+use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::ModelError;
 use zero_trainer::{Grad, Model};
 
@@ -23,9 +24,11 @@ pub(crate) const SEQ: usize = 32;
 pub(crate) const ACCUM: usize = 2;
 
 pub(crate) fn config() -> GptConfig {
-    GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap())
-        .unwrap()
-        .0
+    let text = std::fs::read_to_string(data("model/config.json")).unwrap();
+    match ModelConfig::from_hf_json(&text).unwrap() {
+        (ModelConfig::Gpt2(config), _) => config,
+        (other, _) => panic!("{other:?}"),
+    }
 }
 
 /// PyTorch's initial weights, a flat parameter for each unit.
@@ -36,8 +39,8 @@ pub(crate) fn weights() -> Vec<Vec<f32>> {
     config().units().into_iter().map(flat).collect()
 }
 
-pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> Gpt2Options {
-    Gpt2Options {
+pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> ModelOptions {
+    ModelOptions {
         micro_batch: BATCH,
         seq_len: SEQ,
         dtype,
@@ -69,7 +72,7 @@ pub(crate) struct OnGpu<'a> {
 impl<'a> OnGpu<'a> {
     pub(crate) fn new(
         gpu: &'a Gpu,
-        options: Gpt2Options,
+        options: ModelOptions,
         logits_rows: usize,
         weights: &[Vec<f32>],
     ) -> Self {
@@ -205,21 +208,16 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
 /// Loss and gradients of a step of these micro-batches on the host.
 pub(crate) fn on_host<T: Element>(
     config: &GptConfig,
-    options: Gpt2Options,
+    options: ModelOptions,
     mut params: Vec<Vec<T>>,
     batches: &[(Vec<u32>, Vec<u32>)],
 ) -> (f64, Vec<Vec<f32>>) {
     let device = HostDevice::new();
     let stream = device.create_stream("host").unwrap();
     let pool = Pool::new(device, usize::MAX);
-    let mut model = Gpt2::new(
-        config.clone(),
-        options,
-        &pool,
-        &stream,
-        Threads::new(1).unwrap(),
-    )
-    .unwrap();
+    let threads = Threads::new(1).unwrap();
+    let model = ModelConfig::from(config.clone());
+    let mut model = model.on_host(options, &pool, &stream, threads).unwrap();
 
     let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();

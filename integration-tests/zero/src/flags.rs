@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 
 use crate::error::CliError;
-use zero_models::gpt2::config::GptConfig;
+use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
 
 /// Element types.
@@ -100,13 +100,13 @@ pub(crate) fn parse_params(text: &str) -> Result<u64, String> {
 pub(crate) fn find_model(
     name: &str,
     notices: &mut Vec<String>,
-) -> Result<(GptConfig, Option<HfFolder>), CliError> {
+) -> Result<(ModelConfig, Option<HfFolder>), CliError> {
     if Path::new(name).is_dir() {
         let folder = HfFolder::open(Path::new(name)).map_err(CliError::usage)?;
         notices.extend(folder.warnings().iter().cloned());
         return Ok((folder.config().clone(), Some(folder)));
     }
-    let config = GptConfig::preset(name).map_err(|e| {
+    let config = ModelConfig::preset(name).map_err(|e| {
         let hint = if name.contains('/') {
             "; the folder does not exist"
         } else {

@@ -1,4 +1,4 @@
-//! The workload of `zero train`: a GPT-2 on a data set.
+//! The workload of `zero train`: a model on a data set.
 
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
@@ -6,32 +6,30 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
 
 use crate::data::Dataset;
-use zero_models::gpt2::config::GptConfig;
-use zero_models::gpt2::gpu::CudaGpt2;
-use zero_models::gpt2::{self, Gpt2, Gpt2Options};
 use zero_models::hf::HfFolder;
 use zero_models::ops::Threads;
+use zero_models::{ModelConfig, ModelOptions};
 
 use zero_trainer::{BatchAt, InitialWeights, Model, ModelError, Pass, Workload};
 
 /// The source of the initial weights.
 pub enum Weights {
-    /// GPT-2's initialization with this seed.
+    /// The architecture's initialization with this seed.
     Initial(u64),
     /// A Hugging Face folder.
     Folder(Box<HfFolder>),
 }
 
-/// A GPT-2 with its initial weights and its data.
-pub struct GptWorkload {
+/// A model with its initial weights and its data.
+pub struct ModelWorkload {
     /// The shape of the model.
-    pub config: GptConfig,
+    pub config: ModelConfig,
     /// The initial weights.
     pub weights: Weights,
     /// The training data.
     pub data: Dataset,
     /// Micro-batch, sequence length, element type and activation checkpointing.
-    pub options: Gpt2Options,
+    pub options: ModelOptions,
     /// Threads of each rank on the host.
     pub threads: usize,
 }
@@ -39,13 +37,13 @@ pub struct GptWorkload {
 /// Implements [`Workload`] for a device type; `$model` is the method that creates the model on it.
 macro_rules! workload {
     ($device:ty, $stream:ty, $model:ident) => {
-        impl Workload<$device> for GptWorkload {
+        impl Workload<$device> for ModelWorkload {
             fn units(&self) -> Vec<UnitSpec> {
                 self.config.units()
             }
 
             fn passes(&self) -> Vec<Pass> {
-                gpt2::passes(&self.config)
+                self.config.passes()
             }
 
             fn model(
@@ -84,20 +82,16 @@ macro_rules! workload {
 workload!(HostDevice, HostStream, on_host);
 workload!(CudaDevice, CudaStream, on_cuda);
 
-impl GptWorkload {
+impl ModelWorkload {
     fn on_host(
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let threads = Threads::new(self.threads)?;
-        Ok(Box::new(Gpt2::new(
-            self.config.clone(),
-            self.options.clone(),
-            pool,
-            compute,
-            threads,
-        )?))
+        Ok(self
+            .config
+            .on_host(self.options.clone(), pool, compute, threads)?)
     }
 
     fn on_cuda(
@@ -105,12 +99,7 @@ impl GptWorkload {
         pool: &Pool<CudaDevice>,
         compute: &CudaStream,
     ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
-        Ok(Box::new(CudaGpt2::new(
-            self.config.clone(),
-            self.options.clone(),
-            pool,
-            compute,
-        )?))
+        self.config.on_cuda(self.options.clone(), pool, compute)
     }
 
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

@@ -12,7 +12,20 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 use super::column_sums::{self, SumOut};
 use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape as Launch, THREADS, size};
-pub use crate::ops::attention::Shape;
+
+/// The sizes of attention's operands. Each head of queries has its own key and value, and sees all
+/// keys before it.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens a sequence.
+    pub seq: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Elements of a head.
+    pub d: usize,
+}
 
 /// Rows and columns of a tile of attention_plain.cu.
 const PLAIN_TILE: usize = 32;

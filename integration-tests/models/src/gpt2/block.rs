@@ -1,8 +1,15 @@
 //! A transformer block: `x + attention(ln_1 x)`, then `mid + mlp(ln_2 mid)`.
 
-use super::buffers::{BlockView, ScratchView};
-use super::params::Flat;
+use crate::decoder::buffers::{ScratchView, views};
+use crate::decoder::params::Flat;
 use crate::ops::{attention, gelu, layer_norm, linear};
+use zero_alloc::device::DeviceSlice;
+
+views! {
+    /// Activations of a block: `[M, C]` except for the statistics `[M, 2]`, `qkv` `[M, 3 C]`, `lse`
+    /// `[batch, heads, seq]`, `fc` and `act` `[M, F]`.
+    BlockSlices, BlockView { ln1, ln1_stats, qkv, attended, lse, mid, ln2, ln2_stats, fc, act }
+}
 
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(

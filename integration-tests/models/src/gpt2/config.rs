@@ -14,114 +14,10 @@
 //! assert_eq!(config.units().len(), 1 + config.n_layer + 1);
 //! ```
 
-mod hf_json;
-mod init;
-
-use thiserror::Error;
 use zero_shard::{ParamSpec, UnitSpec};
 
-/// An invalid model configuration, or a request that does not fit it.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[allow(missing_docs, reason = "the messages name the fields")]
-pub enum ConfigError {
-    /// No preset has this name.
-    #[error("no model preset {0:?}{meant}; the presets are {presets}", meant = meant(.0), presets = PRESETS.join(", "))]
-    UnknownPreset(String),
-    /// The named size is 0.
-    #[error("the model's {0} is 0; it must be at least 1")]
-    Zero(&'static str),
-    /// The number of heads does not divide the width.
-    #[error("the model's width n_embd {n_embd} is not divisible by its n_head {n_head} heads")]
-    HeadsDoNotDivide {
-        n_embd: usize,
-        /// The number of heads.
-        n_head: usize,
-    },
-    /// The parameter count overflows.
-    #[error("the model is too large: its parameter count has more than 59 bits")]
-    TooLarge,
-    /// More blocks than the limit, which bounds the memory for parameter names.
-    #[error("the model's n_layer is {0}; it must be {MAX_LAYERS} at most")]
-    TooManyLayers(usize),
-    /// A number outside its range.
-    #[error("the model's {field} is {value}; it must be {expected}")]
-    OutOfRange {
-        /// The name of the number.
-        field: &'static str,
-        value: f32,
-        /// The allowed range.
-        expected: &'static str,
-    },
-    /// The text is not a JSON object; the parser's message.
-    #[error("not a JSON object: {0}")]
-    Json(String),
-    /// A required key is missing.
-    #[error("the key {0:?} is missing")]
-    MissingKey(&'static str),
-    /// A key has a value of another type.
-    #[error("the key {key:?} is {got}; expected {expected}")]
-    WrongType {
-        key: &'static str,
-        /// The expected type.
-        expected: &'static str,
-        got: String,
-    },
-    /// A variant of the architecture that this trainer does not support.
-    #[error(
-        "the key {key:?} is {got}, which this trainer does not support; it supports {supported}"
-    )]
-    Unsupported {
-        key: &'static str,
-        got: String,
-        /// The supported values.
-        supported: &'static str,
-    },
-    /// The model has no parameter of this name.
-    #[error("the model has no parameter {0:?}")]
-    UnknownParameter(String),
-    /// A range of elements that is outside the parameter or does not have the buffer's length.
-    #[error("elements {start}..{end} of {name:?} ({numel} elements) do not fit a buffer of {len}")]
-    BadRange {
-        name: String,
-        start: u64,
-        /// The end of the range.
-        end: u64,
-        numel: u64,
-        len: usize,
-    },
-}
-
-/// Maximum number of blocks. It bounds the memory for the list of parameter names.
-const MAX_LAYERS: usize = 1 << 16;
-
-/// Names of the presets, smallest first.
-pub const PRESETS: [&str; 5] = ["nano", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b"];
-
-/// The names of presets on Hugging Face's hub.
-const HUB_NAMES: [(&str, &str); 5] = [
-    ("gpt2", "gpt2-124m"),
-    ("gpt2-small", "gpt2-124m"),
-    ("gpt2-medium", "gpt2-350m"),
-    ("gpt2-large", "gpt2-774m"),
-    ("gpt2-xl", "gpt2-1.5b"),
-];
-
-/// A question about the preset that a name may mean; empty if none is near.
-fn meant(name: &str) -> String {
-    let name = name.to_lowercase();
-    let known = HUB_NAMES
-        .iter()
-        .find(|(hub, _)| *hub == name.trim_start_matches("openai-community/"));
-    let similar = || {
-        PRESETS
-            .into_iter()
-            .find(|preset| !name.is_empty() && preset.starts_with(&name))
-    };
-    let preset = known.map(|(_, preset)| *preset).or_else(similar);
-    preset
-        .map(|preset| format!(" (did you mean {preset}?)"))
-        .unwrap_or_default()
-}
+use crate::config::init::Rule;
+use crate::config::{ConfigError, check_deviation, check_divides, check_positive, check_sizes};
 
 /// The shape of a GPT-2 model.
 #[derive(Clone, Debug, PartialEq)]
@@ -147,35 +43,36 @@ pub struct GptConfig {
 }
 
 impl GptConfig {
-    /// The preset of this name (see [`PRESETS`]).
-    ///
-    /// # Errors
-    /// [`ConfigError::UnknownPreset`].
-    pub fn preset(name: &str) -> Result<Self, ConfigError> {
-        let gpt2 = |n_embd: usize, n_layer, n_head| Self {
+    /// A GPT-2 of this size, with OpenAI's vocabulary and positions.
+    pub fn gpt2(n_embd: usize, n_layer: usize, n_head: usize) -> Self {
+        Self {
             vocab_size: 50257,
             n_positions: 1024,
             n_embd,
             n_layer,
             n_head,
-            n_inner: 4 * n_embd,
+            n_inner: n_embd.saturating_mul(4),
             layer_norm_epsilon: 1e-5,
             tied_head: true,
             initializer_range: 0.02,
-        };
+        }
+    }
 
-        match name {
-            "nano" => Ok(Self {
+    /// The preset of this name, if a GPT-2 has it.
+    pub fn preset(name: &str) -> Option<Self> {
+        let gpt2 = Self::gpt2;
+        Some(match name {
+            "nano" => Self {
                 vocab_size: 256,
                 n_positions: 256,
                 ..gpt2(128, 4, 4)
-            }),
-            "gpt2-124m" => Ok(gpt2(768, 12, 12)),
-            "gpt2-350m" => Ok(gpt2(1024, 24, 16)),
-            "gpt2-774m" => Ok(gpt2(1280, 36, 20)),
-            "gpt2-1.5b" => Ok(gpt2(1600, 48, 25)),
-            _ => Err(ConfigError::UnknownPreset(name.to_owned())),
-        }
+            },
+            "gpt2-124m" => gpt2(768, 12, 12),
+            "gpt2-350m" => gpt2(1024, 24, 16),
+            "gpt2-774m" => gpt2(1280, 36, 20),
+            "gpt2-1.5b" => gpt2(1600, 48, 25),
+            _ => return None,
+        })
     }
 
     /// Checks each size and the relations between them.
@@ -187,51 +84,29 @@ impl GptConfig {
             ("vocab_size", self.vocab_size),
             ("n_positions", self.n_positions),
             ("n_embd", self.n_embd),
-            ("n_layer", self.n_layer),
             ("n_head", self.n_head),
             ("n_inner", self.n_inner),
         ];
+        check_sizes(&sizes, ("n_layer", self.n_layer), || self.count())?;
+        check_divides(("n_embd", self.n_embd), ("n_head", self.n_head))?;
+        check_positive("layer_norm_epsilon", self.layer_norm_epsilon)?;
+        check_deviation("initializer_range", self.initializer_range)
+    }
 
-        if let Some(&(field, _)) = sizes.iter().find(|(_, n)| *n == 0) {
-            return Err(ConfigError::Zero(field));
+    /// The initial values of a parameter: weights are normal with standard deviation
+    /// `initializer_range`; the two projections that end in the residual stream (`attn.c_proj`,
+    /// `mlp.c_proj`) are smaller by `sqrt(2 * n_layer)`, so that the variance of the stream does
+    /// not grow with depth (Radford et al. 2019, section 2.3). Biases are 0, gains 1.
+    pub(crate) fn rule(&self, name: &str) -> Rule {
+        if name.ends_with(".bias") {
+            Rule::Constant(0.0)
+        } else if name.contains(".ln_") {
+            Rule::Constant(1.0)
+        } else if name.ends_with(".c_proj.weight") {
+            Rule::Normal(self.initializer_range / (2.0 * self.n_layer as f32).sqrt())
+        } else {
+            Rule::Normal(self.initializer_range)
         }
-        if !self.n_embd.is_multiple_of(self.n_head) {
-            return Err(ConfigError::HeadsDoNotDivide {
-                n_embd: self.n_embd,
-                n_head: self.n_head,
-            });
-        }
-
-        if self.n_layer > MAX_LAYERS {
-            return Err(ConfigError::TooManyLayers(self.n_layer));
-        }
-        // Sizes of 2^31 or more are rejected before `count` multiplies them, so u128 does not
-        // overflow.
-        if sizes.iter().any(|(_, n)| *n > i32::MAX as usize) || self.count() > 1 << 59 {
-            return Err(ConfigError::TooLarge);
-        }
-
-        if !(self.layer_norm_epsilon > 0.0 && self.layer_norm_epsilon.is_finite()) {
-            let field = "layer_norm_epsilon";
-            let value = self.layer_norm_epsilon;
-            return Err(ConfigError::OutOfRange {
-                field,
-                value,
-                expected: "finite and above 0",
-            });
-        }
-
-        if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
-            let field = "initializer_range";
-            let value = self.initializer_range;
-            return Err(ConfigError::OutOfRange {
-                field,
-                value,
-                expected: "finite and not negative",
-            });
-        }
-
-        Ok(())
     }
 
     /// Width of one attention head.
@@ -307,19 +182,18 @@ impl GptConfig {
 
         units
     }
-
-    /// The parameter of this name, if the model has it.
-    pub fn param(&self, name: &str) -> Option<ParamSpec> {
-        self.units()
-            .into_iter()
-            .flat_map(|u| u.params)
-            .find(|p| p.name == name)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::MAX_LAYERS;
+
+    fn param(config: &GptConfig, name: &str) -> Option<ParamSpec> {
+        let units = config.units();
+        let mut params = units.into_iter().flat_map(|unit| unit.params);
+        params.find(|param| param.name == name)
+    }
 
     fn sum_of_units(config: &GptConfig) -> u64 {
         config
@@ -349,7 +223,7 @@ mod tests {
 
     #[test]
     fn presets_are_valid_and_units_complete() {
-        for name in PRESETS {
+        for name in ["nano", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b"] {
             let config = GptConfig::preset(name).unwrap();
             config.validate().unwrap();
             assert_eq!(sum_of_units(&config), config.parameter_count(), "{name}");
@@ -365,22 +239,13 @@ mod tests {
             tied_head: false,
             ..tied.clone()
         };
-        assert_eq!(tied.param("lm_head.weight"), None);
-        assert_eq!(untied.param("lm_head.weight").unwrap().shape, [256, 128]);
+        assert_eq!(param(&tied, "lm_head.weight"), None);
+        assert_eq!(param(&untied, "lm_head.weight").unwrap().shape, [256, 128]);
         assert_eq!(untied.parameter_count(), tied.parameter_count() + 256 * 128);
         assert_eq!(sum_of_units(&untied), untied.parameter_count());
         assert_eq!(
             untied.units().last().unwrap().params.last().unwrap().name,
             "lm_head.weight"
-        );
-    }
-
-    #[test]
-    fn unknown_preset_error_lists_presets() {
-        let error = GptConfig::preset("gpt5").unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "no model preset \"gpt5\"; the presets are nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b"
         );
     }
 

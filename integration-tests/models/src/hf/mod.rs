@@ -29,7 +29,7 @@ use zero_ckpt::{
     CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve,
 };
 
-use crate::gpt2::config::{ConfigError, GptConfig};
+use crate::{ConfigError, ModelConfig};
 
 /// A folder that cannot be read.
 #[derive(Debug, Error)]
@@ -112,7 +112,7 @@ pub enum HfError {
 /// An open model folder, of which all tensors exist with the shapes of its configuration.
 pub struct HfFolder {
     path: PathBuf,
-    config: GptConfig,
+    config: ModelConfig,
     warnings: Vec<String>,
     source: Source,
 }
@@ -129,8 +129,6 @@ enum Source {
 /// The state of a checkpoint that holds the weights.
 const MASTER: &str = "master";
 
-/// The embedding matrix, which a tied head shares.
-const EMBEDDING: &str = "transformer.wte.weight";
 /// The matrix of an untied head.
 const HEAD: &str = "lm_head.weight";
 
@@ -158,7 +156,7 @@ impl HfFolder {
         })?;
 
         let (config, mut warnings) =
-            GptConfig::from_hf_json(&text).map_err(|source| HfError::Config {
+            ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
                 path: config_path,
                 source,
             })?;
@@ -183,7 +181,7 @@ impl HfFolder {
         for param in config.units().into_iter().flat_map(|u| u.params) {
             let name = param.name;
             let expected = param.shape;
-            let Some((tensor, file)) = find(&weights, &name) else {
+            let Some((tensor, file)) = find(&weights, config.prefix(), &name) else {
                 return Err(HfError::MissingTensor {
                     path: weights.path().to_owned(),
                     name,
@@ -209,8 +207,8 @@ impl HfFolder {
         }
 
         warnings.extend(unused(&weights, &config, &stored));
-        if config.tied_head
-            && let Some(path) = untied_head(&weights, &stored[EMBEDDING])?
+        if config.tied_head()
+            && let Some(path) = untied_head(&weights, &stored[config.embedding_name()])?
         {
             return Err(HfError::UntiedHead { path });
         }
@@ -233,7 +231,7 @@ impl HfFolder {
         let file = reader.path().join(MANIFEST_NAME);
         let text = reader.manifest().model_config.to_string();
         let (config, mut warnings) =
-            GptConfig::from_hf_json(&text).map_err(|source| HfError::Config {
+            ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
                 path: file.clone(),
                 source,
             })?;
@@ -285,7 +283,7 @@ impl HfFolder {
     }
 
     /// The model's configuration.
-    pub fn config(&self) -> &GptConfig {
+    pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
@@ -333,7 +331,7 @@ impl HfFolder {
     /// The file of a parameter, or the checkpoint.
     fn file_of(&self, name: &str) -> PathBuf {
         match &self.source {
-            Source::Files { weights, .. } => find(weights, name)
+            Source::Files { weights, .. } => find(weights, self.config.prefix(), name)
                 .map_or(&*self.path, |(_, file)| file)
                 .to_owned(),
             Source::Checkpoint(reader) => reader.path().to_owned(),
@@ -423,12 +421,13 @@ fn placed(index: u64, crc64: u64) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// Finds a parameter, stored with or without the prefix `transformer.`.
+/// Finds a parameter, stored with or without the prefix.
 fn find<'a>(
     weights: &'a TensorFolder,
+    prefix: &str,
     name: &str,
 ) -> Option<(&'a zero_ckpt::TensorEntry, &'a Path)> {
-    let bare = name.strip_prefix("transformer.").unwrap_or(name);
+    let bare = name.strip_prefix(prefix).unwrap_or(name);
     weights.tensor(name).or_else(|| weights.tensor(bare))
 }
 
@@ -468,7 +467,7 @@ fn untied_head(weights: &TensorFolder, embedding: &str) -> Result<Option<PathBuf
 /// repeated head of a tied model are ignored.
 fn unused(
     weights: &TensorFolder,
-    config: &GptConfig,
+    config: &ModelConfig,
     stored: &HashMap<String, String>,
 ) -> Option<String> {
     let used: std::collections::HashSet<&String> = stored.values().collect();
@@ -480,7 +479,7 @@ fn unused(
     let is_mask = |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
     let mut unused = unused
         .into_iter()
-        .filter(|name| !(is_mask(name) || *name == HEAD && config.tied_head));
+        .filter(|name| !(is_mask(name) || *name == HEAD && config.tied_head()));
     let first = unused.next()?;
     let path = weights.path().display();
     let count = 1 + unused.count();

@@ -1,9 +1,12 @@
 //! Causal self-attention of several heads, without a T x T matrix in memory.
 //!
-//! Shapes: qkv `[batch, seq, 3, heads, d]`, out `[batch, seq, heads, d]`, log-sum-exp
-//! `[batch, heads, seq]`. Queries are processed in blocks of 64 rows, against all keys up to the
-//! diagonal; the backward pass recomputes the probabilities of a block from the log-sum-exp
+//! Shapes: qkv `[batch, seq, heads + 2 kv_heads, d]`, queries first and values last, out
+//! `[batch, seq, heads, d]`, log-sum-exp `[batch, heads, seq]`. Consecutive queries share a key and a
+//! value (grouped queries, arXiv 2305.13245). Queries are processed in blocks of 64 rows, against all
+//! keys from the start of the first row's window up to the diagonal; the backward pass recomputes the probabilities of a block from the log-sum-exp
 //! (FlashAttention's idea, arXiv 2205.14135, with whole rows in place of its running softmax).
+
+use std::ops::Range;
 
 use faer::prelude::ReborrowMut;
 use faer::{Accum, MatMut, MatRef};
@@ -23,10 +26,14 @@ pub struct Shape {
     pub batch: usize,
     /// Tokens a sequence.
     pub seq: usize,
-    /// Heads.
+    /// Heads of queries.
     pub heads: usize,
+    /// Heads of keys, and of values; divides `heads`.
+    pub kv_heads: usize,
     /// Elements of a head.
     pub d: usize,
+    /// Keys that a query sees, itself included.
+    pub window: usize,
 }
 
 impl Shape {
@@ -34,30 +41,61 @@ impl Shape {
         1.0 / (self.d as f32).sqrt()
     }
 
-    /// Query, key and value `[seq, d]` of one head.
-    fn qkv(self, qkv: &[f32], b: usize, h: usize) -> [MatRef<'_, f32>; 3] {
-        let c = self.heads * self.d;
-        let all = mat(qkv, self.batch * self.seq, 3 * c).subrows(b * self.seq, self.seq);
-        [0, 1, 2].map(|i| all.subcols(i * c + h * self.d, self.d))
+    /// Elements of a token's queries, keys and values.
+    fn row(self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.d
     }
 
-    /// Writes the query, key or value (`part` 0, 1, 2) of a head to `out` `[d, seq]`; task is
-    /// `b * heads + h`. faer packs it for every block of rows: fast only along its columns.
+    /// Queries that share a key.
+    fn group(self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// The heads of the query, key and value of task `b * heads + h`, among those of a token.
+    fn heads_of(self, task: usize) -> [usize; 3] {
+        let h = task % self.heads;
+        let kv = h / self.group();
+        [h, self.heads + kv, self.heads + self.kv_heads + kv]
+    }
+
+    /// Query, key and value `[seq, d]` of task `b * heads + h`.
+    fn qkv(self, qkv: &[f32], task: usize) -> [MatRef<'_, f32>; 3] {
+        let b = task / self.heads;
+        let all = mat(qkv, self.batch * self.seq, self.row()).subrows(b * self.seq, self.seq);
+        self.heads_of(task)
+            .map(|head| all.subcols(head * self.d, self.d))
+    }
+
+    /// Writes the query, key or value (`part` 0, 1, 2) of a task to `out` `[d, seq]`. faer packs it
+    /// for every block of rows: fast only along its columns.
     fn transposed(self, out: &mut [f32], qkv: &[f32], task: usize, part: usize) {
-        let c = self.heads * self.d;
-        let first = task / self.heads * self.seq * 3 * c + part * c + task % self.heads * self.d;
-        transpose(out, &qkv[first..], 3 * c, self.seq);
+        let row = self.row();
+        let first = task / self.heads * self.seq * row + self.heads_of(task)[part] * self.d;
+        transpose(out, &qkv[first..], row, self.seq);
     }
 
-    /// Splits `[batch * seq, parts * heads * d]` into `[seq, d]` tiles. The tile of batch b, part
-    /// i, head h has index `(b * parts + i) * heads + h`.
-    fn tiles(self, data: &mut [f32], parts: usize) -> Vec<MatMut<'_, f32>> {
-        let mut tiles = Vec::with_capacity(self.batch * parts * self.heads);
-        let mut rest = mat_mut(data, self.batch * self.seq, parts * self.heads * self.d);
+    /// The keys that the rows `rows` see.
+    fn keys(self, rows: Range<usize>) -> Range<usize> {
+        (rows.start + 1).saturating_sub(self.window)..rows.end
+    }
+
+    /// The rows of each block.
+    fn blocks(self) -> impl Iterator<Item = Range<usize>> {
+        let seq = self.seq;
+        (0..seq)
+            .step_by(BLOCK)
+            .map(move |start| start..seq.min(start + BLOCK))
+    }
+
+    /// Splits `[batch * seq, heads * d]` into `[seq, d]` tiles. The tile of batch b, head h has
+    /// index `b * heads + h`.
+    fn tiles(self, data: &mut [f32], heads: usize) -> Vec<MatMut<'_, f32>> {
+        let mut tiles = Vec::with_capacity(self.batch * heads);
+        let mut rest = mat_mut(data, self.batch * self.seq, heads * self.d);
         for _ in 0..self.batch {
             let (mut rows, below) = rest.split_at_row_mut(self.seq);
             rest = below;
-            for _ in 0..parts * self.heads {
+            for _ in 0..heads {
                 let (tile, right) = rows.split_at_col_mut(self.d);
                 rows = right;
                 tiles.push(tile);
@@ -70,34 +108,34 @@ impl Shape {
 /// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass.
 pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
     let Shape { seq, heads, d, .. } = shape;
-    let tiles = shape.tiles(out, 1);
+    let tiles = shape.tiles(out, heads);
     (tiles, lse.par_chunks_mut(seq))
         .into_par_iter()
         .enumerate()
         .for_each(|(task, (mut out, lse))| {
-            let [q, _, v] = shape.qkv(qkv, task / heads, task % heads);
+            let [q, _, v] = shape.qkv(qkv, task);
             with_scratch(seq * (d + BLOCK), |scratch| {
                 let (k, probs) = scratch.split_at_mut(seq * d);
                 shape.transposed(k, qkv, task, 1);
                 let k = mat(k, d, seq);
-                for start in (0..seq).step_by(BLOCK) {
-                    let rows = BLOCK.min(seq - start);
-                    let cols = start + rows;
-                    let probs = &mut probs[..rows * cols];
+                for rows in shape.blocks() {
+                    let keys = shape.keys(rows.clone());
+                    let probs = &mut probs[..rows.len() * keys.len()];
                     gemm(
-                        mat_mut(probs, rows, cols),
+                        mat_mut(probs, rows.len(), keys.len()),
                         Accum::Replace,
-                        q.subrows(start, rows),
-                        k.subcols(0, cols),
+                        q.subrows(rows.start, rows.len()),
+                        k.subcols(keys.start, keys.len()),
                         shape.scale(),
                     );
-                    softmax_rows(probs, &mut lse[start..cols], start);
-                    let out = out.rb_mut().subrows_mut(start, rows);
+                    let seen = Seen::new(shape, &rows, &keys);
+                    softmax_rows(probs, &mut lse[rows.clone()], seen);
+                    let out = out.rb_mut().subrows_mut(rows.start, rows.len());
                     gemm(
                         out,
                         Accum::Replace,
-                        mat(probs, rows, cols),
-                        v.subrows(0, cols),
+                        mat(probs, rows.len(), keys.len()),
+                        v.subrows(keys.start, keys.len()),
                         1.0,
                     );
                 }
@@ -115,112 +153,175 @@ pub fn backward(
     shape: Shape,
 ) {
     let Shape {
-        batch,
-        seq,
-        heads,
-        d,
+        heads, kv_heads, ..
     } = shape;
 
-    let mut tiles: Vec<Option<MatMut<'_, f32>>> =
-        shape.tiles(dqkv, 3).into_iter().map(Some).collect();
-    let mut tasks = Vec::with_capacity(batch * heads);
-    for task in 0..batch * heads {
-        let b = task / heads;
-        let h = task % heads;
-        let mut take = |part: usize| tiles[(b * 3 + part) * heads + h].take();
-        if let (Some(dq), Some(dk), Some(dv)) = (take(0), take(1), take(2)) {
-            tasks.push((task, dq, dk, dv));
+    // A task computes the queries that share a key and a value, in order, and sums their gradients.
+    let group = shape.group();
+    let mut tasks = Vec::with_capacity(shape.batch * kv_heads);
+    let mut tiles = shape.tiles(dqkv, heads + 2 * kv_heads).into_iter();
+    for _ in 0..shape.batch {
+        let dq: Vec<_> = tiles.by_ref().take(heads).collect();
+        let dk: Vec<_> = tiles.by_ref().take(kv_heads).collect();
+        let dv: Vec<_> = tiles.by_ref().take(kv_heads).collect();
+        let mut dq = dq.into_iter();
+        for (dk, dv) in dk.into_iter().zip(dv) {
+            tasks.push((dq.by_ref().take(group).collect::<Vec<_>>(), dk, dv));
         }
     }
 
     tasks
         .into_par_iter()
-        .for_each(|(task, mut dq, mut dk, mut dv)| {
-            let b = task / heads;
-            let h = task % heads;
-            let [q, k, _] = shape.qkv(qkv, b, h);
-            let all_dout = dout;
-            let dout = mat(dout, batch * seq, heads * d)
-                .subrows(b * seq, seq)
-                .subcols(h * d, d);
-            let lse = &lse[task * seq..][..seq];
+        .enumerate()
+        .for_each(|(index, (dqs, mut dk, mut dv))| {
             dk.fill(0.0);
             dv.fill(0.0);
-            with_scratch(seq * (2 * d + 3 * BLOCK), |scratch| {
-                let (kt, scratch) = scratch.split_at_mut(seq * d);
-                let (vt, scratch) = scratch.split_at_mut(seq * d);
-                let (probs, scratch) = scratch.split_at_mut(seq * BLOCK);
-                let (dprobs, turned) = scratch.split_at_mut(seq * BLOCK);
-                shape.transposed(kt, qkv, task, 1);
-                shape.transposed(vt, qkv, task, 2);
-                let kt = mat(kt, d, seq);
-                let vt = mat(vt, d, seq);
-                for start in (0..seq).step_by(BLOCK) {
-                    let rows = BLOCK.min(seq - start);
-                    let cols = start + rows;
-                    let [probs, dprobs, turned] =
-                        [&mut *probs, &mut *dprobs, &mut *turned].map(|x| &mut x[..rows * cols]);
-                    let [q, dout] = [q, dout].map(|x| x.subrows(start, rows));
-                    gemm(
-                        mat_mut(probs, rows, cols),
-                        Accum::Replace,
-                        q,
-                        kt.subcols(0, cols),
-                        shape.scale(),
-                    );
-                    gemm(
-                        mat_mut(dprobs, rows, cols),
-                        Accum::Replace,
-                        dout,
-                        vt.subcols(0, cols),
-                        1.0,
-                    );
-                    let first = ((b * seq + start) * heads + h) * d;
-                    let outputs = [&out[first..], &all_dout[first..]];
-                    softmax_backward_rows(probs, dprobs, &lse[start..cols], outputs, shape, start);
-                    let dq = dq.rb_mut().subrows_mut(start, rows);
-                    gemm(
-                        dq,
-                        Accum::Replace,
-                        mat(dprobs, rows, cols),
-                        k.subrows(0, cols),
-                        shape.scale(),
-                    );
-                    transpose(turned, dprobs, cols, rows);
-                    gemm(
-                        dk.rb_mut().subrows_mut(0, cols),
-                        Accum::Add,
-                        mat(turned, cols, rows),
-                        q,
-                        shape.scale(),
-                    );
-                    transpose(turned, probs, cols, rows);
-                    gemm(
-                        dv.rb_mut().subrows_mut(0, cols),
-                        Accum::Add,
-                        mat(turned, cols, rows),
-                        dout,
-                        1.0,
-                    );
-                }
-            });
+            for (i, dq) in dqs.into_iter().enumerate() {
+                let head = Head {
+                    dout,
+                    qkv,
+                    out,
+                    lse,
+                    shape,
+                    task: index * group + i,
+                };
+                head.backward(dq, dk.rb_mut(), dv.rb_mut());
+            }
         });
 }
 
-/// Converts scores to probabilities, row by row. Row i attends to columns 0..=start + i; the others
-/// become 0.
+/// One head of queries in the backward pass.
+struct Head<'a> {
+    dout: &'a [f32],
+    qkv: &'a [f32],
+    out: &'a [f32],
+    lse: &'a [f32],
+    shape: Shape,
+    task: usize,
+}
+
+impl Head<'_> {
+    /// Writes `dq`, and adds to `dk` and `dv`.
+    fn backward(&self, mut dq: MatMut<'_, f32>, mut dk: MatMut<'_, f32>, mut dv: MatMut<'_, f32>) {
+        let shape = self.shape;
+        let Shape {
+            batch,
+            seq,
+            heads,
+            d,
+            ..
+        } = shape;
+        let b = self.task / heads;
+        let h = self.task % heads;
+        let [q, k, _] = shape.qkv(self.qkv, self.task);
+        let dout = mat(self.dout, batch * seq, heads * d)
+            .subrows(b * seq, seq)
+            .subcols(h * d, d);
+        let lse = &self.lse[self.task * seq..][..seq];
+
+        with_scratch(seq * (2 * d + 3 * BLOCK), |scratch| {
+            let (kt, scratch) = scratch.split_at_mut(seq * d);
+            let (vt, scratch) = scratch.split_at_mut(seq * d);
+            let (probs, scratch) = scratch.split_at_mut(seq * BLOCK);
+            let (dprobs, turned) = scratch.split_at_mut(seq * BLOCK);
+            shape.transposed(kt, self.qkv, self.task, 1);
+            shape.transposed(vt, self.qkv, self.task, 2);
+            let kt = mat(kt, d, seq);
+            let vt = mat(vt, d, seq);
+
+            for block in shape.blocks() {
+                let keys = shape.keys(block.clone());
+                let rows = block.len();
+                let cols = keys.len();
+                let [probs, dprobs, turned] =
+                    [&mut *probs, &mut *dprobs, &mut *turned].map(|x| &mut x[..rows * cols]);
+                let [q, dout] = [q, dout].map(|x| x.subrows(block.start, rows));
+                gemm(
+                    mat_mut(probs, rows, cols),
+                    Accum::Replace,
+                    q,
+                    kt.subcols(keys.start, cols),
+                    shape.scale(),
+                );
+                gemm(
+                    mat_mut(dprobs, rows, cols),
+                    Accum::Replace,
+                    dout,
+                    vt.subcols(keys.start, cols),
+                    1.0,
+                );
+
+                let first = ((b * seq + block.start) * heads + h) * d;
+                let outputs = [&self.out[first..], &self.dout[first..]];
+                let seen = Seen::new(shape, &block, &keys);
+                softmax_backward_rows(probs, dprobs, &lse[block.clone()], outputs, shape, seen);
+                gemm(
+                    dq.rb_mut().subrows_mut(block.start, rows),
+                    Accum::Replace,
+                    mat(dprobs, rows, cols),
+                    k.subrows(keys.start, cols),
+                    shape.scale(),
+                );
+                transpose(turned, dprobs, cols, rows);
+                gemm(
+                    dk.rb_mut().subrows_mut(keys.start, cols),
+                    Accum::Add,
+                    mat(turned, cols, rows),
+                    q,
+                    shape.scale(),
+                );
+                transpose(turned, probs, cols, rows);
+                gemm(
+                    dv.rb_mut().subrows_mut(keys.start, cols),
+                    Accum::Add,
+                    mat(turned, cols, rows),
+                    dout,
+                    1.0,
+                );
+            }
+        });
+    }
+}
+
+/// The columns of a block's scores that each of its rows sees.
+#[derive(Clone, Copy)]
+struct Seen {
+    /// Columns of the block's first row, itself included.
+    first: usize,
+    window: usize,
+}
+
+impl Seen {
+    fn new(shape: Shape, rows: &Range<usize>, keys: &Range<usize>) -> Self {
+        Self {
+            first: rows.start + 1 - keys.start,
+            window: shape.window,
+        }
+    }
+
+    /// The columns that row `i` of the block sees.
+    #[inline(always)]
+    fn by(self, i: usize) -> Range<usize> {
+        let end = self.first + i;
+        end.saturating_sub(self.window)..end
+    }
+}
+
+/// Converts scores to probabilities, row by row. The columns that a row does not see become 0.
 #[multiversion(targets = "simd")]
-fn softmax_rows(scores: &mut [f32], lse: &mut [f32], start: usize) {
+fn softmax_rows(scores: &mut [f32], lse: &mut [f32], seen: Seen) {
     let cols = scores.len() / lse.len();
     for (i, (row, lse)) in scores.chunks_exact_mut(cols).zip(lse).enumerate() {
-        let (seen, hidden) = row.split_at_mut(start + i + 1);
-        let max = math::max(seen);
-        let sum = math::exp_and_sum(seen, max);
+        let seen = seen.by(i);
+        row[..seen.start].fill(0.0);
+        row[seen.end..].fill(0.0);
+        let row = &mut row[seen];
+        let max = math::max(row);
+        let sum = math::exp_and_sum(row, max);
         let factor = 1.0 / sum;
-        for x in seen.iter_mut() {
+        for x in row.iter_mut() {
             *x *= factor;
         }
-        hidden.fill(0.0);
         *lse = max + sum.ln();
     }
 }
@@ -235,7 +336,7 @@ fn softmax_backward_rows(
     lse: &[f32],
     outputs: [&[f32]; 2],
     shape: Shape,
-    start: usize,
+    seen: Seen,
 ) {
     let cols = p.len() / lse.len();
     let rows = p
@@ -245,12 +346,14 @@ fn softmax_backward_rows(
     for (i, ((p, dp), &lse)) in rows.enumerate() {
         let [out, dout] = outputs.map(|x| &x[i * shape.heads * shape.d..][..shape.d]);
         let delta = math::sum_of([out, dout], |[out, dout]| out * dout);
-        let seen = start + i + 1;
-        for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
+        let seen = seen.by(i);
+        for x in [&mut *p, &mut *dp] {
+            x[..seen.start].fill(0.0);
+            x[seen.end..].fill(0.0);
+        }
+        for (p, dp) in p[seen.clone()].iter_mut().zip(&mut dp[seen]) {
             *p = math::exp(*p - lse);
             *dp = *p * (*dp - delta);
         }
-        p[seen..].fill(0.0);
-        dp[seen..].fill(0.0);
     }
 }

@@ -1,4 +1,4 @@
-//! Token and position embedding.
+//! Token embedding, with positions or without.
 //!
 //! Shapes: tokens `[batch * seq]`, wte `[vocab, c]`, wpe `[positions, c]`, x `[batch * seq, c]`.
 
@@ -44,6 +44,37 @@ pub fn backward(
             *sum += d;
         }
         for (sum, &d) in dwpe[position..position + c].iter_mut().zip(dx) {
+            *sum += d;
+        }
+    }
+}
+
+/// `x[i] = wte[token]`. Tokens were checked against the vocabulary when the data was opened.
+pub fn forward_tokens(x: &mut [f32], tokens: &[u32], wte: &[f32], c: usize) {
+    let rows = rows_per_thread(tokens.len());
+    (x.par_chunks_mut(rows * c), tokens.par_chunks(rows))
+        .into_par_iter()
+        .for_each(|(x, tokens)| {
+            for (x, &token) in x.chunks_exact_mut(c).zip(tokens) {
+                x.copy_from_slice(&wte[token as usize * c..][..c]);
+            }
+        });
+}
+
+/// `dwte[token] += dx`, in the order of the rows, but not for the token `padding`.
+pub fn backward_tokens(
+    dwte: &mut [f32],
+    tokens: &[u32],
+    dx: &[f32],
+    c: usize,
+    padding: Option<u32>,
+) {
+    for (&token, dx) in tokens.iter().zip(dx.chunks_exact(c)) {
+        if Some(token) == padding {
+            continue;
+        }
+        let sums = &mut dwte[token as usize * c..][..c];
+        for (sum, &d) in sums.iter_mut().zip(dx) {
             *sum += d;
         }
     }

@@ -1,6 +1,7 @@
 //! Matrix products of a linear layer `y = x w + bias`.
 //!
-//! Shapes: x `[rows, k]`, w `[k, n]` (as GPT-2's Conv1D stores it), y `[rows, n]`, all row-major.
+//! Shapes: x `[rows, k]`, w `[k, n]` (as GPT-2's Conv1D stores it), y `[rows, n]`, all row-major; w
+//! `[n, k]` (as torch.nn.Linear stores it) in the functions whose name says transposed.
 //!
 //! faer reads the second operand of a row-major product down its columns: one cache line an element
 //! if it is the transpose of a tensor. So weight gradients, and attention, transpose that operand
@@ -87,6 +88,58 @@ pub fn forward_residual(y: &mut [f32], residual: &[f32], x: &[f32], w: &[f32], b
             sum_with_bias(y, residual, bias);
             panels(y, Accum::Add, mat(x, y.len() / n, w.nrows()), w);
         });
+}
+
+/// `y = x w^T + bias`: w `[n, k]`; without a bias if that is empty.
+pub fn forward_transposed(y: &mut [f32], x: &[f32], w: &[f32], bias: &[f32], n: usize) {
+    let w = mat(w, n, w.len() / n).transpose();
+    by_rows(y, x, n, w.nrows(), |y, x| {
+        panels(y, Accum::Replace, x, w);
+        if !bias.is_empty() {
+            add_rows(y, bias);
+        }
+    });
+}
+
+/// `y = residual + bias + x w^T`: w `[n, k]`; without a bias if that is empty.
+pub fn forward_residual_transposed(
+    y: &mut [f32],
+    residual: &[f32],
+    x: &[f32],
+    w: &[f32],
+    bias: &[f32],
+    n: usize,
+) {
+    let w = mat(w, n, w.len() / n).transpose();
+    let rows = rows_per_thread(y.len() / n);
+    (
+        y.par_chunks_mut(rows * n),
+        residual.par_chunks(rows * n),
+        x.par_chunks(rows * w.nrows()),
+    )
+        .into_par_iter()
+        .for_each(|(y, residual, x)| {
+            if bias.is_empty() {
+                y.copy_from_slice(residual);
+            } else {
+                sum_with_bias(y, residual, bias);
+            }
+            panels(y, Accum::Add, mat(x, y.len() / n, w.nrows()), w);
+        });
+}
+
+/// `dw += dy^T x` and, unless it is empty, `dbias += column sums of dy`: dw `[n, k]`.
+pub fn backward_weight_transposed(
+    dw: &mut [f32],
+    dbias: &mut [f32],
+    x: &[f32],
+    dy: &[f32],
+    k: usize,
+) {
+    add_weight_gradient(dw, dy, x, k);
+    if !dbias.is_empty() {
+        add_column_sums(dbias, dy);
+    }
 }
 
 /// Rows of x, and columns, that [`add_weight_gradient`] transposes at once.

@@ -11,6 +11,9 @@ pub mod gelu;
 pub mod layer_norm;
 pub mod linear;
 mod math;
+pub mod rms_norm;
+pub mod rope;
+pub mod swiglu;
 #[cfg(test)]
 mod tests;
 mod transpose;

@@ -6,7 +6,9 @@ use std::ops::{Add, Mul, Sub};
 use proptest::prelude::*;
 
 use super::attention::Shape;
-use super::{Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear};
+use super::{
+    Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope, swiglu,
+};
 
 /// Reproducible values in -1..1.
 fn values(n: usize, seed: u64) -> Vec<f32> {
@@ -185,6 +187,22 @@ fn matmul_onto(start: &[f32], x: &[Bounded], w: &[Bounded], k: usize, n: usize) 
         .collect()
 }
 
+/// The same, with a bias `[n]` on each row.
+fn matmul_onto_biased(
+    start: &[f32],
+    bias: &[f32],
+    x: &[Bounded],
+    w: &[Bounded],
+    k: usize,
+) -> Vec<Bounded> {
+    let n = bias.len();
+    let products = |i: usize| (0..k).map(move |l| x[i / n * k + l] * w[l * n + i % n]);
+    let onto = |i: usize| [start[i], bias[i % n]].map(Bounded::from);
+    (0..start.len())
+        .map(|i| Bounded::sum(products(i).chain(onto(i))))
+        .collect()
+}
+
 fn transposed(x: &[f32], columns: usize) -> Vec<Bounded> {
     let rows = x.len() / columns;
     (0..x.len())
@@ -205,8 +223,10 @@ struct HeadOracle {
 
 impl HeadOracle {
     /// From query, key, value and the output's gradient, `[seq, d]` each.
-    fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize) -> Self {
+    fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize, window: usize) -> Self {
         let seq = q.len() / d;
+        let seen = |t: usize| (t + 1).saturating_sub(window)..t + 1;
+        let sees = |t: usize, u: usize| seen(t).contains(&u);
         let scale = Bounded::constant(1.0 / (d as f64).sqrt(), 2.0);
         let dot =
             |a: &[Bounded], b: &[Bounded]| Bounded::sum(a.iter().zip(b).map(|(&a, &b)| a * b));
@@ -216,30 +236,73 @@ impl HeadOracle {
         let mut out = Vec::new();
 
         for t in 0..seq {
-            let scores: Vec<_> = (0..=t)
+            let scores: Vec<_> = seen(t)
                 .map(|u| dot(&row(&q, t), &row(&k, u)) * scale)
                 .collect();
             let max = Bounded::max(scores.iter().copied());
             let exps: Vec<_> = scores.iter().map(|&s| (s - max).exp()).collect();
             let sum = Bounded::sum(exps.iter().copied());
-            let forward: Vec<_> = exps.iter().map(|&e| e * sum.recip()).collect();
-            out.extend((0..d).map(|i| Bounded::sum((0..=t).map(|u| forward[u] * v[u * d + i]))));
+            let forward = exps.iter().map(|&e| e * sum.recip());
+            let forward: Vec<_> = seen(t).zip(forward).collect();
+            out.extend(
+                (0..d).map(|i| Bounded::sum(forward.iter().map(|&(u, p)| p * v[u * d + i]))),
+            );
             // The backward pass recomputes the probabilities from the log-sum-exp.
             let lse = max + sum.ln();
-            let backward: Vec<_> = scores.iter().map(|&s| (s - lse).exp()).collect();
+            let mut backward = vec![Bounded::from(0.0); seq];
+            let mut slopes = backward.clone();
             let delta = dot(&out[t * d..], &row(&dout, t));
-            let slope = |u: usize| backward[u] * (dot(&row(&dout, t), &row(&v, u)) - delta) * scale;
-            ds.push((0..=t).map(slope).collect::<Vec<_>>());
+            for (u, &score) in seen(t).zip(&scores) {
+                backward[u] = (score - lse).exp();
+                slopes[u] = backward[u] * (dot(&row(&dout, t), &row(&v, u)) - delta) * scale;
+            }
+            ds.push(slopes);
             p.push(backward);
         }
 
         let elements = || (0..seq * d).map(|e| (e / d, e % d));
-        let dq = elements().map(|(t, i)| Bounded::sum((0..=t).map(|u| ds[t][u] * k[u * d + i])));
-        let dk = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| ds[t][u] * q[t * d + i])));
-        let dv = elements().map(|(u, i)| Bounded::sum((u..seq).map(|t| p[t][u] * dout[t * d + i])));
+        let dq = elements().map(|(t, i)| Bounded::sum(seen(t).map(|u| ds[t][u] * k[u * d + i])));
+        let seeing = |u: usize| (u..seq).filter(move |&t| sees(t, u));
+        let dk = elements().map(|(u, i)| Bounded::sum(seeing(u).map(|t| ds[t][u] * q[t * d + i])));
+        let dv =
+            elements().map(|(u, i)| Bounded::sum(seeing(u).map(|t| p[t][u] * dout[t * d + i])));
         Self {
             gradients: [dq.collect(), dk.collect(), dv.collect()],
             out,
+        }
+    }
+}
+
+/// Output and gradients of an RMS norm of rows `[rows, n]`.
+struct RmsOracle {
+    y: Vec<Bounded>,
+    dx: Vec<Bounded>,
+    dgain: Vec<Bounded>,
+}
+
+impl RmsOracle {
+    fn new(x: &[f32], gain: &[f32], dy: &[f32]) -> Self {
+        let n = gain.len();
+        let gain = bounded(gain);
+        let mut y = Vec::new();
+        let mut dx = Vec::new();
+        let mut terms = vec![Vec::new(); n];
+        for (x, dy) in bounded(x).chunks(n).zip(bounded(dy).chunks(n)) {
+            let square = mean(x.iter().map(|&x| x * x), n);
+            let stat = (square + 1e-5.into()).sqrt().recip();
+            let h: Vec<_> = x.iter().map(|&x| x * stat).collect();
+            let g: Vec<_> = dy.iter().zip(&gain).map(|(&dy, &gain)| dy * gain).collect();
+            let mean_gh = mean(g.iter().zip(&h).map(|(&g, &h)| g * h), n);
+            y.extend((0..n).map(|i| h[i] * gain[i]));
+            dx.extend((0..n).map(|i| stat * (g[i] - h[i] * mean_gh)));
+            for (i, terms) in terms.iter_mut().enumerate() {
+                terms.push(dy[i] * h[i]);
+            }
+        }
+        Self {
+            y,
+            dx,
+            dgain: terms.into_iter().map(Bounded::sum).collect(),
         }
     }
 }
@@ -265,8 +328,7 @@ proptest! {
             check(&y, &want, "forward");
             let mut residual = vec![f32::NAN; m * n];
             linear::forward_residual(&mut residual, &dy, &x, &w, &bias);
-            let sums = matmul_onto(&dy, &x64, &w64, k, n).into_iter().enumerate();
-            check(&residual, &sums.map(|(i, v)| v + bias[i % n].into()).collect::<Vec<_>>(), "residual");
+            check(&residual, &matmul_onto_biased(&dy, &bias, &x64, &w64, k), "residual");
 
             let mut dx = vec![f32::NAN; m * k];
             linear::product_transposed(&mut dx, &dy, &w, k);
@@ -353,34 +415,196 @@ proptest! {
     fn attentions(
         batch in 1usize..3,
         seq in prop_oneof![1usize..12, 62usize..67],
-        heads in 1usize..4,
+        kv_heads in 1usize..3,
+        group in 1usize..4,
         d in 1usize..9,
+        window in prop_oneof![Just(usize::MAX), 1usize..70],
         threads in 1usize..4,
         seed in any::<u64>(),
     ) {
-        let shape = Shape { batch, seq, heads, d };
-        let elems = batch * seq * heads * d;
-        let qkv = values(3 * elems, seed);
-        let dout = values(elems, seed ^ 1);
+        let heads = kv_heads * group;
+        let window = window.min(seq);
+        let shape = Shape { batch, seq, heads, kv_heads, d, window };
+        let width = (heads + 2 * kv_heads) * d;
+        let qkv = values(batch * seq * width, seed);
+        let dout = values(batch * seq * heads * d, seed ^ 1);
         on(threads, || {
-            let mut out = vec![f32::NAN; elems];
+            let mut out = vec![f32::NAN; dout.len()];
             let mut lse = vec![f32::NAN; batch * heads * seq];
             attention::forward(&mut out, &mut lse, &qkv, shape);
-            let mut dqkv = vec![f32::NAN; 3 * elems];
+            let mut dqkv = vec![f32::NAN; qkv.len()];
             attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, shape);
-            for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
-                // Rows of `parts * heads * d` elements: this head's [seq, d] of a part.
-                let head = |x: &[f32], parts: usize, part: usize| -> Vec<f32> {
-                    let start = |t| ((b * seq + t) * parts + part) * heads * d + h * d;
+
+            for (b, kv) in (0..batch).flat_map(|b| (0..kv_heads).map(move |kv| (b, kv))) {
+                // [seq, d] of head `index` in rows of `width` elements.
+                let head = |x: &[f32], width: usize, index: usize| -> Vec<f32> {
+                    let start = |t| (b * seq + t) * width + index * d;
                     (0..seq).flat_map(|t| x[start(t)..start(t) + d].to_vec()).collect()
                 };
-                let [q, k, v] = [0, 1, 2].map(|part| bounded(&head(&qkv, 3, part)));
-                let want = HeadOracle::new([q, k, v, bounded(&head(&dout, 1, 0))], d);
-                check(&head(&out, 1, 0), &want.out, "forward");
-                for (part, gradient) in want.gradients.iter().enumerate() {
-                    check(&head(&dqkv, 3, part), gradient, ["query", "key", "value"][part]);
+                let [key, value] = [heads + kv, heads + kv_heads + kv];
+                let mut shared = [(); 2].map(|()| vec![Vec::new(); seq * d]);
+                for h in kv * group..(kv + 1) * group {
+                    let [q, k, v] = [h, key, value].map(|index| bounded(&head(&qkv, width, index)));
+                    let dout = bounded(&head(&dout, heads * d, h));
+                    let HeadOracle { out: want, gradients: [dq, dk, dv] } =
+                        HeadOracle::new([q, k, v, dout], d, window);
+                    check(&head(&out, heads * d, h), &want, "forward");
+                    check(&head(&dqkv, width, h), &dq, "query");
+                    for (terms, of_head) in shared.iter_mut().zip([dk, dv]) {
+                        terms.iter_mut().zip(of_head).for_each(|(terms, term)| terms.push(term));
+                    }
                 }
+                let [dk, dv] = shared.map(|terms| terms.into_iter().map(Bounded::sum).collect::<Vec<_>>());
+                check(&head(&dqkv, width, key), &dk, "key");
+                check(&head(&dqkv, width, value), &dv, "value");
             }
+        });
+    }
+
+    #[test]
+    fn rms_norms(m in 1usize..8, n in 1usize..40, threads in 1usize..4, seed in any::<u64>()) {
+        let x = values(m * n, seed);
+        let gain = values(n, seed ^ 1);
+        let dy = values(m * n, seed ^ 2);
+        on(threads, || {
+            let mut y = vec![f32::NAN; m * n];
+            let mut stats = vec![f32::NAN; m];
+            rms_norm::forward(&mut y, &mut stats, &x, &gain, 1e-5);
+            let mut dx = vec![0.0; m * n];
+            let mut dgain = vec![0.0; n];
+            rms_norm::backward(&mut dx, &mut dgain, &dy, &x, &stats, &gain);
+
+            let want = RmsOracle::new(&x, &gain, &dy);
+            check(&y, &want.y, "forward");
+            check(&dx, &want.dx, "input");
+            check(&dgain, &want.dgain, "gain");
+        });
+    }
+
+    #[test]
+    fn norms_of_heads(
+        m in 1usize..6, queries in 1usize..4, keys in 1usize..3, d in 1usize..20, threads in 1usize..4, seed in any::<u64>(),
+    ) {
+        let width = (queries + 2 * keys) * d;
+        let heads = rms_norm::Heads { queries, keys, d, width };
+        let x = values(m * width, seed);
+        let gains = values(2 * d, seed ^ 1);
+        let dy = values(m * width, seed ^ 2);
+        on(threads, || {
+            let mut y = x.clone();
+            let mut raw = vec![f32::NAN; m * (queries + keys) * d];
+            let mut stats = vec![f32::NAN; m * (queries + keys)];
+            rms_norm::forward_heads(&mut y, &mut raw, &mut stats, &gains, heads, 1e-5);
+            let mut dx = dy.clone();
+            let mut dgains = vec![0.0; 2 * d];
+            rms_norm::backward_heads(&mut dx, &mut dgains, &raw, &stats, &gains, heads);
+
+            for (part, range) in [0..queries, queries..queries + keys].into_iter().enumerate() {
+                let of = |x: &[f32]| -> Vec<f32> {
+                    let rows = x.chunks(width);
+                    rows.flat_map(|row| row[range.start * d..range.end * d].to_vec()).collect()
+                };
+                let want = RmsOracle::new(&of(&x), &gains[part * d..][..d], &of(&dy));
+                check(&of(&y), &want.y, "forward");
+                check(&of(&dx), &want.dx, "input");
+                check(&dgains[part * d..][..d], &want.dgain, "gain");
+            }
+            let values_of = |x: &[f32]| -> Vec<f32> {
+                x.chunks(width).flat_map(|row| row[(queries + keys) * d..].to_vec()).collect()
+            };
+            assert_eq!((values_of(&y), values_of(&dx)), (values_of(&x), values_of(&dy)));
+        });
+    }
+
+    #[test]
+    fn rotations(
+        batch in 1usize..3, seq in 1usize..9, heads in 1usize..4, half in 1usize..20, threads in 1usize..4, seed in any::<u64>(),
+    ) {
+        let d = 2 * half;
+        let rows = rope::Rows { width: (heads + 1) * d, turned: heads * d, d };
+        let x = values(batch * seq * rows.width, seed);
+        let table = values(seq * d, seed ^ 1);
+        on(threads, || {
+            let mut y = x.clone();
+            rope::forward(&mut y, &table, rows);
+            let mut back = x.clone();
+            rope::backward(&mut back, &table, rows);
+
+            for (got, sign) in [(&y, 1.0), (&back, -1.0)] {
+                let mut want = bounded(&x);
+                for (row, want) in want.chunks_mut(rows.width).enumerate() {
+                    let (cos, sin) = table[row % seq * d..][..d].split_at(half);
+                    for head in want[..rows.turned].chunks_mut(d) {
+                        for i in 0..half {
+                            let (a, b) = (head[i], head[i + half]);
+                            let (cos, sin) = (Bounded::from(cos[i]), Bounded::from(sign * sin[i]));
+                            head[i] = a * cos - b * sin;
+                            head[i + half] = b * cos + a * sin;
+                        }
+                    }
+                }
+                check(got, &want, "rotation");
+            }
+        });
+    }
+
+    #[test]
+    fn swiglus(m in 1usize..6, n in 1usize..50, threads in 1usize..4, seed in any::<u64>()) {
+        let gate_up: Vec<f32> = values(2 * m * n, seed).iter().map(|v| v * 6.0).collect();
+        let dact = values(m * n, seed ^ 1);
+        on(threads, || {
+            let mut act = vec![f32::NAN; m * n];
+            swiglu::forward(&mut act, &gate_up, n);
+            let mut grads = gate_up.clone();
+            swiglu::backward(&mut grads, &dact, n);
+
+            let one = Bounded::from(1.0);
+            let mut want_act = Vec::new();
+            let mut want = Vec::new();
+            for (row, dact) in bounded(&gate_up).chunks(2 * n).zip(bounded(&dact).chunks(n)) {
+                let (gate, up) = row.split_at(n);
+                let sigmoid = |x: Bounded| (one + (Bounded::from(0.0) - x).exp()).recip();
+                let silu: Vec<_> = gate.iter().map(|&g| g * sigmoid(g)).collect();
+                want_act.extend((0..n).map(|i| silu[i] * up[i]));
+                want.extend((0..n).map(|i| {
+                    let s = sigmoid(gate[i]);
+                    dact[i] * up[i] * (silu[i] * (one - s) + s)
+                }));
+                want.extend((0..n).map(|i| dact[i] * silu[i]));
+            }
+            check(&act, &want_act, "forward");
+            check(&grads, &want, "backward");
+        });
+    }
+
+    #[test]
+    fn transposed_linear_layers(
+        m in 1usize..20, k in 1usize..40, n in 1usize..40, biased: bool, threads in 1usize..4, seed in any::<u64>(),
+    ) {
+        let x = values(m * k, seed);
+        let w = values(n * k, seed ^ 1);
+        let bias = values(if biased { n } else { 0 }, seed ^ 2);
+        let dy = values(m * n, seed ^ 3);
+        on(threads, || {
+            let all = if biased { bias.clone() } else { vec![0.0; n] };
+            let onto = |start: &[f32]| matmul_onto_biased(start, &all, &bounded(&x), &transposed(&w, k), k);
+            let mut y = vec![f32::NAN; m * n];
+            linear::forward_transposed(&mut y, &x, &w, &bias, n);
+            check(&y, &onto(&vec![0.0; m * n]), "forward");
+            let mut residual = vec![f32::NAN; m * n];
+            linear::forward_residual_transposed(&mut residual, &dy, &x, &w, &bias, n);
+            check(&residual, &onto(&dy), "residual");
+
+            let mut dx = vec![f32::NAN; m * k];
+            linear::product(&mut dx, &dy, &w, k);
+            check(&dx, &matmul_onto(&vec![0.0; m * k], &bounded(&dy), &bounded(&w), n, k), "gradient of the input");
+
+            let mut dw = vec![1.0; n * k];
+            let mut dbias = vec![1.0; bias.len()];
+            linear::backward_weight_transposed(&mut dw, &mut dbias, &x, &dy, k);
+            check(&dw, &matmul_onto(&vec![1.0; n * k], &transposed(&dy, n), &bounded(&x), m, k), "weight");
+            let column = |j| Bounded::sum((0..m).map(|i| Bounded::from(dy[i * n + j])).chain([Bounded::from(1.0)]));
+            check(&dbias, &(0..bias.len()).map(column).collect::<Vec<_>>(), "bias");
         });
     }
 
@@ -436,7 +660,20 @@ proptest! {
                     want_wpe[p] += dx[row * c + j];
                 }
             }
-            assert_eq!((dwte, dwpe), (want_wte, want_wpe));
+            assert_eq!((dwte, dwpe), (want_wte.clone(), want_wpe));
+
+            embedding::forward_tokens(&mut x, &tokens, &wte, c);
+            for (x, &token) in x.chunks(c).zip(&tokens) {
+                assert_eq!(x, &wte[token as usize * c..][..c]);
+            }
+            for padding in [None, Some(seed as u32 % vocab as u32)] {
+                let mut dwte = vec![0.0; vocab * c];
+                embedding::backward_tokens(&mut dwte, &tokens, &dx, c, padding);
+                if let Some(token) = padding {
+                    want_wte[token as usize * c..][..c].fill(0.0);
+                }
+                assert_eq!(dwte, want_wte);
+            }
         });
     }
 }

@@ -1,7 +1,6 @@
 //! Parameter groups and frozen tensors at all stages: bits, bytes and resume.
 
 use zero_alloc::device::DType;
-use zero_models::gpt2::passes;
 use zero_trainer::RankBytes;
 use zero_trainer::param_groups::{GroupSettings, ParamGroup};
 
@@ -157,9 +156,7 @@ fn frozen_units_cost_nothing() {
             let outcome = case.run(&workload);
             let layout = &outcome.layout;
             let settings = &outcome.settings;
-            let resolved = groups
-                .resolve(layout, zero_models::gpt2::param_kind)
-                .unwrap();
+            let resolved = groups.resolve(layout, zero_models::param_kind).unwrap();
             let held = resolved
                 .state_bytes(layout, settings.stage, &settings.widths())
                 .unwrap();
@@ -205,8 +202,8 @@ fn frozen_units_cost_nothing() {
                 ),
                 _ => assert_eq!(sent.reduce_scatter, shards, "{case:?}"),
             }
-            let activations = workload.options.activations_bytes(&workload.config);
-            let passes = passes(&workload.config);
+            let activations = workload.config.activations_bytes(&workload.options);
+            let passes = workload.config.passes();
             let planned = RankBytes::new(settings, layout, &passes, activations, true)
                 .unwrap()
                 .total();

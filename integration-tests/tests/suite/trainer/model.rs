@@ -4,19 +4,16 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use super::support::{relative_error, tensors, tokens};
-use integration_tests::data;
+use super::support::relative_error;
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 use zero_alloc::Pool;
 use zero_alloc::device::{DType, Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
-use zero_models::gpt2::config::GptConfig;
-use zero_models::gpt2::{self, Gpt2, Gpt2Options};
 use zero_models::ops::Threads;
-use zero_trainer::{Grad, Model};
+use zero_models::{ModelConfig, ModelOptions};
+use zero_trainer::Grad;
 
 const LIMIT: Duration = Duration::from_secs(60);
-const BATCH: usize = 4;
-const SEQ: usize = 32;
 
 /// A slice of a vector that outlives all uses in the test.
 fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
@@ -25,19 +22,23 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
     unsafe { DeviceSlice::from_raw_parts(data.as_mut_ptr(), data.len(), DeviceId::HOST) }
 }
 
-fn check(threads: usize, activation_checkpointing: bool) {
-    let config =
-        GptConfig::from_hf_json(&std::fs::read_to_string(data("model/config.json")).unwrap())
-            .unwrap()
-            .0;
+fn check(oracle: Oracle, threads: usize, activation_checkpointing: bool) {
+    let Oracle {
+        batch,
+        seq,
+        grad_accum,
+        ..
+    } = oracle;
+    let text = std::fs::read_to_string(oracle.data("model/config.json")).unwrap();
+    let (config, _) = ModelConfig::from_hf_json(&text).unwrap();
     let device = HostDevice::new();
     let stream = device.create_stream("compute").unwrap();
     let pool = Pool::new(device, usize::MAX);
 
     // On the host, offload of activations changes nothing.
-    let options = Gpt2Options {
-        micro_batch: BATCH,
-        seq_len: SEQ,
+    let options = ModelOptions {
+        micro_batch: batch,
+        seq_len: seq,
         dtype: DType::F32,
         activation_checkpointing,
         offload_activations: activation_checkpointing,
@@ -45,17 +46,13 @@ fn check(threads: usize, activation_checkpointing: bool) {
         recompute_gelu: false,
     };
 
-    let mut model = Gpt2::new(
-        config.clone(),
-        options,
-        &pool,
-        &stream,
-        Threads::new(threads).unwrap(),
-    )
-    .unwrap();
+    let threads = Threads::new(threads).unwrap();
+    let mut model = config.on_host(options, &pool, &stream, threads).unwrap();
 
-    let weights: HashMap<String, Vec<f32>> =
-        tensors("model/model.safetensors").into_iter().collect();
+    let weights: HashMap<String, Vec<f32>> = oracle
+        .tensors("model/model.safetensors")
+        .into_iter()
+        .collect();
     let units = config.units();
     let flat = |u: &zero_shard::UnitSpec| {
         u.params
@@ -69,16 +66,17 @@ fn check(threads: usize, activation_checkpointing: bool) {
     let mut grads: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
     let grad_slices: Vec<_> = grads.iter_mut().map(|g| Grad::Add(slice(g))).collect();
 
-    let mut logits = vec![f32::NAN; BATCH * SEQ * config.vocab_size];
-    let tokens = tokens();
-    let mut half = [0.5f64];
-    let passes = gpt2::passes(&config);
+    let mut logits = vec![f32::NAN; batch * seq * config.vocab_size()];
+    let tokens = oracle.tokens();
+    // Each of the micro-batches contributes its part of the step's mean loss.
+    let mut scale = [1.0 / grad_accum as f64];
+    let passes = config.passes();
     let twice = model.backward(
         &stream,
         passes.len() - 1,
         &params[..1],
         &[grad_slices[0]; 2],
-        slice(&mut half),
+        slice(&mut scale),
     );
 
     assert!(twice.unwrap_err().to_string().contains("overlaps"));
@@ -91,10 +89,10 @@ fn check(threads: usize, activation_checkpointing: bool) {
             .contains("stream other")
     );
 
-    for micro in 0..2 {
-        let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
+    for micro in 0..grad_accum {
+        let rows = (0..batch).map(|b| (micro * batch + b) * seq);
         let (inputs, targets): (Vec<_>, Vec<_>) = rows
-            .flat_map(|at| at..at + SEQ)
+            .flat_map(|at| at..at + seq)
             .map(|at| (tokens[at], tokens[at + 1]))
             .unzip();
         model.set_batch(&stream, &inputs, &targets).unwrap();
@@ -108,19 +106,19 @@ fn check(threads: usize, activation_checkpointing: bool) {
         for (i, pass) in passes.iter().enumerate().rev() {
             let reads: Vec<_> = pass.backward_reads.iter().map(|&u| params[u]).collect();
             let adds: Vec<_> = pass.grads.iter().map(|&u| grad_slices[u]).collect();
-            // Each of the two micro-batches contributes half of the step's mean loss.
             model
-                .backward(&stream, i, &reads, &adds, slice(&mut half))
+                .backward(&stream, i, &reads, &adds, slice(&mut scale))
                 .unwrap();
         }
     }
 
     stream.synchronize(LIMIT).unwrap();
 
-    let want = &tensors("logits_first_micro_batch.safetensors")[0].1;
+    let want = &oracle.tensors("logits_first_micro_batch.safetensors")[0].1;
     let error = relative_error(&logits, want);
     assert!(error < 1e-5, "logits differ by {error:e}");
-    let want: HashMap<_, _> = tensors("grads_first_step.safetensors")
+    let want: HashMap<_, _> = oracle
+        .tensors("grads_first_step.safetensors")
         .into_iter()
         .collect();
     assert_eq!(
@@ -145,15 +143,27 @@ fn check(threads: usize, activation_checkpointing: bool) {
 
 #[test]
 fn one_thread() {
-    check(1, false);
+    check(GPT2, 1, false);
 }
 
 #[test]
 fn two_threads() {
-    check(2, false);
+    check(GPT2, 2, false);
 }
 
 #[test]
 fn with_activation_checkpointing() {
-    check(1, true);
+    check(GPT2, 1, true);
+}
+
+#[test]
+fn llama() {
+    check(LLAMA, 1, false);
+    check(LLAMA, 3, true);
+}
+
+#[test]
+fn qwen2() {
+    check(QWEN2, 1, true);
+    check(QWEN2, 2, false);
 }

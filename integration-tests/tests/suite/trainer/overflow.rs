@@ -4,6 +4,7 @@
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
+use zero_models::ModelConfig;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
 use zero_trainer::{RunOptions, StepMetrics, run_on_threads};
 
@@ -101,7 +102,10 @@ fn nan_in_any_dtype_is_skipped() {
             ..Case::default()
         };
         let mut workload = case.tiny();
-        workload.config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
+        let ModelConfig::Gpt2(config) = &mut workload.config else {
+            panic!("the default is a GPT-2");
+        };
+        config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
         let fine = case.run(&workload);
         assert!(fine.steps.iter().all(|s| !s.skipped));
         let case = Case {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use zero::workload::GptWorkload;
+use zero::workload::ModelWorkload;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream, Monitor};
@@ -208,7 +208,7 @@ impl Model<HostDevice> for BlockedModel {
 
 /// The workload with a [`BlockedModel`].
 struct Blocked<'a> {
-    inner: &'a GptWorkload,
+    inner: &'a ModelWorkload,
     progress: Arc<Progress>,
 }
 

@@ -7,33 +7,45 @@ use serde_json::Value;
 use zero_kernels::AdamHyper;
 use zero_optim::OptimizerConfig;
 
-use super::support::{Case, relative_error, tensors};
-use integration_tests::data;
+use super::support::{Case, relative_error};
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 
-fn matches_pytorch(ranks: usize, micro_batch: usize) {
-    let expected: Value =
-        serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
-    let expected = expected["steps"].as_array().unwrap();
-    let last: HashMap<_, _> = tensors("params_last.safetensors").into_iter().collect();
+/// The optimizer of `config` of the oracle's `expected.json`.
+fn optimizer(config: &Value) -> OptimizerConfig {
+    let number = |key: &str| config[key].as_f64().unwrap();
     let optimizer = OptimizerConfig::default()
         .hyper(AdamHyper {
             beta1: 0.9,
             beta2: 0.999,
             eps: 1e-8,
-            weight_decay: 0.1,
+            weight_decay: number("wd"),
             decoupled: true,
             bias_correction: true,
         })
-        .lr(1e-3)
-        .max_grad_norm(1.0);
+        .lr(number("lr"));
+    match number("clip") {
+        0.0 => optimizer,
+        norm => optimizer.max_grad_norm(norm),
+    }
+}
+
+fn matches_pytorch(oracle: Oracle, ranks: usize) {
+    let expected: Value =
+        serde_json::from_str(&std::fs::read_to_string(oracle.data("expected.json")).unwrap())
+            .unwrap();
+    let optimizer = optimizer(&expected["config"]);
+    let expected = expected["steps"].as_array().unwrap();
+    let last = oracle.tensors("params_last.safetensors");
+    let last: HashMap<_, _> = last.into_iter().collect();
 
     for stage in 0..4 {
         let case = Case {
+            oracle,
             ranks,
             stage,
-            micro_batch,
+            micro_batch: oracle.batch / ranks,
             steps: 30,
-            grad_accum: 2,
+            grad_accum: oracle.grad_accum,
             optimizer: optimizer.clone(),
             ..Case::default()
         };
@@ -62,10 +74,10 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
                 .map(|b| f32::from_bits(*b))
                 .collect();
             let error = relative_error(&got, want);
-            // The keys' third of this bias shifts all scores of a query equally, so its exact
+            // The keys' part of this bias shifts all scores of a query equally, so its exact
             // gradient is 0, and Adam makes steps of full size from rounding errors, here and in
             // PyTorch.
-            let tolerance = if name.ends_with("c_attn.bias") {
+            let tolerance = if name.ends_with("c_attn.bias") || name.ends_with("k_proj.bias") {
                 1e-3
             } else {
                 1e-5
@@ -81,15 +93,29 @@ fn matches_pytorch(ranks: usize, micro_batch: usize) {
 
 #[test]
 fn one_rank() {
-    matches_pytorch(1, 4);
+    matches_pytorch(GPT2, 1);
 }
 
 #[test]
 fn two_ranks() {
-    matches_pytorch(2, 2);
+    matches_pytorch(GPT2, 2);
 }
 
 #[test]
 fn four_ranks() {
-    matches_pytorch(4, 1);
+    matches_pytorch(GPT2, 4);
+}
+
+#[test]
+fn llama() {
+    for ranks in [1, 2, 4] {
+        matches_pytorch(LLAMA, ranks);
+    }
+}
+
+#[test]
+fn qwen2() {
+    for ranks in [1, 2, 3] {
+        matches_pytorch(QWEN2, ranks);
+    }
 }

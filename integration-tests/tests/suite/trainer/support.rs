@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use zero::data::{DataSource, Dataset};
-use zero::workload::{GptWorkload, Weights};
+use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
-use zero_models::gpt2::Gpt2Options;
+use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
 use zero_optim::OptimizerConfig;
 use zero_shard::{Layout, ZeroStage};
@@ -24,8 +24,8 @@ use zero_trainer::{
     ValidationOptions, Workload, run_on_threads,
 };
 
-use integration_tests::data;
-pub(crate) use integration_tests::{relative_error, tensors, tokens};
+pub(crate) use integration_tests::relative_error;
+use integration_tests::{GPT2, Oracle};
 
 /// A folder in memory if possible: hundreds of synced checkpoints are slow on a disk.
 fn temporary_folder() -> TempDir {
@@ -34,9 +34,10 @@ fn temporary_folder() -> TempDir {
         .unwrap()
 }
 
-/// A run. The default is 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
+/// A run of an oracle's model. The default is GPT-2, 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
+    pub(crate) oracle: Oracle,
     pub(crate) ranks: usize,
     pub(crate) stage: u64,
     pub(crate) dtype: DType,
@@ -58,6 +59,7 @@ pub(crate) struct Case {
 impl Default for Case {
     fn default() -> Self {
         Self {
+            oracle: GPT2,
             ranks: 2,
             stage: 3,
             dtype: DType::F32,
@@ -132,7 +134,7 @@ impl Case {
             groups: self.groups.clone(),
             offload: self.offload.clone(),
             limit: Duration::from_secs(60),
-            ..Settings::new(stage, self.dtype, zero_models::gpt2::param_kind)
+            ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
     }
 
@@ -141,7 +143,7 @@ impl Case {
         RunOptions {
             steps: self.steps,
             micro_batch: self.micro_batch,
-            seq_len: 32,
+            seq_len: self.oracle.seq,
             seed: 7,
             checkpoint: checkpoint.map(|dir| (dir.to_owned(), 0)),
             keep_last: None,
@@ -184,16 +186,16 @@ impl Case {
             .unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
 
-    /// GPT-2 tiny with PyTorch's weights and tokens.
-    pub(crate) fn tiny(&self) -> GptWorkload {
-        let folder = HfFolder::open(&data("model")).unwrap();
-        GptWorkload {
+    /// The oracle's model with PyTorch's weights and tokens.
+    pub(crate) fn tiny(&self) -> ModelWorkload {
+        let folder = HfFolder::open(&self.oracle.data("model")).unwrap();
+        ModelWorkload {
             config: folder.config().clone(),
             weights: Weights::Folder(Box::new(folder)),
-            data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
-            options: Gpt2Options {
+            data: Dataset::open(&DataSource::at(self.oracle.data("tokens.u16.bin"))).unwrap(),
+            options: ModelOptions {
                 micro_batch: self.micro_batch,
-                seq_len: 32,
+                seq_len: self.oracle.seq,
                 dtype: self.dtype,
                 activation_checkpointing: self.activation_checkpointing,
                 offload_activations: false,

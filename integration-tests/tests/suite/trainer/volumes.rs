@@ -1,7 +1,6 @@
 //! Bytes held and sent equal the formulas exactly, padding included.
 
 use zero_alloc::device::DType;
-use zero_models::gpt2::passes;
 use zero_shard::ZeroStage;
 use zero_trainer::{CommBytes, RankBytes};
 
@@ -137,8 +136,8 @@ fn peak_is_known_before_the_run() {
             };
             let workload = case.tiny();
             let outcome = case.run(&workload);
-            let activations = workload.options.activations_bytes(&workload.config);
-            let passes = passes(&workload.config);
+            let activations = workload.config.activations_bytes(&workload.options);
+            let passes = workload.config.passes();
             let planned = RankBytes::new(
                 &outcome.settings,
                 &outcome.layout,

@@ -9,9 +9,8 @@ use std::path::Path;
 use indicatif::HumanBytes;
 
 use crate::error::CliError;
-use crate::workload::GptWorkload;
+use crate::workload::ModelWorkload;
 use limits::{Kind, Limit, cache_bytes, limits};
-use zero_models::gpt2::passes;
 use zero_shard::Layout;
 use zero_trainer::{Home, RankBytes, Settings};
 
@@ -65,7 +64,7 @@ pub(crate) fn rank_overhead_bytes(threads: u64) -> u64 {
 pub(crate) struct RunMemory<'a> {
     pub(crate) settings: &'a Settings,
     pub(crate) layout: &'a Layout,
-    pub(crate) workload: &'a GptWorkload,
+    pub(crate) workload: &'a ModelWorkload,
     /// Whether the run saves checkpoints.
     pub(crate) saves: bool,
 }
@@ -78,8 +77,8 @@ pub(crate) fn check(
     limit_bytes: Option<u64>,
 ) -> Result<(), CliError> {
     let workload = run.workload;
-    let activations = workload.options.activations_bytes(&workload.config);
-    let passes = passes(&workload.config);
+    let activations = workload.config.activations_bytes(&workload.options);
+    let passes = workload.config.passes();
     let saves = run.saves;
     let need = RankBytes::new(run.settings, run.layout, &passes, activations, saves);
     let limits: Vec<Limit> = limits(Path::new("/"))
@@ -96,8 +95,8 @@ pub(crate) fn offload_notice(run: &RunMemory<'_>, on_gpu: bool) -> Option<String
         return None;
     }
     let workload = run.workload;
-    let activations = workload.options.activations_bytes(&workload.config);
-    let passes = passes(&workload.config);
+    let activations = workload.config.activations_bytes(&workload.options);
+    let passes = workload.config.passes();
     let saves = run.saves;
     let need = |settings: &Settings| {
         RankBytes::new(settings, run.layout, &passes, activations, saves).map(|bytes| bytes.total())
@@ -128,7 +127,7 @@ pub(crate) fn check_host_of_gpus(
         return Ok(());
     }
     let workload = run.workload;
-    let checkpoints = workload.options.gpu_bytes(&workload.config).host;
+    let checkpoints = workload.config.gpu_bytes(&workload.options).host;
     let saves = run.saves;
     let need = RankBytes::host_of_gpu(run.settings, run.layout, checkpoints, saves);
     checked(run, 1, need, limit_bytes.map(of_flag).as_slice())?;

@@ -12,8 +12,10 @@ use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_model};
 use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
+use zero_models::ModelConfig;
+use zero_models::ModelOptions;
 use zero_models::gpt2::config::GptConfig;
-use zero_models::gpt2::{Gpt2Options, passes};
+use zero_models::llama::config::LlamaConfig;
 use zero_trainer::Pass;
 use zero_trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
 
@@ -26,7 +28,7 @@ pub(crate) struct ModelSize {
     pub(crate) shape: TransformerShape,
     pub(crate) passes: Vec<Pass>,
     /// The configuration of a GPT-2; `None` if only the number of parameters is known.
-    pub(crate) config: Option<GptConfig>,
+    pub(crate) config: Option<ModelConfig>,
     /// Whether the shape is derived from the number of parameters.
     pub(crate) assumed: bool,
 }
@@ -182,8 +184,8 @@ impl Request {
 
     /// The request of a run of `settings` on GPUs with `gpu_memory_bytes` of memory each.
     pub(crate) fn of_run(
-        config: &GptConfig,
-        options: &Gpt2Options,
+        config: &ModelConfig,
+        options: &ModelOptions,
         settings: &Settings,
         gpus: usize,
         gpu_memory_bytes: u64,
@@ -221,9 +223,12 @@ impl Request {
     }
 
     /// The options of the model; `None` if its shape is assumed.
-    pub(crate) fn model_options(&self, recompute_gelu: bool) -> Option<(&GptConfig, Gpt2Options)> {
+    pub(crate) fn model_options(
+        &self,
+        recompute_gelu: bool,
+    ) -> Option<(&ModelConfig, ModelOptions)> {
         let config = self.model.config.as_ref()?;
-        let options = Gpt2Options {
+        let options = ModelOptions {
             micro_batch: usize::try_from(self.micro_batch).ok()?,
             seq_len: usize::try_from(self.seq_len).ok()?,
             dtype: self.dtype,
@@ -232,7 +237,7 @@ impl Request {
             matmul_timing: false,
             recompute_gelu,
         };
-        options.validate(config).ok().map(|()| (config, options))
+        config.check(&options).ok().map(|()| (config, options))
     }
 
     /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit`
@@ -277,7 +282,7 @@ impl Request {
                 .persistence_threshold_elems(self.persistence_threshold_elems as usize),
             optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
             offload,
-            ..Settings::new(stage, self.dtype, zero_models::gpt2::param_kind)
+            ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
     }
 }
@@ -335,7 +340,7 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Optio
             config.validate().map_err(CliError::usage)?;
             Ok((
                 ModelSize::of(name, &config),
-                Some(config.n_positions as u64),
+                Some(config.max_positions() as u64),
             ))
         }
         (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
@@ -343,7 +348,7 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Optio
             let config = shape(args)?;
             Ok((
                 ModelSize::of("gpt2", &config),
-                Some(config.n_positions as u64),
+                Some(config.max_positions() as u64),
             ))
         }
     }
@@ -352,8 +357,9 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Optio
 /// Width of an attention head, unless --heads is given.
 const HEAD_WIDTH: u64 = 64;
 
-/// The GPT-2 of the shape that the flags give, with positions for --seq-len.
-fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
+/// The model of the shape that the flags give, with positions for --seq-len: a Llama with
+/// `--kv-heads`, otherwise a GPT-2.
+fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
     let (Some(layers), Some(hidden)) = (args.layers, args.hidden) else {
         return Err(CliError::Usage(
             "expected --model, --params, or --layers and --hidden".to_owned(),
@@ -380,31 +386,43 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
         }
     };
 
-    if let Some(kv_heads) = args.kv_heads.filter(|kv_heads| *kv_heads != heads) {
-        return Err(CliError::Usage(format!(
-            "--kv-heads {kv_heads}: the models here are GPT-2s, each of whose {heads} heads has its own keys and values \
-             (no grouped-query attention); remove --kv-heads, or pass --params for an estimate"
-        )));
-    }
-
     let size = |flag: &str, value: u64| {
         usize::try_from(value)
             .map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
     };
+    let default_size = |flag: &str, value: Option<u64>, default: usize| match value {
+        None => Ok(default),
+        Some(value) => size(flag, value),
+    };
 
-    let gpt2 = GptConfig::preset("gpt2-124m").map_err(CliError::usage)?;
-    let config = GptConfig {
-        vocab_size: args
-            .vocab
-            .map_or(Ok(gpt2.vocab_size), |vocab| size("--vocab", vocab))?,
-        n_positions: args
-            .seq_len
-            .map_or(Ok(gpt2.n_positions), |seq_len| size("--seq-len", seq_len))?,
-        n_embd: size("--hidden", hidden)?,
-        n_layer: size("--layers", layers)?,
-        n_head: size("--heads", heads)?,
-        n_inner: size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?,
-        ..gpt2
+    let n_embd = size("--hidden", hidden)?;
+    let n_layer = size("--layers", layers)?;
+    let n_head = size("--heads", heads)?;
+    let n_inner = size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?;
+    let config = match args.kv_heads {
+        None => {
+            let gpt2 = GptConfig::gpt2(n_embd, n_layer, n_head);
+            ModelConfig::from(GptConfig {
+                vocab_size: default_size("--vocab", args.vocab, gpt2.vocab_size)?,
+                n_positions: default_size("--seq-len", args.seq_len, gpt2.n_positions)?,
+                n_inner,
+                ..gpt2
+            })
+        }
+        Some(kv_heads) => {
+            let llama = LlamaConfig::llama2();
+            ModelConfig::from(LlamaConfig {
+                vocab_size: default_size("--vocab", args.vocab, llama.vocab_size)?,
+                max_positions: default_size("--seq-len", args.seq_len, llama.max_positions)?,
+                hidden: n_embd,
+                layers: n_layer,
+                heads: n_head,
+                kv_heads: size("--kv-heads", kv_heads)?,
+                head_dim: n_embd / n_head,
+                intermediate: n_inner,
+                ..llama
+            })
+        }
     };
 
     config
@@ -414,23 +432,17 @@ fn shape(args: &PlanArgs) -> Result<GptConfig, CliError> {
 }
 
 impl ModelSize {
-    /// The sizes of a GPT-2.
-    fn of(name: &str, config: &GptConfig) -> Self {
+    /// The sizes of a model.
+    fn of(name: &str, config: &ModelConfig) -> Self {
         let tied = config
-            .tied_head
-            .then(|| Tie::new("head", "lm_head.weight", "transformer.wte.weight"));
-        let shape = TransformerShape {
-            layers: config.n_layer as u64,
-            hidden: config.n_embd as u64,
-            heads: config.n_head as u64,
-            inner: config.n_inner as u64,
-            vocab: config.vocab_size as u64,
-        };
+            .tied_head()
+            .then(|| Tie::new("head", "lm_head.weight", config.embedding_name()));
+        let shape = config.shape();
 
         let options = LayoutOptions::default()
             .shard_align_elems(SHARD_ALIGN_ELEMS)
             .ties(tied.into_iter().collect());
-        let (units, passes, config) = (config.units(), passes(config), Some(config.clone()));
+        let (units, passes, config) = (config.units(), config.passes(), Some(config.clone()));
         Self {
             name: name.to_owned(),
             units,

@@ -13,9 +13,8 @@ use super::request::Request;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
 use crate::settings::communication::BUCKET_ELEMS;
+use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
-use zero_models::gpt2::GpuBytes;
-use zero_models::gpt2::gpu::writes_grad;
 use zero_trainer::{
     OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
     wide_moments,
@@ -271,7 +270,7 @@ fn memory_model(
         placement.grads = Tier::Nvme;
     }
     let of_model = match request.model_options(recompute_gelu) {
-        Some((config, options)) => options.gpu_bytes(config),
+        Some((config, options)) => config.gpu_bytes(&options),
         None => estimate(request, widths.param_bytes, recompute_gelu)?,
     };
 
@@ -341,7 +340,7 @@ fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
 /// The memory of a rank that runs on this machine's cores and saves checkpoints.
 fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<RankBytes> {
     let activations = match (request.model_options(false), &request.model.config) {
-        (Some((config, options)), _) => options.activations_bytes(config),
+        (Some((config, options)), _) => config.activations_bytes(&options),
         (None, Some(_)) => return None,
         // The host computes in fp32.
         (None, None) => estimate(request, 4, false)
@@ -372,7 +371,7 @@ fn scratch_bytes(
 ) -> Result<u64, ShardError> {
     let passes = &request.model.passes;
     let elems = scratch_elems(settings, layout, passes, &|pass, _| {
-        writes_grad(passes.len(), pass)
+        zero_models::writes_grad(passes.len(), pass)
     });
     let bytes = elems.and_then(|elems| elems.checked_mul(4));
     bytes.ok_or_else(|| ShardError::TooLarge {

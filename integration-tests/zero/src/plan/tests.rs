@@ -278,7 +278,7 @@ proptest::proptest! {
         dtype in 0usize..2, offload in 0usize..4, checkpointing: bool, micro_batch in 1u64..9,
     ) {
         let gpus = nodes * of_node;
-        let memory = (1u64 << memory) / 1000 * (1000 + more);
+        let memory = (1u64 << memory) * (1000 + more) / 1000;
         let dtype = ["fp32", "bf16"][dtype];
         let offload = ["", "--offload cpu", "--offload nvme:/d --moments bf16", "--offload-params cpu"][offload];
         let checkpointing = if checkpointing { "--activation-checkpointing" } else { "" };

@@ -283,13 +283,13 @@ mod tests {
             zero,
             recorded,
         };
-        let mut settings = Settings::new(run.stage, DType::F32, zero_models::gpt2::param_kind);
+        let mut settings = Settings::new(run.stage, DType::F32, zero_models::param_kind);
         apply(&from, &run, LARGEST_UNIT, &mut settings, &mut Vec::new()).unwrap();
         settings
     }
 
     fn recorded() -> CommunicationRecord {
-        let kind_of = zero_models::gpt2::param_kind;
+        let kind_of = zero_models::param_kind;
         CommunicationRecord::of(&Settings::new(ZeroStage::Two, DType::F32, kind_of))
     }
 

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use zero_alloc::device::DType;
-use zero_models::gpt2::config::GptConfig;
-use zero_models::gpt2::passes;
+use zero_models::ModelConfig;
 use zero_shard::{Layout, ZeroStage};
 use zero_trainer::{OffloadSettings, Settings};
 
@@ -201,7 +200,7 @@ pub(crate) fn settings(
         groups: optimizer::groups(&from.part(|run| &run.param_groups)),
         offload,
         limit: Duration::from_secs(args.time_limit),
-        ..Settings::new(stage, dtype, zero_models::gpt2::param_kind)
+        ..Settings::new(stage, dtype, zero_models::param_kind)
     };
 
     communication::apply(
@@ -271,11 +270,11 @@ pub(crate) fn trim_bucket(
 pub(crate) fn raise_live_limit(
     settings: &mut Settings,
     layout: &Layout,
-    config: &GptConfig,
+    config: &ModelConfig,
     notices: &mut Vec<String>,
 ) {
     let mut least = 0;
-    for pass in passes(config) {
+    for pass in config.passes() {
         let units = pass
             .forward_reads
             .iter()

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use zero_models::gpt2::config::GptConfig;
+use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
 use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
@@ -26,7 +26,7 @@ const DEFAULT_MODEL: &str = "nano";
 pub(crate) struct ChosenModel {
     /// The preset or the folder.
     pub(crate) name: String,
-    pub(crate) config: GptConfig,
+    pub(crate) config: ModelConfig,
     /// The folder of the initial weights, if they are not drawn.
     pub(crate) folder: Option<HfFolder>,
     pub(crate) layout: Layout,
@@ -71,7 +71,7 @@ impl ChosenModel {
             ranks: run.ranks,
             largest_unit: units.map(|unit| unit.padded_elems).max().unwrap_or(0),
             on_gpus: run.on_gpus,
-            hidden: self.config.n_embd as u64,
+            hidden: self.config.hidden() as u64,
         }
     }
 

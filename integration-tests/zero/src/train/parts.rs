@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use zero_models::gpt2::Gpt2Options;
+use zero_models::ModelOptions;
 use zero_optim::RankSettings;
 use zero_shard::ZeroStage;
 use zero_trainer::{Settings, ValidationOptions};
@@ -50,7 +50,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) data: ChosenData,
     pub(crate) settings: Settings,
     pub(crate) sizes: Sizes,
-    pub(crate) options: Gpt2Options,
+    pub(crate) options: ModelOptions,
     pub(crate) saving: SavingRecord,
     pub(crate) saves_to: Option<PathBuf>,
     pub(crate) validation: Option<(ValidationOptions, ValidationRecord)>,
@@ -162,7 +162,7 @@ impl<'a> Parts<'a> {
         };
 
         if let Some(file) = self.from.file {
-            let hidden = self.model.config.n_embd as u64;
+            let hidden = self.model.config.hidden() as u64;
             record.auto = autos::values(file, &record, hidden).into_iter().collect();
         }
 
@@ -256,13 +256,13 @@ impl Sizes {
         let config = &model.config;
         let from_batch = from.without_sizes().part(|run| &run.batch);
         let batch = batch::resolve(&from_batch, ranks)?;
-        let seq_len = batch::seq_len(&from_batch, config.n_positions);
-        check_seq_len(seq_len as u64, Some(config.n_positions as u64))?;
+        let seq_len = batch::seq_len(&from_batch, config.max_positions());
+        check_seq_len(seq_len as u64, Some(config.max_positions() as u64))?;
         validation::check_data(
             from.args,
             &data.training,
             data.held_out.as_ref(),
-            config.vocab_size,
+            config.vocab_size(),
             seq_len,
         )?;
         Ok(Self { batch, seq_len })
@@ -283,8 +283,8 @@ fn model_options(
     model: &ChosenModel,
     sizes: &Sizes,
     settings: &Settings,
-) -> Result<Gpt2Options, CliError> {
-    let options = Gpt2Options {
+) -> Result<ModelOptions, CliError> {
+    let options = ModelOptions {
         micro_batch: sizes.batch.micro_batch as usize,
         seq_len: sizes.seq_len,
         dtype: settings.dtype,
@@ -293,7 +293,7 @@ fn model_options(
         matmul_timing: !from.args.no_matmul_timing,
         recompute_gelu: false,
     };
-    options.validate(&model.config).map_err(CliError::usage)?;
+    model.config.check(&options).map_err(CliError::usage)?;
     Ok(options)
 }
 
@@ -312,7 +312,7 @@ fn recompute_gelu_setting(from: &RunSources<'_>) -> Option<bool> {
 fn recomputes_gelu(
     from: &RunSources<'_>,
     model: &ChosenModel,
-    options: &Gpt2Options,
+    options: &ModelOptions,
     settings: &Settings,
     ranks: usize,
     device: Option<&Gpu>,

@@ -28,7 +28,7 @@ use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::settings::changes;
 use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use crate::settings::row::Saved;
-use zero_models::gpt2::config::GptConfig;
+use zero_models::ModelConfig;
 use zero_trainer::{Home, OffloadSettings, TrainerState};
 
 /// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
@@ -59,7 +59,7 @@ pub(crate) struct Resumed {
     /// The settings of the run that saved it; `None` for a checkpoint of an older version.
     pub(crate) record: Option<RunRecord>,
     /// The model; `None` if the checkpoint has no `config.json`.
-    pub(crate) config: Option<GptConfig>,
+    pub(crate) config: Option<ModelConfig>,
     /// Notes for the user, one line each.
     pub(crate) notices: Vec<String>,
 }
@@ -127,7 +127,7 @@ impl Resumed {
         let record = record.map_err(|e| invalid(RUN_JSON, e))?;
         let config = Some(&reader.manifest().model_config).filter(|config| !config.is_null());
         let config = config
-            .map(|config| GptConfig::from_hf_json(&config.to_string()))
+            .map(|config| ModelConfig::from_hf_json(&config.to_string()))
             .transpose();
         let config = config
             .map_err(|e| invalid("model configuration", e.to_string()))?
@@ -175,7 +175,7 @@ impl Resumed {
     }
 
     /// The name and shape of the model.
-    pub(crate) fn model(&self) -> Option<(String, GptConfig)> {
+    pub(crate) fn model(&self) -> Option<(String, ModelConfig)> {
         let name = self.record.as_ref().map_or_else(
             || self.path().display().to_string(),
             |r| r.model.name.clone(),
@@ -398,19 +398,18 @@ impl Resumed {
     pub(crate) fn check_model(
         &self,
         name: &str,
-        config: &GptConfig,
+        config: &ModelConfig,
         layout: &Layout,
     ) -> Result<(), CliError> {
         let mut differences = Vec::new();
         if let Some(own) = &self.config {
-            let json = |config: &GptConfig| {
+            let json = |config: &ModelConfig| {
                 serde_json::from_str(&config.to_hf_json("float32")).unwrap_or_default()
             };
             // How weights were drawn no longer matters.
-            let config = GptConfig {
-                initializer_range: own.initializer_range,
-                ..config.clone()
-            };
+            let config = config
+                .clone()
+                .with_initializer_range(own.initializer_range());
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
             changes::compare("", &own, &config, &|_| false, &mut differences);
         }

@@ -21,7 +21,7 @@ use crate::settings::args::TrainArgs;
 use crate::settings::record::{RUN_JSON, RunRecord};
 use crate::settings::resolve::RunSources;
 use crate::settings::row::Conditions;
-use crate::workload::{GptWorkload, Weights};
+use crate::workload::{ModelWorkload, Weights};
 
 /// The settings of a run that is ready to start.
 pub(crate) struct RunSetup {
@@ -29,7 +29,7 @@ pub(crate) struct RunSetup {
     /// `None` on the host.
     pub(crate) device: Option<Gpu>,
     pub(crate) settings: Settings,
-    pub(crate) workload: GptWorkload,
+    pub(crate) workload: ModelWorkload,
     pub(crate) options: RunOptions,
     pub(crate) layout: Layout,
     pub(crate) model_name: String,
@@ -121,7 +121,7 @@ impl RunSetup {
             log_memory: breakdown || args.report.is_some(),
         };
 
-        let workload = GptWorkload {
+        let workload = ModelWorkload {
             options: parts.options,
             config: parts.model.config,
             weights: match parts.model.folder {

@@ -52,15 +52,7 @@ impl Utilization {
     /// second.
     pub(crate) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let config = &setup.workload.config;
-        let (c, layers) = (config.n_embd as f64, config.n_layer as f64);
-        let tokens = if config.tied_head {
-            0.0
-        } else {
-            config.vocab_size as f64
-        };
-
-        let factors = config.parameter_count() as f64 - (config.n_positions as f64 + tokens) * c;
-        let flops_per_token = 6.0 * factors + 12.0 * layers * c * setup.options.seq_len as f64;
+        let flops_per_token = config.flops_per_token(setup.options.seq_len);
         let (peak, source) = match setup.device.as_ref().map(|gpu| &gpu.name) {
             None => {
                 let cores = std::thread::available_parallelism().map_or(1, NonZero::get);

@@ -263,7 +263,7 @@ fn text_needs_the_tokenizer_of_the_model() {
     };
 
     std::fs::create_dir(dir.path().join("model")).unwrap();
-    write_model(&dir.path().join("model"), &config);
+    write_model(&dir.path().join("model"), &config.into());
     let with = |more: &[&str]| {
         zero(
             dir.path(),

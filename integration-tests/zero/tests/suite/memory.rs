@@ -6,6 +6,7 @@ use std::process::{Command, Output};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
+use zero_models::ModelConfig;
 use zero_models::gpt2::config::GptConfig;
 
 use crate::place;
@@ -13,14 +14,14 @@ use crate::place;
 /// A model whose state is large beside the program, and small enough for a test; all weights are
 /// zero.
 fn write_model(folder: &Path) {
-    let config = GptConfig {
+    let config = ModelConfig::from(GptConfig {
         n_layer: 5,
         n_embd: 512,
         n_head: 8,
         n_inner: 2048,
         vocab_size: 4096,
         ..GptConfig::preset("nano").unwrap()
-    };
+    });
 
     std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
     let params: Vec<_> = config

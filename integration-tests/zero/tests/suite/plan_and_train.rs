@@ -68,7 +68,7 @@ fn plan_matches_training_of_other_shapes() {
             tied_head,
             ..preset
         };
-        write_model(folder.path(), &config);
+        write_model(folder.path(), &config.into());
         compare(
             folder.path().to_str().unwrap(),
             "--dtype fp32 --micro-batch 3 --seq-len 32 --bucket-elems 1000",

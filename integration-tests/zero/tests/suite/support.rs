@@ -8,7 +8,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
 use tempfile::TempDir;
-use zero_models::gpt2::config::GptConfig;
+use zero_models::ModelConfig;
 
 use crate::place;
 
@@ -105,7 +105,7 @@ pub(crate) fn signal(run: &Child, name: &str) {
     );
 }
 
-pub(crate) fn write_model(folder: &Path, config: &GptConfig) {
+pub(crate) fn write_model(folder: &Path, config: &ModelConfig) {
     std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
     let tensors = config
         .units()

@@ -7,9 +7,9 @@ use zero_alloc::{Pool, Purpose};
 use super::batch;
 use super::checkpoints::{Checkpoints, RING};
 use crate::cuda::{attention, column_sums, cross_entropy, layer_norm, matmul};
-use crate::gpt2::buffers::{Held, Layers};
+use crate::decoder::buffers::{Held, Layers};
 use crate::gpt2::config::GptConfig;
-use crate::gpt2::{Gpt2Options, GpuBytes};
+use crate::options::{GpuBytes, ModelOptions};
 use zero_trainer::ModelError;
 
 /// Buffers that share a block start at multiples of this many bytes.
@@ -104,9 +104,9 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// With the logits of `logits_rows` tokens. The options must pass [`Gpt2Options::validate`], so
+    /// With the logits of `logits_rows` tokens. The options must pass [`ModelOptions::validate`], so
     /// that no size overflows.
-    fn new(config: &GptConfig, options: &Gpt2Options, logits_rows: usize) -> Self {
+    fn new(config: &GptConfig, options: &ModelOptions, logits_rows: usize) -> Self {
         let c = config.n_embd;
         let f = config.n_inner;
         let act = options.dtype;
@@ -160,8 +160,8 @@ impl Sizes {
     }
 }
 
-/// The bytes that a model requests. The options must pass [`Gpt2Options::validate`].
-pub(in super::super) fn gpu_bytes(config: &GptConfig, options: &Gpt2Options) -> GpuBytes {
+/// The bytes that a model requests. The options must pass [`ModelOptions::validate`].
+pub(crate) fn gpu_bytes(config: &GptConfig, options: &ModelOptions) -> GpuBytes {
     let sizes = Sizes::new(config, options, logits_rows(config, options));
     let sum = |parts: &[(usize, usize)]| {
         let sum = parts
@@ -199,7 +199,7 @@ pub(in super::super) fn gpu_bytes(config: &GptConfig, options: &Gpt2Options) -> 
 /// The tokens whose logits are in memory at once: as many as fit [`LOGITS_BYTES`] or
 /// [`FILLING_ELEMS`] in parts of about equal size. It does not depend on the device, and so the
 /// bits of the gradient do not.
-pub(super) fn logits_rows(config: &GptConfig, options: &Gpt2Options) -> usize {
+pub(super) fn logits_rows(config: &GptConfig, options: &ModelOptions) -> usize {
     let tokens = options.micro_batch * options.seq_len;
     let fit = LOGITS_BYTES
         / (cross_entropy::stride_elems(config.vocab_size) * options.dtype.size_bytes());
@@ -213,7 +213,7 @@ pub(super) fn logits_rows(config: &GptConfig, options: &Gpt2Options) -> usize {
 impl Buffers {
     pub(super) fn new(
         config: &GptConfig,
-        options: &Gpt2Options,
+        options: &ModelOptions,
         logits_rows: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
@@ -350,7 +350,7 @@ mod tests {
     #[test]
     fn logits_are_capped_where_rows_fill_the_device() {
         let rows = |preset: &str, micro_batch, seq_len| {
-            let options = Gpt2Options {
+            let options = ModelOptions {
                 micro_batch,
                 seq_len,
                 dtype: DType::Bf16,

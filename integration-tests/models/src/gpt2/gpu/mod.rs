@@ -37,16 +37,17 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use zero_kernels::cuda::Loader;
 
-use super::buffers::Activations;
-use super::params::UnitParams;
-use super::{Gpt2Options, passes};
+use super::passes;
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::matmul::{Matmul, Product, Timing};
 use crate::cuda::{OpError, OpKernels, SumOut, embedding, gelu};
+use crate::decoder::buffers::Activations;
+use crate::decoder::params::UnitParams;
 use crate::gpt2::config::GptConfig;
+use crate::options::ModelOptions;
 use batch::Batches;
-pub(super) use buffers::gpu_bytes;
+pub(crate) use buffers::gpu_bytes;
 use buffers::{Buffers, logits_rows};
 use zero_trainer::ModelError;
 use zero_trainer::{Grad, Model, Pass};
@@ -54,7 +55,7 @@ use zero_trainer::{Grad, Model, Pass};
 /// A GPT-2 on a GPU.
 pub struct CudaGpt2 {
     config: GptConfig,
-    options: Gpt2Options,
+    options: ModelOptions,
     passes: Vec<Pass>,
     params: Vec<UnitParams>,
     ops: Ops,
@@ -88,11 +89,12 @@ impl CudaGpt2 {
     /// than its positions, memory ran out, or NVRTC or cuBLASLt is missing.
     pub fn new(
         config: GptConfig,
-        options: Gpt2Options,
+        options: ModelOptions,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, ModelError> {
-        options.validate(&config)?;
+        config.validate()?;
+        options.validate(config.n_positions)?;
         let logits = logits_rows(&config, &options);
         Self::with_logits_rows(config, options, logits, pool, stream)
     }
@@ -104,15 +106,16 @@ impl CudaGpt2 {
     /// As for [`Self::new`].
     pub fn with_logits_rows(
         config: GptConfig,
-        options: Gpt2Options,
+        options: ModelOptions,
         rows: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, ModelError> {
-        options.validate(&config)?;
+        config.validate()?;
+        options.validate(config.n_positions)?;
         let device = pool.device();
         let kernels = OpKernels::load(&Loader::new(device)?, options.dtype)?;
-        let Gpt2Options {
+        let ModelOptions {
             micro_batch: batch,
             seq_len: seq,
             ..

@@ -12,10 +12,10 @@ use crate::ops::rows_per_thread;
 
 /// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds
 /// a parameter.
-pub(super) struct UnitParams(Vec<(String, Range<usize>)>);
+pub(crate) struct UnitParams(Vec<(String, Range<usize>)>);
 
 impl UnitParams {
-    pub(super) fn new(unit: &UnitSpec) -> Self {
+    pub(crate) fn new(unit: &UnitSpec) -> Self {
         let mut end = 0;
         let place = |p: &zero_shard::ParamSpec| {
             let start = end;
@@ -26,7 +26,7 @@ impl UnitParams {
     }
 
     /// The range of the parameter whose name contains `part`.
-    pub(super) fn range(&self, part: &str) -> Range<usize> {
+    pub(crate) fn range(&self, part: &str) -> Range<usize> {
         let found = self
             .0
             .iter()
@@ -37,7 +37,7 @@ impl UnitParams {
     }
 
     /// Splits a flat gradient of the unit into those of its first N parameters.
-    pub(super) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32]) -> [&'a mut [f32]; N] {
+    pub(crate) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32]) -> [&'a mut [f32]; N] {
         let mut rest = flat;
         std::array::from_fn(|i| {
             let (param, tail) = std::mem::take(&mut rest).split_at_mut(self.0[i].1.len());
@@ -48,35 +48,40 @@ impl UnitParams {
 }
 
 /// The flat parameters of a pass in fp32, by the units that it reads.
-pub(super) struct Flat<'a> {
-    pub(super) units: &'a [UnitParams],
-    pub(super) reads: &'a [usize],
-    pub(super) flats: Vec<&'a [f32]>,
+pub(crate) struct Flat<'a> {
+    pub(crate) units: &'a [UnitParams],
+    pub(crate) reads: &'a [usize],
+    pub(crate) flats: Vec<&'a [f32]>,
+    /// The block of the pass, from 0.
+    pub(crate) layer: usize,
+    /// The architecture's constants.
+    pub(crate) table: &'a [f32],
 }
 
 impl<'a> Flat<'a> {
     /// The parameter of the `read`-th unit whose name contains `part`.
-    pub(super) fn get(&self, read: usize, part: &str) -> &'a [f32] {
+    pub(crate) fn get(&self, read: usize, part: &str) -> &'a [f32] {
         &self.flats[read][self.units[self.reads[read]].range(part)]
     }
 
     /// Layout of the `read`-th unit.
-    pub(super) fn unit(&self, read: usize) -> &'a UnitParams {
+    pub(crate) fn unit(&self, read: usize) -> &'a UnitParams {
         &self.units[self.reads[read]]
     }
 
-    /// The head's matrix `[vocab, c]`; if tied, the embedding's.
-    pub(super) fn head_weight(&self) -> &'a [f32] {
-        if self.flats.len() > 1 {
-            self.get(1, "wte")
-        } else {
-            self.get(0, "lm_head")
+    /// The head's matrix `[vocab, c]`; if tied, the embedding's. Each is the `elems` elements that
+    /// the architectures put where it is found: last in the head, first in the embedding.
+    pub(crate) fn head_weight(&self, elems: usize) -> &'a [f32] {
+        match self.flats[..] {
+            [_, embedding, ..] => &embedding[..elems],
+            [head] => &head[head.len() - elems..],
+            [] => &[],
         }
     }
 }
 
 /// Writes `slice` to `out` in fp32, on all threads.
-pub(super) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
+pub(crate) fn upcast(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
     fn from<T: Element + Float>(slice: AnySlice, out: &mut [f32]) -> Result<(), DeviceError> {
         // SAFETY: the model has checked that it is host memory apart from `out` and the gradients;
         // its maker promised ordered accesses.

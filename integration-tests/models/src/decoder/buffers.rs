@@ -1,4 +1,4 @@
-//! The activations of a [`super::Gpt2`]: allocation, and views for the passes.
+//! The buffers of a [`super::Decoder`]: allocation, and views for the passes.
 //!
 //! An enqueued pass captures `*Slices` values; when it runs, `view()` converts them to host slices.
 
@@ -6,8 +6,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 
-use super::Gpt2Options;
-use crate::gpt2::config::GptConfig;
+use crate::options::ModelOptions;
 use zero_trainer::ModelError;
 
 /// Maximum number of logits in memory at once (64 MiB).
@@ -18,19 +17,19 @@ macro_rules! views {
     ($(#[$doc:meta])* $slices:ident, $view:ident { $($field:ident),* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
-        pub(super) struct $slices { $(pub(super) $field: DeviceSlice<f32>),* }
+        pub(crate) struct $slices { $(pub(crate) $field: DeviceSlice<f32>),* }
 
-        pub(super) struct $view<'a> { $(pub(super) $field: &'a mut [f32]),* }
+        pub(crate) struct $view<'a> { $(pub(crate) $field: &'a mut [f32]),* }
 
         impl $slices {
             /// Splits `all` into the fields; `sizes` are their elements, in order.
-            fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self {
-                let mut parts = cut(all, sizes);
+            pub(crate) fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self {
+                let mut parts = $crate::decoder::buffers::cut(all, sizes);
                 Self { $($field: parts.next().unwrap_or_else(|| all.slice(0..0))),* }
             }
 
             /// The buffers as host slices, for a pass that is running on the stream.
-            pub(super) fn view<'a>(self) -> $view<'a> {
+            pub(crate) fn view<'a>(self) -> $view<'a> {
                 // SAFETY: distinct parts of a block that the model holds as long as its stream
                 // runs, and all passes that use them are ordered by that one stream.
                 $view { $($field: unsafe { self.$field.as_host_mut() }),* }
@@ -39,39 +38,36 @@ macro_rules! views {
     };
 }
 
+pub(crate) use views;
+
 views! {
-    /// Activations of a block: `[M, C]` except for the statistics `[M, 2]`, `qkv` `[M, 3 C]`, `lse`
-    /// `[batch, heads, seq]`, `fc` and `act` `[M, F]`.
-    BlockSlices, BlockView { ln1, ln1_stats, qkv, attended, lse, mid, ln2, ln2_stats, fc, act }
-}
-views! {
-    /// The head's layer norm: `out` `[M, C]`, `stats` `[M, 2]`.
+    /// The head's norm: `out` `[M, C]`, and its `stats`.
     HeadSlices, HeadView { out, stats }
 }
 views! {
-    /// Gradients of activations: `dres` and `narrow` `[M, C]`, `wide` `[M, max(F, 3 C)]`, and some
-    /// rows of `logits`.
+    /// Gradients of activations: `dres` and `narrow` `[M, C]`, `wide` of a block's inner widths,
+    /// and some rows of `logits`.
     ScratchSlices, ScratchView { dres, narrow, wide, logits }
 }
 
 /// The activations that a pass reads and writes: `X` of the residual stream, `B` of a block.
-pub(super) struct Activations<X, B> {
-    pub(super) input: X,
-    pub(super) output: X,
-    pub(super) block: B,
+pub(crate) struct Activations<X, B> {
+    pub(crate) input: X,
+    pub(crate) output: X,
+    pub(crate) block: B,
 }
 
 /// The activations of all passes.
-pub(super) struct Layers<X, B> {
+pub(crate) struct Layers<X, B> {
     /// The input of each block, and of the head.
-    pub(super) residual: Vec<X>,
+    pub(crate) residual: Vec<X>,
     /// One for each block, or one for all.
-    pub(super) blocks: Vec<B>,
+    pub(crate) blocks: Vec<B>,
 }
 
 impl<X: Copy, B: Copy> Layers<X, B> {
     /// Buffers of pass `pass`: the embedding's output is `residual[0]`, the head's input the last.
-    pub(super) fn of_pass(&self, pass: usize) -> Activations<X, B> {
+    pub(crate) fn of_pass(&self, pass: usize) -> Activations<X, B> {
         let last = self.residual.len() - 1;
         Activations {
             input: self.residual[pass.saturating_sub(1)],
@@ -82,7 +78,7 @@ impl<X: Copy, B: Copy> Layers<X, B> {
 }
 
 /// Blocks of the pool that keep slices valid. Dropping it records the streams of all their uses.
-pub(super) struct Held<D: Device> {
+pub(crate) struct Held<D: Device> {
     blocks: Vec<Block<D>>,
     pool: Pool<D>,
     stream: D::Stream,
@@ -90,7 +86,7 @@ pub(super) struct Held<D: Device> {
 }
 
 impl<D: Device> Held<D> {
-    pub(super) fn new(pool: &Pool<D>, stream: &D::Stream) -> Self {
+    pub(crate) fn new(pool: &Pool<D>, stream: &D::Stream) -> Self {
         Self {
             blocks: Vec::new(),
             pool: pool.clone(),
@@ -100,12 +96,12 @@ impl<D: Device> Held<D> {
     }
 
     /// Allows uses on `stream`, too.
-    pub(super) fn also_on(&mut self, stream: &D::Stream) {
+    pub(crate) fn also_on(&mut self, stream: &D::Stream) {
         self.other = Some(stream.clone());
     }
 
     /// Allocates a slice for first use on the stream. It is valid as long as `self`.
-    pub(super) fn allocate(
+    pub(crate) fn allocate(
         &mut self,
         elems: usize,
         dtype: DType,
@@ -133,82 +129,85 @@ impl<D: Device> Drop for Held<D> {
     }
 }
 
-/// All buffers of the model.
-pub(super) struct Buffers {
-    pub(super) layers: Layers<DeviceSlice<f32>, BlockSlices>,
+/// All buffers of the model; `B` are a block's activations.
+pub(super) struct Buffers<B> {
+    pub(super) layers: Layers<DeviceSlice<f32>, B>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
+    pub(super) table: DeviceSlice<f32>,
     pub(super) upcast: DeviceSlice<f32>,
     pub(super) loss: DeviceSlice<f64>,
     _held: Held<HostDevice>,
 }
 
 /// Elements of the activations, in fp32.
-struct Sizes {
+pub(crate) struct Sizes {
+    /// Blocks.
+    pub(crate) layers: usize,
+    /// Blocks with separate activations.
+    pub(crate) distinct: usize,
     /// The input of a block or of the head: `[M, C]`.
-    row: usize,
-    /// Number of blocks with separate activations.
-    distinct: usize,
-    block: [usize; 10],
-    head: [usize; 2],
-    scratch: [usize; 4],
+    pub(crate) row: usize,
+    pub(crate) block: Vec<usize>,
+    /// `out` and `stats`.
+    pub(crate) head: [usize; 2],
+    /// `dres`, `narrow`, `wide` and `logits`.
+    pub(crate) scratch: [usize; 4],
+    pub(crate) table: usize,
+}
+
+/// What the elements of a decoder's activations follow from.
+pub(crate) struct Extent {
+    pub(crate) layers: usize,
+    pub(crate) width: usize,
+    pub(crate) vocab: usize,
+    /// Statistics of a row of the head's norm.
+    pub(crate) head_stats: usize,
+    /// The widest row of a block's gradients that is not on the residual stream.
+    pub(crate) wide: usize,
+    pub(crate) table: usize,
 }
 
 impl Sizes {
-    /// The options must pass [`Gpt2Options::validate`], so that no size overflows.
-    fn new(config: &GptConfig, options: &Gpt2Options) -> Self {
-        let c = config.n_embd;
-        let f = config.n_inner;
-        let tokens = options.micro_batch * options.seq_len;
-        let row = tokens * c;
-        let logits = config.vocab_size * (LOGITS_ELEMS / config.vocab_size).clamp(1, tokens);
-        let stats = 2 * tokens;
-        let lse = tokens * config.n_head;
-        let wide = tokens * f;
+    /// The options must be valid, so that no size overflows. `block` are the elements of a block.
+    pub(crate) fn new(extent: &Extent, block: Vec<usize>, options: &ModelOptions) -> Self {
+        let tokens = options.tokens();
+        let row = tokens * extent.width;
+        let vocab = extent.vocab;
+        let logits = vocab * (LOGITS_ELEMS / vocab).clamp(1, tokens);
         Self {
-            row,
+            layers: extent.layers,
             distinct: if options.activation_checkpointing {
                 1
             } else {
-                config.n_layer
+                extent.layers
             },
-            block: [row, stats, 3 * row, row, lse, row, row, stats, wide, wide],
-            head: [row, stats],
-            scratch: [row, row, tokens * f.max(3 * c), logits],
+            row,
+            block,
+            head: [row, extent.head_stats * tokens],
+            scratch: [row, row, tokens * extent.wide, logits],
+            table: extent.table,
         }
+    }
+
+    /// Bytes of all activations.
+    pub(crate) fn bytes(&self) -> u64 {
+        let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
+        let residual = (self.layers as u128 + 1) * self.row as u128;
+        let blocks = self.distinct as u128 * sum(&self.block);
+        let rest = sum(&self.head) + sum(&self.scratch) + self.table as u128;
+        u64::try_from(4 * (residual + blocks + rest)).unwrap_or(u64::MAX)
     }
 }
 
-/// Bytes of activations of a model on the host. The options must pass [`Gpt2Options::validate`].
-pub(super) fn activations_bytes(config: &GptConfig, options: &Gpt2Options) -> u64 {
-    let Sizes {
-        row,
-        distinct,
-        block,
-        head,
-        scratch,
-    } = Sizes::new(config, options);
-    let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
-    let kept = (config.n_layer as u128 + 1) * row as u128 + distinct as u128 * sum(&block);
-    u64::try_from(4 * (kept + sum(&head) + sum(&scratch))).unwrap_or(u64::MAX)
-}
-
-impl Buffers {
+impl<B: Copy> Buffers<B> {
     pub(super) fn new(
-        config: &GptConfig,
-        options: &Gpt2Options,
+        sizes: &Sizes,
+        cut: fn(DeviceSlice<f32>, &[usize]) -> B,
         upcast: usize,
         pool: &Pool<HostDevice>,
         stream: &HostStream,
     ) -> Result<Self, ModelError> {
-        let Sizes {
-            row,
-            distinct,
-            block,
-            head,
-            scratch,
-        } = Sizes::new(config, options);
-
         let mut held = Held::new(pool, stream);
         let loss = held
             .allocate(1, DType::F64, Purpose::Workspace)?
@@ -216,30 +215,25 @@ impl Buffers {
         let mut floats = |elems, purpose| {
             Ok::<_, ModelError>(held.allocate(elems, DType::F32, purpose)?.typed::<f32>()?)
         };
+        let mut activations = |elems| floats(elems, Purpose::Activations);
 
-        let residual = (0..=config.n_layer)
-            .map(|_| floats(row, Purpose::Activations))
+        let residual = (0..=sizes.layers)
+            .map(|_| activations(sizes.row))
             .collect::<Result<_, _>>()?;
-        let blocks = (0..distinct)
-            .map(|_| {
-                Ok(BlockSlices::cut(
-                    floats(block.iter().sum(), Purpose::Activations)?,
-                    &block,
-                ))
-            })
+        let blocks = (0..sizes.distinct)
+            .map(|_| Ok(cut(activations(sizes.block.iter().sum())?, &sizes.block)))
             .collect::<Result<_, ModelError>>()?;
 
-        let head = HeadSlices::cut(floats(head.iter().sum(), Purpose::Activations)?, &head);
-        let scratch = ScratchSlices::cut(
-            floats(scratch.iter().sum(), Purpose::Activations)?,
-            &scratch,
-        );
+        let head = HeadSlices::cut(activations(sizes.head.iter().sum())?, &sizes.head);
+        let scratch = ScratchSlices::cut(activations(sizes.scratch.iter().sum())?, &sizes.scratch);
+        let table = activations(sizes.table)?;
         let upcast = floats(upcast, Purpose::Workspace)?;
 
         Ok(Self {
             layers: Layers { residual, blocks },
             head,
             scratch,
+            table,
             upcast,
             loss,
             _held: held,
@@ -248,7 +242,10 @@ impl Buffers {
 }
 
 /// Splits `all` into consecutive parts of these sizes.
-fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> impl Iterator<Item = DeviceSlice<f32>> + '_ {
+pub(crate) fn cut(
+    all: DeviceSlice<f32>,
+    sizes: &[usize],
+) -> impl Iterator<Item = DeviceSlice<f32>> + '_ {
     let mut end = 0;
     sizes.iter().map(move |&n| {
         end += n;

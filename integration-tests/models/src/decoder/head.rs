@@ -1,40 +1,34 @@
-//! The final layer norm, the logits and the loss.
+//! The logits and the loss.
 //!
-//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an
+//! Forward computes only the head's norm. Backward computes the logits and their gradient, and an
 //! evaluation the logits alone, some rows at a time, so that they are never all in memory.
 
+use super::HostArch;
 use super::buffers::{HeadView, ScratchView};
 use super::params::Flat;
-use crate::ops::{cross_entropy, layer_norm, linear};
-
-/// `h.out = ln_f(x)`.
-pub(super) fn forward(h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>, eps: f32) {
-    layer_norm::forward(
-        h.out,
-        h.stats,
-        x,
-        p.get(0, "ln_f.weight"),
-        p.get(0, "ln_f.bias"),
-        eps,
-    );
-}
+use crate::ops::{cross_entropy, linear};
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.
-pub(super) fn logits(out: &mut [f32], x: &[f32], w: &[f32], vocab: usize) {
-    linear::product_transposed(out, x, w, vocab);
+pub(super) fn logits(out: &mut [f32], x: &[f32], p: &Flat<'_>, vocab: usize) {
+    let c = x.len() / (out.len() / vocab);
+    linear::product_transposed(out, x, p.head_weight(vocab * c), vocab);
 }
 
-/// Returns the sum of the losses of the first `targets.len()` tokens after [`forward`]. Uses
-/// `s.logits` alone.
-pub(super) fn losses(s: ScratchView<'_>, h: &HeadView<'_>, targets: &[u32], p: &Flat<'_>) -> f64 {
-    let w = p.head_weight();
-    let c = p.get(0, "ln_f.weight").len();
-    let vocab = w.len() / c;
+/// Returns the sum of the losses of the first `targets.len()` of `tokens` tokens after the forward.
+/// Uses `s.logits` alone.
+pub(super) fn losses(
+    s: ScratchView<'_>,
+    h: &HeadView<'_>,
+    targets: &[u32],
+    p: &Flat<'_>,
+    [vocab, tokens]: [usize; 2],
+) -> f64 {
+    let c = h.out.len() / tokens;
     let rows = s.logits.len() / vocab;
     let chunks = targets.chunks(rows).zip(h.out.chunks(rows * c));
     let sums = chunks.map(|(targets, out)| {
         let part = &mut s.logits[..targets.len() * vocab];
-        logits(part, &out[..targets.len() * c], w, vocab);
+        logits(part, &out[..targets.len() * c], p, vocab);
         cross_entropy::forward(part, targets, vocab)
     });
     sums.sum()
@@ -43,7 +37,9 @@ pub(super) fn losses(s: ScratchView<'_>, h: &HeadView<'_>, targets: &[u32], p: &
 /// Computes the loss and the gradients, and returns the sum of the losses. Writes the gradient of
 /// `x` to `s.dres` and adds to `grads`: the head's unit and, if tied, the embedding's. `scale` is
 /// the factor of each token's loss.
-pub(super) fn backward(
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+pub(super) fn backward<A: HostArch>(
+    arch: &A,
     s: ScratchView<'_>,
     h: &HeadView<'_>,
     x: &[f32],
@@ -52,19 +48,15 @@ pub(super) fn backward(
     mut grads: Vec<&mut [f32]>,
     scale: f32,
 ) -> f64 {
-    let w = p.head_weight();
+    let vocab = arch.vocab();
     let c = x.len() / targets.len();
-    let vocab = w.len() / c;
+    let w = p.head_weight(vocab * c);
     let embedding = if grads.len() > 1 { grads.pop() } else { None };
     let Some(own) = grads.pop() else { return 0.0 };
 
-    let (dgain, dbias, dw) = match embedding {
-        Some(embedding) => {
-            let [dgain, dbias] = p.unit(0).split_mut(own);
-            let [dw] = p.unit(1).split_mut(embedding);
-            (dgain, dbias, dw)
-        }
-        None => p.unit(0).split_mut::<3>(own).into(),
+    let (norm, dw) = match embedding {
+        Some(embedding) => (own, &mut embedding[..w.len()]),
+        None => own.split_at_mut(own.len() - w.len()),
     };
 
     let rows = s.logits.len() / vocab;
@@ -76,22 +68,13 @@ pub(super) fn backward(
 
     for ((targets, out), dout) in chunks {
         let logits_part = &mut s.logits[..targets.len() * vocab];
-        logits(logits_part, out, w, vocab);
+        logits(logits_part, out, p, vocab);
         loss += cross_entropy::forward_backward(logits_part, targets, vocab, scale);
         linear::product(dout, logits_part, w, c);
         linear::add_weight_gradient(dw, logits_part, out, c);
     }
 
     s.dres.fill(0.0);
-    layer_norm::backward(
-        s.dres,
-        dgain,
-        dbias,
-        s.narrow,
-        x,
-        h.stats,
-        p.get(0, "ln_f.weight"),
-    );
-
+    arch.final_norm_backward(s.dres, norm, s.narrow, x, h, p);
     loss
 }

@@ -1,0 +1,568 @@
+//! The architectures as one type, by `model_type` in a `config.json` or by the name of a preset.
+
+use std::ops::Range;
+
+use zero_alloc::Pool;
+use zero_alloc::cuda::{CudaDevice, CudaStream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::{ParamSpec, TransformerShape, UnitSpec};
+use zero_trainer::param_groups::ParamKind;
+use zero_trainer::{Model, ModelError, Pass};
+
+use crate::config::json::Keys;
+use crate::config::{ConfigError, init};
+use crate::decoder::{self, HostModel};
+use crate::gpt2::config::GptConfig;
+use crate::gpt2::gpu::{self, CudaGpt2};
+use crate::llama::config::{Family, LlamaConfig};
+use crate::ops::Threads;
+use crate::options::{GpuBytes, ModelOptions};
+use crate::{gpt2, llama};
+
+/// Names of the presets.
+pub const PRESETS: [&str; 13] = [
+    "nano",
+    "gpt2-124m",
+    "gpt2-350m",
+    "gpt2-774m",
+    "gpt2-1.5b",
+    "smollm2-135m",
+    "qwen2.5-0.5b",
+    "llama3.2-1b",
+    "llama2-7b",
+    "llama3-8b",
+    "llama2-13b",
+    "llama2-70b",
+    "llama3-70b",
+];
+
+/// The names of presets on Hugging Face's hub, in lower case and without their owner.
+const HUB_NAMES: [(&str, &str); 14] = [
+    ("gpt2", "gpt2-124m"),
+    ("gpt2-small", "gpt2-124m"),
+    ("gpt2-medium", "gpt2-350m"),
+    ("gpt2-large", "gpt2-774m"),
+    ("gpt2-xl", "gpt2-1.5b"),
+    ("llama-2-7b-hf", "llama2-7b"),
+    ("llama-2-13b-hf", "llama2-13b"),
+    ("llama-2-70b-hf", "llama2-70b"),
+    ("meta-llama-3-8b", "llama3-8b"),
+    ("meta-llama-3-70b", "llama3-70b"),
+    ("llama-3.2-1b", "llama3.2-1b"),
+    ("llama-3.2-1b-instruct", "llama3.2-1b"),
+    ("smollm2-135m-instruct", "smollm2-135m"),
+    ("qwen2.5-0.5b-instruct", "qwen2.5-0.5b"),
+];
+
+/// A question about the preset that a name may mean; empty if none is near.
+fn meant(name: &str) -> String {
+    let name = name.to_lowercase();
+    let bare = name.rsplit('/').next().unwrap_or(&name);
+    let known = HUB_NAMES.iter().find(|(hub, _)| *hub == bare);
+    let similar = || {
+        PRESETS
+            .into_iter()
+            .find(|preset| !bare.is_empty() && (preset.starts_with(bare) || *preset == bare))
+    };
+    let preset = known.map(|(_, preset)| *preset).or_else(similar);
+    preset
+        .map(|preset| format!(" (did you mean {preset}?)"))
+        .unwrap_or_default()
+}
+
+/// The shape of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelConfig {
+    /// GPT-2.
+    Gpt2(GptConfig),
+    /// Llama, Mistral and Qwen.
+    Llama(LlamaConfig),
+}
+
+/// Calls a method or reads a field of either configuration.
+macro_rules! each {
+    ($self:expr, $config:ident => $body:expr) => {
+        match $self {
+            ModelConfig::Gpt2($config) => $body,
+            ModelConfig::Llama($config) => $body,
+        }
+    };
+}
+
+impl ModelConfig {
+    /// The preset of this name (see [`PRESETS`]).
+    ///
+    /// # Errors
+    /// [`ConfigError::UnknownPreset`].
+    pub fn preset(name: &str) -> Result<Self, ConfigError> {
+        let found = GptConfig::preset(name)
+            .map(Self::Gpt2)
+            .or_else(|| LlamaConfig::preset(name).map(Self::Llama));
+        found.ok_or_else(|| ConfigError::UnknownPreset {
+            name: name.to_owned(),
+            meant: meant(name),
+            presets: PRESETS.join(", "),
+        })
+    }
+
+    /// The configuration in a `config.json`, and warnings about settings that are ignored.
+    ///
+    /// # Errors
+    /// Text that is not a JSON object, a missing or mistyped key, an unsupported architecture or
+    /// variant of one, or an invalid shape.
+    pub fn from_hf_json(text: &str) -> Result<(Self, Vec<String>), ConfigError> {
+        let keys = Keys::parse(text)?;
+        let model_type = keys.get("model_type");
+        if let Some(family) = model_type.and_then(|v| Family::of(v.as_str()?)) {
+            let (config, warnings) = LlamaConfig::from_hf_json(family, &keys)?;
+            return Ok((Self::Llama(config), warnings));
+        }
+        let known = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\" and \"qwen3\"";
+        keys.expect("model_type", |v| v == "gpt2", known)?;
+        let (config, warnings) = GptConfig::from_hf_json(&keys)?;
+        Ok((Self::Gpt2(config), warnings))
+    }
+
+    /// The text of a `config.json` that Hugging Face transformers reads as this model.
+    ///
+    /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or
+    /// `bfloat16`.
+    pub fn to_hf_json(&self, dtype: &str) -> String {
+        each!(self, config => config.to_hf_json(dtype))
+    }
+
+    /// Checks each size and the relations between them.
+    ///
+    /// # Errors
+    /// The first invalid field.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        each!(self, config => config.validate())
+    }
+
+    /// Checks the configuration, and the options for it.
+    ///
+    /// # Errors
+    /// An invalid configuration, or batch sizes outside the model's limits.
+    pub fn check(&self, options: &ModelOptions) -> Result<(), ModelError> {
+        self.validate()?;
+        options.validate(self.max_positions())
+    }
+
+    /// Tokens of the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        each!(self, config => config.vocab_size)
+    }
+
+    /// The longest sequence.
+    pub fn max_positions(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.n_positions,
+            Self::Llama(config) => config.max_positions,
+        }
+    }
+
+    /// Blocks.
+    pub fn layers(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.n_layer,
+            Self::Llama(config) => config.layers,
+        }
+    }
+
+    /// Whether the head is the transposed embedding.
+    pub fn tied_head(&self) -> bool {
+        each!(self, config => config.tied_head)
+    }
+
+    /// The name of the embedding's matrix, which a tied head shares.
+    pub fn embedding_name(&self) -> &'static str {
+        match self {
+            Self::Gpt2(_) => "transformer.wte.weight",
+            Self::Llama(_) => "model.embed_tokens.weight",
+        }
+    }
+
+    /// The prefix of names that files of the model without its head omit.
+    pub(crate) fn prefix(&self) -> &'static str {
+        match self {
+            Self::Gpt2(_) => "transformer.",
+            Self::Llama(_) => "model.",
+        }
+    }
+
+    /// The width of the residual stream.
+    pub fn hidden(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.n_embd,
+            Self::Llama(config) => config.hidden,
+        }
+    }
+
+    /// The sizes of a transformer of about this shape.
+    pub fn shape(&self) -> TransformerShape {
+        let [layers, hidden, vocab] =
+            [self.layers(), self.hidden(), self.vocab_size()].map(|n| n as u64);
+        let [heads, inner] = match self {
+            Self::Gpt2(config) => [config.n_head, config.n_inner],
+            Self::Llama(config) => [config.heads, config.intermediate],
+        }
+        .map(|n| n as u64);
+        TransformerShape {
+            layers,
+            hidden,
+            heads,
+            inner,
+            vocab,
+        }
+    }
+
+    /// Floating-point operations of forward and backward, for a token of a sequence of `seq_len`:
+    /// six for each factor of a product, and those of attention's products.
+    pub fn flops_per_token(&self, seq_len: usize) -> f64 {
+        let looked_up = if self.tied_head() {
+            0
+        } else {
+            self.vocab_size()
+        };
+        let (positions, attention_width) = match self {
+            Self::Gpt2(config) => (config.n_positions, config.n_embd),
+            Self::Llama(config) => (0, config.q_width()),
+        };
+        let factors =
+            self.parameter_count() as f64 - ((positions + looked_up) * self.hidden()) as f64;
+        let attention = (self.layers() * attention_width) as f64 * seq_len as f64;
+        6.0 * factors + 12.0 * attention
+    }
+
+    /// The same model, whose initial weights have another standard deviation.
+    pub fn with_initializer_range(mut self, range: f32) -> Self {
+        each!(&mut self, config => config.initializer_range = range);
+        self
+    }
+
+    /// Standard deviation of the initial weights.
+    pub fn initializer_range(&self) -> f32 {
+        each!(self, config => config.initializer_range)
+    }
+
+    /// Elements of all parameters: Ψ of the formulas.
+    pub fn parameter_count(&self) -> u64 {
+        each!(self, config => config.parameter_count())
+    }
+
+    /// The units in forward order: `embedding`, `block.0` .. and `head`.
+    pub fn units(&self) -> Vec<UnitSpec> {
+        each!(self, config => config.units())
+    }
+
+    /// The passes, one per unit.
+    pub fn passes(&self) -> Vec<Pass> {
+        decoder::passes(self.layers(), self.tied_head())
+    }
+
+    /// The parameter of this name, if the model has it.
+    pub fn param(&self, name: &str) -> Option<ParamSpec> {
+        self.units()
+            .into_iter()
+            .flat_map(|u| u.params)
+            .find(|p| p.name == name)
+    }
+
+    /// Writes the initial values of elements `range` of parameter `name` to `out`.
+    ///
+    /// An element's value depends only on `seed`, `name` and its index, so a rank can generate any
+    /// part without the rest. It is the same on all machines whose maths libraries have the same
+    /// `ln`, `sin` and `cos`.
+    ///
+    /// # Errors
+    /// An unknown parameter, or a range that is outside the parameter or does not have the length
+    /// of `out`.
+    pub fn fill_initial(
+        &self,
+        seed: u64,
+        name: &str,
+        range: Range<u64>,
+        out: &mut [f32],
+    ) -> Result<(), ConfigError> {
+        let param = self
+            .param(name)
+            .ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
+        let rule = each!(self, config => config.rule(name));
+        init::fill(seed, &param, rule, range.clone(), out)?;
+        if let Self::Llama(config) = self
+            && name == self.embedding_name()
+            && let Some(token) = config.padding_token()
+        {
+            let row = (token * config.hidden) as u64;
+            let first = row.clamp(range.start, range.end) - range.start;
+            let end = (row + config.hidden as u64).clamp(range.start, range.end) - range.start;
+            out[first as usize..end as usize].fill(0.0);
+        }
+        Ok(())
+    }
+
+    /// The exact bytes of activations on the host. The options must be valid for the configuration.
+    pub fn activations_bytes(&self, options: &ModelOptions) -> u64 {
+        match self {
+            Self::Gpt2(config) => gpt2::activations_bytes(config, options),
+            Self::Llama(config) => llama::activations_bytes(config, options),
+        }
+    }
+
+    /// The exact bytes on a GPU. The options must be valid for the configuration.
+    pub fn gpu_bytes(&self, options: &ModelOptions) -> GpuBytes {
+        match self {
+            Self::Gpt2(config) => gpu::gpu_bytes(config, options),
+            Self::Llama(config) => llama::gpu_bytes(config, options),
+        }
+    }
+
+    /// The model on the host, with activations from `pool`, for passes on `stream` only.
+    ///
+    /// # Errors
+    /// The configuration or the options are not valid, or memory ran out.
+    pub fn on_host(
+        &self,
+        options: ModelOptions,
+        pool: &Pool<HostDevice>,
+        stream: &HostStream,
+        threads: Threads,
+    ) -> Result<Box<dyn HostModel>, ModelError> {
+        self.check(&options)?;
+        match self.clone() {
+            Self::Gpt2(config) => gpt2::on_host(config, options, pool, stream, threads),
+            Self::Llama(config) => llama::on_host(config, options, pool, stream, threads),
+        }
+    }
+
+    /// The model on a GPU, with activations from `pool`, for passes on `stream` only.
+    ///
+    /// # Errors
+    /// As [`Self::on_host`], or an architecture that has no kernels yet.
+    pub fn on_cuda(
+        &self,
+        options: ModelOptions,
+        pool: &Pool<CudaDevice>,
+        stream: &CudaStream,
+    ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
+        match self.clone() {
+            Self::Gpt2(config) => Ok(Box::new(CudaGpt2::new(config, options, pool, stream)?)),
+            Self::Llama(_) => Err(
+                "models of the Llama family train on the CPU only so far: use --device cpu".into(),
+            ),
+        }
+    }
+}
+
+impl From<GptConfig> for ModelConfig {
+    fn from(config: GptConfig) -> Self {
+        Self::Gpt2(config)
+    }
+}
+
+impl From<LlamaConfig> for ModelConfig {
+    fn from(config: LlamaConfig) -> Self {
+        Self::Llama(config)
+    }
+}
+
+/// The kind of a tensor by its name, in all architectures.
+pub fn param_kind(name: &str) -> ParamKind {
+    match name {
+        _ if [".wte.", ".wpe.", "embed_tokens."]
+            .iter()
+            .any(|part| name.contains(part)) =>
+        {
+            ParamKind::Embedding
+        }
+        _ if name.contains("ln_") || name.contains("norm.") => ParamKind::Norm,
+        _ if name.ends_with(".bias") => ParamKind::Bias,
+        _ => ParamKind::Linear,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn whole(config: &ModelConfig, seed: u64, name: &str) -> Vec<f32> {
+        let numel: u64 = config.param(name).unwrap().shape.iter().product();
+        let mut out = vec![f32::NAN; numel as usize];
+        config.fill_initial(seed, name, 0..numel, &mut out).unwrap();
+        out
+    }
+
+    fn std_of(values: &[f32]) -> f32 {
+        let sum: f64 = values.iter().map(|x| f64::from(*x).powi(2)).sum();
+        (sum / values.len() as f64).sqrt() as f32
+    }
+
+    #[test]
+    fn every_parameter_has_the_deviation_that_gpt2_gives_it() {
+        let config = ModelConfig::from(GptConfig {
+            n_layer: 2,
+            tied_head: false,
+            ..GptConfig::preset("nano").unwrap()
+        });
+
+        let close = |name: &str, std: f32| {
+            let values = whole(&config, 1, name);
+            // Five standard errors of a deviation: std / sqrt(2 n).
+            let margin = 5.0 * std / (2.0 * values.len() as f32).sqrt();
+            assert!(
+                (std_of(&values) - std).abs() < margin,
+                "{name}: {} for {std}",
+                std_of(&values)
+            );
+        };
+
+        for name in [
+            "transformer.wte.weight",
+            "transformer.wpe.weight",
+            "lm_head.weight",
+        ] {
+            close(name, 0.02);
+        }
+
+        close("transformer.h.1.attn.c_attn.weight", 0.02);
+        close("transformer.h.1.mlp.c_fc.weight", 0.02);
+        close("transformer.h.0.attn.c_proj.weight", 0.01);
+        close("transformer.h.1.mlp.c_proj.weight", 0.01);
+
+        for unit in config.units() {
+            for name in unit.params.iter().map(|p| p.name.as_str()) {
+                if name.ends_with("bias") {
+                    assert!(whole(&config, 1, name).iter().all(|x| *x == 0.0), "{name}");
+                } else if name.contains("ln_") {
+                    assert!(whole(&config, 1, name).iter().all(|x| *x == 1.0), "{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn other_seeds_and_parameters_get_other_values() {
+        let config = ModelConfig::preset("nano").unwrap();
+        let name = "transformer.h.0.mlp.c_fc.weight";
+        assert_eq!(whole(&config, 1, name), whole(&config, 1, name));
+        assert_ne!(whole(&config, 1, name), whole(&config, 2, name));
+        assert_ne!(
+            whole(&config, 1, name),
+            whole(&config, 1, "transformer.h.1.mlp.c_fc.weight")
+        );
+    }
+
+    #[test]
+    fn a_part_that_crosses_tasks_is_the_same_part_of_the_whole() {
+        let config = ModelConfig::from(GptConfig {
+            vocab_size: 1200,
+            ..GptConfig::preset("nano").unwrap()
+        });
+        let name = "transformer.wte.weight";
+        let all = whole(&config, 5, name);
+        let range = 3..2 * init::CHUNK as u64 + 3;
+        let mut part = vec![0.0; 2 * init::CHUNK];
+        config.fill_initial(5, name, range, &mut part).unwrap();
+        assert!(part == all[3..2 * init::CHUNK + 3]);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn any_part_is_the_same_part_of_the_whole(a in 0u64..=512, b in 0u64..=512) {
+            let config = ModelConfig::from(GptConfig {
+                n_embd: 4, n_head: 1, n_inner: 16, vocab_size: 128, ..GptConfig::preset("nano").unwrap()
+            });
+            let name = "transformer.wte.weight";
+            let (a, b) = (a.min(b), a.max(b));
+            let mut part = vec![0.0; (b - a) as usize];
+            config.fill_initial(9, name, a..b, &mut part).unwrap();
+            prop_assert_eq!(&part[..], &whole(&config, 9, name)[a as usize..b as usize]);
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_and_a_wrong_range_are_errors() {
+        let config = ModelConfig::preset("nano").unwrap();
+        let error = |name, range, len| {
+            let mut out = vec![0.0; len];
+            config
+                .fill_initial(0, name, range, &mut out)
+                .unwrap_err()
+                .to_string()
+        };
+        assert_eq!(
+            error("lm_head.weight", 0..1, 1),
+            "the model has no parameter \"lm_head.weight\""
+        );
+        let ln = "transformer.ln_f.bias";
+        let expected = "elements 0..129 of \"transformer.ln_f.bias\" (128 elements) do not fit a buffer of 129";
+        assert_eq!(error(ln, 0..129, 129), expected);
+        assert!(error(ln, 0..4, 5).contains("a buffer of 5"));
+        #[expect(clippy::reversed_empty_ranges, reason = "the case under test")]
+        let reversed = 4..0;
+        assert!(error(ln, reversed, 4).contains("elements 4..0"));
+    }
+
+    #[test]
+    fn an_unknown_preset_lists_those_that_exist() {
+        let error = |name| ModelConfig::preset(name).unwrap_err().to_string();
+        let list = PRESETS.join(", ");
+        assert_eq!(
+            error("gpt5"),
+            format!("no model preset \"gpt5\"; the presets are {list}")
+        );
+        for (name, meant) in [
+            ("gpt2", "gpt2-124m"),
+            ("openai-community/gpt2-xl", "gpt2-1.5b"),
+            ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+            ("HuggingFaceTB/SmolLM2-135M", "smollm2-135m"),
+            ("llama3-", "llama3-8b"),
+        ] {
+            let error = error(name);
+            assert!(error.contains(&format!("did you mean {meant}?")), "{error}");
+        }
+    }
+
+    #[test]
+    fn presets_are_valid_and_have_layouts() {
+        for name in PRESETS {
+            let config = ModelConfig::preset(name).unwrap();
+            config.validate().unwrap();
+            assert_eq!(config.units().len(), config.layers() + 2, "{name}");
+            assert!(config.param(config.embedding_name()).is_some(), "{name}");
+            zero_shard::Layout::new(&config.units(), 3, 64).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_written_reads_back_the_same() {
+        for name in PRESETS {
+            let config = ModelConfig::preset(name).unwrap();
+            let text = config.to_hf_json("float32");
+            let read = ModelConfig::from_hf_json(&text);
+            assert_eq!(read, Ok((config, vec![])), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_parameter_has_its_kind() {
+        for name in PRESETS {
+            for unit in ModelConfig::preset(name).unwrap().units() {
+                for param in unit.params {
+                    let expected = match param.shape.len() {
+                        1 if param.name.ends_with(".bias") && !param.name.contains("ln_") => {
+                            ParamKind::Bias
+                        }
+                        1 => ParamKind::Norm,
+                        _ if unit.name == "embedding" => ParamKind::Embedding,
+                        _ => ParamKind::Linear,
+                    };
+                    assert_eq!(param_kind(&param.name), expected, "{}", param.name);
+                }
+            }
+        }
+    }
+}

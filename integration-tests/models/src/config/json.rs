@@ -1,0 +1,100 @@
+//! The keys of a `config.json`.
+
+use serde_json::{Map, Value};
+
+use super::ConfigError;
+
+/// The file's keys; null counts as missing.
+#[derive(Default)]
+pub(crate) struct Keys(Map<String, Value>);
+
+impl Keys {
+    /// The keys of an object.
+    pub(crate) fn of(object: Map<String, Value>) -> Self {
+        Self(object)
+    }
+
+    /// The keys of an object in JSON.
+    pub(crate) fn parse(text: &str) -> Result<Self, ConfigError> {
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| ConfigError::Json(e.to_string()))?;
+        match value {
+            Value::Object(object) => Ok(Self(object)),
+            other => Err(ConfigError::Json(format!(
+                "the text is {}",
+                name_of(&other)
+            ))),
+        }
+    }
+
+    /// The value of a key.
+    pub(crate) fn get(&self, key: &'static str) -> Option<&Value> {
+        self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    /// Checks that a key, if present, has a supported value.
+    pub(crate) fn expect(
+        &self,
+        key: &'static str,
+        ok: impl Fn(&Value) -> bool,
+        supported: &'static str,
+    ) -> Result<(), ConfigError> {
+        match self.get(key) {
+            Some(v) if !ok(v) => Err(ConfigError::Unsupported {
+                key,
+                got: v.to_string(),
+                supported,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// A required whole number.
+    pub(crate) fn size(&self, key: &'static str) -> Result<usize, ConfigError> {
+        let value = self.get(key).ok_or(ConfigError::MissingKey(key))?;
+        let wrong = || ConfigError::WrongType {
+            key,
+            expected: "a whole number",
+            got: value.to_string(),
+        };
+        value
+            .as_u64()
+            .and_then(|n| usize::try_from(n).ok())
+            .ok_or_else(wrong)
+    }
+
+    /// A number, if it is there.
+    pub(crate) fn number(&self, key: &'static str) -> Result<Option<f64>, ConfigError> {
+        let wrong = |v: &Value| ConfigError::WrongType {
+            key,
+            expected: "a number",
+            got: v.to_string(),
+        };
+        self.get(key)
+            .map(|v| v.as_f64().ok_or_else(|| wrong(v)))
+            .transpose()
+    }
+
+    /// True or false, if it is there.
+    pub(crate) fn flag(&self, key: &'static str) -> Result<Option<bool>, ConfigError> {
+        let wrong = |v: &Value| ConfigError::WrongType {
+            key,
+            expected: "true or false",
+            got: v.to_string(),
+        };
+        self.get(key)
+            .map(|v| v.as_bool().ok_or_else(|| wrong(v)))
+            .transpose()
+    }
+}
+
+fn name_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}

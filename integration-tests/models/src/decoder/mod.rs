@@ -1,0 +1,553 @@
+//! The engine of decoder-only transformers on the host, in fp32: passes, buffers, the residual
+//! stream, the head and its loss. An architecture ([`HostArch`]) has the rest.
+//!
+//! Buffers and their lifetimes, with M = batch x seq tokens and C the width:
+//!
+//! | buffer | elements | lifetime |
+//! |---|---|---|
+//! | `residual[i]` | M x C, one a block and one for the head | written by forward, read by backward |
+//! | `block[i]` | what the architecture keeps | forward to backward; with checkpointing one for all blocks |
+//! | `head` | M x C, and the statistics of its norm | forward to backward of the head |
+//! | `scratch` | gradients of activations and the logits | a backward pass; `dres` also until the next one |
+//! | `table` | constants of the architecture, such as rotary angles | the model's |
+//! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters |
+
+pub(crate) mod buffers;
+mod head;
+pub(crate) mod params;
+
+use std::sync::Arc;
+
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::UnitSpec;
+use zero_trainer::{Grad, Model, ModelError, Pass};
+
+use crate::ops::Threads;
+use crate::options::ModelOptions;
+use buffers::{Activations, Buffers, HeadView, ScratchView, Sizes};
+use params::{Flat, UnitParams};
+
+/// An architecture with its batch: what a decoder computes between two points of the residual
+/// stream. Shapes: `x`, `out` and gradients `[M, C]`.
+pub(crate) trait HostArch: Send + Sync + 'static {
+    /// The activations of a block.
+    type Block: Copy + Send + 'static;
+
+    /// Its name in messages.
+    const NAME: &'static str;
+
+    /// The units: the embedding, each block, the head.
+    fn units(&self) -> Vec<UnitSpec>;
+
+    /// Whether the head's matrix is the embedding's.
+    fn tied(&self) -> bool;
+
+    /// Tokens of the vocabulary.
+    fn vocab(&self) -> usize;
+
+    /// Elements of the buffers.
+    fn sizes(&self) -> Sizes;
+
+    /// The activations of a block as parts of `all`, as in [`Sizes::block`].
+    fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self::Block;
+
+    /// Writes the constants.
+    fn fill_table(&self, table: &mut [f32]);
+
+    /// `x` of `tokens`.
+    fn embed(&self, x: &mut [f32], tokens: &[u32], p: &Flat<'_>);
+
+    /// Adds to `grad`, the gradient of the unit with this layout.
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, tokens: &[u32], dx: &[f32]);
+
+    /// The activations of a block from its input, up to those that [`Self::output`] reads.
+    fn forward(&self, block: Self::Block, x: &[f32], p: &Flat<'_>);
+
+    /// The output of a block.
+    fn output(&self, out: &mut [f32], block: Self::Block, p: &Flat<'_>);
+
+    /// Adds to `grad`, the unit's gradient. `s.dres` is the gradient of the output on entry and of
+    /// the input on return. May overwrite the block's activations.
+    fn backward(
+        &self,
+        s: ScratchView<'_>,
+        block: Self::Block,
+        x: &[f32],
+        p: &Flat<'_>,
+        grad: &mut [f32],
+    );
+
+    /// `h.out`, the head's norm of `x`.
+    fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>);
+
+    /// Adds the gradient of `x` to `dx`, and those of the norm to `grad`, which holds nothing else.
+    fn final_norm_backward(
+        &self,
+        dx: &mut [f32],
+        grad: &mut [f32],
+        dout: &[f32],
+        x: &[f32],
+        h: &HeadView<'_>,
+        p: &Flat<'_>,
+    );
+}
+
+/// A model on the host, whose logits can be read.
+pub trait HostModel: Model<HostDevice> {
+    /// Enqueues the logits `[micro_batch * seq_len, vocab]` after a forward of every pass.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn logits(
+        &self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        out: DeviceSlice<f32>,
+    ) -> Result<(), ModelError>;
+}
+
+/// A decoder on the host.
+pub(crate) struct Decoder<A: HostArch> {
+    arch: Arc<A>,
+    options: ModelOptions,
+    passes: Vec<Pass>,
+    params: Arc<Vec<UnitParams>>,
+    buffers: Buffers<A::Block>,
+    /// The stream that orders the passes.
+    stream_id: u64,
+    threads: Threads,
+    inputs: Arc<Vec<u32>>,
+    targets: Arc<Vec<u32>>,
+}
+
+impl<A: HostArch> Decoder<A> {
+    /// Allocates activations from `pool`, for passes on `stream` only. The options must be valid
+    /// for the architecture.
+    ///
+    /// # Errors
+    /// Memory ran out, or the stream failed.
+    pub(crate) fn new(
+        arch: A,
+        options: ModelOptions,
+        pool: &Pool<HostDevice>,
+        stream: &HostStream,
+        threads: Threads,
+    ) -> Result<Self, ModelError> {
+        let units = arch.units();
+        let params = units.iter().map(UnitParams::new).collect();
+        let passes = passes(units.len() - 2, arch.tied());
+        let upcast = if options.dtype == DType::F32 {
+            0
+        } else {
+            widest_pass(&passes, &units)
+        };
+
+        let buffers = Buffers::new(&arch.sizes(), A::cut, upcast, pool, stream)?;
+        let model = Self {
+            arch: Arc::new(arch),
+            options,
+            passes,
+            params: Arc::new(params),
+            buffers,
+            stream_id: stream.id(),
+            threads,
+            inputs: Arc::default(),
+            targets: Arc::default(),
+        };
+
+        model.fill_table(stream)?;
+        Ok(model)
+    }
+
+    fn fill_table(&self, stream: &HostStream) -> Result<(), ModelError> {
+        let table = self.buffers.table;
+        let arch = Arc::clone(&self.arch);
+        stream.enqueue("constants", move || {
+            // SAFETY: the buffer is this model's, and the stream orders its passes.
+            arch.fill_table(unsafe { table.as_host_mut() });
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass in
+    /// fp32 and the gradients, both as host slices.
+    fn enqueue(
+        &self,
+        stream: &HostStream,
+        label: &'static str,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        work: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
+    ) -> Result<(), ModelError> {
+        self.check(stream, label, params, grads)?;
+        let reads = self.passes[pass].forward_reads.clone();
+        let all = Arc::clone(&self.params);
+        let threads = self.threads.clone();
+        let upcast = self.buffers.upcast;
+        let table = self.buffers.table;
+        let params = params.to_vec();
+        let grads = grads.to_vec();
+
+        stream.enqueue(label, move || {
+            threads.run(|| {
+                let mut flats = Vec::with_capacity(params.len());
+                let mut used = 0;
+                for slice in params {
+                    flats.push(in_fp32(slice, upcast, &mut used)?);
+                }
+                // SAFETY: `check` found host memory, and that the gradients overlap neither one
+                // another nor a parameter; their makers promised accesses ordered by the stream.
+                let grads = grads
+                    .into_iter()
+                    .map(|g| unsafe { g.as_host_mut() })
+                    .collect();
+                work(
+                    Flat {
+                        units: &all,
+                        reads: &reads,
+                        flats,
+                        layer: pass.saturating_sub(1),
+                        // SAFETY: the buffer is this model's, and nothing writes it after `new`.
+                        table: unsafe { table.as_host() },
+                    },
+                    grads,
+                );
+                Ok(())
+            })
+        })?;
+
+        Ok(())
+    }
+
+    /// Checks the slices of a pass, of which it makes Rust slices: host memory, and what is written
+    /// overlaps nothing. The model's own buffers are ordered by one stream.
+    fn check(
+        &self,
+        stream: &HostStream,
+        label: &'static str,
+        read: &[AnySlice],
+        written: &[DeviceSlice<f32>],
+    ) -> Result<(), ModelError> {
+        if stream.id() != self.stream_id {
+            let name = stream.name();
+            return Err(ModelError::from(format!(
+                "{label}: stream {name} is not the one that the model was made for"
+            )));
+        }
+
+        let extent =
+            |slice: AnySlice| slice.as_ptr().addr()..slice.as_ptr().addr() + slice.len_bytes();
+        let written: Vec<AnySlice> = written.iter().map(|slice| slice.erase()).collect();
+        for (i, &slice) in written.iter().chain(read).enumerate() {
+            slice.check_device(label, DeviceId::HOST)?;
+            let a = extent(slice);
+            for b in written.iter().take(i).map(|&slice| extent(slice)) {
+                if a.start < b.end && b.start < a.end {
+                    return Err(ModelError::from(format!(
+                        "{label}: a gradient overlaps another argument"
+                    )));
+                }
+            }
+        }
+
+        Ok(())
+    }
+}
+
+impl<A: HostArch> HostModel for Decoder<A> {
+    fn logits(
+        &self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        out: DeviceSlice<f32>,
+    ) -> Result<(), ModelError> {
+        let head = self.buffers.head;
+        let vocab = self.arch.vocab();
+        self.check(stream, "logits", params, &[out])?;
+        self.enqueue(
+            stream,
+            "logits",
+            self.passes.len() - 1,
+            params,
+            &[],
+            move |flat, _| {
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let x = unsafe { head.out.as_host() };
+                // SAFETY: `check` found host memory apart from the parameters; its maker promised
+                // ordered accesses.
+                let out = unsafe { out.as_host_mut() };
+                head::logits(out, x, &flat, vocab);
+            },
+        )
+    }
+}
+
+/// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first
+/// `used` elements.
+fn in_fp32<'a>(
+    slice: AnySlice,
+    upcast: DeviceSlice<f32>,
+    used: &mut usize,
+) -> Result<&'a [f32], DeviceError> {
+    if slice.dtype() == DType::F32 {
+        // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised
+        // ordered accesses.
+        return Ok(unsafe { slice.typed::<f32>()?.as_host() });
+    }
+    let copy = upcast.slice(*used..*used + slice.len());
+    *used += slice.len();
+    // SAFETY: the workspace is this model's, one part a parameter, and its one stream orders the
+    // passes.
+    let out = unsafe { copy.as_host_mut() };
+    params::upcast(slice, out)?;
+    // SAFETY: as above; the writable view has ended.
+    Ok(unsafe { copy.as_host() })
+}
+
+/// The passes of a decoder of `layers` blocks, one per unit: the embedding, each block, the head.
+pub(crate) fn passes(layers: usize, tied: bool) -> Vec<Pass> {
+    let head = layers + 1;
+    let mut passes = vec![Pass {
+        forward_reads: vec![0],
+        backward_reads: vec![],
+        grads: vec![0],
+    }];
+
+    passes.extend((1..head).map(Pass::of_unit));
+    let reads = if tied { vec![head, 0] } else { vec![head] };
+    passes.push(Pass {
+        forward_reads: reads.clone(),
+        backward_reads: reads.clone(),
+        grads: reads,
+    });
+    passes
+}
+
+fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
+    // The slices that a pass receives have no padding.
+    let numel = |&u: &usize| {
+        units[u]
+            .params
+            .iter()
+            .map(|p| p.shape.iter().product::<u64>() as usize)
+            .sum::<usize>()
+    };
+    passes
+        .iter()
+        .map(|p| p.forward_reads.iter().map(numel).sum())
+        .max()
+        .unwrap_or(0)
+}
+
+impl<A: HostArch> Model<HostDevice> for Decoder<A> {
+    fn set_batch(
+        &mut self,
+        _stream: &HostStream,
+        inputs: &[u32],
+        targets: &[u32],
+    ) -> Result<(), ModelError> {
+        self.inputs = Arc::new(inputs.to_vec());
+        self.targets = Arc::new(targets.to_vec());
+        Ok(())
+    }
+
+    fn forward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), ModelError> {
+        let arch = Arc::clone(&self.arch);
+        let Activations {
+            input,
+            output,
+            block,
+        } = self.buffers.layers.of_pass(pass);
+
+        if pass == 0 {
+            let tokens = Arc::clone(&self.inputs);
+            return self.enqueue(
+                stream,
+                "forward embedding",
+                pass,
+                params,
+                &[],
+                move |flat, _| {
+                    // SAFETY: the buffer is this model's, and the stream orders its passes.
+                    let x = unsafe { output.as_host_mut() };
+                    arch.embed(x, &tokens, &flat);
+                },
+            );
+        }
+
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its
+        // passes.
+        if pass + 1 == self.passes.len() {
+            let head = self.buffers.head;
+            return self.enqueue(stream, "forward head", pass, params, &[], move |flat, _| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                arch.final_norm(&mut head.view(), x, &flat);
+            });
+        }
+
+        self.enqueue(
+            stream,
+            "forward block",
+            pass,
+            params,
+            &[],
+            move |flat, _| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                // SAFETY: as above; input and output are different buffers.
+                let out = unsafe { output.as_host_mut() };
+                arch.forward(block, x, &flat);
+                arch.output(out, block, &flat);
+            },
+        )
+    }
+
+    fn backward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[Grad],
+        loss_scale: DeviceSlice<f64>,
+    ) -> Result<(), ModelError> {
+        let arch = Arc::clone(&self.arch);
+        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
+        let scratch = self.buffers.scratch;
+        let grads = &grads
+            .iter()
+            .map(|grad| grad.sums(A::NAME))
+            .collect::<Result<Vec<_>, _>>()?;
+
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its
+        // passes.
+        if pass == 0 {
+            let tokens = Arc::clone(&self.inputs);
+            let layout = Arc::clone(&self.params);
+            return self.enqueue(
+                stream,
+                "backward embedding",
+                pass,
+                params,
+                grads,
+                move |_, grads| {
+                    for grad in grads {
+                        arch.embed_backward(grad, &layout[0], &tokens, scratch.view().dres);
+                    }
+                },
+            );
+        }
+
+        if pass + 1 == self.passes.len() {
+            return self.backward_of_head(stream, params, grads, loss_scale);
+        }
+
+        let again = self.options.activation_checkpointing;
+        self.enqueue(
+            stream,
+            "backward block",
+            pass,
+            params,
+            grads,
+            move |flat, grads| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                if again {
+                    arch.forward(block, x, &flat);
+                }
+                for grad in grads {
+                    arch.backward(scratch.view(), block, x, &flat, grad);
+                }
+            },
+        )
+    }
+
+    fn add_losses(
+        &mut self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        tokens: usize,
+    ) -> Result<(), ModelError> {
+        let head = self.buffers.head;
+        let loss = self.buffers.loss;
+        let scratch = self.buffers.scratch;
+        let sizes = [self.arch.vocab(), self.options.tokens()];
+        let targets = Arc::clone(&self.targets);
+        self.enqueue(
+            stream,
+            "losses",
+            self.passes.len() - 1,
+            params,
+            &[],
+            move |flat, _| {
+                let targets = &targets[..tokens];
+                let sum = head::losses(scratch.view(), &head.view(), targets, &flat, sizes);
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let loss = unsafe { loss.as_host_mut() };
+                loss[0] += sum;
+            },
+        )
+    }
+
+    unsafe fn loss(&self) -> DeviceSlice<f64> {
+        self.buffers.loss
+    }
+}
+
+impl<A: HostArch> Decoder<A> {
+    fn backward_of_head(
+        &self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        loss_scale: DeviceSlice<f64>,
+    ) -> Result<(), ModelError> {
+        let arch = Arc::clone(&self.arch);
+        let pass = self.passes.len() - 1;
+        let input = self.buffers.layers.of_pass(pass).input;
+        let scratch = self.buffers.scratch;
+        let head = self.buffers.head;
+        let loss = self.buffers.loss;
+        let targets = Arc::clone(&self.targets);
+        let tokens = self.options.tokens();
+        loss_scale
+            .erase()
+            .check_device("backward head: loss scale", DeviceId::HOST)?;
+
+        self.enqueue(
+            stream,
+            "backward head",
+            pass,
+            params,
+            grads,
+            move |flat, grads| {
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let x = unsafe { input.as_host() };
+                // SAFETY: checked above to be host memory; its maker promised ordered accesses.
+                let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
+                let sum = head::backward(
+                    &*arch,
+                    scratch.view(),
+                    &head.view(),
+                    x,
+                    &targets,
+                    &flat,
+                    grads,
+                    scale,
+                );
+                // SAFETY: as above.
+                let loss = unsafe { loss.as_host_mut() };
+                loss[0] += sum / tokens as f64;
+            },
+        )
+    }
+}

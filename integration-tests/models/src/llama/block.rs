@@ -1,0 +1,211 @@
+//! A block: `x + attention(norm x)`, then `mid + mlp(norm mid)`, with SwiGLU in the MLP.
+
+use zero_alloc::device::DeviceSlice;
+
+use super::config::LlamaConfig;
+use crate::decoder::buffers::{ScratchView, views};
+use crate::ops::{attention, linear, rms_norm, rope, swiglu};
+
+views! {
+    /// Activations of a block: `[M, C]` except for the statistics `[M]`, `qkv` `[M, (heads + 2
+    /// kv_heads) d]`, after the rotation, `attended` `[M, heads d]`, `lse` `[batch, heads, seq]`,
+    /// `gate_up` `[M, 2 F]` and `act` `[M, F]`. If queries and keys have norms, `raw` are they
+    /// before them, with `raw_stats`.
+    BlockSlices, BlockView {
+        norm1, stats1, qkv, raw, raw_stats, attended, lse, mid, norm2, stats2, gate_up, act
+    }
+}
+
+/// The sizes of a block's operations.
+pub(super) struct Shape {
+    pub(super) attention: attention::Shape,
+    /// C
+    pub(super) width: usize,
+    /// F
+    pub(super) inner: usize,
+    pub(super) eps: f32,
+    /// Elements of the parameters, as in [`super::config::BlockElems::in_order`].
+    params: [usize; 11],
+}
+
+impl Shape {
+    pub(super) fn new(config: &LlamaConfig, attention: attention::Shape) -> Self {
+        Self {
+            attention,
+            width: config.hidden,
+            inner: config.intermediate,
+            eps: config.rms_norm_eps,
+            params: config.block_elems().in_order(),
+        }
+    }
+
+    /// The gains and matrices of a block, by the order of its parameters.
+    fn params<'a>(&self, flat: &'a [f32]) -> Params<&'a [f32]> {
+        let mut rest = flat;
+        Params::new(self.params.map(|elems| {
+            let (param, tail) = rest.split_at(elems);
+            rest = tail;
+            param
+        }))
+    }
+
+    /// Their gradients.
+    fn grads<'a>(&self, flat: &'a mut [f32]) -> Params<&'a mut [f32]> {
+        let mut rest = flat;
+        Params::new(self.params.map(|elems| {
+            let (param, tail) = std::mem::take(&mut rest).split_at_mut(elems);
+            rest = tail;
+            param
+        }))
+    }
+
+    fn heads(&self) -> rms_norm::Heads {
+        let attention::Shape {
+            heads, kv_heads, d, ..
+        } = self.attention;
+        rms_norm::Heads {
+            queries: heads,
+            keys: kv_heads,
+            d,
+            width: (heads + 2 * kv_heads) * d,
+        }
+    }
+
+    fn rows(&self) -> rope::Rows {
+        let heads = self.heads();
+        rope::Rows {
+            width: heads.width,
+            turned: (heads.queries + heads.keys) * heads.d,
+            d: heads.d,
+        }
+    }
+}
+
+/// The parameters of a block, or their gradients; those that it does not have are empty.
+struct Params<P> {
+    norm1: P,
+    qkv: P,
+    qkv_bias: P,
+    qk_norm: P,
+    output: P,
+    output_bias: P,
+    norm2: P,
+    gate_up: P,
+    gate_up_bias: P,
+    down: P,
+    down_bias: P,
+}
+
+impl<P> Params<P> {
+    fn new(in_order: [P; 11]) -> Self {
+        let [
+            norm1,
+            qkv,
+            qkv_bias,
+            qk_norm,
+            output,
+            output_bias,
+            norm2,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+        ] = in_order;
+        Self {
+            norm1,
+            qkv,
+            qkv_bias,
+            qk_norm,
+            output,
+            output_bias,
+            norm2,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+        }
+    }
+}
+
+/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP. `table`
+/// has the angles of the positions.
+pub(super) fn forward(
+    a: &mut BlockView<'_>,
+    x: &[f32],
+    flat: &[f32],
+    table: &[f32],
+    shape: &Shape,
+) {
+    let p = shape.params(flat);
+    rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
+    linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, shape.heads().width);
+    if !p.qk_norm.is_empty() {
+        let heads = shape.heads();
+        rms_norm::forward_heads(a.qkv, a.raw, a.raw_stats, p.qk_norm, heads, shape.eps);
+    }
+    rope::forward(a.qkv, table, shape.rows());
+    attention::forward(a.attended, a.lse, a.qkv, shape.attention);
+    linear::forward_residual_transposed(a.mid, x, a.attended, p.output, p.output_bias, shape.width);
+
+    rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
+    linear::forward_transposed(
+        a.gate_up,
+        a.norm2,
+        p.gate_up,
+        p.gate_up_bias,
+        2 * shape.inner,
+    );
+    swiglu::forward(a.act, a.gate_up, shape.inner);
+}
+
+/// Computes the block's output `[M, C]`.
+pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, flat: &[f32], shape: &Shape) {
+    let p = shape.params(flat);
+    linear::forward_residual_transposed(out, a.mid, a.act, p.down, p.down_bias, shape.width);
+}
+
+/// Computes the block's backward and adds to `grad`, the unit's gradient. `s.dres` is the gradient
+/// of the output on entry and of the input on return. `a.gate_up` is overwritten by its gradient.
+pub(super) fn backward(
+    s: ScratchView<'_>,
+    a: &mut BlockView<'_>,
+    x: &[f32],
+    flat: &[f32],
+    grad: &mut [f32],
+    table: &[f32],
+    shape: &Shape,
+) {
+    let p = shape.params(flat);
+    let g = shape.grads(grad);
+    let c = shape.width;
+    let f = shape.inner;
+
+    let dact = &mut s.wide[..a.act.len()];
+    linear::backward_weight_transposed(g.down, g.down_bias, a.act, s.dres, f);
+    linear::product(dact, s.dres, p.down, f);
+    swiglu::backward(a.gate_up, dact, f);
+    linear::backward_weight_transposed(g.gate_up, g.gate_up_bias, a.norm2, a.gate_up, c);
+    linear::product(s.narrow, a.gate_up, p.gate_up, c);
+    rms_norm::backward(s.dres, g.norm2, s.narrow, a.mid, a.stats2, p.norm2);
+
+    let (dattended, dqkv) = s.wide.split_at_mut(a.attended.len());
+    let dqkv = &mut dqkv[..a.qkv.len()];
+    linear::backward_weight_transposed(
+        g.output,
+        g.output_bias,
+        a.attended,
+        s.dres,
+        shape.attention.heads * shape.attention.d,
+    );
+    let q_width = shape.attention.heads * shape.attention.d;
+    linear::product(dattended, s.dres, p.output, q_width);
+    attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, shape.attention);
+    rope::backward(dqkv, table, shape.rows());
+    if !p.qk_norm.is_empty() {
+        let heads = shape.heads();
+        rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);
+    }
+    linear::backward_weight_transposed(g.qkv, g.qkv_bias, a.norm1, dqkv, c);
+    linear::product(s.narrow, dqkv, p.qkv, c);
+    rms_norm::backward(s.dres, g.norm1, s.narrow, x, a.stats1, p.norm1);
+}

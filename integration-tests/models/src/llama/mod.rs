@@ -1,0 +1,197 @@
+//! The Llama family: RMS norm, rotary positions, grouped queries, SwiGLU, in the versions of Llama,
+//! Mistral and Qwen.
+
+mod block;
+pub mod config;
+mod hf_json;
+pub mod rope;
+
+use zero_alloc::Pool;
+use zero_alloc::device::DeviceSlice;
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::UnitSpec;
+use zero_trainer::ModelError;
+
+use self::config::LlamaConfig;
+use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
+use crate::decoder::params::{Flat, UnitParams};
+use crate::decoder::{Decoder, HostArch, HostModel};
+use crate::ops::{Threads, attention, embedding, rms_norm};
+use crate::options::{GpuBytes, ModelOptions};
+use block::{BlockSlices, Shape};
+
+/// A model of the family and its batch, on the host.
+struct LlamaArch {
+    config: LlamaConfig,
+    options: ModelOptions,
+}
+
+impl LlamaArch {
+    fn shape(&self, layer: usize) -> Shape {
+        let config = &self.config;
+        let attention = attention::Shape {
+            batch: self.options.micro_batch,
+            seq: self.options.seq_len,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            d: config.head_dim,
+            window: config.window_of(layer, self.options.seq_len),
+        };
+        Shape::new(config, attention)
+    }
+}
+
+impl HostArch for LlamaArch {
+    type Block = BlockSlices;
+
+    const NAME: &'static str = "the backward of a Llama";
+
+    fn units(&self) -> Vec<UnitSpec> {
+        self.config.units()
+    }
+
+    fn tied(&self) -> bool {
+        self.config.tied_head
+    }
+
+    fn vocab(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn sizes(&self) -> Sizes {
+        sizes(&self.config, &self.options)
+    }
+
+    fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> BlockSlices {
+        BlockSlices::cut(all, sizes)
+    }
+
+    fn fill_table(&self, table: &mut [f32]) {
+        self.config.rope.fill(table, self.config.head_dim);
+    }
+
+    fn embed(&self, x: &mut [f32], tokens: &[u32], p: &Flat<'_>) {
+        embedding::forward_tokens(x, tokens, p.flats[0], self.config.hidden);
+    }
+
+    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, tokens: &[u32], dx: &[f32]) {
+        let padding = self.config.padding_token().map(|token| token as u32);
+        embedding::backward_tokens(grad, tokens, dx, self.config.hidden, padding);
+    }
+
+    fn forward(&self, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
+        let shape = self.shape(p.layer);
+        block::forward(&mut block.view(), x, p.flats[0], p.table, &shape);
+    }
+
+    fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
+        block::output(out, &block.view(), p.flats[0], &self.shape(p.layer));
+    }
+
+    fn backward(
+        &self,
+        s: ScratchView<'_>,
+        block: BlockSlices,
+        x: &[f32],
+        p: &Flat<'_>,
+        grad: &mut [f32],
+    ) {
+        let shape = self.shape(p.layer);
+        block::backward(s, &mut block.view(), x, p.flats[0], grad, p.table, &shape);
+    }
+
+    fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>) {
+        let gain = &p.flats[0][..self.config.hidden];
+        rms_norm::forward(h.out, h.stats, x, gain, self.config.rms_norm_eps);
+    }
+
+    fn final_norm_backward(
+        &self,
+        dx: &mut [f32],
+        grad: &mut [f32],
+        dout: &[f32],
+        x: &[f32],
+        h: &HeadView<'_>,
+        p: &Flat<'_>,
+    ) {
+        let gain = &p.flats[0][..self.config.hidden];
+        rms_norm::backward(dx, grad, dout, x, h.stats, gain);
+    }
+}
+
+/// Elements of the activations on the host. The options must be valid for the configuration.
+fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
+    let tokens = options.tokens();
+    let row = tokens * config.hidden;
+    let qkv = config.qkv_width();
+    let queries = config.q_width();
+    let inner = config.intermediate;
+    let heads = if config.has_qk_norm() {
+        config.heads + config.kv_heads
+    } else {
+        0
+    };
+    let extent = Extent {
+        layers: config.layers,
+        width: config.hidden,
+        vocab: config.vocab_size,
+        head_stats: 1,
+        wide: inner.max(queries + qkv),
+        table: options.seq_len * config.head_dim,
+    };
+
+    let block = vec![
+        row,
+        tokens,
+        tokens * qkv,
+        tokens * heads * config.head_dim,
+        tokens * heads,
+        tokens * queries,
+        tokens * config.heads,
+        row,
+        row,
+        tokens,
+        tokens * 2 * inner,
+        tokens * inner,
+    ];
+    Sizes::new(&extent, block, options)
+}
+
+/// Bytes of activations on the host. The options must be valid for the configuration.
+pub(crate) fn activations_bytes(config: &LlamaConfig, options: &ModelOptions) -> u64 {
+    sizes(config, options).bytes()
+}
+
+/// Bytes on a GPU, as if it kept the buffers of the host in the type of the parameters: no kernels
+/// are written yet.
+pub(crate) fn gpu_bytes(config: &LlamaConfig, options: &ModelOptions) -> GpuBytes {
+    let bytes = activations_bytes(config, options) / 4 * options.dtype.size_bytes() as u64;
+    let row = (options.tokens() * config.hidden * options.dtype.size_bytes()) as u64;
+    // Of the inputs of blocks and of the head, three are on the device.
+    let host = match options.offload_activations {
+        true => row * (config.layers as u64).saturating_sub(2),
+        false => 0,
+    };
+    GpuBytes {
+        activations: bytes - host,
+        workspace: 0,
+        host,
+    }
+}
+
+/// A model of the family on the host. The options must be valid for the configuration.
+pub(crate) fn on_host(
+    config: LlamaConfig,
+    options: ModelOptions,
+    pool: &Pool<HostDevice>,
+    stream: &HostStream,
+    threads: Threads,
+) -> Result<Box<dyn HostModel>, ModelError> {
+    let arch = LlamaArch {
+        config,
+        options: options.clone(),
+    };
+    Ok(Box::new(Decoder::new(
+        arch, options, pool, stream, threads,
+    )?))
+}

@@ -1,0 +1,84 @@
+//! The sizes and choices of a model on a device, which its architecture does not set.
+
+use zero_alloc::device::DType;
+use zero_trainer::ModelError;
+
+/// Maximum number of tokens of a micro-batch, so that no buffer size of a valid model overflows 64
+/// bits.
+const MAX_TOKENS: usize = 1 << 31;
+
+/// Options of a model on a device.
+#[derive(Clone, Debug)]
+pub struct ModelOptions {
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Type of the parameters.
+    pub dtype: DType,
+    /// Whether only the input of each block is kept, and the rest is recomputed in backward.
+    pub activation_checkpointing: bool,
+    /// Whether a GPU keeps those inputs in pinned host memory; needs `activation_checkpointing`. On
+    /// the host it changes nothing, because the device's memory is the host's.
+    pub offload_activations: bool,
+    /// Whether matrix products on a GPU choose their algorithm by time, with choices kept in the
+    /// user's folder: see [`Timing`](crate::cuda::matmul::Timing). Otherwise they use the library's
+    /// first choice.
+    pub matmul_timing: bool,
+    /// Whether a GPU computes GELU's output again in backward, in place of `micro_batch` x
+    /// `seq_len` x `n_inner` elements a block. In 16-bit types the gradient of the MLP's second
+    /// matrix then has other low bits, because cuBLASLt's first output comes from an fp32 input and
+    /// the second from the rounded one. With `activation_checkpointing` it changes nothing, and on
+    /// the host neither.
+    pub recompute_gelu: bool,
+}
+
+/// Bytes of a model on a GPU, as it requests them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuBytes {
+    /// Activations and their gradients on the device.
+    pub activations: u64,
+    /// The batch, the loss and the workspace of matrix products on the device.
+    pub workspace: u64,
+    /// Inputs of blocks in pinned host memory.
+    pub host: u64,
+}
+
+impl ModelOptions {
+    /// Checks the batch for a model of `positions` positions.
+    ///
+    /// # Errors
+    /// Batch sizes outside the model's limits.
+    pub(crate) fn validate(&self, positions: usize) -> Result<(), ModelError> {
+        if self.seq_len == 0 || self.seq_len > positions || self.micro_batch == 0 {
+            return Err(ModelError::from(format!(
+                "micro-batch {} x sequence {}: the model supports 1 to {positions} positions and needs at least one sequence",
+                self.micro_batch, self.seq_len
+            )));
+        }
+
+        if self
+            .micro_batch
+            .checked_mul(self.seq_len)
+            .is_none_or(|tokens| tokens > MAX_TOKENS)
+        {
+            return Err(ModelError::from(format!(
+                "micro-batch {} x sequence {}: a micro-batch can have at most {MAX_TOKENS} tokens",
+                self.micro_batch, self.seq_len
+            )));
+        }
+
+        if self.offload_activations && !self.activation_checkpointing {
+            return Err(ModelError::from(
+                "offloaded activations are the inputs of checkpointed blocks: set activation checkpointing, too",
+            ));
+        }
+
+        Ok(())
+    }
+
+    /// Tokens of a micro-batch.
+    pub(crate) fn tokens(&self) -> usize {
+        self.micro_batch * self.seq_len
+    }
+}
