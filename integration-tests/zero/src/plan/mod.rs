@@ -24,17 +24,26 @@ use report::Report;
 pub(crate) use request::Request;
 pub(crate) use stage::evaluate;
 
+/// The architectures that a shape can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Architecture {
+    /// Layer norms, learned positions, GELU, as many key and value heads as heads
+    Gpt2,
+    /// RMSNorm, rotary positions, SwiGLU, key and value heads shared by groups of heads
+    Llama,
+}
+
 /// Show the memory and traffic of each ZeRO stage, and which stages fit
 #[derive(Args, Clone, Debug, Default)]
 #[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params", "layers"])))]
 pub struct PlanArgs {
-    /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face GPT-2 folder
+    /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face folder
     #[arg(long, value_name = "PRESET|HF_DIR")]
     pub model: Option<String>,
     /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]
     pub params: Option<u64>,
-    /// Layers of a GPT-2 of any shape, with --hidden
+    /// Layers of a model of any shape, with --hidden
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "hidden")]
     pub layers: Option<u64>,
     /// Width of a layer
@@ -45,15 +54,18 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
         conflicts_with_all = ["model", "params"])]
     pub heads: Option<u64>,
-    /// Key and value heads of a layer; a GPT-2 has as many as --heads, others are refused
+    /// Key and value heads of a layer; they divide --heads [default: as many as --heads]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
         conflicts_with_all = ["model", "params"])]
     pub kv_heads: Option<u64>,
+    /// Architecture of that shape [default: llama with fewer --kv-heads than --heads, else gpt2]
+    #[arg(long, value_enum, requires = "layers", conflicts_with_all = ["model", "params"])]
+    pub architecture: Option<Architecture>,
     /// Width within the feed-forward [default: 4 times --hidden]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
         conflicts_with_all = ["model", "params"])]
     pub ffn: Option<u64>,
-    /// Tokens of the vocabulary [default: 50257]
+    /// Tokens of the vocabulary [default: 50257, of a llama 32000]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
         conflicts_with_all = ["model", "params"])]
     pub vocab: Option<u64>,

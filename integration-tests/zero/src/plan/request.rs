@@ -7,7 +7,7 @@ use zero_comm::PrefetchOptions;
 use zero_optim::OptimizerConfig;
 use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, ZeroStage};
 
-use super::PlanArgs;
+use super::{Architecture, PlanArgs};
 use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_model};
@@ -357,8 +357,7 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Optio
 /// Width of an attention head, unless --heads is given.
 const HEAD_WIDTH: u64 = 64;
 
-/// The model of the shape that the flags give, with positions for --seq-len: a Llama with
-/// `--kv-heads`, otherwise a GPT-2.
+/// The model of the shape that the flags give, with positions for --seq-len.
 fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
     let (Some(layers), Some(hidden)) = (args.layers, args.hidden) else {
         return Err(CliError::Usage(
@@ -399,8 +398,20 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
     let n_layer = size("--layers", layers)?;
     let n_head = size("--heads", heads)?;
     let n_inner = size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?;
-    let config = match args.kv_heads {
-        None => {
+    let kv_heads = args.kv_heads.unwrap_or(heads);
+    let architecture = match args.architecture {
+        Some(architecture) => architecture,
+        None if kv_heads == heads => Architecture::Gpt2,
+        None => Architecture::Llama,
+    };
+
+    let config = match architecture {
+        Architecture::Gpt2 if kv_heads != heads => {
+            return Err(CliError::Usage(format!(
+                "--architecture gpt2 --kv-heads {kv_heads}: a GPT-2 has as many as --heads, {heads}; use --architecture llama"
+            )));
+        }
+        Architecture::Gpt2 => {
             let gpt2 = GptConfig::gpt2(n_embd, n_layer, n_head);
             ModelConfig::from(GptConfig {
                 vocab_size: default_size("--vocab", args.vocab, gpt2.vocab_size)?,
@@ -409,7 +420,7 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
                 ..gpt2
             })
         }
-        Some(kv_heads) => {
+        Architecture::Llama => {
             let llama = LlamaConfig::llama2();
             ModelConfig::from(LlamaConfig {
                 vocab_size: default_size("--vocab", args.vocab, llama.vocab_size)?,

@@ -327,6 +327,16 @@ fn shape_is_planned_exactly() {
     assert_eq!(figures("--heads 6").0, base.0);
     // A position for each token of a sequence.
     assert_eq!(figures("--seq-len 2048").0 - base.0, 1024 * 768);
+
+    // Fewer key and value heads than heads: a Llama, whose positions have no parameters.
+    let llama = |kv_heads: u64| {
+        let attention = 768 * 768 * 2 + 2 * 768 * 64 * kv_heads;
+        let layer = attention + 3 * 768 * 3072 + 2 * 768;
+        12 * layer + 2 * 32000 * 768 + 768
+    };
+    assert_eq!(figures("--kv-heads 4").0, llama(4));
+    assert_eq!(figures("--kv-heads 4 --seq-len 2048").0, llama(4));
+    assert_eq!(figures("--architecture llama").0, llama(12));
 }
 
 #[test]
@@ -653,11 +663,15 @@ fn wrong_use_is_an_error() {
         ),
         (
             "--layers 2 --hidden 128 --heads 3 --gpus 1",
-            "not divisible by its n_head 3 heads",
+            "not divisible by its n_head 3",
         ),
         (
-            "--layers 2 --hidden 128 --kv-heads 1 --gpus 1",
-            "--kv-heads 1: the models here are GPT-2s",
+            "--layers 2 --hidden 128 --kv-heads 1 --architecture gpt2 --gpus 1",
+            "a GPT-2 has as many as --heads, 2",
+        ),
+        (
+            "--layers 2 --hidden 512 --kv-heads 3 --gpus 1",
+            "num_key_value_heads",
         ),
         (
             "--layers 0 --hidden 128 --gpus 1",
