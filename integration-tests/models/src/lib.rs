@@ -5,6 +5,7 @@ mod architecture;
 mod config;
 pub mod cuda;
 mod decoder;
+pub mod generate;
 pub mod gpt2;
 pub mod hf;
 pub mod llama;

@@ -2,6 +2,7 @@
 //! several is slow.
 
 mod errors;
+mod generate;
 mod own_framework;
 mod public_types;
 mod trainer;

@@ -13,7 +13,9 @@ use zero_ckpt::{
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_bytes};
 use crate::output::{print_note, print_text};
+use crate::settings::record::{RUN_JSON, RunRecord};
 use zero_models::hf::HfFolder;
+use zero_models::hf::companions::COMPANIONS;
 
 /// Inspect, verify, assemble, export or import checkpoints
 #[derive(Args, Debug)]
@@ -76,7 +78,7 @@ enum Command {
         #[arg(long, default_value = "master")]
         state: String,
     },
-    /// Save the weights of a Hugging Face GPT-2 folder as a checkpoint; `zero train --model DIR`
+    /// Save the weights of a Hugging Face folder as a checkpoint; `zero train --model DIR`
     /// starts from it
     Import {
         /// The folder with config.json and model.safetensors (or its index)
@@ -132,8 +134,9 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 .dtype(dtype)
                 .max_file_bytes(max_shard_size);
             let done = reader.export(&out, &options).map_err(CliError::failure)?;
+            let copied = export_companions(&reader, &out)?;
             print_text(format!(
-                "{} tensors of step {}, {} bytes, in {} file(s) in {}\n",
+                "{} tensors of step {}, {} bytes, in {} file(s) in {}{copied}\n",
                 done.tensors,
                 reader.manifest().step,
                 HumanCount(done.tensor_bytes),
@@ -143,6 +146,39 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
         }
         Command::Import { model, checkpoint } => import(&model, &checkpoint),
     }
+}
+
+/// Copies the files of the tokenizer and for generation that the run's first model and data had, and
+/// says which.
+fn export_companions(reader: &Reader, out: &Path) -> Result<String, CliError> {
+    let document = reader.document(RUN_JSON).map_err(CliError::failure)?;
+    let Some(run) = document.and_then(|document| RunRecord::parse(document).ok()) else {
+        return Ok(String::new());
+    };
+
+    let weights = PathBuf::from(run.model.weights);
+    let tokenizer = run.data.tokenizer.map(PathBuf::from).unwrap_or_default();
+    let mut copied = Vec::new();
+    for name in COMPANIONS {
+        let named = [tokenizer.join(name), weights.join(name), tokenizer.clone()];
+        let of_name = |path: &&PathBuf| path.ends_with(name) && path.is_file();
+        let Some(from) = named.iter().find(of_name) else {
+            continue;
+        };
+        std::fs::copy(from, out.join(name)).map_err(|e| {
+            let from = from.display();
+            CliError::Failure(format!(
+                "the weights are in {}, but {from} could not be copied there: {e}",
+                out.display()
+            ))
+        })?;
+        copied.push(name);
+    }
+
+    Ok(match copied.is_empty() {
+        true => String::new(),
+        false => format!(", with {}", copied.join(", ")),
+    })
 }
 
 /// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.
@@ -256,18 +292,9 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
         )));
     }
 
-    let units = folder.config().units();
     let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
-    let unit_and_param = |tensor: &str| {
-        let names = [tensor.to_string(), format!("transformer.{tensor}")];
-        let unit = units
-            .iter()
-            .find(|u| u.params.iter().any(|p| names.contains(&p.name)))?;
-        let param = unit.params.iter().find(|p| names.contains(&p.name))?;
-        Some((unit.name.clone(), param.name.clone()))
-    };
-
-    let published = zero_ckpt::import(model, &store, unit_and_param).map_err(CliError::failure)?;
+    let published = zero_ckpt::import(model, &store, |tensor: &str| folder.unit_and_param(tensor))
+        .map_err(CliError::failure)?;
     let (path, dir) = (checkpoint.join(&published.name), checkpoint.display());
     print_text(format!(
         "{}: imported the weights, {} bytes; start from them with `zero train --model {dir}`\n",

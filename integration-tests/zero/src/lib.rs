@@ -1,7 +1,7 @@
 //! The commands of the binary `zero`: training, planning and checkpoint tools.
 //!
 //! ```text
-//! train  plan  ckpt       the commands; train asks plan
+//! train  plan  ckpt  generate   the commands; train asks plan
 //!  |      |
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json
@@ -17,6 +17,7 @@ pub mod data;
 mod error;
 mod files;
 mod flags;
+pub mod generate;
 pub mod launcher;
 mod memory;
 mod output;

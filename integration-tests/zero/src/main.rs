@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use zero::launcher::Report;
-use zero::{CliError, ckpt, plan, train};
+use zero::{CliError, ckpt, generate, plan, train};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -23,12 +23,14 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a GPT-2 on several ranks
+    /// Train a model on several ranks
     Train(Box<train::TrainArgs>),
     /// Show the memory and traffic of each stage, and which stages fit
     Plan(Box<plan::PlanArgs>),
     /// Inspect, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
+    /// Continue a text with a model
+    Generate(Box<generate::GenerateArgs>),
 }
 
 /// The command line. A negative number is joined with its flag, which then rejects it; it would be
@@ -100,6 +102,7 @@ fn main() -> ExitCode {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Ckpt(args) => ckpt::run(args),
+        Command::Generate(args) => generate::run(&args),
     });
 
     let error = match result {

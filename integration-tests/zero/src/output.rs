@@ -12,12 +12,9 @@ use crate::error::CliError;
 ///
 /// # Errors
 /// Standard output cannot be written.
-pub(crate) fn print_text(text: impl AsRef<str>) -> Result<(), CliError> {
+pub(crate) fn print_text(text: impl AsRef<[u8]>) -> Result<(), CliError> {
     let mut out = stdout().lock();
-    match out
-        .write_all(text.as_ref().as_bytes())
-        .and_then(|()| out.flush())
-    {
+    match out.write_all(text.as_ref()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(CliError::Failure(format!(
             "failed to write to standard output: {error}"
         ))),

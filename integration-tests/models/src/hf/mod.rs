@@ -1,9 +1,10 @@
-//! Folders of GPT-2 weights: Hugging Face's, with `config.json` and safetensors files, and
+//! Folders of weights: Hugging Face's, with `config.json` and safetensors files, and
 //! checkpoints.
 //!
 //! A **Hugging Face folder** holds `config.json` and either `model.safetensors` or several such
-//! files with `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have this
-//! project's names (`transformer.wte.weight`); the prefix `transformer.` is optional in files.
+//! files with `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have
+//! Hugging Face's names; the prefix of the model without its head (`transformer.`, `model.`) is
+//! optional in files.
 //!
 //! [`HfFolder::open`] checks all names, shapes and types against the configuration before anything
 //! is allocated. [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own
@@ -11,8 +12,10 @@
 //! checkpoints (`zero ckpt import`, or a run's) gives the master weights of its newest whole
 //! checkpoint.
 //!
-//! Not supported: downloads, pickled files (`pytorch_model.bin`), architectures other than GPT-2.
+//! Not supported: downloads, pickled files (`pytorch_model.bin`).
 
+pub mod companions;
+mod tensors;
 pub mod tokenizer_files;
 
 use std::collections::HashMap;
@@ -29,6 +32,8 @@ use zero_ckpt::{
     CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve,
 };
 
+pub use tensors::{DefectKind, TensorDefect};
+
 use crate::{ConfigError, ModelConfig};
 
 /// A folder that cannot be read.
@@ -42,7 +47,7 @@ pub enum HfError {
     /// `config.json` could not be read.
     #[error("{}: failed to read the file: {source}", path.display())]
     Read { path: PathBuf, source: io::Error },
-    /// `config.json` does not describe a supported GPT-2.
+    /// `config.json` does not describe a supported model.
     #[error("{}: {source}", path.display())]
     Config { path: PathBuf, source: ConfigError },
     /// The folder has no weights in safetensors files.
@@ -56,32 +61,9 @@ pub enum HfError {
     /// range.
     #[error(transparent)]
     Weights(#[from] CkptError),
-    /// A tensor of the model is in no file.
-    #[error("{}: tensor {name:?} of shape {expected:?} is missing", path.display())]
-    MissingTensor {
-        /// The only file, or the index.
-        path: PathBuf,
-        name: String,
-        /// Its shape by the configuration.
-        expected: Vec<u64>,
-    },
-    /// A tensor's shape differs from the configuration.
-    #[error("{}: tensor {name:?} has shape {got:?}; config.json requires {expected:?}", path.display())]
-    Shape {
-        path: PathBuf,
-        name: String,
-        /// Its shape by the configuration.
-        expected: Vec<u64>,
-        /// Its shape in the file.
-        got: Vec<u64>,
-    },
-    /// A tensor has an unsupported type.
-    #[error("{}: tensor {name:?} has type {got}; supported are F32, F16 and BF16", path.display())]
-    TensorType {
-        path: PathBuf,
-        name: String,
-        got: String,
-    },
+    /// Tensors of the model that are missing, or have another shape or type.
+    #[error("{}", tensors::list(_0))]
+    Tensors(Vec<TensorDefect>),
     /// The configuration ties the head to the embedding, but the weights have a different head.
     #[error(
         "{}: lm_head.weight differs from the embedding, to which config.json ties it: \
@@ -129,9 +111,6 @@ enum Source {
 /// The state of a checkpoint that holds the weights.
 const MASTER: &str = "master";
 
-/// The matrix of an untied head.
-const HEAD: &str = "lm_head.weight";
-
 impl HfFolder {
     /// Opens a Hugging Face folder, a folder of checkpoints or one checkpoint, and checks its
     /// configuration and all tensors of the model.
@@ -177,38 +156,10 @@ impl HfFolder {
         }
 
         let weights = TensorFolder::open(path)?;
-        let mut stored = HashMap::new();
-        for param in config.units().into_iter().flat_map(|u| u.params) {
-            let name = param.name;
-            let expected = param.shape;
-            let Some((tensor, file)) = find(&weights, config.prefix(), &name) else {
-                return Err(HfError::MissingTensor {
-                    path: weights.path().to_owned(),
-                    name,
-                    expected,
-                });
-            };
-            if tensor.shape != expected {
-                return Err(HfError::Shape {
-                    path: file.to_owned(),
-                    name,
-                    expected,
-                    got: tensor.shape.clone(),
-                });
-            }
-            if StateDtype::from_name(&tensor.dtype).is_none() {
-                return Err(HfError::TensorType {
-                    path: file.to_owned(),
-                    name,
-                    got: tensor.dtype.clone(),
-                });
-            }
-            stored.insert(name, tensor.name.clone());
-        }
-
-        warnings.extend(unused(&weights, &config, &stored));
+        let stored = tensors::stored_names(&weights, &config)?;
+        warnings.extend(tensors::unused(&weights, &config, &stored));
         if config.tied_head()
-            && let Some(path) = untied_head(&weights, &stored[config.embedding_name()])?
+            && let Some(path) = tensors::untied_head(&weights, &stored[config.embedding_name()])?
         {
             return Err(HfError::UntiedHead { path });
         }
@@ -221,13 +172,28 @@ impl HfFolder {
         })
     }
 
+    /// Opens the checkpoint of the lowest validation loss in a folder of checkpoints.
+    ///
+    /// # Errors
+    /// As [`Self::open`], or no checkpoint is named so.
+    pub fn open_best(path: &Path) -> Result<Self, HfError> {
+        Self::of_checkpoint(path, Reader::open_best(path)?, Vec::new())
+    }
+
     fn open_checkpoint(path: &Path) -> Result<Self, HfError> {
         let Resolved {
             reader,
             passed_over,
             ..
         } = resolve(path)?;
+        Self::of_checkpoint(path, reader, passed_over)
+    }
 
+    fn of_checkpoint(
+        path: &Path,
+        reader: Reader,
+        passed_over: Vec<(String, String)>,
+    ) -> Result<Self, HfError> {
         let file = reader.path().join(MANIFEST_NAME);
         let text = reader.manifest().model_config.to_string();
         let (config, mut warnings) =
@@ -241,32 +207,27 @@ impl HfFolder {
                 .into_iter()
                 .map(|(name, why)| format!("{name} is damaged and passed over: {why}")),
         );
-        let mut shapes: HashMap<_, _> = reader
+        let shapes: HashMap<_, _> = reader
             .params()
             .map(|p| (p.name.as_str(), &p.shape))
             .collect();
-
-        for param in config.units().into_iter().flat_map(|u| u.params) {
-            let name = param.name;
-            let expected = param.shape;
-            match shapes.remove(name.as_str()) {
-                Some(shape) if *shape == expected => {}
-                Some(shape) => {
-                    return Err(HfError::Shape {
-                        path: file,
-                        name,
-                        expected,
-                        got: shape.clone(),
-                    });
-                }
-                None => {
-                    return Err(HfError::MissingTensor {
-                        path: file,
-                        name,
-                        expected,
-                    });
-                }
-            }
+        let params = config.units().into_iter().flat_map(|unit| unit.params);
+        let defects = params.filter_map(|param| {
+            let kind = match shapes.get(param.name.as_str()) {
+                Some(shape) if **shape == param.shape => return None,
+                Some(shape) => DefectKind::Shape((*shape).clone()),
+                None => DefectKind::Missing,
+            };
+            Some(TensorDefect {
+                path: file.clone(),
+                name: param.name,
+                expected: param.shape,
+                kind,
+            })
+        });
+        let defects: Vec<_> = defects.collect();
+        if !defects.is_empty() {
+            return Err(HfError::Tensors(defects));
         }
 
         Ok(Self {
@@ -290,6 +251,46 @@ impl HfFolder {
     /// Unused tensors and configuration keys, a line each.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
+    }
+
+    /// The checkpoint, if the weights are those of one.
+    pub fn checkpoint(&self) -> Option<&Reader> {
+        match &self.source {
+            Source::Files { .. } => None,
+            Source::Checkpoint(reader) => Some(reader),
+        }
+    }
+
+    /// Whether all weights are stored in bf16, so that holding them in it rounds nothing.
+    pub fn is_bf16(&self) -> bool {
+        match &self.source {
+            Source::Files { weights, stored } => stored
+                .values()
+                .filter_map(|name| weights.tensor(name))
+                .all(|(tensor, _)| tensor.dtype == StateDtype::BF16.name()),
+            Source::Checkpoint(_) => false,
+        }
+    }
+
+    /// The tokens that end a text; empty if the folder names none.
+    pub fn end_tokens(&self) -> Vec<u32> {
+        match &self.source {
+            Source::Files { .. } => companions::end_tokens_in(&self.path),
+            Source::Checkpoint(reader) => {
+                companions::end_tokens_of(&reader.manifest().model_config).unwrap_or_default()
+            }
+        }
+    }
+
+    /// The unit and the name of the parameter that a tensor of the files is, if the model has it.
+    pub fn unit_and_param(&self, tensor: &str) -> Option<(String, String)> {
+        let prefixed = format!("{}{tensor}", self.config.prefix());
+        let mut units = self.config.units().into_iter();
+        units.find_map(|unit| {
+            let is_it = |name: &str| name == tensor || name == prefixed;
+            let param = unit.params.iter().find(|param| is_it(&param.name))?;
+            Some((unit.name.clone(), param.name.clone()))
+        })
     }
 
     /// The folder's tokenizer, if it has one.
@@ -331,7 +332,7 @@ impl HfFolder {
     /// The file of a parameter, or the checkpoint.
     fn file_of(&self, name: &str) -> PathBuf {
         match &self.source {
-            Source::Files { weights, .. } => find(weights, self.config.prefix(), name)
+            Source::Files { weights, .. } => tensors::find(weights, self.config.prefix(), name)
                 .map_or(&*self.path, |(_, file)| file)
                 .to_owned(),
             Source::Checkpoint(reader) => reader.path().to_owned(),
@@ -419,73 +420,6 @@ fn placed(index: u64, crc64: u64) -> u64 {
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     mixed ^ (mixed >> 31)
-}
-
-/// Finds a parameter, stored with or without the prefix.
-fn find<'a>(
-    weights: &'a TensorFolder,
-    prefix: &str,
-    name: &str,
-) -> Option<(&'a zero_ckpt::TensorEntry, &'a Path)> {
-    let bare = name.strip_prefix(prefix).unwrap_or(name);
-    weights.tensor(name).or_else(|| weights.tensor(bare))
-}
-
-/// The file of a head that differs from the `embedding`.
-fn untied_head(weights: &TensorFolder, embedding: &str) -> Result<Option<PathBuf>, CkptError> {
-    /// Elements that are compared at a time.
-    const CHUNK_ELEMS: u64 = 1 << 16;
-    let (Some((head, file)), Some((tied, _))) = (weights.tensor(HEAD), weights.tensor(embedding))
-    else {
-        return Ok(None);
-    };
-
-    if head.shape != tied.shape || StateDtype::from_name(&head.dtype).is_none() {
-        return Ok(Some(file.to_owned()));
-    }
-    let mut ours = vec![0.0; CHUNK_ELEMS as usize];
-    let mut theirs = vec![0.0; CHUNK_ELEMS as usize];
-
-    for start in (0..tied.elems()).step_by(CHUNK_ELEMS as usize) {
-        let end = tied.elems().min(start + CHUNK_ELEMS);
-        let n = (end - start) as usize;
-        weights.read(HEAD, start..end, &mut ours[..n])?;
-        weights.read(embedding, start..end, &mut theirs[..n])?;
-        if ours[..n]
-            .iter()
-            .zip(&theirs[..n])
-            .any(|(a, b)| a.to_bits() != b.to_bits())
-        {
-            return Ok(Some(file.to_owned()));
-        }
-    }
-
-    Ok(None)
-}
-
-/// A warning that names tensors unknown to the model. The attention masks of older files and the
-/// repeated head of a tied model are ignored.
-fn unused(
-    weights: &TensorFolder,
-    config: &ModelConfig,
-    stored: &HashMap<String, String>,
-) -> Option<String> {
-    let used: std::collections::HashSet<&String> = stored.values().collect();
-    let unused: Vec<&str> = weights
-        .tensors()
-        .filter(|t| !used.contains(&t.name))
-        .map(|t| t.name.as_str())
-        .collect();
-    let is_mask = |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
-    let mut unused = unused
-        .into_iter()
-        .filter(|name| !(is_mask(name) || *name == HEAD && config.tied_head()));
-    let first = unused.next()?;
-    let path = weights.path().display();
-    let count = 1 + unused.count();
-    Some(format!(
-        "{path}: {count} tensors do not belong to the model and are ignored, the first is {first:?}"
-    ))
 }
 
 #[cfg(test)]

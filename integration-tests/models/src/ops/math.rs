@@ -10,7 +10,7 @@ const LANES: usize = 16;
 /// infinite for k = 128. A CPU without fused multiply-add computes it in software: slowly, with the
 /// same bits.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     // 1.5 * 2^23 + 127: a sum with it is rounded to an integer, whose low bits are k + 127.
     const ROUND: f32 = 12_583_039.0;
     const LN2_HIGH: f32 = std::f32::consts::LN_2;
@@ -32,7 +32,7 @@ pub(super) fn exp(x: f32) -> f32 {
 
 /// Replaces every x by e^(x - shift), and returns their sum in the order of [`sum_of`].
 #[inline(always)]
-pub(super) fn exp_and_sum(xs: &mut [f32], shift: f32) -> f32 {
+pub(crate) fn exp_and_sum(xs: &mut [f32], shift: f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (chunks, rest) = xs.as_chunks_mut::<LANES>();
     for chunk in chunks {
@@ -52,7 +52,7 @@ pub(super) fn exp_and_sum(xs: &mut [f32], shift: f32) -> f32 {
 /// Sum of `f` of the elements at each index of slices of equal length, in lanes and then over the
 /// lanes: an order fixed by the length alone.
 #[inline(always)]
-pub(super) fn sum_of<const N: usize>(slices: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
+pub(crate) fn sum_of<const N: usize>(slices: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
     let n = slices[0].len();
     let slices = slices.map(|x| x[..n].as_chunks::<LANES>());
     let mut lanes = [0.0f32; LANES];
@@ -71,7 +71,7 @@ pub(super) fn sum_of<const N: usize>(slices: [&[f32]; N], f: impl Fn([f32; N]) -
 
 /// The greatest element; -inf if `xs` is empty.
 #[inline(always)]
-pub(super) fn max(xs: &[f32]) -> f32 {
+pub(crate) fn max(xs: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let mut chunks = xs.chunks_exact(LANES);
     for chunk in &mut chunks {

@@ -10,13 +10,13 @@ pub mod embedding;
 pub mod gelu;
 pub mod layer_norm;
 pub mod linear;
-mod math;
+pub(crate) mod math;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;
 #[cfg(test)]
 mod tests;
-mod transpose;
+pub(crate) mod transpose;
 
 use std::cell::Cell;
 use std::sync::Arc;

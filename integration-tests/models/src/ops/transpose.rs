@@ -8,7 +8,7 @@ const LINE: usize = 16;
 
 /// `out[j, i] = x[i, j]`: x has `rows` rows of `stride` elements, of which it reads as many as out
 /// `[columns, rows]` has rows.
-pub(super) fn transpose(out: &mut [f32], x: &[f32], stride: usize, rows: usize) {
+pub(crate) fn transpose(out: &mut [f32], x: &[f32], stride: usize, rows: usize) {
     let cols = out.len() / rows;
     let in_lines = rows / LINE * LINE;
     let in_tiles = cols / TILE * TILE;

@@ -54,11 +54,11 @@ use std::sync::Arc;
 use indicatif::HumanCount;
 
 pub use error::DataError;
+pub(crate) use tokenize::TextTokenizer;
 pub use tokenize::tokenizer_checksum;
 
 use folder::{Documents, Scope};
 use order::Order;
-use tokenize::TextTokenizer;
 use tokens::{TokenStats, Tokens};
 use zero_trainer::{BatchAt, ModelError, ValidationData};
 
@@ -71,7 +71,7 @@ const MAX_DEFAULT_FILES: usize = 100_000;
 
 /// The largest vocabulary of a model that may be trained on bytes: 256, and special tokens or
 /// padding.
-const MAX_BYTE_VOCAB: usize = 512;
+pub(crate) const MAX_BYTE_VOCAB: usize = 512;
 
 /// The source of training data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

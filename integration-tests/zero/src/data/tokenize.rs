@@ -22,6 +22,7 @@ fn gpt2(vocab: &Path, merges: &Path) -> tokenizers::Result<Tokenizer> {
         BPE::from_file(&vocab.display().to_string(), &merges.display().to_string()).build()?;
     let mut tokenizer = Tokenizer::new(bpe);
     tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+    tokenizer.with_decoder(Some(ByteLevel::new(false, true, true)));
     if tokenizer.token_to_id(END_OF_TEXT).is_some() {
         tokenizer.add_special_tokens([AddedToken::from(END_OF_TEXT, true)])?;
     }
@@ -100,13 +101,13 @@ pub fn tokenizer_checksum(path: &Path) -> Result<u64, DataError> {
 }
 
 /// A tokenizer and its file.
-pub(super) struct TextTokenizer {
+pub(crate) struct TextTokenizer {
     path: PathBuf,
     inner: Tokenizer,
 }
 
 impl TextTokenizer {
-    pub(super) fn open(path: &Path) -> Result<Self, DataError> {
+    pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
         let opened = match TokenizerFiles::find(path)? {
             TokenizerFiles::Json(file) => Tokenizer::from_file(file),
             TokenizerFiles::Gpt2 { vocab, merges } => gpt2(&vocab, &merges),
@@ -132,20 +133,34 @@ impl TextTokenizer {
         out: &mut Vec<u32>,
     ) -> Result<(), DataError> {
         for part in parts(text, PART_BYTES) {
-            let encoding =
-                self.inner
-                    .encode_fast(part, false)
-                    .map_err(|e| DataError::Tokenizer {
-                        path: self.path.clone(),
-                        message: format!(
-                            "failed to tokenize {}: {}",
-                            file.display(),
-                            one_line(&e.to_string())
-                        ),
-                    })?;
+            let encoding = self.inner.encode_fast(part, false).map_err(|e| {
+                let doing = format!("failed to tokenize {}", file.display());
+                self.error(&doing, &e)
+            })?;
             out.extend_from_slice(encoding.get_ids());
         }
         Ok(())
+    }
+
+    /// The tokens of a prompt, with the special tokens that the tokenizer's file puts around a
+    /// text.
+    pub(crate) fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let encoding = self.inner.encode_fast(text, true);
+        let encoding = encoding.map_err(|e| self.error("failed to tokenize the prompt", &e))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of tokens, special ones included.
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
+        let text = self.inner.decode(tokens, false);
+        text.map_err(|e| self.error("failed to decode tokens", &e))
+    }
+
+    fn error(&self, doing: &str, error: &tokenizers::Error) -> DataError {
+        DataError::Tokenizer {
+            path: self.path.clone(),
+            message: format!("{doing}: {}", one_line(&error.to_string())),
+        }
     }
 }
 

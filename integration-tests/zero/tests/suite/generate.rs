@@ -1,0 +1,168 @@
+//! `zero generate` as a user runs it.
+
+use std::path::Path;
+
+use integration_tests::{LLAMA, QWEN2};
+use serde_json::Value;
+
+use crate::support::{data, fails, run_tiny, succeeds, temp, zero};
+
+fn json(dir: &Path, args: &[&str]) -> Value {
+    let args = [&["generate", "--json"], args].concat();
+    serde_json::from_str(&succeeds(&zero(dir, &args))).unwrap()
+}
+
+#[test]
+fn greedy_tokens_of_a_folder_are_those_of_transformers() {
+    let dir = temp();
+    for oracle in [LLAMA, QWEN2] {
+        let text = std::fs::read_to_string(oracle.data("expected.json")).unwrap();
+        let expected: Value = serde_json::from_str(&text).unwrap();
+        let greedy = &expected["greedy"];
+        let model = oracle.data("model").display().to_string();
+        let ids = greedy["prompt"].to_string().replace(['[', ']', ' '], "");
+
+        let args = ["--model", &model, "--token-ids", &ids, "--tokens", "30"];
+        for dtype in [&[][..], &["--threads", "1"]] {
+            let got = json(dir.path(), &[&args, dtype].concat());
+            assert_eq!(got["prompt_tokens"], greedy["prompt"]);
+            assert_eq!(got["tokens"], greedy["of_initial_weights"]);
+            assert_eq!(got["end"], "tokens");
+            assert_eq!(got["dtype"], "fp32");
+        }
+        let narrow = json(dir.path(), &[&args[..], &["--dtype", "bf16"]].concat());
+        assert_eq!(narrow["dtype"], "bf16");
+        assert_eq!(narrow["tokens"].as_array().unwrap().len(), 30);
+    }
+}
+
+/// A checkpoint and its export have the same weights, so they write the same text.
+#[test]
+fn checkpoint_and_export_write_the_same() {
+    let dir = temp();
+    succeeds(&run_tiny(dir.path(), &["--checkpoint", "saves"]));
+    succeeds(&zero(dir.path(), &["ckpt", "export", "saves", "out"]));
+
+    let drawn = [
+        "--prompt",
+        "To be",
+        "--tokens",
+        "20",
+        "--temperature",
+        "1",
+        "--top-k",
+        "50",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "4",
+    ];
+    let of = |from: [&str; 2]| json(dir.path(), &[&from[..], &drawn].concat());
+    let saved = of(["--checkpoint", "saves"]);
+    assert_eq!(saved["tokens"], of(["--model", "out"])["tokens"]);
+    assert_eq!(saved["prompt_tokens"], serde_json::json!(b"To be"));
+
+    // The model has positions for 64 tokens.
+    let greedy = json(dir.path(), &["--checkpoint", "saves", "--prompt", "To be"]);
+    assert_ne!(saved["tokens"], greedy["tokens"]);
+    assert_eq!(greedy["end"], "context");
+    assert_eq!(greedy["tokens"].as_array().unwrap().len(), 64 - 5);
+
+    let best = [
+        "generate",
+        "--checkpoint",
+        "saves",
+        "--best",
+        "--prompt",
+        "a",
+    ];
+    fails(&zero(dir.path(), &best), 2, &["best"]);
+}
+
+/// Text is printed as it is, and all else goes to standard error.
+#[test]
+fn text_is_the_output() {
+    let dir = temp();
+    let args = ["generate", "--model", &data("model"), "--tokens", "9"];
+    std::fs::write(dir.path().join("prompt.txt"), "a b").unwrap();
+    let from_file = zero(
+        dir.path(),
+        &[&args[..], &["--prompt-file", "prompt.txt"]].concat(),
+    );
+    let out = zero(dir.path(), &[&args[..], &["--prompt", "a b"]].concat());
+    assert_eq!(out.stdout, from_file.stdout);
+    assert_eq!(out.stdout.len(), 10, "nine bytes and a line end");
+    let notes = String::from_utf8(out.stderr).unwrap();
+    assert!(notes.contains("prompt of 3 tokens"), "{notes}");
+    assert!(notes.ends_with("ended by --tokens\n"), "{notes}");
+}
+
+#[test]
+fn end_token_ends_the_text() {
+    let dir = temp();
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(LLAMA.data("model").join(name), model.join(name)).unwrap();
+    }
+    // The oracle's continuation is 30 five times, then 227.
+    let end = "{\"eos_token_id\": [1, 227]}";
+    std::fs::write(model.join("generation_config.json"), end).unwrap();
+    let ids = ["--token-ids", "0,32,252,231,84,83"];
+    let got = json(dir.path(), &[&["--model", "model"], &ids[..]].concat());
+    assert_eq!(got["tokens"], serde_json::json!([30, 30, 30, 30, 30]));
+    assert_eq!(got["end"], "end_token");
+}
+
+#[test]
+fn wrong_use_is_an_error() {
+    let dir = temp();
+    let model = data("model");
+    let from = ["generate", "--model", &model];
+    let run = |more: &[&str]| zero(dir.path(), &[&from[..], more].concat());
+    let long = "x".repeat(64);
+    for (more, error) in [
+        (
+            &["--prompt", "a", "--device", "cuda"][..],
+            "--device cuda: generation runs on the CPU",
+        ),
+        (
+            &["--prompt", "a", "--temperature", "-1"],
+            "--temperature -1: expected 0 or",
+        ),
+        (
+            &["--prompt", "a", "--top-p", "1.5"],
+            "--top-p 1.5: expected a probability",
+        ),
+        (
+            &["--prompt", "a", "--tokens", "0"],
+            "--tokens 0: expected at least 1",
+        ),
+        (
+            &["--prompt", "a", "--threads", "0"],
+            "--threads 0: expected at least 1",
+        ),
+        (&["--prompt", ""], "the prompt has no tokens"),
+        (
+            &["--prompt", &long],
+            "the prompt has 64 tokens, and the model positions for 64",
+        ),
+        (
+            &["--token-ids", "256"],
+            "token 256 is outside the vocabulary of 256",
+        ),
+        (&["--prompt-file", "none"], "none: failed to read"),
+        (
+            &["--prompt", "a", "--tokenizer", "none"],
+            "none: no such file",
+        ),
+    ] {
+        fails(&run(more), 2, &[error]);
+    }
+    let missing = ["generate", "--model", "none", "--prompt", "a"];
+    fails(
+        &zero(dir.path(), &missing),
+        2,
+        &["none: the model folder does not exist"],
+    );
+}
