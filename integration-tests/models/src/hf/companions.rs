@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn end_tokens_are_those_of_generation_first() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(end_tokens_in(dir.path()), []);
+        assert!(end_tokens_in(dir.path()).is_empty());
         fs::write(dir.path().join("config.json"), r#"{"eos_token_id": 7}"#).unwrap();
         assert_eq!(end_tokens_in(dir.path()), [7]);
         let file = dir.path().join("generation_config.json");
