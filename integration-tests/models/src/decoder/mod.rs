@@ -22,7 +22,7 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
-use zero_trainer::{Grad, Model, ModelError, Pass};
+use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
 
 use crate::ops::Threads;
 use crate::options::ModelOptions;
@@ -118,8 +118,7 @@ pub(crate) struct Decoder<A: HostArch> {
     /// The stream that orders the passes.
     stream_id: u64,
     threads: Threads,
-    inputs: Arc<Vec<u32>>,
-    targets: Arc<Vec<u32>>,
+    batch: Arc<Batch>,
 }
 
 impl<A: HostArch> Decoder<A> {
@@ -153,8 +152,7 @@ impl<A: HostArch> Decoder<A> {
             buffers,
             stream_id: stream.id(),
             threads,
-            inputs: Arc::default(),
-            targets: Arc::default(),
+            batch: Arc::new(Batch::zeros(0)),
         };
 
         model.fill_table(stream)?;
@@ -344,14 +342,11 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
 }
 
 impl<A: HostArch> Model<HostDevice> for Decoder<A> {
-    fn set_batch(
-        &mut self,
-        _stream: &HostStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        self.inputs = Arc::new(inputs.to_vec());
-        self.targets = Arc::new(targets.to_vec());
+    fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
+        if !batch.starts.is_empty() {
+            return Err("rows of several documents are not supported yet".into());
+        }
+        self.batch = Arc::new(batch.clone());
         Ok(())
     }
 
@@ -369,7 +364,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         } = self.buffers.layers.of_pass(pass);
 
         if pass == 0 {
-            let tokens = Arc::clone(&self.inputs);
+            let batch = Arc::clone(&self.batch);
             return self.enqueue(
                 stream,
                 "forward embedding",
@@ -379,7 +374,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 move |flat, _| {
                     // SAFETY: the buffer is this model's, and the stream orders its passes.
                     let x = unsafe { output.as_host_mut() };
-                    arch.embed(x, &tokens, &flat);
+                    arch.embed(x, &batch.inputs, &flat);
                 },
             );
         }
@@ -431,7 +426,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         // SAFETY of the views below: the buffers are this model's, and the stream orders its
         // passes.
         if pass == 0 {
-            let tokens = Arc::clone(&self.inputs);
+            let batch = Arc::clone(&self.batch);
             let layout = Arc::clone(&self.params);
             return self.enqueue(
                 stream,
@@ -441,7 +436,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 grads,
                 move |_, grads| {
                     for grad in grads {
-                        arch.embed_backward(grad, &layout[0], &tokens, scratch.view().dres);
+                        arch.embed_backward(grad, &layout[0], &batch.inputs, scratch.view().dres);
                     }
                 },
             );
@@ -481,7 +476,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let loss = self.buffers.loss;
         let scratch = self.buffers.scratch;
         let sizes = [self.arch.vocab(), self.options.tokens()];
-        let targets = Arc::clone(&self.targets);
+        let batch = Arc::clone(&self.batch);
         self.enqueue(
             stream,
             "losses",
@@ -489,7 +484,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             params,
             &[],
             move |flat, _| {
-                let targets = &targets[..tokens];
+                let targets = &batch.targets[..tokens];
                 let sum = head::losses(scratch.view(), &head.view(), targets, &flat, sizes);
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let loss = unsafe { loss.as_host_mut() };
@@ -517,8 +512,7 @@ impl<A: HostArch> Decoder<A> {
         let scratch = self.buffers.scratch;
         let head = self.buffers.head;
         let loss = self.buffers.loss;
-        let targets = Arc::clone(&self.targets);
-        let tokens = self.options.tokens();
+        let batch = Arc::clone(&self.batch);
         loss_scale
             .erase()
             .check_device("backward head: loss scale", DeviceId::HOST)?;
@@ -533,20 +527,20 @@ impl<A: HostArch> Decoder<A> {
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let x = unsafe { input.as_host() };
                 // SAFETY: checked above to be host memory; its maker promised ordered accesses.
-                let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
+                let scale = unsafe { loss_scale.as_host() }[0] as f32 / batch.divisor as f32;
                 let sum = head::backward(
                     &*arch,
                     scratch.view(),
                     &head.view(),
                     x,
-                    &targets,
+                    &batch.targets,
                     &flat,
                     grads,
                     scale,
                 );
                 // SAFETY: as above.
                 let loss = unsafe { loss.as_host_mut() };
-                loss[0] += sum / tokens as f64;
+                loss[0] += sum / batch.divisor;
             },
         )
     }
