@@ -84,7 +84,9 @@ pub fn run(args: &DataArgs) -> Result<(), CliError> {
 fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
     let mut notices = Vec::new();
     let model = args.model.as_deref();
-    let found = model.map(|name| find_model(name, &mut notices)).transpose()?;
+    let found = model
+        .map(|name| find_model(name, &mut notices))
+        .transpose()?;
     let folder = found.as_ref().and_then(|(_, folder)| folder.as_ref());
     let tokenizer = args
         .tokenizer

@@ -116,20 +116,49 @@ fn resume_goes_on_within_an_epoch() {
 fn inspect_marks_what_is_trained() {
     let dir = temp();
     let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
-    let args = ["data", "inspect", "--data", &data, "--tokenizer", &tokenizer, "--seq-len", "40", "--rows", "2"];
+    let args = [
+        "data",
+        "inspect",
+        "--data",
+        &data,
+        "--tokenizer",
+        &tokenizer,
+        "--seq-len",
+        "40",
+        "--rows",
+        "2",
+    ];
     let text = succeeds(&zero(dir.path(), &args));
-    assert!(text.contains("21 examples (`prompt` and `completion`), 20 rows an epoch"), "{text}");
-    assert!(text.contains("text: Which shard does rank 0 own?[[ The first of each unit.<|end|>]]"), "{text}");
-    assert!(text.contains("line 2") && !text.contains("line 3"), "{text}");
+    assert!(
+        text.contains("21 examples (`prompt` and `completion`), 20 rows an epoch"),
+        "{text}"
+    );
+    assert!(
+        text.contains("text: Which shard does rank 0 own?[[ The first of each unit.<|end|>]]"),
+        "{text}"
+    );
+    assert!(
+        text.contains("line 2") && !text.contains("line 3"),
+        "{text}"
+    );
 
-    let json = succeeds(&zero(dir.path(), &[&args[..], &["--json", "--pack"]].concat()));
+    let json = succeeds(&zero(
+        dir.path(),
+        &[&args[..], &["--json", "--pack"]].concat(),
+    ));
     let json: Value = serde_json::from_str(&json).unwrap();
     let expected = expected();
-    assert_eq!(json["rows"], expected["packed_rows"].as_array().unwrap().len());
+    assert_eq!(
+        json["rows"],
+        expected["packed_rows"].as_array().unwrap().len()
+    );
     assert_eq!(json["left_out"], 1);
     let first = json["first_rows"][0].as_array().unwrap();
     assert_eq!(first[0]["line"], 9, "example 8 is the longest");
-    let tokens: Vec<Value> = first[..2].iter().flat_map(|piece| piece["tokens"].as_array().unwrap().clone()).collect();
+    let tokens: Vec<Value> = first[..2]
+        .iter()
+        .flat_map(|piece| piece["tokens"].as_array().unwrap().clone())
+        .collect();
     assert_eq!(Value::from(tokens), expected["examples"]["8"]["tokens"]);
 }
 
