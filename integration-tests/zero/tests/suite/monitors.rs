@@ -342,11 +342,7 @@ fn files_of_others_are_refused() {
     );
 
     fs::create_dir(dir.join("torch")).unwrap();
-    fs::write(
-        dir.join("torch/events.out.tfevents.1.host"),
-        &before[..9],
-    )
-    .unwrap();
+    fs::write(dir.join("torch/events.out.tfevents.1.host"), &before[..9]).unwrap();
     let torch = run_tiny(dir, &["--tensorboard", "torch"]);
     fails(
         &torch,
@@ -428,6 +424,14 @@ fn monitors_of_deepspeed_are_followed() {
         2,
         &["wandb.enabled", "set it to false", "--tensorboard"],
     );
-    let plan = ["plan", "--config", "ds.json", "--model", "gpt2-124m"];
+    let plan = [
+        "plan",
+        "--config",
+        "ds.json",
+        "--model",
+        "gpt2-124m",
+        "--gpus",
+        "2",
+    ];
     succeeds(&zero(dir, &plan));
 }
