@@ -57,6 +57,7 @@ pub(crate) fn advice(
         "No stage fits: the smallest needs {} more.",
         HumanBytes(over)
     )];
+    lines.extend(sharded_states(request, layout, stages, memory));
     let search = Search { request, layout };
     let mut fitting = search.single()?;
     if fitting.is_empty() {
@@ -65,9 +66,8 @@ pub(crate) fn advice(
     for changes in &fitting {
         lines.push(format!("Stage 3 fits with {}.", search.describe(changes)?));
     }
-    if let Some(gpus) = gpus_needed(request)? {
-        lines.push(format!("Stage 3 fits on {gpus} GPUs of this kind."));
-    }
+    lines.extend(search.on_drives(&fitting)?);
+    lines.extend(search.more_gpus()?);
     let most = stages
         .iter()
         .filter_map(|s| s.largest_model_params)
@@ -83,6 +83,28 @@ pub(crate) fn advice(
     });
 
     Ok(lines)
+}
+
+/// What stage 3 shards, if that alone exceeds the memory of a GPU.
+fn sharded_states(
+    request: &Request,
+    layout: &GridLayout,
+    stages: &[Stage],
+    memory: u64,
+) -> Option<String> {
+    let states = stages.last()?.states_bytes;
+    let params = layout.primary().numel_elems();
+    if states <= memory || params == 0 || request.offload.optimizer != Home::Device {
+        return None;
+    }
+    // Without padding it is a whole number.
+    let whole = u128::from(states) * u128::from(request.gpus);
+    let of_param = (whole + u128::from(params / 2)) / u128::from(params);
+    Some(format!(
+        "Stage 3 shards parameters, gradients and optimizer state, {of_param} bytes a parameter: they alone are {} on each GPU, which has {}.",
+        HumanBytes(states),
+        HumanBytes(memory)
+    ))
 }
 
 /// A change that keeps the result of training.
@@ -269,6 +291,53 @@ impl Search<'_> {
 
         smaller.truncate(fitting);
         Ok(smaller.pop().map(Change::Bucket))
+    }
+
+    /// The same with state on drives, if `fitting` has changes that move all of it to host memory.
+    fn on_drives(&self, fitting: &[Vec<Change>]) -> Result<Option<String>, ShardError> {
+        let moves_all = |changes: &&Vec<Change>| changes.contains(&Change::OffloadParams);
+        if self.request.offload.optimizer != Home::Device {
+            return Ok(None);
+        }
+        let Some(changes) = fitting.iter().find(moves_all) else {
+            return Ok(None);
+        };
+
+        let mut request = self.with(changes);
+        request.offload.optimizer = Home::Nvme("DIR".into());
+        request.offload.params = Home::Nvme("DIR".into());
+        let stage = evaluate_on(&request, self.layout, ZeroStage::Three)?;
+        if stage.fits != Some(true) {
+            return Ok(None);
+        }
+
+        let kept = changes.iter().filter(|c| **c != Change::OffloadParams);
+        let mut flags: Vec<String> = kept.map(|change| change.text(self.request)).collect();
+        flags.push("--offload nvme:DIR".to_owned());
+        flags.push("--offload-params nvme:DIR".to_owned());
+        let of_node = |bytes: u64| {
+            HumanBytes(bytes.saturating_mul(self.request.gpus / self.request.nodes)).to_string()
+        };
+        Ok(Some(format!(
+            "On drives: {} ({} of host memory and {} of a drive in each node).",
+            flags.join(", "),
+            of_node(stage.host_bytes),
+            of_node(stage.nvme_bytes)
+        )))
+    }
+
+    /// The number of GPUs on which stage 3 fits, with activation checkpointing if none is enough
+    /// without.
+    fn more_gpus(&self) -> Result<Option<String>, ShardError> {
+        if let Some(gpus) = gpus_needed(self.request)? {
+            return Ok(Some(format!("Stage 3 fits on {gpus} GPUs of this kind.")));
+        }
+        if self.request.checkpointing {
+            return Ok(None);
+        }
+        let gpus = gpus_needed(&self.with(&[Change::Checkpointing]))?;
+        let flag = Change::Checkpointing.text(self.request);
+        Ok(gpus.map(|gpus| format!("With {flag} it fits on {gpus} GPUs of this kind.")))
     }
 
     /// The flags of changes, with the host memory that they need.

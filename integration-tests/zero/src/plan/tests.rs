@@ -1,3 +1,5 @@
+mod llama_70b;
+
 use clap::{Parser, error::ErrorKind};
 use serde_json::Value;
 
