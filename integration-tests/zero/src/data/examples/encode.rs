@@ -142,7 +142,7 @@ impl Encoder {
     }
 
     /// The tokens of a rendered conversation, which has its special tokens as text.
-    fn rendered(&self, rendered: &Rendered) -> Result<Encoded, String> {
+    pub(super) fn rendered(&self, rendered: &Rendered) -> Result<Encoded, String> {
         let Some(tokenizer) = &self.tokenizer else {
             let tokens = rendered.text.bytes().map(u32::from).collect();
             let is_trained = |i| rendered.spans.iter().any(|span| span.contains(&i));

@@ -110,7 +110,8 @@ impl ChatTemplate {
         Self::new(path, &text, special_tokens(dir), now).map(Some)
     }
 
-    fn new(
+    /// The template `text` of the file `path`.
+    pub(super) fn new(
         path: PathBuf,
         text: &str,
         special_tokens: SpecialTokens,
@@ -133,13 +134,14 @@ impl ChatTemplate {
     }
 
     /// Renders messages. The error is the template's own, or minijinja's.
-    fn text(
+    pub(super) fn text(
         &self,
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, String> {
-        let given = context! { messages, tools, add_generation_prompt };
+        let documents = Value::from(());
+        let given = context! { messages, tools, documents, add_generation_prompt };
         let special_tokens = Value::from_serialize(&self.special_tokens);
         let template = self.environment.get_template("chat");
         let text = template.and_then(|chat| chat.render(context! { ..given, ..special_tokens }));

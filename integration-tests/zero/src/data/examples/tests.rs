@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
+use super::encode::Encoder;
+use super::template::{ChatTemplate, SpecialTokens};
 use super::{EncoderSource, Examples, RowOptions, TrainingData, files};
 use crate::data::{DataError, DataSource};
 
@@ -219,4 +221,135 @@ fn plain_data_has_epochs() {
     assert_ne!(first[..4], [0, 1, 2, 3]);
     first.sort_unstable();
     assert_eq!(first, (0..40).collect::<Vec<u32>>());
+}
+
+/// The cases of the oracle: the template, the rendering, the messages and tools.
+fn chat_cases() -> Vec<(
+    ChatTemplate,
+    Value,
+    Vec<minijinja::Value>,
+    Option<minijinja::Value>,
+)> {
+    let text = fs::read_to_string(oracle("chat.json")).unwrap();
+    let oracle: Value = serde_json::from_str(&text).unwrap();
+    // The order of keys counts.
+    let ordered: minijinja::Value = serde_json::from_str(&text).unwrap();
+    let special = [("bos_token", "<|im_start|>"), ("eos_token", "<|end|>")];
+    let special: SpecialTokens = special
+        .map(|(name, text)| (name.into(), text.into()))
+        .into();
+    let mut cases = Vec::new();
+    for (index, case) in oracle["renderings"].as_array().unwrap().iter().enumerate() {
+        let name = case["template"].as_str().unwrap();
+        let template = oracle["templates"][name].as_str().unwrap();
+        let now = oracle["now"].as_i64().unwrap();
+        let template =
+            ChatTemplate::new(PathBuf::from(name), template, special.clone(), now).unwrap();
+        let messages = ordered.get_attr("conversations").unwrap();
+        let messages = messages
+            .get_attr(case["conversation"].as_str().unwrap())
+            .unwrap();
+        let messages = messages.try_iter().unwrap().collect();
+        let rendering = ordered
+            .get_attr("renderings")
+            .unwrap()
+            .get_item_by_index(index)
+            .unwrap();
+        let tools = rendering.get_attr("tools").unwrap();
+        cases.push((
+            template,
+            case.clone(),
+            messages,
+            Some(tools).filter(|tools| !tools.is_none()),
+        ));
+    }
+    cases
+}
+
+#[test]
+fn templates_render_as_by_transformers() {
+    for (template, case, messages, tools) in chat_cases() {
+        let what = format!("{}, {}", case["template"], case["conversation"]);
+        let unmarked = |text: String| text.replace(['\u{fdd0}', '\u{fdd1}'], "");
+        let text = template
+            .text(&messages, tools.as_ref(), false)
+            .map(unmarked);
+        if let Some(error) = case["error"].as_str() {
+            let got = text.unwrap_err();
+            assert!(got.contains(error), "{what}: {got}");
+            continue;
+        }
+        assert_eq!(text.unwrap(), case["text"].as_str().unwrap(), "{what}");
+        let prompt = template.text(&messages[..messages.len() - 1], tools.as_ref(), true);
+        assert_eq!(
+            unmarked(prompt.unwrap()),
+            case["prompt"].as_str().unwrap(),
+            "{what}"
+        );
+    }
+}
+
+#[test]
+fn assistant_spans_are_those_of_transformers() {
+    let encoder = Encoder::open(&source()).unwrap();
+    for (template, case, messages, tools) in chat_cases() {
+        let what = format!("{}, {}", case["template"], case["conversation"]);
+        let rendered = template.render(&messages, 0, tools.as_ref());
+        if let (Some(tokens), Ok(rendered)) = (case["tokens"].as_array(), &rendered) {
+            let encoded = encoder.rendered(rendered).unwrap();
+            assert_eq!(
+                Value::from(encoded.tokens),
+                Value::from(tokens.clone()),
+                "{what}"
+            );
+            let mask: Vec<u32> = encoded.trained.into_iter().map(u32::from).collect();
+            assert_eq!(Value::from(mask), case["mask"], "{what}");
+            continue;
+        }
+        let Ok(rendered) = rendered else { continue };
+        // By prefixes: each span has the content of its message, and the last ends the text.
+        let assistant = messages
+            .iter()
+            .filter(|message| super::line::is_assistant(message));
+        let contents: Vec<String> = assistant
+            .map(|message| message.get_attr("content").unwrap().to_string())
+            .collect();
+        assert_eq!(rendered.spans.len(), contents.len(), "{what}");
+        for (span, content) in rendered.spans.iter().zip(contents) {
+            let content = content.split("</think>").last().unwrap().trim();
+            assert!(rendered.text[span.clone()].contains(content), "{what}");
+        }
+        assert_eq!(rendered.spans.last().unwrap().end, rendered.text.len());
+    }
+}
+
+#[test]
+fn template_that_rewrites_earlier_turns_is_an_error() {
+    let mut errors = Vec::new();
+    for (template, case, messages, tools) in chat_cases() {
+        if case["error"].is_null() {
+            let error = template.render(&messages, 0, tools.as_ref()).err();
+            errors.extend(error.map(|error| {
+                (
+                    case["template"].clone(),
+                    case["conversation"].clone(),
+                    error,
+                )
+            }));
+        }
+    }
+    let [(template, conversation, error)] = &errors[..] else {
+        panic!("{errors:?}")
+    };
+    assert_eq!(
+        (template, conversation),
+        (
+            &Value::from("thinking"),
+            &Value::from("system and two turns")
+        )
+    );
+    assert!(
+        error.contains("renders the first 3 messages otherwise when others follow"),
+        "{error}"
+    );
 }
