@@ -6,6 +6,7 @@ use zero_alloc::device::AnySlice;
 
 use super::buffers::{BlockSlices, ScratchSlices};
 use super::{Flat, Ops};
+use crate::cuda::attention::Gradients;
 use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, column_sums, gelu};
@@ -40,7 +41,7 @@ pub(super) fn forward(
         &linear(a.qkv, s.normed, get("c_attn.weight"), None, bias),
     )?;
     ops.attention
-        .forward(kernels, stream, a.attended, a.lse, a.qkv)?;
+        .forward(kernels, stream, a.attended, a.lse, a.qkv, None)?;
     let bias = Epilogue::Bias(get("attn.c_proj.bias"));
     ops.matmul.run(
         stream,
@@ -181,9 +182,14 @@ pub(super) fn backward(
         stream,
         &input_gradient(s.narrow, s.dres, get("attn.c_proj.weight"), c),
     )?;
-    let dbias = grad("c_attn.bias").into();
+    let grads = Gradients {
+        dqkv,
+        dbias: Some(grad("c_attn.bias").into()),
+        angles: None,
+        starts: None,
+    };
     ops.attention.backward(
-        kernels, stream, dqkv, dbias, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
+        kernels, stream, grads, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
     )?;
     ops.matmul.run(
         stream,

@@ -125,7 +125,9 @@ impl CudaGpt2 {
             batch,
             seq,
             heads: config.n_head,
+            kv_heads: config.n_head,
             d: config.head_dim(),
+            window: seq,
         };
 
         let attention = Attention::new(&kernels, shape)?;
@@ -198,13 +200,13 @@ impl CudaGpt2 {
 
         let scratch = &self.buffers.scratch;
         if pass == 0 {
-            let tables = [flat.get(0, "wte"), flat.get(0, "wpe")];
             embedding::forward(
                 &ops.kernels,
                 stream,
                 output,
                 self.batches.lists().tokens,
-                tables,
+                flat.get(0, "wte"),
+                Some(flat.get(0, "wpe")),
                 seq,
             )?;
         } else if pass + 1 == self.passes.len() {
@@ -237,15 +239,13 @@ impl CudaGpt2 {
         let scratch = &self.buffers.scratch;
 
         if pass == 0 {
-            let tables = [flat.sums(0, "wte")?, flat.sums(0, "wpe")?];
-            embedding::backward(
-                &ops.kernels,
-                stream,
-                tables,
-                &self.batches.lists(),
-                scratch.dres,
-                seq,
-            )?;
+            let dwte = flat.sums(0, "wte")?;
+            let dwpe = flat.sums(0, "wpe")?;
+            let lists = self.batches.lists();
+            let dx = scratch.dres;
+            let batch = self.options.micro_batch;
+            embedding::backward_tokens(&ops.kernels, stream, dwte, &lists, dx, None)?;
+            embedding::backward_positions(&ops.kernels, stream, dwpe, dx, batch, seq)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
             head::backward(
