@@ -91,7 +91,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     let targets = gpu.words(&[1, 2]);
     let scale = Scale {
         loss_scale: gpu.double(1.0),
-        tokens: 2,
+        divisor: gpu.double(2.0),
     };
 
     let error =

@@ -14,7 +14,7 @@ use zero_models::gpt2::config::GptConfig;
 use zero_models::gpt2::gpu::CudaGpt2;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::ModelError;
-use zero_trainer::{Grad, Model};
+use zero_trainer::{Batch, Grad, Model};
 
 use crate::gpu::{Gpu, LIMIT, values};
 use crate::tiny::{ACCUM, BATCH, OnGpu, SEQ, batch, by_name, config, on_host, options, weights};
@@ -31,10 +31,8 @@ fn logits_and_gradients_in_fp32_are_pytorchs() {
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
     tiny.step(0);
     let got = by_name(&tiny.gradients());
-    let (inputs, targets) = batch(0);
-    tiny.model
-        .set_batch(&gpu.stream, &inputs, &targets)
-        .unwrap();
+    let batch = batch(0);
+    tiny.model.set_batch(&gpu.stream, &batch).unwrap();
     tiny.forward().unwrap();
     let error = relative_error(
         &tiny.logits(),
@@ -164,11 +162,9 @@ fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
 fn blocks_write_their_gradients() {
     let gpu = Gpu::open();
     let weights = weights();
-    let (inputs, targets) = batch(0);
+    let batch = batch(0);
     let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights);
-    tiny.model
-        .set_batch(&gpu.stream, &inputs, &targets)
-        .unwrap();
+    tiny.model.set_batch(&gpu.stream, &batch).unwrap();
     tiny.forward().unwrap();
     tiny.backward().unwrap();
     let sums = tiny.gradients();
@@ -267,10 +263,8 @@ fn any_shape_is_the_hosts() {
             .map(|p| p.iter().map(|v| 0.2 * v).collect())
             .collect();
         let token = |i: usize, odd: usize| (i * i * odd % config.vocab_size) as u32;
-        let tokens: (Vec<u32>, Vec<u32>) = (
-            (0..rows).map(|i| token(i, 7)).collect(),
-            (0..rows).map(|i| token(i, 11)).collect(),
-        );
+        let ids = |salt| (0..rows).map(|i| token(i, salt)).collect::<Vec<_>>();
+        let tokens = Batch::plain(ids(7), ids(11));
         let (want_loss, want) = on_host(
             &config,
             options.clone(),
@@ -284,7 +278,7 @@ fn any_shape_is_the_hosts() {
         // SAFETY: used on the stream of the passes.
         let sum = unsafe { model.loss() }.erase();
         gpu.device.fill_zero(&gpu.stream, sum).unwrap();
-        model.set_batch(&gpu.stream, &tokens.0, &tokens.1).unwrap();
+        model.set_batch(&gpu.stream, &tokens).unwrap();
         let passes = gpt2::passes(&config);
         let one = gpu.double(1.0);
         for (i, pass) in passes.iter().enumerate() {
@@ -349,11 +343,8 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
         };
         let mut offloaded = OnGpu::new(&gpu, offload, WHOLE, &weights());
         // A forward without backward, as of an evaluation, leaves nothing behind.
-        let (inputs, targets) = batch(1);
-        offloaded
-            .model
-            .set_batch(&gpu.stream, &inputs, &targets)
-            .unwrap();
+        let batch = batch(1);
+        offloaded.model.set_batch(&gpu.stream, &batch).unwrap();
         offloaded.forward().unwrap();
         offloaded.step(0);
         assert!(
@@ -518,9 +509,9 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     let want = (tiny.loss(), tiny.gradients());
     let before = gpu.pool.report();
     // The second step of a run, except for the batch, which the host writes.
-    let (inputs, targets) = batch(0);
+    let first = batch(0);
     let stream = gpu.stream.clone();
-    tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
+    tiny.model.set_batch(&stream, &first).unwrap();
 
     let graph = stream.capture(|| {
         let failed = |e: ModelError| DeviceError::Driver {
@@ -542,8 +533,8 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
         .for_each(|g| gpu.device.fill_zero(&stream, g.elements()).unwrap());
 
     for micro in 0..ACCUM {
-        let (inputs, targets) = batch(micro);
-        tiny.model.set_batch(&stream, &inputs, &targets).unwrap();
+        let batch = batch(micro);
+        tiny.model.set_batch(&stream, &batch).unwrap();
         // SAFETY: the model's memory and kernels live until the end of the test, which waits for
         // the stream.
         unsafe { graph.launch(&stream) }.unwrap();
@@ -603,7 +594,7 @@ fn what_the_model_does_not_take_is_refused() {
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
     let error = tiny
         .model
-        .set_batch(&gpu.stream, &[0; 128], &[0; 127])
+        .set_batch(&gpu.stream, &Batch::plain([0; 128], [0; 127]))
         .unwrap_err()
         .to_string();
     assert!(error.contains("127") && error.contains("128"), "{error}");

@@ -324,7 +324,7 @@ fn cross_entropies() {
             // The launch covers a part of the averaged tokens.
             let half = Scale {
                 loss_scale: gpu.double(8.0),
-                tokens: 16,
+                divisor: gpu.double(16.0),
             };
             cross_entropy::forward_backward(
                 &ops,
@@ -368,7 +368,9 @@ fn cross_entropies() {
                     crate::gpu::LIMIT,
                 )
                 .unwrap();
-            cross_entropy::add_mean(&ops, &gpu.stream, slice.typed().unwrap(), losses).unwrap();
+            let rows = gpu.double(rows as f64);
+            cross_entropy::add_over(&ops, &gpu.stream, slice.typed().unwrap(), losses, rows)
+                .unwrap();
             gpu.device
                 .download(
                     &gpu.stream,

@@ -11,8 +11,7 @@ use zero_models::gpt2::config::GptConfig;
 use zero_models::gpt2::gpu::CudaGpt2;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
-use zero_trainer::ModelError;
-use zero_trainer::{Grad, Model};
+use zero_trainer::{Batch, Grad, Model, ModelError};
 
 use crate::gpu::{Gpu, LIMIT};
 use integration_tests::data;
@@ -52,12 +51,14 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> ModelOpti
 }
 
 /// The inputs and targets of micro-batch `micro`, counted over all steps.
-pub(crate) fn batch(micro: usize) -> (Vec<u32>, Vec<u32>) {
+pub(crate) fn batch(micro: usize) -> Batch {
     let tokens = tokens();
     let rows = (0..BATCH).map(|b| (micro * BATCH + b) * SEQ);
-    rows.flat_map(|at| at..at + SEQ)
-        .map(|at| (tokens[at], tokens[at + 1]))
-        .unzip()
+    let pairs = rows
+        .flat_map(|at| at..at + SEQ)
+        .map(|at| (tokens[at], tokens[at + 1]));
+    let (inputs, targets): (Vec<u32>, Vec<u32>) = pairs.unzip();
+    Batch::plain(inputs, targets)
 }
 
 /// The model with its parameters and gradients on the device.
@@ -131,10 +132,8 @@ impl<'a> OnGpu<'a> {
 
     /// Computes the gradients of micro-batch `micro`, and adds its loss.
     pub(crate) fn micro_batch(&mut self, micro: usize) {
-        let (inputs, targets) = batch(micro);
-        self.model
-            .set_batch(&self.gpu.stream, &inputs, &targets)
-            .unwrap();
+        let batch = batch(micro);
+        self.model.set_batch(&self.gpu.stream, &batch).unwrap();
         self.forward().unwrap();
         self.backward().unwrap();
     }
@@ -210,7 +209,7 @@ pub(crate) fn on_host<T: Element>(
     config: &GptConfig,
     options: ModelOptions,
     mut params: Vec<Vec<T>>,
-    batches: &[(Vec<u32>, Vec<u32>)],
+    batches: &[Batch],
 ) -> (f64, Vec<Vec<f32>>) {
     let device = HostDevice::new();
     let stream = device.create_stream("host").unwrap();
@@ -228,8 +227,8 @@ pub(crate) fn on_host<T: Element>(
     let mut scale = [1.0 / batches.len() as f64];
     let passes = gpt2::passes(config);
 
-    for (inputs, targets) in batches {
-        model.set_batch(&stream, inputs, targets).unwrap();
+    for batch in batches {
+        model.set_batch(&stream, batch).unwrap();
         for (i, pass) in passes.iter().enumerate() {
             let reads: Vec<_> = pass.forward_reads.iter().map(|&u| params[u]).collect();
             model.forward(&stream, i, &reads).unwrap();

@@ -9,8 +9,8 @@ use zero_trainer::zero_alloc::{Block, Pool, Purpose};
 use zero_trainer::zero_optim::OptimizerConfig;
 use zero_trainer::zero_shard::{ParamSpec, UnitSpec, ZeroStage};
 use zero_trainer::{
-    BatchAt, Grad, Home, InitialWeights, Model, ModelError, OffloadSettings, Pass, RunOptions,
-    Settings, TrainError, Workload, param_groups::ParamKind, run_on_threads,
+    Batch, BatchAt, Grad, Home, InitialWeights, Model, ModelError, OffloadSettings, Pass,
+    RunOptions, Settings, TrainError, Workload, param_groups::ParamKind, run_on_threads,
 };
 
 const TOKENS: usize = 32;
@@ -48,8 +48,9 @@ impl Workload<HostDevice> for Bigrams {
         }))
     }
 
-    fn batch(&self, at: BatchAt, inputs: &mut [u32], next: &mut [u32]) -> Result<(), ModelError> {
-        for (i, (input, next)) in inputs.iter_mut().zip(next).enumerate() {
+    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
+        let pairs = batch.inputs.iter_mut().zip(&mut batch.targets);
+        for (i, (input, next)) in pairs.enumerate() {
             *input = ((at.step * 13 + at.rank * 7 + i as u64) % TOKENS as u64) as u32;
             *next = (5 * *input + 1) % TOKENS as u32;
         }
@@ -87,13 +88,8 @@ impl Bigram {
 }
 
 impl Model<HostDevice> for Bigram {
-    fn set_batch(
-        &mut self,
-        stream: &HostStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        let pairs = inputs.iter().zip(targets);
+    fn set_batch(&mut self, stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
+        let pairs = batch.inputs.iter().zip(&batch.targets);
         let tokens = pairs.map(|(a, b)| (*a as usize, *b as usize)).collect();
         self.enqueue(stream, "set batch", |kept| {
             kept.tokens = tokens;

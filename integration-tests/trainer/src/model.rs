@@ -9,6 +9,8 @@ use std::ops::Range;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
+use crate::batch::Batch;
+
 /// The error of a model or of its data, in whatever type they have. Its text is the whole message.
 pub type ModelError = Box<dyn Error + Send + Sync>;
 
@@ -84,16 +86,11 @@ impl Grad {
 
 /// A model on a device. All calls enqueue on `stream` and return.
 pub trait Model<D: Device>: Send {
-    /// Sets the next micro-batch: token ids `[batch, seq]`, and the ids that follow them.
+    /// Sets the next micro-batch.
     ///
     /// # Errors
-    /// The stream failed.
-    fn set_batch(
-        &mut self,
-        stream: &D::Stream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError>;
+    /// The stream failed, or the batch has what the model does not support.
+    fn set_batch(&mut self, stream: &D::Stream, batch: &Batch) -> Result<(), ModelError>;
 
     /// Computes pass `pass` forward; `params` are the flat parameters of its `forward_reads`, in
     /// order, in fp32, bf16 or fp16.
@@ -109,7 +106,7 @@ pub trait Model<D: Device>: Send {
 
     /// Computes pass `pass` backward. `params` are the flat parameters of its `backward_reads`,
     /// `grads` the flat gradients of its `grads`. Adds to them, or writes to them ([`Grad`]), the
-    /// gradient of the micro-batch's mean loss times `loss_scale[0]`, which is read in stream
+    /// gradient of the micro-batch's loss ([`Batch::divisor`]) times `loss_scale[0]`, which is read in stream
     /// order. fp32 sums are zero before the first pass that adds to them.
     ///
     /// # Errors
@@ -129,7 +126,7 @@ pub trait Model<D: Device>: Send {
         false
     }
 
-    /// Adds the losses, in nats, of the first `tokens` tokens of the micro-batch to
+    /// Adds the losses, in nats, of those of the first `tokens` tokens that are trained to
     /// [`Model::loss`], after its forward. `params` are the flat parameters of the `forward_reads`
     /// of the last pass. Computes no gradient. Only evaluations call it: without them a model need
     /// not have it.
@@ -145,7 +142,7 @@ pub trait Model<D: Device>: Send {
         Err("this model computes no validation loss: implement Model::add_losses".into())
     }
 
-    /// One fp64, to which each micro-batch's backward adds its mean loss in nats.
+    /// One fp64, to which each micro-batch's backward adds its loss in nats.
     ///
     /// # Safety
     /// The slice is used on the stream of the passes only, before the model is dropped.

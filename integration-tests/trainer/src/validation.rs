@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 
 use zero_alloc::device::{Device, Event, Stream};
 
+use crate::batch::Batch;
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
 use crate::model::Model;
@@ -112,8 +113,8 @@ fn evaluate<D: Device>(
     } = *options;
 
     let ValidationOptions { data, windows, .. } = validation;
-    let mut inputs = vec![0; micro_batch * seq_len];
-    let mut targets = vec![0; micro_batch * seq_len];
+    let mut batch = Batch::zeros(micro_batch * seq_len);
+    let mut trained = 0;
     let all = data.windows(seq_len);
     let of_round = (comm.world_size() * micro_batch) as u64;
     let mut previous: Option<D::Event> = None;
@@ -130,17 +131,17 @@ fn evaluate<D: Device>(
             return Ok(None);
         }
         let own = round * of_round + (comm.rank() * micro_batch) as u64;
-        let rows = inputs
-            .chunks_exact_mut(seq_len)
-            .zip(targets.chunks_exact_mut(seq_len));
+        let inputs = batch.inputs.chunks_exact_mut(seq_len);
+        let rows = inputs.zip(batch.targets.chunks_exact_mut(seq_len));
         for (index, (inputs, targets)) in (own..).zip(rows) {
             let index = index.min(windows - 1);
             let window = u128::from(index) * u128::from(all) / u128::from(*windows);
             data.window(window as u64, inputs, targets)?;
         }
-        model.set_batch(compute, &inputs, &targets)?;
-        let counted = windows.saturating_sub(own).min(micro_batch as u64);
-        stage.evaluate(rank, model, counted as usize * seq_len)?;
+        model.set_batch(compute, &batch)?;
+        let counted = windows.saturating_sub(own).min(micro_batch as u64) as usize * seq_len;
+        trained += batch.trained(counted);
+        stage.evaluate(rank, model, counted)?;
         // The host is one round ahead of the device, so that its time limit is that of a round.
         if let Some(previous) = previous.replace(compute.record()?) {
             previous.synchronize(settings.host_limit())?;
@@ -150,15 +151,13 @@ fn evaluate<D: Device>(
     let mut sum = [0; size_of::<f64>()];
     pool.device()
         .download(compute, loss, &mut sum, settings.host_limit())?;
-    let sums = RankExchange::of(rank).all_gather(&sum)?;
-    let sum: f64 = sums
-        .as_chunks()
-        .0
-        .iter()
-        .map(|bytes| f64::from_le_bytes(*bytes))
-        .sum();
-
-    let tokens = windows * seq_len as u64;
+    let exchange = RankExchange::of(rank);
+    let sums = exchange.all_gather(&sum)?;
+    let counts = exchange.all_gather(&trained.to_le_bytes())?;
+    let sums = sums.as_chunks().0.iter();
+    let counts = counts.as_chunks().0.iter();
+    let sum: f64 = sums.map(|bytes| f64::from_le_bytes(*bytes)).sum();
+    let tokens: u64 = counts.map(|bytes| u64::from_le_bytes(*bytes)).sum();
     let loss = sum / tokens as f64;
     Ok(Some(Validation {
         loss,

@@ -8,6 +8,7 @@ use zero_alloc::device::Device;
 use zero_alloc::host::OpSpan;
 use zero_shard::UnitSpec;
 
+use crate::batch::Batch;
 use crate::model::{Model, ModelError, Pass};
 use crate::telemetry::memory_trace::MemoryTrace;
 use crate::telemetry::metrics::{Best, NvmeBytes, StepMetrics};
@@ -32,12 +33,11 @@ pub trait Workload<D: Device>: Sync {
     /// Threads to compute them cannot be started.
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError>;
 
-    /// Reads the micro-batch at `at`.
+    /// Writes the micro-batch at `at` to `batch`, which has the micro-batch before it.
     ///
     /// # Errors
     /// The data cannot be read.
-    fn batch(&self, at: BatchAt, inputs: &mut [u32], targets: &mut [u32])
-    -> Result<(), ModelError>;
+    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError>;
 
     /// A checksum of the data, by which a resumed run notices other data; 0 for all data by
     /// default.

@@ -10,7 +10,7 @@ use zero_models::hf::HfFolder;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
 
-use zero_trainer::{BatchAt, InitialWeights, Model, ModelError, Pass, Workload};
+use zero_trainer::{Batch, BatchAt, InitialWeights, Model, ModelError, Pass, Workload};
 
 /// The source of the initial weights.
 pub enum Weights {
@@ -58,13 +58,8 @@ macro_rules! workload {
                 self.initial_weights()
             }
 
-            fn batch(
-                &self,
-                at: BatchAt,
-                inputs: &mut [u32],
-                targets: &mut [u32],
-            ) -> Result<(), ModelError> {
-                Ok(self.data.batch(at, inputs, targets)?)
+            fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
+                Ok(self.data.batch(at, batch)?)
             }
 
             fn data_fingerprint(&self) -> u64 {

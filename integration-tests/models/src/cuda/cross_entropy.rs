@@ -17,17 +17,18 @@ pub fn stride_elems(vocab: usize) -> usize {
     vocab.next_multiple_of(64)
 }
 
-/// The factor of each token's gradient: the loss scale divided by the number of averaged tokens.
+/// The factor of each token's gradient: the loss scale over the divisor of the loss.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     /// One element, read when the kernel runs.
     pub loss_scale: DeviceSlice<f64>,
-    /// Number of averaged tokens; a launch may cover a part of them.
-    pub tokens: usize,
+    /// One element, read when the kernel runs.
+    pub divisor: DeviceSlice<f64>,
 }
 
 /// Writes `losses[row] = -log softmax(logits)[target]` in nats, and replaces the first `vocab`
-/// columns of `logits` `[rows, stride_elems]` by their gradient times `scale`, the others by 0.
+/// columns of `logits` `[rows, stride_elems]` by their gradient times `scale`, the others by 0. Both are 0
+/// in rows whose target is [`IGNORED`](zero_trainer::IGNORED).
 /// Targets were checked against the vocabulary when the data was opened.
 ///
 /// # Errors
@@ -42,6 +43,7 @@ pub fn forward_backward(
     scale: Scale,
 ) -> Result<(), OpError> {
     check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
+    check_len("cross entropy: divisor", scale.divisor.len(), 1)?;
     launch(ops, stream, logits, losses, targets, vocab, Some(scale))
 }
 
@@ -88,7 +90,7 @@ fn launch(
         (stride as u64).into(),
         // A null address disables the gradient.
         scale.map_or(0u64.into(), |s| s.loss_scale.into()),
-        size("cross entropy: tokens", scale.map_or(0, |s| s.tokens))?.into(),
+        scale.map_or(0u64.into(), |s| s.divisor.into()),
     ];
 
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
@@ -96,17 +98,19 @@ fn launch(
     unsafe { ops.launch(stream, "cross entropy", "cross_entropy", shape, args) }
 }
 
-/// `loss[0] += sum of losses / rows`, in fp64, in an order that depends only on their number.
+/// `loss[0] += sum of losses / divisor[0]`, in fp64, in an order that depends only on their number.
 ///
 /// # Errors
 /// Lengths do not fit, or the stream failed.
-pub fn add_mean(
+pub fn add_over(
     ops: &OpKernels,
     stream: &CudaStream,
     loss: DeviceSlice<f64>,
     losses: DeviceSlice<f32>,
+    divisor: DeviceSlice<f64>,
 ) -> Result<(), OpError> {
-    add(ops, stream, loss, losses, losses.len())
+    check_len("sum of losses: divisor", divisor.len(), 1)?;
+    add(ops, stream, loss, losses, Some(divisor))
 }
 
 /// `loss[0] += sum of losses`, in fp64, in an order that depends only on their number.
@@ -119,16 +123,16 @@ pub fn add_sum(
     loss: DeviceSlice<f64>,
     losses: DeviceSlice<f32>,
 ) -> Result<(), OpError> {
-    add(ops, stream, loss, losses, 1)
+    add(ops, stream, loss, losses, None)
 }
 
-/// `loss[0] += sum of losses / divisor`.
+/// `loss[0] += sum of losses`, over the divisor if there is one.
 fn add(
     ops: &OpKernels,
     stream: &CudaStream,
     loss: DeviceSlice<f64>,
     losses: DeviceSlice<f32>,
-    divisor: usize,
+    divisor: Option<DeviceSlice<f64>>,
 ) -> Result<(), OpError> {
     check_len("sum of losses: loss", loss.len(), 1)?;
     let rows = size("sum of losses: losses", losses.len())?;
@@ -136,7 +140,7 @@ fn add(
         loss.into(),
         losses.into(),
         rows.into(),
-        size("sum of losses: divisor", divisor)?.into(),
+        divisor.map_or(0u64.into(), Into::into),
     ];
     // SAFETY: the parameters of add_losses.
     unsafe {

@@ -22,7 +22,7 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
-use zero_trainer::{Grad, Model, ModelError, Pass};
+use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
 
 use crate::ops::Threads;
 use crate::options::ModelOptions;
@@ -56,11 +56,11 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// Writes the constants.
     fn fill_table(&self, table: &mut [f32]);
 
-    /// `x` of `tokens`.
-    fn embed(&self, x: &mut [f32], tokens: &[u32], p: &Flat<'_>);
+    /// `x` of the batch.
+    fn embed(&self, x: &mut [f32], p: &Flat<'_>);
 
     /// Adds to `grad`, the gradient of the unit with this layout.
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, tokens: &[u32], dx: &[f32]);
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>);
 
     /// The activations of a block from its input, up to those that [`Self::output`] reads.
     fn forward(&self, block: Self::Block, x: &[f32], p: &Flat<'_>);
@@ -118,8 +118,7 @@ pub(crate) struct Decoder<A: HostArch> {
     /// The stream that orders the passes.
     stream_id: u64,
     threads: Threads,
-    inputs: Arc<Vec<u32>>,
-    targets: Arc<Vec<u32>>,
+    batch: Arc<Batch>,
 }
 
 impl<A: HostArch> Decoder<A> {
@@ -153,12 +152,36 @@ impl<A: HostArch> Decoder<A> {
             buffers,
             stream_id: stream.id(),
             threads,
-            inputs: Arc::default(),
-            targets: Arc::default(),
+            batch: Arc::new(Batch::zeros(0)),
         };
 
         model.fill_table(stream)?;
         Ok(model)
+    }
+
+    /// Checks the lengths of a batch, and that documents begin before their tokens.
+    fn check_batch(&self, batch: &Batch) -> Result<(), ModelError> {
+        let tokens = self.options.tokens();
+        let seq = self.options.seq_len;
+        let lens = [&batch.inputs, &batch.targets, &batch.starts].map(Vec::len);
+        if lens[..2] != [tokens; 2] || ![0, tokens].contains(&lens[2]) {
+            let [inputs, targets, starts] = lens;
+            return Err(ModelError::from(format!(
+                "a batch of {inputs} inputs, {targets} targets and {starts} starts of documents; the model needs {tokens} (starts may be empty)"
+            )));
+        }
+
+        let starts = batch.starts.iter().enumerate();
+        let mut early = starts.filter(|&(row, &start)| start as usize > row % seq);
+        if let Some((row, start)) = early.next() {
+            let at = row % seq;
+            return Err(ModelError::from(format!(
+                "the document of token {at} of row {} begins at token {start}, after it",
+                row / seq
+            )));
+        }
+
+        Ok(())
     }
 
     fn fill_table(&self, stream: &HostStream) -> Result<(), ModelError> {
@@ -191,6 +214,7 @@ impl<A: HostArch> Decoder<A> {
         let table = self.buffers.table;
         let params = params.to_vec();
         let grads = grads.to_vec();
+        let batch = Arc::clone(&self.batch);
 
         stream.enqueue(label, move || {
             threads.run(|| {
@@ -213,6 +237,7 @@ impl<A: HostArch> Decoder<A> {
                         layer: pass.saturating_sub(1),
                         // SAFETY: the buffer is this model's, and nothing writes it after `new`.
                         table: unsafe { table.as_host() },
+                        batch: &batch,
                     },
                     grads,
                 );
@@ -344,14 +369,9 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
 }
 
 impl<A: HostArch> Model<HostDevice> for Decoder<A> {
-    fn set_batch(
-        &mut self,
-        _stream: &HostStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        self.inputs = Arc::new(inputs.to_vec());
-        self.targets = Arc::new(targets.to_vec());
+    fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
+        self.check_batch(batch)?;
+        self.batch = Arc::new(batch.clone());
         Ok(())
     }
 
@@ -369,7 +389,6 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         } = self.buffers.layers.of_pass(pass);
 
         if pass == 0 {
-            let tokens = Arc::clone(&self.inputs);
             return self.enqueue(
                 stream,
                 "forward embedding",
@@ -379,7 +398,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 move |flat, _| {
                     // SAFETY: the buffer is this model's, and the stream orders its passes.
                     let x = unsafe { output.as_host_mut() };
-                    arch.embed(x, &tokens, &flat);
+                    arch.embed(x, &flat);
                 },
             );
         }
@@ -431,7 +450,6 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         // SAFETY of the views below: the buffers are this model's, and the stream orders its
         // passes.
         if pass == 0 {
-            let tokens = Arc::clone(&self.inputs);
             let layout = Arc::clone(&self.params);
             return self.enqueue(
                 stream,
@@ -439,9 +457,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 pass,
                 params,
                 grads,
-                move |_, grads| {
+                move |flat, grads| {
                     for grad in grads {
-                        arch.embed_backward(grad, &layout[0], &tokens, scratch.view().dres);
+                        arch.embed_backward(grad, &layout[0], scratch.view().dres, &flat);
                     }
                 },
             );
@@ -481,7 +499,6 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let loss = self.buffers.loss;
         let scratch = self.buffers.scratch;
         let sizes = [self.arch.vocab(), self.options.tokens()];
-        let targets = Arc::clone(&self.targets);
         self.enqueue(
             stream,
             "losses",
@@ -489,7 +506,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             params,
             &[],
             move |flat, _| {
-                let targets = &targets[..tokens];
+                let targets = &flat.batch.targets[..tokens];
                 let sum = head::losses(scratch.view(), &head.view(), targets, &flat, sizes);
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let loss = unsafe { loss.as_host_mut() };
@@ -517,8 +534,6 @@ impl<A: HostArch> Decoder<A> {
         let scratch = self.buffers.scratch;
         let head = self.buffers.head;
         let loss = self.buffers.loss;
-        let targets = Arc::clone(&self.targets);
-        let tokens = self.options.tokens();
         loss_scale
             .erase()
             .check_device("backward head: loss scale", DeviceId::HOST)?;
@@ -533,20 +548,20 @@ impl<A: HostArch> Decoder<A> {
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let x = unsafe { input.as_host() };
                 // SAFETY: checked above to be host memory; its maker promised ordered accesses.
-                let scale = unsafe { loss_scale.as_host() }[0] as f32 / tokens as f32;
+                let scale = unsafe { loss_scale.as_host() }[0] as f32 / flat.batch.divisor as f32;
                 let sum = head::backward(
                     &*arch,
                     scratch.view(),
                     &head.view(),
                     x,
-                    &targets,
+                    &flat.batch.targets,
                     &flat,
                     grads,
                     scale,
                 );
                 // SAFETY: as above.
                 let loss = unsafe { loss.as_host_mut() };
-                loss[0] += sum / tokens as f64;
+                loss[0] += sum / flat.batch.divisor;
             },
         )
     }

@@ -2,11 +2,13 @@
 
 use multiversion::multiversion;
 use rayon::prelude::*;
+use zero_trainer::IGNORED;
 
 use super::{math, rows_per_thread};
 
-/// Returns the sum over rows of `-log softmax(logits)[target]` in nats, and turns `logits`
-/// `[rows, vocab]` into their gradient times `scale`.
+/// Returns the sum over trained rows of `-log softmax(logits)[target]` in nats, and turns `logits`
+/// `[rows, vocab]` into their gradient times `scale`, which is 0 for rows whose target is
+/// [`IGNORED`].
 pub fn forward_backward(logits: &mut [f32], targets: &[u32], vocab: usize, scale: f32) -> f64 {
     let rows = rows_per_thread(targets.len());
     let parts: Vec<f64> = (
@@ -37,6 +39,9 @@ pub fn forward(logits: &mut [f32], targets: &[u32], vocab: usize) -> f64 {
 fn losses_of(logits: &mut [f32], targets: &[u32], vocab: usize) -> f64 {
     let mut loss = 0.0f64;
     for (row, &target) in logits.chunks_exact_mut(vocab).zip(targets) {
+        if target == IGNORED {
+            continue;
+        }
         loss += exponentials(row, target).0;
     }
     loss
@@ -58,6 +63,10 @@ fn exponentials(row: &mut [f32], target: u32) -> (f64, f32) {
 fn rows_of(logits: &mut [f32], targets: &[u32], vocab: usize, scale: f32) -> f64 {
     let mut loss = 0.0f64;
     for (row, &target) in logits.chunks_exact_mut(vocab).zip(targets) {
+        if target == IGNORED {
+            row.fill(0.0);
+            continue;
+        }
         let (of_row, sum) = exponentials(row, target);
         loss += of_row;
         let factor = scale / sum;

@@ -11,6 +11,7 @@ use zero_alloc::device::{DType, Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::HostDevice;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
+use zero_trainer::Batch;
 use zero_trainer::Grad;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -95,7 +96,8 @@ fn check(oracle: Oracle, threads: usize, activation_checkpointing: bool) {
             .flat_map(|at| at..at + seq)
             .map(|at| (tokens[at], tokens[at + 1]))
             .unzip();
-        model.set_batch(&stream, &inputs, &targets).unwrap();
+        let batch = Batch::plain(inputs, targets);
+        model.set_batch(&stream, &batch).unwrap();
         for (i, pass) in passes.iter().enumerate() {
             let reads: Vec<_> = pass.forward_reads.iter().map(|&u| params[u]).collect();
             model.forward(&stream, i, &reads).unwrap();

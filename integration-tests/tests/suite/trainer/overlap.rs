@@ -17,7 +17,7 @@ use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
 use zero_shard::UnitSpec;
 use zero_trainer::BatchAt;
 use zero_trainer::ModelError;
-use zero_trainer::{Grad, Model, Pass};
+use zero_trainer::{Batch, Grad, Model, Pass};
 use zero_trainer::{InitialWeights, Settings, Workload, run_as_rank};
 
 use super::support::Case;
@@ -151,13 +151,8 @@ struct BlockedModel {
 }
 
 impl Model<HostDevice> for BlockedModel {
-    fn set_batch(
-        &mut self,
-        stream: &HostStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        self.inner.set_batch(stream, inputs, targets)
+    fn set_batch(&mut self, stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
+        self.inner.set_batch(stream, batch)
     }
 
     fn forward(
@@ -238,13 +233,8 @@ impl Workload<HostDevice> for Blocked<'_> {
         Workload::<HostDevice>::weights(self.inner)
     }
 
-    fn batch(
-        &self,
-        at: BatchAt,
-        inputs: &mut [u32],
-        targets: &mut [u32],
-    ) -> Result<(), ModelError> {
-        Workload::<HostDevice>::batch(self.inner, at, inputs, targets)
+    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
+        Workload::<HostDevice>::batch(self.inner, at, batch)
     }
 
     fn data_fingerprint(&self) -> u64 {

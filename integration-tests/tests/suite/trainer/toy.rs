@@ -14,7 +14,7 @@ use zero_alloc::{Block, Pool, Purpose};
 use zero_shard::{ParamSpec, UnitSpec};
 use zero_trainer::BatchAt;
 use zero_trainer::ModelError;
-use zero_trainer::{Grad, Model, Pass};
+use zero_trainer::{Batch, Grad, Model, Pass};
 use zero_trainer::{InitialWeights, Workload};
 
 /// The toy model and its sizes.
@@ -130,13 +130,9 @@ impl Workload<HostDevice> for Toy {
         }))
     }
 
-    fn batch(
-        &self,
-        at: BatchAt,
-        inputs: &mut [u32],
-        targets: &mut [u32],
-    ) -> Result<(), ModelError> {
-        for (i, token) in inputs.iter_mut().chain(targets).enumerate() {
+    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
+        let tokens = batch.inputs.iter_mut().chain(&mut batch.targets);
+        for (i, token) in tokens.enumerate() {
             *token =
                 ((at.step * 7 + at.micro_batch_index * 5 + at.rank * 3 + i as u64) % 97) as u32;
         }
@@ -210,13 +206,9 @@ fn store(grad: Grad, values: impl Iterator<Item = f32>) -> Result<(), DeviceErro
 }
 
 impl Model<HostDevice> for ToyModel {
-    fn set_batch(
-        &mut self,
-        _stream: &HostStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        self.tokens = Arc::new(inputs.iter().chain(targets).copied().collect());
+    fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
+        let tokens = batch.inputs.iter().chain(&batch.targets);
+        self.tokens = Arc::new(tokens.copied().collect());
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use zero_alloc::device::Device;
 
+use crate::batch::Batch;
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::options::RunOptions;
@@ -15,8 +16,7 @@ pub(crate) struct BatchLoader<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
-    inputs: Vec<u32>,
-    targets: Vec<u32>,
+    batch: Batch,
     /// The loaded micro-batch: the number of completed steps, and its index in its step.
     loaded: Option<(u64, usize)>,
 }
@@ -32,8 +32,7 @@ impl<'a, D: Device> BatchLoader<'a, D> {
             rank,
             workload,
             options,
-            inputs: vec![0; tokens],
-            targets: vec![0; tokens],
+            batch: Batch::zeros(tokens),
             loaded: None,
         }
     }
@@ -58,8 +57,7 @@ impl<'a, D: Device> BatchLoader<'a, D> {
             rank,
             workload,
             options,
-            inputs,
-            targets,
+            batch,
             ..
         } = self;
 
@@ -74,8 +72,8 @@ impl<'a, D: Device> BatchLoader<'a, D> {
             seed: options.seed,
         };
 
-        workload.batch(at, inputs, targets)?;
-        model.set_batch(&rank.compute, inputs, targets)?;
+        workload.batch(at, batch)?;
+        model.set_batch(&rank.compute, batch)?;
         self.loaded = Some((done, micro));
         Ok(())
     }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_alloc::host::{OpSpan, Timeline};
 
+use crate::batch::Batch;
 use crate::model::{Grad, Model, ModelError};
 use crate::rank::Rank;
 
@@ -153,13 +154,8 @@ impl<'a, D: Device> Phased<'a, D> {
 }
 
 impl<D: Device> Model<D> for Phased<'_, D> {
-    fn set_batch(
-        &mut self,
-        stream: &D::Stream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        self.model.set_batch(stream, inputs, targets)
+    fn set_batch(&mut self, stream: &D::Stream, batch: &Batch) -> Result<(), ModelError> {
+        self.model.set_batch(stream, batch)
     }
 
     fn forward(

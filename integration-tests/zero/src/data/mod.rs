@@ -17,7 +17,7 @@
 //!
 //! ```
 //! use zero::data::{DataSource, Dataset};
-//! use zero_trainer::BatchAt;
+//! use zero_trainer::{Batch, BatchAt};
 //!
 //! let dir = tempfile::tempdir().unwrap();
 //! let path = dir.path().join("text.txt");
@@ -25,11 +25,11 @@
 //! let data = Dataset::open(&DataSource::at(&path)).unwrap();
 //! data.validate(256, 8).unwrap();
 //!
-//! let (mut inputs, mut targets) = ([0; 16], [0; 16]);
+//! let mut batch = Batch::zeros(16);
 //! let at = BatchAt { step: 0, micro_batch_index: 0, grad_accum: 1, rank: 0, world_size: 1,
 //!     micro_batch: 2, seq_len: 8, seed: 1 };
-//! data.batch(at, &mut inputs, &mut targets).unwrap();
-//! assert_eq!(inputs[1..8], targets[..7]);
+//! data.batch(at, &mut batch).unwrap();
+//! assert_eq!(batch.inputs[1..8], batch.targets[..7]);
 //! println!("{}; a unigram model's loss is {:.3}", data.describe(), data.unigram_loss());
 //! ```
 //!
@@ -60,7 +60,7 @@ pub use tokenize::tokenizer_checksum;
 use folder::{Documents, Scope};
 use order::Order;
 use tokens::{TokenStats, Tokens};
-use zero_trainer::{BatchAt, ModelError, ValidationData};
+use zero_trainer::{Batch, BatchAt, ModelError, ValidationData};
 
 /// Minimum text in the current folder for it to be the default data.
 pub const MIN_DEFAULT_BYTES: u64 = 1 << 16;
@@ -355,16 +355,14 @@ impl Dataset {
             .sum()
     }
 
-    /// Writes the micro-batch at `at` to `inputs` and `targets`, both `[micro_batch, seq_len]`.
+    /// Writes the micro-batch at `at` to `batch`, whose buffers are `[micro_batch, seq_len]`.
     ///
     /// # Errors
     /// Buffers of the wrong size, an invalid position, data shorter than a row, or a failed read.
-    pub fn batch(
-        &self,
-        at: BatchAt,
-        inputs: &mut [u32],
-        targets: &mut [u32],
-    ) -> Result<(), DataError> {
+    pub fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), DataError> {
+        let Batch {
+            inputs, targets, ..
+        } = batch;
         let seq_len = at.seq_len;
         let expected = at.micro_batch.checked_mul(seq_len);
         if seq_len == 0 || Some(inputs.len()) != expected || inputs.len() != targets.len() {

@@ -9,7 +9,7 @@ use tokenizers::Tokenizer;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-use zero_trainer::BatchAt;
+use zero_trainer::{Batch, BatchAt};
 
 use super::{DataError, DataSource, Dataset};
 
@@ -103,9 +103,10 @@ fn open_error(source: &DataSource) -> String {
 
 fn batch(data: &Dataset, at: BatchAt) -> (Vec<u32>, Vec<u32>) {
     let n = at.micro_batch * at.seq_len;
-    let (mut inputs, mut targets) = (vec![u32::MAX; n], vec![u32::MAX; n]);
-    data.batch(at, &mut inputs, &mut targets).unwrap();
-    (inputs, targets)
+    let mut batch = Batch::plain(vec![u32::MAX; n], vec![u32::MAX; n]);
+    data.batch(at, &mut batch).unwrap();
+    assert_eq!(batch.divisor, n as f64);
+    (batch.inputs, batch.targets)
 }
 
 #[test]
@@ -341,7 +342,8 @@ fn unfit_data_is_an_error_with_the_position() {
 fn invalid_batch_is_an_error() {
     let files = Files::new();
     let data = open(&files.tokens(&[1; 20]));
-    let call = |at, inputs, targets| data.batch(at, &mut vec![0; inputs], &mut vec![0; targets]);
+    let call =
+        |at, inputs, targets| data.batch(at, &mut Batch::plain(vec![0; inputs], vec![0; targets]));
     call(AT, 8, 8).unwrap();
     call(
         BatchAt {
@@ -402,7 +404,7 @@ fn token_file_truncated_while_open_is_an_error() {
     let path = files.tokens(&[1; 100]);
     let data = open(&path);
     fs::write(&path, b"ab").unwrap();
-    let error = data.batch(AT, &mut [0; 8], &mut [0; 8]).unwrap_err();
+    let error = data.batch(AT, &mut Batch::zeros(8)).unwrap_err();
     assert!(
         matches!(&error, DataError::Read { path: p, .. } if *p == path),
         "{error}"

@@ -4,14 +4,16 @@
 // columns is 0, so that matrix products can use whole rows.
 //
 // cross_entropy: losses[row] = -log softmax(logits)[target] in nats; logits become their gradient times loss_scale[0]
-// / tokens, or stay as they are if loss_scale is null. One block per row; rows are aligned to 16 bytes. The first sweep
+// / divisor[0], or stay as they are if loss_scale is null. A target of IGNORED has no loss and no gradient. One block per row; rows are aligned to 16 bytes. The first sweep
 // computes the maximum and the sum (running maximum, rescaled sum: Milakov and Gimelshein, arXiv 1805.02867). The
 // second sweep goes backwards. It reads the end of the row from the level-1 cache and the rest from the level-2 cache,
 // which must hold the rows of all running blocks: hence two large blocks per multiprocessor, not four small ones. Moves
 // 2 rows vocab sizeof(T) bytes of memory. Grid: rows.
-// add_losses: loss += sum of losses / divisor in fp64, in an order that depends only on `rows`. Grid: one block.
+// add_losses: loss += sum of losses / divisor[0], or the sum if divisor is null, in fp64, in an order that depends only on `rows`. Grid: one block.
 
 #define CE_THREADS 1024
+// The target of a token that is not trained.
+#define IGNORED 0xffffffffu
 // One per lane of a warp, so that one warp merges the results of all warps.
 #define CE_WARPS 32
 static_assert(CE_THREADS == 32 * CE_WARPS, "as above");
@@ -50,7 +52,8 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
     __shared__ Running of_warps[CE_WARPS];
     T *row = logits + blockIdx.x * stride;
     u32 target = targets[blockIdx.x], whole = vocab / 8 * 8;
-    float at_target = widen(row[target]);
+    bool trained = target != IGNORED;
+    float at_target = trained ? widen(row[target]) : 0.0f;
     Running seen = {minus_infinity(), 0.0f};
     for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
         float x[8];
@@ -70,8 +73,9 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
     __syncthreads();
     seen = merge_over_warp(of_warps[threadIdx.x % 32]);
 
-    if (threadIdx.x == 0) losses[blockIdx.x] = (seen.max - at_target) + logf(seen.sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = trained ? (seen.max - at_target) + logf(seen.sum) : 0.0f;
     if (!gradient) return;
+    if (!trained) scale = 0.0f;
     float factor = scale / seen.sum, off = -seen.max * LOG2_E;
     // Backwards: the first sweep read the end last, so that the nearest caches have it.
     for (u32 step = (whole + CE_THREADS * 8 - 1) / (CE_THREADS * 8); step-- > 0;) {
@@ -97,13 +101,13 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
 
 extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,
                                                                        const u32 *targets, u32 vocab, u64 stride,
-                                                                       const double *loss_scale, u32 tokens) {
-    float scale = loss_scale ? __fdiv_rn((float)*loss_scale, (float)tokens) : 0.0f;
+                                                                       const double *loss_scale, const double *divisor) {
+    float scale = loss_scale ? __fdiv_rn((float)*loss_scale, (float)*divisor) : 0.0f;
     cross_entropy<STORAGE>(logits, losses, targets, vocab, stride, loss_scale != nullptr, scale);
 }
 
 extern "C" __global__ __launch_bounds__(1024) void add_losses(double *loss, const float *losses, u32 rows,
-                                                                 u32 divisor) {
+                                                                 const double *divisor) {
     __shared__ double sums[1024];
     double sum = 0.0;
 #pragma unroll 8
@@ -114,5 +118,5 @@ extern "C" __global__ __launch_bounds__(1024) void add_losses(double *loss, cons
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
         __syncthreads();
     }
-    if (threadIdx.x == 0) *loss += sums[0] / divisor;
+    if (threadIdx.x == 0) *loss += divisor ? sums[0] / *divisor : sums[0];
 }

@@ -12,21 +12,21 @@ use zero_alloc::device::{
 };
 
 use crate::cuda::embedding::{TokenLists, sort_tokens};
-use zero_trainer::ModelError;
+use zero_trainer::{Batch, ModelError};
 
 /// Pinned buffers: the number of micro-batches that the host may run ahead.
 const SLOTS: usize = 4;
 /// The timeout of the host's wait for the copy of an older batch.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, and
-/// one count.
+/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, a
+/// count, a word of padding, and the divisor of the loss in fp64.
 pub(super) fn device_bytes(tokens: usize) -> usize {
     len_words(tokens) * size_of::<u32>()
 }
 
 fn len_words(tokens: usize) -> usize {
-    4 * tokens + 1
+    4 * tokens + 4
 }
 
 /// The batches of a model.
@@ -59,13 +59,15 @@ impl Batches {
     }
 
     /// Enqueues the copy of a batch.
-    pub(super) fn set(
-        &mut self,
-        stream: &CudaStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
+    pub(super) fn set(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
+        let Batch {
+            inputs, targets, ..
+        } = batch;
         let tokens = self.tokens;
+        if !batch.starts.is_empty() {
+            return Err("rows of several documents are not supported on GPUs yet: leave out --pack, or use --device cpu".into());
+        }
+
         if inputs.len() != tokens || targets.len() != tokens {
             let a = inputs.len();
             let b = targets.len();
@@ -78,12 +80,13 @@ impl Batches {
         self.next = (self.next + 1) % SLOTS;
         slot.wait()?;
         let words = slot.words();
-        let (lists, count) = words.split_at_mut(4 * tokens);
+        let (lists, rest) = words.split_at_mut(4 * tokens);
         let (sent, lists) = lists.split_at_mut(2 * tokens);
         let (order, starts) = lists.split_at_mut(tokens);
         sent[..tokens].copy_from_slice(inputs);
         sent[tokens..].copy_from_slice(targets);
-        count[0] = sort_tokens(inputs, order, starts);
+        rest[0] = sort_tokens(inputs, order, starts);
+        rest[2..4].copy_from_slice(bytemuck::cast_slice(&[batch.divisor]));
         self.device.copy(stream, slot.bytes(), self.on_device)?;
         slot.copied = Some(stream.record()?);
 
@@ -105,6 +108,13 @@ impl Batches {
     /// The targets of the batch set last.
     pub(super) fn targets(&self) -> DeviceSlice<u32> {
         self.words(self.tokens, self.tokens)
+    }
+
+    /// The divisor of the loss of the batch set last.
+    pub(super) fn divisor(&self) -> DeviceSlice<f64> {
+        let first = self.words(4 * self.tokens + 2, 2).as_ptr();
+        // SAFETY: two words that begin at an even one of a block, so aligned; as in `words`.
+        unsafe { DeviceSlice::from_raw_parts(first.cast(), 1, self.on_device.device()) }
     }
 
     fn words(&self, start: usize, len: usize) -> DeviceSlice<u32> {

@@ -82,7 +82,7 @@ pub(super) fn losses(
     Ok(())
 }
 
-/// Writes the tokens' losses to `s.losses`, computes the gradients of `loss_scale` x their mean,
+/// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
 /// writes that of `x` to `s.dres`, and adds the others to the head's unit and, if tied, to the
 /// embedding's.
 #[allow(clippy::too_many_arguments)]
@@ -95,7 +95,7 @@ pub(super) fn backward(
     targets: DeviceSlice<u32>,
     p: &Flat<'_>,
     vocab: usize,
-    loss_scale: DeviceSlice<f64>,
+    scale: Scale,
 ) -> Result<(), ModelError> {
     let kernels = &ops.kernels;
     let c = x.len() / targets.len().max(1);
@@ -104,10 +104,6 @@ pub(super) fn backward(
     let dw = p.grads[read].slice(range).sums("GPT-2's head")?;
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
-    let scale = Scale {
-        loss_scale,
-        tokens: targets.len(),
-    };
 
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);

@@ -39,7 +39,7 @@ use zero_kernels::cuda::Loader;
 
 use super::passes;
 use crate::cuda::attention::{Attention, Shape};
-use crate::cuda::cross_entropy::stride_elems;
+use crate::cuda::cross_entropy::{self, Scale, stride_elems};
 use crate::cuda::matmul::{Matmul, Product, Timing};
 use crate::cuda::{OpError, OpKernels, SumOut, embedding, gelu};
 use crate::decoder::buffers::Activations;
@@ -50,7 +50,7 @@ use batch::Batches;
 pub(crate) use buffers::gpu_bytes;
 use buffers::{Buffers, logits_rows};
 use zero_trainer::ModelError;
-use zero_trainer::{Grad, Model, Pass};
+use zero_trainer::{Batch, Grad, Model, Pass};
 
 /// A GPT-2 on a GPU.
 pub struct CudaGpt2 {
@@ -248,6 +248,11 @@ impl CudaGpt2 {
             embedding::backward_positions(&ops.kernels, stream, dwpe, dx, batch, seq)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
+            let divisor = self.batches.divisor();
+            let scale = Scale {
+                loss_scale,
+                divisor,
+            };
             head::backward(
                 ops,
                 stream,
@@ -257,13 +262,14 @@ impl CudaGpt2 {
                 targets,
                 &flat,
                 self.config.vocab_size,
-                loss_scale,
+                scale,
             )?;
-            crate::cuda::cross_entropy::add_mean(
+            cross_entropy::add_over(
                 &ops.kernels,
                 stream,
                 self.buffers.loss,
                 scratch.losses,
+                divisor,
             )?;
         } else {
             if self.options.activation_checkpointing {
@@ -352,13 +358,8 @@ pub fn writes_grad(passes: usize, pass: usize) -> bool {
 }
 
 impl Model<CudaDevice> for CudaGpt2 {
-    fn set_batch(
-        &mut self,
-        stream: &CudaStream,
-        inputs: &[u32],
-        targets: &[u32],
-    ) -> Result<(), ModelError> {
-        self.batches.set(stream, inputs, targets)
+    fn set_batch(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
+        self.batches.set(stream, batch)
     }
 
     fn forward(
@@ -429,7 +430,7 @@ impl Model<CudaDevice> for CudaGpt2 {
             self.config.vocab_size,
         )?;
 
-        Ok(crate::cuda::cross_entropy::add_sum(
+        Ok(cross_entropy::add_sum(
             &ops.kernels,
             stream,
             *loss,
