@@ -354,7 +354,11 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
 }
 
 // Parts of the values that backward_dkv keeps: more would be spilled.
-template <int D> constexpr int KEPT_VALUES = __CUDA_ARCH__ >= 1000 ? D / 32 : D / 16 - 1;
+template <int D>
+constexpr int KEPT_VALUES = __CUDA_ARCH__ >= 1000 ? D / 64
+                            : __CUDA_ARCH__ >= 900 ? D / 16 - 1
+                            : D == 32              ? 2
+                                                   : D / 32;
 
 template <class T, int D, int ROW_TILES, int WARPS, int QUERIES>
 DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T *qkv, const float *lse,
@@ -365,6 +369,8 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
     T *keys = reinterpret_cast<T *>(shared), *values = keys + ROWS * D;
     T *queries = values + ROWS * D, *douts = queries + 2 * QUERIES * D;
     __shared__ float tops[2][QUERIES], deltas[2][QUERIES];
+    // The first key of each query.
+    __shared__ u32 lows[2][QUERIES];
     u32 group = heads / kv_heads;
     Head head = head_of<D>(blockIdx.y * group, blockIdx.y, seq, heads, kv_heads);
     u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
@@ -380,9 +386,11 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
         copy_tile<D, QUERIES, WARPS>(douts + stage * QUERIES * D, dout + head.out + h * D, j * QUERIES, seq,
                                      head.out_stride);
         if (threadIdx.x < QUERIES) {
-            u64 from = head.row + (u64)h * seq + min(j * QUERIES + threadIdx.x, seq - 1);
+            u32 query = min(j * QUERIES + threadIdx.x, seq - 1);
+            u64 from = head.row + (u64)h * seq + query;
             copy_word(&tops[stage][threadIdx.x], lse + from);
             copy_word(&deltas[stage][threadIdx.x], delta + from);
+            lows[stage][threadIdx.x] = first_key(starts, window, query);
         }
         // With 16 queries half a warp copies, and the matrix loads that follow need a whole one.
         __syncwarp();
@@ -409,7 +417,7 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
             u32 query = this_j * QUERIES + part;
             // Skips queries before all keys of the warp, and those whose first key is behind them.
             if (query + 16 <= first + own) continue;
-            if (first_key(starts, window, min(query, seq - 1)) >= first + own + 16 * ROW_TILES) continue;
+            if (lows[stage][part] >= first + own + 16 * ROW_TILES) continue;
             const T *part_queries = these_queries + part * D, *part_douts = these_douts + part * D;
             float p[ROW_TILES][2][4], ds[ROW_TILES][2][4];
             clear(p);
@@ -417,11 +425,10 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
             multiply_rows<T, D, 16>(p, own_keys, part_queries);
             multiply_rows<T, D, 16>(ds, own_values, part_douts);
             // Queries behind the last are copies of it and are masked.
-            if (query < first + own + 16 * ROW_TILES - 1 || query + 16 > seq)
-                hide(p, [&](u32 key, u32 col) { return first + own + key > query + col || query + col >= seq; });
-            if (first_key(starts, window, min(query + 15, seq - 1)) > first + own)
+            if (query < first + own + 16 * ROW_TILES - 1 || query + 16 > seq || lows[stage][part + 15] > first + own)
                 hide(p, [&](u32 key, u32 col) {
-                    return first + own + key < first_key(starts, window, min(query + col, seq - 1));
+                    key += first + own;
+                    return key > query + col || query + col >= seq || key < lows[stage][part + col];
                 });
 #pragma unroll
             for (int n = 0; n < 2; n++)

@@ -60,6 +60,7 @@ __device__ __forceinline__ void products(float (&s)[TILE / PER_ROW], const float
 template <int COLUMNS>
 __device__ __forceinline__ void add_weighted(float (&sum)[COLUMNS], const float (*weights)[TILE + 1],
                                              const float *right, u32 row, u32 lane, u32 d) {
+#pragma unroll 4
     for (u32 j = 0; j < TILE; j++) {
         float w = weights[row][j];
 #pragma unroll
@@ -131,13 +132,13 @@ __device__ __forceinline__ void plain_backward_dq(T *dqkv, float *delta, const T
                                                   u32 kv_heads, u32 d, u32 window, float scale, float slope) {
     extern __shared__ float tiles[];
     __shared__ float dscores[TILE][TILE + 1];
+    __shared__ u32 lows[TILE];
     u32 tile_elems = TILE * (d + 1);
     float *queries = tiles, *douts = queries + tile_elems, *keys = douts + tile_elems, *values = keys + tile_elems;
     Head head = head_of(blockIdx.y, blockIdx.y / (heads / kv_heads), seq, heads, kv_heads, d);
     u32 row = threadIdx.x / PER_ROW, lane = threadIdx.x % PER_ROW;
     u32 tile = gridDim.x - 1 - blockIdx.x, first = tile * TILE, from = min(first + row, seq - 1);
     if (starts) starts += (u64)blockIdx.z * seq;
-    u32 low = first_key(starts, window, from);
     fill_tile(queries, qkv + head.q, first, seq, head.width, d);
     fill_tile(douts, dout + head.out, first, seq, head.c, d);
     float less = 0.0f, top = lse[head.row + from];
@@ -148,6 +149,7 @@ __device__ __forceinline__ void plain_backward_dq(T *dqkv, float *delta, const T
 #pragma unroll
     for (int half = PER_ROW / 2; half > 0; half /= 2) less += __shfl_xor_sync(ALL_LANES, less, half);
     if (lane == 0 && first + row < seq) delta[head.row + first + row] = less;
+    if (lane == 0) lows[row] = first_key(starts, window, from);
     float sum[COLUMNS] = {};
     for (u32 j = first_key(starts, window, first) / TILE; j <= tile; j++) {
         __syncthreads();
@@ -160,7 +162,7 @@ __device__ __forceinline__ void plain_backward_dq(T *dqkv, float *delta, const T
 #pragma unroll
         for (int i = 0; i < TILE / PER_ROW; i++) {
             u32 col = lane + PER_ROW * i, key = j * TILE + col;
-            float p = key > first + row || key < low ? 0.0f : exp2_fast(__fmaf_rn(s[i], scale, -top));
+            float p = key > first + row || key < lows[row] ? 0.0f : exp2_fast(__fmaf_rn(s[i], scale, -top));
             dscores[row][col] = p * (dp[i] - less);
         }
         __syncwarp();
