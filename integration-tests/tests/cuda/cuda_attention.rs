@@ -79,8 +79,12 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
     let starts = case
         .documents
         .map_or(vec![], |most| documents(batch, seq, most));
-    let [want, mut want_dqkv] =
-        fp64::attention(&rounded(&qkv, dtype), &rounded(&dout, dtype), shape, &starts);
+    let [want, mut want_dqkv] = fp64::attention(
+        &rounded(&qkv, dtype),
+        &rounded(&dout, dtype),
+        shape,
+        &starts,
+    );
     let angles = table(seq, d);
     if case.rotated {
         let start = |row: usize| starts.get(row).map_or(0, |&start| start as usize);

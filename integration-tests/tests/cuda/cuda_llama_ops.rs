@@ -18,7 +18,10 @@ fn check_rms_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
     let r = |v: &[f32]| rounded(v, dtype);
     let [want_y, mut want_dx, want_dgain] = fp64::rms_norm(&r(&x), &r(&gain), &r(&dy));
     let starts = r(&start);
-    want_dx.iter_mut().zip(starts).for_each(|(want, v)| *want += v);
+    want_dx
+        .iter_mut()
+        .zip(starts)
+        .for_each(|(want, v)| *want += v);
 
     let x = gpu.put(&x, dtype);
     let dy = gpu.put(&dy, dtype);
@@ -236,7 +239,12 @@ fn swiglus() {
             let act = gpu.put(&dact, dtype);
             swiglu::backward(&ops, &gpu.stream, act, gate_up, n).unwrap();
             let got = gpu.get(gate_up);
-            close(&got, &want_dx, tolerance(dtype), &format!("{what}: gradients"));
+            close(
+                &got,
+                &want_dx,
+                tolerance(dtype),
+                &format!("{what}: gradients"),
+            );
             assert_eq!(gpu.get(act), kept, "{what}: act again");
         }
     }

@@ -272,7 +272,12 @@ fn embeddings() {
             embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, None, seq).unwrap();
             let rows_of = |&token: &u32| e[token as usize * n..][..n].to_vec();
             let want: Vec<f64> = tokens.iter().flat_map(rows_of).collect();
-            close(&gpu.get(x), &want, tolerance(dtype), &format!("{what}: no positions"));
+            close(
+                &gpu.get(x),
+                &want,
+                tolerance(dtype),
+                &format!("{what}: no positions"),
+            );
             let grads = [
                 gpu.floats(&vec![0.5; vocab * n]),
                 gpu.floats(&vec![0.25; (seq + 2) * n]),

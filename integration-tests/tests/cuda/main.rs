@@ -7,6 +7,7 @@
 
 mod cuda_attention;
 mod cuda_errors;
+mod cuda_llama;
 mod cuda_llama_ops;
 mod cuda_matmul;
 mod cuda_model;

@@ -243,9 +243,7 @@ impl Attention {
 
         match self.kind {
             Kind::Flash => {
-                let args = [
-                    out, lse, qkv, starts, seq, heads, kv_heads, window, scale,
-                ];
+                let args = [out, lse, qkv, starts, seq, heads, kv_heads, window, scale];
                 // SAFETY: the parameters of flash_forward, whose lengths were checked.
                 unsafe { ops.launch(stream, "attention", entry, *launch, args) }
             }

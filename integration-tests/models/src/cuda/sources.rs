@@ -127,7 +127,12 @@ macro_rules! files {
                 "rope.cu",
                 0,
                 ["warp.cuh"],
-                ["rope_8", "rope_1", "head_norm_forward", "head_norm_backward"]
+                [
+                    "rope_8",
+                    "rope_1",
+                    "head_norm_forward",
+                    "head_norm_backward"
+                ]
             ),
             file!(
                 $storage,

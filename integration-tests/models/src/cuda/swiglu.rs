@@ -34,7 +34,14 @@ pub fn backward(
     gate_up: AnySlice,
     n: usize,
 ) -> Result<(), OpError> {
-    launch(ops, stream, ["SwiGLU backward", "backward"], act, gate_up, n)
+    launch(
+        ops,
+        stream,
+        ["SwiGLU backward", "backward"],
+        act,
+        gate_up,
+        n,
+    )
 }
 
 fn launch(
