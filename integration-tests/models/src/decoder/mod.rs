@@ -56,11 +56,11 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// Writes the constants.
     fn fill_table(&self, table: &mut [f32]);
 
-    /// `x` of `tokens`.
-    fn embed(&self, x: &mut [f32], tokens: &[u32], p: &Flat<'_>);
+    /// `x` of the batch.
+    fn embed(&self, x: &mut [f32], p: &Flat<'_>);
 
     /// Adds to `grad`, the gradient of the unit with this layout.
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, tokens: &[u32], dx: &[f32]);
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>);
 
     /// The activations of a block from its input, up to those that [`Self::output`] reads.
     fn forward(&self, block: Self::Block, x: &[f32], p: &Flat<'_>);
@@ -159,6 +159,31 @@ impl<A: HostArch> Decoder<A> {
         Ok(model)
     }
 
+    /// Checks the lengths of a batch, and that documents begin before their tokens.
+    fn check_batch(&self, batch: &Batch) -> Result<(), ModelError> {
+        let tokens = self.options.tokens();
+        let seq = self.options.seq_len;
+        let lens = [&batch.inputs, &batch.targets, &batch.starts].map(Vec::len);
+        if lens[..2] != [tokens; 2] || ![0, tokens].contains(&lens[2]) {
+            let [inputs, targets, starts] = lens;
+            return Err(ModelError::from(format!(
+                "a batch of {inputs} inputs, {targets} targets and {starts} starts of documents; the model needs {tokens} (starts may be empty)"
+            )));
+        }
+
+        let starts = batch.starts.iter().enumerate();
+        let mut early = starts.filter(|&(row, &start)| start as usize > row % seq);
+        if let Some((row, start)) = early.next() {
+            let at = row % seq;
+            return Err(ModelError::from(format!(
+                "the document of token {at} of row {} begins at token {start}, after it",
+                row / seq
+            )));
+        }
+
+        Ok(())
+    }
+
     fn fill_table(&self, stream: &HostStream) -> Result<(), ModelError> {
         let table = self.buffers.table;
         let arch = Arc::clone(&self.arch);
@@ -189,6 +214,7 @@ impl<A: HostArch> Decoder<A> {
         let table = self.buffers.table;
         let params = params.to_vec();
         let grads = grads.to_vec();
+        let batch = Arc::clone(&self.batch);
 
         stream.enqueue(label, move || {
             threads.run(|| {
@@ -211,6 +237,7 @@ impl<A: HostArch> Decoder<A> {
                         layer: pass.saturating_sub(1),
                         // SAFETY: the buffer is this model's, and nothing writes it after `new`.
                         table: unsafe { table.as_host() },
+                        batch: &batch,
                     },
                     grads,
                 );
@@ -343,9 +370,7 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
 
 impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
-        if !batch.starts.is_empty() {
-            return Err("rows of several documents are not supported yet".into());
-        }
+        self.check_batch(batch)?;
         self.batch = Arc::new(batch.clone());
         Ok(())
     }
@@ -364,7 +389,6 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         } = self.buffers.layers.of_pass(pass);
 
         if pass == 0 {
-            let batch = Arc::clone(&self.batch);
             return self.enqueue(
                 stream,
                 "forward embedding",
@@ -374,7 +398,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 move |flat, _| {
                     // SAFETY: the buffer is this model's, and the stream orders its passes.
                     let x = unsafe { output.as_host_mut() };
-                    arch.embed(x, &batch.inputs, &flat);
+                    arch.embed(x, &flat);
                 },
             );
         }
@@ -426,7 +450,6 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         // SAFETY of the views below: the buffers are this model's, and the stream orders its
         // passes.
         if pass == 0 {
-            let batch = Arc::clone(&self.batch);
             let layout = Arc::clone(&self.params);
             return self.enqueue(
                 stream,
@@ -434,9 +457,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 pass,
                 params,
                 grads,
-                move |_, grads| {
+                move |flat, grads| {
                     for grad in grads {
-                        arch.embed_backward(grad, &layout[0], &batch.inputs, scratch.view().dres);
+                        arch.embed_backward(grad, &layout[0], scratch.view().dres, &flat);
                     }
                 },
             );
@@ -476,7 +499,6 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let loss = self.buffers.loss;
         let scratch = self.buffers.scratch;
         let sizes = [self.arch.vocab(), self.options.tokens()];
-        let batch = Arc::clone(&self.batch);
         self.enqueue(
             stream,
             "losses",
@@ -484,7 +506,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             params,
             &[],
             move |flat, _| {
-                let targets = &batch.targets[..tokens];
+                let targets = &flat.batch.targets[..tokens];
                 let sum = head::losses(scratch.view(), &head.view(), targets, &flat, sizes);
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let loss = unsafe { loss.as_host_mut() };
@@ -512,7 +534,6 @@ impl<A: HostArch> Decoder<A> {
         let scratch = self.buffers.scratch;
         let head = self.buffers.head;
         let loss = self.buffers.loss;
-        let batch = Arc::clone(&self.batch);
         loss_scale
             .erase()
             .check_device("backward head: loss scale", DeviceId::HOST)?;
@@ -527,20 +548,20 @@ impl<A: HostArch> Decoder<A> {
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let x = unsafe { input.as_host() };
                 // SAFETY: checked above to be host memory; its maker promised ordered accesses.
-                let scale = unsafe { loss_scale.as_host() }[0] as f32 / batch.divisor as f32;
+                let scale = unsafe { loss_scale.as_host() }[0] as f32 / flat.batch.divisor as f32;
                 let sum = head::backward(
                     &*arch,
                     scratch.view(),
                     &head.view(),
                     x,
-                    &batch.targets,
+                    &flat.batch.targets,
                     &flat,
                     grads,
                     scale,
                 );
                 // SAFETY: as above.
                 let loss = unsafe { loss.as_host_mut() };
-                loss[0] += sum / batch.divisor;
+                loss[0] += sum / flat.batch.divisor;
             },
         )
     }

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Element};
 use zero_kernels::{Float, host};
 use zero_shard::UnitSpec;
+use zero_trainer::Batch;
 
 use crate::ops::rows_per_thread;
 
@@ -56,6 +57,7 @@ pub(crate) struct Flat<'a> {
     pub(crate) layer: usize,
     /// The architecture's constants.
     pub(crate) table: &'a [f32],
+    pub(crate) batch: &'a Batch,
 }
 
 impl<'a> Flat<'a> {

@@ -234,7 +234,7 @@ fn attention_of(
             d,
             window: window.min(tokens),
         };
-        attention::forward(&mut out, &mut vec![0.0; heads * tokens], &qkv, shape);
+        attention::forward(&mut out, &mut vec![0.0; heads * tokens], &qkv, &[], shape);
     }
     out
 }
@@ -291,7 +291,7 @@ impl Rotary {
             turned: turned * d,
             d,
         };
-        rope::forward(qkv, angles, rows);
+        rope::forward(qkv, angles, &[], rows);
     }
 }
 

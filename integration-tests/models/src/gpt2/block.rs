@@ -30,7 +30,7 @@ pub(super) fn forward(
     );
 
     linear::forward(a.qkv, a.ln1, get("c_attn.weight"), get("c_attn.bias"));
-    attention::forward(a.attended, a.lse, a.qkv, shape);
+    attention::forward(a.attended, a.lse, a.qkv, &p.batch.starts, shape);
     linear::forward_residual(
         a.mid,
         x,
@@ -117,7 +117,8 @@ pub(super) fn backward(
     let dqkv = &mut s.wide[..a.qkv.len()];
     linear::backward_weight(proj_w, proj_b, a.attended, s.dres);
     linear::product_transposed(s.narrow, s.dres, get("attn.c_proj.weight"), c);
-    attention::backward(dqkv, s.narrow, a.qkv, a.attended, a.lse, shape);
+    let starts = &p.batch.starts;
+    attention::backward(dqkv, s.narrow, a.qkv, a.attended, a.lse, starts, shape);
     linear::backward_weight(qkv_w, qkv_b, a.ln1, dqkv);
     linear::product_transposed(s.narrow, dqkv, get("c_attn.weight"), c);
 

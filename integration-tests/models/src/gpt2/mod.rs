@@ -43,6 +43,16 @@ impl Gpt2Arch {
     }
 }
 
+impl Gpt2Arch {
+    fn rows<'a>(&self, p: &Flat<'a>) -> embedding::Rows<'a> {
+        embedding::Rows {
+            tokens: &p.batch.inputs,
+            starts: &p.batch.starts,
+            seq: self.options.seq_len,
+        }
+    }
+}
+
 impl HostArch for Gpt2Arch {
     type Block = BlockSlices;
 
@@ -70,29 +80,15 @@ impl HostArch for Gpt2Arch {
 
     fn fill_table(&self, _table: &mut [f32]) {}
 
-    fn embed(&self, x: &mut [f32], tokens: &[u32], p: &Flat<'_>) {
+    fn embed(&self, x: &mut [f32], p: &Flat<'_>) {
         let wte = p.get(0, "wte");
         let wpe = p.get(0, "wpe");
-        embedding::forward(
-            x,
-            tokens,
-            wte,
-            wpe,
-            self.options.seq_len,
-            self.config.n_embd,
-        );
+        embedding::forward(x, self.rows(p), wte, wpe, self.config.n_embd);
     }
 
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, tokens: &[u32], dx: &[f32]) {
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>) {
         let [dwte, dwpe] = unit.split_mut(grad);
-        embedding::backward(
-            dwte,
-            dwpe,
-            tokens,
-            dx,
-            self.options.seq_len,
-            self.config.n_embd,
-        );
+        embedding::backward(dwte, dwpe, self.rows(p), dx, self.config.n_embd);
     }
 
     fn forward(&self, block: BlockSlices, x: &[f32], p: &Flat<'_>) {

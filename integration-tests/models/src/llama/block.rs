@@ -4,6 +4,7 @@ use zero_alloc::device::DeviceSlice;
 
 use super::config::LlamaConfig;
 use crate::decoder::buffers::{ScratchView, views};
+use crate::decoder::params::Flat;
 use crate::ops::{attention, linear, rms_norm, rope, swiglu};
 
 views! {
@@ -127,24 +128,18 @@ impl<P> Params<P> {
     }
 }
 
-/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP. `table`
-/// has the angles of the positions.
-pub(super) fn forward(
-    a: &mut BlockView<'_>,
-    x: &[f32],
-    flat: &[f32],
-    table: &[f32],
-    shape: &Shape,
-) {
-    let p = shape.params(flat);
+/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
+pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], flat: &Flat<'_>, shape: &Shape) {
+    let p = shape.params(flat.flats[0]);
+    let starts = &flat.batch.starts;
     rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
     linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, shape.heads().width);
     if !p.qk_norm.is_empty() {
         let heads = shape.heads();
         rms_norm::forward_heads(a.qkv, a.raw, a.raw_stats, p.qk_norm, heads, shape.eps);
     }
-    rope::forward(a.qkv, table, shape.rows());
-    attention::forward(a.attended, a.lse, a.qkv, shape.attention);
+    rope::forward(a.qkv, flat.table, starts, shape.rows());
+    attention::forward(a.attended, a.lse, a.qkv, starts, shape.attention);
     linear::forward_residual_transposed(a.mid, x, a.attended, p.output, p.output_bias, shape.width);
 
     rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
@@ -170,12 +165,12 @@ pub(super) fn backward(
     s: ScratchView<'_>,
     a: &mut BlockView<'_>,
     x: &[f32],
-    flat: &[f32],
+    flat: &Flat<'_>,
     grad: &mut [f32],
-    table: &[f32],
     shape: &Shape,
 ) {
-    let p = shape.params(flat);
+    let p = shape.params(flat.flats[0]);
+    let starts = &flat.batch.starts;
     let g = shape.grads(grad);
     let c = shape.width;
     let f = shape.inner;
@@ -199,8 +194,9 @@ pub(super) fn backward(
     );
     let q_width = shape.attention.heads * shape.attention.d;
     linear::product(dattended, s.dres, p.output, q_width);
-    attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, shape.attention);
-    rope::backward(dqkv, table, shape.rows());
+    let whole = shape.attention;
+    attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, starts, whole);
+    rope::backward(dqkv, flat.table, starts, shape.rows());
     if !p.qk_norm.is_empty() {
         let heads = shape.heads();
         rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);

@@ -70,18 +70,18 @@ impl HostArch for LlamaArch {
         self.config.rope.fill(table, self.config.head_dim);
     }
 
-    fn embed(&self, x: &mut [f32], tokens: &[u32], p: &Flat<'_>) {
-        embedding::forward_tokens(x, tokens, p.flats[0], self.config.hidden);
+    fn embed(&self, x: &mut [f32], p: &Flat<'_>) {
+        embedding::forward_tokens(x, &p.batch.inputs, p.flats[0], self.config.hidden);
     }
 
-    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, tokens: &[u32], dx: &[f32]) {
+    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, dx: &[f32], p: &Flat<'_>) {
         let padding = self.config.padding_token().map(|token| token as u32);
-        embedding::backward_tokens(grad, tokens, dx, self.config.hidden, padding);
+        embedding::backward_tokens(grad, &p.batch.inputs, dx, self.config.hidden, padding);
     }
 
     fn forward(&self, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
         let shape = self.shape(p.layer);
-        block::forward(&mut block.view(), x, p.flats[0], p.table, &shape);
+        block::forward(&mut block.view(), x, p, &shape);
     }
 
     fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
@@ -97,7 +97,7 @@ impl HostArch for LlamaArch {
         grad: &mut [f32],
     ) {
         let shape = self.shape(p.layer);
-        block::backward(s, &mut block.view(), x, p.flats[0], grad, p.table, &shape);
+        block::backward(s, &mut block.view(), x, p, grad, &shape);
     }
 
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>) {

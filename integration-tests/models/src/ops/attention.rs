@@ -3,7 +3,7 @@
 //! Shapes: qkv `[batch, seq, heads + 2 kv_heads, d]`, queries first and values last, out
 //! `[batch, seq, heads, d]`, log-sum-exp `[batch, heads, seq]`. Consecutive queries share a key and a
 //! value (grouped queries, arXiv 2305.13245). Queries are processed in blocks of 64 rows, against all
-//! keys from the start of the first row's window up to the diagonal; the backward pass recomputes the probabilities of a block from the log-sum-exp
+//! keys from the first that the first row sees up to the diagonal; the backward pass recomputes the probabilities of a block from the log-sum-exp
 //! (FlashAttention's idea, arXiv 2205.14135, with whole rows in place of its running softmax).
 
 use std::ops::Range;
@@ -74,9 +74,17 @@ impl Shape {
         transpose(out, &qkv[first..], row, self.seq);
     }
 
-    /// The keys that the rows `rows` see.
-    fn keys(self, rows: Range<usize>) -> Range<usize> {
-        (rows.start + 1).saturating_sub(self.window)..rows.end
+    /// The keys that the rows `rows` see; `starts` of the sequence.
+    fn keys(self, rows: Range<usize>, starts: &[u32]) -> Range<usize> {
+        let in_window = (rows.start + 1).saturating_sub(self.window);
+        let in_document = starts.get(rows.start).map_or(0, |&start| start as usize);
+        in_window.max(in_document)..rows.end
+    }
+
+    /// The part of `starts` that task `b * heads + h` reads; empty if `starts` is.
+    fn starts_of(self, starts: &[u32], task: usize) -> &[u32] {
+        let first = task / self.heads * self.seq;
+        starts.get(first..first + self.seq).unwrap_or_default()
     }
 
     /// The rows of each block.
@@ -105,8 +113,10 @@ impl Shape {
     }
 }
 
-/// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass.
-pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
+/// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass. No query sees
+/// a key before its place in `starts` `[batch, seq]`, which does not fall within a sequence; empty
+/// if all are 0.
+pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], starts: &[u32], shape: Shape) {
     let Shape { seq, heads, d, .. } = shape;
     let tiles = shape.tiles(out, heads);
     (tiles, lse.par_chunks_mut(seq))
@@ -114,12 +124,13 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
         .enumerate()
         .for_each(|(task, (mut out, lse))| {
             let [q, _, v] = shape.qkv(qkv, task);
+            let starts = shape.starts_of(starts, task);
             with_scratch(seq * (d + BLOCK), |scratch| {
                 let (k, probs) = scratch.split_at_mut(seq * d);
                 shape.transposed(k, qkv, task, 1);
                 let k = mat(k, d, seq);
                 for rows in shape.blocks() {
-                    let keys = shape.keys(rows.clone());
+                    let keys = shape.keys(rows.clone(), starts);
                     let probs = &mut probs[..rows.len() * keys.len()];
                     gemm(
                         mat_mut(probs, rows.len(), keys.len()),
@@ -128,7 +139,7 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], shape: Shape) {
                         k.subcols(keys.start, keys.len()),
                         shape.scale(),
                     );
-                    let seen = Seen::new(shape, &rows, &keys);
+                    let seen = Seen::new(shape, &rows, &keys, starts);
                     softmax_rows(probs, &mut lse[rows.clone()], seen);
                     let out = out.rb_mut().subrows_mut(rows.start, rows.len());
                     gemm(
@@ -150,6 +161,7 @@ pub fn backward(
     qkv: &[f32],
     out: &[f32],
     lse: &[f32],
+    starts: &[u32],
     shape: Shape,
 ) {
     let Shape {
@@ -182,6 +194,7 @@ pub fn backward(
                     qkv,
                     out,
                     lse,
+                    starts,
                     shape,
                     task: index * group + i,
                 };
@@ -196,6 +209,7 @@ struct Head<'a> {
     qkv: &'a [f32],
     out: &'a [f32],
     lse: &'a [f32],
+    starts: &'a [u32],
     shape: Shape,
     task: usize,
 }
@@ -218,6 +232,7 @@ impl Head<'_> {
             .subrows(b * seq, seq)
             .subcols(h * d, d);
         let lse = &self.lse[self.task * seq..][..seq];
+        let starts = shape.starts_of(self.starts, self.task);
 
         with_scratch(seq * (2 * d + 3 * BLOCK), |scratch| {
             let (kt, scratch) = scratch.split_at_mut(seq * d);
@@ -230,7 +245,7 @@ impl Head<'_> {
             let vt = mat(vt, d, seq);
 
             for block in shape.blocks() {
-                let keys = shape.keys(block.clone());
+                let keys = shape.keys(block.clone(), starts);
                 let rows = block.len();
                 let cols = keys.len();
                 let [probs, dprobs, turned] =
@@ -253,7 +268,7 @@ impl Head<'_> {
 
                 let first = ((b * seq + block.start) * heads + h) * d;
                 let outputs = [&self.out[first..], &self.dout[first..]];
-                let seen = Seen::new(shape, &block, &keys);
+                let seen = Seen::new(shape, &block, &keys, starts);
                 softmax_backward_rows(probs, dprobs, &lse[block.clone()], outputs, shape, seen);
                 gemm(
                     dq.rb_mut().subrows_mut(block.start, rows),
@@ -285,17 +300,23 @@ impl Head<'_> {
 
 /// The columns of a block's scores that each of its rows sees.
 #[derive(Clone, Copy)]
-struct Seen {
+struct Seen<'a> {
     /// Columns of the block's first row, itself included.
     first: usize,
     window: usize,
+    /// The key of the first column.
+    first_key: usize,
+    /// The first key of each row's document; empty if all are 0.
+    starts: &'a [u32],
 }
 
-impl Seen {
-    fn new(shape: Shape, rows: &Range<usize>, keys: &Range<usize>) -> Self {
+impl<'a> Seen<'a> {
+    fn new(shape: Shape, rows: &Range<usize>, keys: &Range<usize>, starts: &'a [u32]) -> Self {
         Self {
             first: rows.start + 1 - keys.start,
             window: shape.window,
+            first_key: keys.start,
+            starts: starts.get(rows.clone()).unwrap_or_default(),
         }
     }
 
@@ -303,13 +324,15 @@ impl Seen {
     #[inline(always)]
     fn by(self, i: usize) -> Range<usize> {
         let end = self.first + i;
-        end.saturating_sub(self.window)..end
+        let in_window = end.saturating_sub(self.window);
+        let start = self.starts.get(i).map_or(0, |&start| start as usize);
+        in_window.max(start.saturating_sub(self.first_key))..end
     }
 }
 
 /// Converts scores to probabilities, row by row. The columns that a row does not see become 0.
 #[multiversion(targets = "simd")]
-fn softmax_rows(scores: &mut [f32], lse: &mut [f32], seen: Seen) {
+fn softmax_rows(scores: &mut [f32], lse: &mut [f32], seen: Seen<'_>) {
     let cols = scores.len() / lse.len();
     for (i, (row, lse)) in scores.chunks_exact_mut(cols).zip(lse).enumerate() {
         let seen = seen.by(i);
@@ -336,7 +359,7 @@ fn softmax_backward_rows(
     lse: &[f32],
     outputs: [&[f32]; 2],
     shape: Shape,
-    seen: Seen,
+    seen: Seen<'_>,
 ) {
     let cols = p.len() / lse.len();
     let rows = p

@@ -4,11 +4,27 @@
 
 use rayon::prelude::*;
 
-use super::rows_per_thread;
+use super::{position, rows_per_thread};
 
-/// `x[b, t] = wte[token] + wpe[t]`. Tokens were checked against the vocabulary when the data was
-/// opened.
-pub fn forward(x: &mut [f32], tokens: &[u32], wte: &[f32], wpe: &[f32], seq: usize, c: usize) {
+/// The tokens of a batch, and their places.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// `[batch * seq]`.
+    pub tokens: &'a [u32],
+    /// The place in its sequence of the first token of each token's document; empty if all are 0.
+    pub starts: &'a [u32],
+    /// Tokens of a sequence.
+    pub seq: usize,
+}
+
+/// `x = wte[token] + wpe[position]`, the position of a token in its document. Tokens were checked
+/// against the vocabulary when the data was opened.
+pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize) {
+    let Rows {
+        tokens,
+        starts,
+        seq,
+    } = rows;
     let rows = rows_per_thread(tokens.len());
     x.par_chunks_mut(rows * c)
         .enumerate()
@@ -16,7 +32,7 @@ pub fn forward(x: &mut [f32], tokens: &[u32], wte: &[f32], wpe: &[f32], seq: usi
             for (i, x) in x.chunks_exact_mut(c).enumerate() {
                 let row = chunk * rows + i;
                 let token = tokens[row] as usize * c;
-                let position = row % seq * c;
+                let position = position(row, seq, starts) * c;
                 for ((x, &e), &p) in x
                     .iter_mut()
                     .zip(&wte[token..token + c])
@@ -28,18 +44,16 @@ pub fn forward(x: &mut [f32], tokens: &[u32], wte: &[f32], wpe: &[f32], seq: usi
         });
 }
 
-/// `dwte[token] += dx` and `dwpe[t] += dx`, in the order of the rows.
-pub fn backward(
-    dwte: &mut [f32],
-    dwpe: &mut [f32],
-    tokens: &[u32],
-    dx: &[f32],
-    seq: usize,
-    c: usize,
-) {
+/// `dwte[token] += dx` and `dwpe[position] += dx`, in the order of the rows.
+pub fn backward(dwte: &mut [f32], dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], c: usize) {
+    let Rows {
+        tokens,
+        starts,
+        seq,
+    } = rows;
     for (row, dx) in dx.chunks_exact(c).enumerate() {
         let token = tokens[row] as usize * c;
-        let position = row % seq * c;
+        let position = position(row, seq, starts) * c;
         for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {
             *sum += d;
         }

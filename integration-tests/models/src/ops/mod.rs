@@ -90,6 +90,13 @@ pub(crate) fn rows_per_thread(rows: usize) -> usize {
     rows.div_ceil(rayon::current_num_threads()).max(1)
 }
 
+/// The position in its document of token `row` of sequences of `seq` tokens. `starts` has the place
+/// in its sequence of the first token of each token's document; empty if all are 0.
+pub(crate) fn position(row: usize, seq: usize, starts: &[u32]) -> usize {
+    let start = starts.get(row).map_or(0, |&start| start as usize);
+    (row % seq).saturating_sub(start)
+}
+
 /// Calls `work` with `len` elements of the calling thread's scratch memory, which has any values.
 /// It stays allocated.
 fn with_scratch<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {

@@ -9,6 +9,7 @@ use super::attention::Shape;
 use super::{
     Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope, swiglu,
 };
+use zero_trainer::IGNORED;
 
 /// Reproducible values in -1..1.
 fn values(n: usize, seed: u64) -> Vec<f32> {
@@ -215,6 +216,24 @@ fn mean(terms: impl IntoIterator<Item = Bounded>, n: usize) -> Bounded {
     (Bounded::sum(terms) * Bounded::from(n as f32).recip()).rounded(1.0)
 }
 
+/// The starts of random documents in the rows of a batch; empty for every other seed.
+fn documents(batch: usize, seq: usize, seed: u64) -> Vec<u32> {
+    if seed.is_multiple_of(2) {
+        return Vec::new();
+    }
+    let begins = values(batch * seq, seed ^ 99);
+    let mut starts = Vec::with_capacity(batch * seq);
+    for (row, begins) in begins.into_iter().enumerate() {
+        let at = (row % seq) as u32;
+        let start = match starts.last() {
+            Some(&start) if at > 0 && begins < 0.6 => start,
+            _ => at,
+        };
+        starts.push(start);
+    }
+    starts
+}
+
 /// Output `[seq, d]`, and gradients of query, key and value, of one head of an attention.
 struct HeadOracle {
     out: Vec<Bounded>,
@@ -222,10 +241,11 @@ struct HeadOracle {
 }
 
 impl HeadOracle {
-    /// From query, key, value and the output's gradient, `[seq, d]` each.
-    fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize, window: usize) -> Self {
+    /// From query, key, value and the output's gradient, `[seq, d]` each, and the first key that
+    /// each query sees.
+    fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize, first: impl Fn(usize) -> usize) -> Self {
         let seq = q.len() / d;
-        let seen = |t: usize| (t + 1).saturating_sub(window)..t + 1;
+        let seen = |t: usize| first(t)..t + 1;
         let sees = |t: usize, u: usize| seen(t).contains(&u);
         let scale = Bounded::constant(1.0 / (d as f64).sqrt(), 2.0);
         let dot =
@@ -426,14 +446,15 @@ proptest! {
         let window = window.min(seq);
         let shape = Shape { batch, seq, heads, kv_heads, d, window };
         let width = (heads + 2 * kv_heads) * d;
+        let starts = documents(batch, seq, seed);
         let qkv = values(batch * seq * width, seed);
         let dout = values(batch * seq * heads * d, seed ^ 1);
         on(threads, || {
             let mut out = vec![f32::NAN; dout.len()];
             let mut lse = vec![f32::NAN; batch * heads * seq];
-            attention::forward(&mut out, &mut lse, &qkv, shape);
+            attention::forward(&mut out, &mut lse, &qkv, &starts, shape);
             let mut dqkv = vec![f32::NAN; qkv.len()];
-            attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, shape);
+            attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, &starts, shape);
 
             for (b, kv) in (0..batch).flat_map(|b| (0..kv_heads).map(move |kv| (b, kv))) {
                 // [seq, d] of head `index` in rows of `width` elements.
@@ -442,12 +463,16 @@ proptest! {
                     (0..seq).flat_map(|t| x[start(t)..start(t) + d].to_vec()).collect()
                 };
                 let [key, value] = [heads + kv, heads + kv_heads + kv];
+                let first = |t: usize| {
+                    let start = starts.get(b * seq + t).map_or(0, |&start| start as usize);
+                    start.max((t + 1).saturating_sub(window))
+                };
                 let mut shared = [(); 2].map(|()| vec![Vec::new(); seq * d]);
                 for h in kv * group..(kv + 1) * group {
                     let [q, k, v] = [h, key, value].map(|index| bounded(&head(&qkv, width, index)));
                     let dout = bounded(&head(&dout, heads * d, h));
                     let HeadOracle { out: want, gradients: [dq, dk, dv] } =
-                        HeadOracle::new([q, k, v, dout], d, window);
+                        HeadOracle::new([q, k, v, dout], d, first);
                     check(&head(&out, heads * d, h), &want, "forward");
                     check(&head(&dqkv, width, h), &dq, "query");
                     for (terms, of_head) in shared.iter_mut().zip([dk, dv]) {
@@ -524,16 +549,18 @@ proptest! {
         let rows = rope::Rows { width: (heads + 1) * d, turned: heads * d, d };
         let x = values(batch * seq * rows.width, seed);
         let table = values(seq * d, seed ^ 1);
+        let starts = documents(batch, seq, seed);
         on(threads, || {
             let mut y = x.clone();
-            rope::forward(&mut y, &table, rows);
+            rope::forward(&mut y, &table, &starts, rows);
             let mut back = x.clone();
-            rope::backward(&mut back, &table, rows);
+            rope::backward(&mut back, &table, &starts, rows);
 
             for (got, sign) in [(&y, 1.0), (&back, -1.0)] {
                 let mut want = bounded(&x);
                 for (row, want) in want.chunks_mut(rows.width).enumerate() {
-                    let (cos, sin) = table[row % seq * d..][..d].split_at(half);
+                    let position = row % seq - starts.get(row).map_or(0, |&start| start as usize);
+                        let (cos, sin) = table[position * d..][..d].split_at(half);
                     for head in want[..rows.turned].chunks_mut(d) {
                         for i in 0..half {
                             let (a, b) = (head[i], head[i + half]);
@@ -611,7 +638,12 @@ proptest! {
     #[test]
     fn cross_entropies(rows in 1usize..12, vocab in 1usize..60, threads in 1usize..4, seed in any::<u64>()) {
         let logits: Vec<f32> = values(rows * vocab, seed).iter().map(|v| v * 10.0).collect();
-        let targets: Vec<u32> = (0..rows).map(|i| ((seed >> i) % vocab as u64) as u32).collect();
+        // A fifth of the rows is not trained.
+        let target = |i: usize| match (seed >> (2 * i)) % 5 {
+            0 => IGNORED,
+            _ => ((seed >> i) % vocab as u64) as u32,
+        };
+        let targets: Vec<u32> = (0..rows).map(target).collect();
         on(threads, || {
             let mut grad = logits.clone();
             let loss = cross_entropy::forward_backward(&mut grad, &targets, vocab, 0.5);
@@ -619,6 +651,10 @@ proptest! {
             let mut want = Vec::new();
             let mut losses = Vec::new();
             for (row, &target) in bounded(&logits).chunks(vocab).zip(&targets) {
+                if target == IGNORED {
+                    want.extend(row.iter().map(|_| Bounded::from(0.0)));
+                    continue;
+                }
                 let max = Bounded::max(row.iter().copied());
                 let exps: Vec<_> = row.iter().map(|&x| (x - max).exp()).collect();
                 let sum = Bounded::sum(exps.iter().copied());
@@ -638,23 +674,26 @@ proptest! {
         let vocab = 7;
         let rows = batch * seq;
         let tokens: Vec<u32> = (0..rows).map(|i| ((seed >> i) % vocab as u64) as u32).collect();
+        let starts = documents(batch, seq, seed);
         let wte = values(vocab * c, seed);
         let wpe = values(seq * c, seed ^ 1);
         let dx = values(rows * c, seed ^ 2);
 
         on(threads, || {
             let mut x = vec![f32::NAN; rows * c];
-            embedding::forward(&mut x, &tokens, &wte, &wpe, seq, c);
+            let of_batch = embedding::Rows { tokens: &tokens, starts: &starts, seq };
+            embedding::forward(&mut x, of_batch, &wte, &wpe, c);
             let mut dwte = vec![0.0; vocab * c];
             let mut dwpe = vec![0.0; seq * c];
-            embedding::backward(&mut dwte, &mut dwpe, &tokens, &dx, seq, c);
+            embedding::backward(&mut dwte, &mut dwpe, of_batch, &dx, c);
             // fp32 sums in the order of the rows are exact expectations.
             let mut want_wte = vec![0.0; vocab * c];
             let mut want_wpe = vec![0.0; seq * c];
             for row in 0..rows {
                 for j in 0..c {
                     let e = tokens[row] as usize * c + j;
-                    let p = row % seq * c + j;
+                    let start = starts.get(row).map_or(0, |&start| start as usize);
+                    let p = (row % seq - start) * c + j;
                     assert_eq!(x[row * c + j], wte[e] + wpe[p]);
                     want_wte[e] += dx[row * c + j];
                     want_wpe[p] += dx[row * c + j];

@@ -1,6 +1,7 @@
 //! The whole trainer: PyTorch's numbers, bit identity of the stages, memory and traffic by the
 //! formulas, resume, overflow and failures.
 
+mod documents;
 mod ends;
 mod failures;
 mod groups;
