@@ -213,7 +213,12 @@ mod tests {
                 let h = 1e-4;
                 let slope = (value(kind, at + h) - value(kind, at - h)) / (2.0 * h);
                 let error = (f64::from(dy[0]) - 2.0 * slope).abs();
-                assert!(error < 3e-6, "{kind:?}' of {at}: {error:e}");
+                // 1 - σ is rounded, and up to 71 times as much is its error here.
+                let bound = match kind {
+                    Activation::GeluNew => 1e-5,
+                    _ => 3e-6,
+                };
+                assert!(error < bound, "{kind:?}' of {at}: {error:e}");
             }
         }
     }
