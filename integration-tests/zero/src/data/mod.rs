@@ -36,6 +36,7 @@
 //! Not supported: shuffling of whole epochs, downloads.
 
 mod error;
+pub(crate) mod examples;
 mod folder;
 mod order;
 mod outputs;
@@ -54,6 +55,7 @@ use std::sync::Arc;
 use indicatif::HumanCount;
 
 pub use error::DataError;
+pub use examples::TrainingData;
 pub(crate) use tokenize::TextTokenizer;
 pub use tokenize::tokenizer_checksum;
 

@@ -1,5 +1,6 @@
 //! Tokenization by a Hugging Face `tokenizer.json`, or by GPT-2's `vocab.json` and `merges.txt`.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm, Digest};
@@ -148,6 +149,23 @@ impl TextTokenizer {
         let encoding = self.inner.encode_fast(text, true);
         let encoding = encoding.map_err(|e| self.error("failed to tokenize the prompt", &e))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The tokens of a text without further special tokens, and the bytes of each.
+    pub(crate) fn encode_with_places(
+        &self,
+        text: &str,
+    ) -> Result<(Vec<u32>, Vec<Range<usize>>), DataError> {
+        let encoding = self.inner.encode(text, false);
+        let encoding = encoding.map_err(|e| self.error("failed to tokenize the text", &e))?;
+        let places = encoding.get_offsets().iter();
+        let places = places.map(|&(start, end)| start..end).collect();
+        Ok((encoding.get_ids().to_vec(), places))
+    }
+
+    /// The id of a token by its text.
+    pub(crate) fn token(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
     }
 
     /// The text of tokens, special ones included.

@@ -9,13 +9,15 @@ use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
-use crate::data::{DataSource, Dataset, FolderFiles, is_token_file, tokenizer_checksum};
+use crate::data::examples::RowOptions;
+use crate::data::{DataSource, FolderFiles, TrainingData, is_token_file, tokenizer_checksum};
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::flags::find_model;
 use crate::settings::args::TrainArgs;
+use crate::settings::epochs;
 use crate::settings::record::{DataRecord, ModelRecord, RunRecord};
-use crate::settings::resolve::RunShape;
+use crate::settings::resolve::{RunShape, RunSources};
 use crate::settings::row::Conditions;
 use crate::settings::validation;
 
@@ -107,9 +109,10 @@ impl ChosenModel {
 /// The data of a run.
 pub(crate) struct ChosenData {
     source: DataSource,
-    pub(crate) training: Dataset,
+    rows: RowOptions,
+    pub(crate) training: TrainingData,
     /// The validation data.
-    pub(crate) held_out: Option<Arc<Dataset>>,
+    pub(crate) held_out: Option<Arc<TrainingData>>,
 }
 
 impl ChosenData {
@@ -118,22 +121,26 @@ impl ChosenData {
     /// # Errors
     /// Flags that contradict each other, or data that cannot be read.
     pub(crate) fn open(
-        args: &TrainArgs,
-        recorded: Option<&RunRecord>,
+        from: &RunSources<'_>,
         folder: Option<&HfFolder>,
+        seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
-        let source = data_source(args, recorded, folder)?;
-        let (training, held_out) = validation::open(args, &source)?;
+        let args = from.args;
+        let source = data_source(args, from.recorded, folder)?;
+        let tokenizer = source.tokenizer.clone();
+        let rows = epochs::row_options(from, seq_len, tokenizer, folder.map(HfFolder::path));
+        let (training, held_out) = validation::open(args, &source, &rows)?;
         notices.extend(validation::notices(&training, held_out.as_ref()));
         Ok(Self {
             source,
+            rows,
             training,
             held_out,
         })
     }
 
-    pub(crate) fn record(&self) -> DataRecord {
+    pub(crate) fn record(&self, epochs: Option<f64>) -> DataRecord {
         let source = &self.source;
         DataRecord {
             path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
@@ -141,6 +148,8 @@ impl ChosenData {
             tokenizer: source.tokenizer.as_deref().map(absolute),
             fingerprint: format!("{:016x}", self.training.fingerprint()),
             tokens: self.training.len_tokens(),
+            epochs,
+            rows: epochs::record(&self.training, &self.rows),
         }
     }
 
