@@ -105,7 +105,7 @@ impl ModelConfig {
         })
     }
 
-    /// The configuration in a `config.json`, and warnings about settings that are ignored.
+    /// The configuration in a `config.json`, and warnings about it.
     ///
     /// # Errors
     /// Text that is not a JSON object, a missing or mistyped key, an unsupported architecture or
@@ -114,8 +114,8 @@ impl ModelConfig {
         let keys = Keys::parse(text)?;
         let model_type = keys.get("model_type");
         if let Some(family) = model_type.and_then(|v| Family::of(v.as_str()?)) {
-            let (config, warnings) = LlamaConfig::from_hf_json(family, &keys)?;
-            return Ok((Self::Llama(config), warnings));
+            let config = LlamaConfig::from_hf_json(family, &keys)?;
+            return Ok((Self::Llama(config), Vec::new()));
         }
         let known = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\" and \"qwen3\"";
         keys.expect("model_type", |v| v == "gpt2", known)?;
@@ -237,6 +237,35 @@ impl ModelConfig {
     /// The same model, whose initial weights have another standard deviation.
     pub fn with_initializer_range(mut self, range: f32) -> Self {
         each!(&mut self, config => config.initializer_range = range);
+        self
+    }
+
+    /// The same model, all of whose probabilities of dropout in training are `probability`.
+    pub fn with_dropout(mut self, probability: f32) -> Self {
+        match &mut self {
+            Self::Gpt2(config) => {
+                config.resid_pdrop = probability;
+                config.embd_pdrop = probability;
+                config.attn_pdrop = probability;
+            }
+            Self::Llama(config) => config.attention_dropout = probability,
+        }
+        self
+    }
+
+    /// The same model with the probabilities of dropout of another of its architecture.
+    pub fn with_dropout_of(mut self, other: &Self) -> Self {
+        match (&mut self, other) {
+            (Self::Gpt2(config), Self::Gpt2(other)) => {
+                config.resid_pdrop = other.resid_pdrop;
+                config.embd_pdrop = other.embd_pdrop;
+                config.attn_pdrop = other.attn_pdrop;
+            }
+            (Self::Llama(config), Self::Llama(other)) => {
+                config.attention_dropout = other.attention_dropout;
+            }
+            _ => {}
+        }
         self
     }
 
@@ -362,8 +391,14 @@ impl ModelConfig {
     ) -> Result<Box<dyn GpuModel>, ModelError> {
         self.check(&options)?;
         match self.clone() {
-            Self::Gpt2(config) => gpt2::gpu::on_cuda(config, options, rows, pool, stream),
-            Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream),
+            Self::Gpt2(config) => {
+                config.check_kernels()?;
+                gpt2::gpu::on_cuda(config, options, rows, pool, stream)
+            }
+            Self::Llama(config) => {
+                config.check_kernels()?;
+                llama::gpu::on_cuda(config, options, rows, pool, stream)
+            }
         }
     }
 }

@@ -45,6 +45,37 @@ impl Counter {
         )
     }
 
+    /// The stream of number `low` of `high`; streams of different numbers are independent.
+    pub fn stream(&self, high: u64, low: u64) -> Self {
+        let [a, b, ..] = self.four(high, low);
+        Self { key: [a, b] }
+    }
+
+    /// [`Self::four`] of N counters from `(high, low)` on: number `w` of counter `low + i` is
+    /// `[w][i]`. Loops over `i` vectorize.
+    #[inline(always)]
+    pub(crate) fn fours<const N: usize>(&self, high: u64, low: u64) -> [[u32; N]; 4] {
+        let mut counter = [[0; N]; 4];
+        for i in 0..N {
+            let low = low + i as u64;
+            counter[0][i] = low as u32;
+            counter[1][i] = (low >> 32) as u32;
+            counter[2][i] = high as u32;
+            counter[3][i] = (high >> 32) as u32;
+        }
+        let mut key = self.key;
+        for _ in 0..ROUNDS {
+            for i in 0..N {
+                let four = round(counter.map(|word| word[i]), key);
+                for (word, x) in counter.iter_mut().zip(four) {
+                    word[i] = x;
+                }
+            }
+            key = next_key(key);
+        }
+        counter
+    }
+
     /// A number below `bound` (0 if `bound` is 0), uniform to within one part in 2^64 / `bound`.
     pub fn below(&self, bound: u64, high: u64, low: u64) -> u64 {
         let [a, b, ..] = self.four(high, low);
@@ -79,23 +110,36 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     })
 }
 
+/// Rounds of Philox4x32-10.
+const ROUNDS: usize = 10;
+
 /// Philox4x32-10.
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    for _ in 0..10 {
-        let left = u64::from(counter[0]) * 0xd251_1f53;
-        let right = u64::from(counter[2]) * 0xcd9e_8d57;
-        counter = [
-            (right >> 32) as u32 ^ counter[1] ^ key[0],
-            right as u32,
-            (left >> 32) as u32 ^ counter[3] ^ key[1],
-            left as u32,
-        ];
-        key = [
-            key[0].wrapping_add(0x9e37_79b9),
-            key[1].wrapping_add(0xbb67_ae85),
-        ];
+    for _ in 0..ROUNDS {
+        counter = round(counter, key);
+        key = next_key(key);
     }
     counter
+}
+
+#[inline(always)]
+fn round(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let left = u64::from(counter[0]) * 0xd251_1f53;
+    let right = u64::from(counter[2]) * 0xcd9e_8d57;
+    [
+        (right >> 32) as u32 ^ counter[1] ^ key[0],
+        right as u32,
+        (left >> 32) as u32 ^ counter[3] ^ key[1],
+        left as u32,
+    ]
+}
+
+#[inline(always)]
+fn next_key(key: [u32; 2]) -> [u32; 2] {
+    [
+        key[0].wrapping_add(0x9e37_79b9),
+        key[1].wrapping_add(0xbb67_ae85),
+    ]
 }
 
 #[cfg(test)]
@@ -155,6 +199,18 @@ mod tests {
         assert_ne!(base, Counter::new(1 << 32, "wte").four(0, 0));
         assert_ne!(base, Counter::new(1, "wpe").four(0, 0));
         assert_eq!(base, Counter::new(1, "wte").four(0, 0));
+    }
+
+    #[test]
+    fn many_at_once_are_the_same() {
+        let counter = Counter::new(5, "masks").stream(3, 9);
+        assert_ne!(counter, Counter::new(5, "masks").stream(9, 3));
+        let low = (7 << 32) - 3;
+        let all = counter.fours::<16>(1 << 40, low);
+        for i in 0..16 {
+            let four = counter.four(1 << 40, low + i as u64);
+            assert_eq!(all.map(|word| word[i]), four);
+        }
     }
 
     #[test]

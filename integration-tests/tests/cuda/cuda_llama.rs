@@ -10,7 +10,7 @@ use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_models::{GpuModel, ModelConfig, ModelOptions};
-use zero_trainer::{Batch, Grad, IGNORED, Model};
+use zero_trainer::{Batch, Grad, IGNORED};
 
 use crate::cuda_attention::documents;
 use crate::gpu::{Gpu, LIMIT, values};

@@ -22,6 +22,21 @@ pub struct Batch {
     /// The mean over ranks and micro-batches, which the trainer takes, is then the mean over the
     /// trained tokens of the step.
     pub divisor: f64,
+    /// The rows among those of the run, for a model that draws random numbers for them, such as the
+    /// masks of dropout. The trainer sets it; `None` in evaluations, which draw none.
+    pub rows: Option<BatchRows>,
+}
+
+/// The rows of a batch among those of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchRows {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Completed steps.
+    pub step: u64,
+    /// The first row's number among those of the step: all ranks' of the first micro-batch, then
+    /// all ranks' of the second, and so on.
+    pub first: u64,
 }
 
 impl Batch {
@@ -33,6 +48,7 @@ impl Batch {
             inputs,
             targets: targets.into(),
             starts: Vec::new(),
+            rows: None,
         }
     }
 

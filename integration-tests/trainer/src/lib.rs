@@ -36,7 +36,7 @@ mod workload;
 
 pub use {zero_alloc, zero_optim, zero_shard};
 
-pub use batch::{Batch, IGNORED};
+pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
 pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};

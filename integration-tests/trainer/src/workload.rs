@@ -8,7 +8,7 @@ use zero_alloc::device::Device;
 use zero_alloc::host::OpSpan;
 use zero_shard::UnitSpec;
 
-use crate::batch::Batch;
+use crate::batch::{Batch, BatchRows};
 use crate::model::{Model, ModelError, Pass};
 use crate::telemetry::memory_trace::MemoryTrace;
 use crate::telemetry::metrics::{Best, NvmeBytes, StepMetrics};
@@ -70,6 +70,18 @@ pub struct BatchAt {
     pub seq_len: usize,
     /// Seed of the run, for random windows.
     pub seed: u64,
+}
+
+impl BatchAt {
+    /// The rows of the micro-batch among those of the run.
+    pub fn rows(&self) -> BatchRows {
+        let before = self.micro_batch_index * self.world_size + self.rank;
+        BatchRows {
+            seed: self.seed,
+            step: self.step,
+            first: before * self.micro_batch as u64,
+        }
+    }
 }
 
 /// Fills a buffer with elements `range` of the initial values of a parameter; the arguments are its

@@ -136,6 +136,19 @@ pub(crate) fn check_positive(field: &'static str, value: f32) -> Result<(), Conf
     })
 }
 
+/// Checks a probability of dropout.
+pub(crate) fn check_dropout(field: &'static str, value: f32) -> Result<(), ConfigError> {
+    if (0.0..1.0).contains(&value) {
+        return Ok(());
+    }
+    let expected = "at least 0 and below 1";
+    Err(ConfigError::OutOfRange {
+        field,
+        value,
+        expected,
+    })
+}
+
 /// Checks that a standard deviation is finite and not negative.
 pub(crate) fn check_deviation(field: &'static str, value: f32) -> Result<(), ConfigError> {
     if value >= 0.0 && value.is_finite() {

@@ -26,6 +26,7 @@ use zero_shard::UnitSpec;
 use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
 
 use crate::ops::Threads;
+use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use buffers::{Activations, Buffers, HeadView, ScratchView, Sizes};
 use params::{Flat, UnitParams};
@@ -61,7 +62,8 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     fn embed(&self, x: &mut [f32], p: &Flat<'_>);
 
     /// Adds to `grad`, the gradient of the unit with this layout.
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>);
+    /// May overwrite `dx`.
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>);
 
     /// The activations of a block from its input, up to those that [`Self::output`] reads.
     fn forward(&self, block: Self::Block, x: &[f32], p: &Flat<'_>);
@@ -120,6 +122,7 @@ pub(crate) struct Decoder<A: HostArch> {
     stream_id: u64,
     threads: Threads,
     batch: Arc<Batch>,
+    draws: Arc<Draws>,
 }
 
 impl<A: HostArch> Decoder<A> {
@@ -154,6 +157,7 @@ impl<A: HostArch> Decoder<A> {
             stream_id: stream.id(),
             threads,
             batch: Arc::new(Batch::zeros(0)),
+            draws: Arc::default(),
         };
 
         model.fill_table(stream)?;
@@ -216,6 +220,7 @@ impl<A: HostArch> Decoder<A> {
         let params = params.to_vec();
         let grads = grads.to_vec();
         let batch = Arc::clone(&self.batch);
+        let draws = Arc::clone(&self.draws);
 
         stream.enqueue(label, move || {
             threads.run(|| {
@@ -239,6 +244,7 @@ impl<A: HostArch> Decoder<A> {
                         // SAFETY: the buffer is this model's, and nothing writes it after `new`.
                         table: unsafe { table.as_host() },
                         batch: &batch,
+                        draws: &draws,
                     },
                     grads,
                 );
@@ -373,6 +379,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
         self.check_batch(batch)?;
         self.batch = Arc::new(batch.clone());
+        let count = self.options.micro_batch;
+        let draws = batch.rows.map(|rows| Draws::new(rows, count));
+        self.draws = Arc::new(draws.unwrap_or_default());
         Ok(())
     }
 

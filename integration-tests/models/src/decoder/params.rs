@@ -9,6 +9,7 @@ use zero_kernels::{Float, host};
 use zero_shard::UnitSpec;
 use zero_trainer::Batch;
 
+use crate::ops::dropout::Draws;
 use crate::ops::rows_per_thread;
 
 /// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds
@@ -58,6 +59,8 @@ pub(crate) struct Flat<'a> {
     /// The architecture's constants.
     pub(crate) table: &'a [f32],
     pub(crate) batch: &'a Batch,
+    /// Empty if nothing is dropped.
+    pub(crate) draws: &'a Draws,
 }
 
 impl<'a> Flat<'a> {

@@ -28,6 +28,8 @@ pub(super) struct Shape {
     pub(super) d: usize,
     /// Keys that a query sees, itself included.
     pub(super) window: usize,
+    /// The factor of the scores.
+    pub(super) scale: f32,
 }
 
 impl Cache {
@@ -74,6 +76,7 @@ impl Cache {
             kv_heads,
             d,
             window,
+            scale,
         } = self.shape;
         let seen = tokens.saturating_sub(window)..tokens;
         let width = heads / kv_heads * d;
@@ -88,16 +91,16 @@ impl Cache {
                 for (head, (out, queries)) in (i * chunk..).zip(parts) {
                     let range = (head * context + seen.start) * d..(head * context + seen.end) * d;
                     let keys = &self.keys[range.clone()];
-                    attend(out, queries, keys, &self.values[range], d);
+                    attend(out, queries, [keys, &self.values[range]], d, scale);
                 }
             });
     }
 }
 
-/// Attention of queries `[group, d]` to keys and values `[seen, d]`.
+/// Attention of queries `[group, d]` to keys and values, both `[seen, d]`.
 #[multiversion(targets = "simd")]
-fn attend(out: &mut [f32], queries: &[f32], keys: &[f32], values: &[f32], d: usize) {
-    let scale = 1.0 / (d as f32).sqrt();
+fn attend(out: &mut [f32], queries: &[f32], kv: [&[f32]; 2], d: usize, scale: f32) {
+    let [keys, values] = kv;
     let mut scores = vec![0.0; keys.len() / d];
     for (out, query) in out.chunks_exact_mut(d).zip(queries.chunks_exact(d)) {
         for (score, key) in scores.iter_mut().zip(keys.chunks_exact(d)) {

@@ -34,7 +34,7 @@ use zero_trainer::ModelError;
 
 use crate::ModelConfig;
 use crate::llama::config::LlamaConfig;
-use crate::ops::{Threads, attention, gelu, rms_norm, rope, swiglu};
+use crate::ops::{Threads, attention, rms_norm, rope, swiglu};
 use cache::Cache;
 use weights::{Block, Mlp, Weights};
 
@@ -212,6 +212,7 @@ fn attention_of(
         kv_heads,
         d,
         window,
+        scale,
         ..
     } = cache.shape();
     let mut qkv = block.qkv.apply(&block.norm1.apply(x));
@@ -233,18 +234,25 @@ fn attention_of(
             kv_heads,
             d,
             window: window.min(tokens),
+            scale,
         };
-        attention::forward(&mut out, &mut vec![0.0; heads * tokens], &qkv, &[], shape);
+        let masks = attention::Masks::default();
+        let mut lse = vec![0.0; heads * tokens];
+        attention::forward(&mut out, &mut lse, &qkv, masks, shape);
     }
     out
 }
 
 fn mlp(mlp: &Mlp, x: &[f32]) -> Vec<f32> {
     match mlp {
-        Mlp::Gelu { fc, projection } => {
+        Mlp::Plain {
+            fc,
+            projection,
+            activation,
+        } => {
             let mut wide = fc.product(x);
             let mut act = vec![0.0; wide.len()];
-            gelu::forward(&mut act, &mut wide, &fc.bias);
+            activation.forward(&mut act, &mut wide, &fc.bias);
             projection.apply(&act)
         }
         Mlp::SwiGlu { gate_up, down } => {
@@ -300,12 +308,17 @@ fn shape(config: &ModelConfig, layer: usize, context: usize) -> cache::Shape {
         ModelConfig::Gpt2(c) => [c.n_head, c.n_head, c.head_dim(), context],
         ModelConfig::Llama(c) => [c.heads, c.kv_heads, c.head_dim, c.window_of(layer, context)],
     };
+    let scale = match config {
+        ModelConfig::Gpt2(c) => c.attention_scale(layer),
+        ModelConfig::Llama(c) => attention::scale_of(c.head_dim),
+    };
     cache::Shape {
         context,
         heads,
         kv_heads,
         d,
         window,
+        scale,
     }
 }
 
@@ -318,6 +331,7 @@ mod tests {
     use super::*;
     use crate::gpt2::config::GptConfig;
     use crate::llama::config::Family;
+    use crate::ops::activation::Activation;
 
     fn configs() -> Vec<ModelConfig> {
         let llama = LlamaConfig {
@@ -356,9 +370,14 @@ mod tests {
             initializer_range: 0.3,
             ..GptConfig::gpt2(16, 2, 4)
         };
+        let scaled = GptConfig {
+            activation: Activation::Relu,
+            scale_attn_by_inverse_layer_idx: true,
+            ..gpt2.clone()
+        };
         let llamas = [llama, with_biases, windowed, with_norms];
         let mut all: Vec<_> = llamas.map(ModelConfig::from).into();
-        all.push(gpt2.into());
+        all.extend([gpt2.into(), scaled.into()]);
         all
     }
 

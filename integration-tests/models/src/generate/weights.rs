@@ -8,6 +8,7 @@ use super::matrix::Matrix;
 use crate::ModelConfig;
 use crate::gpt2::config::GptConfig;
 use crate::llama::config::LlamaConfig;
+use crate::ops::activation::Activation;
 use crate::ops::transpose::transpose;
 use crate::ops::{layer_norm, rms_norm};
 
@@ -39,8 +40,15 @@ pub(super) struct Linear {
 }
 
 pub(super) enum Mlp {
-    Gelu { fc: Linear, projection: Linear },
-    SwiGlu { gate_up: Linear, down: Linear },
+    Plain {
+        fc: Linear,
+        projection: Linear,
+        activation: Activation,
+    },
+    SwiGlu {
+        gate_up: Linear,
+        down: Linear,
+    },
 }
 
 pub(super) enum Norm {
@@ -128,7 +136,7 @@ impl Weights {
     pub(super) fn bytes_of_token(&self) -> u64 {
         let block = |block: &Block| {
             let [one, two] = match &block.mlp {
-                Mlp::Gelu { fc, projection } => [fc, projection],
+                Mlp::Plain { fc, projection, .. } => [fc, projection],
                 Mlp::SwiGlu { gate_up, down } => [gate_up, down],
             };
             let linears = [&block.qkv, &block.output, one, two];
@@ -191,7 +199,8 @@ impl Reader<'_> {
                 qk_gains: Vec::new(),
                 output: linear(name("attn.c_proj"), c)?,
                 norm2: norm(name("ln_2"))?,
-                mlp: Mlp::Gelu {
+                mlp: Mlp::Plain {
+                    activation: config.activation,
                     fc: linear(name("mlp.c_fc"), c)?,
                     projection: linear(name("mlp.c_proj"), config.n_inner)?,
                 },

@@ -2,7 +2,9 @@
 
 use crate::decoder::buffers::{ScratchView, views};
 use crate::decoder::params::Flat;
-use crate::ops::{attention, gelu, layer_norm, linear};
+use crate::ops::activation::Activation;
+use crate::ops::dropout::Dropout;
+use crate::ops::{attention, layer_norm, linear};
 use zero_alloc::device::DeviceSlice;
 
 views! {
@@ -11,15 +13,55 @@ views! {
     BlockSlices, BlockView { ln1, ln1_stats, qkv, attended, lse, mid, ln2, ln2_stats, fc, act }
 }
 
+/// The sizes of a block's operations, and what a batch drops in them.
+#[derive(Clone, Copy)]
+pub(super) struct Shape<'a> {
+    pub(super) attention: attention::Shape,
+    pub(super) masks: attention::Masks<'a>,
+    pub(super) eps: f32,
+    pub(super) activation: Activation,
+    /// Dropout of attention's and of the MLP's part of the residual stream.
+    pub(super) dropouts: [Option<Dropout<'a>>; 2],
+}
+
+impl Shape<'_> {
+    /// `y = residual + dropout(x w + bias)`.
+    fn add_to_residual(
+        &self,
+        y: &mut [f32],
+        residual: &[f32],
+        x: &[f32],
+        [w, bias]: [&[f32]; 2],
+        dropout: Option<Dropout<'_>>,
+    ) {
+        let Some(dropout) = dropout else {
+            return linear::forward_residual(y, residual, x, w, bias);
+        };
+        linear::forward(y, x, w, bias);
+        dropout.apply_and_add(y, residual, self.attention.seq, bias.len());
+    }
+
+    /// The gradient of what the dropout was applied to: `dy`, or its copy in `copy`.
+    fn gradient_before<'g>(
+        &self,
+        copy: &'g mut [f32],
+        dy: &'g [f32],
+        dropout: Option<Dropout<'_>>,
+    ) -> &'g [f32] {
+        let Some(dropout) = dropout else {
+            return dy;
+        };
+        let Self { attention, .. } = self;
+        let copy = &mut copy[..dy.len()];
+        dropout.of(copy, dy, attention.seq, attention.heads * attention.d);
+        copy
+    }
+}
+
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
-pub(super) fn forward(
-    a: &mut BlockView<'_>,
-    x: &[f32],
-    p: &Flat<'_>,
-    shape: attention::Shape,
-    eps: f32,
-) {
+pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], p: &Flat<'_>, shape: Shape<'_>) {
     let get = |part| p.get(0, part);
+    let eps = shape.eps;
     layer_norm::forward(
         a.ln1,
         a.ln1_stats,
@@ -30,14 +72,9 @@ pub(super) fn forward(
     );
 
     linear::forward(a.qkv, a.ln1, get("c_attn.weight"), get("c_attn.bias"));
-    attention::forward(a.attended, a.lse, a.qkv, &p.batch.starts, shape);
-    linear::forward_residual(
-        a.mid,
-        x,
-        a.attended,
-        get("attn.c_proj.weight"),
-        get("attn.c_proj.bias"),
-    );
+    attention::forward(a.attended, a.lse, a.qkv, shape.masks, shape.attention);
+    let projection = ["attn.c_proj.weight", "attn.c_proj.bias"].map(get);
+    shape.add_to_residual(a.mid, x, a.attended, projection, shape.dropouts[0]);
 
     layer_norm::forward(
         a.ln2,
@@ -50,18 +87,13 @@ pub(super) fn forward(
 
     let bias = get("c_fc.bias");
     linear::product(a.fc, a.ln2, get("c_fc.weight"), bias.len());
-    gelu::forward(a.act, a.fc, bias);
+    shape.activation.forward(a.act, a.fc, bias);
 }
 
 /// Computes the block's output `[M, C]`.
-pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, p: &Flat<'_>) {
-    linear::forward_residual(
-        out,
-        a.mid,
-        a.act,
-        p.get(0, "mlp.c_proj.weight"),
-        p.get(0, "mlp.c_proj.bias"),
-    );
+pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, p: &Flat<'_>, shape: Shape<'_>) {
+    let projection = ["mlp.c_proj.weight", "mlp.c_proj.bias"].map(|part| p.get(0, part));
+    shape.add_to_residual(out, a.mid, a.act, projection, shape.dropouts[1]);
 }
 
 /// Computes the block's backward and adds to `grad`, the unit's gradient. `s.dres` is the gradient
@@ -72,10 +104,10 @@ pub(super) fn backward(
     x: &[f32],
     p: &Flat<'_>,
     grad: &mut [f32],
-    shape: attention::Shape,
+    shape: Shape<'_>,
 ) {
     let get = |part| p.get(0, part);
-    let c = shape.heads * shape.d;
+    let c = shape.attention.heads * shape.attention.d;
     // In the order of `GptConfig::units`.
     let [
         ln1_w,
@@ -93,14 +125,15 @@ pub(super) fn backward(
     ] = p.unit(0).split_mut(grad);
 
     let dact = &mut s.wide[..a.fc.len()];
-    linear::backward_weight(out_w, out_b, a.act, s.dres);
+    let dout = shape.gradient_before(s.narrow, s.dres, shape.dropouts[1]);
+    linear::backward_weight(out_w, out_b, a.act, dout);
     linear::product_transposed(
         dact,
-        s.dres,
+        dout,
         get("mlp.c_proj.weight"),
-        a.fc.len() * c / s.dres.len(),
+        a.fc.len() * c / dout.len(),
     );
-    gelu::backward(dact, a.fc);
+    shape.activation.backward(dact, a.fc);
     linear::backward_weight(fc_w, fc_b, a.ln2, dact);
     linear::product_transposed(s.narrow, dact, get("c_fc.weight"), c);
 
@@ -114,11 +147,21 @@ pub(super) fn backward(
         get("ln_2.weight"),
     );
 
+    // `dqkv` is in the same buffer: this is used before it.
+    let dout = shape.gradient_before(s.wide, s.dres, shape.dropouts[0]);
+    linear::backward_weight(proj_w, proj_b, a.attended, dout);
+    linear::product_transposed(s.narrow, dout, get("attn.c_proj.weight"), c);
     let dqkv = &mut s.wide[..a.qkv.len()];
-    linear::backward_weight(proj_w, proj_b, a.attended, s.dres);
-    linear::product_transposed(s.narrow, s.dres, get("attn.c_proj.weight"), c);
-    let starts = &p.batch.starts;
-    attention::backward(dqkv, s.narrow, a.qkv, a.attended, a.lse, starts, shape);
+    let operands = shape.attention;
+    attention::backward(
+        dqkv,
+        s.narrow,
+        a.qkv,
+        a.attended,
+        a.lse,
+        shape.masks,
+        operands,
+    );
     linear::backward_weight(qkv_w, qkv_b, a.ln1, dqkv);
     linear::product_transposed(s.narrow, dqkv, get("c_attn.weight"), c);
 

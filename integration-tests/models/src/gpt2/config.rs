@@ -15,9 +15,14 @@
 //! ```
 
 use zero_shard::{ParamSpec, UnitSpec};
+use zero_trainer::ModelError;
 
 use crate::config::init::Rule;
-use crate::config::{ConfigError, check_deviation, check_divides, check_positive, check_sizes};
+use crate::config::{
+    ConfigError, check_deviation, check_divides, check_dropout, check_positive, check_sizes,
+};
+use crate::ops::activation::Activation;
+use crate::ops::attention;
 
 /// The shape of a GPT-2 model.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,6 +45,21 @@ pub struct GptConfig {
     pub tied_head: bool,
     /// Standard deviation of the initial weights.
     pub initializer_range: f32,
+    /// The function of the MLP.
+    pub activation: Activation,
+    /// Probability with which training drops an element of what attention or the MLP adds to the
+    /// residual stream.
+    pub resid_pdrop: f32,
+    /// The same of the embedding.
+    pub embd_pdrop: f32,
+    /// The same of attention's probabilities.
+    pub attn_pdrop: f32,
+    /// Whether attention's scores are divided by the square root of a head's width.
+    pub scale_attn_weights: bool,
+    /// Whether the scores of block i, from 0, are divided by i + 1, too.
+    pub scale_attn_by_inverse_layer_idx: bool,
+    /// Whether transformers computes the scores in fp32 in any case, as this crate always does.
+    pub reorder_and_upcast_attn: bool,
 }
 
 impl GptConfig {
@@ -55,6 +75,13 @@ impl GptConfig {
             layer_norm_epsilon: 1e-5,
             tied_head: true,
             initializer_range: 0.02,
+            activation: Activation::GeluNew,
+            resid_pdrop: 0.0,
+            embd_pdrop: 0.0,
+            attn_pdrop: 0.0,
+            scale_attn_weights: true,
+            scale_attn_by_inverse_layer_idx: false,
+            reorder_and_upcast_attn: false,
         }
     }
 
@@ -90,6 +117,9 @@ impl GptConfig {
         check_sizes(&sizes, ("n_layer", self.n_layer), || self.count())?;
         check_divides(("n_embd", self.n_embd), ("n_head", self.n_head))?;
         check_positive("layer_norm_epsilon", self.layer_norm_epsilon)?;
+        check_dropout("resid_pdrop", self.resid_pdrop)?;
+        check_dropout("embd_pdrop", self.embd_pdrop)?;
+        check_dropout("attn_pdrop", self.attn_pdrop)?;
         check_deviation("initializer_range", self.initializer_range)
     }
 
@@ -107,6 +137,39 @@ impl GptConfig {
         } else {
             Rule::Normal(self.initializer_range)
         }
+    }
+
+    /// Checks that the kernels of GPUs compute the model.
+    ///
+    /// # Errors
+    /// The first key that they do not follow.
+    pub(crate) fn check_kernels(&self) -> Result<(), ModelError> {
+        let key = match self {
+            _ if self.activation != Activation::GeluNew => "activation_function",
+            _ if !self.scale_attn_weights => "scale_attn_weights",
+            _ if self.scale_attn_by_inverse_layer_idx => "scale_attn_by_inverse_layer_idx",
+            _ if [self.resid_pdrop, self.embd_pdrop, self.attn_pdrop] != [0.0; 3] => {
+                return Err(
+                    "dropout is computed on the CPU only so far: pass --dropout 0 to train without it on GPUs, or --device cpu".into(),
+                );
+            }
+            _ => return Ok(()),
+        };
+        Err(ModelError::from(format!(
+            "the model's {key} is computed on the CPU only so far: use --device cpu"
+        )))
+    }
+
+    /// The factor of the scores of block `layer`, from 0.
+    pub fn attention_scale(&self, layer: usize) -> f32 {
+        let mut scale = 1.0;
+        if self.scale_attn_weights {
+            scale = attention::scale_of(self.head_dim());
+        }
+        if self.scale_attn_by_inverse_layer_idx {
+            scale /= (layer + 1) as f32;
+        }
+        scale
     }
 
     /// Width of one attention head.

@@ -3,10 +3,12 @@
 use crate::config::ConfigError;
 use crate::config::json::Keys;
 use crate::gpt2::config::GptConfig;
+use crate::ops::activation::Activation;
 use serde::Serialize;
+use serde_json::Value;
 
 impl GptConfig {
-    /// The configuration in a GPT-2 `config.json`, and warnings about settings that are ignored.
+    /// The configuration in a GPT-2 `config.json`, and warnings about defaults that change training.
     ///
     /// Keys that do not affect the model are ignored. Missing keys have Hugging Face's defaults,
     /// except for sizes: `n_inner` defaults to `4 * n_embd`, and the others are required. Null
@@ -17,15 +19,16 @@ impl GptConfig {
     /// architecture, or a shape that [`validate`](Self::validate) rejects.
     pub(crate) fn from_hf_json(keys: &Keys) -> Result<(Self, Vec<String>), ConfigError> {
         keys.expect("model_type", |v| v == "gpt2", "\"gpt2\"")?;
+        let activation = |v: &Value| v.as_str().and_then(Activation::of);
         keys.expect(
             "activation_function",
-            |v| v == "gelu_new" || v == "gelu_pytorch_tanh",
-            "\"gelu_new\" (tanh GELU)",
+            |v| activation(v).is_some(),
+            "\"gelu_new\", \"gelu\", \"relu\" and \"silu\"",
         )?;
-        keys.expect("scale_attn_weights", |v| v == true, "true")?;
-        keys.expect("scale_attn_by_inverse_layer_idx", |v| v == false, "false")?;
         keys.expect("add_cross_attention", |v| v == false, "false")?;
 
+        let dropout = |key| Ok::<_, ConfigError>(keys.number(key)?.unwrap_or(DEFAULT_PDROP) as f32);
+        let flag = |key| Ok::<_, ConfigError>(keys.flag(key)?.unwrap_or(false));
         let n_embd = keys.size("n_embd")?;
         let config = Self {
             vocab_size: keys.size("vocab_size")?,
@@ -40,10 +43,20 @@ impl GptConfig {
             layer_norm_epsilon: keys.number("layer_norm_epsilon")?.unwrap_or(1e-5) as f32,
             tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(true),
             initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
+            activation: keys
+                .get("activation_function")
+                .and_then(activation)
+                .unwrap_or_default(),
+            resid_pdrop: dropout("resid_pdrop")?,
+            embd_pdrop: dropout("embd_pdrop")?,
+            attn_pdrop: dropout("attn_pdrop")?,
+            scale_attn_weights: keys.flag("scale_attn_weights")?.unwrap_or(true),
+            scale_attn_by_inverse_layer_idx: flag("scale_attn_by_inverse_layer_idx")?,
+            reorder_and_upcast_attn: flag("reorder_and_upcast_attn")?,
         };
 
         config.validate()?;
-        Ok((config, warnings(keys)?))
+        Ok((config, warnings(keys)))
     }
 
     /// The text of a `config.json` that Hugging Face transformers reads as this model.
@@ -55,11 +68,11 @@ impl GptConfig {
         // that is 255, which no UTF-8 text contains.
         let last_token = self.vocab_size.saturating_sub(1);
         let file = HfConfig {
-            activation_function: "gelu_new",
+            activation_function: self.activation.name(),
             architectures: ["GPT2LMHeadModel"],
-            attn_pdrop: 0.0,
+            attn_pdrop: self.attn_pdrop,
             bos_token_id: last_token,
-            embd_pdrop: 0.0,
+            embd_pdrop: self.embd_pdrop,
             eos_token_id: last_token,
             initializer_range: self.initializer_range,
             layer_norm_epsilon: self.layer_norm_epsilon,
@@ -70,8 +83,10 @@ impl GptConfig {
             n_inner: self.n_inner,
             n_layer: self.n_layer,
             n_positions: self.n_positions,
-            resid_pdrop: 0.0,
-            scale_attn_weights: true,
+            reorder_and_upcast_attn: self.reorder_and_upcast_attn,
+            resid_pdrop: self.resid_pdrop,
+            scale_attn_by_inverse_layer_idx: self.scale_attn_by_inverse_layer_idx,
+            scale_attn_weights: self.scale_attn_weights,
             tie_word_embeddings: self.tied_head,
             torch_dtype: dtype,
             vocab_size: self.vocab_size,
@@ -82,28 +97,28 @@ impl GptConfig {
     }
 }
 
-/// A line for each setting that is ignored.
-fn warnings(keys: &Keys) -> Result<Vec<String>, ConfigError> {
-    let mut warnings = Vec::new();
-    let mut dropouts = Vec::new();
-    for key in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
-        match keys.number(key)? {
-            Some(p) if p != 0.0 => dropouts.push(format!("{key} {p}")),
-            _ => {}
-        }
+/// The probabilities of dropout in transformers' `GPT2Config`.
+const DEFAULT_PDROP: f64 = 0.1;
+
+/// Names the probabilities of dropout that are missing, if any.
+fn warnings(keys: &Keys) -> Vec<String> {
+    let all = ["resid_pdrop", "embd_pdrop", "attn_pdrop"];
+    let missing: Vec<_> = all
+        .into_iter()
+        .filter(|key| keys.get(key).is_none())
+        .collect();
+    if missing.is_empty() {
+        return Vec::new();
     }
-    if !dropouts.is_empty() {
-        warnings.push(format!(
-            "dropout is not applied: {} of the model's config.json",
-            dropouts.join(", ")
-        ));
-    }
-    if keys.flag("reorder_and_upcast_attn")?.unwrap_or(false) {
-        warnings.push(
-            "reorder_and_upcast_attn of the model's config.json is ignored: it changes only rounding".into(),
-        );
-    }
-    Ok(warnings)
+    let missing = missing.join(", ");
+    vec![format!(
+        "the model's config.json has no {missing}: training has GPT-2's dropout of {DEFAULT_PDROP} unless --dropout sets another"
+    )]
+}
+
+/// The default of keys that are not written then, as in folders of earlier versions.
+fn is_default(flag: &bool) -> bool {
+    !flag
 }
 
 #[derive(Serialize)]
@@ -123,7 +138,11 @@ struct HfConfig<'a> {
     n_inner: usize,
     n_layer: usize,
     n_positions: usize,
+    #[serde(skip_serializing_if = "is_default")]
+    reorder_and_upcast_attn: bool,
     resid_pdrop: f32,
+    #[serde(skip_serializing_if = "is_default")]
+    scale_attn_by_inverse_layer_idx: bool,
     scale_attn_weights: bool,
     tie_word_embeddings: bool,
     torch_dtype: &'a str,
@@ -138,7 +157,8 @@ mod tests {
 
     const GOOD: &str = r#"{"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 64,
         "n_layer": 3, "n_head": 4, "n_inner": null, "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-05, "summary_type": "cls_index"}"#;
+        "layer_norm_epsilon": 1e-05, "resid_pdrop": 0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "summary_type": "cls_index"}"#;
 
     fn read(text: &str) -> Result<(GptConfig, Vec<String>), ConfigError> {
         GptConfig::from_hf_json(&Keys::parse(text)?)
@@ -164,6 +184,13 @@ mod tests {
             layer_norm_epsilon: 1e-5,
             tied_head: true,
             initializer_range: 0.02,
+            activation: Activation::GeluNew,
+            resid_pdrop: 0.0,
+            embd_pdrop: 0.0,
+            attn_pdrop: 0.0,
+            scale_attn_weights: true,
+            scale_attn_by_inverse_layer_idx: false,
+            reorder_and_upcast_attn: false,
         };
 
         assert_eq!(config, expected);
@@ -185,6 +212,13 @@ mod tests {
                 let config = GptConfig {
                     tied_head,
                     n_inner: 99,
+                    activation: Activation::Silu,
+                    resid_pdrop: 0.1,
+                    embd_pdrop: 0.25,
+                    attn_pdrop: 0.3,
+                    scale_attn_weights: tied_head,
+                    scale_attn_by_inverse_layer_idx: tied_head,
+                    reorder_and_upcast_attn: tied_head,
                     ..GptConfig::preset(name).unwrap()
                 };
                 let text = config.to_hf_json("float32");
@@ -201,17 +235,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ignored_is_a_warning_that_names_it() {
-        let (_, warnings) = read(&with("attn_pdrop", "0.1")).unwrap();
-        assert_eq!(
-            warnings,
-            ["dropout is not applied: attn_pdrop 0.1 of the model's config.json"]
-        );
-        let (_, warnings) = read(&with("reorder_and_upcast_attn", "true")).unwrap();
-        assert!(
-            warnings[0].contains("reorder_and_upcast_attn"),
-            "{warnings:?}"
-        );
+    fn missing_dropout_is_transformers_default() {
+        let (config, warnings) = read(&with("attn_pdrop", "null")).unwrap();
+        assert_eq!([config.resid_pdrop, config.attn_pdrop], [0.0, 0.1]);
+        let expected = "the model's config.json has no attn_pdrop: training has GPT-2's dropout of 0.1 unless --dropout sets another";
+        assert_eq!(warnings, [expected]);
     }
 
     #[test]
@@ -256,6 +284,10 @@ mod tests {
                 "the key \"attn_pdrop\" is true; expected a number",
             ),
             (
+                with("embd_pdrop", "1"),
+                "the model's embd_pdrop is 1; it must be at least 0 and below 1",
+            ),
+            (
                 with("n_head", "5"),
                 "the model's n_embd 64 is not divisible by its n_head 5",
             ),
@@ -274,10 +306,8 @@ mod tests {
     fn each_variant_that_is_not_computed_is_an_error() {
         let cases = [
             ("model_type", "\"llama\""),
-            ("activation_function", "\"gelu\""),
-            ("activation_function", "\"relu\""),
-            ("scale_attn_weights", "false"),
-            ("scale_attn_by_inverse_layer_idx", "true"),
+            ("activation_function", "\"tanh\""),
+            ("activation_function", "1"),
             ("add_cross_attention", "true"),
         ];
 

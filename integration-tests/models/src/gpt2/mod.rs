@@ -15,6 +15,7 @@ use self::config::GptConfig;
 use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
 use crate::decoder::{self, Decoder, HostArch, HostModel};
+use crate::ops::dropout::Dropout;
 use crate::ops::{Threads, attention, embedding, layer_norm};
 use crate::options::ModelOptions;
 use block::BlockSlices;
@@ -31,7 +32,7 @@ struct Gpt2Arch {
 }
 
 impl Gpt2Arch {
-    fn attention(&self) -> attention::Shape {
+    fn attention(&self, layer: usize) -> attention::Shape {
         attention::Shape {
             batch: self.options.micro_batch,
             seq: self.options.seq_len,
@@ -39,11 +40,29 @@ impl Gpt2Arch {
             kv_heads: self.config.n_head,
             d: self.config.head_dim(),
             window: self.options.seq_len,
+            scale: self.config.attention_scale(layer),
         }
     }
-}
 
-impl Gpt2Arch {
+    fn block<'a>(&self, p: &Flat<'a>) -> block::Shape<'a> {
+        let config = &self.config;
+        let site = |of_block| 1 + 3 * p.layer as u32 + of_block;
+        block::Shape {
+            attention: self.attention(p.layer),
+            masks: attention::Masks {
+                starts: &p.batch.starts,
+                dropout: p.draws.dropout(config.attn_pdrop, site(0)),
+            },
+            eps: config.layer_norm_epsilon,
+            activation: config.activation,
+            dropouts: [1, 2].map(|of_block| p.draws.dropout(config.resid_pdrop, site(of_block))),
+        }
+    }
+
+    fn embedding_dropout<'a>(&self, p: &Flat<'a>) -> Option<Dropout<'a>> {
+        p.draws.dropout(self.config.embd_pdrop, 0)
+    }
+
     fn rows<'a>(&self, p: &Flat<'a>) -> embedding::Rows<'a> {
         embedding::Rows {
             tokens: &p.batch.inputs,
@@ -83,21 +102,28 @@ impl HostArch for Gpt2Arch {
     fn embed(&self, x: &mut [f32], p: &Flat<'_>) {
         let wte = p.get(0, "wte");
         let wpe = p.get(0, "wpe");
-        embedding::forward(x, self.rows(p), wte, wpe, self.config.n_embd);
+        let c = self.config.n_embd;
+        embedding::forward(x, self.rows(p), wte, wpe, c);
+        if let Some(dropout) = self.embedding_dropout(p) {
+            dropout.apply(x, self.options.seq_len, c);
+        }
     }
 
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>) {
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>) {
         let [dwte, dwpe] = unit.split_mut(grad);
-        embedding::backward(dwte, dwpe, self.rows(p), dx, self.config.n_embd);
+        let c = self.config.n_embd;
+        if let Some(dropout) = self.embedding_dropout(p) {
+            dropout.apply(dx, self.options.seq_len, c);
+        }
+        embedding::backward(dwte, dwpe, self.rows(p), dx, c);
     }
 
     fn forward(&self, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
-        let eps = self.config.layer_norm_epsilon;
-        block::forward(&mut block.view(), x, p, self.attention(), eps);
+        block::forward(&mut block.view(), x, p, self.block(p));
     }
 
     fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
-        block::output(out, &block.view(), p);
+        block::output(out, &block.view(), p, self.block(p));
     }
 
     fn backward(
@@ -108,7 +134,7 @@ impl HostArch for Gpt2Arch {
         p: &Flat<'_>,
         grad: &mut [f32],
     ) {
-        block::backward(s, &block.view(), x, p, grad, self.attention());
+        block::backward(s, &block.view(), x, p, grad, self.block(p));
     }
 
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>) {

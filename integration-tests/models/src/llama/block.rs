@@ -25,6 +25,8 @@ pub(super) struct Shape {
     /// F
     pub(super) inner: usize,
     pub(super) eps: f32,
+    /// Probability that one of attention's is dropped.
+    attention_dropout: f32,
     /// Elements of the parameters, as in [`super::config::BlockElems::in_order`].
     params: [usize; 11],
 }
@@ -36,6 +38,7 @@ impl Shape {
             width: config.hidden,
             inner: config.intermediate,
             eps: config.rms_norm_eps,
+            attention_dropout: config.attention_dropout,
             params: config.block_elems().in_order(),
         }
     }
@@ -58,6 +61,14 @@ impl Shape {
             rest = tail;
             param
         }))
+    }
+
+    fn masks<'a>(&self, flat: &Flat<'a>) -> attention::Masks<'a> {
+        let site = 1 + flat.layer as u32;
+        attention::Masks {
+            starts: &flat.batch.starts,
+            dropout: flat.draws.dropout(self.attention_dropout, site),
+        }
     }
 
     fn heads(&self) -> rms_norm::Heads {
@@ -131,15 +142,15 @@ impl<P> Params<P> {
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], flat: &Flat<'_>, shape: &Shape) {
     let p = shape.params(flat.flats[0]);
-    let starts = &flat.batch.starts;
+    let masks = shape.masks(flat);
     rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
     linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, shape.heads().width);
     if !p.qk_norm.is_empty() {
         let heads = shape.heads();
         rms_norm::forward_heads(a.qkv, a.raw, a.raw_stats, p.qk_norm, heads, shape.eps);
     }
-    rope::forward(a.qkv, flat.table, starts, shape.rows());
-    attention::forward(a.attended, a.lse, a.qkv, starts, shape.attention);
+    rope::forward(a.qkv, flat.table, masks.starts, shape.rows());
+    attention::forward(a.attended, a.lse, a.qkv, masks, shape.attention);
     linear::forward_residual_transposed(a.mid, x, a.attended, p.output, p.output_bias, shape.width);
 
     rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
@@ -170,7 +181,7 @@ pub(super) fn backward(
     shape: &Shape,
 ) {
     let p = shape.params(flat.flats[0]);
-    let starts = &flat.batch.starts;
+    let masks = shape.masks(flat);
     let g = shape.grads(grad);
     let c = shape.width;
     let f = shape.inner;
@@ -195,8 +206,8 @@ pub(super) fn backward(
     let q_width = shape.attention.heads * shape.attention.d;
     linear::product(dattended, s.dres, p.output, q_width);
     let whole = shape.attention;
-    attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, starts, whole);
-    rope::backward(dqkv, flat.table, starts, shape.rows());
+    attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, masks, whole);
+    rope::backward(dqkv, flat.table, masks.starts, shape.rows());
     if !p.qk_norm.is_empty() {
         let heads = shape.heads();
         rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);

@@ -6,10 +6,13 @@
 
 use serde_json::Value;
 use zero_shard::{ParamSpec, UnitSpec};
+use zero_trainer::ModelError;
 
 use super::rope::Rope;
 use crate::config::init::Rule;
-use crate::config::{ConfigError, check_deviation, check_divides, check_positive, check_sizes};
+use crate::config::{
+    ConfigError, check_deviation, check_divides, check_dropout, check_positive, check_sizes,
+};
 
 /// The architectures, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +66,8 @@ pub struct LlamaConfig {
     pub tied_head: bool,
     /// Standard deviation of the initial weights.
     pub initializer_range: f32,
+    /// Probability with which training drops one of attention's probabilities.
+    pub attention_dropout: f32,
     /// The keys of special tokens in `config.json`, such as `eos_token_id`, as they were read.
     pub special_tokens: Vec<(&'static str, Value)>,
 }
@@ -123,6 +128,7 @@ impl LlamaConfig {
             windowed: Vec::new(),
             tied_head: false,
             initializer_range: 0.02,
+            attention_dropout: 0.0,
             special_tokens: Vec::new(),
         }
     }
@@ -231,7 +237,19 @@ impl LlamaConfig {
         check_divides(("head_dim", self.head_dim), ("pairs of", 2))?;
         check_positive("rms_norm_eps", self.rms_norm_eps)?;
         self.rope.validate()?;
+        check_dropout("attention_dropout", self.attention_dropout)?;
         check_deviation("initializer_range", self.initializer_range)
+    }
+
+    /// Checks that the CUDA kernels compute this model.
+    ///
+    /// # Errors
+    /// The key that they do not honour.
+    pub(crate) fn check_kernels(&self) -> Result<(), ModelError> {
+        if self.attention_dropout == 0.0 {
+            return Ok(());
+        }
+        Err("dropout is computed on the CPU only so far: pass --dropout 0 to train without it on GPUs, or --device cpu".into())
     }
 
     /// Elements of all parameters: Ψ of the formulas.

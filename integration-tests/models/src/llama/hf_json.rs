@@ -37,8 +37,7 @@ impl Family {
 }
 
 impl LlamaConfig {
-    /// The configuration in a `config.json` of this family, and warnings about settings that are
-    /// ignored.
+    /// The configuration in a `config.json` of this family.
     ///
     /// Keys that do not affect the model are ignored. Missing keys have Hugging Face's defaults,
     /// except for sizes, which are required. Null counts as missing.
@@ -46,10 +45,7 @@ impl LlamaConfig {
     /// # Errors
     /// A missing or mistyped key, an unsupported variant of the architecture, or a shape that
     /// [`validate`](Self::validate) rejects.
-    pub(crate) fn from_hf_json(
-        family: Family,
-        keys: &Keys,
-    ) -> Result<(Self, Vec<String>), ConfigError> {
+    pub(crate) fn from_hf_json(family: Family, keys: &Keys) -> Result<Self, ConfigError> {
         keys.expect("hidden_act", |v| v == "silu", "\"silu\"")?;
         keys.expect("quantization_config", |_| false, "none")?;
         keys.expect("num_local_experts", |_| false, "none")?;
@@ -89,6 +85,7 @@ impl LlamaConfig {
             windowed,
             tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(false),
             initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
+            attention_dropout: keys.number("attention_dropout")?.unwrap_or(0.0) as f32,
             special_tokens: SPECIAL_TOKENS
                 .into_iter()
                 .filter_map(|key| Some((key, keys.get(key)?.clone())))
@@ -96,7 +93,7 @@ impl LlamaConfig {
         };
 
         config.validate()?;
-        Ok((config, warnings(keys)?))
+        Ok(config)
     }
 
     /// The text of a `config.json` that Hugging Face transformers reads as this model.
@@ -124,7 +121,7 @@ impl LlamaConfig {
 
         let mut file = json!({
             "architectures": [class],
-            "attention_dropout": 0.0,
+            "attention_dropout": decimal(self.attention_dropout),
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "hidden_size": self.hidden,
@@ -292,14 +289,4 @@ fn scaling(keys: &Keys) -> Result<Scaling, ConfigError> {
             supported: "\"default\", \"linear\" and \"llama3\"",
         }),
     }
-}
-
-/// A line for each setting that is ignored.
-fn warnings(keys: &Keys) -> Result<Vec<String>, ConfigError> {
-    Ok(match keys.number("attention_dropout")? {
-        Some(p) if p != 0.0 => vec![format!(
-            "dropout is not applied: attention_dropout {p} of the model's config.json"
-        )],
-        _ => Vec::new(),
-    })
 }

@@ -37,6 +37,7 @@ impl LlamaArch {
             kv_heads: config.kv_heads,
             d: config.head_dim,
             window: config.window_of(layer, self.options.seq_len),
+            scale: attention::scale_of(config.head_dim),
         };
         Shape::new(config, attention)
     }
@@ -75,7 +76,7 @@ impl HostArch for LlamaArch {
         embedding::forward_tokens(x, &p.batch.inputs, p.flats[0], self.config.hidden);
     }
 
-    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, dx: &[f32], p: &Flat<'_>) {
+    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>) {
         let padding = self.config.padding_token().map(|token| token as u32);
         embedding::backward_tokens(grad, &p.batch.inputs, dx, self.config.hidden, padding);
     }

@@ -13,6 +13,7 @@ use faer::{Accum, MatMut, MatRef};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
+use super::dropout::{self, Dropout};
 use super::linear::{gemm, mat, mat_mut};
 use super::transpose::transpose;
 use super::{math, with_scratch};
@@ -34,13 +35,26 @@ pub struct Shape {
     pub d: usize,
     /// Keys that a query sees, itself included.
     pub window: usize,
+    /// The factor of the scores.
+    pub scale: f32,
+}
+
+/// What a batch changes of attention.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Masks<'a> {
+    /// The first key that each query sees `[batch, seq]`, which does not fall within a sequence;
+    /// empty if all are 0.
+    pub starts: &'a [u32],
+    /// Dropout of the probabilities: a line is a query of a head, `head * seq + query`.
+    pub dropout: Option<Dropout<'a>>,
+}
+
+/// The usual factor of the scores, of heads of `d` elements.
+pub fn scale_of(d: usize) -> f32 {
+    1.0 / (d as f32).sqrt()
 }
 
 impl Shape {
-    fn scale(self) -> f32 {
-        1.0 / (self.d as f32).sqrt()
-    }
-
     /// Elements of a token's queries, keys and values.
     fn row(self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.d
@@ -87,6 +101,12 @@ impl Shape {
         starts.get(first..first + self.seq).unwrap_or_default()
     }
 
+    /// Writes the factors of a query's probabilities, from the key `first` on.
+    fn draw(self, factors: &mut [f32], dropout: Dropout<'_>, [task, query, first]: [usize; 3]) {
+        let line = task % self.heads * self.seq + query;
+        dropout.factors(factors, task / self.heads, line, first);
+    }
+
     /// The rows of each block.
     fn blocks(self) -> impl Iterator<Item = Range<usize>> {
         let seq = self.seq;
@@ -113,10 +133,8 @@ impl Shape {
     }
 }
 
-/// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass. No query sees
-/// a key before its place in `starts` `[batch, seq]`, which does not fall within a sequence; empty
-/// if all are 0.
-pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], starts: &[u32], shape: Shape) {
+/// `out = softmax(scale q k^T, causal) v`; `lse` is written for the backward pass.
+pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], masks: Masks<'_>, shape: Shape) {
     let Shape { seq, heads, d, .. } = shape;
     let tiles = shape.tiles(out, heads);
     (tiles, lse.par_chunks_mut(seq))
@@ -124,9 +142,10 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], starts: &[u32], sh
         .enumerate()
         .for_each(|(task, (mut out, lse))| {
             let [q, _, v] = shape.qkv(qkv, task);
-            let starts = shape.starts_of(starts, task);
-            with_scratch(seq * (d + BLOCK), |scratch| {
-                let (k, probs) = scratch.split_at_mut(seq * d);
+            let starts = shape.starts_of(masks.starts, task);
+            with_scratch(seq * (d + BLOCK + 1), |scratch| {
+                let (k, scratch) = scratch.split_at_mut(seq * d);
+                let (factors, probs) = scratch.split_at_mut(seq);
                 shape.transposed(k, qkv, task, 1);
                 let k = mat(k, d, seq);
                 for rows in shape.blocks() {
@@ -137,10 +156,17 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], starts: &[u32], sh
                         Accum::Replace,
                         q.subrows(rows.start, rows.len()),
                         k.subcols(keys.start, keys.len()),
-                        shape.scale(),
+                        shape.scale,
                     );
                     let seen = Seen::new(shape, &rows, &keys, starts);
                     softmax_rows(probs, &mut lse[rows.clone()], seen);
+                    if let Some(dropout) = masks.dropout {
+                        for (row, probs) in rows.clone().zip(probs.chunks_exact_mut(keys.len())) {
+                            let factors = &mut factors[..keys.len()];
+                            shape.draw(factors, dropout, [task, row, keys.start]);
+                            dropout::multiply(probs, factors);
+                        }
+                    }
                     let out = out.rb_mut().subrows_mut(rows.start, rows.len());
                     gemm(
                         out,
@@ -154,14 +180,14 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], starts: &[u32], sh
         });
 }
 
-/// Writes the gradient of qkv to `dqkv`.
+/// Writes the gradient of qkv to `dqkv`. Dropped probabilities are drawn again.
 pub fn backward(
     dqkv: &mut [f32],
     dout: &[f32],
     qkv: &[f32],
     out: &[f32],
     lse: &[f32],
-    starts: &[u32],
+    masks: Masks<'_>,
     shape: Shape,
 ) {
     let Shape {
@@ -194,7 +220,7 @@ pub fn backward(
                     qkv,
                     out,
                     lse,
-                    starts,
+                    masks,
                     shape,
                     task: index * group + i,
                 };
@@ -209,7 +235,7 @@ struct Head<'a> {
     qkv: &'a [f32],
     out: &'a [f32],
     lse: &'a [f32],
-    starts: &'a [u32],
+    masks: Masks<'a>,
     shape: Shape,
     task: usize,
 }
@@ -232,7 +258,7 @@ impl Head<'_> {
             .subrows(b * seq, seq)
             .subcols(h * d, d);
         let lse = &self.lse[self.task * seq..][..seq];
-        let starts = shape.starts_of(self.starts, self.task);
+        let starts = shape.starts_of(self.masks.starts, self.task);
 
         with_scratch(seq * (2 * d + 3 * BLOCK), |scratch| {
             let (kt, scratch) = scratch.split_at_mut(seq * d);
@@ -256,7 +282,7 @@ impl Head<'_> {
                     Accum::Replace,
                     q,
                     kt.subcols(keys.start, cols),
-                    shape.scale(),
+                    shape.scale,
                 );
                 gemm(
                     mat_mut(dprobs, rows, cols),
@@ -269,13 +295,23 @@ impl Head<'_> {
                 let first = ((b * seq + block.start) * heads + h) * d;
                 let outputs = [&self.out[first..], &self.dout[first..]];
                 let seen = Seen::new(shape, &block, &keys, starts);
+                // `turned` is free until the products below.
+                if let Some(dropout) = self.masks.dropout {
+                    for (row, factors) in block.clone().zip(turned.chunks_exact_mut(cols)) {
+                        shape.draw(factors, dropout, [self.task, row, keys.start]);
+                    }
+                    dropout::multiply(dprobs, turned);
+                }
                 softmax_backward_rows(probs, dprobs, &lse[block.clone()], outputs, shape, seen);
+                if self.masks.dropout.is_some() {
+                    dropout::multiply(probs, turned);
+                }
                 gemm(
                     dq.rb_mut().subrows_mut(block.start, rows),
                     Accum::Replace,
                     mat(dprobs, rows, cols),
                     k.subrows(keys.start, cols),
-                    shape.scale(),
+                    shape.scale,
                 );
                 transpose(turned, dprobs, cols, rows);
                 gemm(
@@ -283,7 +319,7 @@ impl Head<'_> {
                     Accum::Add,
                     mat(turned, cols, rows),
                     q,
-                    shape.scale(),
+                    shape.scale,
                 );
                 transpose(turned, probs, cols, rows);
                 gemm(

@@ -4,8 +4,10 @@
 //! calls them; each rank has one, [`Threads`]. The split of the rows depends only on the number of
 //! threads, so a rank's results do not depend on timing. Matrix products are faer's.
 
+pub mod activation;
 pub mod attention;
 pub mod cross_entropy;
+pub mod dropout;
 pub mod embedding;
 pub mod gelu;
 pub mod layer_norm;

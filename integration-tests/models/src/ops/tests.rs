@@ -5,11 +5,12 @@ use std::ops::{Add, Mul, Sub};
 
 use proptest::prelude::*;
 
-use super::attention::Shape;
+use super::attention::{Masks, Shape};
+use super::dropout::Draws;
 use super::{
     Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope, swiglu,
 };
-use zero_trainer::IGNORED;
+use zero_trainer::{BatchRows, IGNORED};
 
 /// Reproducible values in -1..1.
 fn values(n: usize, seed: u64) -> Vec<f32> {
@@ -241,13 +242,19 @@ struct HeadOracle {
 }
 
 impl HeadOracle {
-    /// From query, key, value and the output's gradient, `[seq, d]` each, and the first key that
-    /// each query sees.
-    fn new([q, k, v, dout]: [Vec<Bounded>; 4], d: usize, first: impl Fn(usize) -> usize) -> Self {
-        let seq = q.len() / d;
+    /// From query, key, value and the output's gradient, `[seq, d]` each, the first key that each
+    /// query sees, and the factors of the probabilities `[seq, seq]`.
+    fn new(
+        [q, k, v, dout]: [Vec<Bounded>; 4],
+        [d, seq]: [usize; 2],
+        scale: f32,
+        first: impl Fn(usize) -> usize,
+        factors: &[f32],
+    ) -> Self {
+        let factor = |t: usize, u: usize| Bounded::from(factors[t * seq + u]);
         let seen = |t: usize| first(t)..t + 1;
         let sees = |t: usize, u: usize| seen(t).contains(&u);
-        let scale = Bounded::constant(1.0 / (d as f64).sqrt(), 2.0);
+        let scale = Bounded::from(scale);
         let dot =
             |a: &[Bounded], b: &[Bounded]| Bounded::sum(a.iter().zip(b).map(|(&a, &b)| a * b));
         let row = |x: &[Bounded], t: usize| x[t * d..(t + 1) * d].to_vec();
@@ -263,7 +270,8 @@ impl HeadOracle {
             let exps: Vec<_> = scores.iter().map(|&s| (s - max).exp()).collect();
             let sum = Bounded::sum(exps.iter().copied());
             let forward = exps.iter().map(|&e| e * sum.recip());
-            let forward: Vec<_> = seen(t).zip(forward).collect();
+            let kept = seen(t).zip(forward).map(|(u, p)| (u, p * factor(t, u)));
+            let forward: Vec<_> = kept.collect();
             out.extend(
                 (0..d).map(|i| Bounded::sum(forward.iter().map(|&(u, p)| p * v[u * d + i]))),
             );
@@ -273,8 +281,10 @@ impl HeadOracle {
             let mut slopes = backward.clone();
             let delta = dot(&out[t * d..], &row(&dout, t));
             for (u, &score) in seen(t).zip(&scores) {
-                backward[u] = (score - lse).exp();
-                slopes[u] = backward[u] * (dot(&row(&dout, t), &row(&v, u)) - delta) * scale;
+                let p = (score - lse).exp();
+                let dp = dot(&row(&dout, t), &row(&v, u)) * factor(t, u);
+                slopes[u] = p * (dp - delta) * scale;
+                backward[u] = p * factor(t, u);
             }
             ds.push(slopes);
             p.push(backward);
@@ -439,22 +449,27 @@ proptest! {
         group in 1usize..4,
         d in 1usize..9,
         window in prop_oneof![Just(usize::MAX), 1usize..70],
+        dropped in prop_oneof![Just(0.0f32), 0.0f32..0.6],
+        scale in 0.2f32..1.0,
         threads in 1usize..4,
         seed in any::<u64>(),
     ) {
         let heads = kv_heads * group;
         let window = window.min(seq);
-        let shape = Shape { batch, seq, heads, kv_heads, d, window };
+        let shape = Shape { batch, seq, heads, kv_heads, d, window, scale };
         let width = (heads + 2 * kv_heads) * d;
         let starts = documents(batch, seq, seed);
+        let draws = Draws::new(BatchRows { seed, step: 3, first: 5 }, batch);
+        let dropout = draws.dropout(dropped, 7);
+        let masks = Masks { starts: &starts, dropout };
         let qkv = values(batch * seq * width, seed);
         let dout = values(batch * seq * heads * d, seed ^ 1);
         on(threads, || {
             let mut out = vec![f32::NAN; dout.len()];
             let mut lse = vec![f32::NAN; batch * heads * seq];
-            attention::forward(&mut out, &mut lse, &qkv, &starts, shape);
+            attention::forward(&mut out, &mut lse, &qkv, masks, shape);
             let mut dqkv = vec![f32::NAN; qkv.len()];
-            attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, &starts, shape);
+            attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, masks, shape);
 
             for (b, kv) in (0..batch).flat_map(|b| (0..kv_heads).map(move |kv| (b, kv))) {
                 // [seq, d] of head `index` in rows of `width` elements.
@@ -471,8 +486,14 @@ proptest! {
                 for h in kv * group..(kv + 1) * group {
                     let [q, k, v] = [h, key, value].map(|index| bounded(&head(&qkv, width, index)));
                     let dout = bounded(&head(&dout, heads * d, h));
+                    let mut factors = vec![1.0; seq * seq];
+                    for (t, factors) in factors.chunks_mut(seq).enumerate() {
+                        if let Some(dropout) = dropout {
+                            dropout.factors(factors, b, h * seq + t, 0);
+                        }
+                    }
                     let HeadOracle { out: want, gradients: [dq, dk, dv] } =
-                        HeadOracle::new([q, k, v, dout], d, first);
+                        HeadOracle::new([q, k, v, dout], [d, seq], scale, first, &factors);
                     check(&head(&out, heads * d, h), &want, "forward");
                     check(&head(&dqkv, width, h), &dq, "query");
                     for (terms, of_head) in shared.iter_mut().zip([dk, dv]) {

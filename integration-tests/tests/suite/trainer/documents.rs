@@ -27,15 +27,15 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
 }
 
 /// An oracle's model with its weights, on the host.
-struct Tiny {
-    config: ModelConfig,
-    params: Vec<Vec<f32>>,
+pub(super) struct Tiny {
+    pub(super) config: ModelConfig,
+    pub(super) params: Vec<Vec<f32>>,
     pool: Pool<HostDevice>,
     stream: HostStream,
 }
 
 impl Tiny {
-    fn new(oracle: Oracle) -> Self {
+    pub(super) fn new(oracle: Oracle) -> Self {
         let text = std::fs::read_to_string(oracle.data("model/config.json")).unwrap();
         let (config, _) = ModelConfig::from_hf_json(&text).unwrap();
         let tensors = oracle.tensors("model/model.safetensors");
@@ -73,7 +73,7 @@ impl Tiny {
     }
 
     /// The loss and the gradients of a batch of rows of `seq` tokens.
-    fn gradients(&mut self, batch: &Batch, seq: usize) -> (f64, Vec<f32>) {
+    pub(super) fn gradients(&mut self, batch: &Batch, seq: usize) -> (f64, Vec<f32>) {
         let mut model = self.model(batch.inputs.len() / seq, seq);
         let mut grads: Vec<Vec<f32>> = self.params.iter().map(|p| vec![0.0; p.len()]).collect();
         let params: Vec<_> = self.params.iter_mut().map(|p| slice(p).erase()).collect();

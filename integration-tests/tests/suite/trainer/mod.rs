@@ -2,6 +2,7 @@
 //! formulas, resume, overflow and failures.
 
 mod documents;
+mod dropout;
 mod ends;
 mod failures;
 mod groups;

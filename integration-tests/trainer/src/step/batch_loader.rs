@@ -73,6 +73,7 @@ impl<'a, D: Device> BatchLoader<'a, D> {
         };
 
         workload.batch(at, batch)?;
+        batch.rows = Some(at.rows());
         model.set_batch(&rank.compute, batch)?;
         self.loaded = Some((done, micro));
         Ok(())

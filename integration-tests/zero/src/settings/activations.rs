@@ -48,4 +48,16 @@ const fn only_on_gpus(flag: &'static str) -> Setting<bool, ()> {
     }
 }
 
-pub(crate) const ROWS: &[Row] = &[ACTIVATION_CHECKPOINTING.row, RECOMPUTE_GELU.row];
+/// `--dropout` sets the keys of the model's configuration, which `run.json` has.
+const fn dropout(record: &'static str) -> Row {
+    Row::new(record, "--dropout")
+}
+
+pub(crate) const ROWS: &[Row] = &[
+    dropout("model.config.attention_dropout"),
+    dropout("model.config.attn_pdrop"),
+    dropout("model.config.embd_pdrop"),
+    dropout("model.config.resid_pdrop"),
+    ACTIVATION_CHECKPOINTING.row,
+    RECOMPUTE_GELU.row,
+];

@@ -139,6 +139,12 @@ pub struct TrainArgs {
     /// Keep only the input of each block and recompute its activations in backward [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub activation_checkpointing: Option<bool>,
+    /// Probability with which training drops an element, at all places of the model that have
+    /// dropout: attention's probabilities and, in a GPT-2, the embedding and what is added to the
+    /// residual stream. Masks depend only on the seed, the step and the row of the global batch
+    /// [default: as the model's config.json says; 0 for presets]
+    #[arg(long, value_name = "X", value_parser = parse_dropout)]
+    pub dropout: Option<f32>,
     /// Recompute GELU's output in backward in place of keeping it, on a GPU: less memory for 1 to
     /// 2% of the time. In 16-bit types one gradient then has other low bits
     /// [default: where the memory of the GPU is too small otherwise, see zero plan]
@@ -237,6 +243,13 @@ impl ScheduleFlag {
             Self::Wsd => "wsd",
         }
     }
+}
+
+/// Parses a probability below 1.
+fn parse_dropout(text: &str) -> Result<f32, String> {
+    let parsed = text.parse().ok();
+    let valid = parsed.filter(|p| (0.0..1.0).contains(p));
+    valid.ok_or_else(|| "expected at least 0 and below 1".to_owned())
 }
 
 /// Parses `0.9,0.95`.

@@ -54,6 +54,11 @@ impl ChosenModel {
                 (name.to_owned(), config, folder)
             }
         };
+        let config = match (args.dropout, resumed.and_then(Resumed::model)) {
+            (Some(probability), _) => config.with_dropout(probability),
+            (None, Some((_, recorded))) => config.with_dropout_of(&recorded),
+            (None, None) => config,
+        };
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS)
             .map_err(CliError::usage)?;
         if let Some(resumed) = resumed {

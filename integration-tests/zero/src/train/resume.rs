@@ -409,10 +409,11 @@ impl Resumed {
             let json = |config: &ModelConfig| {
                 serde_json::from_str(&config.to_hf_json("float32")).unwrap_or_default()
             };
-            // How weights were drawn no longer matters.
+            // How weights were drawn no longer matters, and dropout may change.
             let config = config
                 .clone()
-                .with_initializer_range(own.initializer_range());
+                .with_initializer_range(own.initializer_range())
+                .with_dropout_of(own);
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
             changes::compare("", &own, &config, &|_| false, &mut differences);
         }

@@ -1,0 +1,222 @@
+//! Dropout: an element becomes 0 with probability p, and the others are divided by 1 - p
+//! (Srivastava et al., JMLR 15, 2014).
+//!
+//! What is dropped is a pure function of the run's seed, the step, the sequence's place in the step,
+//! the operation and the element. So backward draws the mask of forward again in place of keeping
+//! it, and recomputation, stages, another number of ranks and a resumed run have the same masks.
+
+use multiversion::multiversion;
+use rayon::prelude::*;
+use zero_trainer::BatchRows;
+
+use super::{rows_per_thread, with_scratch};
+use crate::random::Counter;
+
+/// Counters whose numbers are drawn at once.
+const LANES: usize = 16;
+
+/// The streams of random numbers of a batch, one a sequence; empty if nothing is dropped.
+#[derive(Clone, Debug, Default)]
+pub struct Draws(Vec<Counter>);
+
+impl Draws {
+    /// The streams of `count` sequences from the first of `rows`.
+    pub fn new(rows: BatchRows, count: usize) -> Self {
+        let all = Counter::new(rows.seed, "dropout");
+        let numbers = rows.first..rows.first + count as u64;
+        Self(numbers.map(|row| all.stream(rows.step, row)).collect())
+    }
+
+    /// The dropout of the operation `site` with this probability; `None` if it drops nothing.
+    pub fn dropout(&self, probability: f32, site: u32) -> Option<Dropout<'_>> {
+        if self.0.is_empty() || probability == 0.0 {
+            return None;
+        }
+        Some(Dropout {
+            streams: &self.0,
+            // Exact in fp64; below 2^32, because the probability is below 1.
+            below: (f64::from(probability) * 4_294_967_296.0) as u32,
+            factor: 1.0 / (1.0 - probability),
+            site,
+        })
+    }
+}
+
+/// The dropout of one operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout<'a> {
+    streams: &'a [Counter],
+    /// An element whose number is below this is dropped.
+    below: u32,
+    /// The factor of the others.
+    factor: f32,
+    site: u32,
+}
+
+impl Dropout<'_> {
+    /// Writes the factors of elements `first..` of a line of a sequence.
+    pub(super) fn factors(self, out: &mut [f32], sequence: usize, line: usize, first: usize) {
+        let before = first % 4;
+        let stream = &self.streams[sequence];
+        let low = u64::from(self.site) << 32 | (first / 4) as u64;
+        let limits = (self.below, self.factor);
+        let high = line as u64;
+        if before == 0 {
+            return factors_from(out, stream, [high, low], limits);
+        }
+
+        let (head, rest) = out.split_at_mut(out.len().min(4 - before));
+        let numbers = stream.four(high, low);
+        for (x, number) in head.iter_mut().zip(&numbers[before..]) {
+            *x = factor_of(*number, limits);
+        }
+        factors_from(rest, stream, [high, low + 1], limits);
+    }
+
+    /// `x *= factors`: x `[batch, seq, c]`.
+    pub fn apply(self, x: &mut [f32], seq: usize, c: usize) {
+        let rows = rows_per_thread(x.len() / c);
+        x.par_chunks_mut(rows * c).enumerate().for_each(|(i, x)| {
+            with_scratch(c, |factors| {
+                for (row, x) in (i * rows..).zip(x.chunks_exact_mut(c)) {
+                    self.factors(factors, row / seq, row % seq, 0);
+                    multiply(x, factors);
+                }
+            });
+        });
+    }
+
+    /// `y = x factors`: y and x `[batch, seq, c]`.
+    pub fn of(self, y: &mut [f32], x: &[f32], seq: usize, c: usize) {
+        y.copy_from_slice(x);
+        self.apply(y, seq, c);
+    }
+
+    /// `y = residual + y factors`: all `[batch, seq, c]`.
+    pub fn apply_and_add(self, y: &mut [f32], residual: &[f32], seq: usize, c: usize) {
+        let rows = rows_per_thread(y.len() / c);
+        (y.par_chunks_mut(rows * c), residual.par_chunks(rows * c))
+            .into_par_iter()
+            .enumerate()
+            .for_each(|(i, (y, residual))| {
+                let parts = y.chunks_exact_mut(c).zip(residual.chunks_exact(c));
+                with_scratch(c, |factors| {
+                    for (row, (y, residual)) in (i * rows..).zip(parts) {
+                        self.factors(factors, row / seq, row % seq, 0);
+                        multiply_and_add(y, factors, residual);
+                    }
+                });
+            });
+    }
+}
+
+#[inline(always)]
+fn factor_of(number: u32, (below, factor): (u32, f32)) -> f32 {
+    if number < below { 0.0 } else { factor }
+}
+
+/// The factors of the numbers from the counter `[high, low]` on.
+#[multiversion(targets = "simd")]
+fn factors_from(out: &mut [f32], stream: &Counter, [high, low]: [u64; 2], limits: (u32, f32)) {
+    let (chunks, rest) = out.as_chunks_mut::<{ 4 * LANES }>();
+    let mut low = low;
+    for chunk in chunks {
+        let words = stream.fours::<LANES>(high, low);
+        for i in 0..LANES {
+            for w in 0..4 {
+                chunk[4 * i + w] = factor_of(words[w][i], limits);
+            }
+        }
+        low += LANES as u64;
+    }
+    for (group, chunk) in (low..).zip(rest.chunks_mut(4)) {
+        for (x, number) in chunk.iter_mut().zip(stream.four(high, group)) {
+            *x = factor_of(number, limits);
+        }
+    }
+}
+
+#[multiversion(targets = "simd")]
+pub(super) fn multiply(x: &mut [f32], factors: &[f32]) {
+    for (x, factor) in x.iter_mut().zip(factors) {
+        *x *= factor;
+    }
+}
+
+#[multiversion(targets = "simd")]
+fn multiply_and_add(y: &mut [f32], factors: &[f32], residual: &[f32]) {
+    for ((y, factor), residual) in y.iter_mut().zip(factors).zip(residual) {
+        *y = *y * factor + residual;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(seed: u64, step: u64, first: u64) -> BatchRows {
+        BatchRows { seed, step, first }
+    }
+
+    fn mask(draws: &Draws, p: f32, site: u32, sequence: usize, n: usize) -> Vec<f32> {
+        let mut out = vec![f32::NAN; n];
+        let dropout = draws.dropout(p, site).unwrap();
+        dropout.factors(&mut out, sequence, 5, 0);
+        out
+    }
+
+    /// Four standard errors of the share: 4 sqrt(p (1 - p) / n).
+    #[test]
+    fn share_of_dropped_elements_is_the_probability() {
+        for p in [0.1f32, 0.5, 0.9] {
+            let n = 40_000;
+            let out = mask(&Draws::new(rows(3, 1, 0), 1), p, 0, 0, n);
+            let dropped = out.iter().filter(|x| **x == 0.0).count() as f64 / n as f64;
+            let p = f64::from(p);
+            let error = 4.0 * (p * (1.0 - p) / n as f64).sqrt();
+            assert!((dropped - p).abs() < error, "{dropped} for {p}");
+            let mean = out.iter().map(|x| f64::from(*x)).sum::<f64>() / n as f64;
+            assert!((mean - 1.0).abs() < error / (1.0 - p) * 1.01, "{mean}");
+        }
+    }
+
+    #[test]
+    fn masks_differ_by_every_coordinate() {
+        let base = mask(&Draws::new(rows(1, 2, 3), 2), 0.5, 4, 0, 256);
+        let draws = Draws::new(rows(1, 2, 3), 2);
+        for other in [
+            mask(&Draws::new(rows(9, 2, 3), 2), 0.5, 4, 0, 256),
+            mask(&Draws::new(rows(1, 9, 3), 2), 0.5, 4, 0, 256),
+            mask(&Draws::new(rows(1, 2, 9), 2), 0.5, 4, 0, 256),
+            mask(&draws, 0.5, 9, 0, 256),
+            mask(&draws, 0.5, 4, 1, 256),
+        ] {
+            // Masks that are independent agree in half of their elements, with deviation 8.
+            let same = base.iter().zip(&other).filter(|(a, b)| a == b).count();
+            assert!((128 - 48..128 + 48).contains(&same), "{same}");
+        }
+        // Row 4 of the step is the second of a batch from row 3, and the first of one from row 4.
+        let of_other_rank = mask(&Draws::new(rows(1, 2, 4), 1), 0.5, 4, 0, 256);
+        assert_eq!(mask(&draws, 0.5, 4, 1, 256), of_other_rank);
+    }
+
+    #[test]
+    fn parts_of_a_line_are_parts_of_its_mask() {
+        let draws = Draws::new(rows(8, 0, 0), 1);
+        let whole = mask(&draws, 0.3, 2, 0, 300);
+        let dropout = draws.dropout(0.3, 2).unwrap();
+        for first in [0, 1, 2, 3, 4, 63, 64, 130] {
+            for n in [0, 1, 2, 3, 5, 64, 67, 150] {
+                let mut part = vec![f32::NAN; n];
+                dropout.factors(&mut part, 0, 5, first);
+                assert_eq!(part, whole[first..first + n], "{first}, {n}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_dropped_without_draws_or_probability() {
+        assert!(Draws::default().dropout(0.5, 0).is_none());
+        assert!(Draws::new(rows(1, 0, 0), 1).dropout(0.0, 0).is_none());
+    }
+}
