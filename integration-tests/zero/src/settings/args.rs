@@ -207,6 +207,16 @@ pub struct TrainArgs {
     /// [default: as many as cost a tenth of the steps between]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub eval_tokens: Option<u64>,
+    /// Print how the model continues --sample-prompt every N steps, and at the end; 0 only at the
+    /// end. A token costs the forward of a micro-batch; training does not change [default: 0]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub sample_every: Option<u64>,
+    /// The text that the model continues, by the most likely tokens
+    #[arg(long, value_name = "TEXT")]
+    pub sample_prompt: Option<String>,
+    /// Most tokens of a continuation [default: 32]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
+    pub sample_tokens: Option<usize>,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,

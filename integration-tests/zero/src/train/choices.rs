@@ -154,6 +154,12 @@ impl ChosenData {
         path.is_some_and(|path| path.is_file() && is_token_file(path))
     }
 
+    /// The tokenizer of the run's text, or that of the model's folder.
+    pub(crate) fn tokenizer(&self, folder: Option<&HfFolder>) -> Option<PathBuf> {
+        let own = self.source.tokenizer.clone();
+        own.or_else(|| folder.and_then(HfFolder::tokenizer))
+    }
+
     /// The checksum of the tokenizer's files, if a tokenizer made the tokens.
     ///
     /// # Errors
