@@ -97,7 +97,7 @@ fn main() -> Result<(), AnyError> {
     let mut workload = ModelWorkload {
         config,
         weights: Weights::Initial(1),
-        data: Dataset::open(&DataSource::at(tokens))?,
+        data: Dataset::open(&DataSource::at(tokens))?.into(),
         options: ModelOptions {
             micro_batch: batch,
             seq_len: seq,

@@ -59,7 +59,9 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
     ModelWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(Box::new(folder)),
-        data: Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
+        data: Dataset::open(&DataSource::at(data("tokens.u16.bin")))
+            .unwrap()
+            .into(),
         options: ModelOptions {
             micro_batch: options.micro_batch,
             seq_len: options.seq_len,

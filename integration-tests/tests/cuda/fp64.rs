@@ -1,6 +1,7 @@
 //! Each operation in fp64, by its definition.
 
 use zero_models::cuda::attention::Shape;
+use zero_trainer::IGNORED;
 
 /// Returns y, and for `dy` the gradients of x, gain and bias.
 pub(crate) fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {
@@ -43,6 +44,10 @@ pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f
     let mut loss = 0.0;
     let mut grad = Vec::new();
     for (row, &target) in logits.chunks(vocab).zip(targets) {
+        if target == IGNORED {
+            grad.extend(vec![0.0; vocab]);
+            continue;
+        }
         let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
         loss += sum.ln() + max - row[target as usize];

@@ -1,7 +1,7 @@
 //! The commands of the binary `zero`: training, planning and checkpoint tools.
 //!
 //! ```text
-//! train  plan  ckpt  generate   the commands; train asks plan
+//! train  plan  ckpt  generate  inspect   the commands; train asks plan
 //!  |      |
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json
@@ -18,6 +18,7 @@ mod error;
 mod files;
 mod flags;
 pub mod generate;
+pub mod inspect;
 pub mod launcher;
 mod memory;
 mod output;

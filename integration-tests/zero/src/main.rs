@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use zero::launcher::Report;
-use zero::{CliError, ckpt, generate, plan, train};
+use zero::{CliError, ckpt, generate, inspect, plan, train};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -29,6 +29,8 @@ enum Command {
     Plan(Box<plan::PlanArgs>),
     /// Inspect, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
+    /// Show training data as a run reads it
+    Data(Box<inspect::DataArgs>),
     /// Continue a text with a model
     Generate(Box<generate::GenerateArgs>),
 }
@@ -102,6 +104,7 @@ fn main() -> ExitCode {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Ckpt(args) => ckpt::run(args),
+        Command::Data(args) => inspect::run(&args),
         Command::Generate(args) => generate::run(&args),
     });
 

@@ -5,7 +5,7 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
 
-use crate::data::Dataset;
+use crate::data::TrainingData;
 use zero_models::hf::HfFolder;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
@@ -27,7 +27,7 @@ pub struct ModelWorkload {
     /// The initial weights.
     pub weights: Weights,
     /// The training data.
-    pub data: Dataset,
+    pub data: TrainingData,
     /// Micro-batch, sequence length, element type and activation checkpointing.
     pub options: ModelOptions,
     /// Threads of each rank on the host.

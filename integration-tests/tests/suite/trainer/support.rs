@@ -192,7 +192,9 @@ impl Case {
         ModelWorkload {
             config: folder.config().clone(),
             weights: Weights::Folder(Box::new(folder)),
-            data: Dataset::open(&DataSource::at(self.oracle.data("tokens.u16.bin"))).unwrap(),
+            data: Dataset::open(&DataSource::at(self.oracle.data("tokens.u16.bin")))
+                .unwrap()
+                .into(),
             options: ModelOptions {
                 micro_batch: self.micro_batch,
                 seq_len: self.oracle.seq,

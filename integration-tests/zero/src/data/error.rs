@@ -161,6 +161,46 @@ pub enum DataError {
         /// Tokens of the model's vocabulary.
         vocab_size: usize,
     },
+    /// A line of examples that cannot be used.
+    #[error("{}, line {line}: {message}", path.display())]
+    Example {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u32,
+        /// The defect, and what to do.
+        message: String,
+    },
+    /// A chat template that is not valid.
+    #[error("{}: the chat template is not valid: {message}", path.display())]
+    Template {
+        /// The file.
+        path: PathBuf,
+        /// The defect.
+        message: String,
+    },
+    /// `--pack` without examples.
+    #[error(
+        "{}: --pack needs examples, one a line of a .jsonl file with `text`, `prompt` and `completion`, or `messages`; \
+         leave out --pack for other data", path.display()
+    )]
+    NothingToPack {
+        /// The data.
+        path: PathBuf,
+    },
+    /// No example has a token that is trained.
+    #[error(
+        "{name}: {examples} examples, and none has a trained token within --seq-len {seq_len}: pass a larger --seq-len, \
+         or data with completions"
+    )]
+    NothingTrained {
+        /// The data.
+        name: String,
+        /// Its examples.
+        examples: HumanCount,
+        /// Tokens of a row.
+        seq_len: usize,
+    },
     /// The requested batch is not a position in training, or the buffers have the wrong size.
     #[error("invalid batch: {what}")]
     BadBatch {

@@ -41,6 +41,7 @@
 
 mod corpus;
 mod error;
+pub(crate) mod examples;
 mod folder;
 mod order;
 mod outputs;
@@ -62,6 +63,7 @@ use std::thread;
 use indicatif::HumanCount;
 
 pub use error::DataError;
+pub use examples::TrainingData;
 pub(crate) use token_cache::default_folder as default_token_cache;
 pub(crate) use tokenize::TextTokenizer;
 pub use tokenize::tokenizer_checksum;

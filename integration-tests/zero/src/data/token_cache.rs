@@ -20,7 +20,7 @@ use super::corpus::Corpus;
 use super::tokenize::stream::BatchTokens;
 use super::tokenize::{DocumentEnds, TextTokenizer, tokenizer_checksum};
 use super::tokens::Tokens;
-use crate::output::{bytes, progress_bar, print_note};
+use crate::output::{bytes, print_note, progress_bar};
 
 /// Raised when the same text and tokenizer give other tokens.
 const FORMAT: u32 = 1;
@@ -160,7 +160,10 @@ impl Job<'_> {
             if let Some(bar) = &bar {
                 bar.inc(batch.bytes);
                 let [done, all] = [bar.position(), self.corpus.bytes()].map(bytes);
-                bar.set_message(format!("tokenizing: {done} of {all}, {} tokens", HumanCount(len)));
+                bar.set_message(format!(
+                    "tokenizing: {done} of {all}, {} tokens",
+                    HumanCount(len)
+                ));
             }
             Ok(())
         };
@@ -210,7 +213,10 @@ impl<'a> Entry<'a> {
         let is_whole = tokens.len() == description.tokens
             && hexadecimal(tokens.checksum().ok()?) == description.checksum;
         if !is_whole {
-            print_note(format_args!("{}: not what was written; the text is tokenized again", path.display()));
+            print_note(format_args!(
+                "{}: not what was written; the text is tokenized again",
+                path.display()
+            ));
             return None;
         }
         let path = path.display();
@@ -228,13 +234,16 @@ impl<'a> Entry<'a> {
         if lock.try_lock().is_err() {
             print_note("waiting for another process, which tokenizes the same text");
             lock.lock()?;
-            if let Some(found) = self.open() {
-                return Ok(found);
-            }
+        }
+        if let Some(found) = self.open() {
+            return Ok(found);
         }
 
         // Removed unless it is renamed.
-        let part = tempfile::Builder::new().prefix(&self.key).suffix(".part").tempfile_in(self.folder)?;
+        let part = tempfile::Builder::new()
+            .prefix(&self.key)
+            .suffix(".part")
+            .tempfile_in(self.folder)?;
         let mut out = BufWriter::with_capacity(1 << 20, part.as_file());
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         let mut tokens = 0;
@@ -245,7 +254,9 @@ impl<'a> Entry<'a> {
             tokens += batch.len() as u64;
             out.write_all(cast_slice(&batch)).map_err(|error| {
                 failed = Some(error);
-                DataError::Missing { path: self.folder.to_owned() }
+                DataError::Missing {
+                    path: self.folder.to_owned(),
+                }
             })
         });
         if let Some(error) = failed {
@@ -276,23 +287,29 @@ impl<'a> Entry<'a> {
     }
 
     fn describe(&self, description: &Description) -> io::Result<()> {
-        let mut part = tempfile::Builder::new().prefix(&self.key).suffix(".part").tempfile_in(self.folder)?;
+        let mut part = tempfile::Builder::new()
+            .prefix(&self.key)
+            .suffix(".part")
+            .tempfile_in(self.folder)?;
         serde_json::to_writer(&mut part, description)?;
         part.as_file().sync_all()?;
-        part.persist(self.path("json")).map_err(|error| error.error)?;
+        part.persist(self.path("json"))
+            .map_err(|error| error.error)?;
         Ok(())
     }
 }
 
-/// The folder of kept tokens: `ZERO_TOKEN_CACHE`, or `zero/tokens` in the user's cache folder.
+/// The folder of kept tokens: `ZERO_TOKEN_CACHE`, or `zero-tokens` in the user's cache folder.
 pub(crate) fn default_folder() -> Option<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
     if let Some(folder) = folder("ZERO_TOKEN_CACHE") {
         return Some(folder.into());
     }
-    let cache = folder("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = folder("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .filter(|path| path.is_absolute());
     let cache = cache.or_else(|| Some(PathBuf::from(folder("HOME")?).join(".cache")))?;
-    Some(cache.join("zero/tokens"))
+    Some(cache.join("zero-tokens"))
 }
 
 fn hexadecimal(n: u64) -> String {

@@ -359,7 +359,7 @@ fn report(
     let tokens_per_s = passes as f64 / done.rest.as_secs_f64().max(1e-9);
     if args.json {
         let document = json!({
-            "prompt_tokens": prompt,
+            "prompt": prompt,
             "tokens": done.tokens,
             "text": String::from_utf8_lossy(&text.whole),
             "end": end,

@@ -222,6 +222,12 @@ impl Request {
         }
     }
 
+    /// Whether the recomputation of GELU's output frees memory.
+    pub(crate) fn can_recompute_gelu(&self) -> bool {
+        let has_gelu = !matches!(self.model.config, Some(ModelConfig::Llama(_)));
+        has_gelu && !self.checkpointing
+    }
+
     /// The options of the model; `None` if its shape is assumed.
     pub(crate) fn model_options(
         &self,

@@ -153,7 +153,7 @@ pub(crate) fn evaluate_on(
     match request.gpu_memory_bytes {
         Some(memory)
             if request.recompute_gelu.is_none()
-                && !request.checkpointing
+                && request.can_recompute_gelu()
                 && kept.gpu.total_bytes.saturating_add(CONTEXT_BYTES) > memory =>
         {
             evaluate_with(request, layout, stage, true)
@@ -179,7 +179,9 @@ pub(crate) fn fits_on(
     let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
     let state = layout.state_bytes(stage, &settings.widths())?;
     // Without a request, it is recomputed where the model does not fit otherwise.
-    let recompute_gelu = request.recompute_gelu.unwrap_or(!request.checkpointing);
+    let recompute_gelu = request
+        .recompute_gelu
+        .unwrap_or(request.can_recompute_gelu());
     let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
     Ok(model.footprint(&state)?.device.total_bytes()? <= memory)
 }

@@ -135,7 +135,7 @@ fn stages(report: &Report) -> String {
             if s.configured { " (config)" } else { "" }
         )];
         row.extend(shown().map(|(.., bytes)| show(bytes(s))));
-        let how = if s.recompute_gelu {
+        let how = if s.recompute_gelu && s.fits == Some(true) {
             ", --recompute-gelu"
         } else {
             ""

@@ -14,7 +14,8 @@ pub struct TrainArgs {
     /// A DeepSpeed configuration file; flags override it
     #[arg(long, value_name = "DS.json")]
     pub config: Option<PathBuf>,
-    /// A text file, a folder of texts, which is read whole, or u16 tokens (.bin)
+    /// A text file, a folder of texts, which is read whole, u16 tokens (.bin), or examples: a .jsonl
+    /// file, or a folder of them, with `prompt` and `completion` or with `messages`
     /// [default: the texts in the current folder without hidden, git-ignored, built and large files]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
@@ -47,9 +48,18 @@ pub struct TrainArgs {
     /// Type of parameters and of gradients in communication [default: fp32]
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
-    /// Last step; a resumed run starts at the step of its checkpoint [default: 400]
+    /// Last step; a resumed run starts at the step of its checkpoint [default: 400, or that of
+    /// --epochs]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub steps: Option<u64>,
+    /// Train for E epochs in place of --steps: an epoch goes through all rows once, in an order that
+    /// --seed draws. Text and tokens are then cut into consecutive rows [default: 3 for examples]
+    #[arg(long, value_name = "E")]
+    pub epochs: Option<f64>,
+    /// Put several examples into a row, with no attention between them, instead of padding each to
+    /// a row [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub pack: Option<bool>,
     /// Sequences per micro-batch and rank [default: 4]
     #[arg(long, value_name = "B", value_parser = parse_whole::<usize>)]
     pub micro_batch: Option<usize>,
@@ -150,6 +160,10 @@ pub struct TrainArgs {
     /// merges.txt [default: that of the model's folder; none for models of bytes, such as nano]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
+    /// Keep no tokens of --data for later runs; by default those of texts above 1 MiB are kept in
+    /// ZERO_TOKEN_CACHE or ~/.cache/zero-tokens
+    #[arg(long)]
+    pub no_token_cache: bool,
     /// Save no checkpoint
     #[arg(long, conflicts_with_all = ["checkpoint", "checkpoint_every", "keep_last"])]
     pub no_checkpoint: bool,

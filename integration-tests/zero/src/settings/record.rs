@@ -14,6 +14,7 @@ use super::activations::ActivationRecord;
 use super::args::DeviceChoice;
 use super::batch::BatchRecord;
 use super::communication::CommunicationRecord;
+use super::epochs::RowsRecord;
 use super::row::Row;
 use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
@@ -106,6 +107,12 @@ pub(crate) struct DataRecord {
     /// The CRC-64 of all tokens, in hexadecimal.
     pub(crate) fingerprint: String,
     pub(crate) tokens: u64,
+    /// The epochs that decide the last step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) epochs: Option<f64>,
+    /// Rows by epochs; `None` for a stream of tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) rows: Option<RowsRecord>,
 }
 
 /// The training data.

@@ -66,6 +66,8 @@ pub(crate) struct RunSources<'a> {
     pub(crate) args: &'a TrainArgs,
     pub(crate) file: Option<&'a DsConfig>,
     pub(crate) recorded: Option<&'a RunRecord>,
+    /// The last step, if epochs decide it.
+    pub(crate) epoch_steps: Option<u64>,
     /// The checkpoint that the run resumes.
     pub(crate) saved: Option<Saved>,
 }
@@ -122,7 +124,8 @@ impl<'a> RunSources<'a> {
     }
 
     pub(crate) fn steps(&self) -> u64 {
-        self.without_sizes().value(&STEPS)
+        let steps = self.epoch_steps;
+        steps.unwrap_or_else(|| self.without_sizes().value(&STEPS))
     }
 
     /// Whether the run recomputes activations in backward.
@@ -313,6 +316,7 @@ mod tests {
             args: &args,
             file: Some(&file),
             recorded: None,
+            epoch_steps: None,
             saved: None,
         };
         let shape = RunShape {

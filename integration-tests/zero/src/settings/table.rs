@@ -2,7 +2,8 @@
 
 use super::row::Row;
 use super::{
-    activations, batch, communication, offload, optimizer, record, resolve, saving, validation,
+    activations, batch, communication, epochs, offload, optimizer, record, resolve, saving,
+    validation,
 };
 
 /// The rows by topic, in the order in which ranks compare them: a setting that others are derived
@@ -13,6 +14,7 @@ const TOPICS: &[&[Row]] = &[
     activations::ROWS,
     offload::ROWS,
     validation::SPLIT,
+    epochs::ROWS,
     record::DATA,
     validation::ROWS,
     optimizer::ROWS,

@@ -8,10 +8,11 @@ use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
 use super::row::Row;
-use crate::data::{DataError, DataSource, Dataset, FolderFiles};
+use crate::data::examples::RowOptions;
+use crate::data::{DataError, DataSource, FolderFiles, TrainingData};
 use crate::error::CliError;
 use crate::files::absolute;
-use zero_trainer::ValidationOptions;
+use zero_trainer::{ValidationData, ValidationOptions};
 
 /// The validation of a run, as `run.json` stores it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -67,7 +68,8 @@ pub(crate) struct Rows {
 pub(crate) fn open(
     args: &TrainArgs,
     source: &DataSource,
-) -> Result<(Dataset, Option<Arc<Dataset>>), CliError> {
+    rows: &RowOptions,
+) -> Result<(TrainingData, Option<Arc<TrainingData>>), CliError> {
     let usage = |text: &str| Err(CliError::Usage(text.to_owned()));
     let (training, validation) = match (&args.val_data, args.val_split) {
         (Some(_), Some(_)) => return usage("--val-data and --val-split: pass only one of them"),
@@ -81,17 +83,26 @@ pub(crate) fn open(
                 "--eval-every and --eval-tokens need validation data: pass --val-data FILE or --val-split 0.1",
             );
         }
-        (None, None) => return Ok((Dataset::open(source).map_err(CliError::usage)?, None)),
-        (None, Some(split)) => Dataset::open_split(source, split).map_err(CliError::usage)?,
+        (None, None) => {
+            return Ok((
+                TrainingData::open(source, rows).map_err(CliError::usage)?,
+                None,
+            ));
+        }
+        (None, Some(split)) => {
+            TrainingData::open_split(source, rows, split).map_err(CliError::usage)?
+        }
         (Some(path), None) => {
             let other = DataSource {
                 path: Some(path.clone()),
                 files: FolderFiles::All,
                 ..source.clone()
             };
-            let validation = Dataset::open(&other)
+            let training = TrainingData::open(source, rows).map_err(CliError::usage)?;
+            let rows = rows.for_validation(training.is_examples());
+            let validation = TrainingData::open(&other, &rows)
                 .map_err(|e| CliError::Usage(format!("--val-data {}: {e}", path.display())))?;
-            (Dataset::open(source).map_err(CliError::usage)?, validation)
+            (training, validation)
         }
     };
 
@@ -102,12 +113,12 @@ pub(crate) fn open(
 /// `seq_len` tokens.
 pub(crate) fn check_data(
     args: &TrainArgs,
-    training: &Dataset,
-    validation: Option<&Arc<Dataset>>,
+    training: &TrainingData,
+    validation: Option<&Arc<TrainingData>>,
     vocab_size: usize,
     seq_len: usize,
 ) -> Result<(), CliError> {
-    let check = |data: &Dataset, remedy: &str| match data.validate(vocab_size, seq_len) {
+    let check = |data: &TrainingData, remedy: &str| match data.validate(vocab_size, seq_len) {
         Err(error @ DataError::TooShort { .. }) if validation.is_some() => {
             Err(CliError::Usage(format!("{error}; pass {remedy}")))
         }
@@ -130,7 +141,7 @@ pub(crate) fn check_data(
 /// `--eval-tokens` is less than a row.
 pub(crate) fn options(
     args: &TrainArgs,
-    data: Option<Arc<Dataset>>,
+    data: Option<Arc<TrainingData>>,
     rows: Rows,
     steps: u64,
 ) -> Result<Option<(ValidationOptions, ValidationRecord)>, CliError> {
@@ -189,7 +200,10 @@ pub(crate) fn describe(options: &ValidationOptions, seq_len: usize) -> String {
 }
 
 /// Notes about files that are left out, and a note if the validation data is the training data.
-pub(crate) fn notices(training: &Dataset, validation: Option<&Arc<Dataset>>) -> Vec<String> {
+pub(crate) fn notices(
+    training: &TrainingData,
+    validation: Option<&Arc<TrainingData>>,
+) -> Vec<String> {
     let mut notices = training.notices().to_vec();
     let Some(validation) = validation else {
         return notices;

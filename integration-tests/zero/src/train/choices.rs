@@ -1,7 +1,9 @@
 //! The model and the data of a run: those of the flags, or of the resumed run.
 
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
@@ -9,13 +11,17 @@ use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
-use crate::data::{DataSource, Dataset, FolderFiles, is_token_file, tokenizer_checksum};
+use crate::data::examples::RowOptions;
+use crate::data::{
+    DataSource, FolderFiles, TrainingData, default_token_cache, is_token_file, tokenizer_checksum,
+};
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::flags::find_model;
 use crate::settings::args::TrainArgs;
+use crate::settings::epochs;
 use crate::settings::record::{DataRecord, ModelRecord, RunRecord};
-use crate::settings::resolve::RunShape;
+use crate::settings::resolve::{RunShape, RunSources};
 use crate::settings::row::Conditions;
 use crate::settings::validation;
 
@@ -102,9 +108,10 @@ impl ChosenModel {
 /// The data of a run.
 pub(crate) struct ChosenData {
     source: DataSource,
-    pub(crate) training: Dataset,
+    rows: RowOptions,
+    pub(crate) training: TrainingData,
     /// The validation data.
-    pub(crate) held_out: Option<Arc<Dataset>>,
+    pub(crate) held_out: Option<Arc<TrainingData>>,
 }
 
 impl ChosenData {
@@ -113,22 +120,26 @@ impl ChosenData {
     /// # Errors
     /// Flags that contradict each other, or data that cannot be read.
     pub(crate) fn open(
-        args: &TrainArgs,
-        recorded: Option<&RunRecord>,
+        from: &RunSources<'_>,
         folder: Option<&HfFolder>,
+        seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
-        let source = data_source(args, recorded, folder)?;
-        let (training, held_out) = validation::open(args, &source)?;
+        let args = from.args;
+        let source = data_source(args, from.recorded, folder)?;
+        let tokenizer = source.tokenizer.clone();
+        let rows = epochs::row_options(from, seq_len, tokenizer, folder.map(HfFolder::path));
+        let (training, held_out) = validation::open(args, &source, &rows)?;
         notices.extend(validation::notices(&training, held_out.as_ref()));
         Ok(Self {
             source,
+            rows,
             training,
             held_out,
         })
     }
 
-    pub(crate) fn record(&self) -> DataRecord {
+    pub(crate) fn record(&self, epochs: Option<f64>) -> DataRecord {
         let source = &self.source;
         DataRecord {
             path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
@@ -136,6 +147,8 @@ impl ChosenData {
             tokenizer: source.tokenizer.as_deref().map(absolute),
             fingerprint: format!("{:016x}", self.training.fingerprint()),
             tokens: self.training.len_tokens(),
+            epochs,
+            rows: epochs::record(&self.training, &self.rows),
         }
     }
 
@@ -207,6 +220,8 @@ fn data_source(
             path: args.data.clone(),
             tokenizer,
             files: FolderFiles::All,
+            token_cache: token_cache(args),
+            threads: tokenizing_threads(args),
         });
     };
 
@@ -245,5 +260,22 @@ fn data_source(
         path,
         tokenizer,
         files,
+        token_cache: token_cache(args),
+        threads: tokenizing_threads(args),
     })
+}
+
+/// Where tokens are kept for later runs.
+fn token_cache(args: &TrainArgs) -> Option<PathBuf> {
+    if args.no_token_cache {
+        return None;
+    }
+    default_token_cache()
+}
+
+/// Those of all ranks together, which do not compute yet; `None` for one for each core.
+fn tokenizing_threads(args: &TrainArgs) -> Option<usize> {
+    let threads = args.threads?.saturating_mul(args.ranks.unwrap_or(1));
+    let cores = thread::available_parallelism().map_or(1, NonZero::get);
+    Some(threads.min(cores))
 }

@@ -31,7 +31,7 @@ use crate::settings::resolve::{
 use crate::settings::row::Conditions;
 use crate::settings::saving::{CHECK_REPLICAS, SavingRecord, requests_replica_checks};
 use crate::settings::validation::{self, Rows, ValidationRecord};
-use crate::settings::{autos, unused_keys};
+use crate::settings::{autos, epochs, unused_keys};
 
 /// The GPU of a rank.
 #[derive(Clone, Debug)]
@@ -48,6 +48,8 @@ pub(crate) struct Parts<'a> {
     pub(crate) device: Option<Gpu>,
     pub(crate) model: ChosenModel,
     pub(crate) data: ChosenData,
+    /// The epochs that decide the last step.
+    epochs: Option<f64>,
     pub(crate) settings: Settings,
     pub(crate) sizes: Sizes,
     pub(crate) options: ModelOptions,
@@ -74,9 +76,15 @@ impl<'a> Parts<'a> {
         let ranks = run.ranks;
         let model = ChosenModel::find(args, resumed, ranks, notices)?;
         notices.extend(idle_flags(&from, &run));
-        let data = ChosenData::open(args, from.recorded, model.folder.as_ref(), notices)?;
+        let sizes = Sizes::new(&from, &model, ranks)?;
+        let data = ChosenData::open(&from, model.folder.as_ref(), sizes.seq_len, notices)?;
+        sizes.check_data(args, &model, &data)?;
+        let epochs = epochs::steps(&from, &data.training, sizes.batch.train_batch_size)?;
+        let from = RunSources {
+            epoch_steps: epochs.map(|(_, steps)| steps),
+            ..from
+        };
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
-        let sizes = Sizes::new(&from, &model, &data, ranks)?;
         settings.grad_accum_steps = sizes.batch.grad_accum as usize;
         let mut options = model_options(&from, &model, &sizes, &settings)?;
 
@@ -110,6 +118,7 @@ impl<'a> Parts<'a> {
             device,
             model,
             data,
+            epochs: epochs.map(|(epochs, _)| epochs),
             settings,
             sizes,
             options,
@@ -131,7 +140,7 @@ impl<'a> Parts<'a> {
             resumed_runs,
             program: PROGRAM.to_owned(),
             model: self.model.record(self.from.recorded, self.from.seed()),
-            data: self.data.record(),
+            data: self.data.record(self.epochs),
             optimizer: self.settings.optimizer.clone(),
             param_groups: self.settings.groups.clone(),
             dtype: recorded_dtype(self.settings.dtype)?,
@@ -247,25 +256,28 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    fn new(
-        from: &RunSources<'_>,
-        model: &ChosenModel,
-        data: &ChosenData,
-        ranks: usize,
-    ) -> Result<Self, CliError> {
+    fn new(from: &RunSources<'_>, model: &ChosenModel, ranks: usize) -> Result<Self, CliError> {
         let config = &model.config;
         let from_batch = from.without_sizes().part(|run| &run.batch);
         let batch = batch::resolve(&from_batch, ranks)?;
         let seq_len = batch::seq_len(&from_batch, config.max_positions());
         check_seq_len(seq_len as u64, Some(config.max_positions() as u64))?;
+        Ok(Self { batch, seq_len })
+    }
+
+    fn check_data(
+        &self,
+        args: &TrainArgs,
+        model: &ChosenModel,
+        data: &ChosenData,
+    ) -> Result<(), CliError> {
         validation::check_data(
-            from.args,
+            args,
             &data.training,
             data.held_out.as_ref(),
-            config.vocab_size(),
-            seq_len,
-        )?;
-        Ok(Self { batch, seq_len })
+            model.config.vocab_size(),
+            self.seq_len,
+        )
     }
 
     fn rows(&self, ranks: usize) -> Rows {

@@ -67,6 +67,7 @@ impl RunSetup {
             args,
             file: file.as_ref(),
             recorded: resumed.and_then(|resumed| resumed.record.as_ref()),
+            epoch_steps: None,
             saved: resumed.map(Resumed::saved),
         };
 

@@ -25,7 +25,7 @@ fn greedy_tokens_of_a_folder_are_those_of_transformers() {
         let args = ["--model", &model, "--token-ids", &ids, "--tokens", "30"];
         for dtype in [&[][..], &["--threads", "1"]] {
             let got = json(dir.path(), &[&args, dtype].concat());
-            assert_eq!(got["prompt_tokens"], greedy["prompt"]);
+            assert_eq!(got["prompt"], greedy["prompt"]);
             assert_eq!(got["tokens"], greedy["of_initial_weights"]);
             assert_eq!(got["end"], "tokens");
             assert_eq!(got["dtype"], "fp32");
@@ -60,7 +60,7 @@ fn checkpoint_and_export_write_the_same() {
     let of = |from: [&str; 2]| json(dir.path(), &[&from[..], &drawn].concat());
     let saved = of(["--checkpoint", "saves"]);
     assert_eq!(saved["tokens"], of(["--model", "out"])["tokens"]);
-    assert_eq!(saved["prompt_tokens"], serde_json::json!(b"To be"));
+    assert_eq!(saved["prompt"], serde_json::json!(b"To be"));
 
     // The model has positions for 64 tokens.
     let greedy = json(dir.path(), &["--checkpoint", "saves", "--prompt", "To be"]);

@@ -4,6 +4,7 @@ mod breakdown;
 mod cli;
 mod config;
 mod edges;
+mod examples;
 mod generate;
 #[cfg(target_os = "linux")]
 mod launcher;

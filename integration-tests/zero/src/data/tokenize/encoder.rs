@@ -4,8 +4,8 @@ use std::borrow::Cow;
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use regex_automata::hybrid::CacheError;
-use tokenizers::tokenizer::{Model, NormalizedString, Normalizer};
 use tokenizers::Tokenizer;
+use tokenizers::tokenizer::{Model, NormalizedString, Normalizer};
 
 use super::rules::{Prefix, Rules, SPACE, Step};
 use super::words::{Splitter, WordTokens, each_word, word_key};
@@ -33,8 +33,7 @@ impl NamedTokens {
             Some(AhoCorasick::builder().match_kind(kind).build(contents)?)
         };
         let mut tokens = added.values();
-        let are_plain =
-            tokens.all(|t| !(t.normalized || t.lstrip || t.rstrip || t.single_word));
+        let are_plain = tokens.all(|t| !(t.normalized || t.lstrip || t.rstrip || t.single_word));
         Ok(Self {
             search,
             ids,
@@ -133,7 +132,11 @@ impl<'a> Encoder<'a> {
         }
 
         let mut at = 0;
-        for found in named.search.iter().flat_map(|search| search.find_iter(part)) {
+        for found in named
+            .search
+            .iter()
+            .flat_map(|search| search.find_iter(part))
+        {
             self.encode_words(&part[at..found.start()], composed, out)?;
             out.push(named.ids[found.pattern().as_usize()]);
             at = found.end();
@@ -195,15 +198,29 @@ impl<'a> Encoder<'a> {
         let named = self.named;
         let (mut at, mut starts_text) = (0, starts);
         let mut starts_section = starts;
-        for found in named.search.iter().flat_map(|search| search.find_iter(part)) {
+        for found in named
+            .search
+            .iter()
+            .flat_map(|search| search.find_iter(part))
+        {
             let section = &part[at..found.start()];
-            self.encode_section(section, prefix.of(section, starts_section, starts_text), each, out)?;
+            self.encode_section(
+                section,
+                prefix.of(section, starts_section, starts_text),
+                each,
+                out,
+            )?;
             out.push(named.ids[found.pattern().as_usize()]);
             at = found.end();
             (starts_section, starts_text) = (true, false);
         }
         let section = &part[at..];
-        self.encode_section(section, prefix.of(section, starts_section, starts_text), each, out)
+        self.encode_section(
+            section,
+            prefix.of(section, starts_section, starts_text),
+            each,
+            out,
+        )
     }
 
     /// Appends the tokens of text without named tokens.

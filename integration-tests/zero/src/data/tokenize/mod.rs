@@ -12,6 +12,7 @@ pub(super) mod stream;
 mod tests;
 mod words;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm, Digest};
@@ -22,8 +23,8 @@ use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files};
 
 use super::DataError;
 use encoder::NamedTokens;
-pub(super) use special::DocumentEnds;
 use rules::Rules;
+pub(super) use special::DocumentEnds;
 
 /// GPT-2's only special token.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -152,13 +153,8 @@ impl TextTokenizer {
     }
 
     /// The id of a token by its text.
-    pub(crate) fn token_id(&self, token: &str) -> Option<u32> {
+    fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
-    }
-
-    /// The highest token.
-    pub(crate) fn highest_token(&self) -> Option<u32> {
-        self.inner.get_vocab(true).into_values().max()
     }
 
     /// The tokens of a prompt, with the special tokens that the tokenizer's file puts around a
@@ -167,6 +163,23 @@ impl TextTokenizer {
         let encoding = self.inner.encode_fast(text, true);
         let encoding = encoding.map_err(|e| self.error("failed to tokenize the prompt", &e))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The tokens of a text without further special tokens, and the bytes of each.
+    pub(crate) fn encode_with_places(
+        &self,
+        text: &str,
+    ) -> Result<(Vec<u32>, Vec<Range<usize>>), DataError> {
+        let encoding = self.inner.encode(text, false);
+        let encoding = encoding.map_err(|e| self.error("failed to tokenize the text", &e))?;
+        let places = encoding.get_offsets().iter();
+        let places = places.map(|&(start, end)| start..end).collect();
+        Ok((encoding.get_ids().to_vec(), places))
+    }
+
+    /// The id of a token by its text.
+    pub(crate) fn token(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
     }
 
     /// The text of tokens, special ones included.

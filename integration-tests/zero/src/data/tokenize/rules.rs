@@ -107,7 +107,10 @@ impl Rules {
         let is_plain = match self {
             Self::Bytes { .. } => true,
             Self::Spaces { .. } => {
-                !token.normalized && !token.lstrip && !token.rstrip && !token.single_word
+                !token.normalized
+                    && !token.lstrip
+                    && !token.rstrip
+                    && !token.single_word
                     && !ends_word
             }
         };

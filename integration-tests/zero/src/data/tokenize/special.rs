@@ -44,17 +44,12 @@ impl TextTokenizer {
 
     /// The token that ends a document: that which `tokenizer_config.json` beside the tokenizer
     /// names, or else `generation_config.json` or `config.json`, or else GPT-2's.
-    pub(crate) fn end_token(&self) -> Option<u32> {
+    fn end_token(&self) -> Option<u32> {
         let dir = self.folder();
         self.named_token(dir, "eos_token")
             .or_else(|| end_tokens_in(dir).first().copied())
             .filter(|token| self.inner.id_to_token(*token).is_some())
             .or_else(|| self.token_id(END_OF_TEXT))
-    }
-
-    /// The token that begins a document, by `tokenizer_config.json`.
-    pub(crate) fn begin_token(&self) -> Option<u32> {
-        self.named_token(self.folder(), "bos_token")
     }
 
     /// The folder of the tokenizer.

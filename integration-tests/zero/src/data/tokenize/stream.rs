@@ -225,12 +225,7 @@ struct Cutter<'a, R> {
 }
 
 impl<'a, R: Read> Cutter<'a, R> {
-    fn new(
-        tokenizer: &'a TextTokenizer,
-        input: &'a mut R,
-        file: &'a Path,
-        line: bool,
-    ) -> Self {
+    fn new(tokenizer: &'a TextTokenizer, input: &'a mut R, file: &'a Path, line: bool) -> Self {
         Self {
             tokenizer,
             input,
@@ -270,7 +265,11 @@ impl<'a, R: Read> Cutter<'a, R> {
     /// Reads about `bytes` more; false at the end of the file.
     fn read(&mut self, bytes: usize) -> Result<bool, DataError> {
         let mut block = mem::take(&mut self.rest);
-        let read = self.input.by_ref().take(bytes as u64).read_to_end(&mut block);
+        let read = self
+            .input
+            .by_ref()
+            .take(bytes as u64)
+            .read_to_end(&mut block);
         let read = read.map_err(|source| DataError::Read {
             path: self.file.to_owned(),
             source,

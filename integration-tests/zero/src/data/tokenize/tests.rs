@@ -4,6 +4,7 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
@@ -26,14 +27,16 @@ const CORPUS: &str = "It's the end of the day, isn't it? They'll say 12345 times
 fn byte_level(splitter: &Value, normalizer: &Value) -> Tokenizer {
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, false)));
-    let mut trainer = BpeTrainer::builder()
+    let trainer = BpeTrainer::builder()
         .vocab_size(420)
         .show_progress(false)
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
-        .build()
-        .into();
+        .build();
+    let mut trainer = TrainerWrapper::from(trainer);
     let lines = CORPUS.split_inclusive(char::is_whitespace);
-    tokenizer.train(&mut trainer, lines.map(str::to_owned)).unwrap();
+    tokenizer
+        .train(&mut trainer, lines.map(str::to_owned))
+        .unwrap();
     rebuilt(&tokenizer, splitter, normalizer)
 }
 
@@ -53,17 +56,20 @@ fn rebuilt(tokenizer: &Tokenizer, splitter: &Value, normalizer: &Value) -> Token
 fn spaced(splitter: &Value, normalizer: &Value) -> Tokenizer {
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Always, true)));
-    let mut trainer = BpeTrainer::builder()
+    let trainer = BpeTrainer::builder()
         .vocab_size(250)
         .show_progress(false)
-        .build()
-        .into();
+        .build();
+    let mut trainer = TrainerWrapper::from(trainer);
     let ascii = CORPUS.replace(|c: char| !c.is_ascii() || c == '\n', " ");
     tokenizer.train(&mut trainer, [ascii].into_iter()).unwrap();
 
     let mut json = serde_json::to_value(&tokenizer).unwrap();
     let vocab = json["model"]["vocab"].as_object_mut().unwrap();
-    for name in (0..=255u8).map(|byte| format!("<0x{byte:02X}>")).chain(["<unk>".to_owned()]) {
+    for name in (0..=255u8)
+        .map(|byte| format!("<0x{byte:02X}>"))
+        .chain(["<unk>".to_owned()])
+    {
         let id = vocab.len();
         vocab.insert(name, json!(id));
     }
@@ -97,14 +103,18 @@ static KINDS: LazyLock<Vec<(&str, TextTokenizer)>> = LazyLock::new(|| {
     let nfc = json!({"type": "NFC"});
     let digits = |alone: bool| json!({"type": "Digits", "individual_digits": alone});
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-    let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]});
+    let prepend =
+        json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]});
     let kinds = [
         ("GPT-2", byte_level(&bytes_after(&[]), &none)),
         ("Llama 3", byte_level(&split(LLAMA3), &none)),
         ("Qwen 2", byte_level(&split(QWEN2), &nfc)),
         ("o200k", byte_level(&split(O200K), &none)),
         ("SmolLM", byte_level(&bytes_after(&[digits(true)]), &none)),
-        ("rows of digits", byte_level(&bytes_after(&[digits(false)]), &none)),
+        (
+            "rows of digits",
+            byte_level(&bytes_after(&[digits(false)]), &none),
+        ),
         ("Llama 2", spaced(&none, &prepend)),
         ("Mistral", spaced(&metaspace("first", false), &none)),
         ("always a space", spaced(&metaspace("always", true), &none)),
@@ -124,7 +134,10 @@ fn tokens_of_parts(tokenizer: &TextTokenizer, text: &str) -> (Vec<u32>, usize) {
     let (mut from, mut parts) = (0, 0);
     for at in 1..=text.len() {
         if at == text.len() || (text.is_char_boundary(at) && rules.can_cut(text, at)) {
-            encoder.encode(&text[from..at], from == 0, &mut out).ok().unwrap();
+            encoder
+                .encode(&text[from..at], from == 0, &mut out)
+                .ok()
+                .unwrap();
             (from, parts) = (at, parts + 1);
         }
     }
@@ -142,9 +155,50 @@ fn check(text: &str) {
 /// A generator of text made of pieces where rules differ.
 fn texts() -> impl Strategy<Value = String> {
     let pieces = prop::sample::select(vec![
-        "a", "the", "Cat", "THE", "'s", "'LL", "'", "1", "12", "1234", "٣", "½", " ", "  ", "\n", "\n\n", "\r\n", "\t",
-        "\u{a0}", "\u{3000}", "\u{85}", ".", "...", "/", "//", "é", "e\u{301}", "\u{301}", "漢字", "。", "ス\u{3099}",
-        "नि", "🦀", "▁", "<|end|>", "<|", "|>", "<0x0A>", "_", "there ", "day\nthe", "\u{200d}", "ǅ", "ʰ",
+        "a",
+        "the",
+        "Cat",
+        "THE",
+        "'s",
+        "'LL",
+        "'",
+        "1",
+        "12",
+        "1234",
+        "٣",
+        "½",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "\u{a0}",
+        "\u{3000}",
+        "\u{85}",
+        ".",
+        "...",
+        "/",
+        "//",
+        "é",
+        "e\u{301}",
+        "\u{301}",
+        "漢字",
+        "。",
+        "ス\u{3099}",
+        "नि",
+        "🦀",
+        "▁",
+        "<|end|>",
+        "<|",
+        "|>",
+        "<0x0A>",
+        "_",
+        "there ",
+        "day\nthe",
+        "\u{200d}",
+        "ǅ",
+        "ʰ",
     ]);
     prop::collection::vec(pieces, 0..30).prop_map(|pieces| pieces.concat())
 }

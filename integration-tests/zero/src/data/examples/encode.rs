@@ -1,0 +1,196 @@
+//! From a line to the tokens of an example.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use zero_models::hf::companions::end_tokens_in;
+
+use super::line::Line;
+use super::template::{ChatTemplate, Rendered, special_tokens};
+use crate::data::{DataError, TextTokenizer};
+
+/// The end token of GPT-2, whose folders may not name it.
+const GPT2_END: &str = "<|endoftext|>";
+
+/// The files that decide the tokens of an example.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct EncoderSource {
+    /// A tokenizer; `None` for one token per byte.
+    pub(crate) tokenizer: Option<PathBuf>,
+    /// The folder of the model, with its chat template and special tokens.
+    pub(crate) folder: Option<PathBuf>,
+    /// The end token; `None` for that of the folder.
+    pub(crate) end: Option<u32>,
+    /// The time for templates with a date, in seconds.
+    pub(crate) now: i64,
+}
+
+impl EncoderSource {
+    /// No files, and the current time.
+    pub(crate) fn now() -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        Self {
+            now: now.map_or(0, |now| now.as_secs() as i64),
+            ..Self::default()
+        }
+    }
+}
+
+/// Makes tokens of examples.
+pub(super) struct Encoder {
+    tokenizer: Option<TextTokenizer>,
+    template: Option<ChatTemplate>,
+    /// The token that ends a text or a completion.
+    pub(super) end: Option<u32>,
+}
+
+/// The tokens of one example.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Encoded {
+    pub(super) tokens: Vec<u32>,
+    /// For each token whether it is trained.
+    pub(super) trained: Vec<bool>,
+    /// Whether the prompt has other tokens alone than before its completion.
+    pub(super) moved: bool,
+}
+
+impl Encoder {
+    /// # Errors
+    /// A tokenizer or a template that cannot be used.
+    pub(super) fn open(source: &EncoderSource) -> Result<Self, DataError> {
+        let tokenizer = source.tokenizer.as_deref();
+        let dirs: Vec<&Path> = tokenizer
+            .map(|path| match path.is_dir() {
+                true => path,
+                false => path.parent().unwrap_or(path),
+            })
+            .into_iter()
+            .chain(source.folder.as_deref())
+            .collect();
+        let tokenizer = tokenizer.map(TextTokenizer::open).transpose()?;
+
+        let mut template = None;
+        for dir in &dirs {
+            if template.is_none() {
+                template = ChatTemplate::open(dir, source.now)?;
+            }
+        }
+
+        let named = dirs
+            .iter()
+            .find_map(|dir| special_tokens(dir).remove("eos_token"));
+        let named = named.as_deref().or(Some(GPT2_END));
+        let named = named
+            .zip(tokenizer.as_ref())
+            .and_then(|(name, tokenizer)| tokenizer.token(name));
+        let configured = || {
+            dirs.iter()
+                .find_map(|dir| end_tokens_in(dir).first().copied())
+        };
+        Ok(Self {
+            end: source.end.or(named).or_else(configured),
+            template,
+            tokenizer,
+        })
+    }
+
+    /// Whether tokens are bytes.
+    pub(super) fn is_bytes(&self) -> bool {
+        self.tokenizer.is_none()
+    }
+
+    /// The tokens of a line. The error says what is wrong with it.
+    pub(super) fn encode(&self, line: &Line) -> Result<Encoded, String> {
+        match line {
+            Line::Text(text) => {
+                let tokens = self.ended(self.tokens(text)?);
+                Ok(Encoded {
+                    trained: vec![true; tokens.len()],
+                    tokens,
+                    moved: false,
+                })
+            }
+            Line::Completion { prompt, completion } => self.completion(prompt, completion),
+            Line::Messages {
+                messages,
+                given,
+                tools,
+            } => {
+                let template = self.template.as_ref().ok_or(
+                    "messages need a chat template, and the model's folder has none: add chat_template.jinja to the \
+                     folder, pass --tokenizer with a folder that has one, or use `prompt` and `completion`",
+                )?;
+                self.rendered(&template.render(messages, *given, tools.as_ref())?)
+            }
+        }
+    }
+
+    /// A prompt and its completion are tokenized as one text, as a model meets them; what the
+    /// prompt has alone is not trained.
+    fn completion(&self, prompt: &str, completion: &str) -> Result<Encoded, String> {
+        let mut alone = self.tokens(prompt)?;
+        // A tokenizer may end each text.
+        alone.pop_if(|last| Some(*last) == self.end && !prompt.is_empty());
+        let tokens = self.ended(self.tokens(&format!("{prompt}{completion}"))?);
+        let given = alone.len().min(tokens.len());
+        Ok(Encoded {
+            trained: (0..tokens.len()).map(|i| i >= given).collect(),
+            moved: tokens[..given] != alone,
+            tokens,
+        })
+    }
+
+    /// The tokens of a rendered conversation, which has its special tokens as text.
+    fn rendered(&self, rendered: &Rendered) -> Result<Encoded, String> {
+        let Some(tokenizer) = &self.tokenizer else {
+            let tokens = rendered.text.bytes().map(u32::from).collect();
+            let is_trained = |i| rendered.spans.iter().any(|span| span.contains(&i));
+            return Ok(Encoded {
+                tokens,
+                trained: (0..rendered.text.len()).map(is_trained).collect(),
+                moved: false,
+            });
+        };
+
+        let (tokens, places) = tokenizer
+            .encode_with_places(&rendered.text)
+            .map_err(|e| e.to_string())?;
+        let overlaps = |place: &Range<usize>, span: &Range<usize>| {
+            place.start < span.end && span.start < place.end
+        };
+        let is_trained =
+            |place: &Range<usize>| rendered.spans.iter().any(|span| overlaps(place, span));
+        Ok(Encoded {
+            trained: places.iter().map(is_trained).collect(),
+            tokens,
+            moved: false,
+        })
+    }
+
+    fn tokens(&self, text: &str) -> Result<Vec<u32>, String> {
+        match &self.tokenizer {
+            None => Ok(text.bytes().map(u32::from).collect()),
+            Some(tokenizer) => tokenizer.encode_prompt(text).map_err(|e| e.to_string()),
+        }
+    }
+
+    /// The tokens with the end token, once.
+    fn ended(&self, mut tokens: Vec<u32>) -> Vec<u32> {
+        if tokens.last().copied() != self.end {
+            tokens.extend(self.end);
+        }
+        tokens
+    }
+
+    /// Tokens as text.
+    pub(super) fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
+        match &self.tokenizer {
+            Some(tokenizer) => tokenizer.decode(tokens),
+            None => {
+                let bytes: Vec<u8> = tokens.iter().map(|&token| token as u8).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! One line of a JSONL file as an example.
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::Deserialize;
+
+/// The form of the examples of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// `text`: all tokens are trained.
+    Text,
+    /// `prompt` and `completion`: the completion is trained.
+    Completion,
+    /// `messages`: those of the assistant are trained.
+    Messages,
+}
+
+impl Form {
+    /// The keys of a line, for messages.
+    pub(crate) fn keys(self) -> &'static str {
+        match self {
+            Self::Text => "`text`",
+            Self::Completion => "`prompt` and `completion`",
+            Self::Messages => "`messages`",
+        }
+    }
+}
+
+/// The known keys of a line. Others are ignored.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Keys {
+    text: Option<Value>,
+    prompt: Option<Value>,
+    completion: Option<Value>,
+    messages: Option<Value>,
+    tools: Option<Value>,
+}
+
+/// One example.
+#[derive(Clone, Debug)]
+pub(super) enum Line {
+    Text(String),
+    Completion {
+        prompt: String,
+        completion: String,
+    },
+    /// A conversation. The first `given` messages are a prompt, whose assistant's messages are not
+    /// trained.
+    Messages {
+        messages: Vec<Value>,
+        given: usize,
+        tools: Option<Value>,
+    },
+}
+
+/// The keys that make a line an example, whatever the flags.
+pub(super) fn has_example_keys(line: &str) -> bool {
+    serde_json::from_str::<Keys>(line).is_ok_and(|keys| {
+        keys.messages.is_some() || keys.prompt.is_some() || keys.completion.is_some()
+    })
+}
+
+/// Whether a line is an object with `text`.
+pub(super) fn has_text_key(line: &str) -> bool {
+    serde_json::from_str::<Keys>(line).is_ok_and(|keys| keys.text.is_some())
+}
+
+impl Line {
+    /// Parses a line. The error says what is wrong with it, and what to do.
+    pub(super) fn parse(line: &str) -> Result<Self, String> {
+        let keys: Keys = serde_json::from_str(line).map_err(|error| {
+            let text = error.to_string();
+            let text = text.split(" at line ").next().unwrap_or_default();
+            format!(
+                "not a JSON object at column {}: {text}; each line must be one object",
+                error.column()
+            )
+        })?;
+        match keys {
+            Keys {
+                messages: Some(_),
+                text: Some(_),
+                ..
+            } => Err("it has both `messages` and `text`: remove one of them".to_owned()),
+            Keys {
+                text: Some(_),
+                completion: Some(_),
+                ..
+            } => Err("it has both `text` and `completion`: remove one of them".to_owned()),
+            Keys {
+                messages: Some(_),
+                completion: Some(_),
+                ..
+            } => Err("it has both `messages` and `completion`: remove one of them".to_owned()),
+            Keys {
+                messages: Some(messages),
+                tools,
+                ..
+            } => Ok(Self::Messages {
+                messages: conversation(&messages, "messages")?,
+                given: 0,
+                tools,
+            }),
+            Keys {
+                prompt: Some(prompt),
+                completion: Some(completion),
+                tools,
+                ..
+            } => Self::completion(&prompt, &completion, tools),
+            Keys {
+                completion: Some(_),
+                ..
+            } => Err(
+                "it has `completion` without `prompt`: add \"prompt\": \"\" if there is none"
+                    .to_owned(),
+            ),
+            Keys {
+                text: Some(text), ..
+            } => Ok(Self::Text(string(&text, "text")?)),
+            Keys {
+                prompt: Some(_), ..
+            } => Err(
+                "it has `prompt` without `completion`: add the text to be trained, or name the key `text`"
+                    .to_owned(),
+            ),
+            Keys { .. } => Err(
+                "it has none of the keys `text`, `prompt` with `completion`, or `messages`; rename the keys of the data"
+                    .to_owned(),
+            ),
+        }
+    }
+
+    fn completion(
+        prompt: &Value,
+        completion: &Value,
+        tools: Option<Value>,
+    ) -> Result<Self, String> {
+        if prompt.kind() != ValueKind::Seq && completion.kind() != ValueKind::Seq {
+            return Ok(Self::Completion {
+                prompt: string(prompt, "prompt")?,
+                completion: string(completion, "completion")?,
+            });
+        }
+        let mut messages = conversation(prompt, "prompt")?;
+        let given = messages.len();
+        messages.extend(conversation(completion, "completion")?);
+        Ok(Self::Messages {
+            messages,
+            given,
+            tools,
+        })
+    }
+
+    pub(super) fn form(&self) -> Form {
+        match self {
+            Self::Text(_) => Form::Text,
+            Self::Completion { .. } => Form::Completion,
+            Self::Messages { given: 0, .. } => Form::Messages,
+            Self::Messages { .. } => Form::Completion,
+        }
+    }
+}
+
+fn string(value: &Value, key: &str) -> Result<String, String> {
+    let text = value.as_str().map(str::to_owned);
+    text.ok_or_else(|| format!("`{key}` is {}, and must be a string", value.kind()))
+}
+
+/// The messages of a list.
+fn conversation(value: &Value, key: &str) -> Result<Vec<Value>, String> {
+    if value.kind() != ValueKind::Seq {
+        return Err(format!(
+            "`{key}` is {}, and must be a list of objects with `role` and `content`",
+            value.kind()
+        ));
+    }
+    let messages: Vec<Value> = value.try_iter().map_err(|e| e.to_string())?.collect();
+    if messages.is_empty() {
+        return Err(format!("`{key}` has no message: remove the line"));
+    }
+    for (index, message) in messages.iter().enumerate() {
+        if role(message).is_none() {
+            return Err(format!(
+                "message {} of `{key}` has no `role` that is a string, such as user or assistant",
+                index + 1
+            ));
+        }
+    }
+    Ok(messages)
+}
+
+/// The role of a message.
+fn role(message: &Value) -> Option<String> {
+    let role = message.get_attr("role").ok()?;
+    role.as_str().map(str::to_owned)
+}
+
+/// Whether a message is the assistant's.
+pub(super) fn is_assistant(message: &Value) -> bool {
+    role(message).as_deref() == Some("assistant")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forms_are_told_apart() {
+        let form = |line: &str| Line::parse(line).map(|line| line.form());
+        assert_eq!(form(r#"{"text": "a"}"#), Ok(Form::Text));
+        assert_eq!(
+            form(r#"{"prompt": "a", "completion": "b", "id": 3}"#),
+            Ok(Form::Completion)
+        );
+        let chat = r#"[{"role": "user", "content": "a"}]"#;
+        assert_eq!(
+            form(&format!(r#"{{"messages": {chat}, "prompt": "a"}}"#)),
+            Ok(Form::Messages)
+        );
+        assert_eq!(
+            form(&format!(r#"{{"prompt": {chat}, "completion": {chat}}}"#)),
+            Ok(Form::Completion)
+        );
+    }
+
+    #[test]
+    fn malformed_lines_are_errors() {
+        for (line, expected) in [
+            ("", "not a JSON object at column 0"),
+            ("[1", "not a JSON object"),
+            ("{\"text\": \"a\"} x", "column 15: trailing characters"),
+            ("{}", "none of the keys"),
+            (r#"{"text": 3}"#, "`text` is number"),
+            (r#"{"prompt": "a"}"#, "without `completion`"),
+            (r#"{"completion": "a"}"#, "without `prompt`"),
+            (
+                r#"{"text": "a", "messages": []}"#,
+                "both `messages` and `text`",
+            ),
+            (r#"{"messages": []}"#, "no message"),
+            (r#"{"messages": "a"}"#, "must be a list"),
+            (
+                r#"{"messages": [{"content": "a"}]}"#,
+                "message 1 of `messages` has no `role`",
+            ),
+        ] {
+            let error = Line::parse(line).unwrap_err();
+            assert!(error.contains(expected), "{line}: {error}");
+        }
+    }
+}

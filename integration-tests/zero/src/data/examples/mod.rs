@@ -1,0 +1,375 @@
+//! Examples for fine-tuning: JSONL files whose lines are examples of their own.
+//!
+//! | keys of a line | trained |
+//! |---|---|
+//! | `prompt` and `completion`, strings or lists of messages | the completion and the end token |
+//! | `messages`, by the chat template of the model's folder | the assistant's messages |
+//! | `text`, with `--pack` or `--epochs` | all of it and the end token |
+//!
+//! [`Examples`] are the tokens of all lines. [`ExampleRows`] arrange them in rows, and [`Epochs`]
+//! order rows.
+
+mod encode;
+mod epochs;
+mod line;
+mod rows;
+mod template;
+#[cfg(test)]
+mod tests;
+mod training;
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crc_fast::{CrcAlgorithm, Digest};
+use indicatif::HumanCount;
+use zero_trainer::IGNORED;
+
+pub(crate) use encode::EncoderSource;
+pub(crate) use line::Form;
+pub(crate) use rows::ExampleRows;
+pub(crate) use training::RowOptions;
+pub use training::TrainingData;
+
+use super::{DataError, MAX_BYTE_VOCAB};
+use encode::{Encoded, Encoder};
+use epochs::Epochs;
+use line::Line;
+
+/// The bit of a token that is trained. No vocabulary has as many tokens.
+const TRAINED: u32 = 1 << 31;
+
+/// Lines that are tokenized at a time.
+const LINES: usize = 4096;
+
+/// The tokens of examples.
+pub(crate) struct Examples {
+    /// The path, for messages.
+    name: String,
+    form: Form,
+    /// The tokens of all examples, with [`TRAINED`].
+    tokens: Vec<u32>,
+    /// For each example the end of its tokens.
+    ends: Vec<u64>,
+    /// For each example its file and line.
+    places: Vec<(u32, u32)>,
+    files: Vec<PathBuf>,
+    encoder: Arc<Encoder>,
+    /// Examples whose prompt has other tokens alone.
+    moved: u64,
+    fingerprint: u64,
+}
+
+/// The tokens of one example.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Example<'a>(&'a [u32]);
+
+impl Example<'_> {
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(crate) fn token(&self, i: usize) -> u32 {
+        self.0[i] & !TRAINED
+    }
+
+    /// The token as a target.
+    pub(crate) fn target(&self, i: usize) -> u32 {
+        if self.0[i] & TRAINED != 0 {
+            self.token(i)
+        } else {
+            IGNORED
+        }
+    }
+
+    /// Trained targets of the first `inputs` tokens.
+    fn trained(&self, inputs: usize) -> u32 {
+        let targets = self.0.iter().skip(1).take(inputs);
+        targets.filter(|&&token| token & TRAINED != 0).count() as u32
+    }
+
+    fn has_trained(&self, inputs: usize) -> bool {
+        self.trained(inputs) > 0
+    }
+}
+
+/// The files of `path` if its lines are examples: those with `prompt`, `completion` or `messages`,
+/// and those with `text` if `wants_text`.
+///
+/// # Errors
+/// A file cannot be read.
+pub(super) fn files(path: &Path, wants_text: bool) -> Result<Option<Vec<PathBuf>>, DataError> {
+    let files = if path.is_dir() {
+        folder_files(path)?
+    } else if is_jsonl(path) {
+        vec![path.to_owned()]
+    } else {
+        Vec::new()
+    };
+    let Some(first) = files.first() else {
+        return Ok(None);
+    };
+    for line in lines(first.clone())? {
+        let line = line?;
+        if !line.trim().is_empty() {
+            let is_example =
+                line::has_example_keys(&line) || wants_text && line::has_text_key(&line);
+            return Ok(is_example.then_some(files));
+        }
+    }
+    Ok(None)
+}
+
+fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "jsonl")
+}
+
+/// The files of a folder if all of them are JSONL, in order; empty otherwise.
+fn folder_files(dir: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let failed = |source| DataError::Unreadable {
+        path: dir.to_owned(),
+        source,
+    };
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let hidden = path
+            .file_name()
+            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+        if hidden {
+            continue;
+        }
+        if !is_jsonl(&path) || !path.is_file() {
+            return Ok(Vec::new());
+        }
+        files.push(path);
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The lines of a file.
+fn lines(path: PathBuf) -> Result<impl Iterator<Item = Result<String, DataError>>, DataError> {
+    let read = |path: &Path, source| DataError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let file = File::open(&path).map_err(|source| read(&path, source))?;
+    Ok(BufReader::new(file)
+        .lines()
+        .map(move |line| line.map_err(|source| read(&path, source))))
+}
+
+impl Examples {
+    /// Reads and tokenizes the examples of files.
+    ///
+    /// # Errors
+    /// A file, a line or a tokenizer that cannot be used.
+    pub(crate) fn open(
+        path: &Path,
+        files: Vec<PathBuf>,
+        source: &EncoderSource,
+    ) -> Result<Self, DataError> {
+        let encoder = Arc::new(Encoder::open(source)?);
+        let mut examples = Self {
+            name: path.display().to_string(),
+            form: Form::Text,
+            tokens: Vec::new(),
+            ends: Vec::new(),
+            places: Vec::new(),
+            files,
+            encoder: Arc::clone(&encoder),
+            moved: 0,
+            fingerprint: 0,
+        };
+
+        for file in 0..examples.files.len() {
+            let mut batch = Vec::with_capacity(LINES);
+            for (line, number) in lines(examples.files[file].clone())?.zip(1..) {
+                let line = line?;
+                if !line.trim().is_empty() {
+                    batch.push((number, line));
+                }
+                if batch.len() == LINES {
+                    examples.add(file, &batch)?;
+                    batch.clear();
+                }
+            }
+            examples.add(file, &batch)?;
+        }
+
+        if examples.ends.is_empty() {
+            return Err(DataError::Empty {
+                path: path.to_owned(),
+            });
+        }
+        examples.fingerprint = examples.compute_fingerprint();
+        Ok(examples)
+    }
+
+    /// Adds lines (number, text) of a file.
+    fn add(&mut self, file: usize, lines: &[(u32, String)]) -> Result<(), DataError> {
+        let encoder = Arc::clone(&self.encoder);
+        let results = in_parallel(lines, |(_, text)| {
+            let line = Line::parse(text)?;
+            Ok((line.form(), encoder.encode(&line)?))
+        });
+        for ((number, _), result) in lines.iter().zip(results) {
+            let added = result.and_then(|(form, encoded)| self.push(file, *number, form, &encoded));
+            added.map_err(|message| DataError::Example {
+                path: self.files[file].clone(),
+                line: *number,
+                message,
+            })?;
+        }
+        Ok(())
+    }
+
+    fn push(
+        &mut self,
+        file: usize,
+        line: u32,
+        form: Form,
+        encoded: &Encoded,
+    ) -> Result<(), String> {
+        if self.ends.is_empty() {
+            self.form = form;
+        }
+        if form != self.form {
+            let (first_file, first_line) = self.places[0];
+            return Err(format!(
+                "it has {}, but {}, line {first_line} has {}: all lines of the data must have the same form",
+                form.keys(),
+                self.files[first_file as usize].display(),
+                self.form.keys()
+            ));
+        }
+        let tokens = encoded.tokens.iter().zip(&encoded.trained);
+        let flagged = tokens.map(|(&token, &trained)| token | if trained { TRAINED } else { 0 });
+        self.tokens.extend(flagged);
+        self.ends.push(self.tokens.len() as u64);
+        self.places.push((file as u32, line));
+        self.moved += u64::from(encoded.moved);
+        Ok(())
+    }
+
+    fn compute_fingerprint(&self) -> u64 {
+        let mut crc = Digest::new(CrcAlgorithm::Crc64Nvme);
+        for token in &self.tokens {
+            crc.update(&token.to_le_bytes());
+        }
+        for end in &self.ends {
+            crc.update(&end.to_le_bytes());
+        }
+        crc.finalize()
+    }
+
+    /// The number of examples.
+    pub(crate) fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    pub(crate) fn form(&self) -> Form {
+        self.form
+    }
+
+    pub(crate) fn get(&self, index: usize) -> Example<'_> {
+        let start = index.checked_sub(1).map_or(0, |before| self.ends[before]);
+        Example(&self.tokens[start as usize..self.ends[index] as usize])
+    }
+
+    /// The file and the line of an example.
+    pub(crate) fn place(&self, index: usize) -> (&Path, u32) {
+        let (file, line) = self.places[index];
+        (&self.files[file as usize], line)
+    }
+
+    /// The text of tokens.
+    ///
+    /// # Errors
+    /// The tokenizer's.
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
+        self.encoder.decode(tokens)
+    }
+
+    /// Takes the last `fraction` of the examples out, for validation.
+    pub(crate) fn split(mut self, fraction: f64) -> (Self, Self) {
+        let kept = ((self.len() as f64 * (1.0 - fraction)) as usize).min(self.len());
+        let end = kept.checked_sub(1).map_or(0, |last| self.ends[last]);
+        let ends = self.ends.split_off(kept);
+        let mut last = Self {
+            name: format!("{}, the part for validation", self.name),
+            form: self.form,
+            tokens: self.tokens.split_off(end as usize),
+            ends: ends.into_iter().map(|one| one - end).collect(),
+            places: self.places.split_off(kept),
+            files: self.files.clone(),
+            encoder: Arc::clone(&self.encoder),
+            moved: 0,
+            fingerprint: 0,
+        };
+        last.fingerprint = last.compute_fingerprint();
+        self.fingerprint = self.compute_fingerprint();
+        (self, last)
+    }
+
+    /// Checks that all tokens are in the vocabulary of the model.
+    pub(crate) fn validate(&self, vocab_size: usize) -> Result<(), DataError> {
+        if self.encoder.is_bytes() && vocab_size > MAX_BYTE_VOCAB {
+            return Err(DataError::NoTokenizer {
+                name: self.name.clone(),
+                vocab_size: HumanCount(vocab_size as u64),
+            });
+        }
+        let outside = |&token: &u32| (token & !TRAINED) as usize >= vocab_size;
+        let Some(at) = self.tokens.iter().position(outside) else {
+            return Ok(());
+        };
+        let index = self.ends.partition_point(|&end| end <= at as u64);
+        let (path, line) = self.place(index);
+        Err(DataError::Example {
+            path: path.to_owned(),
+            line,
+            message: format!(
+                "token {} is outside the model's vocabulary of {vocab_size}: the model and the tokens must be of the \
+                 same tokenizer",
+                self.tokens[at] & !TRAINED
+            ),
+        })
+    }
+
+    /// Cross entropy, in nats per token, of a unigram model of the trained tokens.
+    pub(crate) fn unigram_loss(&self) -> f64 {
+        let mut counts = std::collections::BTreeMap::<u32, u64>::new();
+        for &token in self.tokens.iter().filter(|&&token| token & TRAINED != 0) {
+            *counts.entry(token).or_default() += 1;
+        }
+        let total = counts.values().sum::<u64>() as f64;
+        let shares = counts.values().map(|&n| n as f64 / total);
+        shares.map(|p| p * (1.0 / p).ln()).sum()
+    }
+}
+
+/// Applies `f` to all items on all cores, in order.
+fn in_parallel<T: Sync, R: Send>(items: &[T], f: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let part = items.len().div_ceil(cores).max(1);
+    let f = &f;
+    std::thread::scope(|scope| {
+        let parts = items
+            .chunks(part)
+            .map(|part| scope.spawn(move || part.iter().map(f).collect::<Vec<R>>()));
+        let parts: Vec<_> = parts.collect();
+        let mut all = Vec::with_capacity(items.len());
+        for part in parts {
+            match part.join() {
+                Ok(results) => all.extend(results),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        all
+    })
+}

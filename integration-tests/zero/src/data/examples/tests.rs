@@ -1,0 +1,222 @@
+//! Examples from files: tokens, what is trained, rows and errors.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use zero_trainer::{Batch, BatchAt, IGNORED};
+
+use super::{EncoderSource, Examples, RowOptions, TrainingData, files};
+use crate::data::{DataError, DataSource};
+
+fn oracle(name: &str) -> PathBuf {
+    integration_tests::data("../examples").join(name)
+}
+
+fn source() -> EncoderSource {
+    EncoderSource {
+        tokenizer: Some(oracle("tokenizer")),
+        ..EncoderSource::default()
+    }
+}
+
+fn open(path: &Path, encoder: EncoderSource) -> Result<Examples, DataError> {
+    let files = files(path, true)?.unwrap();
+    Examples::open(path, files, &encoder)
+}
+
+/// The trained tokens of an example.
+fn trained(examples: &Examples, index: usize) -> String {
+    let example = examples.get(index);
+    let targets = (0..example.len()).map(|i| example.target(i));
+    let targets: Vec<u32> = targets.filter(|&target| target != IGNORED).collect();
+    examples.decode(&targets).unwrap()
+}
+
+fn all(examples: &Examples, index: usize) -> String {
+    let example = examples.get(index);
+    let tokens: Vec<u32> = (0..example.len()).map(|i| example.token(i)).collect();
+    examples.decode(&tokens).unwrap()
+}
+
+#[test]
+fn tokens_are_those_of_transformers() {
+    let examples = open(&oracle("examples.jsonl"), source()).unwrap();
+    let text = fs::read_to_string(oracle("expected.json")).unwrap();
+    let expected: Value = serde_json::from_str(&text).unwrap();
+    for (index, expected) in expected["examples"].as_object().unwrap() {
+        let example = examples.get(index.parse().unwrap());
+        let given = expected["given"].as_u64().unwrap() as usize;
+        let tokens: Vec<u32> = serde_json::from_value(expected["tokens"].clone()).unwrap();
+        for (i, &token) in tokens.iter().enumerate() {
+            assert_eq!(example.token(i), token);
+            let target = if i >= given { token } else { IGNORED };
+            assert_eq!(example.target(i), target, "example {index}, token {i}");
+        }
+    }
+    assert_eq!(examples.moved, 0);
+    assert_eq!(examples.place(20).1, 21);
+}
+
+#[test]
+fn assistant_is_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("chat.jsonl");
+    let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+    let messages = [
+        turn("user", "Who waits?"),
+        turn("assistant", "The host."),
+        turn("user", "So?"),
+        turn("assistant", "Yes."),
+    ];
+    let line = serde_json::json!({"messages": messages});
+    let split = serde_json::json!({"prompt": messages[..3], "completion": messages[3..]});
+    fs::write(&path, format!("{line}\n")).unwrap();
+
+    let examples = open(&path, source()).unwrap();
+    let whole = "<|im_start|>user\nWho waits?<|im_end|>\n<|im_start|>assistant\nThe host.<|im_end|>\n\
+                 <|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n";
+    assert_eq!(all(&examples, 0), whole);
+    assert_eq!(
+        trained(&examples, 0),
+        "The host.<|im_end|>\nYes.<|im_end|>\n"
+    );
+
+    fs::write(&path, format!("{split}\n")).unwrap();
+    let examples = open(&path, source()).unwrap();
+    assert_eq!(all(&examples, 0), whole);
+    assert_eq!(trained(&examples, 0), "Yes.<|im_end|>\n");
+
+    let without = EncoderSource::default();
+    let error = open(&path, without).err().unwrap().to_string();
+    assert!(
+        error.contains("chat.jsonl, line 1: messages need a chat template"),
+        "{error}"
+    );
+}
+
+#[test]
+fn text_is_trained_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["a.jsonl", "b.jsonl"] {
+        fs::write(dir.path().join(name), "{\"text\": \"Who waits?\"}\n\n").unwrap();
+    }
+    let examples = open(dir.path(), source()).unwrap();
+    assert_eq!(examples.len(), 2);
+    assert_eq!(trained(&examples, 1), "Who waits?<|end|>");
+    assert!(examples.place(1).0.ends_with("b.jsonl"));
+    // Without --pack and --epochs it is a stream of text, and so is a folder with another file.
+    assert!(files(dir.path(), false).unwrap().is_none());
+    fs::write(dir.path().join("c.txt"), "text").unwrap();
+    assert!(files(dir.path(), true).unwrap().is_none());
+}
+
+#[test]
+fn split_keeps_all_examples() {
+    let whole = open(&oracle("examples.jsonl"), source()).unwrap();
+    let (first, last) = open(&oracle("examples.jsonl"), source())
+        .unwrap()
+        .split(0.2);
+    assert_eq!((first.len(), last.len()), (16, 5));
+    for index in 0..5 {
+        assert_eq!(all(&last, index), all(&whole, 16 + index));
+        assert_eq!(last.place(index), whole.place(16 + index));
+    }
+    assert_ne!(first.fingerprint, whole.fingerprint);
+}
+
+#[test]
+fn token_outside_the_vocabulary_is_named() {
+    let examples = open(&oracle("examples.jsonl"), source()).unwrap();
+    examples.validate(256).unwrap();
+    let error = examples.validate(100).unwrap_err().to_string();
+    assert!(error.contains("examples.jsonl, line 1: token "), "{error}");
+    assert!(error.contains("vocabulary of 100"), "{error}");
+}
+
+/// The trained tokens of all batches of a step, divided by their divisors, sum to ranks x
+/// micro-batches, also in the last step of an epoch.
+#[test]
+fn divisor_is_the_mean_over_the_step() {
+    let source = DataSource::at(oracle("examples.jsonl")).with_tokenizer(oracle("tokenizer"));
+    for pack in [false, true] {
+        let options = RowOptions {
+            seq_len: 24,
+            pack,
+            encoder: self::source(),
+            ..RowOptions::default()
+        };
+        let data = TrainingData::open(&source, &options).unwrap();
+        assert!(
+            data.describe()
+                .contains("21 examples (`prompt` and `completion`)")
+        );
+        assert!(
+            data.notices()[0].contains("are longer than --seq-len 24")
+                || data.notices()[0].contains("is longer")
+        );
+        for step in 0..2 * data.epoch_steps(12).unwrap() {
+            let mut sum = 0.0;
+            for (micro_batch_index, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let at = BatchAt {
+                    step,
+                    micro_batch_index,
+                    grad_accum: 2,
+                    rank,
+                    world_size: 2,
+                    micro_batch: 3,
+                    seq_len: 24,
+                    seed: 1,
+                };
+                let mut batch = Batch::zeros(72);
+                data.batch(at, &mut batch).unwrap();
+                assert_eq!(batch.starts.len(), if pack { 72 } else { 0 });
+                sum += batch.trained(72) as f64 / batch.divisor;
+            }
+            assert!((sum - 4.0).abs() < 1e-12, "{sum}");
+        }
+    }
+}
+
+#[test]
+fn plain_data_has_epochs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("text.txt");
+    let text: Vec<u8> = (0..41).collect();
+    fs::write(&path, &text).unwrap();
+    let options = RowOptions {
+        seq_len: 4,
+        by_epochs: true,
+        ..RowOptions::default()
+    };
+    let data = TrainingData::open(&DataSource::at(&path), &options).unwrap();
+    assert_eq!(data.epoch_steps(4), Some(3));
+    let mut first = Vec::new();
+    for step in 0..3 {
+        let at = BatchAt {
+            step,
+            micro_batch_index: 0,
+            grad_accum: 1,
+            rank: 0,
+            world_size: 1,
+            micro_batch: 4,
+            seq_len: 4,
+            seed: 1,
+        };
+        let mut batch = Batch::zeros(16);
+        data.batch(at, &mut batch).unwrap();
+        assert_eq!(batch.divisor, if step < 2 { 16.0 } else { 8.0 });
+        let trained = batch
+            .inputs
+            .iter()
+            .zip(&batch.targets)
+            .filter(|(_, target)| **target != IGNORED);
+        for (input, target) in trained {
+            assert_eq!(input + 1, *target);
+            first.push(*input);
+        }
+    }
+    assert_ne!(first[..4], [0, 1, 2, 3]);
+    first.sort_unstable();
+    assert_eq!(first, (0..40).collect::<Vec<u32>>());
+}

@@ -1,0 +1,208 @@
+//! Fine-tuning on examples, against PyTorch (`scripts/torch_examples.py`).
+
+use std::fs;
+use std::path::Path;
+
+use integration_tests::LLAMA;
+use serde_json::Value;
+
+use crate::support::{fails, losses, succeeds, temp, zero};
+
+/// A file of the oracle.
+fn oracle(name: &str) -> String {
+    let path = integration_tests::data("../examples").join(name);
+    path.display().to_string()
+}
+
+fn expected() -> Value {
+    serde_json::from_str(&fs::read_to_string(oracle("expected.json")).unwrap()).unwrap()
+}
+
+/// Trains as the oracle, with the flags `more`; returns the losses.
+fn train(dir: &Path, more: &[&str]) -> Vec<f64> {
+    let model = LLAMA.data("model").display().to_string();
+    let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
+    let args = [
+        "train",
+        "--model",
+        &model,
+        "--data",
+        &data,
+        "--tokenizer",
+        &tokenizer,
+        "--seq-len",
+        "40",
+        "--seed",
+        "5",
+        "--lr",
+        "1e-3",
+        "--weight-decay",
+        "0.01",
+        "--threads",
+        "1",
+        "--metrics",
+        "m.jsonl",
+        "--report",
+        "report",
+    ];
+    let output = zero(dir, &[&args[..], more].concat());
+    succeeds(&output);
+    let losses = losses(&dir.join("m.jsonl"));
+    losses.iter().map(|loss| loss.as_f64().unwrap()).collect()
+}
+
+/// The ranks, micro-batches and rows of a micro-batch that are 8 rows a step.
+const SHAPES: [[&str; 3]; 3] = [["1", "4", "2"], ["2", "2", "2"], ["4", "1", "2"]];
+
+fn shape([ranks, grad_accum, micro_batch]: [&'static str; 3]) -> [&'static str; 6] {
+    [
+        "--ranks",
+        ranks,
+        "--grad-accum",
+        grad_accum,
+        "--micro-batch",
+        micro_batch,
+    ]
+}
+
+fn check_losses(stages: &[&str], shapes: &[[&'static str; 3]]) {
+    let expected = expected();
+    for (key, pack) in [("padded", "--pack=false"), ("packed", "--pack")] {
+        let expected: Vec<f64> = serde_json::from_value(expected[key].clone()).unwrap();
+        for stage in stages {
+            for &of in shapes {
+                let dir = temp();
+                let more = ["--stage", stage, "--epochs", "3", "--no-checkpoint", pack];
+                let got = train(dir.path(), &[&more[..], &shape(of)].concat());
+                assert_eq!(got.len(), expected.len(), "{key}");
+                for (step, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                    let difference = (got - expected).abs();
+                    assert!(
+                        difference < 1e-5,
+                        "{key}, stage {stage}, {of:?}, step {step}: {got}, {expected}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_are_those_of_torch_at_all_stages() {
+    check_losses(&["0", "1", "2"], &SHAPES[1..2]);
+}
+
+#[test]
+fn losses_are_those_of_torch_at_any_ranks() {
+    check_losses(&["3"], &SHAPES);
+}
+
+/// A run that ends within an epoch goes on at the same row, on other ranks.
+#[test]
+fn resume_goes_on_within_an_epoch() {
+    let dir = temp();
+    let first = ["--steps", "4", "--checkpoint", "c"];
+    train(dir.path(), &[&first[..], &shape(SHAPES[1])].concat());
+    let rest = ["--resume", "c", "--epochs", "3", "--checkpoint", "c"];
+    let got = train(dir.path(), &[&rest[..], &shape(SHAPES[0])].concat());
+    let expected: Vec<f64> = serde_json::from_value(expected()["padded"].clone()).unwrap();
+    assert_eq!(got.len(), expected.len());
+    for (got, expected) in got.iter().zip(&expected) {
+        assert!((got - expected).abs() < 1e-5, "{got}, {expected}");
+    }
+}
+
+#[test]
+fn inspect_marks_what_is_trained() {
+    let dir = temp();
+    let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
+    let args = [
+        "data",
+        "inspect",
+        "--data",
+        &data,
+        "--tokenizer",
+        &tokenizer,
+        "--seq-len",
+        "40",
+        "--rows",
+        "2",
+    ];
+    let text = succeeds(&zero(dir.path(), &args));
+    assert!(
+        text.contains("21 examples (`prompt` and `completion`), 20 rows an epoch"),
+        "{text}"
+    );
+    assert!(
+        text.contains("text: Which shard does rank 0 own?[[ The first of each unit.<|end|>]]"),
+        "{text}"
+    );
+    assert!(
+        text.contains("line 2") && !text.contains("line 3"),
+        "{text}"
+    );
+
+    let json = succeeds(&zero(
+        dir.path(),
+        &[&args[..], &["--json", "--pack"]].concat(),
+    ));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    let expected = expected();
+    assert_eq!(
+        json["rows"],
+        expected["packed_rows"].as_array().unwrap().len()
+    );
+    assert_eq!(json["left_out"], 1);
+    let first = json["first_rows"][0].as_array().unwrap();
+    assert_eq!(first[0]["line"], 9, "example 8 is the longest");
+    let tokens: Vec<Value> = first[..2]
+        .iter()
+        .flat_map(|piece| piece["tokens"].as_array().unwrap().clone())
+        .collect();
+    assert_eq!(Value::from(tokens), expected["examples"]["8"]["tokens"]);
+}
+
+#[test]
+fn a_wrong_line_is_named() {
+    let dir = temp();
+    let file = dir.path().join("d.jsonl");
+    fs::write(
+        &file,
+        "{\"prompt\": \"a\", \"completion\": \"b\"}\n\n{\"text\": \"a\"}\n",
+    )
+    .unwrap();
+    let run = |more: &[&str]| {
+        zero(
+            dir.path(),
+            &[&["train", "--data", "d.jsonl", "--no-checkpoint"], more].concat(),
+        )
+    };
+    fails(
+        &run(&[]),
+        2,
+        &[
+            "d.jsonl, line 3: it has `text`, but",
+            "line 1 has `prompt` and `completion`",
+        ],
+    );
+    fs::write(&file, "{\"prompt\": \"a\", \"completion\": \"b\"}\n").unwrap();
+    fails(
+        &run(&["--steps", "1", "--epochs", "1"]),
+        2,
+        &["pass only one of them"],
+    );
+    fails(
+        &run(&["--epochs", "0"]),
+        2,
+        &["--epochs 0: expected a number above 0"],
+    );
+    fs::write(&file, "{\"prompt\": \"a\", \"completion\": \"\"}\n").unwrap();
+    fails(&run(&[]), 2, &["1 examples, and none has a trained token"]);
+    fs::write(dir.path().join("t.txt"), "some text").unwrap();
+    let text = ["train", "--data", "t.txt", "--pack"];
+    fails(
+        &zero(dir.path(), &text),
+        2,
+        &["t.txt: --pack needs examples"],
+    );
+}
