@@ -8,6 +8,7 @@ use zero_alloc::device::DType;
 use zero_optim::{LossScaling, LrSchedule};
 
 use super::block::{Block, Usual, shortened};
+use super::monitors::{self, Monitors};
 use super::optimizer::{self, DsOptimizer};
 use super::zero::{self, ZeroOptimization};
 use super::{BatchKeys, ConfigFileError, json, precision};
@@ -48,6 +49,8 @@ pub(crate) struct DsConfig {
     pub steps_per_print: Option<u64>,
     /// Whether to print the time of the parts of a step.
     pub wall_clock_breakdown: bool,
+    /// `tensorboard`, `csv_monitor` and the monitors of services.
+    pub monitors: Monitors,
     /// The keys whose value is `"auto"`, with their blocks.
     pub autos: Vec<String>,
     /// Settings without effect, one line each.
@@ -159,13 +162,9 @@ const IGNORED: [(&str, Usual, &str); 18] = {
 
 /// Unsupported blocks that do not change results, and the reason or remedy. Disabled ones need no
 /// warning.
-const OPTIONAL: [(&str, &str); 11] = [
+const OPTIONAL: [(&str, &str); 7] = [
     ("flops_profiler", "tokens/s are in --metrics"),
     ("comms_logger", "bytes sent are in --metrics"),
-    ("tensorboard", "use --metrics"),
-    ("wandb", "use --metrics"),
-    ("comet", "use --metrics"),
-    ("csv_monitor", "use --metrics"),
     ("autotuning", "see `zero plan`"),
     ("compile", "the model is always compiled"),
     ("nebula", "use --checkpoint"),
@@ -276,6 +275,7 @@ impl DsConfig {
         let aio = read_aio(&mut root, warn)?;
         let steps_per_print = root.count("steps_per_print")?;
         let wall_clock_breakdown = root.flag("wall_clock_breakdown")?.unwrap_or(false);
+        let monitors = monitors::read(&mut root)?;
 
         let requested_types = read_gradient_types(&mut root, warn)?;
         refuse_parallelism(&mut root)?;
@@ -298,6 +298,7 @@ impl DsConfig {
             aio,
             steps_per_print,
             wall_clock_breakdown,
+            monitors,
             autos,
             warnings,
         })

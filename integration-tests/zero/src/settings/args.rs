@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use zero_trainer::Home;
 
+use super::outputs::Output;
 use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
 
 /// Train a GPT-2 with ZeRO
@@ -115,6 +116,14 @@ pub struct TrainArgs {
     /// removes lines or the folder of checkpoints is a copy
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
+    /// Write event files for TensorBoard here: loss, validation loss, learning rate, gradient norm,
+    /// loss scale, speed, memory. A resumed run goes on in the folder, as with --metrics
+    #[arg(long, value_name = "DIR")]
+    pub tensorboard: Option<PathBuf>,
+    /// Write a table with one row per step; its columns have the names of --metrics. A resumed run
+    /// goes on in the file, as with --metrics
+    #[arg(long, value_name = "FILE.csv")]
+    pub csv: Option<PathBuf>,
     /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over
     /// its last step, and a timeline of that step here; a resumed run goes on, and draws the whole
     /// run from its metrics
@@ -205,9 +214,9 @@ pub struct TrainArgs {
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,
-    /// Whether `metrics` is the file of the run that `--resume` continues; no flag.
+    /// The outputs above that are those of the run that `--resume` continues; no flag.
     #[arg(skip)]
-    pub recorded_metrics: bool,
+    pub recorded_outputs: Vec<Output>,
 }
 
 /// Schedules of the learning rate.

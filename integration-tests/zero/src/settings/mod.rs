@@ -37,6 +37,7 @@ pub(crate) mod communication;
 pub(crate) mod epochs;
 pub(crate) mod offload;
 pub(crate) mod optimizer;
+pub(crate) mod outputs;
 pub(crate) mod record;
 pub(crate) mod resolve;
 pub(crate) mod row;

@@ -71,6 +71,12 @@ pub(crate) struct RunRecord {
     pub(crate) checkpoint_dir: Option<String>,
     /// The absolute path of the metrics file, which is a file of one machine.
     pub(crate) metrics: Option<String>,
+    /// The absolute path of the table of steps, on one machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) csv: Option<String>,
+    /// The absolute path of the folder of TensorBoard's event files, on one machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tensorboard: Option<String>,
     /// The absolute path of the folder of the report, on one machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) report: Option<String>,
@@ -137,6 +143,8 @@ pub(crate) const IDENTITY: &[Row] = &[
     Row::new("gpu", "").not_compared(),
     Row::new("checkpoint_dir", "").not_compared().not_reported(),
     Row::new("metrics", "").not_compared().not_reported(),
+    Row::new("csv", "").not_compared().not_reported(),
+    Row::new("tensorboard", "").not_compared().not_reported(),
     Row::new("report", "").not_compared().not_reported(),
     Row::new("auto", "").not_compared().not_reported(),
 ];

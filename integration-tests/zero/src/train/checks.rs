@@ -1,6 +1,7 @@
 //! Checks of flags and configuration before anything else is read.
 
 use super::launched::launched_ranks;
+use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::flags::check_positive;
 use crate::settings::args::TrainArgs;
@@ -33,6 +34,18 @@ pub(crate) fn numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
         ("--keep-last", flag(args.keep_last)),
         ("--time-limit", Some(args.time_limit)),
     ])
+}
+
+/// Refuses a configuration whose monitor is a service.
+pub(crate) fn monitors(file: Option<&DsConfig>) -> Result<(), CliError> {
+    match file.and_then(|file| file.monitors.service) {
+        None => Ok(()),
+        Some(service) => Err(CliError::Usage(format!(
+            "{service}.enabled true is not supported, as this program sends nothing to services: \
+             set it to false, and use --tensorboard DIR (the service can read its event files), \
+             --csv FILE or --metrics FILE"
+        ))),
+    }
 }
 
 /// The kind of ranks of a run.

@@ -1,35 +1,23 @@
-//! The file of `--metrics`: one JSON object a step and nothing else. A resumed run appends to it.
-//!
-//! Nothing is written before the first step. Then the lines of that step and later ones, which a
-//! run before the resume wrote, and a line that a crash cut short are removed: the lines to keep
-//! are written to a new file, which replaces the old one by a rename.
+//! The file of `--metrics`: one JSON object a step and nothing else.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::Path;
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::CliError;
-use crate::output::counted;
-use zero_trainer::{RunOptions, StepMetrics};
+use super::figures::StepFigures;
+use super::line_file::{self, Line, Lines};
+use zero_trainer::StepMetrics;
 
 /// The start of every line.
 const START: &str = "{\"step\":";
 
-/// The metrics file of a run, on the rank that writes it.
-pub(crate) struct MetricsFile {
-    path: PathBuf,
-    run: String,
-    /// The file that [`MetricsFile::new`] opened; its lock excludes other runs. The first step may
-    /// replace it.
-    _lock: File,
-    /// Open from the first step on.
-    file: Option<BufWriter<File>>,
-}
+/// JSON objects.
+pub(crate) struct MetricsLines;
 
 /// A line that this run writes.
 #[derive(Serialize)]
@@ -71,7 +59,7 @@ fn add_flat(key: String, value: Value, flat: &mut BTreeMap<String, Value>) {
 
 /// A line in an existing file. The keys identify the lines of this program, of any version.
 #[derive(Deserialize)]
-struct Line {
+struct JsonLine {
     step: u64,
     run: Option<String>,
     #[serde(rename = "loss")]
@@ -82,71 +70,26 @@ struct Line {
     _comm_bytes: IgnoredAny,
 }
 
-/// Checks that a run may write to `path`: the file is new or empty, or a run resumed at
-/// `first_step` continues it. Returns notes about the lines that the run will replace, and about
-/// steps between its lines and those in the file.
-///
-/// # Errors
-/// As [`check_lines`].
-pub(crate) fn check(
-    path: &Path,
-    options: &RunOptions,
-    first_step: u64,
-) -> Result<Vec<String>, CliError> {
-    let steps = check_run(path, options)?;
-    if first_step >= options.steps {
-        return Ok(Vec::new());
-    }
-    let (mut notes, name) = (Vec::new(), path.display());
-    let later = steps.iter().filter(|step| **step > first_step).count();
+impl Lines for MetricsLines {
+    const FLAG: &'static str = "--metrics";
+    const KIND: &'static str = "metrics file";
 
-    if later > 0 {
-        notes.push(format!(
-            "{name}: {later} lines of steps after {first_step} are replaced"
-        ));
+    fn header() -> String {
+        String::new()
     }
 
-    if let Some(last) = steps
-        .iter()
-        .filter(|step| **step <= first_step)
-        .max()
-        .filter(|last| **last < first_step)
-    {
-        notes.push(format!(
-            "{name}: it has no lines of steps {} to {first_step}",
-            last + 1
-        ));
+    fn parse(line: &str) -> Result<Line, String> {
+        let JsonLine { step, run, .. } = serde_json::from_str(line).map_err(|e| e.to_string())?;
+        Ok(Line { step, run })
     }
 
-    Ok(notes)
-}
+    fn is_start(text: &str) -> bool {
+        text.starts_with(START) || START.starts_with(text)
+    }
 
-/// Checks that a run resumed at `step` may continue the metrics file that its record names, and no
-/// flag: at least one line is there, every line is of one of `runs`, and none is of a later step,
-/// since continuing would remove it.
-///
-/// # Errors
-/// The reason.
-pub(crate) fn check_recorded(path: &Path, runs: &[&str], step: u64) -> Result<(), String> {
-    // A link may lead anywhere.
-    if !path
-        .symlink_metadata()
-        .is_ok_and(|metadata| metadata.is_file())
-    {
-        return Err("no file is there now".to_owned());
-    }
-    let text = fs::read(path).map_err(|e| format!("the file cannot be read: {e}"))?;
-    let lines = parse(&text).map_err(|_| "the file is no metrics file now".to_owned())?;
-    let is_own = |line: &Line| line.run.as_deref().is_some_and(|run| runs.contains(&run));
-    if lines.is_empty() || !lines.iter().all(|(line, _)| is_own(line)) {
-        return Err("the file has lines of another run, or no lines".to_owned());
-    }
-    match lines.iter().filter(|(line, _)| line.step > step).count() {
-        0 => Ok(()),
-        later => Err(format!(
-            "the file has {} after step {step}, which would be removed",
-            counted(later as u64, "line")
-        )),
+    fn of_step(figures: &StepFigures<'_>) -> io::Result<String> {
+        let line = NewLine::new(figures.metrics, figures.run);
+        serde_json::to_string(&line).map_err(io::Error::from)
     }
 }
 
@@ -158,7 +101,7 @@ pub(crate) fn steps_until(path: &Path, last: u64) -> Vec<StepMetrics> {
     } else {
         Vec::new()
     };
-    let lines = parse(&text).unwrap_or_default();
+    let lines = line_file::parse::<MetricsLines>(&text).unwrap_or_default();
     let texts = lines
         .into_iter()
         .filter(|(line, _)| line.step <= last)
@@ -186,167 +129,10 @@ pub(crate) fn parse_step(text: &str) -> Option<StepMetrics> {
     })
 }
 
-/// As [`check_lines`], for a run with these options.
-fn check_run(path: &Path, options: &RunOptions) -> Result<Vec<u64>, CliError> {
-    check_lines(path, options.resume.is_some().then_some(&*options.runs()))
-}
-
-/// Checks that the file is new or empty, or that `resumed` has the runs of all lines. Lines of
-/// older versions have no run. Returns the steps of the lines.
-///
-/// # Errors
-/// Exit code 2; the file stays as it is.
-fn check_lines(path: &Path, resumed: Option<&[&str]>) -> Result<Vec<u64>, CliError> {
-    let usage = |why: String| {
-        Err(CliError::Usage(format!(
-            "--metrics {}: {why}",
-            path.display()
-        )))
-    };
-
-    let text = match path.metadata() {
-        // Such as a pipe or /dev/null.
-        Ok(meta) if !meta.is_file() && !meta.is_dir() => return Ok(Vec::new()),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        _ => match fs::read(path) {
-            Ok(text) => text,
-            Err(e) => return usage(format!("failed to read the file: {e}")),
-        },
-    };
-
-    let lines = match parse(&text) {
-        Ok(lines) => lines,
-        Err(why) => {
-            return usage(format!(
-                "not a metrics file of `zero train` ({why}); name another file"
-            ));
-        }
-    };
-
-    let runs: BTreeSet<&str> = lines
-        .iter()
-        .filter_map(|(line, _)| line.run.as_deref())
-        .collect();
-    let names = runs.iter().copied().collect::<Vec<_>>().join(", ");
-
-    match resumed {
-        None if !text.is_empty() => usage(format!(
-            "the file holds {} steps of another run{}; continue that run with --resume, or name another file",
-            lines.len(),
-            if names.is_empty() {
-                String::new()
-            } else {
-                format!(" ({names})")
-            }
-        )),
-        Some(resumed) if !runs.iter().all(|run| resumed.contains(run)) => usage(format!(
-            "the file holds steps of another run than the resumed one ({names}); name another file"
-        )),
-        _ => Ok(lines.iter().map(|(line, _)| line.step).collect()),
-    }
-}
-
-/// The complete lines of a metrics file, parsed and as they are. A last line that a crash cut short
-/// is left out.
-fn parse(bytes: &[u8]) -> Result<Vec<(Line, &str)>, String> {
-    let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
-    // A file system may fill the end of a file with zeros after a power failure.
-    let text = text.trim_end_matches('\0');
-    let mut lines = Vec::new();
-    for (index, text) in text.split_inclusive('\n').enumerate() {
-        match serde_json::from_str(text) {
-            Ok(line) => lines.push((line, text.trim_end())),
-            Err(_)
-                if !text.ends_with('\n')
-                    && (text.starts_with(START) || START.starts_with(text)) => {}
-            Err(e) => return Err(format!("line {}: {e}", index + 1)),
-        }
-    }
-    Ok(lines)
-}
-
-impl MetricsFile {
-    /// Creates the file if it does not exist, and excludes other runs from it.
-    ///
-    /// # Errors
-    /// The file cannot be written, or another run has written to it since [`check`] accepted it:
-    /// exit code 2.
-    pub(crate) fn new(path: &Path, options: &RunOptions) -> Result<Self, CliError> {
-        let usage = |why: String| CliError::Usage(format!("--metrics {}: {why}", path.display()));
-        let opened = OpenOptions::new().append(true).create(true).open(path);
-        let lock = opened.map_err(|e| usage(format!("failed to open the file: {e}")))?;
-        // Not for a pipe or /dev/null; a file system may have no locks.
-        if path.is_file()
-            && let Err(TryLockError::WouldBlock) = lock.try_lock()
-        {
-            return Err(usage(
-                "another run is writing to the file; name another file".to_owned(),
-            ));
-        }
-        check_run(path, options)?;
-        Ok(Self {
-            path: path.to_owned(),
-            run: options.run_id.clone(),
-            _lock: lock,
-            file: None,
-        })
-    }
-
-    /// Writes the line of a step.
-    ///
-    /// # Errors
-    /// A failed write.
-    pub(crate) fn write(&mut self, metrics: &StepMetrics) -> Result<(), CliError> {
-        let path = self.path.display().to_string();
-        let error = |e: io::Error| CliError::Failure(format!("failed to write {path}: {e}"));
-        let file = match &mut self.file {
-            Some(file) => file,
-            closed => closed.insert(start(&self.path, metrics.step).map_err(error)?),
-        };
-        serde_json::to_writer(&mut *file, &NewLine::new(metrics, &self.run))
-            .map_err(|e| error(e.into()))?;
-        // A reader that follows the file sees only complete lines.
-        file.write_all(b"\n")
-            .and_then(|()| file.flush())
-            .map_err(error)
-    }
-}
-
-/// Removes the lines of `step` and later ones, and opens the file at its end.
-fn start(path: &Path, step: u64) -> io::Result<BufWriter<File>> {
-    if path.metadata()?.is_file() {
-        let text = fs::read(path)?;
-        let lines = parse(&text).map_err(io::Error::other)?;
-        let kept = lines
-            .iter()
-            .filter(|(line, _)| line.step < step)
-            .flat_map(|(_, text)| [*text, "\n"]);
-        let kept = kept.collect::<String>();
-        if kept.as_bytes() != text {
-            // The rename replaces the file and not a link to it.
-            replace(&path.canonicalize()?, kept.as_bytes())?;
-        }
-    }
-    let file = OpenOptions::new().append(true).open(path)?;
-    // If it is another file now. If not, this process has locked it.
-    let _locked = file.try_lock();
-    Ok(BufWriter::new(file))
-}
-
-/// Replaces the content of a file atomically.
-fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
-    let mut new = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
-    new.write_all(content)?;
-    new.as_file()
-        .set_permissions(path.metadata()?.permissions())?;
-    new.as_file().sync_all()?;
-    new.persist(path)?;
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::train::line_file::{check_lines, check_recorded, start};
 
     fn line(step: u64, run: &str) -> String {
         let run = if run.is_empty() {
@@ -367,7 +153,7 @@ mod tests {
         let path = dir.path().join("m");
         let with = |content: &str, resumed: Option<&[&str]>| {
             fs::write(&path, content).unwrap();
-            let checked = check_lines(&path, resumed).map_err(|e| {
+            let checked = check_lines::<MetricsLines>(&path, resumed).map_err(|e| {
                 assert_eq!(e.exit_code(), 2);
                 e.to_string()
             });
@@ -375,9 +161,9 @@ mod tests {
             checked
         };
 
-        check_lines(&dir.path().join("new"), None).unwrap();
-        check_lines(Path::new("/dev/null"), None).unwrap();
-        assert!(check_lines(dir.path(), None).is_err());
+        check_lines::<MetricsLines>(&dir.path().join("new"), None).unwrap();
+        check_lines::<MetricsLines>(Path::new("/dev/null"), None).unwrap();
+        assert!(check_lines::<MetricsLines>(dir.path(), None).is_err());
         with("", None).unwrap();
 
         for (content, reason) in [
@@ -433,7 +219,7 @@ mod tests {
 
         for torn in ["", "{\"st", &line(5, "aa")[..20], &line(5, "aa"), "\0\0"] {
             fs::write(&path, four.clone() + torn).unwrap();
-            drop(start(&link, 4).unwrap());
+            drop(start::<MetricsLines>(&link, 4).unwrap());
             assert_eq!(
                 fs::read_to_string(&path).unwrap(),
                 lines(1..=3, "aa"),
@@ -444,11 +230,11 @@ mod tests {
         assert!(link.is_symlink());
         let modified = || path.metadata().unwrap().modified().unwrap();
         let before = modified();
-        drop(start(&path, 4).unwrap());
+        drop(start::<MetricsLines>(&path, 4).unwrap());
         assert_eq!(modified(), before);
         // A complete last line without its newline stays.
         fs::write(&path, line(1, "aa")).unwrap();
-        drop(start(&path, 2).unwrap());
+        drop(start::<MetricsLines>(&path, 2).unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), lines(1..=1, "aa"));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
     }
@@ -478,7 +264,7 @@ mod tests {
     fn recorded_file_is_the_runs_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m");
-        let check = |runs: &[&str], step| check_recorded(&path, runs, step);
+        let check = |runs: &[&str], step| check_recorded::<MetricsLines>(&path, runs, step);
         assert_eq!(check(&["aa"], 3).unwrap_err(), "no file is there now");
         fs::write(&path, lines(1..=2, "aa") + &lines(3..=3, "bb")).unwrap();
         check(&["bb", "aa"], 3).unwrap();
@@ -497,6 +283,6 @@ mod tests {
         fs::write(&path, lines(1..=2, "aa")).unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink("m", &link).unwrap();
-        check_recorded(&link, &["aa"], 3).unwrap_err();
+        check_recorded::<MetricsLines>(&link, &["aa"], 3).unwrap_err();
     }
 }

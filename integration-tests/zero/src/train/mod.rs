@@ -3,9 +3,13 @@
 mod backend;
 mod checks;
 mod choices;
+mod csv_file;
 mod cuda;
+mod event_files;
 mod exchange;
+mod figures;
 mod launched;
+mod line_file;
 mod loss_curve;
 mod memory_picture;
 mod memory_table;
@@ -22,6 +26,7 @@ mod session;
 mod setup;
 mod signals;
 mod summary;
+mod tfrecord;
 mod utilization;
 
 use backend::Backend;

@@ -1,15 +1,19 @@
 //! Progress bar, metrics file and report of a run.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar};
 
+use super::csv_file::{self, CsvLines};
+use super::event_files::EventFiles;
+use super::figures::StepFigures;
+use super::line_file::LineFile;
 use super::memory_picture::Besides;
-use super::metrics_file::{self, MetricsFile};
+use super::metrics_file::{self, MetricsLines};
 use super::report_folder::reported_steps;
 use super::setup::RunSetup;
 use super::utilization::Utilization;
@@ -17,21 +21,23 @@ use super::{loss_curve, memory_picture};
 use crate::error::CliError;
 use crate::memory::limits::resident_peak_bytes;
 use crate::output::{print_note, progress_bar, show_progress};
+use crate::settings::outputs::Output;
 use crate::settings::record::RUN_JSON;
 use zero_trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
 
 /// Shows and records the steps of a run, on the rank that prints.
 pub(crate) struct Observer {
     bar: ProgressBar,
-    metrics: Option<MetricsFile>,
-    /// The failed write of a metrics line. The run saves and ends.
+    outputs: Outputs,
+    /// The failed write of an output. The run saves and ends.
     pub(crate) failure: Option<CliError>,
     /// Requests the end of the run.
     cancel: Arc<AtomicBool>,
     /// The last validation loss, for the bar.
     validation: String,
-    /// Set if the run has a breakdown.
-    pub(crate) utilization: Option<Utilization>,
+    /// Set if the run has a breakdown, a table or event files.
+    rates: Option<Utilization>,
+    has_breakdown: bool,
     /// The metrics of all steps so far.
     pub(crate) seen: Vec<StepMetrics>,
     /// For the report, the steps before those of this process, which the resumed run wrote.
@@ -40,10 +46,7 @@ pub(crate) struct Observer {
 
 impl Observer {
     pub(crate) fn new(setup: &RunSetup) -> Result<Self, CliError> {
-        let metrics = match &setup.metrics {
-            Some(path) if setup.first_step < setup.options.steps => open_metrics(path, setup)?,
-            _ => None,
-        };
+        let outputs = Outputs::open(setup)?;
 
         if let Some(dir) = &setup.report {
             fs::create_dir_all(dir)
@@ -51,20 +54,20 @@ impl Observer {
         }
 
         let bar = progress_bar(setup.options.steps);
-        let utilization = setup
-            .options
-            .breakdown
+        let has_breakdown = setup.options.breakdown;
+        let rates = (has_breakdown || outputs.show_utilization())
             .then(|| Utilization::new(setup))
             .transpose()?;
         let cancel = Arc::clone(&setup.options.cancel);
 
         Ok(Self {
             bar,
-            metrics,
+            outputs,
             failure: None,
             cancel,
             validation: String::new(),
-            utilization,
+            rates,
+            has_breakdown,
             seen: Vec::new(),
             earlier: earlier_steps(setup),
         })
@@ -72,8 +75,8 @@ impl Observer {
 
     pub(crate) fn step(&mut self, metrics: &StepMetrics) {
         let mut metrics = metrics.clone();
-        if let Some(utilization) = &self.utilization {
-            utilization.complete(&mut metrics);
+        if let Some(rates) = &self.rates {
+            rates.complete(&mut metrics);
         }
         let (step, loss, speed) = (
             metrics.step,
@@ -107,13 +110,20 @@ impl Observer {
             ));
         }
 
-        if let (Some(file), None) = (&mut self.metrics, &self.failure)
-            && let Err(error) = file.write(&metrics)
+        let rates = self.rates.as_ref();
+        let mfu = rates.and_then(|rates| rates.mfu(metrics.tokens_per_s));
+        if self.failure.is_none()
+            && let Err(error) = self.outputs.write(&metrics, mfu)
         {
             self.failure = Some(error);
             self.cancel.store(true, Ordering::Relaxed);
         }
         self.seen.push(metrics);
+    }
+
+    /// The utilization, if the run has a breakdown.
+    pub(crate) fn utilization(&self) -> Option<&Utilization> {
+        self.rates.as_ref().filter(|_| self.has_breakdown)
     }
 
     pub(crate) fn finish(&self) {
@@ -140,7 +150,7 @@ impl Observer {
             "unigram_loss": setup.workload.data.unigram_loss(),
             "memory_by_rank": ranks.iter().filter_map(|r| r.last.as_ref()).map(|m| m.memory).collect::<Vec<_>>(),
             "peak": trace.and_then(peak),
-            "utilization": self.utilization.as_ref().map(Utilization::to_json),
+            "utilization": self.utilization().map(Utilization::to_json),
             "process_peak_bytes": resident_peak_bytes(),
             "checkpoint": ranks.first().and_then(|r| r.checkpoint.clone()),
             "steps": steps,
@@ -181,15 +191,75 @@ impl Observer {
     }
 }
 
-/// Opens the metrics file. One that no flag names is optional: another process may be writing to
-/// it.
-fn open_metrics(path: &Path, setup: &RunSetup) -> Result<Option<MetricsFile>, CliError> {
-    match MetricsFile::new(path, &setup.options) {
-        Err(error) if setup.recorded_metrics => {
-            print_note(format_args!("note: no metrics: {error}"));
+/// The files that a run adds to in each step.
+struct Outputs {
+    run: String,
+    metrics: Option<LineFile<MetricsLines>>,
+    csv: Option<LineFile<CsvLines>>,
+    tensorboard: Option<EventFiles>,
+}
+
+impl Outputs {
+    /// Opens the files. A run without steps writes none.
+    fn open(setup: &RunSetup) -> Result<Self, CliError> {
+        let (options, first_step) = (&setup.options, setup.first_step);
+        let has_steps = first_step < options.steps;
+        let path = |path: &Option<PathBuf>| path.clone().filter(|_| has_steps);
+        Ok(Self {
+            run: options.run_id.clone(),
+            metrics: optional(Output::Metrics, path(&setup.metrics), setup, |path| {
+                LineFile::new(path, options)
+            })?,
+            csv: optional(Output::Csv, path(&setup.csv), setup, |path| {
+                csv_file::create_folder(path)?;
+                LineFile::new(path, options)
+            })?,
+            tensorboard: optional(
+                Output::Tensorboard,
+                path(&setup.tensorboard),
+                setup,
+                |dir| EventFiles::new(dir, options, first_step),
+            )?,
+        })
+    }
+
+    /// Whether a file has the utilization of each step.
+    fn show_utilization(&self) -> bool {
+        self.csv.is_some() || self.tensorboard.is_some()
+    }
+
+    /// Writes a step to all files.
+    fn write(&mut self, metrics: &StepMetrics, mfu: Option<f64>) -> Result<(), CliError> {
+        let Self {
+            run,
+            metrics: lines,
+            csv,
+            tensorboard,
+        } = self;
+        let figures = StepFigures { metrics, mfu, run };
+        lines.as_mut().map_or(Ok(()), |file| file.write(&figures))?;
+        csv.as_mut().map_or(Ok(()), |file| file.write(&figures))?;
+        tensorboard
+            .as_mut()
+            .map_or(Ok(()), |files| files.write(&figures))
+    }
+}
+
+/// Opens an output. One that no flag names is optional: another process may be writing to it.
+fn optional<T>(
+    output: Output,
+    path: Option<PathBuf>,
+    setup: &RunSetup,
+    open: impl FnOnce(&Path) -> Result<T, CliError>,
+) -> Result<Option<T>, CliError> {
+    let opened = path.map(|path| open(&path)).transpose();
+    match opened {
+        Err(error) if setup.recorded_outputs.contains(&output) => {
+            let (what, _) = output.name();
+            print_note(format_args!("note: no {what}: {error}"));
             Ok(None)
         }
-        opened => opened.map(Some),
+        opened => opened,
     }
 }
 

@@ -178,7 +178,13 @@ fn outputs(lines: &mut Lines, setup: &RunSetup) {
         let text = format!("{}, {every}at the end{keep}", dir.display());
         lines.add("checkpoints", &text);
     }
-    for (name, path) in [("metrics", &setup.metrics), ("report", &setup.report)] {
+    let paths = [
+        ("metrics", &setup.metrics),
+        ("csv", &setup.csv),
+        ("tensorboard", &setup.tensorboard),
+        ("report", &setup.report),
+    ];
+    for (name, path) in paths {
         if let Some(path) = path {
             lines.add(name, &path.display().to_string());
         }

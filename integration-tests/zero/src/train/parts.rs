@@ -165,6 +165,8 @@ impl<'a> Parts<'a> {
             saving: self.saving.clone(),
             checkpoint_dir: self.saves_to.as_deref().map(absolute),
             metrics: args.metrics.as_deref().map(absolute),
+            csv: args.csv.as_deref().map(absolute),
+            tensorboard: args.tensorboard.as_deref().map(absolute),
             report: args.report.as_deref().map(absolute),
             validation,
             auto: BTreeMap::new(),

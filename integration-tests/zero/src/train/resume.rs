@@ -19,13 +19,16 @@ use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, Selection, has_checkpoin
 use zero_optim::RankSettings;
 use zero_shard::Layout;
 
+use super::csv_file::CsvLines;
 use super::exchange::StartExchange;
-use super::{metrics_file, report_folder};
+use super::metrics_file::MetricsLines;
+use super::{event_files, line_file, report_folder};
 use crate::error::CliError;
 use crate::files::read_small;
 use crate::flags::DTypeFlag;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::settings::changes;
+use crate::settings::outputs::Output;
 use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use crate::settings::row::Saved;
 use zero_models::ModelConfig;
@@ -271,22 +274,19 @@ impl Resumed {
         filled
     }
 
-    /// Sets the metrics file and the report that the run goes on writing, where no flag names them.
+    /// Sets the outputs that the run goes on writing, where no flag names them.
     fn fill_outputs(&self, record: &RunRecord, args: &mut TrainArgs) {
         let folder = args.checkpoint.as_deref().filter(|_| !args.no_checkpoint);
         let run = self.run_ids(folder).0;
-        let recorded = |output: Output| {
-            let path = output
-                .path(record)
-                .filter(|_| self.check_output(output, &run).is_ok());
-            path.map(PathBuf::from)
-        };
-        if args.metrics.is_none() {
-            args.metrics = recorded(Output::Metrics);
-            args.recorded_metrics = args.metrics.is_some();
-        }
-        if args.report.is_none() {
-            args.report = recorded(Output::Report);
+        for output in Output::ALL {
+            let Some(path) = output.path(record) else {
+                continue;
+            };
+            let is_free = output.of_args(args).is_none();
+            if is_free && self.check_output(output, &run).is_ok() {
+                *output.of_args(args) = Some(PathBuf::from(path));
+                args.recorded_outputs.push(output);
+            }
         }
     }
 
@@ -327,9 +327,12 @@ impl Resumed {
             ));
         }
 
+        let runs = record.runs();
         match output {
-            Output::Metrics => metrics_file::check_recorded(path, &record.runs(), self.step()),
-            Output::Report => report_folder::check_recorded(path, &record.runs(), self.step()),
+            Output::Metrics => line_file::check_recorded::<MetricsLines>(path, &runs, self.step()),
+            Output::Csv => line_file::check_recorded::<CsvLines>(path, &runs, self.step()),
+            Output::Tensorboard => event_files::check_recorded(path, &runs, self.step()),
+            Output::Report => report_folder::check_recorded(path, &runs, self.step()),
         }
     }
 
@@ -440,33 +443,6 @@ impl Resumed {
         Err(CliError::Usage(format!(
             "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
         )))
-    }
-}
-
-/// The outputs of a run besides checkpoints.
-#[derive(Clone, Copy, Debug)]
-enum Output {
-    Metrics,
-    Report,
-}
-
-impl Output {
-    const ALL: [Self; 2] = [Self::Metrics, Self::Report];
-
-    /// The name and the flag.
-    fn name(self) -> (&'static str, &'static str) {
-        match self {
-            Self::Metrics => ("metrics", "--metrics"),
-            Self::Report => ("report", "--report"),
-        }
-    }
-
-    /// The path in a record.
-    fn path(self, record: &RunRecord) -> Option<&str> {
-        match self {
-            Self::Metrics => record.metrics.as_deref(),
-            Self::Report => record.report.as_deref(),
-        }
     }
 }
 

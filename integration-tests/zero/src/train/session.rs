@@ -41,12 +41,7 @@ pub(crate) fn observed(
 
     observer.finish();
     let summaries = summaries?;
-    let closing = summary::closing(
-        setup,
-        &summaries,
-        &observer.seen,
-        observer.utilization.as_ref(),
-    );
+    let closing = summary::closing(setup, &summaries, &observer.seen, observer.utilization());
     print_text(&closing)?;
     observer.write_report(setup, &summaries, &closing)?;
     if let Some(failure) = observer.failure {

@@ -9,15 +9,18 @@ use zero_optim::RankSettings;
 use zero_shard::Layout;
 use zero_trainer::{RunOptions, Settings};
 
+use super::csv_file::CsvLines;
 use super::exchange::StartExchange;
+use super::metrics_file::MetricsLines;
 use super::parts::{self, Gpu, Parts};
 use super::resume::Resumed;
-use super::{checks, metrics_file, report_folder, save_folder};
+use super::{checks, event_files, line_file, report_folder, save_folder};
 use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::memory::{self, RunMemory};
 use crate::settings::args::TrainArgs;
+use crate::settings::outputs::{self, Output};
 use crate::settings::record::{RUN_JSON, RunRecord};
 use crate::settings::resolve::RunSources;
 use crate::settings::row::Conditions;
@@ -40,9 +43,11 @@ pub(crate) struct RunSetup {
     /// The completed steps at the start.
     pub(crate) first_step: u64,
     pub(crate) metrics: Option<PathBuf>,
-    /// Whether `metrics` is that of the resumed run, and no flag's.
-    pub(crate) recorded_metrics: bool,
+    pub(crate) csv: Option<PathBuf>,
+    pub(crate) tensorboard: Option<PathBuf>,
     pub(crate) report: Option<PathBuf>,
+    /// The outputs that are those of the resumed run, and no flag's.
+    pub(crate) recorded_outputs: Vec<Output>,
     /// Notes for the user, one line each.
     pub(crate) notices: Vec<String>,
 }
@@ -63,6 +68,8 @@ impl RunSetup {
         checks::numbers(args, ranks)?;
         let file = args.config.as_deref().map(DsConfig::open);
         let file = file.transpose().map_err(CliError::usage)?;
+        checks::monitors(file.as_ref())?;
+        let args = &outputs::with_file(args, file.as_ref());
         let from = RunSources {
             args,
             file: file.as_ref(),
@@ -145,8 +152,10 @@ impl RunSetup {
             agreed,
             first_step: parts.resumed.map_or(0, Resumed::step),
             metrics: args.metrics.clone(),
-            recorded_metrics: args.recorded_metrics,
+            csv: args.csv.clone(),
+            tensorboard: args.tensorboard.clone(),
             report: args.report.clone(),
+            recorded_outputs: args.recorded_outputs.clone(),
             notices,
         }
     }
@@ -189,15 +198,22 @@ impl RunSetup {
         Ok(())
     }
 
-    /// Checks that the run may write to the folders of checkpoints and of the report, and to the
-    /// metrics file.
+    /// Checks that the run may write to the folder of checkpoints and to its outputs.
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
         }
         if let Some(path) = &self.metrics {
-            self.notices
-                .extend(metrics_file::check(path, &self.options, self.first_step)?);
+            let notices = line_file::check::<MetricsLines>(path, &self.options, self.first_step)?;
+            self.notices.extend(notices);
+        }
+        if let Some(path) = &self.csv {
+            let notices = line_file::check::<CsvLines>(path, &self.options, self.first_step)?;
+            self.notices.extend(notices);
+        }
+        if let Some(dir) = &self.tensorboard {
+            let notices = event_files::check(dir, &self.options, self.first_step)?;
+            self.notices.extend(notices);
         }
         if let Some(dir) = &self.report {
             let checkpoints = self

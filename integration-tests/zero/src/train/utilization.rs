@@ -96,6 +96,12 @@ impl Utilization {
         }
     }
 
+    /// The utilization at a rate of `tokens_per_s`, if the peak is known.
+    pub(crate) fn mfu(&self, tokens_per_s: f64) -> Option<f64> {
+        self.peak
+            .map(|peak| self.flops_per_token * tokens_per_s / peak)
+    }
+
     /// For `summary.json`.
     pub(crate) fn to_json(&self) -> serde_json::Value {
         serde_json::json!({

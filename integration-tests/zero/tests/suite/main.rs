@@ -10,6 +10,7 @@ mod generate;
 mod launcher;
 #[cfg(target_os = "linux")]
 mod memory;
+mod monitors;
 mod offload_faults;
 mod outputs;
 #[path = "../common/place.rs"]

@@ -1,0 +1,437 @@
+//! `--tensorboard` and `--csv`, and the monitors of a DeepSpeed configuration.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::place;
+use crate::support::{data, fails, lines, run_tiny, succeeds, temp, tiny, zero};
+
+/// CRC-32C, bit by bit, masked as TensorFlow does.
+fn masked_crc(data: &[u8]) -> u32 {
+    let mut crc = u32::MAX;
+    for byte in data {
+        crc ^= u32::from(*byte);
+        for _ in 0..8 {
+            crc = (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg());
+        }
+    }
+    (!crc).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// A field of a protobuf message.
+enum Field<'a> {
+    Varint(u64),
+    Fixed(u64),
+    Bytes(&'a [u8]),
+}
+
+fn varint(bytes: &mut &[u8]) -> u64 {
+    let mut value = 0;
+    for shift in (0..).step_by(7) {
+        let (byte, rest) = bytes.split_first().unwrap();
+        *bytes = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte & 0x80 == 0 {
+            break;
+        }
+    }
+    value
+}
+
+/// The fields of a message by number.
+fn fields(mut message: &[u8]) -> Vec<(u64, Field<'_>)> {
+    let mut fields = Vec::new();
+    while !message.is_empty() {
+        let key = varint(&mut message);
+        let length = match key & 7 {
+            0 => {
+                fields.push((key >> 3, Field::Varint(varint(&mut message))));
+                continue;
+            }
+            1 => 8,
+            5 => 4,
+            2 => varint(&mut message) as usize,
+            other => panic!("wire type {other}"),
+        };
+        let (bytes, rest) = message.split_at(length);
+        message = rest;
+        let field = match key & 7 {
+            2 => Field::Bytes(bytes),
+            _ => Field::Fixed(bytes.iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))),
+        };
+        fields.push((key >> 3, field));
+    }
+    fields
+}
+
+/// An event: its step, its scalars by tag, and whether it starts a session.
+#[derive(Debug, Default, PartialEq)]
+struct Event {
+    step: u64,
+    scalars: BTreeMap<String, f32>,
+    starts: bool,
+}
+
+fn event(message: &[u8]) -> Event {
+    let mut event = Event::default();
+    for (number, field) in fields(message) {
+        match (number, field) {
+            (2, Field::Varint(step)) => event.step = step,
+            (5, Field::Bytes(summary)) => {
+                let values = fields(summary).into_iter().map(|(_, value)| match value {
+                    Field::Bytes(value) => scalar(value),
+                    _ => panic!("no value"),
+                });
+                event.scalars = values.collect();
+            }
+            (7, Field::Bytes(log)) => event.starts = log == [8, 1],
+            _ => {}
+        }
+    }
+    event
+}
+
+fn scalar(value: &[u8]) -> (String, f32) {
+    let (mut tag, mut scalar) = (String::new(), f32::NAN);
+    for (number, field) in fields(value) {
+        match (number, field) {
+            (1, Field::Bytes(text)) => tag = String::from_utf8(text.to_vec()).unwrap(),
+            (2, Field::Fixed(bits)) => scalar = f32::from_bits(bits as u32),
+            _ => {}
+        }
+    }
+    (tag, scalar)
+}
+
+/// The events of a file with a whole end.
+fn events_of_file(path: &Path) -> Vec<Event> {
+    let bytes = fs::read(path).unwrap();
+    let mut rest = &bytes[..];
+    let mut events = Vec::new();
+    let number = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().unwrap());
+    while !rest.is_empty() {
+        let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+        assert_eq!(number(&rest[8..12]), masked_crc(&rest[..8]));
+        let message = &rest[12..12 + length];
+        assert_eq!(number(&rest[12 + length..16 + length]), masked_crc(message));
+        events.push(event(message));
+        rest = &rest[16 + length..];
+    }
+    events
+}
+
+fn event_files(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// The scalars by step, as TensorBoard takes them: a session that starts drops later steps.
+fn scalars(dir: &Path) -> BTreeMap<u64, BTreeMap<String, f32>> {
+    let mut steps = BTreeMap::new();
+    for event in event_files(dir)
+        .iter()
+        .flat_map(|file| events_of_file(file))
+    {
+        if event.starts {
+            steps.retain(|step, _| *step < event.step);
+        }
+        if !event.scalars.is_empty() {
+            let earlier = steps.insert(event.step, event.scalars);
+            assert_eq!(earlier, None);
+        }
+    }
+    steps
+}
+
+/// The scalars of TensorBoard and their places in a line of the metrics.
+const TAGS: [(&str, &str); 16] = [
+    ("train/loss", "/loss"),
+    ("eval/loss", "/validation/loss"),
+    ("eval/perplexity", "/validation/perplexity"),
+    ("train/learning_rate", "/lr"),
+    ("train/grad_norm", "/grad_norm"),
+    ("train/loss_scale", "/loss_scale"),
+    ("speed/step_ms", "/step_ms"),
+    ("speed/tokens_per_s", "/tokens_per_s"),
+    ("speed/mfu", "/breakdown/mfu"),
+    ("memory/params_bytes", "/memory/params_bytes"),
+    ("memory/grads_bytes", "/memory/grads_bytes"),
+    ("memory/optimizer_bytes", "/memory/optimizer_bytes"),
+    ("memory/buckets_bytes", "/memory/buckets_bytes"),
+    ("memory/activations_bytes", "/memory/activations_bytes"),
+    ("memory/workspace_bytes", "/memory/workspace_bytes"),
+    ("memory/peak_bytes", "/memory/peak_bytes"),
+];
+
+/// Asserts that event files and table have the steps and the numbers of the metrics.
+fn agree_with_metrics(dir: &Path) {
+    let metrics = lines(&dir.join("m"));
+    let scalars = scalars(&dir.join("t"));
+    let steps: Vec<u64> = metrics
+        .iter()
+        .filter_map(|line| line["step"].as_u64())
+        .collect();
+    assert!(scalars.keys().eq(&steps), "{:?} {steps:?}", scalars.keys());
+    for (line, scalars) in metrics.iter().zip(scalars.values()) {
+        for (tag, place) in TAGS {
+            let expected = line.pointer(place).and_then(Value::as_f64);
+            let expected = expected.map(|value| value as f32);
+            assert_eq!(scalars.get(tag).copied(), expected, "{tag}");
+        }
+    }
+
+    let table = fs::read_to_string(dir.join("t.csv")).unwrap();
+    let mut rows = table.lines();
+    let columns: Vec<&str> = rows.next().unwrap().split(',').collect();
+    let rows: Vec<Vec<&str>> = rows.map(|row| row.split(',').collect()).collect();
+    assert_eq!(rows.len(), metrics.len());
+    for (line, row) in metrics.iter().zip(rows) {
+        for (column, cell) in columns.iter().zip(row) {
+            let place = match *column {
+                "mfu" => "/breakdown/mfu".to_owned(),
+                column => format!("/{}", column.replace('.', "/")),
+            };
+            let same = match line.pointer(&place).unwrap_or(&Value::Null) {
+                Value::Number(number) => cell.parse::<f64>().ok() == number.as_f64(),
+                Value::Bool(flag) => cell == u8::from(*flag).to_string(),
+                Value::String(text) => cell == text,
+                other => other.is_null() && cell.is_empty(),
+            };
+            assert!(same, "{column} {cell} {line}");
+        }
+    }
+}
+
+/// Two evaluations, every figure, and a checkpoint after steps 2 and 4.
+const OUTPUTS: [&str; 17] = [
+    "--metrics",
+    "m",
+    "--tensorboard",
+    "t",
+    "--csv",
+    "t.csv",
+    "--checkpoint",
+    "c",
+    "--checkpoint-every",
+    "2",
+    "--val-split",
+    "0.2",
+    "--eval-every",
+    "2",
+    "--eval-tokens",
+    "64",
+    "--breakdown",
+];
+
+fn train(dir: &Path) {
+    let more = [&["--steps", "4"], &OUTPUTS[..]].concat();
+    succeeds(&run_tiny(dir, &more));
+    agree_with_metrics(dir);
+}
+
+fn resume(dir: &Path, more: &[&str]) -> String {
+    let args = [&["train", "--resume"], more, &["--breakdown"]].concat();
+    let out = succeeds(&zero(dir, &args));
+    agree_with_metrics(dir);
+    out
+}
+
+#[test]
+fn resumed_run_goes_on_in_its_files() {
+    let dir = temp();
+    let dir = dir.path();
+    train(dir);
+    let files = event_files(&dir.join("t"));
+    let before = fs::read(&files[0]).unwrap();
+    let out = resume(dir, &["c", "--steps", "6"]);
+    for name in ["tensorboard", "csv"] {
+        assert!(out.contains(&format!("\n{name}: ")), "{out}");
+    }
+    assert_eq!(event_files(&dir.join("t")), files);
+    assert!(fs::read(&files[0]).unwrap().starts_with(&before));
+
+    // From the middle: later steps are gone, and an open TensorBoard drops them.
+    let outputs = ["--metrics", "m", "--tensorboard", "t", "--csv", "t.csv"];
+    let middle = ["c/step-00000002", "--steps", "5"];
+    let out = resume(dir, &[&middle[..], &outputs].concat());
+    assert!(
+        out.contains("note: t: 4 steps after 2 are replaced"),
+        "{out}"
+    );
+    let files = event_files(&dir.join("t"));
+    let [old, new] = &files[..] else {
+        panic!("{files:?}")
+    };
+    let steps = |file: &Path| -> Vec<u64> {
+        let events = events_of_file(file);
+        events.iter().map(|event| event.step).collect()
+    };
+    assert_eq!(steps(old), [0, 1, 2]);
+    assert_eq!(steps(new), [0, 3, 3, 4, 5]);
+    assert!(events_of_file(new)[1].starts);
+
+    // A copy of the folder does not take the files of the original.
+    fs::rename(dir.join("c"), dir.join("moved")).unwrap();
+    let args = ["train", "--resume", "moved", "--steps", "6"];
+    let out = succeeds(&zero(dir, &args));
+    for name in ["tensorboard", "csv"] {
+        assert!(out.contains(&format!("note: no {name}: ")), "{out}");
+    }
+    agree_with_metrics(dir);
+}
+
+#[test]
+fn killed_run_leaves_whole_files() {
+    let dir = temp();
+    let dir = dir.path();
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let more = [&["--steps", "1000000"], &OUTPUTS[..]].concat();
+    let mut run = place::zero()
+        .args(tiny(&model, &tokens, &more))
+        .current_dir(dir)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let has_saved = || dir.join("c/latest").exists();
+    let rows = || fs::read_to_string(dir.join("t.csv")).map_or(0, |text| text.lines().count());
+    while !(has_saved() && rows() > 6) {
+        assert!(run.try_wait().unwrap().is_none(), "the run ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    run.kill().unwrap();
+    run.wait().unwrap();
+
+    // The middle of an event, as after a full disk.
+    let events = event_files(&dir.join("t")).remove(0);
+    let mut bytes = fs::read(&events).unwrap();
+    bytes.truncate(bytes.len() - 5);
+    fs::write(&events, bytes).unwrap();
+    let saved = fs::read_to_string(dir.join("c/latest")).unwrap();
+    let step: u64 = saved[5..13].parse().unwrap();
+    let last = (step + 2).to_string();
+    let outputs = ["--metrics", "m", "--tensorboard", "t", "--csv", "t.csv"];
+    resume(dir, &[&["c", "--steps", &last], &outputs[..]].concat());
+}
+
+#[test]
+fn files_of_others_are_refused() {
+    let dir = temp();
+    let dir = dir.path();
+    train(dir);
+    let file = event_files(&dir.join("t")).remove(0);
+    let before = fs::read(&file).unwrap();
+    let again = run_tiny(dir, &["--tensorboard", "t"]);
+    fails(
+        &again,
+        2,
+        &["--tensorboard t", "of another run", "another folder"],
+    );
+    let again = run_tiny(dir, &["--csv", "t.csv"]);
+    fails(
+        &again,
+        2,
+        &["--csv t.csv", "of another run", "another file"],
+    );
+
+    fs::create_dir(dir.join("torch")).unwrap();
+    fs::write(dir.join("torch/events.out.tfevents.1.host"), &before[..9]).unwrap();
+    let torch = run_tiny(dir, &["--tensorboard", "torch"]);
+    fails(
+        &torch,
+        2,
+        &[
+            "is not an event file of `zero train`",
+            "name another folder",
+        ],
+    );
+    let file_as_folder = run_tiny(dir, &["--tensorboard", "m"]);
+    fails(
+        &file_as_folder,
+        2,
+        &["--tensorboard m: failed to read the folder"],
+    );
+
+    fs::create_dir(dir.join("locked")).unwrap();
+    let locked = fs::File::open(dir.join("locked")).unwrap();
+    locked.lock().unwrap();
+    let second = run_tiny(dir, &["--tensorboard", "locked"]);
+    fails(&second, 2, &["another run is writing to the folder"]);
+    assert_eq!(fs::read(&file).unwrap(), before);
+}
+
+#[test]
+fn full_disk_saves_and_ends_the_run() {
+    let dir = temp();
+    let more = [
+        "--steps",
+        "1000000",
+        "--csv",
+        "/dev/full",
+        "--checkpoint",
+        "c",
+    ];
+    let output = run_tiny(dir.path(), &more);
+    fails(&output, 1, &["failed to write /dev/full", "No space left"]);
+    succeeds(&zero(dir.path(), &["ckpt", "verify", "c"]));
+}
+
+#[test]
+fn monitors_of_deepspeed_are_followed() {
+    let dir = temp();
+    let dir = dir.path();
+    let write = |text: &str| fs::write(dir.join("ds.json"), text).unwrap();
+    write(
+        r#"{"train_micro_batch_size_per_gpu": 1,
+            "tensorboard": {"enabled": true, "output_path": "out/logs/", "job_name": "one"},
+            "csv_monitor": {"enabled": true, "output_path": "out", "job_name": "two"}}"#,
+    );
+    succeeds(&run_tiny(
+        dir,
+        &["--config", "ds.json", "--checkpoint", "c"],
+    ));
+    let table = || fs::read_to_string(dir.join("out/two/steps.csv")).unwrap();
+    assert!(scalars(&dir.join("out/logs/one")).keys().eq(&[1, 2, 3]));
+    assert_eq!(table().lines().count(), 4);
+    // A resumed run goes on without the configuration.
+    succeeds(&zero(dir, &["train", "--resume", "c", "--steps", "4"]));
+    assert!(scalars(&dir.join("out/logs/one")).keys().eq(&[1, 2, 3, 4]));
+    assert_eq!(table().lines().count(), 5);
+    // A flag overrides it.
+    let flags = [
+        "--config",
+        "ds.json",
+        "--tensorboard",
+        "t",
+        "--csv",
+        "t.csv",
+    ];
+    succeeds(&run_tiny(dir, &flags));
+    assert!(scalars(&dir.join("t")).keys().eq(&[1, 2, 3]));
+    assert_eq!(table().lines().count(), 5);
+
+    write(r#"{"wandb": {"enabled": true, "project": "x"}}"#);
+    let refused = run_tiny(dir, &["--config", "ds.json"]);
+    fails(
+        &refused,
+        2,
+        &["wandb.enabled", "set it to false", "--tensorboard"],
+    );
+    let plan = [
+        "plan",
+        "--config",
+        "ds.json",
+        "--model",
+        "gpt2-124m",
+        "--gpus",
+        "2",
+    ];
+    succeeds(&zero(dir, &plan));
+}
