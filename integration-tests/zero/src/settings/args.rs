@@ -169,6 +169,10 @@ pub struct TrainArgs {
     /// merges.txt [default: that of the model's folder; none for models of bytes, such as nano]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
+    /// Keep no tokens of --data for later runs; by default those of texts above 1 MiB are kept in
+    /// ZERO_TOKEN_CACHE or ~/.cache/zero-tokens
+    #[arg(long)]
+    pub no_token_cache: bool,
     /// Save no checkpoint
     #[arg(long, conflicts_with_all = ["checkpoint", "checkpoint_every", "keep_last"])]
     pub no_checkpoint: bool,
