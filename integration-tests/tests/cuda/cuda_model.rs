@@ -13,7 +13,7 @@ use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::ModelError;
-use zero_trainer::{Batch, Grad, Model};
+use zero_trainer::{Batch, Grad};
 
 use crate::gpu::{Gpu, LIMIT, values};
 use crate::tiny::{ACCUM, BATCH, OnGpu, SEQ, batch, by_name, config, on_host, options, weights};

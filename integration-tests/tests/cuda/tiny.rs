@@ -10,7 +10,7 @@ use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::ops::Threads;
 use zero_models::{GpuModel, ModelConfig, ModelOptions};
-use zero_trainer::{Batch, Grad, Model, ModelError};
+use zero_trainer::{Batch, Grad, ModelError};
 
 use crate::gpu::{Gpu, LIMIT};
 use integration_tests::data;
