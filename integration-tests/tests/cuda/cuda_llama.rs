@@ -181,7 +181,7 @@ fn is_pytorchs(oracle: Oracle, steps: usize) {
         let squares = grads.iter().flatten().map(|g| f64::from(*g).powi(2));
         let norm = squares.sum::<f64>().sqrt();
         let most = setting("clip");
-        let clip = if norm > most {
+        let clip = if most > 0.0 && norm > most {
             most / (norm + 1e-6)
         } else {
             1.0
