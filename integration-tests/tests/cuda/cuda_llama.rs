@@ -380,9 +380,14 @@ fn families_in_16_bits() {
 
         let options = options(DType::Bf16, BATCH, SEQ);
         let mut writes = OnGpu::new(&gpu, &config, options, &weights);
-        for pass in 1..writes.grads.len() - 1 {
+        let blocks = 1..writes.grads.len() - 1;
+        for (pass, weights) in weights
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| blocks.contains(i))
+        {
             assert!(writes.model.writes_grad(pass, pass));
-            writes.grads[pass] = Grad::Write(gpu.fresh(weights[pass].len(), DType::Bf16));
+            writes.grads[pass] = Grad::Write(gpu.fresh(weights.len(), DType::Bf16));
         }
         let (_, written) = writes.step(&batches);
         let error = relative_error(&written.concat(), &got.concat());
