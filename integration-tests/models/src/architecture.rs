@@ -7,13 +7,13 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::{ParamSpec, TransformerShape, UnitSpec};
 use zero_trainer::param_groups::ParamKind;
-use zero_trainer::{Model, ModelError, Pass};
+use zero_trainer::{ModelError, Pass};
 
 use crate::config::json::Keys;
 use crate::config::{ConfigError, init};
+use crate::decoder::gpu::GpuModel;
 use crate::decoder::{self, HostModel};
 use crate::gpt2::config::GptConfig;
-use crate::gpt2::gpu::{self, CudaGpt2};
 use crate::llama::config::{Family, LlamaConfig};
 use crate::ops::Threads;
 use crate::options::{GpuBytes, ModelOptions};
@@ -312,8 +312,8 @@ impl ModelConfig {
     /// The exact bytes on a GPU. The options must be valid for the configuration.
     pub fn gpu_bytes(&self, options: &ModelOptions) -> GpuBytes {
         match self {
-            Self::Gpt2(config) => gpu::gpu_bytes(config, options),
-            Self::Llama(config) => llama::gpu_bytes(config, options),
+            Self::Gpt2(config) => gpt2::gpu::gpu_bytes(config, options),
+            Self::Llama(config) => llama::gpu::gpu_bytes(config, options),
         }
     }
 
@@ -338,18 +338,32 @@ impl ModelConfig {
     /// The model on a GPU, with activations from `pool`, for passes on `stream` only.
     ///
     /// # Errors
-    /// As [`Self::on_host`], or an architecture that has no kernels yet.
+    /// As [`Self::on_host`], sizes that no kernel supports, or NVRTC or cuBLASLt is missing.
     pub fn on_cuda(
         &self,
         options: ModelOptions,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
-    ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
+    ) -> Result<Box<dyn GpuModel>, ModelError> {
+        self.on_cuda_with_logits(options, None, pool, stream)
+    }
+
+    /// [`Self::on_cuda`] with the logits of `rows` tokens in memory at once, at least of one. The
+    /// gradient of the head's matrix is summed over tokens in parts of `rows`.
+    ///
+    /// # Errors
+    /// As for [`Self::on_cuda`].
+    pub fn on_cuda_with_logits(
+        &self,
+        options: ModelOptions,
+        rows: Option<usize>,
+        pool: &Pool<CudaDevice>,
+        stream: &CudaStream,
+    ) -> Result<Box<dyn GpuModel>, ModelError> {
+        self.check(&options)?;
         match self.clone() {
-            Self::Gpt2(config) => Ok(Box::new(CudaGpt2::new(config, options, pool, stream)?)),
-            Self::Llama(_) => Err(
-                "models of the Llama family train on the CPU only so far: use --device cpu".into(),
-            ),
+            Self::Gpt2(config) => gpt2::gpu::on_cuda(config, options, rows, pool, stream),
+            Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream),
         }
     }
 }

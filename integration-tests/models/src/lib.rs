@@ -16,5 +16,5 @@ pub mod random;
 pub use architecture::{ModelConfig, PRESETS, param_kind};
 pub use config::ConfigError;
 pub use decoder::HostModel;
-pub use gpt2::gpu::writes_grad;
+pub use decoder::gpu::{GpuModel, writes_grad};
 pub use options::{GpuBytes, ModelOptions};

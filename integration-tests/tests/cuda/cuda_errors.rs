@@ -119,7 +119,9 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         batch: 1,
         seq: 4,
         heads: 1,
+        kv_heads: 1,
         d: 257,
+        window: 4,
     };
 
     assert!(matches!(
@@ -128,7 +130,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     ));
     let attention = Attention::new(&ops, Shape { d: 64, ..shape }).unwrap();
     let error = attention
-        .forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767))
+        .forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767), None)
         .unwrap_err();
 
     assert!(

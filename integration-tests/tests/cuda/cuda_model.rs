@@ -11,10 +11,9 @@ use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
 use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
-use zero_models::gpt2::gpu::CudaGpt2;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::ModelError;
-use zero_trainer::{Batch, Grad, Model};
+use zero_trainer::{Batch, Grad};
 
 use crate::gpu::{Gpu, LIMIT, values};
 use crate::tiny::{ACCUM, BATCH, OnGpu, SEQ, batch, by_name, config, on_host, options, weights};
@@ -126,7 +125,7 @@ fn on_host_in_bf16(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
     let rounded = |w: &Vec<f32>| w.iter().map(|v| bf16::from_f32(*v)).collect();
     let params: Vec<Vec<bf16>> = weights.iter().map(rounded).collect();
     on_host(
-        &config(),
+        &config().into(),
         options(DType::Bf16, false),
         params,
         &[batch(0), batch(1)],
@@ -266,13 +265,14 @@ fn any_shape_is_the_hosts() {
         let ids = |salt| (0..rows).map(|i| token(i, salt)).collect::<Vec<_>>();
         let tokens = Batch::plain(ids(7), ids(11));
         let (want_loss, want) = on_host(
-            &config,
+            &config.clone().into(),
             options.clone(),
             params.clone(),
             std::slice::from_ref(&tokens),
         );
 
-        let mut model = CudaGpt2::new(config.clone(), options, &gpu.pool, &gpu.stream).unwrap();
+        let model = ModelConfig::from(config.clone());
+        let mut model = model.on_cuda(options, &gpu.pool, &gpu.stream).unwrap();
         let on_gpu: Vec<_> = params.iter().map(|p| gpu.put(p, DType::F32)).collect();
         let grads: Vec<_> = params.iter().map(|p| gpu.zeros(p.len())).collect();
         // SAFETY: used on the stream of the passes.
@@ -415,7 +415,10 @@ fn model_requests_the_computed_bytes() {
 
     for options in all {
         let before = held();
-        let model = CudaGpt2::new(config.clone(), options.clone(), &gpu.pool, &gpu.stream).unwrap();
+        let model = ModelConfig::from(config.clone());
+        let model = model
+            .on_cuda(options.clone(), &gpu.pool, &gpu.stream)
+            .unwrap();
         let after = held();
         let planned = ModelConfig::from(config.clone()).gpu_bytes(&options);
         assert_eq!(
@@ -556,7 +559,8 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
 fn what_the_model_does_not_take_is_refused() {
     let gpu = Gpu::open();
     let refused = |options: ModelOptions, config: GptConfig| {
-        CudaGpt2::new(config, options, &gpu.pool, &gpu.stream)
+        ModelConfig::from(config)
+            .on_cuda(options, &gpu.pool, &gpu.stream)
             .err()
             .unwrap()
             .to_string()

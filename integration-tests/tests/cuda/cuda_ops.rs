@@ -1,7 +1,6 @@
 //! Each kernel, forward and backward, against fp64 on the same inputs.
 
 use zero_alloc::device::{AnySlice, DType};
-use zero_models::cuda::attention::{self, Attention, Shape};
 use zero_models::cuda::cross_entropy::Scale;
 use zero_models::cuda::embedding::{TokenLists, sort_tokens};
 use zero_models::cuda::layer_norm::{self, Output, Sums};
@@ -266,15 +265,34 @@ fn embeddings() {
                 segments: gpu.words(&[segments]),
             };
             let x = gpu.fresh(rows * n, dtype);
-            let tables = [gpu.put(&wte, dtype), gpu.put(&wpe, dtype)];
-            embedding::forward(&ops, &gpu.stream, x, lists.tokens, tables, seq).unwrap();
+            let wte = gpu.put(&wte, dtype);
+            let wpe = Some(gpu.put(&wpe, dtype));
+            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, wpe, seq).unwrap();
             close(&gpu.get(x), &want, tolerance(dtype), &format!("{what}: x"));
+            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, None, seq).unwrap();
+            let rows_of = |&token: &u32| e[token as usize * n..][..n].to_vec();
+            let want: Vec<f64> = tokens.iter().flat_map(rows_of).collect();
+            close(
+                &gpu.get(x),
+                &want,
+                tolerance(dtype),
+                &format!("{what}: no positions"),
+            );
             let grads = [
                 gpu.floats(&vec![0.5; vocab * n]),
                 gpu.floats(&vec![0.25; (seq + 2) * n]),
             ];
-            embedding::backward(&ops, &gpu.stream, grads, &lists, gpu.put(&dx, dtype), seq)
-                .unwrap();
+            let dx = gpu.put(&dx, dtype);
+            let [dwte, dwpe] = grads;
+            embedding::backward_tokens(&ops, &gpu.stream, dwte, &lists, dx, None).unwrap();
+            embedding::backward_positions(&ops, &gpu.stream, dwpe, dx, batch, seq).unwrap();
+            // The frequent token is padding: its row keeps its value.
+            let padded = gpu.floats(&vec![0.5; vocab * n]);
+            embedding::backward_tokens(&ops, &gpu.stream, padded, &lists, dx, Some(4)).unwrap();
+            let mut want_padded = want_wte.clone();
+            want_padded[4 * n..5 * n].fill(0.5);
+            let got = gpu.get(padded.erase());
+            close(&got, &want_padded, 2e-6, &format!("{what}: padding"));
             close(
                 &gpu.get(grads[0].erase()),
                 &want_wte,
@@ -389,198 +407,4 @@ fn cross_entropies() {
             );
         }
     }
-}
-
-fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, flash: bool) {
-    let ops = gpu.kernels(dtype);
-    let attention = if flash {
-        Attention::new(&ops, shape)
-    } else {
-        Attention::plain(&ops, shape)
-    }
-    .unwrap();
-    assert_eq!(attention.is_flash(), flash, "{shape:?}");
-    let what = format!(
-        "{dtype} {shape:?}{}",
-        if flash { " on tensor cores" } else { "" }
-    );
-    let elems = shape.batch * shape.seq * shape.heads * shape.d;
-    let rows = elems / shape.d;
-    // Large scores, so that a wrong maximum or mask is visible.
-    let qkv: Vec<f32> = values(3 * elems, 1).iter().map(|v| 2.0 * v).collect();
-    let dout = values(elems, 2);
-    let [want, want_dqkv] = fp64::attention(&rounded(&qkv, dtype), &rounded(&dout, dtype), shape);
-
-    let qkv = gpu.put(&qkv, dtype);
-    let dout = gpu.put(&dout, dtype);
-    let out = gpu.fresh(elems, dtype);
-    let lse = gpu.floats(&vec![f32::NAN; rows]);
-    let delta = gpu.floats(&vec![f32::NAN; rows]);
-    attention.forward(&ops, &gpu.stream, out, lse, qkv).unwrap();
-    // Probabilities are rounded to 16 bits for the tensor cores.
-    let tolerance = tolerance(dtype);
-    close(&gpu.get(out), &want, tolerance, &format!("{what}: out"));
-    let dqkv = gpu.fresh(3 * elems, dtype);
-    let c = shape.heads * shape.d;
-    let dbias = gpu.zeros(3 * c);
-
-    let workspace = gpu.floats(&vec![
-        f32::NAN;
-        attention::workspace_elems(
-            shape.batch,
-            shape.seq,
-            3 * c
-        )
-    ]);
-
-    let sums = SumOut::Add(dbias);
-    attention
-        .backward(
-            &ops,
-            &gpu.stream,
-            dqkv,
-            sums,
-            dout,
-            qkv,
-            out,
-            lse,
-            delta,
-            workspace,
-        )
-        .unwrap();
-
-    let got = gpu.get(dqkv);
-    // The sums are those of the stored elements.
-    let column_sum = |j: usize| {
-        got.iter()
-            .skip(j)
-            .step_by(3 * c)
-            .map(|v| f64::from(*v))
-            .sum::<f64>()
-    };
-
-    let want_dbias: Vec<f64> = (0..3 * c).map(column_sum).collect();
-    close(
-        &gpu.get(dbias.erase()),
-        &want_dbias,
-        4e-6,
-        &format!("{what}: dbias"),
-    );
-
-    for (part, name) in ["dq", "dk", "dv"].iter().enumerate() {
-        let pick = |i: usize| i / c % 3 == part;
-        let got: Vec<f32> = got
-            .iter()
-            .enumerate()
-            .filter(|(i, _)| pick(*i))
-            .map(|(_, v)| *v)
-            .collect();
-        let want: Vec<f64> = want_dqkv
-            .iter()
-            .enumerate()
-            .filter(|(i, _)| pick(*i))
-            .map(|(_, v)| *v)
-            .collect();
-        // The probability of a single key is always 1, so the exact gradients of q and k are 0.
-        if shape.seq > 1 || *name == "dv" {
-            close(&got, &want, 2.0 * tolerance, &format!("{what}: {name}"));
-        } else {
-            let most = got.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-            assert!(
-                f64::from(most) < 10.0 * tolerance,
-                "{what}: {name} is {most}, not 0"
-            );
-        }
-    }
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn attention_on_tensor_cores() {
-    let gpu = Gpu::open();
-    for dtype in [DType::Bf16, DType::F16] {
-        // One row, less than a tile, slightly more than a tile, and several tiles with a remainder.
-        for (batch, seq, heads, d) in [
-            (2, 1, 2, 64),
-            (1, 50, 1, 32),
-            (1, 130, 2, 64),
-            (1, 70, 1, 128),
-            (2, 300, 1, 32),
-        ] {
-            check_attention(
-                &gpu,
-                dtype,
-                Shape {
-                    batch,
-                    seq,
-                    heads,
-                    d,
-                },
-                true,
-            );
-        }
-    }
-
-    if gpu.is_real() {
-        check_attention(
-            &gpu,
-            DType::Bf16,
-            Shape {
-                batch: 2,
-                seq: 1024,
-                heads: 3,
-                d: 64,
-            },
-            true,
-        );
-        check_attention(
-            &gpu,
-            DType::Bf16,
-            Shape {
-                batch: 1,
-                seq: 1000,
-                heads: 2,
-                d: 128,
-            },
-            true,
-        );
-    }
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn attention_on_cuda_cores() {
-    let gpu = Gpu::open();
-    for dtype in FLOATS {
-        for (batch, seq, heads, d) in [
-            (2, 1, 2, 3),
-            (1, 31, 2, 16),
-            (1, 70, 1, 64),
-            (1, 33, 1, 100),
-        ] {
-            check_attention(
-                &gpu,
-                dtype,
-                Shape {
-                    batch,
-                    seq,
-                    heads,
-                    d,
-                },
-                false,
-            );
-        }
-    }
-
-    check_attention(
-        &gpu,
-        DType::F32,
-        Shape {
-            batch: 1,
-            seq: 40,
-            heads: 1,
-            d: 256,
-        },
-        false,
-    );
 }

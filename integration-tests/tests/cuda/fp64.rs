@@ -60,37 +60,44 @@ pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f
 }
 
 /// Returns out `[batch, seq, heads, d]`, and for `dout` the gradient of qkv
-/// `[batch, seq, 3, heads, d]`.
-pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
+/// `[batch, seq, heads + 2 kv_heads, d]`. `starts` `[batch, seq]` are those of documents, if it is not
+/// empty.
+pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape, starts: &[u32]) -> [Vec<f64>; 2] {
     let c = s.heads * s.d;
+    let group = s.heads / s.kv_heads;
     let scale = 1.0 / (s.d as f64).sqrt();
     let mut out = vec![0.0; s.batch * s.seq * c];
-    let mut dqkv = vec![0.0; s.batch * s.seq * 3 * c];
+    let mut dqkv = vec![0.0; s.batch * s.seq * s.width()];
 
     for b in 0..s.batch {
         for h in 0..s.heads {
-            let at = |part: usize, t: usize| (b * s.seq + t) * 3 * c + part * c + h * s.d;
+            let heads = [h, s.heads + h / group, s.heads + s.kv_heads + h / group];
+            let at = |part: usize, t: usize| (b * s.seq + t) * s.width() + heads[part] * s.d;
             let o = |t: usize| (b * s.seq + t) * c + h * s.d;
             let dot = |a: &[f64], i: usize, b: &[f64], j: usize| {
                 (0..s.d).map(|e| a[i + e] * b[j + e]).sum::<f64>()
             };
             for t in 0..s.seq {
-                let weights: Vec<f64> = (0..=t)
+                let start = starts.get(b * s.seq + t).map_or(0, |&start| start as usize);
+                let first = start.max((t + 1).saturating_sub(s.window));
+                let weights: Vec<f64> = (first..=t)
                     .map(|u| (dot(qkv, at(0, t), qkv, at(1, u)) * scale).exp())
                     .collect();
                 let sum: f64 = weights.iter().sum();
                 let p: Vec<f64> = weights.iter().map(|w| w / sum).collect();
                 for e in 0..s.d {
-                    out[o(t) + e] = (0..=t).map(|u| p[u] * qkv[at(2, u) + e]).sum();
+                    out[o(t) + e] = (first..=t).map(|u| p[u - first] * qkv[at(2, u) + e]).sum();
                 }
-                let dp: Vec<f64> = (0..=t).map(|u| dot(dout, o(t), qkv, at(2, u))).collect();
+                let dp: Vec<f64> = (first..=t)
+                    .map(|u| dot(dout, o(t), qkv, at(2, u)))
+                    .collect();
                 let delta: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
-                for u in 0..=t {
-                    let ds = p[u] * (dp[u] - delta) * scale;
+                for u in first..=t {
+                    let ds = p[u - first] * (dp[u - first] - delta) * scale;
                     for e in 0..s.d {
                         dqkv[at(0, t) + e] += ds * qkv[at(1, u) + e];
                         dqkv[at(1, u) + e] += ds * qkv[at(0, t) + e];
-                        dqkv[at(2, u) + e] += p[u] * dout[o(t) + e];
+                        dqkv[at(2, u) + e] += p[u - first] * dout[o(t) + e];
                     }
                 }
             }
@@ -98,6 +105,50 @@ pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape) -> [Vec<f64>; 2] {
     }
 
     [out, dqkv]
+}
+
+/// Returns y, and for `dy` the gradients of x and gain.
+pub(crate) fn rms_norm(x: &[f64], gain: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
+    let n = gain.len();
+    let mut y = Vec::new();
+    let mut dx = Vec::new();
+    let mut dgain = vec![0.0; n];
+
+    for (x, dy) in x.chunks(n).zip(dy.chunks(n)) {
+        let square = x.iter().map(|v| v * v).sum::<f64>() / n as f64;
+        let scale = 1.0 / (square + 1e-5).sqrt();
+        let mean = (0..n).map(|i| dy[i] * gain[i] * x[i] * scale).sum::<f64>() / n as f64;
+        for i in 0..n {
+            let h = x[i] * scale;
+            y.push(h * gain[i]);
+            dx.push(scale * (dy[i] * gain[i] - h * mean));
+            dgain[i] += dy[i] * h;
+        }
+    }
+
+    [y, dx, dgain]
+}
+
+/// Rotates the first `turned` heads of `d` elements of rows of `width` by the angles of `positions`,
+/// or back with sign -1. `table` has a position's cosines, then its sines.
+pub(crate) fn rotate(
+    x: &mut [f64],
+    table: &[f32],
+    positions: &[usize],
+    [width, turned, d]: [usize; 3],
+    sign: f64,
+) {
+    for (row, position) in x.chunks_mut(width).zip(positions) {
+        for head in row[..turned * d].chunks_mut(d) {
+            for i in 0..d / 2 {
+                let cos = f64::from(table[position * d + i]);
+                let sin = sign * f64::from(table[position * d + d / 2 + i]);
+                let (a, b) = (head[i], head[i + d / 2]);
+                head[i] = a * cos - b * sin;
+                head[i + d / 2] = b * cos + a * sin;
+            }
+        }
+    }
 }
 
 /// `a b`: a `[m, k]`, b `[k, n]`.

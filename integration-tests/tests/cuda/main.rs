@@ -5,7 +5,10 @@
 //! `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda -- --ignored`. The
 //! stand-ins' README lists what a pass without a GPU proves.
 
+mod cuda_attention;
 mod cuda_errors;
+mod cuda_llama;
+mod cuda_llama_ops;
 mod cuda_matmul;
 mod cuda_model;
 mod cuda_ops;

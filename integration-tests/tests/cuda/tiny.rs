@@ -8,10 +8,9 @@ use zero_alloc::host::HostDevice;
 use zero_models::cuda::cross_entropy::stride_elems;
 use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
-use zero_models::gpt2::gpu::CudaGpt2;
 use zero_models::ops::Threads;
-use zero_models::{ModelConfig, ModelOptions};
-use zero_trainer::{Batch, Grad, Model, ModelError};
+use zero_models::{GpuModel, ModelConfig, ModelOptions};
+use zero_trainer::{Batch, Grad, ModelError};
 
 use crate::gpu::{Gpu, LIMIT};
 use integration_tests::data;
@@ -64,7 +63,7 @@ pub(crate) fn batch(micro: usize) -> Batch {
 /// The model with its parameters and gradients on the device.
 pub(crate) struct OnGpu<'a> {
     gpu: &'a Gpu,
-    pub(crate) model: CudaGpt2,
+    pub(crate) model: Box<dyn GpuModel>,
     pub(crate) params: Vec<AnySlice>,
     pub(crate) grads: Vec<Grad>,
     scale: DeviceSlice<f64>,
@@ -82,9 +81,9 @@ impl<'a> OnGpu<'a> {
             .iter()
             .map(|w| Grad::Add(gpu.zeros(w.len())))
             .collect();
-        let model =
-            CudaGpt2::with_logits_rows(config(), options, logits_rows, &gpu.pool, &gpu.stream)
-                .unwrap();
+        let model = ModelConfig::from(config())
+            .on_cuda_with_logits(options, Some(logits_rows), &gpu.pool, &gpu.stream)
+            .unwrap();
         Self {
             gpu,
             model,
@@ -206,7 +205,7 @@ fn slice<T>(data: &mut [T]) -> DeviceSlice<T> {
 
 /// Loss and gradients of a step of these micro-batches on the host.
 pub(crate) fn on_host<T: Element>(
-    config: &GptConfig,
+    config: &ModelConfig,
     options: ModelOptions,
     mut params: Vec<Vec<T>>,
     batches: &[Batch],
@@ -215,8 +214,7 @@ pub(crate) fn on_host<T: Element>(
     let stream = device.create_stream("host").unwrap();
     let pool = Pool::new(device, usize::MAX);
     let threads = Threads::new(1).unwrap();
-    let model = ModelConfig::from(config.clone());
-    let mut model = model.on_host(options, &pool, &stream, threads).unwrap();
+    let mut model = config.on_host(options, &pool, &stream, threads).unwrap();
 
     let mut grads: Vec<Vec<f32>> = params.iter().map(|w| vec![0.0; w.len()]).collect();
     let params: Vec<AnySlice> = params.iter_mut().map(|p| slice(p).erase()).collect();
@@ -225,7 +223,7 @@ pub(crate) fn on_host<T: Element>(
     let sum = unsafe { model.loss() }.erase();
     pool.device().fill_zero(&stream, sum).unwrap();
     let mut scale = [1.0 / batches.len() as f64];
-    let passes = gpt2::passes(config);
+    let passes = config.passes();
 
     for batch in batches {
         model.set_batch(&stream, batch).unwrap();

@@ -94,7 +94,7 @@ impl ModelWorkload {
         pool: &Pool<CudaDevice>,
         compute: &CudaStream,
     ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
-        self.config.on_cuda(self.options.clone(), pool, compute)
+        Ok(self.config.on_cuda(self.options.clone(), pool, compute)?)
     }
 
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

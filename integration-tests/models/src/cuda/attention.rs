@@ -1,7 +1,7 @@
 //! Launches of attention.cu and attention_plain.cu.
 //!
-//! Shapes: qkv, dqkv `[batch, seq, 3, heads, d]`, out, dout `[batch, seq, heads, d]` in the
-//! kernels' type; lse, delta `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the
+//! Shapes: qkv, dqkv `[batch, seq, heads + 2 kv_heads, d]`, out, dout `[batch, seq, heads, d]` in
+//! the kernels' type; lse, delta `[batch, heads, seq]` in fp32. `lse` is log2 of the sum of the
 //! exponentials of the scores: the forward pass writes it for the backward pass only.
 
 use std::f32::consts::LOG2_E;
@@ -11,20 +11,31 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::column_sums::{self, SumOut};
 use super::error::{OpError, check_len};
-use super::launch::{OpKernels, Shape as Launch, THREADS, size};
+use super::launch::{Arg, OpKernels, Shape as Launch, THREADS, size};
+use super::rope::{self, Angles, starts_arg};
 
-/// The sizes of attention's operands. Each head of queries has its own key and value, and sees all
-/// keys before it.
+/// The sizes of attention's operands. A query sees itself and the keys before it.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Sequences.
     pub batch: usize,
     /// Tokens a sequence.
     pub seq: usize,
-    /// Heads.
+    /// Heads of queries.
     pub heads: usize,
+    /// Heads of keys, and of values; divides `heads`. Neighbouring heads of queries share one.
+    pub kv_heads: usize,
     /// Elements of a head.
     pub d: usize,
+    /// Keys that a query sees: the last ones. `seq` or more are all.
+    pub window: usize,
+}
+
+impl Shape {
+    /// Elements of a row of qkv.
+    pub fn width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.d
+    }
 }
 
 /// Rows and columns of a tile of attention_plain.cu.
@@ -156,7 +167,7 @@ impl Attention {
 
         let forward = kernel("forward", 3)?;
         let dq = kernel("backward_dq", 4)?;
-        let dkv = kernel("backward_dkv", 4)?;
+        let dkv = kernel("backward_dkv", 4)?.with_heads(shape.kv_heads)?;
         Ok(Self {
             shape,
             kind: Kind::Plain,
@@ -183,7 +194,7 @@ impl Attention {
 
         let forward = kernel("forward", tiles.forward, 1)?;
         let dq = kernel("backward_dq", tiles.dq, 2)?;
-        let dkv = kernel("backward_dkv", tiles.dkv, 2)?;
+        let dkv = kernel("backward_dkv", tiles.dkv, 2)?.with_heads(shape.kv_heads)?;
         Ok(Self {
             shape,
             kind: Kind::Flash,
@@ -198,15 +209,17 @@ impl Attention {
         self.kind == Kind::Flash
     }
 
+    /// Elements of qkv.
     fn elems(&self) -> usize {
-        self.shape.batch * self.shape.seq * self.shape.heads * self.shape.d
+        self.shape.batch * self.shape.seq * self.shape.width()
     }
 
     fn rows(&self) -> usize {
         self.shape.batch * self.shape.seq * self.shape.heads
     }
 
-    /// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass.
+    /// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass. With
+    /// `starts` `[batch, seq]`, no query sees a key before its own start.
     ///
     /// # Errors
     /// Lengths or types do not fit, or the stream failed.
@@ -217,37 +230,36 @@ impl Attention {
         out: AnySlice,
         lse: DeviceSlice<f32>,
         qkv: AnySlice,
+        starts: Option<DeviceSlice<u32>>,
     ) -> Result<(), OpError> {
         check_len("attention: lse", lse.len(), self.rows())?;
-        let (seq, heads, d) = self.sizes()?;
-        let out = ops.stored("attention: out", out, self.elems())?;
-        let qkv = ops.stored("attention: qkv", qkv, 3 * self.elems())?;
+        let out = ops.stored("attention: out", out, self.rows() * self.shape.d)?;
+        let qkv = ops.stored("attention: qkv", qkv, self.elems())?;
+        let starts = self.starts(starts)?;
         let lse = lse.into();
         let scale = (self.slope() * LOG2_E).into();
+        let [seq, heads, kv_heads, d, window] = self.sizes()?;
         let Kernel { entry, launch } = &self.forward;
 
         match self.kind {
-            // SAFETY: the parameters of flash_forward, whose lengths were checked.
-            Kind::Flash => unsafe {
-                ops.launch(
-                    stream,
-                    "attention",
-                    entry,
-                    *launch,
-                    [out, lse, qkv, seq.into(), heads.into(), scale],
-                )
-            },
+            Kind::Flash => {
+                let args = [out, lse, qkv, starts, seq, heads, kv_heads, window, scale];
+                // SAFETY: the parameters of flash_forward, whose lengths were checked.
+                unsafe { ops.launch(stream, "attention", entry, *launch, args) }
+            }
             Kind::Plain => {
-                let args = [out, lse, qkv, seq.into(), heads.into(), d.into(), scale];
+                let args = [
+                    out, lse, qkv, starts, seq, heads, kv_heads, d, window, scale,
+                ];
                 // SAFETY: the parameters of plain_forward, whose lengths were checked.
                 unsafe { ops.launch(stream, "attention", entry, *launch, args) }
             }
         }
     }
 
-    /// Writes the gradient of qkv to `dqkv`, and sums it over batch and sequence into `dbias`
-    /// `[3, heads, d]`, the gradient of the bias that was added to qkv; `delta` is scratch. The
-    /// order of every sum depends only on the sizes.
+    /// Writes the gradient of qkv to `dqkv`, for queries and keys that were rotated by
+    /// `grads.angles` that before the rotation. `delta` is scratch. The order of every sum depends
+    /// only on the sizes.
     ///
     /// # Errors
     /// Lengths or types do not fit, or the stream failed.
@@ -256,8 +268,7 @@ impl Attention {
         &self,
         ops: &OpKernels,
         stream: &CudaStream,
-        dqkv: AnySlice,
-        dbias: SumOut,
+        grads: Gradients,
         dout: AnySlice,
         qkv: AnySlice,
         out: AnySlice,
@@ -267,84 +278,164 @@ impl Attention {
     ) -> Result<(), OpError> {
         check_len("attention: lse", lse.len(), self.rows())?;
         check_len("attention: delta", delta.len(), self.rows())?;
-        let width = 3 * self.shape.heads * self.shape.d;
-        check_len("attention: dbias", dbias.len(), width)?;
-        let (seq, heads, d) = self.sizes()?;
-        let stored = dqkv;
-        let dqkv = ops.stored("attention: dqkv", dqkv, 3 * self.elems())?;
-        let dout = ops.stored("attention: dout", dout, self.elems())?;
-        let qkv = ops.stored("attention: qkv", qkv, 3 * self.elems())?;
-        let out = ops.stored("attention: out", out, self.elems())?;
-        let lse = lse.into();
-        let delta = delta.into();
-        let seq = seq.into();
-        let heads = heads.into();
-        let d = d.into();
-        let scale = (self.slope() * LOG2_E).into();
-        let slope = self.slope().into();
-        let dq = &self.dq;
-        let dkv = &self.dkv;
-        let dq_op = "attention backward dq";
-        let dkv_op = "attention backward dkv";
+        let width = self.shape.width();
+        if let Some(dbias) = grads.dbias {
+            check_len("attention: dbias", dbias.len(), width)?;
+        }
+        if let Some(angles) = grads.angles {
+            let elems = self.shape.seq * self.shape.d;
+            check_len("attention: angles", angles.table.len(), elems)?;
+        }
+        let elems = self.rows() * self.shape.d;
+        let args = Operands {
+            dqkv: ops.stored("attention: dqkv", grads.dqkv, self.elems())?,
+            dout: ops.stored("attention: dout", dout, elems)?,
+            qkv: ops.stored("attention: qkv", qkv, self.elems())?,
+            out: ops.stored("attention: out", out, elems)?,
+            lse: lse.into(),
+            delta: delta.into(),
+            starts: self.starts(grads.starts)?,
+        };
 
         match self.kind {
-            Kind::Flash => {
-                let blocks = self.shape.batch * dq.launch.grid[0] as usize;
-                let partials =
-                    column_sums::part("attention: workspace", workspace, blocks * width)?;
-                let args = [
-                    dqkv,
-                    partials.into(),
-                    delta,
-                    dout,
-                    qkv,
-                    out,
-                    lse,
-                    seq,
-                    heads,
-                    scale,
-                    slope,
-                ];
-                // SAFETY: the parameters of flash_backward_dq, whose lengths were checked.
-                unsafe { ops.launch(stream, dq_op, &dq.entry, dq.launch, args) }?;
-                let args = [
-                    dqkv,
-                    partials.into(),
-                    dout,
-                    qkv,
-                    lse,
-                    delta,
-                    seq,
-                    heads,
-                    scale,
-                    slope,
-                ];
-                // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked; as many
-                // tiles as dq has.
-                unsafe { ops.launch(stream, dkv_op, &dkv.entry, dkv.launch, args) }?;
-                column_sums::sum_partials(ops, stream, &[dbias], partials, blocks)
-            }
+            Kind::Flash => self.flash_backward(ops, stream, grads, args, workspace),
             Kind::Plain => {
-                let args = [
-                    dqkv, delta, dout, qkv, out, lse, seq, heads, d, scale, slope,
-                ];
-                // SAFETY: the parameters of plain_backward_dq, whose lengths were checked.
-                unsafe { ops.launch(stream, dq_op, &dq.entry, dq.launch, args) }?;
-                let args = [dqkv, dout, qkv, lse, delta, seq, heads, d, scale, slope];
-                // SAFETY: the parameters of plain_backward_dkv, whose lengths were checked.
-                unsafe { ops.launch(stream, dkv_op, &dkv.entry, dkv.launch, args) }?;
-                column_sums::sum_rows(ops, stream, dbias, stored, workspace)
+                self.plain_backward(ops, stream, args)?;
+                if let Some(angles) = grads.angles {
+                    let heads = rope::Heads {
+                        queries: self.shape.heads,
+                        keys: self.shape.kv_heads,
+                        d: self.shape.d,
+                    };
+                    rope::backward(ops, stream, grads.dqkv, angles, heads)?;
+                }
+                grads.dbias.map_or(Ok(()), |dbias| {
+                    column_sums::sum_rows(ops, stream, dbias, grads.dqkv, workspace)
+                })
             }
         }
     }
 
-    fn sizes(&self) -> Result<(u32, u32, u32), OpError> {
-        let Shape { seq, heads, d, .. } = self.shape;
-        Ok((
-            size("attention: seq", seq)?,
-            size("attention: heads", heads)?,
-            size("attention: head dimension", d)?,
-        ))
+    fn flash_backward(
+        &self,
+        ops: &OpKernels,
+        stream: &CudaStream,
+        grads: Gradients,
+        args: Operands,
+        workspace: DeviceSlice<f32>,
+    ) -> Result<(), OpError> {
+        let Self { dq, dkv, .. } = self;
+        let [seq, heads, kv_heads, _, window] = self.sizes()?;
+        let slope = self.slope().into();
+        let scale = (self.slope() * LOG2_E).into();
+        let Operands {
+            dqkv,
+            dout,
+            qkv,
+            out,
+            lse,
+            delta,
+            starts,
+        } = args;
+
+        // Null addresses: queries and keys are not rotated, and sums are not stored.
+        let table = grads
+            .angles
+            .map_or(0u64.into(), |angles| Arg::from(angles.table));
+        let blocks = self.shape.batch * dq.launch.grid[0] as usize;
+        let partials = match grads.dbias {
+            Some(_) => Some(column_sums::part(
+                "attention: workspace",
+                workspace,
+                blocks * self.shape.width(),
+            )?),
+            None => None,
+        };
+        let sums = partials.map_or(0u64.into(), Arg::from);
+
+        let args = [
+            dqkv, sums, delta, dout, qkv, out, lse, table, starts, seq, heads, kv_heads, window,
+            scale, slope,
+        ];
+        let op = "attention backward dq";
+        // SAFETY: the parameters of flash_backward_dq, whose lengths were checked.
+        unsafe { ops.launch(stream, op, &dq.entry, dq.launch, args) }?;
+        let args = [
+            dqkv, sums, dout, qkv, lse, delta, table, starts, seq, heads, kv_heads, window, scale,
+            slope,
+        ];
+        let op = "attention backward dkv";
+        // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked; as many tiles
+        // as dq has.
+        unsafe { ops.launch(stream, op, &dkv.entry, dkv.launch, args) }?;
+
+        match (grads.dbias, partials) {
+            (Some(dbias), Some(partials)) => {
+                column_sums::sum_partials(ops, stream, &[dbias], partials, blocks)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn plain_backward(
+        &self,
+        ops: &OpKernels,
+        stream: &CudaStream,
+        args: Operands,
+    ) -> Result<(), OpError> {
+        let Self { dq, dkv, .. } = self;
+        let [seq, heads, kv_heads, d, window] = self.sizes()?;
+        let slope = self.slope().into();
+        let scale = (self.slope() * LOG2_E).into();
+        let Operands {
+            dqkv,
+            dout,
+            qkv,
+            out,
+            lse,
+            delta,
+            starts,
+        } = args;
+
+        let args = [
+            dqkv, delta, dout, qkv, out, lse, starts, seq, heads, kv_heads, d, window, scale, slope,
+        ];
+        let op = "attention backward dq";
+        // SAFETY: the parameters of plain_backward_dq, whose lengths were checked.
+        unsafe { ops.launch(stream, op, &dq.entry, dq.launch, args) }?;
+        let args = [
+            dqkv, dout, qkv, lse, delta, starts, seq, heads, kv_heads, d, window, scale, slope,
+        ];
+        let op = "attention backward dkv";
+        // SAFETY: the parameters of plain_backward_dkv, whose lengths were checked.
+        unsafe { ops.launch(stream, op, &dkv.entry, dkv.launch, args) }
+    }
+
+    /// The address of the starts of documents, `[batch, seq]`.
+    fn starts(&self, starts: Option<DeviceSlice<u32>>) -> Result<Arg, OpError> {
+        let len = starts.map_or(0, |starts| starts.len());
+        let expected = starts.map_or(0, |_| self.shape.batch * self.shape.seq);
+        check_len("attention: starts", len, expected)?;
+        Ok(starts_arg(starts))
+    }
+
+    /// Sequence length, heads of queries and of keys, their dimension, and the window.
+    fn sizes(&self) -> Result<[Arg; 5], OpError> {
+        let Shape {
+            seq,
+            heads,
+            kv_heads,
+            d,
+            window,
+            ..
+        } = self.shape;
+        Ok([
+            size("attention: seq", seq)?.into(),
+            size("attention: heads", heads)?.into(),
+            size("attention: heads of keys", kv_heads)?.into(),
+            size("attention: head dimension", d)?.into(),
+            size("attention: window", window.min(seq))?.into(),
+        ])
     }
 
     /// 1 / sqrt(d).
@@ -353,7 +444,38 @@ impl Attention {
     }
 }
 
+/// What [`Attention::backward`] writes, and what it depends on beside the operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradients {
+    /// The gradient of qkv.
+    pub dqkv: AnySlice,
+    /// The sum of `dqkv` over batch and sequence `[heads + 2 kv_heads, d]`: the gradient of the bias
+    /// that was added to qkv.
+    pub dbias: Option<SumOut>,
+    /// The angles by which queries and keys were rotated.
+    pub angles: Option<Angles>,
+    /// The starts that the forward pass had.
+    pub starts: Option<DeviceSlice<u32>>,
+}
+
+/// Addresses of the backward kernels.
+struct Operands {
+    dqkv: Arg,
+    dout: Arg,
+    qkv: Arg,
+    out: Arg,
+    lse: Arg,
+    delta: Arg,
+    starts: Arg,
+}
+
 impl Kernel {
+    /// The same kernel with a grid over `heads` heads.
+    fn with_heads(mut self, heads: usize) -> Result<Self, OpError> {
+        self.launch.grid[1] = size("attention: heads of keys", heads)?;
+        Ok(self)
+    }
+
     fn new(
         ops: &OpKernels,
         shape: Shape,
@@ -362,6 +484,11 @@ impl Kernel {
         block: u32,
         shared: usize,
     ) -> Result<Self, OpError> {
+        check_len(
+            "attention: heads without a head of keys",
+            shape.heads % shape.kv_heads.max(1),
+            0,
+        )?;
         let shared_bytes = size("attention: shared memory", shared)?;
         let grid = [
             size("attention: seq", shape.seq.div_ceil(rows))?,

@@ -47,7 +47,7 @@ pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32
     segments as u32
 }
 
-/// `x[b, t] = wte[token] + wpe[t]`.
+/// `x[b, t] = wte[token] + wpe[t]`; without positions, only `wte[token]`.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -56,18 +56,25 @@ pub fn forward(
     stream: &CudaStream,
     x: AnySlice,
     tokens: DeviceSlice<u32>,
-    [wte, wpe]: [AnySlice; 2],
+    wte: AnySlice,
+    wpe: Option<AnySlice>,
     seq: usize,
 ) -> Result<(), OpError> {
     let rows = tokens.len();
     let n = x.len() / rows.max(1);
-    let columns = columns(n, &[x, wte, wpe]);
-    at_least("embedding: wpe", wpe.len(), seq * n)?;
+    let columns = columns(n, &[x, wte, wpe.unwrap_or(wte)]);
+    let positions = match wpe {
+        Some(wpe) => {
+            at_least("embedding: wpe", wpe.len(), seq * n)?;
+            ops.stored("embedding: wpe", wpe, wpe.len())?
+        }
+        None => 0u64.into(),
+    };
     let args = [
         ops.stored("embedding: x", x, rows * n)?,
         tokens.into(),
         ops.stored("embedding: wte", wte, wte.len())?,
-        ops.stored("embedding: wpe", wpe, wpe.len())?,
+        positions,
         size("embedding: rows", rows)?.into(),
         size("embedding: seq", seq)?.into(),
         size("embedding: width", n)?.into(),
@@ -87,17 +94,17 @@ pub fn forward(
     }
 }
 
-/// `dwte[token] += dx` and `dwpe[t] += dx`, in an order that depends only on the tokens.
+/// `dwte[token] += dx`, except for the token `padding`, in an order that depends only on the tokens.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
-pub fn backward(
+pub fn backward_tokens(
     ops: &OpKernels,
     stream: &CudaStream,
-    [dwte, dwpe]: [DeviceSlice<f32>; 2],
+    dwte: DeviceSlice<f32>,
     lists: &TokenLists,
     dx: AnySlice,
-    seq: usize,
+    padding: Option<u32>,
 ) -> Result<(), OpError> {
     let rows = lists.tokens.len();
     let n = dx.len() / rows.max(1);
@@ -105,12 +112,8 @@ pub fn backward(
     check_len("embedding: order", lists.order.len(), rows)?;
     check_len("embedding: starts", lists.starts.len(), rows)?;
     check_len("embedding: segments", lists.segments.len(), 1)?;
-    check_len("embedding: rows", rows % seq.max(1), 0)?;
-    at_least("embedding: dwpe", dwpe.len(), seq * n)?;
     check_len("embedding: dwte", dwte.len() % n.max(1), 0)?;
-    let dx = ops.stored("embedding: dx", dx, rows * n)?;
     let rows32 = size("embedding: rows", rows)?;
-    let n32 = size("embedding: width", n)?;
 
     let args = [
         dwte.into(),
@@ -118,9 +121,10 @@ pub fn backward(
         lists.order.into(),
         lists.starts.into(),
         lists.segments.into(),
-        dx,
+        ops.stored("embedding: dx", dx, rows * n)?,
         rows32.into(),
-        n32.into(),
+        size("embedding: width", n)?.into(),
+        padding.unwrap_or(u32::MAX).into(),
     ];
 
     let shape = Shape {
@@ -132,15 +136,30 @@ pub fn backward(
     let entry = format!("embedding_tokens_{columns}");
     // SAFETY: the parameters of embedding_tokens; lengths were checked, and `sort_tokens` filled
     // the lists.
-    unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }?;
-    let batch = size("embedding: batch", rows / seq.max(1))?;
+    unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }
+}
 
+/// `dwpe[t] += dx`, in the order of the sequences.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn backward_positions(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    dwpe: DeviceSlice<f32>,
+    dx: AnySlice,
+    batch: usize,
+    seq: usize,
+) -> Result<(), OpError> {
+    let n = dx.len() / (batch * seq).max(1);
+    let columns = columns(n, &[dx]);
+    at_least("embedding: dwpe", dwpe.len(), seq * n)?;
     let args = [
         dwpe.into(),
-        dx,
-        batch.into(),
+        ops.stored("embedding: dx", dx, batch * seq * n)?,
+        size("embedding: batch", batch)?.into(),
         size("embedding: seq", seq)?.into(),
-        n32.into(),
+        size("embedding: width", n)?.into(),
     ];
 
     let shape = Shape::over((seq * n / columns) as u64);

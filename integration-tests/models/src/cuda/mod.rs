@@ -4,6 +4,9 @@
 //! | file of `cuda/` | operation | on the host |
 //! |---|---|---|
 //! | layer_norm.cu | layer normalisation | [`ops::layer_norm`](crate::ops::layer_norm) |
+//! | rms_norm.cu | RMS norm | [`ops::rms_norm`](crate::ops::rms_norm) |
+//! | rope.cu | rotary positions, norms of heads | [`ops::rope`](crate::ops::rope) |
+//! | swiglu.cu | SwiGLU | [`ops::swiglu`](crate::ops::swiglu) |
 //! | attention.cu | causal attention on tensor cores | [`ops::attention`](crate::ops::attention) |
 //! | attention_plain.cu | the same in fp32, head dimensions up to 256 | [`ops::attention`](crate::ops::attention) |
 //! | gelu.cu | GELU | [`ops::gelu`](crate::ops::gelu) |
@@ -23,7 +26,10 @@ pub mod gelu;
 mod launch;
 pub mod layer_norm;
 pub mod matmul;
+pub mod rms_norm;
+pub mod rope;
 mod sources;
+pub mod swiglu;
 
 pub use column_sums::SumOut;
 pub use error::OpError;

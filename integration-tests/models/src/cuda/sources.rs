@@ -39,7 +39,7 @@ macro_rules! files {
                 $storage,
                 "layer_norm.cu",
                 0,
-                ["warp.cuh"],
+                ["warp.cuh", "rows.cuh"],
                 [
                     "layer_norm_forward_8_3",
                     "layer_norm_backward_8_3",
@@ -106,6 +106,48 @@ macro_rules! files {
             ),
             file!(
                 $storage,
+                "rms_norm.cu",
+                0,
+                ["warp.cuh", "rows.cuh"],
+                [
+                    "rms_norm_forward_8_4",
+                    "rms_norm_backward_8_4",
+                    "rms_norm_forward_8_8",
+                    "rms_norm_backward_8_8",
+                    "rms_norm_forward_8_16",
+                    "rms_norm_backward_8_16",
+                    "rms_norm_forward_8_32",
+                    "rms_norm_backward_8_32",
+                    "rms_norm_forward_1_32",
+                    "rms_norm_backward_1_32"
+                ]
+            ),
+            file!(
+                $storage,
+                "rope.cu",
+                0,
+                ["warp.cuh"],
+                [
+                    "rope_8",
+                    "rope_1",
+                    "head_norm_forward",
+                    "head_norm_backward"
+                ]
+            ),
+            file!(
+                $storage,
+                "swiglu.cu",
+                0,
+                ["warp.cuh"],
+                [
+                    "swiglu_forward_8",
+                    "swiglu_backward_8",
+                    "swiglu_forward_1",
+                    "swiglu_backward_1"
+                ]
+            ),
+            file!(
+                $storage,
                 "attention.cu",
                 80,
                 ["warp.cuh", "tile.cuh"],
@@ -125,12 +167,12 @@ macro_rules! files {
     };
 }
 
-static BF16: [KernelFile; 7] = files!("bf16");
-static F16: [KernelFile; 7] = files!("f16");
+static BF16: [KernelFile; 10] = files!("bf16");
+static F16: [KernelFile; 10] = files!("f16");
 // Tensor cores round fp32 to 19 bits, so fp32 uses attention_plain.cu.
-static F32: [KernelFile; 6] = {
-    let [a, b, c, d, e, f, _] = files!("f32");
-    [a, b, c, d, e, f]
+static F32: [KernelFile; 9] = {
+    let [a, b, c, d, e, f, g, h, i, _] = files!("f32");
+    [a, b, c, d, e, f, g, h, i]
 };
 
 /// The sources for activations of `dtype`.

@@ -13,6 +13,7 @@
 //! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters |
 
 pub(crate) mod buffers;
+pub(crate) mod gpu;
 mod head;
 pub(crate) mod params;
 

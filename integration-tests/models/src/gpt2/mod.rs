@@ -2,7 +2,7 @@
 
 mod block;
 pub mod config;
-pub mod gpu;
+pub(crate) mod gpu;
 mod hf_json;
 
 use zero_alloc::Pool;

@@ -83,22 +83,22 @@ impl Shape {
 }
 
 /// The parameters of a block, or their gradients; those that it does not have are empty.
-struct Params<P> {
-    norm1: P,
-    qkv: P,
-    qkv_bias: P,
-    qk_norm: P,
-    output: P,
-    output_bias: P,
-    norm2: P,
-    gate_up: P,
-    gate_up_bias: P,
-    down: P,
-    down_bias: P,
+pub(super) struct Params<P> {
+    pub(super) norm1: P,
+    pub(super) qkv: P,
+    pub(super) qkv_bias: P,
+    pub(super) qk_norm: P,
+    pub(super) output: P,
+    pub(super) output_bias: P,
+    pub(super) norm2: P,
+    pub(super) gate_up: P,
+    pub(super) gate_up_bias: P,
+    pub(super) down: P,
+    pub(super) down_bias: P,
 }
 
 impl<P> Params<P> {
-    fn new(in_order: [P; 11]) -> Self {
+    pub(super) fn new(in_order: [P; 11]) -> Self {
         let [
             norm1,
             qkv,

@@ -3,6 +3,7 @@
 
 mod block;
 pub mod config;
+pub(crate) mod gpu;
 mod hf_json;
 pub mod rope;
 
@@ -17,7 +18,7 @@ use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
 use crate::decoder::{Decoder, HostArch, HostModel};
 use crate::ops::{Threads, attention, embedding, rms_norm};
-use crate::options::{GpuBytes, ModelOptions};
+use crate::options::ModelOptions;
 use block::{BlockSlices, Shape};
 
 /// A model of the family and its batch, on the host.
@@ -160,23 +161,6 @@ fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
 /// Bytes of activations on the host. The options must be valid for the configuration.
 pub(crate) fn activations_bytes(config: &LlamaConfig, options: &ModelOptions) -> u64 {
     sizes(config, options).bytes()
-}
-
-/// Bytes on a GPU, as if it kept the buffers of the host in the type of the parameters: no kernels
-/// are written yet.
-pub(crate) fn gpu_bytes(config: &LlamaConfig, options: &ModelOptions) -> GpuBytes {
-    let bytes = activations_bytes(config, options) / 4 * options.dtype.size_bytes() as u64;
-    let row = (options.tokens() * config.hidden * options.dtype.size_bytes()) as u64;
-    // Of the inputs of blocks and of the head, three are on the device.
-    let host = match options.offload_activations {
-        true => row * (config.layers as u64).saturating_sub(2),
-        false => 0,
-    };
-    GpuBytes {
-        activations: bytes - host,
-        workspace: 0,
-        host,
-    }
 }
 
 /// A model of the family on the host. The options must be valid for the configuration.

@@ -2,7 +2,11 @@
 // algorithm of FlashAttention-2 (arXiv 2307.08691), without a T x T matrix in memory. Requires sm_80.
 // Host version: src/ops/attention.rs.
 //
-// Shapes: qkv, dqkv [batch, seq, 3, heads, D]; out, dout [batch, seq, heads, D]; lse, delta [batch, heads, seq] fp32.
+// Shapes: qkv, dqkv [batch, seq, heads + 2 kv_heads, D]: queries, keys, values; out, dout [batch, seq, heads, D]; lse,
+// delta [batch, heads, seq] fp32. heads / kv_heads neighbouring heads of queries share a head of keys and values.
+// A query attends to itself and the keys before it, of which it sees the `window` last ones (`seq`: all), and if
+// `starts` [batch, seq] is not null, none before starts[query], the first token of its document. `starts` never decreases
+// within a sequence, so the queries that see a key are neighbours.
 // `lse` is log2 of the sum of 2^(score log2 e): base 2, so that an exponential is one instruction. `scale` is
 // log2 e / sqrt(D), for the exponents of 2; `slope` is 1 / sqrt(D), for the gradients of q and k.
 //
@@ -14,30 +18,58 @@
 //   Reads q, k, v and writes out once: 8 batch seq heads D bytes. Other blocks read keys and values again, from the
 //   level-2 cache.
 // backward_dq: as forward; computes delta = rowsum(out dout) and writes it for backward_dkv.
-// backward_dkv: a block owns keys and values and iterates over the queries from the diagonal on.
+// backward_dkv: a block owns keys and values of one of kv_heads heads and iterates over the heads of their queries, and
+//   over the queries from the diagonal on. Grid: kv_heads in the place of heads.
 //   The two kernels share no sum, so there are no atomics and the order of every sum is fixed. The cost: scores and
 //   their gradients are computed twice, 7 products instead of 5.
+// If `table` [seq, D] is not null, queries and keys were rotated by its angles (rope.cu), and both backward kernels
+// rotate their gradients back as they store them.
 // Both backward kernels also sum the rows that they store, for the gradient of the bias of qkv: partials [batch, tiles,
-// 3, heads, D] fp32, one row for each tile of rows, which sum_partials (column_sums.cu) sums.
+// heads + 2 kv_heads, D] fp32, one row for each tile of rows, which sum_partials (column_sums.cu) sums. If `partials` is
+// null, the sums are not stored.
 
-// Offset of the queries of (batch, head). Keys are heads * D elements behind them, values another heads * D.
+// Offsets of the queries, keys and values of (batch, head), and the numbers of heads of both kinds.
 struct Head {
-    u64 qkv;
+    u64 q;
+    u64 k;
+    u64 v;
     u64 out;
     u64 row;
     u32 qkv_stride;
     u32 out_stride;
 };
 
-template <int D> DEVICE Head this_head(u32 seq, u32 heads) {
-    u64 h = blockIdx.y, b = blockIdx.z;
-    u32 c = heads * D;
-    return {b * seq * 3 * c + h * D, b * seq * c + h * D, (b * heads + h) * seq, 3 * c, c};
+// Head `h` of the queries, and head `kv` of keys and values.
+template <int D> DEVICE Head head_of(u32 h, u32 kv, u32 seq, u32 heads, u32 kv_heads) {
+    u64 b = blockIdx.z;
+    u32 width = (heads + 2 * kv_heads) * D;
+    u64 q = b * seq * width, k = q + (heads + kv) * D;
+    return {q + h * D, k, k + kv_heads * D, (b * seq * heads + h) * D, (b * heads + h) * seq, width, heads * D};
 }
 
-// The place of this block's sums over its rows of q, which are row `tile` of this batch.
-template <int D> DEVICE float *partials_of(float *partials, u32 tile, u32 heads) {
-    return partials + ((u64)blockIdx.z * gridDim.x + tile) * 3 * heads * D + blockIdx.y * D;
+// The place of this block's sums over its rows of head `head` of qkv, which are row `tile` of this batch.
+template <int D> DEVICE float *partials_of(float *partials, u32 tile, u32 head, u32 heads, u32 kv_heads) {
+    return partials + (((u64)blockIdx.z * gridDim.x + tile) * (heads + 2 * kv_heads) + head) * D;
+}
+
+// The first key that a query attends to; it does not decrease with the query. `starts` is this batch's, or null.
+DEVICE u32 first_key(const u32 *starts, u32 window, u32 query) {
+    u32 key = query >= window ? query - window + 1 : 0;
+    return starts ? max(key, starts[query]) : key;
+}
+
+// The queries before this one see a key or are before it; starts at the key.
+DEVICE u32 end_of_queries(const u32 *starts, u32 window, u32 key, u32 seq) {
+    u32 low = key + 1, end = min(key + window, seq);
+    if (!starts) return end;
+    while (low < end) {
+        u32 middle = (low + end) / 2;
+        if (starts[middle] > key)
+            end = middle;
+        else
+            low = middle + 1;
+    }
+    return end;
 }
 
 template <int TILES, int N> DEVICE void clear(float (&x)[TILES][N][4]) {
@@ -145,38 +177,47 @@ DEVICE void wait_for_stage() {
 }
 
 template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
-DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, float scale) {
+DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, u32 seq, u32 heads, u32 kv_heads,
+                          u32 window, float scale) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *queries = reinterpret_cast<T *>(shared), *keys = queries + ROWS * D, *values = keys + 2 * KEYS * D;
-    Head head = this_head<D>(seq, heads);
-    const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
+    Head head = head_of<D>(blockIdx.y, blockIdx.y / (heads / kv_heads), seq, heads, kv_heads);
+    const T *q = qkv + head.q, *k = qkv + head.k, *v = qkv + head.v;
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS, own = warp * 16 * ROW_TILES;
-    u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
+    if (starts) starts += (u64)blockIdx.z * seq;
+    u32 begin = first_key(starts, window, first) / KEYS, blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
     copy_tile<D, ROWS, WARPS>(queries, q, first, seq, head.qkv_stride);
-    start_stage<T, D, KEYS, WARPS>(keys, values, k, v, 0, seq, head.qkv_stride);
+    start_stage<T, D, KEYS, WARPS>(keys, values, k, v, begin, seq, head.qkv_stride);
+    // The first keys of the warp's first and last query.
+    u32 low = first_key(starts, window, min(first + own, seq - 1));
+    u32 high = first_key(starts, window, min(first + own + 16 * ROW_TILES, seq) - 1);
 
     float o[ROW_TILES][D / 8][4], peak[ROW_TILES][2], sum[ROW_TILES][2];
     clear(o);
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        peak[t][0] = peak[t][1] = minus_infinity();
+        peak[t][0] = peak[t][1] = NO_PEAK;
         sum[t][0] = sum[t][1] = 0.0f;
     }
     wait_for_stage();
     Rows<T, D, ROW_TILES, D / 16> own_queries(queries, own);
-    for (u32 j = 0; j < blocks; j++) {
+    for (u32 j = begin; j < blocks; j++) {
         if (j + 1 < blocks) start_stage<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
-        // Skips keys behind all rows of the warp. Every row attends to the first block of keys.
-        if (j * KEYS < first + own + 16 * ROW_TILES) {
+        // Skips keys behind all rows of the warp, and before their first ones.
+        if (j * KEYS < first + own + 16 * ROW_TILES && j * KEYS + KEYS > low) {
             float s[ROW_TILES][KEYS / 8][4];
             clear(s);
             multiply_rows<T, D, KEYS>(s, own_queries, these_keys);
             // A row attends to the keys up to its own.
             if (j * KEYS + KEYS > first + own + 1)
                 hide(s, [&](u32 row, u32 key) { return j * KEYS + key > first + own + row; });
+            if (j * KEYS < high)
+                hide(s, [&](u32 row, u32 key) {
+                    return j * KEYS + key < first_key(starts, window, min(first + own + row, seq - 1));
+                });
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll
@@ -218,26 +259,30 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, u32 seq, u32 heads, 
             u32 row = first + own + 16 * t + lane / 4 + 8 * half;
             if (lane % 4 == 0 && row < seq) lse[head.row + row] = __fmaf_rn(peak[t][half], scale, log2f(total));
         }
-        store_rows<D>(out + head.out, head.out_stride, first, seq, queries, own + 16 * t, o[t], factor);
+        store_rows<D>(out + head.out, head.out_stride, first, seq, queries, own + 16 * t, o[t], factor, {});
     }
 }
 
 template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
 DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *dout, const T *qkv, const T *out,
-                              const float *lse, u32 seq, u32 heads, float scale, float slope) {
+                              const float *lse, const float *table, const u32 *starts, u32 seq, u32 heads,
+                              u32 kv_heads, u32 window, float scale, float slope) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *queries = reinterpret_cast<T *>(shared), *douts = queries + ROWS * D;
     T *keys = douts + ROWS * D, *values = keys + 2 * KEYS * D;
     __shared__ float deltas[ROWS];
-    Head head = this_head<D>(seq, heads);
-    const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
+    Head head = head_of<D>(blockIdx.y, blockIdx.y / (heads / kv_heads), seq, heads, kv_heads);
+    const T *q = qkv + head.q, *k = qkv + head.k, *v = qkv + head.v;
     u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
     u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS;
-    u32 blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
+    if (starts) starts += (u64)blockIdx.z * seq;
+    u32 begin = first_key(starts, window, first) / KEYS, blocks = (min(first + ROWS, seq) + KEYS - 1) / KEYS;
+    u32 low = first_key(starts, window, min(first + own, seq - 1));
+    u32 high = first_key(starts, window, min(first + own + 16 * ROW_TILES, seq) - 1);
     copy_tile<D, ROWS, WARPS>(queries, q, first, seq, head.qkv_stride);
     copy_tile<D, ROWS, WARPS>(douts, dout + head.out, first, seq, head.out_stride);
-    start_stage<T, D, KEYS, WARPS>(keys, values, k, v, 0, seq, head.qkv_stride);
+    start_stage<T, D, KEYS, WARPS>(keys, values, k, v, begin, seq, head.qkv_stride);
 
     // delta: D / 8 neighbouring lanes per row.
     for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += 32 * WARPS) {
@@ -270,10 +315,10 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
             top[t][half] = lse[head.row + min(first + row, seq - 1)];
             less[t][half] = deltas[row];
         }
-    for (u32 j = 0; j < blocks; j++) {
+    for (u32 j = begin; j < blocks; j++) {
         if (j + 1 < blocks) start_stage<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
-        if (j * KEYS < first + own + 16 * ROW_TILES) {
+        if (j * KEYS < first + own + 16 * ROW_TILES && j * KEYS + KEYS > low) {
             float s[ROW_TILES][KEYS / 8][4], dp[ROW_TILES][KEYS / 8][4];
             clear(s);
             clear(dp);
@@ -281,6 +326,10 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
             multiply_rows<T, D, KEYS>(dp, own_douts, these_values);
             if (j * KEYS + KEYS > first + own + 1)
                 hide(s, [&](u32 row, u32 key) { return j * KEYS + key > first + own + row; });
+            if (j * KEYS < high)
+                hide(s, [&](u32 row, u32 key) {
+                    return j * KEYS + key < first_key(starts, window, min(first + own + row, seq - 1));
+                });
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -295,45 +344,61 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
         wait_for_stage();
     }
     float factor[2] = {slope, slope}, sum[8] = {};
+    Angles angles = {table, starts};
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
-        store_rows<D>(dqkv + head.qkv, head.qkv_stride, first, seq, queries, own + 16 * t, dq[t], factor, sum);
-    store_sums<D, ROW_TILES, WARPS>(partials_of<D>(partials, first / ROWS, heads), queries, sum);
+        store_rows<D>(dqkv + head.q, head.qkv_stride, first, seq, queries, own + 16 * t, dq[t], factor, angles, sum);
+    if (partials)
+        store_sums<D, ROW_TILES, WARPS>(partials_of<D>(partials, first / ROWS, blockIdx.y, heads, kv_heads), queries,
+                                        sum);
 }
 
 // Parts of the values that backward_dkv keeps: more would be spilled.
-template <int D> constexpr int KEPT_VALUES = __CUDA_ARCH__ >= 1000 ? D / 32 : D / 16;
+template <int D>
+constexpr int KEPT_VALUES = __CUDA_ARCH__ >= 1000 ? D / 64
+                            : __CUDA_ARCH__ >= 900 ? D / 16 - 1
+                            : D == 32              ? 2
+                                                   : D / 32;
 
 template <class T, int D, int ROW_TILES, int WARPS, int QUERIES>
 DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T *qkv, const float *lse,
-                               const float *delta, u32 seq, u32 heads, float scale, float slope) {
+                               const float *delta, const float *table, const u32 *starts, u32 seq, u32 heads,
+                               u32 kv_heads, u32 window, float scale, float slope) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *keys = reinterpret_cast<T *>(shared), *values = keys + ROWS * D;
     T *queries = values + ROWS * D, *douts = queries + 2 * QUERIES * D;
     __shared__ float tops[2][QUERIES], deltas[2][QUERIES];
-    Head head = this_head<D>(seq, heads);
-    const T *q = qkv + head.qkv, *k = q + heads * D, *v = k + heads * D;
+    // The first key of each query.
+    __shared__ u32 lows[2][QUERIES];
+    u32 group = heads / kv_heads;
+    Head head = head_of<D>(blockIdx.y * group, blockIdx.y, seq, heads, kv_heads);
     u32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 * ROW_TILES;
+    if (starts) starts += (u64)blockIdx.z * seq;
     // The first keys have the most queries, so they come first in the grid.
-    u32 first = blockIdx.x * ROWS, begin = first / QUERIES, end = (seq + QUERIES - 1) / QUERIES;
+    u32 first = blockIdx.x * ROWS, begin = first / QUERIES;
+    u32 end = (end_of_queries(starts, window, min(first + ROWS, seq) - 1, seq) + QUERIES - 1) / QUERIES;
 
-    auto start = [&](u32 j) {
-        u32 stage = j % 2;
-        copy_tile<D, QUERIES, WARPS>(queries + stage * QUERIES * D, q, j * QUERIES, seq, head.qkv_stride);
-        copy_tile<D, QUERIES, WARPS>(douts + stage * QUERIES * D, dout + head.out, j * QUERIES, seq, head.out_stride);
+    // Starts copying queries of head `h` of the group into a stage.
+    auto start = [&](u32 h, u32 j, u32 stage) {
+        copy_tile<D, QUERIES, WARPS>(queries + stage * QUERIES * D, qkv + head.q + h * D, j * QUERIES, seq,
+                                     head.qkv_stride);
+        copy_tile<D, QUERIES, WARPS>(douts + stage * QUERIES * D, dout + head.out + h * D, j * QUERIES, seq,
+                                     head.out_stride);
         if (threadIdx.x < QUERIES) {
-            u32 from = min(j * QUERIES + threadIdx.x, seq - 1);
-            copy_word(&tops[stage][threadIdx.x], lse + head.row + from);
-            copy_word(&deltas[stage][threadIdx.x], delta + head.row + from);
+            u32 query = min(j * QUERIES + threadIdx.x, seq - 1);
+            u64 from = head.row + (u64)h * seq + query;
+            copy_word(&tops[stage][threadIdx.x], lse + from);
+            copy_word(&deltas[stage][threadIdx.x], delta + from);
+            lows[stage][threadIdx.x] = first_key(starts, window, query);
         }
         // With 16 queries half a warp copies, and the matrix loads that follow need a whole one.
         __syncwarp();
         copies_are_one_group();
     };
-    copy_tile<D, ROWS, WARPS>(keys, k, first, seq, head.qkv_stride);
-    copy_tile<D, ROWS, WARPS>(values, v, first, seq, head.qkv_stride);
-    start(begin);
+    copy_tile<D, ROWS, WARPS>(keys, qkv + head.k, first, seq, head.qkv_stride);
+    copy_tile<D, ROWS, WARPS>(values, qkv + head.v, first, seq, head.qkv_stride);
+    start(0, begin, 0);
 
     float dk[ROW_TILES][D / 8][4], dv[ROW_TILES][D / 8][4];
     clear(dk);
@@ -341,16 +406,18 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
     wait_for_stage();
     Rows<T, D, ROW_TILES, D / 16> own_keys(keys, own);
     Rows<T, D, ROW_TILES, KEPT_VALUES<D>> own_values(values, own);
-    for (u32 j = begin; j < end; j++) {
-        if (j + 1 < end) start(j + 1);
-        u32 stage = j % 2;
+    for (u32 h = 0, j = begin, stage = 0; h < group; stage ^= 1) {
+        u32 this_j = j;
+        if (++j == end) j = begin, h++;
+        if (h < group) start(h, j, stage ^ 1);
         const T *these_queries = queries + stage * QUERIES * D, *these_douts = douts + stage * QUERIES * D;
         // Scores and their gradients of 16 queries at a time, because registers do not hold those of all.
 #pragma unroll 1
         for (u32 part = 0; part < QUERIES; part += 16) {
-            u32 query = j * QUERIES + part;
-            // Skips queries before all keys of the warp.
+            u32 query = this_j * QUERIES + part;
+            // Skips queries before all keys of the warp, and those whose first key is behind them.
             if (query + 16 <= first + own) continue;
+            if (lows[stage][part] >= first + own + 16 * ROW_TILES) continue;
             const T *part_queries = these_queries + part * D, *part_douts = these_douts + part * D;
             float p[ROW_TILES][2][4], ds[ROW_TILES][2][4];
             clear(p);
@@ -358,8 +425,11 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
             multiply_rows<T, D, 16>(p, own_keys, part_queries);
             multiply_rows<T, D, 16>(ds, own_values, part_douts);
             // Queries behind the last are copies of it and are masked.
-            if (query < first + own + 16 * ROW_TILES - 1 || query + 16 > seq)
-                hide(p, [&](u32 key, u32 col) { return first + own + key > query + col || query + col >= seq; });
+            if (query < first + own + 16 * ROW_TILES - 1 || query + 16 > seq || lows[stage][part + 15] > first + own)
+                hide(p, [&](u32 key, u32 col) {
+                    key += first + own;
+                    return key > query + col || query + col >= seq || key < lows[stage][part + col];
+                });
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -381,33 +451,39 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
         wait_for_stage();
     }
     float one[2] = {1.0f, 1.0f}, factor[2] = {slope, slope}, dk_sum[8] = {}, dv_sum[8] = {};
-    T *dk_out = dqkv + head.qkv + heads * D;
+    Angles angles = {table, starts};
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        store_rows<D>(dk_out, head.qkv_stride, first, seq, keys, own + 16 * t, dk[t], factor, dk_sum);
-        store_rows<D>(dk_out + heads * D, head.qkv_stride, first, seq, values, own + 16 * t, dv[t], one, dv_sum);
+        store_rows<D>(dqkv + head.k, head.qkv_stride, first, seq, keys, own + 16 * t, dk[t], factor, angles, dk_sum);
+        store_rows<D>(dqkv + head.v, head.qkv_stride, first, seq, values, own + 16 * t, dv[t], one, {}, dv_sum);
     }
-    float *dk_partials = partials_of<D>(partials, first / ROWS, heads) + heads * D;
+    if (!partials) return;
+    float *dk_partials = partials_of<D>(partials, first / ROWS, heads + blockIdx.y, heads, kv_heads);
     store_sums<D, ROW_TILES, WARPS>(dk_partials, keys, dk_sum);
-    store_sums<D, ROW_TILES, WARPS>(dk_partials + heads * D, values, dv_sum);
+    store_sums<D, ROW_TILES, WARPS>(dk_partials + kv_heads * D, values, dv_sum);
 }
 
 // For each of forward, dq and dkv: tiles of 16 rows per warp, warps, and rows of a tile that is iterated over.
 // src/cuda/attention.rs repeats these numbers and computes grids and shared memory from them.
 #define FLASH(T, D, FT, FW, KEYS, QT, QW, Q_KEYS, KT, KW, QUERIES)                                                     \
-    extern "C" __global__ __launch_bounds__(32 * FW) void flash_forward_##D(T *out, float *lse, const T *qkv, u32 seq, \
-                                                                            u32 heads, float scale) {                  \
-        flash_forward<T, D, FT, FW, KEYS>(out, lse, qkv, seq, heads, scale);                                           \
+    extern "C" __global__ __launch_bounds__(32 * FW) void flash_forward_##D(                                           \
+        T *out, float *lse, const T *qkv, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 window,             \
+        float scale) {                                                                                                 \
+        flash_forward<T, D, FT, FW, KEYS>(out, lse, qkv, starts, seq, heads, kv_heads, window, scale);                 \
     }                                                                                                                  \
     extern "C" __global__ __launch_bounds__(32 * QW) void flash_backward_dq_##D(                                       \
-        T *dqkv, float *partials, float *delta, const T *dout, const T *qkv, const T *out, const float *lse, u32 seq,  \
-        u32 heads, float scale, float slope) {                                                                         \
-        flash_backward_dq<T, D, QT, QW, Q_KEYS>(dqkv, partials, delta, dout, qkv, out, lse, seq, heads, scale, slope); \
+        T *dqkv, float *partials, float *delta, const T *dout, const T *qkv, const T *out, const float *lse,           \
+        const float *table, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 window, float scale,              \
+        float slope) {                                                                                                 \
+        flash_backward_dq<T, D, QT, QW, Q_KEYS>(dqkv, partials, delta, dout, qkv, out, lse, table, starts, seq, heads, \
+                                                kv_heads, window, scale, slope);                                       \
     }                                                                                                                  \
     extern "C" __global__ __launch_bounds__(32 * KW) void flash_backward_dkv_##D(                                      \
-        T *dqkv, float *partials, const T *dout, const T *qkv, const float *lse, const float *delta, u32 seq,          \
-        u32 heads, float scale, float slope) {                                                                         \
-        flash_backward_dkv<T, D, KT, KW, QUERIES>(dqkv, partials, dout, qkv, lse, delta, seq, heads, scale, slope);    \
+        T *dqkv, float *partials, const T *dout, const T *qkv, const float *lse, const float *delta,                   \
+        const float *table, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 window, float scale,              \
+        float slope) {                                                                                                 \
+        flash_backward_dkv<T, D, KT, KW, QUERIES>(dqkv, partials, dout, qkv, lse, delta, table, starts, seq, heads,    \
+                                                  kv_heads, window, scale, slope);                                     \
     }
 
 FLASH(STORAGE, 32, 2, 4, 64, 2, 4, 32, 2, 4, 32)

@@ -3,9 +3,9 @@
 // Shapes: tokens [batch * seq]; wte [vocab, n], wpe [positions, n], x, dx [batch * seq, n] in T; dwte, dwpe as wte,
 // wpe in fp32. A thread owns W columns (8: n is a multiple of 8; else 1).
 //
-// forward: x[b, t] = wte[token] + wpe[t]. Grid: any. Reads rows of wte and writes x: 2 rows n sizeof(T) bytes.
+// forward: x[b, t] = wte[token] + wpe[t], without positions if wpe is null. Grid: any. Reads rows of wte and writes x: 2 rows n sizeof(T) bytes.
 // backward_positions: dwpe[t] += sum over b of dx[b, t], in the order of b. Grid: any.
-// backward_tokens: dwte[token] += the rows of dx that have the token. The host sorts the rows: `order` is all rows,
+// backward_tokens: dwte[token] += the rows of dx that have the token, unless it is `padding`. The host sorts the rows: `order` is all rows,
 // sorted by token (stable), `starts[segment]` the position of a token's first row in `order`, and `segments[0]` the
 // number of distinct tokens. Grid: (rows, ceil(n / (32 W))); a block sums a segment, each of its warps every WARPS-th
 // row, in an order that depends only on the tokens.
@@ -20,11 +20,14 @@ __device__ __forceinline__ void embedding_forward(T *x, const u32 *tokens, const
     u64 count = (u64)rows * groups;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
         u32 row = (u32)(i / groups), col = (u32)(i % groups) * W;
-        float e[W], p[W];
+        float e[W];
         load_columns<W>(wte + (u64)tokens[row] * n + col, e);
-        load_columns<W>(wpe + (u64)(row % seq) * n + col, p);
+        if (wpe) {
+            float p[W];
+            load_columns<W>(wpe + (u64)(row % seq) * n + col, p);
 #pragma unroll
-        for (int k = 0; k < W; k++) e[k] += p[k];
+            for (int k = 0; k < W; k++) e[k] += p[k];
+        }
         store_columns<W>(x + (u64)row * n + col, e);
     }
 }
@@ -50,12 +53,14 @@ __device__ __forceinline__ void embedding_positions(float *dwpe, const T *dx, u3
 
 template <class T, int W>
 __device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens, const u32 *order, const u32 *starts,
-                                                 const u32 *segments, const T *dx, u32 rows, u32 n) {
+                                                 const u32 *segments, const T *dx, u32 rows, u32 n, u32 padding) {
     __shared__ float sums[WARPS][32 * W];
     u32 segment = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (segment >= segments[0]) return;
     u32 col = (blockIdx.y * 32 + lane) * W;
-    u32 start = starts[segment], end = segment + 1 < segments[0] ? starts[segment + 1] : rows;
+    u32 start = starts[segment], token = tokens[order[start]];
+    if (token == padding) return;
+    u32 end = segment + 1 < segments[0] ? starts[segment + 1] : rows;
     float sum[W] = {};
     if (col < n) {
 #pragma unroll 2
@@ -70,7 +75,7 @@ __device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens,
     for (int k = 0; k < W; k++) sums[warp][k * 32 + lane] = sum[k];
     __syncthreads();
     if (warp != 0 || col >= n) return;
-    float *place = dwte + (u64)tokens[order[start]] * n + col;
+    float *place = dwte + (u64)token * n + col;
 #pragma unroll
     for (int k = 0; k < W; k++) {
         float total = place[k];
@@ -91,8 +96,8 @@ __device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens,
     }                                                                                                              \
     extern "C" __global__ __launch_bounds__(32 * WARPS) void embedding_tokens_##W(                                 \
         float *dwte, const u32 *tokens, const u32 *order, const u32 *starts, const u32 *segments, const T *dx,     \
-        u32 rows, u32 n) {                                                                                         \
-        embedding_tokens<T, W>(dwte, tokens, order, starts, segments, dx, rows, n);                                \
+        u32 rows, u32 n, u32 padding) {                                                                            \
+        embedding_tokens<T, W>(dwte, tokens, order, starts, segments, dx, rows, n, padding);                       \
     }
 
 EMBEDDING(STORAGE, 8)

@@ -14,9 +14,6 @@
 // / 32 * sums * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. All in a
 // fixed order, without atomics, so that the bits depend only on the grid, which depends only on the sizes. Grid: any.
 
-// The first column of this lane in chunk `i`.
-template <int W> __device__ __forceinline__ u32 column(int i) { return (i * 32 + threadIdx.x % 32) * W; }
-
 template <class T, int W, int CHUNKS>
 __device__ __forceinline__ void layer_norm_forward(T *y, float *stats, const T *x, const T *gain, const T *bias,
                                                    u32 rows, u32 n, float eps) {
@@ -51,26 +48,6 @@ __device__ __forceinline__ void layer_norm_forward(T *y, float *stats, const T *
         for (int k = 0; k < W; k++) v[i][k] = __fmaf_rn(v[i][k] * rstd, g[k], b[k]);
         store_columns<W>(y + col, v[i]);
     }
-}
-
-// Adds to this lane's columns of a chunk of sums. A chunk of 256 columns is stored as the first four of every lane,
-// then the last four, so that neighbouring lanes access neighbouring 16 bytes.
-template <int W> __device__ __forceinline__ void add_to_chunk(float *chunk, const float (&x)[W]) {
-    u32 lane = threadIdx.x % 32;
-    if constexpr (W == 8) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float4 *place = reinterpret_cast<float4 *>(chunk + 128 * half) + lane, sum = *place;
-            sum.x += x[4 * half], sum.y += x[4 * half + 1], sum.z += x[4 * half + 2], sum.w += x[4 * half + 3];
-            *place = sum;
-        }
-    } else {
-        chunk[lane] += x[0];
-    }
-}
-// The place of a column in the chunks of add_to_chunk.
-template <int W> __device__ __forceinline__ u32 place_in_chunks(u32 col) {
-    return W == 8 ? col / 256 * 256 + col % 8 / 4 * 128 + col % 256 / 8 * 4 + col % 4 : col;
 }
 
 // With h = (x - mean) rstd and g = dy gain: dx += rstd (g - mean(g) - h mean(g h)).

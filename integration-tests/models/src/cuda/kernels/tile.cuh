@@ -112,12 +112,34 @@ template <class T, int N> DEVICE void left_of_sums(u32 (&a)[4], const float (&c)
     a[3] = pack_pair<T>(c[2 * k + 1][2], c[2 * k + 1][3]);
 }
 
+// The angles by which rows were rotated, or a null `table`; `starts` as in attention.cu.
+struct Angles {
+    const float *table;
+    const u32 *starts;
+};
+
+// Rotates a chunk of a row by minus its position's angles. `other` is the chunk with the other coordinates of its pairs.
+template <int D, class T> DEVICE uint4 rotate_back(uint4 stored, uint4 other, u32 chunk, u32 row, Angles angles) {
+    constexpr u32 HALF = D / 16;
+    u32 position = angles.starts ? row - angles.starts[row] : row;
+    const float *cos = angles.table + (u64)position * D + chunk % HALF * 8;
+    float c[8], s[8], sign = chunk < HALF ? 1.0f : -1.0f;
+    load_columns<8>(cos, c), load_columns<8>(cos + D / 2, s);
+    T a[8], b[8];
+    unpack(stored, &a->bits), unpack(other, &b->bits);
+    float x[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) x[e] = widen(a[e]) * c[e] + sign * widen(b[e]) * s[e];
+    return {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(x[4], x[5]), pack_pair<T>(x[6], x[7])};
+}
+
 // Stores a warp's 16 rows of sums, times `factor` of the lane's two rows. They pass through the warp's rows of a tile
 // in shared memory, which no other warp may still read. Row r of the tile is stored to row `first` + r of `out` if
-// that is less than `rows`. If `sum` is not null, the stored rows of the lane's chunk, lane % (D / 8), are added to it.
+// that is less than `rows`, rotated back if `angles` has a table. If `sum` is not null, the stored rows of the lane's
+// chunk, lane % (D / 8), are added to it.
 template <int D, class T>
 DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row, const float (&c)[D / 8][4],
-                       const float (&factor)[2], float *sum = nullptr) {
+                       const float (&factor)[2], Angles angles, float *sum = nullptr) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
@@ -133,6 +155,10 @@ DEVICE void store_rows(T *out, u32 stride, u32 first, u32 rows, T *tile, u32 row
         u32 r = row + i / (D / 8), chunk = i % (D / 8);
         if (first + r >= rows) continue;
         uint4 stored = *reinterpret_cast<const uint4 *>(tile + place_in_tile<D>(r, chunk));
+        if (angles.table) {
+            uint4 other = *reinterpret_cast<const uint4 *>(tile + place_in_tile<D>(r, chunk ^ D / 16));
+            stored = rotate_back<D, T>(stored, other, chunk, first + r, angles);
+        }
         *reinterpret_cast<uint4 *>(out + (u64)(first + r) * stride + chunk * 8) = stored;
         if (!sum) continue;
         T elems[8];

@@ -6,6 +6,9 @@
 
 #define ALL_LANES 0xffffffffu
 
+// The maximum of no scores, of which none is smaller. Unlike -inf it can be subtracted from itself.
+#define NO_PEAK -1e38f
+
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 // 2^x by the special function unit, within 2 ulp; 0 for -inf.

@@ -2,25 +2,49 @@
 //! host's block.rs.
 
 use zero_alloc::cuda::CudaStream;
-use zero_alloc::device::AnySlice;
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use super::buffers::{BlockSlices, ScratchSlices};
-use super::{Flat, Ops};
+use crate::cuda::attention::{Attention, Gradients};
 use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, column_sums, gelu};
+use crate::decoder::gpu::buffers::ScratchSlices;
+use crate::decoder::gpu::{Ops, PassContext};
 use zero_trainer::Grad;
+
+/// The activations of a block: `[M, C]` except for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the
+/// statistics `[M, 2]`, and `lse` `[batch, heads, seq]`.
+#[derive(Clone, Copy)]
+pub(super) struct BlockSlices {
+    pub(super) ln1_stats: DeviceSlice<f32>,
+    pub(super) qkv: AnySlice,
+    pub(super) attended: AnySlice,
+    pub(super) lse: DeviceSlice<f32>,
+    pub(super) mid: AnySlice,
+    pub(super) ln2_stats: DeviceSlice<f32>,
+    pub(super) fc: AnySlice,
+    /// GELU's output. If it is not kept it is the start of [`ScratchSlices::wide`], which backward
+    /// must not write before its last read of this one.
+    pub(super) act: AnySlice,
+}
+
+/// Whether the library fuses GELU into the product. Not used in fp32, where its accuracy is not
+/// specified.
+fn fuses_gelu(ops: &Ops, product: &Product) -> Result<bool, OpError> {
+    Ok(ops.kernels.dtype() != DType::F32 && ops.matmul.supports(product)?)
+}
 
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(
-    ops: &Ops,
-    stream: &CudaStream,
-    s: &ScratchSlices,
+    cx: &PassContext<'_>,
+    attention: &Attention,
     a: &BlockSlices,
     x: AnySlice,
-    p: &Flat<'_>,
     eps: f32,
 ) -> Result<(), OpError> {
+    let PassContext {
+        ops, stream, s, p, ..
+    } = *cx;
     let kernels = &ops.kernels;
     let get = |part| p.get(0, part);
     layer_norm::forward(
@@ -39,8 +63,7 @@ pub(super) fn forward(
         stream,
         &linear(a.qkv, s.normed, get("c_attn.weight"), None, bias),
     )?;
-    ops.attention
-        .forward(kernels, stream, a.attended, a.lse, a.qkv)?;
+    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, None)?;
     let bias = Epilogue::Bias(get("attn.c_proj.bias"));
     ops.matmul.run(
         stream,
@@ -64,7 +87,7 @@ pub(super) fn forward(
     };
 
     let fused = linear(a.act, s.normed, get("c_fc.weight"), None, epilogue);
-    if ops.fuses_gelu(&fused)? {
+    if fuses_gelu(ops, &fused)? {
         ops.matmul.run(stream, &fused)
     } else {
         let bias = Epilogue::Bias(get("c_fc.bias"));
@@ -77,13 +100,8 @@ pub(super) fn forward(
 }
 
 /// Computes the block's output `[M, C]`.
-pub(super) fn output(
-    ops: &Ops,
-    stream: &CudaStream,
-    out: AnySlice,
-    a: &BlockSlices,
-    p: &Flat<'_>,
-) -> Result<(), OpError> {
+pub(super) fn output(cx: &PassContext<'_>, out: AnySlice, a: &BlockSlices) -> Result<(), OpError> {
+    let PassContext { ops, stream, p, .. } = *cx;
     let bias = Epilogue::Bias(p.get(0, "mlp.c_proj.bias"));
     ops.matmul.run(
         stream,
@@ -98,13 +116,14 @@ pub(super) fn output(
 /// sums over rows of `s.dres`, which the backward of the next layer norm reads. That backward also
 /// computes the norm's output again, for the gradient of the weights behind it.
 pub(super) fn backward(
-    ops: &Ops,
-    stream: &CudaStream,
-    s: &ScratchSlices,
+    cx: &PassContext<'_>,
+    attention: &Attention,
     a: &BlockSlices,
     x: AnySlice,
-    p: &Flat<'_>,
 ) -> Result<(), OpError> {
+    let PassContext {
+        ops, stream, s, p, ..
+    } = *cx;
     let kernels = &ops.kernels;
     let get = |part| p.get(0, part);
     let grad = |part| p.grad(0, part);
@@ -149,7 +168,7 @@ pub(super) fn backward(
         ..product
     };
 
-    if ops.fuses_gelu(&fused)? {
+    if fuses_gelu(ops, &fused)? {
         ops.matmul.run(stream, &fused)?;
     } else {
         ops.matmul.run(stream, &product)?;
@@ -181,9 +200,14 @@ pub(super) fn backward(
         stream,
         &input_gradient(s.narrow, s.dres, get("attn.c_proj.weight"), c),
     )?;
-    let dbias = grad("c_attn.bias").into();
-    ops.attention.backward(
-        kernels, stream, dqkv, dbias, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
+    let grads = Gradients {
+        dqkv,
+        dbias: Some(grad("c_attn.bias").into()),
+        angles: None,
+        starts: None,
+    };
+    attention.backward(
+        kernels, stream, grads, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
     )?;
     ops.matmul.run(
         stream,

@@ -1,32 +1,17 @@
-//! The final layer norm, the logits and the loss on CUDA.
+//! The logits and the loss on CUDA.
 //!
-//! Forward computes only the layer norm. Backward computes the logits and their gradient, and an
+//! Forward computes only the head's norm. Backward computes the logits and their gradient, and an
 //! evaluation the logits alone, as many rows at a time as fit the buffer.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use super::buffers::{HeadSlices, ScratchSlices};
-use super::{Flat, Ops};
+use super::{Flat, GpuArch, Ops, PassContext};
 use crate::cuda::OpError;
 use crate::cuda::cross_entropy::{self, Scale};
-use crate::cuda::layer_norm::{self, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use zero_trainer::ModelError;
-
-/// `h.out = ln_f(x)`.
-pub(super) fn forward(
-    ops: &Ops,
-    stream: &CudaStream,
-    h: &HeadSlices,
-    x: AnySlice,
-    p: &Flat<'_>,
-    eps: f32,
-) -> Result<(), OpError> {
-    let gain = p.get(0, "ln_f.weight");
-    let bias = p.get(0, "ln_f.bias");
-    layer_norm::forward(&ops.kernels, stream, h.out, h.stats, x, gain, bias, eps)
-}
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, whose columns
 /// behind the vocabulary are undefined.
@@ -107,23 +92,23 @@ pub(super) fn token_logits(
 /// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
 /// writes that of `x` to `s.dres`, and adds the others to the head's unit and, if tied, to the
 /// embedding's.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn backward(
-    ops: &Ops,
-    stream: &CudaStream,
-    s: &ScratchSlices,
+pub(super) fn backward<A: GpuArch>(
+    arch: &A,
+    cx: &PassContext<'_>,
     h: &HeadSlices,
     x: AnySlice,
     targets: DeviceSlice<u32>,
-    p: &Flat<'_>,
-    vocab: usize,
     scale: Scale,
 ) -> Result<(), ModelError> {
+    let PassContext {
+        ops, stream, s, p, ..
+    } = *cx;
     let kernels = &ops.kernels;
+    let vocab = arch.vocab();
     let c = x.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range.clone());
-    let dw = p.grads[read].slice(range).sums("GPT-2's head")?;
+    let dw = p.grads[read].slice(range).sums(A::NAME)?;
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
 
@@ -132,7 +117,7 @@ pub(super) fn backward(
         let out = h.out.slice(start * c..end * c);
         let dout = s.narrow.slice(start * c..end * c);
         let part = s.logits.slice(0..(end - start) * stride);
-        logits(ops, stream, part, out, p, vocab)?;
+        logits(ops, stream, part, out, &p, vocab)?;
         let losses = s.losses.slice(start..end);
         let targets = targets.slice(start..end);
         cross_entropy::forward_backward(kernels, stream, part, losses, targets, vocab, scale)?;
@@ -161,14 +146,6 @@ pub(super) fn backward(
     }
 
     ops.device.fill_zero(stream, s.dres)?;
-    let sums = Sums {
-        gain: p.grad(0, "ln_f.weight").into(),
-        bias: p.grad(0, "ln_f.bias").into(),
-        residual: None,
-    };
-
-    let gain = p.get(0, "ln_f.weight");
-    Ok(layer_norm::backward(
-        kernels, stream, s.dres, sums, None, s.narrow, x, h.stats, gain, s.partials,
-    )?)
+    let dout = s.narrow.slice(0..x.len());
+    Ok(arch.final_norm_backward(cx, h, x, dout)?)
 }

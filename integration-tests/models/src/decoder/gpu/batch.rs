@@ -20,12 +20,17 @@ const SLOTS: usize = 4;
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, a
-/// count, a word of padding, and the divisor of the loss in fp64.
+/// count, a word of padding, the divisor of the loss in fp64, and the starts of documents.
 pub(super) fn device_bytes(tokens: usize) -> usize {
     len_words(tokens) * size_of::<u32>()
 }
 
 fn len_words(tokens: usize) -> usize {
+    plain_words(tokens) + tokens
+}
+
+/// The words of a batch without documents.
+fn plain_words(tokens: usize) -> usize {
     4 * tokens + 4
 }
 
@@ -36,6 +41,9 @@ pub(super) struct Batches {
     on_device: AnySlice,
     slots: Vec<Slot>,
     next: usize,
+    /// Whether a batch had documents. From then on all have, because a recorded step reads their
+    /// starts.
+    documents: bool,
 }
 
 impl Batches {
@@ -55,6 +63,7 @@ impl Batches {
             on_device: place,
             slots,
             next: 0,
+            documents: false,
         })
     }
 
@@ -64,10 +73,6 @@ impl Batches {
             inputs, targets, ..
         } = batch;
         let tokens = self.tokens;
-        if !batch.starts.is_empty() {
-            return Err("rows of several documents are not supported on GPUs yet: leave out --pack, or use --device cpu".into());
-        }
-
         if inputs.len() != tokens || targets.len() != tokens {
             let a = inputs.len();
             let b = targets.len();
@@ -75,11 +80,19 @@ impl Batches {
                 "a batch of {a} inputs and {b} targets; the model needs {tokens}"
             )));
         }
+        if !batch.starts.is_empty() && batch.starts.len() != tokens {
+            let n = batch.starts.len();
+            return Err(ModelError::from(format!(
+                "a batch of {n} starts of documents; the model needs {tokens}"
+            )));
+        }
 
+        self.documents |= !batch.starts.is_empty();
         let slot = &mut self.slots[self.next];
         self.next = (self.next + 1) % SLOTS;
         slot.wait()?;
         let words = slot.words();
+        let (words, documents) = words.split_at_mut(plain_words(tokens));
         let (lists, rest) = words.split_at_mut(4 * tokens);
         let (sent, lists) = lists.split_at_mut(2 * tokens);
         let (order, starts) = lists.split_at_mut(tokens);
@@ -87,7 +100,20 @@ impl Batches {
         sent[tokens..].copy_from_slice(targets);
         rest[0] = sort_tokens(inputs, order, starts);
         rest[2..4].copy_from_slice(bytemuck::cast_slice(&[batch.divisor]));
-        self.device.copy(stream, slot.bytes(), self.on_device)?;
+        match batch.starts.as_slice() {
+            [] => documents.fill(0),
+            starts => documents.copy_from_slice(starts),
+        }
+
+        // The starts of documents are last, and are not copied if there are none.
+        let sent = if self.documents {
+            len_words(tokens)
+        } else {
+            plain_words(tokens)
+        } * size_of::<u32>();
+        let source = slot.bytes().slice(0..sent);
+        self.device
+            .copy(stream, source, self.on_device.slice(0..sent))?;
         slot.copied = Some(stream.record()?);
 
         Ok(())
@@ -108,6 +134,12 @@ impl Batches {
     /// The targets of the batch set last.
     pub(super) fn targets(&self) -> DeviceSlice<u32> {
         self.words(self.tokens, self.tokens)
+    }
+
+    /// The starts of documents of the batch set last; `None` if no batch had any.
+    pub(super) fn documents(&self) -> Option<DeviceSlice<u32>> {
+        self.documents
+            .then(|| self.words(plain_words(self.tokens), self.tokens))
     }
 
     /// The divisor of the loss of the batch set last.

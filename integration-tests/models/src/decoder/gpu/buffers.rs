@@ -1,14 +1,14 @@
-//! The buffers of a [`super::CudaGpt2`]: allocation, and the buffers of each pass.
+//! The buffers of a [`super::GpuDecoder`]: allocation, and the buffers of each pass.
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::{Pool, Purpose};
 
+use super::GpuArch;
 use super::batch;
 use super::checkpoints::{Checkpoints, RING};
-use crate::cuda::{attention, column_sums, cross_entropy, layer_norm, matmul};
+use crate::cuda::{cross_entropy, matmul};
 use crate::decoder::buffers::{Held, Layers};
-use crate::gpt2::config::GptConfig;
 use crate::options::{GpuBytes, ModelOptions};
 use zero_trainer::ModelError;
 
@@ -24,49 +24,35 @@ const FILLING_ELEMS: usize = 132 * TILE_ROWS * 256;
 /// Rows of a tile.
 const TILE_ROWS: usize = 128;
 
-/// The activations of a block: `[M, C]` except for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the
-/// statistics `[M, 2]`, and `lse` `[batch, heads, seq]`.
+/// The head's norm: `out` `[M, C]`, and its `stats`.
 #[derive(Clone, Copy)]
-pub(super) struct BlockSlices {
-    pub(super) ln1_stats: DeviceSlice<f32>,
-    pub(super) qkv: AnySlice,
-    pub(super) attended: AnySlice,
-    pub(super) lse: DeviceSlice<f32>,
-    pub(super) mid: AnySlice,
-    pub(super) ln2_stats: DeviceSlice<f32>,
-    pub(super) fc: AnySlice,
-    /// GELU's output. If it is not kept it is the start of [`ScratchSlices::wide`], which backward
-    /// must not write before its last read of this one.
-    pub(super) act: AnySlice,
+pub(crate) struct HeadSlices {
+    pub(crate) out: AnySlice,
+    pub(crate) stats: DeviceSlice<f32>,
 }
 
-/// The head's layer norm: `out` `[M, C]`, `stats` `[M, 2]`.
-#[derive(Clone, Copy)]
-pub(super) struct HeadSlices {
-    pub(super) out: AnySlice,
-    pub(super) stats: DeviceSlice<f32>,
-}
-
-/// `normed` `[M, C]`, the output of a layer norm; gradients of activations: `dres` and `narrow`
-/// `[M, C]`, `wide` `[M, max(F, 3 C)]`, some rows of `logits`; `delta` `[batch, heads, seq]` of
+/// `normed` `[M, C]`, the output of a norm; gradients of activations: `dres` `[M, C]`, `narrow` and
+/// `wide` of a block's inner widths, some rows of `logits`; `delta` `[batch, heads, seq]` of
 /// attention; `losses` `[M]`; and the `partials` of sums over rows.
 #[derive(Clone, Copy)]
-pub(super) struct ScratchSlices {
-    pub(super) normed: AnySlice,
-    pub(super) dres: AnySlice,
-    pub(super) narrow: AnySlice,
-    pub(super) wide: AnySlice,
-    pub(super) logits: AnySlice,
-    pub(super) delta: DeviceSlice<f32>,
-    pub(super) losses: DeviceSlice<f32>,
-    pub(super) partials: DeviceSlice<f32>,
+pub(crate) struct ScratchSlices {
+    pub(crate) normed: AnySlice,
+    pub(crate) dres: AnySlice,
+    pub(crate) narrow: AnySlice,
+    pub(crate) wide: AnySlice,
+    pub(crate) logits: AnySlice,
+    pub(crate) delta: DeviceSlice<f32>,
+    pub(crate) losses: DeviceSlice<f32>,
+    pub(crate) partials: DeviceSlice<f32>,
 }
 
-/// All buffers of the model.
-pub(super) struct Buffers {
-    pub(super) layers: Layers<AnySlice, BlockSlices>,
+/// All buffers of the model; `B` are a block's activations.
+pub(super) struct Buffers<B> {
+    pub(super) layers: Layers<AnySlice, B>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
+    /// The architecture's constants.
+    pub(super) table: DeviceSlice<f32>,
     pub(super) batch: AnySlice,
     pub(super) matmul_workspace: AnySlice,
     pub(super) loss: DeviceSlice<f64>,
@@ -76,25 +62,49 @@ pub(super) struct Buffers {
     _held: Held<CudaDevice>,
 }
 
-/// Elements and bytes of the allocations. M is the number of tokens, `act` the type of activations.
+/// What the sizes of a decoder's buffers follow from. M is the number of tokens.
+pub(crate) struct Extent {
+    /// Blocks.
+    pub(crate) layers: usize,
+    /// The width C of the residual stream.
+    pub(crate) width: usize,
+    pub(crate) vocab: usize,
+    /// Heads of queries.
+    pub(crate) heads: usize,
+    /// Statistics of a row of the head's norm.
+    pub(crate) head_stats: usize,
+    /// Elements of a row of [`ScratchSlices::narrow`], at least C.
+    pub(crate) narrow: usize,
+    /// Elements of a row of [`ScratchSlices::wide`].
+    pub(crate) wide: usize,
+    /// The sums of a block's backward.
+    pub(crate) partials: usize,
+    /// Elements of the largest matrix of a block.
+    pub(crate) matrix: usize,
+    /// The architecture's constants.
+    pub(crate) table: usize,
+    /// The activations of a block, in the order of [`GpuArch::block`].
+    pub(crate) block: Vec<(usize, DType)>,
+}
+
+/// Elements and bytes of the allocations. M is the number of tokens.
 struct Sizes {
     /// `[M, C]`.
     row: usize,
-    /// `[M, F]`.
-    act: usize,
-    /// `[M, max(F, 3 C)]`.
+    narrow: usize,
     wide: usize,
     /// `[batch, heads, seq]`.
     heads: usize,
+    head_stats: usize,
     logits: usize,
     partials: usize,
+    table: usize,
     /// Inputs of blocks and of the head, and those of them on the device.
     rows: usize,
     ring: usize,
     /// Blocks with separate activations.
     blocks: usize,
-    /// Whether GELU's output is kept from forward to backward.
-    keeps_act: bool,
+    block: Vec<(usize, DType)>,
     row_bytes: usize,
     block_bytes: usize,
     head_bytes: usize,
@@ -106,63 +116,56 @@ struct Sizes {
 impl Sizes {
     /// With the logits of `logits_rows` tokens. The options must pass [`ModelOptions::validate`], so
     /// that no size overflows.
-    fn new(config: &GptConfig, options: &ModelOptions, logits_rows: usize) -> Self {
-        let c = config.n_embd;
-        let f = config.n_inner;
+    fn new(extent: Extent, options: &ModelOptions, logits_rows: usize) -> Self {
         let act = options.dtype;
-        let tokens = options.micro_batch * options.seq_len;
-        let row = tokens * c;
-        let heads = tokens * config.n_head;
-        let width = f.max(3 * c);
-        let wide = tokens * width;
-        let logits = cross_entropy::stride_elems(config.vocab_size) * logits_rows.clamp(1, tokens);
-
-        let partials = layer_norm::workspace_elems(tokens, c)
-            .max(attention::workspace_elems(
-                options.micro_batch,
-                options.seq_len,
-                3 * c,
-            ))
-            .max(column_sums::workspace_elems(tokens, f));
-
-        let again = options.activation_checkpointing;
-        let rows = config.n_layer + 1;
-        let keeps_act = !again && !options.recompute_gelu;
-        let fc = if keeps_act { 2 } else { 1 } * tokens * f;
+        let tokens = options.tokens();
+        let row = tokens * extent.width;
+        let narrow = tokens * extent.narrow;
+        let wide = tokens * extent.wide;
+        let heads = tokens * extent.heads;
+        let head_stats = tokens * extent.head_stats;
+        let logits = cross_entropy::stride_elems(extent.vocab) * logits_rows.clamp(1, tokens);
+        let partials = extent.partials;
+        let rows = extent.layers + 1;
+        let scratch = [
+            (2 * row + narrow + wide + logits, act),
+            (heads + tokens + partials, DType::F32),
+        ];
         Self {
             row,
-            act: tokens * f,
+            narrow,
             wide,
             heads,
+            head_stats,
             logits,
             partials,
+            table: extent.table,
             rows,
             ring: if options.offload_activations {
                 RING.min(rows)
             } else {
                 rows
             },
-            blocks: if again { 1 } else { config.n_layer },
-            keeps_act,
+            blocks: if options.activation_checkpointing {
+                1
+            } else {
+                extent.layers
+            },
             row_bytes: row * act.size_bytes(),
-            block_bytes: bytes(&[(5 * row + fc, act), (4 * tokens + heads, DType::F32)], 8),
-            head_bytes: bytes(&[(row, act), (2 * tokens, DType::F32)], 2),
-            scratch_bytes: bytes(
-                &[
-                    (3 * row + wide + logits, act),
-                    (heads + tokens + partials, DType::F32),
-                ],
-                8,
-            ),
+            block_bytes: bytes(&extent.block, extent.block.len()),
+            head_bytes: bytes(&[(row, act), (head_stats, DType::F32)], 2),
+            scratch_bytes: bytes(&scratch, 8),
             batch_bytes: batch::device_bytes(tokens),
-            matmul_bytes: matmul::workspace_bytes((c * width) as u64) as usize,
+            matmul_bytes: matmul::workspace_bytes(extent.matrix as u64) as usize,
+            block: extent.block,
         }
     }
 }
 
 /// The bytes that a model requests. The options must pass [`ModelOptions::validate`].
-pub(crate) fn gpu_bytes(config: &GptConfig, options: &ModelOptions) -> GpuBytes {
-    let sizes = Sizes::new(config, options, logits_rows(config, options));
+pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
+    let rows = logits_rows(extent.vocab, extent.width, options);
+    let sizes = Sizes::new(extent, options, rows);
     let sum = |parts: &[(usize, usize)]| {
         let sum = parts
             .iter()
@@ -181,6 +184,7 @@ pub(crate) fn gpu_bytes(config: &GptConfig, options: &ModelOptions) -> GpuBytes 
         scratch_bytes,
         batch_bytes,
         matmul_bytes,
+        table,
         ..
     } = sizes;
 
@@ -191,7 +195,12 @@ pub(crate) fn gpu_bytes(config: &GptConfig, options: &ModelOptions) -> GpuBytes 
             (1, head_bytes),
             (1, scratch_bytes),
         ]),
-        workspace: sum(&[(1, size_of::<f64>()), (1, batch_bytes), (1, matmul_bytes)]),
+        workspace: sum(&[
+            (1, size_of::<f64>()),
+            (1, batch_bytes),
+            (1, matmul_bytes),
+            (table, size_of::<f32>()),
+        ]),
         host: sum(&[(rows - ring, row_bytes)]),
     }
 }
@@ -199,46 +208,50 @@ pub(crate) fn gpu_bytes(config: &GptConfig, options: &ModelOptions) -> GpuBytes 
 /// The tokens whose logits are in memory at once: as many as fit [`LOGITS_BYTES`] or
 /// [`FILLING_ELEMS`] in parts of about equal size. It does not depend on the device, and so the
 /// bits of the gradient do not.
-pub(super) fn logits_rows(config: &GptConfig, options: &ModelOptions) -> usize {
-    let tokens = options.micro_batch * options.seq_len;
-    let fit = LOGITS_BYTES
-        / (cross_entropy::stride_elems(config.vocab_size) * options.dtype.size_bytes());
-    let parts = tokens.div_ceil(fit.max(FILLING_ELEMS.div_ceil(config.n_embd)));
+pub(super) fn logits_rows(vocab: usize, width: usize, options: &ModelOptions) -> usize {
+    let tokens = options.tokens();
+    let fit = LOGITS_BYTES / (cross_entropy::stride_elems(vocab) * options.dtype.size_bytes());
+    let parts = tokens.div_ceil(fit.max(FILLING_ELEMS.div_ceil(width)));
     tokens
         .div_ceil(parts)
         .next_multiple_of(TILE_ROWS)
         .min(tokens)
 }
 
-impl Buffers {
-    pub(super) fn new(
-        config: &GptConfig,
+impl<B> Buffers<B> {
+    pub(super) fn new<A: GpuArch<Block = B>>(
+        arch: &A,
+        extent: Extent,
         options: &ModelOptions,
         logits_rows: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, ModelError> {
         let act = options.dtype;
-        let tokens = options.micro_batch * options.seq_len;
-        let sizes = Sizes::new(config, options, logits_rows);
-        let Sizes {
-            row, heads, rows, ..
-        } = sizes;
+        let sizes = Sizes::new(extent, options, logits_rows);
+        let Sizes { row, rows, .. } = sizes;
         let mut held = Held::new(pool, stream);
         let loss = held
             .allocate(1, DType::F64, Purpose::Workspace)?
             .typed::<f64>()?;
+        let table = match sizes.table {
+            0 => None,
+            elems => Some(
+                held.allocate(elems, DType::F32, Purpose::Workspace)?
+                    .typed::<f32>()?,
+            ),
+        };
         let mut allocate = |bytes: usize, purpose| held.allocate(bytes, DType::U8, purpose);
 
         let mut all = Parts::new(allocate(sizes.scratch_bytes, Purpose::Activations)?);
         let scratch = ScratchSlices {
             normed: all.take(row, act),
             dres: all.take(row, act),
-            narrow: all.take(row, act),
+            narrow: all.take(sizes.narrow, act),
             wide: all.take(sizes.wide, act),
             logits: all.take(sizes.logits, act),
-            delta: all.floats(heads),
-            losses: all.floats(tokens),
+            delta: all.floats(sizes.heads),
+            losses: all.floats(options.tokens()),
             partials: all.floats(sizes.partials),
         };
 
@@ -252,27 +265,18 @@ impl Buffers {
         let blocks = (0..sizes.blocks)
             .map(|_| {
                 let mut all = Parts::new(allocate(sizes.block_bytes, Purpose::Activations)?);
-                Ok(BlockSlices {
-                    ln1_stats: all.floats(2 * tokens),
-                    qkv: all.take(3 * row, act),
-                    attended: all.take(row, act),
-                    lse: all.floats(heads),
-                    mid: all.take(row, act),
-                    ln2_stats: all.floats(2 * tokens),
-                    fc: all.take(sizes.act, act),
-                    act: if sizes.keeps_act {
-                        all.take(sizes.act, act)
-                    } else {
-                        scratch.wide.slice(0..sizes.act)
-                    },
-                })
+                let parts = sizes.block.iter();
+                let parts = parts
+                    .map(|&(elems, dtype)| all.take(elems, dtype))
+                    .collect();
+                arch.block(BlockParts(parts), &scratch)
             })
             .collect::<Result<_, ModelError>>()?;
 
         let mut all = Parts::new(allocate(sizes.head_bytes, Purpose::Activations)?);
         let head = HeadSlices {
             out: all.take(row, act),
-            stats: all.floats(2 * tokens),
+            stats: all.floats(sizes.head_stats),
         };
 
         let batch = allocate(sizes.batch_bytes, Purpose::Workspace)?;
@@ -290,6 +294,7 @@ impl Buffers {
         Ok(Self {
             layers,
             head,
+            table: table.unwrap_or(scratch.losses.slice(0..0)),
             scratch,
             batch,
             matmul_workspace,
@@ -297,6 +302,22 @@ impl Buffers {
             checkpoints,
             _held: held,
         })
+    }
+}
+
+/// The activations of a block in the order of [`Extent::block`].
+pub(crate) struct BlockParts(Vec<AnySlice>);
+
+impl BlockParts {
+    /// The parts, of which there are N.
+    ///
+    /// # Errors
+    /// There is another number of parts.
+    pub(crate) fn all<const N: usize>(self) -> Result<[AnySlice; N], ModelError> {
+        let parts = self.0.len();
+        self.0
+            .try_into()
+            .map_err(|_| ModelError::from(format!("a block of {parts} activations, not {N}")))
     }
 }
 
@@ -346,6 +367,7 @@ impl Parts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ModelConfig;
 
     #[test]
     fn logits_are_capped_where_rows_fill_the_device() {
@@ -359,7 +381,8 @@ mod tests {
                 matmul_timing: false,
                 recompute_gelu: false,
             };
-            logits_rows(&GptConfig::preset(preset).unwrap(), &options)
+            let config = ModelConfig::preset(preset).unwrap();
+            logits_rows(config.vocab_size(), config.hidden(), &options)
         };
 
         // Four parts of 206 MB. At width 768, 256 MiB are less than a tile for each multiprocessor:

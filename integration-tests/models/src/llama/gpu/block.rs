@@ -1,0 +1,302 @@
+//! A block on CUDA: `x + attention(norm x)`, then `mid + mlp(norm mid)`, as in the host's block.rs.
+//! Matrices are `[out, in]`, as Hugging Face stores them.
+
+use zero_alloc::device::{AnySlice, DeviceSlice};
+use zero_trainer::Grad;
+
+use super::{LlamaGpu, heads};
+use crate::cuda::attention::Gradients;
+use crate::cuda::matmul::{Epilogue, Matrix, Product};
+use crate::cuda::rope::{self, Angles};
+use crate::cuda::{OpError, column_sums, rms_norm, swiglu};
+use crate::decoder::gpu::PassContext;
+use crate::llama::block::Params;
+
+/// The activations of a block: `qkv` `[M, (heads + 2 kv_heads) d]`, after the rotation; `raw`
+/// `[M, (heads + kv_heads) d]`, queries and keys before their norms, with `raw_stats`, or empty;
+/// `attended` `[M, heads d]`; `lse` `[batch, heads, seq]`; `mid` `[M, C]`; `gate_up` `[M, 2 F]`, which
+/// backward overwrites by its gradient; and the statistics `[M]` of the norms.
+#[derive(Clone, Copy)]
+pub(super) struct BlockSlices {
+    pub(super) stats1: DeviceSlice<f32>,
+    pub(super) qkv: AnySlice,
+    pub(super) raw: AnySlice,
+    pub(super) raw_stats: DeviceSlice<f32>,
+    pub(super) attended: AnySlice,
+    pub(super) lse: DeviceSlice<f32>,
+    pub(super) mid: AnySlice,
+    pub(super) stats2: DeviceSlice<f32>,
+    pub(super) gate_up: AnySlice,
+}
+
+impl LlamaGpu {
+    /// The parameters of a block; those that it does not have are empty.
+    fn params(&self, cx: &PassContext<'_>) -> Params<AnySlice> {
+        let mut end = 0;
+        let elems = self.config.block_elems().in_order();
+        Params::new(elems.map(|elems| {
+            end += elems;
+            cx.p.params[0].slice(end - elems..end)
+        }))
+    }
+
+    /// Their gradients.
+    fn grads(&self, cx: &PassContext<'_>) -> Params<Grad> {
+        let mut end = 0;
+        let elems = self.config.block_elems().in_order();
+        Params::new(elems.map(|elems| {
+            end += elems;
+            cx.p.grads[0].slice(end - elems..end)
+        }))
+    }
+}
+
+fn angles(cx: &PassContext<'_>) -> Angles {
+    Angles {
+        table: cx.table,
+        starts: cx.documents,
+    }
+}
+
+/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
+pub(super) fn forward(
+    arch: &LlamaGpu,
+    cx: &PassContext<'_>,
+    a: &BlockSlices,
+    x: AnySlice,
+) -> Result<(), OpError> {
+    let PassContext { ops, stream, s, .. } = *cx;
+    let kernels = &ops.kernels;
+    let p = arch.params(cx);
+    let c = arch.config.hidden;
+    let eps = arch.config.rms_norm_eps;
+
+    rms_norm::forward(kernels, stream, s.normed, a.stats1, x, p.norm1, eps)?;
+    let product = linear(a.qkv, s.normed, [p.qkv, p.qkv_bias], c, None);
+    ops.matmul.run(stream, &product)?;
+    let heads = heads(&arch.config);
+    let angles = angles(cx);
+    if p.qk_norm.is_empty() {
+        rope::forward(kernels, stream, a.qkv, angles, heads)?;
+    } else {
+        rope::norm_forward(
+            kernels,
+            stream,
+            a.qkv,
+            a.raw,
+            a.raw_stats,
+            p.qk_norm,
+            angles,
+            heads,
+            eps,
+        )?;
+    }
+
+    let attention = &arch.attention[cx.layer];
+    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, cx.documents)?;
+    let width = arch.config.q_width();
+    let product = linear(a.mid, a.attended, [p.output, p.output_bias], width, Some(x));
+    ops.matmul.run(stream, &product)?;
+
+    rms_norm::forward(kernels, stream, s.normed, a.stats2, a.mid, p.norm2, eps)?;
+    let product = linear(a.gate_up, s.normed, [p.gate_up, p.gate_up_bias], c, None);
+    ops.matmul.run(stream, &product)
+}
+
+/// Computes the block's output `[M, C]`.
+pub(super) fn output(
+    arch: &LlamaGpu,
+    cx: &PassContext<'_>,
+    a: &BlockSlices,
+    out: AnySlice,
+) -> Result<(), OpError> {
+    let PassContext { ops, stream, s, .. } = *cx;
+    let p = arch.params(cx);
+    let f = arch.config.intermediate;
+    let act = s.wide.slice(0..a.gate_up.len() / 2);
+    swiglu::forward(&ops.kernels, stream, act, a.gate_up, f)?;
+    let product = linear(out, act, [p.down, p.down_bias], f, Some(a.mid));
+    ops.matmul.run(stream, &product)
+}
+
+/// Computes the block's backward, which adds to or writes the unit's gradient. `s.dres` is the
+/// gradient of the output on entry and of the input on return.
+///
+/// The backward of a norm also computes its output again, for the gradient of the matrix behind it.
+pub(super) fn backward(
+    arch: &LlamaGpu,
+    cx: &PassContext<'_>,
+    a: &BlockSlices,
+    x: AnySlice,
+) -> Result<(), OpError> {
+    let PassContext { ops, stream, s, .. } = *cx;
+    let kernels = &ops.kernels;
+    let p = arch.params(cx);
+    let g = arch.grads(cx);
+    let c = arch.config.hidden;
+    let f = arch.config.intermediate;
+    let narrow = s.narrow.slice(0..x.len());
+
+    // The MLP. `act` is its gradient until SwiGLU's backward.
+    let act = s.wide.slice(0..a.gate_up.len() / 2);
+    let product = input_gradient(act, s.dres, p.down, f);
+    ops.matmul.run(stream, &product)?;
+    swiglu::backward(kernels, stream, act, a.gate_up, f)?;
+    weight_gradient(cx, [g.down, g.down_bias], act, s.dres, f)?;
+    let product = input_gradient(narrow, a.gate_up, p.gate_up, c);
+    ops.matmul.run(stream, &product)?;
+    rms_norm::backward(
+        kernels,
+        stream,
+        s.dres,
+        g.norm2.into(),
+        Some(s.normed),
+        narrow,
+        a.mid,
+        a.stats2,
+        p.norm2,
+        s.partials,
+    )?;
+    let gate_up = [g.gate_up, g.gate_up_bias];
+    weight_gradient(cx, gate_up, s.normed, a.gate_up, c)?;
+
+    let dqkv = attention_backward(arch, cx, a)?;
+    let product = input_gradient(narrow, dqkv, p.qkv, c);
+    ops.matmul.run(stream, &product)?;
+    rms_norm::backward(
+        kernels,
+        stream,
+        s.dres,
+        g.norm1.into(),
+        Some(s.normed),
+        narrow,
+        x,
+        a.stats1,
+        p.norm1,
+        s.partials,
+    )?;
+    // Attention's backward has summed the gradient of the bias.
+    let product = weight_product(g.qkv, s.normed, dqkv, c);
+    ops.matmul.run(stream, &product)
+}
+
+/// Computes the gradients of attention's parameters except for the first matrix, and returns the
+/// gradient of qkv as the product wrote it.
+fn attention_backward(
+    arch: &LlamaGpu,
+    cx: &PassContext<'_>,
+    a: &BlockSlices,
+) -> Result<AnySlice, OpError> {
+    let PassContext { ops, stream, s, .. } = *cx;
+    let kernels = &ops.kernels;
+    let p = arch.params(cx);
+    let g = arch.grads(cx);
+    let width = arch.config.q_width();
+
+    let output = [g.output, g.output_bias];
+    weight_gradient(cx, output, a.attended, s.dres, width)?;
+    let dattended = s.narrow.slice(0..a.attended.len());
+    let product = input_gradient(dattended, s.dres, p.output, width);
+    ops.matmul.run(stream, &product)?;
+
+    let dqkv = s.wide.slice(0..a.qkv.len());
+    let has_bias = !p.qkv_bias.is_empty();
+    let has_norm = !p.qk_norm.is_empty();
+    let grads = Gradients {
+        dqkv,
+        // The norms are between the bias and the rotation.
+        dbias: (has_bias && !has_norm).then(|| g.qkv_bias.into()),
+        angles: Some(angles(cx)),
+        starts: cx.documents,
+    };
+    arch.attention[cx.layer].backward(
+        kernels, stream, grads, dattended, a.qkv, a.attended, a.lse, s.delta, s.partials,
+    )?;
+
+    if has_norm {
+        rope::norm_backward(
+            kernels,
+            stream,
+            dqkv,
+            g.qk_norm.into(),
+            a.raw,
+            a.raw_stats,
+            p.qk_norm,
+            heads(&arch.config),
+            s.partials,
+        )?;
+        if has_bias {
+            column_sums::sum_rows(kernels, stream, g.qkv_bias.into(), dqkv, s.partials)?;
+        }
+    }
+
+    Ok(dqkv)
+}
+
+/// `y = x w^T + bias + add`: x `[m, k]`, w `[n, k]`; no bias if it is empty.
+fn linear(
+    y: AnySlice,
+    x: AnySlice,
+    [w, bias]: [AnySlice; 2],
+    k: usize,
+    add: Option<AnySlice>,
+) -> Product {
+    let n = w.len() / k.max(1);
+    Product {
+        left: Matrix::new(x, k),
+        right: Matrix::new(w, k).t(),
+        out: Matrix::new(y, n),
+        add: add.map(|add| Matrix::new(add, n)),
+        epilogue: if bias.is_empty() {
+            Epilogue::None
+        } else {
+            Epilogue::Bias(bias)
+        },
+    }
+}
+
+/// `dx = dy w`: dy `[m, n]`, w `[n, k]`.
+fn input_gradient(dx: AnySlice, dy: AnySlice, w: AnySlice, k: usize) -> Product {
+    let n = w.len() / k.max(1);
+    Product {
+        left: Matrix::new(dy, n),
+        right: Matrix::new(w, k),
+        out: Matrix::new(dx, k),
+        add: None,
+        epilogue: Epilogue::None,
+    }
+}
+
+/// Computes the gradients of a matrix `[n, k]` and of its bias, unless that is empty: x `[m, k]`, dy
+/// `[m, n]`.
+fn weight_gradient(
+    cx: &PassContext<'_>,
+    [dw, dbias]: [Grad; 2],
+    x: AnySlice,
+    dy: AnySlice,
+    k: usize,
+) -> Result<(), OpError> {
+    let PassContext { ops, stream, s, .. } = *cx;
+    if !dbias.elements().is_empty() {
+        column_sums::sum_rows(&ops.kernels, stream, dbias.into(), dy, s.partials)?;
+    }
+    ops.matmul.run(stream, &weight_product(dw, x, dy, k))
+}
+
+/// `dw += dy^T x` or `dw = dy^T x`.
+fn weight_product(dw: Grad, x: AnySlice, dy: AnySlice, k: usize) -> Product {
+    let (out, adds) = match dw {
+        Grad::Add(sums) => (sums.erase(), true),
+        Grad::Write(grad) => (grad, false),
+    };
+    let n = out.len() / k.max(1);
+    let out = Matrix::new(out, k);
+    let add = adds.then_some(out);
+    Product {
+        left: Matrix::new(dy, n).t(),
+        right: Matrix::new(x, k),
+        out,
+        add,
+        epilogue: Epilogue::None,
+    }
+}
