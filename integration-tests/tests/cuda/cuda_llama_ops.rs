@@ -222,13 +222,13 @@ fn swiglus() {
             let d64 = rounded(&dact, dtype);
             let mut want = Vec::new();
             let mut want_dx = vec![0.0; rows * 2 * n];
-            for i in 0..rows * n {
+            for (i, d) in d64.iter().enumerate() {
                 let at = i / n * 2 * n + i % n;
                 let (gate, up) = (x64[at], x64[at + n]);
                 let sigmoid = 1.0 / (1.0 + (-gate).exp());
                 want.push(gate * sigmoid * up);
-                want_dx[at] = d64[i] * up * sigmoid * (1.0 + gate * (1.0 - sigmoid));
-                want_dx[at + n] = d64[i] * gate * sigmoid;
+                want_dx[at] = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid));
+                want_dx[at + n] = d * gate * sigmoid;
             }
 
             let gate_up = gpu.put(&x, dtype);

@@ -27,6 +27,7 @@ pub mod param_groups;
 mod rank;
 mod rank_bytes;
 mod run;
+mod samples;
 mod saving;
 mod stages;
 mod step;
@@ -42,7 +43,9 @@ pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use model::{Grad, Model, ModelError, Pass};
 pub use offload::settings::{Home, OffloadSettings, StateFormat};
-pub use options::{ReplicaChecks, RunOptions, ValidationData, ValidationOptions};
+pub use options::{
+    NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
+};
 pub use rank::Settings;
 pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
 pub use saving::state::TrainerState;

@@ -142,6 +142,21 @@ pub trait Model<D: Device>: Send {
         Err("this model computes no validation loss: implement Model::add_losses".into())
     }
 
+    /// Enqueues the logits of token `token` of the micro-batch, after its forward, and returns them:
+    /// `[vocab]`, in memory of the model that its next call may overwrite. `params` are those of
+    /// [`Model::add_losses`]. Only samples of text call it: without them a model need not have it.
+    ///
+    /// # Errors
+    /// The stream failed, or the model gives no logits.
+    fn token_logits(
+        &mut self,
+        _stream: &D::Stream,
+        _params: &[AnySlice],
+        _token: usize,
+    ) -> Result<AnySlice, ModelError> {
+        Err("this model writes no text: implement Model::token_logits".into())
+    }
+
     /// One fp64, to which each micro-batch's backward adds its loss in nats.
     ///
     /// # Safety

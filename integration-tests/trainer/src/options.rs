@@ -29,6 +29,8 @@ pub struct RunOptions {
     pub check_replicas: ReplicaChecks,
     /// Evaluations on other data.
     pub validation: Option<ValidationOptions>,
+    /// Continuations of a text.
+    pub samples: Option<SampleOptions>,
     /// Checkpoint to resume from.
     pub resume: Option<PathBuf>,
     /// The id of this run, which its checkpoints carry. Rank 0's counts; empty for a run without an
@@ -144,6 +146,32 @@ impl ValidationOptions {
             crc_fast::CrcAlgorithm::Crc64Nvme,
             bytemuck::cast_slice(&numbers),
         )
+    }
+}
+
+/// The choice of the next token of a text.
+pub trait NextToken: fmt::Debug + Send + Sync {
+    /// Chooses the token at place `index` of the continuation; `None` ends the text.
+    fn choose(&self, logits: &[f32], index: u64) -> Option<u32>;
+}
+
+/// The samples of a run: how it continues a text as it trains. They change nothing of training.
+#[derive(Clone, Debug)]
+pub struct SampleOptions {
+    /// Steps from one sample to the next; 0 samples after the last step only.
+    pub every: u64,
+    /// The tokens to continue; at least one.
+    pub prompt: Vec<u32>,
+    /// Most tokens of a continuation.
+    pub tokens: usize,
+    /// Chooses each token, on rank 0.
+    pub next: Arc<dyn NextToken>,
+}
+
+impl SampleOptions {
+    /// Whether to sample after `step` of `steps`.
+    pub(crate) fn is_due(&self, step: u64, steps: u64) -> bool {
+        step == steps || self.every > 0 && step.is_multiple_of(self.every)
     }
 }
 

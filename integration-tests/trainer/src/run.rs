@@ -15,6 +15,7 @@ use crate::exchange::RankExchange;
 use crate::model::Model;
 use crate::options::RunOptions;
 use crate::rank::Rank;
+use crate::samples;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
 use crate::saving::state::{self, TrainerState};
@@ -220,6 +221,15 @@ impl<'a, D: Device> Run<'a, D> {
             let Parts { stage, model, .. } = &mut self.parts;
             metrics.validation = self.evaluations.run(rank, *stage, model)?;
             self.summary.cancelled = metrics.validation.is_none();
+            self.batches.forget();
+        }
+
+        if let Some(samples) = &options.samples
+            && !self.summary.cancelled
+            && samples.is_due(metrics.step, options.steps)
+        {
+            let Parts { stage, model, .. } = &mut self.parts;
+            metrics.sample = samples::run(rank, *stage, model, options, samples)?;
             self.batches.forget();
         }
 

@@ -141,7 +141,9 @@ fn evaluate<D: Device>(
         model.set_batch(compute, &batch)?;
         let counted = windows.saturating_sub(own).min(micro_batch as u64) as usize * seq_len;
         trained += batch.trained(counted);
-        stage.evaluate(rank, model, counted)?;
+        stage.evaluate(rank, model, &mut |model, params| {
+            Ok(model.add_losses(compute, params, counted)?)
+        })?;
         // The host is one round ahead of the device, so that its time limit is that of a round.
         if let Some(previous) = previous.replace(compute.record()?) {
             previous.synchronize(settings.host_limit())?;

@@ -525,6 +525,38 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         )
     }
 
+    fn token_logits(
+        &mut self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        token: usize,
+    ) -> Result<AnySlice, ModelError> {
+        let head = self.buffers.head;
+        let scratch = self.buffers.scratch;
+        let vocab = self.arch.vocab();
+        let tokens = self.options.tokens();
+        if token >= tokens {
+            return Err(ModelError::from(format!(
+                "the logits of token {token} of {tokens}"
+            )));
+        }
+        self.enqueue(
+            stream,
+            "token logits",
+            self.passes.len() - 1,
+            params,
+            &[],
+            move |flat, _| {
+                let h = head.view();
+                let c = h.out.len() / tokens;
+                let out = &h.out[token * c..(token + 1) * c];
+                let s = scratch.view();
+                head::logits(&mut s.logits[..vocab], out, &flat, vocab);
+            },
+        )?;
+        Ok(scratch.logits.slice(0..vocab).erase())
+    }
+
     unsafe fn loss(&self) -> DeviceSlice<f64> {
         self.buffers.loss
     }

@@ -13,7 +13,7 @@ use crate::offload::host_params::SharedParams;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
-use crate::stages::stage::{MicroBatches, Stage, evaluate_whole, micro_batch_whole};
+use crate::stages::stage::{MicroBatches, Read, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::storage::Storage;
 
 /// One rank of stage 0.
@@ -79,10 +79,10 @@ impl<D: Device> Stage<D> for Dense<D> {
         &mut self,
         rank: &Rank<D>,
         model: &mut dyn Model<D>,
-        tokens: usize,
+        read: &mut Read<'_, D>,
     ) -> Result<(), TrainError> {
         self.whole_params(rank)?;
-        evaluate_whole(rank, model, tokens, |units| self.params.of(rank, units))
+        evaluate_whole(rank, model, read, |units| self.params.of(rank, units))
     }
 
     fn whole_params(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {

@@ -17,6 +17,10 @@ use crate::step::recorder::{Part, Recorder};
 /// Loads a micro-batch, by its number, into the model.
 type Load<'a, D> = dyn FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError> + 'a;
 
+/// Enqueues what reads the result of a forward, with the parameters of the last pass.
+pub(crate) type Read<'a, D> =
+    dyn FnMut(&mut dyn Model<D>, &[AnySlice]) -> Result<(), TrainError> + 'a;
+
 /// The micro-batches of a step.
 pub(crate) struct MicroBatches<'a, 'r, D: Device> {
     pub(crate) recorder: &'a mut Recorder<'r, D>,
@@ -57,14 +61,13 @@ pub(crate) trait Stage<D: Device>: Send {
         micro_batches: &mut MicroBatches<'_, '_, D>,
     ) -> Result<(), TrainError>;
 
-    /// Enqueues the forward of the loaded micro-batch and adds the losses of its first `tokens`
-    /// tokens to the model's loss. Called between steps and never recorded; changes no state of the
-    /// stage.
+    /// Enqueues the forward of the loaded micro-batch, and calls `read` with the parameters of the
+    /// last pass. Called between steps and never recorded; changes no state of the stage.
     fn evaluate(
         &mut self,
         rank: &Rank<D>,
         model: &mut dyn Model<D>,
-        tokens: usize,
+        read: &mut Read<'_, D>,
     ) -> Result<(), TrainError>;
 
     /// The parameters of each unit, without padding, that every rank holds whole: none at stage 3.
@@ -122,14 +125,14 @@ pub(crate) fn micro_batch_whole<D: Device>(
 pub(crate) fn evaluate_whole<D: Device>(
     rank: &Rank<D>,
     model: &mut dyn Model<D>,
-    tokens: usize,
+    read: &mut Read<'_, D>,
     params: impl Fn(&[usize]) -> Vec<AnySlice>,
 ) -> Result<(), TrainError> {
     for (i, pass) in rank.passes.iter().enumerate() {
         model.forward(&rank.compute, i, &params(&pass.forward_reads))?;
     }
     if let Some(last) = rank.passes.last() {
-        model.add_losses(&rank.compute, &params(&last.forward_reads), tokens)?;
+        read(model, &params(&last.forward_reads))?;
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use crate::offload::settings::Home;
 use crate::rank::{Rank, uses};
 use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
-use crate::stages::stage::{MicroBatches, Stage};
+use crate::stages::stage::{MicroBatches, Read, Stage};
 use crate::stages::storage::Storage;
 
 /// One rank of stage 3.
@@ -204,7 +204,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
         &mut self,
         rank: &Rank<D>,
         model: &mut dyn Model<D>,
-        tokens: usize,
+        read: &mut Read<'_, D>,
     ) -> Result<(), TrainError> {
         let mut step = self.forward_only.step()?;
         for (i, pass) in rank.passes.iter().enumerate() {
@@ -212,7 +212,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
             let params = params(rank, &pass.forward_reads, &units);
             model.forward(&rank.compute, i, &params)?;
             if i + 1 == rank.passes.len() {
-                model.add_losses(&rank.compute, &params, tokens)?;
+                read(model, &params)?;
             }
             reshard(&mut step, units);
         }

@@ -14,7 +14,7 @@ use crate::model::Model;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
-use crate::stages::stage::{MicroBatches, Stage, evaluate_whole, micro_batch_whole};
+use crate::stages::stage::{MicroBatches, Read, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::whole_params::WholeParams;
 
 /// One rank of stage 1 or 2.
@@ -65,12 +65,10 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         &mut self,
         rank: &Rank<D>,
         model: &mut dyn Model<D>,
-        tokens: usize,
+        read: &mut Read<'_, D>,
     ) -> Result<(), TrainError> {
         self.whole_params(rank)?;
-        evaluate_whole(rank, model, tokens, |units| {
-            self.params.gathered(rank, units)
-        })
+        evaluate_whole(rank, model, read, |units| self.params.gathered(rank, units))
     }
 
     fn whole_params(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {

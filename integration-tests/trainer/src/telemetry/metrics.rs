@@ -49,6 +49,9 @@ pub struct StepMetrics {
     /// The evaluation after this step, which is not part of `step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
+    /// The continuation of the sample's prompt after this step; not in the JSON.
+    #[serde(skip)]
+    pub sample: Option<Vec<u32>>,
 }
 
 /// The result of an evaluation.

@@ -175,6 +175,7 @@ impl<'a, D: Device> Observer<'a, D> {
             eta_s: left as f64 * self.completed.step_s,
             breakdown,
             validation: None,
+            sample: None,
         };
 
         self.warn_if_skipped(outcome, &metrics);

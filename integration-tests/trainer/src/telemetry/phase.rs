@@ -195,6 +195,15 @@ impl<D: Device> Model<D> for Phased<'_, D> {
         self.model.add_losses(stream, params, tokens)
     }
 
+    fn token_logits(
+        &mut self,
+        stream: &D::Stream,
+        params: &[AnySlice],
+        token: usize,
+    ) -> Result<AnySlice, ModelError> {
+        self.model.token_logits(stream, params, token)
+    }
+
     unsafe fn loss(&self) -> DeviceSlice<f64> {
         // SAFETY: the caller's promise.
         unsafe { self.model.loss() }

@@ -36,13 +36,21 @@ pub enum DataError {
         /// The file.
         path: PathBuf,
     },
-    /// A token file of an odd number of bytes.
-    #[error("{}: {} bytes are not a whole number of 2-byte tokens", path.display(), HumanCount(*bytes))]
+    /// A token file that ends within a token.
+    #[error("{}: {} bytes are not a whole number of {width}-byte tokens", path.display(), HumanCount(*bytes))]
     OddLength {
         /// The file.
         path: PathBuf,
         /// Its length.
         bytes: u64,
+        /// Bytes of a token.
+        width: u64,
+    },
+    /// A text changed between the scan of its content and its tokenization.
+    #[error("{}: the file changed while it was read: start again when nothing writes to it", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
     },
     /// A file or folder of a data folder could not be read: on one machine of several the data
     /// would differ.

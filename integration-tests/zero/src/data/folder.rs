@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use ignore::{DirEntry, WalkBuilder};
 use indicatif::HumanCount;
 
+use super::corpus::TextFile;
 use super::{DataError, outputs};
 
 /// Larger files of the default folder are left out: they are rarely written by a person.
@@ -94,17 +95,30 @@ struct LeftOut {
 }
 
 /// The text files of a folder.
-#[derive(Default)]
-pub(super) struct Documents {
+pub(super) struct Documents<T> {
     /// Paths and texts, by path.
-    pub(super) texts: Vec<(PathBuf, String)>,
+    pub(super) texts: Vec<(PathBuf, T)>,
     left_out: Vec<LeftOut>,
 }
 
-impl Documents {
+impl<T> Default for Documents<T> {
+    fn default() -> Self {
+        Self {
+            texts: Vec::new(),
+            left_out: Vec::new(),
+        }
+    }
+}
+
+impl<T> Documents<T> {
     /// Number of files and folders that are not data.
     pub(super) fn left_out(&self) -> usize {
         self.left_out.len()
+    }
+
+    /// The numbers of texts and of what is left out, and the notices.
+    pub(super) fn counted(&mut self, root: &Path) -> (usize, usize, Vec<String>) {
+        (self.texts.len(), self.left_out(), self.notices(root))
     }
 
     /// The largest files and folders below `root` that are not data, and the sum of the others, one
@@ -156,7 +170,23 @@ impl LeftOut {
 ///
 /// # Errors
 /// A file or folder that cannot be read, a symbolic link to nothing, too many files, or no text.
-pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
+pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents<String>, DataError> {
+    read_with(root, scope, |path| read_file(path, scope))
+}
+
+/// As [`read`], but only scans the files, in bounded memory.
+///
+/// # Errors
+/// As [`read`].
+pub(super) fn scan(root: &Path, scope: Scope) -> Result<Documents<TextFile>, DataError> {
+    read_with(root, scope, |path| scan_file(path, scope))
+}
+
+fn read_with<T>(
+    root: &Path,
+    scope: Scope,
+    mut content: impl FnMut(&Path) -> Result<Content<T>, DataError>,
+) -> Result<Documents<T>, DataError> {
     let mut documents = Documents::default();
     let files = match scope {
         Scope::Default { most_files } => default_files(root, most_files)?,
@@ -164,7 +194,7 @@ pub(super) fn read(root: &Path, scope: Scope) -> Result<Documents, DataError> {
     };
 
     for path in files {
-        match read_file(&path, scope)? {
+        match content(&path)? {
             Content::Text(text) => documents.texts.push((path, text)),
             Content::Blank => {}
             Content::Other { reason, bytes } => documents.left_out.push(LeftOut {
@@ -358,8 +388,8 @@ fn bytes_below(folder: &Path) -> u64 {
 }
 
 /// The content of a file.
-enum Content {
-    Text(String),
+enum Content<T> {
+    Text(T),
     /// Nothing to train on.
     Blank,
     Other {
@@ -368,7 +398,49 @@ enum Content {
     },
 }
 
-fn read_file(path: &Path, scope: Scope) -> Result<Content, DataError> {
+/// Checks a file as [`read_file`] does.
+fn scan_file(path: &Path, scope: Scope) -> Result<Content<TextFile>, DataError> {
+    let failed = |source| DataError::Unreadable {
+        path: path.to_owned(),
+        source,
+    };
+
+    let bytes = fs::metadata(path).map_err(failed)?.len();
+    let other = |reason| Ok(Content::Other { reason, bytes });
+    if bytes == 0 {
+        return Ok(Content::Blank);
+    }
+    if scope != Scope::Whole && bytes > MAX_DEFAULT_FILE_BYTES {
+        return other(Reason::Large);
+    }
+
+    let mut file = fs::File::open(path).map_err(failed)?;
+    let mut start = Vec::new();
+    file.by_ref()
+        .take(PROBE_BYTES)
+        .read_to_end(&mut start)
+        .map_err(failed)?;
+    if start.contains(&0) {
+        return other(Reason::Binary);
+    }
+
+    let scanned = match TextFile::scan(path) {
+        Ok(scanned) => scanned,
+        Err(DataError::NotUtf8 { at, .. }) => return other(Reason::NotUtf8 { at }),
+        Err(DataError::Read { source, .. }) => return Err(failed(source)),
+        Err(other) => return Err(other),
+    };
+    if scanned.is_blank {
+        return Ok(Content::Blank);
+    }
+    // What tells an output is in its first lines.
+    if outputs::is_output_file(path, &String::from_utf8_lossy(&start)) {
+        return other(Reason::Output);
+    }
+    Ok(Content::Text(scanned))
+}
+
+fn read_file(path: &Path, scope: Scope) -> Result<Content<String>, DataError> {
     let failed = |source| DataError::Unreadable {
         path: path.to_owned(),
         source,

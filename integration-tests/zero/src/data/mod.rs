@@ -8,8 +8,12 @@
 //! | source | tokens | rows |
 //! |---|---|---|
 //! | `NAME.bin` | little-endian u16, read on demand | consecutive, wrapping at the end |
+//! | `NAME.u32.bin` | little-endian u32, read on demand | consecutive, wrapping at the end |
 //! | a text file | its bytes, or by a tokenizer | random windows |
 //! | a folder | all its text files, by path, without what runs write | random windows |
+//!
+//! A tokenizer puts its own tokens before a text (such as `<s>`), and the end token of its model
+//! behind each file of a folder. What it makes of a long text is kept in a folder of token files.
 //!
 //! A folder that the user names is read whole, and [`Dataset::notices`] names the files that are
 //! not text. The current folder, which is the default, is read without hidden, git-ignored, built
@@ -35,11 +39,13 @@
 //!
 //! Not supported: shuffling of whole epochs, downloads.
 
+mod corpus;
 mod error;
 pub(crate) mod examples;
 mod folder;
 mod order;
 mod outputs;
+mod token_cache;
 mod tokenize;
 mod tokens;
 
@@ -48,19 +54,24 @@ mod tests;
 
 use std::fmt;
 use std::fs;
+use std::num::NonZero;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 
 use indicatif::HumanCount;
 
 pub use error::DataError;
 pub use examples::TrainingData;
+pub(crate) use token_cache::default_folder as default_token_cache;
 pub(crate) use tokenize::TextTokenizer;
 pub use tokenize::tokenizer_checksum;
 
+use corpus::{Corpus, TextFile};
 use folder::{Documents, Scope};
 use order::Order;
+use token_cache::Tokenized;
 use tokens::{TokenStats, Tokens};
 use zero_trainer::{Batch, BatchAt, ModelError, ValidationData};
 
@@ -85,6 +96,10 @@ pub struct DataSource {
     pub tokenizer: Option<PathBuf>,
     /// The files of the folder `path` that are data.
     pub files: FolderFiles,
+    /// The folder where the tokens of long texts are kept for later runs; `None` for nowhere.
+    pub token_cache: Option<PathBuf>,
+    /// Threads that tokenize; `None` for one for each core. The tokens do not depend on it.
+    pub threads: Option<usize>,
 }
 
 /// The files of a folder that are data; of the current folder as the default, always
@@ -265,6 +280,10 @@ impl Dataset {
             return read_folder(path, source, tokenizer.as_ref());
         }
 
+        if let Some(tokenizer) = &tokenizer {
+            return read_text(path, source, tokenizer);
+        }
+
         let content = fs::read(path).map_err(|source| DataError::Read {
             path: path.to_owned(),
             source,
@@ -277,7 +296,7 @@ impl Dataset {
         }
 
         let bytes = content.len() as u64;
-        let tokens = from_bytes(path, content, tokenizer.as_ref())?;
+        let tokens = Tokens::Bytes(content);
         let description = describe_text(path, "text", bytes, &tokens);
         Ok(Opened::new(tokens, Order::Random, path, description))
     }
@@ -440,7 +459,6 @@ fn read_folder(
     tokenizer: Option<&TextTokenizer>,
 ) -> Result<Opened, DataError> {
     let is_default = source.path.is_none();
-    let here = || std::env::current_dir().unwrap_or_else(|_| path.to_owned());
     let scope = match source.files {
         _ if is_default => Scope::Default {
             most_files: MAX_DEFAULT_FILES,
@@ -451,56 +469,141 @@ fn read_folder(
         FolderFiles::All => Scope::Whole,
     };
 
-    let mut documents = match folder::read(path, scope) {
-        Err(DataError::NoText { .. }) if is_default => Documents::default(),
-        Err(DataError::TooManyHere { limit, .. }) => {
-            return Err(DataError::TooManyHere {
-                path: here(),
-                limit,
-            });
+    match tokenizer {
+        None => {
+            let mut documents = allow_none(folder::read(path, scope), is_default)?;
+            let bytes = documents.texts.iter().map(|(_, text)| text.len() as u64);
+            let bytes = bytes.sum();
+            let (what, notices) = describe_folder(path, scope, bytes, documents.counted(path))?;
+            let (tokens, files) = concatenated(documents.texts);
+            let description = describe_text(path, &what, bytes, &tokens);
+            Ok(Opened {
+                files,
+                notices,
+                ..Opened::new(tokens, Order::Random, path, description)
+            })
         }
-        other => other?,
-    };
+        Some(tokenizer) => {
+            let mut documents = allow_none(folder::scan(path, scope), is_default)?;
+            let bytes = documents.texts.iter().map(|(_, text)| text.bytes).sum();
+            let (what, notices) = describe_folder(path, scope, bytes, documents.counted(path))?;
+            let corpus = Corpus {
+                files: documents.texts,
+                separate: true,
+            };
+            let opened = read_corpus(path, &what, corpus, source, tokenizer)?;
+            let notices = notices.into_iter().chain(opened.notices).collect();
+            Ok(Opened { notices, ..opened })
+        }
+    }
+}
 
-    let bytes: u64 = documents
-        .texts
-        .iter()
-        .map(|(_, text)| text.len() as u64)
-        .sum();
+/// The texts of a folder, of which the default folder may have none or too many.
+fn allow_none<T>(
+    documents: Result<Documents<T>, DataError>,
+    is_default: bool,
+) -> Result<Documents<T>, DataError> {
+    match documents {
+        Err(DataError::NoText { .. }) if is_default => Ok(Documents::default()),
+        Err(DataError::TooManyHere { limit, .. }) => Err(DataError::TooManyHere {
+            path: current_folder(),
+            limit,
+        }),
+        other => other,
+    }
+}
 
+fn current_folder() -> PathBuf {
+    std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."))
+}
+
+/// The number of files of a folder as text, and notices about the others.
+///
+/// # Errors
+/// The default folder has too little text.
+fn describe_folder(
+    path: &Path,
+    scope: Scope,
+    bytes: u64,
+    (texts, left_out, notices): (usize, usize, Vec<String>),
+) -> Result<(String, Vec<String>), DataError> {
+    let is_default = matches!(scope, Scope::Default { most_files } if most_files != usize::MAX);
     if is_default && bytes < MIN_DEFAULT_BYTES {
-        let left_out = documents.notices(path).into_iter().next();
         return Err(DataError::TooLittleHere {
-            path: here(),
+            path: if path == Path::new(".") {
+                current_folder()
+            } else {
+                path.to_owned()
+            },
             bytes,
             needed: MIN_DEFAULT_BYTES,
-            left_out,
+            left_out: notices.into_iter().next(),
         });
     }
 
-    let mut what = format!("{} text file", HumanCount(documents.texts.len() as u64));
-    if documents.texts.len() != 1 {
-        what.push('s');
+    let mut what = crate::output::counted(texts as u64, "text file");
+    if left_out > 0 {
+        what = format!("{what} ({} left out)", HumanCount(left_out as u64));
     }
+    let is_whole = scope == Scope::Whole;
+    Ok((what, if is_whole { notices } else { Vec::new() }))
+}
 
-    if documents.left_out() > 0 {
-        what = format!(
-            "{what} ({} left out)",
-            HumanCount(documents.left_out() as u64)
-        );
+/// The bytes of a folder's texts, and the first of each.
+fn concatenated(texts: Vec<(PathBuf, String)>) -> (Tokens, Vec<(u64, PathBuf)>) {
+    let (mut bytes, mut files) = (Vec::new(), Vec::with_capacity(texts.len()));
+    for (path, text) in texts {
+        files.push((bytes.len() as u64, path));
+        bytes.extend(text.into_bytes());
     }
+    (Tokens::Bytes(bytes), files)
+}
 
-    let notices = if scope == Scope::Whole {
-        documents.notices(path)
-    } else {
-        Vec::new()
+/// Opens a text file through a tokenizer.
+fn read_text(
+    path: &Path,
+    source: &DataSource,
+    tokenizer: &TextTokenizer,
+) -> Result<Opened, DataError> {
+    let scanned = TextFile::scan(path)?;
+    if scanned.bytes == 0 {
+        return Err(DataError::Empty {
+            path: path.to_owned(),
+        });
+    }
+    let corpus = Corpus {
+        files: vec![(path.to_owned(), scanned)],
+        separate: false,
     };
-
-    let (tokens, files) = from_texts(documents.texts, tokenizer)?;
-    let description = describe_text(path, &what, bytes, &tokens);
+    let opened = read_corpus(path, "text", corpus, source, tokenizer)?;
     Ok(Opened {
+        files: Vec::new(),
+        ..opened
+    })
+}
+
+/// Tokenizes texts, or reads their kept tokens.
+fn read_corpus(
+    path: &Path,
+    what: &str,
+    corpus: Corpus,
+    source: &DataSource,
+    tokenizer: &TextTokenizer,
+) -> Result<Opened, DataError> {
+    let cores = || thread::available_parallelism().map_or(1, NonZero::get);
+    let threads = source.threads.unwrap_or_else(cores);
+    let cache = source.token_cache.as_deref();
+    let Tokenized {
+        tokens,
         files,
-        notices,
+        notice,
+    } = token_cache::tokens(&corpus, tokenizer, threads, cache)?;
+
+    let description = describe_text(path, what, corpus.bytes(), &tokens);
+    let paths = corpus.files.into_iter().map(|(path, _)| path);
+    Ok(Opened {
+        files: files.into_iter().zip(paths).collect(),
+        notices: notice.into_iter().collect(),
         ..Opened::new(tokens, Order::Random, path, description)
     })
 }
@@ -521,47 +624,6 @@ fn describe_text(path: &Path, what: &str, bytes: u64, tokens: &Tokens) -> String
 /// Whether a file of this name has tokens instead of text.
 pub fn is_token_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "bin")
-}
-
-/// The concatenated tokens of a folder's texts, and the first token of each.
-fn from_texts(
-    texts: Vec<(PathBuf, String)>,
-    tokenizer: Option<&TextTokenizer>,
-) -> Result<(Tokens, Vec<(u64, PathBuf)>), DataError> {
-    let (mut bytes, mut ids, mut files) = (Vec::new(), Vec::new(), Vec::with_capacity(texts.len()));
-    for (path, text) in texts {
-        files.push(((bytes.len() + ids.len()) as u64, path.clone()));
-        match tokenizer {
-            None => bytes.extend(text.into_bytes()),
-            Some(tokenizer) => tokenizer.encode(&path, &text, &mut ids)?,
-        }
-    }
-    Ok((
-        if tokenizer.is_some() {
-            Tokens::Ids(ids)
-        } else {
-            Tokens::Bytes(bytes)
-        },
-        files,
-    ))
-}
-
-/// The tokens of a file: its bytes, or the output of the tokenizer.
-fn from_bytes(
-    path: &Path,
-    bytes: Vec<u8>,
-    tokenizer: Option<&TextTokenizer>,
-) -> Result<Tokens, DataError> {
-    let Some(tokenizer) = tokenizer else {
-        return Ok(Tokens::Bytes(bytes));
-    };
-    let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
-        path: path.to_owned(),
-        at: e.valid_up_to(),
-    })?;
-    let mut ids = Vec::new();
-    tokenizer.encode(path, text, &mut ids)?;
-    Ok(Tokens::Ids(ids))
 }
 
 impl ValidationData for Dataset {

@@ -461,3 +461,211 @@ fn current_folder_is_the_default() {
                     pass --data with a text file, a folder or tokens.bin";
     assert_eq!(error, expected);
 }
+
+#[test]
+fn wide_token_file_is_read_in_order() {
+    let files = Files::new();
+    let bytes = |tokens: &[u32]| {
+        tokens
+            .iter()
+            .flat_map(|t| t.to_le_bytes())
+            .collect::<Vec<_>>()
+    };
+    let tokens: Vec<u32> = (128_000..128_020).collect();
+    let data = open(&files.write("tokens.u32.bin", &bytes(&tokens)));
+    assert_eq!(data.len_tokens(), 20);
+    data.validate(128_020, 4).unwrap();
+    let (inputs, targets) = batch(&data, AT);
+    assert_eq!(inputs, tokens[..8]);
+    assert_eq!(targets, tokens[1..9]);
+
+    let error = data.validate(128_019, 4).unwrap_err().to_string();
+    assert!(
+        error.contains("token 128019 at position 19 is outside"),
+        "{error}"
+    );
+    // Not tokens at all.
+    let data = open(&files.write("text.u32.bin", &[0xff; 40]));
+    let error = data.validate(256, 4).unwrap_err().to_string();
+    assert!(
+        error.contains("token 4294967295 at position 0 is outside"),
+        "{error}"
+    );
+    let error = open_error(&DataSource::at(files.write("odd.u32.bin", &[0; 6])));
+    assert!(
+        error.ends_with("6 bytes are not a whole number of 4-byte tokens"),
+        "{error}"
+    );
+}
+
+#[test]
+fn narrow_tokens_fit_a_large_vocabulary() {
+    let files = Files::new();
+    open(&files.tokens(&[65_535; 20]))
+        .validate(128_256, 4)
+        .unwrap();
+}
+
+/// All tokens of a data set.
+fn all_tokens(data: &Dataset) -> Vec<u32> {
+    let n = data.len_tokens() as usize;
+    let at = BatchAt {
+        micro_batch: 1,
+        seq_len: n - 1,
+        ..AT
+    };
+    let (inputs, targets) = batch(data, at);
+    [&inputs[..], &targets[n - 2..]].concat()
+}
+
+#[test]
+fn end_token_follows_each_file_of_a_folder() {
+    let files = Files::new();
+    let tokenizer = files.tokenizer();
+    let texts = files.0.path().join("texts");
+    fs::create_dir(&texts).unwrap();
+    fs::write(texts.join("1"), "the").unwrap();
+    fs::write(texts.join("2"), "the\n").unwrap();
+    let tokens =
+        || all_tokens(&Dataset::open(&DataSource::at(&texts).with_tokenizer(&tokenizer)).unwrap());
+    let plain = tokens();
+    let [the, line] = [plain[0], plain[1]];
+    assert_eq!(plain, [the, line, the, line]);
+
+    // Of the tokenizer's own settings first, and only if it is one of its tokens.
+    files.write("config.json", br#"{"eos_token_id": 9999}"#);
+    assert_eq!(tokens(), plain);
+    files.write("config.json", br#"{"eos_token_id": 5}"#);
+    assert_eq!(tokens(), [the, line, 5, the, line, 5]);
+    files.write(
+        "tokenizer_config.json",
+        br#"{"eos_token": {"content": "the"}}"#,
+    );
+    assert_eq!(tokens(), [the, line, the, the, line, the]);
+    // A file alone is no part of a series.
+    let file = DataSource::at(texts.join("2")).with_tokenizer(&tokenizer);
+    assert_eq!(all_tokens(&Dataset::open(&file).unwrap()), [the, line]);
+}
+
+#[test]
+fn start_token_is_that_of_the_post_processor() {
+    let files = Files::new();
+    let path = files.tokenizer();
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    json["post_processor"] = serde_json::json!({
+        "type": "TemplateProcessing", "single": [
+            {"SpecialToken": {"id": "in", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"in": {"id": "in", "ids": [7], "tokens": ["in"]}},
+    });
+    fs::write(&path, json.to_string()).unwrap();
+    let text = files.write("text.txt", b"the the");
+    let data = Dataset::open(&DataSource::at(&text).with_tokenizer(&path)).unwrap();
+    let tokens = all_tokens(&data);
+    assert_eq!((tokens.len(), tokens[0]), (3, 7));
+}
+
+/// Text of more than the cache's least size, and its source with a cache.
+fn cached(files: &Files) -> DataSource {
+    let text = files.write(
+        "text.txt",
+        "in the beginning\nthe thin\n".repeat(50_000).as_bytes(),
+    );
+    DataSource {
+        token_cache: Some(files.0.path().join("cache")),
+        ..DataSource::at(text).with_tokenizer(files.tokenizer())
+    }
+}
+
+/// The kept files with an extension.
+fn kept(files: &Files, extension: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(files.0.path().join("cache")).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    paths
+        .filter(|path| path.to_string_lossy().ends_with(extension))
+        .collect()
+}
+
+#[test]
+fn tokens_are_kept_and_read_again() {
+    let files = Files::new();
+    let source = cached(&files);
+    let without = DataSource {
+        token_cache: None,
+        ..source.clone()
+    };
+    let expected = Dataset::open(&without).unwrap();
+    assert!(expected.notices().is_empty());
+
+    let first = Dataset::open(&source).unwrap();
+    assert!(
+        first.notices()[0].contains("--no-token-cache"),
+        "{:?}",
+        first.notices()
+    );
+    let second = Dataset::open(&source).unwrap();
+    assert!(
+        second.notices()[0].starts_with("tokens read from "),
+        "{:?}",
+        second.notices()
+    );
+    for data in [&first, &second] {
+        assert_eq!(data.fingerprint(), expected.fingerprint());
+        assert_eq!(data.describe(), expected.describe());
+        assert_eq!(batch(data, AT), batch(&expected, AT));
+    }
+    assert!(kept(&files, ".part").is_empty());
+
+    // Other contents, or another tokenizer, are other tokens.
+    let path = source.path.as_ref().unwrap();
+    let mut text = fs::read(path).unwrap();
+    text[0] = b'a';
+    fs::write(path, text).unwrap();
+    assert_ne!(
+        Dataset::open(&source).unwrap().fingerprint(),
+        expected.fingerprint()
+    );
+    files.write("config.json", br#"{"eos_token_id": 5}"#);
+    Dataset::open(&source).unwrap();
+    assert_eq!(
+        kept(&files, ".u32.bin").len(),
+        2,
+        "a file alone has no end token"
+    );
+}
+
+#[test]
+fn damaged_kept_tokens_are_made_again() {
+    let files = Files::new();
+    let source = cached(&files);
+    let expected = Dataset::open(&source).unwrap().fingerprint();
+    let tokens = kept(&files, ".u32.bin").remove(0);
+    let description = kept(&files, ".json").remove(0);
+    let whole = fs::read(&tokens).unwrap();
+
+    let mut flipped = whole.clone();
+    flipped[1000] ^= 1;
+    for damaged in [&flipped[..], &whole[..400], &[]] {
+        fs::write(&tokens, damaged).unwrap();
+        assert_eq!(Dataset::open(&source).unwrap().fingerprint(), expected);
+        assert_eq!(fs::read(&tokens).unwrap(), whole);
+    }
+    fs::write(&description, b"{").unwrap();
+    assert_eq!(Dataset::open(&source).unwrap().fingerprint(), expected);
+}
+
+#[test]
+fn tokens_stay_in_memory_without_a_cache_folder() {
+    let files = Files::new();
+    let source = DataSource {
+        token_cache: Some(files.write("no-folder", b"mine")),
+        ..cached(&files)
+    };
+    let data = Dataset::open(&source).unwrap();
+    let notice = &data.notices()[0];
+    assert!(
+        notice.contains("kept in memory") && notice.contains("ZERO_TOKEN_CACHE"),
+        "{notice}"
+    );
+    assert_eq!(fs::read(files.0.path().join("no-folder")).unwrap(), b"mine");
+}

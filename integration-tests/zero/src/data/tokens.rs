@@ -12,18 +12,65 @@ use super::DataError;
 /// Bytes of a file that are read at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
+/// Tokens from here on are counted as one: no vocabulary is so large, and a file that is no file of
+/// u32 has any.
+const HIGHEST_COUNTED: usize = 1 << 22;
+
 /// The tokens of a data set.
 pub(super) enum Tokens {
-    /// A file of u16 tokens, read on demand: it may be larger than memory.
+    /// A file of tokens, read on demand: it may be larger than memory.
     File {
         path: PathBuf,
         file: File,
         len_tokens: u64,
+        width: Width,
     },
     /// Text, one token per byte.
     Bytes(Vec<u8>),
     /// The output of a tokenizer.
     Ids(Vec<u32>),
+}
+
+/// The size of a token in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Width {
+    /// Little-endian u16, `NAME.bin`.
+    Two,
+    /// Little-endian u32, `NAME.u32.bin`.
+    Four,
+}
+
+impl Width {
+    /// The width that the name of a file says.
+    fn of(path: &Path) -> Self {
+        let name = path.file_name().unwrap_or_default();
+        if name.as_encoded_bytes().ends_with(b".u32.bin") {
+            Self::Four
+        } else {
+            Self::Two
+        }
+    }
+
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Two => 2,
+            Self::Four => 4,
+        }
+    }
+
+    /// Calls `f` with the index and the value of each token in `bytes` until it returns true.
+    fn each(self, bytes: &[u8], mut f: impl FnMut(usize, u32) -> bool) -> bool {
+        match self {
+            Self::Two => {
+                let mut tokens = bytes.as_chunks().0.iter().enumerate();
+                tokens.any(|(i, token)| f(i, u32::from(u16::from_le_bytes(*token))))
+            }
+            Self::Four => {
+                let mut tokens = bytes.as_chunks().0.iter().enumerate();
+                tokens.any(|(i, token)| f(i, u32::from_le_bytes(*token)))
+            }
+        }
+    }
 }
 
 /// Statistics of all tokens.
@@ -35,7 +82,7 @@ pub(super) struct TokenStats {
 }
 
 impl Tokens {
-    /// Opens a file of little-endian u16 tokens.
+    /// Opens a file of little-endian tokens, of u32 if its name ends in `.u32.bin`, or else of u16.
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
         let read = |source| DataError::Read {
             path: path.to_owned(),
@@ -50,17 +97,20 @@ impl Tokens {
             });
         }
 
-        if !bytes.is_multiple_of(2) {
+        let width = Width::of(path);
+        if !bytes.is_multiple_of(width.bytes()) {
             return Err(DataError::OddLength {
                 path: path.to_owned(),
                 bytes,
+                width: width.bytes(),
             });
         }
 
         Ok(Self::File {
             path: path.to_owned(),
             file,
-            len_tokens: bytes / 2,
+            len_tokens: bytes / width.bytes(),
+            width,
         })
     }
 
@@ -75,16 +125,19 @@ impl Tokens {
     /// Reads the tokens from `start` into `out`; the range must be valid.
     pub(super) fn read(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         match self {
-            Self::File { path, file, .. } => {
-                let mut bytes = vec![0; out.len() * 2];
-                file.read_exact_at(&mut bytes, start * 2)
+            Self::File {
+                path, file, width, ..
+            } => {
+                let mut bytes = vec![0; out.len() * width.bytes() as usize];
+                file.read_exact_at(&mut bytes, start * width.bytes())
                     .map_err(|source| DataError::Read {
                         path: path.clone(),
                         source,
                     })?;
-                for (o, token) in out.iter_mut().zip(bytes.as_chunks().0) {
-                    *o = u32::from(u16::from_le_bytes(*token));
-                }
+                width.each(&bytes, |i, token| {
+                    out[i] = token;
+                    false
+                });
             }
             Self::Bytes(bytes) => {
                 for (o, token) in out.iter_mut().zip(&bytes[start as usize..]) {
@@ -106,7 +159,7 @@ impl Tokens {
         let mut counts = Vec::new();
         let mut crc = Digest::new(CrcAlgorithm::Crc64Nvme);
         let mut count = |token: u32| {
-            let i = token as usize;
+            let i = (token as usize).min(HIGHEST_COUNTED);
             if i >= counts.len() {
                 counts.resize(i + 1, 0);
             }
@@ -123,14 +176,12 @@ impl Tokens {
                 crc.update(&id.to_le_bytes());
                 count(*id);
             }),
-            Self::File { .. } => self.each_chunk(range, |_, bytes| {
+            Self::File { width, .. } => self.each_chunk(range, |_, bytes| {
                 crc.update(bytes);
-                bytes
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .for_each(|t| count(u32::from(u16::from_le_bytes(*t))));
-                false
+                width.each(bytes, |_, token| {
+                    count(token);
+                    false
+                })
             })?,
         }
 
@@ -138,6 +189,20 @@ impl Tokens {
             counts,
             fingerprint: crc.finalize(),
         })
+    }
+
+    /// The CRC-64 of all tokens, without counting them.
+    pub(super) fn checksum(&self) -> Result<u64, DataError> {
+        let mut crc = Digest::new(CrcAlgorithm::Crc64Nvme);
+        match self {
+            Self::Bytes(bytes) => crc.update(bytes),
+            Self::Ids(ids) => ids.iter().for_each(|id| crc.update(&id.to_le_bytes())),
+            Self::File { .. } => self.each_chunk(0..self.len(), |_, bytes| {
+                crc.update(bytes);
+                false
+            })?,
+        }
+        Ok(crc.finalize())
     }
 
     /// The first token of at least `bound` in `range`, with its position among all tokens.
@@ -156,17 +221,13 @@ impl Tokens {
                 let mut tokens = index(&range).map(|i| (ids[i], i as u64));
                 found = tokens.find(|(token, _)| *token >= bound);
             }
-            Self::File { .. } => self.each_chunk(range, |start, bytes| {
-                let mut tokens = bytes
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .map(|t| u32::from(u16::from_le_bytes(*t)));
-                found = tokens
-                    .clone()
-                    .position(|t| t >= bound)
-                    .and_then(|i| Some((tokens.nth(i)?, start + i as u64)));
-                found.is_some()
+            Self::File { width, .. } => self.each_chunk(range, |start, bytes| {
+                width.each(bytes, |i, token| {
+                    if token >= bound {
+                        found = Some((token, start + i as u64));
+                    }
+                    found.is_some()
+                })
             })?,
         }
 
@@ -180,11 +241,14 @@ impl Tokens {
         range: Range<u64>,
         mut f: impl FnMut(u64, &[u8]) -> bool,
     ) -> Result<(), DataError> {
-        let Self::File { path, file, .. } = self else {
+        let Self::File {
+            path, file, width, ..
+        } = self
+        else {
             return Ok(());
         };
         let mut buffer = vec![0; CHUNK_BYTES];
-        let (mut done, end) = (range.start * 2, range.end * 2);
+        let (mut done, end) = (range.start * width.bytes(), range.end * width.bytes());
         while done < end {
             let n = CHUNK_BYTES.min((end - done) as usize);
             file.read_exact_at(&mut buffer[..n], done)
@@ -192,7 +256,7 @@ impl Tokens {
                     path: path.clone(),
                     source,
                 })?;
-            if f(done / 2, &buffer[..n]) {
+            if f(done / width.bytes(), &buffer[..n]) {
                 break;
             }
             done += n as u64;

@@ -6,7 +6,7 @@ use crate::data::{MAX_BYTE_VOCAB, TextTokenizer};
 use crate::error::CliError;
 
 /// How text becomes tokens.
-pub(super) enum Codec {
+pub(crate) enum Codec {
     /// One token a byte.
     Bytes,
     Tokenizer(Box<TextTokenizer>),
@@ -14,7 +14,7 @@ pub(super) enum Codec {
 
 impl Codec {
     /// That of the tokenizer; without one, bytes, if the model's vocabulary is so small.
-    pub(super) fn open(tokenizer: Option<PathBuf>, vocab: usize) -> Result<Self, CliError> {
+    pub(crate) fn open(tokenizer: Option<PathBuf>, vocab: usize) -> Result<Self, CliError> {
         match tokenizer {
             Some(path) => {
                 let tokenizer = TextTokenizer::open(&path).map_err(CliError::usage)?;
@@ -28,7 +28,7 @@ impl Codec {
     }
 
     /// The tokens of a prompt, with the special tokens that the tokenizer puts at a start.
-    pub(super) fn encode(&self, text: Vec<u8>) -> Result<Vec<u32>, CliError> {
+    pub(crate) fn encode(&self, text: Vec<u8>) -> Result<Vec<u32>, CliError> {
         match self {
             Self::Bytes => Ok(text.into_iter().map(u32::from).collect()),
             Self::Tokenizer(tokenizer) => {
@@ -41,7 +41,7 @@ impl Codec {
         }
     }
 
-    pub(super) fn decoder(&self) -> Decoder<'_> {
+    pub(crate) fn decoder(&self) -> Decoder<'_> {
         Decoder {
             codec: self,
             tokens: Vec::new(),
@@ -51,7 +51,7 @@ impl Codec {
 }
 
 /// Turns tokens into text as they come: a token may be a part of a character.
-pub(super) struct Decoder<'a> {
+pub(crate) struct Decoder<'a> {
     codec: &'a Codec,
     /// The tokens since a point where the text of the earlier ones was whole.
     tokens: Vec<u32>,
@@ -64,7 +64,7 @@ const KEPT: usize = 16;
 
 impl Decoder<'_> {
     /// The text that is known with the next token.
-    pub(super) fn next(&mut self, token: u32) -> Result<Vec<u8>, CliError> {
+    pub(crate) fn next(&mut self, token: u32) -> Result<Vec<u8>, CliError> {
         self.tokens.push(token);
         let text = match self.codec {
             Codec::Bytes => {
@@ -93,7 +93,7 @@ impl Decoder<'_> {
     }
 
     /// What is left at the end.
-    pub(super) fn rest(&mut self) -> Result<Vec<u8>, CliError> {
+    pub(crate) fn rest(&mut self) -> Result<Vec<u8>, CliError> {
         let text = self.text()?;
         Ok(text
             .as_bytes()

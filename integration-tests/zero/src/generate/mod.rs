@@ -18,7 +18,7 @@ use crate::error::CliError;
 use crate::flags::{check_positive, parse_whole};
 use crate::output::{bytes, print_note, print_text};
 use crate::settings::record::{RUN_JSON, RunRecord};
-use codec::{Codec, Decoder};
+pub(crate) use codec::{Codec, Decoder};
 
 /// Continue a text with a model, on the CPU
 #[derive(Args, Clone, Debug)]

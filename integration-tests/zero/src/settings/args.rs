@@ -175,6 +175,10 @@ pub struct TrainArgs {
     /// merges.txt [default: that of the model's folder; none for models of bytes, such as nano]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
+    /// Keep no tokens of --data for later runs; by default those of texts above 1 MiB are kept in
+    /// ZERO_TOKEN_CACHE or ~/.cache/zero-tokens
+    #[arg(long)]
+    pub no_token_cache: bool,
     /// Save no checkpoint
     #[arg(long, conflicts_with_all = ["checkpoint", "checkpoint_every", "keep_last"])]
     pub no_checkpoint: bool,
@@ -213,6 +217,16 @@ pub struct TrainArgs {
     /// [default: as many as cost a tenth of the steps between]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub eval_tokens: Option<u64>,
+    /// Print how the model continues --sample-prompt every N steps, and at the end; 0 only at the
+    /// end. A token costs the forward of a micro-batch; training does not change [default: 0]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
+    pub sample_every: Option<u64>,
+    /// The text that the model continues, by the most likely tokens
+    #[arg(long, value_name = "TEXT")]
+    pub sample_prompt: Option<String>,
+    /// Most tokens of a continuation [default: 32]
+    #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
+    pub sample_tokens: Option<usize>,
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,

@@ -41,6 +41,7 @@ pub(crate) mod outputs;
 pub(crate) mod record;
 pub(crate) mod resolve;
 pub(crate) mod row;
+pub(crate) mod samples;
 pub(crate) mod saving;
 pub(crate) mod schedule;
 pub(crate) mod table;

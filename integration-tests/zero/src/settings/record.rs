@@ -16,6 +16,7 @@ use super::batch::BatchRecord;
 use super::communication::CommunicationRecord;
 use super::epochs::RowsRecord;
 use super::row::Row;
+use super::samples::SampleRecord;
 use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
 use crate::flags::DTypeFlag;
@@ -83,6 +84,9 @@ pub(crate) struct RunRecord {
     /// Evaluations on other data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) validation: Option<ValidationRecord>,
+    /// Continuations of a text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) samples: Option<SampleRecord>,
     /// The settings that the configuration file gave as `"auto"`, and their values.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) auto: BTreeMap<String, Value>,

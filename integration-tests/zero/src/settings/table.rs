@@ -2,8 +2,8 @@
 
 use super::row::Row;
 use super::{
-    activations, batch, communication, epochs, offload, optimizer, record, resolve, saving,
-    validation,
+    activations, batch, communication, epochs, offload, optimizer, record, resolve, samples,
+    saving, validation,
 };
 
 /// The rows by topic, in the order in which ranks compare them: a setting that others are derived
@@ -20,6 +20,7 @@ const TOPICS: &[&[Row]] = &[
     optimizer::ROWS,
     communication::ROWS,
     saving::ROWS,
+    samples::ROWS,
     record::IDENTITY,
 ];
 

@@ -1,7 +1,9 @@
 //! The model and the data of a run: those of the flags, or of the resumed run.
 
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
@@ -10,7 +12,9 @@ use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
 use crate::data::examples::RowOptions;
-use crate::data::{DataSource, FolderFiles, TrainingData, is_token_file, tokenizer_checksum};
+use crate::data::{
+    DataSource, FolderFiles, TrainingData, default_token_cache, is_token_file, tokenizer_checksum,
+};
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::flags::find_model;
@@ -159,6 +163,12 @@ impl ChosenData {
         path.is_some_and(|path| path.is_file() && is_token_file(path))
     }
 
+    /// The tokenizer of the run's text, or that of the model's folder.
+    pub(crate) fn tokenizer(&self, folder: Option<&HfFolder>) -> Option<PathBuf> {
+        let own = self.source.tokenizer.clone();
+        own.or_else(|| folder.and_then(HfFolder::tokenizer))
+    }
+
     /// The checksum of the tokenizer's files, if a tokenizer made the tokens.
     ///
     /// # Errors
@@ -221,6 +231,8 @@ fn data_source(
             path: args.data.clone(),
             tokenizer,
             files: FolderFiles::All,
+            token_cache: token_cache(args),
+            threads: tokenizing_threads(args),
         });
     };
 
@@ -259,5 +271,22 @@ fn data_source(
         path,
         tokenizer,
         files,
+        token_cache: token_cache(args),
+        threads: tokenizing_threads(args),
     })
+}
+
+/// Where tokens are kept for later runs.
+fn token_cache(args: &TrainArgs) -> Option<PathBuf> {
+    if args.no_token_cache {
+        return None;
+    }
+    default_token_cache()
+}
+
+/// Those of all ranks together, which do not compute yet; `None` for one for each core.
+fn tokenizing_threads(args: &TrainArgs) -> Option<usize> {
+    let threads = args.threads?.saturating_mul(args.ranks.unwrap_or(1));
+    let cores = thread::available_parallelism().map_or(1, NonZero::get);
+    Some(threads.min(cores))
 }

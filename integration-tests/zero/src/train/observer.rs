@@ -20,9 +20,10 @@ use super::utilization::Utilization;
 use super::{loss_curve, memory_picture};
 use crate::error::CliError;
 use crate::memory::limits::resident_peak_bytes;
-use crate::output::{print_note, progress_bar, show_progress};
+use crate::output::{print_note, print_text, progress_bar, show_progress};
 use crate::settings::outputs::Output;
 use crate::settings::record::RUN_JSON;
+use crate::settings::samples::Samples;
 use zero_trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
 
 /// Shows and records the steps of a run, on the rank that prints.
@@ -73,7 +74,7 @@ impl Observer {
         })
     }
 
-    pub(crate) fn step(&mut self, metrics: &StepMetrics) {
+    pub(crate) fn step(&mut self, metrics: &StepMetrics, samples: Option<&Samples>) {
         let mut metrics = metrics.clone();
         if let Some(rates) = &self.rates {
             rates.complete(&mut metrics);
@@ -83,6 +84,12 @@ impl Observer {
             metrics.loss,
             HumanCount(metrics.tokens_per_s as u64),
         );
+        if let (Some(samples), Some(tokens)) = (samples, &metrics.sample) {
+            let text = samples.text(tokens).unwrap_or_else(|e| e.to_string());
+            let line = format!("sample after step {step}: {text}\n");
+            // A terminal that is gone ends no run.
+            let _ignored = self.bar.suspend(|| print_text(line));
+        }
         if let Some(validation) = &metrics.validation {
             self.validation = format!("  validation {:.4}", validation.loss);
         }

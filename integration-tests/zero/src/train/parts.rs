@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use zero_models::ModelOptions;
+use zero_models::hf::companions;
 use zero_optim::RankSettings;
 use zero_shard::ZeroStage;
 use zero_trainer::{Settings, ValidationOptions};
@@ -29,6 +30,7 @@ use crate::settings::resolve::{
     RunSources, raise_live_limit, recorded_dtype, settings, trim_bucket,
 };
 use crate::settings::row::Conditions;
+use crate::settings::samples::{self, Samples};
 use crate::settings::saving::{CHECK_REPLICAS, SavingRecord, requests_replica_checks};
 use crate::settings::validation::{self, Rows, ValidationRecord};
 use crate::settings::{autos, epochs, unused_keys};
@@ -56,6 +58,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) saving: SavingRecord,
     pub(crate) saves_to: Option<PathBuf>,
     pub(crate) validation: Option<(ValidationOptions, ValidationRecord)>,
+    pub(crate) samples: Option<Samples>,
     /// The id of the run, and of those that it resumes.
     pub(crate) ids: (String, Vec<String>),
 }
@@ -105,6 +108,7 @@ impl<'a> Parts<'a> {
         let saves_to = checkpoint_folder(args, notices)?;
         let rows = sizes.rows(ranks);
         let validation = validation::options(args, data.held_out.clone(), rows, from.steps())?;
+        let samples = samples(args, resumed, &model, &data)?;
         let ids = match resumed {
             Some(resumed) => resumed.run_ids(saves_to.as_deref()),
             None => (new_run_id(), Vec::new()),
@@ -124,6 +128,7 @@ impl<'a> Parts<'a> {
             options,
             saves_to,
             validation,
+            samples,
             ids,
         })
     }
@@ -169,6 +174,7 @@ impl<'a> Parts<'a> {
             tensorboard: args.tensorboard.as_deref().map(absolute),
             report: args.report.as_deref().map(absolute),
             validation,
+            samples: self.samples.as_ref().map(|samples| samples.record.clone()),
             auto: BTreeMap::new(),
         };
 
@@ -194,6 +200,23 @@ impl<'a> Parts<'a> {
         };
         Ok(agreement::settings(record, &unrecorded))
     }
+}
+
+/// The samples of the run, with the end tokens of the folder that its weights came from.
+fn samples(
+    args: &TrainArgs,
+    resumed: Option<&Resumed>,
+    model: &ChosenModel,
+    data: &ChosenData,
+) -> Result<Option<Samples>, CliError> {
+    let folder = model.folder.as_ref();
+    let tokenizer = data.tokenizer(folder);
+    let ends = match (folder, resumed.and_then(|resumed| resumed.record.as_ref())) {
+        (Some(folder), _) => folder.end_tokens(),
+        (None, Some(run)) => companions::end_tokens_in(run.model.weights.as_ref()),
+        (None, None) => Vec::new(),
+    };
+    samples::options(args, tokenizer, model.config.vocab_size(), ends)
 }
 
 /// Notes about the configuration file and the checkpoint.

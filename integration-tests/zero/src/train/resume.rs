@@ -267,6 +267,10 @@ impl Resumed {
             .validation
             .iter()
             .for_each(|validation| validation.fill(&mut filled));
+        record
+            .samples
+            .iter()
+            .for_each(|samples| samples.fill(&mut filled));
         // A run that used a GPU may continue on a machine without one.
         if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {
             filled.device = DeviceChoice::Cpu;

@@ -35,7 +35,7 @@ pub(crate) fn observed(
     signals.announce()?;
     let mut observer = Observer::new(setup)?;
     let summaries = train(&mut |metrics| {
-        observer.step(metrics);
+        observer.step(metrics, setup.samples.as_ref());
         Ok(())
     });
 

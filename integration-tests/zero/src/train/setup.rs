@@ -24,6 +24,7 @@ use crate::settings::outputs::{self, Output};
 use crate::settings::record::{RUN_JSON, RunRecord};
 use crate::settings::resolve::RunSources;
 use crate::settings::row::Conditions;
+use crate::settings::samples::Samples;
 use crate::workload::{ModelWorkload, Weights};
 
 /// The settings of a run that is ready to start.
@@ -48,6 +49,8 @@ pub(crate) struct RunSetup {
     pub(crate) report: Option<PathBuf>,
     /// The outputs that are those of the resumed run, and no flag's.
     pub(crate) recorded_outputs: Vec<Output>,
+    /// Turns samples into text.
+    pub(crate) samples: Option<Samples>,
     /// Notes for the user, one line each.
     pub(crate) notices: Vec<String>,
 }
@@ -120,6 +123,10 @@ impl RunSetup {
             keep_last: parts.saving.keep_last,
             check_replicas: parts.saving.replica_checks(),
             validation: parts.validation.map(|(options, _)| options),
+            samples: parts
+                .samples
+                .as_ref()
+                .map(|samples| samples.options.clone()),
             resume: args.resume.clone(),
             cancel: Arc::default(),
             run_id,
@@ -156,6 +163,7 @@ impl RunSetup {
             tensorboard: args.tensorboard.clone(),
             report: args.report.clone(),
             recorded_outputs: args.recorded_outputs.clone(),
+            samples: parts.samples,
             notices,
         }
     }

@@ -322,6 +322,12 @@ fn data_errors_name_the_file() {
     std::fs::write(texts.join("a.txt"), "no pair here. ".repeat(4)).unwrap();
     std::fs::write(texts.join("b.txt"), "first the end\n").unwrap();
     write_gpt2_tokenizer(&dir.path().join("gpt2"));
+    // The end token behind each file is one of the model's vocabulary.
+    std::fs::write(
+        dir.path().join("gpt2/config.json"),
+        r#"{"eos_token_id": 0}"#,
+    )
+    .unwrap();
     let text = ["--data", "texts", "--tokenizer", "gpt2"];
     fails(
         &run_tiny(dir.path(), &text),

@@ -17,6 +17,7 @@ mod outputs;
 mod place;
 mod plan_and_train;
 mod record;
+mod samples;
 mod store;
 mod support;
 mod validation;

@@ -60,7 +60,10 @@ __device__ __forceinline__ void products(float (&s)[TILE / PER_ROW], const float
 template <int COLUMNS>
 __device__ __forceinline__ void add_weighted(float (&sum)[COLUMNS], const float (*weights)[TILE + 1],
                                              const float *right, u32 row, u32 lane, u32 d) {
+// Otherwise backward_dq would spill registers there.
+#if __CUDA_ARCH__ >= 1000
 #pragma unroll 4
+#endif
     for (u32 j = 0; j < TILE; j++) {
         float w = weights[row][j];
 #pragma unroll

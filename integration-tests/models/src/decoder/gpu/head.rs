@@ -67,6 +67,28 @@ pub(super) fn losses(
     Ok(())
 }
 
+/// Enqueues the logits of the tokens around `token` of `tokens` after [`forward`], in the shape of
+/// [`losses`], and returns those of `token`. Uses `s.logits`.
+pub(super) fn token_logits(
+    ops: &Ops,
+    stream: &CudaStream,
+    s: &ScratchSlices,
+    h: &HeadSlices,
+    p: &Flat<'_>,
+    vocab: usize,
+    [token, tokens]: [usize; 2],
+) -> Result<AnySlice, OpError> {
+    let c = h.out.len() / tokens.max(1);
+    let stride = cross_entropy::stride_elems(vocab);
+    let rows = s.logits.len() / stride;
+    let start = token / rows * rows;
+    let end = tokens.min(start + rows);
+    let part = s.logits.slice(0..(end - start) * stride);
+    logits(ops, stream, part, h.out.slice(start * c..end * c), p, vocab)?;
+    let row = (token - start) * stride;
+    Ok(part.slice(row..row + vocab))
+}
+
 /// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
 /// writes that of `x` to `s.dres`, and adds the others to the head's unit and, if tied, to the
 /// embedding's.

@@ -486,6 +486,27 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         )?)
     }
 
+    fn token_logits(
+        &mut self,
+        stream: &CudaStream,
+        params: &[AnySlice],
+        token: usize,
+    ) -> Result<AnySlice, ModelError> {
+        let flat = self.flat(self.passes.len() - 1, params);
+        let Buffers { head, scratch, .. } = &self.buffers;
+        let tokens = self.batches.targets().len();
+        if token >= tokens {
+            return Err(ModelError::from(format!(
+                "the logits of token {token} of {tokens}"
+            )));
+        }
+        let vocab = self.arch.vocab();
+        let at = [token, tokens];
+        Ok(head::token_logits(
+            &self.ops, stream, scratch, head, &flat, vocab, at,
+        )?)
+    }
+
     unsafe fn loss(&self) -> DeviceSlice<f64> {
         self.buffers.loss
     }

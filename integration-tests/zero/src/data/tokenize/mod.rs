@@ -1,4 +1,16 @@
 //! Tokenization by a Hugging Face `tokenizer.json`, or by GPT-2's `vocab.json` and `merges.txt`.
+//!
+//! Texts are tokenized part by part on several threads ([`stream`]), with the tokens of the whole
+//! text ([`rules`]): a part is split into words ([`words`]), and the tokens of a word are looked up
+//! or made by the model ([`encoder`]).
+
+mod encoder;
+mod rules;
+mod special;
+pub(super) mod stream;
+#[cfg(test)]
+mod tests;
+mod words;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,9 +22,9 @@ use tokenizers::{AddedToken, Tokenizer};
 use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files};
 
 use super::DataError;
-
-/// Approximate length of the parts that are tokenized at a time.
-const PART_BYTES: usize = 1 << 16;
+use encoder::NamedTokens;
+use rules::Rules;
+pub(super) use special::DocumentEnds;
 
 /// GPT-2's only special token.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -105,6 +117,9 @@ pub fn tokenizer_checksum(path: &Path) -> Result<u64, DataError> {
 pub(crate) struct TextTokenizer {
     path: PathBuf,
     inner: Tokenizer,
+    /// `None` if texts must be tokenized whole.
+    rules: Option<Rules>,
+    named: NamedTokens,
 }
 
 impl TextTokenizer {
@@ -113,34 +128,33 @@ impl TextTokenizer {
             TokenizerFiles::Json(file) => Tokenizer::from_file(file),
             TokenizerFiles::Gpt2 { vocab, merges } => gpt2(&vocab, &merges),
         };
-        let mut inner = opened.map_err(|e| DataError::Tokenizer {
+        let invalid = |e: tokenizers::Error| DataError::Tokenizer {
             path: path.to_owned(),
             message: format!("not a tokenizer: {}", one_line(&e.to_string())),
-        })?;
+        };
+        Self::of(path, opened.map_err(invalid)?).map_err(invalid)
+    }
+
+    fn of(path: &Path, mut inner: Tokenizer) -> tokenizers::Result<Self> {
         // A file may set padding and truncation for single sentences; a corpus must have neither.
         inner.with_padding(None);
         let _ = inner.with_truncation(None);
         Ok(Self {
             path: path.to_owned(),
+            rules: Rules::of(&inner),
+            named: NamedTokens::of(&inner)?,
             inner,
         })
     }
 
-    /// Appends the tokens of `text`, the content of `file`, without special tokens at its ends.
-    pub(super) fn encode(
-        &self,
-        file: &Path,
-        text: &str,
-        out: &mut Vec<u32>,
-    ) -> Result<(), DataError> {
-        for part in parts(text, PART_BYTES) {
-            let encoding = self.inner.encode_fast(part, false).map_err(|e| {
-                let doing = format!("failed to tokenize {}", file.display());
-                self.error(&doing, &e)
-            })?;
-            out.extend_from_slice(encoding.get_ids());
-        }
-        Ok(())
+    /// The file or folder that it was opened from.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The id of a token by its text.
+    fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
     }
 
     /// The tokens of a prompt, with the special tokens that the tokenizer's file puts around a
@@ -174,6 +188,10 @@ impl TextTokenizer {
         text.map_err(|e| self.error("failed to decode tokens", &e))
     }
 
+    fn file_error(&self, file: &Path, error: &tokenizers::Error) -> DataError {
+        self.error(&format!("failed to tokenize {}", file.display()), error)
+    }
+
     fn error(&self, doing: &str, error: &tokenizers::Error) -> DataError {
         DataError::Tokenizer {
             path: self.path.clone(),
@@ -184,63 +202,4 @@ impl TextTokenizer {
 
 fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-/// Splits a text into parts of about `size` bytes, since tokenizing needs many times the memory of
-/// its input.
-///
-/// A split is after a line break between two characters other than space. GPT-2's rules begin a new
-/// word there, so the tokens equal those of the whole text. If another `size` bytes have no such
-/// place, the split is between any two characters.
-fn parts(text: &str, size: usize) -> impl Iterator<Item = &str> {
-    let mut rest = text;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let at = split_point(rest, size);
-        let (part, later) = rest.split_at(at);
-        rest = later;
-        Some(part)
-    })
-}
-
-fn split_point(text: &str, size: usize) -> usize {
-    if text.len() <= 2 * size {
-        return text.len();
-    }
-    let bytes = text.as_bytes();
-    let is_word = |b: u8| b.is_ascii_graphic();
-    let clean = |i: &usize| is_word(bytes[i - 2]) && bytes[i - 1] == b'\n' && is_word(bytes[*i]);
-    let boundary = || (size.max(1)..text.len()).find(|&at| text.is_char_boundary(at));
-    (size.max(2)..2 * size)
-        .find(clean)
-        .or_else(boundary)
-        .unwrap_or(text.len())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn text_is_split_after_single_line_breaks() {
-        let text = "ab\ncd\n\nef\n gh\nij kl mn\nop\n";
-        let parts: Vec<&str> = parts(text, 3).collect();
-        assert_eq!(parts.concat(), text);
-        assert_eq!(parts[0], "ab\n");
-        for part in &parts[..parts.len() - 1] {
-            assert!(!part.is_empty());
-        }
-    }
-
-    #[test]
-    fn text_without_line_breaks_is_split() {
-        let text = "é".repeat(50);
-        for size in 1..20 {
-            let parts: Vec<&str> = parts(&text, size).collect();
-            assert_eq!(parts.concat(), text, "size {size}");
-        }
-        assert_eq!(parts("", 4).count(), 0);
-    }
 }
