@@ -55,14 +55,13 @@ impl Counter {
     /// `[w][i]`. Loops over `i` vectorize.
     #[inline(always)]
     pub(crate) fn fours<const N: usize>(&self, high: u64, low: u64) -> [[u32; N]; 4] {
-        let mut counter = [[0; N]; 4];
-        for i in 0..N {
-            let low = low + i as u64;
-            counter[0][i] = low as u32;
-            counter[1][i] = (low >> 32) as u32;
-            counter[2][i] = high as u32;
-            counter[3][i] = (high >> 32) as u32;
-        }
+        let number = |i: usize| low + i as u64;
+        let mut counter = [
+            std::array::from_fn(|i| number(i) as u32),
+            std::array::from_fn(|i| (number(i) >> 32) as u32),
+            [high as u32; N],
+            [(high >> 32) as u32; N],
+        ];
         let mut key = self.key;
         for _ in 0..ROUNDS {
             for i in 0..N {

@@ -109,7 +109,7 @@ fn normal(x: f32) -> (f32, f32) {
     let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
     let exp = math::exp(-0.5 * x * x);
     let t = 1.0 / z.mul_add(0.36, 1.0);
-    let p = 0.066_848_204;
+    let p = 0.066_848_2;
     let p = t.mul_add(p, -0.360_210_6);
     let p = t.mul_add(p, 0.664_261_7);
     let p = t.mul_add(p, -0.492_335_5);

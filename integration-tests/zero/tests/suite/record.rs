@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::support::{data, fails, run_tiny, succeeds, temp, zero};
 
 /// Settings that are not the defaults.
-const SETTINGS: [&str; 20] = [
+const SETTINGS: [&str; 22] = [
     "--lr",
     "3e-3",
     "--seq-len",
@@ -24,6 +24,8 @@ const SETTINGS: [&str; 20] = [
     "4",
     "--seed",
     "11",
+    "--dropout",
+    "0.25",
     "--dtype",
     "bf16",
     "--ranks",
@@ -381,6 +383,30 @@ fn changed_settings_are_printed() {
 
 /// `--no-decay-1d` is a group of all tensors of one dimension; a resumed run keeps it, and prints a
 /// change.
+#[test]
+fn dropout_may_change() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, &["--steps", "1", "--checkpoint", "c"]);
+    // The folder has none; the run's counts.
+    let out = resume(dir, &["c", "--model", "model", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    let out = resume(dir, &["c", "--steps", "3", "--dropout", "0"]);
+    let expected = [
+        "model.config.attn_pdrop 0.25 -> 0.0",
+        "model.config.embd_pdrop 0.25 -> 0.0",
+        "model.config.resid_pdrop 0.25 -> 0.0",
+        "steps 1 -> 3",
+    ];
+    assert_eq!(differences(&out), expected, "{out}");
+    let [_, error] = ["0.5", "1"].map(|dropout| {
+        let args = ["train", "--dropout", dropout, "--resume", "none"];
+        fails(&zero(dir, &args), 2)
+    });
+    assert!(error.contains("at least 0 and below 1"), "{error}");
+}
+
 #[test]
 fn no_decay_of_vectors() {
     let dir = temp();
