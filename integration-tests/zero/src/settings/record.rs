@@ -138,8 +138,8 @@ pub(crate) const DATA: &[Row] = &[
 pub(crate) const IDENTITY: &[Row] = &[
     Row::new("run", "").not_compared().not_reported(),
     Row::new("resumed_runs", "").not_compared().not_reported(),
-    Row::new("model.name", "").not_compared(),
-    Row::new("model.weights", "").not_compared(),
+    Row::new("model.name", "").not_compared().not_reported(),
+    Row::new("model.weights", "").not_compared().not_reported(),
     Row::new("data.path", "").not_compared(),
     Row::new("data.default", "").not_compared().not_reported(),
     Row::new("validation.data", "").not_compared(),

@@ -54,7 +54,9 @@ pub(crate) const ROWS: &[Row] = &[
     Row::new("batch.ranks", "--ranks"),
     STAGE.row,
     DTYPE.row,
-    Row::new("model", "--model").not_reported(),
+    Row::new("model", "--model"),
+    // How weights are drawn no longer matters to a run that resumes.
+    Row::new("model.config.initializer_range", "--model").not_reported(),
     Row::new("layout", "--model or --ranks"),
     SEED.row,
     STEPS.row,

@@ -381,32 +381,42 @@ fn changed_settings_are_printed() {
     assert_eq!(differences(&out), expected, "{out}");
 }
 
-/// `--no-decay-1d` is a group of all tensors of one dimension; a resumed run keeps it, and prints a
-/// change.
+/// A resumed run keeps the dropout of its record, whatever the folder has, until `--dropout` says
+/// otherwise.
 #[test]
 fn dropout_may_change() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
     train(dir, &["--steps", "1", "--checkpoint", "c"]);
-    // The folder has none; the run's counts.
+
     let out = resume(dir, &["c", "--model", "model", "--steps", "2"]);
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+
     let out = resume(dir, &["c", "--steps", "3", "--dropout", "0"]);
     let expected = [
         "model.config.attn_pdrop 0.25 -> 0.0",
         "model.config.embd_pdrop 0.25 -> 0.0",
         "model.config.resid_pdrop 0.25 -> 0.0",
-        "steps 1 -> 3",
+        "steps 2 -> 3",
     ];
     assert_eq!(differences(&out), expected, "{out}");
-    let [_, error] = ["0.5", "1"].map(|dropout| {
-        let args = ["train", "--dropout", dropout, "--resume", "none"];
-        fails(&zero(dir, &args), 2)
-    });
-    assert!(error.contains("at least 0 and below 1"), "{error}");
 }
 
+#[test]
+fn dropout_is_a_probability() {
+    let dir = temp();
+    let dir = dir.path();
+    for dropout in ["1", "-0.1", "NaN", "half"] {
+        let output = zero(dir, &["train", &format!("--dropout={dropout}")]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains("at least 0 and below 1"), "{error}");
+    }
+}
+
+/// `--no-decay-1d` is a group of all tensors of one dimension; a resumed run keeps it, and prints a
+/// change.
 #[test]
 fn no_decay_of_vectors() {
     let dir = temp();
