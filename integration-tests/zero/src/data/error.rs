@@ -125,6 +125,21 @@ pub enum DataError {
         /// The tokenizer's error.
         message: String,
     },
+    /// A tokenizer that is not that of the model's weights.
+    #[error(
+        "{}: {token}, but {own}: the model's weights were not trained with this tokenizer; {remedy}",
+        path.display()
+    )]
+    OtherTokenizer {
+        /// The tokenizer's file or folder.
+        path: PathBuf,
+        /// What it says of a token.
+        token: String,
+        /// What the model's folder says.
+        own: String,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// Fewer tokens than one row requires.
     #[error("{name}: {tokens} tokens are too few for --seq-len {seq_len}: {} are needed", seq_len + 1)]
     TooShort {

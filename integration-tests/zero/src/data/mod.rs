@@ -65,8 +65,8 @@ use indicatif::HumanCount;
 pub use error::DataError;
 pub use examples::TrainingData;
 pub(crate) use token_cache::default_folder as default_token_cache;
-pub(crate) use tokenize::TextTokenizer;
 pub use tokenize::tokenizer_checksum;
+pub(crate) use tokenize::{TextTokenizer, check_tokenizer};
 
 use corpus::{Corpus, TextFile};
 use folder::{Documents, Scope};

@@ -14,6 +14,7 @@ use zero_models::generate::{Generator, GeneratorOptions, Sampling};
 use zero_models::hf::{HfFolder, companions};
 use zero_models::ops::Threads;
 
+use crate::data::check_tokenizer;
 use crate::error::CliError;
 use crate::flags::{check_positive, parse_whole};
 use crate::output::{bytes, print_note, print_text};
@@ -106,7 +107,15 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     }
 
     let config = source.folder.config();
-    let codec = Codec::open(source.tokenizer(args)?, config.vocab_size())?;
+    let tokenizer = source.tokenizer(args)?;
+    if let Some(path) = &tokenizer {
+        let folder = Some(source.folder.path());
+        let found = check_tokenizer(path, folder, config.vocab_size());
+        if let Some(notice) = found.map_err(CliError::usage)? {
+            print_note(format_args!("note: {notice}"));
+        }
+    }
+    let codec = Codec::open(tokenizer, config.vocab_size())?;
     let prompt = prompt(args, &codec)?;
     let positions = config.max_positions();
     if prompt.len() >= positions {

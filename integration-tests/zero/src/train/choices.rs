@@ -13,7 +13,8 @@ use zero_trainer::SHARD_ALIGN_ELEMS;
 use super::resume::Resumed;
 use crate::data::examples::RowOptions;
 use crate::data::{
-    DataSource, FolderFiles, TrainingData, default_token_cache, is_token_file, tokenizer_checksum,
+    DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, is_token_file,
+    tokenizer_checksum,
 };
 use crate::error::CliError;
 use crate::files::absolute;
@@ -126,13 +127,19 @@ impl ChosenData {
     /// Flags that contradict each other, or data that cannot be read.
     pub(crate) fn open(
         from: &RunSources<'_>,
-        folder: Option<&HfFolder>,
+        model: &ChosenModel,
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
         let args = from.args;
+        let folder = model.folder.as_ref();
         let source = data_source(args, from.recorded, folder)?;
         let tokenizer = source.tokenizer.clone();
+        if let Some(tokenizer) = &tokenizer {
+            let folder = folder.map(HfFolder::path);
+            let found = check_tokenizer(tokenizer, folder, model.config.vocab_size());
+            notices.extend(found.map_err(CliError::usage)?);
+        }
         let rows = epochs::row_options(from, seq_len, tokenizer, folder.map(HfFolder::path));
         let (training, held_out) = validation::open(args, &source, &rows)?;
         notices.extend(validation::notices(&training, held_out.as_ref()));

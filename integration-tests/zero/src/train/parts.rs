@@ -80,7 +80,7 @@ impl<'a> Parts<'a> {
         let model = ChosenModel::find(args, resumed, ranks, notices)?;
         notices.extend(idle_flags(&from, &run));
         let sizes = Sizes::new(&from, &model, ranks)?;
-        let data = ChosenData::open(&from, model.folder.as_ref(), sizes.seq_len, notices)?;
+        let data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
         sizes.check_data(args, &model, &data)?;
         let epochs = epochs::steps(&from, &data.training, sizes.batch.train_batch_size)?;
         let from = RunSources {

@@ -5,6 +5,7 @@
 //! or made by the model ([`encoder`]).
 
 mod encoder;
+mod fit;
 mod rules;
 mod special;
 pub(super) mod stream;
@@ -23,6 +24,7 @@ use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files};
 
 use super::DataError;
 use encoder::NamedTokens;
+pub(crate) use fit::check_tokenizer;
 use rules::Rules;
 pub(super) use special::DocumentEnds;
 
@@ -150,11 +152,6 @@ impl TextTokenizer {
     /// The file or folder that it was opened from.
     pub(super) fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// The id of a token by its text.
-    fn token_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
     }
 
     /// The tokens of a prompt, with the special tokens that the tokenizer's file puts around a

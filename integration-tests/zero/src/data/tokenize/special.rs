@@ -49,11 +49,11 @@ impl TextTokenizer {
         self.named_token(dir, "eos_token")
             .or_else(|| end_tokens_in(dir).first().copied())
             .filter(|token| self.inner.id_to_token(*token).is_some())
-            .or_else(|| self.token_id(END_OF_TEXT))
+            .or_else(|| self.token(END_OF_TEXT))
     }
 
     /// The folder of the tokenizer.
-    fn folder(&self) -> &Path {
+    pub(super) fn folder(&self) -> &Path {
         if self.path.is_dir() {
             return &self.path;
         }
@@ -61,10 +61,10 @@ impl TextTokenizer {
     }
 
     /// A token of `tokenizer_config.json`: its text, or an object with it.
-    fn named_token(&self, dir: &Path, key: &str) -> Option<u32> {
+    pub(super) fn named_token(&self, dir: &Path, key: &str) -> Option<u32> {
         let text = fs::read_to_string(dir.join("tokenizer_config.json")).ok()?;
         let config: Value = serde_json::from_str(&text).ok()?;
         let token = &config[key];
-        self.token_id(token.as_str().or_else(|| token["content"].as_str())?)
+        self.token(token.as_str().or_else(|| token["content"].as_str())?)
     }
 }
