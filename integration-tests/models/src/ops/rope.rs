@@ -20,7 +20,7 @@ pub struct Rows {
     pub d: usize,
 }
 
-/// Rotates queries and keys by the angles of their positions in their documents ([`position`]).
+/// Rotates queries and keys by the angles of their positions in their documents (`position`).
 pub fn forward(qkv: &mut [f32], table: &[f32], starts: &[u32], rows: Rows) {
     rotate(qkv, table, starts, rows, 1.0);
 }

@@ -125,6 +125,23 @@ pub enum DataError {
         /// The tokenizer's error.
         message: String,
     },
+    /// A parquet file, which this build does not read.
+    #[error(
+        "{}: this program was built without parquet: build it with `--features zero/parquet`, or write the data as lines of JSON",
+        path.display()
+    )]
+    NoParquet {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A parquet file that cannot be used.
+    #[error("{}: {message}", path.display())]
+    Parquet {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
     /// A tokenizer that is not that of the model's weights.
     #[error(
         "{}: {token}, but {own}: the model's weights were not trained with this tokenizer; {remedy}",

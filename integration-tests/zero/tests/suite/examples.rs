@@ -206,3 +206,18 @@ fn a_wrong_line_is_named() {
         &["t.txt: --pack needs examples"],
     );
 }
+
+/// Where the program is built without the feature.
+#[cfg(not(feature = "parquet"))]
+#[test]
+fn parquet_names_its_feature() {
+    let dir = temp();
+    let path = dir.path().join("a.parquet");
+    fs::write(&path, "PAR1").unwrap();
+    let output = zero(dir.path(), &["data", "inspect", "--data", "a.parquet"]);
+    let parts = [
+        "a.parquet: this program was built without parquet",
+        "--features zero/parquet",
+    ];
+    fails(&output, 2, &parts);
+}

@@ -26,6 +26,10 @@ impl Form {
     }
 }
 
+/// The keys of [`Keys`].
+#[cfg(feature = "parquet")]
+pub(super) const KEYS: [&str; 5] = ["text", "prompt", "completion", "messages", "tools"];
+
 /// The known keys of a line. Others are ignored.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]

@@ -1,10 +1,10 @@
-//! Examples for fine-tuning: JSONL files whose lines are examples of their own.
+//! Examples for fine-tuning: lines of JSONL files and rows of parquet files.
 //!
-//! | keys of a line | trained |
+//! | keys, or columns | trained |
 //! |---|---|
 //! | `prompt` and `completion`, strings or lists of messages | the completion and the end token |
 //! | `messages`, by the chat template of the model's folder | the assistant's messages |
-//! | `text`, with `--pack` or `--epochs` | all of it and the end token |
+//! | `text`, in JSONL with `--pack` or `--epochs` | all of it and the end token |
 //!
 //! [`Examples`] are the tokens of all lines. [`ExampleRows`] arrange them in rows, and [`Epochs`]
 //! order rows.
@@ -12,14 +12,15 @@
 mod encode;
 mod epochs;
 mod line;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod rows;
+mod source;
 mod template;
 #[cfg(test)]
 mod tests;
 mod training;
 
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,6 +39,7 @@ use super::{DataError, MAX_BYTE_VOCAB};
 use encode::{Encoded, Encoder};
 use epochs::Epochs;
 use line::Line;
+use source::lines;
 
 /// The bit of a token that is trained. No vocabulary has as many tokens.
 const TRAINED: u32 = 1 << 31;
@@ -96,73 +98,6 @@ impl Example<'_> {
     }
 }
 
-/// The files of `path` if its lines are examples: those with `prompt`, `completion` or `messages`,
-/// and those with `text` if `wants_text`.
-///
-/// # Errors
-/// A file cannot be read.
-pub(super) fn files(path: &Path, wants_text: bool) -> Result<Option<Vec<PathBuf>>, DataError> {
-    let files = if path.is_dir() {
-        folder_files(path)?
-    } else if is_jsonl(path) {
-        vec![path.to_owned()]
-    } else {
-        Vec::new()
-    };
-    let Some(first) = files.first() else {
-        return Ok(None);
-    };
-    for line in lines(first.clone())? {
-        let line = line?;
-        if !line.trim().is_empty() {
-            let is_example =
-                line::has_example_keys(&line) || wants_text && line::has_text_key(&line);
-            return Ok(is_example.then_some(files));
-        }
-    }
-    Ok(None)
-}
-
-fn is_jsonl(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e == "jsonl")
-}
-
-/// The files of a folder if all of them are JSONL, in order; empty otherwise.
-fn folder_files(dir: &Path) -> Result<Vec<PathBuf>, DataError> {
-    let failed = |source| DataError::Unreadable {
-        path: dir.to_owned(),
-        source,
-    };
-    let mut files = Vec::new();
-    for entry in fs::read_dir(dir).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        let hidden = path
-            .file_name()
-            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-        if hidden {
-            continue;
-        }
-        if !is_jsonl(&path) || !path.is_file() {
-            return Ok(Vec::new());
-        }
-        files.push(path);
-    }
-    files.sort();
-    Ok(files)
-}
-
-/// The lines of a file.
-fn lines(path: PathBuf) -> Result<impl Iterator<Item = Result<String, DataError>>, DataError> {
-    let read = |path: &Path, source| DataError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let file = File::open(&path).map_err(|source| read(&path, source))?;
-    Ok(BufReader::new(file)
-        .lines()
-        .map(move |line| line.map_err(|source| read(&path, source))))
-}
-
 impl Examples {
     /// Reads and tokenizes the examples of files.
     ///
@@ -188,7 +123,7 @@ impl Examples {
 
         for file in 0..examples.files.len() {
             let mut batch = Vec::with_capacity(LINES);
-            for (line, number) in lines(examples.files[file].clone())?.zip(1..) {
+            for (line, number) in lines(&examples.files[file])?.zip(1..) {
                 let line = line?;
                 if !line.trim().is_empty() {
                     batch.push((number, line));

@@ -7,8 +7,9 @@ use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
 use super::encode::Encoder;
+use super::source::files;
 use super::template::{ChatTemplate, SpecialTokens};
-use super::{EncoderSource, Examples, RowOptions, TrainingData, files};
+use super::{EncoderSource, Examples, RowOptions, TrainingData};
 use crate::data::{DataError, DataSource};
 
 fn oracle(name: &str) -> PathBuf {

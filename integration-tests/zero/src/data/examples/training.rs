@@ -9,7 +9,8 @@ use zero_trainer::{Batch, BatchAt, ModelError, ValidationData};
 
 use super::epochs::{place_in_step, rows_of_step};
 use super::rows::pad;
-use super::{EncoderSource, Epochs, ExampleRows, Examples, files};
+use super::source::files;
+use super::{EncoderSource, Epochs, ExampleRows, Examples};
 use crate::data::{DataError, DataSource, Dataset};
 use crate::output::counted;
 

