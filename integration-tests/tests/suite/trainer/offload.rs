@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use integration_tests::LLAMA;
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
@@ -99,6 +100,17 @@ fn small_pieces() -> OptimizerConfig {
 #[test]
 fn fp32() {
     agree(&Case {
+        optimizer: small_pieces(),
+        ..Case::default()
+    });
+}
+
+#[test]
+fn llama_in_bf16() {
+    agree(&Case {
+        oracle: LLAMA,
+        dtype: DType::Bf16,
+        steps: 3,
         optimizer: small_pieces(),
         ..Case::default()
     });

@@ -1,6 +1,7 @@
 //! A resumed run is bit-identical to an uninterrupted one; at other ranks and stages the loaded
 //! state is bit-identical.
 
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 
@@ -81,8 +82,15 @@ fn in_another_dtype() {
 /// one, and the loss curve equals an uninterrupted run's except for the order of sums.
 #[test]
 fn across_ranks_and_stages() {
+    for oracle in [GPT2, LLAMA, QWEN2] {
+        resume_across_ranks_and_stages(oracle);
+    }
+}
+
+fn resume_across_ranks_and_stages(oracle: Oracle) {
     // 12 rows a step at any number of ranks, so that all runs train on the same data.
     let at = |ranks, stage, steps| Case {
+        oracle,
         ranks,
         stage,
         steps,

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use zero_models::gpt2::config::GptConfig;
+use zero_models::llama::config::{Family, LlamaConfig};
 
 use crate::place;
 use crate::support::write_model;
@@ -73,6 +74,47 @@ fn plan_matches_training_of_other_shapes() {
             folder.path().to_str().unwrap(),
             "--dtype fp32 --micro-batch 3 --seq-len 32 --bucket-elems 1000",
         );
+    }
+}
+
+/// Grouped queries, a head's width of its own, biases or norms of heads, a tied and an untied head.
+#[test]
+fn plan_matches_training_of_the_llama_family() {
+    let llama = LlamaConfig {
+        vocab_size: 256,
+        max_positions: 32,
+        hidden: 24,
+        layers: 4,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 10,
+        intermediate: 40,
+        ..LlamaConfig::llama2()
+    };
+    let qwen2 = LlamaConfig {
+        family: Family::Qwen2,
+        qkv_bias: true,
+        tied_head: true,
+        ..llama.clone()
+    };
+    let qwen3 = LlamaConfig {
+        family: Family::Qwen3,
+        kv_heads: 1,
+        ..llama.clone()
+    };
+    let runs = [
+        (llama, "--dtype bf16 --micro-batch 2"),
+        (qwen2, "--dtype fp32 --micro-batch 1 --grad-accum 2"),
+        (
+            qwen3,
+            "--dtype fp32 --micro-batch 2 --activation-checkpointing",
+        ),
+    ];
+    for (config, run) in runs {
+        let folder = tempfile::tempdir().unwrap();
+        write_model(folder.path(), &config.into());
+        let run = format!("{run} --seq-len 32 --bucket-elems 1000");
+        compare(folder.path().to_str().unwrap(), &run);
     }
 }
 
