@@ -47,7 +47,7 @@ unsafe impl GlobalAlloc for Counted {
 #[global_allocator]
 static HEAP: Counted = Counted;
 
-/// What ranks have read of a folder.
+/// The reads of a folder by all ranks.
 #[derive(Debug, Default)]
 struct Reads {
     /// Elements that each rank has read.

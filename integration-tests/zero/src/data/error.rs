@@ -139,7 +139,7 @@ pub enum DataError {
     Parquet {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect, as a sentence.
         message: String,
     },
     /// A tokenizer that is not that of the model's weights.
@@ -150,11 +150,11 @@ pub enum DataError {
     OtherTokenizer {
         /// The tokenizer's file or folder.
         path: PathBuf,
-        /// What it says of a token.
+        /// A token and its text in it.
         token: String,
-        /// What the model's folder says.
+        /// The same of the model's folder.
         own: String,
-        /// What to do.
+        /// The remedy.
         remedy: &'static str,
     },
     /// Fewer tokens than one row requires.

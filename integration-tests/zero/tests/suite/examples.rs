@@ -207,7 +207,6 @@ fn a_wrong_line_is_named() {
     );
 }
 
-/// Where the program is built without the feature.
 #[cfg(not(feature = "parquet"))]
 #[test]
 fn parquet_names_its_feature() {

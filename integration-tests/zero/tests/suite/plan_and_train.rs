@@ -77,7 +77,8 @@ fn plan_matches_training_of_other_shapes() {
     }
 }
 
-/// Grouped queries, a head's width of its own, biases or norms of heads, a tied and an untied head.
+/// Grouped queries, a width of heads that does not divide the hidden size, biases or norms of heads, a tied
+/// and an untied head.
 #[test]
 fn plan_matches_training_of_the_llama_family() {
     let llama = LlamaConfig {

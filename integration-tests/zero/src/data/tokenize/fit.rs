@@ -7,8 +7,8 @@
 //!   token has.
 //! - The folder has none, but its `config.json` says which token ends a text, and
 //!   `tokenizer_config.json` beside the tokenizer says another.
-//! - The tokenizer has fewer than half of the model's tokens. That is no error: embeddings that no
-//!   text reaches cost memory and time only.
+//! - The tokenizer has fewer than half of the model's tokens. Embeddings that no text
+//!   reaches cost memory and time only, so this is a notice.
 //!
 //! Not compared: the settings of one folder with each other (Qwen's `config.json` names a token at
 //! the start, its tokenizer none), and `generation_config.json`, whose end tokens are those of
