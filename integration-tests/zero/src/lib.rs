@@ -6,12 +6,13 @@
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json
 //!      config  workload   DeepSpeed's file; a model and its data for the trainer
-//!               data      texts and tokens
+//!               data      texts and tokens; codec, a prompt's text to tokens and back
 //! launcher                one process a rank
 //! flags  output  error    shared by all
 //! ```
 
 pub mod ckpt;
+mod codec;
 mod config;
 pub mod data;
 mod error;

@@ -6,7 +6,6 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use zero_trainer::Home;
 
-use super::outputs::Output;
 use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
 
 /// Train a GPT-2 with ZeRO
@@ -352,6 +351,43 @@ pub enum Moments {
 
 fn parse_home(text: &str) -> Result<Home, String> {
     text.parse()
+}
+
+/// An output of a run besides checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// One JSON object a step.
+    Metrics,
+    /// One row a step.
+    Csv,
+    /// Event files.
+    Tensorboard,
+    /// Pictures and tables.
+    Report,
+}
+
+impl Output {
+    pub(crate) const ALL: [Self; 4] = [Self::Metrics, Self::Csv, Self::Tensorboard, Self::Report];
+
+    /// The name and the flag.
+    pub(crate) fn name(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Metrics => ("metrics", "--metrics"),
+            Self::Csv => ("csv", "--csv"),
+            Self::Tensorboard => ("tensorboard", "--tensorboard"),
+            Self::Report => ("report", "--report"),
+        }
+    }
+
+    /// The path in the flags.
+    pub(crate) fn of_args(self, args: &mut TrainArgs) -> &mut Option<PathBuf> {
+        match self {
+            Self::Metrics => &mut args.metrics,
+            Self::Csv => &mut args.csv,
+            Self::Tensorboard => &mut args.tensorboard,
+            Self::Report => &mut args.report,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -2,32 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
-
-use super::record::DataRecord;
+use super::record::{DataRecord, RowsRecord};
 use super::resolve::RunSources;
 use super::row::{Row, Setting};
 use crate::data::TrainingData;
 use crate::data::examples::{EncoderSource, RowOptions};
 use crate::error::CliError;
 use crate::files::absolute;
-
-/// Rows by epochs, as `run.json` stores them.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct RowsRecord {
-    /// Whether several examples share a row.
-    packed: bool,
-    /// Rows of an epoch.
-    pub(crate) count: u64,
-    /// Trained tokens of an epoch.
-    trained: u64,
-    /// The token that ends examples.
-    end_token: Option<u32>,
-    /// The absolute path of the folder with the chat template.
-    folder: Option<String>,
-    /// The time for chat templates with a date, in seconds.
-    now: i64,
-}
 
 /// By default [`DEFAULT_EPOCHS`] of examples if no flag sets the steps.
 const EPOCHS: Setting<Option<f64>, DataRecord> = Setting {

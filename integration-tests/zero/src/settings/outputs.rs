@@ -1,61 +1,10 @@
 //! The files and folders of figures that a run writes besides its checkpoints.
 
-use std::path::PathBuf;
-
-use super::args::TrainArgs;
-use super::record::RunRecord;
+use super::args::{Output, TrainArgs};
 use crate::config::{DsConfig, MonitorFolder};
 
 /// The table that `csv_monitor` of a configuration writes in its folder.
 const CSV_TABLE: &str = "steps.csv";
-
-/// An output of a run besides checkpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// One JSON object a step.
-    Metrics,
-    /// One row a step.
-    Csv,
-    /// Event files.
-    Tensorboard,
-    /// Pictures and tables.
-    Report,
-}
-
-impl Output {
-    pub(crate) const ALL: [Self; 4] = [Self::Metrics, Self::Csv, Self::Tensorboard, Self::Report];
-
-    /// The name and the flag.
-    pub(crate) fn name(self) -> (&'static str, &'static str) {
-        match self {
-            Self::Metrics => ("metrics", "--metrics"),
-            Self::Csv => ("csv", "--csv"),
-            Self::Tensorboard => ("tensorboard", "--tensorboard"),
-            Self::Report => ("report", "--report"),
-        }
-    }
-
-    /// The path in a record.
-    pub(crate) fn path(self, record: &RunRecord) -> Option<&str> {
-        let path = match self {
-            Self::Metrics => &record.metrics,
-            Self::Csv => &record.csv,
-            Self::Tensorboard => &record.tensorboard,
-            Self::Report => &record.report,
-        };
-        path.as_deref()
-    }
-
-    /// The path in the flags.
-    pub(crate) fn of_args(self, args: &mut TrainArgs) -> &mut Option<PathBuf> {
-        match self {
-            Self::Metrics => &mut args.metrics,
-            Self::Csv => &mut args.csv,
-            Self::Tensorboard => &mut args.tensorboard,
-            Self::Report => &mut args.report,
-        }
-    }
-}
 
 /// The flags with the outputs of the configuration file, which a flag overrides, and which override
 /// those of a resumed run.

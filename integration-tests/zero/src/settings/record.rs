@@ -11,10 +11,9 @@ use zero_trainer::OffloadSettings;
 use zero_trainer::param_groups::GroupSettings;
 
 use super::activations::ActivationRecord;
-use super::args::DeviceChoice;
+use super::args::{DeviceChoice, Output};
 use super::batch::BatchRecord;
 use super::communication::CommunicationRecord;
-use super::epochs::RowsRecord;
 use super::row::Row;
 use super::samples::SampleRecord;
 use super::saving::SavingRecord;
@@ -134,6 +133,23 @@ pub(crate) const DATA: &[Row] = &[
     Row::new("data.fingerprint", "--data").not_reported(),
 ];
 
+/// Rows by epochs, as `run.json` stores them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RowsRecord {
+    /// Whether several examples share a row.
+    pub(super) packed: bool,
+    /// Rows of an epoch.
+    pub(crate) count: u64,
+    /// Trained tokens of an epoch.
+    pub(super) trained: u64,
+    /// The token that ends examples.
+    pub(super) end_token: Option<u32>,
+    /// The absolute path of the folder with the chat template.
+    pub(super) folder: Option<String>,
+    /// The time for chat templates with a date, in seconds.
+    pub(super) now: i64,
+}
+
 /// What identifies a run or belongs to one machine.
 pub(crate) const IDENTITY: &[Row] = &[
     Row::new("run", "").not_compared().not_reported(),
@@ -160,6 +176,17 @@ pub(crate) fn new_run_id() -> String {
 }
 
 impl RunRecord {
+    /// The path of an output.
+    pub(crate) fn output(&self, output: Output) -> Option<&str> {
+        let path = match output {
+            Output::Metrics => &self.metrics,
+            Output::Csv => &self.csv,
+            Output::Tensorboard => &self.tensorboard,
+            Output::Report => &self.report,
+        };
+        path.as_deref()
+    }
+
     /// The ids of this run and of those that it resumed.
     pub(crate) fn runs(&self) -> Vec<&str> {
         std::iter::once(&self.run)

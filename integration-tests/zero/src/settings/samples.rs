@@ -9,9 +9,9 @@ use zero_trainer::{NextToken, SampleOptions};
 
 use super::args::TrainArgs;
 use super::row::Row;
+use crate::codec::Codec;
 use crate::error::CliError;
 use crate::flags::check_positive;
-use crate::generate::Codec;
 
 /// Tokens of a continuation by default.
 const TOKENS: usize = 32;

@@ -21,7 +21,7 @@ use super::{loss_curve, memory_picture};
 use crate::error::CliError;
 use crate::memory::limits::resident_peak_bytes;
 use crate::output::{print_note, print_text, progress_bar, show_progress};
-use crate::settings::outputs::Output;
+use crate::settings::args::Output;
 use crate::settings::record::RUN_JSON;
 use crate::settings::samples::Samples;
 use zero_trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};

@@ -26,9 +26,9 @@ use super::{event_files, line_file, report_folder};
 use crate::error::CliError;
 use crate::files::read_small;
 use crate::flags::DTypeFlag;
+use crate::settings::args::Output;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::settings::changes;
-use crate::settings::outputs::Output;
 use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use crate::settings::row::Saved;
 use zero_models::ModelConfig;
@@ -232,10 +232,14 @@ impl Resumed {
         );
 
         for output in Output::ALL {
-            let Some(old) = self.record.as_ref().and_then(|record| output.path(record)) else {
+            let Some(old) = self
+                .record
+                .as_ref()
+                .and_then(|record| record.output(output))
+            else {
                 continue;
             };
-            if output.path(now).is_none() {
+            if now.output(output).is_none() {
                 let (what, flag) = output.name();
                 let why = self
                     .check_output(output, &now.run)
@@ -283,7 +287,7 @@ impl Resumed {
         let folder = args.checkpoint.as_deref().filter(|_| !args.no_checkpoint);
         let run = self.run_ids(folder).0;
         for output in Output::ALL {
-            let Some(path) = output.path(record) else {
+            let Some(path) = record.output(output) else {
                 continue;
             };
             let is_free = output.of_args(args).is_none();
@@ -307,7 +311,7 @@ impl Resumed {
         let Some(record) = &self.record else {
             return Ok(());
         };
-        let Some(path) = output.path(record).map(Path::new) else {
+        let Some(path) = record.output(output).map(Path::new) else {
             return Ok(());
         };
         if run != record.run {

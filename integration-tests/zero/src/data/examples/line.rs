@@ -1,8 +1,13 @@
-//! One line of a JSONL file as an example.
+//! One line of JSON as an example.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::Deserialize;
+
+use crate::data::DataError;
+
+/// The lines of a file, each an example.
+pub(super) type Lines = Box<dyn Iterator<Item = Result<String, DataError>>>;
 
 /// The form of the examples of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

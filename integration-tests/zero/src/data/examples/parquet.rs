@@ -10,8 +10,7 @@ use parquet::record::{Field, List, Row};
 use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 
-use super::line::KEYS;
-use super::source::Lines;
+use super::line::{KEYS, Lines};
 use crate::data::DataError;
 
 /// The rows of a file with the columns of [`KEYS`]; others are not read. A row group is decoded

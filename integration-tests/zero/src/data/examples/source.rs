@@ -4,11 +4,8 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use super::line;
+use super::line::{self, Lines};
 use crate::data::DataError;
-
-/// The lines of a file, each an example.
-pub(super) type Lines = Box<dyn Iterator<Item = Result<String, DataError>>>;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Format {

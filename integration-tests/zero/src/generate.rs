@@ -1,7 +1,5 @@
 //! `zero generate`: continues a text with the model of a folder or of a checkpoint, on the host.
 
-mod codec;
-
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,12 +12,12 @@ use zero_models::generate::{Generator, GeneratorOptions, Sampling};
 use zero_models::hf::{HfFolder, companions};
 use zero_models::ops::Threads;
 
+use crate::codec::{Codec, Decoder};
 use crate::data::check_tokenizer;
 use crate::error::CliError;
 use crate::flags::{check_positive, parse_whole};
 use crate::output::{bytes, print_note, print_text};
 use crate::settings::record::{RUN_JSON, RunRecord};
-pub(crate) use codec::{Codec, Decoder};
 
 /// Continue a text with a model, on the CPU
 #[derive(Args, Clone, Debug)]
