@@ -395,10 +395,7 @@ impl ModelConfig {
                 config.check_kernels()?;
                 gpt2::gpu::on_cuda(config, options, rows, pool, stream)
             }
-            Self::Llama(config) => {
-                config.check_kernels()?;
-                llama::gpu::on_cuda(config, options, rows, pool, stream)
-            }
+            Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream),
         }
     }
 }

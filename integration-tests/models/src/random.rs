@@ -32,6 +32,11 @@ impl Counter {
         }
     }
 
+    /// The key of Philox.
+    pub(crate) fn key(&self) -> [u32; 2] {
+        self.key
+    }
+
     /// Four numbers, each uniform over all of `u32`, for the counter `(high, low)`.
     pub fn four(&self, high: u64, low: u64) -> [u32; 4] {
         philox(

@@ -3,9 +3,12 @@
 
 use zero_alloc::device::DType;
 use zero_models::cuda::SumOut;
-use zero_models::cuda::attention::{self, Attention, Gradients, Shape};
+use zero_models::cuda::attention::{self, Attention, Gradients, Masks, Shape};
+use zero_models::cuda::dropout::Dropout;
 use zero_models::cuda::rope::Angles;
+use zero_models::ops::dropout::Draws;
 
+use crate::cuda_dropout::{SITE, draws, keys};
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
@@ -54,6 +57,25 @@ struct Case {
     /// The longest document.
     documents: Option<usize>,
     rotated: bool,
+    /// The probability with which probabilities are dropped.
+    dropout: f32,
+}
+
+/// The factors of the probabilities `[batch, heads, seq, seq]` on the host; empty if nothing is
+/// dropped.
+fn factors(draws: &Draws, shape: Shape, probability: f32) -> Vec<f32> {
+    let Shape {
+        batch, seq, heads, ..
+    } = shape;
+    let Some(dropout) = draws.dropout(probability, SITE) else {
+        return Vec::new();
+    };
+    let mut all = vec![f32::NAN; batch * heads * seq * seq];
+    for (row, out) in all.chunks_mut(seq).enumerate() {
+        let line = row % (heads * seq);
+        dropout.factors(out, row / (heads * seq), line, 0);
+    }
+    all
 }
 
 fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
@@ -66,7 +88,10 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
     .unwrap();
     assert_eq!(attention.is_flash(), case.flash, "{shape:?}");
     let cores = if case.flash { " on tensor cores" } else { "" };
-    let what = format!("{dtype} {shape:?}{cores}, documents {:?}", case.documents);
+    let what = format!(
+        "{dtype} {shape:?}{cores}, documents {:?}, dropout {}",
+        case.documents, case.dropout
+    );
     let Shape { batch, seq, d, .. } = shape;
     let width = shape.width();
     let elems = batch * seq * shape.heads * d;
@@ -79,11 +104,13 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
     let starts = case
         .documents
         .map_or(vec![], |most| documents(batch, seq, most));
+    let draws = draws(batch);
     let [want, mut want_dqkv] = fp64::attention(
         &rounded(&qkv, dtype),
         &rounded(&dout, dtype),
         shape,
         &starts,
+        &factors(&draws, shape, case.dropout),
     );
     let angles = table(seq, d);
     if case.rotated {
@@ -98,9 +125,12 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
     let out = gpu.fresh(elems, dtype);
     let lse = gpu.floats(&vec![f32::NAN; elems / d]);
     let delta = gpu.floats(&vec![f32::NAN; elems / d]);
-    let starts = (!starts.is_empty()).then(|| gpu.words(&starts));
+    let masks = Masks {
+        starts: (!starts.is_empty()).then(|| gpu.words(&starts)),
+        dropout: Dropout::new(keys(gpu, &draws), case.dropout, SITE),
+    };
     attention
-        .forward(&ops, &gpu.stream, out, lse, qkv, starts)
+        .forward(&ops, &gpu.stream, out, lse, qkv, masks)
         .unwrap();
     // Probabilities are rounded to 16 bits for the tensor cores.
     let tolerance = tolerance(dtype);
@@ -114,9 +144,9 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
         dbias: Some(SumOut::Add(dbias)),
         angles: case.rotated.then(|| Angles {
             table: gpu.floats(&angles),
-            starts,
+            starts: masks.starts,
         }),
-        starts,
+        masks,
     };
     attention
         .backward(
@@ -228,6 +258,7 @@ fn grouped_windowed_and_packed_attention() {
                 flash,
                 documents,
                 rotated: true,
+                ..Case::default()
             };
             check_attention(&gpu, DType::Bf16, shape, case);
         }
@@ -244,4 +275,38 @@ fn grouped_windowed_and_packed_attention() {
         ..Case::default()
     };
     check_attention(&gpu, DType::F32, odd, case);
+}
+
+/// The masks are the host's, forward and in both backward kernels, with tiles left out and rows
+/// behind the last.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_with_dropout() {
+    let gpu = Gpu::open();
+    for (sizes, kv_heads, window, documents) in [
+        ([1, 70, 4, 32], 2, 70, None),
+        ([2, 100, 1, 64], 1, 100, Some(60)),
+        ([1, 150, 1, 32], 1, 33, None),
+        ([2, 40, 2, 128], 1, 40, None),
+    ] {
+        let shape = Shape {
+            kv_heads,
+            window,
+            ..shape(sizes)
+        };
+        for (flash, dtype) in [
+            (true, DType::Bf16),
+            (true, DType::F16),
+            (false, DType::Bf16),
+            (false, DType::F32),
+        ] {
+            let case = Case {
+                flash,
+                documents,
+                dropout: 0.3,
+                ..Case::default()
+            };
+            check_attention(&gpu, dtype, shape, case);
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Arguments that do not fit are errors that name them, and nothing is enqueued.
 
 use zero_alloc::device::{DType, Stream};
-use zero_models::cuda::attention::{Attention, Shape};
+use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::cross_entropy::Scale;
 use zero_models::cuda::matmul::{Epilogue, Matmul, Matrix, Product};
 use zero_models::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
@@ -130,7 +130,14 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     ));
     let attention = Attention::new(&ops, Shape { d: 64, ..shape }).unwrap();
     let error = attention
-        .forward(&ops, stream, bf16(256), gpu.zeros(4), bf16(767), None)
+        .forward(
+            &ops,
+            stream,
+            bf16(256),
+            gpu.zeros(4),
+            bf16(767),
+            Masks::default(),
+        )
         .unwrap_err();
 
     assert!(

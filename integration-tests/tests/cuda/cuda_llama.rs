@@ -17,7 +17,7 @@ use crate::gpu::{Gpu, LIMIT, values};
 use crate::tiny::on_host;
 use integration_tests::{LLAMA, Oracle, QWEN2, relative_error};
 
-fn options(dtype: DType, micro_batch: usize, seq_len: usize) -> ModelOptions {
+pub(crate) fn options(dtype: DType, micro_batch: usize, seq_len: usize) -> ModelOptions {
     ModelOptions {
         micro_batch,
         seq_len,
@@ -30,7 +30,7 @@ fn options(dtype: DType, micro_batch: usize, seq_len: usize) -> ModelOptions {
 }
 
 /// A model with its parameters and gradients on the device.
-struct OnGpu<'a> {
+pub(crate) struct OnGpu<'a> {
     gpu: &'a Gpu,
     config: ModelConfig,
     model: Box<dyn GpuModel>,
@@ -39,7 +39,7 @@ struct OnGpu<'a> {
 }
 
 impl<'a> OnGpu<'a> {
-    fn new(
+    pub(crate) fn new(
         gpu: &'a Gpu,
         config: &ModelConfig,
         options: ModelOptions,
@@ -65,7 +65,7 @@ impl<'a> OnGpu<'a> {
     }
 
     /// Returns the loss and the gradients of a step of these micro-batches.
-    fn step(&mut self, batches: &[Batch]) -> (f64, Vec<Vec<f32>>) {
+    pub(crate) fn step(&mut self, batches: &[Batch]) -> (f64, Vec<Vec<f32>>) {
         let stream = &self.gpu.stream;
         let device = &self.gpu.device;
         let zero = |slice| device.fill_zero(stream, slice).unwrap();
@@ -108,7 +108,7 @@ fn oracle_config(oracle: Oracle) -> ModelConfig {
 }
 
 /// Splits or joins flat parameters by name.
-fn by_name(config: &ModelConfig, flat: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
+pub(crate) fn by_name(config: &ModelConfig, flat: &[Vec<f32>]) -> Vec<(String, Vec<f32>)> {
     let mut all = Vec::new();
     for (unit, flat) in config.units().into_iter().zip(flat) {
         let mut rest = flat.as_slice();
@@ -234,7 +234,7 @@ fn tiny(family: Family) -> LlamaConfig {
 }
 
 /// One of each family, with all that a family may have.
-fn families() -> [ModelConfig; 4] {
+pub(crate) fn families() -> [ModelConfig; 4] {
     let biased = LlamaConfig {
         hidden: 44,
         head_dim: 6,
@@ -265,17 +265,16 @@ fn families() -> [ModelConfig; 4] {
     [biased, mistral, qwen2, qwen3].map(ModelConfig::from)
 }
 
-fn weights(config: &ModelConfig) -> Vec<Vec<f32>> {
+pub(crate) fn weights(config: &ModelConfig) -> Vec<Vec<f32>> {
     let mut weights = Vec::new();
     for (u, unit) in config.units().iter().enumerate() {
         let mut flat = Vec::new();
         for (i, param) in unit.params.iter().enumerate() {
             let numel = param.shape.iter().product::<u64>() as usize;
-            let gain = if param.name.contains("norm.") {
-                1.0
-            } else {
-                0.0
-            };
+            let name = &param.name;
+            let is_gain =
+                name.contains("norm.") || name.contains("ln_") && name.ends_with("weight");
+            let gain = if is_gain { 1.0 } else { 0.0 };
             let random = values(numel, (100 * u + i) as u64);
             flat.extend(random.iter().map(|v| gain + 0.2 * v));
         }
@@ -284,10 +283,10 @@ fn weights(config: &ModelConfig) -> Vec<Vec<f32>> {
     weights
 }
 
-const BATCH: usize = 2;
-const SEQ: usize = 40;
+pub(crate) const BATCH: usize = 2;
+pub(crate) const SEQ: usize = 40;
 
-fn batch(config: &ModelConfig, packed: bool) -> Batch {
+pub(crate) fn batch(config: &ModelConfig, packed: bool) -> Batch {
     let ids = |odd: usize| -> Vec<u32> {
         let id = |i: usize| (i * i * odd % config.vocab_size()) as u32;
         (0..BATCH * SEQ).map(id).collect()
@@ -326,18 +325,34 @@ fn families_are_the_hosts() {
     }
 }
 
-/// In 16 bits, attention is on tensor cores. Blocks may write their gradients, and checkpointing
-/// changes no bit; the device has the memory that the plan has.
-#[test]
-#[ignore = "needs a CUDA device"]
-fn families_in_16_bits() {
-    let gpu = Gpu::open();
+/// Checks that a model has the memory that the plan has.
+pub(crate) fn is_planned(gpu: &Gpu, config: &ModelConfig, options: &ModelOptions) {
     let held = || {
         let report = gpu.pool.report();
         [Purpose::Activations, Purpose::Workspace]
             .map(|purpose| report.of(purpose).live_bytes as u64)
     };
 
+    let before = held();
+    let model = config
+        .on_cuda(options.clone(), &gpu.pool, &gpu.stream)
+        .unwrap();
+    let after = held();
+    drop(model);
+    let planned = config.gpu_bytes(options);
+    assert_eq!(
+        [after[0] - before[0], after[1] - before[1]],
+        [planned.activations, planned.workspace],
+        "{config:?}: {options:?}"
+    );
+}
+
+/// In 16 bits, attention is on tensor cores. Blocks may write their gradients, and checkpointing
+/// changes no bit; the device has the memory that the plan has.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn families_in_16_bits() {
+    let gpu = Gpu::open();
     for config in families() {
         let weights = weights(&config);
         let batches = [batch(&config, true)];
@@ -356,18 +371,7 @@ fn families_in_16_bits() {
         };
         let mut results = Vec::new();
         for options in [kept, checkpointed, offloaded] {
-            let before = held();
-            let model = config
-                .on_cuda(options.clone(), &gpu.pool, &gpu.stream)
-                .unwrap();
-            let after = held();
-            drop(model);
-            let planned = config.gpu_bytes(&options);
-            assert_eq!(
-                [after[0] - before[0], after[1] - before[1]],
-                [planned.activations, planned.workspace],
-                "{config:?}: {options:?}"
-            );
+            is_planned(&gpu, &config, &options);
             results.push(OnGpu::new(&gpu, &config, options.clone(), &weights).step(&batches));
         }
 

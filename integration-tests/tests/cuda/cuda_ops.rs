@@ -244,6 +244,12 @@ fn embeddings() {
             let e = rounded(&wte, dtype);
             let p = rounded(&wpe, dtype);
             let d = rounded(&dx, dtype);
+            let of = embedding::Rows {
+                batch,
+                seq,
+                documents: None,
+                dropout: None,
+            };
             let (mut want, mut want_wte, mut want_wpe) =
                 (vec![], vec![0.5; vocab * n], vec![0.25; (seq + 2) * n]);
             for (row, &token) in tokens.iter().enumerate() {
@@ -267,9 +273,9 @@ fn embeddings() {
             let x = gpu.fresh(rows * n, dtype);
             let wte = gpu.put(&wte, dtype);
             let wpe = Some(gpu.put(&wpe, dtype));
-            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, wpe, seq).unwrap();
+            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, wpe, of).unwrap();
             close(&gpu.get(x), &want, tolerance(dtype), &format!("{what}: x"));
-            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, None, seq).unwrap();
+            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, None, of).unwrap();
             let rows_of = |&token: &u32| e[token as usize * n..][..n].to_vec();
             let want: Vec<f64> = tokens.iter().flat_map(rows_of).collect();
             close(
@@ -284,11 +290,11 @@ fn embeddings() {
             ];
             let dx = gpu.put(&dx, dtype);
             let [dwte, dwpe] = grads;
-            embedding::backward_tokens(&ops, &gpu.stream, dwte, &lists, dx, None).unwrap();
-            embedding::backward_positions(&ops, &gpu.stream, dwpe, dx, batch, seq).unwrap();
+            embedding::backward_tokens(&ops, &gpu.stream, dwte, &lists, dx, None, of).unwrap();
+            embedding::backward_positions(&ops, &gpu.stream, dwpe, dx, of).unwrap();
             // The frequent token is padding: its row keeps its value.
             let padded = gpu.floats(&vec![0.5; vocab * n]);
-            embedding::backward_tokens(&ops, &gpu.stream, padded, &lists, dx, Some(4)).unwrap();
+            embedding::backward_tokens(&ops, &gpu.stream, padded, &lists, dx, Some(4), of).unwrap();
             let mut want_padded = want_wte.clone();
             want_padded[4 * n..5 * n].fill(0.5);
             let got = gpu.get(padded.erase());

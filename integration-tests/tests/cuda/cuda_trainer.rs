@@ -98,6 +98,14 @@ fn run(
     settings: &Settings,
     options: &RunOptions,
 ) -> Result<(Vec<StepMetrics>, RankSummary), TrainError> {
+    run_workload(settings, &workload(settings.dtype, options), options)
+}
+
+fn run_workload(
+    settings: &Settings,
+    workload: &ModelWorkload,
+    options: &RunOptions,
+) -> Result<(Vec<StepMetrics>, RankSummary), TrainError> {
     let device = device();
     let comm = Arc::new(Solo::new(device.clone()));
     let mut steps = Vec::new();
@@ -105,13 +113,12 @@ fn run(
         steps.push(metrics.clone());
         Ok(())
     };
-    let workload = workload(settings.dtype, options);
     let summary = run_on_cuda(
         &device,
         comm,
         true,
         settings,
-        &workload,
+        workload,
         options,
         &mut observe,
     )?;
@@ -119,6 +126,14 @@ fn run(
 }
 
 fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
+    workload_on_host(stage, &workload(dtype, options), options)
+}
+
+fn workload_on_host(
+    stage: u64,
+    workload: &ModelWorkload,
+    options: &RunOptions,
+) -> Vec<StepMetrics> {
     let mut steps = Vec::new();
     let mut observe = |metrics: &StepMetrics| {
         steps.push(metrics.clone());
@@ -127,8 +142,8 @@ fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
     run_on_threads(
         1,
         1,
-        &settings(stage, dtype),
-        &workload(dtype, options),
+        &settings(stage, workload.options.dtype),
+        workload,
         options,
         &mut observe,
     )
@@ -411,6 +426,37 @@ fn recorded_steps_have_the_same_bits() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("stage 3 cannot be recorded"), "{error}");
+}
+
+/// Masks change with every micro-batch and step, recorded or not, as on the host.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn dropout_learns_as_on_the_host() {
+    let options = options(5, None, None);
+    let mut workload = workload(DType::F32, &options);
+    let (plain, _) = run_workload(&settings(0, DType::F32), &workload, &options).unwrap();
+    workload.config = workload.config.with_dropout(0.2);
+    let host = workload_on_host(0, &workload, &options);
+    assert!((plain[0].loss - host[0].loss).abs() > 1e-4);
+
+    let mut all = Vec::new();
+    for (stage, graphs) in [(3, false), (0, true)] {
+        let settings = Settings {
+            graphs,
+            ..settings(stage, DType::F32)
+        };
+        let (steps, _) = run_workload(&settings, &workload, &options).unwrap();
+        for (got, want) in steps.iter().zip(&host) {
+            let error = (got.loss - want.loss).abs() / want.loss;
+            assert!(
+                error < 1e-5,
+                "stage {stage}, step {}: loss differs by {error:e}",
+                got.step
+            );
+        }
+        all.push(bits(&steps));
+    }
+    assert_eq!(all[0], all[1]);
 }
 
 /// Evaluations between steps, recorded or not, change no bit of training, and their losses are the

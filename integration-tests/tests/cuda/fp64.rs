@@ -61,8 +61,14 @@ pub(crate) fn cross_entropy(logits: &[f64], targets: &[u32], vocab: usize) -> (f
 
 /// Returns out `[batch, seq, heads, d]`, and for `dout` the gradient of qkv
 /// `[batch, seq, heads + 2 kv_heads, d]`. `starts` `[batch, seq]` are those of documents, if it is not
-/// empty.
-pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape, starts: &[u32]) -> [Vec<f64>; 2] {
+/// empty, and `factors` `[batch, heads, seq, seq]` those of the probabilities.
+pub(crate) fn attention(
+    qkv: &[f64],
+    dout: &[f64],
+    s: Shape,
+    starts: &[u32],
+    factors: &[f32],
+) -> [Vec<f64>; 2] {
     let c = s.heads * s.d;
     let group = s.heads / s.kv_heads;
     let scale = 1.0 / (s.d as f64).sqrt();
@@ -85,11 +91,17 @@ pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape, starts: &[u32]) -> 
                     .collect();
                 let sum: f64 = weights.iter().sum();
                 let p: Vec<f64> = weights.iter().map(|w| w / sum).collect();
+                let factor = |u: usize| {
+                    let line = (b * s.heads + h) * s.seq + t;
+                    factors.get(line * s.seq + u).map_or(1.0, |&v| f64::from(v))
+                };
                 for e in 0..s.d {
-                    out[o(t) + e] = (first..=t).map(|u| p[u - first] * qkv[at(2, u) + e]).sum();
+                    out[o(t) + e] = (first..=t)
+                        .map(|u| p[u - first] * factor(u) * qkv[at(2, u) + e])
+                        .sum();
                 }
                 let dp: Vec<f64> = (first..=t)
-                    .map(|u| dot(dout, o(t), qkv, at(2, u)))
+                    .map(|u| factor(u) * dot(dout, o(t), qkv, at(2, u)))
                     .collect();
                 let delta: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
                 for u in first..=t {
@@ -97,7 +109,7 @@ pub(crate) fn attention(qkv: &[f64], dout: &[f64], s: Shape, starts: &[u32]) -> 
                     for e in 0..s.d {
                         dqkv[at(0, t) + e] += ds * qkv[at(1, u) + e];
                         dqkv[at(1, u) + e] += ds * qkv[at(0, t) + e];
-                        dqkv[at(2, u) + e] += p[u - first] * dout[o(t) + e];
+                        dqkv[at(2, u) + e] += p[u - first] * factor(u) * dout[o(t) + e];
                     }
                 }
             }

@@ -44,8 +44,9 @@ impl Gpu {
         !self.device.name().contains("stand-in")
     }
 
+    /// All kernels, with those of dropout.
     pub(crate) fn kernels(&self, dtype: DType) -> OpKernels {
-        OpKernels::load(&Loader::new(&self.device).unwrap(), dtype).unwrap()
+        OpKernels::load(&Loader::new(&self.device).unwrap(), dtype, true).unwrap()
     }
 
     fn bytes(&self, bytes: &[u8], elems: usize, dtype: DType) -> AnySlice {

@@ -6,6 +6,7 @@
 //! stand-ins' README lists what a pass without a GPU proves.
 
 mod cuda_attention;
+mod cuda_dropout;
 mod cuda_errors;
 mod cuda_llama;
 mod cuda_llama_ops;

@@ -10,6 +10,7 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::column_sums::{self, SumOut};
+use super::dropout::Dropout;
 use super::error::{OpError, check_len};
 use super::launch::{Arg, OpKernels, Shape as Launch, THREADS, size};
 use super::rope::{self, Angles, starts_arg};
@@ -218,8 +219,7 @@ impl Attention {
         self.shape.batch * self.shape.seq * self.shape.heads
     }
 
-    /// `out = softmax(q k^T / sqrt(d), causal) v`; `lse` is written for the backward pass. With
-    /// `starts` `[batch, seq]`, no query sees a key before its own start.
+    /// `out = dropout(softmax(q k^T / sqrt(d), causal)) v`; `lse` is written for the backward pass.
     ///
     /// # Errors
     /// Lengths or types do not fit, or the stream failed.
@@ -230,12 +230,12 @@ impl Attention {
         out: AnySlice,
         lse: DeviceSlice<f32>,
         qkv: AnySlice,
-        starts: Option<DeviceSlice<u32>>,
+        masks: Masks,
     ) -> Result<(), OpError> {
         check_len("attention: lse", lse.len(), self.rows())?;
         let out = ops.stored("attention: out", out, self.rows() * self.shape.d)?;
         let qkv = ops.stored("attention: qkv", qkv, self.elems())?;
-        let starts = self.starts(starts)?;
+        let [starts, keys, drops] = self.masks(masks)?;
         let lse = lse.into();
         let scale = (self.slope() * LOG2_E).into();
         let [seq, heads, kv_heads, d, window] = self.sizes()?;
@@ -243,13 +243,16 @@ impl Attention {
 
         match self.kind {
             Kind::Flash => {
-                let args = [out, lse, qkv, starts, seq, heads, kv_heads, window, scale];
+                let args = [
+                    out, lse, qkv, starts, keys, drops, seq, heads, kv_heads, window, scale,
+                ];
+                let entry = masks.entry(entry);
                 // SAFETY: the parameters of flash_forward, whose lengths were checked.
-                unsafe { ops.launch(stream, "attention", entry, *launch, args) }
+                unsafe { ops.launch(stream, "attention", &entry, *launch, args) }
             }
             Kind::Plain => {
                 let args = [
-                    out, lse, qkv, starts, seq, heads, kv_heads, d, window, scale,
+                    out, lse, qkv, starts, keys, drops, seq, heads, kv_heads, d, window, scale,
                 ];
                 // SAFETY: the parameters of plain_forward, whose lengths were checked.
                 unsafe { ops.launch(stream, "attention", entry, *launch, args) }
@@ -294,7 +297,7 @@ impl Attention {
             out: ops.stored("attention: out", out, elems)?,
             lse: lse.into(),
             delta: delta.into(),
-            starts: self.starts(grads.starts)?,
+            masks: self.masks(grads.masks)?,
         };
 
         match self.kind {
@@ -335,7 +338,7 @@ impl Attention {
             out,
             lse,
             delta,
-            starts,
+            masks: [starts, keys, drops],
         } = args;
 
         // Null addresses: queries and keys are not rotated, and sums are not stored.
@@ -354,20 +357,22 @@ impl Attention {
         let sums = partials.map_or(0u64.into(), Arg::from);
 
         let args = [
-            dqkv, sums, delta, dout, qkv, out, lse, table, starts, seq, heads, kv_heads, window,
-            scale, slope,
+            dqkv, sums, delta, dout, qkv, out, lse, table, starts, keys, drops, seq, heads,
+            kv_heads, window, scale, slope,
         ];
         let op = "attention backward dq";
+        let entry = grads.masks.entry(&dq.entry);
         // SAFETY: the parameters of flash_backward_dq, whose lengths were checked.
-        unsafe { ops.launch(stream, op, &dq.entry, dq.launch, args) }?;
+        unsafe { ops.launch(stream, op, &entry, dq.launch, args) }?;
         let args = [
-            dqkv, sums, dout, qkv, lse, delta, table, starts, seq, heads, kv_heads, window, scale,
-            slope,
+            dqkv, sums, dout, qkv, lse, delta, table, starts, keys, drops, seq, heads, kv_heads,
+            window, scale, slope,
         ];
         let op = "attention backward dkv";
+        let entry = grads.masks.entry(&dkv.entry);
         // SAFETY: the parameters of flash_backward_dkv, whose lengths were checked; as many tiles
         // as dq has.
-        unsafe { ops.launch(stream, op, &dkv.entry, dkv.launch, args) }?;
+        unsafe { ops.launch(stream, op, &entry, dkv.launch, args) }?;
 
         match (grads.dbias, partials) {
             (Some(dbias), Some(partials)) => {
@@ -394,29 +399,33 @@ impl Attention {
             out,
             lse,
             delta,
-            starts,
+            masks: [starts, keys, drops],
         } = args;
 
         let args = [
-            dqkv, delta, dout, qkv, out, lse, starts, seq, heads, kv_heads, d, window, scale, slope,
+            dqkv, delta, dout, qkv, out, lse, starts, keys, drops, seq, heads, kv_heads, d, window,
+            scale, slope,
         ];
         let op = "attention backward dq";
         // SAFETY: the parameters of plain_backward_dq, whose lengths were checked.
         unsafe { ops.launch(stream, op, &dq.entry, dq.launch, args) }?;
         let args = [
-            dqkv, dout, qkv, lse, delta, starts, seq, heads, kv_heads, d, window, scale, slope,
+            dqkv, dout, qkv, lse, delta, starts, keys, drops, seq, heads, kv_heads, d, window,
+            scale, slope,
         ];
         let op = "attention backward dkv";
         // SAFETY: the parameters of plain_backward_dkv, whose lengths were checked.
         unsafe { ops.launch(stream, op, &dkv.entry, dkv.launch, args) }
     }
 
-    /// The address of the starts of documents, `[batch, seq]`.
-    fn starts(&self, starts: Option<DeviceSlice<u32>>) -> Result<Arg, OpError> {
-        let len = starts.map_or(0, |starts| starts.len());
-        let expected = starts.map_or(0, |_| self.shape.batch * self.shape.seq);
-        check_len("attention: starts", len, expected)?;
-        Ok(starts_arg(starts))
+    /// The parameters `starts`, `draw_keys` and `dropout` of kernels.
+    fn masks(&self, masks: Masks) -> Result<[Arg; 3], OpError> {
+        let Shape { batch, seq, .. } = self.shape;
+        if let Some(starts) = masks.starts {
+            check_len("attention: starts", starts.len(), batch * seq)?;
+        }
+        let [keys, dropout] = Dropout::args(masks.dropout, batch)?;
+        Ok([starts_arg(masks.starts), keys, dropout])
     }
 
     /// Sequence length, heads of queries and of keys, their dimension, and the window.
@@ -444,6 +453,25 @@ impl Attention {
     }
 }
 
+/// What a batch changes of attention.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Masks {
+    /// The first key that each query sees `[batch, seq]`, which does not fall within a sequence.
+    pub starts: Option<DeviceSlice<u32>>,
+    /// Dropout of the probabilities.
+    pub dropout: Option<Dropout>,
+}
+
+impl Masks {
+    /// The kernel on tensor cores for them.
+    fn entry(&self, entry: &str) -> String {
+        match self.dropout {
+            Some(_) => format!("{entry}_dropout"),
+            None => entry.to_owned(),
+        }
+    }
+}
+
 /// What [`Attention::backward`] writes, and what it depends on beside the operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradients {
@@ -454,8 +482,8 @@ pub struct Gradients {
     pub dbias: Option<SumOut>,
     /// The angles by which queries and keys were rotated.
     pub angles: Option<Angles>,
-    /// The starts that the forward pass had.
-    pub starts: Option<DeviceSlice<u32>>,
+    /// The masks that the forward pass had.
+    pub masks: Masks,
 }
 
 /// Addresses of the backward kernels.
@@ -466,7 +494,8 @@ struct Operands {
     out: Arg,
     lse: Arg,
     delta: Arg,
-    starts: Arg,
+    /// Those of [`Attention::masks`].
+    masks: [Arg; 3],
 }
 
 impl Kernel {
@@ -506,6 +535,9 @@ impl Kernel {
         }
 
         ops.function(&entry)?.allow_shared_bytes(shared_bytes)?;
+        if let Ok(function) = ops.function(&format!("{entry}_dropout")) {
+            function.allow_shared_bytes(shared_bytes)?;
+        }
         Ok(Self {
             entry,
             launch: Launch {

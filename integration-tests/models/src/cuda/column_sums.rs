@@ -8,6 +8,7 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use zero_kernels::KernelError;
 
+use super::dropout::Dropout;
 use super::error::{OpError, check_len};
 use super::launch::{Arg, OpKernels, Shape, columns, size};
 
@@ -113,29 +114,59 @@ pub fn sum_rows(
         size("column sums: rows", rows)?.into(),
         size("column sums: width", n)?.into(),
     ];
-    let grid = [
-        size("column sums: width", n.div_ceil(32 * columns))?,
-        chunks as u32,
-        1,
-    ];
-    let shape = Shape {
-        grid,
-        block: 32 * WARPS,
-        shared_bytes: 0,
-    };
-
+    let shape = shape(n, columns, chunks)?;
+    let entry = format!("column_sums_{columns}");
     // SAFETY: the parameters of column_sums, whose lengths were checked.
-    unsafe {
-        ops.launch(
-            stream,
-            "column sums",
-            &format!("column_sums_{columns}"),
-            shape,
-            args,
-        )
-    }?;
+    unsafe { ops.launch(stream, "column sums", &entry, shape, args) }?;
 
     sum_partials(ops, stream, &[out], partials, chunks)
+}
+
+/// Writes `y = dropout(x)` `[rows, n]`, and its sums over rows as [`sum_rows`] does.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn drop_and_sum_rows(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    out: SumOut,
+    y: AnySlice,
+    x: AnySlice,
+    dropout: Dropout,
+    workspace: DeviceSlice<f32>,
+) -> Result<(), OpError> {
+    let n = out.len();
+    let rows = x.len() / n.max(1);
+    let chunks = chunks(rows);
+    let columns = columns(n, &[y, x]);
+    let partials = part("dropout: workspace", workspace, chunks * n)?;
+    let [seq, keys, dropout] = dropout.of_rows(rows)?;
+    let args = [
+        partials.into(),
+        ops.stored("dropout: y", y, rows * n)?,
+        ops.stored("dropout: x", x, rows * n)?,
+        keys,
+        dropout,
+        size("dropout: rows", rows)?.into(),
+        seq,
+        size("dropout: width", n)?.into(),
+    ];
+    let shape = shape(n, columns, chunks)?;
+    let entry = format!("dropout_sums_{columns}");
+    // SAFETY: the parameters of dropout_sums, whose lengths were checked.
+    unsafe { ops.launch(stream, "dropout backward", &entry, shape, args) }?;
+
+    sum_partials(ops, stream, &[out], partials, chunks)
+}
+
+/// The blocks of the first stage.
+fn shape(n: usize, columns: usize, chunks: usize) -> Result<Shape, OpError> {
+    let width = size("column sums: width", n.div_ceil(32 * columns))?;
+    Ok(Shape {
+        grid: [width, chunks as u32, 1],
+        block: 32 * WARPS,
+        shared_bytes: 0,
+    })
 }
 
 /// Sums `partials` `[blocks, outs, n]` over the blocks into `outs`, up to three of n elements.

@@ -7,8 +7,10 @@
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
+use super::dropout::Dropout;
 use super::error::{OpError, check_len};
-use super::launch::{OpKernels, Shape, columns, size};
+use super::launch::{Arg, OpKernels, Shape, columns, size};
+use super::rope::starts_arg;
 
 /// The tokens of a micro-batch on the device, and its rows grouped by token.
 #[derive(Clone, Copy, Debug)]
@@ -21,6 +23,31 @@ pub struct TokenLists {
     pub starts: DeviceSlice<u32>,
     /// One element: the number of distinct tokens.
     pub segments: DeviceSlice<u32>,
+}
+
+/// What the kernels know of the rows of a batch beside their tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// The place in its sequence of the first token of each token's document `[batch, seq]`.
+    pub documents: Option<DeviceSlice<u32>>,
+    /// The dropout of the embedding.
+    pub dropout: Option<Dropout>,
+}
+
+impl Rows {
+    /// The parameters `documents`, `keys` and `dropout` of kernels.
+    fn args(self) -> Result<[Arg; 3], OpError> {
+        let Self { batch, seq, .. } = self;
+        if let Some(documents) = self.documents {
+            check_len("embedding: documents", documents.len(), batch * seq)?;
+        }
+        let [keys, dropout] = Dropout::args(self.dropout, batch)?;
+        Ok([starts_arg(self.documents), keys, dropout])
+    }
 }
 
 /// Fills the lists of [`TokenLists`] on the host and returns the number of segments. `order` and
@@ -47,7 +74,7 @@ pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32
     segments as u32
 }
 
-/// `x[b, t] = wte[token] + wpe[t]`; without positions, only `wte[token]`.
+/// `x = dropout(wte[token] + wpe[position])`; without `wpe`, `dropout(wte[token])`.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -58,10 +85,13 @@ pub fn forward(
     tokens: DeviceSlice<u32>,
     wte: AnySlice,
     wpe: Option<AnySlice>,
-    seq: usize,
+    of: Rows,
 ) -> Result<(), OpError> {
     let rows = tokens.len();
+    let seq = of.seq;
     let n = x.len() / rows.max(1);
+    check_len("embedding: tokens", rows, of.batch * seq)?;
+    let [documents, keys, dropout] = of.args()?;
     let columns = columns(n, &[x, wte, wpe.unwrap_or(wte)]);
     let positions = match wpe {
         Some(wpe) => {
@@ -75,6 +105,9 @@ pub fn forward(
         tokens.into(),
         ops.stored("embedding: wte", wte, wte.len())?,
         positions,
+        documents,
+        keys,
+        dropout,
         size("embedding: rows", rows)?.into(),
         size("embedding: seq", seq)?.into(),
         size("embedding: width", n)?.into(),
@@ -94,7 +127,8 @@ pub fn forward(
     }
 }
 
-/// `dwte[token] += dx`, except for the token `padding`, in an order that depends only on the tokens.
+/// `dwte[token] += dropout(dx)`, except for the token `padding`, in an order that depends only on the
+/// tokens.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -105,9 +139,12 @@ pub fn backward_tokens(
     lists: &TokenLists,
     dx: AnySlice,
     padding: Option<u32>,
+    of: Rows,
 ) -> Result<(), OpError> {
     let rows = lists.tokens.len();
     let n = dx.len() / rows.max(1);
+    let [_, keys, dropout] = of.args()?;
+    check_len("embedding: tokens", rows, of.batch * of.seq)?;
     let columns = columns(n, &[dx]);
     check_len("embedding: order", lists.order.len(), rows)?;
     check_len("embedding: starts", lists.starts.len(), rows)?;
@@ -122,7 +159,10 @@ pub fn backward_tokens(
         lists.starts.into(),
         lists.segments.into(),
         ops.stored("embedding: dx", dx, rows * n)?,
+        keys,
+        dropout,
         rows32.into(),
+        size("embedding: seq", of.seq)?.into(),
         size("embedding: width", n)?.into(),
         padding.unwrap_or(u32::MAX).into(),
     ];
@@ -139,7 +179,7 @@ pub fn backward_tokens(
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }
 }
 
-/// `dwpe[t] += dx`, in the order of the sequences.
+/// `dwpe[position] += dropout(dx)`, in the order of the rows.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -148,15 +188,19 @@ pub fn backward_positions(
     stream: &CudaStream,
     dwpe: DeviceSlice<f32>,
     dx: AnySlice,
-    batch: usize,
-    seq: usize,
+    of: Rows,
 ) -> Result<(), OpError> {
+    let Rows { batch, seq, .. } = of;
     let n = dx.len() / (batch * seq).max(1);
+    let [documents, keys, dropout] = of.args()?;
     let columns = columns(n, &[dx]);
     at_least("embedding: dwpe", dwpe.len(), seq * n)?;
     let args = [
         dwpe.into(),
         ops.stored("embedding: dx", dx, batch * seq * n)?,
+        documents,
+        keys,
+        dropout,
         size("embedding: batch", batch)?.into(),
         size("embedding: seq", seq)?.into(),
         size("embedding: width", n)?.into(),

@@ -7,7 +7,7 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Me
 use zero_kernels::cuda::{Arch, Functions, Loader, Span};
 
 use super::error::OpError;
-use super::kernel_files;
+use super::{KernelFile, kernel_files};
 
 /// Threads of a block of an elementwise kernel (`THREADS` of the prelude).
 pub(super) const THREADS: u32 = 256;
@@ -29,17 +29,16 @@ impl std::fmt::Debug for OpKernels {
 }
 
 impl OpKernels {
-    /// All kernels for `dtype` that the loader's device can run.
+    /// All kernels for `dtype` that the loader's device can run; those that only dropout needs if
+    /// `dropout` is set.
     ///
     /// # Errors
     /// There are no kernels for `dtype`, or they cannot be compiled or loaded.
-    pub fn load(loader: &Loader, dtype: DType) -> Result<Self, OpError> {
+    pub fn load(loader: &Loader, dtype: DType, dropout: bool) -> Result<Self, OpError> {
         let arch = Arch::of_capability(loader.device().arch());
         let mut functions = Functions::new();
-        for file in kernel_files(dtype)?
-            .iter()
-            .filter(|file| file.oldest <= arch)
-        {
+        let needed = |file: &&KernelFile| file.oldest <= arch && (dropout || !file.dropout);
+        for file in kernel_files(dtype)?.iter().filter(needed) {
             functions.extend(loader.load(&file.source, file.entries)?);
         }
         Ok(Self {
@@ -170,6 +169,14 @@ impl Arg {
     fn number(x: u64) -> Self {
         Self {
             value: [x, 0],
+            device: None,
+        }
+    }
+
+    /// A structure of four words.
+    pub(super) fn words(words: [u32; 4]) -> Self {
+        Self {
+            value: bytemuck::cast(words),
             device: None,
         }
     }

@@ -10,6 +10,7 @@
 //! | attention.cu | causal attention on tensor cores | [`ops::attention`](crate::ops::attention) |
 //! | attention_plain.cu | the same in fp32, head dimensions up to 256 | [`ops::attention`](crate::ops::attention) |
 //! | gelu.cu | GELU | [`ops::gelu`](crate::ops::gelu) |
+//! | dropout.cu | dropout before a residual addition | [`ops::dropout`](crate::ops::dropout) |
 //! | embedding.cu | tokens and positions | [`ops::embedding`](crate::ops::embedding) |
 //! | cross_entropy.cu | loss and gradient of logits | [`ops::cross_entropy`](crate::ops::cross_entropy) |
 //! | column_sums.cu | gradients of biases | [`ops::linear`](crate::ops::linear) |
@@ -20,6 +21,7 @@
 pub mod attention;
 pub mod column_sums;
 pub mod cross_entropy;
+pub mod dropout;
 pub mod embedding;
 mod error;
 pub mod gelu;

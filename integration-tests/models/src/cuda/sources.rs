@@ -13,21 +13,30 @@ pub struct KernelFile {
     pub entries: &'static [&'static str],
     /// The oldest architecture that it compiles for.
     pub oldest: Arch,
+    /// Whether only models with dropout need it.
+    pub dropout: bool,
 }
 
 macro_rules! file {
     ($storage:literal, $name:literal, $oldest:literal, [$($header:literal),*], $entries:expr) => {
+        file!($storage, $name, $oldest, [$($header),*], $entries, $name, "", false)
+    };
+    (
+        $storage:literal, $name:literal, $oldest:literal, [$($header:literal),*], $entries:expr,
+        $called:literal, $defined:literal, $dropout:literal
+    ) => {
         KernelFile {
             source: Source::new(
-                $name,
+                $called,
                 concat!(
-                    "#define STORAGE ", $storage, "\n",
+                    "#define STORAGE ", $storage, "\n", $defined,
                     $("#line 1 \"", $header, "\"\n", include_str!(concat!("kernels/", $header)),)*
                     "#line 1 \"", $name, "\"\n", include_str!(concat!("kernels/", $name))
                 ),
             ),
             entries: &$entries,
             oldest: Arch($oldest),
+            dropout: $dropout,
         }
     };
 }
@@ -59,8 +68,14 @@ macro_rules! files {
                 $storage,
                 "column_sums.cu",
                 0,
-                ["warp.cuh"],
-                ["column_sums_8", "column_sums_1", "sum_partials"]
+                ["warp.cuh", "dropout.cuh"],
+                [
+                    "column_sums_8",
+                    "column_sums_1",
+                    "dropout_sums_8",
+                    "dropout_sums_1",
+                    "sum_partials"
+                ]
             ),
             file!(
                 $storage,
@@ -73,7 +88,7 @@ macro_rules! files {
                 $storage,
                 "embedding.cu",
                 0,
-                ["warp.cuh"],
+                ["warp.cuh", "dropout.cuh"],
                 [
                     "embedding_forward_8",
                     "embedding_forward_1",
@@ -94,7 +109,7 @@ macro_rules! files {
                 $storage,
                 "attention_plain.cu",
                 0,
-                ["warp.cuh"],
+                ["warp.cuh", "dropout.cuh"],
                 [
                     "plain_forward_8",
                     "plain_backward_dq_8",
@@ -148,9 +163,39 @@ macro_rules! files {
             ),
             file!(
                 $storage,
+                "dropout.cu",
+                0,
+                ["warp.cuh", "dropout.cuh"],
+                ["dropout_add_8", "dropout_add_1"],
+                "dropout.cu",
+                "",
+                true
+            ),
+            file!(
+                $storage,
                 "attention.cu",
                 80,
-                ["warp.cuh", "tile.cuh"],
+                ["warp.cuh", "dropout.cuh", "tile.cuh"],
+                [
+                    "flash_forward_32_dropout",
+                    "flash_backward_dq_32_dropout",
+                    "flash_backward_dkv_32_dropout",
+                    "flash_forward_64_dropout",
+                    "flash_backward_dq_64_dropout",
+                    "flash_backward_dkv_64_dropout",
+                    "flash_forward_128_dropout",
+                    "flash_backward_dq_128_dropout",
+                    "flash_backward_dkv_128_dropout"
+                ],
+                "attention_dropout.cu",
+                "#define DROPOUT\n",
+                true
+            ),
+            file!(
+                $storage,
+                "attention.cu",
+                80,
+                ["warp.cuh", "dropout.cuh", "tile.cuh"],
                 [
                     "flash_forward_32",
                     "flash_backward_dq_32",
@@ -167,12 +212,12 @@ macro_rules! files {
     };
 }
 
-static BF16: [KernelFile; 10] = files!("bf16");
-static F16: [KernelFile; 10] = files!("f16");
+static BF16: [KernelFile; 12] = files!("bf16");
+static F16: [KernelFile; 12] = files!("f16");
 // Tensor cores round fp32 to 19 bits, so fp32 uses attention_plain.cu.
-static F32: [KernelFile; 9] = {
-    let [a, b, c, d, e, f, g, h, i, _] = files!("f32");
-    [a, b, c, d, e, f, g, h, i]
+static F32: [KernelFile; 10] = {
+    let [a, b, c, d, e, f, g, h, i, j, _, _] = files!("f32");
+    [a, b, c, d, e, f, g, h, i, j]
 };
 
 /// The sources for activations of `dtype`.

@@ -164,31 +164,6 @@ impl<A: HostArch> Decoder<A> {
         Ok(model)
     }
 
-    /// Checks the lengths of a batch, and that documents begin before their tokens.
-    fn check_batch(&self, batch: &Batch) -> Result<(), ModelError> {
-        let tokens = self.options.tokens();
-        let seq = self.options.seq_len;
-        let lens = [&batch.inputs, &batch.targets, &batch.starts].map(Vec::len);
-        if lens[..2] != [tokens; 2] || ![0, tokens].contains(&lens[2]) {
-            let [inputs, targets, starts] = lens;
-            return Err(ModelError::from(format!(
-                "a batch of {inputs} inputs, {targets} targets and {starts} starts of documents; the model needs {tokens} (starts may be empty)"
-            )));
-        }
-
-        let starts = batch.starts.iter().enumerate();
-        let mut early = starts.filter(|&(row, &start)| start as usize > row % seq);
-        if let Some((row, start)) = early.next() {
-            let at = row % seq;
-            return Err(ModelError::from(format!(
-                "the document of token {at} of row {} begins at token {start}, after it",
-                row / seq
-            )));
-        }
-
-        Ok(())
-    }
-
     fn fill_table(&self, stream: &HostStream) -> Result<(), ModelError> {
         let table = self.buffers.table;
         let arch = Arc::clone(&self.arch);
@@ -318,6 +293,31 @@ impl<A: HostArch> HostModel for Decoder<A> {
     }
 }
 
+/// Checks the lengths of a batch, and that documents begin before their tokens.
+fn check_batch(batch: &Batch, options: &ModelOptions) -> Result<(), ModelError> {
+    let tokens = options.tokens();
+    let seq = options.seq_len;
+    let lens = [&batch.inputs, &batch.targets, &batch.starts].map(Vec::len);
+    if lens[..2] != [tokens; 2] || ![0, tokens].contains(&lens[2]) {
+        let [inputs, targets, starts] = lens;
+        return Err(ModelError::from(format!(
+            "a batch of {inputs} inputs, {targets} targets and {starts} starts of documents; the model needs {tokens} (starts may be empty)"
+        )));
+    }
+
+    let starts = batch.starts.iter().enumerate();
+    let mut early = starts.filter(|&(row, &start)| start as usize > row % seq);
+    if let Some((row, start)) = early.next() {
+        let at = row % seq;
+        return Err(ModelError::from(format!(
+            "the document of token {at} of row {} begins at token {start}, after it",
+            row / seq
+        )));
+    }
+
+    Ok(())
+}
+
 /// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first
 /// `used` elements.
 fn in_fp32<'a>(
@@ -377,7 +377,7 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
 
 impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
-        self.check_batch(batch)?;
+        check_batch(batch, &self.options)?;
         self.batch = Arc::new(batch.clone());
         let count = self.options.micro_batch;
         let draws = batch.rows.map(|rows| Draws::new(rows, count));

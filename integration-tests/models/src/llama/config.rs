@@ -6,7 +6,6 @@
 
 use serde_json::Value;
 use zero_shard::{ParamSpec, UnitSpec};
-use zero_trainer::ModelError;
 
 use super::rope::Rope;
 use crate::config::init::Rule;
@@ -239,17 +238,6 @@ impl LlamaConfig {
         self.rope.validate()?;
         check_dropout("attention_dropout", self.attention_dropout)?;
         check_deviation("initializer_range", self.initializer_range)
-    }
-
-    /// Checks that the CUDA kernels compute this model.
-    ///
-    /// # Errors
-    /// The key that they do not honour.
-    pub(crate) fn check_kernels(&self) -> Result<(), ModelError> {
-        if self.attention_dropout == 0.0 {
-            return Ok(());
-        }
-        Err("dropout is computed on the CPU only so far: pass --dropout 0 to train without it on GPUs, or --device cpu".into())
     }
 
     /// Elements of all parameters: Ψ of the formulas.

@@ -29,15 +29,38 @@ impl Draws {
 
     /// The dropout of the operation `site` with this probability; `None` if it drops nothing.
     pub fn dropout(&self, probability: f32, site: u32) -> Option<Dropout<'_>> {
-        if self.0.is_empty() || probability == 0.0 {
+        if self.0.is_empty() {
             return None;
         }
         Some(Dropout {
             streams: &self.0,
+            limits: Limits::new(probability)?,
+            site,
+        })
+    }
+
+    /// The keys of the streams, for devices that draw the numbers themselves.
+    pub fn keys(&self) -> impl Iterator<Item = [u32; 2]> {
+        self.0.iter().map(Counter::key)
+    }
+}
+
+/// What a number does to its element.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// An element whose number is below this is dropped.
+    pub(crate) below: u32,
+    /// The factor of the others.
+    pub(crate) factor: f32,
+}
+
+impl Limits {
+    /// The limits of a dropout with this probability; `None` if it drops nothing.
+    pub(crate) fn new(probability: f32) -> Option<Self> {
+        (probability != 0.0).then(|| Self {
             // Exact in fp64; below 2^32, because the probability is below 1.
             below: (f64::from(probability) * 4_294_967_296.0) as u32,
             factor: 1.0 / (1.0 - probability),
-            site,
         })
     }
 }
@@ -46,20 +69,17 @@ impl Draws {
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout<'a> {
     streams: &'a [Counter],
-    /// An element whose number is below this is dropped.
-    below: u32,
-    /// The factor of the others.
-    factor: f32,
+    limits: Limits,
     site: u32,
 }
 
 impl Dropout<'_> {
     /// Writes the factors of elements `first..` of a line of a sequence.
-    pub(super) fn factors(self, out: &mut [f32], sequence: usize, line: usize, first: usize) {
+    pub fn factors(self, out: &mut [f32], sequence: usize, line: usize, first: usize) {
         let before = first % 4;
         let stream = &self.streams[sequence];
         let low = u64::from(self.site) << 32 | (first / 4) as u64;
-        let limits = (self.below, self.factor);
+        let limits = self.limits;
         let high = line as u64;
         if before == 0 {
             return factors_from(out, stream, [high, low], limits);
@@ -111,13 +131,17 @@ impl Dropout<'_> {
 }
 
 #[inline(always)]
-fn factor_of(number: u32, (below, factor): (u32, f32)) -> f32 {
-    if number < below { 0.0 } else { factor }
+fn factor_of(number: u32, limits: Limits) -> f32 {
+    if number < limits.below {
+        0.0
+    } else {
+        limits.factor
+    }
 }
 
 /// The factors of the numbers from the counter `[high, low]` on.
 #[multiversion(targets = "simd")]
-fn factors_from(out: &mut [f32], stream: &Counter, [high, low]: [u64; 2], limits: (u32, f32)) {
+fn factors_from(out: &mut [f32], stream: &Counter, [high, low]: [u64; 2], limits: Limits) {
     let (chunks, rest) = out.as_chunks_mut::<{ 4 * LANES }>();
     let mut low = low;
     for chunk in chunks {

@@ -22,11 +22,21 @@
 //   over the queries from the diagonal on. Grid: kv_heads in the place of heads.
 //   The two kernels share no sum, so there are no atomics and the order of every sum is fixed. The cost: scores and
 //   their gradients are computed twice, 7 products instead of 5.
+// With DROPOUT defined, the kernels of this file, under names that end in _dropout, multiply the probability of query q of
+// head h and of a key by the factor of element `key` of line h seq + q (dropout.cuh). `lse` and `delta` are the same.
 // If `table` [seq, D] is not null, queries and keys were rotated by its angles (rope.cu), and both backward kernels
 // rotate their gradients back as they store them.
 // Both backward kernels also sum the rows that they store, for the gradient of the bias of qkv: partials [batch, tiles,
 // heads + 2 kv_heads, D] fp32, one row for each tile of rows, which sum_partials (column_sums.cu) sums. If `partials` is
 // null, the sums are not stored.
+
+#ifdef DROPOUT
+constexpr bool DROPS = true;
+#define NAME(name) name##_dropout
+#else
+constexpr bool DROPS = false;
+#define NAME(name) name
+#endif
 
 // Offsets of the queries, keys and values of (batch, head), and the numbers of heads of both kinds.
 struct Head {
@@ -160,6 +170,52 @@ template <int TILES, int N, class Hidden> DEVICE void hide(float (&s)[TILES][N][
                 if (hidden(16 * t + lane / 4 + i / 2 * 8, 8 * n + lane % 4 * 2 + i % 2)) s[t][n][i] = minus_infinity();
 }
 
+// Which of the probabilities of 16 TILES rows and 8 N columns are kept, in the places of the sums: four bits each.
+template <int TILES, int N> struct Kept {
+    static constexpr int WORDS = (TILES * N + 7) / 8;
+    u32 words[WORDS] = {};
+
+    DEVICE bool of(int t, int n, int i) const {
+        int place = t * N + n;
+        return words[place / 8] >> (place % 8 * 4 + i) & 1;
+    }
+
+    // Calls `bits(t, n)` for the four bits of each place.
+    template <class Bits> DEVICE void fill(Bits bits) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w++)
+#pragma unroll 1
+            for (int i = 0; i < 8 && 8 * w + i < TILES * N; i++)
+                words[w] |= bits((8 * w + i) / N, (8 * w + i) % N) << 4 * i;
+    }
+
+    // The rows are queries and the columns keys. `line` is that of the warp's first query.
+    DEVICE void of_queries(const Draw &draw, u32 line, u32 key) {
+        u32 lane = threadIdx.x % 32, odd = lane % 2;
+        fill([&](u32 t, u32 n) {
+            // Two neighbouring lanes have the same group of keys, in two rows: each draws for one row.
+            u32 both = draw.kept(line + 16 * t + lane / 4 + 8 * odd, (key + 8 * n) / 4 + lane % 4 / 2) << 4 * odd;
+            both |= __shfl_xor_sync(ALL_LANES, both, 1);
+            both >>= 2 * odd;
+            return (both & 3) | (both >> 2 & 12);
+        });
+    }
+
+    // The rows are keys and the columns queries.
+    DEVICE void of_keys(const Draw &draw, u32 line, u32 key) {
+        u32 lane = threadIdx.x % 32, word = lane / 4 % 4;
+        fill([&](u32 t, u32 n) {
+            // Four lanes have the four keys of two groups, for two queries: each draws for one group and query.
+            u32 query = line + 8 * n + lane % 4 * 2 + word % 2;
+            u32 all = draw.kept(query, (key + 16 * t) / 4 + lane / 16 + word / 2 * 2) << 4 * word;
+            all |= __shfl_xor_sync(ALL_LANES, all, 4);
+            all |= __shfl_xor_sync(ALL_LANES, all, 8);
+            all >>= word;
+            return (all & 1) | (all >> 3 & 2) | (all >> 6 & 4) | (all >> 9 & 8);
+        });
+    }
+};
+
 // Starts copying the keys and values of block `j` into its stage.
 template <class T, int D, int KEYS, int WARPS>
 DEVICE void start_stage(T *keys, T *values, const T *k, const T *v, u32 j, u32 seq, u32 stride) {
@@ -177,8 +233,8 @@ DEVICE void wait_for_stage() {
 }
 
 template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
-DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, u32 seq, u32 heads, u32 kv_heads,
-                          u32 window, float scale) {
+DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, const u32 *draw_keys, Dropout dropout,
+                          u32 seq, u32 heads, u32 kv_heads, u32 window, float scale) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *queries = reinterpret_cast<T *>(shared), *keys = queries + ROWS * D, *values = keys + 2 * KEYS * D;
@@ -202,12 +258,17 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, u
         sum[t][0] = sum[t][1] = 0.0f;
     }
     wait_for_stage();
-    Rows<T, D, ROW_TILES, D / 16> own_queries(queries, own);
+    // With dropout, more would be spilled.
+    constexpr int KEPT = DROPS && D == 64 && __CUDA_ARCH__ < 1000 ? D / 16 - 1 : D / 16;
+    Rows<T, D, ROW_TILES, KEPT> own_queries(queries, own);
     for (u32 j = begin; j < blocks; j++) {
         if (j + 1 < blocks) start_stage<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
         // Skips keys behind all rows of the warp, and before their first ones.
         if (j * KEYS < first + own + 16 * ROW_TILES && j * KEYS + KEYS > low) {
+            Kept<ROW_TILES, KEYS / 8> kept;
+            if constexpr (DROPS)
+                kept.of_queries(Draw(draw_keys, dropout, blockIdx.z), blockIdx.y * seq + first + own, j * KEYS);
             float s[ROW_TILES][KEYS / 8][4];
             clear(s);
             multiply_rows<T, D, KEYS>(s, own_queries, these_keys);
@@ -237,6 +298,7 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, u
                         for (int i = 2 * half; i < 2 * half + 2; i++) {
                             s[t][n][i] = exp2_fast(__fmaf_rn(s[t][n][i], scale, -off));
                             total += s[t][n][i];
+                            if (DROPS && !kept.of(t, n, i)) s[t][n][i] = 0.0f;
                         }
                     sum[t][half] = __fmaf_rn(sum[t][half], shrink, total);
 #pragma unroll
@@ -255,7 +317,7 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, u
             float total = sum[t][half];
             total += __shfl_xor_sync(ALL_LANES, total, 1);
             total += __shfl_xor_sync(ALL_LANES, total, 2);
-            factor[half] = 1.0f / total;
+            factor[half] = (DROPS ? dropout.factor : 1.0f) / total;
             u32 row = first + own + 16 * t + lane / 4 + 8 * half;
             if (lane % 4 == 0 && row < seq) lse[head.row + row] = __fmaf_rn(peak[t][half], scale, log2f(total));
         }
@@ -265,8 +327,9 @@ DEVICE void flash_forward(T *out, float *lse, const T *qkv, const u32 *starts, u
 
 template <class T, int D, int ROW_TILES, int WARPS, int KEYS>
 DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *dout, const T *qkv, const T *out,
-                              const float *lse, const float *table, const u32 *starts, u32 seq, u32 heads,
-                              u32 kv_heads, u32 window, float scale, float slope) {
+                              const float *lse, const float *table, const u32 *starts, const u32 *draw_keys,
+                              Dropout dropout, u32 seq, u32 heads, u32 kv_heads, u32 window, float scale,
+                              float slope) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *queries = reinterpret_cast<T *>(shared), *douts = queries + ROWS * D;
@@ -319,6 +382,9 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
         if (j + 1 < blocks) start_stage<T, D, KEYS, WARPS>(keys, values, k, v, j + 1, seq, head.qkv_stride);
         const T *these_keys = keys + j % 2 * KEYS * D, *these_values = values + j % 2 * KEYS * D;
         if (j * KEYS < first + own + 16 * ROW_TILES && j * KEYS + KEYS > low) {
+            Kept<ROW_TILES, KEYS / 8> kept;
+            if constexpr (DROPS)
+                kept.of_queries(Draw(draw_keys, dropout, blockIdx.z), blockIdx.y * seq + first + own, j * KEYS);
             float s[ROW_TILES][KEYS / 8][4], dp[ROW_TILES][KEYS / 8][4];
             clear(s);
             clear(dp);
@@ -337,6 +403,7 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         float p = exp2_fast(__fmaf_rn(s[t][n][i], scale, -top[t][i / 2]));
+                        if constexpr (DROPS) dp[t][n][i] *= kept.of(t, n, i) ? dropout.factor : 0.0f;
                         s[t][n][i] = p * (dp[t][n][i] - less[t][i / 2]);
                     }
             multiply_sums<T, D, KEYS, ROW_TILES>(dq, s, these_keys);
@@ -355,15 +422,16 @@ DEVICE void flash_backward_dq(T *dqkv, float *partials, float *delta, const T *d
 
 // Parts of the values that backward_dkv keeps: more would be spilled.
 template <int D>
-constexpr int KEPT_VALUES = __CUDA_ARCH__ >= 1000 ? D / 64
-                            : __CUDA_ARCH__ >= 900 ? D / 16 - 1
-                            : D == 32              ? 2
-                                                   : D / 32;
+constexpr int VALUES_WITHOUT_DROPOUT = __CUDA_ARCH__ >= 1000 ? D / 64
+                                       : __CUDA_ARCH__ >= 900 ? D / 16 - 1
+                                       : D == 32              ? 2
+                                                              : D / 32;
 
 template <class T, int D, int ROW_TILES, int WARPS, int QUERIES>
 DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T *qkv, const float *lse,
-                               const float *delta, const float *table, const u32 *starts, u32 seq, u32 heads,
-                               u32 kv_heads, u32 window, float scale, float slope) {
+                               const float *delta, const float *table, const u32 *starts, const u32 *draw_keys,
+                               Dropout dropout, u32 seq, u32 heads, u32 kv_heads, u32 window, float scale,
+                               float slope) {
     constexpr int ROWS = 16 * ROW_TILES * WARPS;
     extern __shared__ uint4 shared[];
     T *keys = reinterpret_cast<T *>(shared), *values = keys + ROWS * D;
@@ -404,10 +472,12 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
     clear(dk);
     clear(dv);
     wait_for_stage();
-    Rows<T, D, ROW_TILES, D / 16> own_keys(keys, own);
-    Rows<T, D, ROW_TILES, KEPT_VALUES<D>> own_values(values, own);
+    // With dropout, more would be spilled.
+    constexpr int KEPT_KEYS = DROPS && D == 64 ? 0 : D / 16, KEPT_VALUES = DROPS ? 0 : VALUES_WITHOUT_DROPOUT<D>;
+    Rows<T, D, ROW_TILES, KEPT_KEYS> own_keys(keys, own);
+    Rows<T, D, ROW_TILES, KEPT_VALUES> own_values(values, own);
     for (u32 h = 0, j = begin, stage = 0; h < group; stage ^= 1) {
-        u32 this_j = j;
+        u32 this_j = j, line = (blockIdx.y * group + h) * seq;
         if (++j == end) j = begin, h++;
         if (h < group) start(h, j, stage ^ 1);
         const T *these_queries = queries + stage * QUERIES * D, *these_douts = douts + stage * QUERIES * D;
@@ -419,6 +489,8 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
             if (query + 16 <= first + own) continue;
             if (lows[stage][part] >= first + own + 16 * ROW_TILES) continue;
             const T *part_queries = these_queries + part * D, *part_douts = these_douts + part * D;
+            Kept<ROW_TILES, 2> kept;
+            if constexpr (DROPS) kept.of_keys(Draw(draw_keys, dropout, blockIdx.z), line + query, first + own);
             float p[ROW_TILES][2][4], ds[ROW_TILES][2][4];
             clear(p);
             clear(ds);
@@ -442,7 +514,13 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
                         for (int half = 0; half < 2; half++) {
                             float &s = p[t][n][2 * half + i], &d = ds[t][n][2 * half + i];
                             s = exp2_fast(__fmaf_rn(s, scale, -top));
-                            d = s * (d - less);
+                            if constexpr (DROPS) {
+                                float factor = kept.of(t, n, 2 * half + i) ? dropout.factor : 0.0f;
+                                d = s * (d * factor - less);
+                                s *= factor;
+                            } else {
+                                d = s * (d - less);
+                            }
                         }
                 }
             multiply_sums<T, D, 16, ROW_TILES>(dv, p, part_douts);
@@ -466,24 +544,25 @@ DEVICE void flash_backward_dkv(T *dqkv, float *partials, const T *dout, const T 
 // For each of forward, dq and dkv: tiles of 16 rows per warp, warps, and rows of a tile that is iterated over.
 // src/cuda/attention.rs repeats these numbers and computes grids and shared memory from them.
 #define FLASH(T, D, FT, FW, KEYS, QT, QW, Q_KEYS, KT, KW, QUERIES)                                                     \
-    extern "C" __global__ __launch_bounds__(32 * FW) void flash_forward_##D(                                           \
-        T *out, float *lse, const T *qkv, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 window,             \
-        float scale) {                                                                                                 \
-        flash_forward<T, D, FT, FW, KEYS>(out, lse, qkv, starts, seq, heads, kv_heads, window, scale);                 \
+    extern "C" __global__ __launch_bounds__(32 * FW) void NAME(flash_forward_##D)(                                     \
+        T *out, float *lse, const T *qkv, const u32 *starts, const u32 *draw_keys, Dropout dropout, u32 seq,           \
+        u32 heads, u32 kv_heads, u32 window, float scale) {                                                            \
+        flash_forward<T, D, FT, FW, KEYS>(out, lse, qkv, starts, draw_keys, dropout, seq, heads, kv_heads, window,     \
+                                          scale);                                                                      \
     }                                                                                                                  \
-    extern "C" __global__ __launch_bounds__(32 * QW) void flash_backward_dq_##D(                                       \
+    extern "C" __global__ __launch_bounds__(32 * QW) void NAME(flash_backward_dq_##D)(                                 \
         T *dqkv, float *partials, float *delta, const T *dout, const T *qkv, const T *out, const float *lse,           \
-        const float *table, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 window, float scale,              \
-        float slope) {                                                                                                 \
-        flash_backward_dq<T, D, QT, QW, Q_KEYS>(dqkv, partials, delta, dout, qkv, out, lse, table, starts, seq, heads, \
-                                                kv_heads, window, scale, slope);                                       \
+        const float *table, const u32 *starts, const u32 *draw_keys, Dropout dropout, u32 seq, u32 heads,              \
+        u32 kv_heads, u32 window, float scale, float slope) {                                                          \
+        flash_backward_dq<T, D, QT, QW, Q_KEYS>(dqkv, partials, delta, dout, qkv, out, lse, table, starts, draw_keys,  \
+                                                dropout, seq, heads, kv_heads, window, scale, slope);                  \
     }                                                                                                                  \
-    extern "C" __global__ __launch_bounds__(32 * KW) void flash_backward_dkv_##D(                                      \
+    extern "C" __global__ __launch_bounds__(32 * KW) void NAME(flash_backward_dkv_##D)(                                \
         T *dqkv, float *partials, const T *dout, const T *qkv, const float *lse, const float *delta,                   \
-        const float *table, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 window, float scale,              \
-        float slope) {                                                                                                 \
-        flash_backward_dkv<T, D, KT, KW, QUERIES>(dqkv, partials, dout, qkv, lse, delta, table, starts, seq, heads,    \
-                                                  kv_heads, window, scale, slope);                                     \
+        const float *table, const u32 *starts, const u32 *draw_keys, Dropout dropout, u32 seq, u32 heads,              \
+        u32 kv_heads, u32 window, float scale, float slope) {                                                          \
+        flash_backward_dkv<T, D, KT, KW, QUERIES>(dqkv, partials, dout, qkv, lse, delta, table, starts, draw_keys,     \
+                                                  dropout, seq, heads, kv_heads, window, scale, slope);                \
     }
 
 FLASH(STORAGE, 32, 2, 4, 64, 2, 4, 32, 2, 4, 32)

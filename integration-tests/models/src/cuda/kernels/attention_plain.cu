@@ -1,6 +1,7 @@
 // Causal attention of several heads on CUDA cores: for fp32, and for head dimensions and devices that attention.cu
 // does not support. Shapes, `starts`, `window`, `lse`, `scale` and `slope` as in attention.cu; D is `d`, at most 8
-// COLUMNS. Gradients are not rotated back.
+// COLUMNS. Gradients are not rotated back. If `draw_keys` is not null, probabilities are multiplied by the factors of a
+// dropout, with the lines of attention.cu.
 //
 // A block of 256 threads computes tiles of 32 x 32 scores in shared memory, always in fp32. Thread t owns the columns
 // t % 8 + 8 i of the block's row t / 8. The 8 threads of a row are in one warp.
@@ -72,6 +73,16 @@ __device__ __forceinline__ void add_weighted(float (&sum)[COLUMNS], const float 
     }
 }
 
+// Bit 4 i + word is set if a thread keeps its probability i, whose key is the `word`-th of a group of four. Four lanes
+// of a warp that differ by `apart` and 2 `apart` only have the words 0 to 3 of the same groups, of which each draws one:
+// group(word).
+template <class Group> __device__ __forceinline__ u32 draw_four(u32 word, u32 apart, Group group) {
+    u32 all = group(word) << 4 * word;
+    all |= __shfl_xor_sync(ALL_LANES, all, apart);
+    all |= __shfl_xor_sync(ALL_LANES, all, 2 * apart);
+    return all >> word;
+}
+
 template <class T, int COLUMNS>
 __device__ __forceinline__ void store_row(T *out, const float (&sum)[COLUMNS], float factor, u32 lane, u32 d) {
 #pragma unroll
@@ -80,8 +91,9 @@ __device__ __forceinline__ void store_row(T *out, const float (&sum)[COLUMNS], f
 }
 
 template <class T, int COLUMNS>
-__device__ __forceinline__ void plain_forward(T *out, float *lse, const T *qkv, const u32 *starts, u32 seq, u32 heads,
-                                              u32 kv_heads, u32 d, u32 window, float scale) {
+__device__ __forceinline__ void plain_forward(T *out, float *lse, const T *qkv, const u32 *starts,
+                                              const u32 *draw_keys, Dropout dropout, u32 seq, u32 heads, u32 kv_heads,
+                                              u32 d, u32 window, float scale) {
     extern __shared__ float tiles[];
     __shared__ float probs[TILE][TILE + 1];
     float *queries = tiles, *keys = queries + TILE * (d + 1), *values = keys + TILE * (d + 1);
@@ -108,6 +120,12 @@ __device__ __forceinline__ void plain_forward(T *out, float *lse, const T *qkv, 
         }
 #pragma unroll
         for (int half = PER_ROW / 2; half > 0; half /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, half));
+        u32 kept = ~0u;
+        if (draw_keys)
+            kept = draw_four(lane % 4, 1, [&](u32 i) {
+                u32 line = blockIdx.y * seq + first + row, keys_of_four = (j * TILE + PER_ROW * i) / 4 + lane / 4;
+                return Draw(draw_keys, dropout, blockIdx.z).kept(line, keys_of_four);
+            });
         float shrink = exp2_fast((peak - max) * scale);
         peak = max;
         total *= shrink;
@@ -117,7 +135,7 @@ __device__ __forceinline__ void plain_forward(T *out, float *lse, const T *qkv, 
         for (int i = 0; i < TILE / PER_ROW; i++) {
             float p = exp2_fast((s[i] - max) * scale);
             total += p;
-            probs[row][lane + PER_ROW * i] = p;
+            probs[row][lane + PER_ROW * i] = kept >> 4 * i & 1 ? p : 0.0f;
         }
         __syncwarp();
         add_weighted<COLUMNS>(sum, probs, values, row, lane, d);
@@ -126,13 +144,14 @@ __device__ __forceinline__ void plain_forward(T *out, float *lse, const T *qkv, 
     for (int half = PER_ROW / 2; half > 0; half /= 2) total += __shfl_xor_sync(ALL_LANES, total, half);
     if (first + row >= seq) return;
     if (lane == 0) lse[head.row + first + row] = __fmaf_rn(peak, scale, log2f(total));
-    store_row(out + head.out + (u64)(first + row) * head.c, sum, 1.0f / total, lane, d);
+    store_row(out + head.out + (u64)(first + row) * head.c, sum, (draw_keys ? dropout.factor : 1.0f) / total, lane, d);
 }
 
 template <class T, int COLUMNS>
 __device__ __forceinline__ void plain_backward_dq(T *dqkv, float *delta, const T *dout, const T *qkv, const T *out,
-                                                  const float *lse, const u32 *starts, u32 seq, u32 heads,
-                                                  u32 kv_heads, u32 d, u32 window, float scale, float slope) {
+                                                  const float *lse, const u32 *starts, const u32 *draw_keys,
+                                                  Dropout dropout, u32 seq, u32 heads, u32 kv_heads, u32 d,
+                                                  u32 window, float scale, float slope) {
     extern __shared__ float tiles[];
     __shared__ float dscores[TILE][TILE + 1];
     __shared__ u32 lows[TILE];
@@ -162,6 +181,14 @@ __device__ __forceinline__ void plain_backward_dq(T *dqkv, float *delta, const T
         float s[TILE / PER_ROW], dp[TILE / PER_ROW];
         products(s, queries, keys, row, lane, d);
         products(dp, douts, values, row, lane, d);
+        if (draw_keys) {
+            u32 kept = draw_four(lane % 4, 1, [&](u32 i) {
+                u32 line = blockIdx.y * seq + first + row, keys_of_four = (j * TILE + PER_ROW * i) / 4 + lane / 4;
+                return Draw(draw_keys, dropout, blockIdx.z).kept(line, keys_of_four);
+            });
+#pragma unroll
+            for (int i = 0; i < TILE / PER_ROW; i++) dp[i] *= kept >> 4 * i & 1 ? dropout.factor : 0.0f;
+        }
 #pragma unroll
         for (int i = 0; i < TILE / PER_ROW; i++) {
             u32 col = lane + PER_ROW * i, key = j * TILE + col;
@@ -176,8 +203,9 @@ __device__ __forceinline__ void plain_backward_dq(T *dqkv, float *delta, const T
 
 template <class T, int COLUMNS>
 __device__ __forceinline__ void plain_backward_dkv(T *dqkv, const T *dout, const T *qkv, const float *lse,
-                                                   const float *delta, const u32 *starts, u32 seq, u32 heads,
-                                                   u32 kv_heads, u32 d, u32 window, float scale, float slope) {
+                                                   const float *delta, const u32 *starts, const u32 *draw_keys,
+                                                   Dropout dropout, u32 seq, u32 heads, u32 kv_heads, u32 d,
+                                                   u32 window, float scale, float slope) {
     extern __shared__ float tiles[];
     __shared__ float probs[TILE][TILE + 1], dscores[TILE][TILE + 1];
     u32 tile_elems = TILE * (d + 1);
@@ -202,13 +230,22 @@ __device__ __forceinline__ void plain_backward_dkv(T *dqkv, const T *dout, const
         float s[TILE / PER_ROW], dp[TILE / PER_ROW];
         products(s, keys, queries, row, lane, d);
         products(dp, values, douts, row, lane, d);
+        u32 kept = ~0u;
+        if (draw_keys)
+            kept = draw_four(row % 4, PER_ROW, [&](u32 i) {
+                u32 line = (blockIdx.y * group + h) * seq + j * TILE + lane + PER_ROW * i;
+                return Draw(draw_keys, dropout, blockIdx.z).kept(line, (first + row) / 4);
+            });
+        float factor = draw_keys ? dropout.factor : 1.0f;
 #pragma unroll
         for (int i = 0; i < TILE / PER_ROW; i++) {
             u32 col = lane + PER_ROW * i, query = j * TILE + col;
             float p = 0.0f, ds = 0.0f;
             if (first + row <= query && query < seq && first + row >= first_key(starts, window, query)) {
                 p = exp2_fast(__fmaf_rn(s[i], scale, -lse[stats + query]));
-                ds = p * (dp[i] - delta[stats + query]);
+                float keep = kept >> 4 * i & 1 ? factor : 0.0f;
+                ds = p * (dp[i] * keep - delta[stats + query]);
+                p *= keep;
             }
             probs[row][col] = p;
             dscores[row][col] = ds;
@@ -225,21 +262,24 @@ __device__ __forceinline__ void plain_backward_dkv(T *dqkv, const T *dout, const
 
 #define PLAIN(T, COLUMNS)                                                                                           \
     extern "C" __global__ __launch_bounds__(THREADS, 2) void plain_forward_##COLUMNS(                               \
-        T *out, float *lse, const T *qkv, const u32 *starts, u32 seq, u32 heads, u32 kv_heads, u32 d, u32 window,   \
-        float scale) {                                                                                              \
-        plain_forward<T, COLUMNS>(out, lse, qkv, starts, seq, heads, kv_heads, d, window, scale);                   \
+        T *out, float *lse, const T *qkv, const u32 *starts, const u32 *draw_keys, Dropout dropout, u32 seq,        \
+        u32 heads, u32 kv_heads, u32 d, u32 window, float scale) {                                                  \
+        plain_forward<T, COLUMNS>(out, lse, qkv, starts, draw_keys, dropout, seq, heads, kv_heads, d, window,       \
+                                  scale);                                                                           \
     }                                                                                                               \
     extern "C" __global__ __launch_bounds__(THREADS, 2) void plain_backward_dq_##COLUMNS(                           \
         T *dqkv, float *delta, const T *dout, const T *qkv, const T *out, const float *lse, const u32 *starts,      \
-        u32 seq, u32 heads, u32 kv_heads, u32 d, u32 window, float scale, float slope) {                            \
-        plain_backward_dq<T, COLUMNS>(dqkv, delta, dout, qkv, out, lse, starts, seq, heads, kv_heads, d, window,    \
-                                      scale, slope);                                                                \
+        const u32 *draw_keys, Dropout dropout, u32 seq, u32 heads, u32 kv_heads, u32 d, u32 window, float scale,    \
+        float slope) {                                                                                              \
+        plain_backward_dq<T, COLUMNS>(dqkv, delta, dout, qkv, out, lse, starts, draw_keys, dropout, seq, heads,     \
+                                      kv_heads, d, window, scale, slope);                                           \
     }                                                                                                               \
     extern "C" __global__ __launch_bounds__(THREADS, 2) void plain_backward_dkv_##COLUMNS(                          \
-        T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, const u32 *starts, u32 seq,     \
-        u32 heads, u32 kv_heads, u32 d, u32 window, float scale, float slope) {                                     \
-        plain_backward_dkv<T, COLUMNS>(dqkv, dout, qkv, lse, delta, starts, seq, heads, kv_heads, d, window, scale, \
-                                       slope);                                                                      \
+        T *dqkv, const T *dout, const T *qkv, const float *lse, const float *delta, const u32 *starts,              \
+        const u32 *draw_keys, Dropout dropout, u32 seq, u32 heads, u32 kv_heads, u32 d, u32 window, float scale,    \
+        float slope) {                                                                                              \
+        plain_backward_dkv<T, COLUMNS>(dqkv, dout, qkv, lse, delta, starts, draw_keys, dropout, seq, heads,         \
+                                       kv_heads, d, window, scale, slope);                                          \
     }
 
 PLAIN(STORAGE, 8)

@@ -3,6 +3,8 @@
 // column_sums: sums x [rows, n] in T into partials [gridDim.y, n] in fp32. A block owns 32 W neighbouring columns of
 // a chunk of rows, a lane W of them, a warp every WARPS-th row. Grid: (ceil(n / (32 W)), chunks). Reads rows n
 // sizeof(T) bytes.
+// dropout_sums: multiplies x by the factors of a dropout first, for rows of [batch * seq, n], and writes that to y:
+// reads x and writes y, 2 rows n sizeof(T) bytes.
 // sum_partials: sums partials [blocks, outputs n] over the blocks; the sums of columns i n..i n + n go to output i [n].
 // A lane owns a column, a warp every WARPS-th partial. Grid: ceil(outputs n / 32) blocks of WARPS warps.
 
@@ -24,17 +26,18 @@ template <int W> __device__ __forceinline__ void sum_over_warps(float (&sum)[W])
     }
 }
 
-template <class T, int W>
-__device__ __forceinline__ void column_sums(float *partials, const T *x, u32 rows, u32 n) {
+// Calls `load(row, col, v)` for the rows of this block and this lane's columns, and stores the sums of `v`.
+template <int W, int UNROLL, class Load>
+__device__ __forceinline__ void sum_columns(float *partials, u32 rows, u32 n, Load load) {
     u32 col = (blockIdx.x * 32 + threadIdx.x % 32) * W, warp = threadIdx.x / 32;
     u32 chunk = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * chunk;
     u32 end = first + chunk < rows ? first + chunk : rows;
     float sum[W] = {};
     if (col < n) {
-#pragma unroll 4
+#pragma unroll UNROLL
         for (u32 row = first + warp; row < end; row += WARPS) {
             float v[W];
-            load_columns<W>(x + (u64)row * n + col, v);
+            load(row, col, v);
 #pragma unroll
             for (int i = 0; i < W; i++) sum[i] += v[i];
         }
@@ -48,7 +51,17 @@ __device__ __forceinline__ void column_sums(float *partials, const T *x, u32 row
 #define COLUMN_SUMS(T, W)                                                                                     \
     extern "C" __global__ __launch_bounds__(32 * WARPS) void column_sums_##W(float *partials,                  \
                                                                              const T *x, u32 rows, u32 n) { \
-        column_sums<T, W>(partials, x, rows, n);                                                              \
+        sum_columns<W, 4>(partials, rows, n, [&](u32 row, u32 col, float (&v)[W]) {                           \
+            load_columns<W>(x + (u64)row * n + col, v);                                                       \
+        });                                                                                                   \
+    }                                                                                                         \
+    extern "C" __global__ __launch_bounds__(32 * WARPS) void dropout_sums_##W(                                \
+        float *partials, T *y, const T *x, const u32 *keys, Dropout dropout, u32 rows, u32 seq, u32 n) {      \
+        sum_columns<W, 1>(partials, rows, n, [&](u32 row, u32 col, float (&v)[W]) {                           \
+            load_columns<W>(x + (u64)row * n + col, v);                                                       \
+            drop_columns<W>(v, keys, dropout, row, seq, col);                                                 \
+            store_columns<W>(y + (u64)row * n + col, v);                                                      \
+        });                                                                                                   \
     }
 
 COLUMN_SUMS(STORAGE, 8)

@@ -1,5 +1,7 @@
 //! The upload of tokens: the host writes them to pinned memory, and the stream copies them.
 //!
+//! The keys of dropout go with them, if the model drops anything.
+//!
 //! The device has one buffer, because the stream orders the copy after the last use. The host has
 //! several, so that it can run ahead of the device.
 
@@ -12,6 +14,9 @@ use zero_alloc::device::{
 };
 
 use crate::cuda::embedding::{TokenLists, sort_tokens};
+use crate::decoder::check_batch;
+use crate::ops::dropout::Draws;
+use crate::options::ModelOptions;
 use zero_trainer::{Batch, ModelError};
 
 /// Pinned buffers: the number of micro-batches that the host may run ahead.
@@ -19,80 +24,96 @@ const SLOTS: usize = 4;
 /// The timeout of the host's wait for the copy of an older batch.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Bytes on the device for micro-batches of `tokens` tokens: inputs, targets, order and starts, a
-/// count, a word of padding, the divisor of the loss in fp64, and the starts of documents.
-pub(super) fn device_bytes(tokens: usize) -> usize {
-    len_words(tokens) * size_of::<u32>()
+/// The words of a micro-batch on the device: inputs, targets, order and starts, a count, a word of
+/// padding, and the divisor of the loss in fp64; then the keys of dropout, and the starts of
+/// documents.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    tokens: usize,
+    /// Sequences that draw masks.
+    draws: usize,
 }
 
-fn len_words(tokens: usize) -> usize {
-    plain_words(tokens) + tokens
-}
+impl Layout {
+    /// The words of a model that drops elements, or does not.
+    pub(super) fn new(options: &ModelOptions, dropout: bool) -> Self {
+        Self {
+            tokens: options.tokens(),
+            draws: if dropout { options.micro_batch } else { 0 },
+        }
+    }
 
-/// The words of a batch without documents.
-fn plain_words(tokens: usize) -> usize {
-    4 * tokens + 4
+    pub(super) fn bytes(self) -> usize {
+        (self.documents() + self.tokens) * size_of::<u32>()
+    }
+
+    /// The first word of the keys.
+    fn keys(self) -> usize {
+        4 * self.tokens + 4
+    }
+
+    /// The first word of the starts of documents.
+    fn documents(self) -> usize {
+        self.keys() + 2 * self.draws
+    }
 }
 
 /// The batches of a model.
 pub(super) struct Batches {
     device: CudaDevice,
-    tokens: usize,
+    options: ModelOptions,
+    layout: Layout,
     on_device: AnySlice,
     slots: Vec<Slot>,
     next: usize,
     /// Whether a batch had documents. From then on all have, because a recorded step reads their
     /// starts.
     documents: bool,
+    /// Whether the batch set last draws masks of dropout.
+    draws: bool,
 }
 
 impl Batches {
-    /// Allocates pinned memory for micro-batches of `tokens` tokens; `place` has [`device_bytes`]
-    /// bytes.
+    /// Allocates pinned memory for micro-batches; `place` has the bytes of the layout.
     pub(super) fn new(
         device: &CudaDevice,
-        tokens: usize,
+        options: &ModelOptions,
+        layout: Layout,
         place: AnySlice,
     ) -> Result<Self, ModelError> {
         let slots = (0..SLOTS)
-            .map(|_| Slot::new(device, device_bytes(tokens)))
+            .map(|_| Slot::new(device, layout.bytes()))
             .collect::<Result<_, _>>()?;
         Ok(Self {
             device: device.clone(),
-            tokens,
+            options: options.clone(),
+            layout,
             on_device: place,
             slots,
             next: 0,
             documents: false,
+            draws: false,
         })
     }
 
     /// Enqueues the copy of a batch.
     pub(super) fn set(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
+        check_batch(batch, &self.options)?;
         let Batch {
             inputs, targets, ..
         } = batch;
-        let tokens = self.tokens;
-        if inputs.len() != tokens || targets.len() != tokens {
-            let a = inputs.len();
-            let b = targets.len();
-            return Err(ModelError::from(format!(
-                "a batch of {a} inputs and {b} targets; the model needs {tokens}"
-            )));
-        }
-        if !batch.starts.is_empty() && batch.starts.len() != tokens {
-            let n = batch.starts.len();
-            return Err(ModelError::from(format!(
-                "a batch of {n} starts of documents; the model needs {tokens}"
-            )));
-        }
-
+        let layout = self.layout;
+        let tokens = layout.tokens;
+        let rows = batch.rows.filter(|_| layout.draws > 0);
+        let draws = rows.map(|rows| Draws::new(rows, layout.draws));
+        self.draws = draws.is_some();
         self.documents |= !batch.starts.is_empty();
         let slot = &mut self.slots[self.next];
         self.next = (self.next + 1) % SLOTS;
         slot.wait()?;
         let words = slot.words();
-        let (words, documents) = words.split_at_mut(plain_words(tokens));
+        let (words, documents) = words.split_at_mut(layout.documents());
+        let (words, keys) = words.split_at_mut(layout.keys());
         let (lists, rest) = words.split_at_mut(4 * tokens);
         let (sent, lists) = lists.split_at_mut(2 * tokens);
         let (order, starts) = lists.split_at_mut(tokens);
@@ -100,6 +121,12 @@ impl Batches {
         sent[tokens..].copy_from_slice(targets);
         rest[0] = sort_tokens(inputs, order, starts);
         rest[2..4].copy_from_slice(bytemuck::cast_slice(&[batch.divisor]));
+        for (place, key) in keys
+            .chunks_exact_mut(2)
+            .zip(draws.iter().flat_map(Draws::keys))
+        {
+            place.copy_from_slice(&key);
+        }
         match batch.starts.as_slice() {
             [] => documents.fill(0),
             starts => documents.copy_from_slice(starts),
@@ -107,10 +134,10 @@ impl Batches {
 
         // The starts of documents are last, and are not copied if there are none.
         let sent = if self.documents {
-            len_words(tokens)
+            layout.bytes()
         } else {
-            plain_words(tokens)
-        } * size_of::<u32>();
+            layout.documents() * size_of::<u32>()
+        };
         let source = slot.bytes().slice(0..sent);
         self.device
             .copy(stream, source, self.on_device.slice(0..sent))?;
@@ -121,7 +148,7 @@ impl Batches {
 
     /// The lists of the batch set last.
     pub(super) fn lists(&self) -> TokenLists {
-        let n = self.tokens;
+        let n = self.layout.tokens;
         let at = |i: usize| self.words(i * n, n);
         TokenLists {
             tokens: at(0),
@@ -133,18 +160,27 @@ impl Batches {
 
     /// The targets of the batch set last.
     pub(super) fn targets(&self) -> DeviceSlice<u32> {
-        self.words(self.tokens, self.tokens)
+        let tokens = self.layout.tokens;
+        self.words(tokens, tokens)
     }
 
     /// The starts of documents of the batch set last; `None` if no batch had any.
     pub(super) fn documents(&self) -> Option<DeviceSlice<u32>> {
+        let Layout { tokens, .. } = self.layout;
         self.documents
-            .then(|| self.words(plain_words(self.tokens), self.tokens))
+            .then(|| self.words(self.layout.documents(), tokens))
+    }
+
+    /// The keys of dropout `[batch, 2]` of the batch set last; `None` if it drops nothing.
+    pub(super) fn keys(&self) -> Option<DeviceSlice<u32>> {
+        let Layout { draws, .. } = self.layout;
+        self.draws
+            .then(|| self.words(self.layout.keys(), 2 * draws))
     }
 
     /// The divisor of the loss of the batch set last.
     pub(super) fn divisor(&self) -> DeviceSlice<f64> {
-        let first = self.words(4 * self.tokens + 2, 2).as_ptr();
+        let first = self.words(4 * self.layout.tokens + 2, 2).as_ptr();
         // SAFETY: two words that begin at an even one of a block, so aligned; as in `words`.
         unsafe { DeviceSlice::from_raw_parts(first.cast(), 1, self.on_device.device()) }
     }

@@ -5,7 +5,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::{Pool, Purpose};
 
 use super::GpuArch;
-use super::batch;
+use super::batch::Layout;
 use super::checkpoints::{Checkpoints, RING};
 use crate::cuda::{cross_entropy, matmul};
 use crate::decoder::buffers::{Held, Layers};
@@ -83,6 +83,8 @@ pub(crate) struct Extent {
     pub(crate) matrix: usize,
     /// The architecture's constants.
     pub(crate) table: usize,
+    /// Whether training drops elements.
+    pub(crate) dropout: bool,
     /// The activations of a block, in the order of [`GpuArch::block`].
     pub(crate) block: Vec<(usize, DType)>,
 }
@@ -155,7 +157,7 @@ impl Sizes {
             block_bytes: bytes(&extent.block, extent.block.len()),
             head_bytes: bytes(&[(row, act), (head_stats, DType::F32)], 2),
             scratch_bytes: bytes(&scratch, 8),
-            batch_bytes: batch::device_bytes(tokens),
+            batch_bytes: Layout::new(options, extent.dropout).bytes(),
             matmul_bytes: matmul::workspace_bytes(extent.matrix as u64) as usize,
             block: extent.block,
         }

@@ -37,12 +37,14 @@ use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
 use super::buffers::Activations;
 use super::params::UnitParams;
 use super::passes;
+use crate::cuda::attention::Masks;
 use crate::cuda::cross_entropy::{self, Scale, stride_elems};
+use crate::cuda::dropout::Dropout;
 use crate::cuda::embedding::TokenLists;
 use crate::cuda::matmul::{Matmul, Timing};
 use crate::cuda::{OpError, OpKernels, SumOut};
 use crate::options::ModelOptions;
-use batch::Batches;
+use batch::{Batches, Layout};
 use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
 
 /// The limit of the upload of the constants.
@@ -59,9 +61,6 @@ pub(crate) trait GpuArch: Send + 'static {
 
     /// The part of the embedding's name that no other parameter of its unit has.
     const EMBEDDING: &'static str;
-
-    /// Whether rows may have several documents.
-    const DOCUMENTS: bool;
 
     /// The units: the embedding, each block, the head.
     fn units(&self) -> Vec<UnitSpec>;
@@ -128,7 +127,24 @@ pub(crate) struct PassContext<'a> {
     pub(crate) lists: TokenLists,
     /// The starts of documents.
     pub(crate) documents: Option<DeviceSlice<u32>>,
+    /// The keys of dropout, unless the batch drops nothing.
+    pub(crate) keys: Option<DeviceSlice<u32>>,
     pub(crate) table: DeviceSlice<f32>,
+}
+
+impl PassContext<'_> {
+    /// The dropout of the operation `site` with this probability.
+    pub(crate) fn dropout(&self, probability: f32, site: u32) -> Option<Dropout> {
+        Dropout::new(self.keys?, probability, site)
+    }
+
+    /// The masks of attention.
+    pub(crate) fn masks(&self, probability: f32, site: u32) -> Masks {
+        Masks {
+            starts: self.documents,
+            dropout: self.dropout(probability, site),
+        }
+    }
 }
 
 /// A model on a GPU, whose logits can be read.
@@ -166,20 +182,22 @@ pub(crate) struct Ops {
 impl<A: GpuArch> GpuDecoder<A> {
     /// Allocates activations for the model from `pool`, first used on `stream`; compiles the
     /// kernels that are not in the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which
-    /// takes seconds. `make` makes the architecture for the kernels. The logits of `rows` tokens, or
-    /// of as many as [`logits_rows`] chooses, are in memory at once.
+    /// takes seconds; those that only dropout needs if `dropout` is set. `make` makes the
+    /// architecture for the kernels. The logits of `rows` tokens, or of as many as [`logits_rows`]
+    /// chooses, are in memory at once.
     ///
     /// # Errors
     /// Sizes that no kernel supports, memory ran out, or NVRTC or cuBLASLt is missing.
     pub(crate) fn new(
         make: impl FnOnce(&OpKernels) -> Result<A, OpError>,
         options: &ModelOptions,
+        dropout: bool,
         rows: Option<usize>,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Self, ModelError> {
         let device = pool.device();
-        let kernels = OpKernels::load(&Loader::new(device)?, options.dtype)?;
+        let kernels = OpKernels::load(&Loader::new(device)?, options.dtype, dropout)?;
         let arch = make(&kernels)?;
         let extent = arch.extent();
         let rows = rows.unwrap_or_else(|| logits_rows(extent.vocab, extent.width, options));
@@ -200,7 +218,8 @@ impl<A: GpuArch> GpuDecoder<A> {
         let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
         let units = arch.units();
         let params: Vec<_> = units.iter().map(UnitParams::new).collect();
-        let batches = Batches::new(device, options.tokens(), buffers.batch)?;
+        let layout = Layout::new(options, dropout);
+        let batches = Batches::new(device, options, layout, buffers.batch)?;
         let passes = passes(units.len() - 2, arch.tied());
         let ops = Ops {
             kernels,
@@ -297,6 +316,7 @@ impl<A: GpuArch> GpuDecoder<A> {
             layer: pass.saturating_sub(1),
             lists: self.batches.lists(),
             documents: self.batches.documents(),
+            keys: self.batches.keys(),
             table: self.buffers.table,
         }
     }
@@ -400,13 +420,6 @@ pub fn writes_grad(passes: usize, pass: usize) -> bool {
 
 impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
     fn set_batch(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
-        if !A::DOCUMENTS && !batch.starts.is_empty() {
-            return Err(format!(
-                "rows of several documents are not supported by {} on GPUs: leave out --pack, or use --device cpu",
-                A::NAME
-            )
-            .into());
-        }
         self.batches.set(stream, batch)
     }
 

@@ -4,7 +4,9 @@
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use crate::cuda::attention::{Attention, Gradients};
+use super::Gpt2Gpu;
+use crate::cuda::attention::{Gradients, Masks};
+use crate::cuda::dropout::{self, Dropout};
 use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, column_sums, gelu};
@@ -34,17 +36,77 @@ fn fuses_gelu(ops: &Ops, product: &Product) -> Result<bool, OpError> {
     Ok(ops.kernels.dtype() != DType::F32 && ops.matmul.supports(product)?)
 }
 
+/// The dropouts of a block.
+struct Dropouts {
+    masks: Masks,
+    /// Of the parts of the residual stream that attention and the MLP compute.
+    residual: [Option<Dropout>; 2],
+}
+
+impl Dropouts {
+    /// Those of the pass. Site 0 is the embedding's.
+    fn new(arch: &Gpt2Gpu, cx: &PassContext<'_>) -> Self {
+        let site = 1 + 3 * cx.layer as u32;
+        let residual = |site| cx.dropout(arch.config.resid_pdrop, site);
+        Self {
+            masks: cx.masks(arch.config.attn_pdrop, site),
+            residual: [residual(site + 1), residual(site + 2)],
+        }
+    }
+}
+
+/// Computes `y = residual + dropout(x w + bias)`. Without dropout, the product adds the residual.
+fn add_to_residual(
+    cx: &PassContext<'_>,
+    y: AnySlice,
+    residual: AnySlice,
+    x: AnySlice,
+    [w, bias]: [AnySlice; 2],
+    dropout: Option<Dropout>,
+) -> Result<(), OpError> {
+    let PassContext { ops, stream, .. } = *cx;
+    let n = bias.len();
+    let bias = Epilogue::Bias(bias);
+    let Some(dropout) = dropout else {
+        return ops
+            .matmul
+            .run(stream, &linear(y, x, w, Some(residual), bias));
+    };
+    ops.matmul.run(stream, &linear(y, x, w, None, bias))?;
+    dropout::add_residual(&ops.kernels, stream, y, residual, n, dropout)
+}
+
+/// Returns the gradient of what the dropout was applied to: `s.dres`, or its copy in `copy` with the
+/// gradient of the bias before the dropout.
+fn gradient_before(
+    cx: &PassContext<'_>,
+    copy: AnySlice,
+    bias: Grad,
+    dropout: Option<Dropout>,
+) -> Result<AnySlice, OpError> {
+    let PassContext { ops, stream, s, .. } = *cx;
+    let Some(dropout) = dropout else {
+        return Ok(s.dres);
+    };
+    let copy = copy.slice(0..s.dres.len());
+    let kernels = &ops.kernels;
+    let sums = bias.into();
+    column_sums::drop_and_sum_rows(kernels, stream, sums, copy, s.dres, dropout, s.partials)?;
+    Ok(copy)
+}
+
 /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
 pub(super) fn forward(
+    arch: &Gpt2Gpu,
     cx: &PassContext<'_>,
-    attention: &Attention,
     a: &BlockSlices,
     x: AnySlice,
-    eps: f32,
 ) -> Result<(), OpError> {
     let PassContext {
         ops, stream, s, p, ..
     } = *cx;
+    let eps = arch.config.layer_norm_epsilon;
+    let dropouts = Dropouts::new(arch, cx);
     let kernels = &ops.kernels;
     let get = |part| p.get(0, part);
     layer_norm::forward(
@@ -63,12 +125,10 @@ pub(super) fn forward(
         stream,
         &linear(a.qkv, s.normed, get("c_attn.weight"), None, bias),
     )?;
-    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, None)?;
-    let bias = Epilogue::Bias(get("attn.c_proj.bias"));
-    ops.matmul.run(
-        stream,
-        &linear(a.mid, a.attended, get("attn.c_proj.weight"), Some(x), bias),
-    )?;
+    let attention = &arch.attention;
+    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, dropouts.masks)?;
+    let projection = ["attn.c_proj.weight", "attn.c_proj.bias"].map(get);
+    add_to_residual(cx, a.mid, x, a.attended, projection, dropouts.residual[0])?;
 
     layer_norm::forward(
         kernels,
@@ -100,24 +160,27 @@ pub(super) fn forward(
 }
 
 /// Computes the block's output `[M, C]`.
-pub(super) fn output(cx: &PassContext<'_>, out: AnySlice, a: &BlockSlices) -> Result<(), OpError> {
-    let PassContext { ops, stream, p, .. } = *cx;
-    let bias = Epilogue::Bias(p.get(0, "mlp.c_proj.bias"));
-    ops.matmul.run(
-        stream,
-        &linear(out, a.act, p.get(0, "mlp.c_proj.weight"), Some(a.mid), bias),
-    )
+pub(super) fn output(
+    arch: &Gpt2Gpu,
+    cx: &PassContext<'_>,
+    out: AnySlice,
+    a: &BlockSlices,
+) -> Result<(), OpError> {
+    let [_, dropout] = Dropouts::new(arch, cx).residual;
+    let projection = ["mlp.c_proj.weight", "mlp.c_proj.bias"].map(|part| cx.p.get(0, part));
+    add_to_residual(cx, out, a.mid, a.act, projection, dropout)
 }
 
 /// Computes the block's backward, which adds to or writes the unit's gradient in `p`. `s.dres` is
 /// the gradient of the output on entry and of the input on return. `a.act` may be in `s.wide`.
 ///
 /// The biases of the two layers whose output is added to the residual stream have as gradient the
-/// sums over rows of `s.dres`, which the backward of the next layer norm reads. That backward also
-/// computes the norm's output again, for the gradient of the weights behind it.
+/// sums over rows of `s.dres`, which the backward of the next layer norm reads; with dropout, those of
+/// the copy of `s.dres` with the dropout's factors. That backward also computes the norm's output
+/// again, for the gradient of the weights behind it.
 pub(super) fn backward(
+    arch: &Gpt2Gpu,
     cx: &PassContext<'_>,
-    attention: &Attention,
     a: &BlockSlices,
     x: AnySlice,
 ) -> Result<(), OpError> {
@@ -127,14 +190,15 @@ pub(super) fn backward(
     let kernels = &ops.kernels;
     let get = |part| p.get(0, part);
     let grad = |part| p.grad(0, part);
+    let dropouts = Dropouts::new(arch, cx);
     let weights = |name, x, dy, n| {
         ops.matmul
             .run(stream, &weight_gradient(grad(name), x, dy, n))
     };
 
     // Reads the gradient of the norm's output from `s.narrow` and writes the output to `s.normed`.
-    let norm = |[gain, bias]: [&'static str; 2], residual, x, stats| {
-        let residual = Some(grad(residual).into());
+    let norm = |[gain, bias]: [&'static str; 2], residual: Option<Grad>, x, stats| {
+        let residual = residual.map(Into::into);
         let sums = Sums {
             gain: grad(gain).into(),
             bias: grad(bias).into(),
@@ -161,8 +225,11 @@ pub(super) fn backward(
     let c = get("ln_1.weight").len();
     let f = get("c_fc.bias").len();
     let dfc = s.wide.slice(0..a.fc.len());
-    weights("mlp.c_proj.weight", a.act, s.dres, c)?;
-    let product = input_gradient(dfc, s.dres, get("mlp.c_proj.weight"), c);
+    let [in_attention, in_mlp] = dropouts.residual;
+    let bias = grad("mlp.c_proj.bias");
+    let dout = gradient_before(cx, s.narrow, bias, in_mlp)?;
+    weights("mlp.c_proj.weight", a.act, dout, c)?;
+    let product = input_gradient(dfc, dout, get("mlp.c_proj.weight"), c);
     let fused = Product {
         epilogue: Epilogue::GeluBackward { input: a.fc },
         ..product
@@ -181,7 +248,7 @@ pub(super) fn backward(
     )?;
     norm(
         ["ln_2.weight", "ln_2.bias"],
-        "mlp.c_proj.bias",
+        in_mlp.is_none().then_some(bias),
         a.mid,
         a.ln2_stats,
     )?;
@@ -194,19 +261,22 @@ pub(super) fn backward(
         [grad("c_fc.weight"), grad("c_fc.bias")],
     )?;
 
-    let dqkv = s.wide.slice(0..a.qkv.len());
-    weights("attn.c_proj.weight", a.attended, s.dres, c)?;
+    // The gradient of qkv is in the same buffer, and is written after the last use of this one.
+    let bias = grad("attn.c_proj.bias");
+    let dout = gradient_before(cx, s.wide, bias, in_attention)?;
+    weights("attn.c_proj.weight", a.attended, dout, c)?;
     ops.matmul.run(
         stream,
-        &input_gradient(s.narrow, s.dres, get("attn.c_proj.weight"), c),
+        &input_gradient(s.narrow, dout, get("attn.c_proj.weight"), c),
     )?;
+    let dqkv = s.wide.slice(0..a.qkv.len());
     let grads = Gradients {
         dqkv,
         dbias: Some(grad("c_attn.bias").into()),
         angles: None,
-        starts: None,
+        masks: dropouts.masks,
     };
-    attention.backward(
+    arch.attention.backward(
         kernels, stream, grads, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
     )?;
     ops.matmul.run(
@@ -215,7 +285,7 @@ pub(super) fn backward(
     )?;
     norm(
         ["ln_1.weight", "ln_1.bias"],
-        "attn.c_proj.bias",
+        in_attention.is_none().then_some(bias),
         x,
         a.ln1_stats,
     )?;

@@ -53,11 +53,12 @@ pub(crate) fn on_cuda(
     let arch = |kernels: &OpKernels| {
         Ok(Gpt2Gpu {
             attention: Attention::new(kernels, shape)?,
-            config,
+            config: config.clone(),
             options: options.clone(),
         })
     };
-    let model = GpuDecoder::new(arch, &options, logits_rows, pool, stream)?;
+    let dropout = config.drops();
+    let model = GpuDecoder::new(arch, &options, dropout, logits_rows, pool, stream)?;
     Ok(Box::new(model))
 }
 
@@ -80,6 +81,10 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
     let wide = f.max(3 * c);
     let stats = (2 * tokens, DType::F32);
     let act = if keeps_act(options) { tokens * f } else { 0 };
+    let dropped = match config.resid_pdrop {
+        0.0 => 0,
+        _ => column_sums::workspace_elems(tokens, c),
+    };
     let attention = attention::workspace_elems(options.micro_batch, options.seq_len, 3 * c);
     Extent {
         layers: config.n_layer,
@@ -91,9 +96,11 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
         wide,
         partials: layer_norm::workspace_elems(tokens, c)
             .max(attention)
-            .max(column_sums::workspace_elems(tokens, f)),
+            .max(column_sums::workspace_elems(tokens, f))
+            .max(dropped),
         matrix: c * wide,
         table: 0,
+        dropout: config.drops(),
         block: vec![
             stats,
             (3 * row, dtype),
@@ -107,13 +114,22 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
     }
 }
 
+impl Gpt2Gpu {
+    fn rows(&self, cx: &PassContext<'_>) -> embedding::Rows {
+        embedding::Rows {
+            batch: self.options.micro_batch,
+            seq: self.options.seq_len,
+            documents: cx.documents,
+            dropout: cx.dropout(self.config.embd_pdrop, 0),
+        }
+    }
+}
+
 impl GpuArch for Gpt2Gpu {
     type Block = BlockSlices;
 
     const NAME: &'static str = "GPT-2";
     const EMBEDDING: &'static str = "wte";
-    // The gradient of the positions' embedding is summed by places in a row.
-    const DOCUMENTS: bool = false;
 
     fn units(&self) -> Vec<UnitSpec> {
         self.config.units()
@@ -159,7 +175,7 @@ impl GpuArch for Gpt2Gpu {
             cx.lists.tokens,
             cx.p.get(0, "wte"),
             Some(cx.p.get(0, "wpe")),
-            self.options.seq_len,
+            self.rows(cx),
         )
     }
 
@@ -167,10 +183,9 @@ impl GpuArch for Gpt2Gpu {
         let kernels = &cx.ops.kernels;
         let dwte = cx.p.sums(0, "wte")?;
         let dwpe = cx.p.sums(0, "wpe")?;
-        let batch = self.options.micro_batch;
-        let seq = self.options.seq_len;
-        embedding::backward_tokens(kernels, cx.stream, dwte, &cx.lists, dx, None)?;
-        embedding::backward_positions(kernels, cx.stream, dwpe, dx, batch, seq)?;
+        let rows = self.rows(cx);
+        embedding::backward_tokens(kernels, cx.stream, dwte, &cx.lists, dx, None, rows)?;
+        embedding::backward_positions(kernels, cx.stream, dwpe, dx, rows)?;
         Ok(())
     }
 
@@ -181,13 +196,13 @@ impl GpuArch for Gpt2Gpu {
         x: AnySlice,
         out: AnySlice,
     ) -> Result<(), OpError> {
-        block::forward(cx, &self.attention, a, x, self.config.layer_norm_epsilon)?;
-        block::output(cx, out, a)
+        block::forward(self, cx, a, x)?;
+        block::output(self, cx, out, a)
     }
 
     fn recompute(&self, cx: &PassContext<'_>, a: &BlockSlices, x: AnySlice) -> Result<(), OpError> {
         if self.options.activation_checkpointing {
-            block::forward(cx, &self.attention, a, x, self.config.layer_norm_epsilon)
+            block::forward(self, cx, a, x)
         } else if self.options.recompute_gelu {
             gelu::forward(&cx.ops.kernels, cx.stream, a.act, a.fc)
         } else {
@@ -196,7 +211,7 @@ impl GpuArch for Gpt2Gpu {
     }
 
     fn backward(&self, cx: &PassContext<'_>, a: &BlockSlices, x: AnySlice) -> Result<(), OpError> {
-        block::backward(cx, &self.attention, a, x)
+        block::backward(self, cx, a, x)
     }
 
     fn final_norm(&self, cx: &PassContext<'_>, h: &HeadSlices, x: AnySlice) -> Result<(), OpError> {

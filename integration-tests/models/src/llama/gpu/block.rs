@@ -5,7 +5,7 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 use zero_trainer::Grad;
 
 use super::{LlamaGpu, heads};
-use crate::cuda::attention::Gradients;
+use crate::cuda::attention::{Gradients, Masks};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::rope::{self, Angles};
 use crate::cuda::{OpError, column_sums, rms_norm, swiglu};
@@ -38,6 +38,11 @@ impl LlamaGpu {
             end += elems;
             cx.p.params[0].slice(end - elems..end)
         }))
+    }
+
+    /// The masks of a block's attention.
+    fn masks(&self, cx: &PassContext<'_>) -> Masks {
+        cx.masks(self.config.attention_dropout, 1 + cx.layer as u32)
     }
 
     /// Their gradients.
@@ -93,7 +98,8 @@ pub(super) fn forward(
     }
 
     let attention = &arch.attention[cx.layer];
-    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, cx.documents)?;
+    let masks = arch.masks(cx);
+    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, masks)?;
     let width = arch.config.q_width();
     let product = linear(a.mid, a.attended, [p.output, p.output_bias], width, Some(x));
     ops.matmul.run(stream, &product)?;
@@ -207,7 +213,7 @@ fn attention_backward(
         // The norms are between the bias and the rotation.
         dbias: (has_bias && !has_norm).then(|| g.qkv_bias.into()),
         angles: Some(angles(cx)),
-        starts: cx.documents,
+        masks: arch.masks(cx),
     };
     arch.attention[cx.layer].backward(
         kernels, stream, grads, dattended, a.qkv, a.attended, a.lse, s.delta, s.partials,

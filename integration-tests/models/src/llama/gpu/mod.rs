@@ -60,7 +60,8 @@ pub(crate) fn on_cuda(
             options: options.clone(),
         })
     };
-    let model = GpuDecoder::new(arch, &options, logits_rows, pool, stream)?;
+    let dropout = config.attention_dropout != 0.0;
+    let model = GpuDecoder::new(arch, &options, dropout, logits_rows, pool, stream)?;
     Ok(Box::new(model))
 }
 
@@ -125,6 +126,7 @@ fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
         partials: partials(config, options),
         matrix: config.hidden * width.max(2 * config.intermediate),
         table: options.seq_len * config.head_dim,
+        dropout: config.attention_dropout != 0.0,
         block: vec![
             stats,
             (tokens * width, dtype),
@@ -139,12 +141,22 @@ fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
     }
 }
 
+impl LlamaGpu {
+    fn rows(&self) -> embedding::Rows {
+        embedding::Rows {
+            batch: self.options.micro_batch,
+            seq: self.options.seq_len,
+            documents: None,
+            dropout: None,
+        }
+    }
+}
+
 impl GpuArch for LlamaGpu {
     type Block = BlockSlices;
 
     const NAME: &'static str = "a model of the Llama family";
     const EMBEDDING: &'static str = "embed_tokens";
-    const DOCUMENTS: bool = true;
 
     fn units(&self) -> Vec<UnitSpec> {
         self.config.units()
@@ -199,7 +211,7 @@ impl GpuArch for LlamaGpu {
             cx.lists.tokens,
             cx.p.get(0, Self::EMBEDDING),
             None,
-            self.options.seq_len,
+            self.rows(),
         )
     }
 
@@ -207,7 +219,15 @@ impl GpuArch for LlamaGpu {
         let sums = cx.p.sums(0, Self::EMBEDDING)?;
         let padding = self.config.padding_token().map(|token| token as u32);
         let kernels = &cx.ops.kernels;
-        embedding::backward_tokens(kernels, cx.stream, sums, &cx.lists, dx, padding)?;
+        embedding::backward_tokens(
+            kernels,
+            cx.stream,
+            sums,
+            &cx.lists,
+            dx,
+            padding,
+            self.rows(),
+        )?;
         Ok(())
     }
 

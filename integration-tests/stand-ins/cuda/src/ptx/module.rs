@@ -1,7 +1,7 @@
 //! A loaded module: decoded kernels, and variables in device memory.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::build::build;
 use super::lexer::Mistake;
@@ -13,9 +13,16 @@ use crate::driver::memory;
 use crate::error::Failure;
 use crate::exec::program::Program;
 
+/// The decoded kernels of a module, by name.
+type Kernels = HashMap<String, Arc<Program>>;
+
+/// The kernels of each text without variables: they are the same in every module that is loaded from
+/// it. Decoding takes longer than most tests run the kernels.
+static DECODED: LazyLock<Mutex<HashMap<String, Kernels>>> = LazyLock::new(Mutex::default);
+
 /// A module. Its variables are freed on drop.
 pub(crate) struct Loaded {
-    pub(crate) kernels: HashMap<String, Arc<Program>>,
+    pub(crate) kernels: Kernels,
     /// Address and size of each variable.
     pub(crate) variables: HashMap<String, (u64, usize)>,
 }
@@ -38,6 +45,22 @@ pub(crate) enum LoadError {
 
 /// Decodes PTX, and allocates and initialises its variables in device memory.
 pub(crate) fn load(device: &'static Device, text: &str) -> Result<Loaded, LoadError> {
+    let decoded = || DECODED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(kernels) = decoded().get(text).cloned() {
+        return Ok(Loaded {
+            kernels,
+            variables: HashMap::new(),
+        });
+    }
+
+    let loaded = decode(device, text)?;
+    if loaded.variables.is_empty() {
+        decoded().insert(text.to_owned(), loaded.kernels.clone());
+    }
+    Ok(loaded)
+}
+
+fn decode(device: &'static Device, text: &str) -> Result<Loaded, LoadError> {
     let module = parse(text).map_err(LoadError::Ptx)?;
     let mut loaded = Loaded {
         kernels: HashMap::new(),

@@ -1,0 +1,81 @@
+//! Launches of dropout.cu, and the dropout that other kernels apply as they read or write.
+//!
+//! Shapes: rows `[batch * seq, n]` in the kernels' type.
+
+use zero_alloc::cuda::CudaStream;
+use zero_alloc::device::{AnySlice, DeviceSlice};
+
+use super::error::{OpError, check_len};
+use super::launch::{Arg, OpKernels, Shape, columns, size};
+use crate::ops::dropout::Limits;
+
+/// The dropout of one operation, with the factors of [`ops::dropout`](crate::ops::dropout).
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout {
+    /// The keys of the batch's sequences `[batch, 2]`.
+    keys: DeviceSlice<u32>,
+    limits: Limits,
+    site: u32,
+}
+
+impl Dropout {
+    /// The dropout of the operation `site` with this probability; `None` if it drops nothing. `keys`
+    /// `[batch, 2]` are those of [`Draws::keys`](crate::ops::dropout::Draws::keys).
+    pub fn new(keys: DeviceSlice<u32>, probability: f32, site: u32) -> Option<Self> {
+        Some(Self {
+            keys,
+            limits: Limits::new(probability)?,
+            site,
+        })
+    }
+
+    /// The parameters `keys` and `dropout` of kernels, for a batch of `batch` sequences.
+    pub(super) fn args(dropout: Option<Self>, batch: usize) -> Result<[Arg; 2], OpError> {
+        // A null address: nothing is dropped.
+        let Some(Self { keys, limits, site }) = dropout else {
+            return Ok([0u64.into(), 0u64.into()]);
+        };
+        check_len("dropout: keys", keys.len(), 2 * batch)?;
+        let factor = limits.factor.to_bits();
+        Ok([keys.into(), Arg::words([limits.below, factor, site, 0])])
+    }
+
+    /// The parameters `seq`, `keys` and `dropout` of kernels over `rows` rows of the batch.
+    pub(super) fn of_rows(self, rows: usize) -> Result<[Arg; 3], OpError> {
+        let batch = self.keys.len() / 2;
+        let seq = rows / batch.max(1);
+        check_len("dropout: rows", rows, batch * seq)?;
+        let [keys, dropout] = Self::args(Some(self), batch)?;
+        Ok([size("dropout: seq", seq)?.into(), keys, dropout])
+    }
+}
+
+/// `y = residual + dropout(y)`, for rows of `n` elements.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn add_residual(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    y: AnySlice,
+    residual: AnySlice,
+    n: usize,
+    dropout: Dropout,
+) -> Result<(), OpError> {
+    let rows = y.len() / n.max(1);
+    let columns = columns(n, &[y, residual]);
+    let [seq, keys, dropout] = dropout.of_rows(rows)?;
+    let args = [
+        ops.stored("dropout: y", y, rows * n)?,
+        ops.stored("dropout: residual", residual, rows * n)?,
+        keys,
+        dropout,
+        size("dropout: rows", rows)?.into(),
+        seq,
+        size("dropout: width", n)?.into(),
+    ];
+    let shape = Shape::over((rows * n / columns) as u64);
+    let entry = format!("dropout_add_{columns}");
+    // SAFETY: the parameters of dropout_add, whose lengths were checked.
+    unsafe { ops.launch(stream, "dropout", &entry, shape, args) }
+}
