@@ -11,7 +11,7 @@ use zero_models::hf::HfFolder;
 use zero_trainer::IGNORED;
 
 use crate::data::examples::{EncoderSource, ExampleRows, RowOptions};
-use crate::data::{DataSource, TrainingData};
+use crate::data::{DataSource, TrainingData, check_tokenizer};
 use crate::error::CliError;
 use crate::flags::{find_model, parse_whole};
 use crate::output::{print_note, print_text};
@@ -92,6 +92,14 @@ fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
         .tokenizer
         .clone()
         .or_else(|| folder.and_then(HfFolder::tokenizer));
+    if let Some((tokenizer, (config, _))) = tokenizer.as_ref().zip(found.as_ref()) {
+        let checked = check_tokenizer(tokenizer, folder.map(HfFolder::path), config.vocab_size());
+        notices.extend(checked.map_err(CliError::usage)?);
+    }
+    for notice in &notices {
+        print_note(format_args!("note: {notice}"));
+    }
+
     let options = RowOptions {
         seq_len: args.seq_len,
         pack: args.pack,

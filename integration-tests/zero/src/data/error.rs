@@ -181,7 +181,7 @@ pub enum DataError {
     /// A token without an embedding in the model.
     #[error(
         "{name}: token {token} at position {position} is outside the model's vocabulary of {vocab_size}: the model and \
-         the tokens must be of the same tokenizer"
+         the tokens must be of the same tokenizer: pass the model's with --tokenizer, or tokens made by it"
     )]
     OutsideVocabulary {
         /// The data.

@@ -319,7 +319,7 @@ fn unfit_data_is_an_error_with_the_position() {
     let data = open(&path);
     data.validate(1000, 64).unwrap();
     let expected = "token 256 at position 2345678 is outside the model's vocabulary of 256: the model and the tokens \
-                    must be of the same tokenizer";
+                    must be of the same tokenizer: pass the model's with --tokenizer, or tokens made by it";
     assert_eq!(
         data.validate(256, 64).unwrap_err().to_string(),
         format!("{}: {expected}", path.display())

@@ -163,6 +163,36 @@ fn inspect_marks_what_is_trained() {
 }
 
 #[test]
+fn other_tokenizer_is_an_error_of_all_commands() {
+    let dir = temp();
+    let model = LLAMA.data("model");
+    for file in fs::read_dir(&model).unwrap() {
+        let path = file.unwrap().path();
+        fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let config = dir.path().join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let mut document: Value = serde_json::from_str(&text).unwrap();
+    // An ordinary token of the tokenizer.
+    document["eos_token_id"] = Value::from(40);
+    fs::write(&config, document.to_string()).unwrap();
+
+    let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
+    let files = ["--model", ".", "--tokenizer", &tokenizer];
+    let train = ["train", "--data", &data, "--no-checkpoint"];
+    let inspect = ["data", "inspect", "--data", &data];
+    let generate = ["generate", "--prompt", "a"];
+    for command in [&train[..], &inspect, &generate] {
+        let parts = [
+            "the end token is token",
+            "but 40 in ./config.json",
+            "pass the model's, or correct eos_token_id there",
+        ];
+        fails(&zero(dir.path(), &[command, &files].concat()), 2, &parts);
+    }
+}
+
+#[test]
 fn a_wrong_line_is_named() {
     let dir = temp();
     let file = dir.path().join("d.jsonl");

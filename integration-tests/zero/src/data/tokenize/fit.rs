@@ -6,13 +6,17 @@
 //! - The model's folder has a tokenizer, and most tokens of the two have other texts, or the end
 //!   token has.
 //! - The folder has none, but its `config.json` says which token ends a text, and
-//!   `tokenizer_config.json` beside the tokenizer says another.
+//!   `tokenizer_config.json` beside the tokenizer says another. A special token of the tokenizer
+//!   is accepted too: the tokenizer of conversations ends a text otherwise than that of its base
+//!   model.
 //! - The tokenizer has fewer than half of the model's tokens. Embeddings that no text
 //!   reaches cost memory and time only, so this is a notice.
 //!
 //! Not compared: the settings of one folder with each other (Qwen's `config.json` names a token at
-//! the start, its tokenizer none), and `generation_config.json`, whose end tokens are those of
-//! conversations.
+//! the start, its tokenizer none), `generation_config.json`, whose end tokens are those of
+//! conversations, and `bos_token_id`, which is 1 in many a Llama folder whose tokenizer has no such
+//! token. A tokenizer may have more tokens than the model; a text with one of them is
+//! [`DataError::OutsideVocabulary`].
 
 use std::fs;
 use std::path::Path;
@@ -99,7 +103,8 @@ fn compare_ends(given: &TextTokenizer, folder: &Path) -> Result<(), DataError> {
     let Some(end) = given.named_token(given.folder(), "eos_token") else {
         return Ok(());
     };
-    let Some(own) = ends.first().filter(|_| !ends.contains(&end)) else {
+    let is_known = ends.iter().any(|id| *id == end || given.is_special(*id));
+    let Some(own) = ends.first().filter(|_| !is_known) else {
         return Ok(());
     };
     Err(DataError::OtherTokenizer {
@@ -118,6 +123,12 @@ fn config_ends(folder: &Path) -> Vec<u32> {
 }
 
 impl TextTokenizer {
+    fn is_special(&self, token: u32) -> bool {
+        let added = self.inner.get_added_vocabulary();
+        let text = self.inner.id_to_token(token);
+        text.is_some_and(|text| added.is_special_token(&text))
+    }
+
     fn describe(&self, token: u32) -> String {
         match self.inner.id_to_token(token) {
             Some(text) => format!("token {token} {text:?}"),
@@ -134,6 +145,7 @@ mod tests {
     use super::*;
 
     /// Writes a folder with a tokenizer of `words`, and the named files.
+    /// Words in angle brackets are special tokens.
     fn folder(words: &[&str], files: &[(&str, Value)]) -> TempDir {
         let dir = tempfile::tempdir().unwrap();
         if !words.is_empty() {
@@ -142,8 +154,19 @@ mod tests {
                 .enumerate()
                 .map(|(id, word)| ((*word).to_owned(), json!(id)))
                 .collect();
+            let special = words.iter().enumerate();
+            let special: Vec<Value> = special
+                .filter(|(_, word)| word.starts_with('<'))
+                .map(|(id, word)| {
+                    json!({
+                        "id": id, "content": word, "special": true, "single_word": false,
+                        "lstrip": false, "rstrip": false, "normalized": false
+                    })
+                })
+                .collect();
             let tokenizer = json!({
                 "version": "1.0",
+                "added_tokens": special,
                 "model": {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
             });
             fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
@@ -199,6 +222,28 @@ mod tests {
             "{other}"
         );
         assert!(other.contains("correct eos_token_id there"), "{other}");
+        error(&tokenizer, &model(json!(9)));
+    }
+
+    #[test]
+    fn end_of_conversations_is_no_error() {
+        let settings = ("tokenizer_config.json", json!({"eos_token": "<turn>"}));
+        let tokenizer = folder(&["a", "b", "<turn>", "<end>"], &[settings]);
+        let model = |end| folder(&[], &[("config.json", json!({"eos_token_id": end}))]);
+        fits(&tokenizer, &model(3));
+        error(&tokenizer, &model(1));
+    }
+
+    /// Qwen2's folder names a token at the start, and its tokenizer none.
+    #[test]
+    fn start_token_is_not_compared() {
+        let settings = (
+            "tokenizer_config.json",
+            json!({"bos_token": null, "eos_token": "<end>"}),
+        );
+        let tokenizer = folder(&["a", "b", "c", "<end>"], &[settings]);
+        let config = json!({"bos_token_id": 1, "eos_token_id": 3});
+        fits(&tokenizer, &folder(&[], &[("config.json", config)]));
     }
 
     #[test]
