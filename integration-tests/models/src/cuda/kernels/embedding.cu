@@ -69,17 +69,14 @@ __device__ __forceinline__ void embedding_positions(float *dwpe, const T *dx, co
             for (int k = 0; k < W; k++) sum[k] += d[k];
         };
         for (u32 b = 0; b < batch; b++) {
-            if (!documents) {
-                add(b * seq + t);
-                continue;
-            }
-            // From a document that begins at `first` to the next one that may have t + 1 tokens.
+            // From a document that begins at `first` to the next one that may have t + 1 tokens. Without documents
+            // there is one.
             const u32 *of = documents + (u64)b * seq;
             for (u32 at = t; at < seq;) {
-                u32 first = of[at];
+                u32 first = documents ? of[at] : 0;
                 if (at - first == t) {
                     add(b * seq + at);
-                    first = end_of_document(of, at, seq);
+                    first = documents ? end_of_document(of, at, seq) : seq;
                 }
                 at = first + t;
             }
@@ -127,18 +124,19 @@ __device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens,
     }
 }
 
+// Backward may have 64 registers: with the draws of a dropout ptxas would spill some, to fit more blocks.
 #define EMBEDDING(T, W)                                                                                             \
     extern "C" __global__ __launch_bounds__(THREADS) void embedding_forward_##W(                                    \
         T *x, const u32 *tokens, const T *wte, const T *wpe, const u32 *documents, const u32 *keys,                 \
         Dropout dropout, u32 rows, u32 seq, u32 n) {                                                                \
         embedding_forward<T, W>(x, tokens, wte, wpe, documents, keys, dropout, rows, seq, n);                       \
     }                                                                                                               \
-    extern "C" __global__ __launch_bounds__(THREADS) void embedding_positions_##W(                                  \
+    extern "C" __global__ __launch_bounds__(THREADS, 4) void embedding_positions_##W(                                \
         float *dwpe, const T *dx, const u32 *documents, const u32 *keys, Dropout dropout, u32 batch, u32 seq,       \
         u32 n) {                                                                                                    \
         embedding_positions<T, W>(dwpe, dx, documents, keys, dropout, batch, seq, n);                               \
     }                                                                                                               \
-    extern "C" __global__ __launch_bounds__(32 * WARPS) void embedding_tokens_##W(                                  \
+    extern "C" __global__ __launch_bounds__(32 * WARPS, 4) void embedding_tokens_##W(                                \
         float *dwte, const u32 *tokens, const u32 *order, const u32 *starts, const u32 *segments, const T *dx,      \
         const u32 *keys, Dropout dropout, u32 rows, u32 seq, u32 n, u32 padding) {                                  \
         embedding_tokens<T, W>(dwte, tokens, order, starts, segments, dx, keys, dropout, rows, seq, n, padding);    \
