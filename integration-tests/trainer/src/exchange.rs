@@ -8,6 +8,7 @@ use zero_ckpt::{Exchange, ExchangeFn};
 use zero_comm::{CommError, Communicator};
 
 use crate::error::TrainError;
+use crate::mesh::Replicas;
 use crate::rank::Rank;
 
 /// The exchange of a rank: through device memory, on one stream.
@@ -17,6 +18,8 @@ pub struct RankExchange<'a, D: Device> {
     stream: &'a D::Stream,
     /// Timeout of the host's waits for the stream.
     host_limit: Duration,
+    /// The rank at each place of an exchange; `None`: in rank order.
+    order: Option<Vec<usize>>,
 }
 
 impl<'a, D: Device> RankExchange<'a, D> {
@@ -32,6 +35,7 @@ impl<'a, D: Device> RankExchange<'a, D> {
             pool,
             stream,
             host_limit,
+            order: None,
         }
     }
 
@@ -45,13 +49,49 @@ impl<'a, D: Device> RankExchange<'a, D> {
         )
     }
 
+    /// The exchange of a run in the order of the parts that ranks save: zero-ckpt knows a rank by
+    /// its part.
+    pub(crate) fn of_parts(rank: &'a Rank<D>) -> Self {
+        let parts = 0..rank.comm.world_size() as u64;
+        let order = parts.map(|part| rank.layouts.rank_of_part(part) as usize);
+        Self {
+            order: Some(order.collect()),
+            ..Self::of(rank)
+        }
+    }
+
+    /// The exchange of a rank with the replicas of its shard.
+    pub(crate) fn of_replicas(rank: &'a Rank<D>, replicas: &'a Replicas<D>) -> Self {
+        Self {
+            comm: &*replicas.comm,
+            ..Self::of(rank)
+        }
+    }
+
     /// Sends `message` to all ranks and returns the messages of all ranks, in rank order.
     ///
     /// # Errors
     /// The communicator failed.
     pub fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        self.comm
-            .exchange(self.pool, self.stream, message, self.host_limit)
+        let mut messages = self
+            .comm
+            .exchange(self.pool, self.stream, message, self.host_limit)?;
+        Ok(match &self.order {
+            None => messages,
+            Some(order) => order
+                .iter()
+                .map(|&rank| std::mem::take(&mut messages[rank]))
+                .collect(),
+        })
+    }
+
+    /// This rank's place in an exchange.
+    fn place(&self) -> u64 {
+        let own = self.comm.rank();
+        let of_parts = self.order.as_ref();
+        of_parts
+            .and_then(|order| order.iter().position(|&rank| rank == own))
+            .unwrap_or(own) as u64
     }
 
     /// All-gathers `bytes`, of the same length on all ranks. Returns them in rank order.
@@ -70,7 +110,9 @@ impl<D: Device> Exchange for RankExchange<'_, D> {
     }
 
     fn broadcast(&mut self, message: &mut [u8], root: u64) -> Result<(), TrainError> {
-        let rank = self.comm.rank() as u64;
-        Ok(ExchangeFn::new(rank, |own: &[u8]| self.exchange(own)).broadcast(message, root)?)
+        Ok(
+            ExchangeFn::new(self.place(), |own: &[u8]| self.exchange(own))
+                .broadcast(message, root)?,
+        )
     }
 }

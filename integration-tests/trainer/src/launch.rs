@@ -14,9 +14,9 @@ use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
 use zero_kernels::cuda::CudaKernels;
 use zero_optim::OptimError;
-use zero_shard::Layout;
 
 use crate::error::TrainError;
+use crate::mesh::MeshLayout;
 use crate::options::RunOptions;
 use crate::rank::{HostSide, Rank, Settings};
 use crate::run::run_rank;
@@ -40,11 +40,7 @@ pub fn run_on_threads(
     options: &RunOptions,
     observe: &mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send),
 ) -> Result<Vec<RankSummary>, TrainError> {
-    let layout = Arc::new(Layout::new(
-        &workload.units(),
-        world_size as u64,
-        SHARD_ALIGN_ELEMS,
-    )?);
+    let layouts = MeshLayout::new(&workload.units(), world_size as u64, &settings.mesh)?;
     let comms = World::new(world_size, CommOptions::default().limit(settings.limit))?;
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
@@ -56,7 +52,7 @@ pub fn run_on_threads(
             threads,
             settings,
             workload,
-            Arc::clone(&layout),
+            layouts.clone(),
         )?;
         let mut observe_rank = |metrics: &StepMetrics| {
             if index == 0 {
@@ -147,8 +143,8 @@ pub fn run_on_host_device(
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let make = |comm, layout| host_rank(device, comm, threads, settings, workload, layout);
-    run_caught(&comm, make, workload, options, observe)
+    let make = |comm, layouts| host_rank(device, comm, threads, settings, workload, layouts);
+    run_caught(&comm, make, settings, workload, options, observe)
 }
 
 /// Trains as one rank of `comm` on `device`. Calls `observe` with this rank's metrics. With
@@ -188,12 +184,12 @@ pub fn run_on_cuda(
         observe(metrics)
     };
 
-    let make = |comm, layout| {
+    let make = |comm, layouts| {
         Rank::new(
             device,
             timeline,
             comm,
-            layout,
+            layouts,
             workload.passes(),
             settings,
             |device, compute| {
@@ -215,23 +211,28 @@ pub fn run_on_cuda(
         )
     };
 
-    run_caught(&comm, make, workload, options, &mut observe)
+    run_caught(&comm, make, settings, workload, options, &mut observe)
 }
 
 /// Creates a rank and trains; a failure or panic aborts the communicator.
 fn run_caught<D: Device>(
     comm: &Arc<dyn Communicator<D>>,
-    make: impl FnOnce(Arc<dyn Communicator<D>>, Arc<Layout>) -> Result<Rank<D>, TrainError>,
+    make: impl FnOnce(Arc<dyn Communicator<D>>, MeshLayout) -> Result<Rank<D>, TrainError>,
+    settings: &Settings,
     workload: &dyn Workload<D>,
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let layout = Arc::new(Layout::new(
-        &workload.units(),
-        comm.world_size() as u64,
-        SHARD_ALIGN_ELEMS,
-    )?);
-    let run = || run_rank(&make(Arc::clone(comm), layout)?, workload, options, observe);
+    let ranks = comm.world_size() as u64;
+    let run = || {
+        let layouts = MeshLayout::new(&workload.units(), ranks, &settings.mesh)?;
+        run_rank(
+            &make(Arc::clone(comm), layouts)?,
+            workload,
+            options,
+            observe,
+        )
+    };
     Ok(caught(&**comm, run)?)
 }
 
@@ -292,7 +293,7 @@ fn host_rank(
     threads: usize,
     settings: &Settings,
     workload: &dyn Workload<HostDevice>,
-    layout: Arc<Layout>,
+    layouts: MeshLayout,
 ) -> Result<Rank<HostDevice>, TrainError> {
     let timeline = Timeline::new();
     let device = device.with_timeline(timeline.clone());
@@ -300,7 +301,7 @@ fn host_rank(
         device,
         timeline,
         comm,
-        layout,
+        layouts,
         workload.passes(),
         settings,
         |device, _| {

@@ -12,9 +12,10 @@ use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::OptimizerConfig;
-use zero_shard::{Layout, UnitLayout, Widths, ZeroStage};
+use zero_shard::{Layout, Widths, ZeroStage};
 
 use crate::error::TrainError;
+use crate::mesh::{Mesh, MeshLayout, MeshSettings};
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
@@ -25,6 +26,8 @@ use crate::step::replay::Record;
 pub struct Settings {
     /// The ZeRO stage.
     pub stage: ZeroStage,
+    /// The ranks over which the stage shards.
+    pub mesh: MeshSettings,
     /// Type of parameters, and of gradients in collectives.
     pub dtype: DType,
     /// Micro-batches of a step.
@@ -59,6 +62,7 @@ impl Settings {
     pub fn new(stage: ZeroStage, dtype: DType, kind_of: KindOf) -> Self {
         Self {
             stage,
+            mesh: MeshSettings::default(),
             dtype,
             grad_accum_steps: 1,
             reduce_every_micro_batch: false,
@@ -186,8 +190,10 @@ impl<D: Device> HostSide<D> {
 
 /// One rank of a run.
 pub(crate) struct Rank<D: Device> {
-    /// The group of ranks.
+    /// All ranks: statistics, votes and checkpoints.
     pub(crate) comm: Arc<dyn Communicator<D>>,
+    /// The communicators of parameters and gradients.
+    pub(crate) mesh: Mesh<D>,
     /// Operations on flat ranges.
     pub(crate) kernels: Arc<dyn Kernels<D>>,
     /// The pool of all device memory.
@@ -200,8 +206,10 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) comm_stream: D::Stream,
     /// The operations of the two streams with their times.
     pub(crate) timeline: Timeline,
-    /// The sharding of all units.
+    /// The sharding of all units over this rank's group.
     pub(crate) layout: Arc<Layout>,
+    /// That layout, and the one over all ranks.
+    pub(crate) layouts: MeshLayout,
     /// The passes of the model.
     pub(crate) passes: Vec<Pass>,
     /// The rules of each tensor.
@@ -217,7 +225,7 @@ impl<D: Device> Rank<D> {
         device: D,
         timeline: Timeline,
         comm: Arc<dyn Communicator<D>>,
-        layout: Arc<Layout>,
+        layouts: MeshLayout,
         passes: Vec<Pass>,
         settings: &Settings,
         parts: impl FnOnce(&D, &D::Stream) -> Result<(Arc<dyn Kernels<D>>, HostSide<D>), TrainError>,
@@ -226,10 +234,14 @@ impl<D: Device> Rank<D> {
         let compute = device.create_stream(&format!("rank {index} compute"))?;
         let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
         let (kernels, host) = parts(&device, &compute)?;
+        let optimizer = settings.mesh.optimizer;
+        let mesh = Mesh::new(&device, Arc::clone(&comm), layouts.grid, optimizer)?;
         let pool = Pool::new(device, usize::MAX);
+        let layout = Arc::clone(&layouts.group);
         let groups = settings.resolve_groups(&layout)?;
         Ok(Self {
             comm,
+            mesh,
             kernels,
             pool,
             host,
@@ -237,6 +249,7 @@ impl<D: Device> Rank<D> {
             comm_stream,
             timeline,
             layout,
+            layouts,
             passes,
             groups,
             settings: settings.clone(),
@@ -263,13 +276,50 @@ impl<D: Device> Rank<D> {
         !self.groups.is_frozen(unit)
     }
 
-    /// The range of the unit's flat parameter whose optimizer state this rank holds: its shard, or
-    /// all of it at stage 0.
-    pub(crate) fn held(&self, unit: &UnitLayout) -> Range<u64> {
+    /// This rank among all.
+    pub(crate) fn index(&self) -> u64 {
+        self.comm.rank() as u64
+    }
+
+    /// The range of the unit's flat parameter whose gradients this rank reduces: its shard, or all
+    /// of it at stage 0.
+    pub(crate) fn reduced(&self, unit: usize) -> Range<u64> {
+        let placed = &self.layout.units()[unit];
         match self.settings.stage.shards_optimizer() {
-            true => unit.shard(self.comm.rank() as u64),
-            false => 0..unit.padded_elems,
+            true => placed.shard(self.layouts.shard(self.index())),
+            false => 0..placed.padded_elems,
         }
+    }
+
+    /// The range of the unit's flat parameter whose optimizer state this rank holds: that of its
+    /// gradients, or this replica's part of it.
+    pub(crate) fn held(&self, unit: usize) -> Range<u64> {
+        if !self.settings.stage.shards_optimizer() {
+            return self.reduced(unit);
+        }
+        let (layout, shard) = self.layouts.updated(self.index());
+        layout.units()[unit].shard(shard)
+    }
+
+    /// The layout of the optimizer state, and this rank's shard of it; none at stage 0.
+    pub(crate) fn shard_held(&self) -> Option<u64> {
+        let sharded = self.settings.stage.shards_optimizer();
+        sharded.then(|| self.layouts.updated(self.index()).1)
+    }
+
+    /// The streams of collectives.
+    pub(crate) fn collective_streams(&self) -> impl Iterator<Item = &D::Stream> {
+        let replicas = self.mesh.replicas.iter();
+        std::iter::once(&self.comm_stream).chain(replicas.map(|replicas| &replicas.stream))
+    }
+
+    /// All streams.
+    pub(crate) fn streams(&self) -> Vec<D::Stream> {
+        let collectives = self.collective_streams();
+        std::iter::once(&self.compute)
+            .chain(collectives)
+            .cloned()
+            .collect()
     }
 
     /// The passes whose backward is run, in reverse: behind the first that adds to a trained
@@ -285,10 +335,11 @@ impl<D: Device> Rank<D> {
         complete_after(&self.passes, pass).filter(|&unit| self.trains(unit))
     }
 
-    /// Blocks the host until both streams are idle.
+    /// Blocks the host until the streams are idle.
     pub(crate) fn synchronize(&self) -> Result<(), TrainError> {
-        self.compute.synchronize(self.settings.host_limit())?;
-        Ok(self.comm_stream.synchronize(self.settings.host_limit())?)
+        let limit = self.settings.host_limit();
+        let mut streams = self.streams().into_iter();
+        Ok(streams.try_for_each(|stream| stream.synchronize(limit))?)
     }
 }
 

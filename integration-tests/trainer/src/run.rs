@@ -297,7 +297,7 @@ impl<'a, D: Device> Run<'a, D> {
         let outcome = stage.optimizer().outcome(rank)?;
         // A collective of a graph does not fail its stream when it is aborted, so its failure is
         // checked here.
-        if let Some(failure) = rank.comm.failure() {
+        if let Some(failure) = rank.mesh.failure() {
             return Err(failure.into());
         }
         if let (true, Some(saver)) = (flags::ready(outcome.flags()), &mut self.saver) {
@@ -314,7 +314,7 @@ impl<'a, D: Device> Run<'a, D> {
         let host = self.parts.stage.optimizer().on_host();
         Moved {
             nvme: host.and_then(|host| host.nvme()),
-            sent: self.parts.rank.comm.traffic() + self.parts.recorder.sent(),
+            sent: self.parts.rank.mesh.traffic() + self.parts.recorder.sent(),
         }
     }
 

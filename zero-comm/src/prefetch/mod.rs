@@ -179,13 +179,13 @@ pub trait ShardSource<D: Device>: Send {
     /// wait.
     ///
     /// # Errors
-    /// A stream returned an error.
+    /// A stream or a collective returned an error.
     fn fetch(
         &mut self,
         comm_stream: &D::Stream,
         unit: usize,
         own: AnySlice,
-    ) -> Result<AnySlice, DeviceError>;
+    ) -> Result<AnySlice, PrefetchError>;
 }
 
 enum Shards<D: Device> {

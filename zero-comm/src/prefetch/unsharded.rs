@@ -59,7 +59,7 @@ impl<D: Device> Unsharded<D> {
         comm: &dyn Communicator<D>,
         comm_stream: &D::Stream,
         (len, dtype): (usize, DType),
-        shard: impl FnOnce(AnySlice) -> Result<AnySlice, DeviceError>,
+        shard: impl FnOnce(AnySlice) -> Result<AnySlice, PrefetchError>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
         let mut block = pool.allocate(
@@ -72,8 +72,7 @@ impl<D: Device> Unsharded<D> {
         // communication stream below, the user's stream by `Drop`.
         let slice = unsafe { block.slice() };
         let own = slice.slice(comm.rank() * len..(comm.rank() + 1) * len);
-        let enqueued = shard(own).map_err(PrefetchError::from);
-        let enqueued = enqueued.and_then(|shard| Ok(comm.all_gather(comm_stream, shard, slice)?));
+        let enqueued = shard(own).and_then(|shard| Ok(comm.all_gather(comm_stream, shard, slice)?));
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;

@@ -7,6 +7,7 @@ mod ends;
 mod failures;
 mod groups;
 mod identical;
+mod mesh;
 mod model;
 mod offload;
 mod offload_time;

@@ -20,8 +20,8 @@ use zero_shard::{Layout, ZeroStage};
 use zero_trainer::TrainError;
 use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
-    OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings, StepMetrics,
-    ValidationOptions, Workload, run_on_threads,
+    MeshSettings, OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings,
+    StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
 
 pub(crate) use integration_tests::relative_error;
@@ -40,6 +40,7 @@ pub(crate) struct Case {
     pub(crate) oracle: Oracle,
     pub(crate) ranks: usize,
     pub(crate) stage: u64,
+    pub(crate) mesh: MeshSettings,
     pub(crate) dtype: DType,
     pub(crate) steps: u64,
     pub(crate) grad_accum: usize,
@@ -62,6 +63,7 @@ impl Default for Case {
             oracle: GPT2,
             ranks: 2,
             stage: 3,
+            mesh: MeshSettings::default(),
             dtype: DType::F32,
             steps: 4,
             grad_accum: 1,
@@ -125,6 +127,7 @@ impl Case {
     pub(crate) fn settings(&self) -> Settings {
         let stage = ZeroStage::from_number(self.stage).unwrap();
         Settings {
+            mesh: self.mesh,
             grad_accum_steps: self.grad_accum,
             reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self.bucket_elems,

@@ -63,7 +63,7 @@ pub(crate) struct HostOptimizer<D: Device> {
     /// The units in the order in which a forward reads them.
     order: Vec<usize>,
     /// Streams of the device that use memory of the host.
-    device_streams: [D::Stream; 3],
+    device_streams: Vec<D::Stream>,
     limit: Duration,
 }
 
@@ -87,8 +87,8 @@ impl<D: Device> HostOptimizer<D> {
             .create_stream(&format!("rank {index} copies"))?;
         // Before the state, whose first use of the disk would delay pinning.
         let params = HostParams::new(rank, &stream, &segments, on_device)?;
-        let shards_of = settings.stage.shards_optimizer().then_some(index as u64);
-        let groups = rank.groups.of(&rank.layout, shards_of)?;
+        let (layout, _) = rank.layouts.updated(rank.index());
+        let groups = rank.groups.of(layout, rank.shard_held())?;
         let options = &settings.offload;
         let kernels = match options.optimizer {
             Home::Nvme(_) => &host.nvme_kernels,
@@ -124,11 +124,8 @@ impl<D: Device> HostOptimizer<D> {
         let mut seen = vec![false; rank.units()];
         order.retain(|&unit| !std::mem::replace(&mut seen[unit], true));
         let units = rank.units();
-        let device_streams = [
-            rank.compute.clone(),
-            rank.comm_stream.clone(),
-            copies.clone(),
-        ];
+        let mut device_streams = rank.streams();
+        device_streams.push(copies.clone());
 
         Ok(Self {
             optimizer,
@@ -289,7 +286,7 @@ impl<D: Device> HostOptimizer<D> {
 
         let mut params = params.lock();
         // The device reads the parameters of the last step no more.
-        for device_stream in [&rank.compute, &rank.comm_stream] {
+        for device_stream in rank.streams() {
             params.wait_for_device(&device_stream.record()?)?;
         }
         let overwritten =
@@ -455,8 +452,8 @@ impl<D: Device> HostOptimizer<D> {
         for unit in 0..rank.units() {
             let held = params.acquire(unit, SwapAccess::Update)?;
             let own = RankParams {
-                layout: &rank.layout,
-                rank: rank.comm.rank() as u64,
+                layout: &rank.layouts.parts,
+                rank: rank.layouts.part(rank.index()),
                 params: &[(held.values, 0)],
             };
             optimizer

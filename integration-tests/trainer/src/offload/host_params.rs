@@ -19,7 +19,6 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, Stream}
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::swap::{SwapAccess, SwapFile, SwapRing};
 use zero_alloc::{Block, Purpose};
-use zero_comm::ShardSource;
 use zero_optim::Segment;
 
 use crate::error::TrainError;
@@ -173,8 +172,9 @@ impl<D: Device> HostParams<D> {
         }
     }
 
-    /// Enqueues filling `own` with the shard of `unit`, or returns the device's memory that has it.
-    fn fetch(
+    /// Enqueues filling `own` with the parameters of `unit`, or returns the device's memory that
+    /// has them.
+    pub(crate) fn fetch(
         &mut self,
         stream: &D::Stream,
         unit: usize,
@@ -285,31 +285,5 @@ impl<D: Device> Drop for HostParams<D> {
             // device.
             let _closed = block.record_use(&self.update);
         }
-    }
-}
-
-/// The shards of stage 3 for a prefetcher.
-pub(crate) struct Fetch<D: Device> {
-    pub(crate) params: SharedParams<D>,
-    pub(crate) shard_elems: Vec<usize>,
-    pub(crate) dtype: DType,
-}
-
-impl<D: Device> ShardSource<D> for Fetch<D> {
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn shard_elems(&self) -> Vec<usize> {
-        self.shard_elems.clone()
-    }
-
-    fn fetch(
-        &mut self,
-        comm_stream: &D::Stream,
-        unit: usize,
-        own: AnySlice,
-    ) -> Result<AnySlice, DeviceError> {
-        self.params.lock().fetch(comm_stream, unit, own)
     }
 }

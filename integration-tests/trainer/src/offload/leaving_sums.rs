@@ -26,8 +26,8 @@ pub(crate) struct LeavingSums<D: Device> {
     /// Reduced units on the device.
     leaving: [Leaving<D>; 2],
     next: usize,
-    /// Elements of each unit's sum.
-    lens: Vec<usize>,
+    /// Elements of each reduced unit.
+    reduced: Vec<usize>,
     route: Route,
     copies: D::Stream,
     update: HostStream,
@@ -123,8 +123,9 @@ impl<D: Device> LeavingSums<D> {
     ) -> Result<Self, TrainError> {
         let settings = &rank.settings;
         let update = optimizer.stream().clone();
-        let lens = sum_lens(rank);
-        let largest = lens.iter().copied().max().unwrap_or(0);
+        let lens = lens_of(rank, Rank::held);
+        let reduced = lens_of(rank, Rank::reduced);
+        let largest = reduced.iter().copied().max().unwrap_or(0);
         let on_file = match settings.offload.grads_on_file() {
             Some(dir) => {
                 let name = file_name(&update, "gradients");
@@ -164,7 +165,7 @@ impl<D: Device> LeavingSums<D> {
         Ok(Self {
             leaving: [leaving(rank, largest)?, leaving(rank, largest)?],
             next: 0,
-            lens,
+            reduced,
             route,
             copies: optimizer.copies().clone(),
             update,
@@ -203,7 +204,7 @@ impl<D: Device> LeavingSums<D> {
         // the host, the update's use it, ordered by events; the optimizer, which is dropped first,
         // waits for them.
         let buffer = unsafe { leaving.block.slice() };
-        Ok(buffer.slice(0..self.lens[unit]))
+        Ok(buffer.slice(0..self.reduced[unit]))
     }
 
     /// Lets a reduced unit leave the last transfer buffer. The host adds it to those of earlier
@@ -281,18 +282,17 @@ impl<D: Device> LeavingSums<D> {
     }
 }
 
-/// Elements of each unit that the rank updates; none of a frozen unit.
-fn sum_lens<D: Device>(rank: &Rank<D>) -> Vec<usize> {
-    let units = rank.layout.units().iter().enumerate();
-    let len = |(unit, placed)| {
-        let held = rank.held(placed);
+/// Elements of a range of each unit; none of a frozen unit.
+fn lens_of<D: Device>(rank: &Rank<D>, of: impl Fn(&Rank<D>, usize) -> Range<u64>) -> Vec<usize> {
+    let len = |unit| {
+        let range = of(rank, unit);
         if rank.trains(unit) {
-            (held.end - held.start) as usize
+            (range.end - range.start) as usize
         } else {
             0
         }
     };
-    units.map(len).collect()
+    (0..rank.units()).map(len).collect()
 }
 
 fn leaving<D: Device>(rank: &Rank<D>, elems: usize) -> Result<Leaving<D>, TrainError> {

@@ -1,4 +1,5 @@
-//! The comparison of replicas: at stages 0 to 2 all ranks hold the same parameters.
+//! The comparison of replicas: at stages 0 to 2 all ranks hold the same parameters, at stage 3 the
+//! ranks with the same shard.
 //!
 //! A faulty card, memory or link changes the parameters of one rank. Nothing fails then: its
 //! gradients go into the sums of all ranks, and a checkpoint has shards of replicas that differ. A
@@ -18,48 +19,58 @@ use crate::stages::stage::Stage;
 /// Bytes that are copied to the host at a time.
 const CHUNK_BYTES: usize = 4 << 20;
 
-/// Returns an error on all ranks if the parameters of two ranks differ after `step`. Collective;
-/// does nothing at stage 3.
+/// Returns an error if the parameters of two ranks that hold the same ones differ after `step`: on
+/// all ranks at stages 0 to 2, on those that compared at stage 3. Collective.
 pub(crate) fn check<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     step: u64,
 ) -> Result<(), TrainError> {
-    let whole = if rank.comm.world_size() > 1 {
-        stage.whole_params(rank)?
-    } else {
-        Vec::new()
-    };
-
-    if whole.is_empty() {
+    if rank.comm.world_size() == 1 {
         return Ok(());
     }
-    let mut checksums = RankSettings::new();
+    let params = stage.replicated(rank)?;
+    if params.is_empty() {
+        return Ok(());
+    }
 
-    for (unit, params) in rank.layout.units().iter().zip(whole) {
+    let mut checksums = RankSettings::new();
+    for (unit, params) in rank.layout.units().iter().zip(params) {
         let checksum = checksum(rank, params)?;
         checksums.push(&unit.name, format_args!("{checksum:016x}"));
     }
 
-    let exchange = RankExchange::of(rank);
-    agree(rank.comm.rank(), Ok(&checksums), |message: &[u8]| {
+    let of_shard = rank.settings.stage.shards_params();
+    let replicas = rank.mesh.replicas.as_ref().filter(|_| of_shard);
+    let exchange = match replicas {
+        Some(replicas) => RankExchange::of_replicas(rank, replicas),
+        None => RankExchange::of(rank),
+    };
+    // The ranks that compare, in the order of the exchange.
+    let ranks: Vec<usize> = match replicas {
+        Some(_) => rank.layouts.peers(rank.index()),
+        None => (0..rank.comm.world_size()).collect(),
+    };
+    let place = replicas.map_or(rank.comm.rank(), |replicas| replicas.comm.rank());
+
+    agree(place, Ok(&checksums), |message: &[u8]| {
         exchange.exchange(message)
     })
     .map_err(|error| match error {
         AgreementError::Differs {
-            rank,
+            rank: place,
             reference,
             setting: unit,
             ..
         } => TrainError::Replicas {
             step,
-            rank,
-            reference,
+            rank: ranks[place],
+            reference: ranks[reference],
             unit,
         },
         // The failure of the group is the cause.
         error => rank
-            .comm
+            .mesh
             .failure()
             .map_or_else(|| TrainError::Agreement(error), TrainError::Comm),
     })

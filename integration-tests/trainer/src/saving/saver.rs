@@ -48,19 +48,31 @@ fn states() -> Vec<StateSpec> {
 }
 
 /// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that
-/// rank's, also where this rank adds where its file is kept; others as they are.
-fn of_rank(error: CkptError) -> CkptError {
-    let CkptError::Kept { error: cause, .. } = &error else {
-        return error;
-    };
-    let CkptError::Rank { rank, .. } = **cause else {
-        return error;
-    };
+/// rank's, also where this rank adds where its file is kept; others as they are. zero-ckpt names a
+/// rank by its part.
+fn of_part<D: Device>(rank: &Rank<D>, error: CkptError) -> CkptError {
+    let rank_of = |part| rank.layouts.rank_of_part(part);
     let text = error.to_string();
-    let own = text.strip_prefix(&format!("rank {rank}: "));
-    CkptError::Rank {
-        rank,
-        message: own.unwrap_or(&text).to_owned(),
+    let cause = match &error {
+        CkptError::Kept { error: cause, .. } => cause,
+        _ => &error,
+    };
+    match *cause {
+        CkptError::Rank { rank: part, .. } => {
+            let message = text.strip_prefix(&format!("rank {part}: "));
+            CkptError::Rank {
+                rank: rank_of(part),
+                message: message.unwrap_or(&text).to_owned(),
+            }
+        }
+        CkptError::NotShared {
+            rank: part,
+            ref message,
+        } => CkptError::NotShared {
+            rank: rank_of(part),
+            message: message.clone(),
+        },
+        _ => error,
     }
 }
 
@@ -74,23 +86,23 @@ impl Saver {
         options: StoreOptions,
     ) -> Result<Self, TrainError> {
         let options = options.stall_limit(rank.settings.limit);
-        let model = ModelSpec::from(&*rank.layout);
+        let parts = &rank.layouts.parts;
+        let model = ModelSpec::from(&**parts);
         let check =
             move |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
-        let exchange = &mut RankExchange::of(rank);
-        let store = Store::create_on_ranks(dir, rank.comm.rank() as u64, options, exchange, check)?;
+        let exchange = &mut RankExchange::of_parts(rank);
+        let part = rank.layouts.part(rank.index());
+        let store = Store::create_on_ranks(dir, part, options, exchange, check)
+            .map_err(|error| of_part(rank, error))?;
         for notice in store.take_notices() {
             tracing::warn!("checkpoints in {}: {notice}", dir.display());
         }
 
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
-            false => Saves::Background(BackgroundStore::new(
-                store,
-                Arc::clone(&rank.layout),
-                states(),
-                1,
-            )?),
+            false => {
+                Saves::Background(BackgroundStore::new(store, Arc::clone(parts), states(), 1)?)
+            }
         };
 
         Ok(Self {
@@ -125,10 +137,11 @@ impl Saver {
             })?),
             Saves::Streamed(store) => {
                 let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
-                let stage = || store.stage_streamed(meta.step, &rank.layout, states(), fill);
-                let published =
-                    store.save_with(&meta, &rank.layout, stage, &mut RankExchange::of(rank));
-                let published = published.map_err(of_rank)?;
+                let parts = &rank.layouts.parts;
+                let stage = || store.stage_streamed(meta.step, parts, states(), fill);
+                let exchange = &mut RankExchange::of_parts(rank);
+                let published = store.save_with(&meta, parts, stage, exchange);
+                let published = published.map_err(|error| of_part(rank, error))?;
                 self.published(&published);
                 Ok(())
             }
@@ -153,8 +166,8 @@ impl Saver {
         if let Saves::Background(background) = &mut self.store
             && background.in_flight() > 0
             && let Some(published) = background
-                .advance(&mut RankExchange::of(rank))
-                .map_err(of_rank)?
+                .advance(&mut RankExchange::of_parts(rank))
+                .map_err(|error| of_part(rank, error))?
         {
             self.published(&published);
         }
@@ -167,8 +180,8 @@ impl Saver {
             && background.in_flight() > 0
         {
             let published = background
-                .complete(&mut RankExchange::of(rank))
-                .map_err(of_rank)?;
+                .complete(&mut RankExchange::of_parts(rank))
+                .map_err(|error| of_part(rank, error))?;
             self.published(&published);
         }
         Ok(())

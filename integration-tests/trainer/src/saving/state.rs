@@ -24,7 +24,7 @@ pub(crate) fn set_weights<D: Device>(
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
     for (unit, placed) in rank.layout.units().iter().enumerate() {
-        let held = rank.held(placed);
+        let held = rank.held(unit);
         let elems = (held.end - held.start) as usize;
         stage
             .optimizer()

@@ -43,15 +43,15 @@ impl<D: Device> DeviceSums<D> {
     }
 
     /// This rank's shard of `unit`.
-    pub(crate) fn own(&self, unit: usize) -> AnySlice {
-        self.storage.own(unit)
+    pub(crate) fn shard(&self, unit: usize) -> AnySlice {
+        self.storage.shard(unit)
     }
 
     /// The place of the sum of `unit`; if `adds`, the sum of earlier micro-batches.
     pub(crate) fn target(&mut self, unit: usize, adds: bool) -> SumInto<D> {
         match self.reduced[unit].take() {
             Some(earlier) if adds => SumInto::Add(earlier),
-            _ if self.sharded => SumInto::Write(self.storage.own(unit)),
+            _ if self.sharded => SumInto::Write(self.storage.shard(unit)),
             _ => SumInto::Write(self.storage.unit(unit)),
         }
     }

@@ -60,7 +60,7 @@ impl<D: Device> Gradients<D> {
             settings,
             pool,
             compute,
-            comm,
+            mesh,
             ..
         } = rank;
 
@@ -86,15 +86,15 @@ impl<D: Device> Gradients<D> {
 
         let places = places.into_iter().enumerate().map(with_memory).collect();
 
-        let world_size = comm.world_size();
-        let capacity = settings.bucket_capacity_elems.max(world_size);
+        let ranks = mesh.group.world_size();
+        let capacity = settings.bucket_capacity_elems.max(ranks);
         let options = BucketOptions::new(capacity, settings.dtype)
-            .count(settings.buckets(world_size, rank.is_host()))
+            .count(settings.buckets(ranks, rank.is_host()))
             .overlap(settings.overlap);
 
         let buckets = Buckets::new(
             pool,
-            comm.clone(),
+            mesh.group.clone(),
             compute.clone(),
             rank.comm_stream.clone(),
             options,
@@ -142,7 +142,8 @@ impl<D: Device> Gradients<D> {
 
     /// Sums `unit`, whose backward of a micro-batch is complete, over all ranks; each rank keeps
     /// its shard of the sum, at stage 0 all of it. `micro` counts micro-batches from 0; if they are
-    /// summed in place, only the last reduces.
+    /// summed in place, only the last reduces. Replicas sum once a step, unless sums leave the
+    /// device after each micro-batch.
     pub(crate) fn reduce(
         &mut self,
         rank: &Rank<D>,
@@ -151,7 +152,7 @@ impl<D: Device> Gradients<D> {
         optimizer: &mut Optimizer<D>,
     ) -> Result<(), TrainError> {
         let last = micro + 1 == rank.settings.grad_accum_steps;
-        let alone = rank.comm.world_size() == 1;
+        let alone = rank.mesh.group.world_size() == 1;
         let sum = match self.place(unit)? {
             InBackward::Sum(_) if !last => return Ok(()),
             InBackward::Sum(sum) if alone => complete(rank, sum)?,
@@ -171,6 +172,16 @@ impl<D: Device> Gradients<D> {
             },
         };
 
+        let sum = match &rank.mesh.replicas {
+            Some(replicas) if last || optimizer.sums_leave() => {
+                let of_all = replicas.sum(&sum)?;
+                if !rank.settings.overlap {
+                    of_all.wait_on(&rank.compute)?;
+                }
+                of_all
+            }
+            _ => sum,
+        };
         optimizer.take_sum(rank, unit, micro, sum)
     }
 
@@ -185,7 +196,7 @@ impl<D: Device> Gradients<D> {
         unit: usize,
         optimizer: &mut Optimizer<D>,
     ) -> Result<AnySlice, TrainError> {
-        let (whole, written) = if rank.comm.world_size() > 1 {
+        let (whole, written) = if rank.mesh.group.world_size() > 1 {
             let padded = rank.layout.units()[unit].padded_elems as usize;
             let filling = self.buckets.begin(padded)?;
             // SAFETY: the pass uses it on the compute stream, before `reduce` launches it.

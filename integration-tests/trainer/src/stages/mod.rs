@@ -5,6 +5,7 @@ pub(crate) mod device_sums;
 pub(crate) mod gradients;
 pub(crate) mod optimizer;
 pub(crate) mod places;
+pub(crate) mod shards;
 pub(crate) mod stage;
 pub(crate) mod stage3;
 pub(crate) mod stages_1_and_2;

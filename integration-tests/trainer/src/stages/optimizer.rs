@@ -9,8 +9,6 @@
 //! | on the host, which is the device | on the device, in place |
 //! | on the host of a GPU, or gradients on NVMe | leave the device unit by unit ([`LeavingSums`]) |
 
-use std::ops::Range;
-
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced, Stream};
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
@@ -18,6 +16,7 @@ use zero_optim::{
     DeviceStepConfig, Divisor, Progress, RankParams, Segment, ShardedAdamW, StateKind, StateRange,
     StepOutcome, UnitSlices,
 };
+use zero_shard::UnitLayout;
 
 use crate::error::TrainError;
 use crate::offload::host_optimizer::HostOptimizer;
@@ -135,11 +134,11 @@ impl<D: Device> Optimizer<D> {
         unit: usize,
     ) -> Result<AnySlice, TrainError> {
         match self {
-            Self::Device(device) => Ok(device.sums.own(unit)),
+            Self::Device(device) => Ok(device.sums.shard(unit)),
             Self::Host(host) => match &mut host.sums {
                 HostSums::Shared(sums) => {
                     host.optimizer.wait_for_release(rank, &rank.compute, unit)?;
-                    Ok(sums.own(unit))
+                    Ok(sums.shard(unit))
                 }
                 HostSums::Leaving(sums) => sums.next_buffer(rank, unit, &rank.compute),
             },
@@ -171,6 +170,11 @@ impl<D: Device> Optimizer<D> {
                 }
             },
         }
+    }
+
+    /// Whether the sum of each micro-batch leaves the device.
+    pub(crate) fn sums_leave(&self) -> bool {
+        matches!(self, Self::Host(host) if matches!(host.sums, HostSums::Leaving(_)))
     }
 
     /// Takes the sum over ranks of micro-batch `micro`. If it is the last, the host enqueues its
@@ -367,8 +371,8 @@ impl<D: Device> Optimizer<D> {
         };
         let params: Vec<_> = device.params.iter().map(|&param| [(param, 0)]).collect();
         let own = RankParams {
-            layout: &rank.layout,
-            rank: rank.comm.rank() as u64,
+            layout: &rank.layouts.parts,
+            rank: rank.layouts.part(rank.index()),
             params: &params,
         };
         let limit = rank.settings.host_limit();
@@ -384,20 +388,24 @@ pub fn device_steps(ranks: usize) -> DeviceStepConfig {
     DeviceStepConfig::new(0, ranks, Divisor::MicroBatches(1), STEPS_AHEAD as usize)
 }
 
-/// The parts of the units that this rank updates: its shards, or at stage 0 all of each.
+/// The parts of the units that this rank updates: its shards, parts of them, or at stage 0 all of
+/// each unit.
 fn segments<D: Device>(rank: &Rank<D>) -> Vec<Segment> {
-    let index = |r: Range<u64>| r.start as usize..r.end as usize;
-    let own = rank.comm.rank() as u64;
-    let units = rank.layout.units().iter();
-    if rank.settings.stage.shards_optimizer() {
-        units
-            .map(|u| Segment::shard(&u.name, index(u.shard_range())))
-            .collect()
-    } else {
-        units
-            .map(|u| Segment::whole(&u.name, index(u.whole_range()), index(u.shard(own))))
-            .collect()
-    }
+    let mut end = 0;
+    let segment = |(unit, placed): (usize, &UnitLayout)| {
+        let held = rank.held(unit);
+        let counted = rank.layouts.counted(unit, rank.index());
+        let own = (counted.start - held.start) as usize..(counted.end - held.start) as usize;
+        let start = end;
+        end += (held.end - held.start) as usize;
+        Segment::whole(&placed.name, start..end, own)
+    };
+    rank.layout
+        .units()
+        .iter()
+        .enumerate()
+        .map(segment)
+        .collect()
 }
 
 fn device_optimizer<D: Device>(
@@ -405,9 +413,8 @@ fn device_optimizer<D: Device>(
     segments: Vec<Segment>,
 ) -> Result<ShardedAdamW<D>, TrainError> {
     let settings = &rank.settings;
-    let sharded = settings.stage.shards_optimizer();
-    let shards_of = sharded.then_some(rank.comm.rank() as u64);
-    let groups = rank.groups.of(&rank.layout, shards_of)?;
+    let (layout, _) = rank.layouts.updated(rank.index());
+    let groups = rank.groups.of(layout, rank.shard_held())?;
     Ok(
         ShardedAdamW::builder(&rank.pool, rank.kernels.clone(), &rank.compute)
             .config(settings.optimizer.clone())

@@ -82,6 +82,12 @@ pub(crate) trait Stage<D: Device>: Send {
         self.optimizer().update(rank)
     }
 
+    /// The parameters of each unit that other ranks hold, too: [whole](Self::whole_params), or at
+    /// stage 3 the shards of replicas, if they are on the device.
+    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
+        self.whole_params(rank)
+    }
+
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
     fn optimizer(&mut self) -> &mut Optimizer<D>;
 

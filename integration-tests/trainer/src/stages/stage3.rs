@@ -6,19 +6,16 @@
 //! forward, keeps its units between the two. Gradients are reduced as in stage 2, and nothing is
 //! gathered after the step. At most 3 Ψ elements are sent: two all-gathers and one reduce-scatter.
 
-use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device};
 use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
 
 use crate::error::TrainError;
 use crate::model::Model;
-use crate::offload::host_params::Fetch;
-use crate::offload::settings::Home;
 use crate::rank::{Rank, uses};
 use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
+use crate::stages::shards::SharedShards;
 use crate::stages::stage::{MicroBatches, Read, Stage};
-use crate::stages::storage::Storage;
 
 /// One rank of stage 3.
 pub(crate) struct Stage3<D: Device> {
@@ -31,54 +28,26 @@ pub(crate) struct Stage3<D: Device> {
     /// The optimizer state of this rank's shard. Declared before what it updates: its drop waits
     /// for the host's work.
     optimizer: Optimizer<D>,
-    /// This rank's shard of the parameters, unless they are offloaded.
-    _params: Option<Storage<D>>,
+    /// This rank's shard of the parameters.
+    shards: SharedShards<D>,
     /// This rank's shard of the gradients, summed over ranks.
     grads: Gradients<D>,
 }
 
 impl<D: Device> Stage3<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
-        let on_device = match rank.settings.offload.params {
-            Home::Device => true,
-            Home::Host => rank.is_host(),
-            Home::Nvme(_) => false,
-        };
-
-        let params = || Storage::shards(rank, rank.settings.dtype, Purpose::Params);
-        let params = on_device.then(params).transpose()?;
-        let shards = params.as_ref().map(Storage::all_own);
-        let optimizer = Optimizer::new(rank, shards.clone())?;
+        let shards = SharedShards::new(rank)?;
+        let optimizer = Optimizer::new(rank, shards.updated())?;
+        shards.set_updates(optimizer.host_params());
         let prefetcher = |order| {
-            let comm = rank.comm.clone();
-            let compute = rank.compute.clone();
-            let comm_stream = rank.comm_stream.clone();
-            let pool = rank.pool.clone();
-            let options = rank.settings.prefetch;
-            let mut prefetcher = match optimizer.host_params() {
-                None => Prefetcher::new(
-                    pool,
-                    comm,
-                    compute,
-                    comm_stream,
-                    shards.clone().unwrap_or_default(),
-                    options,
-                ),
-                Some(params) => {
-                    let shard_elems = rank
-                        .layout
-                        .units()
-                        .iter()
-                        .map(|unit| unit.shard_elems as usize)
-                        .collect();
-                    let source = Fetch {
-                        params,
-                        shard_elems,
-                        dtype: rank.settings.dtype,
-                    };
-                    Prefetcher::with_source(pool, comm, compute, comm_stream, source, options)
-                }
-            };
+            let mut prefetcher = Prefetcher::with_source(
+                rank.pool.clone(),
+                rank.mesh.group.clone(),
+                rank.compute.clone(),
+                rank.comm_stream.clone(),
+                shards.clone(),
+                rank.settings.prefetch,
+            );
             prefetcher.expect_order(order).map(|()| prefetcher)
         };
 
@@ -89,7 +58,7 @@ impl<D: Device> Stage3<D> {
             prefetcher,
             forward_only,
             optimizer,
-            _params: params,
+            shards,
             grads,
         })
     }
@@ -223,7 +192,17 @@ impl<D: Device> Stage<D> for Stage3<D> {
         &mut self.optimizer
     }
 
-    fn publish(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {
-        Ok(())
+    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
+        self.shards.of_replicas(rank)
+    }
+
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        self.shards.wait(rank)?;
+        self.optimizer.update(rank)?;
+        self.shards.gather(rank, |unit| rank.trains(unit))
+    }
+
+    fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        self.shards.gather(rank, |_| true)
     }
 }

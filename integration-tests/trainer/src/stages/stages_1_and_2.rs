@@ -31,7 +31,7 @@ pub(crate) struct Stages1And2<D: Device> {
 impl<D: Device> Stages1And2<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let mut params = WholeParams::new(rank)?;
-        let optimizer = Optimizer::new(rank, Some(params.own()))?;
+        let optimizer = Optimizer::new(rank, Some(params.updated()))?;
         params.set_updates(optimizer.host_params());
         let grads = Gradients::new(rank, model, &optimizer)?;
         Ok(Self {

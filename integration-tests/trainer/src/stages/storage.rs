@@ -15,8 +15,10 @@ pub(crate) struct Storage<D: Device> {
     /// The range of each unit's part.
     units: Vec<Range<usize>>,
     /// The range of this rank's shard of each unit.
-    own: Vec<Range<usize>>,
-    streams: [D::Stream; 2],
+    shards: Vec<Range<usize>>,
+    /// The range of each unit that this rank updates.
+    updated: Vec<Range<usize>>,
+    streams: Vec<D::Stream>,
 }
 
 fn index(range: Range<u64>) -> Range<usize> {
@@ -30,23 +32,9 @@ impl<D: Device> Storage<D> {
         dtype: DType,
         purpose: Purpose,
     ) -> Result<Self, TrainError> {
-        let layout = &rank.layout;
-        let index_of_rank = rank.comm.rank() as u64;
-        let units = layout
-            .units()
-            .iter()
-            .map(|u| index(u.whole_range()))
-            .collect();
-        let own = |unit| layout.own_in_whole(unit, index_of_rank).map(index);
-        let own = (0..rank.units()).map(own).collect::<Result<_, _>>()?;
-        Self::new(
-            rank,
-            layout.padded_elems() as usize,
-            dtype,
-            purpose,
-            units,
-            own,
-        )
+        let units = rank.layout.units().iter();
+        let units = units.map(|unit| (index(unit.whole_range()), 0)).collect();
+        Self::new(rank, dtype, purpose, units)
     }
 
     /// This rank's shard of every unit, set to zero.
@@ -55,74 +43,64 @@ impl<D: Device> Storage<D> {
         dtype: DType,
         purpose: Purpose,
     ) -> Result<Self, TrainError> {
-        let layout = &rank.layout;
-        let units: Vec<_> = layout
-            .units()
-            .iter()
-            .map(|u| index(u.shard_range()))
+        let units = rank.layout.units().iter().enumerate();
+        let units = units
+            .map(|(i, unit)| (index(unit.shard_range()), rank.reduced(i).start as usize))
             .collect();
-        Self::new(
-            rank,
-            layout.shard_elems() as usize,
-            dtype,
-            purpose,
-            units.clone(),
-            units,
-        )
+        Self::new(rank, dtype, purpose, units)
     }
 
     /// The gradients, set to zero: all units whole, or this rank's shard of each. Frozen units have
     /// no elements.
     pub(crate) fn gradients(rank: &Rank<D>, whole: bool) -> Result<Self, TrainError> {
         let mut units = Vec::new();
-        let mut own = Vec::new();
         let mut end = 0;
         for (i, unit) in rank.layout.units().iter().enumerate() {
-            let (len, shard) = match (rank.trains(i), whole) {
-                (false, _) => (0, 0..0),
-                (true, true) => (
-                    unit.padded_elems as usize,
-                    index(unit.shard(rank.comm.rank() as u64)),
-                ),
-                (true, false) => (unit.shard_elems as usize, 0..unit.shard_elems as usize),
+            let (len, first) = match (rank.trains(i), whole) {
+                (false, _) => (0, 0),
+                (true, true) => (unit.padded_elems as usize, 0),
+                (true, false) => (unit.shard_elems as usize, rank.reduced(i).start as usize),
             };
-            units.push(end..end + len);
-            own.push(end + shard.start..end + shard.end);
+            units.push((end..end + len, first));
             end += len;
         }
-
-        Self::new(
-            rank,
-            end,
-            rank.settings.grad_dtype(),
-            Purpose::Grads,
-            units,
-            own,
-        )
+        Self::new(rank, rank.settings.grad_dtype(), Purpose::Grads, units)
     }
 
+    /// `units`: the range of each unit's part in the storage, and the position of its first element
+    /// in the unit.
     fn new(
         rank: &Rank<D>,
-        elems: usize,
         dtype: DType,
         purpose: Purpose,
-        units: Vec<Range<usize>>,
-        own: Vec<Range<usize>>,
+        units: Vec<(Range<usize>, usize)>,
     ) -> Result<Self, TrainError> {
+        let elems = units.last().map_or(0, |(range, _)| range.end);
         let block = rank.pool.allocate(elems, dtype, purpose, &rank.compute)?;
+        let within = |of: &dyn Fn(usize) -> Range<u64>| {
+            let place = |(unit, (range, first)): (usize, &(Range<usize>, usize))| {
+                if range.is_empty() {
+                    return range.clone();
+                }
+                let part = index(of(unit));
+                range.start + part.start - first..range.start + part.end - first
+            };
+            units.iter().enumerate().map(place).collect::<Vec<_>>()
+        };
         let storage = Self {
             block,
-            units,
-            own,
-            streams: [rank.compute.clone(), rank.comm_stream.clone()],
+            shards: within(&|unit| rank.reduced(unit)),
+            updated: within(&|unit| rank.held(unit)),
+            units: units.into_iter().map(|(range, _)| range).collect(),
+            streams: rank.streams(),
         };
         rank.pool.device().fill_zero(&rank.compute, storage.all())?;
         Ok(storage)
     }
 
     fn all(&self) -> AnySlice {
-        // SAFETY: the rank's two streams use the storage, ordered by the stage's events; the drop
-        // records both. If the host updates, so does the optimizer's, which stages declare before
+        // SAFETY: the rank's streams use the storage, ordered by the stage's events; the drop
+        // records them. If the host updates, so does the optimizer's, which stages declare before
         // their storages: its drop waits for that stream.
         unsafe { self.block.slice() }
     }
@@ -140,9 +118,9 @@ impl<D: Device> Storage<D> {
             .collect()
     }
 
-    /// This rank's shard of `unit`.
-    pub(crate) fn own(&self, unit: usize) -> AnySlice {
-        self.all().slice(self.own[unit].clone())
+    /// This rank's shard of `unit`, or all of it at stage 0.
+    pub(crate) fn shard(&self, unit: usize) -> AnySlice {
+        self.all().slice(self.shards[unit].clone())
     }
 
     /// [`Self::unit`] of all units.
@@ -150,9 +128,10 @@ impl<D: Device> Storage<D> {
         (0..self.units.len()).map(|u| self.unit(u)).collect()
     }
 
-    /// [`Self::own`] of all units.
-    pub(crate) fn all_own(&self) -> Vec<AnySlice> {
-        (0..self.units.len()).map(|u| self.own(u)).collect()
+    /// What this rank updates of each unit: its shard, or a part of it.
+    pub(crate) fn all_updated(&self) -> Vec<AnySlice> {
+        let updated = self.updated.iter().cloned();
+        updated.map(|range| self.all().slice(range)).collect()
     }
 }
 

@@ -58,9 +58,9 @@ impl<D: Device> WholeParams<D> {
         self.storage.of(rank, units)
     }
 
-    /// This rank's shard of every unit.
-    pub(crate) fn own(&self) -> Vec<AnySlice> {
-        self.storage.all_own()
+    /// What this rank updates of every unit.
+    pub(crate) fn updated(&self) -> Vec<AnySlice> {
+        self.storage.all_updated()
     }
 
     /// Makes the compute stream wait for all gathers, so that the parameters may be written.
@@ -82,7 +82,8 @@ impl<D: Device> WholeParams<D> {
         };
         for unit in units {
             if updates.lock().deliver(&rank.comm_stream, unit)? {
-                self.gather(rank, unit)?;
+                let shard = self.whole_shard(rank, unit, &rank.comm_stream.record()?)?;
+                self.gather(rank, unit, shard)?;
             }
         }
         Ok(())
@@ -95,21 +96,50 @@ impl<D: Device> WholeParams<D> {
         changed: impl Fn(usize) -> bool,
     ) -> Result<(), TrainError> {
         rank.comm_stream.wait(&rank.compute.record()?)?;
-        for unit in (0..rank.units()).filter(|unit| changed(*unit)) {
-            if let Some(updates) = &self.updates {
-                updates.lock().deliver(&rank.comm_stream, unit)?;
-            }
-            self.gather(rank, unit)?;
+        let changed: Vec<usize> = (0..rank.units()).filter(|&unit| changed(unit)).collect();
+        if let Some(updates) = &self.updates {
+            let mut updates = updates.lock();
+            changed
+                .iter()
+                .try_for_each(|&unit| updates.deliver(&rank.comm_stream, unit).map(drop))?;
         }
-        Ok(())
+
+        // All replicas' gathers are enqueued first: those within the groups overlap them.
+        let updated = rank.comm_stream.record()?;
+        let whole_shard = |&unit| self.whole_shard(rank, unit, &updated);
+        let shards: Vec<_> = changed.iter().map(whole_shard).collect::<Result<_, _>>()?;
+        changed
+            .into_iter()
+            .zip(shards)
+            .try_for_each(|(unit, shard)| self.gather(rank, unit, shard))
     }
 
-    fn gather(&mut self, rank: &Rank<D>, unit: usize) -> Result<(), TrainError> {
-        rank.comm.all_gather(
-            &rank.comm_stream,
-            self.storage.own(unit),
-            self.storage.unit(unit),
-        )?;
+    /// Gathers the shard of `unit` from the replicas, if each updates a part of it. Returns the
+    /// event after which it is whole; `updated` is the last write.
+    fn whole_shard(
+        &self,
+        rank: &Rank<D>,
+        unit: usize,
+        updated: &D::Event,
+    ) -> Result<Option<D::Event>, TrainError> {
+        let replicas = rank.mesh.sharing_update();
+        let whole = replicas.map(|replicas| replicas.gather(updated, self.storage.shard(unit)));
+        Ok(whole.transpose()?)
+    }
+
+    /// Gathers a unit from shards that are whole after `shard`.
+    fn gather(
+        &mut self,
+        rank: &Rank<D>,
+        unit: usize,
+        shard: Option<D::Event>,
+    ) -> Result<(), TrainError> {
+        if let Some(shard) = shard {
+            rank.comm_stream.wait(&shard)?;
+        }
+        let (shard, whole) = (self.storage.shard(unit), self.storage.unit(unit));
+        let group = &rank.mesh.group;
+        group.all_gather(&rank.comm_stream, shard, whole)?;
         let event = rank.comm_stream.record()?;
         if !rank.settings.overlap {
             rank.compute.wait(&event)?;

@@ -6,7 +6,7 @@
 //! every later step. The first two steps are not recorded: they load kernels and choose
 //! matrix-product algorithms.
 //!
-//! A part waits for both streams, and both streams wait for it. Parts therefore do not overlap: in
+//! A part waits for all streams, and all streams wait for it. Parts therefore do not overlap: in
 //! particular, the gather after an update does not overlap the next forward. In a timeline a part
 //! is one operation.
 //!
@@ -91,12 +91,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         let Some(record) = self.record.filter(|_| self.warm) else {
             return enqueue();
         };
-        let Rank {
-            comm,
-            compute,
-            comm_stream,
-            ..
-        } = self.rank;
+        let Rank { mesh, compute, .. } = self.rank;
 
         let slot = &mut self.parts[part as usize];
         let recorded = match slot {
@@ -107,16 +102,16 @@ impl<'a, D: Device> Recorder<'a, D> {
             None => {
                 // A capture must not wait for events that were recorded before it.
                 self.rank.synchronize()?;
-                let before = comm.traffic();
+                let before = mesh.traffic();
                 let graph = forked(self.rank, record, enqueue)?;
                 slot.insert(Recorded {
                     graph,
-                    sent: comm.traffic().since(before),
+                    sent: mesh.traffic().since(before),
                 })
             }
         };
 
-        compute.wait(&comm_stream.record()?)?;
+        join(self.rank)?;
         let in_phase = match part {
             Part::First | Part::Later | Part::Last => Phase::Graph,
             Part::Decision => Phase::Decision,
@@ -125,13 +120,13 @@ impl<'a, D: Device> Recorder<'a, D> {
 
         let before = self.rank.timeline.set_phase(in_phase.name());
         // SAFETY: the recorded operations use memory and kernels of the rank, the stage and the
-        // model, which outlive the recorder's graphs and their launches; both streams are ordered
+        // model, which outlive the recorder's graphs and their launches; all streams are ordered
         // around the launch.
         let launched = unsafe { recorded.graph.launch(compute) };
         self.rank.timeline.set_phase(before);
         launched?;
 
-        Ok(comm_stream.wait(&compute.record()?)?)
+        Ok(fork(self.rank)?)
     }
 
     /// Bytes that replays have sent, which the communicator does not count.
@@ -144,23 +139,16 @@ impl<'a, D: Device> Recorder<'a, D> {
 pub const AT_STAGE_3: &str = "steps of stage 3 cannot be recorded into graphs, because units are gathered into memory \
                               that is allocated and freed during the step; use --stage 0, 1 or 2";
 
-/// Records `enqueue`, with the communication stream forked from the compute stream and joined to
-/// it.
+/// Records `enqueue`, with the other streams forked from the compute stream and joined to it.
 fn forked<D: Device>(
     rank: &Rank<D>,
     record: Record<D>,
     enqueue: impl FnOnce() -> Result<(), TrainError>,
 ) -> Result<Box<dyn Replay<D>>, TrainError> {
-    let Rank {
-        compute,
-        comm_stream,
-        ..
-    } = rank;
-
     let mut enqueue = Some(enqueue);
     let mut failed = None;
-    let recorded = record(compute, &mut || {
-        comm_stream.wait(&compute.record()?)?;
+    let recorded = record(&rank.compute, &mut || {
+        fork(rank)?;
         if let Some(Err(error)) = enqueue.take().map(|enqueue| enqueue()) {
             let message = error.to_string();
             failed = Some(error);
@@ -169,11 +157,24 @@ fn forked<D: Device>(
                 message,
             });
         }
-        compute.wait(&comm_stream.record()?)
+        join(rank)
     });
 
     match failed {
         Some(error) => Err(error),
         None => Ok(recorded?),
     }
+}
+
+/// Makes the streams of collectives wait for the compute stream.
+fn fork<D: Device>(rank: &Rank<D>) -> Result<(), DeviceError> {
+    let computed = rank.compute.record()?;
+    let mut others = rank.collective_streams();
+    others.try_for_each(|stream| stream.wait(&computed))
+}
+
+/// Makes the compute stream wait for those of collectives.
+fn join<D: Device>(rank: &Rank<D>) -> Result<(), DeviceError> {
+    let mut others = rank.collective_streams();
+    others.try_for_each(|stream| rank.compute.wait(&stream.record()?))
 }

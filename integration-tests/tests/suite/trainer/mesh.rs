@@ -1,0 +1,341 @@
+//! Ranks in groups: the numbers of the flat run, and bytes by the formulas.
+
+use proptest::prelude::*;
+use zero_alloc::device::DType;
+use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
+use zero_shard::{GridLayout, LayoutOptions, Routing, Sharding};
+use zero_trainer::{
+    Home, MeshSettings, OffloadSettings, OptimizerShards, SHARD_ALIGN_ELEMS, Workload,
+};
+
+use super::identical::{cases, same};
+use super::support::{Case, Outcome};
+use super::toy::Toy;
+
+const OPTIMIZERS: [OptimizerShards; 2] = [OptimizerShards::Group, OptimizerShards::World];
+
+fn groups_of(group: usize, optimizer: OptimizerShards) -> MeshSettings {
+    MeshSettings {
+        shard_group: Some(group),
+        optimizer,
+    }
+}
+
+/// Asserts that losses and norms differ by at most `limit`, relative.
+fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
+    assert_eq!(got.steps.len(), want.steps.len(), "{what}");
+    for (got, want) in got.steps.iter().zip(&want.steps) {
+        let error = (got.loss - want.loss).abs() / want.loss;
+        assert!(
+            error <= limit,
+            "{what}, step {}: loss differs by {error:e}",
+            got.step
+        );
+        assert_eq!(got.skipped, want.skipped, "{what}, step {}", got.step);
+        if let (Some(got), Some(want)) = (got.grad_norm, want.grad_norm) {
+            let error = (got - want).abs() / want;
+            assert!(error <= 10.0 * limit, "{what}: norm differs by {error:e}");
+        }
+    }
+}
+
+/// A mesh has the losses of the flat run but for the order of a sum; all stages, both places of the
+/// optimizer state, and every switch have the same bits.
+fn agrees(base: &Case, group: usize, limit: f64) {
+    let flat = Case {
+        stage: 2,
+        ..base.clone()
+    }
+    .run_tiny();
+    let mut reference: Option<Outcome> = None;
+    for stage in 1..4 {
+        for optimizer in OPTIMIZERS {
+            for (overlap, home) in [
+                (true, Home::Device),
+                (false, Home::Device),
+                (true, Home::Host),
+            ] {
+                let offload = OffloadSettings {
+                    optimizer: home.clone(),
+                    params: match stage {
+                        3 => home.clone(),
+                        _ => Home::Device,
+                    },
+                    ..OffloadSettings::default()
+                };
+                let case = Case {
+                    stage,
+                    overlap,
+                    offload,
+                    mesh: groups_of(group, optimizer),
+                    ..base.clone()
+                };
+                let outcome = case.run_tiny();
+                close(&outcome, &flat, limit, &format!("{case:?}"));
+                match &reference {
+                    Some(reference) => same(reference, &outcome, &format!("{case:?}")),
+                    None => reference = Some(outcome),
+                }
+            }
+        }
+    }
+}
+
+fn case(ranks: usize, dtype: DType, grad_accum: usize) -> Case {
+    Case {
+        ranks,
+        dtype,
+        grad_accum,
+        reduce_every_micro_batch: true,
+        ..Case::default()
+    }
+}
+
+#[test]
+fn two_groups_of_two_agree() {
+    agrees(&case(4, DType::F32, 1), 2, 1e-6);
+}
+
+#[test]
+fn three_groups_of_two_accumulating_agree() {
+    agrees(&case(6, DType::F32, 3), 2, 1e-6);
+}
+
+#[test]
+fn two_groups_of_four_in_bf16_agree() {
+    agrees(&case(8, DType::Bf16, 2), 4, 3e-3);
+}
+
+#[test]
+fn two_groups_of_two_in_fp16_agree() {
+    agrees(&case(4, DType::F16, 2), 2, 1e-3);
+}
+
+/// Replicas of one rank each: gradients are added in rank order, as those of the flat run.
+#[test]
+fn groups_of_one_have_the_bits_of_the_flat_run() {
+    for grad_accum in [1, 3] {
+        let base = case(3, DType::F32, grad_accum);
+        let flat = Case {
+            stage: 2,
+            ..base.clone()
+        }
+        .run_tiny();
+        for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+            let case = Case {
+                stage,
+                mesh: groups_of(1, optimizer),
+                ..base.clone()
+            };
+            let outcome = case.run_tiny();
+            match grad_accum {
+                1 => same(&flat, &outcome, &format!("{case:?}")),
+                // Each replica sums its micro-batches first.
+                _ => close(&outcome, &flat, 1e-6, &format!("{case:?}")),
+            }
+        }
+    }
+}
+
+/// What the ranks of `case` hold and send, and what zero-shard's grid says.
+fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<zero_alloc::host::HostDevice>) {
+    let outcome = case.run(workload);
+    let settings = &outcome.settings;
+    let widths = settings.widths();
+    let grid = case.mesh.grid(case.ranks as u64).unwrap();
+    let layout = GridLayout::new(
+        &workload.units(),
+        grid,
+        Sharding::Replicated,
+        LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS * grid.groups()),
+    )
+    .unwrap();
+    let held = layout.state_bytes(settings.stage, &widths).unwrap();
+    let sent = layout
+        .step_traffic(
+            settings.stage,
+            &widths,
+            settings.reductions(),
+            Routing::TwoLevel,
+        )
+        .unwrap();
+    let shares = case.mesh.optimizer == OptimizerShards::World;
+    let optimizer = held.optimizer_bytes / if shares { grid.groups() } else { 1 };
+    // An all-reduce is a reduce-scatter of gradients and a gather of them; with a shared update,
+    // the gather is of parameters.
+    let between = sent.rank.all_reduce_bytes / 2;
+    let (scattered, gathered, reduced) = match shares {
+        true => (between, between / widths.grad_bytes * widths.param_bytes, 0),
+        false => (0, 0, 2 * between),
+    };
+
+    for summary in &outcome.summaries {
+        let last = summary.last.as_ref().unwrap();
+        let memory = &last.memory;
+        assert_eq!(
+            memory.params_bytes, held.params_bytes,
+            "{case:?}: parameters"
+        );
+        assert_eq!(memory.grads_bytes, held.grads_bytes, "{case:?}: gradients");
+        assert_eq!(
+            memory.optimizer_bytes, optimizer,
+            "{case:?}: optimizer state"
+        );
+        let comm = &last.comm_bytes;
+        assert_eq!(
+            comm.reduce_scatter,
+            sent.rank.reduce_scatter_bytes + scattered,
+            "{case:?}: reduce-scatter"
+        );
+        assert_eq!(comm.all_reduce, reduced, "{case:?}: all-reduce");
+        let gathers = sent.rank.all_gather_bytes + gathered;
+        match case.stage {
+            3 => assert!(comm.all_gather <= gathers, "{case:?}: all-gather"),
+            _ => assert_eq!(comm.all_gather, gathers, "{case:?}: all-gather"),
+        }
+        let [after_two, in_all] = summary.backing_allocations;
+        assert_eq!(
+            after_two, in_all,
+            "{case:?}: the pool took memory after the second step"
+        );
+    }
+}
+
+#[test]
+fn bytes_held_and_sent() {
+    for (ranks, group) in [(2, 1), (4, 2), (8, 2), (8, 4)] {
+        for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+            for (dtype, grad_accum, each) in [
+                (DType::F32, 1, false),
+                (DType::Bf16, 1, false),
+                (DType::Bf16, 2, false),
+                (DType::Bf16, 2, true),
+            ] {
+                let case = Case {
+                    stage,
+                    steps: 3,
+                    reduce_every_micro_batch: each,
+                    mesh: groups_of(group, optimizer),
+                    ..case(ranks, dtype, grad_accum)
+                };
+                bytes_are_the_formulas(&case, &case.tiny());
+            }
+        }
+    }
+}
+
+/// A checkpoint of any mesh loads at any other one, with its bits.
+#[test]
+fn checkpoints_load_at_any_mesh() {
+    use OptimizerShards::{Group, World};
+    // 12 rows a step at any number of ranks.
+    let at = |ranks, stage, mesh, steps| Case {
+        ranks,
+        stage,
+        mesh,
+        steps,
+        micro_batch: 12 / ranks,
+        ..Case::default()
+    };
+    let flat = MeshSettings::default();
+    let uninterrupted = at(4, 3, flat, 10).run_tiny();
+    let mut last = at(4, 3, groups_of(2, World), 2).run_tiny();
+    for (i, (ranks, stage, mesh)) in [
+        (6, 2, groups_of(2, Group)),
+        (4, 3, groups_of(1, World)),
+        (2, 1, flat),
+        (6, 3, groups_of(3, Group)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let done = 2 * (i as u64 + 1);
+        let resumed = |steps, from: &Outcome| {
+            Case {
+                resume: Some(from.dir.path().to_owned()),
+                ..at(ranks, stage, mesh, steps)
+            }
+            .run_tiny()
+        };
+        let what = format!("{ranks} ranks, stage {stage}, {mesh:?}");
+        let only_loaded = resumed(done, &last);
+        assert!(
+            only_loaded.state() == last.state(),
+            "{what}: as loaded and saved again"
+        );
+        last = resumed(done + 2, &only_loaded);
+        for (got, want) in last.steps.iter().zip(&uninterrupted.steps[done as usize..]) {
+            let error = (got.loss - want.loss).abs() / want.loss;
+            assert!(
+                error < 1e-6,
+                "{what}, step {}: loss differs by {error:e}",
+                got.step
+            );
+        }
+        assert_eq!(last.steps.len(), 2, "{what}");
+    }
+}
+
+/// A loss scale that overflows falls on all ranks of all replicas in the same steps.
+#[test]
+fn overflow_skips_in_all_replicas() {
+    let scaling = DynamicScaling::default()
+        .initial_scale_power(20)
+        .hysteresis(1);
+    let scaling = LossScaling::Dynamic(scaling);
+    let base = Case {
+        steps: 8,
+        optimizer: OptimizerConfig::default().loss_scaling(scaling),
+        ..case(4, DType::F16, 1)
+    };
+    let flat = base.run_tiny();
+    let skipped = |outcome: &Outcome| -> Vec<bool> {
+        outcome.steps.iter().map(|step| step.skipped).collect()
+    };
+    assert!(skipped(&flat).contains(&true) && skipped(&flat).contains(&false));
+    for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+        let case = Case {
+            stage,
+            mesh: groups_of(2, optimizer),
+            ..base.clone()
+        };
+        let outcome = case.run_tiny();
+        assert_eq!(skipped(&outcome), skipped(&flat), "{case:?}");
+        for summary in &outcome.summaries {
+            let last = summary.last.as_ref().unwrap();
+            assert_eq!(last.loss_scale, flat.steps[7].loss_scale, "{case:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(12))]
+
+    /// Units of any sizes at any mesh: the stages and the places of the optimizer state have the
+    /// same bits, and the flat run's losses.
+    #[test]
+    fn units_of_any_size(
+        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        group in 1usize..4,
+        replicas in 2usize..4,
+        grad_accum in 1usize..3,
+        bucket_elems in 1usize..200,
+        tied in any::<bool>(),
+        writes in any::<bool>(),
+    ) {
+        let toy = Toy::new(&units, tied);
+        let toy = if writes { toy.writing() } else { toy };
+        let base = Case { bucket_elems, ..case(group * replicas, DType::F32, grad_accum) };
+        let flat = Case { stage: 2, ..base.clone() }.run(&toy);
+        let mut reference: Option<Outcome> = None;
+        for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+            let case = Case { stage, mesh: groups_of(group, optimizer), ..base.clone() };
+            let outcome = case.run(&toy);
+            close(&outcome, &flat, 1e-6, &format!("{case:?}"));
+            match &reference {
+                Some(reference) => same(reference, &outcome, &format!("{case:?}")),
+                None => reference = Some(outcome),
+            }
+        }
+    }
+}
