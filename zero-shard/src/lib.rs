@@ -51,5 +51,5 @@ pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
 pub use reshard::{Move, reshard_rank};
 pub use stage::{Widths, ZeroStage};
-pub use topology::{Grid, GridLayout, GridTraffic, Routing, Sharding};
+pub use topology::{AxisTraffic, Grid, GridLayout, GridTraffic, Routing, Sharding};
 pub use traffic::StepTraffic;

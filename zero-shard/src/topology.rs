@@ -1,10 +1,21 @@
-//! Ranks in two dimensions: groups, such as nodes, and positions within a group.
+//! Ranks in two dimensions: groups, such as nodes, and positions within a group. The stage shards
+//! within a group; between the groups, [`Sharding`] shards no more than the stage does:
 //!
-//! | [`Sharding`] | parameters, gradients, optimizer state | gathers | reductions |
-//! |---|---|---|---|
-//! | `Flat` (ZeRO) | over all ranks | over all ranks | over all ranks |
-//! | `Secondary` (hpZ of ZeRO++, arXiv 2306.10209) | over all ranks; each group also shards a second copy of the parameters | forward over all ranks, backward within the group | over all ranks |
-//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | over each group; each group is a replica | within the group | within the group, then once per step between the groups |
+//! | [`Sharding`] | parameters | gradients | optimizer state | between the groups, a step |
+//! |---|---|---|---|---|
+//! | `Flat` (ZeRO) | all ranks | all ranks | all ranks | every collective |
+//! | `Secondary` (hpZ of ZeRO++, arXiv 2306.10209) | a group | all ranks | all ranks | each reduction, and one gather |
+//! | `Hybrid` (HFSDP of Megatron-FSDP) | a group | a group | all ranks | one reduce-scatter, and one gather |
+//! | `Replicated` (MiCS, arXiv 2205.00119; HSDP of FSDP) | a group | a group | a group | one all-reduce |
+//!
+//! The whole storage is cut into N **parts**, one for each rank, and for a group into shards of as
+//! many consecutive parts as there are groups. So the ranks of one position have one shard, of
+//! which each updates, counts or saves its part: a collective over all ranks is one between ranks of
+//! a position and one within the groups, without a copy.
+//!
+//! ZeRO++ has a second copy of the parameters, which each forward fills. Here a rank's part is a
+//! range of its group's shard, and the shard is gathered once after the update, so that it is
+//! never old and no copy is needed.
 
 use std::ops::Range;
 
@@ -12,6 +23,8 @@ use crate::checked::{product, sum};
 use crate::{
     Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, ZeroStage,
 };
+
+const WHAT: &str = "bytes sent in a step";
 
 /// Ranks in groups of consecutive ranks: rank = group x group_size + position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,14 +95,17 @@ impl Grid {
 }
 
 /// The sharding of a model over a [`Grid`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum Sharding {
     /// Over all ranks.
+    #[default]
     Flat,
-    /// Over all ranks; each group also shards a second copy of the parameters.
+    /// Parameters over each group, gradients and optimizer state over all ranks.
     Secondary,
+    /// Parameters and gradients over each group, optimizer state over all ranks.
+    Hybrid,
     /// Over each group; each group is a replica.
     Replicated,
 }
@@ -124,13 +140,15 @@ impl GridTraffic {
     }
 }
 
-/// A model's layout over a grid.
+/// A model's layouts over a grid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GridLayout {
     grid: Grid,
     sharding: Sharding,
-    primary: Layout,
-    secondary: Option<Layout>,
+    /// Over all ranks.
+    parts: Layout,
+    /// Over a group.
+    group: Layout,
 }
 
 impl GridLayout {
@@ -144,20 +162,26 @@ impl GridLayout {
         sharding: Sharding,
         options: LayoutOptions,
     ) -> Result<Self, ShardError> {
-        let ranks = if sharding == Sharding::Replicated {
-            grid.group_size
-        } else {
-            grid.world_size
-        };
-        let primary = Layout::with_options(units, ranks, options)?;
-        let secondary = (sharding == Sharding::Secondary)
-            .then(|| primary.regroup(grid.group_size))
-            .transpose()?;
+        let parts = Layout::with_options(units, grid.world_size, options)?;
+        Self::of_parts(parts, grid.group_size, sharding)
+    }
+
+    /// With a layout over all ranks, in groups of `group_size`.
+    ///
+    /// # Errors
+    /// As for [`Grid::new`] and [`Layout::regroup`].
+    pub fn of_parts(
+        parts: Layout,
+        group_size: u64,
+        sharding: Sharding,
+    ) -> Result<Self, ShardError> {
+        let grid = Grid::new(parts.world_size(), group_size)?;
+        let group = parts.regroup(group_size)?;
         Ok(Self {
             grid,
             sharding,
-            primary,
-            secondary,
+            parts,
+            group,
         })
     }
 
@@ -171,49 +195,71 @@ impl GridLayout {
         self.sharding
     }
 
-    /// The layout over all ranks, or over a group if groups are replicas. `rank` holds its shard
-    /// [`GridLayout::shard_of`]`(rank)`.
-    pub fn primary(&self) -> &Layout {
-        &self.primary
+    /// The layout over all ranks, of which `rank` has the shard [`Self::part_of`]`(rank)`.
+    pub fn parts(&self) -> &Layout {
+        &self.parts
     }
 
-    /// The layout of the second copy of the parameters over a group. A rank holds the shard of its
-    /// position. Its whole storage is laid out like that of the primary, so both gather the same
-    /// values.
-    pub fn secondary(&self) -> Option<&Layout> {
-        self.secondary.as_ref()
+    /// The layout over a group, of which `rank` has the shard of its position. A shard is the
+    /// concatenation of the parts of all ranks with this position.
+    pub fn group(&self) -> &Layout {
+        &self.group
     }
 
-    /// The shard of the primary layout that `rank` holds.
-    pub fn shard_of(&self, rank: u64) -> u64 {
-        if self.sharding == Sharding::Replicated {
-            self.grid.position_of(rank)
+    /// The layout of the parameters, if the stage shards them, and the shard of `rank`.
+    pub fn params(&self, rank: u64) -> (&Layout, u64) {
+        self.over(self.sharding == Sharding::Flat, rank)
+    }
+
+    /// The layout of the gradients, if the stage shards them, and the shard of `rank`.
+    pub fn grads(&self, rank: u64) -> (&Layout, u64) {
+        let all = matches!(self.sharding, Sharding::Flat | Sharding::Secondary);
+        self.over(all, rank)
+    }
+
+    /// The layout of the optimizer state, if the stage shards it, and the shard of `rank`.
+    pub fn optimizer(&self, rank: u64) -> (&Layout, u64) {
+        self.over(self.sharding != Sharding::Replicated, rank)
+    }
+
+    fn over(&self, all: bool, rank: u64) -> (&Layout, u64) {
+        if all {
+            (&self.parts, self.part_of(rank))
         } else {
-            rank
+            (&self.group, self.grid.position_of(rank))
         }
     }
 
-    /// The state of each rank at `stage`. The second copy exists only if parameters are sharded
-    /// (stage 3).
+    /// The part of `rank`, a range of its group's shard. With one group it is the rank.
+    pub fn part_of(&self, rank: u64) -> u64 {
+        self.grid.position_of(rank) * self.grid.groups() + self.grid.group_of(rank)
+    }
+
+    /// The rank of a part.
+    pub fn rank_of_part(&self, part: u64) -> u64 {
+        let groups = self.grid.groups();
+        part % groups * self.grid.group_size + part / groups
+    }
+
+    /// The state of each rank at `stage`.
     ///
     /// # Errors
     /// The sum does not fit 64 bits.
     pub fn state_bytes(&self, stage: ZeroStage, widths: &Widths) -> Result<StateBytes, ShardError> {
-        let mut bytes = self.primary.state_bytes(stage, widths)?;
-        if let Some(secondary) = self.secondary.as_ref().filter(|_| stage.shards_params()) {
-            let second = product(
-                "bytes of a rank",
-                &[secondary.shard_elems(), widths.param_bytes],
-            )?;
-            sum("bytes of a rank", &[bytes.total_bytes(), second])?;
-            bytes.params_bytes += second;
-        }
+        let of = |(layout, _): (&Layout, u64)| layout.state_bytes(stage, widths);
+        let bytes = StateBytes {
+            params_bytes: of(self.params(0))?.params_bytes,
+            grads_bytes: of(self.grads(0))?.grads_bytes,
+            optimizer_bytes: of(self.optimizer(0))?.optimizer_bytes,
+        };
+        let each = [bytes.params_bytes, bytes.grads_bytes, bytes.optimizer_bytes];
+        sum("bytes of a rank", &each)?;
         Ok(bytes)
     }
 
     /// Bytes sent in a step of `grad_accum_steps` micro-batches, padding included; an upper bound
-    /// at stage 3. Between replicas, gradients are reduced once per step, in the dtype in which
-    /// they are kept.
+    /// at stage 3. Between groups that keep gradients, these are reduced once per step, in the
+    /// dtype in which they are kept, and parameters are gathered once.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
@@ -224,60 +270,161 @@ impl GridLayout {
         grad_accum_steps: u64,
         routing: Routing,
     ) -> Result<GridTraffic, ShardError> {
-        const WHAT: &str = "bytes sent in a step";
         let groups = self.grid.groups();
-        let group_size = self.grid.group_size;
-        let shard = self.primary.shard_elems();
-        let mut rank = self.primary.step_traffic(stage, widths, grad_accum_steps)?;
-        // Elements that leave a group in one gather or reduction over all ranks.
-        let crossing = match routing {
-            _ if groups == 1 => 0,
-            Routing::Ring => product(WHAT, &[shard, self.grid.world_size - 1])?,
-            Routing::TwoLevel => product(WHAT, &[shard, group_size, groups - 1])?,
+        let axes = self.axis_traffic(stage, widths, grad_accum_steps)?;
+        // Elements of a whole unit that leave a group, for each part that a rank sends to all.
+        let (part, whole) = match routing {
+            Routing::Ring => (1, 1),
+            Routing::TwoLevel => (
+                self.grid.group_size * (groups - 1),
+                self.grid.world_size - 1,
+            ),
         };
-
-        let grad = widths.comm_grad_bytes;
-        let param = widths.param_bytes;
-        let reductions = product(WHAT, &[crossing, grad, grad_accum_steps])?;
-        let gathers = |times: u64, each: u64| product(WHAT, &[crossing, param, times, each]);
-        let group_egress_bytes = match (self.sharding, stage) {
-            (Sharding::Replicated, _) => {
-                // Each shard is all-reduced between the groups. The all-reduce of stage 0 has the
-                // same three phases (within, between, within the groups), so it sends the same.
-                let part = shard.div_ceil(groups);
-                let between = product(WHAT, &[2, part, groups - 1, widths.grad_bytes])?;
-                rank.all_reduce_bytes = sum(WHAT, &[rank.all_reduce_bytes, between])?;
-                sum(
-                    WHAT,
-                    &[
-                        rank.all_reduce_bytes,
-                        rank.reduce_scatter_bytes,
-                        rank.all_gather_bytes,
-                    ],
-                )?;
-                product(WHAT, &[between, group_size])?
-            }
-            (_, ZeroStage::Zero) => product(WHAT, &[2, reductions])?,
-            (_, ZeroStage::One | ZeroStage::Two) => sum(WHAT, &[reductions, gathers(1, 1)?])?,
-            (Sharding::Flat, ZeroStage::Three) => {
-                sum(WHAT, &[reductions, gathers(2, grad_accum_steps)?])?
-            }
-            (Sharding::Secondary, ZeroStage::Three) => {
-                let forward = product(
-                    WHAT,
-                    &[shard, self.grid.world_size - 1, param, grad_accum_steps],
-                )?;
-                let second = self.secondary.as_ref().map_or(0, Layout::shard_elems);
-                let backward = product(WHAT, &[second, group_size - 1, param, grad_accum_steps])?;
-                rank.all_gather_bytes = sum(WHAT, &[forward, backward])?;
-                sum(WHAT, &[reductions, gathers(1, grad_accum_steps)?])?
-            }
+        let of_all = match groups {
+            1 => 0,
+            _ => product(WHAT, &[axes.all.total_bytes() / whole, part])?,
         };
-
+        let replicas = product(WHAT, &[axes.replicas.total_bytes(), self.grid.group_size])?;
         Ok(GridTraffic {
-            rank,
-            group_egress_bytes,
+            rank: axes.rank()?,
+            group_egress_bytes: sum(WHAT, &[of_all, replicas])?,
         })
+    }
+
+    /// As [`Self::step_traffic`], by the ranks that take part in a collective.
+    ///
+    /// # Errors
+    /// A sum does not fit 64 bits.
+    pub fn axis_traffic(
+        &self,
+        stage: ZeroStage,
+        widths: &Widths,
+        grad_accum_steps: u64,
+    ) -> Result<AxisTraffic, ShardError> {
+        let of_all = self.parts.step_traffic(stage, widths, grad_accum_steps)?;
+        let group = self.group.step_traffic(stage, widths, grad_accum_steps)?;
+        // A shard without the part that a rank has of it.
+        let others = |width: u64| {
+            let part = self.parts.shard_elems();
+            product(WHAT, &[part, self.grid.groups() - 1, width])
+        };
+        let none = StepTraffic::default();
+
+        Ok(match (self.sharding, stage) {
+            (_, ZeroStage::Zero)
+            | (Sharding::Flat, _)
+            | (Sharding::Secondary, ZeroStage::One | ZeroStage::Two) => AxisTraffic {
+                all: of_all,
+                ..AxisTraffic::default()
+            },
+            (Sharding::Secondary, ZeroStage::Three) => AxisTraffic {
+                all: StepTraffic {
+                    reduce_scatter_bytes: of_all.reduce_scatter_bytes,
+                    ..none
+                },
+                group: StepTraffic {
+                    all_gather_bytes: group.all_gather_bytes,
+                    ..none
+                },
+                replicas: StepTraffic {
+                    all_gather_bytes: others(widths.param_bytes)?,
+                    ..none
+                },
+            },
+            (Sharding::Hybrid, _) => AxisTraffic {
+                all: none,
+                group,
+                replicas: StepTraffic {
+                    reduce_scatter_bytes: others(widths.grad_bytes)?,
+                    all_gather_bytes: others(widths.param_bytes)?,
+                    ..none
+                },
+            },
+            (Sharding::Replicated, _) => AxisTraffic {
+                all: none,
+                group,
+                replicas: StepTraffic {
+                    all_reduce_bytes: product(WHAT, &[2, others(widths.grad_bytes)?])?,
+                    ..none
+                },
+            },
+        })
+    }
+}
+
+/// Bytes that a rank sends in a step, by the ranks that take part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct AxisTraffic {
+    /// All ranks.
+    pub all: StepTraffic,
+    /// The ranks of its group.
+    pub group: StepTraffic,
+    /// The ranks with its position.
+    pub replicas: StepTraffic,
+}
+
+impl AxisTraffic {
+    /// The sum over the axes.
+    ///
+    /// # Errors
+    /// It does not fit 64 bits.
+    pub fn rank(&self) -> Result<StepTraffic, ShardError> {
+        let of = |bytes: fn(&StepTraffic) -> u64| {
+            sum(
+                WHAT,
+                &[bytes(&self.all), bytes(&self.group), bytes(&self.replicas)],
+            )
+        };
+        let rank = StepTraffic {
+            reduce_scatter_bytes: of(|sent| sent.reduce_scatter_bytes)?,
+            all_gather_bytes: of(|sent| sent.all_gather_bytes)?,
+            all_reduce_bytes: of(|sent| sent.all_reduce_bytes)?,
+        };
+        let each = [
+            rank.reduce_scatter_bytes,
+            rank.all_gather_bytes,
+            rank.all_reduce_bytes,
+        ];
+        sum(WHAT, &each)?;
+        Ok(rank)
+    }
+}
+
+impl Grid {
+    /// Bytes that the ranks of a node of `node_size` consecutive ranks send to other nodes, where
+    /// each sends `all` bytes to all ranks, `group` to its group and `replicas` to the ranks with
+    /// its position, each in a ring that enters and leaves a node once.
+    ///
+    /// # Errors
+    /// `node_size` does not divide the number of ranks; neither of `node_size` and the size of a
+    /// group divides the other; or the sum does not fit 64 bits.
+    pub fn node_egress_bytes(
+        &self,
+        node_size: u64,
+        all: u64,
+        group: u64,
+        replicas: u64,
+    ) -> Result<u64, ShardError> {
+        let nodes = Self::new(self.world_size, node_size)?;
+        Self::new(
+            node_size.max(self.group_size),
+            node_size.min(self.group_size),
+        )?;
+        if nodes.groups() == 1 {
+            return Ok(0);
+        }
+        let group = if self.group_size > node_size {
+            group
+        } else {
+            0
+        };
+        let replicas = match self.groups() {
+            1 => 0,
+            _ => product(WHAT, &[replicas, node_size.min(self.group_size)])?,
+        };
+        sum(WHAT, &[all, group, replicas])
     }
 }
 

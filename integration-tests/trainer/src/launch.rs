@@ -14,9 +14,9 @@ use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
 use zero_kernels::cuda::CudaKernels;
 use zero_optim::OptimError;
+use zero_shard::{GridLayout, Layout, UnitSpec};
 
 use crate::error::TrainError;
-use crate::mesh::MeshLayout;
 use crate::options::RunOptions;
 use crate::rank::{HostSide, Rank, Settings};
 use crate::run::run_rank;
@@ -40,7 +40,7 @@ pub fn run_on_threads(
     options: &RunOptions,
     observe: &mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send),
 ) -> Result<Vec<RankSummary>, TrainError> {
-    let layouts = MeshLayout::new(&workload.units(), world_size as u64, &settings.mesh)?;
+    let layouts = layouts(settings, &workload.units(), world_size)?;
     let comms = World::new(world_size, CommOptions::default().limit(settings.limit))?;
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
@@ -52,7 +52,7 @@ pub fn run_on_threads(
             threads,
             settings,
             workload,
-            layouts.clone(),
+            Arc::clone(&layouts),
         )?;
         let mut observe_rank = |metrics: &StepMetrics| {
             if index == 0 {
@@ -217,15 +217,14 @@ pub fn run_on_cuda(
 /// Creates a rank and trains; a failure or panic aborts the communicator.
 fn run_caught<D: Device>(
     comm: &Arc<dyn Communicator<D>>,
-    make: impl FnOnce(Arc<dyn Communicator<D>>, MeshLayout) -> Result<Rank<D>, TrainError>,
+    make: impl FnOnce(Arc<dyn Communicator<D>>, Arc<GridLayout>) -> Result<Rank<D>, TrainError>,
     settings: &Settings,
     workload: &dyn Workload<D>,
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let ranks = comm.world_size() as u64;
     let run = || {
-        let layouts = MeshLayout::new(&workload.units(), ranks, &settings.mesh)?;
+        let layouts = layouts(settings, &workload.units(), comm.world_size())?;
         run_rank(
             &make(Arc::clone(comm), layouts)?,
             workload,
@@ -234,6 +233,15 @@ fn run_caught<D: Device>(
         )
     };
     Ok(caught(&**comm, run)?)
+}
+
+fn layouts(
+    settings: &Settings,
+    units: &[UnitSpec],
+    ranks: usize,
+) -> Result<Arc<GridLayout>, TrainError> {
+    let parts = Layout::new(units, ranks as u64, SHARD_ALIGN_ELEMS)?;
+    Ok(Arc::new(settings.mesh.layouts(&parts)?))
 }
 
 /// Runs `work`; a failure or a panic aborts `comm`.
@@ -293,7 +301,7 @@ fn host_rank(
     threads: usize,
     settings: &Settings,
     workload: &dyn Workload<HostDevice>,
-    layouts: MeshLayout,
+    layouts: Arc<GridLayout>,
 ) -> Result<Rank<HostDevice>, TrainError> {
     let timeline = Timeline::new();
     let device = device.with_timeline(timeline.clone());

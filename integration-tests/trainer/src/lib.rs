@@ -42,7 +42,7 @@ pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
 pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
-pub use mesh::{MeshLayout, MeshSettings, OptimizerShards};
+pub use mesh::MeshSettings;
 pub use model::{Grad, Model, ModelError, Pass};
 pub use offload::settings::{Home, OffloadSettings, StateFormat};
 pub use options::{

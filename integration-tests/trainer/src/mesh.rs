@@ -1,121 +1,49 @@
-//! The axes of the ranks: the group over which a rank's states are sharded, and its replicas.
+//! The axes of the ranks: groups, over which the stage shards, and what is sharded between them.
 //!
-//! With N ranks in groups of K, rank = replica x K + position. The ranks of a group hold the shards
-//! of one copy of the states, and the ranks of one position hold the same shard:
+//! zero-shard's [`GridLayout`] has the layouts, and this module the communicators: with N ranks in
+//! groups of K,
 //!
 //! | | over | when |
 //! |---|---|---|
-//! | gathers of parameters, reduce-scatter of gradients | the K ranks of a group | each use; each micro-batch |
-//! | sum of a shard's gradients | the N/K replicas | once a step, on a stream of its own ([`Replicas::sum`]) |
-//! | gather of a shard's new parameters, if replicas share the update | the N/K replicas | once a step ([`Replicas::gather`]) |
-//! | statistics, votes, checkpoints | all N | as without groups |
+//! | gathers of parameters | a group | each use |
+//! | reductions of gradients | a group; hpZ: all | each micro-batch |
+//! | sum of a shard's gradients ([`Replicas::sum`]) | the N/K ranks with that shard; not hpZ | once a step |
+//! | gather of a shard's new parameters ([`Replicas::gather`]) | those ranks; not HSDP | once a step |
+//! | statistics, votes, checkpoints | all | as without groups |
 //!
-//! The whole storage of a unit is cut into N *parts*, and K shards of N/K consecutive parts each.
-//! Replica r counts and saves part r of its shard, so that each element is in the norm once, and a
-//! checkpoint has N files as without groups. With [`OptimizerShards::World`] it also updates no
-//! more than that part.
+//! A rank counts and saves its part of its shard, so that each element is in the norm once, and a
+//! checkpoint has N files as without groups.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, Reduced, Stream};
 use zero_comm::{CommError, Communicator, ReduceOp, Traffic};
-use zero_shard::{Grid, Layout, ShardError, UnitSpec};
+use zero_shard::{Grid, GridLayout, Layout, ShardError, Sharding};
 
 use crate::error::TrainError;
-use crate::launch::SHARD_ALIGN_ELEMS;
-
-/// The ranks that share the optimizer state.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OptimizerShards {
-    /// Those of a group: each replica updates its copy of the parameters.
-    #[default]
-    Group,
-    /// All: each replica updates a part of the shard, and gathers the others.
-    World,
-}
 
 /// The axes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MeshSettings {
-    /// Consecutive ranks over which states are sharded; `None`: all.
+    /// Consecutive ranks over which the stage shards; `None`: all.
     pub shard_group: Option<usize>,
-    /// The ranks that share the optimizer state.
-    pub optimizer: OptimizerShards,
+    /// What is sharded between the groups. hpZ ([`Sharding::Secondary`]) is for stage 3.
+    pub sharding: Sharding,
 }
 
 impl MeshSettings {
-    /// The groups of `ranks` ranks.
+    /// The layouts of a model, whose layout over all ranks is `parts`.
     ///
     /// # Errors
     /// The size of a group does not divide the number of ranks.
-    pub fn grid(&self, ranks: u64) -> Result<Grid, ShardError> {
-        Grid::new(ranks, self.shard_group.map_or(ranks, |group| group as u64))
-    }
-}
-
-/// The layouts of a model over the axes.
-#[derive(Clone, Debug)]
-pub struct MeshLayout {
-    /// The groups.
-    pub grid: Grid,
-    /// Over the ranks of a group: parameters and gradients.
-    pub group: Arc<Layout>,
-    /// Over all ranks: what a rank counts and saves.
-    pub parts: Arc<Layout>,
-    optimizer: OptimizerShards,
-}
-
-impl MeshLayout {
-    /// Lays out `units` over `ranks` ranks.
-    ///
-    /// # Errors
-    /// As [`MeshSettings::grid`] and [`Layout::new`].
-    pub fn new(units: &[UnitSpec], ranks: u64, mesh: &MeshSettings) -> Result<Self, ShardError> {
-        let grid = mesh.grid(ranks)?;
-        let parts = Layout::new(units, ranks, SHARD_ALIGN_ELEMS)?;
-        let group = parts.regroup(grid.group_size())?;
-        Ok(Self {
-            grid,
-            group: Arc::new(group),
-            parts: Arc::new(parts),
-            optimizer: mesh.optimizer,
-        })
-    }
-
-    /// The shard of a group that `rank` holds.
-    pub fn shard(&self, rank: u64) -> u64 {
-        self.grid.position_of(rank)
-    }
-
-    /// The part of all ranks' that `rank` counts and saves: within its shard.
-    pub fn part(&self, rank: u64) -> u64 {
-        self.shard(rank) * self.grid.groups() + self.grid.group_of(rank)
-    }
-
-    /// The rank whose part is `part`.
-    pub fn rank_of_part(&self, part: u64) -> u64 {
-        let replicas = self.grid.groups();
-        part % replicas * self.grid.group_size() + part / replicas
-    }
-
-    /// The layout of the optimizer state, and the shard of `rank` in it.
-    pub fn updated(&self, rank: u64) -> (&Arc<Layout>, u64) {
-        match self.optimizer {
-            OptimizerShards::Group => (&self.group, self.shard(rank)),
-            OptimizerShards::World => (&self.parts, self.part(rank)),
-        }
-    }
-
-    /// The ranks that hold the shard of `rank`, one in each group.
-    pub(crate) fn peers(&self, rank: u64) -> Vec<usize> {
-        let peers = self.grid.peer_ranks(rank);
-        peers.map(|peer| peer as usize).collect()
-    }
-
-    /// The range of the flat parameter that `rank` counts and saves.
-    pub(crate) fn counted(&self, unit: usize, rank: u64) -> Range<u64> {
-        self.parts.units()[unit].shard(self.part(rank))
+    pub fn layouts(&self, parts: &Layout) -> Result<GridLayout, ShardError> {
+        let group = self.shard_group.map(|group| group as u64);
+        let sharding = match group {
+            Some(_) => self.sharding,
+            None => Sharding::Flat,
+        };
+        let group = group.unwrap_or(parts.world_size());
+        GridLayout::of_parts(parts.clone(), group, sharding)
     }
 }
 
@@ -123,10 +51,45 @@ impl MeshLayout {
 pub(crate) struct Mesh<D: Device> {
     /// All ranks.
     world: Arc<dyn Communicator<D>>,
-    /// The ranks of this rank's group.
-    pub(crate) group: Arc<dyn Communicator<D>>,
+    /// The ranks over which parameters are sharded.
+    pub(crate) params: Arc<dyn Communicator<D>>,
+    /// The ranks over which gradients are reduced as they are made.
+    pub(crate) grads: Arc<dyn Communicator<D>>,
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
+    grid: Grid,
+    /// Ranks of a machine.
+    node_ranks: Option<u64>,
+}
+
+/// What a rank has sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sent {
+    /// By this rank, over all axes.
+    pub(crate) rank: Traffic,
+    /// By the ranks of its machine to other machines, without control data.
+    pub(crate) between_bytes: u64,
+}
+
+impl Sent {
+    /// What was sent since `earlier`.
+    pub(crate) fn since(self, earlier: Self) -> Self {
+        Self {
+            rank: self.rank.since(earlier.rank),
+            between_bytes: self.between_bytes - earlier.between_bytes,
+        }
+    }
+}
+
+impl std::ops::Add for Sent {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            rank: self.rank + other.rank,
+            between_bytes: self.between_bytes + other.between_bytes,
+        }
+    }
 }
 
 /// The ranks that hold one shard.
@@ -135,24 +98,33 @@ pub(crate) struct Replicas<D: Device> {
     pub(crate) comm: Arc<dyn Communicator<D>>,
     /// The stream of their collectives.
     pub(crate) stream: D::Stream,
-    optimizer: OptimizerShards,
+    sharding: Sharding,
 }
 
 impl<D: Device> Mesh<D> {
-    /// Splits `world` by `grid`; all ranks call it.
+    /// Splits `world` by `layouts`; all ranks call it.
     pub(crate) fn new(
         device: &D,
         world: Arc<dyn Communicator<D>>,
-        grid: Grid,
-        optimizer: OptimizerShards,
+        layouts: &GridLayout,
+        node_ranks: Option<usize>,
     ) -> Result<Self, TrainError> {
+        let grid = layouts.grid();
+        let node_ranks = node_ranks.map(|ranks| ranks as u64);
+        if let Some(node_ranks) = node_ranks {
+            grid.node_egress_bytes(node_ranks, 0, 0, 0)?;
+        }
         if grid.groups() == 1 {
             return Ok(Self {
-                group: Arc::clone(&world),
+                params: Arc::clone(&world),
+                grads: Arc::clone(&world),
                 world,
                 replicas: None,
+                grid,
+                node_ranks,
             });
         }
+
         let rank = world.rank() as u64;
         let (replica, position) = (grid.group_of(rank), grid.position_of(rank));
         let split = |color, key| {
@@ -161,40 +133,85 @@ impl<D: Device> Mesh<D> {
         };
         let group = split(replica, position)?;
         let comm = split(position, replica)?;
+        let grads = match layouts.sharding() {
+            Sharding::Secondary => split(0, layouts.part_of(rank))?,
+            _ => Arc::clone(&group),
+        };
         let stream = device.create_urgent_stream(&format!("rank {rank} replicas"))?;
         Ok(Self {
             world,
-            group,
+            params: group,
+            grads,
             replicas: Some(Replicas {
                 comm,
                 stream,
-                optimizer,
+                sharding: layouts.sharding(),
             }),
+            grid,
+            node_ranks,
         })
+    }
+
+    /// The communicators of the axes, besides that of all ranks.
+    fn axes(&self) -> impl Iterator<Item = &Arc<dyn Communicator<D>>> {
+        let hpz = |replicas: &&Replicas<D>| replicas.sharding == Sharding::Secondary;
+        let replicas = self.replicas.as_ref();
+        replicas
+            .map(|replicas| [&self.params, &replicas.comm])
+            .into_iter()
+            .flatten()
+            .chain(replicas.filter(hpz).map(|_| &self.grads))
+    }
+
+    /// What this rank has sent.
+    pub(crate) fn sent(&self) -> Sent {
+        let axes = self.axes().map(|comm| comm.traffic());
+        Sent {
+            rank: axes.fold(self.world.traffic(), |sum, traffic| sum + traffic),
+            between_bytes: self.between_bytes(),
+        }
+    }
+
+    /// Bytes that the ranks of this machine have sent to others, each as many as this one.
+    fn between_bytes(&self) -> u64 {
+        let Some(node_ranks) = self.node_ranks else {
+            return 0;
+        };
+        let data = |comm: &Arc<dyn Communicator<D>>| {
+            let sent = comm.traffic();
+            sent.total_bytes() - sent.control_bytes
+        };
+        let (all, group, replicas) = match &self.replicas {
+            None => (data(&self.world), 0, 0),
+            Some(replicas) => {
+                let hpz = replicas.sharding == Sharding::Secondary;
+                let of_all = data(&self.world) + if hpz { data(&self.grads) } else { 0 };
+                (of_all, data(&self.params), data(&replicas.comm))
+            }
+        };
+        let bytes = self
+            .grid
+            .node_egress_bytes(node_ranks, all, group, replicas);
+        // The sizes were checked when the mesh was made.
+        bytes.unwrap_or(u64::MAX)
+    }
+
+    /// The first failure of an axis.
+    pub(crate) fn failure(&self) -> Option<CommError> {
+        let of_axes = || self.axes().find_map(|comm| comm.failure());
+        self.world.failure().or_else(of_axes)
     }
 
     /// The replicas, if each updates a part of the shard only.
     pub(crate) fn sharing_update(&self) -> Option<&Replicas<D>> {
         let replicas = self.replicas.as_ref();
-        replicas.filter(|replicas| replicas.optimizer == OptimizerShards::World)
+        replicas.filter(|replicas| replicas.sharding != Sharding::Replicated)
     }
 
-    /// Bytes that this rank has sent over all axes.
-    pub(crate) fn traffic(&self) -> Traffic {
-        let of_axes = self
-            .replicas
-            .as_ref()
-            .map(|replicas| self.group.traffic() + replicas.comm.traffic());
-        self.world.traffic() + of_axes.unwrap_or_default()
-    }
-
-    /// The first failure of an axis.
-    pub(crate) fn failure(&self) -> Option<CommError> {
+    /// The replicas, if each has reduced gradients of its own.
+    pub(crate) fn with_own_sums(&self) -> Option<&Replicas<D>> {
         let replicas = self.replicas.as_ref();
-        self.world
-            .failure()
-            .or_else(|| self.group.failure())
-            .or_else(|| replicas.and_then(|replicas| replicas.comm.failure()))
+        replicas.filter(|replicas| replicas.sharding != Sharding::Secondary)
     }
 }
 
@@ -204,16 +221,13 @@ impl<D: Device> Replicas<D> {
     pub(crate) fn sum(&self, sum: &Reduced<D>) -> Result<Reduced<D>, TrainError> {
         let shard = sum.wait_on(&self.stream)?;
         let (comm, stream) = (&self.comm, &self.stream);
-        let updated = match self.optimizer {
-            OptimizerShards::World => {
-                let own = self.part_of(shard);
-                comm.reduce_scatter(stream, shard, own, ReduceOp::Sum)?;
-                own
-            }
-            OptimizerShards::Group => {
-                comm.all_reduce(stream, shard, shard, ReduceOp::Sum)?;
-                shard
-            }
+        let updated = if self.sharding == Sharding::Replicated {
+            comm.all_reduce(stream, shard, shard, ReduceOp::Sum)?;
+            shard
+        } else {
+            let own = self.part_of(shard);
+            comm.reduce_scatter(stream, shard, own, ReduceOp::Sum)?;
+            own
         };
         // SAFETY: written before the event on the stream, which waits for all earlier writes. The
         // optimizer waits for the event, and what writes the shard next is ordered after it.
@@ -238,43 +252,5 @@ impl<D: Device> Replicas<D> {
         let len = shard.len() / self.comm.world_size();
         let start = self.comm.rank() * len;
         shard.slice(start..start + len)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::fixtures::units;
-
-    proptest! {
-        /// Each element is counted once, within what the rank updates, which is within its shard.
-        #[test]
-        fn parts_tile_the_units(group in 1_u64..5, replicas in 1_u64..5, world: bool) {
-            let optimizer = if world { OptimizerShards::World } else { OptimizerShards::Group };
-            let mesh = MeshSettings { shard_group: Some(group as usize), optimizer };
-            let ranks = group * replicas;
-            let layout = MeshLayout::new(&units(), ranks, &mesh).unwrap();
-
-            for unit in 0..layout.group.units().len() {
-                let mut end = 0;
-                for part in 0..ranks {
-                    let rank = layout.rank_of_part(part);
-                    prop_assert_eq!(layout.part(rank), part);
-                    let counted = layout.counted(unit, rank);
-                    prop_assert_eq!(counted.start, end);
-                    end = counted.end;
-
-                    let shard = layout.group.units()[unit].shard(layout.shard(rank));
-                    let (updated, index) = layout.updated(rank);
-                    let updated = updated.units()[unit].shard(index);
-                    prop_assert!(shard.start <= updated.start && updated.end <= shard.end);
-                    prop_assert!(updated.start <= counted.start && counted.end <= updated.end);
-                    prop_assert!(!world || updated == counted);
-                }
-                prop_assert_eq!(end, layout.group.units()[unit].padded_elems);
-            }
-        }
     }
 }

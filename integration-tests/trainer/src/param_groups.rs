@@ -11,7 +11,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use zero_optim::{GroupRules, OptimizerConfig, ParamGroups};
-use zero_shard::{Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, ZeroStage};
+use zero_shard::{
+    GridLayout, Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, ZeroStage,
+};
 
 use crate::error::TrainError;
 
@@ -266,6 +268,21 @@ impl ModelGroups {
             None => layout.whole_group_runs(group_of),
         };
         Ok(ParamGroups::new(self.rules.clone(), runs))
+    }
+
+    /// As [`Self::state_bytes`], of ranks in groups.
+    pub fn grid_bytes(
+        &self,
+        layouts: &GridLayout,
+        stage: ZeroStage,
+        widths: &Widths,
+    ) -> Option<StateBytes> {
+        let of = |(layout, _): (&Layout, u64)| self.state_bytes(layout, stage, widths);
+        Some(StateBytes {
+            params_bytes: of(layouts.params(0))?.params_bytes,
+            grads_bytes: of(layouts.grads(0))?.grads_bytes,
+            optimizer_bytes: of(layouts.optimizer(0))?.optimizer_bytes,
+        })
     }
 
     /// The state of the rank that holds the most: [`Layout::state_bytes`] without gradients of

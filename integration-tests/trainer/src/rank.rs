@@ -11,11 +11,11 @@ use zero_alloc::host::{HostDevice, Timeline};
 use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
 use zero_kernels::host::HostKernels;
-use zero_optim::OptimizerConfig;
-use zero_shard::{Layout, Widths, ZeroStage};
+use zero_optim::{OptimizerConfig, ParamGroups};
+use zero_shard::{GridLayout, Layout, Sharding, Widths, ZeroStage};
 
 use crate::error::TrainError;
-use crate::mesh::{Mesh, MeshLayout, MeshSettings};
+use crate::mesh::{Mesh, MeshSettings};
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
@@ -28,6 +28,9 @@ pub struct Settings {
     pub stage: ZeroStage,
     /// The ranks over which the stage shards.
     pub mesh: MeshSettings,
+    /// Consecutive ranks of a machine, for the bytes between machines; `None`: not known, and none
+    /// are counted. It and the ranks of a group divide each other.
+    pub node_ranks: Option<usize>,
     /// Type of parameters, and of gradients in collectives.
     pub dtype: DType,
     /// Micro-batches of a step.
@@ -63,6 +66,7 @@ impl Settings {
         Self {
             stage,
             mesh: MeshSettings::default(),
+            node_ranks: None,
             dtype,
             grad_accum_steps: 1,
             reduce_every_micro_batch: false,
@@ -206,10 +210,10 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) comm_stream: D::Stream,
     /// The operations of the two streams with their times.
     pub(crate) timeline: Timeline,
-    /// The sharding of all units over this rank's group.
+    /// The sharding of the parameters.
     pub(crate) layout: Arc<Layout>,
-    /// That layout, and the one over all ranks.
-    pub(crate) layouts: MeshLayout,
+    /// The sharding of gradients and optimizer state, too.
+    pub(crate) layouts: Arc<GridLayout>,
     /// The passes of the model.
     pub(crate) passes: Vec<Pass>,
     /// The rules of each tensor.
@@ -225,7 +229,7 @@ impl<D: Device> Rank<D> {
         device: D,
         timeline: Timeline,
         comm: Arc<dyn Communicator<D>>,
-        layouts: MeshLayout,
+        layouts: Arc<GridLayout>,
         passes: Vec<Pass>,
         settings: &Settings,
         parts: impl FnOnce(&D, &D::Stream) -> Result<(Arc<dyn Kernels<D>>, HostSide<D>), TrainError>,
@@ -234,10 +238,18 @@ impl<D: Device> Rank<D> {
         let compute = device.create_stream(&format!("rank {index} compute"))?;
         let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
         let (kernels, host) = parts(&device, &compute)?;
-        let optimizer = settings.mesh.optimizer;
-        let mesh = Mesh::new(&device, Arc::clone(&comm), layouts.grid, optimizer)?;
+        let of_stage_3 = layouts.sharding() == Sharding::Secondary;
+        if of_stage_3 && !settings.stage.shards_params()
+            || layouts.grid().groups() > 1 && !settings.stage.shards_optimizer()
+        {
+            let stage = settings.stage;
+            return Err(TrainError::Usage(format!(
+                "groups of ranks do not fit {stage}, which has nothing to share in them"
+            )));
+        }
+        let mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, settings.node_ranks)?;
         let pool = Pool::new(device, usize::MAX);
-        let layout = Arc::clone(&layouts.group);
+        let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
         Ok(Self {
             comm,
@@ -281,30 +293,45 @@ impl<D: Device> Rank<D> {
         self.comm.rank() as u64
     }
 
-    /// The range of the unit's flat parameter whose gradients this rank reduces: its shard, or all
-    /// of it at stage 0.
+    /// The range of the unit's flat parameter that this rank has at stage 3.
+    pub(crate) fn shard(&self, unit: usize) -> Range<u64> {
+        of(self.layouts.params(self.index()), unit)
+    }
+
+    /// The range of the unit's flat parameter whose reduced gradients this rank has: a shard, or
+    /// all of it at stage 0.
     pub(crate) fn reduced(&self, unit: usize) -> Range<u64> {
-        let placed = &self.layout.units()[unit];
         match self.settings.stage.shards_optimizer() {
-            true => placed.shard(self.layouts.shard(self.index())),
-            false => 0..placed.padded_elems,
+            true => of(self.layouts.grads(self.index()), unit),
+            false => 0..self.layout.units()[unit].padded_elems,
         }
     }
 
-    /// The range of the unit's flat parameter whose optimizer state this rank holds: that of its
-    /// gradients, or this replica's part of it.
+    /// The range of the unit's flat parameter that this rank updates: that of its gradients, or a
+    /// part of it.
     pub(crate) fn held(&self, unit: usize) -> Range<u64> {
-        if !self.settings.stage.shards_optimizer() {
-            return self.reduced(unit);
+        match self.settings.stage.shards_optimizer() {
+            true => of(self.layouts.optimizer(self.index()), unit),
+            false => self.reduced(unit),
         }
-        let (layout, shard) = self.layouts.updated(self.index());
-        layout.units()[unit].shard(shard)
     }
 
-    /// The layout of the optimizer state, and this rank's shard of it; none at stage 0.
-    pub(crate) fn shard_held(&self) -> Option<u64> {
+    /// The range of the unit's flat parameter that this rank counts and saves: within what it
+    /// updates.
+    pub(crate) fn counted(&self, unit: usize) -> Range<u64> {
+        of((self.layouts.parts(), self.part()), unit)
+    }
+
+    /// What this rank counts and saves.
+    pub(crate) fn part(&self) -> u64 {
+        self.layouts.part_of(self.index())
+    }
+
+    /// The groups of tensors in what this rank updates.
+    pub(crate) fn groups_held(&self) -> Result<ParamGroups, TrainError> {
+        let (layout, shard) = self.layouts.optimizer(self.index());
         let sharded = self.settings.stage.shards_optimizer();
-        sharded.then(|| self.layouts.updated(self.index()).1)
+        Ok(self.groups.of(layout, sharded.then_some(shard))?)
     }
 
     /// The streams of collectives.
@@ -354,6 +381,11 @@ pub(crate) fn uses(passes: &[Pass], groups: &ModelGroups) -> Vec<Vec<usize>> {
         .chain(backward.map(|pass| &pass.backward_reads))
         .cloned()
         .collect()
+}
+
+/// The range of a shard of a unit.
+fn of((layout, shard): (&Layout, u64), unit: usize) -> Range<u64> {
+    layout.units()[unit].shard(shard)
 }
 
 /// Consecutive ranges of the elements that a rank has of a unit.

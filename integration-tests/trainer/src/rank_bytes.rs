@@ -3,6 +3,8 @@
 //! Why here: `RankBytes` counts a rank whose device is the host, and what a GPU's rank has in host
 //! memory; zero-shard's `MemoryModel` counts the GPU. `zero plan` and the check before a run use
 //! the same two, so a run is refused by the number that the plan shows.
+//!
+//! A `layout` here is over all ranks; the settings have their groups.
 
 use serde::Serialize;
 use zero_alloc::device::DType;
@@ -64,9 +66,10 @@ impl RankBytes {
             scratch_elems(settings, layout, passes, &|_, _| false)?.checked_add(upcast)?;
         let rate_sets = groups.rate_sets(&settings.optimizer);
         let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
-        let count = settings.buckets(layout.world_size() as usize, true) as u64;
+        let reduced_over = settings.mesh.layouts(layout).ok()?.grads(0).0.world_size();
+        let count = settings.buckets(reduced_over as usize, true) as u64;
         let buckets = (settings.bucket_capacity_elems as u64)
-            .max(layout.world_size())
+            .max(reduced_over)
             .checked_mul(count)?;
         let gathered = if settings.stage.shards_params() {
             gathers(settings, layout, passes).ok()?.peak_live_elems
@@ -74,7 +77,8 @@ impl RankBytes {
             0
         };
 
-        let state = groups.state_bytes(layout, settings.stage, &widths)?;
+        let layouts = settings.mesh.layouts(layout).ok()?;
+        let state = groups.grid_bytes(&layouts, settings.stage, &widths)?;
         let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
         let params = in_memory(settings.offload.params.tier(), state.params_bytes);
         let optimizer = in_memory(settings.offload.optimizer.tier(), state.optimizer_bytes);
@@ -106,7 +110,8 @@ impl RankBytes {
         let widths = settings.widths();
         let offload = &settings.offload;
         let groups = settings.resolve_groups(layout).ok()?;
-        let state = groups.state_bytes(layout, settings.stage, &widths)?;
+        let layouts = settings.mesh.layouts(layout).ok()?;
+        let state = groups.grid_bytes(&layouts, settings.stage, &widths)?;
         let on_host = |tier: Tier, bytes: u64| if tier == Tier::Host { bytes } else { 0 };
         let updated = if offload.updates_on_host() {
             state.optimizer_bytes / widths.optimizer_bytes
@@ -176,7 +181,8 @@ pub fn scratch_elems(
     writes: &dyn Fn(usize, usize) -> bool,
 ) -> Option<u64> {
     let groups = settings.resolve_groups(layout).ok()?;
-    let (_, slots) = places(settings, layout, passes, &groups, writes);
+    let layouts = settings.mesh.layouts(layout).ok()?;
+    let (_, slots) = places(settings, layouts.grads(0).0, passes, &groups, writes);
     slots
         .iter()
         .try_fold(0, |sum: u64, &elems| sum.checked_add(elems as u64))
@@ -188,7 +194,9 @@ pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
         true => u.shard_elems,
         false => u.padded_elems,
     };
-    let largest = layout.units().iter().map(held).max().unwrap_or(0);
+    let layouts = settings.mesh.layouts(layout).ok();
+    let updated = layouts.as_ref().map_or(layout, |all| all.optimizer(0).0);
+    let largest = updated.units().iter().map(held).max().unwrap_or(0);
     let elems = largest.min(settings.optimizer.sub_group_elems as u64);
     elems
         .checked_next_multiple_of(PIECE_ALIGN_ELEMS)
@@ -213,23 +221,23 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
     let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
     let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
     let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;
-    let shard = layout
-        .units()
-        .iter()
-        .map(|u| u.shard_elems)
-        .max()
-        .unwrap_or(0);
+    let layouts = settings.mesh.layouts(layout).ok()?;
+    let largest = |layout: &Layout| {
+        let shards = layout.units().iter().map(|unit| unit.shard_elems);
+        shards.max().unwrap_or(0)
+    };
+    let shard = largest(layouts.optimizer(0).0);
+    let reduced = largest(layouts.grads(0).0);
     // Those of units ahead, one in use, one that is updated and one that is written.
     let shards = OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3;
     let shards = on_nvme(offload.params.tier(), shards)
         .checked_mul(shard)?
         .checked_mul(widths.param_bytes)?;
     // Two units that leave the device, and two whose sums are read or written.
-    let grads = on_nvme(
-        offload.params.tier(),
-        2 * (widths.comm_grad_bytes + widths.grad_bytes),
-    )
-    .checked_mul(shard)?;
+    let buffers =
+        |elems: u64, width: u64| on_nvme(offload.params.tier(), 2 * width).checked_mul(elems);
+    let grads = buffers(reduced, widths.comm_grad_bytes)?
+        .checked_add(buffers(shard, widths.grad_bytes)?)?;
 
     pieces.checked_add(shards)?.checked_add(grads)
 }

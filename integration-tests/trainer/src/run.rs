@@ -314,7 +314,7 @@ impl<'a, D: Device> Run<'a, D> {
         let host = self.parts.stage.optimizer().on_host();
         Moved {
             nvme: host.and_then(|host| host.nvme()),
-            sent: self.parts.rank.mesh.traffic() + self.parts.recorder.sent(),
+            sent: self.parts.rank.mesh.sent() + self.parts.recorder.sent(),
         }
     }
 

@@ -129,6 +129,55 @@ fn cuda_ranks_follow_the_host() {
     }
 }
 
+/// Groups of ranks: one communicator an axis.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_groups_follow_the_host() {
+    let world = ["--shard-group", "2", "--shard-optimizer", "world"];
+    let cases: [(&str, &[&str], &[&str]); 4] = [
+        ("3", &["--shard-group", "2"], &[]),
+        ("3", &["--hpz", "2"], &[]),
+        ("2", &world, &["--cuda-graph"]),
+        (
+            "3",
+            &world,
+            &["--offload", "cpu", "--offload-params", "cpu"],
+        ),
+    ];
+    for (stage, groups, on_gpu) in cases {
+        let dir = temp();
+        let args = [
+            &["--stage", stage, "--ranks", "4", "--ranks-per-node", "2"],
+            groups,
+        ]
+        .concat();
+        run(zero(
+            dir.path(),
+            &[&args[..], &["--device", "cpu", "--metrics", "host"]].concat(),
+        ));
+        let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
+        run(zero(dir.path(), &[&args[..], &more, on_gpu].concat()));
+        let (host, cuda) = (steps(dir.path(), "host"), steps(dir.path(), "cuda"));
+        assert_eq!((host.len(), cuda.len()), (3, 3));
+        for (host, cuda) in host.iter().zip(&cuda) {
+            for key in ["loss", "grad_norm"] {
+                let (host, cuda) = (host[key].as_f64().unwrap(), cuda[key].as_f64().unwrap());
+                assert!(
+                    (host - cuda).abs() <= 1e-4 * host.abs(),
+                    "{groups:?}, {key}: {cuda} for {host}"
+                );
+            }
+            // Offloaded parts of parameters are gathered from the replicas at each use.
+            if on_gpu.contains(&"--offload-params") {
+                let between = |step: &Value| step["comm_bytes"]["between"].as_u64().unwrap();
+                assert!(between(cuda) > between(host), "{groups:?}");
+            } else {
+                assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{groups:?}");
+            }
+        }
+    }
+}
+
 /// The ranks of a machine choose the algorithms of matrix products together, and later runs use the
 /// same.
 #[test]

@@ -72,7 +72,8 @@ impl<D: Device> Unsharded<D> {
         // communication stream below, the user's stream by `Drop`.
         let slice = unsafe { block.slice() };
         let own = slice.slice(comm.rank() * len..(comm.rank() + 1) * len);
-        let enqueued = shard(own).and_then(|shard| Ok(comm.all_gather(comm_stream, shard, slice)?));
+        let enqueued =
+            shard(own).and_then(|shard| Ok(comm.all_gather(comm_stream, shard, slice)?));
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;

@@ -102,8 +102,8 @@ proptest! {
 
         for stage in ZeroStage::ALL {
             let flat = layout(Sharding::Flat);
-            let whole = flat.primary().padded_elems();
-            let once = flat.primary().step_traffic(stage, &w, a).unwrap();
+            let whole = flat.parts().padded_elems();
+            let once = flat.parts().step_traffic(stage, &w, a).unwrap();
             for routing in [Routing::Ring, Routing::TwoLevel] {
                 // The route changes only the bytes that leave a group, not those that a rank sends.
                 prop_assert_eq!(sent(Sharding::Flat, stage, routing).rank, once);
@@ -120,20 +120,94 @@ proptest! {
             prop_assert!(two_level <= ring);
         }
 
-        // hpZ: the backward gathers stay in the group.
-        let hpz = sent(Sharding::Secondary, ZeroStage::Three, Routing::TwoLevel);
-        let flat = sent(Sharding::Flat, ZeroStage::Three, Routing::TwoLevel);
-        let whole = layout(Sharding::Flat).primary().padded_elems();
-        prop_assert_eq!(flat.group_egress_bytes - hpz.group_egress_bytes, 2 * a * whole / groups * (groups - 1));
-        let gathers = 2 * a * (whole / n * (n - 1) + whole / group_size * (group_size - 1));
-        prop_assert_eq!(hpz.rank.all_gather_bytes, gathers);
-        // Replicas: only the reduced shard leaves the group, once per step.
-        let replicated = layout(Sharding::Replicated);
-        let hybrid = sent(Sharding::Replicated, ZeroStage::Three, Routing::Ring);
-        let shard = replicated.primary().shard_elems();
-        let between = 2 * shard.div_ceil(groups) * (groups - 1) * w.grad_bytes;
-        prop_assert_eq!((hybrid.rank.all_reduce_bytes, hybrid.group_egress_bytes), (between, between * group_size));
-        prop_assert_eq!(hybrid.rank.all_gather_bytes, 2 * 2 * a * shard * (group_size - 1));
+        let flat = layout(Sharding::Flat);
+        let whole = flat.parts().padded_elems();
+        let shard = flat.group().shard_elems();
+        let between = shard / groups * (groups - 1);
+        for stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+            let stage_three = stage == ZeroStage::Three;
+            let gathers = if stage_three { 2 * a } else { 1 };
+            let gathered = 2 * gathers * shard * (group_size - 1);
+            let scattered = 2 * a * shard * (group_size - 1);
+            let of = |sharding| sent(sharding, stage, Routing::TwoLevel);
+
+            // Replicas: only the reduced shard leaves the group, once per step.
+            let all_reduce = 2 * between * w.grad_bytes;
+            let hsdp = of(Sharding::Replicated);
+            let rank = hsdp.rank;
+            prop_assert_eq!(
+                (rank.reduce_scatter_bytes, rank.all_gather_bytes, rank.all_reduce_bytes),
+                (scattered, gathered, all_reduce)
+            );
+            prop_assert_eq!(hsdp.group_egress_bytes, all_reduce * group_size);
+
+            // A shared update: the gather is of parameters.
+            let hfsdp = of(Sharding::Hybrid);
+            let rank = hfsdp.rank;
+            let (scatter, gather) = (between * w.grad_bytes, between * 2);
+            prop_assert_eq!(
+                (rank.reduce_scatter_bytes, rank.all_gather_bytes, rank.all_reduce_bytes),
+                (scattered + scatter, gathered + gather, 0)
+            );
+            prop_assert_eq!(hfsdp.group_egress_bytes, (scatter + gather) * group_size);
+
+            // Nodes that are the groups: replicas send all of their bytes to other nodes.
+            for sharding in [Sharding::Replicated, Sharding::Hybrid] {
+                let axes = layout(sharding).axis_traffic(stage, &w, a).unwrap();
+                let [all, group, replicas] =
+                    [axes.all, axes.group, axes.replicas].map(|sent| sent.total_bytes());
+                let egress = |node| grid.node_egress_bytes(node, all, group, replicas);
+                prop_assert_eq!(egress(group_size).unwrap(), of(sharding).group_egress_bytes);
+                prop_assert_eq!(egress(n).unwrap(), 0);
+                // One rank a node: all is sent to other nodes.
+                let sent = if groups > 1 { replicas } else { 0 };
+                let within = if group_size > 1 { group } else { 0 };
+                prop_assert_eq!(egress(1).unwrap(), if n > 1 { sent + within } else { 0 });
+            }
+
+            // hpZ: the gathers of passes stay in the group, and one of the step does not.
+            let hpz = of(Sharding::Secondary);
+            if stage_three {
+                let reductions = 2 * a * (whole / n * (n - 1));
+                prop_assert_eq!(
+                    (hpz.rank.reduce_scatter_bytes, hpz.rank.all_gather_bytes),
+                    (reductions, gathered + gather)
+                );
+                let crossing = whole / groups * (groups - 1);
+                prop_assert_eq!(hpz.group_egress_bytes, 2 * a * crossing + 2 * crossing);
+            } else {
+                prop_assert_eq!(hpz, of(Sharding::Flat));
+            }
+        }
+    }
+
+    /// Each element has one part, within the shard of its group and within what its rank updates.
+    #[test]
+    fn parts_are_within_shards(groups in 1u64..6, group_size in 1u64..6, elems in 1u64..1000) {
+        let units = [UnitSpec::new("u", [ParamSpec::new("p", [elems])])];
+        let grid = Grid::new(groups * group_size, group_size).unwrap();
+        for sharding in [Sharding::Flat, Sharding::Secondary, Sharding::Hybrid, Sharding::Replicated] {
+            let layout = GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
+            let range = |(layout, shard): (&Layout, u64)| layout.units()[0].shard(shard);
+            let within = |inner: &std::ops::Range<u64>, outer: &std::ops::Range<u64>| {
+                outer.start <= inner.start && inner.end <= outer.end
+            };
+            let mut end = 0;
+            for part in 0..grid.world_size() {
+                let rank = layout.rank_of_part(part);
+                prop_assert_eq!(layout.part_of(rank), part);
+                let part = range((layout.parts(), part));
+                prop_assert_eq!(part.start, end);
+                end = part.end;
+
+                let group = range((layout.group(), grid.position_of(rank)));
+                let [params, grads, optimizer] =
+                    [layout.params(rank), layout.grads(rank), layout.optimizer(rank)].map(range);
+                prop_assert!(within(&params, &group) && within(&grads, &params));
+                prop_assert!(within(&optimizer, &grads) && within(&part, &optimizer));
+            }
+            prop_assert_eq!(end, layout.parts().padded_elems());
+        }
     }
 }
 
@@ -152,29 +226,28 @@ fn memory_over_a_grid() {
     assert_eq!(bytes(Sharding::Flat, ZeroStage::Three), 16 * 100);
     assert_eq!(
         bytes(Sharding::Secondary, ZeroStage::Three),
-        16 * 100 + 2 * 800
+        14 * 100 + 2 * 800
     );
     assert_eq!(
-        bytes(Sharding::Secondary, ZeroStage::Two),
-        bytes(Sharding::Flat, ZeroStage::Two)
+        bytes(Sharding::Hybrid, ZeroStage::Three),
+        12 * 100 + 4 * 800
+    );
+    for stage in [ZeroStage::One, ZeroStage::Two] {
+        assert_eq!(
+            bytes(Sharding::Secondary, stage),
+            bytes(Sharding::Flat, stage)
+        );
+    }
+    assert_eq!(
+        bytes(Sharding::Hybrid, ZeroStage::One),
+        bytes(Sharding::Flat, ZeroStage::One)
     );
     assert_eq!(bytes(Sharding::Replicated, ZeroStage::Three), 16 * 800);
     let layout = |s| GridLayout::new(&units, grid, s, LayoutOptions::default()).unwrap();
-
-    assert_eq!(
-        (
-            layout(Sharding::Replicated).shard_of(19),
-            layout(Sharding::Secondary).shard_of(19)
-        ),
-        (3, 19)
-    );
-
-    assert_eq!(
-        layout(Sharding::Secondary)
-            .secondary()
-            .map(Layout::shard_elems),
-        Some(800)
-    );
+    // Rank 19 is at position 3 of group 2.
+    assert_eq!(layout(Sharding::Replicated).params(19).1, 3);
+    assert_eq!(layout(Sharding::Secondary).grads(19).1, 3 * 8 + 2);
+    assert_eq!(layout(Sharding::Secondary).group().shard_elems(), 800);
     assert_eq!(layout(Sharding::Flat).grid(), grid);
     assert_eq!(layout(Sharding::Flat).sharding(), Sharding::Flat);
 }
@@ -226,7 +299,12 @@ fn each_wrong_part_has_its_error() {
 
     let huge = [UnitSpec::new("u", [ParamSpec::new("p", [u64::MAX / 64])])];
     let grid = Grid::new(4, 2).unwrap();
-    for sharding in [Sharding::Flat, Sharding::Secondary, Sharding::Replicated] {
+    for sharding in [
+        Sharding::Flat,
+        Sharding::Secondary,
+        Sharding::Hybrid,
+        Sharding::Replicated,
+    ] {
         let layout = GridLayout::new(&huge, grid, sharding, LayoutOptions::default()).unwrap();
         for stage in ZeroStage::ALL {
             let sent = layout.step_traffic(stage, &Widths::MIXED_ADAM, 64, Routing::TwoLevel);

@@ -1,24 +1,35 @@
 //! Ranks in groups: the numbers of the flat run, and bytes by the formulas.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::Arc;
+
 use proptest::prelude::*;
 use zero_alloc::device::DType;
+use zero_alloc::host::HostDevice;
+use zero_comm::CommOptions;
+use zero_comm::threads::World;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
-use zero_shard::{GridLayout, LayoutOptions, Routing, Sharding};
-use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, OptimizerShards, SHARD_ALIGN_ELEMS, Workload,
-};
+use zero_shard::{Routing, Sharding};
+use zero_trainer::{Home, MeshSettings, OffloadSettings, Workload, run_on_host_device};
 
 use super::identical::{cases, same};
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 
-const OPTIMIZERS: [OptimizerShards; 2] = [OptimizerShards::Group, OptimizerShards::World];
-
-fn groups_of(group: usize, optimizer: OptimizerShards) -> MeshSettings {
+fn groups_of(group: usize, sharding: Sharding) -> MeshSettings {
     MeshSettings {
         shard_group: Some(group),
-        optimizer,
+        sharding,
     }
+}
+
+/// Every stage with everything that may be sharded between groups. hpZ comes last: its sums have
+/// another order.
+fn shardings() -> impl Iterator<Item = (u64, Sharding)> {
+    (1..4)
+        .flat_map(|stage| [(stage, Sharding::Replicated), (stage, Sharding::Hybrid)])
+        .chain([(3, Sharding::Secondary)])
 }
 
 /// Asserts that losses and norms differ by at most `limit`, relative.
@@ -39,17 +50,17 @@ fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     }
 }
 
-/// A mesh has the losses of the flat run but for the order of a sum; all stages, both places of the
-/// optimizer state, and every switch have the same bits.
+/// A mesh has the losses of the flat run but for the order of a sum; all stages and every switch
+/// have the same bits, HSDP those of HFSDP.
 fn agrees(base: &Case, group: usize, limit: f64) {
     let flat = Case {
         stage: 2,
         ..base.clone()
     }
     .run_tiny();
-    let mut reference: Option<Outcome> = None;
-    for stage in 1..4 {
-        for optimizer in OPTIMIZERS {
+    let mut references: BTreeMap<bool, Outcome> = BTreeMap::new();
+    for (stage, sharding) in shardings() {
+        {
             for (overlap, home) in [
                 (true, Home::Device),
                 (false, Home::Device),
@@ -67,14 +78,14 @@ fn agrees(base: &Case, group: usize, limit: f64) {
                     stage,
                     overlap,
                     offload,
-                    mesh: groups_of(group, optimizer),
+                    mesh: groups_of(group, sharding),
                     ..base.clone()
                 };
                 let outcome = case.run_tiny();
                 close(&outcome, &flat, limit, &format!("{case:?}"));
-                match &reference {
-                    Some(reference) => same(reference, &outcome, &format!("{case:?}")),
-                    None => reference = Some(outcome),
+                match references.entry(sharding == Sharding::Secondary) {
+                    Entry::Occupied(first) => same(first.get(), &outcome, &format!("{case:?}")),
+                    Entry::Vacant(first) => drop(first.insert(outcome)),
                 }
             }
         }
@@ -121,10 +132,10 @@ fn groups_of_one_have_the_bits_of_the_flat_run() {
             ..base.clone()
         }
         .run_tiny();
-        for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+        for (stage, sharding) in shardings() {
             let case = Case {
                 stage,
-                mesh: groups_of(1, optimizer),
+                mesh: groups_of(1, sharding),
                 ..base.clone()
             };
             let outcome = case.run_tiny();
@@ -138,36 +149,21 @@ fn groups_of_one_have_the_bits_of_the_flat_run() {
 }
 
 /// What the ranks of `case` hold and send, and what zero-shard's grid says.
-fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<zero_alloc::host::HostDevice>) {
+fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<HostDevice>) {
     let outcome = case.run(workload);
     let settings = &outcome.settings;
     let widths = settings.widths();
-    let grid = case.mesh.grid(case.ranks as u64).unwrap();
-    let layout = GridLayout::new(
-        &workload.units(),
-        grid,
-        Sharding::Replicated,
-        LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS * grid.groups()),
-    )
-    .unwrap();
-    let held = layout.state_bytes(settings.stage, &widths).unwrap();
-    let sent = layout
+    let layouts = case.mesh.layouts(&outcome.layout).unwrap();
+    let held = layouts.state_bytes(settings.stage, &widths).unwrap();
+    let sent = layouts
         .step_traffic(
             settings.stage,
             &widths,
             settings.reductions(),
             Routing::TwoLevel,
         )
-        .unwrap();
-    let shares = case.mesh.optimizer == OptimizerShards::World;
-    let optimizer = held.optimizer_bytes / if shares { grid.groups() } else { 1 };
-    // An all-reduce is a reduce-scatter of gradients and a gather of them; with a shared update,
-    // the gather is of parameters.
-    let between = sent.rank.all_reduce_bytes / 2;
-    let (scattered, gathered, reduced) = match shares {
-        true => (between, between / widths.grad_bytes * widths.param_bytes, 0),
-        false => (0, 0, 2 * between),
-    };
+        .unwrap()
+        .rank;
 
     for summary in &outcome.summaries {
         let last = summary.last.as_ref().unwrap();
@@ -178,20 +174,24 @@ fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<zero_alloc::host:
         );
         assert_eq!(memory.grads_bytes, held.grads_bytes, "{case:?}: gradients");
         assert_eq!(
-            memory.optimizer_bytes, optimizer,
+            memory.optimizer_bytes, held.optimizer_bytes,
             "{case:?}: optimizer state"
         );
         let comm = &last.comm_bytes;
         assert_eq!(
-            comm.reduce_scatter,
-            sent.rank.reduce_scatter_bytes + scattered,
-            "{case:?}: reduce-scatter"
+            (comm.reduce_scatter, comm.all_reduce),
+            (sent.reduce_scatter_bytes, sent.all_reduce_bytes),
+            "{case:?}: reductions"
         );
-        assert_eq!(comm.all_reduce, reduced, "{case:?}: all-reduce");
-        let gathers = sent.rank.all_gather_bytes + gathered;
         match case.stage {
-            3 => assert!(comm.all_gather <= gathers, "{case:?}: all-gather"),
-            _ => assert_eq!(comm.all_gather, gathers, "{case:?}: all-gather"),
+            3 => assert!(
+                comm.all_gather <= sent.all_gather_bytes,
+                "{case:?}: all-gather"
+            ),
+            _ => assert_eq!(
+                comm.all_gather, sent.all_gather_bytes,
+                "{case:?}: all-gather"
+            ),
         }
         let [after_two, in_all] = summary.backing_allocations;
         assert_eq!(
@@ -204,7 +204,7 @@ fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<zero_alloc::host:
 #[test]
 fn bytes_held_and_sent() {
     for (ranks, group) in [(2, 1), (4, 2), (8, 2), (8, 4)] {
-        for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+        for (stage, sharding) in shardings() {
             for (dtype, grad_accum, each) in [
                 (DType::F32, 1, false),
                 (DType::Bf16, 1, false),
@@ -215,7 +215,7 @@ fn bytes_held_and_sent() {
                     stage,
                     steps: 3,
                     reduce_every_micro_batch: each,
-                    mesh: groups_of(group, optimizer),
+                    mesh: groups_of(group, sharding),
                     ..case(ranks, dtype, grad_accum)
                 };
                 bytes_are_the_formulas(&case, &case.tiny());
@@ -227,7 +227,7 @@ fn bytes_held_and_sent() {
 /// A checkpoint of any mesh loads at any other one, with its bits.
 #[test]
 fn checkpoints_load_at_any_mesh() {
-    use OptimizerShards::{Group, World};
+    use Sharding::{Hybrid, Replicated, Secondary};
     // 12 rows a step at any number of ranks.
     let at = |ranks, stage, mesh, steps| Case {
         ranks,
@@ -239,12 +239,12 @@ fn checkpoints_load_at_any_mesh() {
     };
     let flat = MeshSettings::default();
     let uninterrupted = at(4, 3, flat, 10).run_tiny();
-    let mut last = at(4, 3, groups_of(2, World), 2).run_tiny();
+    let mut last = at(4, 3, groups_of(2, Hybrid), 2).run_tiny();
     for (i, (ranks, stage, mesh)) in [
-        (6, 2, groups_of(2, Group)),
-        (4, 3, groups_of(1, World)),
+        (6, 2, groups_of(2, Replicated)),
+        (4, 3, groups_of(1, Secondary)),
         (2, 1, flat),
-        (6, 3, groups_of(3, Group)),
+        (6, 3, groups_of(3, Replicated)),
     ]
     .into_iter()
     .enumerate()
@@ -293,10 +293,10 @@ fn overflow_skips_in_all_replicas() {
         outcome.steps.iter().map(|step| step.skipped).collect()
     };
     assert!(skipped(&flat).contains(&true) && skipped(&flat).contains(&false));
-    for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
+    for (stage, sharding) in shardings() {
         let case = Case {
             stage,
-            mesh: groups_of(2, optimizer),
+            mesh: groups_of(2, sharding),
             ..base.clone()
         };
         let outcome = case.run_tiny();
@@ -304,6 +304,112 @@ fn overflow_skips_in_all_replicas() {
         for summary in &outcome.summaries {
             let last = summary.last.as_ref().unwrap();
             assert_eq!(last.loss_scale, flat.steps[7].loss_scale, "{case:?}");
+        }
+    }
+}
+
+/// A rank that dies in one replica ends all, and is named.
+#[test]
+fn death_in_one_replica_ends_all() {
+    for (stage, sharding) in shardings() {
+        for panic_at in [0, 2] {
+            let mut toy = Toy::new(&[vec![40], vec![7], vec![100]], true);
+            toy.panic_at = Some(panic_at);
+            let case = Case {
+                stage,
+                mesh: groups_of(2, sharding),
+                ..case(4, DType::F32, 1)
+            };
+            let error = match case.try_run(&toy) {
+                Ok(_) => panic!("{case:?}: the run went on"),
+                Err(error) => error.to_string(),
+            };
+            assert!(
+                error.contains("rank 0") && error.contains("panic requested"),
+                "{case:?}: {error}"
+            );
+        }
+    }
+}
+
+/// State on NVMe.
+#[test]
+fn offload_to_nvme_has_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = case(4, DType::Bf16, 2);
+    for (stage, sharding) in shardings() {
+        let home = Home::Nvme(dir.path().to_owned());
+        let offload = OffloadSettings {
+            params: match stage {
+                3 => home.clone(),
+                _ => Home::Device,
+            },
+            optimizer: home,
+            ..OffloadSettings::default()
+        };
+        let on_device = Case {
+            stage,
+            mesh: groups_of(2, sharding),
+            ..base.clone()
+        };
+        let case = Case {
+            offload,
+            ..on_device.clone()
+        };
+        match (stage, sharding) {
+            // Sums of a micro-batch leave the device, and the replicas' sums with them.
+            (3, Sharding::Replicated | Sharding::Hybrid) => {
+                let what = format!("{case:?}");
+                close(&case.run_tiny(), &on_device.run_tiny(), 3e-3, &what);
+            }
+            _ => same(
+                &on_device.run_tiny(),
+                &case.run_tiny(),
+                &format!("{case:?}"),
+            ),
+        }
+    }
+}
+
+/// In any order that streams and events allow, no access is unordered.
+#[test]
+fn no_wait_is_missing() {
+    let toy = Toy::new(&[vec![40, 3], vec![70], vec![9, 30], vec![5]], true);
+    for (stage, sharding) in shardings() {
+        for (home, seed) in [(Home::Device, 0), (Home::Device, 1), (Home::Host, 2)] {
+            let offload = OffloadSettings {
+                optimizer: home,
+                ..OffloadSettings::default()
+            };
+            let case = Case {
+                stage,
+                offload,
+                mesh: groups_of(1, sharding),
+                ..case(2, DType::Bf16, 2)
+            };
+            let settings = case.settings();
+            let options = case.options(None);
+            let comms = World::new(case.ranks, CommOptions::default()).unwrap();
+            std::thread::scope(|scope| {
+                for (rank, comm) in comms.into_iter().enumerate() {
+                    let (toy, settings, options, case) = (&toy, &settings, &options, &case);
+                    scope.spawn(move || {
+                        let device = HostDevice::seeded(10 * seed + rank as u64);
+                        let run = run_on_host_device(
+                            device.clone(),
+                            Arc::new(comm),
+                            1,
+                            settings,
+                            toy,
+                            options,
+                            &mut |_| Ok(()),
+                        );
+                        run.unwrap_or_else(|error| panic!("{case:?}: {error}"));
+                        let violations = device.violations();
+                        assert!(violations.is_empty(), "{case:?}: {violations:?}");
+                    });
+                }
+            });
         }
     }
 }
@@ -328,11 +434,12 @@ proptest! {
         let base = Case { bucket_elems, ..case(group * replicas, DType::F32, grad_accum) };
         let flat = Case { stage: 2, ..base.clone() }.run(&toy);
         let mut reference: Option<Outcome> = None;
-        for (stage, optimizer) in (1..4).flat_map(|stage| OPTIMIZERS.map(|of| (stage, of))) {
-            let case = Case { stage, mesh: groups_of(group, optimizer), ..base.clone() };
+        for (stage, sharding) in shardings() {
+            let case = Case { stage, mesh: groups_of(group, sharding), ..base.clone() };
             let outcome = case.run(&toy);
             close(&outcome, &flat, 1e-6, &format!("{case:?}"));
             match &reference {
+                _ if sharding == Sharding::Secondary => {}
                 Some(reference) => same(reference, &outcome, &format!("{case:?}")),
                 None => reference = Some(outcome),
             }

@@ -7,7 +7,8 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::backend::{Checked, Group};
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
-use zero_trainer::{ReplicaChecks, RunOptions, StepMetrics, run_as_rank};
+use zero_shard::Sharding;
+use zero_trainer::{MeshSettings, ReplicaChecks, RunOptions, StepMetrics, run_as_rank};
 
 use super::support::Case;
 use super::toy::Toy;
@@ -22,6 +23,21 @@ struct DamagedLink {
     /// The results of this collective, counted from 0, that are damaged.
     damaged: Option<(Collective, usize)>,
     received: AtomicUsize,
+    /// The split whose link is damaged in place of this one.
+    of_split: Option<usize>,
+    splits: AtomicUsize,
+}
+
+impl DamagedLink {
+    fn new(inner: Arc<dyn Communicator<HostDevice>>, damaged: Option<(Collective, usize)>) -> Self {
+        Self {
+            inner,
+            damaged,
+            received: AtomicUsize::new(0),
+            of_split: None,
+            splits: AtomicUsize::new(0),
+        }
+    }
 }
 
 // SAFETY: calls are those of the inner communicator; the damage is an operation of their stream, on
@@ -37,7 +53,7 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
         let is_control = call.control;
         let recv = checked.recv();
         self.inner.enqueue(stream, checked)?;
-        let Some((damaged, number)) = self.damaged else {
+        let Some((damaged, number)) = self.damaged.filter(|_| self.of_split.is_none()) else {
             return Ok(());
         };
         if collective != damaged
@@ -62,7 +78,10 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
         color: Option<u64>,
         key: u64,
     ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        self.inner.split(color, key)
+        let split = self.splits.fetch_add(1, Ordering::Relaxed);
+        let damaged = self.damaged.filter(|_| self.of_split == Some(split));
+        let inner = self.inner.split(color, key)?;
+        Ok(inner.map(|inner| Arc::new(Self::new(inner, damaged)) as Arc<_>))
     }
 
     fn traffic(&self) -> Traffic {
@@ -85,14 +104,25 @@ fn run(
     rank: usize,
     damaged: (Collective, usize),
 ) -> Vec<Result<(), String>> {
-    let workload = Toy::new(&[vec![40], vec![7], vec![100]], false);
+    run_with(case, options, rank, damaged, None)
+}
+
+/// As [`run`], with damage of the link of a split.
+fn run_with(
+    case: &Case,
+    options: &RunOptions,
+    rank: usize,
+    damaged: (Collective, usize),
+    of_split: Option<usize>,
+) -> Vec<Result<(), String>> {
+    let workload = Toy::new(&[vec![40], vec![150], vec![100]], false);
     let comms = World::new(case.ranks, CommOptions::default()).unwrap();
     std::thread::scope(|scope| {
         let train = |(index, comm)| {
+            let damaged = (index == rank).then_some(damaged);
             let link = DamagedLink {
-                inner: Arc::new(comm),
-                damaged: (index == rank).then_some(damaged),
-                received: AtomicUsize::new(0),
+                of_split,
+                ..DamagedLink::new(Arc::new(comm), damaged)
             };
             let workload = &workload;
             let settings = case.settings();
@@ -158,6 +188,46 @@ fn damaged_replica_is_named_and_not_saved() {
                 !dir.path().join("latest").exists(),
                 "{context}: a checkpoint was saved"
             );
+        }
+    }
+}
+
+/// At stage 3 the replicas of a shard are compared: a sum of gradients, or a gather of parameters,
+/// that one of them received with an error.
+#[test]
+fn damaged_shard_is_named_and_not_saved() {
+    // The second split is that of the replicas.
+    const REPLICAS: Option<usize> = Some(1);
+    // Without the last unit's gradient, which comes first.
+    let of_gradients = (Collective::AllReduce, 2 * UNITS + (UNITS - 1 - DAMAGED));
+    let of_params = (Collective::AllGather, 3 * UNITS + DAMAGED);
+    for (sharding, damaged) in [
+        (Sharding::Replicated, of_gradients),
+        (Sharding::Hybrid, of_params),
+        (Sharding::Secondary, of_params),
+    ] {
+        for (ranks, rank, reference, named) in [(4, 3, 1, 3), (6, 2, 0, 2)] {
+            let dir = tempfile::tempdir().unwrap();
+            let case = Case {
+                stage: 3,
+                ranks,
+                steps: 3,
+                mesh: MeshSettings {
+                    shard_group: Some(2),
+                    sharding,
+                },
+                ..Case::default()
+            };
+            let options = case.options(Some(dir.path()));
+            let results = run_with(&case, &options, rank, damaged, REPLICAS);
+
+            let context = format!("{sharding:?}, {ranks} ranks, rank {rank} damaged");
+            let text = format!("step 3: rank {named} holds other parameters than rank {reference}");
+            for result in results {
+                let error = result.expect_err(&context);
+                assert!(error.contains(&text), "{context}: {error}");
+            }
+            assert!(!dir.path().join("latest").exists(), "{context}");
         }
     }
 }

@@ -87,8 +87,7 @@ impl<D: Device> HostOptimizer<D> {
             .create_stream(&format!("rank {index} copies"))?;
         // Before the state, whose first use of the disk would delay pinning.
         let params = HostParams::new(rank, &stream, &segments, on_device)?;
-        let (layout, _) = rank.layouts.updated(rank.index());
-        let groups = rank.groups.of(layout, rank.shard_held())?;
+        let groups = rank.groups_held()?;
         let options = &settings.offload;
         let kernels = match options.optimizer {
             Home::Nvme(_) => &host.nvme_kernels,
@@ -452,8 +451,8 @@ impl<D: Device> HostOptimizer<D> {
         for unit in 0..rank.units() {
             let held = params.acquire(unit, SwapAccess::Update)?;
             let own = RankParams {
-                layout: &rank.layouts.parts,
-                rank: rank.layouts.part(rank.index()),
+                layout: rank.layouts.parts(),
+                rank: rank.part(),
                 params: &[(held.values, 0)],
             };
             optimizer

@@ -48,7 +48,10 @@ pub(crate) fn check<D: Device>(
     };
     // The ranks that compare, in the order of the exchange.
     let ranks: Vec<usize> = match replicas {
-        Some(_) => rank.layouts.peers(rank.index()),
+        Some(_) => {
+            let peers = rank.layouts.grid().peer_ranks(rank.index());
+            peers.map(|peer| peer as usize).collect()
+        }
         None => (0..rank.comm.world_size()).collect(),
     };
     let place = replicas.map_or(rank.comm.rank(), |replicas| replicas.comm.rank());

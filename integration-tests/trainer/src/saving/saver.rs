@@ -86,13 +86,12 @@ impl Saver {
         options: StoreOptions,
     ) -> Result<Self, TrainError> {
         let options = options.stall_limit(rank.settings.limit);
-        let parts = &rank.layouts.parts;
-        let model = ModelSpec::from(&**parts);
+        let parts = rank.layouts.parts();
+        let model = ModelSpec::from(parts);
         let check =
             move |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
         let exchange = &mut RankExchange::of_parts(rank);
-        let part = rank.layouts.part(rank.index());
-        let store = Store::create_on_ranks(dir, part, options, exchange, check)
+        let store = Store::create_on_ranks(dir, rank.part(), options, exchange, check)
             .map_err(|error| of_part(rank, error))?;
         for notice in store.take_notices() {
             tracing::warn!("checkpoints in {}: {notice}", dir.display());
@@ -100,9 +99,12 @@ impl Saver {
 
         let store = match rank.settings.offload.uses_nvme() {
             true => Saves::Streamed(store),
-            false => {
-                Saves::Background(BackgroundStore::new(store, Arc::clone(parts), states(), 1)?)
-            }
+            false => Saves::Background(BackgroundStore::new(
+                store,
+                Arc::new(parts.clone()),
+                states(),
+                1,
+            )?),
         };
 
         Ok(Self {
@@ -137,7 +139,7 @@ impl Saver {
             })?),
             Saves::Streamed(store) => {
                 let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
-                let parts = &rank.layouts.parts;
+                let parts = rank.layouts.parts();
                 let stage = || store.stage_streamed(meta.step, parts, states(), fill);
                 let exchange = &mut RankExchange::of_parts(rank);
                 let published = store.save_with(&meta, parts, stage, exchange);

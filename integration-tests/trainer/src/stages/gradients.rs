@@ -65,7 +65,8 @@ impl<D: Device> Gradients<D> {
         } = rank;
 
         let writes = |pass, unit| model.writes_grad(pass, unit);
-        let (places, sizes) = places(settings, &rank.layout, &rank.passes, &rank.groups, &writes);
+        let (reduced, _) = rank.layouts.grads(rank.index());
+        let (places, sizes) = places(settings, reduced, &rank.passes, &rank.groups, &writes);
         let mut slots = Vec::with_capacity(sizes.len());
         for elems in sizes {
             slots.push(pool.allocate(elems, DType::F32, Purpose::Workspace, compute)?);
@@ -86,7 +87,7 @@ impl<D: Device> Gradients<D> {
 
         let places = places.into_iter().enumerate().map(with_memory).collect();
 
-        let ranks = mesh.group.world_size();
+        let ranks = mesh.grads.world_size();
         let capacity = settings.bucket_capacity_elems.max(ranks);
         let options = BucketOptions::new(capacity, settings.dtype)
             .count(settings.buckets(ranks, rank.is_host()))
@@ -94,7 +95,7 @@ impl<D: Device> Gradients<D> {
 
         let buckets = Buckets::new(
             pool,
-            mesh.group.clone(),
+            mesh.grads.clone(),
             compute.clone(),
             rank.comm_stream.clone(),
             options,
@@ -152,7 +153,7 @@ impl<D: Device> Gradients<D> {
         optimizer: &mut Optimizer<D>,
     ) -> Result<(), TrainError> {
         let last = micro + 1 == rank.settings.grad_accum_steps;
-        let alone = rank.mesh.group.world_size() == 1;
+        let alone = rank.mesh.grads.world_size() == 1;
         let sum = match self.place(unit)? {
             InBackward::Sum(_) if !last => return Ok(()),
             InBackward::Sum(sum) if alone => complete(rank, sum)?,
@@ -172,7 +173,7 @@ impl<D: Device> Gradients<D> {
             },
         };
 
-        let sum = match &rank.mesh.replicas {
+        let sum = match rank.mesh.with_own_sums() {
             Some(replicas) if last || optimizer.sums_leave() => {
                 let of_all = replicas.sum(&sum)?;
                 if !rank.settings.overlap {
@@ -196,7 +197,7 @@ impl<D: Device> Gradients<D> {
         unit: usize,
         optimizer: &mut Optimizer<D>,
     ) -> Result<AnySlice, TrainError> {
-        let (whole, written) = if rank.mesh.group.world_size() > 1 {
+        let (whole, written) = if rank.mesh.grads.world_size() > 1 {
             let padded = rank.layout.units()[unit].padded_elems as usize;
             let filling = self.buckets.begin(padded)?;
             // SAFETY: the pass uses it on the compute stream, before `reduce` launches it.

@@ -371,8 +371,8 @@ impl<D: Device> Optimizer<D> {
         };
         let params: Vec<_> = device.params.iter().map(|&param| [(param, 0)]).collect();
         let own = RankParams {
-            layout: &rank.layouts.parts,
-            rank: rank.layouts.part(rank.index()),
+            layout: rank.layouts.parts(),
+            rank: rank.part(),
             params: &params,
         };
         let limit = rank.settings.host_limit();
@@ -394,7 +394,7 @@ fn segments<D: Device>(rank: &Rank<D>) -> Vec<Segment> {
     let mut end = 0;
     let segment = |(unit, placed): (usize, &UnitLayout)| {
         let held = rank.held(unit);
-        let counted = rank.layouts.counted(unit, rank.index());
+        let counted = rank.counted(unit);
         let own = (counted.start - held.start) as usize..(counted.end - held.start) as usize;
         let start = end;
         end += (held.end - held.start) as usize;
@@ -413,8 +413,7 @@ fn device_optimizer<D: Device>(
     segments: Vec<Segment>,
 ) -> Result<ShardedAdamW<D>, TrainError> {
     let settings = &rank.settings;
-    let (layout, _) = rank.layouts.updated(rank.index());
-    let groups = rank.groups.of(layout, rank.shard_held())?;
+    let groups = rank.groups_held()?;
     Ok(
         ShardedAdamW::builder(&rank.pool, rank.kernels.clone(), &rank.compute)
             .config(settings.optimizer.clone())

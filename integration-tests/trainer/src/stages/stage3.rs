@@ -42,7 +42,7 @@ impl<D: Device> Stage3<D> {
         let prefetcher = |order| {
             let mut prefetcher = Prefetcher::with_source(
                 rank.pool.clone(),
-                rank.mesh.group.clone(),
+                rank.mesh.params.clone(),
                 rank.compute.clone(),
                 rank.comm_stream.clone(),
                 shards.clone(),

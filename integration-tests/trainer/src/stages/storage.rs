@@ -34,7 +34,7 @@ impl<D: Device> Storage<D> {
     ) -> Result<Self, TrainError> {
         let units = rank.layout.units().iter();
         let units = units.map(|unit| (index(unit.whole_range()), 0)).collect();
-        Self::new(rank, dtype, purpose, units)
+        Self::new(rank, dtype, purpose, units, Rank::shard)
     }
 
     /// This rank's shard of every unit, set to zero.
@@ -45,9 +45,9 @@ impl<D: Device> Storage<D> {
     ) -> Result<Self, TrainError> {
         let units = rank.layout.units().iter().enumerate();
         let units = units
-            .map(|(i, unit)| (index(unit.shard_range()), rank.reduced(i).start as usize))
+            .map(|(i, unit)| (index(unit.shard_range()), rank.shard(i).start as usize))
             .collect();
-        Self::new(rank, dtype, purpose, units)
+        Self::new(rank, dtype, purpose, units, Rank::shard)
     }
 
     /// The gradients, set to zero: all units whole, or this rank's shard of each. Frozen units have
@@ -56,41 +56,44 @@ impl<D: Device> Storage<D> {
         let mut units = Vec::new();
         let mut end = 0;
         for (i, unit) in rank.layout.units().iter().enumerate() {
-            let (len, first) = match (rank.trains(i), whole) {
-                (false, _) => (0, 0),
-                (true, true) => (unit.padded_elems as usize, 0),
-                (true, false) => (unit.shard_elems as usize, rank.reduced(i).start as usize),
+            let stored = match (rank.trains(i), whole) {
+                (false, _) => 0..0,
+                (true, true) => 0..unit.padded_elems,
+                (true, false) => rank.reduced(i),
             };
-            units.push((end..end + len, first));
-            end += len;
+            let stored = index(stored);
+            units.push((end..end + stored.len(), stored.start));
+            end += stored.len();
         }
-        Self::new(rank, rank.settings.grad_dtype(), Purpose::Grads, units)
+        let dtype = rank.settings.grad_dtype();
+        Self::new(rank, dtype, Purpose::Grads, units, Rank::reduced)
     }
 
     /// `units`: the range of each unit's part in the storage, and the position of its first element
-    /// in the unit.
+    /// in the unit. `shard`: what of a unit is this rank's shard.
     fn new(
         rank: &Rank<D>,
         dtype: DType,
         purpose: Purpose,
         units: Vec<(Range<usize>, usize)>,
+        shard: fn(&Rank<D>, usize) -> Range<u64>,
     ) -> Result<Self, TrainError> {
         let elems = units.last().map_or(0, |(range, _)| range.end);
         let block = rank.pool.allocate(elems, dtype, purpose, &rank.compute)?;
-        let within = |of: &dyn Fn(usize) -> Range<u64>| {
+        let within = |of: fn(&Rank<D>, usize) -> Range<u64>| {
             let place = |(unit, (range, first)): (usize, &(Range<usize>, usize))| {
                 if range.is_empty() {
                     return range.clone();
                 }
-                let part = index(of(unit));
+                let part = index(of(rank, unit));
                 range.start + part.start - first..range.start + part.end - first
             };
             units.iter().enumerate().map(place).collect::<Vec<_>>()
         };
         let storage = Self {
             block,
-            shards: within(&|unit| rank.reduced(unit)),
-            updated: within(&|unit| rank.held(unit)),
+            shards: within(shard),
+            updated: within(Rank::held),
             units: units.into_iter().map(|(range, _)| range).collect(),
             streams: rank.streams(),
         };

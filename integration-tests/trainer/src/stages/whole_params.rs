@@ -138,7 +138,7 @@ impl<D: Device> WholeParams<D> {
             rank.comm_stream.wait(&shard)?;
         }
         let (shard, whole) = (self.storage.shard(unit), self.storage.unit(unit));
-        let group = &rank.mesh.group;
+        let group = &rank.mesh.params;
         group.all_gather(&rank.comm_stream, shard, whole)?;
         let event = rank.comm_stream.record()?;
         if !rank.settings.overlap {

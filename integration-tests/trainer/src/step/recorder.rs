@@ -14,10 +14,10 @@
 //! [`Flags`](crate::step::flags::Flags) does it.
 
 use zero_alloc::device::{Device, DeviceError, Stream};
-use zero_comm::Traffic;
 use zero_shard::ZeroStage;
 
 use crate::error::TrainError;
+use crate::mesh::Sent;
 use crate::rank::Rank;
 use crate::step::replay::{Record, Replay};
 use crate::telemetry::phase::Phase;
@@ -41,7 +41,7 @@ pub(crate) enum Part {
 struct Recorded<D: Device> {
     graph: Box<dyn Replay<D>>,
     /// Bytes that its collectives send.
-    sent: Traffic,
+    sent: Sent,
 }
 
 /// Enqueues the parts of the steps of one rank.
@@ -51,7 +51,7 @@ pub(crate) struct Recorder<'a, D: Device> {
     parts: [Option<Recorded<D>>; 5],
     warm: bool,
     /// Bytes that replays have sent.
-    sent: Traffic,
+    sent: Sent,
 }
 
 impl<'a, D: Device> Recorder<'a, D> {
@@ -72,7 +72,7 @@ impl<'a, D: Device> Recorder<'a, D> {
             record,
             parts: [const { None }; 5],
             warm: false,
-            sent: Traffic::default(),
+            sent: Sent::default(),
         })
     }
 
@@ -102,11 +102,11 @@ impl<'a, D: Device> Recorder<'a, D> {
             None => {
                 // A capture must not wait for events that were recorded before it.
                 self.rank.synchronize()?;
-                let before = mesh.traffic();
+                let before = mesh.sent();
                 let graph = forked(self.rank, record, enqueue)?;
                 slot.insert(Recorded {
                     graph,
-                    sent: mesh.traffic().since(before),
+                    sent: mesh.sent().since(before),
                 })
             }
         };
@@ -130,7 +130,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     }
 
     /// Bytes that replays have sent, which the communicator does not count.
-    pub(crate) fn sent(&self) -> Traffic {
+    pub(crate) fn sent(&self) -> Sent {
         self.sent
     }
 }

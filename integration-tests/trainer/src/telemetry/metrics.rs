@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::{Purpose, Report};
-use zero_comm::Traffic;
 use zero_comm::overlap::Overlap;
 
+use crate::mesh::Sent;
 use crate::telemetry::breakdown::Breakdown;
 
 /// One step on one rank; loss and norm are the same on all.
@@ -115,20 +115,23 @@ pub struct CommBytes {
     pub all_reduce: u64,
     /// By the all-gather of statistics and losses.
     pub control: u64,
-}
-
-impl From<Traffic> for CommBytes {
-    fn from(t: Traffic) -> Self {
-        Self {
-            reduce_scatter: t.reduce_scatter_bytes,
-            all_gather: t.all_gather_bytes,
-            all_reduce: t.all_reduce_bytes,
-            control: t.control_bytes,
-        }
-    }
+    /// By all ranks of this rank's machine to other machines, without control traffic; 0 if the
+    /// machines are not known. A ring enters and leaves a machine once.
+    #[serde(default)]
+    pub between: u64,
 }
 
 impl CommBytes {
+    pub(crate) fn of(sent: Sent) -> Self {
+        Self {
+            reduce_scatter: sent.rank.reduce_scatter_bytes,
+            all_gather: sent.rank.all_gather_bytes,
+            all_reduce: sent.rank.all_reduce_bytes,
+            control: sent.rank.control_bytes,
+            between: sent.between_bytes,
+        }
+    }
+
     /// The sum without control traffic, which the formulas do not count.
     pub fn total(&self) -> u64 {
         self.reduce_scatter + self.all_gather + self.all_reduce

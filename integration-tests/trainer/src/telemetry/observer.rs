@@ -6,10 +6,10 @@ use std::time::Duration;
 use zero_alloc::Pool;
 use zero_alloc::device::{Device, Stream};
 use zero_alloc::host::OpSpan;
-use zero_comm::Traffic;
 use zero_comm::overlap::Overlap;
 use zero_optim::StepOutcome;
 
+use crate::mesh::Sent;
 use crate::offload::host_optimizer::update_track;
 use crate::options::RunOptions;
 use crate::rank::Rank;
@@ -64,7 +64,7 @@ impl Completed {
 /// What the rank has sent to others and moved to and from files since it began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moved {
-    pub(crate) sent: Traffic,
+    pub(crate) sent: Sent,
     /// `None` without files.
     pub(crate) nvme: Option<NvmeBytes>,
 }
@@ -164,7 +164,7 @@ impl<'a, D: Device> Observer<'a, D> {
             tokens,
             step_ms,
             tokens_per_s: tokens as f64 / step_ms * 1e3,
-            comm_bytes: CommBytes::from(moved.sent.since(began.moved.sent)),
+            comm_bytes: CommBytes::of(moved.sent.since(began.moved.sent)),
             memory: self.memory_bytes(staging_bytes),
             nvme: moved
                 .nvme

@@ -208,6 +208,8 @@ fn file_with_all_keys_is_read() {
             offload_optimizer: Home::Nvme("/local".into()),
             offload_optimizer_buffers: Some(6),
             offload_param: Home::Device,
+            hpz_ranks: None,
+            mics_shard_ranks: None,
         },
         has_stage: true,
         dtype: Some(DType::Bf16),
@@ -459,7 +461,6 @@ fn harmless_differences_are_warnings() {
         zero {"contiguous_gradients": false} => zero_optimization.contiguous_gradients is ignored:
         zero {"reduce_scatter": false} => zero_optimization.reduce_scatter is ignored:
         zero {"round_robin_gradients": true} => zero_optimization.round_robin_gradients is ignored:
-        zero {"zero_hpz_partition_size": 8} => zero_optimization.zero_hpz_partition_size is ignored:
         zero {"stage3_module_granularity_threshold": 5} => zero_optimization.module_granularity_threshold is ignored:
         zero {"leaf_module": {"classes": ["Moe"]}} => zero_optimization.leaf_module is ignored:
         zero {"stage3_model_persistence_threshold": 5} => zero_optimization.model_persistence_threshold is ignored:
@@ -523,7 +524,6 @@ fn settings_that_change_results_are_errors() {
         zero {"zero_quantized_weights": true} => zero_optimization.zero_quantized_weights true
         zero {"zero_quantized_nontrainable_weights": true} => zero_optimization.zero_quantized_nontrainable_weights true
         zero {"zenflow": {"topk_ratio": 0.1}} => zero_optimization.zenflow {"topk_ratio":0.1}
-        zero {"mics_shard_size": 8} => zero_optimization.mics_shard_size 8
         {"fp16": {"fp16_master_weights_and_grads": true}} => fp16.fp16_master_weights_and_grads true
         {"bf16": {"bf16_master_weights_and_grads": true}} => bf16.bf16_master_weights_and_grads true
         {"bf16": {"bf16_optimizer_states": true}} => bf16.bf16_optimizer_states true

@@ -35,6 +35,10 @@ pub(crate) struct ZeroOptimization {
     pub offload_optimizer_buffers: Option<u64>,
     /// The place of the parameters at stage 3.
     pub offload_param: Home,
+    /// Ranks of a group that shares the parameters of stage 3 (hpZ), if more than 1.
+    pub hpz_ranks: Option<u64>,
+    /// Ranks of a group that shares all states (MiCS), if above 0.
+    pub mics_shard_ranks: Option<u64>,
 }
 
 impl Default for ZeroOptimization {
@@ -53,6 +57,8 @@ impl Default for ZeroOptimization {
             offload_optimizer: Home::Device,
             offload_optimizer_buffers: None,
             offload_param: Home::Device,
+            hpz_ranks: None,
+            mics_shard_ranks: None,
         }
     }
 }
@@ -78,7 +84,7 @@ const STAGE3_NAMES: [&str; 9] = [
 ];
 
 /// Unsupported keys that change speed, memory or messages only.
-const IGNORED: [(&str, Usual, &str); 24] = {
+const IGNORED: [(&str, Usual, &str); 23] = {
     use Usual::{Flag, Nothing, Number};
     let units = "parameters are gathered by unit (embedding, block, head)";
     [
@@ -127,11 +133,6 @@ const IGNORED: [(&str, Usual, &str); 24] = {
             "parameter_alignment",
             Flag(false),
             "shards are always aligned",
-        ),
-        (
-            "zero_hpz_partition_size",
-            Number(1),
-            "secondary shards (hpZ) are not supported",
         ),
         (
             "memory_efficient_linear",
@@ -190,7 +191,7 @@ const IGNORED: [(&str, Usual, &str); 24] = {
 };
 
 /// Unsupported keys that change the results.
-const REFUSED: [(&str, Usual, &str); 7] = {
+const REFUSED: [(&str, Usual, &str); 6] = {
     use Usual::{Flag, Nothing};
     let exact = "this program sends gradients and parameters unquantized";
     [
@@ -203,7 +204,6 @@ const REFUSED: [(&str, Usual, &str); 7] = {
             Nothing,
             "updates are not deferred to later steps",
         ),
-        ("mics_shard_size", Nothing, "DeepSpeed has removed it"),
         (
             "mics_hierarchical_params_gather",
             Nothing,
@@ -295,10 +295,28 @@ pub(super) fn read(
         offload_optimizer,
         offload_optimizer_buffers,
         offload_param,
+        hpz_ranks: block
+            .count("zero_hpz_partition_size")?
+            .filter(|ranks| *ranks > 1),
+        mics_shard_ranks: read_mics(&mut block)?,
     };
 
     block.end_strict()?;
     Ok(zero)
+}
+
+/// `mics_shard_size`; not above 0, it is off.
+fn read_mics(zero: &mut Block) -> Result<Option<u64>, ConfigFileError> {
+    let expected = "a whole number";
+    let ranks = zero.number_in("mics_shard_size", -1e9..=1e9, expected)?;
+    match ranks {
+        Some(ranks) if ranks.fract() != 0.0 => Err(ConfigFileError::WrongType {
+            key: zero.name("mics_shard_size"),
+            expected,
+            got: ranks.to_string(),
+        }),
+        ranks => Ok(ranks.filter(|ranks| *ranks > 0.0).map(|ranks| ranks as u64)),
+    }
 }
 
 /// The place of the optimizer state, and the number of buffers.

@@ -93,7 +93,7 @@ fn sharded_states(
     memory: u64,
 ) -> Option<String> {
     let states = stages.last()?.states_bytes;
-    let params = layout.primary().numel_elems();
+    let params = layout.parts().numel_elems();
     if states <= memory || params == 0 || request.offload.optimizer != Home::Device {
         return None;
     }
@@ -254,7 +254,7 @@ impl Search<'_> {
     fn bucket(&self, changes: &[Change]) -> Result<Option<Change>, ShardError> {
         let largest_unit = self
             .layout
-            .primary()
+            .parts()
             .units()
             .iter()
             .map(|unit| unit.padded_elems)

@@ -19,7 +19,7 @@ use clap::Args;
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
-use crate::settings::args::OffloadArgs;
+use crate::settings::args::{MeshArgs, OffloadArgs};
 use report::Report;
 pub(crate) use request::Request;
 pub(crate) use stage::evaluate;
@@ -101,6 +101,9 @@ pub struct PlanArgs {
     /// [default: where it does not fit otherwise, with 1 GiB left for the CUDA context]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub recompute_gelu: Option<bool>,
+    /// Groups of ranks.
+    #[command(flatten)]
+    pub mesh: MeshArgs,
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,

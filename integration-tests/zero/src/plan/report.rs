@@ -80,8 +80,8 @@ impl Report {
         Ok(Self {
             model: Model {
                 name: request.model.name.clone(),
-                params: layout.primary().numel_elems(),
-                units: layout.primary().units().len(),
+                params: layout.parts().numel_elems(),
+                units: layout.parts().units().len(),
                 layers: request.model.shape.layers,
                 hidden: request.model.shape.hidden,
                 assumed_shape: request.model.assumed,
@@ -120,8 +120,13 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
             Routing::TwoLevel,
         ),
         (
-            "and a copy in each node (hpZ)",
+            "parameters within a node (hpZ)",
             Sharding::Secondary,
+            Routing::TwoLevel,
+        ),
+        (
+            "optimizer state over all GPUs (HFSDP)",
+            Sharding::Hybrid,
             Routing::TwoLevel,
         ),
         (

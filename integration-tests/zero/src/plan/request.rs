@@ -8,16 +8,19 @@ use zero_optim::OptimizerConfig;
 use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, ZeroStage};
 
 use super::{Architecture, PlanArgs};
-use crate::config::DsConfig;
+use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_model};
+use crate::settings::args::TrainArgs;
+use crate::settings::mesh;
 use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
+use crate::settings::row::Sources;
 use zero_models::ModelConfig;
 use zero_models::ModelOptions;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::LlamaConfig;
 use zero_trainer::Pass;
-use zero_trainer::{Home, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
+use zero_trainer::{Home, MeshSettings, OffloadSettings, SHARD_ALIGN_ELEMS, Settings};
 
 /// The sizes of a model.
 #[derive(Clone, Debug)]
@@ -50,6 +53,8 @@ pub(crate) struct Request {
     pub(crate) checkpointing: bool,
     /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
     pub(crate) recompute_gelu: Option<bool>,
+    /// Groups of ranks, at the stages that they fit.
+    pub(crate) mesh: MeshSettings,
     /// The offload; see [`Request::settings`].
     pub(crate) offload: OffloadSettings,
     /// Elements of a gradient bucket; `None`: the trainer's default.
@@ -135,6 +140,7 @@ impl Request {
             checkpointing,
             recompute_gelu: args.recompute_gelu,
             sub_group_elems: sub_group,
+            mesh: mesh(args, file.as_deref(), zero)?,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems,
@@ -202,6 +208,7 @@ impl Request {
             seq_len: options.seq_len as u64,
             checkpointing: options.activation_checkpointing,
             recompute_gelu: None,
+            mesh: settings.mesh,
             offload: settings.offload.clone(),
             reduce_every_micro_batch: settings.reduce_every_micro_batch,
             bucket_elems: Some(settings.bucket_capacity_elems as u64),
@@ -287,6 +294,7 @@ impl Request {
                 .max_live_elems(self.max_live_elems as usize)
                 .persistence_threshold_elems(self.persistence_threshold_elems as usize),
             optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
+            mesh: mesh::at_stage(self.mesh, stage),
             offload,
             ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
@@ -310,6 +318,34 @@ fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
         )));
     }
     Ok(())
+}
+
+/// The groups of ranks. They and the nodes divide each other.
+fn mesh(
+    args: &PlanArgs,
+    file: Option<&DsConfig>,
+    zero: Option<&ZeroOptimization>,
+) -> Result<MeshSettings, CliError> {
+    let flags = TrainArgs {
+        mesh: args.mesh.clone(),
+        ..TrainArgs::default()
+    };
+    let from = Sources {
+        args: &flags,
+        file,
+        zero,
+        recorded: None,
+    };
+    let mesh = mesh::planned(&from, args.gpus)?;
+    let of_node = args.gpus / args.nodes;
+    match mesh.shard_group.map(|group| group as u64) {
+        Some(group) if !group.is_multiple_of(of_node) && !of_node.is_multiple_of(group) => {
+            Err(CliError::Usage(format!(
+                "groups of {group} GPUs on nodes of {of_node}: expected whole groups on a node, or whole nodes in a group"
+            )))
+        }
+        _ => Ok(mesh),
+    }
 }
 
 /// The offload at stage 3. At stages without offloaded parameters the optimizer is where it was

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use serde::Serialize;
 use zero_shard::{
     ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing,
-    ShardError, Sharding, Tier, UnitLayout, ZeroStage,
+    ShardError, Sharding, StepTraffic, Tier, UnitLayout, ZeroStage,
 };
 
 use super::request::Request;
@@ -176,13 +176,14 @@ pub(crate) fn fits_on(
     let Some(memory) = request.gpu_memory_bytes else {
         return Ok(false);
     };
-    let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
-    let state = layout.state_bytes(stage, &settings.widths())?;
+    let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
+    let state = settings.mesh.layouts(layout.parts())?;
+    let state = state.state_bytes(stage, &settings.widths())?;
     // Without a request, it is recomputed where the model does not fit otherwise.
     let recompute_gelu = request
         .recompute_gelu
         .unwrap_or(request.can_recompute_gelu());
-    let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
+    let model = memory_model(request, &settings, layout.parts(), recompute_gelu)?;
     Ok(model.footprint(&state)?.device.total_bytes()? <= memory)
 }
 
@@ -192,21 +193,22 @@ fn evaluate_with(
     stage: ZeroStage,
     recompute_gelu: bool,
 ) -> Result<Stage, ShardError> {
-    let settings = request.settings(stage, largest(layout.primary(), |u| u.padded_elems));
+    let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
     let widths = settings.widths();
-    let state = layout.state_bytes(stage, &widths)?;
-    let model = memory_model(request, &settings, layout.primary(), recompute_gelu)?;
-    let on_cores = on_cores(request, &settings, layout.primary());
-    let workspace_bytes = wide_moments(&settings, layout.primary()).unwrap_or(u64::MAX);
+    let over_groups = settings.mesh.layouts(layout.parts())?;
+    let state = over_groups.state_bytes(stage, &widths)?;
+    let model = memory_model(request, &settings, layout.parts(), recompute_gelu)?;
+    let on_cores = on_cores(request, &settings, layout.parts());
+    let workspace_bytes = wide_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(
         request,
         &settings,
-        layout.primary(),
+        layout.parts(),
         model.host_activations_bytes,
     );
-    let traffic = layout.step_traffic(stage, &widths, settings.reductions(), Routing::TwoLevel)?;
+    let (sent, node_egress_bytes) = sent(layout, &over_groups, &settings)?;
     let total_bytes = gpu.total_bytes()?;
 
     Ok(Stage {
@@ -246,15 +248,38 @@ fn evaluate_with(
         on_cores,
         process_bytes: on_cores.and_then(|rank| process_bytes(request, &rank)),
         sent: Sent {
-            reduce_scatter_bytes: traffic.rank.reduce_scatter_bytes,
-            all_gather_bytes: traffic.rank.all_gather_bytes,
-            all_reduce_bytes: traffic.rank.all_reduce_bytes,
-            total_bytes: traffic.rank_total_bytes(),
-            node_egress_bytes: traffic.group_egress_bytes,
+            reduce_scatter_bytes: sent.reduce_scatter_bytes,
+            all_gather_bytes: sent.all_gather_bytes,
+            all_reduce_bytes: sent.all_reduce_bytes,
+            total_bytes: sent.total_bytes(),
+            node_egress_bytes,
         },
         fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
         largest_model_params: None,
     })
+}
+
+/// Upper bounds of the bytes that a rank sends in a step, and that leave a node. `layout` has the
+/// nodes, `over_groups` the groups.
+fn sent(
+    layout: &GridLayout,
+    over_groups: &GridLayout,
+    settings: &Settings,
+) -> Result<(StepTraffic, u64), ShardError> {
+    let (stage, widths) = (settings.stage, settings.widths());
+    let reductions = settings.reductions();
+    if settings.mesh.shard_group.is_none() {
+        let sent = layout.step_traffic(stage, &widths, reductions, Routing::TwoLevel)?;
+        return Ok((sent.rank, sent.group_egress_bytes));
+    }
+    let axes = over_groups.axis_traffic(stage, &widths, reductions)?;
+    let [all, group, replicas] =
+        [axes.all, axes.group, axes.replicas].map(|sent| sent.total_bytes());
+    let node = layout.grid().group_size();
+    let egress = over_groups
+        .grid()
+        .node_egress_bytes(node, all, group, replicas)?;
+    Ok((axes.rank()?, egress))
 }
 
 fn memory_model(
@@ -266,6 +291,7 @@ fn memory_model(
     #[cfg(test)]
     count_units(request);
     let (widths, offload) = (settings.widths(), &settings.offload);
+    let over_groups = settings.mesh.layouts(layout)?;
     let mut placement = Placement::offload_optimizer(offload.optimizer.tier());
     placement.params = offload.params.tier();
     if offload.grads_on_file().is_some() {
@@ -284,11 +310,11 @@ fn memory_model(
         .placement(placement)
         .gathered_elems(peak_live_elems)
         .bucket_elems(settings.bucket_capacity_elems as u64)
-        .buckets(settings.buckets(request.gpus as usize, false) as u64)
+        .buckets(settings.buckets(over_groups.grads(0).0.world_size() as usize, false) as u64)
         .scratch_bytes(scratch.saturating_add(of_model.workspace))
         .sub_group_elems(piece_elems(settings, layout))
         .sub_group_buffers(offload.buffers as u64)
-        .unit_shard_elems(largest(layout, |u| {
+        .unit_shard_elems(largest(over_groups.grads(0).0, |u| {
             if settings.stage.shards_optimizer() {
                 u.shard_elems
             } else {

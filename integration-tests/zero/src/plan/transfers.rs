@@ -77,10 +77,10 @@ pub(crate) fn transfers(
 
 /// The parameters that a rank updates.
 fn updated_elems(settings: &Settings, layout: &Layout) -> u64 {
-    if settings.stage.shards_optimizer() {
-        layout.shard_elems()
-    } else {
-        layout.padded_elems()
+    let over_groups = settings.mesh.layouts(layout);
+    match over_groups {
+        Ok(layouts) if settings.stage.shards_optimizer() => layouts.optimizer(0).0.shard_elems(),
+        _ => layout.padded_elems(),
     }
 }
 
@@ -99,7 +99,9 @@ fn moved(
     let params = bytes(updated, widths.param_bytes);
     let gathered = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.gathered_elems);
-    let gathered = bytes(gathered / layout.world_size(), widths.param_bytes);
+    let over_groups = settings.mesh.layouts(layout);
+    let holders = over_groups.map_or(layout.world_size(), |all| all.optimizer(0).0.world_size());
+    let gathered = bytes(gathered / holders, widths.param_bytes);
 
     let mut link = Bytes::default();
     let mut nvme = Bytes::default();

@@ -128,6 +128,13 @@ pub struct TrainArgs {
     /// run from its metrics
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
+    /// Groups of ranks.
+    #[command(flatten)]
+    pub mesh: MeshArgs,
+    /// Consecutive ranks of a machine, for comm_bytes.between in --metrics [default: as the launcher
+    /// tells; ranks of this process are on one machine]
+    #[arg(long, value_name = "L", value_parser = parse_whole::<usize>)]
+    pub ranks_per_node: Option<usize>,
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
@@ -302,6 +309,33 @@ pub enum CommChoice {
     Nccl,
     /// MPI.
     Mpi,
+}
+
+/// Groups of ranks.
+#[derive(Args, Clone, Debug, Default)]
+pub struct MeshArgs {
+    /// Shard over groups of K consecutive ranks, such as those of a machine, and hold a copy in
+    /// each group (HSDP, MiCS) [default: all ranks]
+    #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
+    pub shard_group: Option<usize>,
+    /// With --shard-group: the ranks that share the optimizer state, those of a group, or all
+    /// (HFSDP: less memory, the same bytes between groups) [default: group]
+    #[arg(long, value_enum, requires = "shard_group")]
+    pub shard_optimizer: Option<OptimizerRanks>,
+    /// At stage 3, shard the parameters over groups of K consecutive ranks, gradients and optimizer
+    /// state over all: gathers stay in a group (hpZ) [default: all ranks]
+    #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
+    pub hpz: Option<usize>,
+}
+
+/// Ranks that share the optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerRanks {
+    /// Those of a group.
+    Group,
+    /// All.
+    World,
 }
 
 /// The offload.

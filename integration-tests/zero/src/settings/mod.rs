@@ -22,7 +22,7 @@
 //!      table                       the rows of all topics, in one order
 //!     resolve                      from the sources to the trainer's settings
 //!      record                      run.json
-//! communication optimizer schedule offload batch epochs activations saving validation    the topics
+//! communication mesh optimizer schedule offload batch epochs activations saving validation    the topics
 //!       row                        Setting and Sources
 //!      args                        the flags
 //! ```
@@ -35,6 +35,7 @@ pub(crate) mod batch;
 pub(crate) mod changes;
 pub(crate) mod communication;
 pub(crate) mod epochs;
+pub(crate) mod mesh;
 pub(crate) mod offload;
 pub(crate) mod optimizer;
 pub(crate) mod outputs;

@@ -14,6 +14,7 @@ use super::activations::ActivationRecord;
 use super::args::{DeviceChoice, Output};
 use super::batch::BatchRecord;
 use super::communication::CommunicationRecord;
+use super::mesh::MeshRecord;
 use super::row::Row;
 use super::samples::SampleRecord;
 use super::saving::SavingRecord;
@@ -56,6 +57,9 @@ pub(crate) struct RunRecord {
     #[serde(flatten)]
     pub(crate) activations: ActivationRecord,
     pub(crate) communication: CommunicationRecord,
+    /// Groups of ranks.
+    #[serde(default, skip_serializing_if = "MeshRecord::is_default")]
+    pub(crate) mesh: MeshRecord,
     /// The offload. Only 16-bit moments change the numbers.
     #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
     pub(crate) offload: OffloadSettings,

@@ -10,6 +10,7 @@ use zero_trainer::{OffloadSettings, Settings};
 use super::activations::ACTIVATION_CHECKPOINTING;
 use super::args::TrainArgs;
 use super::communication::{self, CUDA_GRAPH};
+use super::mesh;
 use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::record::RunRecord;
@@ -201,6 +202,7 @@ pub(crate) fn settings(
     };
 
     let mut settings = Settings {
+        mesh: mesh::settings(&from.part(|run| &run.mesh), &run, notices)?,
         optimizer: rules,
         groups: optimizer::groups(&from.part(|run| &run.param_groups)),
         offload,

@@ -2,7 +2,7 @@
 
 use super::row::Row;
 use super::{
-    activations, batch, communication, epochs, offload, optimizer, record, resolve, samples,
+    activations, batch, communication, epochs, mesh, offload, optimizer, record, resolve, samples,
     saving, validation,
 };
 
@@ -10,6 +10,7 @@ use super::{
 /// from comes before them.
 const TOPICS: &[&[Row]] = &[
     resolve::ROWS,
+    mesh::ROWS,
     batch::ROWS,
     activations::ROWS,
     offload::ROWS,

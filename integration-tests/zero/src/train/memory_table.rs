@@ -64,7 +64,8 @@ pub(crate) fn write(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
 fn formula(setup: &RunSetup, stage: ZeroStage) -> Option<StateBytes> {
     let settings = &setup.settings;
     let groups = settings.resolve_groups(&setup.layout).ok()?;
-    groups.state_bytes(&setup.layout, stage, &settings.widths())
+    let layouts = settings.mesh.layouts(&setup.layout).ok()?;
+    groups.grid_bytes(&layouts, stage, &settings.widths())
 }
 
 /// The part of the state that is in memory.

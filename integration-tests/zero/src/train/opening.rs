@@ -102,6 +102,9 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
     );
 
     lines.add("step", &product);
+    if let Some(groups) = setup.record.mesh.describe(batch.ranks) {
+        lines.add("groups", &groups);
+    }
     if setup.settings.sums_locally() {
         lines.add(
             "gradients",

@@ -10,6 +10,7 @@ use zero_shard::ZeroStage;
 use zero_trainer::{Settings, ValidationOptions};
 
 use super::choices::{ChosenData, ChosenModel};
+use super::launched::node_ranks;
 use super::resume::Resumed;
 use super::save_folder;
 use crate::config::{Batch, DsConfig};
@@ -24,6 +25,7 @@ use crate::settings::agreement::{self, Unrecorded};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::{self, BatchRecord};
 use crate::settings::communication::CommunicationRecord;
+use crate::settings::mesh::MeshRecord;
 use crate::settings::offload::resolve_folders;
 use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
 use crate::settings::resolve::{
@@ -164,6 +166,7 @@ impl<'a> Parts<'a> {
                 recompute_gelu: self.options.recompute_gelu,
             },
             communication: CommunicationRecord::of(&self.settings),
+            mesh: MeshRecord::of(&self.settings.mesh),
             offload: self.settings.offload.clone(),
             device: args.device,
             gpu: self.device.as_ref().map(|gpu| gpu.name.clone()),
@@ -267,6 +270,7 @@ fn run_settings(
         resumed.check_scratch(from.args, &settings.offload)?;
     }
     resolve_folders(&mut settings.offload)?;
+    settings.node_ranks = node_ranks(from.args, run.ranks)?;
     trim_bucket(&mut settings, from.args, &model.layout, run)?;
     raise_live_limit(&mut settings, &model.layout, &model.config, notices);
     Ok(settings)

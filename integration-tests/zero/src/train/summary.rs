@@ -262,10 +262,10 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
 fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
     let settings = &setup.settings;
     let reductions = settings.reductions();
-    let Ok(formula) = setup
-        .layout
-        .step_traffic(settings.stage, &settings.widths(), reductions)
-    else {
+    let Ok(formula) = settings.mesh.layouts(&setup.layout).and_then(|layouts| {
+        let axes = layouts.axis_traffic(settings.stage, &settings.widths(), reductions)?;
+        axes.rank()
+    }) else {
         return;
     };
 

@@ -24,8 +24,12 @@ fn zero(line: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Trains two steps and returns the metrics of the last.
+/// Trains two steps on two ranks and returns the metrics of the last.
 fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
+    trained_on(2, folder, model, stage, run)
+}
+
+fn trained_on(ranks: usize, folder: &Path, model: &str, stage: usize, run: &str) -> Value {
     let (data, metrics) = (folder.join("data.txt"), folder.join("metrics.jsonl"));
     std::fs::write(
         &data,
@@ -33,7 +37,7 @@ fn trained(folder: &Path, model: &str, stage: usize, run: &str) -> Value {
     )
     .unwrap();
     zero(&format!(
-        "train --no-checkpoint --model {model} --ranks 2 --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
+        "train --no-checkpoint --model {model} --ranks {ranks} --stage {stage} --steps 2 --threads 1 --data {} --metrics {} {run}",
         data.display(),
         metrics.display()
     ));
@@ -139,61 +143,110 @@ fn bucket_of_a_configuration_is_limited() {
     );
 }
 
+/// Groups of ranks on machines of one, two and four ranks.
+#[test]
+fn plan_matches_training_in_groups() {
+    let run = "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000";
+    for (groups, least_stage) in [
+        ("--shard-group 2", 1),
+        ("--shard-group 2 --shard-optimizer world", 1),
+        ("--hpz 2", 3),
+    ] {
+        for of_node in [1, 2, 4] {
+            for stage in least_stage..4 {
+                compare_on(
+                    4,
+                    ("nano", stage),
+                    &format!("--nodes {}", 4 / of_node),
+                    &format!("--ranks-per-node {of_node}"),
+                    &format!("{run} {groups}"),
+                );
+            }
+        }
+    }
+}
+
 /// Compares the plan and the measurements of each stage.
 fn compare(model: &str, run: &str) {
+    for stage in 0..4 {
+        compare_on(2, (model, stage), "", "", run);
+    }
+}
+
+fn compare_on(
+    ranks: usize,
+    (model, stage): (&str, usize),
+    planned: &str,
+    trained: &str,
+    run: &str,
+) {
     let planned: Value = serde_json::from_str(&zero(&format!(
-        "plan --model {model} --gpus 2 --json {run}"
+        "plan --model {model} --gpus {ranks} --json {planned} {run}"
     )))
     .unwrap();
 
-    for stage in 0..4 {
-        let folder = tempfile::tempdir().unwrap();
-        let metrics = trained(folder.path(), model, stage, run);
-        let (measured, planned) = (&metrics["memory"], &planned["stages"][stage]);
-        let bytes = |value: &Value| value.as_u64().unwrap();
-        for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
-            assert_eq!(
-                measured[key], planned["gpu"][key],
-                "{key} at stage {stage}: {run}"
-            );
-        }
-        let (sent, most) = (&metrics["comm_bytes"], &planned["sent"]);
+    let folder = tempfile::tempdir().unwrap();
+    let metrics = trained_on(
+        ranks,
+        folder.path(),
+        model,
+        stage,
+        &format!("{trained} {run}"),
+    );
+    let (measured, planned) = (&metrics["memory"], &planned["stages"][stage]);
+    let bytes = |value: &Value| value.as_u64().unwrap();
+    for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
         assert_eq!(
-            sent["reduce_scatter"], most["reduce_scatter_bytes"],
-            "stage {stage}: {run}"
-        );
-        assert_eq!(
-            sent["all_reduce"], most["all_reduce_bytes"],
-            "stage {stage}: {run}"
-        );
-        // Stage 3 keeps the unit that ends forward and starts backward.
-        let least = if stage == 3 {
-            bytes(&most["all_gather_bytes"]) / 2
-        } else {
-            bytes(&most["all_gather_bytes"])
-        };
-        assert!(
-            (least..=bytes(&most["all_gather_bytes"])).contains(&bytes(&sent["all_gather"])),
-            "stage {stage}: {run}"
-        );
-        let moving =
-            bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
-        assert_eq!(
-            measured["buckets_bytes"], moving,
-            "buckets and gathered units at stage {stage}: {run}"
-        );
-        let cores = &planned["on_cores"];
-        assert_eq!(
-            measured["activations_bytes"], cores["activations"],
-            "stage {stage}: {run}"
-        );
-        // Statistics and sums of a few bytes per rank are not planned.
-        let parts = ["state", "activations", "buckets", "gathered", "workspace"];
-        let total: u64 = parts.iter().map(|part| bytes(&cores[part])).sum();
-        let peak = bytes(&measured["peak_bytes"]);
-        assert!(
-            (total..total + 1024).contains(&peak),
-            "stage {stage}: {peak}, planned {total}: {run}"
+            measured[key], planned["gpu"][key],
+            "{key} at stage {stage}: {run}"
         );
     }
+    let (sent, most) = (&metrics["comm_bytes"], &planned["sent"]);
+    assert_eq!(
+        sent["reduce_scatter"], most["reduce_scatter_bytes"],
+        "stage {stage}: {run}"
+    );
+    assert_eq!(
+        sent["all_reduce"], most["all_reduce_bytes"],
+        "stage {stage}: {run}"
+    );
+    // Less by the gathers that stage 3 does not need.
+    let most_between = bytes(&most["node_egress_bytes"]);
+    let between = bytes(&sent["between"]);
+    assert!(
+        if stage == 3 {
+            between <= most_between
+        } else {
+            between == most_between
+        },
+        "stage {stage}: {between} between nodes, planned {most_between}: {run}"
+    );
+    // Stage 3 keeps the unit that ends forward and starts backward.
+    let least = if stage == 3 {
+        bytes(&most["all_gather_bytes"]) / 2
+    } else {
+        bytes(&most["all_gather_bytes"])
+    };
+    assert!(
+        (least..=bytes(&most["all_gather_bytes"])).contains(&bytes(&sent["all_gather"])),
+        "stage {stage}: {run}"
+    );
+    let moving = bytes(&planned["gpu"]["buckets_bytes"]) + bytes(&planned["gpu"]["gathered_bytes"]);
+    assert_eq!(
+        measured["buckets_bytes"], moving,
+        "buckets and gathered units at stage {stage}: {run}"
+    );
+    let cores = &planned["on_cores"];
+    assert_eq!(
+        measured["activations_bytes"], cores["activations"],
+        "stage {stage}: {run}"
+    );
+    // Statistics and sums of a few bytes per rank are not planned.
+    let parts = ["state", "activations", "buckets", "gathered", "workspace"];
+    let total: u64 = parts.iter().map(|part| bytes(&cores[part])).sum();
+    let peak = bytes(&measured["peak_bytes"]);
+    assert!(
+        (total..total + 1024).contains(&peak),
+        "stage {stage}: {peak}, planned {total}: {run}"
+    );
 }
