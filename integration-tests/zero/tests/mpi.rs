@@ -101,41 +101,48 @@ fn the_losses_are_those_of_threads() {
     for ranks in [2, 4] {
         for stage in ["0", "1", "2", "3"] {
             for dtype in ["fp32", "bf16"] {
-                let files = ["threads", "mpi"]
-                    .map(|name| dir.path().join(format!("{name}-{ranks}-{stage}-{dtype}")));
-                let paths = files.each_ref().map(|f| f.display().to_string());
-                let flags = |path: &str| -> Vec<String> {
-                    train(
-                        ranks,
-                        &[
-                            "--steps",
-                            "4",
-                            "--grad-accum",
-                            "2",
-                            "--stage",
-                            stage,
-                            "--dtype",
-                            dtype,
-                            "--metrics",
-                            path,
-                        ],
-                    )
-                };
-                succeeds(&place::zero().args(flags(&paths[0])).output().unwrap());
-                succeeds(
-                    &mpirun(ranks, dir.path())
-                        .args(flags(&paths[1]))
-                        .output()
-                        .unwrap(),
-                );
-                assert_eq!(
-                    losses(&files[0]),
-                    losses(&files[1]),
-                    "{ranks} ranks, stage {stage}, {dtype}"
-                );
+                let more = ["--stage", stage, "--dtype", dtype];
+                agree_with_threads(dir.path(), ranks, &more);
             }
         }
     }
+}
+
+/// Groups of ranks: their communicators are splits of the world.
+#[test]
+fn the_losses_of_groups_are_those_of_threads() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let world = ["--shard-group", "2", "--shard-optimizer", "world"];
+    for (stage, groups) in [
+        ("1", &world[..2]),
+        ("2", &world),
+        ("3", &world[..2]),
+        ("3", &world),
+        ("3", &["--hpz", "2"]),
+    ] {
+        agree_with_threads(dir.path(), 4, &[&["--stage", stage], groups].concat());
+    }
+}
+
+/// Asserts that the processes of `mpirun` have the losses of threads.
+fn agree_with_threads(dir: &Path, ranks: usize, more: &[&str]) {
+    let files =
+        ["threads", "mpi"].map(|name| dir.join(format!("{name}-{ranks}-{}", more.join(""))));
+    let paths = files.each_ref().map(|f| f.display().to_string());
+    let flags = |path: &str| -> Vec<String> {
+        let fixed = ["--steps", "4", "--grad-accum", "2", "--metrics", path];
+        train(ranks, &[&fixed[..], more].concat())
+    };
+    succeeds(&place::zero().args(flags(&paths[0])).output().unwrap());
+    succeeds(&mpirun(ranks, dir).args(flags(&paths[1])).output().unwrap());
+    assert_eq!(
+        losses(&files[0]),
+        losses(&files[1]),
+        "{ranks} ranks, {more:?}"
+    );
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod failures;
 mod groups;
 mod identical;
 mod mesh;
+mod mesh_time;
 mod model;
 mod offload;
 mod offload_time;

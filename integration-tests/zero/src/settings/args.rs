@@ -95,8 +95,8 @@ pub struct TrainArgs {
     /// Also save every N steps; 0 disables [default: 0]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub checkpoint_every: Option<u64>,
-    /// Compare the parameters that all ranks hold (stages 0 to 2) every N steps and before each
-    /// checkpoint, and fail if a card or a link has changed those of one rank; 0 disables
+    /// Compare the parameters that several ranks hold (stages 0 to 2, groups of ranks) every N steps
+    /// and before each checkpoint, and fail if a card or a link has changed those of one rank; 0 disables
     /// [default: before each checkpoint]
     #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
     pub check_replicas: Option<u64>,

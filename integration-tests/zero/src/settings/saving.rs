@@ -35,7 +35,7 @@ pub(crate) const CHECK_REPLICAS: Setting<Option<u64>, SavingRecord> = Setting {
     of_run: |run| Some(run.check_replicas),
     idle: |run| match (run.ranks, run.stage.shards_params()) {
         (1, _) => Some("this run has one rank"),
-        (_, true) => Some("at stage 3 each rank holds other parameters"),
+        (_, true) => Some("at stage 3 without groups each rank holds other parameters"),
         _ => None,
     },
     ..Setting::new(Row::new("check_replicas", "--check-replicas"), || None)

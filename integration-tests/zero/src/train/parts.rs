@@ -80,7 +80,6 @@ impl<'a> Parts<'a> {
         let args = from.args;
         let ranks = run.ranks;
         let model = ChosenModel::find(args, resumed, ranks, notices)?;
-        notices.extend(idle_flags(&from, &run));
         let sizes = Sizes::new(&from, &model, ranks)?;
         let data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
         sizes.check_data(args, &model, &data)?;
@@ -91,6 +90,7 @@ impl<'a> Parts<'a> {
         };
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
         settings.grad_accum_steps = sizes.batch.grad_accum as usize;
+        notices.extend(idle_flags(&from, &run, &settings));
         let mut options = model_options(&from, &model, &sizes, &settings)?;
 
         options.recompute_gelu = recomputes_gelu(
@@ -240,11 +240,11 @@ pub(crate) fn first_notices(
 }
 
 /// Notes about flags without effect.
-fn idle_flags(from: &RunSources<'_>, run: &Conditions) -> Vec<String> {
+fn idle_flags(from: &RunSources<'_>, run: &Conditions, settings: &Settings) -> Vec<String> {
     let from_saving = from.without_sizes().part(|run| &run.saving);
     let flags = [
         (
-            requests_replica_checks(&from_saving),
+            requests_replica_checks(&from_saving) && settings.mesh.shard_group.is_none(),
             CHECK_REPLICAS.idle_notice(run),
         ),
         (from.args.share_gpus, SHARE_GPUS.idle_notice(run)),

@@ -1,0 +1,118 @@
+//! Groups of ranks in modelled time: what is sent between groups overlaps compute, exactly, whatever
+//! else the machine does.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zero_alloc::device::DType;
+use zero_alloc::host::HostDevice;
+use zero_comm::CommOptions;
+use zero_comm::threads::{ThreadsComm, World};
+use zero_shard::Sharding;
+use zero_trainer::{MeshSettings, run_on_host_device};
+
+use super::support::Case;
+use super::toy::Toy;
+
+/// As many blocks as GPT-2 1.5B has.
+const UNITS: usize = 48;
+const FORWARD: u32 = 10;
+const BACKWARD: u32 = 20;
+/// A gather or a reduction of a unit within a group.
+const WITHIN: u32 = 1;
+
+/// Milliseconds of a unit between the groups.
+#[derive(Clone, Copy, Debug)]
+struct Between {
+    /// The reduction of gradients.
+    reduce: u32,
+    /// The gather of parameters.
+    gather: u32,
+}
+
+fn cost(sharding: Sharding, between: Between, stream: &str, label: &str) -> Duration {
+    let is_between = stream.ends_with("replicas");
+    let ms = match label {
+        "toy forward" => FORWARD,
+        "toy backward" => BACKWARD,
+        "all_reduce" => between.reduce,
+        "reduce_scatter" if is_between || sharding == Sharding::Secondary => between.reduce,
+        "all_gather" if is_between => between.gather,
+        "reduce_scatter" | "all_gather" => WITHIN,
+        _ => 0,
+    };
+    Duration::from_millis(ms.into())
+}
+
+/// Milliseconds of the third step of rank 0: from its first forward to that of the fourth.
+fn step_ms(sharding: Sharding, between: Between) -> u128 {
+    let case = Case {
+        stage: 3,
+        ranks: 4,
+        steps: 5,
+        dtype: DType::Bf16,
+        mesh: MeshSettings {
+            shard_group: Some(2),
+            sharding,
+        },
+        ..Case::default()
+    };
+    let toy = Toy::new(&vec![vec![64]; UNITS], false);
+    let settings = case.settings();
+    let options = case.options(None);
+    let comms = World::new(case.ranks, CommOptions::default()).unwrap();
+
+    // New threads: their modelled time begins at zero.
+    let spans = std::thread::scope(|scope| {
+        let run = |comm: ThreadsComm| {
+            let (toy, settings, options) = (&toy, &settings, &options);
+            scope.spawn(move || {
+                let cost = move |stream: &str, label: &str| cost(sharding, between, stream, label);
+                let device = HostDevice::modelled(cost);
+                let observe = &mut |_: &_| Ok(());
+                let comm = Arc::new(comm);
+                run_on_host_device(device.clone(), comm, 1, settings, toy, options, observe)
+                    .unwrap();
+                device.modelled_spans()
+            })
+        };
+        let ranks: Vec<_> = comms.into_iter().map(run).collect();
+        let spans = ranks.into_iter().map(|rank| rank.join().unwrap());
+        spans.collect::<Vec<_>>().swap_remove(0)
+    });
+
+    let mut forwards: Vec<_> = spans
+        .iter()
+        .filter(|span| span.label == "toy forward")
+        .map(|span| span.start)
+        .collect();
+    forwards.sort_unstable();
+    (forwards[3 * UNITS] - forwards[2 * UNITS]).as_millis()
+}
+
+/// A step costs at most 1.1 times the larger of compute and the time of the link between groups.
+///
+/// Sums are complete before the update and with it before the next forward, so what backward does
+/// not hide is exposed: where the link takes longer than backward, but not much longer, no order of
+/// operations has this bound.
+#[test]
+fn link_between_groups_is_hidden() {
+    for sharding in [Sharding::Replicated, Sharding::Hybrid, Sharding::Secondary] {
+        for (reduce, gather) in [(18, 9), (5, 2), (120, 60)] {
+            // HSDP gathers nothing.
+            let gather = if sharding == Sharding::Replicated {
+                0
+            } else {
+                gather
+            };
+            let between = Between { reduce, gather };
+            let ms = step_ms(sharding, between);
+            let most = UNITS as u32 * (FORWARD + BACKWARD).max(reduce + gather);
+            println!("{sharding:?}, {between:?}: {ms} ms, {most} at best");
+            assert!(
+                ms as f64 <= 1.1 * f64::from(most),
+                "{sharding:?}, {between:?}: {ms} ms, {most} at best"
+            );
+        }
+    }
+}
