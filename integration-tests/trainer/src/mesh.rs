@@ -27,7 +27,7 @@ use crate::error::TrainError;
 pub struct MeshSettings {
     /// Consecutive ranks over which the stage shards; `None`: all.
     pub shard_group: Option<usize>,
-    /// What is sharded between the groups. hpZ ([`Sharding::Secondary`]) is for stage 3.
+    /// The states that are sharded between the groups. hpZ ([`Sharding::Secondary`]) is for stage 3.
     pub sharding: Sharding,
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct Mesh<D: Device> {
     node_ranks: Option<u64>,
 }
 
-/// What a rank has sent.
+/// Bytes sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sent {
     /// By this rank, over all axes.
@@ -72,7 +72,7 @@ pub(crate) struct Sent {
 }
 
 impl Sent {
-    /// What was sent since `earlier`.
+    /// The bytes since `earlier`.
     pub(crate) fn since(self, earlier: Self) -> Self {
         Self {
             rank: self.rank.since(earlier.rank),
@@ -102,12 +102,14 @@ pub(crate) struct Replicas<D: Device> {
 }
 
 impl<D: Device> Mesh<D> {
-    /// Splits `world` by `layouts`; all ranks call it.
+    /// Splits `world` by `layouts`; all ranks call it. The collectives of replicas run on `stream`,
+    /// or on a new one.
     pub(crate) fn new(
         device: &D,
         world: Arc<dyn Communicator<D>>,
         layouts: &GridLayout,
         node_ranks: Option<usize>,
+        stream: Option<D::Stream>,
     ) -> Result<Self, TrainError> {
         let grid = layouts.grid();
         let node_ranks = node_ranks.map(|ranks| ranks as u64);
@@ -137,7 +139,10 @@ impl<D: Device> Mesh<D> {
             Sharding::Secondary => split(0, layouts.part_of(rank))?,
             _ => Arc::clone(&group),
         };
-        let stream = device.create_urgent_stream(&format!("rank {rank} replicas"))?;
+        let stream = match stream {
+            Some(stream) => stream,
+            None => device.create_urgent_stream(&format!("rank {rank} replicas"))?,
+        };
         Ok(Self {
             world,
             params: group,
@@ -163,7 +168,7 @@ impl<D: Device> Mesh<D> {
             .chain(replicas.filter(hpz).map(|_| &self.grads))
     }
 
-    /// What this rank has sent.
+    /// The bytes that this rank has sent.
     pub(crate) fn sent(&self) -> Sent {
         let axes = self.axes().map(|comm| comm.traffic());
         Sent {
@@ -208,7 +213,7 @@ impl<D: Device> Mesh<D> {
         replicas.filter(|replicas| replicas.sharding != Sharding::Replicated)
     }
 
-    /// The replicas, if each has reduced gradients of its own.
+    /// The replicas, if each reduces the gradients of its group only.
     pub(crate) fn with_own_sums(&self) -> Option<&Replicas<D>> {
         let replicas = self.replicas.as_ref();
         replicas.filter(|replicas| replicas.sharding != Sharding::Secondary)

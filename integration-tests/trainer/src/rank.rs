@@ -247,7 +247,11 @@ impl<D: Device> Rank<D> {
                 "groups of ranks do not fit {stage}, which has nothing to share in them"
             )));
         }
-        let mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, settings.node_ranks)?;
+        // A graph may run its branches one after the other, in an order that differs by rank: all
+        // collectives are then in one stream.
+        let of_graphs = settings.graphs.then(|| comm_stream.clone());
+        let nodes = settings.node_ranks;
+        let mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, nodes, of_graphs)?;
         let pool = Pool::new(device, usize::MAX);
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
@@ -322,7 +326,7 @@ impl<D: Device> Rank<D> {
         of((self.layouts.parts(), self.part()), unit)
     }
 
-    /// What this rank counts and saves.
+    /// The part of all shards that this rank counts and saves.
     pub(crate) fn part(&self) -> u64 {
         self.layouts.part_of(self.index())
     }

@@ -212,12 +212,15 @@ fn join(
             Some(Err(_)) => FAILED,
             None => PENDING,
         };
-        gather(&record(kind, rank, []), exchange)?;
         let own = result.as_ref().and_then(|result| result.as_ref().err());
-        match follow::<Opened>(own, exchange)? {
-            Answer::Gather => {}
-            Answer::Done(_) => return result.unwrap_or_else(|| Err(unexpected())),
-            Answer::Failed(error) => return Err(error),
+        let sent = gather(&record(kind, rank, []), exchange);
+        match (sent.and_then(|_| follow::<Opened>(own, exchange)), result) {
+            (Ok(Answer::Gather), so_far) => result = so_far,
+            (Ok(Answer::Done(_)), done) => return done.unwrap_or_else(|| Err(unexpected())),
+            (Ok(Answer::Failed(error)), _) => return Err(error),
+            // Ranks that know this rank's error may end before this one has heard the answer.
+            (Err(_), Some(Err(own))) => return Err(own),
+            (Err(error), _) => return Err(error),
         }
     }
 }

@@ -148,7 +148,7 @@ fn groups_of_one_have_the_bits_of_the_flat_run() {
     }
 }
 
-/// What the ranks of `case` hold and send, and what zero-shard's grid says.
+/// Compares the bytes that the ranks of `case` hold and send with zero-shard's formulas.
 fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<HostDevice>) {
     let outcome = case.run(workload);
     let settings = &outcome.settings;

@@ -67,7 +67,7 @@ impl<D: Device> SharedShards<D> {
         Ok(Self(Arc::new(Mutex::new(shards))))
     }
 
-    /// What this rank updates of each unit, if the device has it.
+    /// The elements of each unit that this rank updates, if the device has them.
     pub(crate) fn updated(&self) -> Option<Vec<AnySlice>> {
         self.0.lock().storage.as_ref().map(Storage::all_updated)
     }

@@ -131,7 +131,7 @@ impl<D: Device> Storage<D> {
         (0..self.units.len()).map(|u| self.unit(u)).collect()
     }
 
-    /// What this rank updates of each unit: its shard, or a part of it.
+    /// The elements of each unit that this rank updates: its shard, or a part of it.
     pub(crate) fn all_updated(&self) -> Vec<AnySlice> {
         let updated = self.updated.iter().cloned();
         updated.map(|range| self.all().slice(range)).collect()

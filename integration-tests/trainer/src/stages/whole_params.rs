@@ -58,7 +58,7 @@ impl<D: Device> WholeParams<D> {
         self.storage.of(rank, units)
     }
 
-    /// What this rank updates of every unit.
+    /// The elements of each unit that this rank updates.
     pub(crate) fn updated(&self) -> Vec<AnySlice> {
         self.storage.all_updated()
     }

@@ -237,7 +237,7 @@ mod tests {
             device,
             Timeline::new(),
             comm,
-            Arc::new(layout),
+            Arc::new(settings.mesh.layouts(&layout).unwrap()),
             Vec::new(),
             &settings,
             |device, _| {

@@ -76,7 +76,7 @@ impl MeshRecord {
         *self == Self::default()
     }
 
-    /// What the groups share, of a run with `ranks` ranks; `None` without groups.
+    /// The states that the groups of `ranks` ranks share; `None` without groups.
     pub(crate) fn describe(&self, ranks: usize) -> Option<String> {
         let group = self.shard_group.or(self.hpz).filter(|group| *group > 0)?;
         let what = match (self.hpz, self.shard_optimizer) {
@@ -146,7 +146,7 @@ pub(crate) fn settings(
     }
 }
 
-/// What flags and the file set; the rest of a recorded run's groups does not count then.
+/// The groups that flags and the file set. With any, those of a recorded run do not count.
 fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
     let given = MeshRecord {
         shard_group: from.given(&SHARD_GROUP).flatten(),
@@ -181,7 +181,7 @@ pub(crate) fn at_stage(mesh: MeshSettings, stage: ZeroStage) -> MeshSettings {
     }
 }
 
-/// One group of all ranks is none.
+/// The groups, without one that has all ranks.
 fn of_groups(mesh: MeshSettings, ranks: usize) -> MeshSettings {
     match mesh.shard_group {
         Some(group) if group < ranks => mesh,
