@@ -27,7 +27,8 @@ use crate::error::TrainError;
 pub struct MeshSettings {
     /// Consecutive ranks over which the stage shards; `None`: all.
     pub shard_group: Option<usize>,
-    /// The states that are sharded between the groups. hpZ ([`Sharding::Secondary`]) is for stage 3.
+    /// The states that are sharded between the groups; with [`Sharding::Flat`] there are no groups.
+    /// hpZ ([`Sharding::Secondary`]) is for stage 3.
     pub sharding: Sharding,
 }
 
@@ -37,12 +38,10 @@ impl MeshSettings {
     /// # Errors
     /// The size of a group does not divide the number of ranks.
     pub fn layouts(&self, parts: &Layout) -> Result<GridLayout, ShardError> {
-        let group = self.shard_group.map(|group| group as u64);
-        let sharding = match group {
-            Some(_) => self.sharding,
-            None => Sharding::Flat,
+        let (group, sharding) = match (self.shard_group, self.sharding) {
+            (None, _) | (_, Sharding::Flat) => (parts.world_size(), Sharding::Flat),
+            (Some(group), sharding) => (group as u64, sharding),
         };
-        let group = group.unwrap_or(parts.world_size());
         GridLayout::of_parts(parts.clone(), group, sharding)
     }
 }

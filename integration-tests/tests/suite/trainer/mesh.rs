@@ -276,6 +276,17 @@ fn checkpoints_load_at_any_mesh() {
     }
 }
 
+/// A group without anything that is sharded between groups is no group.
+#[test]
+fn flat_groups_are_none() {
+    let flat = case(4, DType::F32, 1);
+    let case = Case {
+        mesh: groups_of(2, Sharding::Flat),
+        ..flat.clone()
+    };
+    same(&flat.run_tiny(), &case.run_tiny(), "groups that share all");
+}
+
 /// A loss scale that overflows falls on all ranks of all replicas in the same steps.
 #[test]
 fn overflow_skips_in_all_replicas() {

@@ -270,7 +270,7 @@ fn run_settings(
         resumed.check_scratch(from.args, &settings.offload)?;
     }
     resolve_folders(&mut settings.offload)?;
-    settings.node_ranks = node_ranks(from.args, run.ranks)?;
+    settings.node_ranks = node_ranks(from.args, run.ranks, settings.mesh.shard_group)?;
     trim_bucket(&mut settings, from.args, &model.layout, run)?;
     raise_live_limit(&mut settings, &model.layout, &model.config, notices);
     Ok(settings)
