@@ -12,12 +12,12 @@ use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Kernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{OptimizerConfig, ParamGroups};
-use zero_shard::{GridLayout, Layout, Sharding, Widths, ZeroStage};
+use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Sharding, Widths, ZeroStage};
 
 use crate::error::TrainError;
 use crate::mesh::{Mesh, MeshSettings};
 use crate::model::Pass;
-use crate::offload::settings::OffloadSettings;
+use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
 use crate::step::replay::Record;
 
@@ -139,6 +139,21 @@ impl Settings {
             self.offload.updates_on_host() && (!on_host || self.offload.grads_on_file().is_some());
         let stored = sums_leave || self.sums_locally() || self.grad_dtype() == self.dtype;
         if ranks == 1 && stored { 0 } else { 2 }
+    }
+
+    /// Bytes that a rank sends in a step, by axis: an upper bound at stage 3. Offloaded parameters
+    /// are gathered from the replicas before each gather of the group.
+    ///
+    /// # Errors
+    /// A sum does not fit 64 bits.
+    pub fn axis_traffic(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
+        let mut axes = layouts.axis_traffic(self.stage, &self.widths(), self.reductions())?;
+        if self.stage.shards_params() && self.offload.params != Home::Device {
+            let gathers = 2 * self.grad_accum_steps as u64;
+            let bytes = &mut axes.replicas.all_gather_bytes;
+            *bytes = bytes.saturating_mul(gathers);
+        }
+        Ok(axes)
     }
 
     /// Bytes per element, for the memory formulas.

@@ -272,7 +272,7 @@ fn sent(
         let sent = layout.step_traffic(stage, &widths, reductions, Routing::TwoLevel)?;
         return Ok((sent.rank, sent.group_egress_bytes));
     }
-    let axes = over_groups.axis_traffic(stage, &widths, reductions)?;
+    let axes = settings.axis_traffic(over_groups)?;
     let [all, group, replicas] =
         [axes.all, axes.group, axes.replicas].map(|sent| sent.total_bytes());
     let node = layout.grid().group_size();

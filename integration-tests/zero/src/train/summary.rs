@@ -261,11 +261,11 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
 
 fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
     let settings = &setup.settings;
-    let reductions = settings.reductions();
-    let Ok(formula) = settings.mesh.layouts(&setup.layout).and_then(|layouts| {
-        let axes = layouts.axis_traffic(settings.stage, &settings.widths(), reductions)?;
-        axes.rank()
-    }) else {
+    let Ok(formula) = settings
+        .mesh
+        .layouts(&setup.layout)
+        .and_then(|layouts| settings.axis_traffic(&layouts)?.rank())
+    else {
         return;
     };
 
