@@ -426,7 +426,7 @@ fn no_wait_is_missing() {
 }
 
 proptest! {
-    #![proptest_config(cases(12))]
+    #![proptest_config(cases(4))]
 
     /// Units of any sizes at any mesh: the stages and the places of the optimizer state have the
     /// same bits, and the flat run's losses.
