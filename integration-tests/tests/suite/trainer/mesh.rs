@@ -35,17 +35,19 @@ fn shardings() -> impl Iterator<Item = (u64, Sharding)> {
 /// Asserts that losses and norms differ by at most `limit`, relative.
 fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     assert_eq!(got.steps.len(), want.steps.len(), "{what}");
+    let within = |got: f64, want: f64, limit: f64| (got - want).abs() <= limit * want.abs();
     for (got, want) in got.steps.iter().zip(&want.steps) {
-        let error = (got.loss - want.loss).abs() / want.loss;
+        let (loss, expected, step) = (got.loss, want.loss, got.step);
         assert!(
-            error <= limit,
-            "{what}, step {}: loss differs by {error:e}",
-            got.step
+            within(loss, expected, limit),
+            "{what}, step {step}: loss {loss} for {expected}"
         );
-        assert_eq!(got.skipped, want.skipped, "{what}, step {}", got.step);
+        assert_eq!(got.skipped, want.skipped, "{what}, step {step}");
         if let (Some(got), Some(want)) = (got.grad_norm, want.grad_norm) {
-            let error = (got - want).abs() / want;
-            assert!(error <= 10.0 * limit, "{what}: norm differs by {error:e}");
+            assert!(
+                within(got, want, 10.0 * limit),
+                "{what}, step {step}: norm {got} for {want}"
+            );
         }
     }
 }
