@@ -127,7 +127,8 @@ impl<D: Device> Mesh<D> {
         }
 
         let rank = world.rank() as u64;
-        let (replica, position) = (grid.group_of(rank), grid.position_of(rank));
+        let replica = grid.group_of(rank);
+        let position = grid.position_of(rank);
         let split = |color, key| {
             let of_color = world.split(Some(color), key)?;
             of_color.ok_or_else(|| TrainError::State("internal error: a split gave none".into()))
@@ -224,7 +225,8 @@ impl<D: Device> Replicas<D> {
     /// rank updates by: the sum, or its part of it.
     pub(crate) fn sum(&self, sum: &Reduced<D>) -> Result<Reduced<D>, TrainError> {
         let shard = sum.wait_on(&self.stream)?;
-        let (comm, stream) = (&self.comm, &self.stream);
+        let comm = &self.comm;
+        let stream = &self.stream;
         let updated = if self.sharding == Sharding::Replicated {
             comm.all_reduce(stream, shard, shard, ReduceOp::Sum)?;
             shard

@@ -95,32 +95,41 @@ fn is_running(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
+/// The steps of a run on the host and of the same on CUDA with the flags `on_gpu`, whose losses and
+/// norms agree.
+fn on_host_and_cuda(dir: &Path, args: &[&str], on_gpu: &[&str]) -> Vec<(Value, Value)> {
+    let host = [args, &["--device", "cpu", "--metrics", "host"]].concat();
+    run(zero(dir, &host));
+    let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
+    let said = run(zero(dir, &[args, &more, on_gpu].concat()));
+    assert!(
+        said.contains("ranks share GPUs: timings are not meaningful"),
+        "{said}"
+    );
+
+    let host = steps(dir, "host");
+    let cuda = steps(dir, "cuda");
+    assert_eq!((host.len(), cuda.len()), (3, 3));
+    for (host, cuda) in host.iter().zip(&cuda) {
+        for key in ["loss", "grad_norm"] {
+            let on_host = host[key].as_f64().unwrap();
+            let on_cuda = cuda[key].as_f64().unwrap();
+            assert!(
+                (on_host - on_cuda).abs() <= 1e-4 * on_host.abs(),
+                "{args:?}, {key}: {on_cuda} for {on_host}"
+            );
+        }
+    }
+    host.into_iter().zip(cuda).collect()
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_follow_the_host() {
     for (stage, ranks) in [("0", "2"), ("1", "2"), ("2", "2"), ("3", "2"), ("3", "3")] {
         let dir = temp();
         let args = ["--stage", stage, "--ranks", ranks];
-        run(zero(
-            dir.path(),
-            &[&args[..], &["--device", "cpu", "--metrics", "host"]].concat(),
-        ));
-        let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
-        let said = run(zero(dir.path(), &[&args[..], &more].concat()));
-        assert!(
-            said.contains("ranks share GPUs: timings are not meaningful"),
-            "{said}"
-        );
-        let (host, cuda) = (steps(dir.path(), "host"), steps(dir.path(), "cuda"));
-        assert_eq!((host.len(), cuda.len()), (3, 3));
-        for (host, cuda) in host.iter().zip(&cuda) {
-            for key in ["loss", "grad_norm"] {
-                let (host, cuda) = (host[key].as_f64().unwrap(), cuda[key].as_f64().unwrap());
-                assert!(
-                    (host - cuda).abs() <= 1e-4 * host.abs(),
-                    "stage {stage}, {key}: {cuda} for {host}"
-                );
-            }
+        for (host, cuda) in on_host_and_cuda(dir.path(), &args, &[]) {
             assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "stage {stage}");
             for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
                 assert_eq!(host["memory"][key], cuda["memory"][key], "stage {stage}");
@@ -151,26 +160,11 @@ fn cuda_groups_follow_the_host() {
             groups,
         ]
         .concat();
-        run(zero(
-            dir.path(),
-            &[&args[..], &["--device", "cpu", "--metrics", "host"]].concat(),
-        ));
-        let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
-        run(zero(dir.path(), &[&args[..], &more, on_gpu].concat()));
-        let (host, cuda) = (steps(dir.path(), "host"), steps(dir.path(), "cuda"));
-        assert_eq!((host.len(), cuda.len()), (3, 3));
-        for (host, cuda) in host.iter().zip(&cuda) {
-            for key in ["loss", "grad_norm"] {
-                let (host, cuda) = (host[key].as_f64().unwrap(), cuda[key].as_f64().unwrap());
-                assert!(
-                    (host - cuda).abs() <= 1e-4 * host.abs(),
-                    "{groups:?}, {key}: {cuda} for {host}"
-                );
-            }
+        for (host, cuda) in on_host_and_cuda(dir.path(), &args, on_gpu) {
             // Offloaded parts of parameters are gathered from the replicas at each use.
             if on_gpu.contains(&"--offload-params") {
                 let between = |step: &Value| step["comm_bytes"]["between"].as_u64().unwrap();
-                assert!(between(cuda) > between(host), "{groups:?}");
+                assert!(between(&cuda) > between(&host), "{groups:?}");
             } else {
                 assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{groups:?}");
             }

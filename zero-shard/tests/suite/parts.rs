@@ -144,7 +144,8 @@ proptest! {
             // A shared update: the gather is of parameters.
             let hfsdp = of(Sharding::Hybrid);
             let rank = hfsdp.rank;
-            let (scatter, gather) = (between * w.grad_bytes, between * 2);
+            let scatter = between * w.grad_bytes;
+            let gather = between * 2;
             prop_assert_eq!(
                 (rank.reduce_scatter_bytes, rank.all_gather_bytes, rank.all_reduce_bytes),
                 (scattered + scatter, gathered + gather, 0)

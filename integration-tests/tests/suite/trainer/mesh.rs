@@ -10,12 +10,13 @@ use zero_alloc::host::HostDevice;
 use zero_comm::CommOptions;
 use zero_comm::threads::World;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
-use zero_shard::{Routing, Sharding};
-use zero_trainer::{Home, MeshSettings, OffloadSettings, Workload, run_on_host_device};
+use zero_shard::Sharding;
+use zero_trainer::{Home, MeshSettings, OffloadSettings, run_on_host_device};
 
 use super::identical::{cases, same};
 use super::support::{Case, Outcome};
 use super::toy::Toy;
+use super::volumes::held_and_sent_are_the_formulas;
 
 fn groups_of(group: usize, sharding: Sharding) -> MeshSettings {
     MeshSettings {
@@ -37,7 +38,9 @@ fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     assert_eq!(got.steps.len(), want.steps.len(), "{what}");
     let within = |got: f64, want: f64, limit: f64| (got - want).abs() <= limit * want.abs();
     for (got, want) in got.steps.iter().zip(&want.steps) {
-        let (loss, expected, step) = (got.loss, want.loss, got.step);
+        let step = got.step;
+        let loss = got.loss;
+        let expected = want.loss;
         assert!(
             within(loss, expected, limit),
             "{what}, step {step}: loss {loss} for {expected}"
@@ -150,59 +153,6 @@ fn groups_of_one_have_the_bits_of_the_flat_run() {
     }
 }
 
-/// Compares the bytes that the ranks of `case` hold and send with zero-shard's formulas.
-fn bytes_are_the_formulas(case: &Case, workload: &dyn Workload<HostDevice>) {
-    let outcome = case.run(workload);
-    let settings = &outcome.settings;
-    let widths = settings.widths();
-    let layouts = case.mesh.layouts(&outcome.layout).unwrap();
-    let held = layouts.state_bytes(settings.stage, &widths).unwrap();
-    let sent = layouts
-        .step_traffic(
-            settings.stage,
-            &widths,
-            settings.reductions(),
-            Routing::TwoLevel,
-        )
-        .unwrap()
-        .rank;
-
-    for summary in &outcome.summaries {
-        let last = summary.last.as_ref().unwrap();
-        let memory = &last.memory;
-        assert_eq!(
-            memory.params_bytes, held.params_bytes,
-            "{case:?}: parameters"
-        );
-        assert_eq!(memory.grads_bytes, held.grads_bytes, "{case:?}: gradients");
-        assert_eq!(
-            memory.optimizer_bytes, held.optimizer_bytes,
-            "{case:?}: optimizer state"
-        );
-        let comm = &last.comm_bytes;
-        assert_eq!(
-            (comm.reduce_scatter, comm.all_reduce),
-            (sent.reduce_scatter_bytes, sent.all_reduce_bytes),
-            "{case:?}: reductions"
-        );
-        match case.stage {
-            3 => assert!(
-                comm.all_gather <= sent.all_gather_bytes,
-                "{case:?}: all-gather"
-            ),
-            _ => assert_eq!(
-                comm.all_gather, sent.all_gather_bytes,
-                "{case:?}: all-gather"
-            ),
-        }
-        let [after_two, in_all] = summary.backing_allocations;
-        assert_eq!(
-            after_two, in_all,
-            "{case:?}: the pool took memory after the second step"
-        );
-    }
-}
-
 #[test]
 fn bytes_held_and_sent() {
     for (ranks, group) in [(2, 1), (4, 2), (8, 2), (8, 4)] {
@@ -220,7 +170,7 @@ fn bytes_held_and_sent() {
                     mesh: groups_of(group, sharding),
                     ..case(ranks, dtype, grad_accum)
                 };
-                bytes_are_the_formulas(&case, &case.tiny());
+                held_and_sent_are_the_formulas(&case, &case.run_tiny());
             }
         }
     }
@@ -287,6 +237,20 @@ fn flat_groups_are_none() {
         ..flat.clone()
     };
     same(&flat.run_tiny(), &case.run_tiny(), "groups that share all");
+}
+
+/// Stages that have nothing to share in groups refuse them.
+#[test]
+fn groups_without_use_are_refused() {
+    for (stage, sharding) in [(0, Sharding::Replicated), (2, Sharding::Secondary)] {
+        let case = Case {
+            stage,
+            mesh: groups_of(2, sharding),
+            ..case(4, DType::F32, 1)
+        };
+        let error = case.try_run(&case.tiny()).err().unwrap().to_string();
+        assert!(error.contains("groups of ranks do not fit"), "{error}");
+    }
 }
 
 /// A loss scale that overflows falls on all ranks of all replicas in the same steps.

@@ -7,14 +7,14 @@ use zero_trainer::{CommBytes, RankBytes};
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 
-fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
-    let layout = &outcome.layout;
+/// Compares the bytes that the ranks of `case` hold and send with zero-shard's formulas.
+pub(super) fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
     let settings = &outcome.settings;
-    let widths = settings.widths();
-    let held = layout.state_bytes(settings.stage, &widths).unwrap();
-    let sent = layout
-        .step_traffic(settings.stage, &widths, settings.reductions())
+    let layouts = settings.mesh.layouts(&outcome.layout).unwrap();
+    let held = layouts
+        .state_bytes(settings.stage, &settings.widths())
         .unwrap();
+    let sent = settings.axis_traffic(&layouts).unwrap().rank().unwrap();
     assert_eq!(outcome.summaries.len(), case.ranks);
 
     for summary in &outcome.summaries {

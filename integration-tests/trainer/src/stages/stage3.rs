@@ -88,13 +88,12 @@ fn step_uses<D: Device>(rank: &Rank<D>) -> Vec<usize> {
 
 /// The gathered flat parameters, without their padding.
 fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>]) -> Vec<AnySlice> {
-    // SAFETY: passes read them on the compute stream, which waited for them, before they are
-    // resharded.
-    units
-        .iter()
-        .zip(gathered)
-        .map(|(&u, g)| unsafe { g.slice() }.slice(0..rank.numel(u)))
-        .collect()
+    let slice = |(&unit, gathered): (&usize, &Unsharded<D>)| {
+        // SAFETY: passes read it on the compute stream, which waited for it, before it is
+        // resharded.
+        unsafe { gathered.slice() }.slice(0..rank.numel(unit))
+    };
+    units.iter().zip(gathered).map(slice).collect()
 }
 
 /// Enqueues forward and backward of a micro-batch, and the reduction of its gradients.

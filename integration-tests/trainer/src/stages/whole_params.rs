@@ -137,7 +137,8 @@ impl<D: Device> WholeParams<D> {
         if let Some(shard) = shard {
             rank.comm_stream.wait(&shard)?;
         }
-        let (shard, whole) = (self.storage.shard(unit), self.storage.unit(unit));
+        let shard = self.storage.shard(unit);
+        let whole = self.storage.unit(unit);
         let group = &rank.mesh.params;
         group.all_gather(&rank.comm_stream, shard, whole)?;
         let event = rank.comm_stream.record()?;

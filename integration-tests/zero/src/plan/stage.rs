@@ -266,7 +266,8 @@ fn sent(
     over_groups: &GridLayout,
     settings: &Settings,
 ) -> Result<(StepTraffic, u64), ShardError> {
-    let (stage, widths) = (settings.stage, settings.widths());
+    let stage = settings.stage;
+    let widths = settings.widths();
     let reductions = settings.reductions();
     if settings.mesh.shard_group.is_none() {
         let sent = layout.step_traffic(stage, &widths, reductions, Routing::TwoLevel)?;

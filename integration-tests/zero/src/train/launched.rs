@@ -30,7 +30,8 @@ pub(crate) fn node_ranks(
 ) -> Result<Option<usize>, CliError> {
     let group = group.unwrap_or(ranks);
     let fits = |of_node: &usize| {
-        let (more, fewer) = (group.max(*of_node), group.min(*of_node));
+        let more = group.max(*of_node);
+        let fewer = group.min(*of_node);
         *of_node > 0 && ranks.is_multiple_of(*of_node) && more.is_multiple_of(fewer)
     };
     match args.ranks_per_node {
