@@ -16,8 +16,8 @@ use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_shard::{Layout, UnitSpec, ZeroStage};
 use zero_trainer::{
-    Batch, BatchAt, InitialWeights, Model, ModelError, Pass, RunOptions, SHARD_ALIGN_ELEMS,
-    Settings, Workload, run_on_threads,
+    Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, RunOptions,
+    SHARD_ALIGN_ELEMS, Settings, Workload, run_on_threads,
 };
 
 const RANKS: usize = 4;
@@ -75,6 +75,7 @@ impl Workload<HostDevice> for Watched {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
+        _ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let options = ModelOptions {
             micro_batch: 1,

@@ -9,8 +9,8 @@ use zero_trainer::zero_alloc::{Block, Pool, Purpose};
 use zero_trainer::zero_optim::OptimizerConfig;
 use zero_trainer::zero_shard::{ParamSpec, UnitSpec, ZeroStage};
 use zero_trainer::{
-    Batch, BatchAt, Grad, Home, InitialWeights, Model, ModelError, OffloadSettings, Pass,
-    RunOptions, Settings, TrainError, Workload, param_groups::ParamKind, run_on_threads,
+    Batch, BatchAt, Grad, Home, InitialWeights, Model, ModelError, ModelRanks, OffloadSettings,
+    Pass, RunOptions, Settings, TrainError, Workload, param_groups::ParamKind, run_on_threads,
 };
 
 const TOKENS: usize = 32;
@@ -34,6 +34,7 @@ impl Workload<HostDevice> for Bigrams {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
+        _ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let kept = Arc::default();

@@ -36,14 +36,14 @@ mod telemetry;
 mod validation;
 mod workload;
 
-pub use {zero_alloc, zero_optim, zero_shard};
+pub use {zero_alloc, zero_comm, zero_optim, zero_shard};
 
 pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
 pub use exchange::RankExchange;
 pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use mesh::MeshSettings;
-pub use model::{Grad, Model, ModelError, Pass};
+pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
 pub use offload::settings::{Home, OffloadSettings, StateFormat};
 pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,

@@ -10,6 +10,7 @@
 //! | sum of a shard's gradients ([`Replicas::sum`]) | the N/K ranks with that shard; not hpZ | once a step |
 //! | gather of a shard's new parameters ([`Replicas::gather`]) | those ranks; not HSDP | once a step |
 //! | statistics, votes, checkpoints | all | as without groups |
+//! | the model's collectives | consecutive ranks with the same micro-batches ([`Mesh::model`]) | in its passes |
 //!
 //! A rank counts and saves its part of its shard, so that each element is in the norm once, and a
 //! checkpoint has N files as without groups.
@@ -21,6 +22,7 @@ use zero_comm::{CommError, Communicator, ReduceOp, Traffic};
 use zero_shard::{Grid, GridLayout, Layout, ShardError, Sharding};
 
 use crate::error::TrainError;
+use crate::model::ModelRanks;
 
 /// The axes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,9 +32,17 @@ pub struct MeshSettings {
     /// The states that are sharded between the groups; with [`Sharding::Flat`] there are no groups.
     /// hpZ ([`Sharding::Secondary`]) is for stage 3.
     pub sharding: Sharding,
+    /// Consecutive ranks that share each sequence; `None`: one. They divide the tokens, and have
+    /// the same micro-batches.
+    pub sequence_ranks: Option<usize>,
 }
 
 impl MeshSettings {
+    /// Ranks with the same micro-batches.
+    pub fn ranks_of_batch(&self) -> usize {
+        self.sequence_ranks.unwrap_or(1)
+    }
+
     /// The layouts of a model, whose layout over all ranks is `parts`.
     ///
     /// # Errors
@@ -54,6 +64,8 @@ pub(crate) struct Mesh<D: Device> {
     pub(crate) params: Arc<dyn Communicator<D>>,
     /// The ranks over which gradients are reduced as they are made.
     pub(crate) grads: Arc<dyn Communicator<D>>,
+    /// The ranks with this rank's micro-batches.
+    pub(crate) model: ModelRanks<D>,
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
     grid: Grid,
@@ -107,6 +119,7 @@ impl<D: Device> Mesh<D> {
         device: &D,
         world: Arc<dyn Communicator<D>>,
         layouts: &GridLayout,
+        settings: &MeshSettings,
         node_ranks: Option<usize>,
         stream: Option<D::Stream>,
     ) -> Result<Self, TrainError> {
@@ -115,11 +128,13 @@ impl<D: Device> Mesh<D> {
         if let Some(node_ranks) = node_ranks {
             grid.node_egress_bytes(node_ranks, 0, 0, 0)?;
         }
+        let model = model_ranks(&world, settings)?;
         if grid.groups() == 1 {
             return Ok(Self {
                 params: Arc::clone(&world),
                 grads: Arc::clone(&world),
                 world,
+                model,
                 replicas: None,
                 grid,
                 node_ranks,
@@ -129,14 +144,10 @@ impl<D: Device> Mesh<D> {
         let rank = world.rank() as u64;
         let replica = grid.group_of(rank);
         let position = grid.position_of(rank);
-        let split = |color, key| {
-            let of_color = world.split(Some(color), key)?;
-            of_color.ok_or_else(|| TrainError::State("internal error: a split gave none".into()))
-        };
-        let group = split(replica, position)?;
-        let comm = split(position, replica)?;
+        let group = split(&world, replica, position)?;
+        let comm = split(&world, position, replica)?;
         let grads = match layouts.sharding() {
-            Sharding::Secondary => split(0, layouts.part_of(rank))?,
+            Sharding::Secondary => split(&world, 0, layouts.part_of(rank))?,
             _ => Arc::clone(&group),
         };
         let stream = match stream {
@@ -147,6 +158,7 @@ impl<D: Device> Mesh<D> {
             world,
             params: group,
             grads,
+            model,
             replicas: Some(Replicas {
                 comm,
                 stream,
@@ -166,6 +178,7 @@ impl<D: Device> Mesh<D> {
             .into_iter()
             .flatten()
             .chain(replicas.filter(hpz).map(|_| &self.grads))
+            .chain(&self.model.sequence)
     }
 
     /// The bytes that this rank has sent.
@@ -218,6 +231,41 @@ impl<D: Device> Mesh<D> {
         let replicas = self.replicas.as_ref();
         replicas.filter(|replicas| replicas.sharding != Sharding::Secondary)
     }
+}
+
+/// The ranks of `world` with the colour of this one, in the order of `key`.
+fn split<D: Device>(
+    world: &Arc<dyn Communicator<D>>,
+    color: u64,
+    key: u64,
+) -> Result<Arc<dyn Communicator<D>>, TrainError> {
+    let of_color = world.split(Some(color), key)?;
+    of_color.ok_or_else(|| TrainError::State("internal error: a split gave none".into()))
+}
+
+/// The ranks with this rank's micro-batches; all ranks of `world` call it.
+fn model_ranks<D: Device>(
+    world: &Arc<dyn Communicator<D>>,
+    settings: &MeshSettings,
+) -> Result<ModelRanks<D>, TrainError> {
+    let ranks = settings.ranks_of_batch();
+    if ranks == 0 || !world.world_size().is_multiple_of(ranks) {
+        let all = world.world_size();
+        return Err(TrainError::Usage(format!(
+            "{ranks} ranks share a sequence: expected a number that divides the {all} ranks"
+        )));
+    }
+    if ranks == 1 {
+        return Ok(ModelRanks::default());
+    }
+    let sequence = split(
+        world,
+        (world.rank() / ranks) as u64,
+        (world.rank() % ranks) as u64,
+    )?;
+    Ok(ModelRanks {
+        sequence: Some(sequence),
+    })
 }
 
 impl<D: Device> Replicas<D> {

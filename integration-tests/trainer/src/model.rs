@@ -6,8 +6,10 @@
 
 use std::error::Error;
 use std::ops::Range;
+use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+use zero_comm::Communicator;
 
 use crate::batch::Batch;
 
@@ -81,6 +83,28 @@ impl Grad {
                 "{what}: this pass only adds to fp32 gradients; pass Grad::Add unless Model::writes_grad returns true"
             ))),
         }
+    }
+}
+
+/// The ranks with which a rank computes a micro-batch. A model enqueues their collectives on the
+/// stream of its passes, all ranks in the same order.
+pub struct ModelRanks<D: Device> {
+    /// Each computes a part of the tokens of each sequence.
+    pub sequence: Option<Arc<dyn Communicator<D>>>,
+}
+
+impl<D: Device> Clone for ModelRanks<D> {
+    fn clone(&self) -> Self {
+        Self {
+            sequence: self.sequence.clone(),
+        }
+    }
+}
+
+impl<D: Device> Default for ModelRanks<D> {
+    /// Alone.
+    fn default() -> Self {
+        Self { sequence: None }
     }
 }
 

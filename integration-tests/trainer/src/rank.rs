@@ -266,7 +266,14 @@ impl<D: Device> Rank<D> {
         // collectives are then in one stream.
         let of_graphs = settings.graphs.then(|| comm_stream.clone());
         let nodes = settings.node_ranks;
-        let mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, nodes, of_graphs)?;
+        let mesh = Mesh::new(
+            &device,
+            Arc::clone(&comm),
+            &layouts,
+            &settings.mesh,
+            nodes,
+            of_graphs,
+        )?;
         let pool = Pool::new(device, usize::MAX);
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
@@ -310,6 +317,12 @@ impl<D: Device> Rank<D> {
     /// This rank among all.
     pub(crate) fn index(&self) -> u64 {
         self.comm.rank() as u64
+    }
+
+    /// Ranks with different micro-batches, and this rank's place among them.
+    pub(crate) fn batches(&self) -> [usize; 2] {
+        let same = self.settings.mesh.ranks_of_batch();
+        [self.comm.world_size() / same, self.comm.rank() / same]
     }
 
     /// The range of the unit's flat parameter that this rank has at stage 3.

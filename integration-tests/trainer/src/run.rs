@@ -54,7 +54,7 @@ pub(crate) fn run_rank<D: Device>(
     observe: Observe<'_>,
 ) -> Result<RankSummary, TrainError> {
     let mut recorder = Recorder::new(rank)?;
-    let mut model = workload.model(&rank.pool, &rank.compute)?;
+    let mut model = workload.model(&rank.pool, &rank.compute, &rank.mesh.model)?;
     let mut stage = create(rank, &*model)?;
     // Declared last: its drop drains the compute stream before the others free memory.
     let flags = Flags::new(rank)?;

@@ -2,7 +2,7 @@
 //!
 //! An evaluation reads windows of the validation data, spread evenly over it and the same every
 //! time. Rank r of N evaluates windows (k N + r) B to (k N + r + 1) B in round k, for micro-batches
-//! of B windows. In the last round some ranks have fewer windows; they repeat the last one and do
+//! of B windows; ranks that share a sequence count as one. In the last round some ranks have fewer windows; they repeat the last one and do
 //! not count it, because every rank takes part in the collectives of stage 3.
 //!
 //! An evaluation runs between two steps and changes nothing that a step reads. In each round the
@@ -116,7 +116,8 @@ fn evaluate<D: Device>(
     let mut batch = Batch::zeros(micro_batch * seq_len);
     let mut trained = 0;
     let all = data.windows(seq_len);
-    let of_round = (comm.world_size() * micro_batch) as u64;
+    let [batches, index] = rank.batches();
+    let of_round = (batches * micro_batch) as u64;
     let mut previous: Option<D::Event> = None;
     // SAFETY: used below on the compute stream, that of the passes, while the model is borrowed.
     let loss = unsafe { model.loss() }.erase();
@@ -130,7 +131,7 @@ fn evaluate<D: Device>(
         {
             return Ok(None);
         }
-        let own = round * of_round + (comm.rank() * micro_batch) as u64;
+        let own = round * of_round + (index * micro_batch) as u64;
         let inputs = batch.inputs.chunks_exact_mut(seq_len);
         let rows = inputs.zip(batch.targets.chunks_exact_mut(seq_len));
         for (index, (inputs, targets)) in (own..).zip(rows) {
@@ -140,7 +141,9 @@ fn evaluate<D: Device>(
         }
         model.set_batch(compute, &batch)?;
         let counted = windows.saturating_sub(own).min(micro_batch as u64) as usize * seq_len;
-        trained += batch.trained(counted);
+        if comm.rank() % settings.mesh.ranks_of_batch() == 0 {
+            trained += batch.trained(counted);
+        }
         stage.evaluate(rank, model, &mut |model, params| {
             Ok(model.add_losses(compute, params, counted)?)
         })?;

@@ -9,7 +9,7 @@ use zero_alloc::host::OpSpan;
 use zero_shard::UnitSpec;
 
 use crate::batch::{Batch, BatchRows};
-use crate::model::{Model, ModelError, Pass};
+use crate::model::{Model, ModelError, ModelRanks, Pass};
 use crate::telemetry::memory_trace::MemoryTrace;
 use crate::telemetry::metrics::{Best, NvmeBytes, StepMetrics};
 
@@ -21,11 +21,18 @@ pub trait Workload<D: Device>: Sync {
     /// The passes of the model over its units, in forward order.
     fn passes(&self) -> Vec<Pass>;
 
-    /// Creates a rank's model, with its activations from `pool`.
+    /// Creates a rank's model, with its activations from `pool`, which computes each micro-batch with
+    /// the other `ranks`. They load the same micro-batches: each has the whole batch, and the sum of
+    /// their losses and gradients is that of the batch.
     ///
     /// # Errors
-    /// Out of memory, or invalid settings.
-    fn model(&self, pool: &Pool<D>, compute: &D::Stream) -> Result<Box<dyn Model<D>>, ModelError>;
+    /// Out of memory, invalid settings, or the model cannot share a micro-batch.
+    fn model(
+        &self,
+        pool: &Pool<D>,
+        compute: &D::Stream,
+        ranks: &ModelRanks<D>,
+    ) -> Result<Box<dyn Model<D>>, ModelError>;
 
     /// The initial weights.
     ///
@@ -60,9 +67,9 @@ pub struct BatchAt {
     pub micro_batch_index: u64,
     /// Micro-batches a step, A.
     pub grad_accum: u64,
-    /// This rank.
+    /// This rank, among those with different micro-batches.
     pub rank: u64,
-    /// Ranks, N.
+    /// Ranks with different micro-batches, N.
     pub world_size: u64,
     /// Rows of a rank's micro-batch, B.
     pub micro_batch: usize,

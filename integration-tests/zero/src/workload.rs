@@ -10,7 +10,7 @@ use zero_models::hf::HfFolder;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
 
-use zero_trainer::{Batch, BatchAt, InitialWeights, Model, ModelError, Pass, Workload};
+use zero_trainer::{Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, Workload};
 
 /// The source of the initial weights.
 pub enum Weights {
@@ -50,6 +50,7 @@ macro_rules! workload {
                 &self,
                 pool: &Pool<$device>,
                 compute: &$stream,
+                _ranks: &ModelRanks<$device>,
             ) -> Result<Box<dyn Model<$device>>, ModelError> {
                 self.$model(pool, compute)
             }

@@ -31,6 +31,52 @@ use crate::options::ModelOptions;
 use buffers::{Activations, Buffers, HeadView, ScratchView, Sizes};
 use params::{Flat, UnitParams};
 
+/// A part of a block's forward. Between two parts, ranks that share a micro-batch exchange what the
+/// first has computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Forward {
+    /// Queries, keys and values, as attention reads them.
+    Qkv,
+    /// What the heads attend to.
+    Attention,
+    /// The residual stream behind attention.
+    Mid,
+    /// The activations that the output reads.
+    Mlp,
+}
+
+impl Forward {
+    /// All parts, in order.
+    pub(crate) const ALL: [Self; 4] = [Self::Qkv, Self::Attention, Self::Mid, Self::Mlp];
+}
+
+/// A part of a block's backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Backward {
+    /// To `s.narrow`, the gradient of the second norm's output.
+    Mlp,
+    /// To `s.dres`, that of the residual stream behind attention; then that of what the heads attend
+    /// to.
+    Mid,
+    /// That of queries, keys and values, as attention reads them.
+    Attention,
+    /// To `s.narrow`, that of the first norm's output.
+    Qkv,
+    /// To `s.dres`, that of the block's input.
+    Input,
+}
+
+impl Backward {
+    /// All parts, in order.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Mlp,
+        Self::Mid,
+        Self::Attention,
+        Self::Qkv,
+        Self::Input,
+    ];
+}
+
 /// An architecture with its batch: what a decoder computes between two points of the residual
 /// stream. Shapes: `x`, `out` and gradients `[M, C]`.
 pub(crate) trait HostArch: Send + Sync + 'static {
@@ -65,16 +111,18 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// May overwrite `dx`.
     fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>);
 
-    /// The activations of a block from its input, up to those that [`Self::output`] reads.
-    fn forward(&self, block: Self::Block, x: &[f32], p: &Flat<'_>);
+    /// One part of a block's forward from its input `x`.
+    fn forward(&self, part: Forward, block: Self::Block, x: &[f32], p: &Flat<'_>);
 
-    /// The output of a block.
+    /// The output of a block, after all of [`Forward::ALL`].
     fn output(&self, out: &mut [f32], block: Self::Block, p: &Flat<'_>);
 
-    /// Adds to `grad`, the unit's gradient. `s.dres` is the gradient of the output on entry and of
-    /// the input on return. May overwrite the block's activations.
+    /// One part of a block's backward. Adds to `grad`, the unit's gradient. `s.dres` is the gradient
+    /// of the output before the first part and of the input after the last. May overwrite the
+    /// block's activations.
     fn backward(
         &self,
+        part: Backward,
         s: ScratchView<'_>,
         block: Self::Block,
         x: &[f32],
@@ -435,7 +483,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
                 let x = unsafe { input.as_host() };
                 // SAFETY: as above; input and output are different buffers.
                 let out = unsafe { output.as_host_mut() };
-                arch.forward(block, x, &flat);
+                for part in Forward::ALL {
+                    arch.forward(part, block, x, &flat);
+                }
                 arch.output(out, block, &flat);
             },
         )
@@ -489,11 +539,13 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             move |flat, grads| {
                 // SAFETY: as above.
                 let x = unsafe { input.as_host() };
-                if again {
-                    arch.forward(block, x, &flat);
+                for part in again.then_some(Forward::ALL).into_iter().flatten() {
+                    arch.forward(part, block, x, &flat);
                 }
                 for grad in grads {
-                    arch.backward(scratch.view(), block, x, &flat, grad);
+                    for part in Backward::ALL {
+                        arch.backward(part, scratch.view(), block, x, &flat, grad);
+                    }
                 }
             },
         )

@@ -2,6 +2,7 @@
 
 use crate::decoder::buffers::{ScratchView, views};
 use crate::decoder::params::Flat;
+use crate::decoder::{Backward, Forward};
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
 use crate::ops::{attention, layer_norm, linear};
@@ -17,6 +18,8 @@ views! {
 #[derive(Clone, Copy)]
 pub(super) struct Shape<'a> {
     pub(super) attention: attention::Shape,
+    /// C
+    pub(super) width: usize,
     pub(super) masks: attention::Masks<'a>,
     pub(super) eps: f32,
     pub(super) activation: Activation,
@@ -51,43 +54,43 @@ impl Shape<'_> {
         let Some(dropout) = dropout else {
             return dy;
         };
-        let Self { attention, .. } = self;
         let copy = &mut copy[..dy.len()];
-        dropout.of(copy, dy, attention.seq, attention.heads * attention.d);
+        dropout.of(copy, dy, self.attention.seq, self.width);
         copy
     }
 }
 
-/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
-pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], p: &Flat<'_>, shape: Shape<'_>) {
+/// Computes a part of the block's activations from its input `x` `[M, C]`.
+pub(super) fn forward(
+    part: Forward,
+    a: &mut BlockView<'_>,
+    x: &[f32],
+    p: &Flat<'_>,
+    shape: Shape<'_>,
+) {
     let get = |part| p.get(0, part);
     let eps = shape.eps;
-    layer_norm::forward(
-        a.ln1,
-        a.ln1_stats,
-        x,
-        get("ln_1.weight"),
-        get("ln_1.bias"),
-        eps,
-    );
-
-    linear::forward(a.qkv, a.ln1, get("c_attn.weight"), get("c_attn.bias"));
-    attention::forward(a.attended, a.lse, a.qkv, shape.masks, shape.attention);
-    let projection = ["attn.c_proj.weight", "attn.c_proj.bias"].map(get);
-    shape.add_to_residual(a.mid, x, a.attended, projection, shape.dropouts[0]);
-
-    layer_norm::forward(
-        a.ln2,
-        a.ln2_stats,
-        a.mid,
-        get("ln_2.weight"),
-        get("ln_2.bias"),
-        eps,
-    );
-
-    let bias = get("c_fc.bias");
-    linear::product(a.fc, a.ln2, get("c_fc.weight"), bias.len());
-    shape.activation.forward(a.act, a.fc, bias);
+    match part {
+        Forward::Qkv => {
+            let [gain, bias] = ["ln_1.weight", "ln_1.bias"].map(get);
+            layer_norm::forward(a.ln1, a.ln1_stats, x, gain, bias, eps);
+            linear::forward(a.qkv, a.ln1, get("c_attn.weight"), get("c_attn.bias"));
+        }
+        Forward::Attention => {
+            attention::forward(a.attended, a.lse, a.qkv, shape.masks, shape.attention);
+        }
+        Forward::Mid => {
+            let projection = ["attn.c_proj.weight", "attn.c_proj.bias"].map(get);
+            shape.add_to_residual(a.mid, x, a.attended, projection, shape.dropouts[0]);
+        }
+        Forward::Mlp => {
+            let [gain, bias] = ["ln_2.weight", "ln_2.bias"].map(get);
+            layer_norm::forward(a.ln2, a.ln2_stats, a.mid, gain, bias, eps);
+            let bias = get("c_fc.bias");
+            linear::product(a.fc, a.ln2, get("c_fc.weight"), bias.len());
+            shape.activation.forward(a.act, a.fc, bias);
+        }
+    }
 }
 
 /// Computes the block's output `[M, C]`.
@@ -96,9 +99,10 @@ pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, p: &Flat<'_>, shape: Sh
     shape.add_to_residual(out, a.mid, a.act, projection, shape.dropouts[1]);
 }
 
-/// Computes the block's backward and adds to `grad`, the unit's gradient. `s.dres` is the gradient
-/// of the output on entry and of the input on return.
+/// Computes a part of the block's backward and adds to `grad`, the unit's gradient. After
+/// [`Backward::Mid`], `s.narrow` has the gradient of `attended`; then `s.wide` has that of `qkv`.
 pub(super) fn backward(
+    part: Backward,
     s: ScratchView<'_>,
     a: &BlockView<'_>,
     x: &[f32],
@@ -107,7 +111,7 @@ pub(super) fn backward(
     shape: Shape<'_>,
 ) {
     let get = |part| p.get(0, part);
-    let c = shape.attention.heads * shape.attention.d;
+    let c = shape.width;
     // In the order of `GptConfig::units`.
     let [
         ln1_w,
@@ -124,54 +128,40 @@ pub(super) fn backward(
         out_b,
     ] = p.unit(0).split_mut(grad);
 
-    let dact = &mut s.wide[..a.fc.len()];
-    let dout = shape.gradient_before(s.narrow, s.dres, shape.dropouts[1]);
-    linear::backward_weight(out_w, out_b, a.act, dout);
-    linear::product_transposed(
-        dact,
-        dout,
-        get("mlp.c_proj.weight"),
-        a.fc.len() * c / dout.len(),
-    );
-    shape.activation.backward(dact, a.fc);
-    linear::backward_weight(fc_w, fc_b, a.ln2, dact);
-    linear::product_transposed(s.narrow, dact, get("c_fc.weight"), c);
-
-    layer_norm::backward(
-        s.dres,
-        ln2_w,
-        ln2_b,
-        s.narrow,
-        a.mid,
-        a.ln2_stats,
-        get("ln_2.weight"),
-    );
-
-    // `dqkv` is in the same buffer: this is used before it.
-    let dout = shape.gradient_before(s.wide, s.dres, shape.dropouts[0]);
-    linear::backward_weight(proj_w, proj_b, a.attended, dout);
-    linear::product_transposed(s.narrow, dout, get("attn.c_proj.weight"), c);
-    let dqkv = &mut s.wide[..a.qkv.len()];
-    let operands = shape.attention;
-    attention::backward(
-        dqkv,
-        s.narrow,
-        a.qkv,
-        a.attended,
-        a.lse,
-        shape.masks,
-        operands,
-    );
-    linear::backward_weight(qkv_w, qkv_b, a.ln1, dqkv);
-    linear::product_transposed(s.narrow, dqkv, get("c_attn.weight"), c);
-
-    layer_norm::backward(
-        s.dres,
-        ln1_w,
-        ln1_b,
-        s.narrow,
-        x,
-        a.ln1_stats,
-        get("ln_1.weight"),
-    );
+    match part {
+        Backward::Mlp => {
+            let dact = &mut s.wide[..a.fc.len()];
+            let dout = shape.gradient_before(s.narrow, s.dres, shape.dropouts[1]);
+            linear::backward_weight(out_w, out_b, a.act, dout);
+            linear::product_transposed(dact, dout, get("mlp.c_proj.weight"), fc_b.len());
+            shape.activation.backward(dact, a.fc);
+            linear::backward_weight(fc_w, fc_b, a.ln2, dact);
+            linear::product_transposed(s.narrow, dact, get("c_fc.weight"), c);
+        }
+        Backward::Mid => {
+            let gain = get("ln_2.weight");
+            layer_norm::backward(s.dres, ln2_w, ln2_b, s.narrow, a.mid, a.ln2_stats, gain);
+            let dout = shape.gradient_before(s.wide, s.dres, shape.dropouts[0]);
+            linear::backward_weight(proj_w, proj_b, a.attended, dout);
+            let dattended = &mut s.narrow[..a.attended.len()];
+            let heads = shape.attention.heads * shape.attention.d;
+            linear::product_transposed(dattended, dout, get("attn.c_proj.weight"), heads);
+        }
+        Backward::Attention => {
+            let dqkv = &mut s.wide[..a.qkv.len()];
+            let dattended = &s.narrow[..a.attended.len()];
+            let operands = shape.attention;
+            let masks = shape.masks;
+            attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, masks, operands);
+        }
+        Backward::Qkv => {
+            let dqkv = &s.wide[..a.qkv.len()];
+            linear::backward_weight(qkv_w, qkv_b, a.ln1, dqkv);
+            linear::product_transposed(s.narrow, dqkv, get("c_attn.weight"), c);
+        }
+        Backward::Input => {
+            let gain = get("ln_1.weight");
+            layer_norm::backward(s.dres, ln1_w, ln1_b, s.narrow, x, a.ln1_stats, gain);
+        }
+    }
 }

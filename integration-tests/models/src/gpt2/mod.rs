@@ -14,7 +14,7 @@ use zero_trainer::{ModelError, Pass};
 use self::config::GptConfig;
 use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
-use crate::decoder::{self, Decoder, HostArch, HostModel};
+use crate::decoder::{self, Backward, Decoder, Forward, HostArch, HostModel};
 use crate::ops::dropout::Dropout;
 use crate::ops::{Threads, attention, embedding, layer_norm};
 use crate::options::ModelOptions;
@@ -49,6 +49,7 @@ impl Gpt2Arch {
         let site = |of_block| 1 + 3 * p.layer as u32 + of_block;
         block::Shape {
             attention: self.attention(p.layer),
+            width: config.n_embd,
             masks: attention::Masks {
                 starts: &p.batch.starts,
                 dropout: p.draws.dropout(config.attn_pdrop, site(0)),
@@ -118,8 +119,8 @@ impl HostArch for Gpt2Arch {
         embedding::backward(dwte, dwpe, self.rows(p), dx, c);
     }
 
-    fn forward(&self, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
-        block::forward(&mut block.view(), x, p, self.block(p));
+    fn forward(&self, part: Forward, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
+        block::forward(part, &mut block.view(), x, p, self.block(p));
     }
 
     fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
@@ -128,13 +129,14 @@ impl HostArch for Gpt2Arch {
 
     fn backward(
         &self,
+        part: Backward,
         s: ScratchView<'_>,
         block: BlockSlices,
         x: &[f32],
         p: &Flat<'_>,
         grad: &mut [f32],
     ) {
-        block::backward(s, &block.view(), x, p, grad, self.block(p));
+        block::backward(part, s, &block.view(), x, p, grad, self.block(p));
     }
 
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>) {

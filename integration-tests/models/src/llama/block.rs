@@ -5,6 +5,7 @@ use zero_alloc::device::DeviceSlice;
 use super::config::LlamaConfig;
 use crate::decoder::buffers::{ScratchView, views};
 use crate::decoder::params::Flat;
+use crate::decoder::{Backward, Forward};
 use crate::ops::{attention, linear, rms_norm, rope, swiglu};
 
 views! {
@@ -139,29 +140,41 @@ impl<P> Params<P> {
     }
 }
 
-/// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
-pub(super) fn forward(a: &mut BlockView<'_>, x: &[f32], flat: &Flat<'_>, shape: &Shape) {
+/// Computes a part of the block's activations from its input `x` `[M, C]`.
+pub(super) fn forward(
+    part: Forward,
+    a: &mut BlockView<'_>,
+    x: &[f32],
+    flat: &Flat<'_>,
+    shape: &Shape,
+) {
     let p = shape.params(flat.flats[0]);
     let masks = shape.masks(flat);
-    rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
-    linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, shape.heads().width);
-    if !p.qk_norm.is_empty() {
-        let heads = shape.heads();
-        rms_norm::forward_heads(a.qkv, a.raw, a.raw_stats, p.qk_norm, heads, shape.eps);
+    match part {
+        Forward::Qkv => {
+            rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
+            let heads = shape.heads();
+            linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, heads.width);
+            if !p.qk_norm.is_empty() {
+                let eps = shape.eps;
+                rms_norm::forward_heads(a.qkv, a.raw, a.raw_stats, p.qk_norm, heads, eps);
+            }
+            rope::forward(a.qkv, flat.table, masks.starts, shape.rows());
+        }
+        Forward::Attention => {
+            attention::forward(a.attended, a.lse, a.qkv, masks, shape.attention);
+        }
+        Forward::Mid => {
+            let c = shape.width;
+            linear::forward_residual_transposed(a.mid, x, a.attended, p.output, p.output_bias, c);
+        }
+        Forward::Mlp => {
+            rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
+            let n = 2 * shape.inner;
+            linear::forward_transposed(a.gate_up, a.norm2, p.gate_up, p.gate_up_bias, n);
+            swiglu::forward(a.act, a.gate_up, shape.inner);
+        }
     }
-    rope::forward(a.qkv, flat.table, masks.starts, shape.rows());
-    attention::forward(a.attended, a.lse, a.qkv, masks, shape.attention);
-    linear::forward_residual_transposed(a.mid, x, a.attended, p.output, p.output_bias, shape.width);
-
-    rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
-    linear::forward_transposed(
-        a.gate_up,
-        a.norm2,
-        p.gate_up,
-        p.gate_up_bias,
-        2 * shape.inner,
-    );
-    swiglu::forward(a.act, a.gate_up, shape.inner);
 }
 
 /// Computes the block's output `[M, C]`.
@@ -170,9 +183,11 @@ pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, flat: &[f32], shape: &S
     linear::forward_residual_transposed(out, a.mid, a.act, p.down, p.down_bias, shape.width);
 }
 
-/// Computes the block's backward and adds to `grad`, the unit's gradient. `s.dres` is the gradient
-/// of the output on entry and of the input on return. `a.gate_up` is overwritten by its gradient.
+/// Computes a part of the block's backward and adds to `grad`, the unit's gradient. `a.gate_up` is
+/// overwritten by its gradient. From [`Backward::Mid`] on, `s.wide` has the gradient of `attended`,
+/// and behind it that of `qkv`.
 pub(super) fn backward(
+    part: Backward,
     s: ScratchView<'_>,
     a: &mut BlockView<'_>,
     x: &[f32],
@@ -184,35 +199,43 @@ pub(super) fn backward(
     let masks = shape.masks(flat);
     let g = shape.grads(grad);
     let c = shape.width;
-    let f = shape.inner;
-
-    let dact = &mut s.wide[..a.act.len()];
-    linear::backward_weight_transposed(g.down, g.down_bias, a.act, s.dres, f);
-    linear::product(dact, s.dres, p.down, f);
-    swiglu::backward(a.gate_up, dact, f);
-    linear::backward_weight_transposed(g.gate_up, g.gate_up_bias, a.norm2, a.gate_up, c);
-    linear::product(s.narrow, a.gate_up, p.gate_up, c);
-    rms_norm::backward(s.dres, g.norm2, s.narrow, a.mid, a.stats2, p.norm2);
+    if part == Backward::Mlp {
+        let f = shape.inner;
+        let dact = &mut s.wide[..a.act.len()];
+        linear::backward_weight_transposed(g.down, g.down_bias, a.act, s.dres, f);
+        linear::product(dact, s.dres, p.down, f);
+        swiglu::backward(a.gate_up, dact, f);
+        linear::backward_weight_transposed(g.gate_up, g.gate_up_bias, a.norm2, a.gate_up, c);
+        linear::product(s.narrow, a.gate_up, p.gate_up, c);
+        return;
+    }
 
     let (dattended, dqkv) = s.wide.split_at_mut(a.attended.len());
     let dqkv = &mut dqkv[..a.qkv.len()];
-    linear::backward_weight_transposed(
-        g.output,
-        g.output_bias,
-        a.attended,
-        s.dres,
-        shape.attention.heads * shape.attention.d,
-    );
-    let q_width = shape.attention.heads * shape.attention.d;
-    linear::product(dattended, s.dres, p.output, q_width);
-    let whole = shape.attention;
-    attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, masks, whole);
-    rope::backward(dqkv, flat.table, masks.starts, shape.rows());
-    if !p.qk_norm.is_empty() {
-        let heads = shape.heads();
-        rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);
+    match part {
+        Backward::Mlp => {}
+        Backward::Mid => {
+            rms_norm::backward(s.dres, g.norm2, s.narrow, a.mid, a.stats2, p.norm2);
+            let q_width = shape.attention.heads * shape.attention.d;
+            let bias = g.output_bias;
+            linear::backward_weight_transposed(g.output, bias, a.attended, s.dres, q_width);
+            linear::product(dattended, s.dres, p.output, q_width);
+        }
+        Backward::Attention => {
+            let whole = shape.attention;
+            attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, masks, whole);
+        }
+        Backward::Qkv => {
+            rope::backward(dqkv, flat.table, masks.starts, shape.rows());
+            if !p.qk_norm.is_empty() {
+                let heads = shape.heads();
+                rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);
+            }
+            linear::backward_weight_transposed(g.qkv, g.qkv_bias, a.norm1, dqkv, c);
+            linear::product(s.narrow, dqkv, p.qkv, c);
+        }
+        Backward::Input => {
+            rms_norm::backward(s.dres, g.norm1, s.narrow, x, a.stats1, p.norm1);
+        }
     }
-    linear::backward_weight_transposed(g.qkv, g.qkv_bias, a.norm1, dqkv, c);
-    linear::product(s.narrow, dqkv, p.qkv, c);
-    rms_norm::backward(s.dres, g.norm1, s.narrow, x, a.stats1, p.norm1);
 }

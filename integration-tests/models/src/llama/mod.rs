@@ -16,7 +16,7 @@ use zero_trainer::ModelError;
 use self::config::LlamaConfig;
 use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
-use crate::decoder::{Decoder, HostArch, HostModel};
+use crate::decoder::{Backward, Decoder, Forward, HostArch, HostModel};
 use crate::ops::{Threads, attention, embedding, rms_norm};
 use crate::options::ModelOptions;
 use block::{BlockSlices, Shape};
@@ -81,9 +81,9 @@ impl HostArch for LlamaArch {
         embedding::backward_tokens(grad, &p.batch.inputs, dx, self.config.hidden, padding);
     }
 
-    fn forward(&self, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
+    fn forward(&self, part: Forward, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
         let shape = self.shape(p.layer);
-        block::forward(&mut block.view(), x, p, &shape);
+        block::forward(part, &mut block.view(), x, p, &shape);
     }
 
     fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
@@ -92,6 +92,7 @@ impl HostArch for LlamaArch {
 
     fn backward(
         &self,
+        part: Backward,
         s: ScratchView<'_>,
         block: BlockSlices,
         x: &[f32],
@@ -99,7 +100,7 @@ impl HostArch for LlamaArch {
         grad: &mut [f32],
     ) {
         let shape = self.shape(p.layer);
-        block::backward(s, &mut block.view(), x, p, grad, &shape);
+        block::backward(part, s, &mut block.view(), x, p, grad, &shape);
     }
 
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>) {

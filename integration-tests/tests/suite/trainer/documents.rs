@@ -11,7 +11,7 @@ use zero_models::ops::Threads;
 use zero_models::{HostModel, ModelConfig, ModelOptions};
 use zero_shard::UnitSpec;
 use zero_trainer::{
-    Batch, BatchAt, Grad, IGNORED, InitialWeights, Model, ModelError, Pass, Workload,
+    Batch, BatchAt, Grad, IGNORED, InitialWeights, Model, ModelError, ModelRanks, Pass, Workload,
 };
 
 use super::identical::same;
@@ -210,8 +210,9 @@ impl Workload<HostDevice> for Masked<'_> {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
-        self.0.model(pool, compute)
+        self.0.model(pool, compute, ranks)
     }
 
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

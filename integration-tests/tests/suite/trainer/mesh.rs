@@ -22,6 +22,7 @@ fn groups_of(group: usize, sharding: Sharding) -> MeshSettings {
     MeshSettings {
         shard_group: Some(group),
         sharding,
+        ..MeshSettings::default()
     }
 }
 

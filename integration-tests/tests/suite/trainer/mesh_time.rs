@@ -54,6 +54,7 @@ fn step_ms(sharding: Sharding, between: Between) -> u128 {
         mesh: MeshSettings {
             shard_group: Some(2),
             sharding,
+            ..MeshSettings::default()
         },
         ..Case::default()
     };

@@ -16,9 +16,9 @@ use zero_comm::threads::World;
 use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
 use zero_shard::UnitSpec;
 use zero_trainer::BatchAt;
-use zero_trainer::ModelError;
 use zero_trainer::{Batch, Grad, Model, Pass};
 use zero_trainer::{InitialWeights, Settings, Workload, run_as_rank};
+use zero_trainer::{ModelError, ModelRanks};
 
 use super::support::Case;
 
@@ -220,8 +220,9 @@ impl Workload<HostDevice> for Blocked<'_> {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
-        let inner = Workload::<HostDevice>::model(self.inner, pool, compute)?;
+        let inner = Workload::<HostDevice>::model(self.inner, pool, compute, ranks)?;
         Ok(Box::new(BlockedModel {
             inner,
             progress: Arc::clone(&self.progress),

@@ -215,6 +215,7 @@ fn damaged_shard_is_named_and_not_saved() {
                 mesh: MeshSettings {
                     shard_group: Some(2),
                     sharding,
+                    ..MeshSettings::default()
                 },
                 ..Case::default()
             };

@@ -13,9 +13,9 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_shard::{ParamSpec, UnitSpec};
 use zero_trainer::BatchAt;
-use zero_trainer::ModelError;
 use zero_trainer::{Batch, Grad, Model, Pass};
 use zero_trainer::{InitialWeights, Workload};
+use zero_trainer::{ModelError, ModelRanks};
 
 /// The toy model and its sizes.
 pub(crate) struct Toy {
@@ -86,6 +86,7 @@ impl Workload<HostDevice> for Toy {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
+        _ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));

@@ -61,12 +61,13 @@ impl<'a, D: Device> BatchLoader<'a, D> {
             ..
         } = self;
 
+        let [batches, index] = rank.batches();
         let at = BatchAt {
             step: done,
             micro_batch_index: micro as u64,
             grad_accum: rank.settings.grad_accum_steps as u64,
-            rank: rank.comm.rank() as u64,
-            world_size: rank.comm.world_size() as u64,
+            rank: index as u64,
+            world_size: batches as u64,
             micro_batch: options.micro_batch,
             seq_len: options.seq_len,
             seed: options.seed,
@@ -74,7 +75,11 @@ impl<'a, D: Device> BatchLoader<'a, D> {
 
         workload.batch(at, batch)?;
         batch.rows = Some(at.rows());
+        // The trainer takes the mean over ranks, of which these share a batch.
+        let divisor = batch.divisor;
+        batch.divisor = divisor / rank.settings.mesh.ranks_of_batch() as f64;
         model.set_batch(&rank.compute, batch)?;
+        batch.divisor = divisor;
         self.loaded = Some((done, micro));
         Ok(())
     }

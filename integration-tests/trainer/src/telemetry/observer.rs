@@ -269,6 +269,7 @@ impl<'a, D: Device> Observer<'a, D> {
 
 /// The tokens of all ranks in a step.
 pub(crate) fn tokens_per_step<D: Device>(rank: &Rank<D>, options: &RunOptions) -> u64 {
-    let micro_batches = rank.comm.world_size() * rank.settings.grad_accum_steps;
+    let [batches, _] = rank.batches();
+    let micro_batches = batches * rank.settings.grad_accum_steps;
     (options.micro_batch * options.seq_len * micro_batches) as u64
 }

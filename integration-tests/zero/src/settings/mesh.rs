@@ -111,6 +111,7 @@ impl MeshRecord {
         Ok(MeshSettings {
             shard_group,
             sharding,
+            ..MeshSettings::default()
         })
     }
 }
