@@ -353,7 +353,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Makes `stream` wait for the gradient of a unit and set its frozen elements to zero. Returns
-    /// this rank's shard of it, without elements if the unit is frozen.
+    /// what this rank counts of it, without elements if the unit is frozen.
     fn trained_shard(
         &self,
         stream: &D::Stream,
@@ -377,7 +377,7 @@ impl<D: Device> ShardedAdamW<D> {
             }
             grad.record_write(stream)?;
         }
-        Ok(slice.slice(self.segment(unit)?.own_shard.clone()))
+        Ok(slice.slice(self.segment(unit)?.counted.clone()))
     }
 
     /// Waits at most `limit` for the statistics and combines them with this rank's `loss`.

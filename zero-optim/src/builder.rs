@@ -155,7 +155,7 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
         };
 
         let workspace = |elems, dtype| pool.allocate(elems, dtype, Purpose::Workspace, stream);
-        let shards: Vec<usize> = segments.iter().map(|s| s.own_shard.len()).collect();
+        let shards: Vec<usize> = segments.iter().map(|s| s.counted.len()).collect();
         let scratch_elems = kernels.stats_scratch_elems(&shards);
         let optim = ShardedAdamW {
             state,

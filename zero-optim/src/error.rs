@@ -40,6 +40,17 @@ pub enum OptimError {
         /// Elements of the segment.
         len: usize,
     },
+    /// What this rank counts of its shard is outside the shard.
+    #[error("unit {unit}: the counted elements {start}..{end} are outside the own shard {shard:?}")]
+    Counted {
+        unit: String,
+        /// Start of the counted elements.
+        start: usize,
+        /// End of the counted elements.
+        end: usize,
+        /// The shard.
+        shard: std::ops::Range<usize>,
+    },
     /// The runs of parameter groups do not tile the elements, or name a group that does not exist.
     #[error(
         "run {start}..{end} of group {group}: expected a run that starts at element {expected} of {elems}, of a group \

@@ -14,9 +14,11 @@ pub struct Segment {
     /// The unit's range of the elements of all segments. Without frozen elements it is its range of
     /// the state storage, too.
     pub state: Range<usize>,
-    /// This rank's shard, relative to the segment's start. Gradient statistics cover only these
-    /// elements.
+    /// This rank's shard, relative to the segment's start.
     pub own_shard: Range<usize>,
+    /// The elements of the shard that gradient statistics cover, relative to the segment's start:
+    /// all of it, unless other ranks hold the same elements and count them.
+    pub counted: Range<usize>,
     /// Elements that the slices of its parameter may leave out. Why a number: a forgotten parameter
     /// is an error, not padding.
     pub padding: usize,
@@ -29,6 +31,7 @@ impl Segment {
         Self {
             name: name.into(),
             state,
+            counted: own_shard.clone(),
             own_shard,
             padding: 0,
         }
@@ -40,9 +43,16 @@ impl Segment {
         Self {
             name: name.into(),
             state,
+            counted: own_shard.clone(),
             own_shard,
             padding: 0,
         }
+    }
+
+    /// Gradient statistics cover only these elements of the shard, relative to the segment's start.
+    #[must_use]
+    pub fn with_counted(self, counted: Range<usize>) -> Self {
+        Self { counted, ..self }
     }
 
     /// The slices of its parameter may leave out `elems` elements, because they belong to no
@@ -112,8 +122,8 @@ pub struct UnitSlices<'a, D: Device> {
     pub param: &'a [(AnySlice, usize)],
 }
 
-/// Returns the number of state elements. The segments must tile them, and each own shard must be
-/// within its segment.
+/// Returns the number of state elements. The segments must tile them, each own shard must be
+/// within its segment, and what is counted within the shard.
 pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> {
     let mut end = 0;
     for s in segments {
@@ -134,6 +144,15 @@ pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> 
                 start,
                 end: shard_end,
                 len: s.len(),
+            });
+        }
+        let counted = &s.counted;
+        if counted.start < start || counted.start > counted.end || counted.end > shard_end {
+            return Err(OptimError::Counted {
+                unit: s.name.clone(),
+                start: counted.start,
+                end: counted.end,
+                shard: start..shard_end,
             });
         }
         end = s.state.end;

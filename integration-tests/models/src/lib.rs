@@ -12,6 +12,7 @@ pub mod llama;
 pub mod ops;
 mod options;
 pub mod random;
+mod tensor;
 
 pub use architecture::{ModelConfig, PRESETS, param_kind};
 pub use config::ConfigError;

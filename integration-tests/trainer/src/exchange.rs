@@ -49,13 +49,21 @@ impl<'a, D: Device> RankExchange<'a, D> {
         )
     }
 
-    /// The exchange of a run in the order of the parts that ranks save: zero-ckpt knows a rank by
-    /// its part.
-    pub(crate) fn of_parts(rank: &'a Rank<D>) -> Self {
-        let parts = 0..rank.comm.world_size() as u64;
-        let order = parts.map(|part| rank.layouts.rank_of_part(part) as usize);
+    /// The exchange of a run in the order of the shards that ranks save: zero-ckpt knows a rank by
+    /// its shard.
+    pub(crate) fn of_shards(rank: &'a Rank<D>) -> Self {
+        let shards = 0..rank.comm.world_size() as u64;
+        let order = shards.map(|shard| rank.rank_of_shard(shard) as usize);
         Self {
             order: Some(order.collect()),
+            ..Self::of(rank)
+        }
+    }
+
+    /// The exchange of a rank with the other data ranks.
+    pub(crate) fn of_data(rank: &'a Rank<D>) -> Self {
+        Self {
+            comm: &*rank.mesh.data,
             ..Self::of(rank)
         }
     }

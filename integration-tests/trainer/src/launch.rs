@@ -14,7 +14,6 @@ use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
 use zero_kernels::cuda::CudaKernels;
 use zero_optim::OptimError;
-use zero_shard::{GridLayout, Layout, UnitSpec};
 
 use crate::error::TrainError;
 use crate::options::RunOptions;
@@ -22,6 +21,7 @@ use crate::rank::{HostSide, Rank, Settings};
 use crate::run::run_rank;
 use crate::step::replay::Replay;
 use crate::telemetry::metrics::StepMetrics;
+use crate::units::RunUnits;
 use crate::workload::{RankSummary, Workload};
 
 /// Alignment of shards in elements: 32 bytes of a 16-bit type.
@@ -40,7 +40,7 @@ pub fn run_on_threads(
     options: &RunOptions,
     observe: &mut (dyn FnMut(&StepMetrics) -> Result<(), TrainError> + Send),
 ) -> Result<Vec<RankSummary>, TrainError> {
-    let layouts = layouts(settings, &workload.units(), world_size)?;
+    let units = RunUnits::new(settings, workload, world_size)?;
     let comms = World::new(world_size, CommOptions::default().limit(settings.limit))?;
     let failures: Mutex<Vec<Failure>> = Mutex::default();
     let observe = Mutex::new(observe);
@@ -52,7 +52,7 @@ pub fn run_on_threads(
             threads,
             settings,
             workload,
-            Arc::clone(&layouts),
+            units.clone(),
         )?;
         let mut observe_rank = |metrics: &StepMetrics| {
             if index == 0 {
@@ -143,7 +143,7 @@ pub fn run_on_host_device(
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
-    let make = |comm, layouts| host_rank(device, comm, threads, settings, workload, layouts);
+    let make = |comm, units| host_rank(device, comm, threads, settings, workload, units);
     run_caught(&comm, make, settings, workload, options, observe)
 }
 
@@ -184,12 +184,12 @@ pub fn run_on_cuda(
         observe(metrics)
     };
 
-    let make = |comm, layouts| {
+    let make = |comm, units| {
         Rank::new(
             device,
             timeline,
             comm,
-            layouts,
+            units,
             workload.passes(),
             settings,
             |device, compute| {
@@ -217,31 +217,22 @@ pub fn run_on_cuda(
 /// Creates a rank and trains; a failure or panic aborts the communicator.
 fn run_caught<D: Device>(
     comm: &Arc<dyn Communicator<D>>,
-    make: impl FnOnce(Arc<dyn Communicator<D>>, Arc<GridLayout>) -> Result<Rank<D>, TrainError>,
+    make: impl FnOnce(Arc<dyn Communicator<D>>, RunUnits) -> Result<Rank<D>, TrainError>,
     settings: &Settings,
     workload: &dyn Workload<D>,
     options: &RunOptions,
     observe: &mut dyn FnMut(&StepMetrics) -> Result<(), TrainError>,
 ) -> Result<RankSummary, TrainError> {
     let run = || {
-        let layouts = layouts(settings, &workload.units(), comm.world_size())?;
+        let units = RunUnits::new(settings, workload, comm.world_size())?;
         run_rank(
-            &make(Arc::clone(comm), layouts)?,
+            &make(Arc::clone(comm), units)?,
             workload,
             options,
             observe,
         )
     };
     Ok(caught(&**comm, run)?)
-}
-
-fn layouts(
-    settings: &Settings,
-    units: &[UnitSpec],
-    ranks: usize,
-) -> Result<Arc<GridLayout>, TrainError> {
-    let parts = Layout::new(units, ranks as u64, SHARD_ALIGN_ELEMS)?;
-    Ok(Arc::new(settings.mesh.layouts(&parts)?))
 }
 
 /// Runs `work`; a failure or a panic aborts `comm`.
@@ -301,7 +292,7 @@ fn host_rank(
     threads: usize,
     settings: &Settings,
     workload: &dyn Workload<HostDevice>,
-    layouts: Arc<GridLayout>,
+    units: RunUnits,
 ) -> Result<Rank<HostDevice>, TrainError> {
     let timeline = Timeline::new();
     let device = device.with_timeline(timeline.clone());
@@ -309,7 +300,7 @@ fn host_rank(
         device,
         timeline,
         comm,
-        layouts,
+        units,
         workload.passes(),
         settings,
         |device, _| {

@@ -33,6 +33,7 @@ mod saving;
 mod stages;
 mod step;
 mod telemetry;
+mod units;
 mod validation;
 mod workload;
 

@@ -1,4 +1,7 @@
-//! The axes of the ranks: groups, over which the stage shards, and what is sharded between them.
+//! The axes of the ranks.
+//!
+//! Consecutive ranks have the parts of tensor parallelism: with M of them, rank r has part r mod M.
+//! The ranks with the same part are the *data ranks*, of which the rest of this text is: groups, over which the stage shards, and what is sharded between them.
 //!
 //! zero-shard's [`GridLayout`] has the layouts, and this module the communicators: with N ranks in
 //! groups of K,
@@ -32,15 +35,32 @@ pub struct MeshSettings {
     /// The states that are sharded between the groups; with [`Sharding::Flat`] there are no groups.
     /// hpZ ([`Sharding::Secondary`]) is for stage 3.
     pub sharding: Sharding,
-    /// Consecutive ranks that share each sequence; `None`: one. They divide the tokens, and have
-    /// the same micro-batches.
+    /// Consecutive ranks that have a part of each parameter (tensor parallelism), and the same
+    /// micro-batches; `None`: one.
+    pub tensor_ranks: Option<usize>,
+    /// Consecutive data ranks that share each sequence; `None`: one. They divide the tokens, and
+    /// have the same micro-batches.
     pub sequence_ranks: Option<usize>,
 }
 
 impl MeshSettings {
     /// Ranks with the same micro-batches.
     pub fn ranks_of_batch(&self) -> usize {
-        self.sequence_ranks.unwrap_or(1)
+        self.tensor_ranks.unwrap_or(1) * self.sequence_ranks.unwrap_or(1)
+    }
+
+    /// The data ranks of `ranks` ranks.
+    ///
+    /// # Errors
+    /// [`TrainError::Usage`]: ranks with the same micro-batches do not divide the ranks.
+    pub fn data_ranks(&self, ranks: usize) -> Result<usize, TrainError> {
+        let same = self.ranks_of_batch();
+        if same == 0 || !ranks.is_multiple_of(same) {
+            return Err(TrainError::Usage(format!(
+                "{same} ranks share a micro-batch: expected a number that divides the {ranks} ranks"
+            )));
+        }
+        Ok(ranks / self.tensor_ranks.unwrap_or(1))
     }
 
     /// The layouts of a model, whose layout over all ranks is `parts`.
@@ -60,6 +80,8 @@ impl MeshSettings {
 pub(crate) struct Mesh<D: Device> {
     /// All ranks.
     world: Arc<dyn Communicator<D>>,
+    /// The data ranks.
+    pub(crate) data: Arc<dyn Communicator<D>>,
     /// The ranks over which parameters are sharded.
     pub(crate) params: Arc<dyn Communicator<D>>,
     /// The ranks over which gradients are reduced as they are made.
@@ -125,15 +147,27 @@ impl<D: Device> Mesh<D> {
     ) -> Result<Self, TrainError> {
         let grid = layouts.grid();
         let node_ranks = node_ranks.map(|ranks| ranks as u64);
+        let tensor = settings.tensor_ranks.unwrap_or(1);
         if let Some(node_ranks) = node_ranks {
-            grid.node_egress_bytes(node_ranks, 0, 0, 0)?;
+            if !node_ranks.is_multiple_of(tensor as u64) {
+                return Err(TrainError::Usage(format!(
+                    "tensor parallelism over {tensor} ranks on machines of {node_ranks}: expected a number that \
+                     divides the ranks of a machine"
+                )));
+            }
+            grid.node_egress_bytes(node_ranks / tensor as u64, 0, 0, 0)?;
         }
-        let model = model_ranks(&world, settings)?;
+        let data = match tensor {
+            1 => Arc::clone(&world),
+            _ => split(&world, world.rank() % tensor, world.rank() / tensor)?,
+        };
+        let model = model_ranks(&world, &data, settings)?;
         if grid.groups() == 1 {
             return Ok(Self {
-                params: Arc::clone(&world),
-                grads: Arc::clone(&world),
+                params: Arc::clone(&data),
+                grads: Arc::clone(&data),
                 world,
+                data,
                 model,
                 replicas: None,
                 grid,
@@ -141,21 +175,23 @@ impl<D: Device> Mesh<D> {
             });
         }
 
-        let rank = world.rank() as u64;
+        let rank = data.rank() as u64;
         let replica = grid.group_of(rank);
         let position = grid.position_of(rank);
-        let group = split(&world, replica, position)?;
-        let comm = split(&world, position, replica)?;
+        let [replica, position] = [replica, position].map(|n| n as usize);
+        let group = split(&data, replica, position)?;
+        let comm = split(&data, position, replica)?;
         let grads = match layouts.sharding() {
-            Sharding::Secondary => split(&world, 0, layouts.part_of(rank))?,
+            Sharding::Secondary => split(&data, 0, layouts.part_of(rank) as usize)?,
             _ => Arc::clone(&group),
         };
         let stream = match stream {
             Some(stream) => stream,
-            None => device.create_urgent_stream(&format!("rank {rank} replicas"))?,
+            None => device.create_urgent_stream(&format!("rank {} replicas", world.rank()))?,
         };
         Ok(Self {
             world,
+            data,
             params: group,
             grads,
             model,
@@ -178,6 +214,8 @@ impl<D: Device> Mesh<D> {
             .into_iter()
             .flatten()
             .chain(replicas.filter(hpz).map(|_| &self.grads))
+            .chain(self.model.tensor.iter().map(|_| &self.data))
+            .chain(&self.model.tensor)
             .chain(&self.model.sequence)
     }
 
@@ -199,17 +237,25 @@ impl<D: Device> Mesh<D> {
             let sent = comm.traffic();
             sent.total_bytes() - sent.control_bytes
         };
+        // Tensor parallelism is within a machine: of its ranks, each has data ranks of its own.
+        let tensor = self.model.tensor.as_ref().map_or(1, |comm| comm.world_size());
+        let tensor = tensor as u64;
+        let of_data = match tensor {
+            1 => data(&self.world),
+            _ => data(&self.data),
+        };
         let (all, group, replicas) = match &self.replicas {
-            None => (data(&self.world), 0, 0),
+            None => (of_data, 0, 0),
             Some(replicas) => {
                 let hpz = replicas.sharding == Sharding::Secondary;
-                let of_all = data(&self.world) + if hpz { data(&self.grads) } else { 0 };
+                let of_all = of_data + if hpz { data(&self.grads) } else { 0 };
                 (of_all, data(&self.params), data(&replicas.comm))
             }
         };
         let bytes = self
             .grid
-            .node_egress_bytes(node_ranks, all, group, replicas);
+            .node_egress_bytes(node_ranks / tensor, all, group, replicas);
+        let bytes = bytes.map(|bytes| bytes * tensor);
         // The sizes were checked when the mesh was made.
         bytes.unwrap_or(u64::MAX)
     }
@@ -236,35 +282,26 @@ impl<D: Device> Mesh<D> {
 /// The ranks of `world` with the colour of this one, in the order of `key`.
 fn split<D: Device>(
     world: &Arc<dyn Communicator<D>>,
-    color: u64,
-    key: u64,
+    color: usize,
+    key: usize,
 ) -> Result<Arc<dyn Communicator<D>>, TrainError> {
-    let of_color = world.split(Some(color), key)?;
+    let of_color = world.split(Some(color as u64), key as u64)?;
     of_color.ok_or_else(|| TrainError::State("internal error: a split gave none".into()))
 }
 
 /// The ranks with this rank's micro-batches; all ranks of `world` call it.
 fn model_ranks<D: Device>(
     world: &Arc<dyn Communicator<D>>,
+    data: &Arc<dyn Communicator<D>>,
     settings: &MeshSettings,
 ) -> Result<ModelRanks<D>, TrainError> {
-    let ranks = settings.ranks_of_batch();
-    if ranks == 0 || !world.world_size().is_multiple_of(ranks) {
-        let all = world.world_size();
-        return Err(TrainError::Usage(format!(
-            "{ranks} ranks share a sequence: expected a number that divides the {all} ranks"
-        )));
-    }
-    if ranks == 1 {
-        return Ok(ModelRanks::default());
-    }
-    let sequence = split(
-        world,
-        (world.rank() / ranks) as u64,
-        (world.rank() % ranks) as u64,
-    )?;
+    let consecutive = |of: &Arc<dyn Communicator<D>>, ranks: Option<usize>| match ranks {
+        None | Some(1) => Ok(None),
+        Some(ranks) => split(of, of.rank() / ranks, of.rank() % ranks).map(Some),
+    };
     Ok(ModelRanks {
-        sequence: Some(sequence),
+        tensor: consecutive(world, settings.tensor_ranks)?,
+        sequence: consecutive(data, settings.sequence_ranks)?,
     })
 }
 

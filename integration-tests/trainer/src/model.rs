@@ -89,6 +89,9 @@ impl Grad {
 /// The ranks with which a rank computes a micro-batch. A model enqueues their collectives on the
 /// stream of its passes, all ranks in the same order.
 pub struct ModelRanks<D: Device> {
+    /// Each has a part of the parameters, as [`Workload::tensor_cut`](crate::Workload::tensor_cut)
+    /// cuts them.
+    pub tensor: Option<Arc<dyn Communicator<D>>>,
     /// Each computes a part of the tokens of each sequence.
     pub sequence: Option<Arc<dyn Communicator<D>>>,
 }
@@ -96,6 +99,7 @@ pub struct ModelRanks<D: Device> {
 impl<D: Device> Clone for ModelRanks<D> {
     fn clone(&self) -> Self {
         Self {
+            tensor: self.tensor.clone(),
             sequence: self.sequence.clone(),
         }
     }
@@ -104,7 +108,10 @@ impl<D: Device> Clone for ModelRanks<D> {
 impl<D: Device> Default for ModelRanks<D> {
     /// Alone.
     fn default() -> Self {
-        Self { sequence: None }
+        Self {
+            tensor: None,
+            sequence: None,
+        }
     }
 }
 

@@ -20,6 +20,7 @@ use crate::model::Pass;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
 use crate::step::replay::Record;
+use crate::units::{CutUnits, RunUnits};
 
 /// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]
@@ -229,6 +230,10 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) layout: Arc<Layout>,
     /// The sharding of gradients and optimizer state, too.
     pub(crate) layouts: Arc<GridLayout>,
+    /// The layout of checkpoints, of all ranks.
+    pub(crate) saved: Arc<Layout>,
+    /// How the ranks of tensor parallelism cut the units.
+    pub(crate) tensor: Option<Arc<CutUnits>>,
     /// The passes of the model.
     pub(crate) passes: Vec<Pass>,
     /// The rules of each tensor.
@@ -244,11 +249,16 @@ impl<D: Device> Rank<D> {
         device: D,
         timeline: Timeline,
         comm: Arc<dyn Communicator<D>>,
-        layouts: Arc<GridLayout>,
+        units: RunUnits,
         passes: Vec<Pass>,
         settings: &Settings,
         parts: impl FnOnce(&D, &D::Stream) -> Result<(Arc<dyn Kernels<D>>, HostSide<D>), TrainError>,
     ) -> Result<Self, TrainError> {
+        let RunUnits {
+            layouts,
+            saved,
+            tensor,
+        } = units;
         let index = comm.rank();
         let compute = device.create_stream(&format!("rank {index} compute"))?;
         let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
@@ -288,6 +298,8 @@ impl<D: Device> Rank<D> {
             timeline,
             layout,
             layouts,
+            saved,
+            tensor,
             passes,
             groups,
             settings: settings.clone(),
@@ -314,9 +326,15 @@ impl<D: Device> Rank<D> {
         !self.groups.is_frozen(unit)
     }
 
-    /// This rank among all.
+    /// This rank among the data ranks.
     pub(crate) fn index(&self) -> u64 {
-        self.comm.rank() as u64
+        self.mesh.data.rank() as u64
+    }
+
+    /// This rank among those of tensor parallelism.
+    pub(crate) fn tensor_rank(&self) -> usize {
+        let tensor = self.mesh.model.tensor.as_ref();
+        tensor.map_or(0, |tensor| tensor.rank())
     }
 
     /// Ranks with different micro-batches, and this rank's place among them.
@@ -348,15 +366,37 @@ impl<D: Device> Rank<D> {
         }
     }
 
-    /// The range of the unit's flat parameter that this rank counts and saves: within what it
-    /// updates.
-    pub(crate) fn counted(&self, unit: usize) -> Range<u64> {
+    /// The range of the unit's flat parameter that this rank saves: within what it updates.
+    pub(crate) fn saves(&self, unit: usize) -> Range<u64> {
         of((self.layouts.parts(), self.part()), unit)
     }
 
-    /// The part of all shards that this rank counts and saves.
+    /// The range of the unit's flat parameter that this rank counts in the norm: within what it
+    /// saves. What all ranks of tensor parallelism have, the first of them counts.
+    pub(crate) fn counted(&self, unit: usize) -> Range<u64> {
+        let saved = self.saves(unit);
+        match &self.tensor {
+            Some(tensor) if self.tensor_rank() > 0 => tensor.cut_in(unit, saved),
+            _ => saved,
+        }
+    }
+
+    /// The part of all shards of the data ranks that this rank saves.
     pub(crate) fn part(&self) -> u64 {
         self.layouts.part_of(self.index())
+    }
+
+    /// The shard of [`saved`](Self::saved) that this rank saves.
+    pub(crate) fn saved_shard(&self) -> u64 {
+        self.tensor_rank() as u64 * self.mesh.data.world_size() as u64 + self.part()
+    }
+
+    /// The rank that saves a shard of [`saved`](Self::saved).
+    pub(crate) fn rank_of_shard(&self, shard: u64) -> u64 {
+        let data_ranks = self.mesh.data.world_size() as u64;
+        let tensor_ranks = self.comm.world_size() as u64 / data_ranks;
+        let data_rank = self.layouts.rank_of_part(shard % data_ranks);
+        data_rank * tensor_ranks + shard / data_ranks
     }
 
     /// The groups of tensors in what this rank updates.

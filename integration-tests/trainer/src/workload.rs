@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use zero_alloc::Pool;
 use zero_alloc::device::Device;
 use zero_alloc::host::OpSpan;
-use zero_shard::UnitSpec;
+use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
 use crate::batch::{Batch, BatchRows};
 use crate::model::{Model, ModelError, ModelRanks, Pass};
@@ -21,9 +21,16 @@ pub trait Workload<D: Device>: Sync {
     /// The passes of the model over its units, in forward order.
     fn passes(&self) -> Vec<Pass>;
 
+    /// How a parameter is divided among the ranks of tensor parallelism. Without one that is cut the
+    /// model has none.
+    fn tensor_cut(&self, _param: &ParamSpec) -> TensorCut {
+        TensorCut::Replicated
+    }
+
     /// Creates a rank's model, with its activations from `pool`, which computes each micro-batch with
-    /// the other `ranks`. They load the same micro-batches: each has the whole batch, and the sum of
-    /// their losses and gradients is that of the batch.
+    /// the other `ranks`. They load the same micro-batches: each has the whole batch. The sum of
+    /// their losses is that of the batch, and so is the sum of the gradients of ranks with the same
+    /// part of the parameters.
     ///
     /// # Errors
     /// Out of memory, invalid settings, or the model cannot share a micro-batch.

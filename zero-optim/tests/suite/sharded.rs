@@ -555,6 +555,12 @@ fn bad_settings_are_refused() {
     };
 
     assert_eq!(make(config(), DType::F32, outside), error);
+    let uncounted = vec![Segment::whole("a", 0..4, 1..3).with_counted(2..4)];
+    let error = make(config(), DType::F32, uncounted);
+    assert_eq!(
+        error.to_string(),
+        "unit a: the counted elements 2..4 are outside the own shard 1..3"
+    );
     let hyper = AdamHyper {
         beta2: 1.0,
         ..config().hyper

@@ -5,7 +5,7 @@
 
 use super::HostArch;
 use super::buffers::{HeadView, ScratchView};
-use super::params::Flat;
+use super::params::{Flat, HEAD};
 use crate::ops::{cross_entropy, linear};
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.
@@ -51,12 +51,11 @@ pub(super) fn backward<A: HostArch>(
     let vocab = arch.vocab();
     let c = x.len() / targets.len();
     let w = p.head_weight(vocab * c);
-    let embedding = if grads.len() > 1 { grads.pop() } else { None };
+    let mut embedding = if grads.len() > 1 { grads.pop() } else { None };
     let Some(own) = grads.pop() else { return 0.0 };
-
-    let (norm, dw) = match embedding {
-        Some(embedding) => (own, &mut embedding[..w.len()]),
-        None => own.split_at_mut(own.len() - w.len()),
+    let dw = match &mut embedding {
+        Some(embedding) => &mut embedding[..w.len()],
+        None => &mut own[p.unit(0).range(HEAD)][..w.len()],
     };
 
     let rows = s.logits.len() / vocab;
@@ -75,6 +74,6 @@ pub(super) fn backward<A: HostArch>(
     }
 
     s.dres.fill(0.0);
-    arch.final_norm_backward(s.dres, norm, s.narrow, x, h, p);
+    arch.final_norm_backward(s.dres, own, s.narrow, x, h, p);
     loss
 }

@@ -133,7 +133,7 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// `h.out`, the head's norm of `x`.
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>);
 
-    /// Adds the gradient of `x` to `dx`, and those of the norm to `grad`, which holds nothing else.
+    /// Adds the gradient of `x` to `dx`, and those of the norm to `grad`, that of the head's unit.
     fn final_norm_backward(
         &self,
         dx: &mut [f32],

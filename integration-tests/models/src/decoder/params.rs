@@ -12,6 +12,9 @@ use zero_trainer::Batch;
 use crate::ops::dropout::Draws;
 use crate::ops::rows_per_thread;
 
+/// The part of the name of an untied head's matrix.
+pub(crate) const HEAD: &str = "lm_head";
+
 /// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds
 /// a parameter.
 pub(crate) struct UnitParams(Vec<(String, Range<usize>)>);
@@ -38,6 +41,15 @@ impl UnitParams {
         found.unwrap_or_default()
     }
 
+    /// The gradients of N parameters of a flat gradient of the unit, by parts of their names.
+    pub(crate) fn of_names<'a, const N: usize>(
+        &self,
+        flat: &'a mut [f32],
+        parts: [&str; N],
+    ) -> [&'a mut [f32]; N] {
+        split_ranges(flat, &parts.map(|part| self.range(part)))
+    }
+
     /// Splits a flat gradient of the unit into those of its first N parameters.
     pub(crate) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32]) -> [&'a mut [f32]; N] {
         let mut rest = flat;
@@ -47,6 +59,26 @@ impl UnitParams {
             param
         })
     }
+}
+
+/// The elements of each range; the ranges do not overlap.
+pub(crate) fn split_ranges<'a, const N: usize>(
+    flat: &'a mut [f32],
+    ranges: &[Range<usize>; N],
+) -> [&'a mut [f32]; N] {
+    let mut order: [usize; N] = std::array::from_fn(|i| i);
+    order.sort_unstable_by_key(|&i| (ranges[i].start, ranges[i].end));
+    let mut parts = [const { None }; N];
+    let mut rest = flat;
+    let mut at = 0;
+    for i in order {
+        let (_, tail) = std::mem::take(&mut rest).split_at_mut(ranges[i].start - at);
+        let (part, tail) = tail.split_at_mut(ranges[i].len());
+        rest = tail;
+        at = ranges[i].end;
+        parts[i] = Some(part);
+    }
+    parts.map(Option::unwrap_or_default)
 }
 
 /// The flat parameters of a pass in fp32, by the units that it reads.
@@ -74,12 +106,12 @@ impl<'a> Flat<'a> {
         &self.units[self.reads[read]]
     }
 
-    /// The head's matrix `[vocab, c]`; if tied, the embedding's. Each is the `elems` elements that
-    /// the architectures put where it is found: last in the head, first in the embedding.
+    /// The head's matrix `[vocab, c]`; if tied, the embedding's, which is first in its unit. Each
+    /// has `elems` elements, behind which may be padding of tensor parallelism.
     pub(crate) fn head_weight(&self, elems: usize) -> &'a [f32] {
         match self.flats[..] {
             [_, embedding, ..] => &embedding[..elems],
-            [head] => &head[head.len() - elems..],
+            [head] => &head[self.unit(0).range(HEAD)][..elems],
             [] => &[],
         }
     }

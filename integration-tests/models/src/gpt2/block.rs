@@ -6,6 +6,7 @@ use crate::decoder::{Backward, Forward};
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
 use crate::ops::{attention, layer_norm, linear};
+use crate::tensor::TensorRank;
 use zero_alloc::device::DeviceSlice;
 
 views! {
@@ -14,12 +15,29 @@ views! {
     BlockSlices, BlockView { ln1, ln1_stats, qkv, attended, lse, mid, ln2, ln2_stats, fc, act }
 }
 
+/// The parts of the names of a block's parameters.
+const PARAMS: [&str; 12] = [
+    "ln_1.weight",
+    "ln_1.bias",
+    "c_attn.weight",
+    "c_attn.bias",
+    "attn.c_proj.weight",
+    "attn.c_proj.bias",
+    "ln_2.weight",
+    "ln_2.bias",
+    "c_fc.weight",
+    "c_fc.bias",
+    "mlp.c_proj.weight",
+    "mlp.c_proj.bias",
+];
+
 /// The sizes of a block's operations, and what a batch drops in them.
 #[derive(Clone, Copy)]
 pub(super) struct Shape<'a> {
     pub(super) attention: attention::Shape,
     /// C
     pub(super) width: usize,
+    pub(super) tensor: TensorRank,
     pub(super) masks: attention::Masks<'a>,
     pub(super) eps: f32,
     pub(super) activation: Activation,
@@ -28,7 +46,8 @@ pub(super) struct Shape<'a> {
 }
 
 impl Shape<'_> {
-    /// `y = residual + dropout(x w + bias)`.
+    /// `y = residual + dropout(x w + bias)`, or of the ranks but the first of tensor parallelism
+    /// `dropout(x w)`: their sum is that of the whole.
     fn add_to_residual(
         &self,
         y: &mut [f32],
@@ -37,6 +56,13 @@ impl Shape<'_> {
         [w, bias]: [&[f32]; 2],
         dropout: Option<Dropout<'_>>,
     ) {
+        if !self.tensor.is_first() {
+            linear::product(y, x, w, bias.len());
+            if let Some(dropout) = dropout {
+                dropout.apply(y, self.attention.seq, bias.len());
+            }
+            return;
+        }
         let Some(dropout) = dropout else {
             return linear::forward_residual(y, residual, x, w, bias);
         };
@@ -112,7 +138,6 @@ pub(super) fn backward(
 ) {
     let get = |part| p.get(0, part);
     let c = shape.width;
-    // In the order of `GptConfig::units`.
     let [
         ln1_w,
         ln1_b,
@@ -126,7 +151,7 @@ pub(super) fn backward(
         fc_b,
         out_w,
         out_b,
-    ] = p.unit(0).split_mut(grad);
+    ] = p.unit(0).of_names(grad, PARAMS);
 
     match part {
         Backward::Mlp => {

@@ -159,7 +159,7 @@ impl HostArch for Gpt2Arch {
         h: &HeadView<'_>,
         p: &Flat<'_>,
     ) {
-        let [dgain, dbias] = p.unit(0).split_mut(grad);
+        let [dgain, dbias] = p.unit(0).of_names(grad, ["ln_f.weight", "ln_f.bias"]);
         layer_norm::backward(dx, dgain, dbias, dout, x, h.stats, p.get(0, "ln_f.weight"));
     }
 }

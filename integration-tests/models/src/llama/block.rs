@@ -1,12 +1,15 @@
 //! A block: `x + attention(norm x)`, then `mid + mlp(norm mid)`, with SwiGLU in the MLP.
 
+use std::ops::Range;
+
 use zero_alloc::device::DeviceSlice;
 
 use super::config::LlamaConfig;
 use crate::decoder::buffers::{ScratchView, views};
-use crate::decoder::params::Flat;
+use crate::decoder::params::{Flat, split_ranges};
 use crate::decoder::{Backward, Forward};
 use crate::ops::{attention, linear, rms_norm, rope, swiglu};
+use crate::tensor::TensorRank;
 
 views! {
     /// Activations of a block: `[M, C]` except for the statistics `[M]`, `qkv` `[M, (heads + 2
@@ -28,40 +31,52 @@ pub(super) struct Shape {
     pub(super) eps: f32,
     /// Probability that one of attention's is dropped.
     attention_dropout: f32,
-    /// Elements of the parameters, as in [`super::config::BlockElems::in_order`].
-    params: [usize; 11],
+    /// The ranges of the parameters, as in [`super::config::BlockElems::places`].
+    params: [Range<usize>; 11],
+    tensor: TensorRank,
 }
 
 impl Shape {
-    pub(super) fn new(config: &LlamaConfig, attention: attention::Shape) -> Self {
+    /// `config` is that of the rank's part.
+    pub(super) fn new(
+        config: &LlamaConfig,
+        attention: attention::Shape,
+        tensor: TensorRank,
+    ) -> Self {
         Self {
             attention,
             width: config.hidden,
             inner: config.intermediate,
             eps: config.rms_norm_eps,
             attention_dropout: config.attention_dropout,
-            params: config.block_elems().in_order(),
+            params: config.block_elems().places(tensor.ranks > 1),
+            tensor,
         }
     }
 
     /// The gains and matrices of a block, by the order of its parameters.
     fn params<'a>(&self, flat: &'a [f32]) -> Params<&'a [f32]> {
-        let mut rest = flat;
-        Params::new(self.params.map(|elems| {
-            let (param, tail) = rest.split_at(elems);
-            rest = tail;
-            param
-        }))
+        Params::new(self.params.clone().map(|range| &flat[range]))
     }
 
     /// Their gradients.
     fn grads<'a>(&self, flat: &'a mut [f32]) -> Params<&'a mut [f32]> {
-        let mut rest = flat;
-        Params::new(self.params.map(|elems| {
-            let (param, tail) = std::mem::take(&mut rest).split_at_mut(elems);
-            rest = tail;
-            param
-        }))
+        Params::new(split_ranges(flat, &self.params))
+    }
+
+    /// `y = residual + bias + x w^T`, or of the ranks but the first of tensor parallelism `x w^T`.
+    fn add_to_residual(
+        &self,
+        y: &mut [f32],
+        residual: &[f32],
+        x: &[f32],
+        [w, bias]: [&[f32]; 2],
+    ) {
+        let c = self.width;
+        match self.tensor.is_first() {
+            true => linear::forward_residual_transposed(y, residual, x, w, bias, c),
+            false => linear::product_transposed(y, x, w, c),
+        }
     }
 
     fn masks<'a>(&self, flat: &Flat<'a>) -> attention::Masks<'a> {
@@ -165,8 +180,7 @@ pub(super) fn forward(
             attention::forward(a.attended, a.lse, a.qkv, masks, shape.attention);
         }
         Forward::Mid => {
-            let c = shape.width;
-            linear::forward_residual_transposed(a.mid, x, a.attended, p.output, p.output_bias, c);
+            shape.add_to_residual(a.mid, x, a.attended, [p.output, p.output_bias]);
         }
         Forward::Mlp => {
             rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
@@ -180,7 +194,7 @@ pub(super) fn forward(
 /// Computes the block's output `[M, C]`.
 pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, flat: &[f32], shape: &Shape) {
     let p = shape.params(flat);
-    linear::forward_residual_transposed(out, a.mid, a.act, p.down, p.down_bias, shape.width);
+    shape.add_to_residual(out, a.mid, a.act, [p.down, p.down_bias]);
 }
 
 /// Computes a part of the block's backward and adds to `grad`, the unit's gradient. `a.gate_up` is

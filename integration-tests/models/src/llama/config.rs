@@ -4,6 +4,8 @@
 //! `[heads * head_dim, hidden]`, output dimension first). In a unit, matrices that one product reads
 //! are neighbours: queries, keys and values; gate and up.
 
+use std::ops::Range;
+
 use serde_json::Value;
 use zero_shard::{ParamSpec, UnitSpec};
 
@@ -102,6 +104,22 @@ impl BlockElems {
             self.down,
             self.down_bias,
         ]
+    }
+
+    /// The ranges in the unit of the parameters [`in_order`](Self::in_order). With tensor parallelism
+    /// (`cut`) those that all ranks have are behind the others.
+    pub(crate) fn places(&self, cut: bool) -> [Range<usize>; 11] {
+        const REPLICATED: [usize; 5] = [0, 3, 5, 6, 10];
+        let elems = self.in_order();
+        let is_behind = |i: &usize| cut && REPLICATED.contains(i);
+        let mut places = [const { 0..0 }; 11];
+        let mut end = 0;
+        let first = (0..11).filter(|i| !is_behind(i));
+        for i in first.chain((0..11).filter(is_behind)) {
+            places[i] = end..end + elems[i];
+            end += elems[i];
+        }
+        places
     }
 }
 
@@ -287,6 +305,16 @@ impl LlamaConfig {
         usize::try_from(token)
             .ok()
             .filter(|&token| token < self.vocab_size)
+    }
+
+    /// The sizes of a block's part on one of the ranks of tensor parallelism.
+    pub(crate) fn cut(&self, ranks: usize) -> Self {
+        Self {
+            heads: self.heads / ranks,
+            kv_heads: self.kv_heads / ranks,
+            intermediate: self.intermediate / ranks,
+            ..self.clone()
+        }
     }
 
     /// Elements of a token's queries, keys and values.

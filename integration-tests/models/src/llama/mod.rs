@@ -21,6 +21,9 @@ use crate::ops::{Threads, attention, embedding, rms_norm};
 use crate::options::ModelOptions;
 use block::{BlockSlices, Shape};
 
+/// The head's norm.
+const NORM: &str = "model.norm.weight";
+
 /// A model of the family and its batch, on the host.
 struct LlamaArch {
     config: LlamaConfig,
@@ -104,7 +107,7 @@ impl HostArch for LlamaArch {
     }
 
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>) {
-        let gain = &p.flats[0][..self.config.hidden];
+        let gain = p.get(0, NORM);
         rms_norm::forward(h.out, h.stats, x, gain, self.config.rms_norm_eps);
     }
 
@@ -117,8 +120,9 @@ impl HostArch for LlamaArch {
         h: &HeadView<'_>,
         p: &Flat<'_>,
     ) {
-        let gain = &p.flats[0][..self.config.hidden];
-        rms_norm::backward(dx, grad, dout, x, h.stats, gain);
+        let gain = p.get(0, NORM);
+        let [dgain] = p.unit(0).of_names(grad, [NORM]);
+        rms_norm::backward(dx, dgain, dout, x, h.stats, gain);
     }
 }
 

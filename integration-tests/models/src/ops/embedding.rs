@@ -1,8 +1,10 @@
 //! Token embedding, with positions or without.
 //!
-//! Shapes: tokens `[batch * seq]`, wte `[vocab, c]`, wpe `[positions, c]`, x `[batch * seq, c]`.
+//! Shapes: tokens `[batch * seq]`, wte `[vocab, c]`, wpe `[positions, c]`, x `[batch * seq, c]`. A
+//! token [`IGNORED`] is not in this rank's part of the vocabulary: its row of wte is 0.
 
 use rayon::prelude::*;
+use zero_trainer::IGNORED;
 
 use super::{position, rows_per_thread};
 
@@ -31,8 +33,12 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
         .for_each(|(chunk, x)| {
             for (i, x) in x.chunks_exact_mut(c).enumerate() {
                 let row = chunk * rows + i;
-                let token = tokens[row] as usize * c;
                 let position = position(row, seq, starts) * c;
+                if tokens[row] == IGNORED {
+                    x.copy_from_slice(&wpe[position..position + c]);
+                    continue;
+                }
+                let token = tokens[row] as usize * c;
                 for ((x, &e), &p) in x
                     .iter_mut()
                     .zip(&wte[token..token + c])
@@ -52,10 +58,12 @@ pub fn backward(dwte: &mut [f32], dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], 
         seq,
     } = rows;
     for (row, dx) in dx.chunks_exact(c).enumerate() {
-        let token = tokens[row] as usize * c;
         let position = position(row, seq, starts) * c;
-        for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {
-            *sum += d;
+        if tokens[row] != IGNORED {
+            let token = tokens[row] as usize * c;
+            for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {
+                *sum += d;
+            }
         }
         for (sum, &d) in dwpe[position..position + c].iter_mut().zip(dx) {
             *sum += d;
@@ -70,7 +78,10 @@ pub fn forward_tokens(x: &mut [f32], tokens: &[u32], wte: &[f32], c: usize) {
         .into_par_iter()
         .for_each(|(x, tokens)| {
             for (x, &token) in x.chunks_exact_mut(c).zip(tokens) {
-                x.copy_from_slice(&wte[token as usize * c..][..c]);
+                match token {
+                    IGNORED => x.fill(0.0),
+                    token => x.copy_from_slice(&wte[token as usize * c..][..c]),
+                }
             }
         });
 }
@@ -84,7 +95,7 @@ pub fn backward_tokens(
     padding: Option<u32>,
 ) {
     for (&token, dx) in tokens.iter().zip(dx.chunks_exact(c)) {
-        if Some(token) == padding {
+        if token == IGNORED || Some(token) == padding {
             continue;
         }
         let sums = &mut dwte[token as usize * c..][..c];

@@ -26,7 +26,7 @@ pub(crate) fn check<D: Device>(
     stage: &mut dyn Stage<D>,
     step: u64,
 ) -> Result<(), TrainError> {
-    if rank.comm.world_size() == 1 {
+    if rank.mesh.data.world_size() == 1 {
         return Ok(());
     }
     let params = stage.replicated(rank)?;
@@ -44,17 +44,19 @@ pub(crate) fn check<D: Device>(
     let replicas = rank.mesh.replicas.as_ref().filter(|_| of_shard);
     let exchange = match replicas {
         Some(replicas) => RankExchange::of_replicas(rank, replicas),
-        None => RankExchange::of(rank),
+        None => RankExchange::of_data(rank),
     };
+    let tensor_ranks = rank.comm.world_size() / rank.mesh.data.world_size();
+    let world_rank = |data_rank| data_rank * tensor_ranks + rank.tensor_rank();
     // The ranks that compare, in the order of the exchange.
     let ranks: Vec<usize> = match replicas {
         Some(_) => {
             let peers = rank.layouts.grid().peer_ranks(rank.index());
-            peers.map(|peer| peer as usize).collect()
+            peers.map(|peer| world_rank(peer as usize)).collect()
         }
-        None => (0..rank.comm.world_size()).collect(),
+        None => (0..rank.mesh.data.world_size()).map(world_rank).collect(),
     };
-    let place = replicas.map_or(rank.comm.rank(), |replicas| replicas.comm.rank());
+    let place = replicas.map_or(rank.mesh.data.rank(), |replicas| replicas.comm.rank());
 
     agree(place, Ok(&checksums), |message: &[u8]| {
         exchange.exchange(message)

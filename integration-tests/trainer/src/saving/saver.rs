@@ -49,27 +49,27 @@ fn states() -> Vec<StateSpec> {
 
 /// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that
 /// rank's, also where this rank adds where its file is kept; others as they are. zero-ckpt names a
-/// rank by its part.
-fn of_part<D: Device>(rank: &Rank<D>, error: CkptError) -> CkptError {
-    let rank_of = |part| rank.layouts.rank_of_part(part);
+/// rank by its shard.
+fn of_shard<D: Device>(rank: &Rank<D>, error: CkptError) -> CkptError {
+    let rank_of = |shard| rank.rank_of_shard(shard);
     let text = error.to_string();
     let cause = match &error {
         CkptError::Kept { error: cause, .. } => cause,
         _ => &error,
     };
     match *cause {
-        CkptError::Rank { rank: part, .. } => {
-            let message = text.strip_prefix(&format!("rank {part}: "));
+        CkptError::Rank { rank: shard, .. } => {
+            let message = text.strip_prefix(&format!("rank {shard}: "));
             CkptError::Rank {
-                rank: rank_of(part),
+                rank: rank_of(shard),
                 message: message.unwrap_or(&text).to_owned(),
             }
         }
         CkptError::NotShared {
-            rank: part,
+            rank: shard,
             ref message,
         } => CkptError::NotShared {
-            rank: rank_of(part),
+            rank: rank_of(shard),
             message: message.clone(),
         },
         _ => error,
@@ -86,13 +86,13 @@ impl Saver {
         options: StoreOptions,
     ) -> Result<Self, TrainError> {
         let options = options.stall_limit(rank.settings.limit);
-        let parts = rank.layouts.parts();
-        let model = ModelSpec::from(parts);
+        let layout = &rank.saved;
+        let model = ModelSpec::from(&**layout);
         let check =
             move |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
-        let exchange = &mut RankExchange::of_parts(rank);
-        let store = Store::create_on_ranks(dir, rank.part(), options, exchange, check)
-            .map_err(|error| of_part(rank, error))?;
+        let exchange = &mut RankExchange::of_shards(rank);
+        let store = Store::create_on_ranks(dir, rank.saved_shard(), options, exchange, check)
+            .map_err(|error| of_shard(rank, error))?;
         for notice in store.take_notices() {
             tracing::warn!("checkpoints in {}: {notice}", dir.display());
         }
@@ -101,7 +101,7 @@ impl Saver {
             true => Saves::Streamed(store),
             false => Saves::Background(BackgroundStore::new(
                 store,
-                Arc::new(parts.clone()),
+                Arc::clone(layout),
                 states(),
                 1,
             )?),
@@ -139,11 +139,11 @@ impl Saver {
             })?),
             Saves::Streamed(store) => {
                 let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
-                let parts = rank.layouts.parts();
-                let stage = || store.stage_streamed(meta.step, parts, states(), fill);
-                let exchange = &mut RankExchange::of_parts(rank);
-                let published = store.save_with(&meta, parts, stage, exchange);
-                let published = published.map_err(|error| of_part(rank, error))?;
+                let layout = &rank.saved;
+                let stage = || store.stage_streamed(meta.step, layout, states(), fill);
+                let exchange = &mut RankExchange::of_shards(rank);
+                let published = store.save_with(&meta, layout, stage, exchange);
+                let published = published.map_err(|error| of_shard(rank, error))?;
                 self.published(&published);
                 Ok(())
             }
@@ -168,8 +168,8 @@ impl Saver {
         if let Saves::Background(background) = &mut self.store
             && background.in_flight() > 0
             && let Some(published) = background
-                .advance(&mut RankExchange::of_parts(rank))
-                .map_err(|error| of_part(rank, error))?
+                .advance(&mut RankExchange::of_shards(rank))
+                .map_err(|error| of_shard(rank, error))?
         {
             self.published(&published);
         }
@@ -182,8 +182,8 @@ impl Saver {
             && background.in_flight() > 0
         {
             let published = background
-                .complete(&mut RankExchange::of_parts(rank))
-                .map_err(|error| of_part(rank, error))?;
+                .complete(&mut RankExchange::of_shards(rank))
+                .map_err(|error| of_shard(rank, error))?;
             self.published(&published);
         }
         Ok(())

@@ -23,6 +23,19 @@ pub(crate) fn set_weights<D: Device>(
     stage: &mut dyn Stage<D>,
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
+    if let Some(tensor) = &rank.tensor {
+        let part = tensor.part(rank.tensor_rank())?;
+        return set_local_weights(rank, stage, &mut tensor.weights(part, source));
+    }
+    set_local_weights(rank, stage, source)
+}
+
+/// [`set_weights`] from the rank's part of each parameter.
+fn set_local_weights<D: Device>(
+    rank: &Rank<D>,
+    stage: &mut dyn Stage<D>,
+    source: &mut InitialWeights<'_>,
+) -> Result<(), TrainError> {
     for (unit, placed) in rank.layout.units().iter().enumerate() {
         let held = rank.held(unit);
         let elems = (held.end - held.start) as usize;

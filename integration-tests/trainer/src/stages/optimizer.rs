@@ -9,6 +9,8 @@
 //! | on the host, which is the device | on the device, in place |
 //! | on the host of a GPU, or gradients on NVMe | leave the device unit by unit ([`LeavingSums`]) |
 
+use std::ops::Range;
+
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced, Stream};
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
@@ -394,11 +396,13 @@ fn segments<D: Device>(rank: &Rank<D>) -> Vec<Segment> {
     let mut end = 0;
     let segment = |(unit, placed): (usize, &UnitLayout)| {
         let held = rank.held(unit);
-        let counted = rank.counted(unit);
-        let own = (counted.start - held.start) as usize..(counted.end - held.start) as usize;
+        let within = |range: Range<u64>| {
+            (range.start - held.start) as usize..(range.end - held.start) as usize
+        };
+        let own = within(rank.saves(unit));
         let start = end;
         end += (held.end - held.start) as usize;
-        Segment::whole(&placed.name, start..end, own)
+        Segment::whole(&placed.name, start..end, own).with_counted(within(rank.counted(unit)))
     };
     rank.layout
         .units()

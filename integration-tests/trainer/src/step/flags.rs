@@ -213,31 +213,32 @@ mod tests {
     use zero_alloc::host::{HostDevice, Monitor, Timeline};
     use zero_comm::Solo;
     use zero_kernels::cuda::CudaKernels;
-    use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
+    use zero_shard::{ParamSpec, UnitSpec, ZeroStage};
 
     use super::*;
     use crate::offload::settings::OffloadSettings;
     use crate::rank::{HostSide, Settings};
     use crate::rank_bytes::tests::settings;
+    use crate::units::RunUnits;
 
     const LIMIT: Duration = Duration::from_secs(60);
 
     fn rank(device: &CudaDevice) -> Rank<CudaDevice> {
         let units = [UnitSpec::new("unit", [ParamSpec::new("weight", [16])])];
-        let layout = Layout::new(&units, 1, 16).unwrap();
         let comm = Solo::new(device.clone());
         let settings = Settings {
             limit: LIMIT,
             ..settings(ZeroStage::One, OffloadSettings::default())
         };
 
+        let units = RunUnits::of(&settings, &units, 1).unwrap();
         let device = device.clone();
         let comm = Arc::new(comm);
         Rank::new(
             device,
             Timeline::new(),
             comm,
-            Arc::new(settings.mesh.layouts(&layout).unwrap()),
+            units,
             Vec::new(),
             &settings,
             |device, _| {

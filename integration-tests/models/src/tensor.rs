@@ -1,0 +1,200 @@
+//! Tensor parallelism: how ranks cut a model's parameters (Megatron-LM, arXiv 1909.08053).
+//!
+//! The first matrix of attention and of the MLP is cut by columns of its output, so that each rank
+//! has whole heads; the second by its rows, so that the ranks' outputs are summed. Embedding and
+//! head are cut by tokens of the vocabulary. Norms, the biases of second matrices and learned
+//! positions are the same on all ranks.
+
+use zero_shard::{ParamSpec, TensorCut, TensorPart, UnitSpec};
+use zero_trainer::{IGNORED, ModelError};
+
+use crate::ModelConfig;
+use crate::config::{ConfigError, check_divides};
+use crate::ops::cross_entropy::VocabPart;
+
+/// A rank of tensor parallelism.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TensorRank {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+}
+
+impl TensorRank {
+    /// Without tensor parallelism.
+    pub(crate) const ALONE: Self = Self { rank: 0, ranks: 1 };
+
+    /// Whether it adds what is the same on all ranks to sums over them: biases, positions, losses,
+    /// and the residual stream.
+    pub(crate) fn is_first(self) -> bool {
+        self.rank == 0
+    }
+
+    /// The tokens of this rank's part of a vocabulary.
+    pub(crate) fn vocab(self, vocab: usize) -> VocabPart {
+        let len = vocab.div_ceil(self.ranks);
+        let first = (self.rank * len).min(vocab);
+        VocabPart {
+            first,
+            len: len.min(vocab - first),
+        }
+    }
+
+    /// The places of tokens in this rank's part of the vocabulary; [`IGNORED`] if they are in
+    /// another.
+    pub(crate) fn local_tokens(self, tokens: &[u32], vocab: usize) -> Vec<u32> {
+        let part = self.vocab(vocab);
+        tokens.iter().map(|&token| part.local(token)).collect()
+    }
+
+    /// This rank's part of units.
+    pub(crate) fn units(self, units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>, ModelError> {
+        let part = TensorPart::new(self.rank as u64, self.ranks as u64)?;
+        let units = units.iter().map(|unit| part.unit(unit, cut_of));
+        Ok(units.collect::<Result<_, _>>()?)
+    }
+}
+
+/// How a parameter of any architecture is cut.
+fn cut_of(param: &ParamSpec) -> TensorCut {
+    const BY_ROWS: [&str; 14] = [
+        ".wte.weight",
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "attn.c_proj.weight",
+        "mlp.c_proj.weight",
+        ".c_fc.bias",
+        ".q_proj.weight",
+        ".k_proj.weight",
+        ".v_proj.weight",
+        ".q_proj.bias",
+        ".k_proj.bias",
+        ".v_proj.bias",
+        ".gate_proj.weight",
+        ".up_proj.weight",
+    ];
+    let is_any = |names: &[&str]| names.iter().any(|name| param.name.ends_with(name));
+    let dim = |dim, blocks| TensorCut::Dim { dim, blocks };
+    match () {
+        // Queries, keys and values, each by heads.
+        () if is_any(&[".c_attn.weight"]) => dim(1, 3),
+        () if is_any(&[".c_attn.bias"]) => dim(0, 3),
+        () if is_any(&[".c_fc.weight", ".o_proj.weight", ".down_proj.weight"]) => dim(1, 1),
+        () if is_any(&BY_ROWS) || is_any(&[".gate_proj.bias", ".up_proj.bias"]) => dim(0, 1),
+        () => TensorCut::Replicated,
+    }
+}
+
+impl ModelConfig {
+    /// How tensor parallelism cuts a parameter.
+    pub fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
+        cut_of(param)
+    }
+
+    /// Checks that tensor parallelism over `ranks` ranks can cut the model.
+    ///
+    /// # Errors
+    /// Heads, keys' heads or the inner width of the MLP are not divisible, or the vocabulary is too
+    /// small.
+    pub fn check_tensor_ranks(&self, ranks: usize) -> Result<(), ConfigError> {
+        let [heads, kv_heads, inner] = match self {
+            Self::Gpt2(config) => [
+                ("n_head", config.n_head),
+                ("n_head", config.n_head),
+                ("n_inner", config.n_inner),
+            ],
+            Self::Llama(config) => [
+                ("num_attention_heads", config.heads),
+                ("num_key_value_heads", config.kv_heads),
+                ("intermediate_size", config.intermediate),
+            ],
+        };
+        if ranks == 0 {
+            return Err(ConfigError::Zero("tensor parallelism"));
+        }
+        let divisor = ("tensor parallelism", ranks);
+        check_divides(heads, divisor)?;
+        check_divides(kv_heads, divisor)?;
+        check_divides(inner, divisor)?;
+        let vocab = self.vocab_size();
+        let last = TensorRank {
+            rank: ranks - 1,
+            ranks,
+        };
+        match last.vocab(vocab).len {
+            0 => Err(ConfigError::DoesNotDivide {
+                what: "vocab_size",
+                size: vocab,
+                by: "tensor parallelism",
+                divisor: ranks,
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each kind of parameter of each preset, by hand.
+    #[test]
+    fn parameters_are_cut_as_megatron_does() {
+        let cut = |name: &str| cut_of(&ParamSpec::new(name, [1, 1]));
+        let h = "transformer.h.3.";
+        let l = "model.layers.3.";
+        for (name, dim, blocks) in [
+            (format!("{h}attn.c_attn.weight"), 1, 3),
+            (format!("{h}attn.c_attn.bias"), 0, 3),
+            (format!("{h}attn.c_proj.weight"), 0, 1),
+            (format!("{h}mlp.c_fc.weight"), 1, 1),
+            (format!("{h}mlp.c_fc.bias"), 0, 1),
+            (format!("{h}mlp.c_proj.weight"), 0, 1),
+            ("transformer.wte.weight".into(), 0, 1),
+            ("lm_head.weight".into(), 0, 1),
+            ("model.embed_tokens.weight".into(), 0, 1),
+            (format!("{l}self_attn.q_proj.weight"), 0, 1),
+            (format!("{l}self_attn.v_proj.bias"), 0, 1),
+            (format!("{l}self_attn.o_proj.weight"), 1, 1),
+            (format!("{l}mlp.gate_proj.weight"), 0, 1),
+            (format!("{l}mlp.up_proj.bias"), 0, 1),
+            (format!("{l}mlp.down_proj.weight"), 1, 1),
+        ] {
+            assert_eq!(cut(&name), TensorCut::Dim { dim, blocks }, "{name}");
+        }
+        for name in [
+            "transformer.wpe.weight",
+            "transformer.ln_f.weight",
+            "transformer.h.0.attn.c_proj.bias",
+            "transformer.h.0.mlp.c_proj.bias",
+            "model.norm.weight",
+            "model.layers.0.self_attn.o_proj.bias",
+            "model.layers.0.self_attn.q_norm.weight",
+            "model.layers.0.mlp.down_proj.bias",
+        ] {
+            assert_eq!(cut(name), TensorCut::Replicated, "{name}");
+        }
+    }
+
+    #[test]
+    fn vocabulary_is_covered_once() {
+        for (vocab, ranks) in [(7, 1), (7, 2), (7, 3), (256, 4), (50257, 8)] {
+            let parts = (0..ranks).map(|rank| TensorRank { rank, ranks }.vocab(vocab));
+            let tokens: Vec<_> = parts.flat_map(|part| part.first..part.first + part.len).collect();
+            assert_eq!(tokens, (0..vocab).collect::<Vec<_>>());
+        }
+        let second = TensorRank { rank: 1, ranks: 2 };
+        assert_eq!(second.local_tokens(&[0, 3, 4, 6], 7), [IGNORED, IGNORED, 0, 2]);
+    }
+
+    #[test]
+    fn sizes_that_do_not_divide_are_named() {
+        let config = ModelConfig::preset("smollm2-135m").unwrap();
+        config.check_tensor_ranks(3).unwrap();
+        let error = config.check_tensor_ranks(2).unwrap_err().to_string();
+        assert!(error.contains("num_attention_heads 9"), "{error}");
+        let nano = ModelConfig::preset("nano").unwrap();
+        nano.check_tensor_ranks(2).unwrap();
+        let error = nano.check_tensor_ranks(0).unwrap_err().to_string();
+        assert!(error.contains("tensor parallelism is 0"), "{error}");
+    }
+}
