@@ -74,6 +74,36 @@ pub enum ShardError {
     },
     /// A parameter of the source that the target lacks.
     Unwanted { param: String },
+    /// A cut along a dimension that the parameter lacks.
+    UnknownDim {
+        param: String,
+        /// The requested dimension.
+        dim: usize,
+        /// Number of dimensions.
+        dims: usize,
+    },
+    /// Blocks of a dimension that the tensor-parallel ranks do not divide.
+    UnevenCut {
+        param: String,
+        /// The cut dimension.
+        dim: usize,
+        /// Its extent.
+        extent: u64,
+        /// Equal blocks along it.
+        blocks: u64,
+        /// Tensor-parallel ranks.
+        ranks: u64,
+    },
+    /// A cut of which a tensor-parallel rank would have padding only.
+    EmptyPart {
+        param: String,
+        /// The cut dimension.
+        dim: usize,
+        /// Its extent.
+        extent: u64,
+        /// Tensor-parallel ranks.
+        ranks: u64,
+    },
 }
 
 impl std::fmt::Display for ShardError {
@@ -141,6 +171,31 @@ impl std::fmt::Display for ShardError {
             Self::Unwanted { param } => write!(
                 f,
                 "the source holds parameter {param:?}, which the target lacks"
+            ),
+            Self::UnknownDim { param, dim, dims } => write!(
+                f,
+                "{param:?} cannot be cut along dimension {dim}: it has {dims} dimensions"
+            ),
+            Self::UnevenCut {
+                param,
+                dim,
+                extent,
+                blocks,
+                ranks,
+            } => write!(
+                f,
+                "{param:?} cannot be cut over {ranks} tensor-parallel ranks: extent {extent} of dimension {dim} in \
+                 {blocks} blocks is not a multiple of {blocks} * {ranks}; use a number of ranks that divides each block"
+            ),
+            Self::EmptyPart {
+                param,
+                dim,
+                extent,
+                ranks,
+            } => write!(
+                f,
+                "{param:?} cannot be cut over {ranks} tensor-parallel ranks: extent {extent} of dimension {dim} leaves \
+                 the last of them without a row; use fewer ranks"
             ),
         }
     }

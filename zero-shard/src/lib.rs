@@ -12,6 +12,7 @@
 //! - A **tied** parameter has two names.
 //! - A **grid** divides the ranks into groups, such as nodes; see [`GridLayout`] for hpZ, MiCS and
 //!   HSDP.
+//! - A **part** is what one tensor-parallel rank has of every parameter; see [`TensorPart`].
 //!
 //! All sizes are 64-bit counts of elements (`_elems`) or bytes (`_bytes`). Inconsistent arguments
 //! are a [`ShardError`] that contains the numbers.
@@ -19,9 +20,9 @@
 //! # What it does not do
 //!
 //! It stores and moves no values and uses no device, stream or file: zero-comm communicates,
-//! zero-ckpt reads and writes files. It shards along the data-parallel dimension only; apply tensor
-//! and pipeline parallelism first, to the list of units. All shards of a unit have equal length,
-//! even if the ranks have different amounts of memory.
+//! zero-ckpt reads and writes files. A layout shards along the data-parallel dimension only; apply
+//! tensor parallelism ([`TensorPart::unit`]) and pipeline parallelism first, to the list of units.
+//! All shards of a unit have equal length, even if the ranks have different amounts of memory.
 #![forbid(unsafe_code)]
 
 mod activations;
@@ -36,6 +37,7 @@ mod lookup;
 mod memory;
 mod reshard;
 mod stage;
+mod tensor_cut;
 mod topology;
 mod traffic;
 
@@ -51,5 +53,6 @@ pub use lookup::{ElemLocation, ParamPiece, ShardPiece, StoredPiece};
 pub use memory::StateBytes;
 pub use reshard::{Move, reshard_rank};
 pub use stage::{Widths, ZeroStage};
+pub use tensor_cut::{TensorCut, TensorPart, TensorPiece, TensorRun, tensor_pieces};
 pub use topology::{AxisTraffic, Grid, GridLayout, GridTraffic, Routing, Sharding};
 pub use traffic::StepTraffic;

@@ -7,7 +7,7 @@
 //! error.
 //!
 //! A type is closed if its members are its definition: ids, ranges and pieces (`ParamId`, `Move`),
-//! descriptions of a model and of a file's tensors (`ParamSpec`, `TensorEntry`), structs that
+//! descriptions of a model and of a file's tensors (`ParamSpec`, `TensorCut`, `TensorEntry`), structs that
 //! kernels read (`StepScalars`), arguments and hyperparameters of one algorithm (`AdamArgs`,
 //! DeepSpeed's schedules), and complete sets (`ZeroStage`, `Tier`, `SwapAccess`, `StepOutcome`, whose variants
 //! grow). fp8 will be two members of `DType`: zero-alloc does not compile until its methods know
@@ -22,7 +22,7 @@ const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",
         "BucketPiece ElemLocation LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
-         StateBytes StoredPiece Tie Tier TransformerShape UnitSpec Widths ZeroStage",
+         StateBytes StoredPiece TensorCut TensorPiece TensorRun Tie Tier TransformerShape UnitSpec Widths ZeroStage",
     ),
     ("zero-alloc", "Polling Search SwapAccess"),
     (

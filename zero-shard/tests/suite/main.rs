@@ -6,3 +6,4 @@ mod parts;
 mod reshard;
 mod serde;
 mod support;
+mod tensor_cut;
