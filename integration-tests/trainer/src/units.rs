@@ -66,7 +66,7 @@ impl RunUnits {
             ));
         }
 
-        let joined = zero_ckpt::joined_units(&units, tensor_ranks, data_ranks, SHARD_ALIGN_ELEMS)?;
+        let joined = joined_units(&units, tensor_ranks, data_ranks, SHARD_ALIGN_ELEMS)?;
         let params = whole.iter().flat_map(|unit| &unit.params);
         let params = params.map(|param| (param.name.clone(), (param.clone(), cut_of(param))));
         let tensor = CutUnits {
@@ -142,4 +142,29 @@ impl CutUnits {
             Ok(())
         }
     }
+}
+
+/// TEMPORARY until zero-ckpt has it.
+fn joined_units(
+    units: &[UnitSpec],
+    ranks: u64,
+    data_ranks: u64,
+    align: u64,
+) -> Result<Vec<UnitSpec>, TrainError> {
+    let mut joined = Vec::new();
+    for unit in units {
+        let mut params = Vec::new();
+        let elems: u64 = unit.params.iter().map(|p| p.shape.iter().product::<u64>()).sum();
+        let padded = elems.div_ceil(data_ranks * align) * align * data_ranks;
+        for rank in 0..ranks {
+            for param in &unit.params {
+                params.push(ParamSpec::new(format!("{}@{rank}/{ranks}", param.name), param.shape.clone()));
+            }
+            if rank + 1 < ranks && padded > elems {
+                params.push(ParamSpec::new(format!("pad.{}@{rank}/{ranks}", unit.name), [padded - elems]));
+            }
+        }
+        joined.push(UnitSpec::new(unit.name.clone(), params));
+    }
+    Ok(joined)
 }

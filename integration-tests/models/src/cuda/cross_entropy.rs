@@ -5,6 +5,7 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::error::{OpError, check_len};
 use super::launch::{OpKernels, Shape, size};
+use crate::ops::cross_entropy::{STATISTICS, VocabPart};
 
 /// Threads of a block (`CE_THREADS` of the source).
 const BLOCK: u32 = 1024;
@@ -75,12 +76,7 @@ fn launch(
     let rows = targets.len();
     let stride = stride_elems(vocab);
     check_len("cross entropy: losses", losses.len(), rows)?;
-    // The kernel accesses 16 bytes at a time; stride_elems keeps every row aligned.
-    check_len(
-        "cross entropy: logits' address modulo 16",
-        logits.as_ptr().addr() % 16,
-        0,
-    )?;
+    check_aligned(logits)?;
 
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
@@ -96,6 +92,90 @@ fn launch(
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
     // SAFETY: the parameters of cross_entropy, whose lengths were checked.
     unsafe { ops.launch(stream, "cross entropy", "cross_entropy", shape, args) }
+}
+
+/// Writes the statistics `[rows, STATISTICS]` of rows of logits `[rows, stride_elems(part.len)]` of a
+/// part of the vocabulary, for [`part_gradient`].
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn part_statistics(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    stats: DeviceSlice<f32>,
+    logits: AnySlice,
+    targets: DeviceSlice<u32>,
+    part: VocabPart,
+) -> Result<(), OpError> {
+    let rows = targets.len();
+    let stride = stride_elems(part.len);
+    check_len("cross entropy: statistics", stats.len(), rows * STATISTICS)?;
+    check_aligned(logits)?;
+    let args = [
+        stats.into(),
+        ops.stored("cross entropy: logits", logits, rows * stride)?,
+        targets.into(),
+        size("cross entropy: first token", part.first)?.into(),
+        size("cross entropy: vocabulary", part.len)?.into(),
+        (stride as u64).into(),
+    ];
+    let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
+    // SAFETY: the parameters of part_statistics, whose lengths were checked.
+    unsafe { ops.launch(stream, "cross entropy", "part_statistics", shape, args) }
+}
+
+/// [`forward_backward`] for a part of the vocabulary, from the statistics `[ranks, rows, STATISTICS]`
+/// of all ranks; without a scale [`forward`].
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+pub fn part_gradient(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    logits: AnySlice,
+    losses: DeviceSlice<f32>,
+    stats: DeviceSlice<f32>,
+    targets: DeviceSlice<u32>,
+    part: VocabPart,
+    scale: Option<Scale>,
+) -> Result<(), OpError> {
+    let rows = targets.len();
+    let stride = stride_elems(part.len);
+    let ranks = stats.len() / (rows * STATISTICS).max(1);
+    check_len("cross entropy: losses", losses.len(), rows)?;
+    check_len(
+        "cross entropy: statistics",
+        stats.len(),
+        ranks * rows * STATISTICS,
+    )?;
+    check_aligned(logits)?;
+    let args = [
+        ops.stored("cross entropy: logits", logits, rows * stride)?,
+        losses.into(),
+        stats.into(),
+        targets.into(),
+        size("cross entropy: ranks", ranks)?.into(),
+        size("cross entropy: rows", rows)?.into(),
+        size("cross entropy: first token", part.first)?.into(),
+        size("cross entropy: vocabulary", part.len)?.into(),
+        (stride as u64).into(),
+        // A null address disables the gradient.
+        scale.map_or(0u64.into(), |s| s.loss_scale.into()),
+        scale.map_or(0u64.into(), |s| s.divisor.into()),
+    ];
+    let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
+    // SAFETY: the parameters of part_gradient, whose lengths were checked.
+    unsafe { ops.launch(stream, "cross entropy", "part_gradient", shape, args) }
+}
+
+/// The kernels access 16 bytes at a time; [`stride_elems`] keeps every row aligned.
+fn check_aligned(logits: AnySlice) -> Result<(), OpError> {
+    check_len(
+        "cross entropy: logits' address modulo 16",
+        logits.as_ptr().addr() % 16,
+        0,
+    )
 }
 
 /// `loss[0] += sum of losses / divisor[0]`, in fp64, in an order that depends only on their number.

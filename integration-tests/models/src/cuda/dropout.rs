@@ -50,7 +50,7 @@ impl Dropout {
     }
 }
 
-/// `y = residual + dropout(y)`, for rows of `n` elements.
+/// `y = residual + dropout(y)`, or `y = dropout(y)` without a residual, for rows of `n` elements.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -58,16 +58,20 @@ pub fn add_residual(
     ops: &OpKernels,
     stream: &CudaStream,
     y: AnySlice,
-    residual: AnySlice,
+    residual: Option<AnySlice>,
     n: usize,
     dropout: Dropout,
 ) -> Result<(), OpError> {
     let rows = y.len() / n.max(1);
-    let columns = columns(n, &[y, residual]);
+    let columns = columns(n, &[y, residual.unwrap_or(y)]);
     let [seq, keys, dropout] = dropout.of_rows(rows)?;
+    let residual = match residual {
+        Some(residual) => ops.stored("dropout: residual", residual, rows * n)?,
+        None => 0u64.into(),
+    };
     let args = [
         ops.stored("dropout: y", y, rows * n)?,
-        ops.stored("dropout: residual", residual, rows * n)?,
+        residual,
         keys,
         dropout,
         size("dropout: rows", rows)?.into(),

@@ -47,6 +47,9 @@ pub enum OpError {
         expected: usize,
         got: usize,
     },
+    /// A collective was not enqueued.
+    #[error("{0}")]
+    Comm(#[source] zero_comm::CommError),
     /// An argument's type differs from the kernels'.
     #[error("{what}: the kernels are for {expected}, got {got}")]
     DType {

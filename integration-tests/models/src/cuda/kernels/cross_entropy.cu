@@ -9,6 +9,10 @@
 // second sweep goes backwards. It reads the end of the row from the level-1 cache and the rest from the level-2 cache,
 // which must hold the rows of all running blocks: hence two large blocks per multiprocessor, not four small ones. Moves
 // 2 rows vocab sizeof(T) bytes of memory. Grid: rows.
+// part_statistics and part_gradient: the same for a rank that has the logits of the tokens first .. first + vocab of a
+// vocabulary. The first writes stats[row] = {maximum, sum of e^(x - maximum), logit of the target, or -inf if another
+// rank has it}; the second reads stats [ranks, rows] of all ranks, combines them in rank order and, unless loss_scale
+// is null, writes the gradient. Each moves rows vocab sizeof(T) bytes, the second twice that. Grid: rows.
 // add_losses: loss += sum of losses / divisor[0], or the sum if divisor is null, in fp64, in an order that depends only on `rows`. Grid: one block.
 
 #define CE_THREADS 1024
@@ -46,14 +50,10 @@ __device__ __forceinline__ Running merge_over_warp(Running seen) {
     return seen;
 }
 
+// The maximum and the sum over a row of `vocab` elements. All threads receive the result.
 template <class T>
-__device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u32 *targets, u32 vocab, u64 stride,
-                                              bool gradient, float scale) {
-    __shared__ Running of_warps[CE_WARPS];
-    T *row = logits + blockIdx.x * stride;
-    u32 target = targets[blockIdx.x], whole = vocab / 8 * 8;
-    bool trained = target != IGNORED;
-    float at_target = trained ? widen(row[target]) : 0.0f;
+__device__ __forceinline__ Running of_row(const T *row, u32 vocab, Running *of_warps) {
+    u32 whole = vocab / 8 * 8;
     Running seen = {minus_infinity(), 0.0f};
     for (u32 col = threadIdx.x * 8; col < whole; col += CE_THREADS * 8) {
         float x[8];
@@ -71,11 +71,13 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = seen;
     // Also orders every thread's read of the target's logit before its write.
     __syncthreads();
-    seen = merge_over_warp(of_warps[threadIdx.x % 32]);
+    return merge_over_warp(of_warps[threadIdx.x % 32]);
+}
 
-    if (threadIdx.x == 0) losses[blockIdx.x] = trained ? (seen.max - at_target) + logf(seen.sum) : 0.0f;
-    if (!gradient) return;
-    if (!trained) scale = 0.0f;
+// Writes the gradient of a row: e^(x - max) times scale / sum, less scale at the target.
+template <class T>
+__device__ __forceinline__ void write_gradient(T *row, Running seen, u32 target, float scale, u32 vocab, u64 stride) {
+    u32 whole = vocab / 8 * 8;
     float factor = scale / seen.sum, off = -seen.max * LOG2_E;
     // Backwards: the first sweep read the end last, so that the nearest caches have it.
     for (u32 step = (whole + CE_THREADS * 8 - 1) / (CE_THREADS * 8); step-- > 0;) {
@@ -97,6 +99,60 @@ __device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u3
         row[col] = narrow<T>(power(widen(row[col]), off) * factor - (col == target ? scale : 0.0f));
     }
     for (col = vocab + threadIdx.x; col < stride; col += CE_THREADS) row[col] = narrow<T>(0.0f);
+}
+
+template <class T>
+__device__ __forceinline__ void cross_entropy(T *logits, float *losses, const u32 *targets, u32 vocab, u64 stride,
+                                              bool gradient, float scale) {
+    __shared__ Running of_warps[CE_WARPS];
+    T *row = logits + blockIdx.x * stride;
+    u32 target = targets[blockIdx.x];
+    bool trained = target != IGNORED;
+    float at_target = trained ? widen(row[target]) : 0.0f;
+    Running seen = of_row(row, vocab, of_warps);
+    if (threadIdx.x == 0) losses[blockIdx.x] = trained ? (seen.max - at_target) + logf(seen.sum) : 0.0f;
+    if (gradient) write_gradient(row, seen, target, trained ? scale : 0.0f, vocab, stride);
+}
+
+// The statistics of a row that ranks exchange.
+struct Part {
+    float max;
+    float sum;
+    float at_target;
+};
+
+extern "C" __global__ __launch_bounds__(CE_THREADS) void part_statistics(Part *stats, const STORAGE *logits,
+                                                                         const u32 *targets, u32 first, u32 vocab,
+                                                                         u64 stride) {
+    __shared__ Running of_warps[CE_WARPS];
+    const STORAGE *row = logits + blockIdx.x * stride;
+    u32 target = targets[blockIdx.x];
+    // Wraps for the targets of parts before this one.
+    bool is_here = target != IGNORED && target - first < vocab;
+    Running seen = of_row(row, vocab, of_warps);
+    if (threadIdx.x == 0) {
+        stats[blockIdx.x] = {seen.max, seen.sum, is_here ? widen(row[target - first]) : minus_infinity()};
+    }
+}
+
+extern "C" __global__ __launch_bounds__(CE_THREADS) void part_gradient(STORAGE *logits, float *losses,
+                                                                       const Part *stats, const u32 *targets,
+                                                                       u32 ranks, u32 rows, u32 first, u32 vocab,
+                                                                       u64 stride, const double *loss_scale,
+                                                                       const double *divisor) {
+    u32 target = targets[blockIdx.x];
+    bool trained = target != IGNORED;
+    Running seen = {minus_infinity(), 0.0f};
+    float at_target = minus_infinity();
+    for (u32 rank = 0; rank < ranks; rank++) {
+        Part part = stats[(u64)rank * rows + blockIdx.x];
+        seen = merge(seen, {part.max, part.sum});
+        at_target = fmaxf(at_target, part.at_target);
+    }
+    if (threadIdx.x == 0) losses[blockIdx.x] = trained ? (seen.max - at_target) + logf(seen.sum) : 0.0f;
+    if (!loss_scale) return;
+    float scale = trained ? __fdiv_rn((float)*loss_scale, (float)*divisor) : 0.0f;
+    write_gradient(logits + blockIdx.x * stride, seen, target - first, scale, vocab, stride);
 }
 
 extern "C" __global__ __launch_bounds__(CE_THREADS) void cross_entropy(STORAGE *logits, float *losses,

@@ -1,6 +1,6 @@
 // The residual addition behind a dropout. Host version: src/ops/dropout.rs. Other kernels draw the factors themselves.
 //
-// Shapes: y, residual [batch * seq, n] in T. y = residual + y factors. A thread owns W columns (8: n is a multiple of
+// Shapes: y, residual [batch * seq, n] in T. y = residual + y factors, without the residual if it is null. A thread owns W columns (8: n is a multiple of
 // 8; else 1). Reads y and residual, writes y: 3 rows n sizeof(T) bytes. Grid: any.
 
 template <class T, int W>
@@ -11,8 +11,9 @@ __device__ __forceinline__ void dropout_add(T *y, const T *residual, const u32 *
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
         u32 row = (u32)(i / groups), col = (u32)(i % groups) * W;
         u64 at = (u64)row * n + col;
-        float a[W], b[W];
-        load_columns<W>(y + at, a), load_columns<W>(residual + at, b);
+        float a[W], b[W] = {};
+        load_columns<W>(y + at, a);
+        if (residual) load_columns<W>(residual + at, b);
         drop_columns<W>(a, keys, dropout, row, seq, col);
 #pragma unroll
         for (int k = 0; k < W; k++) a[k] += b[k];

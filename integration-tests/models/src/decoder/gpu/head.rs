@@ -7,6 +7,7 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
 use super::buffers::{HeadSlices, ScratchSlices};
+use super::tensor::TensorGroup;
 use super::{Flat, GpuArch, Ops, PassContext};
 use crate::cuda::OpError;
 use crate::cuda::cross_entropy::{self, Scale};
@@ -52,6 +53,7 @@ pub(super) fn losses(
     targets: DeviceSlice<u32>,
     p: &Flat<'_>,
     vocab: usize,
+    tensor: Option<&TensorGroup>,
 ) -> Result<(), OpError> {
     let c = h.out.len() / targets.len().max(1);
     let stride = cross_entropy::stride_elems(vocab);
@@ -62,9 +64,30 @@ pub(super) fn losses(
         logits(ops, stream, part, h.out.slice(start * c..end * c), p, vocab)?;
         let losses = s.losses.slice(start..end);
         let targets = targets.slice(start..end);
-        cross_entropy::forward(&ops.kernels, stream, part, losses, targets, vocab)?;
+        match tensor {
+            None => cross_entropy::forward(&ops.kernels, stream, part, losses, targets, vocab)?,
+            Some(group) => loss_of_parts(ops, stream, group, part, losses, targets, None)?,
+        }
     }
     Ok(())
+}
+
+/// The losses and, with a scale, the gradient of rows of this rank's part of the logits.
+fn loss_of_parts(
+    ops: &Ops,
+    stream: &CudaStream,
+    group: &TensorGroup,
+    logits: AnySlice,
+    losses: DeviceSlice<f32>,
+    targets: DeviceSlice<u32>,
+    scale: Option<Scale>,
+) -> Result<(), OpError> {
+    let kernels = &ops.kernels;
+    let part = group.part();
+    let stats = group.own_stats(targets.len());
+    cross_entropy::part_statistics(kernels, stream, stats, logits, targets, part)?;
+    let stats = group.gather_stats(stream, targets.len())?;
+    cross_entropy::part_gradient(kernels, stream, logits, losses, stats, targets, part, scale)
 }
 
 /// Enqueues the logits of the tokens around `token` of `tokens` after [`forward`], in the shape of
@@ -77,16 +100,26 @@ pub(super) fn token_logits(
     p: &Flat<'_>,
     vocab: usize,
     [token, tokens]: [usize; 2],
+    tensor: Option<&TensorGroup>,
 ) -> Result<AnySlice, OpError> {
     let c = h.out.len() / tokens.max(1);
     let stride = cross_entropy::stride_elems(vocab);
     let rows = s.logits.len() / stride;
-    let start = token / rows * rows;
-    let end = tokens.min(start + rows);
+    let [start, end] = match tensor {
+        None => [token / rows * rows, tokens.min(token / rows * rows + rows)],
+        Some(_) => [token, token + 1],
+    };
     let part = s.logits.slice(0..(end - start) * stride);
     logits(ops, stream, part, h.out.slice(start * c..end * c), p, vocab)?;
     let row = (token - start) * stride;
-    Ok(part.slice(row..row + vocab))
+    let Some(group) = tensor else {
+        return Ok(part.slice(row..row + vocab));
+    };
+    // Behind the logits of one row, which were computed alone, there is room for those of all ranks.
+    let len = group.vocab().div_ceil(group.rank.ranks);
+    let all = s.logits.slice(stride..stride + len * group.rank.ranks);
+    group.gather(stream, s.logits.slice(0..len), all)?;
+    Ok(all.slice(0..group.vocab()))
 }
 
 /// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
@@ -120,7 +153,12 @@ pub(super) fn backward<A: GpuArch>(
         logits(ops, stream, part, out, &p, vocab)?;
         let losses = s.losses.slice(start..end);
         let targets = targets.slice(start..end);
-        cross_entropy::forward_backward(kernels, stream, part, losses, targets, vocab, scale)?;
+        match cx.tensor {
+            None => cross_entropy::forward_backward(
+                kernels, stream, part, losses, targets, vocab, scale,
+            )?,
+            Some(group) => loss_of_parts(ops, stream, group, part, losses, targets, Some(scale))?,
+        }
         let dlogits = Matrix::with_stride(part, w.len() / c, stride);
         let right = Matrix::new(w, c);
         let out_matrix = Matrix::new(dout, c);
@@ -147,5 +185,6 @@ pub(super) fn backward<A: GpuArch>(
 
     ops.device.fill_zero(stream, s.dres)?;
     let dout = s.narrow.slice(0..x.len());
+    cx.sum(dout)?;
     Ok(arch.final_norm_backward(cx, h, x, dout)?)
 }

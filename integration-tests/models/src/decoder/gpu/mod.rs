@@ -23,6 +23,7 @@ mod batch;
 pub(crate) mod buffers;
 mod checkpoints;
 mod head;
+mod tensor;
 
 use std::ops::Range;
 use std::time::Duration;
@@ -45,6 +46,7 @@ use crate::cuda::matmul::{Matmul, Timing};
 use crate::cuda::{OpError, OpKernels, SumOut};
 use crate::options::ModelOptions;
 use batch::{Batches, Layout};
+use tensor::TensorGroup;
 use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
 
 /// The limit of the upload of the constants.
@@ -130,9 +132,24 @@ pub(crate) struct PassContext<'a> {
     /// The keys of dropout, unless the batch drops nothing.
     pub(crate) keys: Option<DeviceSlice<u32>>,
     pub(crate) table: DeviceSlice<f32>,
+    /// The ranks that have the other parts of the parameters.
+    pub(crate) tensor: Option<&'a TensorGroup>,
 }
 
 impl PassContext<'_> {
+    /// Whether this rank adds what is the same on all ranks to sums over them.
+    pub(crate) fn is_first(&self) -> bool {
+        self.tensor.is_none_or(|tensor| tensor.rank.is_first())
+    }
+
+    /// Sums `values` over the ranks of tensor parallelism, in place.
+    pub(crate) fn sum(&self, values: AnySlice) -> Result<(), OpError> {
+        match self.tensor {
+            Some(tensor) => tensor.sum(self.stream, values),
+            None => Ok(()),
+        }
+    }
+
     /// The dropout of the operation `site` with this probability.
     pub(crate) fn dropout(&self, probability: f32, site: u32) -> Option<Dropout> {
         Dropout::new(self.keys?, probability, site)

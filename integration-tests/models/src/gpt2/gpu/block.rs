@@ -55,7 +55,8 @@ impl Dropouts {
     }
 }
 
-/// Computes `y = residual + dropout(x w + bias)`. Without dropout, the product adds the residual.
+/// Computes `y = residual + dropout(x w + bias)`. Without dropout, the product adds the residual. With
+/// tensor parallelism the first rank does, the others compute `dropout(x w)`, and all are summed.
 fn add_to_residual(
     cx: &PassContext<'_>,
     y: AnySlice,
@@ -66,14 +67,21 @@ fn add_to_residual(
 ) -> Result<(), OpError> {
     let PassContext { ops, stream, .. } = *cx;
     let n = bias.len();
-    let bias = Epilogue::Bias(bias);
-    let Some(dropout) = dropout else {
-        return ops
-            .matmul
-            .run(stream, &linear(y, x, w, Some(residual), bias));
+    let residual = cx.is_first().then_some(residual);
+    let product = linear(y, x, w, None, Epilogue::Bias(bias));
+    let product = Product {
+        add: residual.filter(|_| dropout.is_none()).map(|add| Matrix::new(add, n)),
+        epilogue: match cx.is_first() {
+            true => product.epilogue,
+            false => Epilogue::None,
+        },
+        ..product
     };
-    ops.matmul.run(stream, &linear(y, x, w, None, bias))?;
-    dropout::add_residual(&ops.kernels, stream, y, residual, n, dropout)
+    ops.matmul.run(stream, &product)?;
+    if let Some(dropout) = dropout {
+        dropout::add_residual(&ops.kernels, stream, y, residual, n, dropout)?;
+    }
+    cx.sum(y)
 }
 
 /// Returns the gradient of what the dropout was applied to: `s.dres`, or its copy in `copy` with the
@@ -224,6 +232,7 @@ pub(super) fn backward(
 
     let c = get("ln_1.weight").len();
     let f = get("c_fc.bias").len();
+    let width = get("c_attn.bias").len();
     let dfc = s.wide.slice(0..a.fc.len());
     let [in_attention, in_mlp] = dropouts.residual;
     let bias = grad("mlp.c_proj.bias");
@@ -246,6 +255,7 @@ pub(super) fn backward(
         stream,
         &input_gradient(s.narrow, dfc, get("c_fc.weight"), f),
     )?;
+    cx.sum(s.narrow)?;
     norm(
         ["ln_2.weight", "ln_2.bias"],
         in_mlp.is_none().then_some(bias),
@@ -265,9 +275,10 @@ pub(super) fn backward(
     let bias = grad("attn.c_proj.bias");
     let dout = gradient_before(cx, s.wide, bias, in_attention)?;
     weights("attn.c_proj.weight", a.attended, dout, c)?;
+    let dattended = s.narrow.slice(0..a.attended.len());
     ops.matmul.run(
         stream,
-        &input_gradient(s.narrow, dout, get("attn.c_proj.weight"), c),
+        &input_gradient(dattended, dout, get("attn.c_proj.weight"), c),
     )?;
     let dqkv = s.wide.slice(0..a.qkv.len());
     let grads = Gradients {
@@ -277,12 +288,13 @@ pub(super) fn backward(
         masks: dropouts.masks,
     };
     arch.attention.backward(
-        kernels, stream, grads, s.narrow, a.qkv, a.attended, a.lse, s.delta, s.partials,
+        kernels, stream, grads, dattended, a.qkv, a.attended, a.lse, s.delta, s.partials,
     )?;
     ops.matmul.run(
         stream,
-        &input_gradient(s.narrow, dqkv, get("c_attn.weight"), 3 * c),
+        &input_gradient(s.narrow, dqkv, get("c_attn.weight"), width),
     )?;
+    cx.sum(s.narrow)?;
     norm(
         ["ln_1.weight", "ln_1.bias"],
         in_attention.is_none().then_some(bias),
@@ -290,7 +302,7 @@ pub(super) fn backward(
         a.ln1_stats,
     )?;
 
-    weights("c_attn.weight", s.normed, dqkv, 3 * c)
+    weights("c_attn.weight", s.normed, dqkv, width)
 }
 
 /// Computes the gradients of the MLP's first weight and bias from `s.normed` and the gradient of

@@ -32,12 +32,8 @@ pub(super) struct BlockSlices {
 impl LlamaGpu {
     /// The parameters of a block; those that it does not have are empty.
     fn params(&self, cx: &PassContext<'_>) -> Params<AnySlice> {
-        let mut end = 0;
-        let elems = self.config.block_elems().in_order();
-        Params::new(elems.map(|elems| {
-            end += elems;
-            cx.p.params[0].slice(end - elems..end)
-        }))
+        let places = self.config.block_elems().places(cx.tensor.is_some());
+        Params::new(places.map(|range| cx.p.params[0].slice(range)))
     }
 
     /// The masks of a block's attention.
@@ -47,12 +43,8 @@ impl LlamaGpu {
 
     /// Their gradients.
     fn grads(&self, cx: &PassContext<'_>) -> Params<Grad> {
-        let mut end = 0;
-        let elems = self.config.block_elems().in_order();
-        Params::new(elems.map(|elems| {
-            end += elems;
-            cx.p.grads[0].slice(end - elems..end)
-        }))
+        let places = self.config.block_elems().places(cx.tensor.is_some());
+        Params::new(places.map(|range| cx.p.grads[0].slice(range)))
     }
 }
 
@@ -102,7 +94,7 @@ pub(super) fn forward(
     attention.forward(kernels, stream, a.attended, a.lse, a.qkv, masks)?;
     let width = arch.config.q_width();
     let product = linear(a.mid, a.attended, [p.output, p.output_bias], width, Some(x));
-    ops.matmul.run(stream, &product)?;
+    sum_with_residual(cx, product, a.mid)?;
 
     rms_norm::forward(kernels, stream, s.normed, a.stats2, a.mid, p.norm2, eps)?;
     let product = linear(a.gate_up, s.normed, [p.gate_up, p.gate_up_bias], c, None);
@@ -122,7 +114,27 @@ pub(super) fn output(
     let act = s.wide.slice(0..a.gate_up.len() / 2);
     swiglu::forward(&ops.kernels, stream, act, a.gate_up, f)?;
     let product = linear(out, act, [p.down, p.down_bias], f, Some(a.mid));
-    ops.matmul.run(stream, &product)
+    sum_with_residual(cx, product, out)
+}
+
+/// Runs a product to `out` that adds to the residual stream. With tensor parallelism only the first rank adds
+/// residual and bias, and the ranks' products are summed.
+fn sum_with_residual(
+    cx: &PassContext<'_>,
+    product: Product,
+    out: AnySlice,
+) -> Result<(), OpError> {
+    let PassContext { ops, stream, .. } = *cx;
+    let product = match cx.is_first() {
+        true => product,
+        false => Product {
+            add: None,
+            epilogue: Epilogue::None,
+            ..product
+        },
+    };
+    ops.matmul.run(stream, &product)?;
+    cx.sum(out)
 }
 
 /// Computes the block's backward, which adds to or writes the unit's gradient. `s.dres` is the
@@ -151,6 +163,7 @@ pub(super) fn backward(
     weight_gradient(cx, [g.down, g.down_bias], act, s.dres, f)?;
     let product = input_gradient(narrow, a.gate_up, p.gate_up, c);
     ops.matmul.run(stream, &product)?;
+    cx.sum(narrow)?;
     rms_norm::backward(
         kernels,
         stream,
@@ -169,6 +182,7 @@ pub(super) fn backward(
     let dqkv = attention_backward(arch, cx, a)?;
     let product = input_gradient(narrow, dqkv, p.qkv, c);
     ops.matmul.run(stream, &product)?;
+    cx.sum(narrow)?;
     rms_norm::backward(
         kernels,
         stream,
