@@ -44,6 +44,11 @@ pub struct MeshSettings {
 }
 
 impl MeshSettings {
+    /// Ranks that share a sequence.
+    pub fn sequence_ranks(&self) -> usize {
+        self.sequence_ranks.unwrap_or(1)
+    }
+
     /// Ranks with the same micro-batches.
     pub fn ranks_of_batch(&self) -> usize {
         self.tensor_ranks.unwrap_or(1) * self.sequence_ranks.unwrap_or(1)

@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 use zero_trainer::IGNORED;
 
-use super::{position, rows_per_thread};
+use super::{Span, position, rows_per_thread};
 
 /// The tokens of a batch, and their places.
 #[derive(Clone, Copy, Debug)]
@@ -15,8 +15,8 @@ pub struct Rows<'a> {
     pub tokens: &'a [u32],
     /// The place in its sequence of the first token of each token's document; empty if all are 0.
     pub starts: &'a [u32],
-    /// Tokens of a sequence.
-    pub seq: usize,
+    /// The tokens of each sequence.
+    pub span: Span,
 }
 
 /// `x = wte[token] + wpe[position]`, the position of a token in its document. Tokens were checked
@@ -25,7 +25,7 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
     let Rows {
         tokens,
         starts,
-        seq,
+        span,
     } = rows;
     let rows = rows_per_thread(tokens.len());
     x.par_chunks_mut(rows * c)
@@ -33,7 +33,7 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
         .for_each(|(chunk, x)| {
             for (i, x) in x.chunks_exact_mut(c).enumerate() {
                 let row = chunk * rows + i;
-                let position = position(row, seq, starts) * c;
+                let position = position(row, span, starts) * c;
                 if tokens[row] == IGNORED {
                     x.copy_from_slice(&wpe[position..position + c]);
                     continue;
@@ -55,10 +55,10 @@ pub fn backward(dwte: &mut [f32], dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], 
     let Rows {
         tokens,
         starts,
-        seq,
+        span,
     } = rows;
     for (row, dx) in dx.chunks_exact(c).enumerate() {
-        let position = position(row, seq, starts) * c;
+        let position = position(row, span, starts) * c;
         if tokens[row] != IGNORED {
             let token = tokens[row] as usize * c;
             for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {

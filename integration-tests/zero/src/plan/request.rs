@@ -244,6 +244,7 @@ impl Request {
         let options = ModelOptions {
             micro_batch: usize::try_from(self.micro_batch).ok()?,
             seq_len: usize::try_from(self.seq_len).ok()?,
+            sequence_ranks: self.mesh.sequence_ranks(),
             dtype: self.dtype,
             activation_checkpointing: self.checkpointing,
             offload_activations: self.offload.activations,

@@ -328,6 +328,7 @@ fn model_options(
     let options = ModelOptions {
         micro_batch: sizes.batch.micro_batch as usize,
         seq_len: sizes.seq_len,
+        sequence_ranks: settings.mesh.sequence_ranks(),
         dtype: settings.dtype,
         activation_checkpointing: from.checkpoints_activations(),
         offload_activations: settings.offload.activations,

@@ -12,12 +12,13 @@ use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType};
 use zero_shard::UnitSpec;
-use zero_trainer::ModelError;
+use zero_trainer::{ModelError, ModelRanks};
 
 use crate::cuda::attention::{self, Attention, Shape};
 use crate::cuda::layer_norm::Sums;
 use crate::cuda::{OpError, OpKernels, column_sums, embedding, gelu, layer_norm};
 use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
+use crate::decoder::sequence::SequencePart;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
 use crate::gpt2::config::GptConfig;
 use crate::options::{GpuBytes, ModelOptions};
@@ -41,7 +42,9 @@ pub(crate) fn on_cuda(
     logits_rows: Option<usize>,
     pool: &Pool<CudaDevice>,
     stream: &CudaStream,
+    ranks: &ModelRanks<CudaDevice>,
 ) -> Result<Box<dyn GpuModel>, ModelError> {
+    let part = SequencePart::new(&options, ranks)?;
     let shape = Shape {
         batch: options.micro_batch,
         seq: options.seq_len,
