@@ -81,6 +81,8 @@ impl Workload<HostDevice> for Watched {
             micro_batch: 1,
             seq_len: SEQ_LEN,
             sequence_ranks: 1,
+            tensor_ranks: 1,
+            partition_activations: false,
             dtype: DType::Bf16,
             activation_checkpointing: false,
             offload_activations: false,

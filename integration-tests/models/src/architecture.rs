@@ -146,7 +146,17 @@ impl ModelConfig {
     /// An invalid configuration, or batch sizes outside the model's limits.
     pub fn check(&self, options: &ModelOptions) -> Result<(), ModelError> {
         self.validate()?;
-        options.validate(self.max_positions(), self.heads())
+        self.check_tensor_ranks(options.tensor_ranks)?;
+        let heads = self.heads().map(|heads| heads / options.tensor_ranks);
+        options.validate(self.max_positions(), heads)?;
+        let row = options.tokens() * self.hidden();
+        if options.partition_activations && !row.is_multiple_of(options.tensor_ranks) {
+            return Err(ModelError::from(format!(
+                "{} ranks do not divide the {row} elements of a block's input: partitioned activations need tokens x hidden size divisible by tensor parallelism",
+                options.tensor_ranks
+            )));
+        }
+        Ok(())
     }
 
     /// Heads of queries, and of keys.
@@ -169,7 +179,11 @@ impl ModelConfig {
     /// micro-batch; 0 if it shares none. The options must be valid for the configuration.
     pub fn sequence_elems(&self, options: &ModelOptions) -> u64 {
         let exchanges = Exchanges::new(options, self.heads(), self.head_dim());
-        let passes = if options.activation_checkpointing { 3 } else { 2 };
+        let passes = if options.activation_checkpointing {
+            3
+        } else {
+            2
+        };
         (passes * self.layers()) as u64 * exchanges.sent_elems() as u64
     }
 

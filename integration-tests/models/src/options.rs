@@ -17,6 +17,12 @@ pub struct ModelOptions {
     /// Ranks that share each sequence, S: each has `seq_len` / S tokens of it, and a part of
     /// attention's heads. 1: each rank has its own sequences.
     pub sequence_ranks: usize,
+    /// Ranks of tensor parallelism, M: each has a part of the parameters, of attention's heads and of
+    /// the vocabulary. 1: each rank has all.
+    pub tensor_ranks: usize,
+    /// Whether each rank of tensor parallelism keeps 1/M of the inputs of checkpointed blocks (ZeRO-R's
+    /// Pa); needs `activation_checkpointing`.
+    pub partition_activations: bool,
     /// Type of the parameters.
     pub dtype: DType,
     /// Whether only the input of each block is kept, and the rest is recomputed in backward.
@@ -72,6 +78,12 @@ impl ModelOptions {
         }
 
         self.check_sequence_ranks(heads)?;
+
+        if self.partition_activations && (!self.activation_checkpointing || self.tensor_ranks < 2) {
+            return Err(ModelError::from(
+                "partitioned activations are the inputs of checkpointed blocks, in parts on the ranks of tensor parallelism: set activation checkpointing and tensor parallelism, too",
+            ));
+        }
 
         if self.offload_activations && !self.activation_checkpointing {
             return Err(ModelError::from(

@@ -5,12 +5,16 @@
 //! head are cut by tokens of the vocabulary. Norms, the biases of second matrices and learned
 //! positions are the same on all ranks.
 
+use std::borrow::Cow;
+
+use zero_alloc::device::Device;
 use zero_shard::{ParamSpec, TensorCut, TensorPart, UnitSpec};
-use zero_trainer::{IGNORED, ModelError};
+use zero_trainer::{Batch, ModelError, ModelRanks};
 
 use crate::ModelConfig;
 use crate::config::{ConfigError, check_divides};
 use crate::ops::cross_entropy::VocabPart;
+use crate::options::ModelOptions;
 
 /// A rank of tensor parallelism.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +24,28 @@ pub(crate) struct TensorRank {
 }
 
 impl TensorRank {
+    /// This rank.
+    ///
+    /// # Errors
+    /// The options are for another number of ranks.
+    pub(crate) fn new<D: Device>(
+        options: &ModelOptions,
+        ranks: &ModelRanks<D>,
+    ) -> Result<Self, ModelError> {
+        let group = ranks.tensor.as_ref();
+        let this = group.map_or(Self::ALONE, |comm| Self {
+            rank: comm.rank(),
+            ranks: comm.world_size(),
+        });
+        if this.ranks != options.tensor_ranks {
+            return Err(ModelError::from(format!(
+                "the options of the model are for tensor parallelism over {} ranks, and it runs over {}: set ModelOptions::tensor_ranks to the ranks of ModelRanks::tensor",
+                options.tensor_ranks, this.ranks
+            )));
+        }
+        Ok(this)
+    }
+
     /// Without tensor parallelism.
     pub(crate) const ALONE: Self = Self { rank: 0, ranks: 1 };
 
@@ -44,6 +70,14 @@ impl TensorRank {
     pub(crate) fn local_tokens(self, tokens: &[u32], vocab: usize) -> Vec<u32> {
         let part = self.vocab(vocab);
         tokens.iter().map(|&token| part.local(token)).collect()
+    }
+
+    /// [`local_tokens`](Self::local_tokens) of a batch.
+    pub(crate) fn of_batch(self, batch: &Batch, vocab: usize) -> Cow<'_, [u32]> {
+        match self.ranks {
+            1 => Cow::Borrowed(&batch.inputs),
+            _ => Cow::Owned(self.local_tokens(&batch.inputs, vocab)),
+        }
     }
 
     /// This rank's part of units.
@@ -134,6 +168,8 @@ impl ModelConfig {
 
 #[cfg(test)]
 mod tests {
+    use zero_trainer::IGNORED;
+
     use super::*;
 
     /// Each kind of parameter of each preset, by hand.
@@ -179,11 +215,16 @@ mod tests {
     fn vocabulary_is_covered_once() {
         for (vocab, ranks) in [(7, 1), (7, 2), (7, 3), (256, 4), (50257, 8)] {
             let parts = (0..ranks).map(|rank| TensorRank { rank, ranks }.vocab(vocab));
-            let tokens: Vec<_> = parts.flat_map(|part| part.first..part.first + part.len).collect();
+            let tokens: Vec<_> = parts
+                .flat_map(|part| part.first..part.first + part.len)
+                .collect();
             assert_eq!(tokens, (0..vocab).collect::<Vec<_>>());
         }
         let second = TensorRank { rank: 1, ranks: 2 };
-        assert_eq!(second.local_tokens(&[0, 3, 4, 6], 7), [IGNORED, IGNORED, 0, 2]);
+        assert_eq!(
+            second.local_tokens(&[0, 3, 4, 6], 7),
+            [IGNORED, IGNORED, 0, 2]
+        );
     }
 
     #[test]

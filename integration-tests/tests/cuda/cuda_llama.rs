@@ -22,6 +22,8 @@ pub(crate) fn options(dtype: DType, micro_batch: usize, seq_len: usize) -> Model
         micro_batch,
         seq_len,
         sequence_ranks: 1,
+        tensor_ranks: 1,
+        partition_activations: false,
         dtype,
         activation_checkpointing: false,
         offload_activations: false,

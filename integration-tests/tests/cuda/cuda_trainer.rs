@@ -66,6 +66,8 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
             micro_batch: options.micro_batch,
             seq_len: options.seq_len,
             sequence_ranks: 1,
+            tensor_ranks: 1,
+            partition_activations: false,
             dtype,
             activation_checkpointing: false,
             offload_activations: false,

@@ -42,6 +42,8 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> ModelOpti
         micro_batch: BATCH,
         seq_len: SEQ,
         sequence_ranks: 1,
+        tensor_ranks: 1,
+        partition_activations: false,
         dtype,
         activation_checkpointing,
         offload_activations: false,

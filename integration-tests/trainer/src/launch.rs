@@ -225,12 +225,7 @@ fn run_caught<D: Device>(
 ) -> Result<RankSummary, TrainError> {
     let run = || {
         let units = RunUnits::new(settings, workload, comm.world_size())?;
-        run_rank(
-            &make(Arc::clone(comm), units)?,
-            workload,
-            options,
-            observe,
-        )
+        run_rank(&make(Arc::clone(comm), units)?, workload, options, observe)
     };
     Ok(caught(&**comm, run)?)
 }

@@ -243,7 +243,11 @@ impl<D: Device> Mesh<D> {
             sent.total_bytes() - sent.control_bytes
         };
         // Tensor parallelism is within a machine: of its ranks, each has data ranks of its own.
-        let tensor = self.model.tensor.as_ref().map_or(1, |comm| comm.world_size());
+        let tensor = self
+            .model
+            .tensor
+            .as_ref()
+            .map_or(1, |comm| comm.world_size());
         let tensor = tensor as u64;
         let of_data = match tensor {
             1 => data(&self.world),

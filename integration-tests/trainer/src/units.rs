@@ -154,14 +154,24 @@ fn joined_units(
     let mut joined = Vec::new();
     for unit in units {
         let mut params = Vec::new();
-        let elems: u64 = unit.params.iter().map(|p| p.shape.iter().product::<u64>()).sum();
+        let elems: u64 = unit
+            .params
+            .iter()
+            .map(|p| p.shape.iter().product::<u64>())
+            .sum();
         let padded = elems.div_ceil(data_ranks * align) * align * data_ranks;
         for rank in 0..ranks {
             for param in &unit.params {
-                params.push(ParamSpec::new(format!("{}@{rank}/{ranks}", param.name), param.shape.clone()));
+                params.push(ParamSpec::new(
+                    format!("{}@{rank}/{ranks}", param.name),
+                    param.shape.clone(),
+                ));
             }
             if rank + 1 < ranks && padded > elems {
-                params.push(ParamSpec::new(format!("pad.{}@{rank}/{ranks}", unit.name), [padded - elems]));
+                params.push(ParamSpec::new(
+                    format!("pad.{}@{rank}/{ranks}", unit.name),
+                    [padded - elems],
+                ));
             }
         }
         joined.push(UnitSpec::new(unit.name.clone(), params));

@@ -3,7 +3,7 @@
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_shard::UnitSpec;
+use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
 use crate::data::TrainingData;
 use zero_models::hf::HfFolder;
@@ -61,6 +61,10 @@ macro_rules! workload {
 
             fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
                 Ok(self.data.batch(at, batch)?)
+            }
+
+            fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
+                self.config.tensor_cut(param)
             }
 
             fn data_fingerprint(&self) -> u64 {

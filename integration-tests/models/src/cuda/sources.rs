@@ -103,7 +103,12 @@ macro_rules! files {
                 "cross_entropy.cu",
                 0,
                 ["warp.cuh"],
-                ["cross_entropy", "part_statistics", "part_gradient", "add_losses"]
+                [
+                    "cross_entropy",
+                    "part_statistics",
+                    "part_gradient",
+                    "add_losses"
+                ]
             ),
             file!(
                 $storage,

@@ -6,7 +6,9 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 
+use super::part_rows::RING;
 use super::sequence::Exchanges;
+use super::tensor;
 use crate::options::ModelOptions;
 use zero_trainer::ModelError;
 
@@ -149,6 +151,10 @@ pub(super) struct Buffers<B> {
     pub(super) table: DeviceSlice<f32>,
     pub(super) upcast: DeviceSlice<f32>,
     pub(super) loss: DeviceSlice<f64>,
+    /// The statistics of [`super::tensor`].
+    pub(super) stats: DeviceSlice<f32>,
+    /// This rank's part of each row of the residual stream; empty if all rows are whole.
+    pub(super) parts: Vec<DeviceSlice<f32>>,
     _held: Held<HostDevice>,
 }
 
@@ -160,12 +166,17 @@ pub(crate) struct Sizes {
     pub(crate) distinct: usize,
     /// The input of a block or of the head: `[M, C]`.
     pub(crate) row: usize,
+    /// Whole rows.
+    pub(crate) ring: usize,
+    /// Elements of a rank's part of a row; 0 if all rows are whole.
+    pub(crate) part: usize,
     pub(crate) block: Vec<usize>,
     /// `out` and `stats`.
     pub(crate) head: [usize; 2],
     /// `dres`, `narrow`, `wide` and `logits`.
     pub(crate) scratch: [usize; 4],
     pub(crate) exchanges: Exchanges,
+    pub(crate) stats: usize,
     pub(crate) table: usize,
 }
 
@@ -179,6 +190,8 @@ pub(crate) struct Extent {
     /// The widest row of a block's gradients that is not on the residual stream.
     pub(crate) wide: usize,
     pub(crate) exchanges: Exchanges,
+    /// Gradients of a block that ranks of tensor parallelism sum.
+    pub(crate) partial: usize,
     pub(crate) table: usize,
 }
 
@@ -187,8 +200,15 @@ impl Sizes {
     pub(crate) fn new(extent: &Extent, block: Vec<usize>, options: &ModelOptions) -> Self {
         let tokens = options.tokens();
         let row = tokens * extent.width;
-        let vocab = extent.vocab;
-        let logits = vocab * (LOGITS_ELEMS / vocab).clamp(1, tokens);
+        let tensor_ranks = options.tensor_ranks;
+        let vocab = extent.vocab.div_ceil(tensor_ranks);
+        let rows = (LOGITS_ELEMS / vocab).clamp(1, tokens);
+        // Of one token, the logits of this rank and those of all.
+        let gathered = match tensor_ranks {
+            1 => 0,
+            ranks => (ranks + 1) * vocab,
+        };
+        let logits = (vocab * rows).max(gathered).max(extent.partial);
         Self {
             layers: extent.layers,
             distinct: if options.activation_checkpointing {
@@ -197,10 +217,19 @@ impl Sizes {
                 extent.layers
             },
             row,
+            ring: match options.partition_activations {
+                true => RING,
+                false => extent.layers + 1,
+            },
+            part: match options.partition_activations {
+                true => row / tensor_ranks,
+                false => 0,
+            },
             block,
             head: [row, extent.head_stats * tokens],
             scratch: [row, row, tokens * extent.wide, logits],
             exchanges: extent.exchanges,
+            stats: tensor::stats_elems(tensor_ranks, rows),
             table: extent.table,
         }
     }
@@ -208,10 +237,13 @@ impl Sizes {
     /// Bytes of all activations.
     pub(crate) fn bytes(&self) -> u64 {
         let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
-        let residual = (self.layers as u128 + 1) * self.row as u128;
-        let blocks = self.distinct as u128 * (sum(&self.block) + self.exchanges.attended_elems() as u128);
+        let rows = self.layers as u128 + 1;
+        let residual = self.ring as u128 * self.row as u128 + rows * self.part as u128;
+        let blocks =
+            self.distinct as u128 * (sum(&self.block) + self.exchanges.attended_elems() as u128);
         let exchange = 2 * self.exchanges.buffer_elems() as u128;
-        let rest = sum(&self.head) + sum(&self.scratch) + exchange + self.table as u128;
+        let rest = sum(&self.head) + sum(&self.scratch) + exchange;
+        let rest = rest + self.stats as u128 + self.table as u128;
         u64::try_from(4 * (residual + blocks + rest)).unwrap_or(u64::MAX)
     }
 }
@@ -233,8 +265,13 @@ impl<B: Copy> Buffers<B> {
         };
         let mut activations = |elems| floats(elems, Purpose::Activations);
 
-        let residual = (0..=sizes.layers)
+        let ring = (0..sizes.ring)
             .map(|_| activations(sizes.row))
+            .collect::<Result<Vec<_>, _>>()?;
+        let residual = (0..=sizes.layers).map(|i| ring[i % ring.len()]).collect();
+        let parts = (0..=sizes.layers).filter(|_| sizes.part > 0);
+        let parts = parts
+            .map(|_| activations(sizes.part))
             .collect::<Result<_, _>>()?;
         let blocks = (0..sizes.distinct)
             .map(|_| Ok(cut(activations(sizes.block.iter().sum())?, &sizes.block)))
@@ -252,6 +289,7 @@ impl<B: Copy> Buffers<B> {
                     .collect::<Result<_, _>>()?,
             }),
         };
+        let stats = activations(sizes.stats)?;
         let table = activations(sizes.table)?;
         let upcast = floats(upcast, Purpose::Workspace)?;
 
@@ -263,6 +301,8 @@ impl<B: Copy> Buffers<B> {
             table,
             upcast,
             loss,
+            stats,
+            parts,
             _held: held,
         })
     }

@@ -16,7 +16,9 @@ pub(crate) mod buffers;
 pub(crate) mod gpu;
 mod head;
 pub(crate) mod params;
+pub(crate) mod part_rows;
 pub(crate) mod sequence;
+pub(crate) mod tensor;
 
 use std::sync::Arc;
 
@@ -29,9 +31,12 @@ use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
 use crate::ops::Threads;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
+use crate::tensor::TensorRank;
 use buffers::{Activations, Buffers, HeadView, ScratchSlices, ScratchView, Sizes};
 use params::{Flat, UnitParams};
+use part_rows::{PartRows, RING};
 use sequence::{SequenceGroup, SequencePart};
+use tensor::TensorGroup;
 
 /// A part of a block's forward. Between two parts, ranks that share a micro-batch exchange what the
 /// first has computed.
@@ -102,6 +107,15 @@ pub(crate) trait HostArch: Send + Sync + 'static {
 
     /// The activations of a block as parts of `all`, as in [`Sizes::block`].
     fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self::Block;
+
+    /// The residual stream behind attention.
+    fn mid(block: Self::Block) -> DeviceSlice<f32>;
+
+    /// Elements at the start of `s.logits` that ranks of tensor parallelism sum after
+    /// [`Backward::Qkv`].
+    fn partial_elems(&self) -> usize {
+        0
+    }
 
     /// What attention reads and writes of a block's activations: `qkv` and `attended`.
     fn attention(block: &mut Self::Block) -> [&mut DeviceSlice<f32>; 2];
@@ -181,6 +195,10 @@ pub(crate) struct Decoder<A: HostArch> {
     part: SequencePart,
     /// `None` if the rank has all tokens of its sequences.
     sequence: Option<SequenceGroup>,
+    /// `None` if the rank has all parameters.
+    tensor: Option<TensorGroup>,
+    /// `None` if all rows of the residual stream are whole.
+    rows: Option<PartRows<HostDevice>>,
     /// This rank's tokens.
     batch: Arc<Batch>,
     /// Those of all ranks that share its sequences.
@@ -216,6 +234,18 @@ impl<A: HostArch> Decoder<A> {
         let group = ranks.sequence.as_ref().zip(buffers.exchange.clone());
         let exchanges = arch.sizes().exchanges;
         let sequence = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
+        let rank = TensorRank::new(&options, ranks)?;
+        let tensor = ranks
+            .tensor
+            .as_ref()
+            .map(|comm| TensorGroup::new(comm, rank, buffers.stats, arch.vocab()));
+        let erase = |slices: &[DeviceSlice<f32>]| slices.iter().map(|s| s.erase()).collect();
+        let ring = &buffers.layers.residual[..RING.min(buffers.layers.residual.len())];
+        let rows = ranks
+            .tensor
+            .as_ref()
+            .filter(|_| options.partition_activations)
+            .map(|comm| PartRows::new(pool.device(), comm, erase(ring), erase(&buffers.parts)));
         let model = Self {
             arch: Arc::new(arch),
             options,
@@ -226,6 +256,8 @@ impl<A: HostArch> Decoder<A> {
             threads,
             part,
             sequence,
+            tensor,
+            rows,
             batch: Arc::new(Batch::zeros(0)),
             whole: Arc::new(Batch::zeros(0)),
             draws: Arc::default(),
@@ -347,6 +379,11 @@ impl<A: HostArch> HostModel for Decoder<A> {
     ) -> Result<(), ModelError> {
         let head = self.buffers.head;
         let vocab = self.arch.vocab();
+        if self.tensor.is_some() {
+            return Err(ModelError::from(
+                "no rank of tensor parallelism has all logits: use Model::token_logits",
+            ));
+        }
         self.check(stream, "logits", params, &[out])?;
         self.enqueue(
             stream,
@@ -466,61 +503,16 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         pass: usize,
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
-        let arch = Arc::clone(&self.arch);
-        let Activations {
-            input,
-            output,
-            block,
-        } = self.buffers.layers.of_pass(pass);
-
-        if pass == 0 {
-            return self.enqueue(
-                stream,
-                "forward embedding",
-                pass,
-                params,
-                &[],
-                move |flat, _| {
-                    // SAFETY: the buffer is this model's, and the stream orders its passes.
-                    let x = unsafe { output.as_host_mut() };
-                    arch.embed(x, &flat);
-                },
-            );
+        // The pass reads row `pass - 1` and writes row `pass`.
+        if let (Some(rows), Some(row)) = (&mut self.rows, pass.checked_sub(1)) {
+            rows.before_read(stream, row)?;
         }
-
-        // SAFETY of the views below: the buffers are this model's, and the stream orders its
-        // passes.
-        if pass + 1 == self.passes.len() {
-            let head = self.buffers.head;
-            return self.enqueue(stream, "forward head", pass, params, &[], move |flat, _| {
-                // SAFETY: as above.
-                let x = unsafe { input.as_host() };
-                arch.final_norm(&mut head.view(), x, &flat);
-            });
+        self.enqueue_pass(stream, pass, params)?;
+        match &mut self.rows {
+            Some(rows) if pass + 1 < self.passes.len() => rows.after_write(stream, pass),
+            _ => Ok(()),
         }
-
-        if let Some(group) = &self.sequence {
-            return self.shared_forward(group, stream, pass, params, Some(output));
-        }
-        self.enqueue(
-            stream,
-            "forward block",
-            pass,
-            params,
-            &[],
-            move |flat, _| {
-                // SAFETY: as above.
-                let x = unsafe { input.as_host() };
-                // SAFETY: as above; input and output are different buffers.
-                let out = unsafe { output.as_host_mut() };
-                for part in Forward::ALL {
-                    arch.forward(part, block, x, &flat);
-                }
-                arch.output(out, block, &flat);
-            },
-        )
     }
-
     fn backward(
         &mut self,
         stream: &HostStream,
@@ -529,6 +521,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
+        if let (Some(rows), Some(row)) = (&mut self.rows, pass.checked_sub(1)) {
+            rows.before_read(stream, row)?;
+        }
         let arch = Arc::clone(&self.arch);
         let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
         let scratch = self.buffers.scratch;
@@ -566,6 +561,12 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             }
             return self.shared_backward(group, stream, pass, params, grads);
         }
+        if let Some(group) = &self.tensor {
+            if again {
+                self.cut_forward(group, stream, pass, params, None)?;
+            }
+            return self.cut_backward(group, stream, pass, params, grads);
+        }
         self.enqueue(
             stream,
             "backward block",
@@ -598,6 +599,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let scratch = self.buffers.scratch;
         let sizes = [self.arch.vocab(), self.options.tokens()];
         let tokens = tokens / self.options.sequence_ranks;
+        if let Some(group) = &self.tensor {
+            return self.cut_losses(group, stream, params, tokens, None);
+        }
         self.enqueue(
             stream,
             "losses",
@@ -625,6 +629,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let vocab = self.arch.vocab();
         let tokens = self.options.tokens();
         let token = self.part.token(token, &self.options)?;
+        if let Some(group) = &self.tensor {
+            return self.cut_token_logits(group, stream, params, token);
+        }
         self.enqueue(
             stream,
             "token logits",
@@ -648,6 +655,73 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
 }
 
 impl<A: HostArch> Decoder<A> {
+    /// Enqueues the forward of a pass, whose input is whole.
+    fn enqueue_pass(
+        &self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+    ) -> Result<(), ModelError> {
+        let arch = Arc::clone(&self.arch);
+        let Activations {
+            input,
+            output,
+            block,
+        } = self.buffers.layers.of_pass(pass);
+
+        if pass == 0 {
+            self.enqueue(
+                stream,
+                "forward embedding",
+                pass,
+                params,
+                &[],
+                move |flat, _| {
+                    // SAFETY: the buffer is this model's, and the stream orders its passes.
+                    let x = unsafe { output.as_host_mut() };
+                    arch.embed(x, &flat);
+                },
+            )?;
+            let tensor = self.tensor.as_ref();
+            return tensor.map_or(Ok(()), |group| group.sum(stream, output));
+        }
+
+        // SAFETY of the views below: the buffers are this model's, and the stream orders its
+        // passes.
+        if pass + 1 == self.passes.len() {
+            let head = self.buffers.head;
+            return self.enqueue(stream, "forward head", pass, params, &[], move |flat, _| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                arch.final_norm(&mut head.view(), x, &flat);
+            });
+        }
+
+        if let Some(group) = &self.sequence {
+            return self.shared_forward(group, stream, pass, params, Some(output));
+        }
+        if let Some(group) = &self.tensor {
+            return self.cut_forward(group, stream, pass, params, Some(output));
+        }
+        self.enqueue(
+            stream,
+            "forward block",
+            pass,
+            params,
+            &[],
+            move |flat, _| {
+                // SAFETY: as above.
+                let x = unsafe { input.as_host() };
+                // SAFETY: as above; input and output are different buffers.
+                let out = unsafe { output.as_host_mut() };
+                for part in Forward::ALL {
+                    arch.forward(part, block, x, &flat);
+                }
+                arch.output(out, block, &flat);
+            },
+        )
+    }
+
     fn backward_of_head(
         &self,
         stream: &HostStream,
@@ -664,6 +738,9 @@ impl<A: HostArch> Decoder<A> {
         loss_scale
             .erase()
             .check_device("backward head: loss scale", DeviceId::HOST)?;
+        if let Some(group) = &self.tensor {
+            return self.cut_backward_of_head(group, stream, params, grads, loss_scale);
+        }
 
         self.enqueue(
             stream,

@@ -117,11 +117,7 @@ pub(crate) struct Exchanges {
 
 impl Exchanges {
     /// Those of a model with these heads of `d` elements. The options must be valid for it.
-    pub(crate) fn new(
-        options: &ModelOptions,
-        [heads, kv_heads]: [usize; 2],
-        d: usize,
-    ) -> Self {
+    pub(crate) fn new(options: &ModelOptions, [heads, kv_heads]: [usize; 2], d: usize) -> Self {
         let qkv = Exchange {
             ranks: options.sequence_ranks,
             batch: options.micro_batch,
@@ -262,6 +258,12 @@ impl<A: HostArch> Decoder<A> {
             }
         };
         let [qkv, attention, rest @ ..] = &Forward::ALL;
+        // Ranks of tensor parallelism sum between the last two parts.
+        let (mid, mlp) = rest.split_at(1);
+        let (after, out_after) = match &self.tensor {
+            Some(_) => (mid, None),
+            None => (&rest[..], out),
+        };
         self.around_attention(
             group,
             stream,
@@ -272,8 +274,14 @@ impl<A: HostArch> Decoder<A> {
             [there, back],
             part(std::slice::from_ref(qkv), in_tokens, None),
             part(std::slice::from_ref(attention), in_heads, None),
-            part(rest, in_tokens, out),
-        )
+            part(after, in_tokens, out_after),
+        )?;
+        let Some(tensor) = &self.tensor else {
+            return Ok(());
+        };
+        tensor.sum(stream, A::mid(block))?;
+        self.enqueue_forward(stream, pass, params, mlp, out)?;
+        out.map_or(Ok(()), |out| tensor.sum(stream, out))
     }
 
     /// Enqueues a block's backward.
@@ -313,8 +321,18 @@ impl<A: HostArch> Decoder<A> {
                 }
             }
         };
-        let [mlp_and_mid @ .., attention, _, _] = &Backward::ALL;
+        let [mlp, mid, attention, qkv, _] = &Backward::ALL;
+        let [mlp_and_mid @ .., _, _, _] = &Backward::ALL;
         let [_, _, _, qkv_and_input @ ..] = &Backward::ALL;
+        let (before, after) = match &self.tensor {
+            Some(_) => (std::slice::from_ref(mid), std::slice::from_ref(qkv)),
+            None => (&mlp_and_mid[..], &qkv_and_input[..]),
+        };
+        if let Some(tensor) = &self.tensor {
+            let mlp = std::slice::from_ref(mlp);
+            self.enqueue_backward(stream, pass, params, grads, mlp)?;
+            self.sum_narrow(tensor, stream, pass)?;
+        }
         self.around_attention(
             group,
             stream,
@@ -323,10 +341,14 @@ impl<A: HostArch> Decoder<A> {
             params,
             grads,
             [there, back],
-            part(mlp_and_mid, in_tokens),
+            part(before, in_tokens),
             part(std::slice::from_ref(attention), in_heads),
-            part(qkv_and_input, in_tokens),
-        )
+            part(after, in_tokens),
+        )?;
+        match &self.tensor {
+            Some(tensor) => self.cut_backward_of_input(tensor, stream, pass, params, grads),
+            None => Ok(()),
+        }
     }
 
     /// Enqueues `before` in tokens, the way there, `attention` in heads, the way back, and `after`

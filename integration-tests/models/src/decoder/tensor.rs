@@ -36,8 +36,16 @@ pub(super) struct TensorGroup {
     vocab: usize,
 }
 
+/// Elements of the statistics of `rows` rows of logits: this rank's, and those of all ranks.
+pub(super) fn stats_elems(ranks: usize, rows: usize) -> usize {
+    match ranks {
+        1 => 0,
+        ranks => (ranks + 1) * rows * STATISTICS,
+    }
+}
+
 impl TensorGroup {
-    /// `stats` has [`stats_elems`](Self::stats_elems) elements.
+    /// `stats` has [`stats_elems`] elements.
     pub(super) fn new(
         comm: &Arc<dyn Communicator<HostDevice>>,
         rank: TensorRank,
@@ -51,14 +59,6 @@ impl TensorGroup {
             stats: stats.slice(0..own),
             all_stats: stats.slice(own..stats.len()),
             vocab,
-        }
-    }
-
-    /// Elements of the statistics of `rows` rows of logits.
-    pub(crate) fn stats_elems(rank: TensorRank, rows: usize) -> usize {
-        match rank.ranks {
-            1 => 0,
-            ranks => (ranks + 1) * rows * STATISTICS,
         }
     }
 
@@ -76,7 +76,9 @@ impl TensorGroup {
             return Ok(());
         }
         let values = values.erase();
-        Ok(self.comm.all_reduce(stream, values, values, ReduceOp::Sum)?)
+        Ok(self
+            .comm
+            .all_reduce(stream, values, values, ReduceOp::Sum)?)
     }
 
     /// Gathers the statistics of `rows` rows.
@@ -89,7 +91,7 @@ impl TensorGroup {
 
 impl<A: HostArch> Decoder<A> {
     /// Enqueues parts of a block's forward, and its output if `out` is set.
-    fn enqueue_forward(
+    pub(super) fn enqueue_forward(
         &self,
         stream: &HostStream,
         pass: usize,
@@ -131,6 +133,30 @@ impl<A: HostArch> Decoder<A> {
         out.map_or(Ok(()), |out| group.sum(stream, out))
     }
 
+    /// Enqueues parts of a block's backward.
+    pub(super) fn enqueue_backward(
+        &self,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        parts: &'static [Backward],
+    ) -> Result<(), ModelError> {
+        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
+        let scratch = self.buffers.scratch;
+        let arch = Arc::clone(&self.arch);
+        let label = "backward block";
+        self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
+            // SAFETY: the buffer is this model's, and the stream orders its passes.
+            let x = unsafe { input.as_host() };
+            for grad in grads {
+                for &part in parts {
+                    arch.backward(part, scratch.view(), block, x, &flat, grad);
+                }
+            }
+        })
+    }
+
     /// Enqueues a block's backward.
     pub(super) fn cut_backward(
         &self,
@@ -140,33 +166,39 @@ impl<A: HostArch> Decoder<A> {
         params: &[AnySlice],
         grads: &[DeviceSlice<f32>],
     ) -> Result<(), ModelError> {
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let scratch = self.buffers.scratch;
-        let enqueue = |parts: &'static [Backward]| {
-            let arch = Arc::clone(&self.arch);
-            let label = "backward block";
-            self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-                // SAFETY: the buffer is this model's, and the stream orders its passes.
-                let x = unsafe { input.as_host() };
-                for grad in grads {
-                    for &part in parts {
-                        arch.backward(part, scratch.view(), block, x, &flat, grad);
-                    }
-                }
-            })
-        };
-
         let [mlp @ .., _, _, _, _] = &Backward::ALL;
         let [_, to_qkv @ .., _] = &Backward::ALL;
-        let [_, _, _, _, input_part @ ..] = &Backward::ALL;
+        self.enqueue_backward(stream, pass, params, grads, mlp)?;
+        self.sum_narrow(group, stream, pass)?;
+        self.enqueue_backward(stream, pass, params, grads, to_qkv)?;
+        self.cut_backward_of_input(group, stream, pass, params, grads)
+    }
+
+    /// Enqueues the end of a block's backward, after [`Backward::Qkv`].
+    pub(super) fn cut_backward_of_input(
+        &self,
+        group: &TensorGroup,
+        stream: &HostStream,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+    ) -> Result<(), ModelError> {
+        let [_, _, _, _, input @ ..] = &Backward::ALL;
+        self.sum_narrow(group, stream, pass)?;
+        let partial = self.arch.partial_elems();
+        group.sum(stream, self.buffers.scratch.logits.slice(0..partial))?;
+        self.enqueue_backward(stream, pass, params, grads, input)
+    }
+
+    /// Sums the gradient of a norm's output.
+    pub(super) fn sum_narrow(
+        &self,
+        group: &TensorGroup,
+        stream: &HostStream,
+        pass: usize,
+    ) -> Result<(), ModelError> {
         let row = self.buffers.layers.of_pass(pass).input.len();
-        let narrow = scratch.narrow.slice(0..row);
-        enqueue(mlp)?;
-        group.sum(stream, narrow)?;
-        enqueue(to_qkv)?;
-        group.sum(stream, narrow)?;
-        group.sum(stream, scratch.logits.slice(0..self.arch.partial_elems()))?;
-        enqueue(input_part)
+        group.sum(stream, self.buffers.scratch.narrow.slice(0..row))
     }
 
     /// Enqueues the head's backward.
@@ -187,15 +219,29 @@ impl<A: HostArch> Decoder<A> {
         self.cut_losses(group, stream, params, tokens, Some((grads, loss_scale)))?;
         group.sum(stream, scratch.narrow.slice(0..input.len()))?;
         let label = "backward head";
-        self.enqueue(stream, label, pass, params, grads, move |flat, mut grads| {
-            // SAFETY: the buffer is this model's, and the stream orders its passes.
-            let x = unsafe { input.as_host() };
-            let s = scratch.view();
-            s.dres.fill(0.0);
-            if let Some(own) = grads.first_mut() {
-                arch.final_norm_backward(s.dres, own, &s.narrow[..x.len()], x, &head.view(), &flat);
-            }
-        })
+        self.enqueue(
+            stream,
+            label,
+            pass,
+            params,
+            grads,
+            move |flat, mut grads| {
+                // SAFETY: the buffer is this model's, and the stream orders its passes.
+                let x = unsafe { input.as_host() };
+                let s = scratch.view();
+                s.dres.fill(0.0);
+                if let Some(own) = grads.first_mut() {
+                    arch.final_norm_backward(
+                        s.dres,
+                        own,
+                        &s.narrow[..x.len()],
+                        x,
+                        &head.view(),
+                        &flat,
+                    );
+                }
+            },
+        )
     }
 
     /// Enqueues the logits of this rank's token `token`, gathers them, and returns those of the whole
@@ -269,34 +315,43 @@ impl<A: HostArch> Decoder<A> {
             let grads = gradients.map_or(&[][..], |(grads, _)| grads);
             let loss_scale = gradients.map(|(_, scale)| scale);
             let label = "losses";
-            self.enqueue(stream, label, pass, params, grads, move |flat, mut grads| {
-                let s = scratch.view();
-                let logits = &mut s.logits[..rows * part.len];
-                let out = &head.view().out[start * width..end * width];
-                // SAFETY: as above.
-                let stats = unsafe { all_stats.as_host() };
-                let stats = &stats[..rows * STATISTICS * ranks];
-                let targets = &flat.batch.targets[start..end];
-                let divisor = loss_scale.map_or(1.0, |_| flat.batch.divisor);
-                let scale = loss_scale.map_or(0.0, |scale| {
-                    // SAFETY: checked to be host memory; its maker promised ordered accesses.
-                    unsafe { scale.as_host() }[0] as f32 / flat.batch.divisor as f32
-                });
-                let sum =
-                    cross_entropy::part_gradient(logits, stats, rank, targets, part, scale);
-                if is_first {
+            self.enqueue(
+                stream,
+                label,
+                pass,
+                params,
+                grads,
+                move |flat, mut grads| {
+                    let s = scratch.view();
+                    let logits = &mut s.logits[..rows * part.len];
+                    let out = &head.view().out[start * width..end * width];
                     // SAFETY: as above.
-                    unsafe { loss.as_host_mut() }[0] += sum / divisor;
-                }
-                let Some(matrix) = grads.pop() else { return };
-                let dw = match grads.is_empty() {
-                    true => &mut matrix[flat.unit(0).range(HEAD)],
-                    false => matrix,
-                };
-                let w = flat.head_weight(part.len * width);
-                linear::product(&mut s.narrow[start * width..end * width], logits, w, width);
-                linear::add_weight_gradient(&mut dw[..w.len()], logits, out, width);
-            })?;
+                    let stats = unsafe { all_stats.as_host() };
+                    let stats = &stats[..rows * STATISTICS * ranks];
+                    let targets = &flat.batch.targets[start..end];
+                    let divisor = loss_scale.map_or(1.0, |_| flat.batch.divisor);
+                    let scale = loss_scale.map_or(0.0, |scale| {
+                        // SAFETY: checked to be host memory; its maker promised ordered accesses.
+                        let scale = unsafe { scale.as_host() };
+                        scale[0] as f32 / flat.batch.divisor as f32
+                    });
+                    let sum =
+                        cross_entropy::part_gradient(logits, stats, rank, targets, part, scale);
+                    if is_first {
+                        // SAFETY: as above.
+                        let loss = unsafe { loss.as_host_mut() };
+                        loss[0] += sum / divisor;
+                    }
+                    let Some(matrix) = grads.pop() else { return };
+                    let dw = match grads.is_empty() {
+                        true => &mut matrix[flat.unit(0).range(HEAD)],
+                        false => matrix,
+                    };
+                    let w = flat.head_weight(part.len * width);
+                    linear::product(&mut s.narrow[start * width..end * width], logits, w, width);
+                    linear::add_weight_gradient(&mut dw[..w.len()], logits, out, width);
+                },
+            )?;
         }
         Ok(())
     }

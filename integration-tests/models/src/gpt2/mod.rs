@@ -19,6 +19,7 @@ use crate::decoder::{self, Backward, Decoder, Forward, HostArch, HostModel};
 use crate::ops::dropout::Dropout;
 use crate::ops::{Span, Threads, attention, embedding, layer_norm};
 use crate::options::ModelOptions;
+use crate::tensor::TensorRank;
 use block::BlockSlices;
 
 /// The passes of a GPT-2, one per unit: the embedding, each block, the head.
@@ -31,11 +32,13 @@ struct Gpt2Arch {
     config: GptConfig,
     options: ModelOptions,
     part: SequencePart,
+    tensor: TensorRank,
+    units: Vec<UnitSpec>,
 }
 
 impl Gpt2Arch {
     fn attention(&self, layer: usize) -> attention::Shape {
-        let heads = self.config.n_head / self.options.sequence_ranks;
+        let heads = self.heads() / self.options.sequence_ranks;
         attention::Shape {
             batch: self.options.micro_batch,
             seq: self.options.seq_len,
@@ -47,12 +50,18 @@ impl Gpt2Arch {
         }
     }
 
+    /// Heads of this rank's part of the parameters.
+    fn heads(&self) -> usize {
+        self.config.n_head / self.tensor.ranks
+    }
+
     fn block<'a>(&self, p: &Flat<'a>) -> block::Shape<'a> {
         let config = &self.config;
         let site = |of_block| 1 + 3 * p.layer as u32 + of_block;
         let seq = self.options.seq_len;
         let span = self.span();
-        let first_line = self.part.first_line(config.n_head, seq);
+        let heads = self.heads();
+        let first_line = self.tensor.rank * heads * seq + self.part.first_line(heads, seq);
         let of_attention = p.draws.dropout(config.attn_pdrop, site(0));
         let of_residual = |of_block| {
             let dropout = p.draws.dropout(config.resid_pdrop, site(of_block));
@@ -62,6 +71,7 @@ impl Gpt2Arch {
             attention: self.attention(p.layer),
             tokens: span.tokens,
             width: config.n_embd,
+            tensor: self.tensor,
             masks: attention::Masks {
                 starts: &p.whole.starts,
                 dropout: of_attention.map(|dropout| dropout.from_line(first_line)),
@@ -81,9 +91,10 @@ impl Gpt2Arch {
         self.part.span(self.options.seq_len)
     }
 
-    fn rows<'a>(&self, p: &Flat<'a>) -> embedding::Rows<'a> {
+    /// The rows of a batch with these places of its tokens.
+    fn rows<'a>(&self, p: &Flat<'a>, tokens: &'a [u32]) -> embedding::Rows<'a> {
         embedding::Rows {
-            tokens: &p.batch.inputs,
+            tokens,
             starts: &p.batch.starts,
             span: self.span(),
         }
@@ -96,7 +107,7 @@ impl HostArch for Gpt2Arch {
     const NAME: &'static str = "GPT-2's backward";
 
     fn units(&self) -> Vec<UnitSpec> {
-        self.config.units()
+        self.units.clone()
     }
 
     fn tied(&self) -> bool {
@@ -105,6 +116,10 @@ impl HostArch for Gpt2Arch {
 
     fn vocab(&self) -> usize {
         self.config.vocab_size
+    }
+
+    fn mid(block: BlockSlices) -> DeviceSlice<f32> {
+        block.mid
     }
 
     fn sizes(&self) -> Sizes {
@@ -132,7 +147,12 @@ impl HostArch for Gpt2Arch {
         let wte = p.get(0, "wte");
         let wpe = p.get(0, "wpe");
         let c = self.config.n_embd;
-        embedding::forward(x, self.rows(p), wte, wpe, c);
+        let local = self.tensor.of_batch(p.batch, self.config.vocab_size);
+        match self.tensor.is_first() {
+            true => embedding::forward(x, self.rows(p, &local), wte, wpe, c),
+            // The first rank adds the positions.
+            false => embedding::forward_tokens(x, &local, wte, c),
+        }
         if let Some(dropout) = self.embedding_dropout(p) {
             dropout.apply(x, self.span().tokens, c);
         }
@@ -144,7 +164,8 @@ impl HostArch for Gpt2Arch {
         if let Some(dropout) = self.embedding_dropout(p) {
             dropout.apply(dx, self.span().tokens, c);
         }
-        embedding::backward(dwte, dwpe, self.rows(p), dx, c);
+        let local = self.tensor.of_batch(p.batch, self.config.vocab_size);
+        embedding::backward(dwte, dwpe, self.rows(p, &local), dx, c);
     }
 
     fn forward(&self, part: Forward, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
@@ -195,24 +216,42 @@ impl HostArch for Gpt2Arch {
 /// Elements of the activations on the host. The options must be valid for the configuration.
 fn sizes(config: &GptConfig, options: &ModelOptions) -> Sizes {
     let c = config.n_embd;
-    let f = config.n_inner;
+    let f = config.n_inner / options.tensor_ranks;
+    let heads = config.n_head / options.tensor_ranks;
+    let attended = heads * config.head_dim();
     let tokens = options.tokens();
     let row = tokens * c;
     let stats = 2 * tokens;
-    let lse = tokens * config.n_head;
+    let lse = tokens * heads;
     let wide = tokens * f;
-    let exchanges = Exchanges::new(options, [config.n_head; 2], config.head_dim());
+    let exchanges = Exchanges::new(options, [heads; 2], config.head_dim());
     let extent = Extent {
         exchanges,
         layers: config.n_layer,
         width: c,
         vocab: config.vocab_size,
         head_stats: 2,
-        wide: f.max(3 * c),
+        // The gradient before a dropout is in the same buffer.
+        wide: f
+            .max(3 * attended)
+            .max(if options.tensor_ranks > 1 { c } else { 0 }),
+        partial: 0,
         table: 0,
     };
 
-    let block = vec![row, stats, 3 * row, row, lse, row, row, stats, wide, wide];
+    let attended = tokens * attended;
+    let block = vec![
+        row,
+        stats,
+        3 * attended,
+        attended,
+        lse,
+        row,
+        row,
+        stats,
+        wide,
+        wide,
+    ];
     Sizes::new(&extent, block, options)
 }
 
@@ -230,7 +269,10 @@ pub(crate) fn on_host(
     threads: Threads,
     ranks: &ModelRanks<HostDevice>,
 ) -> Result<Box<dyn HostModel>, ModelError> {
+    let tensor = TensorRank::new(&options, ranks)?;
     let arch = Gpt2Arch {
+        units: tensor.units(config.units())?,
+        tensor,
         config,
         part: SequencePart::new(&options, ranks)?,
         options: options.clone(),

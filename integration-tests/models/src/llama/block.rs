@@ -80,13 +80,7 @@ impl Shape {
     }
 
     /// `y = residual + bias + x w^T`, or of the ranks but the first of tensor parallelism `x w^T`.
-    fn add_to_residual(
-        &self,
-        y: &mut [f32],
-        residual: &[f32],
-        x: &[f32],
-        [w, bias]: [&[f32]; 2],
-    ) {
+    fn add_to_residual(&self, y: &mut [f32], residual: &[f32], x: &[f32], [w, bias]: [&[f32]; 2]) {
         let c = self.width;
         match self.tensor.is_first() {
             true => linear::forward_residual_transposed(y, residual, x, w, bias, c),
@@ -203,7 +197,8 @@ pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, flat: &[f32], shape: &S
 }
 
 /// Computes a part of the block's backward and adds to `grad`, the unit's gradient. `a.gate_up` is
-/// overwritten by its gradient. From [`Backward::Mid`] on, `s.wide` has the gradient of `attended`,
+/// overwritten by its gradient. With tensor parallelism [`Backward::Qkv`] writes the part of this rank
+/// of the gradient of the norms of heads to `s.logits`, and [`Backward::Input`] adds the sum. From [`Backward::Mid`] on, `s.wide` has the gradient of `attended`,
 /// and behind it that of `qkv`.
 pub(super) fn backward(
     part: Backward,
@@ -249,12 +244,24 @@ pub(super) fn backward(
             rope::backward(dqkv, flat.table, starts, shape.span, shape.rows());
             if !p.qk_norm.is_empty() {
                 let heads = shape.heads;
-                rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);
+                let gain = match shape.tensor.ranks {
+                    1 => g.qk_norm,
+                    _ => {
+                        let part = &mut s.logits[..p.qk_norm.len()];
+                        part.fill(0.0);
+                        part
+                    }
+                };
+                rms_norm::backward_heads(dqkv, gain, a.raw, a.raw_stats, p.qk_norm, heads);
             }
             linear::backward_weight_transposed(g.qkv, g.qkv_bias, a.norm1, dqkv, c);
             linear::product(s.narrow, dqkv, p.qkv, c);
         }
         Backward::Input => {
+            if shape.tensor.ranks > 1 {
+                let sums = g.qk_norm.iter_mut().zip(&*s.logits);
+                sums.for_each(|(sum, part)| *sum += part);
+            }
             rms_norm::backward(s.dres, g.norm1, s.narrow, x, a.stats1, p.norm1);
         }
     }

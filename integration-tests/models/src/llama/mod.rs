@@ -20,6 +20,7 @@ use crate::decoder::sequence::{Exchanges, SequencePart};
 use crate::decoder::{Backward, Decoder, Forward, HostArch, HostModel};
 use crate::ops::{Threads, attention, embedding, rms_norm};
 use crate::options::ModelOptions;
+use crate::tensor::TensorRank;
 use block::{BlockSlices, Shape};
 
 /// The head's norm.
@@ -27,9 +28,12 @@ const NORM: &str = "model.norm.weight";
 
 /// A model of the family and its batch, on the host.
 struct LlamaArch {
+    /// With the sizes of the rank's part of a block.
     config: LlamaConfig,
     options: ModelOptions,
     part: SequencePart,
+    tensor: TensorRank,
+    units: Vec<UnitSpec>,
 }
 
 impl LlamaArch {
@@ -47,8 +51,10 @@ impl LlamaArch {
             window: config.window_of(layer, seq),
             scale: attention::scale_of(config.head_dim),
         };
-        let first_line = self.part.first_line(config.heads, seq);
-        Shape::new(config, attention, self.part.span(seq), first_line)
+        let before = self.tensor.rank * config.heads * seq;
+        let first_line = before + self.part.first_line(config.heads, seq);
+        let span = self.part.span(seq);
+        Shape::new(config, attention, span, first_line, self.tensor)
     }
 }
 
@@ -58,7 +64,7 @@ impl HostArch for LlamaArch {
     const NAME: &'static str = "the backward of a Llama";
 
     fn units(&self) -> Vec<UnitSpec> {
-        self.config.units()
+        self.units.clone()
     }
 
     fn tied(&self) -> bool {
@@ -67,6 +73,14 @@ impl HostArch for LlamaArch {
 
     fn vocab(&self) -> usize {
         self.config.vocab_size
+    }
+
+    fn mid(block: BlockSlices) -> DeviceSlice<f32> {
+        block.mid
+    }
+
+    fn partial_elems(&self) -> usize {
+        partial_elems(&self.config, &self.options)
     }
 
     fn sizes(&self) -> Sizes {
@@ -94,12 +108,16 @@ impl HostArch for LlamaArch {
     }
 
     fn embed(&self, x: &mut [f32], p: &Flat<'_>) {
-        embedding::forward_tokens(x, &p.batch.inputs, p.flats[0], self.config.hidden);
+        let local = self.tensor.of_batch(p.batch, self.config.vocab_size);
+        embedding::forward_tokens(x, &local, p.flats[0], self.config.hidden);
     }
 
     fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>) {
+        let vocab = self.config.vocab_size;
         let padding = self.config.padding_token().map(|token| token as u32);
-        embedding::backward_tokens(grad, &p.batch.inputs, dx, self.config.hidden, padding);
+        let padding = padding.map(|token| self.tensor.vocab(vocab).local(token));
+        let local = self.tensor.of_batch(p.batch, vocab);
+        embedding::backward_tokens(grad, &local, dx, self.config.hidden, padding);
     }
 
     fn forward(&self, part: Forward, block: BlockSlices, x: &[f32], p: &Flat<'_>) {
@@ -145,14 +163,20 @@ impl HostArch for LlamaArch {
 }
 
 fn exchanges(config: &LlamaConfig, options: &ModelOptions) -> Exchanges {
-    Exchanges::new(
-        options,
-        [config.heads, config.kv_heads],
-        config.head_dim,
-    )
+    Exchanges::new(options, [config.heads, config.kv_heads], config.head_dim)
 }
 
-/// Elements of the activations on the host. The options must be valid for the configuration.
+/// Elements of the gradient of the norms of heads, of which each rank of tensor parallelism has a
+/// part of the sum.
+fn partial_elems(config: &LlamaConfig, options: &ModelOptions) -> usize {
+    match config.has_qk_norm() && options.tensor_ranks > 1 {
+        true => 2 * config.head_dim,
+        false => 0,
+    }
+}
+
+/// Elements of the activations on the host, with the sizes of a rank's part of a block. The options
+/// must be valid for the configuration.
 fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
     let tokens = options.tokens();
     let row = tokens * config.hidden;
@@ -172,6 +196,7 @@ fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
         vocab: config.vocab_size,
         head_stats: 1,
         wide: inner.max(queries + qkv / tokens),
+        partial: partial_elems(config, options),
         table: options.seq_len * config.head_dim,
     };
 
@@ -194,7 +219,7 @@ fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
 
 /// Bytes of activations on the host. The options must be valid for the configuration.
 pub(crate) fn activations_bytes(config: &LlamaConfig, options: &ModelOptions) -> u64 {
-    sizes(config, options).bytes()
+    sizes(&config.cut(options.tensor_ranks), options).bytes()
 }
 
 /// A model of the family on the host. The options must be valid for the configuration.
@@ -206,8 +231,11 @@ pub(crate) fn on_host(
     threads: Threads,
     ranks: &ModelRanks<HostDevice>,
 ) -> Result<Box<dyn HostModel>, ModelError> {
+    let tensor = TensorRank::new(&options, ranks)?;
     let arch = LlamaArch {
-        config,
+        units: tensor.units(config.units())?,
+        config: config.cut(tensor.ranks),
+        tensor,
         part: SequencePart::new(&options, ranks)?,
         options: options.clone(),
     };

@@ -55,7 +55,11 @@ impl VocabPart {
     /// The place of a token in this part, or [`IGNORED`].
     pub fn local(self, token: u32) -> u32 {
         let place = (token as usize).wrapping_sub(self.first);
-        if place < self.len { place as u32 } else { IGNORED }
+        if place < self.len {
+            place as u32
+        } else {
+            IGNORED
+        }
     }
 }
 
@@ -109,9 +113,15 @@ pub fn part_gradient(
                 }
                 let at = (chunk * rows + i) * STATISTICS;
                 let of_ranks = || stats.chunks_exact(of_rank).map(|stats| &stats[at..]);
-                let max = of_ranks().map(|stats| stats[0]).fold(f32::NEG_INFINITY, f32::max);
-                let sum: f32 = of_ranks().map(|stats| stats[1] * (stats[0] - max).exp()).sum();
-                let at_target = of_ranks().map(|stats| stats[2]).fold(f32::NEG_INFINITY, f32::max);
+                let max = of_ranks()
+                    .map(|stats| stats[0])
+                    .fold(f32::NEG_INFINITY, f32::max);
+                let sum: f32 = of_ranks()
+                    .map(|stats| stats[1] * (stats[0] - max).exp())
+                    .sum();
+                let at_target = of_ranks()
+                    .map(|stats| stats[2])
+                    .fold(f32::NEG_INFINITY, f32::max);
                 loss += f64::from(sum).ln() + f64::from(max) - f64::from(at_target);
                 let own = stats[rank * of_rank + at];
                 let factor = scale * (own - max).exp() / sum;

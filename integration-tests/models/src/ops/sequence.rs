@@ -204,21 +204,31 @@ mod tests {
 
     /// The heads of a token that attention of `rank` reads: by the queries' heads one by one.
     fn wanted_heads(x: Exchange, rank: usize) -> Vec<usize> {
-        let of_queries: Vec<usize> = (0..x.heads).filter(|h| h * x.ranks / x.heads == rank).collect();
-        let mut keys: Vec<usize> = of_queries.iter().map(|h| h * x.kv_heads / x.heads).collect();
+        let of_queries: Vec<usize> = (0..x.heads)
+            .filter(|h| h * x.ranks / x.heads == rank)
+            .collect();
+        let mut keys: Vec<usize> = of_queries
+            .iter()
+            .map(|h| h * x.kv_heads / x.heads)
+            .collect();
         keys.dedup();
         if x.kv_heads == 0 {
             keys.clear();
         }
         let of = |first: usize| keys.iter().map(move |key| first + key);
         let all = of_queries.iter().copied();
-        all.chain(of(x.heads)).chain(of(x.heads + x.kv_heads)).collect()
+        all.chain(of(x.heads))
+            .chain(of(x.heads + x.kv_heads))
+            .collect()
     }
 
     /// The all-to-all of segments.
     fn all_to_all(x: Exchange, sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
         let n = x.elems() / x.ranks;
-        let of = |rank: usize| sent.iter().flat_map(move |s| s[rank * n..(rank + 1) * n].to_vec());
+        let of = |rank: usize| {
+            sent.iter()
+                .flat_map(move |s| s[rank * n..(rank + 1) * n].to_vec())
+        };
         (0..x.ranks).map(|rank| of(rank).collect()).collect()
     }
 

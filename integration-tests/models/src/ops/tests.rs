@@ -8,7 +8,8 @@ use proptest::prelude::*;
 use super::attention::{Masks, Shape};
 use super::dropout::Draws;
 use super::{
-    Span, Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope, swiglu,
+    Span, Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope,
+    swiglu,
 };
 use zero_trainer::{BatchRows, IGNORED};
 

@@ -60,6 +60,8 @@ impl Tiny {
             micro_batch: rows,
             seq_len: seq,
             sequence_ranks: 1,
+            tensor_ranks: 1,
+            partition_activations: false,
             dtype: DType::F32,
             activation_checkpointing: false,
             offload_activations: false,

@@ -18,6 +18,7 @@ mod pytorch;
 mod replicas;
 mod resume;
 mod support;
+mod tensor;
 mod timeline;
 mod toy;
 mod ulysses;

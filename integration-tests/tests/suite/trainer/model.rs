@@ -41,6 +41,8 @@ fn check(oracle: Oracle, threads: usize, activation_checkpointing: bool) {
         micro_batch: batch,
         seq_len: seq,
         sequence_ranks: 1,
+        tensor_ranks: 1,
+        partition_activations: false,
         dtype: DType::F32,
         activation_checkpointing,
         offload_activations: activation_checkpointing,

@@ -1,5 +1,6 @@
 //! Tensor parallelism: the numbers of the run without it, and bytes by the formulas.
 
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
@@ -9,7 +10,7 @@ use zero_trainer::{Home, MeshSettings, OffloadSettings};
 
 use super::identical::{cases, same};
 use super::mesh::close;
-use super::support::{Case, GPT2, LLAMA, Oracle, Outcome, QWEN2};
+use super::support::{Case, Outcome};
 
 /// `case` with tensor parallelism over `ranks` ranks, and as many data ranks as it has.
 fn cut(case: &Case, ranks: usize) -> Case {

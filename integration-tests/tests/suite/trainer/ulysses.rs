@@ -84,7 +84,9 @@ fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     let want = want.state();
     let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     let moments = want.iter().filter(|(name, _)| name.starts_with("first"));
-    let largest = moments.map(|(_, bits)| norm(&floats(bits))).fold(0.0, f64::max);
+    let largest = moments
+        .map(|(_, bits)| norm(&floats(bits)))
+        .fold(0.0, f64::max);
     assert_eq!(got.len(), want.len(), "{what}");
     for (name, bits) in &want {
         let expected = floats(bits);
@@ -305,29 +307,35 @@ fn llama() -> impl Strategy<Value = (ModelConfig, usize)> {
         any::<bool>(),
         any::<bool>(),
     );
-    (sizes, variant).prop_map(|((share, kv, group, half, layers), (window, norms, biases))| {
-        let share = 1 << share;
-        let kv_heads = 1 << kv;
-        let heads = group * kv_heads.max(share);
-        let config = LlamaConfig {
-            family: if norms { Family::Qwen3 } else { Family::Mistral },
-            vocab_size: 256,
-            max_positions: 32,
-            hidden: 8,
-            layers,
-            heads,
-            kv_heads,
-            head_dim: 2 * half,
-            intermediate: 12,
-            qkv_bias: biases,
-            output_bias: biases,
-            window,
-            windowed: window.map_or_else(Vec::new, |_| vec![true; layers]),
-            tied_head: norms,
-            ..LlamaConfig::llama2()
-        };
-        (config.into(), share)
-    })
+    (sizes, variant).prop_map(
+        |((share, kv, group, half, layers), (window, norms, biases))| {
+            let share = 1 << share;
+            let kv_heads = 1 << kv;
+            let heads = group * kv_heads.max(share);
+            let config = LlamaConfig {
+                family: if norms {
+                    Family::Qwen3
+                } else {
+                    Family::Mistral
+                },
+                vocab_size: 256,
+                max_positions: 32,
+                hidden: 8,
+                layers,
+                heads,
+                kv_heads,
+                head_dim: 2 * half,
+                intermediate: 12,
+                qkv_bias: biases,
+                output_bias: biases,
+                window,
+                windowed: window.map_or_else(Vec::new, |_| vec![true; layers]),
+                tied_head: norms,
+                ..LlamaConfig::llama2()
+            };
+            (config.into(), share)
+        },
+    )
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
@@ -484,21 +492,24 @@ fn bytes_exchanged_and_held() {
 
 #[test]
 fn refusals_say_what_to_change() {
-    let refused = |oracle: Oracle, ranks: usize, share: usize, edit: &dyn Fn(&mut ModelWorkload)| {
-        let case = Case {
-            mesh: shared(share),
-            ..case(oracle, ranks)
+    let refused =
+        |oracle: Oracle, ranks: usize, share: usize, edit: &dyn Fn(&mut ModelWorkload)| {
+            let case = Case {
+                mesh: shared(share),
+                ..case(oracle, ranks)
+            };
+            let mut workload = case.tiny();
+            edit(&mut workload);
+            let error = case.try_run(&workload).err().unwrap();
+            error.to_string()
         };
-        let mut workload = case.tiny();
-        edit(&mut workload);
-        let error = case.try_run(&workload).err().unwrap();
-        error.to_string()
-    };
     let unchanged = |_: &mut ModelWorkload| {};
 
     let error = refused(GPT2, 3, 3, &unchanged);
     assert!(
-        error.contains("they do not divide its 32 tokens; use a sequence length that is a multiple of 3"),
+        error.contains(
+            "they do not divide its 32 tokens; use a sequence length that is a multiple of 3"
+        ),
         "{error}"
     );
     let error = refused(GPT2, 8, 8, &unchanged);
@@ -519,9 +530,8 @@ fn refusals_say_what_to_change() {
 /// Windows of which the last round has fewer than ranks.
 #[test]
 fn validation_is_that_of_whole_sequences() {
-    let data: Arc<Dataset> = Arc::new(
-        Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap(),
-    );
+    let data: Arc<Dataset> =
+        Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());
     let run = |oracle, ranks, mesh| {
         let case = Case {
             steps: 1,
@@ -574,10 +584,17 @@ fn samples_are_those_of_whole_sequences() {
         });
         let mut sample = None;
         let settings = case.settings();
-        run_on_threads(ranks, 1, &settings, &case.tiny(), &options, &mut |metrics| {
-            sample = metrics.sample.clone();
-            Ok(())
-        })
+        run_on_threads(
+            ranks,
+            1,
+            &settings,
+            &case.tiny(),
+            &options,
+            &mut |metrics| {
+                sample = metrics.sample.clone();
+                Ok(())
+            },
+        )
         .unwrap();
         sample.unwrap()
     };

@@ -245,6 +245,8 @@ impl Request {
             micro_batch: usize::try_from(self.micro_batch).ok()?,
             seq_len: usize::try_from(self.seq_len).ok()?,
             sequence_ranks: self.mesh.sequence_ranks(),
+            tensor_ranks: 1,
+            partition_activations: false,
             dtype: self.dtype,
             activation_checkpointing: self.checkpointing,
             offload_activations: self.offload.activations,

@@ -329,6 +329,8 @@ fn model_options(
         micro_batch: sizes.batch.micro_batch as usize,
         seq_len: sizes.seq_len,
         sequence_ranks: settings.mesh.sequence_ranks(),
+        tensor_ranks: 1,
+        partition_activations: false,
         dtype: settings.dtype,
         activation_checkpointing: from.checkpoints_activations(),
         offload_activations: settings.offload.activations,

@@ -137,7 +137,7 @@ pub(super) fn backward<A: GpuArch>(
         ops, stream, s, p, ..
     } = *cx;
     let kernels = &ops.kernels;
-    let vocab = arch.vocab();
+    let vocab = cx.tensor.map_or(arch.vocab(), |tensor| tensor.part().len);
     let c = x.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range.clone());

@@ -46,8 +46,8 @@ use crate::cuda::matmul::{Matmul, Timing};
 use crate::cuda::{OpError, OpKernels, SumOut};
 use crate::options::ModelOptions;
 use batch::{Batches, Layout};
-use tensor::TensorGroup;
 use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
+use tensor::TensorGroup;
 
 /// The limit of the upload of the constants.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -187,6 +187,7 @@ pub(crate) struct GpuDecoder<A: GpuArch> {
     ops: Ops,
     batches: Batches,
     buffers: Buffers<A::Block>,
+    tensor: Option<TensorGroup>,
 }
 
 /// Kernels and libraries of the passes.
@@ -251,7 +252,20 @@ impl<A: GpuArch> GpuDecoder<A> {
             ops,
             batches,
             buffers,
+            tensor: None,
         })
+    }
+
+    /// Whether this rank adds the losses.
+    fn is_first(&self) -> bool {
+        let tensor = self.tensor.as_ref();
+        tensor.is_none_or(|tensor| tensor.rank.is_first())
+    }
+
+    /// Tokens of this rank's part of the vocabulary.
+    fn vocab_part(&self) -> usize {
+        let tensor = self.tensor.as_ref();
+        tensor.map_or_else(|| self.arch.vocab(), |tensor| tensor.part().len)
     }
 
     fn enqueue_forward(
@@ -300,13 +314,15 @@ impl<A: GpuArch> GpuDecoder<A> {
                 divisor,
             };
             head::backward(&self.arch, &cx, &self.buffers.head, input, targets, scale)?;
-            cross_entropy::add_over(
-                &self.ops.kernels,
-                stream,
-                self.buffers.loss,
-                scratch.losses,
-                divisor,
-            )?;
+            if self.is_first() {
+                cross_entropy::add_over(
+                    &self.ops.kernels,
+                    stream,
+                    self.buffers.loss,
+                    scratch.losses,
+                    divisor,
+                )?;
+            }
         } else {
             self.arch.recompute(&cx, &block, input)?;
             self.arch.backward(&cx, &block, input)?;
@@ -335,6 +351,7 @@ impl<A: GpuArch> GpuDecoder<A> {
             documents: self.batches.documents(),
             keys: self.batches.keys(),
             table: self.buffers.table,
+            tensor: self.tensor.as_ref(),
         }
     }
 
@@ -415,7 +432,9 @@ impl Flat<'_> {
         } else {
             (0, "lm_head")
         };
-        let own = self.units[self.reads[read]].range(part);
+        let all = self.units[self.reads[read]].range(part);
+        // Behind the rows of the vocabulary may be padding of tensor parallelism.
+        let own = all.start..all.start + vocab * c;
         let round = own.start..own.start + stride_elems(vocab) * c;
         (
             read,
@@ -505,9 +524,13 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
             head,
             self.batches.targets(),
             &flat,
-            self.arch.vocab(),
+            self.vocab_part(),
+            self.tensor.as_ref(),
         )?;
 
+        if !self.is_first() {
+            return Ok(());
+        }
         Ok(cross_entropy::add_sum(
             &ops.kernels,
             stream,
@@ -530,10 +553,11 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
                 "the logits of token {token} of {tokens}"
             )));
         }
-        let vocab = self.arch.vocab();
+        let vocab = self.vocab_part();
         let at = [token, tokens];
+        let tensor = self.tensor.as_ref();
         Ok(head::token_logits(
-            &self.ops, stream, scratch, head, &flat, vocab, at,
+            &self.ops, stream, scratch, head, &flat, vocab, at, tensor,
         )?)
     }
 

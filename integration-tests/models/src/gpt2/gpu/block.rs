@@ -70,7 +70,9 @@ fn add_to_residual(
     let residual = cx.is_first().then_some(residual);
     let product = linear(y, x, w, None, Epilogue::Bias(bias));
     let product = Product {
-        add: residual.filter(|_| dropout.is_none()).map(|add| Matrix::new(add, n)),
+        add: residual
+            .filter(|_| dropout.is_none())
+            .map(|add| Matrix::new(add, n)),
         epilogue: match cx.is_first() {
             true => product.epilogue,
             false => Epilogue::None,

@@ -119,11 +119,7 @@ pub(super) fn output(
 
 /// Runs a product to `out` that adds to the residual stream. With tensor parallelism only the first rank adds
 /// residual and bias, and the ranks' products are summed.
-fn sum_with_residual(
-    cx: &PassContext<'_>,
-    product: Product,
-    out: AnySlice,
-) -> Result<(), OpError> {
+fn sum_with_residual(cx: &PassContext<'_>, product: Product, out: AnySlice) -> Result<(), OpError> {
     let PassContext { ops, stream, .. } = *cx;
     let product = match cx.is_first() {
         true => product,

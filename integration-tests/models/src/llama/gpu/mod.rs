@@ -18,8 +18,8 @@ use crate::cuda::attention::{self, Attention, Shape};
 use crate::cuda::rope::{self, Heads};
 use crate::cuda::{OpError, OpKernels, column_sums, embedding, rms_norm};
 use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
-use crate::decoder::sequence::SequencePart;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
+use crate::decoder::sequence::SequencePart;
 use crate::options::{GpuBytes, ModelOptions};
 use block::BlockSlices;
 
