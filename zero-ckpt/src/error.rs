@@ -82,7 +82,8 @@ pub enum CkptError {
     /// A safetensors file breaks a rule of its format, or its header differs from the manifest.
     #[error("{}: invalid safetensors file: {why}", path.display())]
     BadSafetensors { path: PathBuf, why: String },
-    /// `latest`, an index of safetensors files or a `config.json` is invalid.
+    /// `latest`, an index of safetensors files, a `config.json` or a `tensor_parallel.json` is
+    /// invalid.
     #[error("{}: {why}", path.display())]
     BadFile { path: PathBuf, why: String },
     /// A file is shorter or longer than the manifest records.
@@ -116,6 +117,15 @@ pub enum CkptError {
     /// The checkpoint belongs to another model.
     #[error("{}: checkpoint of another model: {difference}", path.display())]
     AnotherModel { path: PathBuf, difference: String },
+    /// A parameter of the checkpoint cannot be cut over the tensor-parallel ranks that load it.
+    #[error("{}: tensor-parallel rank {rank} of {ranks} cannot load its part: {why}", path.display())]
+    NoPart {
+        path: PathBuf,
+        rank: u64,
+        /// Tensor-parallel ranks of the loading run.
+        ranks: u64,
+        why: String,
+    },
     /// The checkpoint was saved by a run that is neither this one nor one that it resumed.
     #[error(
         "{}: a checkpoint of another run{}; resume that run, or save into another directory",

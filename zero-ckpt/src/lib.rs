@@ -26,6 +26,7 @@ pub use format::header::TensorEntry;
 pub use format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
 pub use format::model::ModelSpec;
 pub use format::tensor_folder::TensorFolder;
+pub use format::tensor_parallel::{TENSOR_PARALLEL_JSON, TensorParallel, TensorParam, TensorUnit};
 pub use load::export::{ExportOptions, ExportReport};
 pub use load::on_ranks::Selection;
 pub use load::reader::Reader;

@@ -32,6 +32,7 @@ mod error;
 mod footprint;
 mod groups;
 mod index;
+mod joined;
 mod layout;
 mod lookup;
 mod memory;
@@ -45,6 +46,7 @@ pub use activations::{ActivationBytes, ActivationOptions, TransformerShape};
 pub use bucket::{BucketPiece, bucket_pieces};
 pub use error::ShardError;
 pub use footprint::{Footprint, MemoryModel, Placement, Tier, TierBytes, largest};
+pub use joined::joined_units;
 pub use layout::{
     Layout, LayoutOptions, LayoutSpec, ParamId, ParamPlacement, ParamSpec, Tie, UnitLayout,
     UnitSpec,

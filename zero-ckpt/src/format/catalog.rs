@@ -15,6 +15,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use crate::format::blocks::checksum;
 use crate::format::manifest::Manifest;
 use crate::io::dir::Dir;
+use crate::load::joined::Joined;
 use crate::{CkptError, ModelSpec};
 
 pub(crate) const LATEST: &str = "latest";
@@ -83,7 +84,8 @@ pub(crate) struct Entry {
     /// Name of its directory: a checkpoint's or a backup's.
     pub(crate) name: String,
     pub(crate) sequence: u64,
-    pub(crate) model: ModelSpec,
+    /// Its whole model; `None` if its description of tensor-parallel ranks is damaged.
+    pub(crate) model: Option<ModelSpec>,
     /// The run that saved it.
     pub(crate) run: Option<String>,
 }
@@ -107,20 +109,12 @@ pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError
     let mut entries = Vec::new();
     let mut unreadable = Vec::new();
     for name in names(dir)? {
-        match dir.open_dir(&name).and_then(|d| Manifest::read(&d)) {
-            Ok((
-                Manifest {
-                    sequence,
-                    model,
-                    run,
-                    ..
-                },
-                ..,
-            )) => entries.push(Entry {
+        match dir.open_dir(&name).and_then(read_entry) {
+            Ok((manifest, model)) => entries.push(Entry {
                 name,
-                sequence,
+                sequence: manifest.sequence,
                 model,
-                run,
+                run: manifest.run,
             }),
             Err(e) => unreadable.push(Unreadable {
                 name,
@@ -131,6 +125,19 @@ pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError
 
     entries.sort_by(|a, b| (a.sequence, &a.name).cmp(&(b.sequence, &b.name)));
     Ok((entries, unreadable))
+}
+
+/// The manifest of a checkpoint, and its whole model.
+fn read_entry(dir: Dir) -> Result<(Manifest, Option<ModelSpec>), CkptError> {
+    let (manifest, ..) = Manifest::read(&dir)?;
+    let model = match Joined::read(&dir, &manifest) {
+        Ok(None) => Some(manifest.model.clone()),
+        Ok(Some(joined)) => Some(ModelSpec {
+            units: joined.units,
+        }),
+        Err(_) => None,
+    };
+    Ok((manifest, model))
 }
 
 #[cfg(test)]

@@ -9,3 +9,4 @@ pub(crate) mod manifest;
 pub(crate) mod model;
 pub(crate) mod runs;
 pub(crate) mod tensor_folder;
+pub(crate) mod tensor_parallel;

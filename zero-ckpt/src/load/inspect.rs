@@ -2,7 +2,9 @@
 
 use std::fmt::{self, Display, Write as _};
 
-use crate::Reader;
+use zero_shard::TensorCut;
+
+use crate::{Reader, TensorParam};
 
 impl Reader {
     /// Returns a table of the checkpoint's manifest. Does not read the state; see
@@ -17,6 +19,7 @@ impl Reader {
     fn write_description(&self, out: &mut String) -> fmt::Result {
         self.write_properties(out)?;
         self.write_units(out)?;
+        self.write_cuts(out)?;
         self.write_files(out)
     }
 
@@ -49,7 +52,11 @@ impl Reader {
             ),
         )?;
 
-        row("elements", &grouped(self.layout.numel_elems()))?;
+        if let Some(described) = self.tensor_parallel() {
+            let tensor_ranks = described.ranks;
+            row("parameters", &format_args!("cut over {tensor_ranks} ranks"))?;
+        }
+        row("elements", &grouped(self.whole_layout().numel_elems()))?;
         row("states", &states.join(", "))?;
         row(
             "size",
@@ -71,7 +78,7 @@ impl Reader {
     }
 
     fn write_units(&self, out: &mut String) -> fmt::Result {
-        let units = self.layout.units();
+        let units = self.whole_layout().units();
         let width = width_of(units.iter().map(|unit| unit.name.as_str()));
         writeln!(
             out,
@@ -85,6 +92,38 @@ impl Reader {
                 unit.name,
                 unit.params.len(),
                 grouped(unit.numel_elems)
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The whole parameters of a tensor-parallel run.
+    fn write_cuts(&self, out: &mut String) -> fmt::Result {
+        let Some(described) = self.tensor_parallel() else {
+            return Ok(());
+        };
+        let ranks = described.ranks;
+        let params = || described.units.iter().flat_map(|unit| &unit.params);
+        let width = width_of(params().map(|param| param.name.as_str()));
+        let shape_of = |param: &TensorParam| format!("{:?}", param.shape);
+        writeln!(
+            out,
+            "\n{:<width$}  {:>20}  over {ranks} ranks",
+            "parameter", "shape"
+        )?;
+        for param in params() {
+            let cut = match param.cut {
+                TensorCut::Replicated => "on every rank".to_owned(),
+                TensorCut::Dim { dim, blocks: 1 } => format!("cut along dimension {dim}"),
+                TensorCut::Dim { dim, blocks } => {
+                    format!("cut along dimension {dim} in {blocks} blocks")
+                }
+            };
+            writeln!(
+                out,
+                "{:<width$}  {:>20}  {cut}",
+                param.name,
+                shape_of(param)
             )?;
         }
         Ok(())

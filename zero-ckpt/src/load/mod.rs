@@ -2,7 +2,9 @@
 
 pub(crate) mod export;
 mod inspect;
+pub(crate) mod joined;
 pub(crate) mod on_ranks;
+pub(crate) mod read_list;
 pub(crate) mod reader;
 pub(crate) mod resharding;
 pub(crate) mod resolve;

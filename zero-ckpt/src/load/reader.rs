@@ -3,23 +3,25 @@
 use std::io::Read as _;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use serde_json::Value;
-use zero_shard::{Layout, ParamPlacement};
+use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, TensorCut, TensorPart, UnitSpec};
 
-use crate::format::blocks::{BLOCK_BYTES, checksum};
+use crate::format::blocks::checksum;
 use crate::format::catalog::{self, BEST, LATEST, backup_of};
 use crate::format::coverage::Coverage;
 use crate::format::manifest::{DocumentRecord, MANIFEST_NAME, Manifest};
 use crate::format::tensor_folder::check_range;
 use crate::io::counts;
 use crate::io::dir::Dir;
-use crate::io::parallel::{chunks_to_read, in_parallel, threads_for};
+use crate::load::joined::Joined;
+use crate::load::read_list::ReadList;
+use crate::load::resharding::Division;
 use crate::load::resolve::staged_hint;
 use crate::load::shard_file::{ShardFile, open_checked};
-use crate::{CkptError, ModelSpec, StateDtype, View};
+use crate::{CkptError, StateDtype, TensorParallel, View};
 
 /// Descriptors of shard files that a reader keeps open at a time; others are opened for each read.
 /// A rank rarely reads from more files, and a process may have only 1024 descriptors.
@@ -29,8 +31,13 @@ const MAX_KEPT: usize = 64;
 pub struct Reader {
     pub(crate) dir: Dir,
     pub(crate) manifest: Manifest,
+    /// The layout of the stored units.
     pub(crate) layout: Layout,
-    coverage: Coverage,
+    /// The whole model, if the stored units are the parts of tensor-parallel ranks.
+    pub(crate) joined: Option<Joined>,
+    /// The part of the model that views are of.
+    division: Option<Arc<Division>>,
+    pub(crate) coverage: Coverage,
     /// Checksum of the manifest's content.
     pub(crate) crc64: u64,
     files: Vec<OnceLock<ShardFile>>,
@@ -135,17 +142,20 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Opens a checkpoint and checks its manifest only. The other files are checked when they are
-    /// read.
+    /// Opens a checkpoint and checks its manifest only, and its description of tensor-parallel
+    /// ranks. The other files are checked when they are read.
     pub(crate) fn open_manifest(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {
         let (manifest, layout, crc64) = Manifest::read(&dir)?;
         let pieces = manifest.files.iter().map(|f| f.pieces.as_slice());
         let coverage = Coverage::new(&layout, pieces, dir.path())?;
+        let joined = Joined::read(&dir, &manifest)?;
         let files = manifest.files.iter().map(|_| OnceLock::new()).collect();
         Ok(Self {
             dir,
             manifest,
             layout,
+            joined,
+            division: None,
             coverage,
             crc64,
             files,
@@ -181,52 +191,85 @@ impl Reader {
             path: self.path().join(name),
             why: e.to_string(),
         };
-        serde_json::from_slice(&self.read_document(record)?)
+        serde_json::from_slice(&read_document(&self.dir, record)?)
             .map(Some)
             .map_err(why)
     }
 
-    /// Reads a document and verifies it.
-    pub(crate) fn read_document(&self, record: &DocumentRecord) -> Result<Vec<u8>, CkptError> {
-        let path = self.path().join(&record.name);
-        let mut bytes = Vec::new();
-        let file = open_checked(&self.dir, &record.name, record.bytes, false)?;
-        file.take(record.bytes)
-            .read_to_end(&mut bytes)
-            .map_err(CkptError::io("read", &path))?;
-        counts::read(bytes.len());
-        match (record.crc64, checksum(&bytes)) {
-            (expected, got) if expected == got => Ok(bytes),
-            (expected, got) => Err(CkptError::Corrupt {
-                path,
-                range: 0..record.bytes,
-                expected,
-                got,
-            }),
-        }
+    /// The whole model and the cuts of the tensor-parallel run that saved the checkpoint; `None` if
+    /// no document describes them, as of a run without tensor parallelism.
+    pub fn tensor_parallel(&self) -> Option<&TensorParallel> {
+        self.joined.as_ref().map(|joined| &joined.document)
     }
 
-    /// The parameters, in the order of the model.
+    /// The whole parameters, in the order of the model.
     pub fn params(&self) -> impl Iterator<Item = &ParamPlacement> {
-        self.layout.units().iter().flat_map(|u| &u.params)
+        self.whole_layout().units().iter().flat_map(|u| &u.params)
     }
 
-    /// A view of this checkpoint in another layout of the same model.
+    /// A view of this checkpoint in another layout of the same model, or of the part that
+    /// [`Reader::of_part`] has set.
     ///
     /// # Errors
     /// [`CkptError::AnotherModel`] if parameters have other names or shapes.
     pub fn view<'a>(&'a self, layout: &'a Layout) -> Result<View<'a>, CkptError> {
-        match self.manifest.model.difference(&ModelSpec::from(layout)) {
-            Some(difference) => Err(CkptError::AnotherModel {
-                path: self.path().into(),
-                difference,
-            }),
-            None => Ok(View::new(self, layout)),
-        }
+        View::new(self, layout, self.division.clone())
     }
 
-    /// Reads elements `range` of parameter `param` (row-major, flat) of `state` as fp32, which is
-    /// exact.
+    /// A view of one tensor-parallel rank's part of this checkpoint, which was saved by any number
+    /// of tensor-parallel ranks. `layout` is that of the part, with the names of the whole
+    /// parameters and the shapes of [`TensorPart::unit`]; `cut_of` returns the cut of a whole
+    /// parameter over the ranks of `part`. Padding in the part of a parameter is set to zero.
+    ///
+    /// # Errors
+    /// [`CkptError::NoPart`] if a parameter cannot be cut so, [`CkptError::AnotherModel`] if
+    /// parameters have other names or shapes.
+    pub fn view_of_part<'a>(
+        &'a self,
+        layout: &'a Layout,
+        part: TensorPart,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    ) -> Result<View<'a>, CkptError> {
+        let division = self.divide(part, cut_of)?;
+        View::new(self, layout, division)
+    }
+
+    /// Makes [`Reader::view`] a view of one tensor-parallel rank's part, as
+    /// [`Reader::view_of_part`]: for code that loads the state of a layout and does not know of
+    /// tensor parallelism. Parameters that are read by name stay whole.
+    ///
+    /// # Errors
+    /// [`CkptError::NoPart`] if a parameter cannot be cut so.
+    pub fn of_part(
+        mut self,
+        part: TensorPart,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    ) -> Result<Self, CkptError> {
+        self.division = self.divide(part, cut_of)?;
+        Ok(self)
+    }
+
+    /// The division of the whole parameters into `part` and others; `None` for the whole model.
+    fn divide(
+        &self,
+        part: TensorPart,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    ) -> Result<Option<Arc<Division>>, CkptError> {
+        if part.ranks() == 1 {
+            return Ok(None);
+        }
+        let division =
+            Division::new(self.whole_units(), part, cut_of).map_err(|e| CkptError::NoPart {
+                path: self.path().into(),
+                rank: part.rank(),
+                ranks: part.ranks(),
+                why: e.to_string(),
+            })?;
+        Ok(Some(Arc::new(division)))
+    }
+
+    /// Reads elements `range` of the whole parameter `param` (row-major, flat) of `state` as fp32,
+    /// which is exact.
     ///
     /// # Errors
     /// No such state or parameter, a range past its elements, a wrong length of `out`, a failed
@@ -238,76 +281,50 @@ impl Reader {
         range: Range<u64>,
         out: &mut [f32],
     ) -> Result<(), CkptError> {
-        let (unit, placed) = self.param(param)?;
+        let (id, placed) = self.param(param)?;
         check_range(param, placed.numel_elems, &range, out.len())?;
-        let stored = placed.offset_elems + range.start..placed.offset_elems + range.end;
-        let mut reads = Vec::new();
-        self.list(state, unit, stored, out, &mut reads)?;
-        self.read_all(reads)
+        let mut reads = ReadList::new(self, state, out)?;
+        self.list(id, range, &mut reads)?;
+        reads.finish()
     }
 
-    /// Appends the reads of elements of a stored unit. The range must be within the unit, and `out`
-    /// must have its length.
-    pub(crate) fn list<'o>(
+    /// Lists the reads of elements `range` of a whole parameter. The range must be within it.
+    pub(crate) fn list(
         &self,
-        state: &str,
-        unit: usize,
+        id: ParamId,
         range: Range<u64>,
-        out: &'o mut [f32],
-        reads: &mut Vec<Read<'o>>,
+        reads: &mut ReadList<'_, '_>,
     ) -> Result<(), CkptError> {
-        let (index, dtype) = self.state(state)?;
-        let mut rest = out;
-        for (held, part) in self.coverage.find(unit, range) {
-            let tensor = self
-                .file(held.file)?
-                .layout
-                .tensor_range(index, held.piece)
-                .start;
-            let start = tensor + (part.start - held.start) * dtype.bytes();
-            let (now, later) = rest.split_at_mut((part.end - part.start) as usize);
-            rest = later;
-            reads.push(Read {
-                file: held.file,
-                start,
-                dtype,
-                out: now,
-            });
+        let Some(joined) = &self.joined else {
+            let start = self.layout.units()[id.unit].params[id.param].offset_elems;
+            return reads.elems(id.unit, start + range.start..start + range.end);
+        };
+        let stored = joined
+            .stored(&self.layout, id, range)
+            .map_err(|e| CkptError::argument("range of a parameter", "elements of its parts", e))?;
+        for stored in stored {
+            reads.elems(id.unit, stored)?;
         }
         Ok(())
     }
 
-    /// Performs the reads; threads share the chunks of all of them.
-    pub(crate) fn read_all(&self, reads: Vec<Read<'_>>) -> Result<(), CkptError> {
-        let bytes: u64 = reads
-            .iter()
-            .map(|r| r.out.len() as u64 * r.dtype.bytes())
-            .sum();
-        // Short reads are faster through the page cache and on one thread.
-        let short = bytes <= 2 * BLOCK_BYTES;
-        let threads = if short { 1 } else { threads_for(bytes) };
-
-        in_parallel(
-            reads.into_iter().flat_map(Read::chunks),
-            threads,
-            |(range, read), buffer| {
-                let shard = self.file(read.file)?;
-                let file = shard.open_state(&self.dir, !short, || self.may_keep())?;
-                let mut rest = read.out;
-                shard.read(&file, &range, buffer, |bytes| {
-                    let (out, later) = std::mem::take(&mut rest)
-                        .split_at_mut(bytes.len() / read.dtype.bytes() as usize);
-                    read.dtype.widen(bytes, out);
-                    rest = later;
-                })
-            },
-        )
+    /// The units of the whole model.
+    pub(crate) fn whole_units(&self) -> &[UnitSpec] {
+        let joined = self.joined.as_ref();
+        joined.map_or(&self.manifest.model.units, |joined| &joined.units)
     }
 
-    /// The unit of a parameter, and its placement there.
-    pub(crate) fn param(&self, name: &str) -> Result<(usize, &ParamPlacement), CkptError> {
-        let id = self.layout.find_param(name);
-        id.and_then(|id| Some((id.unit, self.layout.param(id)?)))
+    /// The layout of the whole model, of which only the parameters count.
+    pub(crate) fn whole_layout(&self) -> &Layout {
+        let joined = self.joined.as_ref();
+        joined.map_or(&self.layout, |joined| &joined.layout)
+    }
+
+    /// A whole parameter: its position in the model, and its placement.
+    pub(crate) fn param(&self, name: &str) -> Result<(ParamId, &ParamPlacement), CkptError> {
+        let layout = self.whole_layout();
+        let id = layout.find_param(name);
+        id.and_then(|id| Some((id, layout.param(id)?)))
             .ok_or_else(|| CkptError::argument("parameter", "one of this checkpoint", name))
     }
 
@@ -344,45 +361,27 @@ impl Reader {
     }
 
     /// Whether another descriptor may stay open.
-    fn may_keep(&self) -> bool {
+    pub(crate) fn may_keep(&self) -> bool {
         self.kept.fetch_add(1, Ordering::Relaxed) < MAX_KEPT
     }
 }
 
-/// A pending read from one file.
-pub(crate) struct Read<'o> {
-    file: usize,
-    /// Start in the state bytes of the file.
-    start: u64,
-    dtype: StateDtype,
-    out: &'o mut [f32],
-}
-
-impl<'o> Read<'o> {
-    /// Splits the read at chunk boundaries; elements are aligned, so none is split.
-    fn chunks(self) -> impl Iterator<Item = (Range<u64>, Read<'o>)> {
-        let Self {
-            file,
-            start,
-            dtype,
-            out,
-        } = self;
-
-        let end = start + out.len() as u64 * dtype.bytes();
-        let mut rest = out;
-        chunks_to_read(start..end).map(move |range| {
-            let n = (range.end - range.start) / dtype.bytes();
-            let (out, later) = std::mem::take(&mut rest).split_at_mut(n as usize);
-            rest = later;
-            (
-                range.clone(),
-                Read {
-                    file,
-                    start: range.start,
-                    dtype,
-                    out,
-                },
-            )
-        })
+/// Reads a document and verifies it.
+pub(crate) fn read_document(dir: &Dir, record: &DocumentRecord) -> Result<Vec<u8>, CkptError> {
+    let path = dir.path().join(&record.name);
+    let mut bytes = Vec::new();
+    let file = open_checked(dir, &record.name, record.bytes, false)?;
+    file.take(record.bytes)
+        .read_to_end(&mut bytes)
+        .map_err(CkptError::io("read", &path))?;
+    counts::read(bytes.len());
+    match (record.crc64, checksum(&bytes)) {
+        (expected, got) if expected == got => Ok(bytes),
+        (expected, got) => Err(CkptError::Corrupt {
+            path,
+            range: 0..record.bytes,
+            expected,
+            got,
+        }),
     }
 }

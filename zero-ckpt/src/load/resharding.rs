@@ -1,25 +1,80 @@
 //! Reading in the layout of the loading run, which may differ from that of the saving run.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use zero_shard::{Layout, ParamPlacement, UnitLayout};
+use zero_shard::{Layout, ParamSpec, ShardError, TensorCut, TensorPart, UnitLayout, UnitSpec};
 
 use crate::format::runs::{elems_of, runs};
 use crate::format::tensor_folder::check_range;
-use crate::load::reader::Read;
-use crate::{CkptError, Reader};
+use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
+use crate::load::read_list::ReadList;
+use crate::{CkptError, ModelSpec, Reader};
 
-/// A view of a checkpoint in another layout of its model, which may differ in units, ranks and
-/// alignment.
-#[derive(Clone, Copy)]
+/// A view of a checkpoint in another layout of its model, or of one tensor-parallel rank's part of
+/// it, which may differ in units, ranks and alignment.
+#[derive(Clone)]
 pub struct View<'a> {
     reader: &'a Reader,
     layout: &'a Layout,
+    /// The part that the layout is of; `None` for the whole model.
+    division: Option<Arc<Division>>,
+}
+
+/// One tensor-parallel rank's part of the whole parameters of a checkpoint.
+pub(crate) struct Division {
+    part: TensorPart,
+    /// By unit and parameter of the whole model.
+    cuts: Vec<Vec<TensorCut>>,
+    /// The parameters of the part.
+    model: ModelSpec,
+}
+
+impl Division {
+    pub(crate) fn new(
+        units: &[UnitSpec],
+        part: TensorPart,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    ) -> Result<Self, ShardError> {
+        let cuts_of = |unit: &UnitSpec| unit.params.iter().map(&cut_of).collect();
+        let local = units.iter().map(|unit| part.unit(unit, &cut_of));
+        Ok(Self {
+            part,
+            cuts: units.iter().map(cuts_of).collect(),
+            model: ModelSpec {
+                units: local.collect::<Result<_, _>>()?,
+            },
+        })
+    }
 }
 
 impl<'a> View<'a> {
-    pub(crate) fn new(reader: &'a Reader, layout: &'a Layout) -> Self {
-        Self { reader, layout }
+    /// Checks that `layout` is of the model of the checkpoint, or of the part.
+    pub(crate) fn new(
+        reader: &'a Reader,
+        layout: &'a Layout,
+        division: Option<Arc<Division>>,
+    ) -> Result<Self, CkptError> {
+        let wanted = ModelSpec::from(layout);
+        let difference = match &division {
+            None => difference_of_whole(reader, &wanted),
+            Some(division) => division.model.difference(&wanted).map(|difference| {
+                let part = division.part;
+                let (rank, ranks) = (part.rank(), part.ranks());
+                format!("in the part of tensor-parallel rank {rank} of {ranks}, {difference}")
+            }),
+        };
+        match difference {
+            Some(difference) => Err(CkptError::AnotherModel {
+                path: reader.path().into(),
+                difference,
+            }),
+            None => Ok(Self {
+                reader,
+                layout,
+                division,
+            }),
+        }
     }
 
     /// Reads elements `range` of unit `unit` of this view's layout as fp32. Elements are numbered
@@ -35,9 +90,11 @@ impl<'a> View<'a> {
         range: Range<u64>,
         out: &mut [f32],
     ) -> Result<(), CkptError> {
-        let mut reads = Vec::new();
-        self.list_range(state, unit, range, out, &mut reads)?;
-        self.reader.read_all(reads)
+        let placed = self.unit(unit)?;
+        check_range(&placed.name, placed.numel_elems, &range, out.len())?;
+        let mut reads = ReadList::new(self.reader, state, out)?;
+        self.list_range(placed, range, &mut reads)?;
+        reads.finish()
     }
 
     /// Reads the shard of `rank` of unit `unit`: `shard_elems` elements; padding is set to zero.
@@ -51,9 +108,15 @@ impl<'a> View<'a> {
         rank: u64,
         out: &mut [f32],
     ) -> Result<(), CkptError> {
-        let mut reads = Vec::new();
-        self.list_shard(state, unit, rank, out, &mut reads)?;
-        self.reader.read_all(reads)
+        let placed = self.unit(unit)?;
+        self.check_rank(rank)?;
+        if out.len() as u64 != placed.shard_elems {
+            let what = format!("elements of the shard of unit {:?}", placed.name);
+            return Err(CkptError::argument(what, placed.shard_elems, out.len()));
+        }
+        let mut reads = ReadList::new(self.reader, state, out)?;
+        self.list_shard(placed, rank, &mut reads)?;
+        reads.finish()
     }
 
     /// Reads the shard storage of `rank`: `layout.shard_elems()` elements; padding is set to zero.
@@ -68,99 +131,82 @@ impl<'a> View<'a> {
                 out.len(),
             ));
         }
-        let mut reads = Vec::new();
-        let mut rest = out;
-        for (u, unit) in self.layout.units().iter().enumerate() {
-            let (now, later) = rest.split_at_mut(unit.shard_elems as usize);
-            rest = later;
-            self.list_shard(state, u, rank, now, &mut reads)?;
+        self.check_rank(rank)?;
+        let mut reads = ReadList::new(self.reader, state, out)?;
+        for unit in self.layout.units() {
+            self.list_shard(unit, rank, &mut reads)?;
         }
-        self.reader.read_all(reads)
+        reads.finish()
     }
 
-    fn list_shard<'o>(
+    fn list_shard(
         &self,
-        state: &str,
-        unit: usize,
+        unit: &UnitLayout,
         rank: u64,
-        out: &'o mut [f32],
-        reads: &mut Vec<Read<'o>>,
+        reads: &mut ReadList<'_, '_>,
     ) -> Result<(), CkptError> {
-        let placed = self.unit(unit)?;
-        if rank >= self.layout.world_size() {
-            return Err(CkptError::argument(
-                "rank",
-                format!("below {}", self.layout.world_size()),
-                rank,
-            ));
-        }
-
-        if out.len() as u64 != placed.shard_elems {
-            let what = format!("elements of the shard of unit {:?}", placed.name);
-            return Err(CkptError::argument(what, placed.shard_elems, out.len()));
-        }
-
-        let mut rest = out;
         let mut at = 0;
-        for run in runs(placed, rank) {
-            let (padding, later) = rest.split_at_mut((run.at - at) as usize);
-            padding.fill(0.0);
-            let (now, later) = later.split_at_mut(run.len() as usize);
-            rest = later;
+        for run in runs(unit, rank) {
+            reads.zeros(run.at - at)?;
             at = run.in_shard().end;
-            self.list_range(state, unit, run.elems, now, reads)?;
+            self.list_range(unit, run.elems, reads)?;
         }
+        reads.zeros(unit.shard_elems - at)
+    }
 
-        rest.fill(0.0);
+    /// Lists the reads of elements of a unit, which must be within it.
+    fn list_range(
+        &self,
+        unit: &UnitLayout,
+        range: Range<u64>,
+        reads: &mut ReadList<'_, '_>,
+    ) -> Result<(), CkptError> {
+        let first = unit
+            .params
+            .partition_point(|p| elems_of(unit, p).end <= range.start);
+        for param in &unit.params[first..] {
+            let elems = elems_of(unit, param);
+            if elems.start >= range.end {
+                break;
+            }
+            let start = elems.start.max(range.start) - elems.start;
+            let end = elems.end.min(range.end) - elems.start;
+            self.list_param(&param.name, start..end, reads)?;
+        }
         Ok(())
     }
 
-    fn list_range<'o>(
+    /// Lists the reads of elements of a parameter, or of its part.
+    fn list_param(
         &self,
-        state: &str,
-        unit: usize,
+        name: &str,
         range: Range<u64>,
-        out: &'o mut [f32],
-        reads: &mut Vec<Read<'o>>,
+        reads: &mut ReadList<'_, '_>,
     ) -> Result<(), CkptError> {
-        let placed = self.unit(unit)?;
-        check_range(&placed.name, placed.numel_elems, &range, out.len())?;
-        self.reader.state(state)?;
-        // A stored unit with the same parameters is read as one range, otherwise parameter by
-        // parameter.
-        if self
-            .reader
-            .layout
-            .units()
-            .get(unit)
-            .is_some_and(|stored| same_params(stored, placed))
-        {
-            return self.reader.list(state, unit, range, out, reads);
-        }
-        let mut rest = out;
-        let first = placed
-            .params
-            .partition_point(|p| elems_of(placed, p).end <= range.start);
+        let (id, _) = self.reader.param(name)?;
+        let Some(division) = &self.division else {
+            return self.reader.list(id, range, reads);
+        };
 
-        for param in &placed.params[first..] {
-            let whole = elems_of(placed, param);
-            let part = whole.start.max(range.start)..whole.end.min(range.end);
-            if part.start >= part.end {
-                continue;
+        let whole = &self.reader.whole_units()[id.unit].params[id.param];
+        let cut = division.cuts[id.unit][id.param];
+        let runs = division.part.runs(whole, cut, range).map_err(|e| {
+            CkptError::argument(format!("range of the part of {name:?}"), "one within it", e)
+        })?;
+        for run in runs {
+            match run.in_whole {
+                Some(in_whole) => self.reader.list(id, in_whole, reads)?,
+                None => reads.zeros(run.in_part.end - run.in_part.start)?,
             }
-            let (now, later) = rest.split_at_mut((part.end - part.start) as usize);
-            rest = later;
-            let (stored_unit, stored) = self.reader.param(&param.name)?;
-            let start = stored.offset_elems + part.start - whole.start;
-            self.reader.list(
-                state,
-                stored_unit,
-                start..start + part.end - part.start,
-                now,
-                reads,
-            )?;
         }
+        Ok(())
+    }
 
+    fn check_rank(&self, rank: u64) -> Result<(), CkptError> {
+        let ranks = self.layout.world_size();
+        if rank >= ranks {
+            return Err(CkptError::argument("rank", format!("below {ranks}"), rank));
+        }
         Ok(())
     }
 
@@ -172,8 +218,26 @@ impl<'a> View<'a> {
     }
 }
 
-/// Whether two units have the same parameters in the same order.
-fn same_params(a: &UnitLayout, b: &UnitLayout) -> bool {
-    let same = |(a, b): (&ParamPlacement, &ParamPlacement)| a.name == b.name && a.shape == b.shape;
-    a.params.len() == b.params.len() && a.params.iter().zip(&b.params).all(same)
+/// The first difference between the whole model of a checkpoint and that of a layout.
+fn difference_of_whole(reader: &Reader, wanted: &ModelSpec) -> Option<String> {
+    if let Some(joined) = &reader.joined {
+        let units = joined.units.clone();
+        return ModelSpec { units }.difference(wanted);
+    }
+    let difference = reader.manifest.model.difference(wanted)?;
+    let mut params = reader.params();
+    let hint = match params.any(|param| is_part_name(&param.name)) {
+        true => format!(
+            "; it stores the parts of tensor-parallel ranks, but no {TENSOR_PARALLEL_JSON} that describes them: save with \
+             the document of `TensorParallel::document`"
+        ),
+        false => String::new(),
+    };
+    Some(difference + &hint)
+}
+
+/// Whether a name ends as those of the first part in joined units: `@0/M`.
+fn is_part_name(name: &str) -> bool {
+    let ranks = name.rsplit_once("@0/").map(|(_, ranks)| ranks);
+    ranks.is_some_and(|ranks| ranks.parse::<u64>().is_ok())
 }

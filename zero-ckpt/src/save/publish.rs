@@ -17,7 +17,9 @@ use crate::format::catalog::{
     self, BEST, Entry, LATEST, backup_of, pointer_line, random, step_name,
 };
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
+use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
 use crate::io::dir::Dir;
+use crate::load::joined::whole_model;
 
 /// Whether an entry with the name of a checkpoint whose manifest cannot be read, for this reason, is
 /// the checkpoint of nobody: it is damaged, or has no manifest. Not if the disk does not answer, or
@@ -106,7 +108,11 @@ impl Store {
         if let Some(moved) = self.dir.moved() {
             return Err(moved);
         }
-        self.check_model(&manifest.model)?;
+        let mut named = documents.iter();
+        let described = named.find(|(name, _)| name == TENSOR_PARALLEL_JSON);
+        let described = described.map(|(_, bytes)| bytes.as_slice());
+        let model = whole_model(&manifest, described, self.dir.path())?;
+        self.check_model(&model)?;
         let mut published = self.published();
         let last = published.last().map_or(0, |entry| entry.sequence);
         manifest.sequence = last.saturating_add(1);
@@ -125,7 +131,7 @@ impl Store {
         published.push(Entry {
             name: name.clone(),
             sequence,
-            model: manifest.model,
+            model: Some(model),
             run: manifest.run,
         });
         let best = self.point_to(&name, best, &published)?;

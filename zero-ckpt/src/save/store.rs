@@ -324,7 +324,8 @@ impl Store {
     }
 
     /// Checks that the newest checkpoint in the directory belongs to this model. Call it before
-    /// training, so that a mismatch is not found at the first save. Only rank 0 checks.
+    /// training, so that a mismatch is not found at the first save. Only rank 0 checks. The model of
+    /// a tensor-parallel run has its whole parameters, not those of the saved layout.
     ///
     /// # Errors
     /// [`CkptError::AnotherModel`] with the first difference.
@@ -332,7 +333,7 @@ impl Store {
         let published = self.published();
         match published
             .last()
-            .and_then(|e| Some((e, e.model.difference(model)?)))
+            .and_then(|e| Some((e, e.model.as_ref()?.difference(model)?)))
         {
             Some((entry, difference)) => Err(CkptError::AnotherModel {
                 path: self.dir.path().join(&entry.name),

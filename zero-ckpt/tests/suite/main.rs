@@ -16,3 +16,4 @@ mod properties;
 mod reshard;
 mod runs;
 mod staged;
+mod tensor_parallel;

@@ -1,9 +1,10 @@
 //! Cuts of parameters among tensor-parallel ranks, against a plain loop over all indices.
 
-use crate::support::cases;
+use crate::support::{cases, small_units};
 use proptest::prelude::*;
 use zero_shard::{
-    ParamSpec, ShardError, TensorCut, TensorPart, TensorPiece, TensorRun, UnitSpec, tensor_pieces,
+    Layout, ParamSpec, ShardError, TensorCut, TensorPart, TensorPiece, TensorRun, UnitSpec,
+    joined_units, tensor_pieces,
 };
 
 /// A parameter that `ranks` ranks can divide.
@@ -196,6 +197,65 @@ proptest! {
         again.sort();
         prop_assert!(again.iter().enumerate().all(|(i, name)| *name == i.to_string()));
     }
+}
+
+proptest! {
+    #![proptest_config(cases(256))]
+
+    /// Shard m * D + d of a joined unit is shard d of part m, with its padding behind the last part.
+    #[test]
+    fn shards_of_joined_units_are_those_of_the_parts(
+        units in small_units(), tensor_ranks in 1u64..6, data_ranks in 1u64..6, align in 1u64..20,
+    ) {
+        let local = Layout::new(&units, data_ranks, align).unwrap();
+        let joined = joined_units(&units, tensor_ranks, data_ranks, align).unwrap();
+        let joined = Layout::new(&joined, tensor_ranks * data_ranks, align).unwrap();
+        prop_assert_eq!(joined.shard_elems(), local.shard_elems());
+
+        for (unit, part) in joined.units().iter().zip(local.units()) {
+            prop_assert_eq!((&unit.name, unit.shard_range()), (&part.name, part.shard_range()));
+            let stride = part.params.len() + 1;
+            for m in 0..tensor_ranks {
+                for (i, param) in part.params.iter().enumerate() {
+                    let placed = &unit.params[m as usize * stride + i];
+                    let name = match tensor_ranks {
+                        1 => param.name.clone(),
+                        _ => format!("{}@{m}/{tensor_ranks}", param.name),
+                    };
+                    prop_assert_eq!((&placed.name, &placed.shape), (&name, &param.shape));
+                    let part_start = m * data_ranks * part.shard_elems;
+                    prop_assert_eq!(placed.offset_elems, part_start + param.offset_elems);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn padding_is_behind_every_part_but_the_last() {
+    let units = [UnitSpec::new("head", [ParamSpec::new("w", [5u64])])];
+    let joined = joined_units(&units, 3, 2, 4).unwrap();
+    let params: Vec<_> = joined[0]
+        .params
+        .iter()
+        .map(|p| (p.name.as_str(), p.shape[0]))
+        .collect();
+    assert_eq!(
+        params,
+        [
+            ("w@0/3", 5),
+            ("pad.head@0/3", 3),
+            ("w@1/3", 5),
+            ("pad.head@1/3", 3),
+            ("w@2/3", 5)
+        ]
+    );
+    assert_eq!(joined_units(&units, 0, 2, 4), Err(ShardError::NoRanks));
+    assert_eq!(joined_units(&units, 3, 0, 4), Err(ShardError::NoRanks));
+    assert_eq!(
+        joined_units(&units, 3, 2, 0),
+        Err(ShardError::ZeroAlignment)
+    );
 }
 
 #[test]

@@ -1,0 +1,579 @@
+//! Checkpoints of tensor-parallel runs: they load at any number of tensor-parallel ranks, and
+//! export the whole tensors.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use proptest::prelude::*;
+use zero_ckpt::{
+    CkptError, ExportOptions, Reader, SaveMeta, ShardData, Store, StoreOptions,
+    TENSOR_PARALLEL_JSON, TensorFolder, TensorParallel, resolve,
+};
+use zero_shard::{Layout, ParamSpec, ShardError, TensorCut, TensorPart, UnitSpec};
+
+use crate::common::{STATES, bits, cases, value};
+
+const ALIGN: u64 = 16;
+
+/// Cuts by name.
+type Cuts = HashMap<String, TensorCut>;
+
+/// A small GPT-2: a vocabulary that no number of ranks divides, fused columns, rows, replicated
+/// vectors, a scalar.
+fn gpt2() -> (Vec<UnitSpec>, Cuts) {
+    let whole = TensorCut::Replicated;
+    let rows = TensorCut::Dim { dim: 0, blocks: 1 };
+    let columns = |blocks| TensorCut::Dim { dim: 1, blocks };
+    let embedding = [("wte", vec![31, 12], rows), ("wpe", vec![5, 12], whole)];
+    let block = [
+        ("ln_1", vec![12], whole),
+        ("c_attn.weight", vec![12, 36], columns(3)),
+        (
+            "c_attn.bias",
+            vec![36],
+            TensorCut::Dim { dim: 0, blocks: 3 },
+        ),
+        ("scale", vec![], whole),
+        ("c_fc", vec![12, 24], columns(1)),
+        ("c_proj", vec![24, 12], rows),
+    ];
+
+    let mut cuts = Cuts::new();
+    let mut unit = |name: &str, params: &[(&str, Vec<u64>, TensorCut)]| {
+        let param = |(param, shape, cut): &(&str, Vec<u64>, TensorCut)| {
+            let param = format!("{name}.{param}");
+            cuts.insert(param.clone(), *cut);
+            ParamSpec::new(param, shape.as_slice())
+        };
+        UnitSpec::new(name, params.iter().map(param).collect::<Vec<_>>())
+    };
+    let units = vec![
+        unit("embedding", &embedding),
+        unit("h.0", &block),
+        unit("nothing", &[]),
+        unit("head", &[("ln_f", vec![3], whole)]),
+    ];
+    (units, cuts)
+}
+
+fn cut_of(cuts: &Cuts) -> impl Fn(&ParamSpec) -> TensorCut + '_ {
+    |param| cuts[&param.name]
+}
+
+/// The layout of one rank's part over `data_ranks` ranks.
+fn local(units: &[UnitSpec], cuts: &Cuts, part: TensorPart, data_ranks: u64) -> Layout {
+    let units: Vec<_> = units
+        .iter()
+        .map(|unit| part.unit(unit, cut_of(cuts)).unwrap())
+        .collect();
+    Layout::new(&units, data_ranks, ALIGN).unwrap()
+}
+
+/// The shard storage of a data-parallel rank of a part, by the indices of the whole parameters.
+fn storage(
+    units: &[UnitSpec],
+    cuts: &Cuts,
+    part: TensorPart,
+    layout: &Layout,
+    rank: u64,
+    state: &str,
+) -> Vec<f32> {
+    let whole: HashMap<_, _> = units
+        .iter()
+        .flat_map(|unit| &unit.params)
+        .map(|param| (param.name.as_str(), param))
+        .collect();
+    let mut out = vec![0.0; layout.shard_elems() as usize];
+    for piece in layout.rank_pieces(rank).unwrap() {
+        let name = &layout.param(piece.id).unwrap().name;
+        let param = whole[name.as_str()];
+        let first = piece.in_param.start;
+        for run in part.runs(param, cuts[name], piece.in_param).unwrap() {
+            let at = (piece.in_storage.start + run.in_part.start - first) as usize;
+            for (i, elem) in run.in_whole.into_iter().flatten().enumerate() {
+                out[at + i] = value(9, state, name, elem);
+            }
+        }
+    }
+    out
+}
+
+/// Saves a checkpoint of `tensor_ranks` times `data_ranks` ranks with `documents`.
+fn save_with(
+    dir: &Path,
+    (units, cuts): (&[UnitSpec], &Cuts),
+    [tensor_ranks, data_ranks]: [u64; 2],
+    meta: SaveMeta,
+) -> Result<(), CkptError> {
+    let described = TensorParallel::new(units, tensor_ranks, cut_of(cuts)).unwrap();
+    let joined = described.joined_units(data_ranks, ALIGN).unwrap();
+    let joined = Layout::new(&joined, tensor_ranks * data_ranks, ALIGN).unwrap();
+
+    let mut staged = Vec::new();
+    for m in 0..tensor_ranks {
+        let part = TensorPart::new(m, tensor_ranks).unwrap();
+        let layout = local(units, cuts, part, data_ranks);
+        for d in 0..data_ranks {
+            let rank = m * data_ranks + d;
+            let store = Store::create(dir, rank, StoreOptions::default()).unwrap();
+            let mut shard = ShardData::new(&joined, rank).unwrap();
+            let states = STATES.map(|state| storage(units, cuts, part, &layout, d, state));
+            for (state, values) in STATES.iter().zip(&states) {
+                shard.storage_f32(state, values).unwrap();
+            }
+            staged.push(store.stage(meta.step, &shard));
+        }
+    }
+
+    let store = Store::create(dir, 0, StoreOptions::default()).unwrap();
+    store.publish(&meta, &joined, staged).map(drop)
+}
+
+fn meta(units: &[UnitSpec], cuts: &Cuts, tensor_ranks: u64) -> SaveMeta {
+    let described = TensorParallel::new(units, tensor_ranks, cut_of(cuts)).unwrap();
+    let documents = [described.document().unwrap()].into();
+    SaveMeta::default().step(1).documents(documents)
+}
+
+fn save(dir: &Path, model: (&[UnitSpec], &Cuts), ranks: [u64; 2]) {
+    save_with(dir, model, ranks, meta(model.0, model.1, ranks[0])).unwrap();
+}
+
+/// Asserts that all ranks of `tensor_ranks` times `data_ranks` load what they would have saved.
+fn assert_parts_load(
+    reader: &Reader,
+    (units, cuts): (&[UnitSpec], &Cuts),
+    [tensor_ranks, data_ranks]: [u64; 2],
+) {
+    for m in 0..tensor_ranks {
+        let part = TensorPart::new(m, tensor_ranks).unwrap();
+        let layout = local(units, cuts, part, data_ranks);
+        let view = reader.view_of_part(&layout, part, cut_of(cuts)).unwrap();
+        for rank in 0..data_ranks {
+            for state in STATES {
+                let mut got = vec![f32::NAN; layout.shard_elems() as usize];
+                view.read_storage(state, rank, &mut got).unwrap();
+                let expected = storage(units, cuts, part, &layout, rank, state);
+                assert!(
+                    bits(&got) == bits(&expected),
+                    "part {m} of {tensor_ranks}, rank {rank} of {data_ranks}, {state}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn any_part_loads_from_any_other() {
+    let (units, cuts) = gpt2();
+    let model = (&units[..], &cuts);
+    for from in [1, 2, 4] {
+        for data_ranks in [1, 2, 3] {
+            let dir = tempfile::tempdir().unwrap();
+            save(dir.path(), model, [from, data_ranks]);
+            let reader = Reader::open(dir.path()).unwrap();
+            assert_eq!(reader.tensor_parallel().unwrap().ranks, from);
+            assert!(reader.verify().problems.is_empty());
+            for to in [1, 2, 3, 4] {
+                assert_parts_load(&reader, model, [to, 4 - data_ranks]);
+            }
+        }
+    }
+}
+
+#[test]
+fn part_of_a_plain_checkpoint_loads() {
+    let (units, cuts) = gpt2();
+    let model = (&units[..], &cuts);
+    let dir = tempfile::tempdir().unwrap();
+    save_with(dir.path(), model, [1, 3], SaveMeta::default()).unwrap();
+    let reader = Reader::open(dir.path()).unwrap();
+    assert_eq!(reader.tensor_parallel(), None);
+    for to in [1, 2, 4] {
+        assert_parts_load(&reader, model, [to, 2]);
+    }
+}
+
+#[test]
+fn reader_of_a_part_has_views_of_it() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), (&units, &cuts), [2, 2]);
+    let part = TensorPart::new(2, 3).unwrap();
+    let layout = local(&units, &cuts, part, 2);
+    let reader = Reader::open(dir.path()).unwrap();
+    let reader = reader.of_part(part, cut_of(&cuts)).unwrap();
+    let mut got = vec![f32::NAN; layout.shard_elems() as usize];
+    let view = reader.view(&layout).unwrap();
+    view.read_storage("master", 1, &mut got).unwrap();
+    let expected = storage(&units, &cuts, part, &layout, 1, "master");
+    assert_eq!(bits(&got), bits(&expected));
+
+    // Parameters by name stay whole, and the part of one rank is the whole model.
+    let mut row = [0.0; 12];
+    reader
+        .read_param("master", "embedding.wte", 360..372, &mut row)
+        .unwrap();
+    let reader = reader.of_part(TensorPart::whole(), cut_of(&cuts)).unwrap();
+    assert!(reader.view(&Layout::new(&units, 3, 1).unwrap()).is_ok());
+}
+
+#[test]
+fn export_joins_the_parts() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    let exported = |tensor_ranks: u64, data_ranks, max_file_bytes| {
+        let name = format!("{tensor_ranks}-{data_ranks}-{max_file_bytes}");
+        let saved = dir.path().join(&name);
+        let out = dir.path().join(name + ".out");
+        let plain = SaveMeta::default().step(1);
+        let meta = match tensor_ranks {
+            1 => plain,
+            _ => meta(&units, &cuts, tensor_ranks),
+        };
+        save_with(&saved, (&units, &cuts), [tensor_ranks, data_ranks], meta).unwrap();
+        let options = ExportOptions::default().max_file_bytes(max_file_bytes);
+        let report = Reader::open(&saved)
+            .unwrap()
+            .export(&out, &options)
+            .unwrap();
+        let files = report.files.iter().map(|file| std::fs::read(file).unwrap());
+        (files.collect::<Vec<_>>(), out)
+    };
+
+    for max_file_bytes in [4000, u64::MAX] {
+        let (expected, out) = exported(1, 2, max_file_bytes);
+        for (tensor_ranks, data_ranks) in [(2, 1), (2, 3), (4, 2)] {
+            assert!(exported(tensor_ranks, data_ranks, max_file_bytes).0 == expected);
+        }
+        let folder = TensorFolder::open(&out).unwrap();
+        for param in units.iter().flat_map(|unit| &unit.params) {
+            let elems = param.numel_elems().unwrap();
+            let mut got = vec![0.0; elems as usize];
+            folder.read(&param.name, 0..elems, &mut got).unwrap();
+            let expected: Vec<_> = (0..elems)
+                .map(|elem| value(9, "master", &param.name, elem))
+                .collect();
+            assert_eq!(bits(&got), bits(&expected), "{}", param.name);
+        }
+    }
+}
+
+#[test]
+fn description_lists_whole_parameters() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), (&units, &cuts), [2, 1]);
+    let text = Reader::open(dir.path()).unwrap().describe();
+    let elements: u64 = units
+        .iter()
+        .flat_map(|unit| &unit.params)
+        .map(|param| param.numel_elems().unwrap())
+        .sum();
+    let expected = [
+        "cut over 2 ranks",
+        "stage 0, fp32, 2 ranks",
+        "[12, 36]  cut along dimension 1 in 3 blocks",
+        "[31, 12]  cut along dimension 0",
+        "on every rank",
+    ];
+    for part in expected {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    assert!(
+        text.contains(&format!("elements      1,{}", elements - 1000)),
+        "{text}"
+    );
+    assert!(!text.contains('@') && !text.contains("pad."), "{text}");
+}
+
+#[test]
+fn resume_at_other_ranks_saves_into_the_same_directory() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    for (step, ranks) in [[1, 2], [2, 1], [4, 1]].into_iter().enumerate() {
+        let meta = meta(&units, &cuts, ranks[0]).step(step as u64);
+        save_with(dir.path(), (&units, &cuts), ranks, meta).unwrap();
+    }
+    let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+    let whole = zero_ckpt::ModelSpec {
+        units: units.clone(),
+    };
+    store.check_model(&whole).unwrap();
+    drop(store);
+
+    let mut other = units;
+    other[3].params[0].shape = vec![4];
+    let error = save_with(
+        dir.path(),
+        (&other, &cuts),
+        [2, 1],
+        meta(&other, &cuts, 2).step(9),
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains("has shape [3] in the checkpoint and [4] in the model"),
+        "{error}"
+    );
+}
+
+#[test]
+fn contradicting_document_is_not_published() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    let error = |document: serde_json::Value| {
+        let documents = [(TENSOR_PARALLEL_JSON.to_owned(), document)].into();
+        let meta = SaveMeta::default().step(1).documents(documents);
+        let saved = save_with(dir.path(), (&units, &cuts), [2, 3], meta);
+        let error = saved.unwrap_err().to_string();
+        assert!(error.contains(TENSOR_PARALLEL_JSON), "{error}");
+        error
+    };
+    let good = TensorParallel::new(&units, 2, cut_of(&cuts)).unwrap();
+    let changed = |change: &dyn Fn(&mut TensorParallel)| {
+        let mut document = good.clone();
+        change(&mut document);
+        let error = error(document.document().unwrap().1);
+        assert!(error.contains("contradicts the manifest"), "{error}");
+        assert!(error.contains("load another checkpoint"), "{error}");
+        error
+    };
+
+    assert!(error(serde_json::json!({"ranks": 2})).contains("invalid description"));
+    assert!(changed(&|d| d.ranks = 0).contains("0 tensor-parallel ranks do not divide"));
+    assert!(changed(&|d| d.ranks = 4).contains("4 tensor-parallel ranks do not divide"));
+    assert!(changed(&|d| d.ranks = 3).contains("on each of 3 ranks"));
+    assert!(changed(&|d| drop(d.units.pop())).contains("3 units, the manifest 4"));
+    assert!(changed(&|d| drop(d.units[1].params.pop())).contains("has 5 parameters"));
+    let name = changed(&|d| d.units[1].params[1].name = "w".into());
+    assert!(
+        name.contains("\"w@0/2\"") && name.contains("\"h.0.c_attn.weight@0/2\""),
+        "{name}"
+    );
+    let unit = changed(&|d| d.units[1].name = "h.1".into());
+    assert!(
+        unit.contains("unit \"h.1\"") && unit.contains("unit \"h.0\""),
+        "{unit}"
+    );
+    let shape = changed(&|d| d.units[0].params[0].shape = vec![33, 12]);
+    assert!(
+        shape.contains("[17, 12]") && shape.contains("[16, 12]"),
+        "{shape}"
+    );
+    let cut = changed(&|d| d.units[0].params[0].cut = TensorCut::Replicated);
+    assert!(cut.contains("embedding.wte@0/2"), "{cut}");
+    let dim = changed(&|d| d.units[0].params[0].cut = TensorCut::Dim { dim: 2, blocks: 1 });
+    assert!(dim.contains("it has 2 dimensions"), "{dim}");
+    let twice = changed(&|d| d.units[1].params[1].name = "embedding.wte".into());
+    assert!(twice.contains("used twice"), "{twice}");
+}
+
+#[test]
+fn damaged_or_missing_document_is_an_error() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    for step in [1, 2] {
+        let meta = meta(&units, &cuts, 2).step(step);
+        save_with(dir.path(), (&units, &cuts), [2, 1], meta).unwrap();
+    }
+    let newest = dir.path().join("step-00000002");
+    let path = newest.join(TENSOR_PARALLEL_JSON);
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[20] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let damaged = Reader::open(&newest).err().unwrap();
+    assert!(matches!(damaged, CkptError::Corrupt { .. }), "{damaged}");
+    assert!(
+        damaged.to_string().contains(TENSOR_PARALLEL_JSON),
+        "{damaged}"
+    );
+
+    // The checkpoint before it is opened instead, and saves go on.
+    let reader = Reader::open(dir.path()).unwrap();
+    assert_eq!(reader.manifest().step, 1);
+    assert!(reader.notices()[0].contains(TENSOR_PARALLEL_JSON));
+    assert_eq!(
+        resolve(dir.path()).unwrap().passed_over[0].0,
+        "step-00000002"
+    );
+    let meta = meta(&units, &cuts, 4).step(3);
+    save_with(dir.path(), (&units, &cuts), [4, 1], meta).unwrap();
+
+    std::fs::remove_file(&path).unwrap();
+    let missing = Reader::open(&newest).err().unwrap().to_string();
+    assert!(missing.contains(TENSOR_PARALLEL_JSON), "{missing}");
+}
+
+#[test]
+fn checkpoint_without_a_document_says_so() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    save_with(dir.path(), (&units, &cuts), [2, 1], SaveMeta::default()).unwrap();
+    let reader = Reader::open(dir.path()).unwrap();
+    let layout = Layout::new(&units, 1, 1).unwrap();
+    let error = reader.view(&layout).err().unwrap().to_string();
+    assert!(error.contains("is missing in the checkpoint"), "{error}");
+    assert!(
+        error.contains(&format!("no {TENSOR_PARALLEL_JSON}")),
+        "{error}"
+    );
+    assert!(error.contains("TensorParallel::document"), "{error}");
+}
+
+#[test]
+fn wrong_parts_are_rejected() {
+    let (units, mut cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), (&units, &cuts), [2, 2]);
+    let reader = Reader::open(dir.path()).unwrap();
+    let part = TensorPart::new(1, 3).unwrap();
+    let layout = local(&units, &cuts, part, 2);
+
+    let other = TensorPart::new(1, 2).unwrap();
+    let error = reader
+        .view_of_part(&layout, other, cut_of(&cuts))
+        .err()
+        .unwrap();
+    let text = error.to_string();
+    assert!(matches!(error, CkptError::AnotherModel { .. }), "{text}");
+    assert!(
+        text.contains("part of tensor-parallel rank 1 of 2"),
+        "{text}"
+    );
+    assert!(
+        text.contains("[16, 12] in the checkpoint and [11, 12] in the model"),
+        "{text}"
+    );
+    let whole = reader.view(&layout).err().unwrap().to_string();
+    assert!(whole.contains("[31, 12] in the checkpoint"), "{whole}");
+
+    let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
+    let mut out = [0.0; 4];
+    let text = |result: Result<(), CkptError>| result.unwrap_err().to_string();
+    assert!(text(view.read_range("momentum", 1, 0..4, &mut out)).contains("it has master"));
+    assert!(text(view.read_range("master", 4, 0..4, &mut out)).contains("below 4"));
+    assert!(text(view.read_range("master", 3, 0..4, &mut out)).contains("within 0..3"));
+    assert!(text(view.read_shard("master", 3, 2, &mut out)).contains("below 2"));
+    assert!(text(view.read_shard("master", 3, 1, &mut out)).contains("shard of unit"));
+
+    // 24 columns over 5 ranks.
+    let five = TensorPart::new(1, 5).unwrap();
+    for error in [
+        reader
+            .view_of_part(&layout, five, cut_of(&cuts))
+            .err()
+            .unwrap(),
+        Reader::open(dir.path())
+            .unwrap()
+            .of_part(five, cut_of(&cuts))
+            .err()
+            .unwrap(),
+    ] {
+        assert!(
+            matches!(
+                error,
+                CkptError::NoPart {
+                    rank: 1,
+                    ranks: 5,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        assert!(error.to_string().contains("h.0.c_attn.weight"), "{error}");
+    }
+
+    cuts.insert("h.0.c_fc".into(), TensorCut::Dim { dim: 2, blocks: 1 });
+    let new = TensorParallel::new(&units, 2, cut_of(&cuts));
+    assert!(matches!(
+        new,
+        Err(ShardError::UnknownDim {
+            dim: 2,
+            dims: 2,
+            ..
+        })
+    ));
+}
+
+/// A matrix of which a row is longer than a block, and one of single columns.
+#[test]
+fn long_rows_and_single_columns_load() {
+    let columns = TensorCut::Dim { dim: 1, blocks: 1 };
+    let units = [UnitSpec::new(
+        "u",
+        [
+            ParamSpec::new("long", [3, 4 * 70_000]),
+            ParamSpec::new("single", [80_000, 4]),
+        ],
+    )];
+    let cuts: Cuts = [("long".into(), columns), ("single".into(), columns)].into();
+    for from in [1, 4] {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), (&units, &cuts), [from, 1]);
+        let reader = Reader::open(dir.path()).unwrap();
+        let part = TensorPart::new(1, 2).unwrap();
+        let layout = local(&units, &cuts, part, 1);
+        let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
+        let mut got = vec![f32::NAN; layout.shard_elems() as usize];
+        view.read_storage("master", 0, &mut got).unwrap();
+        assert!(bits(&got) == bits(&storage(&units, &cuts, part, &layout, 0, "master")));
+    }
+}
+
+/// Parameters that 1 to 4 ranks can divide, and their cuts.
+fn model() -> impl Strategy<Value = (Vec<UnitSpec>, Cuts)> {
+    let param = (0usize..3, 1u64..4, 0u64..4, 0u64..40, any::<bool>());
+    let unit = prop::collection::vec(param, 0..4);
+    prop::collection::vec(unit, 1..4).prop_map(|drawn| {
+        let mut cuts = Cuts::new();
+        let mut units = Vec::new();
+        for (u, drawn) in drawn.into_iter().enumerate() {
+            let mut params = Vec::new();
+            for (p, (dim, blocks, outer, inner, is_cut)) in drawn.into_iter().enumerate() {
+                let name = format!("{u}.{p}");
+                // Single blocks of 10 and 13 rows leave every one of four ranks a row.
+                let extent = if blocks == 1 {
+                    10 + 3 * (inner % 2)
+                } else {
+                    12 * blocks
+                };
+                let mut shape = vec![outer, inner];
+                shape.insert(dim, extent);
+                let cut = TensorCut::Dim { dim, blocks };
+                cuts.insert(
+                    name.clone(),
+                    if is_cut { cut } else { TensorCut::Replicated },
+                );
+                params.push(ParamSpec::new(name, shape));
+            }
+            units.push(UnitSpec::new(format!("u{u}"), params));
+        }
+        (units, cuts)
+    })
+}
+
+proptest! {
+    #![proptest_config(cases(40))]
+
+    #[test]
+    fn any_model_loads_at_any_ranks(
+        (units, cuts) in model(), from in 1u64..5, from_data in 1u64..4, to in 1u64..5, to_data in 1u64..4,
+        a in any::<u64>(), b in any::<u64>(),
+    ) {
+        let model = (&units[..], &cuts);
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), model, [from, from_data]);
+        let reader = Reader::open(dir.path()).unwrap();
+        assert_parts_load(&reader, model, [to, to_data]);
+
+        for param in units.iter().flat_map(|unit| &unit.params) {
+            let elems = param.numel_elems().unwrap();
+            let (a, b) = (a % (elems + 1), b % (elems + 1));
+            let range = a.min(b)..a.max(b);
+            let mut got = vec![f32::NAN; (range.end - range.start) as usize];
+            reader.read_param("master", &param.name, range.clone(), &mut got).unwrap();
+            let expected: Vec<_> = range.map(|elem| value(9, "master", &param.name, elem)).collect();
+            prop_assert_eq!(bits(&got), bits(&expected));
+        }
+    }
+}
