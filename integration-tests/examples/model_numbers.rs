@@ -55,6 +55,7 @@ fn numbers(folder: &HfFolder, batch: &Batch, seq: usize) -> Result<Vec<Tensor>, 
     let options = ModelOptions {
         micro_batch: rows,
         seq_len: seq,
+        sequence_ranks: 1,
         dtype: DType::F32,
         activation_checkpointing: false,
         offload_activations: false,

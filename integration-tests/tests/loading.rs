@@ -80,6 +80,7 @@ impl Workload<HostDevice> for Watched {
         let options = ModelOptions {
             micro_batch: 1,
             seq_len: SEQ_LEN,
+            sequence_ranks: 1,
             dtype: DType::Bf16,
             activation_checkpointing: false,
             offload_activations: false,

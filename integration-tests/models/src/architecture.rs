@@ -7,11 +7,12 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::{ParamSpec, TransformerShape, UnitSpec};
 use zero_trainer::param_groups::ParamKind;
-use zero_trainer::{ModelError, Pass};
+use zero_trainer::{ModelError, ModelRanks, Pass};
 
 use crate::config::json::Keys;
 use crate::config::{ConfigError, init};
 use crate::decoder::gpu::GpuModel;
+use crate::decoder::sequence::Exchanges;
 use crate::decoder::{self, HostModel};
 use crate::gpt2::config::GptConfig;
 use crate::llama::config::{Family, LlamaConfig};
@@ -145,7 +146,35 @@ impl ModelConfig {
     /// An invalid configuration, or batch sizes outside the model's limits.
     pub fn check(&self, options: &ModelOptions) -> Result<(), ModelError> {
         self.validate()?;
-        options.validate(self.max_positions())
+        options.validate(self.max_positions(), self.heads())
+    }
+
+    /// Heads of queries, and of keys.
+    fn heads(&self) -> [usize; 2] {
+        match self {
+            Self::Gpt2(config) => [config.n_head; 2],
+            Self::Llama(config) => [config.heads, config.kv_heads],
+        }
+    }
+
+    /// Elements of a head.
+    fn head_dim(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.head_dim(),
+            Self::Llama(config) => config.head_dim,
+        }
+    }
+
+    /// Elements of activations that a rank sends to the other ranks of its sequences for one
+    /// micro-batch; 0 if it shares none. The options must be valid for the configuration.
+    pub fn sequence_elems(&self, options: &ModelOptions) -> u64 {
+        let exchanges = Exchanges::new(options, self.heads(), self.head_dim());
+        let passes = if options.activation_checkpointing {
+            3
+        } else {
+            2
+        };
+        (passes * self.layers()) as u64 * exchanges.sent_elems() as u64
     }
 
     /// Tokens of the vocabulary.
@@ -357,10 +386,25 @@ impl ModelConfig {
         stream: &HostStream,
         threads: Threads,
     ) -> Result<Box<dyn HostModel>, ModelError> {
+        self.on_host_with(options, pool, stream, threads, &ModelRanks::default())
+    }
+
+    /// [`Self::on_host`] with other ranks.
+    ///
+    /// # Errors
+    /// As for [`Self::on_host`], or the options are for other numbers of ranks.
+    pub fn on_host_with(
+        &self,
+        options: ModelOptions,
+        pool: &Pool<HostDevice>,
+        stream: &HostStream,
+        threads: Threads,
+        ranks: &ModelRanks<HostDevice>,
+    ) -> Result<Box<dyn HostModel>, ModelError> {
         self.check(&options)?;
         match self.clone() {
-            Self::Gpt2(config) => gpt2::on_host(config, options, pool, stream, threads),
-            Self::Llama(config) => llama::on_host(config, options, pool, stream, threads),
+            Self::Gpt2(config) => gpt2::on_host(config, options, pool, stream, threads, ranks),
+            Self::Llama(config) => llama::on_host(config, options, pool, stream, threads, ranks),
         }
     }
 
@@ -377,6 +421,20 @@ impl ModelConfig {
         self.on_cuda_with_logits(options, None, pool, stream)
     }
 
+    /// [`Self::on_cuda`] with other ranks.
+    ///
+    /// # Errors
+    /// As for [`Self::on_cuda`], or the options are for other numbers of ranks.
+    pub fn on_cuda_with(
+        &self,
+        options: ModelOptions,
+        pool: &Pool<CudaDevice>,
+        stream: &CudaStream,
+        ranks: &ModelRanks<CudaDevice>,
+    ) -> Result<Box<dyn GpuModel>, ModelError> {
+        self.cuda_model(options, None, pool, stream, ranks)
+    }
+
     /// [`Self::on_cuda`] with the logits of `rows` tokens in memory at once, at least of one. The
     /// gradient of the head's matrix is summed over tokens in parts of `rows`.
     ///
@@ -389,13 +447,24 @@ impl ModelConfig {
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
     ) -> Result<Box<dyn GpuModel>, ModelError> {
+        self.cuda_model(options, rows, pool, stream, &ModelRanks::default())
+    }
+
+    fn cuda_model(
+        &self,
+        options: ModelOptions,
+        rows: Option<usize>,
+        pool: &Pool<CudaDevice>,
+        stream: &CudaStream,
+        ranks: &ModelRanks<CudaDevice>,
+    ) -> Result<Box<dyn GpuModel>, ModelError> {
         self.check(&options)?;
         match self.clone() {
             Self::Gpt2(config) => {
                 config.check_kernels()?;
-                gpt2::gpu::on_cuda(config, options, rows, pool, stream)
+                gpt2::gpu::on_cuda(config, options, rows, pool, stream, ranks)
             }
-            Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream),
+            Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream, ranks),
         }
     }
 }

@@ -14,6 +14,9 @@ pub struct ModelOptions {
     pub micro_batch: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Ranks that share each sequence, S: each has `seq_len` / S tokens of it, and a part of
+    /// attention's heads. 1: each rank has its own sequences.
+    pub sequence_ranks: usize,
     /// Type of the parameters.
     pub dtype: DType,
     /// Whether only the input of each block is kept, and the rest is recomputed in backward.
@@ -45,11 +48,11 @@ pub struct GpuBytes {
 }
 
 impl ModelOptions {
-    /// Checks the batch for a model of `positions` positions.
+    /// Checks the batch for a model of `positions` positions and these heads of queries and keys.
     ///
     /// # Errors
     /// Batch sizes outside the model's limits.
-    pub(crate) fn validate(&self, positions: usize) -> Result<(), ModelError> {
+    pub(crate) fn validate(&self, positions: usize, heads: [usize; 2]) -> Result<(), ModelError> {
         if self.seq_len == 0 || self.seq_len > positions || self.micro_batch == 0 {
             return Err(ModelError::from(format!(
                 "micro-batch {} x sequence {}: the model supports 1 to {positions} positions and needs at least one sequence",
@@ -68,6 +71,8 @@ impl ModelOptions {
             )));
         }
 
+        self.check_sequence_ranks(heads)?;
+
         if self.offload_activations && !self.activation_checkpointing {
             return Err(ModelError::from(
                 "offloaded activations are the inputs of checkpointed blocks: set activation checkpointing, too",
@@ -77,8 +82,38 @@ impl ModelOptions {
         Ok(())
     }
 
-    /// Tokens of a micro-batch.
+    /// Checks that the ranks of a sequence can share its tokens and the heads.
+    fn check_sequence_ranks(&self, [heads, kv_heads]: [usize; 2]) -> Result<(), ModelError> {
+        let ranks = self.sequence_ranks;
+        let refuse = |what: String| {
+            Err(ModelError::from(format!(
+                "{ranks} ranks cannot share a sequence (--ulysses {ranks}): {what}"
+            )))
+        };
+        if ranks == 0 {
+            return refuse("use 1 or more".to_owned());
+        }
+        if !self.seq_len.is_multiple_of(ranks) {
+            let seq = self.seq_len;
+            return refuse(format!(
+                "they do not divide its {seq} tokens; use a sequence length that is a multiple of {ranks}"
+            ));
+        }
+        if !heads.is_multiple_of(ranks) {
+            return refuse(format!(
+                "they do not divide the model's {heads} attention heads; use a divisor of {heads}"
+            ));
+        }
+        if !kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(kv_heads) {
+            return refuse(format!(
+                "the model has {kv_heads} heads of keys and values; use a divisor or a multiple of {kv_heads}"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Tokens of a micro-batch that this rank computes.
     pub(crate) fn tokens(&self) -> usize {
-        self.micro_batch * self.seq_len
+        self.micro_batch * (self.seq_len / self.sequence_ranks)
     }
 }

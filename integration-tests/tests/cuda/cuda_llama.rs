@@ -21,6 +21,7 @@ pub(crate) fn options(dtype: DType, micro_batch: usize, seq_len: usize) -> Model
     ModelOptions {
         micro_batch,
         seq_len,
+        sequence_ranks: 1,
         dtype,
         activation_checkpointing: false,
         offload_activations: false,

@@ -65,6 +65,7 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
         options: ModelOptions {
             micro_batch: options.micro_batch,
             seq_len: options.seq_len,
+            sequence_ranks: 1,
             dtype,
             activation_checkpointing: false,
             offload_activations: false,

@@ -41,6 +41,7 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> ModelOpti
     ModelOptions {
         micro_batch: BATCH,
         seq_len: SEQ,
+        sequence_ranks: 1,
         dtype,
         activation_checkpointing,
         offload_activations: false,

@@ -38,9 +38,28 @@ pub struct MeshSettings {
 }
 
 impl MeshSettings {
+    /// Ranks that share a sequence.
+    pub fn sequence_ranks(&self) -> usize {
+        self.sequence_ranks.unwrap_or(1)
+    }
+
     /// Ranks with the same micro-batches.
     pub fn ranks_of_batch(&self) -> usize {
         self.sequence_ranks.unwrap_or(1)
+    }
+
+    /// Bytes that the ranks of a machine of `node_ranks` consecutive ranks send to others, where each
+    /// sends `sent` bytes of activations to those that share its sequences, as many to each. Exact
+    /// if these and the machine divide each other; otherwise an upper bound.
+    pub fn sequence_egress_bytes(&self, node_ranks: usize, sent: u64) -> u64 {
+        let share = self.sequence_ranks();
+        let others = match share {
+            _ if share <= 1 || node_ranks.is_multiple_of(share) => return 0,
+            _ if share.is_multiple_of(node_ranks) => (share - node_ranks) as u128,
+            _ => (share - 1) as u128,
+        };
+        let of_machine = node_ranks as u128 * u128::from(sent);
+        u64::try_from(of_machine * others / (share - 1) as u128).unwrap_or(u64::MAX)
     }
 
     /// The layouts of a model, whose layout over all ranks is `parts`.
@@ -69,6 +88,7 @@ pub(crate) struct Mesh<D: Device> {
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
     grid: Grid,
+    settings: MeshSettings,
     /// Ranks of a machine.
     node_ranks: Option<u64>,
 }
@@ -137,6 +157,7 @@ impl<D: Device> Mesh<D> {
                 model,
                 replicas: None,
                 grid,
+                settings: *settings,
                 node_ranks,
             });
         }
@@ -165,6 +186,7 @@ impl<D: Device> Mesh<D> {
                 sharding: layouts.sharding(),
             }),
             grid,
+            settings: *settings,
             node_ranks,
         })
     }
@@ -210,8 +232,12 @@ impl<D: Device> Mesh<D> {
         let bytes = self
             .grid
             .node_egress_bytes(node_ranks, all, group, replicas);
+        let of_sequences = self.model.sequence.as_ref().map_or(0, data);
+        let of_sequences = self
+            .settings
+            .sequence_egress_bytes(node_ranks as usize, of_sequences);
         // The sizes were checked when the mesh was made.
-        bytes.unwrap_or(u64::MAX)
+        bytes.unwrap_or(u64::MAX).saturating_add(of_sequences)
     }
 
     /// The first failure of an axis.

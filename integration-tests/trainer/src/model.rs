@@ -89,7 +89,8 @@ impl Grad {
 /// The ranks with which a rank computes a micro-batch. A model enqueues their collectives on the
 /// stream of its passes, all ranks in the same order.
 pub struct ModelRanks<D: Device> {
-    /// Each computes a part of the tokens of each sequence.
+    /// Each computes a part of the tokens of each sequence: with T tokens and S ranks, rank s
+    /// tokens [s T / S, (s + 1) T / S).
     pub sequence: Option<Arc<dyn Communicator<D>>>,
 }
 
@@ -110,7 +111,7 @@ impl<D: Device> Default for ModelRanks<D> {
 
 /// A model on a device. All calls enqueue on `stream` and return.
 pub trait Model<D: Device>: Send {
-    /// Sets the next micro-batch.
+    /// Sets the next micro-batch: that of all ranks with which this one computes it.
     ///
     /// # Errors
     /// The stream failed, or the batch has what the model does not support.
@@ -150,7 +151,8 @@ pub trait Model<D: Device>: Send {
         false
     }
 
-    /// Adds the losses, in nats, of those of the first `tokens` tokens that are trained to
+    /// Adds the losses, in nats, of those of the first `tokens` tokens of the micro-batch that are
+    /// trained, and that this rank computes, to
     /// [`Model::loss`], after its forward. `params` are the flat parameters of the `forward_reads`
     /// of the last pass. Computes no gradient. Only evaluations call it: without them a model need
     /// not have it.
@@ -168,7 +170,8 @@ pub trait Model<D: Device>: Send {
 
     /// Enqueues the logits of token `token` of the micro-batch, after its forward, and returns them:
     /// `[vocab]`, in memory of the model that its next call may overwrite. `params` are those of
-    /// [`Model::add_losses`]. Only samples of text call it: without them a model need not have it.
+    /// [`Model::add_losses`]. Only samples of text call it, on a rank that computes the token:
+    /// without them a model need not have it.
     ///
     /// # Errors
     /// The stream failed, or the model gives no logits.

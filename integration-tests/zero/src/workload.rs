@@ -50,9 +50,9 @@ macro_rules! workload {
                 &self,
                 pool: &Pool<$device>,
                 compute: &$stream,
-                _ranks: &ModelRanks<$device>,
+                ranks: &ModelRanks<$device>,
             ) -> Result<Box<dyn Model<$device>>, ModelError> {
-                self.$model(pool, compute)
+                self.$model(pool, compute, ranks)
             }
 
             fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
@@ -83,19 +83,23 @@ impl ModelWorkload {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         let threads = Threads::new(self.threads)?;
+        let options = self.options.clone();
         Ok(self
             .config
-            .on_host(self.options.clone(), pool, compute, threads)?)
+            .on_host_with(options, pool, compute, threads, ranks)?)
     }
 
     fn on_cuda(
         &self,
         pool: &Pool<CudaDevice>,
         compute: &CudaStream,
+        ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
-        Ok(self.config.on_cuda(self.options.clone(), pool, compute)?)
+        let options = self.options.clone();
+        Ok(self.config.on_cuda_with(options, pool, compute, ranks)?)
     }
 
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

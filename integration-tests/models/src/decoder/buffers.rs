@@ -6,6 +6,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 
+use super::sequence::Exchanges;
 use crate::options::ModelOptions;
 use zero_trainer::ModelError;
 
@@ -129,11 +130,22 @@ impl<D: Device> Drop for Held<D> {
     }
 }
 
+/// The buffers of exchanges between ranks that share sequences; see [`super::sequence`].
+#[derive(Clone)]
+pub(crate) struct ExchangeSlices {
+    pub(crate) send: DeviceSlice<f32>,
+    pub(crate) recv: DeviceSlice<f32>,
+    /// One for each block with separate activations.
+    pub(crate) attended: Vec<DeviceSlice<f32>>,
+}
+
 /// All buffers of the model; `B` are a block's activations.
 pub(super) struct Buffers<B> {
     pub(super) layers: Layers<DeviceSlice<f32>, B>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
+    /// `None` if the model shares no sequences.
+    pub(super) exchange: Option<ExchangeSlices>,
     pub(super) table: DeviceSlice<f32>,
     pub(super) upcast: DeviceSlice<f32>,
     pub(super) loss: DeviceSlice<f64>,
@@ -153,6 +165,7 @@ pub(crate) struct Sizes {
     pub(crate) head: [usize; 2],
     /// `dres`, `narrow`, `wide` and `logits`.
     pub(crate) scratch: [usize; 4],
+    pub(crate) exchanges: Exchanges,
     pub(crate) table: usize,
 }
 
@@ -165,6 +178,7 @@ pub(crate) struct Extent {
     pub(crate) head_stats: usize,
     /// The widest row of a block's gradients that is not on the residual stream.
     pub(crate) wide: usize,
+    pub(crate) exchanges: Exchanges,
     pub(crate) table: usize,
 }
 
@@ -186,6 +200,7 @@ impl Sizes {
             block,
             head: [row, extent.head_stats * tokens],
             scratch: [row, row, tokens * extent.wide, logits],
+            exchanges: extent.exchanges,
             table: extent.table,
         }
     }
@@ -194,8 +209,10 @@ impl Sizes {
     pub(crate) fn bytes(&self) -> u64 {
         let sum = |sizes: &[usize]| sizes.iter().map(|&n| n as u128).sum::<u128>();
         let residual = (self.layers as u128 + 1) * self.row as u128;
-        let blocks = self.distinct as u128 * sum(&self.block);
-        let rest = sum(&self.head) + sum(&self.scratch) + self.table as u128;
+        let blocks =
+            self.distinct as u128 * (sum(&self.block) + self.exchanges.attended_elems() as u128);
+        let exchange = 2 * self.exchanges.buffer_elems() as u128;
+        let rest = sum(&self.head) + sum(&self.scratch) + exchange + self.table as u128;
         u64::try_from(4 * (residual + blocks + rest)).unwrap_or(u64::MAX)
     }
 }
@@ -226,6 +243,16 @@ impl<B: Copy> Buffers<B> {
 
         let head = HeadSlices::cut(activations(sizes.head.iter().sum())?, &sizes.head);
         let scratch = ScratchSlices::cut(activations(sizes.scratch.iter().sum())?, &sizes.scratch);
+        let exchange = match sizes.exchanges.buffer_elems() {
+            0 => None,
+            elems => Some(ExchangeSlices {
+                send: activations(elems)?,
+                recv: activations(elems)?,
+                attended: (0..sizes.distinct)
+                    .map(|_| activations(sizes.exchanges.attended_elems()))
+                    .collect::<Result<_, _>>()?,
+            }),
+        };
         let table = activations(sizes.table)?;
         let upcast = floats(upcast, Purpose::Workspace)?;
 
@@ -233,6 +260,7 @@ impl<B: Copy> Buffers<B> {
             layers: Layers { residual, blocks },
             head,
             scratch,
+            exchange,
             table,
             upcast,
             loss,

@@ -16,6 +16,7 @@ pub(crate) mod buffers;
 pub(crate) mod gpu;
 mod head;
 pub(crate) mod params;
+pub(crate) mod sequence;
 
 use std::sync::Arc;
 
@@ -23,13 +24,14 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
-use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
+use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
 
 use crate::ops::Threads;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
-use buffers::{Activations, Buffers, HeadView, ScratchView, Sizes};
+use buffers::{Activations, Buffers, HeadView, ScratchSlices, ScratchView, Sizes};
 use params::{Flat, UnitParams};
+use sequence::{SequenceGroup, SequencePart};
 
 /// A part of a block's forward. Between two parts, ranks that share a micro-batch exchange what the
 /// first has computed.
@@ -101,6 +103,13 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// The activations of a block as parts of `all`, as in [`Sizes::block`].
     fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> Self::Block;
 
+    /// What attention reads and writes of a block's activations: `qkv` and `attended`.
+    fn attention(block: &mut Self::Block) -> [&mut DeviceSlice<f32>; 2];
+
+    /// The gradients of what the heads attend to, and of queries, keys and values, of the lengths
+    /// that they have in `block`.
+    fn attention_grads(s: ScratchSlices, block: Self::Block) -> [DeviceSlice<f32>; 2];
+
     /// Writes the constants.
     fn fill_table(&self, table: &mut [f32]);
 
@@ -147,7 +156,7 @@ pub(crate) trait HostArch: Send + Sync + 'static {
 
 /// A model on the host, whose logits can be read.
 pub trait HostModel: Model<HostDevice> {
-    /// Enqueues the logits `[micro_batch * seq_len, vocab]` after a forward of every pass.
+    /// Enqueues the logits of this rank's tokens, `[tokens, vocab]`, after a forward of every pass.
     ///
     /// # Errors
     /// The stream failed.
@@ -169,22 +178,29 @@ pub(crate) struct Decoder<A: HostArch> {
     /// The stream that orders the passes.
     stream_id: u64,
     threads: Threads,
+    part: SequencePart,
+    /// `None` if the rank has all tokens of its sequences.
+    sequence: Option<SequenceGroup>,
+    /// This rank's tokens.
     batch: Arc<Batch>,
+    /// Those of all ranks that share its sequences.
+    whole: Arc<Batch>,
     draws: Arc<Draws>,
 }
 
 impl<A: HostArch> Decoder<A> {
-    /// Allocates activations from `pool`, for passes on `stream` only. The options must be valid
-    /// for the architecture.
+    /// Allocates activations from `pool`, for passes on `stream` only, with the other `ranks`. The
+    /// options must be valid for the architecture.
     ///
     /// # Errors
-    /// Memory ran out, or the stream failed.
+    /// Memory ran out, the stream failed, or the options are for other numbers of ranks.
     pub(crate) fn new(
         arch: A,
         options: ModelOptions,
         pool: &Pool<HostDevice>,
         stream: &HostStream,
         threads: Threads,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Self, ModelError> {
         let units = arch.units();
         let params = units.iter().map(UnitParams::new).collect();
@@ -196,6 +212,10 @@ impl<A: HostArch> Decoder<A> {
         };
 
         let buffers = Buffers::new(&arch.sizes(), A::cut, upcast, pool, stream)?;
+        let part = SequencePart::new(&options, ranks)?;
+        let group = ranks.sequence.as_ref().zip(buffers.exchange.clone());
+        let exchanges = arch.sizes().exchanges;
+        let sequence = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
         let model = Self {
             arch: Arc::new(arch),
             options,
@@ -204,7 +224,10 @@ impl<A: HostArch> Decoder<A> {
             buffers,
             stream_id: stream.id(),
             threads,
+            part,
+            sequence,
             batch: Arc::new(Batch::zeros(0)),
+            whole: Arc::new(Batch::zeros(0)),
             draws: Arc::default(),
         };
 
@@ -243,6 +266,7 @@ impl<A: HostArch> Decoder<A> {
         let params = params.to_vec();
         let grads = grads.to_vec();
         let batch = Arc::clone(&self.batch);
+        let whole = Arc::clone(&self.whole);
         let draws = Arc::clone(&self.draws);
 
         stream.enqueue(label, move || {
@@ -267,6 +291,7 @@ impl<A: HostArch> Decoder<A> {
                         // SAFETY: the buffer is this model's, and nothing writes it after `new`.
                         table: unsafe { table.as_host() },
                         batch: &batch,
+                        whole: &whole,
                         draws: &draws,
                     },
                     grads,
@@ -343,7 +368,7 @@ impl<A: HostArch> HostModel for Decoder<A> {
 
 /// Checks the lengths of a batch, and that documents begin before their tokens.
 fn check_batch(batch: &Batch, options: &ModelOptions) -> Result<(), ModelError> {
-    let tokens = options.tokens();
+    let tokens = options.micro_batch * options.seq_len;
     let seq = options.seq_len;
     let lens = [&batch.inputs, &batch.targets, &batch.starts].map(Vec::len);
     if lens[..2] != [tokens; 2] || ![0, tokens].contains(&lens[2]) {
@@ -426,7 +451,9 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
 impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
         check_batch(batch, &self.options)?;
-        self.batch = Arc::new(batch.clone());
+        let own = self.part.batch(batch, self.options.seq_len);
+        self.whole = Arc::new(batch.clone());
+        self.batch = own.map_or_else(|| Arc::clone(&self.whole), Arc::new);
         let count = self.options.micro_batch;
         let draws = batch.rows.map(|rows| Draws::new(rows, count));
         self.draws = Arc::new(draws.unwrap_or_default());
@@ -472,6 +499,9 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             });
         }
 
+        if let Some(group) = &self.sequence {
+            return self.shared_forward(group, stream, pass, params, Some(output));
+        }
         self.enqueue(
             stream,
             "forward block",
@@ -530,6 +560,12 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         }
 
         let again = self.options.activation_checkpointing;
+        if let Some(group) = &self.sequence {
+            if again {
+                self.shared_forward(group, stream, pass, params, None)?;
+            }
+            return self.shared_backward(group, stream, pass, params, grads);
+        }
         self.enqueue(
             stream,
             "backward block",
@@ -561,6 +597,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let loss = self.buffers.loss;
         let scratch = self.buffers.scratch;
         let sizes = [self.arch.vocab(), self.options.tokens()];
+        let tokens = tokens / self.options.sequence_ranks;
         self.enqueue(
             stream,
             "losses",
@@ -587,11 +624,7 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let scratch = self.buffers.scratch;
         let vocab = self.arch.vocab();
         let tokens = self.options.tokens();
-        if token >= tokens {
-            return Err(ModelError::from(format!(
-                "the logits of token {token} of {tokens}"
-            )));
-        }
+        let token = self.part.token(token, &self.options)?;
         self.enqueue(
             stream,
             "token logits",

@@ -58,7 +58,10 @@ pub(crate) struct Flat<'a> {
     pub(crate) layer: usize,
     /// The architecture's constants.
     pub(crate) table: &'a [f32],
+    /// The rank's tokens.
     pub(crate) batch: &'a Batch,
+    /// The tokens of all ranks that share the sequences.
+    pub(crate) whole: &'a Batch,
     /// Empty if nothing is dropped.
     pub(crate) draws: &'a Draws,
 }

@@ -34,7 +34,7 @@ use zero_trainer::ModelError;
 
 use crate::ModelConfig;
 use crate::llama::config::LlamaConfig;
-use crate::ops::{Threads, attention, rms_norm, rope, swiglu};
+use crate::ops::{Span, Threads, attention, rms_norm, rope, swiglu};
 use cache::Cache;
 use weights::{Block, Mlp, Weights};
 
@@ -299,7 +299,7 @@ impl Rotary {
             turned: turned * d,
             d,
         };
-        rope::forward(qkv, angles, &[], rows);
+        rope::forward(qkv, angles, &[], Span::whole(tokens), rows);
     }
 }
 

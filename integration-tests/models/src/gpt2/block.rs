@@ -18,6 +18,8 @@ views! {
 #[derive(Clone, Copy)]
 pub(super) struct Shape<'a> {
     pub(super) attention: attention::Shape,
+    /// Tokens of a sequence that the rank has.
+    pub(super) tokens: usize,
     /// C
     pub(super) width: usize,
     pub(super) masks: attention::Masks<'a>,
@@ -41,7 +43,7 @@ impl Shape<'_> {
             return linear::forward_residual(y, residual, x, w, bias);
         };
         linear::forward(y, x, w, bias);
-        dropout.apply_and_add(y, residual, self.attention.seq, bias.len());
+        dropout.apply_and_add(y, residual, self.tokens, bias.len());
     }
 
     /// The gradient of what the dropout was applied to: `dy`, or its copy in `copy`.
@@ -55,7 +57,7 @@ impl Shape<'_> {
             return dy;
         };
         let copy = &mut copy[..dy.len()];
-        dropout.of(copy, dy, self.attention.seq, self.width);
+        dropout.of(copy, dy, self.tokens, self.width);
         copy
     }
 }
@@ -144,8 +146,7 @@ pub(super) fn backward(
             let dout = shape.gradient_before(s.wide, s.dres, shape.dropouts[0]);
             linear::backward_weight(proj_w, proj_b, a.attended, dout);
             let dattended = &mut s.narrow[..a.attended.len()];
-            let heads = shape.attention.heads * shape.attention.d;
-            linear::product_transposed(dattended, dout, get("attn.c_proj.weight"), heads);
+            linear::product_transposed(dattended, dout, get("attn.c_proj.weight"), c);
         }
         Backward::Attention => {
             let dqkv = &mut s.wide[..a.qkv.len()];

@@ -9,14 +9,15 @@ use zero_alloc::Pool;
 use zero_alloc::device::DeviceSlice;
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
-use zero_trainer::{ModelError, Pass};
+use zero_trainer::{ModelError, ModelRanks, Pass};
 
 use self::config::GptConfig;
-use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
+use crate::decoder::buffers::{Extent, HeadView, ScratchSlices, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
+use crate::decoder::sequence::{Exchanges, SequencePart};
 use crate::decoder::{self, Backward, Decoder, Forward, HostArch, HostModel};
 use crate::ops::dropout::Dropout;
-use crate::ops::{Threads, attention, embedding, layer_norm};
+use crate::ops::{Span, Threads, attention, embedding, layer_norm};
 use crate::options::ModelOptions;
 use block::BlockSlices;
 
@@ -29,15 +30,17 @@ pub fn passes(config: &GptConfig) -> Vec<Pass> {
 struct Gpt2Arch {
     config: GptConfig,
     options: ModelOptions,
+    part: SequencePart,
 }
 
 impl Gpt2Arch {
     fn attention(&self, layer: usize) -> attention::Shape {
+        let heads = self.config.n_head / self.options.sequence_ranks;
         attention::Shape {
             batch: self.options.micro_batch,
             seq: self.options.seq_len,
-            heads: self.config.n_head,
-            kv_heads: self.config.n_head,
+            heads,
+            kv_heads: heads,
             d: self.config.head_dim(),
             window: self.options.seq_len,
             scale: self.config.attention_scale(layer),
@@ -47,28 +50,42 @@ impl Gpt2Arch {
     fn block<'a>(&self, p: &Flat<'a>) -> block::Shape<'a> {
         let config = &self.config;
         let site = |of_block| 1 + 3 * p.layer as u32 + of_block;
+        let seq = self.options.seq_len;
+        let span = self.span();
+        let first_line = self.part.first_line(config.n_head, seq);
+        let of_attention = p.draws.dropout(config.attn_pdrop, site(0));
+        let of_residual = |of_block| {
+            let dropout = p.draws.dropout(config.resid_pdrop, site(of_block));
+            dropout.map(|dropout| dropout.from_line(span.first))
+        };
         block::Shape {
             attention: self.attention(p.layer),
+            tokens: span.tokens,
             width: config.n_embd,
             masks: attention::Masks {
-                starts: &p.batch.starts,
-                dropout: p.draws.dropout(config.attn_pdrop, site(0)),
+                starts: &p.whole.starts,
+                dropout: of_attention.map(|dropout| dropout.from_line(first_line)),
             },
             eps: config.layer_norm_epsilon,
             activation: config.activation,
-            dropouts: [1, 2].map(|of_block| p.draws.dropout(config.resid_pdrop, site(of_block))),
+            dropouts: [1, 2].map(of_residual),
         }
     }
 
     fn embedding_dropout<'a>(&self, p: &Flat<'a>) -> Option<Dropout<'a>> {
-        p.draws.dropout(self.config.embd_pdrop, 0)
+        let dropout = p.draws.dropout(self.config.embd_pdrop, 0);
+        dropout.map(|dropout| dropout.from_line(self.span().first))
+    }
+
+    fn span(&self) -> Span {
+        self.part.span(self.options.seq_len)
     }
 
     fn rows<'a>(&self, p: &Flat<'a>) -> embedding::Rows<'a> {
         embedding::Rows {
             tokens: &p.batch.inputs,
             starts: &p.batch.starts,
-            seq: self.options.seq_len,
+            span: self.span(),
         }
     }
 }
@@ -98,6 +115,17 @@ impl HostArch for Gpt2Arch {
         BlockSlices::cut(all, sizes)
     }
 
+    fn attention(block: &mut BlockSlices) -> [&mut DeviceSlice<f32>; 2] {
+        [&mut block.qkv, &mut block.attended]
+    }
+
+    fn attention_grads(s: ScratchSlices, block: BlockSlices) -> [DeviceSlice<f32>; 2] {
+        [
+            s.narrow.slice(0..block.attended.len()),
+            s.wide.slice(0..block.qkv.len()),
+        ]
+    }
+
     fn fill_table(&self, _table: &mut [f32]) {}
 
     fn embed(&self, x: &mut [f32], p: &Flat<'_>) {
@@ -106,7 +134,7 @@ impl HostArch for Gpt2Arch {
         let c = self.config.n_embd;
         embedding::forward(x, self.rows(p), wte, wpe, c);
         if let Some(dropout) = self.embedding_dropout(p) {
-            dropout.apply(x, self.options.seq_len, c);
+            dropout.apply(x, self.span().tokens, c);
         }
     }
 
@@ -114,7 +142,7 @@ impl HostArch for Gpt2Arch {
         let [dwte, dwpe] = unit.split_mut(grad);
         let c = self.config.n_embd;
         if let Some(dropout) = self.embedding_dropout(p) {
-            dropout.apply(dx, self.options.seq_len, c);
+            dropout.apply(dx, self.span().tokens, c);
         }
         embedding::backward(dwte, dwpe, self.rows(p), dx, c);
     }
@@ -173,7 +201,9 @@ fn sizes(config: &GptConfig, options: &ModelOptions) -> Sizes {
     let stats = 2 * tokens;
     let lse = tokens * config.n_head;
     let wide = tokens * f;
+    let exchanges = Exchanges::new(options, [config.n_head; 2], config.head_dim());
     let extent = Extent {
+        exchanges,
         layers: config.n_layer,
         width: c,
         vocab: config.vocab_size,
@@ -198,12 +228,14 @@ pub(crate) fn on_host(
     pool: &Pool<HostDevice>,
     stream: &HostStream,
     threads: Threads,
+    ranks: &ModelRanks<HostDevice>,
 ) -> Result<Box<dyn HostModel>, ModelError> {
     let arch = Gpt2Arch {
         config,
+        part: SequencePart::new(&options, ranks)?,
         options: options.clone(),
     };
     Ok(Box::new(Decoder::new(
-        arch, options, pool, stream, threads,
+        arch, options, pool, stream, threads, ranks,
     )?))
 }

@@ -6,7 +6,7 @@ use super::config::LlamaConfig;
 use crate::decoder::buffers::{ScratchView, views};
 use crate::decoder::params::Flat;
 use crate::decoder::{Backward, Forward};
-use crate::ops::{attention, linear, rms_norm, rope, swiglu};
+use crate::ops::{Span, attention, linear, rms_norm, rope, swiglu};
 
 views! {
     /// Activations of a block: `[M, C]` except for the statistics `[M]`, `qkv` `[M, (heads + 2
@@ -21,6 +21,11 @@ views! {
 /// The sizes of a block's operations.
 pub(super) struct Shape {
     pub(super) attention: attention::Shape,
+    /// The rank's tokens of each sequence.
+    span: Span,
+    /// The first line of the dropout of attention.
+    first_line: usize,
+    heads: rms_norm::Heads,
     /// C
     pub(super) width: usize,
     /// F
@@ -33,9 +38,22 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub(super) fn new(config: &LlamaConfig, attention: attention::Shape) -> Self {
+    pub(super) fn new(
+        config: &LlamaConfig,
+        attention: attention::Shape,
+        span: Span,
+        first_line: usize,
+    ) -> Self {
         Self {
             attention,
+            span,
+            first_line,
+            heads: rms_norm::Heads {
+                queries: config.heads,
+                keys: config.kv_heads,
+                d: config.head_dim,
+                width: config.qkv_width(),
+            },
             width: config.hidden,
             inner: config.intermediate,
             eps: config.rms_norm_eps,
@@ -66,26 +84,15 @@ impl Shape {
 
     fn masks<'a>(&self, flat: &Flat<'a>) -> attention::Masks<'a> {
         let site = 1 + flat.layer as u32;
+        let dropout = flat.draws.dropout(self.attention_dropout, site);
         attention::Masks {
-            starts: &flat.batch.starts,
-            dropout: flat.draws.dropout(self.attention_dropout, site),
-        }
-    }
-
-    fn heads(&self) -> rms_norm::Heads {
-        let attention::Shape {
-            heads, kv_heads, d, ..
-        } = self.attention;
-        rms_norm::Heads {
-            queries: heads,
-            keys: kv_heads,
-            d,
-            width: (heads + 2 * kv_heads) * d,
+            starts: &flat.whole.starts,
+            dropout: dropout.map(|dropout| dropout.from_line(self.first_line)),
         }
     }
 
     fn rows(&self) -> rope::Rows {
-        let heads = self.heads();
+        let heads = self.heads;
         rope::Rows {
             width: heads.width,
             turned: (heads.queries + heads.keys) * heads.d,
@@ -153,13 +160,14 @@ pub(super) fn forward(
     match part {
         Forward::Qkv => {
             rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
-            let heads = shape.heads();
+            let heads = shape.heads;
             linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, heads.width);
             if !p.qk_norm.is_empty() {
                 let eps = shape.eps;
                 rms_norm::forward_heads(a.qkv, a.raw, a.raw_stats, p.qk_norm, heads, eps);
             }
-            rope::forward(a.qkv, flat.table, masks.starts, shape.rows());
+            let starts = &flat.batch.starts;
+            rope::forward(a.qkv, flat.table, starts, shape.span, shape.rows());
         }
         Forward::Attention => {
             attention::forward(a.attended, a.lse, a.qkv, masks, shape.attention);
@@ -216,7 +224,7 @@ pub(super) fn backward(
         Backward::Mlp => {}
         Backward::Mid => {
             rms_norm::backward(s.dres, g.norm2, s.narrow, a.mid, a.stats2, p.norm2);
-            let q_width = shape.attention.heads * shape.attention.d;
+            let q_width = shape.heads.queries * shape.heads.d;
             let bias = g.output_bias;
             linear::backward_weight_transposed(g.output, bias, a.attended, s.dres, q_width);
             linear::product(dattended, s.dres, p.output, q_width);
@@ -226,9 +234,10 @@ pub(super) fn backward(
             attention::backward(dqkv, dattended, a.qkv, a.attended, a.lse, masks, whole);
         }
         Backward::Qkv => {
-            rope::backward(dqkv, flat.table, masks.starts, shape.rows());
+            let starts = &flat.batch.starts;
+            rope::backward(dqkv, flat.table, starts, shape.span, shape.rows());
             if !p.qk_norm.is_empty() {
-                let heads = shape.heads();
+                let heads = shape.heads;
                 rms_norm::backward_heads(dqkv, g.qk_norm, a.raw, a.raw_stats, p.qk_norm, heads);
             }
             linear::backward_weight_transposed(g.qkv, g.qkv_bias, a.norm1, dqkv, c);

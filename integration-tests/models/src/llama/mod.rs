@@ -11,11 +11,12 @@ use zero_alloc::Pool;
 use zero_alloc::device::DeviceSlice;
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
-use zero_trainer::ModelError;
+use zero_trainer::{ModelError, ModelRanks};
 
 use self::config::LlamaConfig;
-use crate::decoder::buffers::{Extent, HeadView, ScratchView, Sizes};
+use crate::decoder::buffers::{Extent, HeadView, ScratchSlices, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
+use crate::decoder::sequence::{Exchanges, SequencePart};
 use crate::decoder::{Backward, Decoder, Forward, HostArch, HostModel};
 use crate::ops::{Threads, attention, embedding, rms_norm};
 use crate::options::ModelOptions;
@@ -25,21 +26,26 @@ use block::{BlockSlices, Shape};
 struct LlamaArch {
     config: LlamaConfig,
     options: ModelOptions,
+    part: SequencePart,
 }
 
 impl LlamaArch {
     fn shape(&self, layer: usize) -> Shape {
         let config = &self.config;
+        let seq = self.options.seq_len;
+        let exchanges = exchanges(config, &self.options);
+        let [heads, kv_heads] = exchanges.qkv.heads_of_rank();
         let attention = attention::Shape {
             batch: self.options.micro_batch,
-            seq: self.options.seq_len,
-            heads: config.heads,
-            kv_heads: config.kv_heads,
+            seq,
+            heads,
+            kv_heads,
             d: config.head_dim,
-            window: config.window_of(layer, self.options.seq_len),
+            window: config.window_of(layer, seq),
             scale: attention::scale_of(config.head_dim),
         };
-        Shape::new(config, attention)
+        let first_line = self.part.first_line(config.heads, seq);
+        Shape::new(config, attention, self.part.span(seq), first_line)
     }
 }
 
@@ -66,6 +72,18 @@ impl HostArch for LlamaArch {
 
     fn cut(all: DeviceSlice<f32>, sizes: &[usize]) -> BlockSlices {
         BlockSlices::cut(all, sizes)
+    }
+
+    fn attention(block: &mut BlockSlices) -> [&mut DeviceSlice<f32>; 2] {
+        [&mut block.qkv, &mut block.attended]
+    }
+
+    fn attention_grads(s: ScratchSlices, block: BlockSlices) -> [DeviceSlice<f32>; 2] {
+        let [attended, qkv] = [block.attended.len(), block.qkv.len()];
+        [
+            s.wide.slice(0..attended),
+            s.wide.slice(attended..attended + qkv),
+        ]
     }
 
     fn fill_table(&self, table: &mut [f32]) {
@@ -122,11 +140,16 @@ impl HostArch for LlamaArch {
     }
 }
 
+fn exchanges(config: &LlamaConfig, options: &ModelOptions) -> Exchanges {
+    Exchanges::new(options, [config.heads, config.kv_heads], config.head_dim)
+}
+
 /// Elements of the activations on the host. The options must be valid for the configuration.
 fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
     let tokens = options.tokens();
     let row = tokens * config.hidden;
-    let qkv = config.qkv_width();
+    let exchanges = exchanges(config, options);
+    let qkv = exchanges.qkv.elems();
     let queries = config.q_width();
     let inner = config.intermediate;
     let heads = if config.has_qk_norm() {
@@ -135,18 +158,19 @@ fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
         0
     };
     let extent = Extent {
+        exchanges,
         layers: config.layers,
         width: config.hidden,
         vocab: config.vocab_size,
         head_stats: 1,
-        wide: inner.max(queries + qkv),
+        wide: inner.max(queries + qkv / tokens),
         table: options.seq_len * config.head_dim,
     };
 
     let block = vec![
         row,
         tokens,
-        tokens * qkv,
+        qkv,
         tokens * heads * config.head_dim,
         tokens * heads,
         tokens * queries,
@@ -172,12 +196,14 @@ pub(crate) fn on_host(
     pool: &Pool<HostDevice>,
     stream: &HostStream,
     threads: Threads,
+    ranks: &ModelRanks<HostDevice>,
 ) -> Result<Box<dyn HostModel>, ModelError> {
     let arch = LlamaArch {
         config,
+        part: SequencePart::new(&options, ranks)?,
         options: options.clone(),
     };
     Ok(Box::new(Decoder::new(
-        arch, options, pool, stream, threads,
+        arch, options, pool, stream, threads, ranks,
     )?))
 }

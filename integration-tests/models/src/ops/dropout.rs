@@ -36,6 +36,7 @@ impl Draws {
             streams: &self.0,
             limits: Limits::new(probability)?,
             site,
+            first: 0,
         })
     }
 
@@ -71,16 +72,24 @@ pub struct Dropout<'a> {
     streams: &'a [Counter],
     limits: Limits,
     site: u32,
+    /// The first line.
+    first: usize,
 }
 
 impl Dropout<'_> {
+    /// The same dropout of lines of which the first is line `first` of the sequence.
+    #[must_use]
+    pub fn from_line(self, first: usize) -> Self {
+        Self { first, ..self }
+    }
+
     /// Writes the factors of elements `first..` of a line of a sequence.
     pub fn factors(self, out: &mut [f32], sequence: usize, line: usize, first: usize) {
         let before = first % 4;
         let stream = &self.streams[sequence];
         let low = u64::from(self.site) << 32 | (first / 4) as u64;
         let limits = self.limits;
-        let high = line as u64;
+        let high = (self.first + line) as u64;
         if before == 0 {
             return factors_from(out, stream, [high, low], limits);
         }

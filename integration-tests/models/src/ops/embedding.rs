@@ -4,7 +4,7 @@
 
 use rayon::prelude::*;
 
-use super::{position, rows_per_thread};
+use super::{Span, position, rows_per_thread};
 
 /// The tokens of a batch, and their places.
 #[derive(Clone, Copy, Debug)]
@@ -13,8 +13,8 @@ pub struct Rows<'a> {
     pub tokens: &'a [u32],
     /// The place in its sequence of the first token of each token's document; empty if all are 0.
     pub starts: &'a [u32],
-    /// Tokens of a sequence.
-    pub seq: usize,
+    /// The tokens of each sequence.
+    pub span: Span,
 }
 
 /// `x = wte[token] + wpe[position]`, the position of a token in its document. Tokens were checked
@@ -23,7 +23,7 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
     let Rows {
         tokens,
         starts,
-        seq,
+        span,
     } = rows;
     let rows = rows_per_thread(tokens.len());
     x.par_chunks_mut(rows * c)
@@ -32,7 +32,7 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
             for (i, x) in x.chunks_exact_mut(c).enumerate() {
                 let row = chunk * rows + i;
                 let token = tokens[row] as usize * c;
-                let position = position(row, seq, starts) * c;
+                let position = position(row, span, starts) * c;
                 for ((x, &e), &p) in x
                     .iter_mut()
                     .zip(&wte[token..token + c])
@@ -49,11 +49,11 @@ pub fn backward(dwte: &mut [f32], dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], 
     let Rows {
         tokens,
         starts,
-        seq,
+        span,
     } = rows;
     for (row, dx) in dx.chunks_exact(c).enumerate() {
         let token = tokens[row] as usize * c;
-        let position = position(row, seq, starts) * c;
+        let position = position(row, span, starts) * c;
         for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {
             *sum += d;
         }

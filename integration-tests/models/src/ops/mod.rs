@@ -15,6 +15,7 @@ pub mod linear;
 pub(crate) mod math;
 pub mod rms_norm;
 pub mod rope;
+pub mod sequence;
 pub mod swiglu;
 #[cfg(test)]
 mod tests;
@@ -90,11 +91,30 @@ pub(crate) fn rows_per_thread(rows: usize) -> usize {
     rows.div_ceil(rayon::current_num_threads()).max(1)
 }
 
-/// The position in its document of token `row` of sequences of `seq` tokens. `starts` has the place
-/// in its sequence of the first token of each token's document; empty if all are 0.
-pub(crate) fn position(row: usize, seq: usize, starts: &[u32]) -> usize {
+/// The consecutive tokens of each sequence that are rows of an operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    /// Tokens of a sequence.
+    pub tokens: usize,
+    /// The first one's place in its sequence.
+    pub first: usize,
+}
+
+impl Span {
+    /// All `seq` tokens of a sequence.
+    pub fn whole(seq: usize) -> Self {
+        Self {
+            tokens: seq,
+            first: 0,
+        }
+    }
+}
+
+/// The position in its document of token `row` of a batch's `span`. `starts` has the place in its
+/// sequence of the first token of each token's document; empty if all are 0.
+pub(crate) fn position(row: usize, span: Span, starts: &[u32]) -> usize {
     let start = starts.get(row).map_or(0, |&start| start as usize);
-    (row % seq).saturating_sub(start)
+    (span.first + row % span.tokens).saturating_sub(start)
 }
 
 /// Calls `work` with `len` elements of the calling thread's scratch memory, which has any values.

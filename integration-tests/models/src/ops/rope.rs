@@ -7,7 +7,7 @@
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::{position, rows_per_thread};
+use super::{Span, position, rows_per_thread};
 
 /// The elements of a row of qkv.
 #[derive(Clone, Copy, Debug)]
@@ -21,23 +21,22 @@ pub struct Rows {
 }
 
 /// Rotates queries and keys by the angles of their positions in their documents (`position`).
-pub fn forward(qkv: &mut [f32], table: &[f32], starts: &[u32], rows: Rows) {
-    rotate(qkv, table, starts, rows, 1.0);
+pub fn forward(qkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, rows: Rows) {
+    rotate(qkv, table, starts, span, rows, 1.0);
 }
 
 /// Rotates gradients of queries and keys back.
-pub fn backward(dqkv: &mut [f32], table: &[f32], starts: &[u32], rows: Rows) {
-    rotate(dqkv, table, starts, rows, -1.0);
+pub fn backward(dqkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, rows: Rows) {
+    rotate(dqkv, table, starts, span, rows, -1.0);
 }
 
-fn rotate(qkv: &mut [f32], table: &[f32], starts: &[u32], rows: Rows, sign: f32) {
-    let seq = table.len() / rows.d;
+fn rotate(qkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, rows: Rows, sign: f32) {
     let chunk = rows_per_thread(qkv.len() / rows.width);
     qkv.par_chunks_mut(chunk * rows.width)
         .enumerate()
         .for_each(|(i, qkv)| {
             for (row, qkv) in qkv.chunks_exact_mut(rows.width).enumerate() {
-                let position = position(i * chunk + row, seq, starts);
+                let position = position(i * chunk + row, span, starts);
                 let angles = &table[position * rows.d..][..rows.d];
                 rotate_heads(&mut qkv[..rows.turned], angles, sign);
             }

@@ -8,7 +8,8 @@ use proptest::prelude::*;
 use super::attention::{Masks, Shape};
 use super::dropout::Draws;
 use super::{
-    Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope, swiglu,
+    Span, Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope,
+    swiglu,
 };
 use zero_trainer::{BatchRows, IGNORED};
 
@@ -573,9 +574,9 @@ proptest! {
         let starts = documents(batch, seq, seed);
         on(threads, || {
             let mut y = x.clone();
-            rope::forward(&mut y, &table, &starts, rows);
+            rope::forward(&mut y, &table, &starts, Span::whole(seq), rows);
             let mut back = x.clone();
-            rope::backward(&mut back, &table, &starts, rows);
+            rope::backward(&mut back, &table, &starts, Span::whole(seq), rows);
 
             for (got, sign) in [(&y, 1.0), (&back, -1.0)] {
                 let mut want = bounded(&x);
@@ -702,7 +703,7 @@ proptest! {
 
         on(threads, || {
             let mut x = vec![f32::NAN; rows * c];
-            let of_batch = embedding::Rows { tokens: &tokens, starts: &starts, seq };
+            let of_batch = embedding::Rows { tokens: &tokens, starts: &starts, span: Span::whole(seq) };
             embedding::forward(&mut x, of_batch, &wte, &wpe, c);
             let mut dwte = vec![0.0; vocab * c];
             let mut dwpe = vec![0.0; seq * c];

@@ -59,6 +59,7 @@ impl Tiny {
         let options = ModelOptions {
             micro_batch: rows,
             seq_len: seq,
+            sequence_ranks: 1,
             dtype: DType::F32,
             activation_checkpointing: false,
             offload_activations: false,

@@ -20,5 +20,6 @@ mod resume;
 mod support;
 mod timeline;
 mod toy;
+mod ulysses;
 mod validation;
 mod volumes;

@@ -40,6 +40,7 @@ fn check(oracle: Oracle, threads: usize, activation_checkpointing: bool) {
     let options = ModelOptions {
         micro_batch: batch,
         seq_len: seq,
+        sequence_ranks: 1,
         dtype: DType::F32,
         activation_checkpointing,
         offload_activations: activation_checkpointing,

@@ -201,6 +201,7 @@ impl Case {
             options: ModelOptions {
                 micro_batch: self.micro_batch,
                 seq_len: self.oracle.seq,
+                sequence_ranks: self.mesh.sequence_ranks(),
                 dtype: self.dtype,
                 activation_checkpointing: self.activation_checkpointing,
                 offload_activations: false,

@@ -113,6 +113,9 @@ pub struct CommBytes {
     pub all_gather: u64,
     /// By all-reduce.
     pub all_reduce: u64,
+    /// By all-to-all, between ranks that share sequences.
+    #[serde(default)]
+    pub all_to_all: u64,
     /// By the all-gather of statistics and losses.
     pub control: u64,
     /// By all ranks of this rank's machine to other machines, without control traffic; 0 if the
@@ -127,6 +130,7 @@ impl CommBytes {
             reduce_scatter: sent.rank.reduce_scatter_bytes,
             all_gather: sent.rank.all_gather_bytes,
             all_reduce: sent.rank.all_reduce_bytes,
+            all_to_all: sent.rank.all_to_all_bytes,
             control: sent.rank.control_bytes,
             between: sent.between_bytes,
         }
@@ -134,7 +138,7 @@ impl CommBytes {
 
     /// The sum without control traffic, which the formulas do not count.
     pub fn total(&self) -> u64 {
-        self.reduce_scatter + self.all_gather + self.all_reduce
+        self.reduce_scatter + self.all_gather + self.all_reduce + self.all_to_all
     }
 }
 
