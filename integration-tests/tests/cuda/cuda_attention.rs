@@ -6,6 +6,7 @@ use zero_models::cuda::SumOut;
 use zero_models::cuda::attention::{self, Attention, Gradients, Masks, Shape};
 use zero_models::cuda::dropout::Dropout;
 use zero_models::cuda::rope::Angles;
+use zero_models::ops::Span;
 use zero_models::ops::dropout::Draws;
 
 use crate::cuda_dropout::{SITE, draws, keys};
@@ -145,6 +146,7 @@ fn check_attention(gpu: &Gpu, dtype: DType, shape: Shape, case: Case) {
         angles: case.rotated.then(|| Angles {
             table: gpu.floats(&angles),
             starts: masks.starts,
+            span: Span::whole(shape.seq),
         }),
         masks,
     };

@@ -10,6 +10,7 @@ use zero_models::cuda::dropout::{self, Dropout};
 use zero_models::cuda::embedding::{self, TokenLists, sort_tokens};
 use zero_models::cuda::{SumOut, column_sums};
 use zero_models::gpt2::config::GptConfig;
+use zero_models::ops::Span;
 use zero_models::ops::dropout::Draws;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::{Batch, BatchRows};
@@ -128,7 +129,7 @@ fn embeddings_with_documents_and_dropout() {
                 let keys = keys(&gpu, &draws(batch));
                 let of = embedding::Rows {
                     batch,
-                    seq,
+                    span: Span::whole(seq),
                     documents: packed.then(|| gpu.words(&starts)),
                     dropout: Dropout::new(keys, 0.4, SITE).filter(|_| drops),
                 };

@@ -3,6 +3,7 @@
 use zero_alloc::device::DType;
 use zero_models::cuda::rope::{self, Angles, Heads};
 use zero_models::cuda::{SumOut, rms_norm, swiglu};
+use zero_models::ops::Span;
 
 use crate::cuda_attention::{documents, table};
 use crate::fp64;
@@ -112,6 +113,7 @@ fn rotary_embeddings() {
             let angles = Angles {
                 table: gpu.floats(&cos_sin),
                 starts: packed.then(|| gpu.words(&starts)),
+                span: Span::whole(seq),
             };
             let qkv = gpu.put(&x, dtype);
             rope::forward(&ops, &gpu.stream, qkv, angles, heads).unwrap();
@@ -166,6 +168,7 @@ fn norms_of_heads() {
             let angles = Angles {
                 table: gpu.floats(&cos_sin),
                 starts: None,
+                span: Span::whole(seq),
             };
             let qkv = gpu.put(&x, dtype);
             let raw = gpu.fresh(rows * turned * d, dtype);

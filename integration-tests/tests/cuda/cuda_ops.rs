@@ -5,6 +5,7 @@ use zero_models::cuda::cross_entropy::Scale;
 use zero_models::cuda::embedding::{TokenLists, sort_tokens};
 use zero_models::cuda::layer_norm::{self, Output, Sums};
 use zero_models::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
+use zero_models::ops::Span;
 use zero_trainer::IGNORED;
 
 use crate::fp64;
@@ -246,7 +247,7 @@ fn embeddings() {
             let d = rounded(&dx, dtype);
             let of = embedding::Rows {
                 batch,
-                seq,
+                span: Span::whole(seq),
                 documents: None,
                 dropout: None,
             };

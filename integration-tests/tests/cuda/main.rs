@@ -13,6 +13,7 @@ mod cuda_llama_ops;
 mod cuda_matmul;
 mod cuda_model;
 mod cuda_ops;
+mod cuda_sequence;
 mod cuda_trainer;
 mod fp64;
 mod gpu;

@@ -68,6 +68,20 @@ impl MeshSettings {
         Ok(ranks / self.tensor_ranks.unwrap_or(1))
     }
 
+    /// Bytes that the ranks of a machine of `node_ranks` consecutive ranks send to others, where each
+    /// sends `sent` bytes of activations to those that share its sequences, as many to each. Exact
+    /// if these and the machine divide each other; otherwise an upper bound.
+    pub fn sequence_egress_bytes(&self, node_ranks: usize, sent: u64) -> u64 {
+        let share = self.sequence_ranks();
+        let others = match share {
+            _ if share <= 1 || node_ranks.is_multiple_of(share) => return 0,
+            _ if share.is_multiple_of(node_ranks) => (share - node_ranks) as u128,
+            _ => (share - 1) as u128,
+        };
+        let of_machine = node_ranks as u128 * u128::from(sent);
+        u64::try_from(of_machine * others / (share - 1) as u128).unwrap_or(u64::MAX)
+    }
+
     /// The layouts of a model, whose layout over all ranks is `parts`.
     ///
     /// # Errors
@@ -96,6 +110,7 @@ pub(crate) struct Mesh<D: Device> {
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
     grid: Grid,
+    settings: MeshSettings,
     /// Ranks of a machine.
     node_ranks: Option<u64>,
 }
@@ -176,6 +191,7 @@ impl<D: Device> Mesh<D> {
                 model,
                 replicas: None,
                 grid,
+                settings: *settings,
                 node_ranks,
             });
         }
@@ -206,6 +222,7 @@ impl<D: Device> Mesh<D> {
                 sharding: layouts.sharding(),
             }),
             grid,
+            settings: *settings,
             node_ranks,
         })
     }
@@ -265,8 +282,12 @@ impl<D: Device> Mesh<D> {
             .grid
             .node_egress_bytes(node_ranks / tensor, all, group, replicas);
         let bytes = bytes.map(|bytes| bytes * tensor);
+        let of_sequences = self.model.sequence.as_ref().map_or(0, data);
+        let of_sequences = self
+            .settings
+            .sequence_egress_bytes(node_ranks as usize, of_sequences);
         // The sizes were checked when the mesh was made.
-        bytes.unwrap_or(u64::MAX)
+        bytes.unwrap_or(u64::MAX).saturating_add(of_sequences)
     }
 
     /// The first failure of an axis.

@@ -272,6 +272,12 @@ impl<D: Device> Rank<D> {
                 "groups of ranks do not fit {stage}, which has nothing to share in them"
             )));
         }
+        if settings.graphs && settings.mesh.sequence_ranks() > 1 {
+            return Err(TrainError::Usage(
+                "steps whose ranks share sequences cannot be recorded into CUDA graphs: set Settings::graphs to false"
+                    .to_owned(),
+            ));
+        }
         // A graph may run its branches one after the other, in an order that differs by rank: all
         // collectives are then in one stream.
         let of_graphs = settings.graphs.then(|| comm_stream.clone());

@@ -461,5 +461,5 @@ fn restore<D: Device>(parts: &mut Parts<'_, D>, dir: &Path) -> Result<TrainerSta
     let reader = Reader::open_on_ranks(dir, index, exchange, || {
         Ok::<_, TrainError>(Reader::open(dir)?)
     })?;
-    state::restore(rank, parts.stage, &reader)
+    state::restore(rank, parts.stage, reader)
 }

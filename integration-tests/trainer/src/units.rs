@@ -5,8 +5,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use serde_json::Value;
 use zero_alloc::device::Device;
-use zero_shard::{GridLayout, Layout, ParamSpec, TensorCut, TensorPart, UnitSpec};
+use zero_ckpt::TensorParallel;
+use zero_shard::{GridLayout, Layout, ParamSpec, TensorCut, TensorPart, UnitSpec, joined_units};
 
 use crate::error::TrainError;
 use crate::launch::SHARD_ALIGN_ELEMS;
@@ -30,10 +32,11 @@ pub(crate) struct RunUnits {
 pub(crate) struct CutUnits {
     /// Ranks of tensor parallelism.
     ranks: u64,
-    whole: Vec<UnitSpec>,
     params: HashMap<String, (ParamSpec, TensorCut)>,
     /// Elements of a rank's part of each unit that other ranks do not have: the first ones.
     cut_elems: Vec<u64>,
+    /// The name and content of the document that says in a checkpoint how they are cut.
+    document: (String, Value),
 }
 
 impl RunUnits {
@@ -67,13 +70,14 @@ impl RunUnits {
         }
 
         let joined = joined_units(&units, tensor_ranks, data_ranks, SHARD_ALIGN_ELEMS)?;
+        let (name, document) = TensorParallel::new(&whole, tensor_ranks, cut_of)?.document()?;
         let params = whole.iter().flat_map(|unit| &unit.params);
         let params = params.map(|param| (param.name.clone(), (param.clone(), cut_of(param))));
         let tensor = CutUnits {
             ranks: tensor_ranks,
             params: params.collect(),
-            whole,
             cut_elems,
+            document: (name, document),
         };
         Ok(Self {
             saved: Arc::new(Layout::new(&joined, ranks as u64, SHARD_ALIGN_ELEMS)?),
@@ -104,9 +108,9 @@ impl CutUnits {
         cut.unwrap_or(TensorCut::Replicated)
     }
 
-    /// The units before they are cut.
-    pub(crate) fn whole(&self) -> &[UnitSpec] {
-        &self.whole
+    /// The name and content of the document of a checkpoint.
+    pub(crate) fn document(&self) -> (String, Value) {
+        self.document.clone()
     }
 
     /// The part of rank `rank` of tensor parallelism.
@@ -142,39 +146,4 @@ impl CutUnits {
             Ok(())
         }
     }
-}
-
-/// TEMPORARY until zero-ckpt has it.
-fn joined_units(
-    units: &[UnitSpec],
-    ranks: u64,
-    data_ranks: u64,
-    align: u64,
-) -> Result<Vec<UnitSpec>, TrainError> {
-    let mut joined = Vec::new();
-    for unit in units {
-        let mut params = Vec::new();
-        let elems: u64 = unit
-            .params
-            .iter()
-            .map(|p| p.shape.iter().product::<u64>())
-            .sum();
-        let padded = elems.div_ceil(data_ranks * align) * align * data_ranks;
-        for rank in 0..ranks {
-            for param in &unit.params {
-                params.push(ParamSpec::new(
-                    format!("{}@{rank}/{ranks}", param.name),
-                    param.shape.clone(),
-                ));
-            }
-            if rank + 1 < ranks && padded > elems {
-                params.push(ParamSpec::new(
-                    format!("pad.{}@{rank}/{ranks}", unit.name),
-                    [padded - elems],
-                ));
-            }
-        }
-        joined.push(UnitSpec::new(unit.name.clone(), params));
-    }
-    Ok(joined)
 }

@@ -17,12 +17,11 @@ const LONG: Duration = Duration::from_secs(400);
 
 fn zero(dir: &Path, args: &[&str]) -> Command {
     let mut command = place::zero();
-    command
-        .arg("train")
-        .arg("--model")
-        .arg(place::data("model"))
-        .arg("--data")
-        .arg(place::data("tokens.u16.bin"));
+    command.arg("train");
+    if !args.contains(&"--model") {
+        command.arg("--model").arg(place::data("model"));
+    }
+    command.arg("--data").arg(place::data("tokens.u16.bin"));
     command.args(["--lr", "1e-3", "--clip", "1"]);
 
     for (flag, value) in [
@@ -136,6 +135,75 @@ fn cuda_ranks_follow_the_host() {
             }
         }
     }
+}
+
+/// Ranks that share sequences exchange tokens for heads on the compute stream. The Llama has eight
+/// heads over two of keys, so that four ranks share them in pairs.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_shared_sequences_follow_the_host() {
+    let llama = place::data("../llama-gqa/model").display().to_string();
+    let cases: [&[&str]; 3] = [
+        &[
+            "--stage",
+            "2",
+            "--ranks",
+            "2",
+            "--ulysses",
+            "2",
+            "--dropout",
+            "0.1",
+        ],
+        &[
+            "--stage",
+            "3",
+            "--ranks",
+            "4",
+            "--ulysses",
+            "2",
+            "--grad-accum",
+            "2",
+        ],
+        &[
+            "--stage",
+            "3",
+            "--ranks",
+            "4",
+            "--ulysses",
+            "4",
+            "--activation-checkpointing",
+            "--dropout",
+            "0.1",
+            "--model",
+            &llama,
+        ],
+    ];
+    for args in cases {
+        let dir = temp();
+        for (host, cuda) in on_host_and_cuda(dir.path(), args, &[]) {
+            assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{args:?}");
+            assert!(host["comm_bytes"]["all_to_all"].as_u64().unwrap() > 0);
+        }
+    }
+
+    // A recorded step would have the exchanges in its graph.
+    let dir = temp();
+    let more = [
+        "--ranks",
+        "2",
+        "--ulysses",
+        "2",
+        "--stage",
+        "2",
+        "--device",
+        "cuda",
+    ];
+    let more = [&more[..], &["--share-gpus", "--cuda-graph"]].concat();
+    let said = text(&finish(zero(dir.path(), &more).spawn().unwrap()));
+    assert!(
+        said.contains("--cuda-graph: steps whose ranks share sequences"),
+        "{said}"
+    );
 }
 
 /// Groups of ranks: one communicator an axis.

@@ -127,6 +127,19 @@ fn the_losses_of_groups_are_those_of_threads() {
     }
 }
 
+/// Ranks that share sequences: their communicator is a split of the world, too.
+#[test]
+fn the_losses_of_shared_sequences_are_those_of_threads() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (stage, share) in [("3", "4"), ("2", "2")] {
+        let more = ["--stage", stage, "--ulysses", share, "--dropout", "0.1"];
+        agree_with_threads(dir.path(), 4, &more);
+    }
+}
+
 /// Asserts that the processes of `mpirun` have the losses of threads.
 fn agree_with_threads(dir: &Path, ranks: usize, more: &[&str]) {
     let files =

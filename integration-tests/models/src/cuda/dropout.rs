@@ -16,6 +16,7 @@ pub struct Dropout {
     keys: DeviceSlice<u32>,
     limits: Limits,
     site: u32,
+    first_line: u32,
 }
 
 impl Dropout {
@@ -26,18 +27,36 @@ impl Dropout {
             keys,
             limits: Limits::new(probability)?,
             site,
+            first_line: 0,
         })
+    }
+
+    /// The same dropout of lines of which the first is line `first` of the sequence.
+    #[must_use]
+    pub fn from_line(self, first: usize) -> Self {
+        // Kernels take lines below 2^31.
+        let first_line = first as u32;
+        Self { first_line, ..self }
     }
 
     /// The parameters `keys` and `dropout` of kernels, for a batch of `batch` sequences.
     pub(super) fn args(dropout: Option<Self>, batch: usize) -> Result<[Arg; 2], OpError> {
         // A null address: nothing is dropped.
-        let Some(Self { keys, limits, site }) = dropout else {
+        let Some(dropout) = dropout else {
             return Ok([0u64.into(), 0u64.into()]);
         };
+        let Self {
+            keys,
+            limits,
+            site,
+            first_line,
+        } = dropout;
         check_len("dropout: keys", keys.len(), 2 * batch)?;
         let factor = limits.factor.to_bits();
-        Ok([keys.into(), Arg::words([limits.below, factor, site, 0])])
+        Ok([
+            keys.into(),
+            Arg::words([limits.below, factor, site, first_line]),
+        ])
     }
 
     /// The parameters `seq`, `keys` and `dropout` of kernels over `rows` rows of the batch.

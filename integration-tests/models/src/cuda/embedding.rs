@@ -8,9 +8,10 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::dropout::Dropout;
-use super::error::{OpError, check_len};
+use super::error::{OpError, at_least, check_len};
 use super::launch::{Arg, OpKernels, Shape, columns, size};
 use super::rope::starts_arg;
+use crate::ops::Span;
 
 /// The tokens of a micro-batch on the device, and its rows grouped by token.
 #[derive(Clone, Copy, Debug)]
@@ -30,20 +31,38 @@ pub struct TokenLists {
 pub struct Rows {
     /// Sequences.
     pub batch: usize,
-    /// Tokens of a sequence.
-    pub seq: usize,
-    /// The place in its sequence of the first token of each token's document `[batch, seq]`.
+    /// The tokens of each sequence.
+    pub span: Span,
+    /// The place in its sequence of the first token of each token's document `[batch, span]`.
     pub documents: Option<DeviceSlice<u32>>,
     /// The dropout of the embedding.
     pub dropout: Option<Dropout>,
 }
 
 impl Rows {
+    fn rows(self) -> usize {
+        self.batch * self.span.tokens
+    }
+
+    /// Positions up to those of the last tokens.
+    fn positions(self) -> usize {
+        self.span.first + self.span.tokens
+    }
+
+    /// The parameters `seq` and `first` of kernels.
+    fn span_args(self) -> Result<[Arg; 2], OpError> {
+        let Span { tokens, first } = self.span;
+        Ok([
+            size("embedding: tokens of a sequence", tokens)?.into(),
+            size("embedding: first token", first)?.into(),
+        ])
+    }
+
     /// The parameters `documents`, `keys` and `dropout` of kernels.
     fn args(self) -> Result<[Arg; 3], OpError> {
-        let Self { batch, seq, .. } = self;
+        let Self { batch, .. } = self;
         if let Some(documents) = self.documents {
-            check_len("embedding: documents", documents.len(), batch * seq)?;
+            check_len("embedding: documents", documents.len(), self.rows())?;
         }
         let [keys, dropout] = Dropout::args(self.dropout, batch)?;
         Ok([starts_arg(self.documents), keys, dropout])
@@ -88,14 +107,14 @@ pub fn forward(
     of: Rows,
 ) -> Result<(), OpError> {
     let rows = tokens.len();
-    let seq = of.seq;
     let n = x.len() / rows.max(1);
-    check_len("embedding: tokens", rows, of.batch * seq)?;
+    check_len("embedding: tokens", rows, of.rows())?;
+    let [seq, first] = of.span_args()?;
     let [documents, keys, dropout] = of.args()?;
     let columns = columns(n, &[x, wte, wpe.unwrap_or(wte)]);
     let positions = match wpe {
         Some(wpe) => {
-            at_least("embedding: wpe", wpe.len(), seq * n)?;
+            at_least("embedding: wpe", wpe.len(), of.positions() * n)?;
             ops.stored("embedding: wpe", wpe, wpe.len())?
         }
         None => 0u64.into(),
@@ -109,7 +128,8 @@ pub fn forward(
         keys,
         dropout,
         size("embedding: rows", rows)?.into(),
-        size("embedding: seq", seq)?.into(),
+        seq,
+        first,
         size("embedding: width", n)?.into(),
     ];
 
@@ -144,7 +164,8 @@ pub fn backward_tokens(
     let rows = lists.tokens.len();
     let n = dx.len() / rows.max(1);
     let [_, keys, dropout] = of.args()?;
-    check_len("embedding: tokens", rows, of.batch * of.seq)?;
+    let [seq, _] = of.span_args()?;
+    check_len("embedding: tokens", rows, of.rows())?;
     let columns = columns(n, &[dx]);
     check_len("embedding: order", lists.order.len(), rows)?;
     check_len("embedding: starts", lists.starts.len(), rows)?;
@@ -162,7 +183,7 @@ pub fn backward_tokens(
         keys,
         dropout,
         rows32.into(),
-        size("embedding: seq", of.seq)?.into(),
+        seq,
         size("embedding: width", n)?.into(),
         padding.unwrap_or(u32::MAX).into(),
     ];
@@ -190,38 +211,28 @@ pub fn backward_positions(
     dx: AnySlice,
     of: Rows,
 ) -> Result<(), OpError> {
-    let Rows { batch, seq, .. } = of;
-    let n = dx.len() / (batch * seq).max(1);
+    let rows = of.rows();
+    let n = dx.len() / rows.max(1);
+    let [seq, first] = of.span_args()?;
     let [documents, keys, dropout] = of.args()?;
     let columns = columns(n, &[dx]);
-    at_least("embedding: dwpe", dwpe.len(), seq * n)?;
+    at_least("embedding: dwpe", dwpe.len(), of.positions() * n)?;
     let args = [
         dwpe.into(),
-        ops.stored("embedding: dx", dx, batch * seq * n)?,
+        ops.stored("embedding: dx", dx, rows * n)?,
         documents,
         keys,
         dropout,
-        size("embedding: batch", batch)?.into(),
-        size("embedding: seq", seq)?.into(),
+        size("embedding: batch", of.batch)?.into(),
+        seq,
+        first,
         size("embedding: width", n)?.into(),
     ];
 
-    let shape = Shape::over((seq * n / columns) as u64);
+    let shape = Shape::over((of.positions() * n / columns) as u64);
     let entry = format!("embedding_positions_{columns}");
     // SAFETY: the parameters of embedding_positions, whose lengths were checked.
     unsafe { ops.launch(stream, "embedding backward", &entry, shape, args) }
-}
-
-fn at_least(what: &'static str, got: usize, least: usize) -> Result<(), OpError> {
-    if got >= least {
-        Ok(())
-    } else {
-        Err(OpError::Length {
-            what,
-            expected: least,
-            got,
-        })
-    }
 }
 
 #[cfg(test)]

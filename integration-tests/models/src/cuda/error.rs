@@ -107,3 +107,16 @@ pub(super) fn check_len(what: &'static str, got: usize, expected: usize) -> Resu
         })
     }
 }
+
+/// Checks that a slice has at least `least` elements.
+pub(super) fn at_least(what: &'static str, got: usize, least: usize) -> Result<(), OpError> {
+    if got >= least {
+        Ok(())
+    } else {
+        Err(OpError::Length {
+            what,
+            expected: least,
+            got,
+        })
+    }
+}

@@ -30,6 +30,7 @@ pub mod layer_norm;
 pub mod matmul;
 pub mod rms_norm;
 pub mod rope;
+pub mod sequence;
 mod sources;
 pub mod swiglu;
 

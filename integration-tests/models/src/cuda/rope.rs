@@ -8,8 +8,9 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::column_sums::{self, SumOut};
-use super::error::{OpError, check_len};
+use super::error::{OpError, at_least, check_len};
 use super::launch::{Arg, OpKernels, Shape, columns, size};
+use crate::ops::Span;
 
 /// Warps of a block of the kernels of norms (`WARPS` of the source).
 const WARPS: usize = 8;
@@ -26,6 +27,8 @@ pub struct Angles {
     /// `[rows]`: the index in its sequence of the first token of each token's document, whose
     /// position is 0. `None`: a sequence is one document.
     pub starts: Option<DeviceSlice<u32>>,
+    /// The tokens of each sequence that are rows.
+    pub span: Span,
 }
 
 /// The heads of a row of qkv.
@@ -52,11 +55,12 @@ impl Heads {
 }
 
 impl Angles {
-    /// Table, starts and sequence length, for `rows` rows of heads of `d` elements.
-    fn args(&self, rows: usize, d: usize) -> Result<[Arg; 3], OpError> {
-        let seq = self.table.len() / d.max(1);
-        check_len("rotary embedding: table", self.table.len(), seq * d)?;
-        check_len("rotary embedding: rows", rows % seq.max(1), 0)?;
+    /// Table, starts, tokens of a sequence and the first of them, for `rows` rows of heads of `d` elements.
+    fn args(&self, rows: usize, d: usize) -> Result<[Arg; 4], OpError> {
+        let Span { tokens, first } = self.span;
+        let last = (first + tokens) * d;
+        at_least("rotary embedding: table", self.table.len(), last)?;
+        check_len("rotary embedding: rows", rows % tokens.max(1), 0)?;
         check_len("rotary embedding: odd heads", d % 2, 0)?;
         if let Some(starts) = self.starts {
             check_len("rotary embedding: starts", starts.len(), rows)?;
@@ -64,7 +68,8 @@ impl Angles {
         Ok([
             self.table.into(),
             starts_arg(self.starts),
-            size("rotary embedding: seq", seq)?.into(),
+            size("rotary embedding: tokens", tokens)?.into(),
+            size("rotary embedding: first token", first)?.into(),
         ])
     }
 }
@@ -114,7 +119,7 @@ fn rotate(
 ) -> Result<(), OpError> {
     let d = heads.d;
     let rows = qkv.len() / heads.width().max(1);
-    let [table, starts, seq] = angles.args(rows, d)?;
+    let [table, starts, seq, first] = angles.args(rows, d)?;
     let columns = columns(d / 2, &[qkv, angles.table.erase()]);
     let args = [
         ops.stored("rotary embedding: qkv", qkv, rows * heads.width())?,
@@ -122,6 +127,7 @@ fn rotate(
         starts,
         size("rotary embedding: rows", rows)?.into(),
         seq,
+        first,
         size("rotary embedding: width", heads.width())?.into(),
         size("rotary embedding: heads", heads.turned())?.into(),
         size("rotary embedding: head dimension", d)?.into(),
@@ -150,7 +156,7 @@ pub fn norm_forward(
     eps: f32,
 ) -> Result<(), OpError> {
     let rows = check_norms(qkv, stats, heads)?;
-    let [table, starts, seq] = angles.args(rows, heads.d)?;
+    let [table, starts, seq, first] = angles.args(rows, heads.d)?;
     let [rows32, width, turned, queries, d] = norm_sizes(rows, heads)?;
     let args = [
         ops.stored("head norms: qkv", qkv, rows * heads.width())?,
@@ -161,6 +167,7 @@ pub fn norm_forward(
         starts,
         rows32,
         seq,
+        first,
         width,
         turned,
         queries,

@@ -168,6 +168,22 @@ macro_rules! files {
             ),
             file!(
                 $storage,
+                "sequence.cu",
+                0,
+                ["warp.cuh"],
+                [
+                    "pack_tokens_8",
+                    "unpack_heads_8",
+                    "pack_heads_8",
+                    "unpack_tokens_8",
+                    "pack_tokens_1",
+                    "unpack_heads_1",
+                    "pack_heads_1",
+                    "unpack_tokens_1"
+                ]
+            ),
+            file!(
+                $storage,
                 "dropout.cu",
                 0,
                 ["warp.cuh", "dropout.cuh"],
@@ -217,12 +233,12 @@ macro_rules! files {
     };
 }
 
-static BF16: [KernelFile; 12] = files!("bf16");
-static F16: [KernelFile; 12] = files!("f16");
+static BF16: [KernelFile; 13] = files!("bf16");
+static F16: [KernelFile; 13] = files!("f16");
 // Tensor cores round fp32 to 19 bits, so fp32 uses attention_plain.cu.
-static F32: [KernelFile; 10] = {
-    let [a, b, c, d, e, f, g, h, i, j, _, _] = files!("f32");
-    [a, b, c, d, e, f, g, h, i, j]
+static F32: [KernelFile; 11] = {
+    let [a, b, c, d, e, f, g, h, i, j, k, _, _] = files!("f32");
+    [a, b, c, d, e, f, g, h, i, j, k]
 };
 
 /// The sources for activations of `dtype`.

@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use integration_tests::{GPT2, LLAMA, Oracle, data, relative_error};
+use integration_tests::{GPT2, LLAMA, Oracle, data};
 use proptest::prelude::*;
 use zero::data::{DataSource, Dataset};
 use zero::workload::{ModelWorkload, Weights};
@@ -64,9 +64,13 @@ fn floats(bits: &[u32]) -> Vec<f32> {
     bits.iter().map(|&bits| f32::from_bits(bits)).collect()
 }
 
-/// Asserts that losses and weights differ by at most `limit`, relative, and mean gradients by at
-/// most ten times that: they are differences of larger terms. Gradients below a millionth of the
-/// largest are 0 but for rounding.
+fn norm(x: &[f32]) -> f64 {
+    x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
+}
+
+/// Asserts that losses and weights differ by at most `limit`, relative, and mean gradients by ten
+/// times that. Their terms cancel, down to 0 in the bias of keys, so each may differ by `limit` of
+/// the largest too, and each of the two updates by as much.
 fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     assert_eq!(got.steps.len(), want.steps.len(), "{what}");
     for (got, want) in got.steps.iter().zip(&want.steps) {
@@ -82,25 +86,23 @@ fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
 
     let got = got.state();
     let want = want.state();
-    let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    let moments = want.iter().filter(|(name, _)| name.starts_with("first"));
-    let largest = moments
-        .map(|(_, bits)| norm(&floats(bits)))
-        .fold(0.0, f64::max);
     assert_eq!(got.len(), want.len(), "{what}");
+    let moments = want.iter().filter(|(name, _)| name.starts_with("first"));
+    let largest = moments.map(|(_, bits)| norm(&floats(bits)));
+    let largest = largest.fold(0.0, f64::max);
     for (name, bits) in &want {
         let expected = floats(bits);
-        let error = relative_error(&floats(&got[name]), &expected);
-        match name.split_once('/').unwrap().0 {
-            "master" => assert!(error <= limit, "{what}: {name} differs by {error:e}"),
-            "first_moment" if norm(&expected) > 1e-6 * largest => {
-                assert!(
-                    error <= 10.0 * limit,
-                    "{what}: the gradient {name} differs by {error:e}"
-                );
-            }
-            _ => {}
-        }
+        let most = match name.split_once('/').unwrap().0 {
+            "master" => limit * (norm(&expected) + 2.0 * largest),
+            "first_moment" => limit * (10.0 * norm(&expected) + largest),
+            _ => continue,
+        };
+        let pairs = floats(&got[name]).into_iter().zip(expected);
+        let error = norm(&pairs.map(|(a, b)| a - b).collect::<Vec<_>>());
+        assert!(
+            error <= most,
+            "{what}: {name} differs by {error:e}, not {most:e}"
+        );
     }
 }
 

@@ -60,10 +60,17 @@ fn set_local_weights<D: Device>(
 pub(crate) fn restore<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
-    reader: &Reader,
+    reader: Reader,
 ) -> Result<TrainerState, TrainError> {
-    let state = TrainerState::of(reader)?;
-    stage.optimizer().load(rank, reader)?;
+    let state = TrainerState::of(&reader)?;
+    let reader = match &rank.tensor {
+        Some(tensor) => {
+            let part = tensor.part(rank.tensor_rank())?;
+            reader.of_part(part, |param| tensor.cut_of(param))?
+        }
+        None => reader,
+    };
+    stage.optimizer().load(rank, &reader)?;
     stage.publish(rank)?;
     Ok(state)
 }
@@ -78,6 +85,8 @@ pub(crate) fn save<D: Device>(
     documents: &BTreeMap<String, Value>,
     superseded: Option<Best>,
 ) -> Result<(), TrainError> {
+    let mut documents = documents.clone();
+    documents.extend(rank.tensor.as_ref().map(|tensor| tensor.document()));
     let meta = SaveMeta::default()
         .step(state.step)
         .stage(rank.settings.stage)
@@ -93,7 +102,7 @@ pub(crate) fn save<D: Device>(
         })
         .trainer(serde_json::to_value(state).map_err(|e| TrainError::State(e.to_string()))?)
         .model_config(model_config.clone())
-        .documents(documents.clone())
+        .documents(documents)
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
 

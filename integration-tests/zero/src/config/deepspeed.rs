@@ -19,6 +19,8 @@ use zero_trainer::param_groups::ParamGroup;
 pub(crate) struct DsConfig {
     /// The three batch sizes.
     pub batch: BatchKeys,
+    /// `sequence_parallel_size`: ranks that share each sequence.
+    pub sequence_ranks: Option<u64>,
     /// `zero_optimization`.
     pub zero: ZeroOptimization,
     /// Whether the file has `zero_optimization.stage` or its old form, a flag.
@@ -148,7 +150,7 @@ const IGNORED: [(&str, Usual, &str); 18] = {
         (
             "seq_parallel_communication_data_type",
             Nothing,
-            "sequences are not split over ranks",
+            "ranks that share sequences send activations in their own type",
         ),
         ("timers", Nothing, "times are in --metrics"),
         (
@@ -217,10 +219,7 @@ const REFUSED: [(&str, &str); 14] = [
         "tensor_parallel",
         "remove the block to shard parameters by ZeRO alone",
     ),
-    (
-        "ulysses",
-        "remove the block to train without splitting sequences over ranks",
-    ),
+    ("ulysses", "remove the block and set sequence_parallel_size"),
 ];
 
 impl DsConfig {
@@ -258,6 +257,7 @@ impl DsConfig {
             grad_accum: root.positive("gradient_accumulation_steps")?,
         };
 
+        let sequence_ranks = root.positive("sequence_parallel_size")?;
         let (dtype, loss_scaling) = precision::read(&mut root, warn)?;
         let clipping = root.number_in(
             "gradient_clipping",
@@ -278,13 +278,14 @@ impl DsConfig {
         let monitors = monitors::read(&mut root)?;
 
         let requested_types = read_gradient_types(&mut root, warn)?;
-        refuse_parallelism(&mut root)?;
+        refuse_removed(&mut root)?;
         root.ignore(&IGNORED, warn)?;
         read_optional_blocks(&mut root, warn)?;
         root.end_lenient(warn);
 
         Ok(Self {
             batch,
+            sequence_ranks,
             zero,
             has_stage,
             dtype,
@@ -492,17 +493,13 @@ fn read_gradient_types(
     Ok(types)
 }
 
-/// Rejects other kinds of parallelism, which change the rows of each rank.
-fn refuse_parallelism(root: &mut Block) -> Result<(), ConfigFileError> {
-    let why = "every rank is a data-parallel rank";
-    root.refuse(&[
-        ("sequence_parallel_size", Usual::Number(1), why),
-        (
-            "graph_harvesting",
-            Usual::Flag(false),
-            "DeepSpeed has removed it",
-        ),
-    ])
+/// Rejects keys that DeepSpeed has removed.
+fn refuse_removed(root: &mut Block) -> Result<(), ConfigFileError> {
+    root.refuse(&[(
+        "graph_harvesting",
+        Usual::Flag(false),
+        "DeepSpeed has removed it",
+    )])
 }
 
 fn read_optional_blocks(

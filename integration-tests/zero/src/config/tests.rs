@@ -194,6 +194,7 @@ fn file_with_all_keys_is_read() {
             micro_batch: Some(4),
             grad_accum: Some(2),
         },
+        sequence_ranks: Some(1),
         zero: ZeroOptimization {
             stage: 2,
             reduce_bucket_elems: 1_000_000,
@@ -533,7 +534,6 @@ fn settings_that_change_results_are_errors() {
         {"scheduler": {"type": "CosineAnnealing"}} => scheduler.type "CosineAnnealing"
         {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}} => scheduler.params.last_batch_iteration 9
         {"gradient_allreduce_op": "sum"} => gradient_allreduce_op "sum"
-        {"sequence_parallel_size": 2} => sequence_parallel_size 2
         {"amp": {"enabled": true}} => amp {"enabled":true}
         {"torch_autocast": {"enabled": true}} => torch_autocast {"enabled":true}
         {"data_efficiency": {"enabled": true}} => data_efficiency {"enabled":true}

@@ -45,6 +45,11 @@ pub(crate) fn advice(
                 configured.stage
             ));
         }
+        lines.extend(longest_sequence(
+            request,
+            stage.longest_seq_len,
+            &format!("At stage {number}"),
+        ));
         return Ok(lines);
     }
 
@@ -82,7 +87,23 @@ pub(crate) fn advice(
         ),
     });
 
+    let longest = stages.iter().filter_map(|s| s.longest_seq_len).max();
+    lines.extend(longest_sequence(request, longest, "Without changes"));
     Ok(lines)
+}
+
+/// The longest sequence of the model that fits.
+fn longest_sequence(request: &Request, longest: Option<u64>, at: &str) -> Option<String> {
+    let tokens = longest.filter(|tokens| *tokens > 0)?;
+    let positions = request.model.config.as_ref()?.max_positions() as u64;
+    let limit = match tokens == positions {
+        true => ", all positions of the model",
+        false => "",
+    };
+    Some(format!(
+        "{at} sequences of up to {} tokens fit{limit}.",
+        HumanCount(tokens)
+    ))
 }
 
 /// What stage 3 shards, if that alone exceeds the memory of a GPU.

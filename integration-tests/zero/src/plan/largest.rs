@@ -1,4 +1,4 @@
-//! The largest model that fits.
+//! The largest model and the longest sequence that fit.
 
 use zero_shard::{TransformerShape, ZeroStage};
 
@@ -35,6 +35,20 @@ pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
         params = a_tenth_more(params);
     }
     Some(params)
+}
+
+/// Returns the tokens of the longest sequence of the requested model that fits at `stage`, up to the
+/// model's positions; 0 if none fits, and `None` if the memory of a GPU is unknown, or the model has
+/// no positions because its shape is assumed. Ranks that share a sequence divide it.
+pub(crate) fn longest_seq_len(request: &Request, stage: ZeroStage) -> Option<u64> {
+    request.gpu_memory_bytes?;
+    let most = request.model.config.as_ref()?.max_positions() as u64;
+    let share = request.mesh.sequence_ranks() as u64;
+    let tokens = galloping(|parts| {
+        let tokens = parts.saturating_mul(share);
+        tokens <= most && fits(&request.with_seq_len(tokens), stage).unwrap_or(false)
+    });
+    Some(tokens * share)
 }
 
 /// Among models of equal shape the result is exact to this part of it, so that a search of large

@@ -4,7 +4,7 @@ use serde::Serialize;
 use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 
 use super::advice;
-use super::largest::largest_model_params;
+use super::largest::{largest_model_params, longest_seq_len};
 use super::request::Request;
 use super::stage::{Stage, evaluate_on, layout};
 use zero_trainer::{Home, OffloadSettings};
@@ -20,6 +20,8 @@ pub(crate) struct Report {
     pub(crate) micro_batch: u64,
     pub(crate) grad_accum: u64,
     pub(crate) seq_len: u64,
+    /// Ranks that share each sequence.
+    pub(crate) ulysses: usize,
     pub(crate) activation_checkpointing: bool,
     /// As requested; each stage has what it plans with.
     pub(crate) recompute_gelu: Option<bool>,
@@ -67,6 +69,7 @@ impl Report {
             let largest_model_params = largest_model_params(request, stage);
             evaluate_on(request, &layout, stage).map(|figures| Stage {
                 largest_model_params,
+                longest_seq_len: longest_seq_len(request, stage),
                 ..figures
             })
         };
@@ -93,6 +96,7 @@ impl Report {
             micro_batch: request.micro_batch,
             grad_accum: request.grad_accum,
             seq_len: request.seq_len,
+            ulysses: request.mesh.sequence_ranks(),
             activation_checkpointing: request.checkpointing,
             recompute_gelu: request.recompute_gelu,
             offload: request.offload.clone(),

@@ -103,12 +103,14 @@ impl Request {
         let (model, positions) = model(args, &mut notices)?;
         let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
         check_seq_len(seq_len, positions)?;
-        let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
-        let batch = batch
-            .resolve(args.gpus, args.micro_batch, args.grad_accum, 1)
-            .map_err(CliError::usage)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
         let zero = zero.as_ref();
+        let mesh = mesh(args, file.as_deref(), zero)?;
+        let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
+        let batches = args.gpus / mesh.sequence_ranks() as u64;
+        let batch = batch
+            .resolve(batches, args.micro_batch, args.grad_accum, 1)
+            .map_err(CliError::usage)?;
         let blocks = file.as_ref().and_then(|file| file.activation_checkpointing);
         let checkpointing = args.activation_checkpointing || blocks.is_some();
         let of_file = file
@@ -140,7 +142,7 @@ impl Request {
             checkpointing,
             recompute_gelu: args.recompute_gelu,
             sub_group_elems: sub_group,
-            mesh: mesh(args, file.as_deref(), zero)?,
+            mesh,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems,
@@ -154,7 +156,29 @@ impl Request {
             file,
         };
 
+        request.check_shares()?;
         Ok((request.with_sizes_of_file(), notices))
+    }
+
+    /// Checks that ranks can share the sequences of a model of known shape.
+    fn check_shares(&self) -> Result<(), CliError> {
+        match (&self.model.config, self.mesh.sequence_ranks) {
+            (Some(config), Some(_)) => config.check(&self.options(false)).map_err(CliError::usage),
+            _ => Ok(()),
+        }
+    }
+
+    /// Tokens of a sequence that a rank has.
+    pub(crate) fn rank_tokens(&self) -> u64 {
+        self.seq_len.div_ceil(self.mesh.sequence_ranks() as u64)
+    }
+
+    /// The same run with sequences of `seq_len` tokens.
+    pub(crate) fn with_seq_len(&self, seq_len: u64) -> Self {
+        Self {
+            seq_len,
+            ..self.clone()
+        }
     }
 
     /// Sets the sizes of the configuration file, for the width of this model.
@@ -235,15 +259,11 @@ impl Request {
         has_gelu && !self.checkpointing
     }
 
-    /// The options of the model; `None` if its shape is assumed.
-    pub(crate) fn model_options(
-        &self,
-        recompute_gelu: bool,
-    ) -> Option<(&ModelConfig, ModelOptions)> {
-        let config = self.model.config.as_ref()?;
-        let options = ModelOptions {
-            micro_batch: usize::try_from(self.micro_batch).ok()?,
-            seq_len: usize::try_from(self.seq_len).ok()?,
+    /// The options of a model.
+    fn options(&self, recompute_gelu: bool) -> ModelOptions {
+        ModelOptions {
+            micro_batch: usize::try_from(self.micro_batch).unwrap_or(usize::MAX),
+            seq_len: usize::try_from(self.seq_len).unwrap_or(usize::MAX),
             sequence_ranks: self.mesh.sequence_ranks(),
             tensor_ranks: 1,
             partition_activations: false,
@@ -252,7 +272,16 @@ impl Request {
             offload_activations: self.offload.activations,
             matmul_timing: false,
             recompute_gelu,
-        };
+        }
+    }
+
+    /// The options of the model; `None` if its shape is assumed.
+    pub(crate) fn model_options(
+        &self,
+        recompute_gelu: bool,
+    ) -> Option<(&ModelConfig, ModelOptions)> {
+        let config = self.model.config.as_ref()?;
+        let options = self.options(recompute_gelu);
         config.check(&options).ok().map(|()| (config, options))
     }
 

@@ -56,6 +56,8 @@ pub(crate) struct Stage {
     pub(crate) fits: Option<bool>,
     /// Parameters of the largest transformer of typical shape that fits; see [`super::largest`].
     pub(crate) largest_model_params: Option<u64>,
+    /// The longest sequence of this model that fits; `None` if the memory of a GPU is unknown.
+    pub(crate) longest_seq_len: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -102,6 +104,8 @@ pub(crate) struct Sent {
     pub(crate) reduce_scatter_bytes: u64,
     pub(crate) all_gather_bytes: u64,
     pub(crate) all_reduce_bytes: u64,
+    /// Activations, between ranks that share sequences.
+    pub(crate) all_to_all_bytes: u64,
     pub(crate) total_bytes: u64,
     /// Bytes that leave each node; 0 with one node.
     pub(crate) node_egress_bytes: u64,
@@ -209,6 +213,7 @@ fn evaluate_with(
         model.host_activations_bytes,
     );
     let (sent, node_egress_bytes) = sent(layout, &over_groups, &settings)?;
+    let all_to_all_bytes = all_to_all_bytes(request);
     let total_bytes = gpu.total_bytes()?;
 
     Ok(Stage {
@@ -251,12 +256,29 @@ fn evaluate_with(
             reduce_scatter_bytes: sent.reduce_scatter_bytes,
             all_gather_bytes: sent.all_gather_bytes,
             all_reduce_bytes: sent.all_reduce_bytes,
-            total_bytes: sent.total_bytes(),
-            node_egress_bytes,
+            all_to_all_bytes,
+            total_bytes: sent.total_bytes().saturating_add(all_to_all_bytes),
+            node_egress_bytes: node_egress_bytes.saturating_add(
+                settings.mesh.sequence_egress_bytes(
+                    (request.gpus / request.nodes) as usize,
+                    all_to_all_bytes,
+                ),
+            ),
         },
         fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
         largest_model_params: None,
+        longest_seq_len: None,
     })
+}
+
+/// The bytes of activations that a rank sends to those that share its sequences in a step; 0 if the
+/// model's shape is assumed.
+fn all_to_all_bytes(request: &Request) -> u64 {
+    let elems = request
+        .model_options(false)
+        .map_or(0, |(config, options)| config.sequence_elems(&options));
+    let bytes = elems.saturating_mul(request.dtype.size_bytes() as u64);
+    bytes.saturating_mul(request.grad_accum)
 }
 
 /// Upper bounds of the bytes that a rank sends in a step, and that leave a node. `layout` has the
@@ -333,7 +355,7 @@ fn estimate(
     elem_bytes: u64,
     recompute_gelu: bool,
 ) -> Result<GpuBytes, ShardError> {
-    let options = ActivationOptions::new(request.micro_batch, request.seq_len, elem_bytes);
+    let options = ActivationOptions::new(request.micro_batch, request.rank_tokens(), elem_bytes);
     let options = options
         .checkpointing(request.checkpointing)
         .recompute_gelu(recompute_gelu);

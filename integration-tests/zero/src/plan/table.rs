@@ -67,6 +67,10 @@ fn heading(report: &Report) -> String {
         let _ = write!(text, ", {} micro-batches per step", report.grad_accum);
     }
 
+    if report.ulysses > 1 {
+        // Writing to a string does not fail.
+        let _ = write!(text, ", {} GPUs share each sequence", report.ulysses);
+    }
     if report.activation_checkpointing {
         text += ", activation checkpointing";
     }

@@ -156,7 +156,7 @@ struct Work {
 impl Work {
     fn new(request: &Request, layout: &Layout) -> Self {
         let numel = layout.numel_elems() as f64;
-        let micro_tokens = request.micro_batch as f64 * request.seq_len as f64;
+        let micro_tokens = request.micro_batch as f64 * request.rank_tokens() as f64;
         let flops_per_token = if request.checkpointing { 8.0 } else { 6.0 } * numel;
         let flops = flops_per_token * micro_tokens * request.grad_accum as f64;
         let peak = request.peak_tflops * 1e12;

@@ -326,6 +326,10 @@ pub struct MeshArgs {
     /// state over all: gathers stay in a group (hpZ) [default: all ranks]
     #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
     pub hpz: Option<usize>,
+    /// Share each sequence between S consecutive ranks, which divide its tokens, and the heads of
+    /// attention by all-to-all (DeepSpeed-Ulysses): longer sequences fit [default: 1]
+    #[arg(long, value_name = "S", value_parser = parse_whole::<usize>)]
+    pub ulysses: Option<usize>,
 }
 
 /// Ranks that share the optimizer state.

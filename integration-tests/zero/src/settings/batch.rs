@@ -59,7 +59,7 @@ pub(crate) const ROWS: &[Row] = &[
 /// The highest number of micro-batches per step; stage 3 lists the uses of units for each.
 const MAX_MICRO_BATCHES: u64 = 1 << 16;
 
-/// The batch sizes of a run of `ranks` ranks. The recorded sizes complete a file without
+/// The batch sizes of a run of `ranks` ranks with different sequences. The recorded sizes complete a file without
 /// `train_batch_size`.
 ///
 /// # Errors
@@ -99,7 +99,6 @@ pub(crate) fn seq_len(from: &Sources<'_, BatchRecord>, positions: usize) -> usiz
 impl BatchRecord {
     /// Sequences of all ranks in a step.
     pub(crate) fn rows_of_step(&self) -> u64 {
-        let rows = self.micro_batch.saturating_mul(self.grad_accum);
-        rows.saturating_mul(self.ranks as u64)
+        self.step_tokens / (self.seq_len as u64).max(1)
     }
 }

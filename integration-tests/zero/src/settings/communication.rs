@@ -114,6 +114,11 @@ pub(crate) const CUDA_GRAPH: Setting<bool, CommunicationRecord> = Setting {
              --cuda-graph=false"
                 .to_owned(),
         ),
+        _ if run.shares_sequences => Some(
+            ": steps whose ranks share sequences (--ulysses) are not recorded; use --ulysses 1, or \
+             --cuda-graph=false"
+                .to_owned(),
+        ),
         _ => None,
     }
     },
@@ -269,6 +274,7 @@ mod tests {
         on_gpus: true,
         checkpointing: false,
         offloads: false,
+        shares_sequences: false,
     };
 
     fn applied(
@@ -297,6 +303,7 @@ mod tests {
     fn graphs_and_offload_exclude_each_other() {
         let offloads = Conditions {
             offloads: true,
+            shares_sequences: false,
             ..RUN
         };
 

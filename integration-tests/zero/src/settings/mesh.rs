@@ -1,5 +1,5 @@
-//! The groups of ranks over which states are sharded. They change the order in which gradients are
-//! summed, so the numbers within rounding.
+//! The groups of ranks over which states are sharded, and those that share sequences. They change
+//! the order in which gradients are summed, so the numbers within rounding.
 
 use serde::{Deserialize, Serialize};
 use zero_shard::{Sharding, ZeroStage};
@@ -21,6 +21,9 @@ pub(crate) struct MeshRecord {
     /// Ranks of a group that shares the parameters only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) hpz: Option<usize>,
+    /// Ranks that share a sequence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) ulysses: Option<usize>,
 }
 
 const SHARD_GROUP: Setting<Option<usize>, MeshRecord> = Setting {
@@ -52,15 +55,27 @@ const HPZ: Setting<Option<usize>, MeshRecord> = Setting {
     )
 };
 
-pub(crate) const ROWS: &[Row] = &[SHARD_GROUP.row, SHARD_OPTIMIZER.row, HPZ.row];
+const ULYSSES: Setting<usize, MeshRecord> = Setting {
+    of_flags: |args| args.mesh.ulysses,
+    of_file: |file| file.sequence_ranks.map(|ranks| ranks as usize),
+    of_run: |run| run.ulysses,
+    ..Setting::new(
+        Row::new("mesh.ulysses", "--ulysses").key("sequence_parallel_size"),
+        || 1,
+    )
+};
+
+pub(crate) const ROWS: &[Row] = &[SHARD_GROUP.row, SHARD_OPTIMIZER.row, HPZ.row, ULYSSES.row];
 
 impl MeshRecord {
     /// The record of settings.
     pub(crate) fn of(mesh: &MeshSettings) -> Self {
         let group = mesh.shard_group;
+        let ulysses = mesh.sequence_ranks;
         match mesh.sharding {
             Sharding::Secondary => Self {
                 hpz: group,
+                ulysses,
                 ..Self::default()
             },
             sharding => Self {
@@ -68,6 +83,7 @@ impl MeshRecord {
                 shard_optimizer: (group.is_some() && sharding == Sharding::Hybrid)
                     .then_some(OptimizerRanks::World),
                 hpz: None,
+                ulysses,
             },
         }
     }
@@ -91,6 +107,15 @@ impl MeshRecord {
         Some(format!("{} of {group} ranks {what}", ranks / group))
     }
 
+    /// The ranks that share each sequence; `None` if each has its own.
+    pub(crate) fn describe_sequences(&self, ranks: usize) -> Option<String> {
+        let share = self.ulysses.filter(|share| *share > 0)?;
+        Some(format!(
+            "{} of {share} ranks share each sequence, its tokens and the heads of attention (Ulysses)",
+            ranks / share
+        ))
+    }
+
     fn settings(self) -> Result<MeshSettings, CliError> {
         let world = self.shard_optimizer == Some(OptimizerRanks::World);
         let (shard_group, sharding) = match (self.shard_group, self.hpz) {
@@ -111,7 +136,7 @@ impl MeshRecord {
         Ok(MeshSettings {
             shard_group,
             sharding,
-            ..MeshSettings::default()
+            sequence_ranks: self.ulysses,
         })
     }
 }
@@ -122,6 +147,46 @@ impl MeshRecord {
 /// # Errors
 /// Groups that do not fit the ranks or the stage.
 pub(crate) fn settings(
+    from: &Sources<'_, MeshRecord>,
+    run: &Conditions,
+    notices: &mut Vec<String>,
+) -> Result<MeshSettings, CliError> {
+    let share = sequence_ranks(from, run.ranks)?;
+    if let Some(recorded) = from.recorded(&ULYSSES)
+        && from.given(&ULYSSES).is_none()
+        && recorded != share
+    {
+        notices.push(format!(
+            "the recorded run shares each sequence between {recorded} ranks, which do not divide the {} ranks of this one: each has its own sequences",
+            run.ranks
+        ));
+    }
+    Ok(MeshSettings {
+        sequence_ranks: Some(share).filter(|share| *share > 1),
+        ..groups(from, run, notices)?
+    })
+}
+
+/// Ranks that share each sequence. Of a resumed run that this one does not follow, 1.
+///
+/// # Errors
+/// A number that does not divide the ranks.
+pub(crate) fn sequence_ranks(
+    from: &Sources<'_, MeshRecord>,
+    ranks: usize,
+) -> Result<usize, CliError> {
+    let fits = |share: &usize| *share > 0 && ranks.is_multiple_of(*share);
+    match from.given(&ULYSSES) {
+        Some(given) if !fits(&given) => Err(CliError::Usage(format!(
+            "--ulysses {given}: expected a number that divides the {ranks} ranks"
+        ))),
+        Some(given) => Ok(given),
+        None => Ok(from.recorded(&ULYSSES).filter(fits).unwrap_or(1)),
+    }
+}
+
+/// The groups over which states are sharded.
+fn groups(
     from: &Sources<'_, MeshRecord>,
     run: &Conditions,
     notices: &mut Vec<String>,
@@ -153,6 +218,7 @@ fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
         shard_group: from.given(&SHARD_GROUP).flatten(),
         shard_optimizer: from.given(&SHARD_OPTIMIZER).flatten(),
         hpz: from.given(&HPZ).flatten(),
+        ulysses: None,
     };
     (!given.is_default()).then_some(given)
 }
@@ -166,9 +232,13 @@ pub(crate) fn planned(
     ranks: u64,
 ) -> Result<MeshSettings, CliError> {
     let mesh = given(from).unwrap_or_default().settings()?;
+    let share = sequence_ranks(from, ranks as usize)?;
     match refusal(&mesh, ranks, ZeroStage::Three) {
         Some(why) => Err(CliError::Usage(why)),
-        None => Ok(of_groups(mesh, ranks as usize)),
+        None => Ok(MeshSettings {
+            sequence_ranks: Some(share).filter(|share| *share > 1),
+            ..of_groups(mesh, ranks as usize)
+        }),
     }
 }
 
@@ -176,7 +246,10 @@ pub(crate) fn planned(
 pub(crate) fn at_stage(mesh: MeshSettings, stage: ZeroStage) -> MeshSettings {
     match (mesh.sharding, stage) {
         (_, ZeroStage::Zero) | (Sharding::Secondary, ZeroStage::One | ZeroStage::Two) => {
-            MeshSettings::default()
+            MeshSettings {
+                sequence_ranks: mesh.sequence_ranks,
+                ..MeshSettings::default()
+            }
         }
         _ => mesh,
     }
@@ -227,6 +300,7 @@ mod tests {
             on_gpus: false,
             checkpointing: false,
             offloads: false,
+            shares_sequences: false,
         }
     }
 
@@ -289,7 +363,7 @@ mod tests {
         let recorded = MeshRecord {
             shard_group: Some(4),
             shard_optimizer: Some(OptimizerRanks::World),
-            hpz: None,
+            ..MeshRecord::default()
         };
         assert_eq!(
             of(&no_flags, "{}", Some(recorded), One),
@@ -300,6 +374,40 @@ mod tests {
             of(&flag, "{}", Some(recorded), Three),
             (Some(2), Sharding::Secondary)
         );
+    }
+
+    #[test]
+    fn ranks_that_share_sequences() {
+        let of = |args: &TrainArgs, file, recorded: Option<usize>, ranks| {
+            let recorded = recorded.map(|ulysses| MeshRecord {
+                ulysses: Some(ulysses),
+                shard_group: Some(2),
+                ..MeshRecord::default()
+            });
+            let of_run = mesh(args, file, recorded, &run(ranks, ZeroStage::Three));
+            of_run.map(|(mesh, notices)| (mesh.sequence_ranks(), notices))
+        };
+        let share = |share| {
+            let mut args = TrainArgs::default();
+            args.mesh.ulysses = Some(share);
+            args
+        };
+        let no_flag = TrainArgs::default();
+        let file = r#"{"sequence_parallel_size": 2}"#;
+        assert_eq!(of(&share(4), "{}", None, 8).unwrap(), (4, vec![]));
+        assert_eq!(of(&no_flag, file, None, 8).unwrap(), (2, vec![]));
+        assert_eq!(of(&share(1), file, Some(4), 8).unwrap(), (1, vec![]));
+        assert_eq!(of(&no_flag, "{}", Some(4), 8).unwrap(), (4, vec![]));
+        let (alone, notices) = of(&no_flag, "{}", Some(4), 6).unwrap();
+        assert_eq!(alone, 1);
+        assert!(notices[0].contains("between 4 ranks"), "{notices:?}");
+        for wrong in [0, 3] {
+            let error = of(&share(wrong), "{}", None, 8).unwrap_err();
+            assert_eq!(
+                error,
+                format!("--ulysses {wrong}: expected a number that divides the 8 ranks")
+            );
+        }
     }
 
     #[test]

@@ -193,12 +193,14 @@ pub(crate) fn settings(
     let rules = rules.sub_group_elems(sub_group);
     optimizer::check(&rules, args)?;
 
+    let share = mesh::sequence_ranks(&from.part(|run| &run.mesh), shape.ranks)?;
     let run = Conditions {
         ranks: shape.ranks,
         stage,
         on_gpus: shape.on_gpus,
         checkpointing: offloaded.checkpointing,
         offloads: offload.is_any(),
+        shares_sequences: share > 1,
     };
 
     let mut settings = Settings {

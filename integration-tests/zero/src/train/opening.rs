@@ -93,9 +93,12 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
         n => format!("{} micro-batches", HumanCount(n)),
     };
 
+    let batches = match setup.settings.mesh.sequence_ranks {
+        Some(share) => format!("{} / {share}", ranks(setup)),
+        None => ranks(setup),
+    };
     let product = format!(
-        "{} x {micro_batches} x {} x {} = {}",
-        ranks(setup),
+        "{batches} x {micro_batches} x {} x {} = {}",
         counted(batch.micro_batch, "row"),
         counted(batch.seq_len as u64, "token"),
         counted(batch.step_tokens, "token"),
@@ -104,6 +107,9 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
     lines.add("step", &product);
     if let Some(groups) = setup.record.mesh.describe(batch.ranks) {
         lines.add("groups", &groups);
+    }
+    if let Some(shared) = setup.record.mesh.describe_sequences(batch.ranks) {
+        lines.add("sequences", &shared);
     }
     if setup.settings.sums_locally() {
         lines.add(

@@ -25,7 +25,7 @@ use crate::settings::agreement::{self, Unrecorded};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::{self, BatchRecord};
 use crate::settings::communication::CommunicationRecord;
-use crate::settings::mesh::MeshRecord;
+use crate::settings::mesh::{self, MeshRecord};
 use crate::settings::offload::resolve_folders;
 use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
 use crate::settings::resolve::{
@@ -80,7 +80,9 @@ impl<'a> Parts<'a> {
         let args = from.args;
         let ranks = run.ranks;
         let model = ChosenModel::find(args, resumed, ranks, notices)?;
-        let sizes = Sizes::new(&from, &model, ranks)?;
+        let from_mesh = from.without_sizes().part(|run| &run.mesh);
+        let batches = ranks / mesh::sequence_ranks(&from_mesh, ranks)?;
+        let sizes = Sizes::new(&from, &model, batches)?;
         let data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
         sizes.check_data(args, &model, &data)?;
         let epochs = epochs::steps(&from, &data.training, sizes.batch.train_batch_size)?;
@@ -108,7 +110,7 @@ impl<'a> Parts<'a> {
         }
 
         let saves_to = checkpoint_folder(args, notices)?;
-        let rows = sizes.rows(ranks);
+        let rows = sizes.rows(batches);
         let validation = validation::options(args, data.held_out.clone(), rows, from.steps())?;
         let samples = samples(args, resumed, &model, &data)?;
         let ids = match resumed {
@@ -285,10 +287,11 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    fn new(from: &RunSources<'_>, model: &ChosenModel, ranks: usize) -> Result<Self, CliError> {
+    /// With `batches` ranks that have different sequences.
+    fn new(from: &RunSources<'_>, model: &ChosenModel, batches: usize) -> Result<Self, CliError> {
         let config = &model.config;
         let from_batch = from.without_sizes().part(|run| &run.batch);
-        let batch = batch::resolve(&from_batch, ranks)?;
+        let batch = batch::resolve(&from_batch, batches)?;
         let seq_len = batch::seq_len(&from_batch, config.max_positions());
         check_seq_len(seq_len as u64, Some(config.max_positions() as u64))?;
         Ok(Self { batch, seq_len })
@@ -309,10 +312,10 @@ impl Sizes {
         )
     }
 
-    fn rows(&self, ranks: usize) -> Rows {
+    fn rows(&self, batches: usize) -> Rows {
         Rows {
             step: self.batch.train_batch_size,
-            micro_batch: self.batch.micro_batch.saturating_mul(ranks as u64),
+            micro_batch: self.batch.micro_batch.saturating_mul(batches as u64),
             seq_len: self.seq_len,
         }
     }

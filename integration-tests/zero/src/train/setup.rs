@@ -88,6 +88,7 @@ impl RunSetup {
             on_gpus: device.is_some(),
             checkpointing: from.checkpoints_activations(),
             offloads: false,
+            shares_sequences: false,
         };
 
         let mut notices = parts::first_notices(from.file, resumed, run.stage);

@@ -269,6 +269,15 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
         return;
     };
 
+    let config = &setup.workload.config;
+    let options = &setup.workload.options;
+    let of_activation = match setup.device {
+        Some(_) => options.dtype.size_bytes() as u64,
+        None => 4,
+    };
+    let micro_batches = settings.grad_accum_steps as u64;
+    let all_to_all = config.sequence_elems(options) * of_activation * micro_batches;
+
     let most = if settings.stage.shards_params() {
         "formula (at most)"
     } else {
@@ -289,10 +298,15 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
         ),
         ("all-gather", sent.all_gather, formula.all_gather_bytes),
         ("all-reduce", sent.all_reduce, formula.all_reduce_bytes),
-        ("all", sent.total(), formula.total_bytes()),
+        ("all-to-all", sent.all_to_all, all_to_all),
+        ("all", sent.total(), formula.total_bytes() + all_to_all),
     ];
 
+    let shares = settings.mesh.sequence_ranks.is_some();
     for (name, measured, formula) in rows {
+        if name == "all-to-all" && !shares {
+            continue;
+        }
         let _ = writeln!(
             out,
             "  {name:<24} {:>12} {:>12}",

@@ -9,7 +9,7 @@ struct Dropout {
     u32 below;
     float factor;
     u32 site;
-    u32 unused;
+    u32 first_line;  // added to each line
 };
 
 // The dropout of one sequence.
@@ -23,7 +23,7 @@ struct Draw {
 
     // Bit i is set if element 4 `group` + i of the line is kept.
     __device__ __forceinline__ u32 kept(u32 line, u32 group) const {
-        u32 a = group, b = dropout.site, c = line, d = 0, k = key[0], l = key[1];
+        u32 a = group, b = dropout.site, c = line + dropout.first_line, d = 0, k = key[0], l = key[1];
         // Keeps the keys of the rounds from being computed once for all draws, in 20 registers.
         asm volatile("" : "+r"(k), "+r"(l));
 #pragma unroll

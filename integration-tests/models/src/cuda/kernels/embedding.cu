@@ -3,7 +3,7 @@
 // Shapes: tokens [batch * seq]; wte [vocab, n], wpe [positions, n], x, dx [batch * seq, n] in T; dwte, dwpe as wte,
 // wpe in fp32. A thread owns W columns (8: n is a multiple of 8; else 1). If `documents` [batch * seq] is not null, a
 // row's position is its place in the sequence, less documents[row], the place of the first token of its document, which
-// never decreases within a sequence. If `keys` is not null, x is multiplied by the factors of a dropout, and so is dx
+// never decreases within a sequence. The rows of a sequence are its `seq` tokens from `first` on. If `keys` is not null, x is multiplied by the factors of a dropout, and so is dx
 // wherever it is read.
 //
 // forward: x[row] = wte[token] + wpe[position], without positions if wpe is null. Grid: any. Reads rows of wte and
@@ -20,7 +20,7 @@
 template <class T, int W>
 __device__ __forceinline__ void embedding_forward(T *x, const u32 *tokens, const T *wte, const T *wpe,
                                                   const u32 *documents, const u32 *keys, Dropout dropout, u32 rows,
-                                                  u32 seq, u32 n) {
+                                                  u32 seq, u32 first, u32 n) {
     u32 groups = n / W;
     u64 count = (u64)rows * groups;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void embedding_forward(T *x, const u32 *tokens, const
         float e[W];
         load_columns<W>(wte + (u64)tokens[row] * n + col, e);
         if (wpe) {
-            u32 position = row % seq;
+            u32 position = first + row % seq;
             if (documents) position -= documents[row];
             float p[W];
             load_columns<W>(wpe + (u64)position * n + col, p);
@@ -55,9 +55,9 @@ __device__ __forceinline__ u32 end_of_document(const u32 *documents, u32 at, u32
 
 template <class T, int W>
 __device__ __forceinline__ void embedding_positions(float *dwpe, const T *dx, const u32 *documents, const u32 *keys,
-                                                    Dropout dropout, u32 batch, u32 seq, u32 n) {
+                                                    Dropout dropout, u32 batch, u32 seq, u32 first, u32 n) {
     u32 groups = n / W;
-    u64 count = (u64)seq * groups;
+    u64 count = (u64)(first + seq) * groups;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
         u32 t = (u32)(i / groups), col = (u32)(i % groups) * W;
         float sum[W] = {};
@@ -69,16 +69,14 @@ __device__ __forceinline__ void embedding_positions(float *dwpe, const T *dx, co
             for (int k = 0; k < W; k++) sum[k] += d[k];
         };
         for (u32 b = 0; b < batch; b++) {
-            // From a document that begins at `first` to the next one that may have t + 1 tokens. Without documents
-            // there is one.
+            // From a document that begins at `start` to the next one that may have t + 1 tokens. Without documents
+            // there is one. The first one's position t may be before the rows.
             const u32 *of = documents + (u64)b * seq;
-            for (u32 at = t; at < seq;) {
-                u32 first = documents ? of[at] : 0;
-                if (at - first == t) {
-                    add(b * seq + at);
-                    first = documents ? end_of_document(of, at, seq) : seq;
-                }
-                at = first + t;
+            for (u32 at = max(t, first); at < first + seq;) {
+                u32 start = documents ? of[at - first] : 0;
+                if (at - start == t) add(b * seq + at - first);
+                if (at - start >= t) start = first + (documents ? end_of_document(of, at - first, seq) : seq);
+                at = start + t;
             }
         }
         float *place = dwpe + (u64)t * n + col;
@@ -128,13 +126,13 @@ __device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens,
 #define EMBEDDING(T, W)                                                                                             \
     extern "C" __global__ __launch_bounds__(THREADS) void embedding_forward_##W(                                    \
         T *x, const u32 *tokens, const T *wte, const T *wpe, const u32 *documents, const u32 *keys,                 \
-        Dropout dropout, u32 rows, u32 seq, u32 n) {                                                                \
-        embedding_forward<T, W>(x, tokens, wte, wpe, documents, keys, dropout, rows, seq, n);                       \
+        Dropout dropout, u32 rows, u32 seq, u32 first, u32 n) {                                                     \
+        embedding_forward<T, W>(x, tokens, wte, wpe, documents, keys, dropout, rows, seq, first, n);                \
     }                                                                                                               \
     extern "C" __global__ __launch_bounds__(THREADS, 4) void embedding_positions_##W(                                \
         float *dwpe, const T *dx, const u32 *documents, const u32 *keys, Dropout dropout, u32 batch, u32 seq,       \
-        u32 n) {                                                                                                    \
-        embedding_positions<T, W>(dwpe, dx, documents, keys, dropout, batch, seq, n);                               \
+        u32 first, u32 n) {                                                                                         \
+        embedding_positions<T, W>(dwpe, dx, documents, keys, dropout, batch, seq, first, n);                        \
     }                                                                                                               \
     extern "C" __global__ __launch_bounds__(32 * WARPS, 4) void embedding_tokens_##W(                                \
         float *dwte, const u32 *tokens, const u32 *order, const u32 *starts, const u32 *segments, const T *dx,      \

@@ -3,7 +3,8 @@
 //
 // Shapes: qkv, dqkv [rows, width] in T, rows = batch * seq, of which the first `heads` heads of `d` elements are queries
 // and keys, `queries` of them queries; table [seq, d] fp32, the cosines of a position's d / 2 angles, then their sines;
-// starts [rows], or null: the position of a row of a sequence is its index, less starts[row].
+// starts [rows], or null: the position of a row of a sequence, of which the rows are seq tokens from `first` on, is its
+// place in the sequence, less starts[row].
 // raw [rows, heads, d], gains [2, d] in T of queries and of keys; stats [rows, heads] fp32 hold 1 / rms; partials
 // [blocks, 2, d] fp32.
 //
@@ -19,21 +20,22 @@
 // Pairs of a lane: heads of up to 256 elements.
 #define PAIRS 4
 
-__device__ __forceinline__ const float *angles_of(const float *table, const u32 *starts, u32 row, u32 seq, u32 d) {
-    u32 position = row % seq;
+__device__ __forceinline__ const float *angles_of(const float *table, const u32 *starts, u32 row, u32 seq, u32 first,
+                                                    u32 d) {
+    u32 position = first + row % seq;
     if (starts) position -= starts[row];
     return table + (u64)position * d;
 }
 
 template <class T, int W>
-__device__ __forceinline__ void rope(T *qkv, const float *table, const u32 *starts, u32 rows, u32 seq, u32 width,
-                                     u32 heads, u32 d, float sign) {
+__device__ __forceinline__ void rope(T *qkv, const float *table, const u32 *starts, u32 rows, u32 seq, u32 first,
+                                     u32 width, u32 heads, u32 d, float sign) {
     u32 groups = d / 2 / W;
     u64 count = (u64)rows * heads * groups;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
         u32 col = (u32)(i % groups) * W;
         u32 head = (u32)(i / groups % heads), row = (u32)(i / groups / heads);
-        const float *angles = angles_of(table, starts, row, seq, d) + col;
+        const float *angles = angles_of(table, starts, row, seq, first, d) + col;
         T *place = qkv + (u64)row * width + head * d + col;
         float a[W], b[W], c[W], s[W], x[W], y[W];
         load_columns<W>(angles, c), load_columns<W>(angles + d / 2, s);
@@ -50,9 +52,9 @@ __device__ __forceinline__ void rope(T *qkv, const float *table, const u32 *star
 
 #define ROPE(T, W)                                                                                                  \
     extern "C" __global__ __launch_bounds__(THREADS) void rope_##W(T *qkv, const float *table, const u32 *starts,   \
-                                                                   u32 rows, u32 seq, u32 width, u32 heads, u32 d,  \
-                                                                   float sign) {                                    \
-        rope<T, W>(qkv, table, starts, rows, seq, width, heads, d, sign);                                           \
+                                                                   u32 rows, u32 seq, u32 first, u32 width,         \
+                                                                   u32 heads, u32 d, float sign) {                  \
+        rope<T, W>(qkv, table, starts, rows, seq, first, width, heads, d, sign);                                    \
     }
 
 ROPE(STORAGE, 8)
@@ -61,13 +63,13 @@ ROPE(STORAGE, 1)
 extern "C" __global__ __launch_bounds__(32 * WARPS) void head_norm_forward(STORAGE *qkv, STORAGE *raw, float *stats,
                                                                            const STORAGE *gains, const float *table,
                                                                            const u32 *starts, u32 rows, u32 seq,
-                                                                           u32 width, u32 heads, u32 queries, u32 d,
-                                                                           float eps) {
+                                                                           u32 first, u32 width, u32 heads, u32 queries,
+                                                                           u32 d, float eps) {
     u32 lane = threadIdx.x % 32, half = d / 2;
     u64 count = (u64)rows * heads;
     for (u64 i = (u64)blockIdx.x * WARPS + threadIdx.x / 32; i < count; i += (u64)gridDim.x * WARPS) {
         u32 row = (u32)(i / heads), head = (u32)(i % heads);
-        const float *angles = angles_of(table, starts, row, seq, d);
+        const float *angles = angles_of(table, starts, row, seq, first, d);
         const STORAGE *gain = gains + (head < queries ? 0 : d);
         STORAGE *place = qkv + (u64)row * width + head * d, *copy = raw + i * d;
         float a[PAIRS], b[PAIRS], square = 0.0f;
@@ -75,9 +77,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void head_norm_forward(STORA
         for (int k = 0; k < PAIRS; k++) {
             u32 col = lane + 32 * k;
             if (col >= half) continue;
-            STORAGE first = place[col], second = place[col + half];
-            copy[col] = first, copy[col + half] = second;
-            a[k] = widen(first), b[k] = widen(second);
+            STORAGE left = place[col], right = place[col + half];
+            copy[col] = left, copy[col + half] = right;
+            a[k] = widen(left), b[k] = widen(right);
             square = __fmaf_rn(a[k], a[k], __fmaf_rn(b[k], b[k], square));
         }
         float scale = 1.0f / sqrtf(warp_sum(square) / d + eps);

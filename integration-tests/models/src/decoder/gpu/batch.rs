@@ -15,6 +15,7 @@ use zero_alloc::device::{
 
 use crate::cuda::embedding::{TokenLists, sort_tokens};
 use crate::decoder::check_batch;
+use crate::decoder::sequence::SequencePart;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use zero_trainer::{Batch, ModelError};
@@ -26,12 +27,15 @@ const LIMIT: Duration = Duration::from_secs(300);
 
 /// The words of a micro-batch on the device: inputs, targets, order and starts, a count, a word of
 /// padding, and the divisor of the loss in fp64; then the keys of dropout, and the starts of
-/// documents.
+/// documents, of this rank's tokens and then, if it shares its sequences, of all tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
+    /// Of this rank.
     tokens: usize,
     /// Sequences that draw masks.
     draws: usize,
+    /// Tokens of all ranks that share the sequences; 0 if this rank has all.
+    whole: usize,
 }
 
 impl Layout {
@@ -40,11 +44,15 @@ impl Layout {
         Self {
             tokens: options.tokens(),
             draws: if dropout { options.micro_batch } else { 0 },
+            whole: match options.sequence_ranks {
+                1 => 0,
+                _ => options.micro_batch * options.seq_len,
+            },
         }
     }
 
     pub(super) fn bytes(self) -> usize {
-        (self.documents() + self.tokens) * size_of::<u32>()
+        (self.documents() + self.tokens + self.whole) * size_of::<u32>()
     }
 
     /// The first word of the keys.
@@ -62,6 +70,7 @@ impl Layout {
 pub(super) struct Batches {
     device: CudaDevice,
     options: ModelOptions,
+    part: SequencePart,
     layout: Layout,
     on_device: AnySlice,
     slots: Vec<Slot>,
@@ -78,6 +87,7 @@ impl Batches {
     pub(super) fn new(
         device: &CudaDevice,
         options: &ModelOptions,
+        part: SequencePart,
         layout: Layout,
         place: AnySlice,
     ) -> Result<Self, ModelError> {
@@ -87,6 +97,7 @@ impl Batches {
         Ok(Self {
             device: device.clone(),
             options: options.clone(),
+            part,
             layout,
             on_device: place,
             slots,
@@ -99,9 +110,13 @@ impl Batches {
     /// Enqueues the copy of a batch.
     pub(super) fn set(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
         check_batch(batch, &self.options)?;
+        let own = self.part.batch(batch, self.options.seq_len);
         let Batch {
-            inputs, targets, ..
-        } = batch;
+            inputs,
+            targets,
+            starts: own_starts,
+            ..
+        } = own.as_ref().unwrap_or(batch);
         let layout = self.layout;
         let tokens = layout.tokens;
         let rows = batch.rows.filter(|_| layout.draws > 0);
@@ -127,9 +142,13 @@ impl Batches {
         {
             place.copy_from_slice(&key);
         }
-        match batch.starts.as_slice() {
-            [] => documents.fill(0),
-            starts => documents.copy_from_slice(starts),
+        let (of_rank, of_all) = documents.split_at_mut(tokens);
+        if batch.starts.is_empty() {
+            of_rank.fill(0);
+            of_all.fill(0);
+        } else {
+            of_rank.copy_from_slice(own_starts);
+            of_all.copy_from_slice(&batch.starts[..of_all.len()]);
         }
 
         // The starts of documents are last, and are not copied if there are none.
@@ -169,6 +188,17 @@ impl Batches {
         let Layout { tokens, .. } = self.layout;
         self.documents
             .then(|| self.words(self.layout.documents(), tokens))
+    }
+
+    /// The starts of documents of all tokens of the sequences of the batch set last; `None` if no
+    /// batch had any.
+    pub(super) fn whole_documents(&self) -> Option<DeviceSlice<u32>> {
+        let Layout { tokens, whole, .. } = self.layout;
+        if whole == 0 {
+            return self.documents();
+        }
+        self.documents
+            .then(|| self.words(self.layout.documents() + tokens, whole))
     }
 
     /// The keys of dropout `[batch, 2]` of the batch set last; `None` if it drops nothing.

@@ -7,8 +7,10 @@ use zero_alloc::{Pool, Purpose};
 use super::GpuArch;
 use super::batch::Layout;
 use super::checkpoints::{Checkpoints, RING};
+use super::sequence::ExchangeSlices;
 use crate::cuda::{cross_entropy, matmul};
 use crate::decoder::buffers::{Held, Layers};
+use crate::decoder::sequence::Exchanges;
 use crate::options::{GpuBytes, ModelOptions};
 use zero_trainer::ModelError;
 
@@ -51,6 +53,8 @@ pub(super) struct Buffers<B> {
     pub(super) layers: Layers<AnySlice, B>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
+    /// `None` if the model shares no sequences.
+    pub(super) exchange: Option<ExchangeSlices>,
     /// The architecture's constants.
     pub(super) table: DeviceSlice<f32>,
     pub(super) batch: AnySlice,
@@ -85,6 +89,7 @@ pub(crate) struct Extent {
     pub(crate) table: usize,
     /// Whether training drops elements.
     pub(crate) dropout: bool,
+    pub(crate) exchanges: Exchanges,
     /// The activations of a block, in the order of [`GpuArch::block`].
     pub(crate) block: Vec<(usize, DType)>,
 }
@@ -107,6 +112,9 @@ struct Sizes {
     /// Blocks with separate activations.
     blocks: usize,
     block: Vec<(usize, DType)>,
+    exchanges: Exchanges,
+    /// Of `send`, `recv` and `attended`; 0 without other ranks.
+    exchange_bytes: usize,
     row_bytes: usize,
     block_bytes: usize,
     head_bytes: usize,
@@ -133,6 +141,19 @@ impl Sizes {
             (2 * row + narrow + wide + logits, act),
             (heads + tokens + partials, DType::F32),
         ];
+        let blocks = if options.activation_checkpointing {
+            1
+        } else {
+            extent.layers
+        };
+        let exchanges = extent.exchanges;
+        let exchange_bytes = match exchanges.buffer_elems() {
+            0 => 0,
+            elems => {
+                let all = 2 * elems + blocks * exchanges.attended_elems();
+                bytes(&[(all, act)], 2 + blocks)
+            }
+        };
         Self {
             row,
             narrow,
@@ -148,11 +169,9 @@ impl Sizes {
             } else {
                 rows
             },
-            blocks: if options.activation_checkpointing {
-                1
-            } else {
-                extent.layers
-            },
+            blocks,
+            exchanges,
+            exchange_bytes,
             row_bytes: row * act.size_bytes(),
             block_bytes: bytes(&extent.block, extent.block.len()),
             head_bytes: bytes(&[(row, act), (head_stats, DType::F32)], 2),
@@ -184,6 +203,7 @@ pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
         block_bytes,
         head_bytes,
         scratch_bytes,
+        exchange_bytes,
         batch_bytes,
         matmul_bytes,
         table,
@@ -196,6 +216,7 @@ pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
             (blocks, block_bytes),
             (1, head_bytes),
             (1, scratch_bytes),
+            (1, exchange_bytes),
         ]),
         workspace: sum(&[
             (1, size_of::<f64>()),
@@ -257,6 +278,20 @@ impl<B> Buffers<B> {
             partials: all.floats(sizes.partials),
         };
 
+        let exchange = match sizes.exchange_bytes {
+            0 => None,
+            bytes => {
+                let mut all = Parts::new(allocate(bytes, Purpose::Activations)?);
+                let elems = sizes.exchanges.buffer_elems();
+                let attended = sizes.exchanges.attended_elems();
+                Some(ExchangeSlices {
+                    send: all.take(elems, act),
+                    recv: all.take(elems, act),
+                    attended: (0..sizes.blocks).map(|_| all.take(attended, act)).collect(),
+                })
+            }
+        };
+
         let ring = (0..sizes.ring)
             .map(
                 |_| Ok(Parts::new(allocate(sizes.row_bytes, Purpose::Activations)?).take(row, act)),
@@ -298,6 +333,7 @@ impl<B> Buffers<B> {
             head,
             table: table.unwrap_or(scratch.losses.slice(0..0)),
             scratch,
+            exchange,
             batch,
             matmul_workspace,
             loss,
@@ -377,6 +413,7 @@ mod tests {
             let options = ModelOptions {
                 micro_batch,
                 seq_len,
+                sequence_ranks: 1,
                 dtype: DType::Bf16,
                 activation_checkpointing: false,
                 offload_activations: false,

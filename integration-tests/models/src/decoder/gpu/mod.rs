@@ -23,6 +23,7 @@ mod batch;
 pub(crate) mod buffers;
 mod checkpoints;
 mod head;
+pub(crate) mod sequence;
 mod tensor;
 
 use std::ops::Range;
@@ -33,20 +34,25 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_kernels::cuda::Loader;
 use zero_shard::UnitSpec;
-use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
+use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
 
 use super::buffers::Activations;
 use super::params::UnitParams;
 use super::passes;
+use super::sequence::{Exchanges, SequencePart};
 use crate::cuda::attention::Masks;
 use crate::cuda::cross_entropy::{self, Scale, stride_elems};
 use crate::cuda::dropout::Dropout;
 use crate::cuda::embedding::TokenLists;
 use crate::cuda::matmul::{Matmul, Timing};
+use crate::cuda::rope::Angles;
 use crate::cuda::{OpError, OpKernels, SumOut};
+use crate::ops::Span;
+use crate::ops::sequence::Exchange;
 use crate::options::ModelOptions;
 use batch::{Batches, Layout};
 use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
+use sequence::SequenceGroup;
 use tensor::TensorGroup;
 
 /// The limit of the upload of the constants.
@@ -95,14 +101,24 @@ pub(crate) trait GpuArch: Send + 'static {
         a: &Self::Block,
         x: AnySlice,
         out: AnySlice,
-    ) -> Result<(), OpError>;
+    ) -> Result<(), ModelError>;
 
     /// Computes again what forward did not keep.
-    fn recompute(&self, cx: &PassContext<'_>, a: &Self::Block, x: AnySlice) -> Result<(), OpError>;
+    fn recompute(
+        &self,
+        cx: &PassContext<'_>,
+        a: &Self::Block,
+        x: AnySlice,
+    ) -> Result<(), ModelError>;
 
     /// Computes the backward of a block, which adds to or writes the unit's gradient. `cx.s.dres` is
     /// the gradient of the output on entry and of the input on return.
-    fn backward(&self, cx: &PassContext<'_>, a: &Self::Block, x: AnySlice) -> Result<(), OpError>;
+    fn backward(
+        &self,
+        cx: &PassContext<'_>,
+        a: &Self::Block,
+        x: AnySlice,
+    ) -> Result<(), ModelError>;
 
     /// Computes `h.out`, the head's norm of `x`.
     fn final_norm(&self, cx: &PassContext<'_>, h: &HeadSlices, x: AnySlice) -> Result<(), OpError>;
@@ -127,13 +143,19 @@ pub(crate) struct PassContext<'a> {
     /// The block of the pass, from 0.
     pub(crate) layer: usize,
     pub(crate) lists: TokenLists,
-    /// The starts of documents.
+    /// The starts of documents of this rank's tokens.
     pub(crate) documents: Option<DeviceSlice<u32>>,
+    /// Those of all tokens of the sequences.
+    whole_documents: Option<DeviceSlice<u32>>,
     /// The keys of dropout, unless the batch drops nothing.
     pub(crate) keys: Option<DeviceSlice<u32>>,
     pub(crate) table: DeviceSlice<f32>,
     /// The ranks that have the other parts of the parameters.
     pub(crate) tensor: Option<&'a TensorGroup>,
+    part: SequencePart,
+    exchanges: &'a Exchanges,
+    /// `None` if the rank has all tokens of its sequences.
+    group: Option<&'a SequenceGroup>,
 }
 
 impl PassContext<'_> {
@@ -150,23 +172,52 @@ impl PassContext<'_> {
         }
     }
 
-    /// The dropout of the operation `site` with this probability.
+    /// This rank's tokens of each sequence.
+    pub(crate) fn span(&self) -> Span {
+        self.part.span(self.exchanges.qkv.seq)
+    }
+
+    /// The dropout of the operation `site` with this probability, over this rank's tokens.
     pub(crate) fn dropout(&self, probability: f32, site: u32) -> Option<Dropout> {
-        Dropout::new(self.keys?, probability, site)
+        let dropout = Dropout::new(self.keys?, probability, site)?;
+        Some(dropout.from_line(self.span().first))
     }
 
     /// The masks of attention.
     pub(crate) fn masks(&self, probability: f32, site: u32) -> Masks {
+        let Exchange { heads, seq, .. } = self.exchanges.qkv;
+        let first = self.part.first_line(heads, seq);
+        let dropout = self
+            .keys
+            .and_then(|keys| Dropout::new(keys, probability, site));
         Masks {
+            starts: self.whole_documents,
+            dropout: dropout.map(|dropout| dropout.from_line(first)),
+        }
+    }
+
+    /// The angles of the positions of this rank's tokens.
+    pub(crate) fn angles(&self) -> Angles {
+        Angles {
+            table: self.table,
             starts: self.documents,
-            dropout: self.dropout(probability, site),
+            span: self.span(),
+        }
+    }
+
+    /// The angles of the positions of all tokens.
+    fn angles_of_sequences(&self) -> Angles {
+        Angles {
+            table: self.table,
+            starts: self.whole_documents,
+            span: Span::whole(self.exchanges.qkv.seq),
         }
     }
 }
 
 /// A model on a GPU, whose logits can be read.
 pub trait GpuModel: Model<CudaDevice> {
-    /// Enqueues the logits `[micro_batch * seq_len, stride_elems(vocab)]` after a forward of every
+    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of every
     /// pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
     ///
     /// # Errors
@@ -188,6 +239,11 @@ pub(crate) struct GpuDecoder<A: GpuArch> {
     batches: Batches,
     buffers: Buffers<A::Block>,
     tensor: Option<TensorGroup>,
+    options: ModelOptions,
+    part: SequencePart,
+    exchanges: Exchanges,
+    /// `None` if the rank has all tokens of its sequences.
+    group: Option<SequenceGroup>,
 }
 
 /// Kernels and libraries of the passes.
@@ -213,13 +269,18 @@ impl<A: GpuArch> GpuDecoder<A> {
         rows: Option<usize>,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
+        ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Self, ModelError> {
+        let part = SequencePart::new(options, ranks)?;
         let device = pool.device();
         let kernels = OpKernels::load(&Loader::new(device)?, options.dtype, dropout)?;
         let arch = make(&kernels)?;
         let extent = arch.extent();
         let rows = rows.unwrap_or_else(|| logits_rows(extent.vocab, extent.width, options));
-        let buffers = Buffers::new(&arch, extent, options, rows, pool, stream)?;
+        let exchanges = extent.exchanges;
+        let mut buffers = Buffers::new(&arch, extent, options, rows, pool, stream)?;
+        let group = ranks.sequence.as_ref().zip(buffers.exchange.take());
+        let group = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
 
         let mut table = vec![0.0; buffers.table.len()];
         if !table.is_empty() {
@@ -237,7 +298,7 @@ impl<A: GpuArch> GpuDecoder<A> {
         let units = arch.units();
         let params: Vec<_> = units.iter().map(UnitParams::new).collect();
         let layout = Layout::new(options, dropout);
-        let batches = Batches::new(device, options, layout, buffers.batch)?;
+        let batches = Batches::new(device, options, part, layout, buffers.batch)?;
         let passes = passes(units.len() - 2, arch.tied());
         let ops = Ops {
             kernels,
@@ -253,6 +314,10 @@ impl<A: GpuArch> GpuDecoder<A> {
             batches,
             buffers,
             tensor: None,
+            options: options.clone(),
+            part,
+            exchanges,
+            group,
         })
     }
 
@@ -349,9 +414,13 @@ impl<A: GpuArch> GpuDecoder<A> {
             layer: pass.saturating_sub(1),
             lists: self.batches.lists(),
             documents: self.batches.documents(),
+            whole_documents: self.batches.whole_documents(),
             keys: self.batches.keys(),
             table: self.buffers.table,
             tensor: self.tensor.as_ref(),
+            part: self.part,
+            exchanges: &self.exchanges,
+            group: self.group.as_ref(),
         }
     }
 
@@ -535,7 +604,9 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
             &ops.kernels,
             stream,
             *loss,
-            scratch.losses.slice(0..tokens),
+            scratch
+                .losses
+                .slice(0..tokens / self.options.sequence_ranks),
         )?)
     }
 
@@ -548,11 +619,7 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         let flat = self.flat(self.passes.len() - 1, params);
         let Buffers { head, scratch, .. } = &self.buffers;
         let tokens = self.batches.targets().len();
-        if token >= tokens {
-            return Err(ModelError::from(format!(
-                "the logits of token {token} of {tokens}"
-            )));
-        }
+        let token = self.part.token(token, &self.options)?;
         let vocab = self.vocab_part();
         let at = [token, tokens];
         let tensor = self.tensor.as_ref();

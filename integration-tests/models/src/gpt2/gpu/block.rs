@@ -5,14 +5,15 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
 use super::Gpt2Gpu;
-use crate::cuda::attention::{Gradients, Masks};
+use crate::cuda::attention::Masks;
 use crate::cuda::dropout::{self, Dropout};
 use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, column_sums, gelu};
 use crate::decoder::gpu::buffers::ScratchSlices;
+use crate::decoder::gpu::sequence::{AttentionGrads, AttentionSlices};
 use crate::decoder::gpu::{Ops, PassContext};
-use zero_trainer::Grad;
+use zero_trainer::{Grad, ModelError};
 
 /// The activations of a block: `[M, C]` except for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the
 /// statistics `[M, 2]`, and `lse` `[batch, heads, seq]`.
@@ -28,6 +29,16 @@ pub(super) struct BlockSlices {
     /// GELU's output. If it is not kept it is the start of [`ScratchSlices::wide`], which backward
     /// must not write before its last read of this one.
     pub(super) act: AnySlice,
+}
+
+impl BlockSlices {
+    fn attention(&self) -> AttentionSlices {
+        AttentionSlices {
+            qkv: self.qkv,
+            attended: self.attended,
+            lse: self.lse,
+        }
+    }
 }
 
 /// Whether the library fuses GELU into the product. Not used in fp32, where its accuracy is not
@@ -111,7 +122,7 @@ pub(super) fn forward(
     cx: &PassContext<'_>,
     a: &BlockSlices,
     x: AnySlice,
-) -> Result<(), OpError> {
+) -> Result<(), ModelError> {
     let PassContext {
         ops, stream, s, p, ..
     } = *cx;
@@ -133,10 +144,15 @@ pub(super) fn forward(
     let bias = Epilogue::Bias(get("c_attn.bias"));
     ops.matmul.run(
         stream,
-        &linear(a.qkv, s.normed, get("c_attn.weight"), None, bias),
+        &linear(
+            cx.qkv(a.attention()),
+            s.normed,
+            get("c_attn.weight"),
+            None,
+            bias,
+        ),
     )?;
-    let attention = &arch.attention;
-    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, dropouts.masks)?;
+    cx.attend(&arch.attention, a.attention(), dropouts.masks)?;
     let projection = ["attn.c_proj.weight", "attn.c_proj.bias"].map(get);
     add_to_residual(cx, a.mid, x, a.attended, projection, dropouts.residual[0])?;
 
@@ -158,15 +174,16 @@ pub(super) fn forward(
 
     let fused = linear(a.act, s.normed, get("c_fc.weight"), None, epilogue);
     if fuses_gelu(ops, &fused)? {
-        ops.matmul.run(stream, &fused)
+        ops.matmul.run(stream, &fused)?;
     } else {
         let bias = Epilogue::Bias(get("c_fc.bias"));
         ops.matmul.run(
             stream,
             &linear(a.fc, s.normed, get("c_fc.weight"), None, bias),
         )?;
-        gelu::forward(kernels, stream, a.act, a.fc)
+        gelu::forward(kernels, stream, a.act, a.fc)?;
     }
+    Ok(())
 }
 
 /// Computes the block's output `[M, C]`.
@@ -193,7 +210,7 @@ pub(super) fn backward(
     cx: &PassContext<'_>,
     a: &BlockSlices,
     x: AnySlice,
-) -> Result<(), OpError> {
+) -> Result<(), ModelError> {
     let PassContext {
         ops, stream, s, p, ..
     } = *cx;
@@ -282,16 +299,12 @@ pub(super) fn backward(
         stream,
         &input_gradient(dattended, dout, get("attn.c_proj.weight"), c),
     )?;
-    let dqkv = s.wide.slice(0..a.qkv.len());
-    let grads = Gradients {
-        dqkv,
+    let grads = AttentionGrads {
         dbias: Some(grad("c_attn.bias").into()),
-        angles: None,
+        rotated: false,
         masks: dropouts.masks,
     };
-    arch.attention.backward(
-        kernels, stream, grads, dattended, a.qkv, a.attended, a.lse, s.delta, s.partials,
-    )?;
+    let dqkv = cx.attend_backward(&arch.attention, a.attention(), dattended, grads)?;
     ops.matmul.run(
         stream,
         &input_gradient(s.narrow, dqkv, get("c_attn.weight"), width),
@@ -304,7 +317,7 @@ pub(super) fn backward(
         a.ln1_stats,
     )?;
 
-    weights("c_attn.weight", s.normed, dqkv, width)
+    Ok(weights("c_attn.weight", s.normed, dqkv, width)?)
 }
 
 /// Computes the gradients of the MLP's first weight and bias from `s.normed` and the gradient of

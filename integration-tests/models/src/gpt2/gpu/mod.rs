@@ -14,12 +14,13 @@ use zero_alloc::device::{AnySlice, DType};
 use zero_shard::UnitSpec;
 use zero_trainer::{ModelError, ModelRanks};
 
-use crate::cuda::attention::{self, Attention, Shape};
+use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::layer_norm::Sums;
 use crate::cuda::{OpError, OpKernels, column_sums, embedding, gelu, layer_norm};
 use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
+use crate::decoder::gpu::sequence::workspace_elems;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
-use crate::decoder::sequence::SequencePart;
+use crate::decoder::sequence::Exchanges;
 use crate::gpt2::config::GptConfig;
 use crate::options::{GpuBytes, ModelOptions};
 use block::BlockSlices;
@@ -44,12 +45,12 @@ pub(crate) fn on_cuda(
     stream: &CudaStream,
     ranks: &ModelRanks<CudaDevice>,
 ) -> Result<Box<dyn GpuModel>, ModelError> {
-    let part = SequencePart::new(&options, ranks)?;
+    let heads = config.n_head / options.sequence_ranks;
     let shape = Shape {
         batch: options.micro_batch,
         seq: options.seq_len,
-        heads: config.n_head,
-        kv_heads: config.n_head,
+        heads,
+        kv_heads: heads,
         d: config.head_dim(),
         window: options.seq_len,
     };
@@ -61,7 +62,7 @@ pub(crate) fn on_cuda(
         })
     };
     let dropout = config.drops();
-    let model = GpuDecoder::new(arch, &options, dropout, logits_rows, pool, stream)?;
+    let model = GpuDecoder::new(arch, &options, dropout, logits_rows, pool, stream, ranks)?;
     Ok(Box::new(model))
 }
 
@@ -88,7 +89,7 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
         0.0 => 0,
         _ => column_sums::workspace_elems(tokens, c),
     };
-    let attention = attention::workspace_elems(options.micro_batch, options.seq_len, 3 * c);
+    let attention = workspace_elems(options, 3 * c);
     Extent {
         layers: config.n_layer,
         width: c,
@@ -104,6 +105,7 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
         matrix: c * wide,
         table: 0,
         dropout: config.drops(),
+        exchanges: Exchanges::new(options, [config.n_head; 2], config.head_dim()),
         block: vec![
             stats,
             (3 * row, dtype),
@@ -121,7 +123,7 @@ impl Gpt2Gpu {
     fn rows(&self, cx: &PassContext<'_>) -> embedding::Rows {
         embedding::Rows {
             batch: self.options.micro_batch,
-            seq: self.options.seq_len,
+            span: cx.span(),
             documents: cx.documents,
             dropout: cx.dropout(self.config.embd_pdrop, 0),
         }
@@ -198,22 +200,32 @@ impl GpuArch for Gpt2Gpu {
         a: &BlockSlices,
         x: AnySlice,
         out: AnySlice,
-    ) -> Result<(), OpError> {
+    ) -> Result<(), ModelError> {
         block::forward(self, cx, a, x)?;
-        block::output(self, cx, out, a)
+        Ok(block::output(self, cx, out, a)?)
     }
 
-    fn recompute(&self, cx: &PassContext<'_>, a: &BlockSlices, x: AnySlice) -> Result<(), OpError> {
+    fn recompute(
+        &self,
+        cx: &PassContext<'_>,
+        a: &BlockSlices,
+        x: AnySlice,
+    ) -> Result<(), ModelError> {
         if self.options.activation_checkpointing {
             block::forward(self, cx, a, x)
         } else if self.options.recompute_gelu {
-            gelu::forward(&cx.ops.kernels, cx.stream, a.act, a.fc)
+            Ok(gelu::forward(&cx.ops.kernels, cx.stream, a.act, a.fc)?)
         } else {
             Ok(())
         }
     }
 
-    fn backward(&self, cx: &PassContext<'_>, a: &BlockSlices, x: AnySlice) -> Result<(), OpError> {
+    fn backward(
+        &self,
+        cx: &PassContext<'_>,
+        a: &BlockSlices,
+        x: AnySlice,
+    ) -> Result<(), ModelError> {
         block::backward(self, cx, a, x)
     }
 

@@ -2,14 +2,15 @@
 //! Matrices are `[out, in]`, as Hugging Face stores them.
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
-use zero_trainer::Grad;
+use zero_trainer::{Grad, ModelError};
 
 use super::{LlamaGpu, heads};
-use crate::cuda::attention::{Gradients, Masks};
+use crate::cuda::attention::Masks;
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
-use crate::cuda::rope::{self, Angles};
+use crate::cuda::rope;
 use crate::cuda::{OpError, column_sums, rms_norm, swiglu};
 use crate::decoder::gpu::PassContext;
+use crate::decoder::gpu::sequence::{AttentionGrads, AttentionSlices};
 use crate::llama::block::Params;
 
 /// The activations of a block: `qkv` `[M, (heads + 2 kv_heads) d]`, after the rotation; `raw`
@@ -48,10 +49,13 @@ impl LlamaGpu {
     }
 }
 
-fn angles(cx: &PassContext<'_>) -> Angles {
-    Angles {
-        table: cx.table,
-        starts: cx.documents,
+impl BlockSlices {
+    fn attention(&self) -> AttentionSlices {
+        AttentionSlices {
+            qkv: self.qkv,
+            attended: self.attended,
+            lse: self.lse,
+        }
     }
 }
 
@@ -61,7 +65,7 @@ pub(super) fn forward(
     cx: &PassContext<'_>,
     a: &BlockSlices,
     x: AnySlice,
-) -> Result<(), OpError> {
+) -> Result<(), ModelError> {
     let PassContext { ops, stream, s, .. } = *cx;
     let kernels = &ops.kernels;
     let p = arch.params(cx);
@@ -69,17 +73,18 @@ pub(super) fn forward(
     let eps = arch.config.rms_norm_eps;
 
     rms_norm::forward(kernels, stream, s.normed, a.stats1, x, p.norm1, eps)?;
-    let product = linear(a.qkv, s.normed, [p.qkv, p.qkv_bias], c, None);
+    let qkv = cx.qkv(a.attention());
+    let product = linear(qkv, s.normed, [p.qkv, p.qkv_bias], c, None);
     ops.matmul.run(stream, &product)?;
     let heads = heads(&arch.config);
-    let angles = angles(cx);
+    let angles = cx.angles();
     if p.qk_norm.is_empty() {
-        rope::forward(kernels, stream, a.qkv, angles, heads)?;
+        rope::forward(kernels, stream, qkv, angles, heads)?;
     } else {
         rope::norm_forward(
             kernels,
             stream,
-            a.qkv,
+            qkv,
             a.raw,
             a.raw_stats,
             p.qk_norm,
@@ -90,15 +95,14 @@ pub(super) fn forward(
     }
 
     let attention = &arch.attention[cx.layer];
-    let masks = arch.masks(cx);
-    attention.forward(kernels, stream, a.attended, a.lse, a.qkv, masks)?;
+    cx.attend(attention, a.attention(), arch.masks(cx))?;
     let width = arch.config.q_width();
     let product = linear(a.mid, a.attended, [p.output, p.output_bias], width, Some(x));
     sum_with_residual(cx, product, a.mid)?;
 
     rms_norm::forward(kernels, stream, s.normed, a.stats2, a.mid, p.norm2, eps)?;
     let product = linear(a.gate_up, s.normed, [p.gate_up, p.gate_up_bias], c, None);
-    ops.matmul.run(stream, &product)
+    Ok(ops.matmul.run(stream, &product)?)
 }
 
 /// Computes the block's output `[M, C]`.
@@ -142,7 +146,7 @@ pub(super) fn backward(
     cx: &PassContext<'_>,
     a: &BlockSlices,
     x: AnySlice,
-) -> Result<(), OpError> {
+) -> Result<(), ModelError> {
     let PassContext { ops, stream, s, .. } = *cx;
     let kernels = &ops.kernels;
     let p = arch.params(cx);
@@ -193,7 +197,7 @@ pub(super) fn backward(
     )?;
     // Attention's backward has summed the gradient of the bias.
     let product = weight_product(g.qkv, s.normed, dqkv, c);
-    ops.matmul.run(stream, &product)
+    Ok(ops.matmul.run(stream, &product)?)
 }
 
 /// Computes the gradients of attention's parameters except for the first matrix, and returns the
@@ -202,7 +206,7 @@ fn attention_backward(
     arch: &LlamaGpu,
     cx: &PassContext<'_>,
     a: &BlockSlices,
-) -> Result<AnySlice, OpError> {
+) -> Result<AnySlice, ModelError> {
     let PassContext { ops, stream, s, .. } = *cx;
     let kernels = &ops.kernels;
     let p = arch.params(cx);
@@ -215,19 +219,16 @@ fn attention_backward(
     let product = input_gradient(dattended, s.dres, p.output, width);
     ops.matmul.run(stream, &product)?;
 
-    let dqkv = s.wide.slice(0..a.qkv.len());
     let has_bias = !p.qkv_bias.is_empty();
     let has_norm = !p.qk_norm.is_empty();
-    let grads = Gradients {
-        dqkv,
+    let grads = AttentionGrads {
         // The norms are between the bias and the rotation.
         dbias: (has_bias && !has_norm).then(|| g.qkv_bias.into()),
-        angles: Some(angles(cx)),
+        rotated: true,
         masks: arch.masks(cx),
     };
-    arch.attention[cx.layer].backward(
-        kernels, stream, grads, dattended, a.qkv, a.attended, a.lse, s.delta, s.partials,
-    )?;
+    let attention = &arch.attention[cx.layer];
+    let dqkv = cx.attend_backward(attention, a.attention(), dattended, grads)?;
 
     if has_norm {
         rope::norm_backward(

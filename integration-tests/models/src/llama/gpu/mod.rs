@@ -14,12 +14,13 @@ use zero_shard::UnitSpec;
 use zero_trainer::{ModelError, ModelRanks};
 
 use super::config::LlamaConfig;
-use crate::cuda::attention::{self, Attention, Shape};
+use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::rope::{self, Heads};
 use crate::cuda::{OpError, OpKernels, column_sums, embedding, rms_norm};
 use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
+use crate::decoder::gpu::sequence::workspace_elems;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
-use crate::decoder::sequence::SequencePart;
+use crate::llama::exchanges;
 use crate::options::{GpuBytes, ModelOptions};
 use block::BlockSlices;
 
@@ -44,13 +45,13 @@ pub(crate) fn on_cuda(
     stream: &CudaStream,
     ranks: &ModelRanks<CudaDevice>,
 ) -> Result<Box<dyn GpuModel>, ModelError> {
-    let part = SequencePart::new(&options, ranks)?;
     let seq = options.seq_len;
+    let [heads, kv_heads] = exchanges(&config, &options).qkv.heads_of_rank();
     let shape = |layer: usize| Shape {
         batch: options.micro_batch,
         seq,
-        heads: config.heads,
-        kv_heads: config.kv_heads,
+        heads,
+        kv_heads,
         d: config.head_dim,
         window: config.window_of(layer, seq),
     };
@@ -64,7 +65,7 @@ pub(crate) fn on_cuda(
         })
     };
     let dropout = config.attention_dropout != 0.0;
-    let model = GpuDecoder::new(arch, &options, dropout, logits_rows, pool, stream)?;
+    let model = GpuDecoder::new(arch, &options, dropout, logits_rows, pool, stream, ranks)?;
     Ok(Box::new(model))
 }
 
@@ -95,7 +96,7 @@ fn partials(config: &LlamaConfig, options: &ModelOptions) -> usize {
         false => 0,
     };
     let attention = match config.qkv_bias {
-        true => attention::workspace_elems(options.micro_batch, options.seq_len, width),
+        true => workspace_elems(options, width),
         false => 0,
     };
     rms_norm::workspace_elems(tokens, config.hidden)
@@ -113,6 +114,8 @@ fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
     let tokens = options.tokens();
     let row = tokens * config.hidden;
     let width = config.qkv_width();
+    let exchanges = exchanges(config, options);
+    let qkv = exchanges.qkv.elems();
     let stats = (tokens, DType::F32);
     let normed = match config.has_qk_norm() {
         true => tokens * heads(config).turned(),
@@ -125,14 +128,15 @@ fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
         heads: config.heads,
         head_stats: 1,
         narrow: config.hidden.max(config.q_width()),
-        wide: config.intermediate.max(width),
+        wide: config.intermediate.max(qkv / tokens),
         partials: partials(config, options),
         matrix: config.hidden * width.max(2 * config.intermediate),
         table: options.seq_len * config.head_dim,
         dropout: config.attention_dropout != 0.0,
+        exchanges,
         block: vec![
             stats,
-            (tokens * width, dtype),
+            (qkv, dtype),
             (normed * config.head_dim, dtype),
             (normed, DType::F32),
             (tokens * config.q_width(), dtype),
@@ -145,10 +149,10 @@ fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
 }
 
 impl LlamaGpu {
-    fn rows(&self) -> embedding::Rows {
+    fn rows(&self, cx: &PassContext<'_>) -> embedding::Rows {
         embedding::Rows {
             batch: self.options.micro_batch,
-            seq: self.options.seq_len,
+            span: cx.span(),
             documents: None,
             dropout: None,
         }
@@ -214,7 +218,7 @@ impl GpuArch for LlamaGpu {
             cx.lists.tokens,
             cx.p.get(0, Self::EMBEDDING),
             None,
-            self.rows(),
+            self.rows(cx),
         )
     }
 
@@ -229,7 +233,7 @@ impl GpuArch for LlamaGpu {
             &cx.lists,
             dx,
             padding,
-            self.rows(),
+            self.rows(cx),
         )?;
         Ok(())
     }
@@ -240,19 +244,29 @@ impl GpuArch for LlamaGpu {
         a: &BlockSlices,
         x: AnySlice,
         out: AnySlice,
-    ) -> Result<(), OpError> {
+    ) -> Result<(), ModelError> {
         block::forward(self, cx, a, x)?;
-        block::output(self, cx, a, out)
+        Ok(block::output(self, cx, a, out)?)
     }
 
-    fn recompute(&self, cx: &PassContext<'_>, a: &BlockSlices, x: AnySlice) -> Result<(), OpError> {
+    fn recompute(
+        &self,
+        cx: &PassContext<'_>,
+        a: &BlockSlices,
+        x: AnySlice,
+    ) -> Result<(), ModelError> {
         match self.options.activation_checkpointing {
             true => block::forward(self, cx, a, x),
             false => Ok(()),
         }
     }
 
-    fn backward(&self, cx: &PassContext<'_>, a: &BlockSlices, x: AnySlice) -> Result<(), OpError> {
+    fn backward(
+        &self,
+        cx: &PassContext<'_>,
+        a: &BlockSlices,
+        x: AnySlice,
+    ) -> Result<(), ModelError> {
         block::backward(self, cx, a, x)
     }
 
