@@ -68,6 +68,14 @@ impl<'a, D: Device> RankExchange<'a, D> {
         }
     }
 
+    /// The exchange of a rank with the others of tensor parallelism.
+    pub(crate) fn of_tensor(rank: &'a Rank<D>, tensor: &'a dyn Communicator<D>) -> Self {
+        Self {
+            comm: tensor,
+            ..Self::of(rank)
+        }
+    }
+
     /// The exchange of a rank with the replicas of its shard.
     pub(crate) fn of_replicas(rank: &'a Rank<D>, replicas: &'a Replicas<D>) -> Self {
         Self {

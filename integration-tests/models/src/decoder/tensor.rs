@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use zero_alloc::device::{AnySlice, DeviceId, DeviceSlice};
+use zero_alloc::device::{AnySlice, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::{Communicator, ReduceOp};
 use zero_trainer::ModelError;

@@ -171,7 +171,8 @@ pub(super) fn backward(
             let dout = shape.gradient_before(s.wide, s.dres, shape.dropouts[0]);
             linear::backward_weight(proj_w, proj_b, a.attended, dout);
             let dattended = &mut s.narrow[..a.attended.len()];
-            linear::product_transposed(dattended, dout, get("attn.c_proj.weight"), c);
+            let heads = proj_w.len() / c;
+            linear::product_transposed(dattended, dout, get("attn.c_proj.weight"), heads);
         }
         Backward::Attention => {
             let dqkv = &mut s.wide[..a.qkv.len()];

@@ -126,8 +126,8 @@ pub fn part_gradient(
                 let own = stats[rank * of_rank + at];
                 let factor = scale * (own - max).exp() / sum;
                 row.iter_mut().for_each(|x| *x *= factor);
-                if let place @ 0..IGNORED = part.local(target) {
-                    row[place as usize] -= scale;
+                if let Some(at_target) = row.get_mut(part.local(target) as usize) {
+                    *at_target -= scale;
                 }
             }
             loss

@@ -34,7 +34,7 @@ use super::identical::{cases, same};
 use super::support::{Case, Outcome};
 
 /// Adam whose updates are about `lr / epsilon` times the mean gradient.
-fn linear() -> OptimizerConfig {
+pub(super) fn linear() -> OptimizerConfig {
     let mut optimizer = OptimizerConfig::default().lr(0.1);
     optimizer.hyper.eps = 1.0;
     optimizer
@@ -71,7 +71,7 @@ fn norm(x: &[f32]) -> f64 {
 /// Asserts that losses and weights differ by at most `limit`, relative, and mean gradients by ten
 /// times that. Their terms cancel, down to 0 in the bias of keys, so each may differ by `limit` of
 /// the largest too, and each of the two updates by as much.
-fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
+pub(super) fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     assert_eq!(got.steps.len(), want.steps.len(), "{what}");
     for (got, want) in got.steps.iter().zip(&want.steps) {
         let loss = got.loss;
@@ -228,7 +228,7 @@ fn with_shard_groups() {
 
 /// Rows of several documents, of which some end at the borders of the ranks' tokens, with targets
 /// that are not trained.
-struct Packed<'a>(&'a dyn Workload<HostDevice>);
+pub(super) struct Packed<'a>(pub(super) &'a dyn Workload<HostDevice>);
 
 impl Workload<HostDevice> for Packed<'_> {
     fn units(&self) -> Vec<UnitSpec> {
@@ -559,7 +559,7 @@ fn validation_is_that_of_whole_sequences() {
 
 /// The token of the largest logit.
 #[derive(Debug)]
-struct Largest;
+pub(super) struct Largest;
 
 impl NextToken for Largest {
     fn choose(&self, logits: &[f32], _index: u64) -> Option<u32> {

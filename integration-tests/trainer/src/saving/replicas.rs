@@ -1,5 +1,6 @@
 //! The comparison of replicas: at stages 0 to 2 all ranks hold the same parameters, at stage 3 the
-//! ranks with the same shard.
+//! ranks with the same shard. With tensor parallelism, of ranks with the same part of the parameters;
+//! then its ranks compare what all of them hold.
 //!
 //! A faulty card, memory or link changes the parameters of one rank. Nothing fails then: its
 //! gradients go into the sums of all ranks, and a checkpoint has shards of replicas that differ. A
@@ -20,13 +21,13 @@ use crate::stages::stage::Stage;
 const CHUNK_BYTES: usize = 4 << 20;
 
 /// Returns an error if the parameters of two ranks that hold the same ones differ after `step`: on
-/// all ranks at stages 0 to 2, on those that compared at stage 3. Collective.
+/// those that compared. Collective.
 pub(crate) fn check<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     step: u64,
 ) -> Result<(), TrainError> {
-    if rank.mesh.data.world_size() == 1 {
+    if rank.comm.world_size() == 1 {
         return Ok(());
     }
     let params = stage.replicated(rank)?;
@@ -34,32 +35,77 @@ pub(crate) fn check<D: Device>(
         return Ok(());
     }
 
+    let of_shard = rank.settings.stage.shards_params();
+    let replicas = rank.mesh.replicas.as_ref().filter(|_| of_shard);
+    let data_ranks = rank.mesh.data.world_size();
+    let tensor_ranks = rank.comm.world_size() / data_ranks;
+    let world_rank = |data_rank| data_rank * tensor_ranks + rank.tensor_rank();
+    let peers = match replicas {
+        Some(replicas) => Some(Peers {
+            exchange: RankExchange::of_replicas(rank, replicas),
+            place: replicas.comm.rank(),
+            ranks: rank
+                .layouts
+                .grid()
+                .peer_ranks(rank.index())
+                .map(|peer| world_rank(peer as usize))
+                .collect(),
+        }),
+        None if of_shard || data_ranks == 1 => None,
+        None => Some(Peers {
+            exchange: RankExchange::of_data(rank),
+            place: rank.mesh.data.rank(),
+            ranks: (0..data_ranks).map(world_rank).collect(),
+        }),
+    };
+    if let Some(peers) = peers {
+        compare(rank, &peers, step, &params)?;
+    }
+
+    // What all ranks of tensor parallelism have.
+    let (Some(cut), Some(tensor)) = (&rank.tensor, &rank.mesh.model.tensor) else {
+        return Ok(());
+    };
+    let first = rank.mesh.data.rank() * tensor_ranks;
+    let peers = Peers {
+        exchange: RankExchange::of_tensor(rank, &**tensor),
+        place: tensor.rank(),
+        ranks: (first..first + tensor_ranks).collect(),
+    };
+    let same = |(unit, params): (usize, &AnySlice)| {
+        let start = if of_shard { rank.shard(unit).start } else { 0 };
+        let range = start..start + params.len() as u64;
+        let cut = cut.cut_in(unit, range);
+        params.slice((cut.end - start) as usize..params.len())
+    };
+    let params: Vec<_> = params.iter().enumerate().map(same).collect();
+    compare(rank, &peers, step, &params)
+}
+
+/// Ranks that hold the same parameters.
+struct Peers<'a, D: Device> {
+    exchange: RankExchange<'a, D>,
+    /// This rank among them.
+    place: usize,
+    /// The rank of each.
+    ranks: Vec<usize>,
+}
+
+/// Compares the parameters of each unit with those of `peers`.
+fn compare<D: Device>(
+    rank: &Rank<D>,
+    peers: &Peers<'_, D>,
+    step: u64,
+    params: &[AnySlice],
+) -> Result<(), TrainError> {
     let mut checksums = RankSettings::new();
     for (unit, params) in rank.layout.units().iter().zip(params) {
-        let checksum = checksum(rank, params)?;
+        let checksum = checksum(rank, *params)?;
         checksums.push(&unit.name, format_args!("{checksum:016x}"));
     }
 
-    let of_shard = rank.settings.stage.shards_params();
-    let replicas = rank.mesh.replicas.as_ref().filter(|_| of_shard);
-    let exchange = match replicas {
-        Some(replicas) => RankExchange::of_replicas(rank, replicas),
-        None => RankExchange::of_data(rank),
-    };
-    let tensor_ranks = rank.comm.world_size() / rank.mesh.data.world_size();
-    let world_rank = |data_rank| data_rank * tensor_ranks + rank.tensor_rank();
-    // The ranks that compare, in the order of the exchange.
-    let ranks: Vec<usize> = match replicas {
-        Some(_) => {
-            let peers = rank.layouts.grid().peer_ranks(rank.index());
-            peers.map(|peer| world_rank(peer as usize)).collect()
-        }
-        None => (0..rank.mesh.data.world_size()).map(world_rank).collect(),
-    };
-    let place = replicas.map_or(rank.mesh.data.rank(), |replicas| replicas.comm.rank());
-
-    agree(place, Ok(&checksums), |message: &[u8]| {
-        exchange.exchange(message)
+    agree(peers.place, Ok(&checksums), |message: &[u8]| {
+        peers.exchange.exchange(message)
     })
     .map_err(|error| match error {
         AgreementError::Differs {
@@ -69,8 +115,8 @@ pub(crate) fn check<D: Device>(
             ..
         } => TrainError::Replicas {
             step,
-            rank: ranks[place],
-            reference: ranks[reference],
+            rank: peers.ranks[place],
+            reference: peers.ranks[reference],
             unit,
         },
         // The failure of the group is the cause.

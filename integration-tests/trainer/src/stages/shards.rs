@@ -77,10 +77,10 @@ impl<D: Device> SharedShards<D> {
         self.0.lock().updates = updates;
     }
 
-    /// The shard of each unit, if the device has them and there are replicas.
+    /// The shard of each unit, if the device has them and other ranks have the same, or a part of it.
     /// The compute stream waits for them.
     pub(crate) fn of_replicas(&self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        if rank.mesh.replicas.is_none() {
+        if rank.mesh.replicas.is_none() && rank.tensor.is_none() {
             return Ok(Vec::new());
         }
         let mut shards = self.0.lock();

@@ -137,6 +137,7 @@ impl MeshRecord {
             shard_group,
             sharding,
             sequence_ranks: self.ulysses,
+            tensor_ranks: None,
         })
     }
 }
