@@ -337,6 +337,11 @@ impl<D: Device> Rank<D> {
         self.mesh.data.rank() as u64
     }
 
+    /// Ranks of tensor parallelism.
+    pub(crate) fn tensor_ranks(&self) -> usize {
+        self.comm.world_size() / self.mesh.data.world_size()
+    }
+
     /// This rank among those of tensor parallelism.
     pub(crate) fn tensor_rank(&self) -> usize {
         let tensor = self.mesh.model.tensor.as_ref();
@@ -400,7 +405,7 @@ impl<D: Device> Rank<D> {
     /// The rank that saves a shard of [`saved`](Self::saved).
     pub(crate) fn rank_of_shard(&self, shard: u64) -> u64 {
         let data_ranks = self.mesh.data.world_size() as u64;
-        let tensor_ranks = self.comm.world_size() as u64 / data_ranks;
+        let tensor_ranks = self.tensor_ranks() as u64;
         let data_rank = self.layouts.rank_of_part(shard % data_ranks);
         data_rank * tensor_ranks + shard / data_ranks
     }

@@ -52,7 +52,7 @@ fn sample<D: Device>(
         batch.inputs.fill(0);
         batch.inputs[..row.len()].copy_from_slice(row);
         let last = row.len() - 1;
-        // The first ranks share a sequence, in the order of its tokens.
+        // The first data ranks share a sequence, in the order of its tokens.
         let chooser = last / (options.seq_len / rank.settings.mesh.sequence_ranks());
         let logits = last_logits(rank, stage, model, &batch, last, chooser)?;
 
@@ -65,7 +65,7 @@ fn sample<D: Device>(
         if messages.iter().any(|message| message[0] != 0) {
             return Ok(None);
         }
-        let [_, token @ ..] = messages.get(chooser).copied().unwrap_or_default();
+        let [_, token @ ..] = messages.get(chooser * rank.tensor_ranks()).copied().unwrap_or_default();
         match u32::from_le_bytes(token) {
             TEXT_ENDS => break,
             token => text.push(token),
@@ -83,7 +83,7 @@ fn message(token: u32, stop: bool) -> [u8; MESSAGE_BYTES] {
     [u8::from(stop), a, b, c, d]
 }
 
-/// The logits of token `token` of a batch on the rank `chooser`; `None` on the others.
+/// The logits of token `token` of a batch on the data rank `chooser`; `None` on the others.
 fn last_logits<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -93,7 +93,7 @@ fn last_logits<D: Device>(
     chooser: usize,
 ) -> Result<Option<Vec<f32>>, TrainError> {
     let Rank {
-        comm,
+        mesh,
         compute,
         pool,
         settings,
@@ -101,7 +101,7 @@ fn last_logits<D: Device>(
     } = rank;
     model.set_batch(compute, batch)?;
     let mut logits: Option<AnySlice> = None;
-    let chooses = comm.rank() == chooser;
+    let chooses = mesh.data.rank() == chooser;
     stage.evaluate(rank, model, &mut |model, params| {
         if chooses {
             logits = Some(model.token_logits(compute, params, token)?);

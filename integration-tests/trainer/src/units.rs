@@ -32,6 +32,8 @@ pub(crate) struct RunUnits {
 pub(crate) struct CutUnits {
     /// Ranks of tensor parallelism.
     ranks: u64,
+    /// The units before they are cut.
+    pub(crate) whole: Vec<UnitSpec>,
     params: HashMap<String, (ParamSpec, TensorCut)>,
     /// Elements of a rank's part of each unit that other ranks do not have: the first ones.
     cut_elems: Vec<u64>,
@@ -76,6 +78,7 @@ impl RunUnits {
         let tensor = CutUnits {
             ranks: tensor_ranks,
             params: params.collect(),
+            whole,
             cut_elems,
             document: (name, document),
         };

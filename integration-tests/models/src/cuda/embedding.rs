@@ -1,11 +1,14 @@
 //! Launches of embedding.cu, and the token lists of its backward pass.
 //!
 //! Shapes: tokens `[rows]`, rows = batch x seq; wte `[vocab, n]`, wpe `[positions, n]`, x, dx
-//! `[rows, n]` in the kernels' type; dwte, dwpe in fp32. Tokens were checked against the vocabulary
+//! `[rows, n]` in the kernels' type; dwte, dwpe in fp32. A token [`IGNORED`] is in the part of the
+//! vocabulary of another rank: its row of wte is 0. Tokens were checked against the vocabulary
 //! when the data was opened.
 
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
+
+use zero_trainer::IGNORED;
 
 use super::dropout::Dropout;
 use super::error::{OpError, at_least, check_len};
@@ -73,8 +76,15 @@ impl Rows {
 /// `starts` are as long as `tokens`; the rest of `starts` is unchanged.
 pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32 {
     // First the number of rows of each token, then the position of its next row.
-    let mut places = vec![0u32; tokens.iter().max().map_or(0, |&most| most as usize + 1)];
-    tokens.iter().for_each(|&token| places[token as usize] += 1);
+    let most = tokens.iter().filter(|token| **token != IGNORED).max();
+    // The tokens of other ranks come last.
+    let others = most.map_or(0, |&most| most as usize + 1);
+    let place_of = |token: u32| match token {
+        IGNORED => others,
+        token => token as usize,
+    };
+    let mut places = vec![0u32; others + 1];
+    tokens.iter().for_each(|&token| places[place_of(token)] += 1);
     let mut segments = 0;
     let mut end = 0;
     for place in &mut places {
@@ -86,7 +96,7 @@ pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32
         end += rows;
     }
     for (row, &token) in tokens.iter().enumerate() {
-        let place = &mut places[token as usize];
+        let place = &mut places[place_of(token)];
         order[*place as usize] = row as u32;
         *place += 1;
     }

@@ -38,7 +38,7 @@ pub(crate) fn check<D: Device>(
     let of_shard = rank.settings.stage.shards_params();
     let replicas = rank.mesh.replicas.as_ref().filter(|_| of_shard);
     let data_ranks = rank.mesh.data.world_size();
-    let tensor_ranks = rank.comm.world_size() / data_ranks;
+    let tensor_ranks = rank.tensor_ranks();
     let world_rank = |data_rank| data_rank * tensor_ranks + rank.tensor_rank();
     let peers = match replicas {
         Some(replicas) => Some(Peers {

@@ -87,7 +87,12 @@ impl Saver {
     ) -> Result<Self, TrainError> {
         let options = options.stall_limit(rank.settings.limit);
         let layout = &rank.saved;
-        let model = ModelSpec::from(&**layout);
+        let model = match &rank.tensor {
+            Some(tensor) => ModelSpec {
+                units: tensor.whole.clone(),
+            },
+            None => ModelSpec::from(&**layout),
+        };
         let check =
             move |store: &Store| store.check_runs().and_then(|()| store.check_model(&model));
         let exchange = &mut RankExchange::of_shards(rank);

@@ -6,6 +6,8 @@
 // never decreases within a sequence. The rows of a sequence are its `seq` tokens from `first` on. If `keys` is not null, x is multiplied by the factors of a dropout, and so is dx
 // wherever it is read.
 //
+// A token IGNORED is in the part of the vocabulary of another rank: its row of wte is 0.
+//
 // forward: x[row] = wte[token] + wpe[position], without positions if wpe is null. Grid: any. Reads rows of wte and
 // writes x: 2 rows n sizeof(T) bytes.
 // backward_positions: dwpe[t] += sum of dx over the rows with position t, in the order of the rows. Grid: any.
@@ -16,6 +18,7 @@
 // Each backward reads dx: rows n sizeof(T) bytes.
 
 #define WARPS 8
+#define IGNORED 0xffffffffu
 
 template <class T, int W>
 __device__ __forceinline__ void embedding_forward(T *x, const u32 *tokens, const T *wte, const T *wpe,
@@ -25,8 +28,9 @@ __device__ __forceinline__ void embedding_forward(T *x, const u32 *tokens, const
     u64 count = (u64)rows * groups;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
         u32 row = (u32)(i / groups), col = (u32)(i % groups) * W;
-        float e[W];
-        load_columns<W>(wte + (u64)tokens[row] * n + col, e);
+        float e[W] = {};
+        u32 token = tokens[row];
+        if (token != IGNORED) load_columns<W>(wte + (u64)token * n + col, e);
         if (wpe) {
             u32 position = first + row % seq;
             if (documents) position -= documents[row];
@@ -94,7 +98,7 @@ __device__ __forceinline__ void embedding_tokens(float *dwte, const u32 *tokens,
     if (segment >= segments[0]) return;
     u32 col = (blockIdx.y * 32 + lane) * W;
     u32 start = starts[segment], token = tokens[order[start]];
-    if (token == padding) return;
+    if (token == padding || token == IGNORED) return;
     u32 end = segment + 1 < segments[0] ? starts[segment + 1] : rows;
     float sum[W] = {};
     if (col < n) {

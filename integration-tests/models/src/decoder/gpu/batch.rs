@@ -18,6 +18,7 @@ use crate::decoder::check_batch;
 use crate::decoder::sequence::SequencePart;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
+use crate::tensor::TensorRank;
 use zero_trainer::{Batch, ModelError};
 
 /// Pinned buffers: the number of micro-batches that the host may run ahead.
@@ -71,6 +72,8 @@ pub(super) struct Batches {
     device: CudaDevice,
     options: ModelOptions,
     part: SequencePart,
+    tensor: TensorRank,
+    vocab: usize,
     layout: Layout,
     on_device: AnySlice,
     slots: Vec<Slot>,
@@ -83,11 +86,13 @@ pub(super) struct Batches {
 }
 
 impl Batches {
-    /// Allocates pinned memory for micro-batches; `place` has the bytes of the layout.
+    /// Allocates pinned memory for micro-batches; `place` has the bytes of the layout. A rank of
+    /// tensor parallelism has a part of the vocabulary.
     pub(super) fn new(
         device: &CudaDevice,
         options: &ModelOptions,
         part: SequencePart,
+        (tensor, vocab): (TensorRank, usize),
         layout: Layout,
         place: AnySlice,
     ) -> Result<Self, ModelError> {
@@ -98,6 +103,8 @@ impl Batches {
             device: device.clone(),
             options: options.clone(),
             part,
+            tensor,
+            vocab,
             layout,
             on_device: place,
             slots,
@@ -111,12 +118,13 @@ impl Batches {
     pub(super) fn set(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
         check_batch(batch, &self.options)?;
         let own = self.part.batch(batch, self.options.seq_len);
+        let own = own.as_ref().unwrap_or(batch);
         let Batch {
-            inputs,
             targets,
             starts: own_starts,
             ..
-        } = own.as_ref().unwrap_or(batch);
+        } = own;
+        let inputs = &*self.tensor.of_batch(own, self.vocab);
         let layout = self.layout;
         let tokens = layout.tokens;
         let rows = batch.rows.filter(|_| layout.draws > 0);

@@ -1,15 +1,20 @@
 //! The buffers of a [`super::GpuDecoder`]: allocation, and the buffers of each pass.
 
+use std::sync::Arc;
+
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::{Pool, Purpose};
+use zero_comm::Communicator;
 
 use super::GpuArch;
 use super::batch::Layout;
 use super::checkpoints::{Checkpoints, RING};
 use super::sequence::ExchangeSlices;
+use super::tensor;
 use crate::cuda::{cross_entropy, matmul};
 use crate::decoder::buffers::{Held, Layers};
+use crate::decoder::part_rows::{self, PartRows};
 use crate::decoder::sequence::Exchanges;
 use crate::options::{GpuBytes, ModelOptions};
 use zero_trainer::ModelError;
@@ -63,6 +68,10 @@ pub(super) struct Buffers<B> {
     /// The inputs of blocks in host memory, if they are offloaded. Dropped before `_held`, which
     /// has the ring.
     pub(super) checkpoints: Option<Checkpoints>,
+    /// The parts of those inputs, if each rank of tensor parallelism has one on the device.
+    pub(super) rows: Option<PartRows<CudaDevice>>,
+    /// The statistics of [`super::tensor`].
+    pub(super) stats: DeviceSlice<f32>,
     _held: Held<CudaDevice>,
 }
 
@@ -109,6 +118,10 @@ struct Sizes {
     /// Inputs of blocks and of the head, and those of them on the device.
     rows: usize,
     ring: usize,
+    /// Elements of a row that a rank keeps.
+    part: usize,
+    stats: usize,
+    part_bytes: usize,
     /// Blocks with separate activations.
     blocks: usize,
     block: Vec<(usize, DType)>,
@@ -134,13 +147,29 @@ impl Sizes {
         let wide = tokens * extent.wide;
         let heads = tokens * extent.heads;
         let head_stats = tokens * extent.head_stats;
-        let logits = cross_entropy::stride_elems(extent.vocab) * logits_rows.clamp(1, tokens);
+        let ranks = options.tensor_ranks;
+        let vocab = extent.vocab.div_ceil(ranks);
+        let stride = cross_entropy::stride_elems(vocab);
+        // Of one token, the logits of this rank and those of all.
+        let gathered = if ranks == 1 { 0 } else { stride + ranks * vocab };
+        let logits_rows = logits_rows.clamp(1, tokens);
+        let logits = (stride * logits_rows).max(gathered);
+        let stats = tensor::stats_elems(ranks, logits_rows);
         let partials = extent.partials;
         let rows = extent.layers + 1;
         let scratch = [
             (2 * row + narrow + wide + logits, act),
-            (heads + tokens + partials, DType::F32),
+            (heads + tokens + partials + stats, DType::F32),
         ];
+        let ring = match (options.offload_activations, options.partition_activations) {
+            (true, _) => RING.min(rows),
+            (false, true) => part_rows::RING.min(rows),
+            (false, false) => rows,
+        };
+        let part = match options.partition_activations {
+            true => row / ranks,
+            false => row,
+        };
         let blocks = if options.activation_checkpointing {
             1
         } else {
@@ -164,18 +193,17 @@ impl Sizes {
             partials,
             table: extent.table,
             rows,
-            ring: if options.offload_activations {
-                RING.min(rows)
-            } else {
-                rows
-            },
+            ring,
+            part,
+            stats,
+            part_bytes: part * act.size_bytes(),
             blocks,
             exchanges,
             exchange_bytes,
             row_bytes: row * act.size_bytes(),
             block_bytes: bytes(&extent.block, extent.block.len()),
             head_bytes: bytes(&[(row, act), (head_stats, DType::F32)], 2),
-            scratch_bytes: bytes(&scratch, 8),
+            scratch_bytes: bytes(&scratch, 9),
             batch_bytes: Layout::new(options, extent.dropout).bytes(),
             matmul_bytes: matmul::workspace_bytes(extent.matrix as u64) as usize,
             block: extent.block,
@@ -185,7 +213,8 @@ impl Sizes {
 
 /// The bytes that a model requests. The options must pass [`ModelOptions::validate`].
 pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
-    let rows = logits_rows(extent.vocab, extent.width, options);
+    let vocab = extent.vocab.div_ceil(options.tensor_ranks);
+    let rows = logits_rows(vocab, extent.width, options);
     let sizes = Sizes::new(extent, options, rows);
     let sum = |parts: &[(usize, usize)]| {
         let sum = parts
@@ -200,6 +229,7 @@ pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
         ring,
         blocks,
         row_bytes,
+        part_bytes,
         block_bytes,
         head_bytes,
         scratch_bytes,
@@ -210,9 +240,15 @@ pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
         ..
     } = sizes;
 
+    // Parts of rows on the device.
+    let kept = match options.partition_activations && !options.offload_activations {
+        true => rows,
+        false => 0,
+    };
     GpuBytes {
         activations: sum(&[
             (ring, row_bytes),
+            (kept, part_bytes + ALIGN_BYTES),
             (blocks, block_bytes),
             (1, head_bytes),
             (1, scratch_bytes),
@@ -224,7 +260,10 @@ pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
             (1, matmul_bytes),
             (table, size_of::<f32>()),
         ]),
-        host: sum(&[(rows - ring, row_bytes)]),
+        host: match options.offload_activations {
+            true => sum(&[(rows - ring, part_bytes)]),
+            false => 0,
+        },
     }
 }
 
@@ -249,6 +288,7 @@ impl<B> Buffers<B> {
         logits_rows: usize,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
+        comm: Option<&Arc<dyn Communicator<CudaDevice>>>,
     ) -> Result<Self, ModelError> {
         let act = options.dtype;
         let sizes = Sizes::new(extent, options, logits_rows);
@@ -277,6 +317,7 @@ impl<B> Buffers<B> {
             losses: all.floats(options.tokens()),
             partials: all.floats(sizes.partials),
         };
+        let stats = all.floats(sizes.stats);
 
         let exchange = match sizes.exchange_bytes {
             0 => None,
@@ -318,11 +359,25 @@ impl<B> Buffers<B> {
 
         let batch = allocate(sizes.batch_bytes, Purpose::Workspace)?;
         let matmul_workspace = allocate(sizes.matmul_bytes, Purpose::Workspace)?;
-        let checkpoints = if ring.len() < rows {
+        let offloads = options.offload_activations;
+        let comm = comm.filter(|_| options.partition_activations);
+        let kept = match comm {
+            Some(comm) if !offloads => {
+                let parts = (0..rows).map(|_| {
+                    let bytes = sizes.part_bytes + ALIGN_BYTES;
+                    let all = allocate(bytes, Purpose::Activations)?;
+                    Ok(Parts::new(all).take(sizes.part, act))
+                });
+                let parts = parts.collect::<Result<Vec<_>, ModelError>>()?;
+                Some(PartRows::new(pool.device(), comm, ring.clone(), parts))
+            }
+            _ => None,
+        };
+        let checkpoints = if offloads && ring.len() < rows {
             let name = stream.name().strip_suffix("compute").unwrap_or_default();
             let copies = pool.device().create_stream(&format!("{name}activations"))?;
             held.also_on(&copies);
-            Some(Checkpoints::new(pool.device(), copies, &ring, rows)?)
+            Some(Checkpoints::new(pool.device(), copies, &ring, rows, comm)?)
         } else {
             None
         };
@@ -338,6 +393,8 @@ impl<B> Buffers<B> {
             matmul_workspace,
             loss,
             checkpoints,
+            rows: kept,
+            stats,
             _held: held,
         })
     }

@@ -11,15 +11,20 @@
 //! | copy of row `i` back to its slot | copies | the last use of row `i + RING`, in backward |
 //! | backward that reads row `i` | compute | that copy |
 //!
+//! With partitioned activations (Pa+cpu) a rank of tensor parallelism copies its part of a row only.
+//! The ranks gather a row that has come back, on the stream of its use.
+//!
 //! A copy to the host overlaps the next `RING - 1` passes, and a copy back is as many passes ahead
 //! of its use.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, CudaEvent, CudaStream, PinnedMemory};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory, Stream};
 
+use zero_comm::Communicator;
 use zero_trainer::ModelError;
 
 /// Rows on the device: one that a pass reads, one that it writes, and one in transfer.
@@ -30,6 +35,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// One row on the device.
 struct Slot {
     row: AnySlice,
+    /// What of it this rank copies.
+    own: AnySlice,
     /// The row that it has, or that a copy brings.
     holds: Option<usize>,
     /// The completion of the copy to the host, until a write has waited for it.
@@ -44,6 +51,8 @@ pub(super) struct Checkpoints {
     copies: CudaStream,
     ring: Vec<Slot>,
     host: HostRows,
+    /// The ranks that have the other parts of a row.
+    parts: Option<Arc<dyn Communicator<CudaDevice>>>,
 }
 
 impl Checkpoints {
@@ -54,22 +63,32 @@ impl Checkpoints {
         copies: CudaStream,
         ring: &[AnySlice],
         rows: usize,
+        parts: Option<&Arc<dyn Communicator<CudaDevice>>>,
     ) -> Result<Self, ModelError> {
+        let own = |row: AnySlice| match parts {
+            Some(comm) => {
+                let len = row.len() / comm.world_size();
+                row.slice(comm.rank() * len..(comm.rank() + 1) * len)
+            }
+            None => row,
+        };
         let slot = |&row| Slot {
             row,
+            own: own(row),
             holds: None,
             saved: None,
             loaded: None,
         };
         let (len, dtype) = ring
             .first()
-            .map_or((0, DType::U8), |row| (row.len(), row.dtype()));
+            .map_or((0, DType::U8), |row| (own(*row).len(), row.dtype()));
         let host = HostRows::new(device, &copies, rows.saturating_sub(ring.len()), len, dtype)?;
         Ok(Self {
             device: device.clone(),
             copies,
             ring: ring.iter().map(slot).collect(),
             host,
+            parts: parts.cloned(),
         })
     }
 
@@ -102,7 +121,7 @@ impl Checkpoints {
         if let Some(on_host) = on_host {
             self.copies.wait(&compute.record()?)?;
             self.device
-                .copy(&self.copies, self.ring[nth].row, on_host)?;
+                .copy(&self.copies, self.ring[nth].own, on_host)?;
             self.ring[nth].saved = Some(self.copies.record()?);
         }
         Ok(())
@@ -115,10 +134,15 @@ impl Checkpoints {
         row: usize,
     ) -> Result<(), ModelError> {
         self.load(compute, row)?;
-        match self.slot(row).loaded.take() {
-            Some(copy) => Ok(compute.wait(&copy)?),
-            None => Ok(()),
+        let nth = row % self.ring.len();
+        if let Some(copy) = self.ring[nth].loaded.take() {
+            compute.wait(&copy)?;
+            if let Some(comm) = &self.parts {
+                let Slot { row, own, .. } = self.ring[nth];
+                comm.all_gather(compute, own, row)?;
+            }
         }
+        Ok(())
     }
 
     /// After the backward that reads `row`, the last use of it: starts the copy of the row that has
@@ -148,7 +172,7 @@ impl Checkpoints {
         // The stream of copies itself orders this copy after those of the same rows and slots.
         self.copies.wait(&compute.record()?)?;
         self.device
-            .copy(&self.copies, on_host, self.ring[nth].row)?;
+            .copy(&self.copies, on_host, self.ring[nth].own)?;
         self.ring[nth].holds = Some(row);
         self.ring[nth].loaded = Some(self.copies.record()?);
         Ok(())
@@ -270,7 +294,7 @@ mod tests {
         let seen = slices(&seen);
         let ring = slices(&ring);
         let copies = device.create_stream("activations").unwrap();
-        let mut rows = Checkpoints::new(&device, copies.clone(), &ring, ROWS).unwrap();
+        let mut rows = Checkpoints::new(&device, copies.clone(), &ring, ROWS, None).unwrap();
 
         for round in 0..40 {
             let values = |row: usize| [(round * ROWS + row) as f32; ELEMS];

@@ -54,6 +54,7 @@ use batch::{Batches, Layout};
 use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
 use sequence::SequenceGroup;
 use tensor::TensorGroup;
+use crate::tensor::TensorRank;
 
 /// The limit of the upload of the constants.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -272,13 +273,18 @@ impl<A: GpuArch> GpuDecoder<A> {
         ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Self, ModelError> {
         let part = SequencePart::new(options, ranks)?;
+        let tensor_rank = TensorRank::new(options, ranks)?;
         let device = pool.device();
         let kernels = OpKernels::load(&Loader::new(device)?, options.dtype, dropout)?;
         let arch = make(&kernels)?;
         let extent = arch.extent();
-        let rows = rows.unwrap_or_else(|| logits_rows(extent.vocab, extent.width, options));
+        let vocab = extent.vocab.div_ceil(tensor_rank.ranks);
+        let rows = rows.unwrap_or_else(|| logits_rows(vocab, extent.width, options));
         let exchanges = extent.exchanges;
-        let mut buffers = Buffers::new(&arch, extent, options, rows, pool, stream)?;
+        let comm = ranks.tensor.as_ref();
+        let mut buffers = Buffers::new(&arch, extent, options, rows, pool, stream, comm)?;
+        let tensor = comm
+            .map(|comm| TensorGroup::new(comm, tensor_rank, arch.vocab(), buffers.stats));
         let group = ranks.sequence.as_ref().zip(buffers.exchange.take());
         let group = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
 
@@ -298,7 +304,14 @@ impl<A: GpuArch> GpuDecoder<A> {
         let units = arch.units();
         let params: Vec<_> = units.iter().map(UnitParams::new).collect();
         let layout = Layout::new(options, dropout);
-        let batches = Batches::new(device, options, part, layout, buffers.batch)?;
+        let batches = Batches::new(
+            device,
+            options,
+            part,
+            (tensor_rank, arch.vocab()),
+            layout,
+            buffers.batch,
+        )?;
         let passes = passes(units.len() - 2, arch.tied());
         let ops = Ops {
             kernels,
@@ -313,7 +326,7 @@ impl<A: GpuArch> GpuDecoder<A> {
             ops,
             batches,
             buffers,
-            tensor: None,
+            tensor,
             options: options.clone(),
             part,
             exchanges,
@@ -348,6 +361,7 @@ impl<A: GpuArch> GpuDecoder<A> {
 
         if pass == 0 {
             self.arch.embed(&cx, output)?;
+            cx.sum(output)?;
         } else if pass + 1 == self.passes.len() {
             self.arch.final_norm(&cx, &self.buffers.head, input)?;
         } else {
@@ -541,7 +555,13 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
             reads.map_or(Ok(()), |row| rows.before_read(stream, row))?;
             writes.map_or(Ok(()), |row| rows.before_write(stream, row))?;
         }
+        if let (Some(rows), Some(row)) = (&mut self.buffers.rows, reads) {
+            rows.before_read(stream, row)?;
+        }
         self.enqueue_forward(stream, pass, params)?;
+        if let (Some(rows), Some(row)) = (&mut self.buffers.rows, writes) {
+            rows.after_write(stream, row)?;
+        }
         match (&mut self.buffers.checkpoints, writes) {
             (Some(rows), Some(row)) => rows.after_write(stream, row),
             _ => Ok(()),
@@ -558,6 +578,9 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
     ) -> Result<(), ModelError> {
         let reads = pass.checked_sub(1);
         if let (Some(rows), Some(row)) = (&mut self.buffers.checkpoints, reads) {
+            rows.before_read(stream, row)?;
+        }
+        if let (Some(rows), Some(row)) = (&mut self.buffers.rows, reads) {
             rows.before_read(stream, row)?;
         }
         self.enqueue_backward(stream, pass, params, grads, loss_scale)?;

@@ -23,6 +23,7 @@ use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
 use crate::decoder::sequence::Exchanges;
 use crate::gpt2::config::GptConfig;
 use crate::options::{GpuBytes, ModelOptions};
+use crate::tensor::TensorRank;
 use block::BlockSlices;
 
 /// A GPT-2 and its kernels of attention.
@@ -30,6 +31,8 @@ struct Gpt2Gpu {
     config: GptConfig,
     options: ModelOptions,
     attention: Attention,
+    units: Vec<UnitSpec>,
+    tensor: TensorRank,
 }
 
 /// A GPT-2 on a GPU, with the logits of `logits_rows` tokens in memory at once. The configuration
@@ -45,7 +48,9 @@ pub(crate) fn on_cuda(
     stream: &CudaStream,
     ranks: &ModelRanks<CudaDevice>,
 ) -> Result<Box<dyn GpuModel>, ModelError> {
-    let heads = config.n_head / options.sequence_ranks;
+    let tensor = TensorRank::new(&options, ranks)?;
+    let units = tensor.units(config.units())?;
+    let heads = config.n_head / options.tensor_ranks / options.sequence_ranks;
     let shape = Shape {
         batch: options.micro_batch,
         seq: options.seq_len,
@@ -59,6 +64,8 @@ pub(crate) fn on_cuda(
             attention: Attention::new(kernels, shape)?,
             config: config.clone(),
             options: options.clone(),
+            units: units.clone(),
+            tensor,
         })
     };
     let dropout = config.drops();
@@ -78,23 +85,28 @@ fn keeps_act(options: &ModelOptions) -> bool {
 
 fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
     let c = config.n_embd;
-    let f = config.n_inner;
+    let f = config.n_inner / options.tensor_ranks;
+    let heads = config.n_head / options.tensor_ranks;
+    let attended = heads * config.head_dim();
     let dtype = options.dtype;
     let tokens = options.tokens();
     let row = tokens * c;
-    let wide = f.max(3 * c);
+    // With dropout, the gradient before it is in the same buffer.
+    let wide = f
+        .max(3 * attended)
+        .max(if config.drops() { c } else { 0 });
     let stats = (2 * tokens, DType::F32);
     let act = if keeps_act(options) { tokens * f } else { 0 };
     let dropped = match config.resid_pdrop {
         0.0 => 0,
         _ => column_sums::workspace_elems(tokens, c),
     };
-    let attention = workspace_elems(options, 3 * c);
+    let attention = workspace_elems(options, 3 * attended);
     Extent {
         layers: config.n_layer,
         width: c,
         vocab: config.vocab_size,
-        heads: config.n_head,
+        heads,
         head_stats: 2,
         narrow: c,
         wide,
@@ -105,12 +117,12 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
         matrix: c * wide,
         table: 0,
         dropout: config.drops(),
-        exchanges: Exchanges::new(options, [config.n_head; 2], config.head_dim()),
+        exchanges: Exchanges::new(options, [heads; 2], config.head_dim()),
         block: vec![
             stats,
-            (3 * row, dtype),
-            (row, dtype),
-            (tokens * config.n_head, DType::F32),
+            (3 * tokens * attended, dtype),
+            (tokens * attended, dtype),
+            (tokens * heads, DType::F32),
             (row, dtype),
             stats,
             (tokens * f, dtype),
@@ -137,7 +149,7 @@ impl GpuArch for Gpt2Gpu {
     const EMBEDDING: &'static str = "wte";
 
     fn units(&self) -> Vec<UnitSpec> {
-        self.config.units()
+        self.units.clone()
     }
 
     fn tied(&self) -> bool {
@@ -179,7 +191,7 @@ impl GpuArch for Gpt2Gpu {
             out,
             cx.lists.tokens,
             cx.p.get(0, "wte"),
-            Some(cx.p.get(0, "wpe")),
+            self.tensor.is_first().then(|| cx.p.get(0, "wpe")),
             self.rows(cx),
         )
     }

@@ -22,6 +22,7 @@ use crate::decoder::gpu::sequence::workspace_elems;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
 use crate::llama::exchanges;
 use crate::options::{GpuBytes, ModelOptions};
+use crate::tensor::TensorRank;
 use block::BlockSlices;
 
 /// A model of the family and its kernels of attention.
@@ -30,6 +31,8 @@ struct LlamaGpu {
     options: ModelOptions,
     /// Of each block: they differ in their windows.
     attention: Vec<Attention>,
+    units: Vec<UnitSpec>,
+    tensor: TensorRank,
 }
 
 /// A model of the family on a GPU, with the logits of `logits_rows` tokens in memory at once. The
@@ -45,6 +48,14 @@ pub(crate) fn on_cuda(
     stream: &CudaStream,
     ranks: &ModelRanks<CudaDevice>,
 ) -> Result<Box<dyn GpuModel>, ModelError> {
+    let tensor = TensorRank::new(&options, ranks)?;
+    if tensor.ranks > 1 && config.has_qk_norm() {
+        return Err(ModelError::from(
+            "tensor parallelism of a model with norms of queries and keys (Qwen 3) is not supported on GPUs: use --tensor-parallel 1, or --device cpu",
+        ));
+    }
+    let units = tensor.units(config.units())?;
+    let config = config.cut(tensor.ranks);
     let seq = options.seq_len;
     let [heads, kv_heads] = exchanges(&config, &options).qkv.heads_of_rank();
     let shape = |layer: usize| Shape {
@@ -62,6 +73,8 @@ pub(crate) fn on_cuda(
                 .collect::<Result<_, _>>()?,
             config: config.clone(),
             options: options.clone(),
+            units: units.clone(),
+            tensor,
         })
     };
     let dropout = config.attention_dropout != 0.0;
@@ -71,7 +84,7 @@ pub(crate) fn on_cuda(
 
 /// The bytes that a model requests. The options must be valid for the configuration.
 pub(crate) fn gpu_bytes(config: &LlamaConfig, options: &ModelOptions) -> GpuBytes {
-    buffers::gpu_bytes(extent(config, options), options)
+    buffers::gpu_bytes(extent(&config.cut(options.tensor_ranks), options), options)
 }
 
 /// The heads of a row of qkv.
@@ -166,7 +179,7 @@ impl GpuArch for LlamaGpu {
     const EMBEDDING: &'static str = "embed_tokens";
 
     fn units(&self) -> Vec<UnitSpec> {
-        self.config.units()
+        self.units.clone()
     }
 
     fn tied(&self) -> bool {
@@ -225,6 +238,8 @@ impl GpuArch for LlamaGpu {
     fn embed_backward(&self, cx: &PassContext<'_>, dx: AnySlice) -> Result<(), ModelError> {
         let sums = cx.p.sums(0, Self::EMBEDDING)?;
         let padding = self.config.padding_token().map(|token| token as u32);
+        let part = self.tensor.vocab(self.config.vocab_size);
+        let padding = padding.map(|token| part.local(token));
         let kernels = &cx.ops.kernels;
         embedding::backward_tokens(
             kernels,
