@@ -495,7 +495,8 @@ fn wrong_parts_are_rejected() {
     ));
 }
 
-/// A matrix of which a row is longer than a block, and one of single columns.
+/// A matrix of which a row is longer than a block, and one of single columns, whose elements are
+/// more pieces than a list of reads holds.
 #[test]
 fn long_rows_and_single_columns_load() {
     let columns = TensorCut::Dim { dim: 1, blocks: 1 };
@@ -503,7 +504,7 @@ fn long_rows_and_single_columns_load() {
         "u",
         [
             ParamSpec::new("long", [3, 4 * 70_000]),
-            ParamSpec::new("single", [80_000, 4]),
+            ParamSpec::new("single", [140_000, 4]),
         ],
     )];
     let cuts: Cuts = [("long".into(), columns), ("single".into(), columns)].into();
