@@ -13,13 +13,13 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use common::{STATES, World, bits, loaded, meta, storage};
+use common::{STATES, World, bits, loaded, meta, storage, value};
 use zero_ckpt::testing::{IoCounts, io_counts};
 use zero_ckpt::{
     CkptError, Exchange, ExportOptions, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES, Reader,
     ShardData, SingleRank, Store, StoreOptions, assemble, resolve,
 };
-use zero_shard::{Layout, ParamSpec, UnitSpec};
+use zero_shard::{Layout, ParamSpec, TensorCut, TensorPart, UnitSpec};
 
 fn one_at_a_time() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
@@ -257,6 +257,38 @@ fn ranks_open_only_what_they_read() {
     // Shards of a unit overlap at most n + m - 1 times.
     let units = to.units().len() as u64;
     assert!(total.opens <= 3 * m + units * (n + m - 1), "{total:?}");
+}
+
+/// A slice of the columns of a matrix, a few elements of every row, is read in chunks that cover
+/// it, and no block twice.
+#[test]
+fn column_slice_reads_the_matrix_once() {
+    let _one = one_at_a_time();
+    let dir = tempfile::tempdir().unwrap();
+    let unit = UnitSpec::new("u", [ParamSpec::new("w", [512, 3 * 512])]);
+    let saved = Layout::new(std::slice::from_ref(&unit), 1, 1).unwrap();
+    let stores = [Store::create(dir.path(), 0, StoreOptions::default()).unwrap()];
+    save(&stores, &saved, 1);
+    let reader = Reader::open(dir.path()).unwrap();
+    let mut warm = [0.0];
+    reader.read_param("master", "w", 0..1, &mut warm).unwrap();
+
+    let cut = TensorCut::Dim { dim: 1, blocks: 3 };
+    let part = TensorPart::new(1, 4).unwrap();
+    let local = Layout::new(&[part.unit(&unit, |_| cut).unwrap()], 1, 1).unwrap();
+    let view = reader.view_of_part(&local, part, |_| cut).unwrap();
+    let mut slice = vec![0.0; local.shard_elems() as usize];
+    let (read, accessed) = counted(|| view.read_storage("master", 0, &mut slice));
+    read.unwrap();
+    assert_eq!(slice[0].to_bits(), value(1, "master", "w", 128).to_bits());
+    let matrix_bytes = 512 * 3 * 512 * 4;
+    println!("a quarter of the columns of {matrix_bytes} bytes: {accessed:?}");
+    // The last block may hold a part of the next state, and a read ends at a page.
+    assert!(
+        accessed.read_bytes <= matrix_bytes + 256 * 1024 + 4096,
+        "{accessed:?}"
+    );
+    assert!(accessed.opens <= 1, "{accessed:?}");
 }
 
 #[test]

@@ -129,6 +129,9 @@ impl<D: Device> ShardedAdamW<D> {
     /// taken over. No communication. The caller's own part of the trainer's value is in
     /// [`Reader::manifest`].
     ///
+    /// For a tensor-parallel rank, `own` has the layout of its part, and [`Reader::of_part`] makes
+    /// the reader that reads the part.
+    ///
     /// # Errors
     /// If the layout or the slices do not match the segments, the checkpoint is of another model,
     /// or its progress is missing, damaged or contradicts the settings, nothing has changed. If a

@@ -21,7 +21,7 @@ use zero_optim::{
     CheckpointError, DynamicScaling, GroupRules, LossScaling, OptimError, OptimizerConfig,
     RankParams, StateKind, StateRange,
 };
-use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
+use zero_shard::{Layout, LayoutOptions, LayoutSpec, ParamSpec, TensorCut, TensorPart, UnitSpec};
 
 /// Three units with gaps between their parameters; the last is frozen, and a parameter of the
 /// second.
@@ -269,6 +269,79 @@ fn any_world_size_and_stage_loads() {
             contents(&mut four, &layout_of_four),
             contents(&mut whole, &layout_of_three),
             "{dtype}"
+        );
+    }
+}
+
+/// Each of two tensor-parallel ranks, on two data-parallel ranks, loads its part of the state of
+/// three ranks without tensor parallelism.
+#[test]
+fn part_of_a_tensor_parallel_rank_loads() {
+    let config = OptimizerConfig::default();
+    let rules = [GroupRules::default()];
+    let world_of = |layout: &Layout, values: &[f32], ranks| {
+        let init = flat(layout, values);
+        let how = Holding::Shard;
+        World::with_groups(&config, DType::Bf16, &init, ranks, how, &rules, &|_, _| 0)
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let whole = layout(3);
+    let mut three = world_of(&whole, &random(1), 3);
+    step(&mut three, &whole, DType::Bf16, 2);
+    for saved in save(&mut three, &whole, dir.path(), &SaveMeta::default()) {
+        saved.unwrap();
+    }
+    let expected = contents(&mut three, &whole);
+
+    // The parts of 5, 7 and 9 elements are padded.
+    let cut_of = |param: &ParamSpec| match param.shape[0] {
+        5..=9 => TensorCut::Dim { dim: 0, blocks: 1 },
+        _ => TensorCut::Replicated,
+    };
+    let LayoutSpec { units, options, .. } = whole.clone().into();
+    for m in 0..2 {
+        let part = TensorPart::new(m, 2).unwrap();
+        let local: Vec<_> = units
+            .iter()
+            .map(|unit| part.unit(unit, cut_of).unwrap())
+            .collect();
+        let local = Layout::with_options(&local, 2, options.clone()).unwrap();
+        let mut two = world_of(&local, &vec![7.0; local.numel_elems() as usize], 2);
+        for (index, rank) in two.ranks.iter_mut().enumerate() {
+            let reader = Reader::open(dir.path()).unwrap();
+            let reader = reader.of_part(part, cut_of).unwrap();
+            with_params(rank, &local, index, |rank, own| {
+                rank.optim.load(&rank.stream, &reader, own, LIMIT).unwrap();
+                rank.stream.synchronize(LIMIT).unwrap();
+            });
+        }
+
+        let got = contents(&mut two, &local);
+        for (_, placed) in local.params() {
+            let id = whole.find_param(&placed.name).unwrap();
+            let from = whole.param(id).unwrap();
+            let param = ParamSpec::new(from.name.as_str(), from.shape.as_slice());
+            let cut = cut_of(&param);
+            for run in part.runs(&param, cut, 0..placed.numel_elems).unwrap() {
+                for i in 0..run.in_part.end - run.in_part.start {
+                    let at = placed.global_offset_elems + run.in_part.start + i;
+                    for (got, expected) in got.iter().zip(&expected) {
+                        let whole_at = |start| from.global_offset_elems + start + i;
+                        let value = run.in_whole.as_ref();
+                        let value = value.map(|whole| expected[whole_at(whole.start) as usize]);
+                        assert_eq!(got[at as usize], value.unwrap_or(0.0), "{}", param.name);
+                    }
+                }
+            }
+        }
+        let saved = three.ranks[0].optim.progress();
+        assert_eq!(two.ranks[1].optim.progress(), saved);
+
+        // Without its part, the reader is of another model.
+        let error = load_rank(&mut two.ranks[0], &local, 0, dir.path()).unwrap_err();
+        assert!(
+            matches!(error, CheckpointError::Ckpt(CkptError::AnotherModel { .. })),
+            "{error}"
         );
     }
 }

@@ -286,6 +286,8 @@ impl Blocks {
         // The products of the shape's extents are at most `numel`, so none overflows.
         let outer = product(&param.name, &param.shape[..dim])?;
         let inner = product(&param.name, &param.shape[dim + 1..])?;
+        // With the padding they may.
+        product(&param.name, &[outer, part_extent, ranks, inner])?;
         Ok(Self {
             blocks: outer * blocks,
             block_elems: extent / blocks * inner,

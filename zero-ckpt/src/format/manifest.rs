@@ -84,7 +84,8 @@ pub struct FileRecord {
     pub pieces: Vec<Piece>,
 }
 
-/// A JSON file of the trainer. Its content is opaque to this crate.
+/// A JSON file of the trainer. Its content is opaque to this crate, except that of
+/// [`TensorParallel`](crate::TensorParallel).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]

@@ -78,7 +78,7 @@ pub struct ExportReport {
 impl Reader {
     /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`,
     /// or several files and `model.safetensors.index.json`; and `config.json` if the checkpoint has
-    /// one. Verifies every byte; uses a few MiB of memory for any model. Unfinished files are in a
+    /// one. Verifies every byte; uses about 20 MiB of memory for any model. Unfinished files are in a
     /// separate directory, `out` + `.partial.` + random digits (inside `out` if that exists), which
     /// is removed on failure.
     ///

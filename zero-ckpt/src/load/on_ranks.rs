@@ -41,8 +41,9 @@ impl Reader {
     }
 
     /// Opens the checkpoint that another process has chosen and checked in `path`, a directory of
-    /// checkpoints or that checkpoint. Reads its manifest only; each other file is opened, and its
-    /// length and checksums are checked, when it is read.
+    /// checkpoints or that checkpoint. Reads its manifest and its description of tensor-parallel
+    /// ranks only; each other file is opened, and its length and checksums are checked, when it is
+    /// read.
     ///
     /// # Errors
     /// [`CkptError::NotSelected`] if the manifest is not the one that the other process read, or a

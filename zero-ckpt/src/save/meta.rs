@@ -29,7 +29,8 @@ pub struct SaveMeta {
     /// The model's `config.json` for export, or null.
     pub model_config: Value,
     /// JSON files to store in the checkpoint, by name; see
-    /// [`Reader::document`](crate::Reader::document).
+    /// [`Reader::document`](crate::Reader::document). That of a tensor-parallel run is
+    /// [`TensorParallel::document`](crate::TensorParallel::document).
     pub documents: BTreeMap<String, Value>,
     /// The step of the best checkpoint so far. If it is in the directory, `best` names it and it is
     /// never pruned. Not stored in the manifest.

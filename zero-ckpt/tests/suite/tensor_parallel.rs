@@ -7,11 +7,11 @@ use std::path::Path;
 use proptest::prelude::*;
 use zero_ckpt::{
     CkptError, ExportOptions, Reader, SaveMeta, ShardData, Store, StoreOptions,
-    TENSOR_PARALLEL_JSON, TensorFolder, TensorParallel, resolve,
+    TENSOR_PARALLEL_JSON, TensorFolder, TensorParallel, assemble, resolve,
 };
 use zero_shard::{Layout, ParamSpec, ShardError, TensorCut, TensorPart, UnitSpec};
 
-use crate::common::{STATES, bits, cases, value};
+use crate::common::{STATES, World, bits, cases, value};
 
 const ALIGN: u64 = 16;
 
@@ -98,35 +98,48 @@ fn storage(
     out
 }
 
-/// Saves a checkpoint of `tensor_ranks` times `data_ranks` ranks with `documents`.
-fn save_with(
-    dir: &Path,
+/// The layout of the joined units, and the states of each rank in it.
+fn joined(
     (units, cuts): (&[UnitSpec], &Cuts),
     [tensor_ranks, data_ranks]: [u64; 2],
-    meta: SaveMeta,
-) -> Result<(), CkptError> {
+) -> (Layout, Vec<[Vec<f32>; 3]>) {
     let described = TensorParallel::new(units, tensor_ranks, cut_of(cuts)).unwrap();
     let joined = described.joined_units(data_ranks, ALIGN).unwrap();
     let joined = Layout::new(&joined, tensor_ranks * data_ranks, ALIGN).unwrap();
-
-    let mut staged = Vec::new();
+    let mut ranks = Vec::new();
     for m in 0..tensor_ranks {
         let part = TensorPart::new(m, tensor_ranks).unwrap();
         let layout = local(units, cuts, part, data_ranks);
         for d in 0..data_ranks {
-            let rank = m * data_ranks + d;
-            let store = Store::create(dir, rank, StoreOptions::default()).unwrap();
-            let mut shard = ShardData::new(&joined, rank).unwrap();
-            let states = STATES.map(|state| storage(units, cuts, part, &layout, d, state));
-            for (state, values) in STATES.iter().zip(&states) {
-                shard.storage_f32(state, values).unwrap();
-            }
-            staged.push(store.stage(meta.step, &shard));
+            ranks.push(STATES.map(|state| storage(units, cuts, part, &layout, d, state)));
         }
     }
+    (joined, ranks)
+}
 
+fn shard<'a>(layout: &'a Layout, rank: u64, states: &'a [Vec<f32>; 3]) -> ShardData<'a> {
+    let mut shard = ShardData::new(layout, rank).unwrap();
+    for (state, values) in STATES.iter().zip(states) {
+        shard.storage_f32(state, values).unwrap();
+    }
+    shard
+}
+
+/// Saves a checkpoint of M times D ranks.
+fn save_with(
+    dir: &Path,
+    model: (&[UnitSpec], &Cuts),
+    ranks: [u64; 2],
+    meta: SaveMeta,
+) -> Result<(), CkptError> {
+    let (layout, states) = joined(model, ranks);
+    let stage = |(rank, states): (usize, &[Vec<f32>; 3])| {
+        let store = Store::create(dir, rank as u64, StoreOptions::default()).unwrap();
+        store.stage(meta.step, &shard(&layout, rank as u64, states))
+    };
+    let staged = states.iter().enumerate().map(stage).collect();
     let store = Store::create(dir, 0, StoreOptions::default()).unwrap();
-    store.publish(&meta, &joined, staged).map(drop)
+    store.publish(&meta, &layout, staged).map(drop)
 }
 
 fn meta(units: &[UnitSpec], cuts: &Cuts, tensor_ranks: u64) -> SaveMeta {
@@ -318,6 +331,37 @@ fn resume_at_other_ranks_saves_into_the_same_directory() {
 }
 
 #[test]
+fn staged_save_is_assembled() {
+    let (units, cuts) = gpt2();
+    let dir = tempfile::tempdir().unwrap();
+    let (layout, states) = joined((&units, &cuts), [2, 1]);
+    let save = |run: &str| {
+        let world = World::new(2);
+        let save = |rank: u64| {
+            let options = StoreOptions::default().run(run);
+            let exchange = &mut world.rank(rank);
+            let store = Store::create_on_ranks(dir.path(), rank, options, exchange, |_| Ok(()));
+            let shard = shard(&layout, rank, &states[rank as usize]);
+            let meta = meta(&units, &cuts, 2);
+            let store = store.unwrap();
+            store.save(&meta, &shard, exchange).is_ok()
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| save(1));
+            (save(0), other.join().unwrap())
+        })
+    };
+    assert_eq!(save("a"), (true, true));
+    // Refused, because the checkpoint of this step is of another run; its files stay staged.
+    assert_eq!(save("b"), (false, false));
+    let new = dir.path().join("new");
+    assemble(&new, &[dir.path()]).unwrap();
+    let reader = Reader::open(&new).unwrap();
+    assert_eq!(reader.manifest().run.as_deref(), Some("b"));
+    assert_parts_load(&reader, (&units, &cuts), [3, 1]);
+}
+
+#[test]
 fn contradicting_document_is_not_published() {
     let (units, cuts) = gpt2();
     let dir = tempfile::tempdir().unwrap();
@@ -484,6 +528,11 @@ fn wrong_parts_are_rejected() {
     }
 
     cuts.insert("h.0.c_fc".into(), TensorCut::Dim { dim: 2, blocks: 1 });
+    let none = TensorParallel::new(&units, 0, cut_of(&cuts));
+    assert!(matches!(
+        none,
+        Err(ShardError::UnknownRank { world_size: 0, .. })
+    ));
     let new = TensorParallel::new(&units, 2, cut_of(&cuts));
     assert!(matches!(
         new,
@@ -495,7 +544,8 @@ fn wrong_parts_are_rejected() {
     ));
 }
 
-/// A matrix of which a row is longer than a block, and one of single columns.
+/// A matrix of which a row is longer than a block, and one of single columns, whose elements are
+/// more pieces than a list of reads holds.
 #[test]
 fn long_rows_and_single_columns_load() {
     let columns = TensorCut::Dim { dim: 1, blocks: 1 };
@@ -503,7 +553,7 @@ fn long_rows_and_single_columns_load() {
         "u",
         [
             ParamSpec::new("long", [3, 4 * 70_000]),
-            ParamSpec::new("single", [80_000, 4]),
+            ParamSpec::new("single", [140_000, 4]),
         ],
     )];
     let cuts: Cuts = [("long".into(), columns), ("single".into(), columns)].into();
@@ -565,6 +615,20 @@ proptest! {
         save(dir.path(), model, [from, from_data]);
         let reader = Reader::open(dir.path()).unwrap();
         assert_parts_load(&reader, model, [to, to_data]);
+
+        // Any range of a unit of a part, which has no padding behind its parameters on one rank.
+        let part = TensorPart::new(a % to, to).unwrap();
+        let layout = local(&units, &cuts, part, 1);
+        let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
+        let expected = storage(&units, &cuts, part, &layout, 0, "master");
+        for (u, unit) in layout.units().iter().enumerate() {
+            let (a, b) = (a % (unit.numel_elems + 1), b % (unit.numel_elems + 1));
+            let range = a.min(b)..a.max(b);
+            let mut got = vec![f32::NAN; (range.end - range.start) as usize];
+            view.read_range("master", u, range.clone(), &mut got).unwrap();
+            let at = (unit.shard_offset_elems + range.start) as usize;
+            prop_assert_eq!(bits(&got), bits(&expected[at..at + got.len()]));
+        }
 
         for param in units.iter().flat_map(|unit| &unit.params) {
             let elems = param.numel_elems().unwrap();

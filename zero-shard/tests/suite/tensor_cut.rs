@@ -350,6 +350,12 @@ fn impossible_cuts_are_rejected() {
         ShardError::RangeOutside { len_elems: 24, .. }
     ));
 
+    // It fits 64 bits without its padding.
+    let padded = ParamSpec::new("padded", [(1u64 << 62) - 1, 4]);
+    assert!(matches!(
+        part.shape(&padded, dim(0, 1)).unwrap_err(),
+        ShardError::TooLarge { .. }
+    ));
     let huge = ParamSpec::new("huge", [u64::MAX, 2]);
     assert!(matches!(
         part.shape(&huge, TensorCut::Replicated).unwrap_err(),
