@@ -58,7 +58,7 @@ fn shared_sequences() {
     assert_eq!(shared["ulysses"], 8);
 
     // The longest sequence fits, and one with another token for each GPU does not.
-    let line = "--model llama3-8b --gpus 8 --gpu-memory 25GiB --activation-checkpointing";
+    let line = "--model llama3-8b --gpus 8 --gpu-memory 22GiB --activation-checkpointing";
     let longest = |share: u64| {
         let report = json(&format!("{line} --ulysses {share} --seq-len 64"));
         stage(&report)["longest_seq_len"].as_u64().unwrap()
