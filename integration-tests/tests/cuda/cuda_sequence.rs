@@ -6,7 +6,7 @@ use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::dropout::{self, Dropout};
 use zero_models::cuda::embedding::{self, TokenLists, sort_tokens};
 use zero_models::cuda::rope::{self, Angles, Heads};
-use zero_models::cuda::sequence::{Copy, copy};
+use zero_models::cuda::sequence::{self, Step};
 use zero_models::ops::Span;
 use zero_models::ops::sequence::Exchange;
 
@@ -43,29 +43,29 @@ fn exchanges_have_the_host_s_bits() {
         for exchange in exchanges() {
             let elems = exchange.elems();
             let tokens = exchange.tokens_elems();
-            for which in Copy::ALL {
-                let [out_elems, x_elems] = match which {
-                    Copy::PackTokens => [elems, tokens],
-                    Copy::UnpackTokens => [tokens, elems],
+            for step in Step::ALL {
+                let [out_elems, x_elems] = match step {
+                    Step::PackTokens => [elems, tokens],
+                    Step::UnpackTokens => [tokens, elems],
                     _ => [elems, elems],
                 };
                 let x = values(x_elems, 1);
                 let stored: Vec<f32> = rounded(&x, dtype).iter().map(|x| *x as f32).collect();
                 let mut want = vec![f32::NAN; out_elems];
-                let on_host = match which {
-                    Copy::PackTokens => Exchange::pack_tokens,
-                    Copy::UnpackHeads => Exchange::unpack_heads,
-                    Copy::PackHeads => Exchange::pack_heads,
-                    Copy::UnpackTokens => Exchange::unpack_tokens,
+                let on_host = match step {
+                    Step::PackTokens => Exchange::pack_tokens,
+                    Step::UnpackHeads => Exchange::unpack_heads,
+                    Step::PackHeads => Exchange::pack_heads,
+                    Step::UnpackTokens => Exchange::unpack_tokens,
                 };
                 on_host(exchange, &mut want, &stored);
 
                 let out = gpu.fresh(out_elems, dtype);
                 let x = gpu.put(&x, dtype);
-                copy(&ops, &gpu.stream, which, out, x, exchange).unwrap();
+                sequence::run(&ops, &gpu.stream, step, out, x, exchange).unwrap();
                 // A sum is rounded once.
                 let want: Vec<f32> = rounded(&want, dtype).iter().map(|x| *x as f32).collect();
-                assert_eq!(gpu.get(out), want, "{dtype} {which:?} {exchange:?}");
+                assert_eq!(gpu.get(out), want, "{dtype} {step:?} {exchange:?}");
             }
         }
     }

@@ -164,7 +164,7 @@ pub struct SampleOptions {
     pub prompt: Vec<u32>,
     /// Most tokens of a continuation.
     pub tokens: usize,
-    /// Chooses each token, on rank 0.
+    /// Chooses each token, on the rank that has its logits.
     pub next: Arc<dyn NextToken>,
 }
 

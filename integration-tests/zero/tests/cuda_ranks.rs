@@ -137,69 +137,52 @@ fn cuda_ranks_follow_the_host() {
     }
 }
 
+/// The activations that a plan has for a run of `ranks` GPUs at `stage` with `flags`.
+fn planned_activations(stage: &str, ranks: &str, flags: &[&str]) -> Value {
+    let mut command = place::zero();
+    command
+        .args(["plan", "--json", "--gpus", ranks])
+        .args(flags);
+    let plan: Value = serde_json::from_slice(&command.output().unwrap().stdout).unwrap();
+    let stage: usize = stage.parse().unwrap();
+    plan["stages"][stage]["gpu"]["activations_bytes"].clone()
+}
+
 /// Ranks that share sequences exchange tokens for heads on the compute stream. The Llama has eight
 /// heads over two of keys, so that four ranks share them in pairs.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_shared_sequences_follow_the_host() {
-    let llama = place::data("../llama-gqa/model").display().to_string();
-    let cases: [&[&str]; 3] = [
-        &[
-            "--stage",
-            "2",
-            "--ranks",
-            "2",
-            "--ulysses",
-            "2",
-            "--dropout",
-            "0.1",
-        ],
-        &[
-            "--stage",
-            "3",
-            "--ranks",
-            "4",
-            "--ulysses",
-            "2",
-            "--grad-accum",
-            "2",
-        ],
-        &[
-            "--stage",
-            "3",
-            "--ranks",
-            "4",
-            "--ulysses",
-            "4",
-            "--activation-checkpointing",
-            "--dropout",
-            "0.1",
-            "--model",
-            &llama,
-        ],
-    ];
-    for args in cases {
+    let model = |folder| place::data(folder).display().to_string();
+    let gpt2 = model("model");
+    let llama = model("../llama-gqa/model");
+    let sizes = ["--dtype", "fp32", "--micro-batch", "1", "--seq-len", "32"];
+    let checkpointing = "--ulysses 4 --activation-checkpointing";
+    for (stage, ranks, model, flags, dropout) in [
+        ("2", "2", &gpt2, "--ulysses 2", "0.1"),
+        ("3", "4", &gpt2, "--ulysses 2 --grad-accum 2", "0"),
+        ("3", "4", &llama, checkpointing, "0.1"),
+    ] {
         let dir = temp();
-        for (host, cuda) in on_host_and_cuda(dir.path(), args, &[]) {
-            assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{args:?}");
+        let flags: Vec<&str> = flags
+            .split(' ')
+            .chain(sizes)
+            .chain(["--model", model])
+            .collect();
+        let run = ["--stage", stage, "--ranks", ranks, "--dropout", dropout];
+        let planned = planned_activations(stage, ranks, &flags);
+        for (host, cuda) in on_host_and_cuda(dir.path(), &[&run[..], &flags].concat(), &[]) {
+            assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags:?}");
             assert!(host["comm_bytes"]["all_to_all"].as_u64().unwrap() > 0);
+            assert_eq!(cuda["memory"]["activations_bytes"], planned, "{flags:?}");
         }
     }
 
     // A recorded step would have the exchanges in its graph.
     let dir = temp();
-    let more = [
-        "--ranks",
-        "2",
-        "--ulysses",
-        "2",
-        "--stage",
-        "2",
-        "--device",
-        "cuda",
-    ];
-    let more = [&more[..], &["--share-gpus", "--cuda-graph"]].concat();
-    let said = text(&finish(zero(dir.path(), &more).spawn().unwrap()));
+    let flags = "--ranks 2 --ulysses 2 --stage 2 --device cuda --share-gpus --cuda-graph";
+    let flags: Vec<&str> = flags.split(' ').collect();
+    let said = text(&finish(zero(dir.path(), &flags).spawn().unwrap()));
     assert!(
         said.contains("--cuda-graph: steps whose ranks share sequences"),
         "{said}"

@@ -8,9 +8,9 @@ use super::error::OpError;
 use super::launch::{OpKernels, Shape, columns, size};
 use crate::ops::sequence::Exchange;
 
-/// A copy of an exchange.
+/// What the kernel writes, and from what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Copy {
+pub enum Step {
     /// Segments of tokens.
     PackTokens,
     /// Heads of segments.
@@ -21,8 +21,8 @@ pub enum Copy {
     UnpackTokens,
 }
 
-impl Copy {
-    /// All copies.
+impl Step {
+    /// All steps.
     pub const ALL: [Self; 4] = [
         Self::PackTokens,
         Self::UnpackHeads,
@@ -44,10 +44,10 @@ impl Copy {
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
-pub fn copy(
+pub fn run(
     ops: &OpKernels,
     stream: &CudaStream,
-    copy: Copy,
+    step: Step,
     out: AnySlice,
     x: AnySlice,
     exchange: Exchange,
@@ -62,10 +62,10 @@ pub fn copy(
     } = exchange;
     let elems = exchange.elems();
     let tokens = exchange.tokens_elems();
-    let [out_elems, x_elems] = match copy {
-        Copy::PackTokens => [elems, tokens],
-        Copy::UnpackHeads | Copy::PackHeads => [elems, elems],
-        Copy::UnpackTokens => [tokens, elems],
+    let [out_elems, x_elems] = match step {
+        Step::PackTokens => [elems, tokens],
+        Step::UnpackHeads | Step::PackHeads => [elems, elems],
+        Step::UnpackTokens => [tokens, elems],
     };
     let columns = columns(d, &[out, x]);
     let args = [
@@ -79,7 +79,7 @@ pub fn copy(
         size("exchange: head dimension", d)?.into(),
     ];
     let shape = Shape::over((out_elems / columns) as u64);
-    let entry = format!("{}_{columns}", copy.entry());
+    let entry = format!("{}_{columns}", step.entry());
     // SAFETY: the parameters of all four kernels, whose lengths were checked.
     unsafe { ops.launch(stream, "exchange", &entry, shape, args) }
 }

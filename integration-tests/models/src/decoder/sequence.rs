@@ -169,16 +169,16 @@ struct Way {
 }
 
 /// A pack or an unpack: writes a slice from another.
-type Copy = fn(Exchange, &mut [f32], &[f32]);
+type Rearrange = fn(Exchange, &mut [f32], &[f32]);
 
 impl Way {
-    /// Runs `copy`, as an operation of the model's stream.
-    fn copy(self, copy: Copy, to: DeviceSlice<f32>, from: DeviceSlice<f32>) {
+    /// Runs `rearrange`, as an operation of the model's stream.
+    fn run(self, rearrange: Rearrange, to: DeviceSlice<f32>, from: DeviceSlice<f32>) {
         // SAFETY: the buffers are the model's, and the stream orders its passes.
         let from = unsafe { from.as_host() };
         // SAFETY: as above; it is another buffer than `from`.
         let to = unsafe { to.as_host_mut() };
-        copy(self.exchange, to, from);
+        rearrange(self.exchange, to, from);
     }
 }
 
@@ -374,21 +374,21 @@ impl<A: HostArch> Decoder<A> {
         let segments = sent(there);
         self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
             before(flat, grads);
-            there.copy(Exchange::pack_tokens, segments, there.from);
+            there.run(Exchange::pack_tokens, segments, there.from);
         })?;
         group.all_to_all(stream, there)?;
 
         let segments = [received(there), sent(back)];
         self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-            there.copy(Exchange::unpack_heads, there.to, segments[0]);
+            there.run(Exchange::unpack_heads, there.to, segments[0]);
             attention(flat, grads);
-            back.copy(Exchange::pack_heads, segments[1], back.from);
+            back.run(Exchange::pack_heads, segments[1], back.from);
         })?;
         group.all_to_all(stream, back)?;
 
         let segments = received(back);
         self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-            back.copy(Exchange::unpack_tokens, back.to, segments);
+            back.run(Exchange::unpack_tokens, back.to, segments);
             after(flat, grads);
         })
     }

@@ -374,6 +374,9 @@ impl Shape {
             grad_accum: self.grad_accum,
             activation_checkpointing: self.checkpointing,
             mesh: shared(ranks),
+            // A second step would start from other weights, to whose last bits some of these models
+            // are sensitive.
+            steps: 1,
             ..case(GPT2, 1)
         };
         let workload = ModelWorkload {
@@ -413,8 +416,8 @@ fn exchanged_and_held_are_the_formulas(
 proptest! {
     #![proptest_config(cases(6))]
 
-    /// Any sizes, windows, documents and dropout have the numbers of whole sequences. 200 cases:
-    /// `ZERO_PROPTEST_FACTOR=34`.
+    /// Any sizes, windows, documents and dropout have the numbers of whole sequences. The largest
+    /// difference of 1200 cases (`ZERO_PROPTEST_FACTOR=200`) was a twentieth of what is allowed.
     #[test]
     fn models_of_any_size(shape in shapes()) {
         let (_, _, whole) = shape.run(1);

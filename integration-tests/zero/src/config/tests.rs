@@ -49,6 +49,7 @@ fn assert_errors(table: &str) {
 #[test]
 fn empty_file_has_deepspeeds_defaults() {
     let expected = DsConfig {
+        sequence_ranks: None,
         batch: BatchKeys::default(),
         zero: ZeroOptimization::default(),
         has_stage: false,

@@ -38,8 +38,8 @@ pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
 }
 
 /// Returns the tokens of the longest sequence of the requested model that fits at `stage`, up to the
-/// model's positions; 0 if none fits, and `None` if the memory of a GPU is unknown, or the model has
-/// no positions because its shape is assumed. Ranks that share a sequence divide it.
+/// model's positions; 0 if none fits, and `None` if the memory of a GPU is unknown, or the model's
+/// shape is assumed, so that it has no positions. Ranks that share a sequence divide it.
 pub(crate) fn longest_seq_len(request: &Request, stage: ZeroStage) -> Option<u64> {
     request.gpu_memory_bytes?;
     let most = request.model.config.as_ref()?.max_positions() as u64;

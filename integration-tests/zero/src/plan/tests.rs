@@ -35,6 +35,55 @@ fn usage_error(line: &str) -> String {
     }
 }
 
+/// GPUs that share sequences have a part of the activations, and longer sequences fit.
+#[test]
+fn shared_sequences() {
+    let of = |share: u64| {
+        json(&format!(
+            "--model llama3-8b --gpus 8 --ulysses {share} --seq-len 8192 --gpu-memory 40GiB --activation-checkpointing"
+        ))
+    };
+    let [alone, shared] = [of(1), of(8)];
+    let stage = |report: &Value| report["stages"][3].clone();
+    assert_eq!(stage(&alone)["sent"]["all_to_all_bytes"], 0);
+    // 32 layers, thrice each; of 32 query heads of 128, 8 of keys and 8 of values, and the 32 attended
+    // ones, a GPU sends 7 of 8 parts of its 1024 tokens in bf16.
+    assert_eq!(
+        stage(&shared)["sent"]["all_to_all_bytes"],
+        2 * 32 * 3 * 1024 * (48 + 32) * 128 / 8 * 7
+    );
+    let activations = |report: &Value| stage(report)["gpu"]["activations_bytes"].as_u64().unwrap();
+    let [of_alone, of_shared] = [&alone, &shared].map(activations);
+    assert!(of_shared * 4 < of_alone, "{of_shared} of {of_alone}");
+    assert_eq!(shared["ulysses"], 8);
+
+    // The longest sequence fits, and one with another token for each GPU does not.
+    let line = "--model llama3-8b --gpus 8 --gpu-memory 22GiB --activation-checkpointing";
+    let longest = |share: u64| {
+        let report = json(&format!("{line} --ulysses {share} --seq-len 64"));
+        stage(&report)["longest_seq_len"].as_u64().unwrap()
+    };
+    let fits = |share: u64, tokens: u64| {
+        let report = json(&format!("{line} --ulysses {share} --seq-len {tokens}"));
+        stage(&report)["fits"].as_bool().unwrap()
+    };
+    for share in [1, 4] {
+        let tokens = longest(share);
+        assert!(fits(share, tokens), "{tokens} tokens, {share} GPUs");
+        let more = tokens + share;
+        assert!(
+            more > 8192 || !fits(share, more),
+            "{more} tokens, {share} GPUs"
+        );
+    }
+    assert!(longest(4) > longest(1));
+
+    let error = usage_error("--model gpt2-124m --gpus 8 --ulysses 8");
+    assert!(error.contains("12 attention heads"), "{error}");
+    let error = usage_error("--model gpt2-124m --gpus 8 --ulysses 3");
+    assert!(error.contains("divides the 8 ranks"), "{error}");
+}
+
 /// arXiv 1910.02054, table 1, in GB for stages 1, 2 and 3. The paper truncates the values.
 #[test]
 fn table_1_of_the_paper() {

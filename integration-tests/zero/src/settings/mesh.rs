@@ -108,11 +108,10 @@ impl MeshRecord {
     }
 
     /// The ranks that share each sequence; `None` if each has its own.
-    pub(crate) fn describe_sequences(&self, ranks: usize) -> Option<String> {
-        let share = self.ulysses.filter(|share| *share > 0)?;
+    pub(crate) fn describe_sequences(&self) -> Option<String> {
+        let share = self.ulysses?;
         Some(format!(
-            "{} of {share} ranks share each sequence, its tokens and the heads of attention (Ulysses)",
-            ranks / share
+            "each is shared by {share} ranks, which divide its tokens and the heads of attention (Ulysses)"
         ))
     }
 

@@ -108,7 +108,7 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
     if let Some(groups) = setup.record.mesh.describe(batch.ranks) {
         lines.add("groups", &groups);
     }
-    if let Some(shared) = setup.record.mesh.describe_sequences(batch.ranks) {
+    if let Some(shared) = setup.record.mesh.describe_sequences() {
         lines.add("sequences", &shared);
     }
     if setup.settings.sums_locally() {

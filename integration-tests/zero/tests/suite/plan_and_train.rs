@@ -166,6 +166,24 @@ fn plan_matches_training_in_groups() {
     }
 }
 
+/// Ranks that share sequences, on machines with whole groups of them or parts of one. In fp32 a GPU
+/// exchanges as many bytes as the host.
+#[test]
+fn plan_matches_training_of_shared_sequences() {
+    let run = "--dtype fp32 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000";
+    for (share, of_node, checkpointing) in
+        [(2, 4, ""), (2, 1, ""), (4, 2, "--activation-checkpointing")]
+    {
+        compare_on(
+            4,
+            ("nano", 2),
+            &format!("--nodes {}", 4 / of_node),
+            &format!("--ranks-per-node {of_node}"),
+            &format!("{run} --shard-group 2 --ulysses {share} {checkpointing}"),
+        );
+    }
+}
+
 /// Compares the plan and the measurements of each stage.
 fn compare(model: &str, run: &str) {
     for stage in 0..4 {
@@ -208,6 +226,10 @@ fn compare_on(
     );
     assert_eq!(
         sent["all_reduce"], most["all_reduce_bytes"],
+        "stage {stage}: {run}"
+    );
+    assert_eq!(
+        sent["all_to_all"], most["all_to_all_bytes"],
         "stage {stage}: {run}"
     );
     // Less by the gathers that stage 3 does not need.

@@ -403,6 +403,36 @@ fn dropout_may_change() {
     assert_eq!(differences(&out), expected, "{out}");
 }
 
+/// A resumed run shares sequences as before, between other ranks, or, if they do not divide its
+/// ranks, not at all.
+#[test]
+fn ranks_of_sequences_may_change() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let run = "train --model model --data text.txt --seq-len 32 --micro-batch 1 --checkpoint c";
+    let run: Vec<&str> = run.split(' ').collect();
+    let shared = ["--ranks", "4", "--ulysses", "2", "--steps", "1"];
+    let out = succeeds(&zero(dir, &[&run[..], &shared].concat()));
+    assert!(
+        out.contains("sequences: each is shared by 2 ranks"),
+        "{out}"
+    );
+
+    let out = resume(dir, &["c", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    let out = resume(dir, &["c", "--steps", "3", "--ulysses", "4"]);
+    let expected = [
+        "batch.step_tokens 64 -> 32",
+        "mesh.ulysses 2 -> 4",
+        "steps 2 -> 3",
+    ];
+    assert_eq!(differences(&out), expected, "{out}");
+    let out = resume(dir, &["c", "--steps", "4", "--ranks", "3"]);
+    assert!(out.contains("each has its own sequences"), "{out}");
+    assert_eq!(differences(&out)[2], "mesh.ulysses 4 -> none", "{out}");
+}
+
 #[test]
 fn dropout_is_a_probability() {
     let dir = temp();

@@ -10,7 +10,7 @@ use zero_trainer::ModelError;
 
 use super::PassContext;
 use crate::cuda::attention::{self, Attention, Gradients, Masks};
-use crate::cuda::sequence::{Copy, copy};
+use crate::cuda::sequence::{self, Step};
 use crate::cuda::{OpError, SumOut, column_sums};
 use crate::decoder::sequence::Exchanges;
 use crate::ops::sequence::Exchange;
@@ -83,9 +83,9 @@ impl SequenceGroup {
         from: AnySlice,
     ) -> Result<(), ModelError> {
         let [send, recv] = self.segments(exchange);
-        self.copy(cx, Copy::PackTokens, send, from, exchange)?;
+        self.run(cx, Step::PackTokens, send, from, exchange)?;
         self.comm.all_to_all(cx.stream, send, recv)?;
-        Ok(self.copy(cx, Copy::UnpackHeads, heads, recv, exchange)?)
+        Ok(self.run(cx, Step::UnpackHeads, heads, recv, exchange)?)
     }
 
     /// Exchanges this rank's heads `from` for `tokens`.
@@ -97,9 +97,9 @@ impl SequenceGroup {
         from: AnySlice,
     ) -> Result<(), ModelError> {
         let [send, recv] = self.segments(exchange);
-        self.copy(cx, Copy::PackHeads, send, from, exchange)?;
+        self.run(cx, Step::PackHeads, send, from, exchange)?;
         self.comm.all_to_all(cx.stream, send, recv)?;
-        Ok(self.copy(cx, Copy::UnpackTokens, tokens, recv, exchange)?)
+        Ok(self.run(cx, Step::UnpackTokens, tokens, recv, exchange)?)
     }
 
     fn segments(&self, exchange: Exchange) -> [AnySlice; 2] {
@@ -107,15 +107,15 @@ impl SequenceGroup {
         [send, recv].map(|buffer| buffer.slice(0..exchange.elems()))
     }
 
-    fn copy(
+    fn run(
         &self,
         cx: &PassContext<'_>,
-        which: Copy,
+        step: Step,
         out: AnySlice,
         x: AnySlice,
         exchange: Exchange,
     ) -> Result<(), OpError> {
-        copy(&cx.ops.kernels, cx.stream, which, out, x, exchange)
+        sequence::run(&cx.ops.kernels, cx.stream, step, out, x, exchange)
     }
 }
 
