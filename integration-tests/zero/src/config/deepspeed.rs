@@ -21,6 +21,8 @@ pub(crate) struct DsConfig {
     pub batch: BatchKeys,
     /// `sequence_parallel_size`: ranks that share each sequence.
     pub sequence_ranks: Option<u64>,
+    /// `tensor_parallel.autotp_size`: ranks that have a part of each parameter.
+    pub tensor_ranks: Option<u64>,
     /// `zero_optimization`.
     pub zero: ZeroOptimization,
     /// Whether the file has `zero_optimization.stage` or its old form, a flag.
@@ -175,7 +177,7 @@ const OPTIONAL: [(&str, &str); 7] = [
 ];
 
 /// Unsupported blocks that change the results if enabled.
-const REFUSED: [(&str, &str); 14] = [
+const REFUSED: [(&str, &str); 13] = [
     ("amp", "use bf16 or fp16 instead"),
     ("torch_autocast", "use bf16 or fp16 instead"),
     (
@@ -214,10 +216,6 @@ const REFUSED: [(&str, &str); 14] = [
     (
         "expert_parallel",
         "remove the block: the model has no experts",
-    ),
-    (
-        "tensor_parallel",
-        "remove the block to shard parameters by ZeRO alone",
     ),
     ("ulysses", "remove the block and set sequence_parallel_size"),
 ];
@@ -258,6 +256,7 @@ impl DsConfig {
         };
 
         let sequence_ranks = root.positive("sequence_parallel_size")?;
+        let tensor_ranks = read_tensor_parallel(&mut root, warn)?;
         let (dtype, loss_scaling) = precision::read(&mut root, warn)?;
         let clipping = root.number_in(
             "gradient_clipping",
@@ -286,6 +285,7 @@ impl DsConfig {
         Ok(Self {
             batch,
             sequence_ranks,
+            tensor_ranks,
             zero,
             has_stage,
             dtype,
@@ -353,6 +353,19 @@ fn list_autos(path: &str, keys: &Map<String, Value>, autos: &mut Vec<String>) {
             _ => {}
         }
     }
+}
+
+/// Returns the ranks of tensor parallelism; 0 in the file: none.
+fn read_tensor_parallel(
+    root: &mut Block,
+    warnings: &mut Vec<String>,
+) -> Result<Option<u64>, ConfigFileError> {
+    let Some(mut block) = root.block("tensor_parallel")? else {
+        return Ok(None);
+    };
+    let ranks = block.count("autotp_size")?;
+    block.end_lenient(warnings);
+    Ok(ranks.map(|ranks| ranks.max(1)))
 }
 
 fn read_activation_checkpointing(

@@ -50,6 +50,7 @@ fn assert_errors(table: &str) {
 fn empty_file_has_deepspeeds_defaults() {
     let expected = DsConfig {
         sequence_ranks: None,
+        tensor_ranks: None,
         batch: BatchKeys::default(),
         zero: ZeroOptimization::default(),
         has_stage: false,
@@ -196,6 +197,7 @@ fn file_with_all_keys_is_read() {
             grad_accum: Some(2),
         },
         sequence_ranks: Some(1),
+        tensor_ranks: Some(1),
         zero: ZeroOptimization {
             stage: 2,
             reduce_bucket_elems: 1_000_000,
@@ -541,7 +543,6 @@ fn settings_that_change_results_are_errors() {
         {"curriculum_learning": {"enabled": true}} => curriculum_learning {"enabled":true}
         {"progressive_layer_drop": {"enabled": true, "theta": 0.5}} => progressive_layer_drop {"enabled":true,"theta":0.5}
         {"compression_training": {"x": {"shared_parameters": {"enabled": true}}}} => compression_training {"x":{"sha
-        {"tensor_parallel": {"autotp_size": 2}} => tensor_parallel {"autotp_size":2}
         {"elasticity": {"enabled": true}} => elasticity {"enabled":true}
         {"sparse_attention": {"mode": "fixed"}} => sparse_attention {"mode":"fixed"}
     "#;

@@ -107,7 +107,7 @@ impl Request {
         let zero = zero.as_ref();
         let mesh = mesh(args, file.as_deref(), zero)?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
-        let batches = args.gpus / mesh.sequence_ranks() as u64;
+        let batches = args.gpus / mesh.ranks_of_batch() as u64;
         let batch = batch
             .resolve(batches, args.micro_batch, args.grad_accum, 1)
             .map_err(CliError::usage)?;

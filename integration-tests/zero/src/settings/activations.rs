@@ -11,6 +11,9 @@ pub(crate) struct ActivationRecord {
     /// Whether a GPU recomputes GELU's output in backward, which changes low bits in 16-bit types.
     #[serde(default)]
     pub(crate) recompute_gelu: bool,
+    /// Whether the ranks of tensor parallelism divide the inputs of blocks.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) partition_activations: bool,
 }
 
 /// Whether activations are recomputed in backward.
@@ -37,6 +40,21 @@ pub(crate) const RECOMPUTE_GELU: Setting<Option<bool>, ActivationRecord> = Setti
     ..Setting::new(Row::new("recompute_gelu", "--recompute-gelu"), || None)
 };
 
+/// Whether the ranks of tensor parallelism divide the inputs of blocks.
+pub(crate) const PARTITION_ACTIVATIONS: Setting<bool, ActivationRecord> = Setting {
+    of_flags: |args| args.partition_activations,
+    of_file: |file| {
+        let block = file.activation_checkpointing;
+        block.map(|block| block.partition_activations)
+    },
+    of_run: |run| Some(run.partition_activations),
+    ..Setting::new(
+        Row::new("partition_activations", "--partition-activations")
+            .key("activation_checkpointing.partition_activations"),
+        || false,
+    )
+};
+
 /// Flags of GPUs only, which no record has.
 pub(crate) const SHARE_GPUS: Setting<bool, ()> = only_on_gpus("--share-gpus");
 pub(crate) const NO_MATMUL_TIMING: Setting<bool, ()> = only_on_gpus("--no-matmul-timing");
@@ -60,4 +78,5 @@ pub(crate) const ROWS: &[Row] = &[
     dropout("model.config.resid_pdrop"),
     ACTIVATION_CHECKPOINTING.row,
     RECOMPUTE_GELU.row,
+    PARTITION_ACTIVATIONS.row,
 ];

@@ -145,6 +145,10 @@ pub struct TrainArgs {
     /// Keep only the input of each block and recompute its activations in backward [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub activation_checkpointing: Option<bool>,
+    /// Keep 1/M of the input of each checkpointed block on each of the M ranks of
+    /// --tensor-parallel, and gather it in backward (ZeRO-R's Pa) [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub partition_activations: Option<bool>,
     /// Probability with which training drops an element, at all places of the model that have
     /// dropout: attention's probabilities and, in a GPT-2, the embedding and what is added to the
     /// residual stream. Masks depend only on the seed, the step and the row of the global batch
@@ -330,6 +334,11 @@ pub struct MeshArgs {
     /// attention by all-to-all (DeepSpeed-Ulysses): longer sequences fit [default: 1]
     #[arg(long, value_name = "S", value_parser = parse_whole::<usize>)]
     pub ulysses: Option<usize>,
+    /// Cut each parameter over M consecutive ranks, with attention's heads and the vocabulary, and
+    /// sum what they compute (tensor parallelism, as Megatron-LM): states are then sharded over the
+    /// other ranks [default: 1]
+    #[arg(long, value_name = "M", value_parser = parse_whole::<usize>)]
+    pub tensor_parallel: Option<usize>,
 }
 
 /// Ranks that share the optimizer state.

@@ -114,9 +114,9 @@ pub(crate) const CUDA_GRAPH: Setting<bool, CommunicationRecord> = Setting {
              --cuda-graph=false"
                 .to_owned(),
         ),
-        _ if run.shares_sequences => Some(
-            ": steps whose ranks share sequences (--ulysses) are not recorded; use --ulysses 1, or \
-             --cuda-graph=false"
+        _ if run.shares_batches => Some(
+            ": steps whose ranks share micro-batches (--ulysses, --tensor-parallel) are not recorded; \
+             use 1 of both, or --cuda-graph=false"
                 .to_owned(),
         ),
         _ => None,
@@ -274,7 +274,7 @@ mod tests {
         on_gpus: true,
         checkpointing: false,
         offloads: false,
-        shares_sequences: false,
+        shares_batches: false,
     };
 
     fn applied(
@@ -303,7 +303,7 @@ mod tests {
     fn graphs_and_offload_exclude_each_other() {
         let offloads = Conditions {
             offloads: true,
-            shares_sequences: false,
+            shares_batches: false,
             ..RUN
         };
 

@@ -24,6 +24,9 @@ pub(crate) struct MeshRecord {
     /// Ranks that share a sequence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) ulysses: Option<usize>,
+    /// Ranks that have a part of each parameter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tensor_parallel: Option<usize>,
 }
 
 const SHARD_GROUP: Setting<Option<usize>, MeshRecord> = Setting {
@@ -65,25 +68,99 @@ const ULYSSES: Setting<usize, MeshRecord> = Setting {
     )
 };
 
-pub(crate) const ROWS: &[Row] = &[SHARD_GROUP.row, SHARD_OPTIMIZER.row, HPZ.row, ULYSSES.row];
+const TENSOR_PARALLEL: Setting<usize, MeshRecord> = Setting {
+    of_flags: |args| args.mesh.tensor_parallel,
+    of_file: |file| file.tensor_ranks.map(|ranks| ranks as usize),
+    of_run: |run| run.tensor_parallel,
+    ..Setting::new(
+        Row::new("mesh.tensor_parallel", "--tensor-parallel").key("tensor_parallel.autotp_size"),
+        || 1,
+    )
+};
+
+pub(crate) const ROWS: &[Row] = &[
+    SHARD_GROUP.row,
+    SHARD_OPTIMIZER.row,
+    HPZ.row,
+    ULYSSES.row,
+    TENSOR_PARALLEL.row,
+];
+
+/// The ranks that share micro-batches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shares {
+    /// Ranks that have a part of each parameter.
+    pub(crate) tensor: usize,
+    /// Ranks that share each sequence.
+    pub(crate) sequence: usize,
+}
+
+impl Shares {
+    /// Of a resumed run those that divide this one's ranks.
+    ///
+    /// # Errors
+    /// A number that does not divide the ranks.
+    pub(crate) fn new(from: &Sources<'_, MeshRecord>, ranks: usize) -> Result<Self, CliError> {
+        let tensor = dividing(from, &TENSOR_PARALLEL, ranks, "ranks")?;
+        let sequence = match tensor {
+            1 => dividing(from, &ULYSSES, ranks, "ranks")?,
+            _ => dividing(from, &ULYSSES, ranks / tensor, "ranks with the same parameters")?,
+        };
+        Ok(Self { tensor, sequence })
+    }
+
+    /// Ranks with the same micro-batches.
+    pub(crate) fn ranks_of_batch(self) -> usize {
+        self.tensor * self.sequence
+    }
+
+    fn apply(self, mesh: MeshSettings) -> MeshSettings {
+        let several = |ranks: usize| Some(ranks).filter(|ranks| *ranks > 1);
+        MeshSettings {
+            tensor_ranks: several(self.tensor),
+            sequence_ranks: several(self.sequence),
+            ..mesh
+        }
+    }
+}
+
+/// A setting that divides `ranks`.
+fn dividing(
+    from: &Sources<'_, MeshRecord>,
+    setting: &Setting<usize, MeshRecord>,
+    ranks: usize,
+    what: &str,
+) -> Result<usize, CliError> {
+    let fits = |share: &usize| *share > 0 && ranks.is_multiple_of(*share);
+    match from.given(setting) {
+        Some(given) if !fits(&given) => Err(CliError::Usage(format!(
+            "{} {given}: expected a number that divides the {ranks} {what}",
+            setting.row.flag
+        ))),
+        Some(given) => Ok(given),
+        None => Ok(from.recorded(setting).filter(fits).unwrap_or(1)),
+    }
+}
 
 impl MeshRecord {
     /// The record of settings.
     pub(crate) fn of(mesh: &MeshSettings) -> Self {
         let group = mesh.shard_group;
-        let ulysses = mesh.sequence_ranks;
+        let shares = Self {
+            ulysses: mesh.sequence_ranks,
+            tensor_parallel: mesh.tensor_ranks,
+            ..Self::default()
+        };
         match mesh.sharding {
             Sharding::Secondary => Self {
                 hpz: group,
-                ulysses,
-                ..Self::default()
+                ..shares
             },
             sharding => Self {
                 shard_group: group,
                 shard_optimizer: (group.is_some() && sharding == Sharding::Hybrid)
                     .then_some(OptimizerRanks::World),
-                hpz: None,
-                ulysses,
+                ..shares
             },
         }
     }
@@ -115,6 +192,14 @@ impl MeshRecord {
         ))
     }
 
+    /// The ranks that have a part of each parameter; `None` if each has all.
+    pub(crate) fn describe_parts(&self) -> Option<String> {
+        let ranks = self.tensor_parallel?;
+        Some(format!(
+            "each is cut over {ranks} ranks, with the heads of attention and the vocabulary (tensor parallelism)"
+        ))
+    }
+
     fn settings(self) -> Result<MeshSettings, CliError> {
         let world = self.shard_optimizer == Some(OptimizerRanks::World);
         let (shard_group, sharding) = match (self.shard_group, self.hpz) {
@@ -136,7 +221,7 @@ impl MeshRecord {
             shard_group,
             sharding,
             sequence_ranks: self.ulysses,
-            tensor_ranks: None,
+            tensor_ranks: self.tensor_parallel,
         })
     }
 }
@@ -151,38 +236,27 @@ pub(crate) fn settings(
     run: &Conditions,
     notices: &mut Vec<String>,
 ) -> Result<MeshSettings, CliError> {
-    let share = sequence_ranks(from, run.ranks)?;
-    if let Some(recorded) = from.recorded(&ULYSSES)
-        && from.given(&ULYSSES).is_none()
-        && recorded != share
-    {
-        notices.push(format!(
-            "the recorded run shares each sequence between {recorded} ranks, which do not divide the {} ranks of this one: each has its own sequences",
-            run.ranks
-        ));
+    let shares = Shares::new(from, run.ranks)?;
+    let of_settings = [
+        (&ULYSSES, shares.sequence, "shares each sequence between"),
+        (&TENSOR_PARALLEL, shares.tensor, "cuts each parameter over"),
+    ];
+    for (setting, share, what) in of_settings {
+        if let Some(recorded) = from.recorded(setting)
+            && from.given(setting).is_none()
+            && recorded != share
+        {
+            notices.push(format!(
+                "the recorded run {what} {recorded} ranks, which do not divide the {} ranks of this one: each has its own",
+                run.ranks
+            ));
+        }
     }
-    Ok(MeshSettings {
-        sequence_ranks: Some(share).filter(|share| *share > 1),
-        ..groups(from, run, notices)?
-    })
-}
-
-/// Ranks that share each sequence. Of a resumed run that this one does not follow, 1.
-///
-/// # Errors
-/// A number that does not divide the ranks.
-pub(crate) fn sequence_ranks(
-    from: &Sources<'_, MeshRecord>,
-    ranks: usize,
-) -> Result<usize, CliError> {
-    let fits = |share: &usize| *share > 0 && ranks.is_multiple_of(*share);
-    match from.given(&ULYSSES) {
-        Some(given) if !fits(&given) => Err(CliError::Usage(format!(
-            "--ulysses {given}: expected a number that divides the {ranks} ranks"
-        ))),
-        Some(given) => Ok(given),
-        None => Ok(from.recorded(&ULYSSES).filter(fits).unwrap_or(1)),
-    }
+    let of_data = Conditions {
+        ranks: run.ranks / shares.tensor,
+        ..*run
+    };
+    Ok(shares.apply(groups(from, &of_data, notices)?))
 }
 
 /// The groups over which states are sharded.
@@ -218,7 +292,7 @@ fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
         shard_group: from.given(&SHARD_GROUP).flatten(),
         shard_optimizer: from.given(&SHARD_OPTIMIZER).flatten(),
         hpz: from.given(&HPZ).flatten(),
-        ulysses: None,
+        ..MeshRecord::default()
     };
     (!given.is_default()).then_some(given)
 }
@@ -232,13 +306,11 @@ pub(crate) fn planned(
     ranks: u64,
 ) -> Result<MeshSettings, CliError> {
     let mesh = given(from).unwrap_or_default().settings()?;
-    let share = sequence_ranks(from, ranks as usize)?;
-    match refusal(&mesh, ranks, ZeroStage::Three) {
+    let shares = Shares::new(from, ranks as usize)?;
+    let data_ranks = ranks / shares.tensor as u64;
+    match refusal(&mesh, data_ranks, ZeroStage::Three) {
         Some(why) => Err(CliError::Usage(why)),
-        None => Ok(MeshSettings {
-            sequence_ranks: Some(share).filter(|share| *share > 1),
-            ..of_groups(mesh, ranks as usize)
-        }),
+        None => Ok(shares.apply(of_groups(mesh, data_ranks as usize))),
     }
 }
 
@@ -248,6 +320,7 @@ pub(crate) fn at_stage(mesh: MeshSettings, stage: ZeroStage) -> MeshSettings {
         (_, ZeroStage::Zero) | (Sharding::Secondary, ZeroStage::One | ZeroStage::Two) => {
             MeshSettings {
                 sequence_ranks: mesh.sequence_ranks,
+                tensor_ranks: mesh.tensor_ranks,
                 ..MeshSettings::default()
             }
         }
@@ -300,7 +373,7 @@ mod tests {
             on_gpus: false,
             checkpointing: false,
             offloads: false,
-            shares_sequences: false,
+            shares_batches: false,
         }
     }
 

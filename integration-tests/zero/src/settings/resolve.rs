@@ -10,7 +10,7 @@ use zero_trainer::{OffloadSettings, Settings};
 use super::activations::ACTIVATION_CHECKPOINTING;
 use super::args::TrainArgs;
 use super::communication::{self, CUDA_GRAPH};
-use super::mesh;
+use super::mesh::{self, Shares};
 use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::record::RunRecord;
@@ -193,14 +193,14 @@ pub(crate) fn settings(
     let rules = rules.sub_group_elems(sub_group);
     optimizer::check(&rules, args)?;
 
-    let share = mesh::sequence_ranks(&from.part(|run| &run.mesh), shape.ranks)?;
+    let shares = Shares::new(&from.part(|run| &run.mesh), shape.ranks)?;
     let run = Conditions {
         ranks: shape.ranks,
         stage,
         on_gpus: shape.on_gpus,
         checkpointing: offloaded.checkpointing,
         offloads: offload.is_any(),
-        shares_sequences: share > 1,
+        shares_batches: shares.ranks_of_batch() > 1,
     };
 
     let mut settings = Settings {

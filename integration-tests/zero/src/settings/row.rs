@@ -67,8 +67,8 @@ pub(crate) struct Conditions {
     pub(crate) checkpointing: bool,
     /// Whether any state is offloaded.
     pub(crate) offloads: bool,
-    /// Whether ranks share sequences.
-    pub(crate) shares_sequences: bool,
+    /// Whether ranks share micro-batches.
+    pub(crate) shares_batches: bool,
 }
 
 /// A setting of type `T`, which `Part` of `run.json` records. A function that returns `None` leaves

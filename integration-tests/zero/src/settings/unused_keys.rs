@@ -5,15 +5,16 @@ use zero_shard::ZeroStage;
 use crate::config::{DsConfig, ZeroOptimization};
 use zero_trainer::Home;
 
-/// One line for each key whose value differs from what `zero train` does.
-pub(crate) fn notices(file: &DsConfig, stage: ZeroStage) -> Vec<String> {
+/// One line for each key whose value differs from what `zero train` does, whose ranks cut the
+/// parameters or do not.
+pub(crate) fn notices(file: &DsConfig, stage: ZeroStage, cuts: bool) -> Vec<String> {
     let (zero, default) = (&file.zero, ZeroOptimization::default());
     let checkpointing = file.activation_checkpointing.unwrap_or_default();
     let keys = [
         (
-            checkpointing.partition_activations,
+            checkpointing.partition_activations && !cuts,
             "activation_checkpointing.partition_activations",
-            "each rank keeps the inputs of its blocks",
+            "each rank keeps the inputs of its blocks without --tensor-parallel",
         ),
         (
             zero.allgather_bucket_elems != default.allgather_bucket_elems,
@@ -58,7 +59,7 @@ mod tests {
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 2e8, "sub_group_size": 1e6,
                 "stage3_max_reuse_distance": 1e6, "stage3_gather_16bit_weights_on_model_save": true},
             "steps_per_print": 10, "wall_clock_breakdown": true}"#;
-        let lines = notices(&DsConfig::parse(text).unwrap(), ZeroStage::Three);
+        let lines = notices(&DsConfig::parse(text).unwrap(), ZeroStage::Three, false);
 
         let expected = [
             "activation_checkpointing.partition_activations",
@@ -79,14 +80,14 @@ mod tests {
         let defaults = r#"{"activation_checkpointing": {"partition_activations": false},
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 5e8, "sub_group_size": "auto"}}"#;
         assert_eq!(
-            notices(&DsConfig::parse(defaults).unwrap(), ZeroStage::Three),
+            notices(&DsConfig::parse(defaults).unwrap(), ZeroStage::Three, false),
             Vec::<String>::new()
         );
         // The stage of the run counts, not that of the file.
         let offload = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#;
         let offload = DsConfig::parse(offload).unwrap();
-        assert_eq!(notices(&offload, ZeroStage::Three), Vec::<String>::new());
+        assert_eq!(notices(&offload, ZeroStage::Three, false), Vec::<String>::new());
         let expected = "zero_optimization.offload_param is ignored: it needs stage 3";
-        assert_eq!(notices(&offload, ZeroStage::Two), [expected]);
+        assert_eq!(notices(&offload, ZeroStage::Two, false), [expected]);
     }
 }

@@ -7,7 +7,7 @@ use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
-use zero_shard::Layout;
+use zero_shard::{Layout, TensorPart};
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
@@ -40,7 +40,8 @@ pub(crate) struct ChosenModel {
 }
 
 impl ChosenModel {
-    /// The model of `--model`, of the resumed run, or the default.
+    /// The model of `--model`, of the resumed run, or the default. Its layout is that of a part of
+    /// the parameters, over the ranks that have the same.
     ///
     /// # Errors
     /// It does not exist, or is not that of the checkpoint.
@@ -48,6 +49,7 @@ impl ChosenModel {
         args: &TrainArgs,
         resumed: Option<&Resumed>,
         ranks: usize,
+        tensor_ranks: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
         let recorded = resumed.and_then(Resumed::model);
@@ -69,6 +71,10 @@ impl ChosenModel {
         if let Some(resumed) = resumed {
             resumed.check_model(&name, &config, &layout)?;
         }
+        let layout = match tensor_ranks {
+            1 => layout,
+            _ => part_layout(&config, ranks, tensor_ranks)?,
+        };
         Ok(Self {
             name,
             config,
@@ -109,6 +115,28 @@ impl ChosenModel {
             weights,
         }
     }
+}
+
+/// The layout of a part of the parameters on one of `tensor_ranks` ranks, over those with the same.
+///
+/// # Errors
+/// The parameters cannot be cut.
+pub(crate) fn part_layout(
+    config: &ModelConfig,
+    ranks: usize,
+    tensor_ranks: usize,
+) -> Result<Layout, CliError> {
+    config
+        .check_tensor_ranks(tensor_ranks)
+        .map_err(CliError::usage)?;
+    let part = TensorPart::new(0, tensor_ranks as u64).map_err(CliError::usage)?;
+    let units = config.units();
+    let cut = units
+        .iter()
+        .map(|unit| part.unit(unit, |param| config.tensor_cut(param)));
+    let cut = cut.collect::<Result<Vec<_>, _>>().map_err(CliError::usage)?;
+    let data_ranks = (ranks / tensor_ranks) as u64;
+    Layout::new(&cut, data_ranks, SHARD_ALIGN_ELEMS).map_err(CliError::usage)
 }
 
 /// The data of a run.

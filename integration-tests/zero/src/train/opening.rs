@@ -93,9 +93,9 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
         n => format!("{} micro-batches", HumanCount(n)),
     };
 
-    let batches = match setup.settings.mesh.sequence_ranks {
-        Some(share) => format!("{} / {share}", ranks(setup)),
-        None => ranks(setup),
+    let batches = match setup.settings.mesh.ranks_of_batch() {
+        1 => ranks(setup),
+        share => format!("{} / {share}", ranks(setup)),
     };
     let product = format!(
         "{batches} x {micro_batches} x {} x {} = {}",
@@ -107,6 +107,9 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
     lines.add("step", &product);
     if let Some(groups) = setup.record.mesh.describe(batch.ranks) {
         lines.add("groups", &groups);
+    }
+    if let Some(cut) = setup.record.mesh.describe_parts() {
+        lines.add("parameters", &cut);
     }
     if let Some(shared) = setup.record.mesh.describe_sequences() {
         lines.add("sequences", &shared);

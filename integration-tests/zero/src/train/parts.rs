@@ -19,13 +19,13 @@ use crate::files::absolute;
 use crate::flags::check_seq_len;
 use crate::plan;
 use crate::settings::activations::{
-    ActivationRecord, NO_MATMUL_TIMING, RECOMPUTE_GELU, SHARE_GPUS,
+    ActivationRecord, NO_MATMUL_TIMING, PARTITION_ACTIVATIONS, RECOMPUTE_GELU, SHARE_GPUS,
 };
 use crate::settings::agreement::{self, Unrecorded};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::{self, BatchRecord};
 use crate::settings::communication::CommunicationRecord;
-use crate::settings::mesh::{self, MeshRecord};
+use crate::settings::mesh::{MeshRecord, Shares};
 use crate::settings::offload::resolve_folders;
 use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
 use crate::settings::resolve::{
@@ -79,9 +79,9 @@ impl<'a> Parts<'a> {
     ) -> Result<Self, CliError> {
         let args = from.args;
         let ranks = run.ranks;
-        let model = ChosenModel::find(args, resumed, ranks, notices)?;
-        let from_mesh = from.without_sizes().part(|run| &run.mesh);
-        let batches = ranks / mesh::sequence_ranks(&from_mesh, ranks)?;
+        let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
+        let batches = ranks / shares.ranks_of_batch();
+        let model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
         let sizes = Sizes::new(&from, &model, batches)?;
         let data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
         sizes.check_data(args, &model, &data)?;
@@ -166,6 +166,7 @@ impl<'a> Parts<'a> {
             activations: ActivationRecord {
                 activation_checkpointing: self.options.activation_checkpointing,
                 recompute_gelu: self.options.recompute_gelu,
+                partition_activations: self.options.partition_activations,
             },
             communication: CommunicationRecord::of(&self.settings),
             mesh: MeshRecord::of(&self.settings.mesh),
@@ -229,11 +230,12 @@ pub(crate) fn first_notices(
     file: Option<&DsConfig>,
     resumed: Option<&Resumed>,
     stage: ZeroStage,
+    cuts: bool,
 ) -> Vec<String> {
     let mut notices = Vec::new();
     if let Some(file) = file {
         notices.extend(file.warnings.iter().cloned());
-        notices.extend(unused_keys::notices(file, stage));
+        notices.extend(unused_keys::notices(file, stage, cuts));
     }
     if let Some(resumed) = resumed {
         notices.extend(resumed.notices.iter().cloned());
@@ -328,12 +330,25 @@ fn model_options(
     sizes: &Sizes,
     settings: &Settings,
 ) -> Result<ModelOptions, CliError> {
+    let from_activations = from.without_sizes().part(|run| &run.activations);
+    let given = from_activations.given(&PARTITION_ACTIVATIONS);
+    let tensor_ranks = settings.mesh.tensor_ranks.unwrap_or(1);
+    if tensor_ranks == 1 && from.args.partition_activations == Some(true) {
+        return Err(CliError::Usage(
+            "--partition-activations divides activations among the ranks of tensor parallelism: \
+             use --tensor-parallel M, too"
+                .to_owned(),
+        ));
+    }
+    // A key of the file does nothing without tensor parallelism, as in DeepSpeed.
+    let recorded = from_activations.recorded(&PARTITION_ACTIVATIONS);
+    let partition_activations = tensor_ranks > 1 && given.or(recorded).unwrap_or(false);
     let options = ModelOptions {
         micro_batch: sizes.batch.micro_batch as usize,
         seq_len: sizes.seq_len,
         sequence_ranks: settings.mesh.sequence_ranks(),
-        tensor_ranks: 1,
-        partition_activations: false,
+        tensor_ranks,
+        partition_activations,
         dtype: settings.dtype,
         activation_checkpointing: from.checkpoints_activations(),
         offload_activations: settings.offload.activations,

@@ -19,6 +19,7 @@ use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::memory::{self, RunMemory};
+use crate::settings::mesh::Shares;
 use crate::settings::args::Output;
 use crate::settings::args::TrainArgs;
 use crate::settings::outputs;
@@ -88,10 +89,12 @@ impl RunSetup {
             on_gpus: device.is_some(),
             checkpointing: from.checkpoints_activations(),
             offloads: false,
-            shares_sequences: false,
+            shares_batches: false,
         };
 
-        let mut notices = parts::first_notices(from.file, resumed, run.stage);
+        let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
+        let cuts = shares.tensor > 1;
+        let mut notices = parts::first_notices(from.file, resumed, run.stage, cuts);
         let parts = Parts::new(from, resumed, run, device, &mut notices)?;
         let record = parts.record()?;
         let agreed = parts.agreed(&record)?;
