@@ -13,7 +13,7 @@ use zero_trainer::{Batch, ModelError, ModelRanks};
 
 use crate::ModelConfig;
 use crate::config::{ConfigError, check_divides};
-use crate::ops::cross_entropy::VocabPart;
+use crate::ops::cross_entropy::{STATISTICS, VocabPart};
 use crate::options::ModelOptions;
 
 /// A rank of tensor parallelism.
@@ -118,7 +118,59 @@ fn cut_of(param: &ParamSpec) -> TensorCut {
     }
 }
 
+/// Elements that a rank of tensor parallelism sends to the others for one micro-batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TensorElems {
+    /// Of activations, in all-reduces.
+    pub all_reduce: u64,
+    /// Of activations, in all-gathers: the inputs of blocks, if they are partitioned.
+    pub all_gather: u64,
+    /// Statistics of the loss in fp32, in all-gathers.
+    pub statistics: u64,
+}
+
+impl TensorElems {
+    /// Bytes of all-reduces and all-gathers, with activations of `elem_bytes` bytes.
+    pub fn bytes(self, elem_bytes: u64) -> [u64; 2] {
+        [
+            self.all_reduce * elem_bytes,
+            self.all_gather * elem_bytes + self.statistics * size_of::<f32>() as u64,
+        ]
+    }
+}
+
 impl ModelConfig {
+    /// What a rank of tensor parallelism sends for one micro-batch, of a model on the host or on a
+    /// GPU. Exact if the ranks divide the elements of a block's input. The options must be valid for
+    /// the configuration.
+    pub fn tensor_elems(&self, options: &ModelOptions, on_gpu: bool) -> TensorElems {
+        let ranks = options.tensor_ranks as u64;
+        let tokens = options.tokens() as u64;
+        let row = tokens * self.hidden() as u64;
+        let layers = self.layers() as u64;
+        let partial = match self {
+            Self::Llama(config) if config.has_qk_norm() => 2 * config.head_dim as u64,
+            _ => 0,
+        };
+        // Two sums in a block's forward and two in its backward, of which a repeated forward needs
+        // one; one each of the embedding and the head.
+        let sums = if options.activation_checkpointing { 5 } else { 4 };
+        let summed = row * (sums * layers + 2) + partial * layers;
+        let whole = match on_gpu && options.offload_activations {
+            true => crate::decoder::gpu::RING as u64,
+            false => crate::decoder::part_rows::RING as u64,
+        };
+        let gathered = match options.partition_activations {
+            true => row * (layers + 1).saturating_sub(whole),
+            false => 0,
+        };
+        TensorElems {
+            all_reduce: 2 * (ranks - 1) * summed / ranks,
+            all_gather: (ranks - 1) * gathered / ranks,
+            statistics: (ranks - 1) * tokens * STATISTICS as u64,
+        }
+    }
+
     /// How tensor parallelism cuts a parameter.
     pub fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
         cut_of(param)

@@ -65,7 +65,8 @@ impl RankBytes {
         let scratch =
             scratch_elems(settings, layout, passes, &|_, _| false)?.checked_add(upcast)?;
         let rate_sets = groups.rate_sets(&settings.optimizer);
-        let steps = device_steps(layout.world_size() as usize).bytes(rate_sets) as u64;
+        let ranks = layout.world_size() as usize * settings.mesh.tensor_ranks.unwrap_or(1);
+        let steps = device_steps(ranks).bytes(rate_sets) as u64;
         let reduced_over = settings.mesh.layouts(layout).ok()?.grads(0).0.world_size();
         let count = settings.buckets(reduced_over as usize, true) as u64;
         let buckets = (settings.bucket_capacity_elems as u64)

@@ -23,7 +23,7 @@ use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
-use zero_shard::{Sharding, UnitSpec};
+use zero_shard::{ParamSpec, Sharding, TensorCut, UnitSpec};
 use zero_trainer::{
     Batch, BatchAt, CommBytes, Home, IGNORED, InitialWeights, MeshSettings, Model, ModelError,
     ModelRanks, NextToken, OffloadSettings, Pass, SampleOptions, ValidationOptions, Workload,
@@ -246,6 +246,10 @@ impl Workload<HostDevice> for Packed<'_> {
         ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
         self.0.model(pool, compute, ranks)
+    }
+
+    fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
+        self.0.tensor_cut(param)
     }
 
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

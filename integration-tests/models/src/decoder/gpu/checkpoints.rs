@@ -28,7 +28,7 @@ use zero_comm::Communicator;
 use zero_trainer::ModelError;
 
 /// Rows on the device: one that a pass reads, one that it writes, and one in transfer.
-pub(super) const RING: usize = 3;
+pub(crate) const RING: usize = 3;
 /// The timeout of the wait for copies before their memory is freed.
 const LIMIT: Duration = Duration::from_secs(300);
 

@@ -22,6 +22,7 @@
 mod batch;
 pub(crate) mod buffers;
 mod checkpoints;
+pub(crate) use checkpoints::RING;
 mod head;
 pub(crate) mod sequence;
 mod tensor;
