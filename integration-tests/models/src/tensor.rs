@@ -154,7 +154,11 @@ impl ModelConfig {
         };
         // Two sums in a block's forward and two in its backward, of which a repeated forward needs
         // one; one each of the embedding and the head.
-        let sums = if options.activation_checkpointing { 5 } else { 4 };
+        let sums = if options.activation_checkpointing {
+            5
+        } else {
+            4
+        };
         let summed = row * (sums * layers + 2) + partial * layers;
         let whole = match on_gpu && options.offload_activations {
             true => crate::decoder::gpu::RING as u64,
@@ -169,6 +173,15 @@ impl ModelConfig {
             all_gather: (ranks - 1) * gathered / ranks,
             statistics: (ranks - 1) * tokens * STATISTICS as u64,
         }
+    }
+
+    /// The part of each unit on one of `ranks` ranks of tensor parallelism: of the same sizes on all.
+    ///
+    /// # Errors
+    /// As [`Self::check_tensor_ranks`].
+    pub fn units_of_part(&self, ranks: usize) -> Result<Vec<UnitSpec>, ModelError> {
+        self.check_tensor_ranks(ranks)?;
+        TensorRank { rank: 0, ranks }.units(self.units())
     }
 
     /// How tensor parallelism cuts a parameter.

@@ -65,7 +65,10 @@ fn sample<D: Device>(
         if messages.iter().any(|message| message[0] != 0) {
             return Ok(None);
         }
-        let [_, token @ ..] = messages.get(chooser * rank.tensor_ranks()).copied().unwrap_or_default();
+        let [_, token @ ..] = messages
+            .get(chooser * rank.tensor_ranks())
+            .copied()
+            .unwrap_or_default();
         match u32::from_le_bytes(token) {
             TEXT_ENDS => break,
             token => text.push(token),

@@ -84,7 +84,9 @@ pub fn sort_tokens(tokens: &[u32], order: &mut [u32], starts: &mut [u32]) -> u32
         token => token as usize,
     };
     let mut places = vec![0u32; others + 1];
-    tokens.iter().for_each(|&token| places[place_of(token)] += 1);
+    tokens
+        .iter()
+        .for_each(|&token| places[place_of(token)] += 1);
     let mut segments = 0;
     let mut end = 0;
     for place in &mut places {

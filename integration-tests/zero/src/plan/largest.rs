@@ -7,13 +7,17 @@ use super::stage::fits;
 
 /// Returns the most parameters of a transformer of typical shape that fits at `stage`, with the
 /// buckets and gathered units that a run of that model has; 0 if none fits, and `None` if the
-/// memory of a GPU is unknown. 1.1 times as many do not fit.
+/// memory of a GPU is unknown, or GPUs have parts of the parameters. 1.1 times as many do not fit.
 ///
 /// With more layers, a layer has a smaller part of the parameters, so memory does not always rise
 /// with their number. But it does rise among models of equal shape, and from the smallest model of
 /// one shape to that of the next.
 pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Option<u64> {
     request.gpu_memory_bytes?;
+    // A model of typical shape has no parameters that are cut.
+    if request.tensor_ranks() > 1 {
+        return None;
+    }
     // A size that overflows 64 bits does not fit.
     let fits = |params: u64| {
         params <= MAX_PARAMS && fits(&request.with_about(params), stage).unwrap_or(false)

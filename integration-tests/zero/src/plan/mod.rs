@@ -97,6 +97,9 @@ pub struct PlanArgs {
     /// Keep only the input of each block and recompute its activations in backward
     #[arg(long)]
     pub activation_checkpointing: bool,
+    /// Keep 1/M of the input of each checkpointed block on each of the M GPUs of --tensor-parallel
+    #[arg(long, requires = "tensor_parallel")]
+    pub partition_activations: bool,
     /// Recompute GELU's output in backward in place of keeping it, on GPUs
     /// [default: where it does not fit otherwise, with 1 GiB left for the CUDA context]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]

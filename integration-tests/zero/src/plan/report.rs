@@ -22,6 +22,9 @@ pub(crate) struct Report {
     pub(crate) seq_len: u64,
     /// Ranks that share each sequence.
     pub(crate) ulysses: usize,
+    /// Ranks that have a part of each parameter.
+    pub(crate) tensor_parallel: usize,
+    pub(crate) partition_activations: bool,
     pub(crate) activation_checkpointing: bool,
     /// As requested; each stage has what it plans with.
     pub(crate) recompute_gelu: Option<bool>,
@@ -97,6 +100,8 @@ impl Report {
             grad_accum: request.grad_accum,
             seq_len: request.seq_len,
             ulysses: request.mesh.sequence_ranks(),
+            tensor_parallel: request.tensor_ranks(),
+            partition_activations: request.partition_activations,
             activation_checkpointing: request.checkpointing,
             recompute_gelu: request.recompute_gelu,
             offload: request.offload.clone(),

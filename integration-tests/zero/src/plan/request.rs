@@ -51,6 +51,8 @@ pub(crate) struct Request {
     pub(crate) reduce_every_micro_batch: bool,
     pub(crate) seq_len: u64,
     pub(crate) checkpointing: bool,
+    /// Whether each rank of tensor parallelism keeps a part of the inputs of blocks.
+    pub(crate) partition_activations: bool,
     /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
     pub(crate) recompute_gelu: Option<bool>,
     /// Groups of ranks, at the stages that they fit.
@@ -106,6 +108,7 @@ impl Request {
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
         let zero = zero.as_ref();
         let mesh = mesh(args, file.as_deref(), zero)?;
+        let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batches = args.gpus / mesh.ranks_of_batch() as u64;
         let batch = batch
@@ -140,6 +143,9 @@ impl Request {
             reduce_every_micro_batch: args.reduce_every_micro_batch,
             seq_len,
             checkpointing,
+            partition_activations: mesh.tensor_ranks.is_some()
+                && (args.partition_activations
+                    || blocks.is_some_and(|blocks| blocks.partition_activations)),
             recompute_gelu: args.recompute_gelu,
             sub_group_elems: sub_group,
             mesh,
@@ -160,10 +166,17 @@ impl Request {
         Ok((request.with_sizes_of_file(), notices))
     }
 
-    /// Checks that ranks can share the sequences of a model of known shape.
+    /// Ranks that have a part of each parameter.
+    pub(crate) fn tensor_ranks(&self) -> usize {
+        self.mesh.tensor_ranks.unwrap_or(1)
+    }
+
+    /// Checks that ranks can share the micro-batches of a model of known shape.
     fn check_shares(&self) -> Result<(), CliError> {
-        match (&self.model.config, self.mesh.sequence_ranks) {
-            (Some(config), Some(_)) => config.check(&self.options(false)).map_err(CliError::usage),
+        match &self.model.config {
+            Some(config) if self.mesh.ranks_of_batch() > 1 => {
+                config.check(&self.options(false)).map_err(CliError::usage)
+            }
             _ => Ok(()),
         }
     }
@@ -221,8 +234,14 @@ impl Request {
         gpu_memory_bytes: u64,
     ) -> Self {
         let prefetch = &settings.prefetch;
+        let model = ModelSize::of("model", config);
+        let parts = config.units_of_part(options.tensor_ranks);
         Self {
-            model: Arc::new(ModelSize::of("model", config)),
+            model: Arc::new(ModelSize {
+                // A run of a model that cannot be cut does not begin.
+                units: parts.unwrap_or_else(|_| model.units.clone()),
+                ..model
+            }),
             gpus: gpus as u64,
             nodes: 1,
             gpu_memory_bytes: Some(gpu_memory_bytes),
@@ -231,6 +250,7 @@ impl Request {
             grad_accum: settings.grad_accum_steps as u64,
             seq_len: options.seq_len as u64,
             checkpointing: options.activation_checkpointing,
+            partition_activations: options.partition_activations,
             recompute_gelu: None,
             mesh: settings.mesh,
             offload: settings.offload.clone(),
@@ -265,8 +285,8 @@ impl Request {
             micro_batch: usize::try_from(self.micro_batch).unwrap_or(usize::MAX),
             seq_len: usize::try_from(self.seq_len).unwrap_or(usize::MAX),
             sequence_ranks: self.mesh.sequence_ranks(),
-            tensor_ranks: 1,
-            partition_activations: false,
+            tensor_ranks: self.tensor_ranks(),
+            partition_activations: self.partition_activations,
             dtype: self.dtype,
             activation_checkpointing: self.checkpointing,
             offload_activations: self.offload.activations,
@@ -370,6 +390,14 @@ fn mesh(
     };
     let mesh = mesh::planned(&from, args.gpus)?;
     let of_node = args.gpus / args.nodes;
+    let tensor_ranks = mesh.tensor_ranks.unwrap_or(1) as u64;
+    if !of_node.is_multiple_of(tensor_ranks) {
+        return Err(CliError::Usage(format!(
+            "--tensor-parallel {tensor_ranks} on nodes of {of_node} GPUs: expected a number that divides them"
+        )));
+    }
+    // Of the GPUs with the same part of the parameters.
+    let of_node = of_node / tensor_ranks;
     match mesh.shard_group.map(|group| group as u64) {
         Some(group) if !group.is_multiple_of(of_node) && !of_node.is_multiple_of(group) => {
             Err(CliError::Usage(format!(
@@ -537,6 +565,24 @@ impl ModelSize {
             config,
             assumed: false,
         }
+    }
+
+    /// The part of the model on one of `ranks` ranks of tensor parallelism.
+    ///
+    /// # Errors
+    /// The shape is assumed, or the parameters cannot be cut.
+    fn cut(self, ranks: usize) -> Result<Self, CliError> {
+        let units = match (&self.config, ranks) {
+            (_, 1) => return Ok(self),
+            (Some(config), _) => config.units_of_part(ranks).map_err(CliError::usage)?,
+            (None, _) => {
+                return Err(CliError::Usage(
+                    "--tensor-parallel cuts the parameters of a model of known shape: pass --model"
+                        .to_owned(),
+                ));
+            }
+        };
+        Ok(Self { units, ..self })
     }
 
     /// A transformer of `params` parameters in layers of equal size.

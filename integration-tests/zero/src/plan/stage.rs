@@ -14,6 +14,7 @@ use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
 use crate::settings::communication::BUCKET_ELEMS;
 use zero_models::GpuBytes;
+use zero_models::TensorElems;
 use zero_models::cuda::matmul;
 use zero_trainer::{
     OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
@@ -123,11 +124,12 @@ fn count_units(request: &Request) {
     UNITS_VISITED.set(UNITS_VISITED.get() + request.model.units.len());
 }
 
-/// The layout of the model over the GPUs.
+/// The layout of the model over the GPUs with the same part of it.
 pub(crate) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout, ShardError> {
     #[cfg(test)]
     count_units(request);
-    let grid = Grid::new(request.gpus, request.gpus / request.nodes)?;
+    let cut = request.tensor_ranks() as u64;
+    let grid = Grid::new(request.gpus / cut, request.gpus / request.nodes / cut)?;
     GridLayout::new(
         &request.model.units,
         grid,
@@ -214,6 +216,9 @@ fn evaluate_with(
     );
     let (sent, node_egress_bytes) = sent(layout, &over_groups, &settings)?;
     let all_to_all_bytes = all_to_all_bytes(request);
+    let [of_parts, gathered] = tensor_bytes(request);
+    // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
+    let node_egress_bytes = node_egress_bytes.saturating_mul(request.tensor_ranks() as u64);
     let total_bytes = gpu.total_bytes()?;
 
     Ok(Stage {
@@ -254,10 +259,13 @@ fn evaluate_with(
         process_bytes: on_cores.and_then(|rank| process_bytes(request, &rank)),
         sent: Sent {
             reduce_scatter_bytes: sent.reduce_scatter_bytes,
-            all_gather_bytes: sent.all_gather_bytes,
-            all_reduce_bytes: sent.all_reduce_bytes,
+            all_gather_bytes: sent.all_gather_bytes.saturating_add(gathered),
+            all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts),
             all_to_all_bytes,
-            total_bytes: sent.total_bytes().saturating_add(all_to_all_bytes),
+            total_bytes: sent
+                .total_bytes()
+                .saturating_add(all_to_all_bytes)
+                .saturating_add(of_parts.saturating_add(gathered)),
             node_egress_bytes: node_egress_bytes.saturating_add(
                 settings.mesh.sequence_egress_bytes(
                     (request.gpus / request.nodes) as usize,
@@ -279,6 +287,17 @@ fn all_to_all_bytes(request: &Request) -> u64 {
         .map_or(0, |(config, options)| config.sequence_elems(&options));
     let bytes = elems.saturating_mul(request.dtype.size_bytes() as u64);
     bytes.saturating_mul(request.grad_accum)
+}
+
+/// The bytes that a rank sends in the all-reduces and all-gathers of tensor parallelism in a step.
+fn tensor_bytes(request: &Request) -> [u64; 2] {
+    let elems = request
+        .model_options(false)
+        .map_or_else(TensorElems::default, |(config, options)| {
+            config.tensor_elems(&options, true)
+        });
+    let of_micro_batch = elems.bytes(request.dtype.size_bytes() as u64);
+    of_micro_batch.map(|bytes| bytes.saturating_mul(request.grad_accum))
 }
 
 /// Upper bounds of the bytes that a rank sends in a step, and that leave a node. `layout` has the

@@ -71,6 +71,17 @@ fn heading(report: &Report) -> String {
         // Writing to a string does not fail.
         let _ = write!(text, ", {} GPUs share each sequence", report.ulysses);
     }
+    if report.tensor_parallel > 1 {
+        let cut = report.tensor_parallel;
+        // Writing to a string does not fail.
+        let _ = write!(
+            text,
+            ", each parameter over {cut} GPUs (tensor parallelism)"
+        );
+    }
+    if report.partition_activations {
+        text += ", partitioned activations";
+    }
     if report.activation_checkpointing {
         text += ", activation checkpointing";
     }

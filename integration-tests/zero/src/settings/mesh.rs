@@ -104,7 +104,12 @@ impl Shares {
         let tensor = dividing(from, &TENSOR_PARALLEL, ranks, "ranks")?;
         let sequence = match tensor {
             1 => dividing(from, &ULYSSES, ranks, "ranks")?,
-            _ => dividing(from, &ULYSSES, ranks / tensor, "ranks with the same parameters")?,
+            _ => dividing(
+                from,
+                &ULYSSES,
+                ranks / tensor,
+                "ranks with the same parameters",
+            )?,
         };
         Ok(Self { tensor, sequence })
     }

@@ -86,7 +86,10 @@ mod tests {
         // The stage of the run counts, not that of the file.
         let offload = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#;
         let offload = DsConfig::parse(offload).unwrap();
-        assert_eq!(notices(&offload, ZeroStage::Three, false), Vec::<String>::new());
+        assert_eq!(
+            notices(&offload, ZeroStage::Three, false),
+            Vec::<String>::new()
+        );
         let expected = "zero_optimization.offload_param is ignored: it needs stage 3";
         assert_eq!(notices(&offload, ZeroStage::Two, false), [expected]);
     }

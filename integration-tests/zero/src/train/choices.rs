@@ -7,7 +7,7 @@ use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
-use zero_shard::{Layout, TensorPart};
+use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
@@ -121,22 +121,16 @@ impl ChosenModel {
 ///
 /// # Errors
 /// The parameters cannot be cut.
-pub(crate) fn part_layout(
+fn part_layout(
     config: &ModelConfig,
     ranks: usize,
     tensor_ranks: usize,
 ) -> Result<Layout, CliError> {
-    config
-        .check_tensor_ranks(tensor_ranks)
-        .map_err(CliError::usage)?;
-    let part = TensorPart::new(0, tensor_ranks as u64).map_err(CliError::usage)?;
-    let units = config.units();
-    let cut = units
-        .iter()
-        .map(|unit| part.unit(unit, |param| config.tensor_cut(param)));
-    let cut = cut.collect::<Result<Vec<_>, _>>().map_err(CliError::usage)?;
     let data_ranks = (ranks / tensor_ranks) as u64;
-    Layout::new(&cut, data_ranks, SHARD_ALIGN_ELEMS).map_err(CliError::usage)
+    let units = config
+        .units_of_part(tensor_ranks)
+        .map_err(CliError::usage)?;
+    Layout::new(&units, data_ranks, SHARD_ALIGN_ELEMS).map_err(CliError::usage)
 }
 
 /// The data of a run.

@@ -151,7 +151,11 @@ impl Sizes {
         let vocab = extent.vocab.div_ceil(ranks);
         let stride = cross_entropy::stride_elems(vocab);
         // Of one token, the logits of this rank and those of all.
-        let gathered = if ranks == 1 { 0 } else { stride + ranks * vocab };
+        let gathered = if ranks == 1 {
+            0
+        } else {
+            stride + ranks * vocab
+        };
         let logits_rows = logits_rows.clamp(1, tokens);
         let logits = (stride * logits_rows).max(gathered);
         let stats = tensor::stats_elems(ranks, logits_rows);

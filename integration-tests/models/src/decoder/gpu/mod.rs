@@ -51,11 +51,11 @@ use crate::cuda::{OpError, OpKernels, SumOut};
 use crate::ops::Span;
 use crate::ops::sequence::Exchange;
 use crate::options::ModelOptions;
+use crate::tensor::TensorRank;
 use batch::{Batches, Layout};
 use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
 use sequence::SequenceGroup;
 use tensor::TensorGroup;
-use crate::tensor::TensorRank;
 
 /// The limit of the upload of the constants.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -284,8 +284,8 @@ impl<A: GpuArch> GpuDecoder<A> {
         let exchanges = extent.exchanges;
         let comm = ranks.tensor.as_ref();
         let mut buffers = Buffers::new(&arch, extent, options, rows, pool, stream, comm)?;
-        let tensor = comm
-            .map(|comm| TensorGroup::new(comm, tensor_rank, arch.vocab(), buffers.stats));
+        let tensor =
+            comm.map(|comm| TensorGroup::new(comm, tensor_rank, arch.vocab(), buffers.stats));
         let group = ranks.sequence.as_ref().zip(buffers.exchange.take());
         let group = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
 

@@ -92,9 +92,7 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
     let tokens = options.tokens();
     let row = tokens * c;
     // With dropout, the gradient before it is in the same buffer.
-    let wide = f
-        .max(3 * attended)
-        .max(if config.drops() { c } else { 0 });
+    let wide = f.max(3 * attended).max(if config.drops() { c } else { 0 });
     let stats = (2 * tokens, DType::F32);
     let act = if keeps_act(options) { tokens * f } else { 0 };
     let dropped = match config.resid_pdrop {
