@@ -34,8 +34,9 @@ impl Workload<HostDevice> for Bigrams {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
-        _ranks: &ModelRanks<HostDevice>,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
+        ranks.check_alone()?;
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let kept = Arc::default();
         Ok(Box::new(Bigram { loss, kept }))

@@ -97,6 +97,22 @@ pub struct ModelRanks<D: Device> {
     pub sequence: Option<Arc<dyn Communicator<D>>>,
 }
 
+impl<D: Device> ModelRanks<D> {
+    /// Checks that there are no other ranks, for a model that computes whole micro-batches.
+    ///
+    /// # Errors
+    /// Ranks share sequences.
+    pub fn check_alone(&self) -> Result<(), ModelError> {
+        match &self.sequence {
+            None => Ok(()),
+            Some(comm) => Err(ModelError::from(format!(
+                "{} ranks share each sequence, and this model computes whole sequences: set MeshSettings::sequence_ranks to None",
+                comm.world_size()
+            ))),
+        }
+    }
+}
+
 impl<D: Device> Clone for ModelRanks<D> {
     fn clone(&self) -> Self {
         Self {

@@ -55,7 +55,8 @@ impl Heads {
 }
 
 impl Angles {
-    /// Table, starts, tokens of a sequence and the first of them, for `rows` rows of heads of `d` elements.
+    /// Table, starts, tokens of a sequence and the first of them, for `rows` rows of heads of `d`
+    /// elements.
     fn args(&self, rows: usize, d: usize) -> Result<[Arg; 4], OpError> {
         let Span { tokens, first } = self.span;
         let last = (first + tokens) * d;

@@ -233,7 +233,10 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
+        #![proptest_config(ProptestConfig {
+            failure_persistence: None,
+            ..ProptestConfig::with_cases(64)
+        })]
 
         #[test]
         fn heads_have_all_tokens_and_return(
@@ -279,11 +282,14 @@ mod tests {
                 }
 
                 // Each copy of a head of keys returns its name once.
-                let copies = |head: usize| (0..ranks).filter(|&rank| wanted_heads(x, rank).contains(&head)).count();
+                let copies = |head: usize| {
+                    let has = |rank: &usize| wanted_heads(x, *rank).contains(&head);
+                    (0..ranks).filter(has).count()
+                };
                 for (rank, received) in all_to_all(x, &back).iter().enumerate() {
                     let mut want = tokens_of(x, rank);
                     for (i, value) in want.iter_mut().enumerate() {
-                        // Sums of a few equal integers below 2^14 are exact.
+                        // Sums of a few equal integers below 2^16 are exact.
                         *value *= copies(i / d % (heads + 2 * kv_heads)) as f32;
                     }
                     let mut got = vec![f32::NAN; want.len()];

@@ -86,8 +86,9 @@ impl Workload<HostDevice> for Toy {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
-        _ranks: &ModelRanks<HostDevice>,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
+        ranks.check_alone()?;
         let loss = pool.allocate(1, DType::F64, Purpose::Workspace, compute)?;
         let panic_at = self.panic_at.filter(|_| compute_is_of_rank_0(compute));
         let cancel = self

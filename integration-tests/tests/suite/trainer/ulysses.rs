@@ -32,6 +32,7 @@ use zero_trainer::{
 
 use super::identical::{cases, same};
 use super::support::{Case, Outcome};
+use super::toy::Toy;
 
 /// Adam whose updates are about `lr / epsilon` times the mean gradient.
 pub(super) fn linear() -> OptimizerConfig {
@@ -532,6 +533,13 @@ fn refusals_say_what_to_change() {
     assert!(error.contains("3 heads of keys and values"), "{error}");
     let error = refused(GPT2, 4, 3, &unchanged);
     assert!(error.contains("divides the 4 ranks"), "{error}");
+    let toy = Toy::new(&[vec![40], vec![7]], false);
+    let case = Case {
+        mesh: shared(2),
+        ..case(GPT2, 2)
+    };
+    let error = case.try_run(&toy).err().unwrap().to_string();
+    assert!(error.contains("computes whole sequences"), "{error}");
     let error = refused(GPT2, 2, 2, &|workload| workload.options.sequence_ranks = 1);
     assert!(error.contains("ModelOptions::sequence_ranks"), "{error}");
 }

@@ -3,8 +3,8 @@
 // Shapes: tokens [batch * seq]; wte [vocab, n], wpe [positions, n], x, dx [batch * seq, n] in T; dwte, dwpe as wte,
 // wpe in fp32. A thread owns W columns (8: n is a multiple of 8; else 1). If `documents` [batch * seq] is not null, a
 // row's position is its place in the sequence, less documents[row], the place of the first token of its document, which
-// never decreases within a sequence. The rows of a sequence are its `seq` tokens from `first` on. If `keys` is not null, x is multiplied by the factors of a dropout, and so is dx
-// wherever it is read.
+// never decreases within a sequence. The rows of a sequence are its `seq` tokens from `first` on. If `keys` is not null,
+// x is multiplied by the factors of a dropout, and so is dx wherever it is read.
 //
 // A token IGNORED is in the part of the vocabulary of another rank: its row of wte is 0.
 //

@@ -12,6 +12,7 @@
 //! | `head` | M x C `act`, and the statistics of its norm | forward to backward of the head |
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
 //! | `table` | constants of the architecture, such as rotary angles | the model's |
+//! | `exchange` | those of [`crate::decoder::sequence`] | the same; only if ranks share sequences |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
 //! The backward of a norm computes its output again, so that it is not kept.
@@ -219,8 +220,8 @@ impl PassContext<'_> {
 
 /// A model on a GPU, whose logits can be read.
 pub trait GpuModel: Model<CudaDevice> {
-    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of every
-    /// pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
+    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of
+    /// every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
     ///
     /// # Errors
     /// The stream failed.
