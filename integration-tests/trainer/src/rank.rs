@@ -272,9 +272,9 @@ impl<D: Device> Rank<D> {
                 "groups of ranks do not fit {stage}, which has nothing to share in them"
             )));
         }
-        if settings.graphs && settings.mesh.sequence_ranks() > 1 {
+        if settings.graphs && settings.mesh.ranks_of_batch() > 1 {
             return Err(TrainError::Usage(
-                "steps whose ranks share sequences cannot be recorded into CUDA graphs: set Settings::graphs to false"
+                "steps whose ranks share micro-batches cannot be recorded into CUDA graphs: set Settings::graphs to false"
                     .to_owned(),
             ));
         }

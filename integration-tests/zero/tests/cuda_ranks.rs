@@ -184,9 +184,49 @@ fn cuda_shared_sequences_follow_the_host() {
     let flags: Vec<&str> = flags.split(' ').collect();
     let said = text(&finish(zero(dir.path(), &flags).spawn().unwrap()));
     assert!(
-        said.contains("--cuda-graph: steps whose ranks share sequences"),
+        said.contains("--cuda-graph: steps whose ranks share micro-batches"),
         "{said}"
     );
+}
+
+/// Ranks that have a part of each parameter sum activations on the compute stream; with partitioned
+/// activations they gather the inputs of blocks, which may be on the host.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_parts_follow_the_host() {
+    let model = |folder| place::data(folder).display().to_string();
+    let gpt2 = model("model");
+    let llama = model("../llama-gqa/model");
+    let sizes = ["--dtype", "fp32", "--micro-batch", "1", "--seq-len", "32"];
+    let partitions = "--activation-checkpointing --partition-activations";
+    for (stage, ranks, model, flags, on_gpu) in [
+        ("2", "2", &gpt2, "--dropout 0.1", ""),
+        ("3", "4", &llama, partitions, ""),
+        ("1", "2", &gpt2, partitions, "--offload-activations"),
+        ("3", "4", &llama, "--ulysses 2", ""),
+    ] {
+        let dir = temp();
+        let cut: Vec<&str> = flags
+            .split(' ')
+            .chain(["--tensor-parallel", "2", "--model", model])
+            .chain(sizes)
+            .collect();
+        let run = ["--stage", stage, "--ranks", ranks];
+        let on_gpu: Vec<&str> = on_gpu.split(' ').filter(|flag| !flag.is_empty()).collect();
+        let steps = on_host_and_cuda(dir.path(), &[&run[..], &cut].concat(), &on_gpu);
+        let planned: Vec<&str> = [&cut[..], &on_gpu].concat();
+        let planned = planned
+            .into_iter()
+            .filter(|flag| !flag.starts_with("--dropout"));
+        let planned: Vec<&str> = planned.filter(|flag| *flag != "0.1").collect();
+        let planned = planned_activations(stage, ranks, &planned);
+        for (host, cuda) in steps {
+            if on_gpu.is_empty() {
+                assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags}");
+            }
+            assert_eq!(cuda["memory"]["activations_bytes"], planned, "{flags}");
+        }
+    }
 }
 
 /// Groups of ranks: one communicator an axis.

@@ -140,6 +140,21 @@ fn the_losses_of_shared_sequences_are_those_of_threads() {
     }
 }
 
+/// Ranks that have a part of each parameter, alone and with the other axes.
+#[test]
+fn the_losses_of_parts_are_those_of_threads() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let partitions = "--activation-checkpointing --partition-activations --dropout 0.1";
+    for (stage, more) in [("3", partitions), ("2", "--ulysses 2")] {
+        let flags: Vec<&str> = more.split(' ').collect();
+        let more = [&["--stage", stage, "--tensor-parallel", "2"], &flags[..]].concat();
+        agree_with_threads(dir.path(), 4, &more);
+    }
+}
+
 /// Asserts that the processes of `mpirun` have the losses of threads.
 fn agree_with_threads(dir: &Path, ranks: usize, more: &[&str]) {
     let files =
