@@ -189,7 +189,8 @@ impl PassContext<'_> {
     /// The masks of attention.
     pub(crate) fn masks(&self, probability: f32, site: u32) -> Masks {
         let Exchange { heads, seq, .. } = self.exchanges.qkv;
-        let first = self.part.first_line(heads, seq);
+        let before = self.tensor.map_or(0, |tensor| tensor.rank.rank) * heads * seq;
+        let first = before + self.part.first_line(heads, seq);
         let dropout = self
             .keys
             .and_then(|keys| Dropout::new(keys, probability, site));
