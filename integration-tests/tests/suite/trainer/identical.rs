@@ -252,7 +252,7 @@ pub(super) fn cases(n: u32) -> ProptestConfig {
 }
 
 proptest! {
-    #![proptest_config(cases(12))]
+    #![proptest_config(cases(6))]
 
     /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters
     /// without elements.

@@ -265,7 +265,7 @@ fn smaller_formats_follow_the_losses() {
     let base = Case {
         stage: 2,
         dtype: DType::Bf16,
-        steps: 200,
+        steps: 100,
         ..Case::default()
     };
 
@@ -278,10 +278,13 @@ fn smaller_formats_follow_the_losses() {
     };
 
     let plain = losses(&base);
-    for home in [Home::Host, Home::Nvme(dir.path().to_owned())] {
-        for (remainder, bf16_moments, tolerance) in
-            [(true, false, 0.01), (false, true, 0.03), (true, true, 0.03)]
-        {
+    // What a file holds has the bits of what host memory holds, so one run from a file is enough.
+    let formats = [(true, true, 0.03), (true, false, 0.01), (false, true, 0.03)];
+    for (home, formats) in [
+        (Home::Host, &formats[..]),
+        (Home::Nvme(dir.path().to_owned()), &formats[..1]),
+    ] {
+        for &(remainder, bf16_moments, tolerance) in formats {
             let format = StateFormat {
                 remainder,
                 bf16_moments,
@@ -495,7 +498,7 @@ fn truncate_files_in(dir: &Path) {
 }
 
 proptest! {
-    #![proptest_config(cases(6))]
+    #![proptest_config(cases(3))]
 
     /// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters
     /// without elements.

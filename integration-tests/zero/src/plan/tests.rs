@@ -295,7 +295,7 @@ fn huge_questions_end_soon() {
 }
 
 proptest::proptest! {
-    #![proptest_config(proptest::prelude::ProptestConfig::with_cases(64))]
+    #![proptest_config(proptest::prelude::ProptestConfig::with_cases(16))]
 
     #[test]
     fn advice_fits_and_is_minimal(
