@@ -6,6 +6,7 @@ use zero_models::cuda::embedding::{TokenLists, sort_tokens};
 use zero_models::cuda::layer_norm::{self, Output, Sums};
 use zero_models::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
 use zero_models::ops::Span;
+use zero_models::ops::cross_entropy::{STATISTICS, VocabPart};
 use zero_trainer::IGNORED;
 
 use crate::fp64;
@@ -312,6 +313,93 @@ fn embeddings() {
                 2e-6,
                 &format!("{what}: dwpe"),
             );
+        }
+    }
+}
+
+/// The parts of a vocabulary on three ranks, of which the last has fewer tokens.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cross_entropy_of_parts() {
+    let gpu = Gpu::open();
+    for dtype in FLOATS {
+        let ops = gpu.kernels(dtype);
+        let rows = 4;
+        let vocab = 131;
+        let each = 44;
+        let what = format!("{dtype}");
+        let all: Vec<f32> = values(rows * vocab, 1).iter().map(|v| 10.0 * v).collect();
+        // In each of the parts, and one that is not trained.
+        let targets = [3, IGNORED, 130, 60];
+        let (want_loss, grad) = fp64::cross_entropy(&rounded(&all, dtype), &targets, vocab);
+        let targets = gpu.words(&targets);
+        let scale = Scale {
+            loss_scale: gpu.double(8.0),
+            divisor: gpu.double(16.0),
+        };
+
+        let parts: Vec<_> = (0..vocab)
+            .step_by(each)
+            .map(|first| VocabPart {
+                first,
+                len: each.min(vocab - first),
+            })
+            .collect();
+        let stats = gpu.floats(&vec![f32::NAN; parts.len() * rows * STATISTICS]);
+        let logits: Vec<_> = parts
+            .iter()
+            .enumerate()
+            .map(|(rank, &part)| {
+                let stride = cross_entropy::stride_elems(part.len);
+                let mut own = vec![77.0; rows * stride];
+                for (own, all) in own.chunks_mut(stride).zip(all.chunks(vocab)) {
+                    own[..part.len].copy_from_slice(&all[part.first..part.first + part.len]);
+                }
+                let logits = gpu.put(&own, dtype);
+                let of_rank = rows * STATISTICS;
+                let own = stats.slice(rank * of_rank..(rank + 1) * of_rank);
+                let stream = &gpu.stream;
+                cross_entropy::part_statistics(&ops, stream, own, logits, targets, part).unwrap();
+                logits
+            })
+            .collect();
+
+        for (&part, logits) in parts.iter().zip(logits) {
+            let losses = gpu.floats(&vec![f32::NAN; rows]);
+            let alone = gpu.floats(&vec![f32::NAN; rows]);
+            let stream = &gpu.stream;
+            let before = gpu.get(logits);
+            let gradient = |losses, scale| {
+                cross_entropy::part_gradient(
+                    &ops, stream, logits, losses, stats, targets, part, scale,
+                )
+                .unwrap();
+            };
+            gradient(alone, None);
+            assert_eq!(gpu.get(logits), before, "{what}: logits");
+            gradient(losses, Some(scale));
+            assert_eq!(gpu.get(alone.erase()), gpu.get(losses.erase()), "{what}");
+            let got = gpu.get(losses.erase());
+            let want: f64 = got.iter().map(|loss| f64::from(*loss)).sum();
+            assert!(
+                (want - want_loss).abs() < 1e-4 * want_loss,
+                "{what}: losses"
+            );
+
+            let stride = cross_entropy::stride_elems(part.len);
+            let got = gpu.get(logits);
+            let behind = got.chunks(stride).flat_map(|row| &row[part.len..]);
+            assert!(behind.into_iter().all(|v| *v == 0.0), "{what}: behind");
+            let got: Vec<f32> = got
+                .chunks(stride)
+                .flat_map(|row| row[..part.len].to_vec())
+                .collect();
+            let want: Vec<f64> = grad
+                .chunks(vocab)
+                .flat_map(|row| row[part.first..part.first + part.len].to_vec())
+                .map(|g| 0.5 * g)
+                .collect();
+            close(&got, &want, tolerance(dtype), &format!("{what}: gradient"));
         }
     }
 }

@@ -271,11 +271,10 @@ impl Raw {
         if request.done {
             return Ok(());
         }
-        // SAFETY: the request is not done, so its handle is valid.
         self.call(|| {
-            check("MPI_Cancel", unsafe {
-                ffi::MPI_Cancel(&mut request.handle)
-            })
+            // SAFETY: the request is not done, so its handle is valid.
+            let code = unsafe { ffi::MPI_Cancel(&mut request.handle) };
+            check("MPI_Cancel", code)
         })
     }
 

@@ -6,6 +6,7 @@ use std::ops::{Add, Mul, Sub};
 use proptest::prelude::*;
 
 use super::attention::{Masks, Shape};
+use super::cross_entropy::{STATISTICS, VocabPart};
 use super::dropout::Draws;
 use super::{
     Span, Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope,
@@ -340,6 +341,40 @@ impl RmsOracle {
 
 fn on(threads: usize, work: impl FnOnce() + Send) {
     Threads::new(threads).expect("threads").run(work);
+}
+
+/// Asserts that three ranks, each with a part of the vocabulary, have the loss and the gradient of
+/// all logits.
+fn parts_have_the_whole(logits: &[f32], targets: &[u32], vocab: usize, loss: f64, grad: &[f32]) {
+    let rows = targets.len();
+    let each = vocab.div_ceil(3);
+    let parts: Vec<_> = (0..vocab)
+        .step_by(each)
+        .map(|first| VocabPart {
+            first,
+            len: each.min(vocab - first),
+        })
+        .collect();
+    let mut all = vec![f32::NAN; parts.len() * rows * STATISTICS];
+    let mut own: Vec<Vec<f32>> = Vec::new();
+    for (part, stats) in parts.iter().zip(all.chunks_mut(rows * STATISTICS)) {
+        let of_row = |row: &[f32]| row[part.first..part.first + part.len].to_vec();
+        let mut logits: Vec<f32> = logits.chunks(vocab).flat_map(of_row).collect();
+        cross_entropy::part_statistics(stats, &mut logits, targets, *part);
+        own.push(logits);
+    }
+    for (rank, (&part, mut logits)) in parts.iter().zip(own).enumerate() {
+        let got = cross_entropy::part_gradient(&mut logits, &all, rank, targets, part, 0.5);
+        assert!(
+            (got - loss).abs() <= 1e-5 * loss.abs().max(1.0),
+            "loss {got} for {loss}"
+        );
+        let of_row = |row: &[f32]| row[part.first..part.first + part.len].to_vec();
+        let want: Vec<f32> = grad.chunks(vocab).flat_map(of_row).collect();
+        for (got, want) in logits.iter().zip(&want) {
+            assert!((got - want).abs() < 1e-5, "{got} for {want}");
+        }
+    }
 }
 
 proptest! {
@@ -688,6 +723,7 @@ proptest! {
             check(&grad, &want, "gradient");
             let want = Bounded::sum(losses);
             assert!((loss - want.value).abs() <= want.error, "loss {loss}, {} expected", want.value);
+            parts_have_the_whole(&logits, &targets, vocab, loss, &grad);
         });
     }
 

@@ -475,6 +475,8 @@ mod tests {
                 micro_batch,
                 seq_len,
                 sequence_ranks: 1,
+                tensor_ranks: 1,
+                partition_activations: false,
                 dtype: DType::Bf16,
                 activation_checkpointing: false,
                 offload_activations: false,

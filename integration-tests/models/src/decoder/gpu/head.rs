@@ -52,8 +52,7 @@ pub(super) fn losses(
     h: &HeadSlices,
     targets: DeviceSlice<u32>,
     p: &Flat<'_>,
-    vocab: usize,
-    tensor: Option<&TensorGroup>,
+    (vocab, tensor): (usize, Option<&TensorGroup>),
 ) -> Result<(), OpError> {
     let c = h.out.len() / targets.len().max(1);
     let stride = cross_entropy::stride_elems(vocab);
@@ -98,9 +97,8 @@ pub(super) fn token_logits(
     s: &ScratchSlices,
     h: &HeadSlices,
     p: &Flat<'_>,
-    vocab: usize,
+    (vocab, tensor): (usize, Option<&TensorGroup>),
     [token, tokens]: [usize; 2],
-    tensor: Option<&TensorGroup>,
 ) -> Result<AnySlice, OpError> {
     let c = h.out.len() / tokens.max(1);
     let stride = cross_entropy::stride_elems(vocab);

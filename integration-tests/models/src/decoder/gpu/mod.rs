@@ -619,8 +619,7 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
             head,
             self.batches.targets(),
             &flat,
-            self.vocab_part(),
-            self.tensor.as_ref(),
+            (self.vocab_part(), self.tensor.as_ref()),
         )?;
 
         if !self.is_first() {
@@ -646,11 +645,10 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         let Buffers { head, scratch, .. } = &self.buffers;
         let tokens = self.batches.targets().len();
         let token = self.part.token(token, &self.options)?;
-        let vocab = self.vocab_part();
+        let vocab = (self.vocab_part(), self.tensor.as_ref());
         let at = [token, tokens];
-        let tensor = self.tensor.as_ref();
         Ok(head::token_logits(
-            &self.ops, stream, scratch, head, &flat, vocab, at, tensor,
+            &self.ops, stream, scratch, head, &flat, vocab, at,
         )?)
     }
 
