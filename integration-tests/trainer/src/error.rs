@@ -1,5 +1,7 @@
 //! The error of a training run.
 
+use std::error::Error;
+
 use thiserror::Error;
 use zero_alloc::AllocError;
 use zero_alloc::device::DeviceError;
@@ -95,13 +97,21 @@ pub enum TrainError {
     Rank { rank: usize, message: String },
 }
 
-/// An error of a stream stays one, so that a failed collective is known by its operation.
+/// An error of a stream or of a collective stays one, so that the failure of another rank is known.
 impl From<ModelError> for TrainError {
     fn from(error: ModelError) -> Self {
-        match error.downcast::<DeviceError>() {
-            Ok(device) => Self::Device(*device),
-            Err(other) => Self::Model(other),
+        let other = match error.downcast::<DeviceError>() {
+            Ok(device) => return Self::Device(*device),
+            Err(other) => other,
+        };
+        let mut cause: Option<&(dyn Error + 'static)> = Some(&*other);
+        while let Some(error) = cause {
+            if let Some(comm) = error.downcast_ref::<CommError>() {
+                return Self::Comm(comm.clone());
+            }
+            cause = error.source();
         }
+        Self::Model(other)
     }
 }
 

@@ -8,7 +8,7 @@ use zero_comm::backend::{Checked, Group};
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
 use zero_shard::Sharding;
-use zero_trainer::{MeshSettings, ReplicaChecks, RunOptions, StepMetrics, run_as_rank};
+use zero_trainer::{MeshSettings, ReplicaChecks, RunOptions, StepMetrics, Workload, run_as_rank};
 
 use super::support::Case;
 use super::toy::Toy;
@@ -116,6 +116,17 @@ fn run_with(
     of_split: Option<usize>,
 ) -> Vec<Result<(), String>> {
     let workload = Toy::new(&[vec![40], vec![150], vec![100]], false);
+    run_workload(&workload, case, options, rank, damaged, of_split)
+}
+
+fn run_workload(
+    workload: &dyn Workload<HostDevice>,
+    case: &Case,
+    options: &RunOptions,
+    rank: usize,
+    damaged: (Collective, usize),
+    of_split: Option<usize>,
+) -> Vec<Result<(), String>> {
     let comms = World::new(case.ranks, CommOptions::default()).unwrap();
     std::thread::scope(|scope| {
         let train = |(index, comm)| {
@@ -124,7 +135,6 @@ fn run_with(
                 of_split,
                 ..DamagedLink::new(Arc::new(comm), damaged)
             };
-            let workload = &workload;
             let settings = case.settings();
             scope.spawn(move || {
                 let mut observe = |_: &StepMetrics| Ok(());
@@ -230,6 +240,36 @@ fn damaged_shard_is_named_and_not_saved() {
             }
             assert!(!dir.path().join("latest").exists(), "{context}");
         }
+    }
+}
+
+/// Ranks of tensor parallelism compare the parameters that all of them have: here those of the last
+/// norm, after a sum of the head's backward that one of them received with an error.
+#[test]
+fn damaged_part_is_named_and_not_saved() {
+    // The first split is that of the data ranks.
+    const PARTS: Option<usize> = Some(1);
+    for stage in [1, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let case = Case {
+            stage,
+            ranks: 4,
+            steps: 2,
+            mesh: MeshSettings {
+                tensor_ranks: Some(2),
+                ..MeshSettings::default()
+            },
+            ..Case::default()
+        };
+        let options = case.options(Some(dir.path()));
+        // A step sums the embedding, two in each of three blocks, then the head, and two in each block.
+        let damaged = (Collective::AllReduce, 14 + 7);
+        let results = run_workload(&case.tiny(), &case, &options, 3, damaged, PARTS);
+        let named = results.iter().filter_map(|result| result.as_ref().err());
+        let named = named
+            .filter(|error| error.contains("step 2: rank 3 holds other parameters than rank 2"));
+        assert!(named.count() > 0, "stage {stage}: {results:?}");
+        assert!(!dir.path().join("latest").exists(), "stage {stage}");
     }
 }
 
