@@ -71,7 +71,13 @@ fn losses_in_fp32_are_pytorchs() {
         .collect();
     let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &masters);
 
-    for (step, want) in expected["steps"].as_array().unwrap().iter().enumerate() {
+    // The stand-in computes two seconds a step.
+    let steps = match std::env::var_os("ZERO_STANDIN_RACES") {
+        Some(_) => 10,
+        None => usize::MAX,
+    };
+    let wanted = expected["steps"].as_array().unwrap();
+    for (step, want) in wanted.iter().take(steps).enumerate() {
         tiny.step(step);
         let want_loss = want["loss"].as_f64().unwrap();
         let want_norm = want["grad_norm"].as_f64().unwrap();
