@@ -32,9 +32,13 @@ impl Overlap {
     /// Computes the times of `spans`; waits do not count. Spans of the stream `comm_stream` are
     /// communication, all others are compute.
     pub fn of(spans: &[OpSpan], comm_stream: &str) -> Self {
+        Self::of_spans(spans, |span| &*span.stream == comm_stream)
+    }
+
+    /// [`Self::of`], with the operations that `is_comm` returns true for as communication.
+    pub fn of_spans(spans: &[OpSpan], is_comm: impl Fn(&OpSpan) -> bool) -> Self {
         let work = || spans.iter().filter(|s| s.label != WAIT);
-        let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) =
-            work().partition(|s| &*s.stream == comm_stream);
+        let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) = work().partition(|s| is_comm(s));
         let comm = merged(&comm);
         let compute = merged(&compute);
         let start = work().map(|s| s.start).min().unwrap_or_default();

@@ -101,6 +101,9 @@ fn main() -> Result<(), AnyError> {
         options: ModelOptions {
             micro_batch: batch,
             seq_len: seq,
+            sequence_ranks: 1,
+            tensor_ranks: 1,
+            partition_activations: false,
             dtype,
             activation_checkpointing: false,
             offload_activations: false,

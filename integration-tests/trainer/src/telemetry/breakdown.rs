@@ -1,10 +1,11 @@
 //! The wall time of a step by the work on its critical path.
 //!
 //! Every instant of the step counts for exactly one part, so that the parts sum to the wall time:
-//! 1. If the compute stream runs an operation, for the phase of that operation.
+//! 1. If the compute stream runs an operation, for the phase of that operation; a collective of the
+//!    model, of tensor parallelism or of ranks that share sequences, for exposed communication.
 //! 2. Otherwise, if the host updates parameters that are offloaded, for the optimizer.
-//! 3. Otherwise, if the communication stream runs one, for exposed communication of that kind. A
-//!    collective includes its wait for other ranks.
+//! 3. Otherwise, if a communication stream runs one, that of replicas included, for exposed
+//!    communication of that kind. A collective includes its wait for other ranks.
 //! 4. Otherwise for what the host does meanwhile: data, checkpoint, validation, or anything else:
 //!    host wait.
 
@@ -59,6 +60,9 @@ pub struct PartsMs {
     pub exposed_gather_ms: f64,
     /// Communication that compute does not hide: statistics and losses.
     pub exposed_control_ms: f64,
+    /// Communication that compute does not hide: the model's, of activations.
+    #[serde(default)]
+    pub exposed_model_ms: f64,
     /// Waiting for data.
     pub data_ms: f64,
     /// Copying state for a checkpoint, and waiting for a save.
@@ -98,6 +102,9 @@ pub struct CommMs {
     pub gather_ms: f64,
     /// Statistics and losses.
     pub control_ms: f64,
+    /// Activations, between ranks that compute a micro-batch together; never hidden.
+    #[serde(default)]
+    pub model_ms: f64,
 }
 
 /// A part of a step. Communication counts here if nothing hides it.
@@ -111,6 +118,7 @@ enum Part {
     Reduce,
     Gather,
     Control,
+    Model,
     Data,
     Checkpoint,
     Validation,
@@ -120,6 +128,7 @@ enum Part {
 impl Part {
     fn of_compute(span: &OpSpan) -> Self {
         match Phase::of(span) {
+            Some(Phase::Forward(_) | Phase::Backward(_)) if is_collective(span) => Self::Model,
             Some(Phase::Forward(kind)) => Self::Forward(kind),
             Some(Phase::Backward(kind)) => Self::Backward(kind),
             Some(Phase::Graph) => Self::Graph,
@@ -162,6 +171,13 @@ impl Part {
     }
 }
 
+/// Whether an operation is a collective.
+pub(crate) fn is_collective(span: &OpSpan) -> bool {
+    Collective::ALL
+        .iter()
+        .any(|collective| collective.name() == span.label)
+}
+
 /// Time by part; a part that is missing has none.
 type Times = BTreeMap<Part, Duration>;
 
@@ -173,7 +189,8 @@ pub(crate) struct Tracks<'a> {
     pub(crate) compute: &'a str,
     /// The host's update of offloaded state; the track of what it reads has this name and `read`.
     pub(crate) update: &'a str,
-    pub(crate) comm: &'a str,
+    /// Of the group, and of replicas.
+    pub(crate) comm: [&'a str; 2],
     pub(crate) host: &'a str,
 }
 
@@ -183,11 +200,11 @@ impl Breakdown {
         let reads = format!("{} read", tracks.update);
         let compute = layer(spans, &[tracks.compute], &wall, Part::of_compute);
         let update = layer(spans, &[tracks.update, &reads], &wall, Part::of_update);
-        let comm = layer(spans, &[tracks.comm], &wall, Part::of_comm);
+        let comm = layer(spans, &tracks.comm, &wall, Part::of_comm);
         let host = layer(spans, &[tracks.host], &wall, Part::of_host);
         let update_ms = ms(update.iter().map(|(start, end, _)| *end - *start).sum());
         let busy_ms = |part| {
-            let works = comm.iter().filter(|work| work.2 == part);
+            let works = comm.iter().chain(&compute).filter(|work| work.2 == part);
             ms(works.map(|(start, end, _)| *end - *start).sum())
         };
 
@@ -195,6 +212,7 @@ impl Breakdown {
             reduce_ms: busy_ms(Part::Reduce),
             gather_ms: busy_ms(Part::Gather),
             control_ms: busy_ms(Part::Control),
+            model_ms: busy_ms(Part::Model),
         };
 
         let times = partition(&[compute, update, comm, host], wall.clone());
@@ -213,6 +231,7 @@ impl Breakdown {
             exposed_reduce_ms: part_ms(Part::Reduce),
             exposed_gather_ms: part_ms(Part::Gather),
             exposed_control_ms: part_ms(Part::Control),
+            exposed_model_ms: part_ms(Part::Model),
             data_ms: part_ms(Part::Data),
             checkpoint_ms: part_ms(Part::Checkpoint),
             validation_ms: part_ms(Part::Validation),
@@ -301,7 +320,7 @@ mod tests {
     const TRACKS: Tracks<'_> = Tracks {
         compute: "compute",
         update: "update",
-        comm: "comm",
+        comm: ["comm", "replicas"],
         host: "host",
     };
 
@@ -330,7 +349,15 @@ mod tests {
                 30,
             ),
             span("compute", Phase::Backward(UnitKind::Head), "matmul", 30, 50),
-            span("comm", Phase::Gradients, "reduce_scatter", 45, 60),
+            span("replicas", Phase::Gradients, "all_reduce", 45, 52),
+            span("comm", Phase::Gradients, "reduce_scatter", 52, 60),
+            span(
+                "compute",
+                Phase::Backward(UnitKind::Block),
+                "all_reduce",
+                70,
+                73,
+            ),
             span("host", Phase::Data, "data", 55, 70),
             span("compute", Phase::Gradients, "cast", 75, 76),
             span("comm", Phase::Decision, "all_gather", 90, 99),
@@ -346,8 +373,9 @@ mod tests {
             exposed_gather_ms: 8.0,
             exposed_reduce_ms: 10.0,
             exposed_control_ms: 9.0,
+            exposed_model_ms: 3.0,
             data_ms: 10.0,
-            host_wait_ms: 20.0,
+            host_wait_ms: 17.0,
             ..PartsMs::default()
         };
 
@@ -366,7 +394,8 @@ mod tests {
             CommMs {
                 reduce_ms: 15.0,
                 gather_ms: 9.0,
-                control_ms: 9.0
+                control_ms: 9.0,
+                model_ms: 3.0,
             }
         );
     }
@@ -414,7 +443,8 @@ mod tests {
             CommMs {
                 reduce_ms: 0.0,
                 gather_ms: 10.0,
-                control_ms: 1.0
+                control_ms: 1.0,
+                model_ms: 0.0,
             }
         );
 

@@ -196,7 +196,7 @@ type Row = (&'static str, fn(&Breakdown) -> f64);
 
 /// The parts of the steps' wall time; parts that never occurred are left out, except the usual
 /// ones.
-const ROWS: [Row; 18] = [
+const ROWS: [Row; 19] = [
     ("forward", |b| b.parts.forward_ms),
     ("  embedding", |b| b.units.embedding.forward_ms),
     ("  blocks", |b| b.units.block.forward_ms),
@@ -211,6 +211,7 @@ const ROWS: [Row; 18] = [
     ("exposed reduction", |b| b.parts.exposed_reduce_ms),
     ("exposed gathering", |b| b.parts.exposed_gather_ms),
     ("exposed statistics", |b| b.parts.exposed_control_ms),
+    ("exposed activations", |b| b.parts.exposed_model_ms),
     ("data", |b| b.parts.data_ms),
     ("checkpoint", |b| b.parts.checkpoint_ms),
     ("validation", |b| b.parts.validation_ms),
