@@ -159,6 +159,22 @@ impl ModelConfig {
         Ok(())
     }
 
+    /// Checks that kernels compute the model; the options must be valid for it.
+    ///
+    /// # Errors
+    /// What the kernels do not follow.
+    pub fn check_on_gpu(&self, options: &ModelOptions) -> Result<(), ModelError> {
+        match self {
+            Self::Gpt2(config) => config.check_kernels(),
+            Self::Llama(config) if config.has_qk_norm() && options.tensor_ranks > 1 => {
+                Err(ModelError::from(
+                    "tensor parallelism of a model with norms of queries and keys (Qwen 3) is computed on the CPU only so far: use --tensor-parallel 1, or --device cpu",
+                ))
+            }
+            Self::Llama(_) => Ok(()),
+        }
+    }
+
     /// Heads of queries, and of keys.
     fn heads(&self) -> [usize; 2] {
         match self {
@@ -469,11 +485,9 @@ impl ModelConfig {
         ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Box<dyn GpuModel>, ModelError> {
         self.check(&options)?;
+        self.check_on_gpu(&options)?;
         match self.clone() {
-            Self::Gpt2(config) => {
-                config.check_kernels()?;
-                gpt2::gpu::on_cuda(config, options, rows, pool, stream, ranks)
-            }
+            Self::Gpt2(config) => gpt2::gpu::on_cuda(config, options, rows, pool, stream, ranks),
             Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream, ranks),
         }
     }

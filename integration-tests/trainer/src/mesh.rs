@@ -68,7 +68,7 @@ impl MeshSettings {
         Ok(ranks / self.tensor_ranks.unwrap_or(1))
     }
 
-    /// Bytes that the ranks of a machine of `node_ranks` consecutive ranks send to others, where each
+    /// Bytes that the data ranks of a machine with `node_ranks` of them send to others, where each
     /// sends `sent` bytes of activations to those that share its sequences, as many to each. Exact
     /// if these and the machine divide each other; otherwise an upper bound.
     pub fn sequence_egress_bytes(&self, node_ranks: usize, sent: u64) -> u64 {
@@ -283,9 +283,9 @@ impl<D: Device> Mesh<D> {
             .node_egress_bytes(node_ranks / tensor, all, group, replicas);
         let bytes = bytes.map(|bytes| bytes * tensor);
         let of_sequences = self.model.sequence.as_ref().map_or(0, data);
-        let of_sequences = self
-            .settings
-            .sequence_egress_bytes(node_ranks as usize, of_sequences);
+        let of_data = (node_ranks / tensor) as usize;
+        let of_sequences = self.settings.sequence_egress_bytes(of_data, of_sequences);
+        let of_sequences = of_sequences.saturating_mul(tensor);
         // The sizes were checked when the mesh was made.
         bytes.unwrap_or(u64::MAX).saturating_add(of_sequences)
     }

@@ -103,9 +103,13 @@ impl<D: Device> ModelRanks<D> {
     /// # Errors
     /// Ranks share sequences.
     pub fn check_alone(&self) -> Result<(), ModelError> {
-        match &self.sequence {
-            None => Ok(()),
-            Some(comm) => Err(ModelError::from(format!(
+        match (&self.sequence, &self.tensor) {
+            (None, None) => Ok(()),
+            (None, Some(comm)) => Err(ModelError::from(format!(
+                "{} ranks have parts of the parameters, and this model computes whole ones: set MeshSettings::tensor_ranks to None",
+                comm.world_size()
+            ))),
+            (Some(comm), _) => Err(ModelError::from(format!(
                 "{} ranks share each sequence, and this model computes whole sequences: set MeshSettings::sequence_ranks to None",
                 comm.world_size()
             ))),

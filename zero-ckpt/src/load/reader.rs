@@ -21,7 +21,7 @@ use crate::load::read_list::ReadList;
 use crate::load::resharding::Division;
 use crate::load::resolve::staged_hint;
 use crate::load::shard_file::{ShardFile, open_checked};
-use crate::{CkptError, StateDtype, TensorParallel, View};
+use crate::{CkptError, ModelSpec, StateDtype, TensorParallel, View};
 
 /// Descriptors of shard files that a reader keeps open at a time; others are opened for each read.
 /// A rank rarely reads from more files, and a process may have only 1024 descriptors.
@@ -306,6 +306,13 @@ impl Reader {
             reads.elems(id.unit, stored)?;
         }
         Ok(())
+    }
+
+    /// The parameters of the model: whole ones, also if tensor-parallel ranks saved parts.
+    pub fn model(&self) -> ModelSpec {
+        ModelSpec {
+            units: self.whole_units().to_vec(),
+        }
     }
 
     /// The units of the whole model.

@@ -61,7 +61,7 @@ impl Shape<'_> {
         if !self.tensor.is_first() {
             linear::product(y, x, w, bias.len());
             if let Some(dropout) = dropout {
-                dropout.apply(y, self.attention.seq, bias.len());
+                dropout.apply(y, self.tokens, bias.len());
             }
             return;
         }

@@ -228,6 +228,31 @@ fn with_other_axes() {
     }
 }
 
+/// Dropout with both axes that share micro-batches, whose ranks draw the masks of the whole rows.
+#[test]
+fn dropout_is_that_of_whole_parameters() {
+    for (oracle, sequence_ranks) in [(GPT2, 2), (GPT2, 1), (LLAMA, 2)] {
+        let case = Case {
+            mesh: MeshSettings {
+                sequence_ranks: Some(sequence_ranks),
+                ..parts(2)
+            },
+            ..case(oracle, sequence_ranks, 2)
+        };
+        let run = |case: &Case| {
+            let mut workload = case.tiny();
+            workload.config = workload.config.with_dropout(0.2);
+            case.run(&workload)
+        };
+        let flat = Case {
+            ranks: 1,
+            mesh: MeshSettings::default(),
+            ..case.clone()
+        };
+        close(&run(&case), &run(&flat), 1e-6, &format!("{case:?}"));
+    }
+}
+
 /// Frozen tensors and rules of groups, by the names and shapes of whole parameters.
 #[test]
 fn groups_of_parameters() {

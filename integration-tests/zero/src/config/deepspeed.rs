@@ -364,6 +364,11 @@ fn read_tensor_parallel(
         return Ok(None);
     };
     let ranks = block.count("autotp_size")?;
+    block.refuse(&[
+        ("tp_size", Usual::Number(1), "set autotp_size"),
+        ("tp", Usual::Nothing, "set autotp_size"),
+        ("tensor_parallel", Usual::Nothing, "set autotp_size"),
+    ])?;
     block.end_lenient(warnings);
     Ok(ranks.map(|ranks| ranks.max(1)))
 }

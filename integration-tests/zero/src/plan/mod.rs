@@ -98,7 +98,7 @@ pub struct PlanArgs {
     #[arg(long)]
     pub activation_checkpointing: bool,
     /// Keep 1/M of the input of each checkpointed block on each of the M GPUs of --tensor-parallel
-    #[arg(long, requires = "tensor_parallel")]
+    #[arg(long)]
     pub partition_activations: bool,
     /// Recompute GELU's output in backward in place of keeping it, on GPUs
     /// [default: where it does not fit otherwise, with 1 GiB left for the CUDA context]

@@ -86,7 +86,10 @@ impl Report {
         Ok(Self {
             model: Model {
                 name: request.model.name.clone(),
-                params: layout.parts().numel_elems(),
+                params: match &request.model.config {
+                    Some(config) if request.tensor_ranks() > 1 => config.parameter_count(),
+                    _ => layout.parts().numel_elems(),
+                },
                 units: layout.parts().units().len(),
                 layers: request.model.shape.layers,
                 hidden: request.model.shape.hidden,
@@ -154,7 +157,10 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
             name,
             states_bytes: layout.state_bytes(ZeroStage::Three, &widths)?.total_bytes(),
             sent_bytes: traffic.rank_total_bytes(),
-            node_egress_bytes: traffic.group_egress_bytes,
+            // Each GPU of a node's tensor parallelism is on another ring.
+            node_egress_bytes: traffic
+                .group_egress_bytes
+                .saturating_mul(request.tensor_ranks() as u64),
         })
     };
 

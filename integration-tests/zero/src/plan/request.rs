@@ -109,6 +109,13 @@ impl Request {
         let zero = zero.as_ref();
         let mesh = mesh(args, file.as_deref(), zero)?;
         let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
+        if args.partition_activations && mesh.tensor_ranks.is_none() {
+            return Err(CliError::Usage(
+                "--partition-activations divides activations among the GPUs of tensor parallelism: \
+                 use --tensor-parallel M, too"
+                    .to_owned(),
+            ));
+        }
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batches = args.gpus / mesh.ranks_of_batch() as u64;
         let batch = batch
@@ -175,7 +182,12 @@ impl Request {
     fn check_shares(&self) -> Result<(), CliError> {
         match &self.model.config {
             Some(config) if self.mesh.ranks_of_batch() > 1 => {
-                config.check(&self.options(false)).map_err(CliError::usage)
+                let options = self.options(false);
+                config.check(&options).map_err(CliError::usage)?;
+                match self.tensor_ranks() {
+                    1 => Ok(()),
+                    _ => config.check_on_gpu(&options).map_err(CliError::usage),
+                }
             }
             _ => Ok(()),
         }

@@ -218,7 +218,9 @@ fn evaluate_with(
     let all_to_all_bytes = all_to_all_bytes(request);
     let [of_parts, gathered] = tensor_bytes(request);
     // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
-    let node_egress_bytes = node_egress_bytes.saturating_mul(request.tensor_ranks() as u64);
+    let cut = request.tensor_ranks() as u64;
+    let node_egress_bytes = node_egress_bytes.saturating_mul(cut);
+    let of_node = (request.gpus / request.nodes / cut) as usize;
     let total_bytes = gpu.total_bytes()?;
 
     Ok(Stage {
@@ -267,10 +269,10 @@ fn evaluate_with(
                 .saturating_add(all_to_all_bytes)
                 .saturating_add(of_parts.saturating_add(gathered)),
             node_egress_bytes: node_egress_bytes.saturating_add(
-                settings.mesh.sequence_egress_bytes(
-                    (request.gpus / request.nodes) as usize,
-                    all_to_all_bytes,
-                ),
+                settings
+                    .mesh
+                    .sequence_egress_bytes(of_node, all_to_all_bytes)
+                    .saturating_mul(cut),
             ),
         },
         fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),

@@ -84,6 +84,85 @@ fn shared_sequences() {
     assert!(error.contains("divides the 8 ranks"), "{error}");
 }
 
+/// arXiv 1910.02054, table 2: the largest models, in billions of parameters, whose states fit the 32 GB
+/// of each of 64 GPUs for each part of the parameters; without ZeRO, and at stages 1, 2 and 3.
+#[test]
+fn table_2_of_the_paper() {
+    const GB: f64 = 1e9;
+    for parts in [1, 2, 4, 8, 16] {
+        let of_stages = [
+            (2.0, 16.0),
+            (7.6, 4.0 + 12.0 / 64.0),
+            (14.4, 2.0 + 14.0 / 64.0),
+            (128.0, 16.0 / 64.0),
+        ];
+        for (stage, (billions, bytes_per_param)) in of_stages.into_iter().enumerate() {
+            let params = billions * parts as f64 * 1e9;
+            let in_gb = params * bytes_per_param / parts as f64 / GB;
+            assert!(
+                (in_gb - 32.0).abs() < 0.32,
+                "{parts} parts, stage {stage}: {in_gb}"
+            );
+
+            // The states of a model of about that size, by its parameters.
+            let hidden = 8192;
+            let layers = (params / (12.0 * hidden as f64 * hidden as f64)).round();
+            let gpus = 64 * parts;
+            let report = json(&format!(
+                "--layers {layers} --hidden {hidden} --vocab 1024 --seq-len 1024 --gpus {gpus} --nodes {} \
+                 --tensor-parallel {parts}",
+                gpus / 16
+            ));
+            let params = report["model"]["params"].as_u64().unwrap() as f64;
+            let states = report["stages"][stage]["states_bytes"].as_u64().unwrap() as f64;
+            // Norms and biases are on all parts.
+            let expected = params * bytes_per_param / parts as f64;
+            let excess = states / expected - 1.0;
+            assert!(
+                (0.0..0.005).contains(&excess),
+                "{parts} parts, stage {stage}: {excess}"
+            );
+        }
+    }
+}
+
+/// GPUs with parts of the parameters, and of the inputs of blocks.
+#[test]
+fn parts_of_parameters() {
+    let line = "--model llama3-8b --gpus 16 --nodes 2 --seq-len 8192 --activation-checkpointing";
+    let of = |flags: &str| json(&format!("{line} {flags}"));
+    let alone = of("");
+    let cut = of("--tensor-parallel 8");
+    let partitioned = of("--tensor-parallel 8 --partition-activations");
+    assert_eq!(cut["tensor_parallel"], 8);
+    let gpu = |report: &Value, key: &str| report["stages"][3]["gpu"][key].as_u64().unwrap() as f64;
+    // States are over all GPUs either way.
+    let states = gpu(&cut, "params_bytes") / gpu(&alone, "params_bytes");
+    assert!((1.0..1.01).contains(&states), "{states}");
+    // By hand: of 33 rows of 8192 x 4096 in bf16 a GPU keeps an eighth, and two whole ones.
+    let row = 8192.0 * 4096.0 * 2.0;
+    let saved = gpu(&cut, "activations_bytes") - gpu(&partitioned, "activations_bytes");
+    let expected = 33.0 * row - (2.0 * row + 33.0 * row / 8.0);
+    // Each part is aligned.
+    assert!(
+        (saved - expected).abs() < 33.0 * 512.0,
+        "{saved} for {expected}"
+    );
+    // Sums of activations: two in each forward and backward of 32 blocks, one again, and two.
+    let sent = |report: &Value, key: &str| report["stages"][3]["sent"][key].as_u64().unwrap();
+    let summed = row * (5.0 * 32.0 + 2.0) * 2.0 * 7.0 / 8.0;
+    assert_eq!(sent(&cut, "all_reduce_bytes") as f64, summed);
+    let gathered = sent(&partitioned, "all_gather_bytes") - sent(&cut, "all_gather_bytes");
+    assert_eq!(gathered as f64, 31.0 * row * 7.0 / 8.0);
+
+    let error = usage_error("--params 7e9 --gpus 8 --tensor-parallel 2");
+    assert!(error.contains("pass --model"), "{error}");
+    let error = usage_error("--model gpt2-124m --gpus 16 --nodes 2 --tensor-parallel 16");
+    assert!(error.contains("on nodes of 8 GPUs"), "{error}");
+    let error = usage_error("--model gpt2-124m --gpus 8 --tensor-parallel 8");
+    assert!(error.contains("n_head 12"), "{error}");
+}
+
 /// arXiv 1910.02054, table 1, in GB for stages 1, 2 and 3. The paper truncates the values.
 #[test]
 fn table_1_of_the_paper() {

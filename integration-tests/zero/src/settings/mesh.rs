@@ -137,10 +137,13 @@ fn dividing(
     what: &str,
 ) -> Result<usize, CliError> {
     let fits = |share: &usize| *share > 0 && ranks.is_multiple_of(*share);
+    let name = match (setting.of_flags)(from.args) {
+        Some(_) => setting.row.flag,
+        None => setting.row.key,
+    };
     match from.given(setting) {
         Some(given) if !fits(&given) => Err(CliError::Usage(format!(
-            "{} {given}: expected a number that divides the {ranks} {what}",
-            setting.row.flag
+            "{name} {given}: expected a number that divides the {ranks} {what}"
         ))),
         Some(given) => Ok(given),
         None => Ok(from.recorded(setting).filter(fits).unwrap_or(1)),
@@ -243,16 +246,26 @@ pub(crate) fn settings(
 ) -> Result<MeshSettings, CliError> {
     let shares = Shares::new(from, run.ranks)?;
     let of_settings = [
-        (&ULYSSES, shares.sequence, "shares each sequence between"),
-        (&TENSOR_PARALLEL, shares.tensor, "cuts each parameter over"),
+        (
+            &ULYSSES,
+            shares.sequence,
+            "shares each sequence between",
+            "each has its own sequences",
+        ),
+        (
+            &TENSOR_PARALLEL,
+            shares.tensor,
+            "cuts each parameter over",
+            "each has whole parameters",
+        ),
     ];
-    for (setting, share, what) in of_settings {
+    for (setting, share, what, now) in of_settings {
         if let Some(recorded) = from.recorded(setting)
             && from.given(setting).is_none()
             && recorded != share
         {
             notices.push(format!(
-                "the recorded run {what} {recorded} ranks, which do not divide the {} ranks of this one: each has its own",
+                "the recorded run {what} {recorded} ranks, which do not divide the {} ranks of this one: {now}",
                 run.ranks
             ));
         }

@@ -93,7 +93,7 @@ impl<'a> Parts<'a> {
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
         settings.grad_accum_steps = sizes.batch.grad_accum as usize;
         notices.extend(idle_flags(&from, &run, &settings));
-        let mut options = model_options(&from, &model, &sizes, &settings)?;
+        let mut options = model_options(&from, &model, &sizes, &settings, run.on_gpus)?;
 
         options.recompute_gelu = recomputes_gelu(
             &from,
@@ -329,6 +329,7 @@ fn model_options(
     model: &ChosenModel,
     sizes: &Sizes,
     settings: &Settings,
+    on_gpus: bool,
 ) -> Result<ModelOptions, CliError> {
     let from_activations = from.without_sizes().part(|run| &run.activations);
     let given = from_activations.given(&PARTITION_ACTIVATIONS);
@@ -356,6 +357,12 @@ fn model_options(
         recompute_gelu: false,
     };
     model.config.check(&options).map_err(CliError::usage)?;
+    if on_gpus {
+        model
+            .config
+            .check_on_gpu(&options)
+            .map_err(CliError::usage)?;
+    }
     Ok(options)
 }
 

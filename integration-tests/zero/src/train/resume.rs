@@ -427,12 +427,8 @@ impl Resumed {
         }
 
         if differences.is_empty() {
-            differences.extend(
-                self.reader
-                    .manifest()
-                    .model
-                    .difference(&ModelSpec::from(layout)),
-            );
+            let whole = ModelSpec::from(layout);
+            differences.extend(self.reader.model().difference(&whole));
         }
 
         if differences.is_empty() {

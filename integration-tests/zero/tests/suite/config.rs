@@ -578,8 +578,8 @@ fn shapes_of_shipped_configurations() {
             "data_efficiency",
         ),
         (
-            r#"{"tensor_parallel": {"autotp_size": 2}}"#,
-            "tensor_parallel",
+            r#"{"tensor_parallel": {"tp": {"tp_size": 2}}}"#,
+            "tensor_parallel.tp",
         ),
         (
             r#"{"progressive_layer_drop": {"enabled": true, "theta": 0.5}}"#,

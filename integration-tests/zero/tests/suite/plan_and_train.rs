@@ -184,6 +184,23 @@ fn plan_matches_training_of_shared_sequences() {
     }
 }
 
+/// Ranks with parts of the parameters, on machines of whole groups of them. In fp32 a GPU sums as many
+/// bytes as the host.
+#[test]
+fn plan_matches_training_of_parts() {
+    let run = "--dtype fp32 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000";
+    let partitions = "--activation-checkpointing --partition-activations";
+    for (parts, of_node, stage, more) in [(2, 4, 1, ""), (2, 2, 2, partitions), (4, 4, 2, "")] {
+        compare_on(
+            4,
+            ("nano", stage),
+            &format!("--nodes {}", 4 / of_node),
+            &format!("--ranks-per-node {of_node}"),
+            &format!("{run} --tensor-parallel {parts} {more}"),
+        );
+    }
+}
+
 /// Compares the plan and the measurements of each stage.
 fn compare(model: &str, run: &str) {
     for stage in 0..4 {

@@ -433,6 +433,53 @@ fn ranks_of_sequences_may_change() {
     assert_eq!(differences(&out)[2], "mesh.ulysses 4 -> none", "{out}");
 }
 
+/// A resumed run cuts parameters as before, over other ranks, or not at all; the checkpoints have whole
+/// parameters for all that read them.
+#[test]
+fn ranks_of_parts_may_change() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let run = "train --model model --data text.txt --seq-len 32 --micro-batch 1 --checkpoint c";
+    let run: Vec<&str> = run.split(' ').collect();
+    let cut = "--ranks 4 --tensor-parallel 2 --steps 1 --activation-checkpointing --partition-activations";
+    let cut: Vec<&str> = cut.split(' ').collect();
+    let out = succeeds(&zero(dir, &[&run[..], &cut].concat()));
+    assert!(
+        out.contains("parameters: each is cut over 2 ranks"),
+        "{out}"
+    );
+
+    let out = resume(dir, &["c", "--steps", "2"]);
+    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    let out = resume(dir, &["c", "--steps", "3", "--tensor-parallel", "4"]);
+    let expected = [
+        "batch.step_tokens 64 -> 32",
+        "mesh.tensor_parallel 2 -> 4",
+        "steps 2 -> 3",
+    ];
+    assert_eq!(differences(&out), expected, "{out}");
+
+    let out = succeeds(&zero(dir, &["ckpt", "verify", "c"]));
+    assert!(out.contains("step-00000003"), "{out}");
+    let out = succeeds(&zero(dir, &["ckpt", "inspect", "c"]));
+    assert!(out.contains("cut over"), "{out}");
+    succeeds(&zero(dir, &["ckpt", "export", "c", "whole"]));
+    let written = |from: [&str; 2]| {
+        let generate = [&["generate", "--prompt", "12", "--tokens", "8"], &from[..]].concat();
+        succeeds(&zero(dir, &generate))
+    };
+    assert_eq!(
+        written(["--model", "whole"]),
+        written(["--checkpoint", "c"])
+    );
+
+    let out = resume(dir, &["c", "--steps", "4", "--ranks", "3"]);
+    assert!(out.contains("each has whole parameters"), "{out}");
+    let difference = "mesh.tensor_parallel 4 -> none";
+    assert!(differences(&out).contains(&difference), "{out}");
+}
+
 #[test]
 fn dropout_is_a_probability() {
     let dir = temp();

@@ -56,7 +56,7 @@ pub(super) fn losses(
 ) -> Result<(), OpError> {
     let c = h.out.len() / targets.len().max(1);
     let stride = cross_entropy::stride_elems(vocab);
-    let rows = s.logits.len() / stride;
+    let rows = chunk_rows(s, stride, tensor);
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);
         let part = s.logits.slice(0..(end - start) * stride);
@@ -69,6 +69,15 @@ pub(super) fn losses(
         }
     }
     Ok(())
+}
+
+/// The rows of logits, of `stride` elements, that are in memory at once: the same number on all ranks
+/// of tensor parallelism, whose parts of the vocabulary may differ.
+fn chunk_rows(s: &ScratchSlices, stride: usize, tensor: Option<&TensorGroup>) -> usize {
+    match tensor {
+        None => s.logits.len() / stride,
+        Some(group) => group.rows(),
+    }
 }
 
 /// The losses and, with a scale, the gradient of rows of this rank's part of the logits.
@@ -115,7 +124,8 @@ pub(super) fn token_logits(
     };
     // Behind the logits of one row, which were computed alone, there is room for those of all ranks.
     let len = group.vocab().div_ceil(group.rank.ranks);
-    let all = s.logits.slice(stride..stride + len * group.rank.ranks);
+    let start = cross_entropy::stride_elems(len);
+    let all = s.logits.slice(start..start + len * group.rank.ranks);
     group.gather(stream, s.logits.slice(0..len), all)?;
     Ok(all.slice(0..group.vocab()))
 }
@@ -141,7 +151,7 @@ pub(super) fn backward<A: GpuArch>(
     let w = p.params[read].slice(range.clone());
     let dw = p.grads[read].slice(range).sums(A::NAME)?;
     let stride = cross_entropy::stride_elems(vocab);
-    let rows = s.logits.len() / stride;
+    let rows = chunk_rows(s, stride, cx.tensor);
 
     for start in (0..targets.len()).step_by(rows) {
         let end = targets.len().min(start + rows);

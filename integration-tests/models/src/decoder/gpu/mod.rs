@@ -459,6 +459,11 @@ impl<A: GpuArch> GpuModel for GpuDecoder<A> {
         params: &[AnySlice],
         out: AnySlice,
     ) -> Result<(), ModelError> {
+        if self.tensor.is_some() {
+            return Err(ModelError::from(
+                "no rank of tensor parallelism has all logits: use Model::token_logits",
+            ));
+        }
         let flat = self.flat(self.passes.len() - 1, params);
         let x = self.buffers.head.out;
         Ok(head::logits(

@@ -53,6 +53,11 @@ impl TensorGroup {
         summed.map_err(OpError::Comm)
     }
 
+    /// Rows of logits whose statistics there is room for.
+    pub(crate) fn rows(&self) -> usize {
+        self.stats.len() / ((self.rank.ranks + 1) * STATISTICS)
+    }
+
     /// The place of this rank's statistics of `rows` rows.
     pub(crate) fn own_stats(&self, rows: usize) -> DeviceSlice<f32> {
         self.stats.slice(0..rows * STATISTICS)

@@ -49,11 +49,6 @@ pub(crate) fn on_cuda(
     ranks: &ModelRanks<CudaDevice>,
 ) -> Result<Box<dyn GpuModel>, ModelError> {
     let tensor = TensorRank::new(&options, ranks)?;
-    if tensor.ranks > 1 && config.has_qk_norm() {
-        return Err(ModelError::from(
-            "tensor parallelism of a model with norms of queries and keys (Qwen 3) is not supported on GPUs: use --tensor-parallel 1, or --device cpu",
-        ));
-    }
     let units = tensor.units(config.units())?;
     let config = config.cut(tensor.ranks);
     let seq = options.seq_len;
