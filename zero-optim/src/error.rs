@@ -40,7 +40,7 @@ pub enum OptimError {
         /// Elements of the segment.
         len: usize,
     },
-    /// What this rank counts of its shard is outside the shard.
+    /// The elements that this rank counts are outside its shard.
     #[error("unit {unit}: the counted elements {start}..{end} are outside the own shard {shard:?}")]
     Counted {
         unit: String,

@@ -162,7 +162,7 @@ impl ModelConfig {
     /// Checks that kernels compute the model; the options must be valid for it.
     ///
     /// # Errors
-    /// What the kernels do not follow.
+    /// A setting that the kernels do not follow.
     pub fn check_on_gpu(&self, options: &ModelOptions) -> Result<(), ModelError> {
         match self {
             Self::Gpt2(config) => config.check_kernels(),

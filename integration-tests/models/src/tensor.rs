@@ -140,8 +140,8 @@ impl TensorElems {
 }
 
 impl ModelConfig {
-    /// What a rank of tensor parallelism sends for one micro-batch, of a model on the host or on a
-    /// GPU. Exact if the ranks divide the elements of a block's input. The options must be valid for
+    /// The elements that a rank of tensor parallelism sends for one micro-batch, of a model on the host
+    /// or on a GPU. Exact if the ranks divide the elements of a block's input. The options must be valid for
     /// the configuration.
     pub fn tensor_elems(&self, options: &ModelOptions, on_gpu: bool) -> TensorElems {
         let ranks = options.tensor_ranks as u64;

@@ -259,7 +259,7 @@ impl<D: Device> Mesh<D> {
             let sent = comm.traffic();
             sent.total_bytes() - sent.control_bytes
         };
-        // Tensor parallelism is within a machine: of its ranks, each has data ranks of its own.
+        // Tensor parallelism is within a machine; each of its ranks has other data ranks.
         let tensor = self
             .model
             .tensor

@@ -22,7 +22,7 @@ pub(crate) struct RunUnits {
     /// Over the data ranks: the part of the units that a rank of tensor parallelism has, of the same
     /// sizes on all of them.
     pub(crate) layouts: Arc<GridLayout>,
-    /// What all ranks save.
+    /// The layout of checkpoints, of all ranks.
     pub(crate) saved: Arc<Layout>,
     pub(crate) tensor: Option<Arc<CutUnits>>,
 }

@@ -8,7 +8,7 @@ use super::error::OpError;
 use super::launch::{OpKernels, Shape, columns, size};
 use crate::ops::sequence::Exchange;
 
-/// What the kernel writes, and from what.
+/// The kernel's output and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Segments of tokens.

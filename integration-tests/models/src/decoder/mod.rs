@@ -44,7 +44,7 @@ use tensor::TensorGroup;
 pub(crate) enum Forward {
     /// Queries, keys and values, as attention reads them.
     Qkv,
-    /// What the heads attend to.
+    /// The output of attention.
     Attention,
     /// The residual stream behind attention.
     Mid,
@@ -65,7 +65,7 @@ pub(crate) enum Backward {
     /// To `s.dres`, that of the residual stream behind attention; then that of what the heads attend
     /// to.
     Mid,
-    /// That of queries, keys and values, as attention reads them.
+    /// The gradient of queries, keys and values, as attention reads them.
     Attention,
     /// To `s.narrow`, that of the first norm's output.
     Qkv,
@@ -117,7 +117,7 @@ pub(crate) trait HostArch: Send + Sync + 'static {
         0
     }
 
-    /// What attention reads and writes of a block's activations: `qkv` and `attended`.
+    /// The activations of a block that attention reads and writes: `qkv` and `attended`.
     fn attention(block: &mut Self::Block) -> [&mut DeviceSlice<f32>; 2];
 
     /// The gradients of what the heads attend to, and of queries, keys and values, of the lengths

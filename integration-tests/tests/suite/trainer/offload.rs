@@ -278,7 +278,7 @@ fn smaller_formats_follow_the_losses() {
     };
 
     let plain = losses(&base);
-    // What a file holds has the bits of what host memory holds, so one run from a file is enough.
+    // State in a file has the bits of state in host memory, so one run from a file is enough.
     let formats = [(true, true, 0.03), (true, false, 0.01), (false, true, 0.03)];
     for (home, formats) in [
         (Home::Host, &formats[..]),

@@ -355,7 +355,7 @@ fn held_and_exchanged_are_the_formulas(workload: &ModelWorkload, case: &Case, ou
         let planned = config.activations_bytes(options);
         assert_eq!(last.memory.activations_bytes, planned, "{case:?}");
 
-        // Stages 1 to 3 have no all-reduce of their own. Activations on the host are in fp32.
+        // Stages 1 to 3 enqueue no all-reduce themselves. Activations on the host are in fp32.
         let row = options.micro_batch * options.seq_len * config.hidden();
         let ranks = options.tensor_ranks * options.sequence_ranks;
         let partial = match config {

@@ -62,7 +62,7 @@ pub(crate) fn check<D: Device>(
         compare(rank, &peers, step, &params)?;
     }
 
-    // What all ranks of tensor parallelism have.
+    // The parameters that all ranks of tensor parallelism have.
     let (Some(cut), Some(tensor)) = (&rank.tensor, &rank.mesh.model.tensor) else {
         return Ok(());
     };

@@ -35,7 +35,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// One row on the device.
 struct Slot {
     row: AnySlice,
-    /// What of it this rank copies.
+    /// The part of it that this rank copies.
     own: AnySlice,
     /// The row that it has, or that a copy brings.
     holds: Option<usize>,

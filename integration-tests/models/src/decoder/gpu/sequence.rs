@@ -31,7 +31,7 @@ pub(super) struct SequenceGroup {
     slices: ExchangeSlices,
 }
 
-/// What attention reads and writes of a block's activations.
+/// The activations of a block that attention reads and writes.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionSlices {
     /// Between ranks that share sequences, of all tokens and this rank's heads.
@@ -69,7 +69,7 @@ impl SequenceGroup {
         self.slices.recv.slice(0..elems)
     }
 
-    /// What the heads attend to, of this rank's heads.
+    /// The output of attention, of this rank's heads.
     fn attended(&self, layer: usize) -> AnySlice {
         self.slices.attended[layer.min(self.slices.attended.len() - 1)]
     }
@@ -195,7 +195,7 @@ impl PassContext<'_> {
     }
 }
 
-/// What attention's backward writes and depends on beside the gradient of queries, keys and values.
+/// The outputs and inputs of attention's backward besides the gradient of queries, keys and values.
 pub(crate) struct AttentionGrads {
     /// The gradient of the bias that was added to queries, keys and values.
     pub(crate) dbias: Option<SumOut>,
