@@ -33,7 +33,7 @@ pub(crate) const STEPS_AHEAD: u64 = 1024;
 
 /// Elements of the weights in host memory at a time while they are set: a unit may be larger than
 /// all other host memory.
-const CHUNK_ELEMS: usize = 4 << 20;
+const CHUNK_ELEMS: usize = 1 << 20;
 
 /// The optimizer of a rank.
 pub(crate) enum Optimizer<D: Device> {
