@@ -699,7 +699,8 @@ impl<D: Device> Filling<D> {
     }
 
     /// Reduce-scatters the bucket; the communication stream writes this rank's segment of the
-    /// result into `shard` (`shard.len() * world_size == len`).
+    /// result into `shard` (`shard.len() * world_size == len`). The bucket's contents are
+    /// unspecified afterwards.
     ///
     /// # Errors
     /// Counts or dtypes do not match, or a stream returned an error.
@@ -708,7 +709,7 @@ impl<D: Device> Filling<D> {
         shard: AnySlice,
         op: ReduceOp,
     ) -> Result<InFlight<D>, BucketError> {
-        self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, shard, op))
+        self.launch(|comm, stream, slice| comm.reduce_scatter_overwriting(stream, slice, shard, op))
     }
 
     /// Reduce-scatters the bucket; this rank's segment of the result stays in it

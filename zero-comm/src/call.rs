@@ -138,9 +138,29 @@ pub struct Checked {
     pub(crate) call: Call,
     pub(crate) send: AnySlice,
     pub(crate) recv: AnySlice,
+    may_overwrite_send: bool,
 }
 
 impl Checked {
+    /// The same call, which may overwrite `send`.
+    #[must_use]
+    pub fn overwriting_send(self) -> Self {
+        Self {
+            may_overwrite_send: true,
+            ..self
+        }
+    }
+
+    /// Whether a reduce-scatter may overwrite all of `send`: in place, or by
+    /// [`overwriting_send`](Self::overwriting_send).
+    pub fn may_overwrite_send(&self) -> bool {
+        let Group { rank, world_size } = self.group;
+        let own = self.call.segments.range(rank, world_size);
+        self.may_overwrite_send
+            || self.call.collective == Collective::ReduceScatter
+                && self.send.slice(own).as_ptr() == self.recv.as_ptr()
+    }
+
     /// Checks that a communicator can run the call: it was checked for this `group`, since its
     /// buffers have the lengths of that group only, and its buffers are in memory of `device`.
     /// Every back end calls this first.
@@ -148,10 +168,16 @@ impl Checked {
     /// # Errors
     /// [`CommError::AnotherGroup`], [`DeviceError::AnotherDevice`].
     pub fn check(&self, group: Group, device: DeviceId) -> Result<(), CommError> {
+        self.check_group(group)?;
+        let what = self.call.collective.name();
+        self.send.check_device(what, device)?;
+        Ok(self.recv.check_device(what, device)?)
+    }
+
+    /// Checks that the call was checked for this `group`.
+    pub(crate) fn check_group(&self, group: Group) -> Result<(), CommError> {
         if self.group == group {
-            let what = self.call.collective.name();
-            self.send.check_device(what, device)?;
-            return Ok(self.recv.check_device(what, device)?);
+            return Ok(());
         }
         let collective = self.call.collective;
         let checked = self.group;
@@ -351,6 +377,7 @@ impl Group {
             call,
             send: none,
             recv: none,
+            may_overwrite_send: false,
         }
     }
 
@@ -452,6 +479,7 @@ impl Group {
             call,
             send,
             recv,
+            may_overwrite_send: false,
         })
     }
 

@@ -216,6 +216,22 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
     }
 
+    /// As [`reduce_scatter`](Self::reduce_scatter), but the contents of `send` are unspecified
+    /// afterwards: a communicator of [two levels](crate::TwoLevel) sums in it.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not match, or the stream returned an error.
+    fn reduce_scatter_overwriting(
+        &self,
+        stream: &D::Stream,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let checked = self.group().reduce_scatter(send, recv, op)?;
+        self.enqueue(stream, checked.overwriting_send())
+    }
+
     /// Reduce-scatter with a segment of `counts[q]` elements for rank q; `send` is the
     /// concatenation of the segments; `recv.len() == counts[rank]`. All ranks pass the same counts;
     /// a count may be 0.

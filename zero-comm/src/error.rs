@@ -110,6 +110,13 @@ pub enum CommError {
     #[error("a world of {world_size} ranks exceeds the maximum of {most}")]
     #[serde(skip)]
     TooManyRanks { world_size: usize, most: usize },
+    /// The size of a group does not divide the number of ranks.
+    #[error("groups of {group_size} ranks: expected a number that divides the {world_size} ranks")]
+    #[serde(skip)]
+    Groups {
+        world_size: usize,
+        group_size: usize,
+    },
     /// A buffer has the wrong length.
     #[error("{what}: expected {expected} elements, got {got}")]
     #[serde(skip)]

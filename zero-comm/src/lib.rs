@@ -26,6 +26,7 @@ pub mod slow;
 mod solo;
 mod split_request;
 pub mod threads;
+mod two_level;
 mod wait_on_drop;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
@@ -39,5 +40,6 @@ pub use prefetch::{
     Prefetcher, ShardSource, Unsharded, plan_step,
 };
 pub use solo::Solo;
+pub use two_level::{LevelTraffic, TwoLevel};
 pub use wait_on_drop::WaitOnDrop;
 pub use zero_alloc::device::Reduced;

@@ -2,8 +2,8 @@
 
 use crate::common::on_ranks;
 use zero_alloc::host::HostDevice;
-use zero_comm::conformance::{Plan, check};
-use zero_comm::{CommOptions, Solo};
+use zero_comm::conformance::{Plan, Sums, check};
+use zero_comm::{CommOptions, Solo, TwoLevel};
 
 fn run(worlds: std::ops::RangeInclusive<usize>, cases: usize) {
     for n in worlds {
@@ -41,4 +41,21 @@ fn one_rank_alone_conforms() {
         Plan::default().cases(200),
     )
     .unwrap();
+}
+
+/// An average of averages has the bits of one average if the size of a group is a power of 2.
+#[test]
+fn two_levels_conform() {
+    for (n, group) in [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (6, 2), (8, 4)] {
+        let plan = Plan::default()
+            .seed(n as u64)
+            .cases(80)
+            .sums(Sums::AnyOrder);
+        for result in on_ranks(n, CommOptions::default(), |comm, streams| {
+            let comm = TwoLevel::new(&*comm, group).unwrap();
+            check(&HostDevice::new(), &comm, &streams.comm, plan)
+        }) {
+            result.unwrap();
+        }
+    }
 }

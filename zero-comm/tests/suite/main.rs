@@ -13,4 +13,5 @@ mod overlap;
 mod prefetch;
 mod seeded;
 mod threads;
+mod two_level;
 mod wait_on_drop;
