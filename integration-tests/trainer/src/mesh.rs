@@ -15,13 +15,17 @@
 //! | statistics, votes, checkpoints | all | as without groups |
 //! | the model's collectives | consecutive ranks with the same micro-batches ([`Mesh::model`]) | in its passes |
 //!
+//! Without groups, the collectives over the data ranks may run in two levels ([`TwoLevel`]): within
+//! machines, and between them. Each rank holds and sends as much as in one ring, and a machine
+//! sends less. Parts are then in the order of `TwoLevel`, which is that of [`GridLayout::part_of`].
+//!
 //! A rank counts and saves its part of its shard, so that each element is in the norm once, and a
 //! checkpoint has N files as without groups.
 
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, Reduced, Stream};
-use zero_comm::{CommError, Communicator, ReduceOp, Traffic};
+use zero_comm::{CommError, Communicator, ReduceOp, Traffic, TwoLevel};
 use zero_shard::{Grid, GridLayout, Layout, ShardError, Sharding};
 
 use crate::error::TrainError;
@@ -35,6 +39,9 @@ pub struct MeshSettings {
     /// The states that are sharded between the groups; with [`Sharding::Flat`] there are no groups.
     /// hpZ ([`Sharding::Secondary`]) is for stage 3.
     pub sharding: Sharding,
+    /// Consecutive data ranks, such as those of a machine: collectives over all data ranks run
+    /// within them, then between them. `None`: in one ring. Not with a `shard_group`.
+    pub two_level: Option<usize>,
     /// Consecutive ranks that have a part of each parameter (tensor parallelism), and the same
     /// micro-batches; `None`: one.
     pub tensor_ranks: Option<usize>,
@@ -82,14 +89,20 @@ impl MeshSettings {
         u64::try_from(of_machine * others / (share - 1) as u128).unwrap_or(u64::MAX)
     }
 
+    /// Ranks of a group, if anything is sharded between groups.
+    fn groups(&self) -> Option<usize> {
+        self.shard_group.filter(|_| self.sharding != Sharding::Flat)
+    }
+
     /// The layouts of a model, whose layout over all ranks is `parts`.
     ///
     /// # Errors
-    /// The size of a group does not divide the number of ranks.
+    /// The size of a group or of a level does not divide the number of ranks.
     pub fn layouts(&self, parts: &Layout) -> Result<GridLayout, ShardError> {
-        let (group, sharding) = match (self.shard_group, self.sharding) {
-            (None, _) | (_, Sharding::Flat) => (parts.world_size(), Sharding::Flat),
-            (Some(group), sharding) => (group as u64, sharding),
+        let (group, sharding) = match (self.groups(), self.two_level) {
+            (Some(group), _) => (group as u64, self.sharding),
+            (None, Some(level)) => (level as u64, Sharding::Flat),
+            (None, None) => (parts.world_size(), Sharding::Flat),
         };
         GridLayout::of_parts(parts.clone(), group, sharding)
     }
@@ -109,6 +122,8 @@ pub(crate) struct Mesh<D: Device> {
     pub(crate) model: ModelRanks<D>,
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
+    /// The communicator of `params` and `grads`, if it has two levels.
+    two_level: Option<Arc<TwoLevel<D>>>,
     grid: Grid,
     settings: MeshSettings,
     /// Ranks of a machine.
@@ -182,14 +197,23 @@ impl<D: Device> Mesh<D> {
             _ => split(&world, world.rank() % tensor, world.rank() / tensor)?,
         };
         let model = model_ranks(&world, &data, settings)?;
-        if grid.groups() == 1 {
+        if layouts.sharding() == Sharding::Flat || grid.groups() == 1 {
+            let two_level = match grid.groups() {
+                1 => None,
+                _ => Some(Arc::new(TwoLevel::new(&*data, grid.group_size() as usize)?)),
+            };
+            let all: Arc<dyn Communicator<D>> = match &two_level {
+                Some(two_level) => two_level.clone(),
+                None => Arc::clone(&data),
+            };
             return Ok(Self {
-                params: Arc::clone(&data),
-                grads: Arc::clone(&data),
+                params: Arc::clone(&all),
+                grads: all,
                 world,
                 data,
                 model,
                 replicas: None,
+                two_level,
                 grid,
                 settings: *settings,
                 node_ranks,
@@ -221,6 +245,7 @@ impl<D: Device> Mesh<D> {
                 stream,
                 sharding: layouts.sharding(),
             }),
+            two_level: None,
             grid,
             settings: *settings,
             node_ranks,
@@ -236,6 +261,7 @@ impl<D: Device> Mesh<D> {
             .into_iter()
             .flatten()
             .chain(replicas.filter(hpz).map(|_| &self.grads))
+            .chain(self.two_level.iter().map(|_| &self.params))
             .chain(self.model.tensor.iter().map(|_| &self.data))
             .chain(&self.model.tensor)
             .chain(&self.model.sequence)
@@ -255,10 +281,8 @@ impl<D: Device> Mesh<D> {
         let Some(node_ranks) = self.node_ranks else {
             return 0;
         };
-        let data = |comm: &Arc<dyn Communicator<D>>| {
-            let sent = comm.traffic();
-            sent.total_bytes() - sent.control_bytes
-        };
+        let of_data = |sent: Traffic| sent.total_bytes() - sent.control_bytes;
+        let data = |comm: &Arc<dyn Communicator<D>>| of_data(comm.traffic());
         // Tensor parallelism is within a machine; each of its ranks has other data ranks.
         let tensor = self
             .model
@@ -266,16 +290,21 @@ impl<D: Device> Mesh<D> {
             .as_ref()
             .map_or(1, |comm| comm.world_size());
         let tensor = tensor as u64;
-        let of_data = match tensor {
+        let over_all = match tensor {
             1 => data(&self.world),
             _ => data(&self.data),
         };
-        let (all, group, replicas) = match &self.replicas {
-            None => (of_data, 0, 0),
-            Some(replicas) => {
+        let (all, group, replicas) = match (&self.replicas, &self.two_level) {
+            (None, None) => (over_all, 0, 0),
+            (None, Some(two_level)) => {
+                let sent = two_level.traffic_by_level();
+                let [ring, within, between] = [sent.ring, sent.within, sent.between].map(of_data);
+                (over_all + ring, within, between)
+            }
+            (Some(replicas), _) => {
                 let hpz = replicas.sharding == Sharding::Secondary;
-                let of_all = of_data + if hpz { data(&self.grads) } else { 0 };
-                (of_all, data(&self.params), data(&replicas.comm))
+                let over_all = over_all + if hpz { data(&self.grads) } else { 0 };
+                (over_all, data(&self.params), data(&replicas.comm))
             }
         };
         let bytes = self
@@ -283,8 +312,8 @@ impl<D: Device> Mesh<D> {
             .node_egress_bytes(node_ranks / tensor, all, group, replicas);
         let bytes = bytes.map(|bytes| bytes * tensor);
         let of_sequences = self.model.sequence.as_ref().map_or(0, data);
-        let of_data = (node_ranks / tensor) as usize;
-        let of_sequences = self.settings.sequence_egress_bytes(of_data, of_sequences);
+        let of_node = (node_ranks / tensor) as usize;
+        let of_sequences = self.settings.sequence_egress_bytes(of_node, of_sequences);
         let of_sequences = of_sequences.saturating_mul(tensor);
         // The sizes were checked when the mesh was made.
         bytes.unwrap_or(u64::MAX).saturating_add(of_sequences)

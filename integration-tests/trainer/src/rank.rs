@@ -263,14 +263,22 @@ impl<D: Device> Rank<D> {
         let compute = device.create_stream(&format!("rank {index} compute"))?;
         let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
         let (kernels, host) = parts(&device, &compute)?;
+        let in_groups = layouts.sharding() != Sharding::Flat && layouts.grid().groups() > 1;
         let of_stage_3 = layouts.sharding() == Sharding::Secondary;
         if of_stage_3 && !settings.stage.shards_params()
-            || layouts.grid().groups() > 1 && !settings.stage.shards_optimizer()
+            || in_groups && !settings.stage.shards_optimizer()
         {
             let stage = settings.stage;
             return Err(TrainError::Usage(format!(
                 "groups of ranks do not fit {stage}, which has nothing to share in them"
             )));
+        }
+        if settings.mesh.shard_group.is_some() && settings.mesh.two_level.is_some() {
+            return Err(TrainError::Usage(
+                "collectives in two levels are for runs that shard over all ranks: set MeshSettings::shard_group or \
+                 MeshSettings::two_level to None"
+                    .to_owned(),
+            ));
         }
         if settings.graphs && settings.mesh.ranks_of_batch() > 1 {
             return Err(TrainError::Usage(

@@ -35,7 +35,7 @@ fn shardings() -> impl Iterator<Item = (u64, Sharding)> {
 }
 
 /// Asserts that losses and norms differ by at most `limit`, relative.
-fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
+pub(super) fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     assert_eq!(got.steps.len(), want.steps.len(), "{what}");
     let within = |got: f64, want: f64, limit: f64| (got - want).abs() <= limit * want.abs();
     for (got, want) in got.steps.iter().zip(&want.steps) {

@@ -21,6 +21,7 @@ mod support;
 mod tensor;
 mod timeline;
 mod toy;
+mod two_level;
 mod ulysses;
 mod validation;
 mod volumes;

@@ -41,6 +41,7 @@ pub(crate) struct Case {
     pub(crate) ranks: usize,
     pub(crate) stage: u64,
     pub(crate) mesh: MeshSettings,
+    pub(crate) node_ranks: Option<usize>,
     pub(crate) dtype: DType,
     pub(crate) steps: u64,
     pub(crate) grad_accum: usize,
@@ -65,6 +66,7 @@ impl Default for Case {
             ranks: 2,
             stage: 3,
             mesh: MeshSettings::default(),
+            node_ranks: None,
             dtype: DType::F32,
             steps: 4,
             grad_accum: 1,
@@ -130,6 +132,7 @@ impl Case {
         let stage = ZeroStage::from_number(self.stage).unwrap();
         Settings {
             mesh: self.mesh,
+            node_ranks: self.node_ranks,
             grad_accum_steps: self.grad_accum,
             reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self.bucket_elems,

@@ -217,6 +217,14 @@ fn with_other_axes() {
                 ..parts(2)
             },
         ),
+        (
+            GPT2,
+            MeshSettings {
+                two_level: Some(2),
+                sequence_ranks: Some(2),
+                ..parts(2)
+            },
+        ),
     ] {
         let case = Case {
             mesh,

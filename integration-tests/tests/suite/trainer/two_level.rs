@@ -1,0 +1,447 @@
+//! Collectives over all ranks in two levels: the numbers and the memory of one ring, the bytes
+//! between machines by the formulas, and the latency of fewer neighbours.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use zero_alloc::device::DType;
+use zero_alloc::host::{HostDevice, HostStream};
+use zero_comm::backend::{Checked, Group};
+use zero_comm::threads::World;
+use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
+use zero_shard::{GridLayout, Routing, Sharding, ZeroStage};
+use zero_trainer::{Home, MeshSettings, OffloadSettings, RankSummary, run_on_host_device};
+
+use super::identical::{cases, same};
+use super::mesh::close;
+use super::support::{Case, Outcome};
+use super::toy::Toy;
+use super::volumes::held_and_sent_are_the_formulas;
+
+fn levels_of(ranks: usize) -> MeshSettings {
+    MeshSettings {
+        two_level: Some(ranks),
+        ..MeshSettings::default()
+    }
+}
+
+fn case(ranks: usize, dtype: DType, grad_accum: usize) -> Case {
+    Case {
+        ranks,
+        dtype,
+        grad_accum,
+        reduce_every_micro_batch: true,
+        ..Case::default()
+    }
+}
+
+/// The run over one ring.
+fn flat(case: &Case) -> Outcome {
+    Case {
+        mesh: MeshSettings::default(),
+        ..case.clone()
+    }
+    .run_tiny()
+}
+
+/// Asserts that the ranks have the memory of the other run.
+fn same_memory(got: &Outcome, want: &Outcome, what: &str) {
+    for (got, want) in got.summaries.iter().zip(&want.summaries) {
+        let got = got.last.as_ref().unwrap().memory;
+        let want = want.last.as_ref().unwrap().memory;
+        assert_eq!(got.params_bytes, want.params_bytes, "{what}");
+        assert_eq!(got.grads_bytes, want.grads_bytes, "{what}");
+        assert_eq!(got.optimizer_bytes, want.optimizer_bytes, "{what}");
+        assert_eq!(got.buckets_bytes, want.buckets_bytes, "{what}");
+    }
+    // Another rank has the last part of a unit, whose padding is not saved.
+    let peaks = |outcome: &Outcome| {
+        let of_rank = |summary: &RankSummary| summary.last.as_ref().unwrap().memory.peak_bytes;
+        let mut peaks: Vec<u64> = outcome.summaries.iter().map(of_rank).collect();
+        peaks.sort_unstable();
+        peaks
+    };
+    assert_eq!(peaks(got), peaks(want), "{what}");
+}
+
+/// Two levels have the losses and the memory of one ring, at all stages the same bits.
+fn agrees(base: &Case, level: usize, limit: f64, switches: &[(bool, Home)]) {
+    let mut first: Option<Outcome> = None;
+    for stage in 0..4 {
+        for (overlap, home) in switches {
+            let offload = OffloadSettings {
+                optimizer: home.clone(),
+                params: match stage {
+                    3 => home.clone(),
+                    _ => Home::Device,
+                },
+                ..OffloadSettings::default()
+            };
+            let case = Case {
+                stage,
+                overlap: *overlap,
+                offload,
+                mesh: levels_of(level),
+                ..base.clone()
+            };
+            let what = format!("{case:?}");
+            let outcome = case.run_tiny();
+            let ring = flat(&case);
+            close(&outcome, &ring, limit, &what);
+            same_memory(&outcome, &ring, &what);
+            match &first {
+                // In 16 bits an all-reduce rounds another sum than a reduce-scatter.
+                Some(first) => same(first, &outcome, &what),
+                None => first = Some(outcome),
+            }
+        }
+    }
+}
+
+#[test]
+fn two_machines_of_two_agree() {
+    let switches = [
+        (true, Home::Device),
+        (false, Home::Device),
+        (true, Home::Host),
+    ];
+    agrees(&case(4, DType::F32, 1), 2, 1e-6, &switches);
+}
+
+#[test]
+fn three_machines_of_two_accumulating_agree() {
+    agrees(&case(6, DType::F32, 3), 2, 1e-6, &[(true, Home::Device)]);
+}
+
+#[test]
+fn two_machines_of_three_agree() {
+    agrees(&case(6, DType::F32, 1), 3, 1e-6, &[(true, Home::Device)]);
+}
+
+#[test]
+fn two_machines_of_four_in_bf16_agree() {
+    agrees(&case(8, DType::Bf16, 2), 4, 3e-3, &[(true, Home::Device)]);
+}
+
+/// Stages 0 and 1 sum micro-batches on each rank by default.
+#[test]
+fn local_sums_agree() {
+    for stage in [0, 1] {
+        let case = Case {
+            stage,
+            reduce_every_micro_batch: false,
+            mesh: levels_of(2),
+            ..case(4, DType::F32, 3)
+        };
+        close(&case.run_tiny(), &flat(&case), 1e-6, &format!("{case:?}"));
+    }
+}
+
+#[test]
+fn bytes_held_and_sent() {
+    for (ranks, level) in [(4, 2), (6, 3), (8, 2)] {
+        for stage in 0..4 {
+            let case = Case {
+                stage,
+                steps: 3,
+                mesh: levels_of(level),
+                ..case(ranks, DType::Bf16, 2)
+            };
+            held_and_sent_are_the_formulas(&case, &case.run_tiny());
+        }
+    }
+}
+
+/// The bytes that leave a machine in a step.
+#[test]
+fn bytes_between_machines_are_the_formulas() {
+    for (ranks, level) in [(4, 2), (6, 3), (8, 2), (8, 4)] {
+        for stage in 0..4 {
+            for (mesh, routing) in [
+                (levels_of(level), Routing::TwoLevel),
+                (MeshSettings::default(), Routing::Ring),
+            ] {
+                let case = Case {
+                    stage,
+                    steps: 3,
+                    node_ranks: Some(level),
+                    mesh,
+                    ..case(ranks, DType::Bf16, 2)
+                };
+                let outcome = case.run_tiny();
+                let expected = between_bytes(&outcome, stage, level, routing);
+                let sent = outcome.steps[1].comm_bytes.between;
+                println!("stage {stage}, {ranks} ranks, {level} a machine, {routing:?}: {sent}");
+                if stage == 3 {
+                    // Less by the gathers that stage 3 does not need.
+                    assert!(sent <= expected, "{case:?}: {sent} of {expected}");
+                } else {
+                    assert_eq!(sent, expected, "{case:?}");
+                }
+                // M - 1 of M parts of a buffer leave a machine, or in one ring N - 1 of N.
+                let of_rank = outcome.steps[1].comm_bytes.total();
+                let expected = match routing {
+                    Routing::TwoLevel => of_rank / (ranks - 1) as u64 * (ranks - level) as u64,
+                    _ => of_rank,
+                };
+                assert_eq!(sent, expected, "{case:?}");
+            }
+        }
+    }
+}
+
+fn between_bytes(outcome: &Outcome, stage: u64, level: usize, routing: Routing) -> u64 {
+    let settings = &outcome.settings;
+    let layouts =
+        GridLayout::of_parts(outcome.layout.clone(), level as u64, Sharding::Flat).unwrap();
+    let stage = ZeroStage::from_number(stage).unwrap();
+    let sent = layouts.step_traffic(stage, &settings.widths(), settings.reductions(), routing);
+    sent.unwrap().group_egress_bytes
+}
+
+/// A checkpoint of two levels loads in one ring, and the reverse, with its bits.
+#[test]
+fn checkpoints_load_without_levels() {
+    for stage in 1..4 {
+        let at = |mesh, steps, from: Option<&Outcome>| {
+            Case {
+                stage,
+                mesh,
+                steps,
+                resume: from.map(|from| from.dir.path().to_owned()),
+                ..case(6, DType::F32, 1)
+            }
+            .run_tiny()
+        };
+        let ring = MeshSettings::default();
+        let whole_run = at(ring, 6, None);
+        for (first, second) in [(levels_of(2), ring), (ring, levels_of(3))] {
+            let what = format!("stage {stage}, {first:?} to {second:?}");
+            let saved = at(first, 3, None);
+            let loaded = at(second, 3, Some(&saved));
+            assert!(loaded.state() == saved.state(), "{what}: as loaded");
+            let resumed = at(second, 6, Some(&loaded));
+            assert_eq!(resumed.steps.len(), 3, "{what}");
+            for (got, want) in resumed.steps.iter().zip(&whole_run.steps[3..]) {
+                let error = (got.loss - want.loss).abs() / want.loss;
+                assert!(error < 1e-6, "{what}, step {}: {error:e}", got.step);
+            }
+        }
+    }
+}
+
+/// The run fails before its first step.
+#[test]
+fn levels_that_do_not_fit_are_refused() {
+    let refused = |mesh| {
+        let case = Case {
+            mesh,
+            ..case(4, DType::F32, 1)
+        };
+        case.try_run(&case.tiny()).err().unwrap().to_string()
+    };
+    let error = refused(levels_of(3));
+    assert!(error.contains('3') && error.contains('4'), "{error}");
+    let error = refused(MeshSettings {
+        shard_group: Some(2),
+        sharding: Sharding::Hybrid,
+        ..levels_of(2)
+    });
+    assert!(error.contains("MeshSettings::two_level to None"), "{error}");
+}
+
+/// A rank that dies ends all, and is named.
+#[test]
+fn death_ends_all() {
+    for stage in 0..4 {
+        for panic_at in [0, 2] {
+            let mut toy = Toy::new(&[vec![40], vec![7], vec![100]], true);
+            toy.panic_at = Some(panic_at);
+            let case = Case {
+                stage,
+                mesh: levels_of(2),
+                ..case(4, DType::F32, 1)
+            };
+            let error = match case.try_run(&toy) {
+                Ok(_) => panic!("{case:?}: the run went on"),
+                Err(error) => error.to_string(),
+            };
+            assert!(
+                error.contains("rank 0") && error.contains("panic requested"),
+                "{case:?}: {error}"
+            );
+        }
+    }
+}
+
+/// In any order that streams and events allow, no access is unordered.
+#[test]
+fn no_wait_is_missing() {
+    let toy = Toy::new(&[vec![40, 3], vec![70], vec![9, 30], vec![5]], true);
+    for stage in 0..4 {
+        for seed in 0..2 {
+            let case = Case {
+                stage,
+                mesh: levels_of(2),
+                ..case(4, DType::Bf16, 2)
+            };
+            on_ranks(&case, &toy, |rank, comm, run| {
+                let device = HostDevice::seeded(10 * seed + rank as u64);
+                run(device.clone(), comm);
+                let violations = device.violations();
+                assert!(violations.is_empty(), "{case:?}: {violations:?}");
+            });
+        }
+    }
+}
+
+/// Calls `body` on a thread of each rank, whose modelled time begins at zero, with its communicator
+/// and with what trains it. Returns the results by rank.
+fn on_ranks<R: Send>(
+    case: &Case,
+    toy: &Toy,
+    body: impl Fn(usize, Arc<dyn Communicator<HostDevice>>, Train<'_>) -> R + Sync,
+) -> Vec<R> {
+    let settings = case.settings();
+    let options = case.options(None);
+    let train = |device: HostDevice, comm: Arc<dyn Communicator<HostDevice>>| {
+        let observe = &mut |_: &_| Ok(());
+        run_on_host_device(device, comm, 1, &settings, toy, &options, observe)
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+    };
+    let comms = World::new(case.ranks, CommOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .enumerate()
+            .map(|(rank, comm)| {
+                let (body, train) = (&body, &train);
+                scope.spawn(move || body(rank, Arc::new(comm), train))
+            })
+            .collect();
+        let results = ranks.into_iter().map(|rank| rank.join().unwrap());
+        results.collect()
+    })
+}
+
+/// Trains a rank on a device.
+type Train<'a> = &'a (dyn Fn(HostDevice, Arc<dyn Communicator<HostDevice>>) + Sync);
+
+/// A communicator over rings: a collective takes one operation `hop` for each other rank, and an
+/// all-reduce two.
+struct Rings(Arc<dyn Communicator<HostDevice>>);
+
+// SAFETY: calls are those of the inner communicator.
+unsafe impl Communicator<HostDevice> for Rings {
+    fn group(&self) -> Group {
+        self.0.group()
+    }
+
+    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        let call = checked.call();
+        let rounds = match call.collective {
+            _ if call.control => 0,
+            Collective::AllReduce => 2,
+            _ => 1,
+        };
+        for _ in 0..rounds * (self.world_size() - 1) {
+            stream.enqueue("hop", || Ok(()))?;
+        }
+        self.0.enqueue(stream, checked)
+    }
+
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+        let child = self.0.split(color, key)?;
+        Ok(child.map(|child| Arc::new(Self(child)) as Arc<dyn Communicator<HostDevice>>))
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.0.traffic()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.0.failure()
+    }
+}
+
+const UNITS: usize = 6;
+
+/// Milliseconds of the third step of rank 0, from its first forward to that of the fourth, where
+/// only hops take time: one millisecond each.
+fn step_ms(stage: u64, mesh: MeshSettings) -> u128 {
+    let case = Case {
+        stage,
+        steps: 5,
+        mesh,
+        ..case(8, DType::Bf16, 1)
+    };
+    let toy = Toy::new(&vec![vec![64]; UNITS], false);
+    let spans = on_ranks(&case, &toy, |_, comm, train| {
+        let device = HostDevice::modelled(|_, label| match label {
+            "hop" => Duration::from_millis(1),
+            _ => Duration::ZERO,
+        });
+        train(device.clone(), Arc::new(Rings(comm)));
+        device.modelled_spans()
+    });
+
+    let mut forwards: Vec<_> = spans[0]
+        .iter()
+        .filter(|span| span.label == "toy forward")
+        .map(|span| span.start)
+        .collect();
+    forwards.sort_unstable();
+    (forwards[3 * UNITS] - forwards[2 * UNITS]).as_millis()
+}
+
+/// With 8 ranks, 4 a machine, a collective waits for 3 + 1 neighbours, in one ring for 7.
+#[test]
+fn latency_is_that_of_both_levels() {
+    for stage in 0..4 {
+        let ring = step_ms(stage, MeshSettings::default());
+        let levels = step_ms(stage, levels_of(4));
+        println!("stage {stage}: {levels} ms, {ring} ms in one ring");
+        assert!(ring > 0, "stage {stage}");
+        assert_eq!(levels * 7, ring * 4, "stage {stage}");
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(2))]
+
+    /// Units of any sizes on any machines: all stages have the same bits, and one ring's losses.
+    #[test]
+    fn units_of_any_size(
+        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        level in 1usize..4,
+        machines in 2usize..4,
+        grad_accum in 1usize..3,
+        bucket_elems in 1usize..200,
+        tied in any::<bool>(),
+        writes in any::<bool>(),
+    ) {
+        let toy = Toy::new(&units, tied);
+        let toy = if writes { toy.writing() } else { toy };
+        let base = Case { bucket_elems, ..case(level * machines, DType::F32, grad_accum) };
+        let ring = Case { stage: 2, ..base.clone() }.run(&toy);
+        let mut first: Option<Outcome> = None;
+        for stage in 0..4 {
+            let case = Case { stage, mesh: levels_of(level), ..base.clone() };
+            let outcome = case.run(&toy);
+            close(&outcome, &ring, 1e-6, &format!("{case:?}"));
+            match &first {
+                Some(first) => same(first, &outcome, &format!("{case:?}")),
+                None => first = Some(outcome),
+            }
+        }
+    }
+}
