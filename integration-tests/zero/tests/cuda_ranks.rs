@@ -234,7 +234,10 @@ fn cuda_parts_follow_the_host() {
 #[ignore = "needs a CUDA device"]
 fn cuda_groups_follow_the_host() {
     let world = ["--shard-group", "2", "--shard-optimizer", "world"];
-    let cases: [(&str, &[&str], &[&str]); 4] = [
+    let cases: [(&str, &[&str], &[&str]); 6] = [
+        // Two levels, since there are several machines.
+        ("3", &[], &[]),
+        ("2", &[], &["--cuda-graph"]),
         ("3", &["--shard-group", "2"], &[]),
         ("3", &["--hpz", "2"], &[]),
         ("2", &world, &["--cuda-graph"]),
@@ -460,23 +463,36 @@ fn cuda_ranks_of_another_launcher_join_it() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_killed_rank_ends_the_run() {
-    killed_rank(&[]);
+    killed_rank("3", &[]);
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_killed_rank_ends_a_replayed_run() {
-    killed_rank(&["--cuda-graph", "--stage", "2"]);
+    killed_rank("3", &["--cuda-graph", "--stage", "2"]);
 }
 
-fn killed_rank(more: &[&str]) {
+/// A rank of one group ends the ranks of both, and is named by its number in the world.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_killed_rank_ends_all_groups() {
+    let groups = ["--stage", "3", "--shard-group", "2"];
+    killed_rank("4", &groups);
+    let world = ["--shard-optimizer", "world"];
+    killed_rank("4", &[&groups[..], &world].concat());
+    killed_rank("4", &["--stage", "3", "--hpz", "2"]);
+    killed_rank("4", &["--stage", "2", "--ranks-per-node", "2"]);
+}
+
+/// Kills rank 1 of `ranks`.
+fn killed_rank(ranks: &str, more: &[&str]) {
     let dir = temp();
     let args = [
         "--device",
         "cuda",
         "--share-gpus",
         "--ranks",
-        "3",
+        ranks,
         "--steps",
         "100000",
         "--metrics",
@@ -494,8 +510,9 @@ fn killed_rank(more: &[&str]) {
         std::thread::sleep(Duration::from_millis(20));
     }
 
+    let started: usize = ranks.parse().unwrap();
     let ranks = children(launcher.id());
-    assert_eq!(ranks.len(), 3);
+    assert_eq!(ranks.len(), started);
     assert!(
         Command::new("kill")
             .args(["-9", &ranks[1].to_string()])

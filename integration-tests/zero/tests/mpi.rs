@@ -127,6 +127,20 @@ fn the_losses_of_groups_are_those_of_threads() {
     }
 }
 
+/// Two levels: their communicators are splits of the world, too. `mpirun` reports one machine, so the
+/// flag has its ranks.
+#[test]
+fn the_losses_of_two_levels_are_those_of_threads() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for stage in ["0", "1", "2", "3"] {
+        let more = ["--stage", stage, "--ranks-per-node", "2"];
+        agree_with_threads(dir.path(), 4, &more);
+    }
+}
+
 /// Ranks that share sequences: their communicator is a split of the world, too.
 #[test]
 fn the_losses_of_shared_sequences_are_those_of_threads() {

@@ -11,7 +11,8 @@ use super::{Architecture, PlanArgs};
 use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_model};
-use crate::settings::args::TrainArgs;
+use crate::settings::args::{Collectives, TrainArgs};
+use crate::settings::collectives::{self, COLLECTIVES};
 use crate::settings::mesh;
 use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
 use crate::settings::row::Sources;
@@ -412,12 +413,29 @@ fn mesh(
     let of_node = of_node / tensor_ranks;
     match mesh.shard_group.map(|group| group as u64) {
         Some(group) if !group.is_multiple_of(of_node) && !of_node.is_multiple_of(group) => {
-            Err(CliError::Usage(format!(
+            return Err(CliError::Usage(format!(
                 "groups of {group} GPUs on nodes of {of_node}: expected whole groups on a node, or whole nodes in a group"
-            )))
+            )));
         }
-        _ => Ok(mesh),
+        _ => {}
     }
+
+    // The route of the stages that the groups do not fit.
+    let requested = from.value(&COLLECTIVES);
+    let of_route = match requested {
+        Collectives::TwoLevel => mesh,
+        _ => MeshSettings {
+            shard_group: None,
+            ..mesh
+        },
+    };
+    let gpus = args.gpus as usize;
+    let of_node = gpus / args.nodes as usize;
+    let route = collectives::route(requested, &of_route, gpus, Some(of_node))?;
+    Ok(MeshSettings {
+        two_level: route.two_level,
+        ..mesh
+    })
 }
 
 /// The offload at stage 3. At stages without offloaded parameters the optimizer is where it was

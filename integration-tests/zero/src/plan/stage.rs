@@ -313,7 +313,11 @@ fn sent(
     let widths = settings.widths();
     let reductions = settings.reductions();
     if settings.mesh.shard_group.is_none() {
-        let sent = layout.step_traffic(stage, &widths, reductions, Routing::TwoLevel)?;
+        let routing = match settings.mesh.two_level {
+            Some(_) => Routing::TwoLevel,
+            None => Routing::Ring,
+        };
+        let sent = layout.step_traffic(stage, &widths, reductions, routing)?;
         return Ok((sent.rank, sent.group_egress_bytes));
     }
     let axes = settings.axis_traffic(over_groups)?;

@@ -131,7 +131,7 @@ pub struct TrainArgs {
     /// Groups of ranks.
     #[command(flatten)]
     pub mesh: MeshArgs,
-    /// Consecutive ranks of a machine, for comm_bytes.between in --metrics [default: as the launcher
+    /// Consecutive ranks of a machine, for --collectives and comm_bytes.between in --metrics [default: as the launcher
     /// tells; ranks of this process are on one machine]
     #[arg(long, value_name = "L", value_parser = parse_whole::<usize>)]
     pub ranks_per_node: Option<usize>,
@@ -339,6 +339,24 @@ pub struct MeshArgs {
     /// other ranks [default: 1]
     #[arg(long, value_name = "M", value_parser = parse_whole::<usize>)]
     pub tensor_parallel: Option<usize>,
+    /// Route of collectives over all ranks without groups: flat, one ring; two-level, within
+    /// machines and then between them, which needs no memory, sends less between machines and waits
+    /// for fewer ranks, and sums in another order; or auto, two-level on several machines with
+    /// several ranks each, by --ranks-per-node or the launcher [default: auto]
+    #[arg(long, value_enum)]
+    pub collectives: Option<Collectives>,
+}
+
+/// Routes of collectives over all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Collectives {
+    /// Two levels where machines have several ranks.
+    #[default]
+    Auto,
+    /// One ring.
+    Flat,
+    /// Within machines, then between them.
+    TwoLevel,
 }
 
 /// Ranks that share the optimizer state.

@@ -6,6 +6,7 @@ use zero_shard::{Sharding, ZeroStage};
 use zero_trainer::MeshSettings;
 
 use super::args::OptimizerRanks;
+use super::collectives::COLLECTIVES;
 use super::row::{Conditions, Row, Setting, Sources};
 use crate::error::CliError;
 
@@ -27,6 +28,9 @@ pub(crate) struct MeshRecord {
     /// Ranks that have a part of each parameter.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tensor_parallel: Option<usize>,
+    /// Data ranks of a machine, if collectives run in two levels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) two_level: Option<usize>,
 }
 
 const SHARD_GROUP: Setting<Option<usize>, MeshRecord> = Setting {
@@ -84,6 +88,7 @@ pub(crate) const ROWS: &[Row] = &[
     HPZ.row,
     ULYSSES.row,
     TENSOR_PARALLEL.row,
+    COLLECTIVES.row,
 ];
 
 /// The ranks that share micro-batches.
@@ -157,6 +162,7 @@ impl MeshRecord {
         let shares = Self {
             ulysses: mesh.sequence_ranks,
             tensor_parallel: mesh.tensor_ranks,
+            two_level: mesh.two_level,
             ..Self::default()
         };
         match mesh.sharding {
@@ -230,6 +236,8 @@ impl MeshRecord {
             sharding,
             sequence_ranks: self.ulysses,
             tensor_ranks: self.tensor_parallel,
+            // Each run chooses it for its machines.
+            two_level: None,
         })
     }
 }
@@ -337,12 +345,15 @@ pub(crate) fn at_stage(mesh: MeshSettings, stage: ZeroStage) -> MeshSettings {
     match (mesh.sharding, stage) {
         (_, ZeroStage::Zero) | (Sharding::Secondary, ZeroStage::One | ZeroStage::Two) => {
             MeshSettings {
-                sequence_ranks: mesh.sequence_ranks,
-                tensor_ranks: mesh.tensor_ranks,
-                ..MeshSettings::default()
+                shard_group: None,
+                sharding: Sharding::Flat,
+                ..mesh
             }
         }
-        _ => mesh,
+        _ => MeshSettings {
+            two_level: mesh.two_level.filter(|_| mesh.shard_group.is_none()),
+            ..mesh
+        },
     }
 }
 
@@ -354,13 +365,18 @@ fn of_groups(mesh: MeshSettings, ranks: usize) -> MeshSettings {
     }
 }
 
+/// The flag that sets the groups.
+pub(crate) fn group_flag(mesh: &MeshSettings) -> &'static str {
+    match mesh.sharding {
+        Sharding::Secondary => HPZ.row.flag,
+        _ => SHARD_GROUP.row.flag,
+    }
+}
+
 /// Why groups do not fit.
 fn refusal(mesh: &MeshSettings, ranks: u64, stage: ZeroStage) -> Option<String> {
     let group = mesh.shard_group? as u64;
-    let flag = match mesh.sharding {
-        Sharding::Secondary => HPZ.row.flag,
-        _ => SHARD_GROUP.row.flag,
-    };
+    let flag = group_flag(mesh);
     if group == 0 || !ranks.is_multiple_of(group) {
         return Some(format!(
             "{flag} {group}: expected a number that divides the {ranks} ranks"

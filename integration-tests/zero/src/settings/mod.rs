@@ -22,7 +22,7 @@
 //!      table                       the rows of all topics, in one order
 //!     resolve                      from the sources to the trainer's settings
 //!      record                      run.json
-//! communication mesh optimizer schedule offload batch epochs activations saving validation    the topics
+//! communication mesh collectives optimizer schedule offload batch epochs activations saving validation    the topics
 //!       row                        Setting and Sources
 //!      args                        the flags
 //! ```
@@ -33,6 +33,7 @@ pub(crate) mod args;
 pub(crate) mod autos;
 pub(crate) mod batch;
 pub(crate) mod changes;
+pub(crate) mod collectives;
 pub(crate) mod communication;
 pub(crate) mod epochs;
 pub(crate) mod mesh;

@@ -5,6 +5,7 @@
 //! connect
 //! agree             the program, and whether to resume: they decide which collectives follow
 //! resume            rank 0 chooses the checkpoint
+//! exchange          the route of collectives: one ring where launchers report other machines to each
 //! agree             the settings of run.json and the data; or the error of a rank that cannot start
 //!agree_on_weights  the weights of a model's folder
 //! train
@@ -96,7 +97,10 @@ impl<'a, D: Device> StartExchange<'a, D> {
     }
 
     /// The number that each rank sends.
-    fn exchange_u64(&self, own: u64) -> Result<Vec<u64>, CliError> {
+    pub(crate) fn exchange_u64(&self, own: u64) -> Result<Vec<u64>, CliError> {
+        if self.comm.world_size() == 1 {
+            return Ok(vec![own]);
+        }
         let messages = self
             .messages()
             .exchange(&own.to_le_bytes())

@@ -9,15 +9,33 @@ use crate::settings::args::{CommChoice, TrainArgs};
 const WORLD_SIZE_VARIABLES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
 
 /// The variables in which torchrun and this program's launcher, Open MPI, MPICH and Slurm pass the
-/// number of processes of a machine.
-const LOCAL_SIZE_VARIABLES: [&str; 4] = [
-    "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
+/// number of processes of a machine, the rank of a process, and its number on its machine.
+const MACHINE_VARIABLES: [[&str; 3]; 4] = [
+    ["LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"],
+    [
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ],
+    ["MPI_LOCALNRANKS", "PMI_RANK", "MPI_LOCALRANKID"],
+    ["SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID"],
 ];
 
-/// Consecutive ranks of a machine: by the flag, or as a launcher tells them; `None` if they do not
+/// The processes of a machine by a launcher's variables; `None` if this process has a place on its
+/// machine that consecutive ranks do not have.
+fn launched_node_ranks(variable: impl Fn(&str) -> Option<usize>) -> Option<usize> {
+    let [size, rank, local_rank] = MACHINE_VARIABLES
+        .into_iter()
+        .map(|names| names.map(&variable))
+        .find(|[size, ..]| size.is_some())?;
+    let size = size.filter(|size| *size > 0)?;
+    match (rank, local_rank) {
+        (Some(rank), Some(local_rank)) if local_rank != rank % size => None,
+        _ => Some(size),
+    }
+}
+
+/// Consecutive ranks of a machine: by the flag, or by a launcher's variables; `None` if they do not
 /// fit the `ranks` of the run, which are in groups of `group`. Ranks that no launcher has started
 /// are on one machine.
 ///
@@ -42,9 +60,8 @@ pub(crate) fn node_ranks(
         ))),
         None if launched_ranks(args) == 1 => Ok(Some(ranks)),
         None => {
-            let size = |name| std::env::var(name).ok()?.parse().ok();
-            let of_launcher = LOCAL_SIZE_VARIABLES.into_iter().find_map(size);
-            Ok(of_launcher.filter(fits))
+            let variable = |name: &str| std::env::var(name).ok()?.parse().ok();
+            Ok(launched_node_ranks(variable).filter(fits))
         }
     }
 }
@@ -74,6 +91,24 @@ pub(crate) fn launched_ranks(args: &TrainArgs) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn launchers_pass_consecutive_ranks() {
+        let of = |variables: &[(&str, usize)]| {
+            launched_node_ranks(|name| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| *value)
+            })
+        };
+        for [size, rank, local_rank] in MACHINE_VARIABLES {
+            assert_eq!(of(&[(size, 4), (rank, 6), (local_rank, 2)]), Some(4));
+            assert_eq!(of(&[(size, 4)]), Some(4));
+            // Ranks are dealt to the machines one by one.
+            assert_eq!(of(&[(size, 4), (rank, 6), (local_rank, 3)]), None);
+            assert_eq!(of(&[(size, 0), (rank, 6), (local_rank, 3)]), None);
+        }
+        assert_eq!(of(&[]), None);
+    }
 
     #[test]
     fn ranks_of_a_machine_fit_the_groups() {

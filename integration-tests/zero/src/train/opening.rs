@@ -108,6 +108,9 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
     if let Some(groups) = setup.record.mesh.describe(batch.ranks) {
         lines.add("groups", &groups);
     }
+    if let Some(route) = &setup.route.text {
+        lines.add("collectives", route);
+    }
     if let Some(cut) = setup.record.mesh.describe_parts() {
         lines.add("parameters", &cut);
     }

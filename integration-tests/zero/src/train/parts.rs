@@ -24,6 +24,7 @@ use crate::settings::activations::{
 use crate::settings::agreement::{self, Unrecorded};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::{self, BatchRecord};
+use crate::settings::collectives::{self, COLLECTIVES, Route};
 use crate::settings::communication::CommunicationRecord;
 use crate::settings::mesh::{MeshRecord, Shares};
 use crate::settings::offload::resolve_folders;
@@ -55,6 +56,8 @@ pub(crate) struct Parts<'a> {
     /// The epochs that decide the last step.
     epochs: Option<f64>,
     pub(crate) settings: Settings,
+    /// The route of collectives over all ranks.
+    pub(crate) route: Route,
     pub(crate) sizes: Sizes,
     pub(crate) options: ModelOptions,
     pub(crate) saving: SavingRecord,
@@ -92,6 +95,10 @@ impl<'a> Parts<'a> {
         };
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
         settings.grad_accum_steps = sizes.batch.grad_accum as usize;
+        let requested = from.without_sizes().part(|run| &run.mesh);
+        let requested = requested.value(&COLLECTIVES);
+        let route = collectives::route(requested, &settings.mesh, ranks, settings.node_ranks)?;
+        settings.mesh.two_level = route.two_level;
         notices.extend(idle_flags(&from, &run, &settings));
         let mut options = model_options(&from, &model, &sizes, &settings, run.on_gpus)?;
 
@@ -128,6 +135,7 @@ impl<'a> Parts<'a> {
             data,
             epochs: epochs.map(|(epochs, _)| epochs),
             settings,
+            route,
             sizes,
             options,
             saves_to,

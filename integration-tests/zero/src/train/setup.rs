@@ -21,6 +21,7 @@ use crate::files::absolute;
 use crate::memory::{self, RunMemory};
 use crate::settings::args::Output;
 use crate::settings::args::TrainArgs;
+use crate::settings::collectives::Route;
 use crate::settings::mesh::Shares;
 use crate::settings::outputs;
 use crate::settings::record::{RUN_JSON, RunRecord};
@@ -43,6 +44,8 @@ pub(crate) struct RunSetup {
     pub(crate) record: RunRecord,
     /// The settings that must be equal on all ranks.
     pub(crate) agreed: RankSettings,
+    /// The route of collectives over all ranks.
+    pub(crate) route: Route,
     /// The completed steps at the start.
     pub(crate) first_step: u64,
     pub(crate) metrics: Option<PathBuf>,
@@ -162,6 +165,7 @@ impl RunSetup {
             model_name: parts.model.name,
             record,
             agreed,
+            route: parts.route,
             first_step: parts.resumed.map_or(0, Resumed::step),
             metrics: args.metrics.clone(),
             csv: args.csv.clone(),
@@ -191,11 +195,37 @@ impl RunSetup {
         setup: Result<Self, CliError>,
         start: &StartExchange<'_, D>,
     ) -> Result<Self, CliError> {
+        let setup = Self::agree_on_route(setup, start)?;
         let setup = start.agree(setup, |setup| setup.agreed.clone())?;
         if let (Weights::Folder(folder), None) = (&setup.workload.weights, &setup.options.resume) {
             start.agree_on_weights(folder)?;
         }
         Ok(setup)
+    }
+
+    /// Sets the route of collectives on which all ranks agree. A rank without a setup takes part.
+    fn agree_on_route<D: Device>(
+        setup: Result<Self, CliError>,
+        start: &StartExchange<'_, D>,
+    ) -> Result<Result<Self, CliError>, CliError> {
+        let own = setup
+            .as_ref()
+            .map_or(Route::UNKNOWN, |setup| setup.route.code());
+        let codes = start.exchange_u64(own)?;
+        Ok(setup.and_then(|mut setup| {
+            setup.route = setup.route.agreed(&codes)?;
+            let two_level = setup.route.two_level;
+            setup.settings.mesh.two_level = two_level;
+            setup.record.mesh.two_level = two_level;
+            setup.document_record();
+            Ok(setup)
+        }))
+    }
+
+    /// Saves the record as it is now in each checkpoint.
+    fn document_record(&mut self) {
+        let document = self.record.document();
+        self.options.documents.insert(RUN_JSON.to_owned(), document);
     }
 
     /// Reserves the folder of checkpoints that no flag names; see [`save_folder::reserve`].
@@ -205,9 +235,7 @@ impl RunSetup {
         };
         save_folder::reserve(folder, &mut self.notices)?;
         self.record.checkpoint_dir = Some(absolute(folder));
-        self.options
-            .documents
-            .insert(RUN_JSON.to_owned(), self.record.document());
+        self.document_record();
         Ok(())
     }
 

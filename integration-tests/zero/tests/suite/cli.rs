@@ -228,6 +228,32 @@ fn wrong_flags_are_usage_errors() {
 }
 
 #[test]
+fn wrong_routes_of_collectives_are_usage_errors() {
+    let dir = temp();
+    let refused = |flags: &str, parts: &[&str]| {
+        let flags: Vec<&str> = flags.split(' ').collect();
+        fails(&run_tiny(dir.path(), &flags), 2, parts);
+    };
+    let bad = run_tiny(dir.path(), &["--collectives", "tree"]);
+    assert_eq!(bad.status.code(), Some(2));
+    let said = String::from_utf8_lossy(&bad.stderr);
+    assert!(said.contains("auto, flat, two-level"), "{said}");
+
+    refused(
+        "--ranks 4 --collectives two-level --ranks-per-node 3",
+        &["--ranks-per-node 3", "divides the 4 ranks"],
+    );
+    refused(
+        "--ranks 4 --collectives two-level --ranks-per-node 2 --shard-group 2",
+        &["--collectives two-level with --shard-group 2", "remove one"],
+    );
+    refused(
+        "--ranks 4 --collectives two-level --ranks-per-node 2 --stage 3 --hpz 2",
+        &["--collectives two-level with --hpz 2", "remove one"],
+    );
+}
+
+#[test]
 fn zero_steps_succeed() {
     let dir = temp();
     let out = succeeds(&run_tiny(

@@ -166,6 +166,28 @@ fn plan_matches_training_in_groups() {
     }
 }
 
+/// Collectives over all ranks in one ring and in two levels, as `auto` and each flag choose.
+#[test]
+fn plan_matches_training_of_routes() {
+    let run = "--dtype bf16 --micro-batch 1 --seq-len 64 --grad-accum 2 --bucket-elems 100000";
+    for (of_node, route) in [
+        (2, ""),
+        (1, ""),
+        (2, "--collectives flat"),
+        (2, "--collectives two-level"),
+    ] {
+        for stage in 0..4 {
+            compare_on(
+                4,
+                ("nano", stage),
+                &format!("--nodes {}", 4 / of_node),
+                &format!("--ranks-per-node {of_node}"),
+                &format!("{run} {route}"),
+            );
+        }
+    }
+}
+
 /// Ranks that share sequences, on machines with whole groups of them or parts of one. In fp32 a GPU
 /// exchanges as many bytes as the host.
 #[test]

@@ -433,6 +433,31 @@ fn ranks_of_sequences_may_change() {
     assert_eq!(differences(&out)[2], "mesh.ulysses 4 -> none", "{out}");
 }
 
+/// A run chooses the route of its collectives for its machines, and reports a change.
+#[test]
+fn route_of_collectives_may_change() {
+    let dir = temp();
+    let dir = dir.path();
+    inputs(dir);
+    let run = "train --model model --data text.txt --seq-len 32 --micro-batch 1 --checkpoint c";
+    let run: Vec<&str> = run.split(' ').collect();
+    let machines = ["--ranks", "4", "--ranks-per-node", "2", "--steps", "1"];
+    let out = succeeds(&zero(dir, &[&run[..], &machines].concat()));
+    let levels = "collectives: in two levels, within 2 machines of 2 ranks and between them";
+    assert!(out.contains(levels), "{out}");
+
+    // On one machine there is one ring.
+    let out = resume(dir, &["c", "--steps", "2"]);
+    assert!(!out.contains("collectives:"), "{out}");
+    let expected = ["mesh.two_level 2 -> none", "steps 1 -> 2"];
+    assert_eq!(differences(&out), expected, "{out}");
+    let flat = ["--ranks-per-node", "2", "--collectives", "flat"];
+    let out = resume(dir, &[&["c", "--steps", "3"][..], &flat].concat());
+    let ring = "collectives: in one ring over all ranks (--collectives flat: requested)";
+    assert!(out.contains(ring), "{out}");
+    assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");
+}
+
 /// A resumed run cuts parameters as before, over other ranks, or not at all; the checkpoints have whole
 /// parameters for all that read them.
 #[test]
