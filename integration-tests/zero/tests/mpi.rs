@@ -141,6 +141,57 @@ fn the_losses_of_two_levels_are_those_of_threads() {
     }
 }
 
+/// `mpirun` of 4 processes, whose launcher reports machines of `[first, last]` ranks to the first two
+/// and to the last two, and which have the flags `train`, the last two also `more`.
+fn on_machines(dir: &Path, [first, last]: [usize; 2], train: &[String], more: &[&str]) -> Output {
+    let reported = |of_node: usize| {
+        [
+            "env".to_owned(),
+            "--unset=OMPI_COMM_WORLD_LOCAL_RANK".to_owned(),
+            format!("OMPI_COMM_WORLD_LOCAL_SIZE={of_node}"),
+            place::zero().get_program().to_str().unwrap().to_owned(),
+        ]
+    };
+    let mut command = Command::new("mpirun");
+    command.env("OMPI_MCA_orte_tmpdir_base", dir);
+    command.args(["--allow-run-as-root", "--oversubscribe", "-n", "2"]);
+    command.args(reported(first)).args(train);
+    command.args([":", "-n", "2"]);
+    command.args(reported(last)).args(train).args(more);
+    command.output().unwrap()
+}
+
+/// Ranks choose the route by the machines of all, and a flag of some ranks only is an error.
+#[test]
+fn ranks_agree_on_the_route_of_collectives() {
+    if !has_mpirun() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let flags = train(4, &["--stage", "2", "--steps", "2"]);
+    let prints = |output: &Output, route: &str| {
+        succeeds(output);
+        let out = String::from_utf8_lossy(&output.stdout);
+        assert!(out.contains(&format!("collectives: {route}")), "{out}");
+    };
+
+    let even = on_machines(dir, [2, 2], &flags, &[]);
+    prints(&even, "in two levels, within 2 machines of 2 ranks");
+    for machines in [[1, 2], [2, 1], [3, 2]] {
+        let uneven = on_machines(dir, machines, &flags, &[]);
+        prints(&uneven, "in one ring over all ranks");
+    }
+
+    let flag_of_some = on_machines(dir, [2, 2], &flags, &["--collectives", "flat"]);
+    assert_eq!(flag_of_some.status.code(), Some(2));
+    let error = String::from_utf8_lossy(&flag_of_some.stderr);
+    assert!(
+        error.contains("--collectives: ranks 0 and 2 have different flags"),
+        "{error}"
+    );
+}
+
 /// Ranks that share sequences: their communicator is a split of the world, too.
 #[test]
 fn the_losses_of_shared_sequences_are_those_of_threads() {

@@ -134,13 +134,12 @@ impl Route {
         if codes.contains(&Self::UNKNOWN) {
             return Ok(self);
         }
-        let own = self.code();
-        let Some(other) = codes.iter().position(|code| *code != own) else {
+        let Some(other) = codes.iter().position(|code| *code != codes[0]) else {
             return Ok(self);
         };
         if codes.iter().any(|code| code & 1 == 1) {
             return Err(CliError::Usage(format!(
-                "--collectives: rank {other} has another route than this rank, or machines with another number of ranks; \
+                "--collectives: ranks 0 and {other} have different flags, or machines with different numbers of ranks; \
                  pass the same --collectives and --ranks-per-node to all ranks"
             )));
         }
@@ -290,7 +289,7 @@ mod tests {
         let codes = [flat.code(), auto[1].code()];
         let error = auto[1].clone().agreed(&codes).unwrap_err().to_string();
         assert!(
-            error.starts_with("--collectives: rank 0 has another route"),
+            error.starts_with("--collectives: ranks 0 and 1 have different flags"),
             "{error}"
         );
     }
