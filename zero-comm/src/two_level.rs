@@ -12,7 +12,7 @@
 //!                  within: all_gather of the shards in recv
 //! ```
 //!
-//! No level needs memory of its own. A rank sends (N-1)/N of the whole buffer, as in one ring. Of M
+//! No level allocates memory. A rank sends (N-1)/N of the whole buffer, as in one ring. Of M
 //! groups each sends (M-1)/M of it to others, where a ring sends (N-1)/N, and the latency is that
 //! of K-1 + M-1 neighbours, where a ring has N-1.
 //!

@@ -206,6 +206,34 @@ fn cuda_nccl_faults_end_all_ranks() {
     }
 }
 
+/// A fault in one of two groups ends the ranks of both, and is named by its rank in the world.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_faults_in_a_group_end_all_ranks() {
+    if !library("cuda_nccl_faults_in_a_group_end_all_ranks") {
+        return;
+    }
+    for (kind, text) in [
+        ("group-killed", "rank 3"),
+        ("group-stalled", "rank 3 did not reach it within"),
+        ("group-count", "rank 3"),
+        ("group-abort", "rank 3 aborted: on purpose"),
+    ] {
+        let (outputs, time) = launch(4, kind, &[]);
+        let failed = outputs
+            .iter()
+            .filter(|o| prints(o, "saw:") && prints(o, text))
+            .count();
+        let survivors = if kind == "group-killed" { 3 } else { 4 };
+        expect(
+            failed == survivors && time < rank::FAULT_LIMIT + Duration::from_secs(60),
+            kind,
+            &outputs,
+        );
+        println!("{kind}: {failed} ranks failed with '{text}' after {time:.1?}");
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_nccl_library_errors_end_all_ranks() {

@@ -14,7 +14,7 @@ use zero_comm::{CommError, CommOptions, Communicator, ReduceOp};
 
 /// The variable that selects the case.
 pub(crate) const CASE: &str = "ZERO_TEST_RANK";
-/// The limit of collectives in the case `stalled`.
+/// The limit of collectives in the cases of stalled ranks.
 pub(crate) const FAULT_LIMIT: Duration = Duration::from_secs(4);
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -63,7 +63,7 @@ fn kill_this_process() -> ! {
 pub(crate) fn main(case: &str) {
     let ranks = Ranks::from_env().unwrap().unwrap();
     let device = CudaDevice::open(ranks.local_rank % CudaDevice::count().unwrap()).unwrap();
-    let limit = if case == "stalled" {
+    let limit = if case.ends_with("stalled") {
         FAULT_LIMIT
     } else {
         LIMIT
@@ -90,6 +90,10 @@ pub(crate) fn main(case: &str) {
             println!("rank {} conforms", ranks.rank);
         }
         "sums" => sums(&comm, &rank),
+        kind if kind.starts_with("group-") => {
+            let error = fault_in_a_group(kind, &comm, &rank).expect_err("the world fails");
+            println!("rank {} saw: {error}", ranks.rank);
+        }
         kind => {
             let error = fault(kind, comm, &rank).expect_err("the world fails");
             println!("rank {} saw: {error}", ranks.rank);
@@ -258,6 +262,42 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
     }
 
     let called = comm.all_reduce(stream, a, a, ReduceOp::Sum);
+    let ended = called.and_then(|()| Ok(stream.synchronize(LIMIT)?));
+    // A call that differs from its peers' may succeed before the coordinator has compared it.
+    let begun = Instant::now();
+    while comm.failure().is_none() && begun.elapsed() < FAULT_LIMIT {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    comm.failure().map_or(Ok(()), Err)?;
+
+    ended
+}
+
+/// Makes rank 3 fail in the second of two groups, as in a run that shards over groups; every other
+/// rank returns its error.
+fn fault_in_a_group(kind: &str, comm: &NcclCommunicator, rank: &Rank) -> Result<(), CommError> {
+    let stream = &rank.stream;
+    let at_fault = comm.rank() == 3;
+    let (a, _a) = rank.buffer(4096, DType::F32);
+    let (b, _b) = rank.buffer(8192, DType::F32);
+    let group = comm.rank() / 2;
+    let group = comm.split(Some(group as u64), comm.rank() as u64)?.unwrap();
+    group.all_reduce(stream, a, a, ReduceOp::Sum)?;
+    comm.barrier(stream)?;
+    stream.synchronize(LIMIT)?;
+
+    match kind {
+        "group-killed" if at_fault => kill_this_process(),
+        "group-stalled" if at_fault => std::thread::sleep(FAULT_LIMIT * 2),
+        "group-count" if at_fault => group.all_reduce(stream, b, b, ReduceOp::Sum)?,
+        "group-abort" if at_fault => group.abort("on purpose"),
+        _ => {}
+    }
+
+    // The first group ends its own call, and waits for all ranks.
+    let called = group
+        .all_reduce(stream, a, a, ReduceOp::Sum)
+        .and_then(|()| comm.all_reduce(stream, a, a, ReduceOp::Sum));
     let ended = called.and_then(|()| Ok(stream.synchronize(LIMIT)?));
     // A call that differs from its peers' may succeed before the coordinator has compared it.
     let begun = Instant::now();

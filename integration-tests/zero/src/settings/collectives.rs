@@ -70,7 +70,7 @@ pub(crate) fn route(
         return unless_requested(
             route,
             format!(
-                " with {groups} {group}: groups have collectives of their own; remove one of the two"
+                " with {groups} {group}: groups already have two levels; remove one of the two"
             ),
         );
     }
@@ -243,12 +243,12 @@ mod tests {
             (
                 groups(Sharding::Hybrid),
                 Some(4),
-                "--collectives two-level with --shard-group 2: groups have",
+                "--collectives two-level with --shard-group 2: groups already",
             ),
             (
                 groups(Sharding::Secondary),
                 Some(4),
-                "--collectives two-level with --hpz 2: groups have",
+                "--collectives two-level with --hpz 2: groups already",
             ),
             (
                 MeshSettings::default(),
