@@ -477,6 +477,7 @@ mod tests {
                 sequence_ranks: 1,
                 tensor_ranks: 1,
                 partition_activations: false,
+                sequence_parallel: false,
                 dtype: DType::Bf16,
                 activation_checkpointing: false,
                 offload_activations: false,
