@@ -203,7 +203,7 @@ impl ModelConfig {
         let row = tokens * self.hidden() as u64;
         let layers = self.layers() as u64;
         let Rows { sums, gathers } = Rows::of(options, layers, on_gpu);
-        let partial = self.partial_elems(options) * layers + self.final_norm_elems(options);
+        let partial = self.partial_elems(options, on_gpu) * layers + self.final_norm_elems(options);
         let whole = match on_gpu && options.offload_activations {
             true => crate::decoder::gpu::RING as u64,
             false => crate::decoder::part_rows::RING as u64,
@@ -227,9 +227,12 @@ impl ModelConfig {
     }
 
     /// Gradients of a block that are sums over the ranks: of the norms of heads, and with sequence
-    /// parallelism of all norms.
-    fn partial_elems(&self, options: &ModelOptions) -> u64 {
+    /// parallelism of all norms; a GPT-2 on a GPU sums those of the biases before norms with them.
+    fn partial_elems(&self, options: &ModelOptions, on_gpu: bool) -> u64 {
         let elems = match self {
+            Self::Gpt2(config) if on_gpu && options.sequence_parallel => {
+                crate::gpt2::gpu::PARTIAL_SUMS * config.n_embd
+            }
             Self::Gpt2(config) => crate::gpt2::partial_elems(config, options),
             Self::Llama(config) => crate::llama::partial_elems(config, options),
         };

@@ -77,7 +77,8 @@ fn masks_are_the_hosts() {
                 let residual = gpu.put(&vec![0.0; rows * n], dtype);
                 for residual in [Some(residual), None] {
                     let y = gpu.put(&vec![1.0; rows * n], dtype);
-                    dropout::add_residual(&ops, &gpu.stream, y, residual, n, dropout).unwrap();
+                    dropout::add_residual(&ops, &gpu.stream, y, residual, n, Some(dropout))
+                        .unwrap();
                     let got: Vec<f64> = gpu.get(y).into_iter().map(f64::from).collect();
                     assert_eq!(got, kept, "{what}");
                 }
@@ -195,7 +196,7 @@ fn nothing_is_dropped_without_probability() {
     let ops = OpKernels::load(&loader, DType::Bf16, false).unwrap();
     let y = gpu.put(&[1.0; 8], DType::Bf16);
     let dropout = Dropout::new(keys(&gpu, &draws(1)), 0.5, SITE).unwrap();
-    let error = dropout::add_residual(&ops, &gpu.stream, y, Some(y), 8, dropout).unwrap_err();
+    let error = dropout::add_residual(&ops, &gpu.stream, y, Some(y), 8, Some(dropout)).unwrap_err();
     assert!(error.to_string().contains("dropout_add_8"), "{error}");
 }
 

@@ -196,7 +196,7 @@ impl Request {
                 config.check(&options).map_err(CliError::usage)?;
                 match self.tensor_ranks() {
                     1 => Ok(()),
-                    _ => config.check_on_gpu(&options).map_err(CliError::usage),
+                    _ => config.check_on_gpu().map_err(CliError::usage),
                 }
             }
             _ => Ok(()),

@@ -370,10 +370,7 @@ fn model_options(
     };
     model.config.check(&options).map_err(CliError::usage)?;
     if on_gpus {
-        model
-            .config
-            .check_on_gpu(&options)
-            .map_err(CliError::usage)?;
+        model.config.check_on_gpu().map_err(CliError::usage)?;
     }
     Ok(options)
 }
