@@ -138,15 +138,15 @@ fn cuda_ranks_follow_the_host() {
     }
 }
 
-/// The activations that a plan has for a run of `ranks` GPUs at `stage` with `flags`.
-fn planned_activations(stage: &str, ranks: &str, flags: &[&str]) -> Value {
+/// What a plan has for a run of `ranks` GPUs at `stage` with `flags`.
+fn planned(stage: &str, ranks: &str, flags: &[&str]) -> Value {
     let mut command = place::zero();
     command
         .args(["plan", "--json", "--gpus", ranks])
         .args(flags);
     let plan: Value = serde_json::from_slice(&command.output().unwrap().stdout).unwrap();
     let stage: usize = stage.parse().unwrap();
-    plan["stages"][stage]["gpu"]["activations_bytes"].clone()
+    plan["stages"][stage].clone()
 }
 
 /// Ranks that share sequences exchange tokens for heads on the compute stream. The Llama has eight
@@ -171,7 +171,7 @@ fn cuda_shared_sequences_follow_the_host() {
             .chain(["--model", model])
             .collect();
         let run = ["--stage", stage, "--ranks", ranks, "--dropout", dropout];
-        let planned = planned_activations(stage, ranks, &flags);
+        let planned = planned(stage, ranks, &flags)["gpu"]["activations_bytes"].clone();
         for (host, cuda) in on_host_and_cuda(dir.path(), &[&run[..], &flags].concat(), &[]) {
             assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags:?}");
             assert!(host["comm_bytes"]["all_to_all"].as_u64().unwrap() > 0);
@@ -231,7 +231,7 @@ fn cuda_parts_follow_the_host() {
             .into_iter()
             .filter(|flag| !flag.starts_with("--dropout"));
         let planned: Vec<&str> = planned.filter(|flag| *flag != "0.1").collect();
-        let planned = planned_activations(stage, ranks, &planned);
+        let planned = self::planned(stage, ranks, &planned);
         for (host, cuda) in steps {
             // Where both gather and sum the same.
             let repeats = flags.contains("--sequence-parallel --activation-checkpointing");
@@ -239,7 +239,12 @@ fn cuda_parts_follow_the_host() {
             if on_gpu.is_empty() && !repeats && !differs {
                 assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags}");
             }
-            assert_eq!(cuda["memory"]["activations_bytes"], planned, "{flags}");
+            let held = &cuda["memory"]["activations_bytes"];
+            assert_eq!(held, &planned["gpu"]["activations_bytes"], "{flags}");
+            for kind in ["all_reduce", "reduce_scatter"] {
+                let most = &planned["sent"][format!("{kind}_bytes")];
+                assert_eq!(&cuda["comm_bytes"][kind], most, "{kind}: {flags}");
+            }
         }
     }
 }
