@@ -150,8 +150,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub partition_activations: Option<bool>,
     /// Divide the tokens among the ranks of --tensor-parallel where each would compute the same: the
-    /// residual stream, norms and dropout (sequence parallelism). Less memory for about the same
-    /// bytes between them [default: false]
+    /// residual stream, norms and dropout (sequence parallelism). Less memory for about a quarter
+    /// more bytes between them [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub sequence_parallel: Option<bool>,
     /// Probability with which training drops an element, at all places of the model that have
