@@ -138,7 +138,7 @@ fn cuda_ranks_follow_the_host() {
     }
 }
 
-/// What a plan has for a run of `ranks` GPUs at `stage` with `flags`.
+/// The stage of a plan for a run of `ranks` GPUs at `stage` with `flags`.
 fn planned(stage: &str, ranks: &str, flags: &[&str]) -> Value {
     let mut command = place::zero();
     command

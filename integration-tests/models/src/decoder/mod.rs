@@ -56,7 +56,8 @@ pub(crate) enum Forward {
     Mlp,
 }
 
-/// What a block adds to the residual stream: the product of its activations and a second matrix.
+/// A part of a block that is added to the residual stream: the product of activations and a second
+/// matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Branch {
     Attention,
@@ -161,8 +162,8 @@ pub(crate) trait HostArch: Send + Sync + 'static {
         p: &Flat<'_>,
     );
 
-    /// Where the backward of a branch reads the gradient of what its dropout is applied to, `[M, C]`:
-    /// `s.dres` if nothing is dropped.
+    /// The gradient of the input of a branch's dropout, `[M, C]`, which its backward reads: `s.dres` if
+    /// nothing is dropped.
     fn before_dropout(
         &self,
         s: ScratchSlices,
@@ -172,8 +173,8 @@ pub(crate) trait HostArch: Send + Sync + 'static {
         s.dres
     }
 
-    /// That gradient, of rows from `first` on, from the gradient `dy` of a branch. Called if a branch
-    /// has dropout.
+    /// Computes that gradient, of rows from `first` on, from the gradient `dy` of a branch. Called if a
+    /// branch has dropout.
     fn drop_gradient(
         &self,
         _branch: Branch,

@@ -242,7 +242,8 @@ impl<A: HostArch> Steps<'_, A> {
         self.gather_rows(before)
     }
 
-    /// Sums the gradient of a norm's output, and adds that of its own rows of the residual stream.
+    /// Sums the gradient of a norm's output over the ranks, and computes the norm's backward for own
+    /// rows.
     pub(super) fn norm_backward(&mut self, norm: Backward) -> Result<(), ModelError> {
         let s = self.scratch();
         let narrow = s.narrow.slice(0..self.whole_row());

@@ -143,8 +143,8 @@ impl PassContext<'_> {
         }
     }
 
-    /// Where a rank computes all rows of the part of `own` that is summed over ranks: there, or with
-    /// sequence parallelism in a buffer of all rows.
+    /// The place of all rows of this rank's part of a sum whose own rows go to `own`: the same slice, or
+    /// with sequence parallelism a buffer of all rows.
     pub(crate) fn before_sum(&self, own: AnySlice) -> AnySlice {
         match self.dividing() {
             Some(_) => self.s.narrow.slice(0..self.s.dres.len()),

@@ -254,7 +254,7 @@ impl SumPlaces {
         }
     }
 
-    /// That of the first norm or the second.
+    /// The place of the gradient of norm `nth`, 0 or 1.
     fn of_norm(&self, cx: &PassContext<'_>, nth: usize, grad: Grad) -> SumOut {
         let start = self.of_heads + nth * self.of_norm;
         match self.of_norm {
