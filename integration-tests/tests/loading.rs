@@ -83,6 +83,7 @@ impl Workload<HostDevice> for Watched {
             sequence_ranks: 1,
             tensor_ranks: 1,
             partition_activations: false,
+            sequence_parallel: false,
             dtype: DType::Bf16,
             activation_checkpointing: false,
             offload_activations: false,

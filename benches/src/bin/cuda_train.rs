@@ -104,6 +104,7 @@ fn main() -> Result<(), AnyError> {
             sequence_ranks: 1,
             tensor_ranks: 1,
             partition_activations: false,
+            sequence_parallel: false,
             dtype,
             activation_checkpointing: false,
             offload_activations: false,

@@ -159,18 +159,13 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Checks that kernels compute the model; the options must be valid for it.
+    /// Checks that kernels compute the model.
     ///
     /// # Errors
     /// A setting that the kernels do not follow.
-    pub fn check_on_gpu(&self, options: &ModelOptions) -> Result<(), ModelError> {
+    pub fn check_on_gpu(&self) -> Result<(), ModelError> {
         match self {
             Self::Gpt2(config) => config.check_kernels(),
-            Self::Llama(config) if config.has_qk_norm() && options.tensor_ranks > 1 => {
-                Err(ModelError::from(
-                    "tensor parallelism of a model with norms of queries and keys (Qwen 3) is computed on the CPU only so far: use --tensor-parallel 1, or --device cpu",
-                ))
-            }
             Self::Llama(_) => Ok(()),
         }
     }
@@ -485,7 +480,7 @@ impl ModelConfig {
         ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Box<dyn GpuModel>, ModelError> {
         self.check(&options)?;
-        self.check_on_gpu(&options)?;
+        self.check_on_gpu()?;
         match self.clone() {
             Self::Gpt2(config) => gpt2::gpu::on_cuda(config, options, rows, pool, stream, ranks),
             Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream, ranks),

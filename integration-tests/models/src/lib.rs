@@ -19,4 +19,4 @@ pub use config::ConfigError;
 pub use decoder::HostModel;
 pub use decoder::gpu::{GpuModel, writes_grad};
 pub use options::{GpuBytes, ModelOptions};
-pub use tensor::TensorElems;
+pub use tensor::{TensorBytes, TensorElems};

@@ -23,6 +23,9 @@ pub struct ModelOptions {
     /// Whether each rank of tensor parallelism keeps 1/M of the inputs of checkpointed blocks (ZeRO-R's
     /// Pa); needs `activation_checkpointing`.
     pub partition_activations: bool,
+    /// Whether each rank of tensor parallelism has 1/M of the tokens between its products: of the residual
+    /// stream, of norms and of dropout (sequence parallelism, arXiv 2205.05198).
+    pub sequence_parallel: bool,
     /// Type of the parameters.
     pub dtype: DType,
     /// Whether only the input of each block is kept, and the rest is recomputed in backward.
@@ -85,6 +88,10 @@ impl ModelOptions {
             ));
         }
 
+        if self.sequence_parallel {
+            self.check_sequence_parallel()?;
+        }
+
         if self.offload_activations && !self.activation_checkpointing {
             return Err(ModelError::from(
                 "offloaded activations are the inputs of checkpointed blocks: set activation checkpointing, too",
@@ -122,6 +129,36 @@ impl ModelOptions {
             ));
         }
         Ok(())
+    }
+
+    /// Checks that the ranks of tensor parallelism can divide the tokens.
+    fn check_sequence_parallel(&self) -> Result<(), ModelError> {
+        let ranks = self.tensor_ranks;
+        let tokens = self.tokens();
+        if ranks < 2 {
+            return Err(ModelError::from(
+                "sequence parallelism divides tokens between the ranks of tensor parallelism (--sequence-parallel): set tensor parallelism, too",
+            ));
+        }
+        if self.partition_activations {
+            return Err(ModelError::from(
+                "sequence parallelism keeps 1/M of the inputs of blocks, as partitioned activations do (--sequence-parallel, --partition-activations): set one of the two",
+            ));
+        }
+        if !tokens.is_multiple_of(ranks) {
+            return Err(ModelError::from(format!(
+                "sequence parallelism (--sequence-parallel): {ranks} ranks of tensor parallelism do not divide the {tokens} tokens of a micro-batch; use a micro-batch or a sequence length that is a multiple of {ranks}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Rows of the residual stream that this rank has.
+    pub(crate) fn rows(&self) -> usize {
+        match self.sequence_parallel {
+            true => self.tokens() / self.tensor_ranks,
+            false => self.tokens(),
+        }
     }
 
     /// Tokens of a micro-batch that this rank computes.

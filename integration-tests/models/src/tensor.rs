@@ -123,19 +123,73 @@ fn cut_of(param: &ParamSpec) -> TensorCut {
 pub struct TensorElems {
     /// Of activations, in all-reduces.
     pub all_reduce: u64,
-    /// Of activations, in all-gathers: the inputs of blocks, if they are partitioned.
+    /// Of gradients in fp32 that are sums over the ranks, in all-reduces.
+    pub partial_sums: u64,
+    /// Of activations, in reduce-scatters: with sequence parallelism.
+    pub reduce_scatter: u64,
+    /// Of activations, in all-gathers: with sequence parallelism, or the inputs of blocks if they are
+    /// partitioned.
     pub all_gather: u64,
     /// Statistics of the loss in fp32, in all-gathers.
     pub statistics: u64,
 }
 
+/// The bytes of [`TensorElems`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TensorBytes {
+    /// In all-reduces.
+    pub all_reduce: u64,
+    /// In reduce-scatters.
+    pub reduce_scatter: u64,
+    /// In all-gathers.
+    pub all_gather: u64,
+}
+
+/// Bytes of an element in fp32.
+const IN_FP32: u64 = size_of::<f32>() as u64;
+
 impl TensorElems {
-    /// Bytes of all-reduces and all-gathers, with activations of `elem_bytes` bytes.
-    pub fn bytes(self, elem_bytes: u64) -> [u64; 2] {
-        [
-            self.all_reduce * elem_bytes,
-            self.all_gather * elem_bytes + self.statistics * size_of::<f32>() as u64,
-        ]
+    /// The bytes, with activations of `elem_bytes` bytes.
+    pub fn bytes(self, elem_bytes: u64) -> TensorBytes {
+        TensorBytes {
+            all_reduce: self.all_reduce * elem_bytes + self.partial_sums * IN_FP32,
+            reduce_scatter: self.reduce_scatter * elem_bytes,
+            all_gather: self.all_gather * elem_bytes + self.statistics * IN_FP32,
+        }
+    }
+}
+
+impl TensorBytes {
+    /// Of all collectives.
+    pub fn total(self) -> u64 {
+        self.all_reduce + self.reduce_scatter + self.all_gather
+    }
+}
+
+/// Sums over ranks, each of all rows of the residual stream, and gathers of them.
+struct Rows {
+    sums: u64,
+    gathers: u64,
+}
+
+impl Rows {
+    /// Those of a model of `layers` blocks.
+    ///
+    /// A block has two sums in its forward and two in its backward; embedding and head have one each.
+    /// With sequence parallelism the input of each first matrix is gathered, and in backward again
+    /// (on the host only if it is not there from the repeated forward), as is the gradient of each
+    /// second matrix's output. A repeated forward needs no sum of the block's output.
+    fn of(options: &ModelOptions, layers: u64, on_gpu: bool) -> Self {
+        let repeats = u64::from(options.activation_checkpointing);
+        let has_inputs = options.activation_checkpointing && !on_gpu;
+        let [again, inputs] = [2 * repeats, if has_inputs { 0 } else { 2 }];
+        Self {
+            sums: (4 + repeats) * layers + 2,
+            gathers: match options.sequence_parallel {
+                true => (2 + again + inputs + 2) * layers + 2,
+                false => 0,
+            },
+        }
     }
 }
 
@@ -148,31 +202,51 @@ impl ModelConfig {
         let tokens = options.tokens() as u64;
         let row = tokens * self.hidden() as u64;
         let layers = self.layers() as u64;
-        let partial = match self {
-            Self::Llama(config) if config.has_qk_norm() => 2 * config.head_dim as u64,
-            _ => 0,
-        };
-        // Two sums in a block's forward and two in its backward, of which a repeated forward needs
-        // one; one each of the embedding and the head.
-        let sums = if options.activation_checkpointing {
-            5
-        } else {
-            4
-        };
-        let summed = row * (sums * layers + 2) + partial * layers;
+        let Rows { sums, gathers } = Rows::of(options, layers, on_gpu);
+        let partial = self.partial_elems(options, on_gpu) * layers + self.final_norm_elems(options);
         let whole = match on_gpu && options.offload_activations {
             true => crate::decoder::gpu::RING as u64,
             false => crate::decoder::part_rows::RING as u64,
         };
-        let gathered = match options.partition_activations {
-            true => row * (layers + 1).saturating_sub(whole),
+        let inputs = match options.partition_activations {
+            true => (layers + 1).saturating_sub(whole),
             false => 0,
         };
+        let of_rows = (ranks - 1) * row * sums / ranks;
+        let (all_reduce, reduce_scatter) = match options.sequence_parallel {
+            true => (0, of_rows),
+            false => (2 * of_rows, 0),
+        };
         TensorElems {
-            all_reduce: 2 * (ranks - 1) * summed / ranks,
-            all_gather: (ranks - 1) * gathered / ranks,
+            all_reduce,
+            partial_sums: 2 * (ranks - 1) * partial / ranks,
+            reduce_scatter,
+            all_gather: (ranks - 1) * row * (gathers + inputs) / ranks,
             statistics: (ranks - 1) * tokens * STATISTICS as u64,
         }
+    }
+
+    /// Gradients of a block that are sums over the ranks: of the norms of heads, and with sequence
+    /// parallelism of all norms; a GPT-2 on a GPU sums those of the biases before norms with them.
+    fn partial_elems(&self, options: &ModelOptions, on_gpu: bool) -> u64 {
+        let elems = match self {
+            Self::Gpt2(config) if on_gpu && options.sequence_parallel => {
+                crate::gpt2::gpu::PARTIAL_SUMS * config.n_embd
+            }
+            Self::Gpt2(config) => crate::gpt2::partial_elems(config, options),
+            Self::Llama(config) => crate::llama::partial_elems(config, options),
+        };
+        elems as u64
+    }
+
+    /// Those of the head.
+    fn final_norm_elems(&self, options: &ModelOptions) -> u64 {
+        let elems = match (options.sequence_parallel, self) {
+            (false, _) => 0,
+            (true, Self::Gpt2(config)) => 2 * config.n_embd,
+            (true, Self::Llama(config)) => config.hidden,
+        };
+        elems as u64
     }
 
     /// The part of each unit on one of `ranks` ranks of tensor parallelism: of the same sizes on all.

@@ -77,10 +77,22 @@ fn masks_are_the_hosts() {
                 let residual = gpu.put(&vec![0.0; rows * n], dtype);
                 for residual in [Some(residual), None] {
                     let y = gpu.put(&vec![1.0; rows * n], dtype);
-                    dropout::add_residual(&ops, &gpu.stream, y, residual, n, dropout).unwrap();
+                    dropout::add_residual(&ops, &gpu.stream, y, residual, n, Some(dropout))
+                        .unwrap();
                     let got: Vec<f64> = gpu.get(y).into_iter().map(f64::from).collect();
                     assert_eq!(got, kept, "{what}");
                 }
+
+                // Some rows alone, as ranks that divide them have them; without dropout it only adds.
+                let own = rows / 3..rows - rows / 4;
+                let [ones, halves] = [1.0, 0.5].map(|x| gpu.put(&vec![x; own.len() * n], dtype));
+                let of_own = dropout.from_row(own.start, rows);
+                dropout::add_residual(&ops, &gpu.stream, ones, None, n, Some(of_own)).unwrap();
+                let got: Vec<f64> = gpu.get(ones).into_iter().map(f64::from).collect();
+                assert_eq!(got, kept[own.start * n..own.end * n], "{what}");
+                let residual = gpu.put(&vec![0.25; own.len() * n], dtype);
+                dropout::add_residual(&ops, &gpu.stream, halves, Some(residual), n, None).unwrap();
+                assert!(gpu.get(halves).into_iter().all(|y| y == 0.75), "{what}");
 
                 let x = values(rows * n, 1);
                 let sums = gpu.floats(&vec![0.5; n]);
@@ -104,6 +116,18 @@ fn masks_are_the_hosts() {
                 close(&gpu.get(y), &want, tolerance(dtype), &what);
                 let got = gpu.get(sums.erase());
                 close(&got, &want_sums, 2e-6, &format!("{what}: sums"));
+
+                let [some, y] = [x, y].map(|all| all.slice(own.start * n..own.end * n));
+                let of_own = dropout.from_row(own.start, rows);
+                column_sums::drop_and_sum_rows(&ops, stream, out, y, some, of_own, workspace)
+                    .unwrap();
+                let want = &want[own.start * n..own.end * n];
+                close(
+                    &gpu.get(y),
+                    want,
+                    tolerance(dtype),
+                    &format!("{what}: some rows"),
+                );
             }
         }
     }
@@ -185,7 +209,7 @@ fn embeddings_with_documents_and_dropout() {
     }
 }
 
-/// Without a probability there is no dropout, and so no kernel for it.
+/// Without a probability there is no dropout; rows behind the batch's are an error.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn nothing_is_dropped_without_probability() {
@@ -193,10 +217,14 @@ fn nothing_is_dropped_without_probability() {
     assert!(Dropout::new(keys(&gpu, &draws(2)), 0.0, SITE).is_none());
     let loader = Loader::new(&gpu.device).unwrap();
     let ops = OpKernels::load(&loader, DType::Bf16, false).unwrap();
-    let y = gpu.put(&[1.0; 8], DType::Bf16);
+    let y = gpu.put(&[1.0; 24], DType::Bf16);
     let dropout = Dropout::new(keys(&gpu, &draws(1)), 0.5, SITE).unwrap();
-    let error = dropout::add_residual(&ops, &gpu.stream, y, Some(y), 8, dropout).unwrap_err();
-    assert!(error.to_string().contains("dropout_add_8"), "{error}");
+    let behind = Some(dropout.from_row(2, 4));
+    let error = dropout::add_residual(&ops, &gpu.stream, y, Some(y), 8, behind).unwrap_err();
+    assert!(
+        error.to_string().contains("rows behind the first"),
+        "{error}"
+    );
 }
 
 /// A GPT-2 with heads of `d`.

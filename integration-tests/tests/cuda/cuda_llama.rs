@@ -24,6 +24,7 @@ pub(crate) fn options(dtype: DType, micro_batch: usize, seq_len: usize) -> Model
         sequence_ranks: 1,
         tensor_ranks: 1,
         partition_activations: false,
+        sequence_parallel: false,
         dtype,
         activation_checkpointing: false,
         offload_activations: false,

@@ -168,6 +168,16 @@ fn sums_over_rows() {
                 gpu.get(out)
             };
             let exact = write(DType::F32);
+            // Sums that are complete, such as those over ranks, are added or written as they are.
+            let complete = gpu.floats(&exact);
+            let outs = [gpu.fresh(n, DType::F32), gpu.fresh(n, dtype)];
+            for out in outs {
+                let place = [SumOut::Write(out)];
+                column_sums::finish_sums(&ops, &gpu.stream, &place, complete).unwrap();
+                let want = rounded(&exact, out.dtype());
+                let got: Vec<f64> = gpu.get(out).into_iter().map(f64::from).collect();
+                assert_eq!(got, want, "{dtype} {rows} x {n}");
+            }
             close(
                 &exact,
                 &want,

@@ -68,6 +68,7 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
             sequence_ranks: 1,
             tensor_ranks: 1,
             partition_activations: false,
+            sequence_parallel: false,
             dtype,
             activation_checkpointing: false,
             offload_activations: false,

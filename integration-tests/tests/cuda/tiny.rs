@@ -44,6 +44,7 @@ pub(crate) fn options(dtype: DType, activation_checkpointing: bool) -> ModelOpti
         sequence_ranks: 1,
         tensor_ranks: 1,
         partition_activations: false,
+        sequence_parallel: false,
         dtype,
         activation_checkpointing,
         offload_activations: false,

@@ -357,4 +357,28 @@ fn cuda_parts_sum_two_activations_a_block() {
     let [before, after] = [&checkpointed, &partitioned].map(gathers);
     assert_eq!(after[0] - before[0], 2);
     assert_eq!(after[1] - before[1], 2 * row * 3 / 4);
+
+    // With sequence parallelism each sum is a reduce-scatter, and a gather is before each first product
+    // and, in backward, also of each gradient of a second one; one each of the embedding and the head.
+    let (divided, metrics) = step(&["--sequence-parallel"]);
+    assert_eq!(
+        sum(&divided, "collective", "ncclReduceScatter")[0],
+        4 * 3 + 2
+    );
+    let gathered = gathers(&divided)[1] - gathers(&step_of_parts)[1];
+    assert_eq!(gathered, (6 * 3 + 2) * row * 3 / 4);
+    assert_eq!(gathers(&divided)[0] - gathers(&step_of_parts)[0], 6 * 3 + 2);
+    // Partial sums of the norms: one all-reduce a block and one of the head, in fp32.
+    let sums = sum(&divided, "collective", "ncclAllReduce");
+    assert_eq!(sums[0], 3 + 1);
+    let norms = (6 * 3 + 2) * 64 * 4;
+    assert_eq!(metrics["comm_bytes"]["all_reduce"], norms * 2 * 3 / 4);
+    // A rank computes the same products, adds residuals twice a block, and finishes the sums of two
+    // norms a block and one of the head.
+    assert_eq!(sum(&divided, "product", "")[3], products);
+    let launches = |step: &Counts| sum(step, "kernel", "")[0];
+    assert_eq!(
+        launches(&divided) - launches(&step_of_parts),
+        2 * 3 + 2 * 3 + 1
+    );
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
+use zero_models::ModelConfig;
 
 /// Timeout of a run, longer than any run takes.
 const LONG: Duration = Duration::from_secs(400);
@@ -137,15 +138,15 @@ fn cuda_ranks_follow_the_host() {
     }
 }
 
-/// The activations that a plan has for a run of `ranks` GPUs at `stage` with `flags`.
-fn planned_activations(stage: &str, ranks: &str, flags: &[&str]) -> Value {
+/// The stage of a plan for a run of `ranks` GPUs at `stage` with `flags`.
+fn planned(stage: &str, ranks: &str, flags: &[&str]) -> Value {
     let mut command = place::zero();
     command
         .args(["plan", "--json", "--gpus", ranks])
         .args(flags);
     let plan: Value = serde_json::from_slice(&command.output().unwrap().stdout).unwrap();
     let stage: usize = stage.parse().unwrap();
-    plan["stages"][stage]["gpu"]["activations_bytes"].clone()
+    plan["stages"][stage].clone()
 }
 
 /// Ranks that share sequences exchange tokens for heads on the compute stream. The Llama has eight
@@ -170,7 +171,7 @@ fn cuda_shared_sequences_follow_the_host() {
             .chain(["--model", model])
             .collect();
         let run = ["--stage", stage, "--ranks", ranks, "--dropout", dropout];
-        let planned = planned_activations(stage, ranks, &flags);
+        let planned = planned(stage, ranks, &flags)["gpu"]["activations_bytes"].clone();
         for (host, cuda) in on_host_and_cuda(dir.path(), &[&run[..], &flags].concat(), &[]) {
             assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags:?}");
             assert!(host["comm_bytes"]["all_to_all"].as_u64().unwrap() > 0);
@@ -199,11 +200,22 @@ fn cuda_parts_follow_the_host() {
     let llama = model("../llama-gqa/model");
     let sizes = ["--dtype", "fp32", "--micro-batch", "1", "--seq-len", "32"];
     let partitions = "--activation-checkpointing --partition-activations";
+    let divides = "--sequence-parallel";
+    let repeats = "--sequence-parallel --activation-checkpointing";
+    let folder = temp();
+    let qwen3 = qwen3(folder.path());
     for (stage, ranks, model, flags, on_gpu) in [
         ("2", "2", &gpt2, "--dropout 0.1", ""),
         ("3", "4", &llama, partitions, ""),
         ("1", "2", &gpt2, partitions, "--offload-activations"),
         ("3", "4", &llama, "--ulysses 2", ""),
+        ("2", "2", &gpt2, "--sequence-parallel --dropout 0.1", ""),
+        ("1", "2", &gpt2, divides, ""),
+        ("3", "4", &llama, divides, ""),
+        ("2", "4", &llama, "--sequence-parallel --ulysses 2", ""),
+        ("3", "2", &llama, repeats, "--offload-activations"),
+        ("2", "2", &qwen3, "--grad-accum 2", ""),
+        ("3", "2", &qwen3, repeats, ""),
     ] {
         let dir = temp();
         let cut: Vec<&str> = flags
@@ -219,14 +231,53 @@ fn cuda_parts_follow_the_host() {
             .into_iter()
             .filter(|flag| !flag.starts_with("--dropout"));
         let planned: Vec<&str> = planned.filter(|flag| *flag != "0.1").collect();
-        let planned = planned_activations(stage, ranks, &planned);
+        let planned = self::planned(stage, ranks, &planned);
         for (host, cuda) in steps {
-            if on_gpu.is_empty() {
+            // Where both gather and sum the same.
+            let repeats = flags.contains("--sequence-parallel --activation-checkpointing");
+            let differs = model == &gpt2 && flags.contains("--sequence-parallel");
+            if on_gpu.is_empty() && !repeats && !differs {
                 assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags}");
             }
-            assert_eq!(cuda["memory"]["activations_bytes"], planned, "{flags}");
+            let held = &cuda["memory"]["activations_bytes"];
+            assert_eq!(held, &planned["gpu"]["activations_bytes"], "{flags}");
+            for kind in ["all_reduce", "reduce_scatter"] {
+                let most = &planned["sent"][format!("{kind}_bytes")];
+                assert_eq!(&cuda["comm_bytes"][kind], most, "{kind}: {flags}");
+            }
         }
     }
+}
+
+/// A Qwen 3 with norms of queries and keys, biases and a vocabulary of an odd number of tokens.
+fn qwen3(folder: &Path) -> String {
+    let json = r#"{"model_type": "qwen3", "vocab_size": 263, "hidden_size": 48, "head_dim": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": true,
+        "tie_word_embeddings": true, "initializer_range": 0.2}"#;
+    let (config, _) = ModelConfig::from_hf_json(json).unwrap();
+    std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
+    let params = config.units().into_iter().flat_map(|unit| unit.params);
+    let tensors: Vec<_> = params
+        .map(|param| {
+            let elems = param.shape.iter().product::<u64>();
+            let mut values = vec![0.0f32; elems as usize];
+            config
+                .fill_initial(0, &param.name, 0..elems, &mut values)
+                .unwrap();
+            let bytes: Vec<u8> = values.into_iter().flat_map(f32::to_le_bytes).collect();
+            let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
+            (param.name, shape, bytes)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        let dtype = safetensors::Dtype::F32;
+        let view = safetensors::tensor::TensorView::new(dtype, shape.clone(), bytes).unwrap();
+        (name, view)
+    });
+    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+    folder.display().to_string()
 }
 
 /// Groups of ranks: one communicator an axis.

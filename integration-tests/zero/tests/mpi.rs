@@ -213,7 +213,7 @@ fn the_losses_of_parts_are_those_of_threads() {
     }
     let dir = tempfile::tempdir().unwrap();
     let partitions = "--activation-checkpointing --partition-activations --dropout 0.1";
-    for (stage, more) in [("3", partitions), ("2", "--ulysses 2")] {
+    for (stage, more) in [("3", partitions), ("2", "--ulysses 2 --sequence-parallel")] {
         let flags: Vec<&str> = more.split(' ').collect();
         let more = [&["--stage", stage, "--tensor-parallel", "2"], &flags[..]].concat();
         agree_with_threads(dir.path(), 4, &more);

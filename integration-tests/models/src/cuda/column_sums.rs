@@ -140,7 +140,7 @@ pub fn drop_and_sum_rows(
     let chunks = chunks(rows);
     let columns = columns(n, &[y, x]);
     let partials = part("dropout: workspace", workspace, chunks * n)?;
-    let [seq, keys, dropout] = dropout.of_rows(rows)?;
+    let [keys, dropout, first_row, seq] = Dropout::of_rows(Some(dropout), rows)?;
     let args = [
         partials.into(),
         ops.stored("dropout: y", y, rows * n)?,
@@ -148,6 +148,7 @@ pub fn drop_and_sum_rows(
         keys,
         dropout,
         size("dropout: rows", rows)?.into(),
+        first_row,
         seq,
         size("dropout: width", n)?.into(),
     ];
@@ -157,6 +158,20 @@ pub fn drop_and_sum_rows(
     unsafe { ops.launch(stream, "dropout backward", &entry, shape, args) }?;
 
     sum_partials(ops, stream, &[out], partials, chunks)
+}
+
+/// Adds `sums`, one result of `n` elements behind the other, to `outs`, up to three of them, or writes
+/// them there.
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn finish_sums(
+    ops: &OpKernels,
+    stream: &CudaStream,
+    outs: &[SumOut],
+    sums: DeviceSlice<f32>,
+) -> Result<(), OpError> {
+    sum_partials(ops, stream, outs, sums, 1)
 }
 
 /// The blocks of the first stage.

@@ -17,6 +17,15 @@ pub struct Dropout {
     limits: Limits,
     site: u32,
     first_line: u32,
+    /// The rows of the batch, of which an operation has some; `None`: it has all.
+    some: Option<SomeRows>,
+}
+
+/// Some rows of all.
+#[derive(Clone, Copy, Debug)]
+struct SomeRows {
+    first: usize,
+    all: usize,
 }
 
 impl Dropout {
@@ -28,6 +37,7 @@ impl Dropout {
             limits: Limits::new(probability)?,
             site,
             first_line: 0,
+            some: None,
         })
     }
 
@@ -37,6 +47,13 @@ impl Dropout {
         // Kernels take lines below 2^31.
         let first_line = first as u32;
         Self { first_line, ..self }
+    }
+
+    /// The same dropout of rows from row `first` of the `all` rows of the batch on.
+    #[must_use]
+    pub fn from_row(self, first: usize, all: usize) -> Self {
+        let some = Some(SomeRows { first, all });
+        Self { some, ..self }
     }
 
     /// The parameters `keys` and `dropout` of kernels, for a batch of `batch` sequences.
@@ -50,6 +67,7 @@ impl Dropout {
             limits,
             site,
             first_line,
+            ..
         } = dropout;
         check_len("dropout: keys", keys.len(), 2 * batch)?;
         let factor = limits.factor.to_bits();
@@ -59,17 +77,37 @@ impl Dropout {
         ])
     }
 
-    /// The parameters `seq`, `keys` and `dropout` of kernels over `rows` rows of the batch.
-    pub(super) fn of_rows(self, rows: usize) -> Result<[Arg; 3], OpError> {
-        let batch = self.keys.len() / 2;
-        let seq = rows / batch.max(1);
-        check_len("dropout: rows", rows, batch * seq)?;
-        let [keys, dropout] = Self::args(Some(self), batch)?;
-        Ok([size("dropout: seq", seq)?.into(), keys, dropout])
+    /// The parameters `keys`, `dropout`, `first_row` and `seq` of kernels over `rows` rows of the batch.
+    pub(super) fn of_rows(dropout: Option<Self>, rows: usize) -> Result<[Arg; 4], OpError> {
+        let Some(this) = dropout else {
+            let [keys, dropout] = Self::args(None, 0)?;
+            return Ok([keys, dropout, 0u32.into(), 1u32.into()]);
+        };
+        let batch = this.keys.len() / 2;
+        let whole = SomeRows {
+            first: 0,
+            all: rows,
+        };
+        let SomeRows { first, all } = this.some.unwrap_or(whole);
+        let seq = all / batch.max(1);
+        check_len("dropout: rows", all, batch * seq)?;
+        if first.saturating_add(rows) > all {
+            return Err(OpError::Length {
+                what: "dropout: rows behind the first",
+                expected: all.saturating_sub(first),
+                got: rows,
+            });
+        }
+        let [keys, dropout] = Self::args(Some(this), batch)?;
+        let [first, seq] = [
+            size("dropout: first row", first)?,
+            size("dropout: seq", seq)?,
+        ];
+        Ok([keys, dropout, first.into(), seq.into()])
     }
 }
 
-/// `y = residual + dropout(y)`, or `y = dropout(y)` without a residual, for rows of `n` elements.
+/// `y = residual + dropout(y)` for rows of `n` elements; what is `None` is left out.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -79,11 +117,11 @@ pub fn add_residual(
     y: AnySlice,
     residual: Option<AnySlice>,
     n: usize,
-    dropout: Dropout,
+    dropout: Option<Dropout>,
 ) -> Result<(), OpError> {
     let rows = y.len() / n.max(1);
     let columns = columns(n, &[y, residual.unwrap_or(y)]);
-    let [seq, keys, dropout] = dropout.of_rows(rows)?;
+    let [keys, dropout, first_row, seq] = Dropout::of_rows(dropout, rows)?;
     let residual = match residual {
         Some(residual) => ops.stored("dropout: residual", residual, rows * n)?,
         None => 0u64.into(),
@@ -94,6 +132,7 @@ pub fn add_residual(
         keys,
         dropout,
         size("dropout: rows", rows)?.into(),
+        first_row,
         seq,
         size("dropout: width", n)?.into(),
     ];

@@ -187,10 +187,7 @@ macro_rules! files {
                 "dropout.cu",
                 0,
                 ["warp.cuh", "dropout.cuh"],
-                ["dropout_add_8", "dropout_add_1"],
-                "dropout.cu",
-                "",
-                true
+                ["dropout_add_8", "dropout_add_1"]
             ),
             file!(
                 $storage,

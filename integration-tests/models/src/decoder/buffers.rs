@@ -6,6 +6,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 
+use super::HostArch;
 use super::part_rows::RING;
 use super::sequence::Exchanges;
 use super::tensor;
@@ -164,7 +165,7 @@ pub(crate) struct Sizes {
     pub(crate) layers: usize,
     /// Blocks with separate activations.
     pub(crate) distinct: usize,
-    /// The input of a block or of the head: `[M, C]`.
+    /// The input of a block or of the head: the rank's rows of the residual stream.
     pub(crate) row: usize,
     /// Whole rows.
     pub(crate) ring: usize,
@@ -176,6 +177,8 @@ pub(crate) struct Sizes {
     /// `dres`, `narrow`, `wide` and `logits`.
     pub(crate) scratch: [usize; 4],
     pub(crate) exchanges: Exchanges,
+    /// The output of a norm, if all blocks share it; otherwise 0.
+    pub(crate) norm: usize,
     pub(crate) stats: usize,
     pub(crate) table: usize,
 }
@@ -190,7 +193,8 @@ pub(crate) struct Extent {
     /// The widest row of a block's gradients that is not on the residual stream.
     pub(crate) wide: usize,
     pub(crate) exchanges: Exchanges,
-    /// Gradients of a block that ranks of tensor parallelism sum.
+    /// The most gradients of a pass, besides those of cut parameters, that ranks of tensor parallelism
+    /// sum.
     pub(crate) partial: usize,
     pub(crate) table: usize,
 }
@@ -199,7 +203,8 @@ impl Sizes {
     /// The options must be valid, so that no size overflows. `block` are the elements of a block.
     pub(crate) fn new(extent: &Extent, block: Vec<usize>, options: &ModelOptions) -> Self {
         let tokens = options.tokens();
-        let row = tokens * extent.width;
+        let whole = tokens * extent.width;
+        let row = options.rows() * extent.width;
         let tensor_ranks = options.tensor_ranks;
         let vocab = extent.vocab.div_ceil(tensor_ranks);
         let rows = (LOGITS_ELEMS / vocab).clamp(1, tokens);
@@ -226,9 +231,13 @@ impl Sizes {
                 false => 0,
             },
             block,
-            head: [row, extent.head_stats * tokens],
-            scratch: [row, row, tokens * extent.wide, logits],
+            head: [whole, extent.head_stats * options.rows()],
+            scratch: [whole, whole, tokens * extent.wide, logits],
             exchanges: extent.exchanges,
+            norm: match options.sequence_parallel {
+                true => whole,
+                false => 0,
+            },
             stats: tensor::stats_elems(tensor_ranks, rows),
             table: extent.table,
         }
@@ -243,15 +252,14 @@ impl Sizes {
             self.distinct as u128 * (sum(&self.block) + self.exchanges.attended_elems() as u128);
         let exchange = 2 * self.exchanges.buffer_elems() as u128;
         let rest = sum(&self.head) + sum(&self.scratch) + exchange;
-        let rest = rest + self.stats as u128 + self.table as u128;
+        let rest = rest + 2 * self.norm as u128 + self.stats as u128 + self.table as u128;
         u64::try_from(4 * (residual + blocks + rest)).unwrap_or(u64::MAX)
     }
 }
 
 impl<B: Copy> Buffers<B> {
-    pub(super) fn new(
+    pub(super) fn new<A: HostArch<Block = B>>(
         sizes: &Sizes,
-        cut: fn(DeviceSlice<f32>, &[usize]) -> B,
         upcast: usize,
         pool: &Pool<HostDevice>,
         stream: &HostStream,
@@ -273,8 +281,18 @@ impl<B: Copy> Buffers<B> {
         let parts = parts
             .map(|_| activations(sizes.part))
             .collect::<Result<_, _>>()?;
+        let norms = [activations(sizes.norm)?, activations(sizes.norm)?];
+        let mut block = || {
+            let mut block = A::cut(activations(sizes.block.iter().sum())?, &sizes.block);
+            if sizes.norm > 0 {
+                for (norm, shared) in A::norms(&mut block).into_iter().zip(norms) {
+                    *norm = shared;
+                }
+            }
+            Ok(block)
+        };
         let blocks = (0..sizes.distinct)
-            .map(|_| Ok(cut(activations(sizes.block.iter().sum())?, &sizes.block)))
+            .map(|_| block())
             .collect::<Result<_, ModelError>>()?;
 
         let head = HeadSlices::cut(activations(sizes.head.iter().sum())?, &sizes.head);

@@ -74,6 +74,7 @@ pub(super) fn backward<A: HostArch>(
     }
 
     s.dres.fill(0.0);
-    arch.final_norm_backward(s.dres, own, s.narrow, x, h, p);
+    let dnorm = arch.final_norm_grad(own, p);
+    arch.final_norm_backward(s.dres, dnorm, s.narrow, x, h, p);
     loss
 }

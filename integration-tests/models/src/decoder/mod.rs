@@ -18,6 +18,7 @@ mod head;
 pub(crate) mod params;
 pub(crate) mod part_rows;
 pub(crate) mod sequence;
+mod steps;
 pub(crate) mod tensor;
 
 use std::sync::Arc;
@@ -32,29 +33,35 @@ use crate::ops::Threads;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
-use buffers::{Activations, Buffers, HeadView, ScratchSlices, ScratchView, Sizes};
+use buffers::{Buffers, HeadView, ScratchSlices, ScratchView, Sizes};
 use params::{Flat, UnitParams};
 use part_rows::{PartRows, RING};
 use sequence::{SequenceGroup, SequencePart};
+use steps::Steps;
 use tensor::TensorGroup;
 
 /// A part of a block's forward. Between two parts, ranks that share a micro-batch exchange what the
 /// first has computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Forward {
+    /// The first norm's output.
+    Norm1,
     /// Queries, keys and values, as attention reads them.
     Qkv,
     /// The output of attention.
     Attention,
-    /// The residual stream behind attention.
-    Mid,
+    /// The second norm's output.
+    Norm2,
     /// The activations that the output reads.
     Mlp,
 }
 
-impl Forward {
-    /// All parts, in order.
-    pub(crate) const ALL: [Self; 4] = [Self::Qkv, Self::Attention, Self::Mid, Self::Mlp];
+/// A part of a block that is added to the residual stream: the product of activations and a second
+/// matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Branch {
+    Attention,
+    Mlp,
 }
 
 /// A part of a block's backward.
@@ -62,26 +69,18 @@ impl Forward {
 pub(crate) enum Backward {
     /// To `s.narrow`, the gradient of the second norm's output.
     Mlp,
-    /// To `s.dres`, that of the residual stream behind attention; then that of what the heads attend
-    /// to.
-    Mid,
+    /// To `s.dres`, that of the residual stream behind attention.
+    Norm2,
+    /// The gradient of what the heads attend to.
+    Attended,
     /// The gradient of queries, keys and values, as attention reads them.
     Attention,
     /// To `s.narrow`, that of the first norm's output.
     Qkv,
     /// To `s.dres`, that of the block's input.
-    Input,
-}
-
-impl Backward {
-    /// All parts, in order.
-    pub(crate) const ALL: [Self; 5] = [
-        Self::Mlp,
-        Self::Mid,
-        Self::Attention,
-        Self::Qkv,
-        Self::Input,
-    ];
+    Norm1,
+    /// Adds the partial sums ([`HostArch::partial_elems`]) to the unit's gradient.
+    PartialSums,
 }
 
 /// An architecture with its batch: what a decoder computes between two points of the residual
@@ -111,11 +110,12 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// The residual stream behind attention.
     fn mid(block: Self::Block) -> DeviceSlice<f32>;
 
-    /// Elements at the start of `s.logits` that ranks of tensor parallelism sum after
-    /// [`Backward::Qkv`].
-    fn partial_elems(&self) -> usize {
-        0
-    }
+    /// Elements at the start of `s.logits` in which a block's backward adds gradients that ranks of
+    /// tensor parallelism sum.
+    fn partial_elems(&self) -> usize;
+
+    /// The outputs of the two norms.
+    fn norms(block: &mut Self::Block) -> [&mut DeviceSlice<f32>; 2];
 
     /// The activations of a block that attention reads and writes: `qkv` and `attended`.
     fn attention(block: &mut Self::Block) -> [&mut DeviceSlice<f32>; 2];
@@ -127,22 +127,68 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// Writes the constants.
     fn fill_table(&self, table: &mut [f32]);
 
-    /// `x` of the batch.
+    /// `x` of the batch, before its dropout.
     fn embed(&self, x: &mut [f32], p: &Flat<'_>);
 
+    /// Applies the embedding's dropout to its output or the gradient of it: rows from `first` on.
+    fn drop_embedding(&self, _x: &mut [f32], _first: usize, _p: &Flat<'_>) {}
+
     /// Adds to `grad`, the gradient of the unit with this layout.
-    /// May overwrite `dx`.
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>);
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>);
 
     /// One part of a block's forward from its input `x`.
     fn forward(&self, part: Forward, block: Self::Block, x: &[f32], p: &Flat<'_>);
 
-    /// The output of a block, after all of [`Forward::ALL`].
-    fn output(&self, out: &mut [f32], block: Self::Block, p: &Flat<'_>);
+    /// `out = residual + dropout(x w + bias)` of a branch.
+    fn branch(
+        &self,
+        branch: Branch,
+        out: &mut [f32],
+        residual: &[f32],
+        block: Self::Block,
+        p: &Flat<'_>,
+    );
+
+    /// `out = x w` of a branch: with tensor parallelism a part of the sum over its ranks.
+    fn product(&self, branch: Branch, out: &mut [f32], block: Self::Block, p: &Flat<'_>);
+
+    /// `out = residual + dropout(sum + bias)` of a branch: rows from `first` on.
+    fn add_branch(
+        &self,
+        branch: Branch,
+        out: &mut [f32],
+        residual_and_sum: [&[f32]; 2],
+        first: usize,
+        p: &Flat<'_>,
+    );
+
+    /// The gradient of the input of a branch's dropout, `[M, C]`, which its backward reads: `s.dres` if
+    /// nothing is dropped.
+    fn before_dropout(
+        &self,
+        s: ScratchSlices,
+        _branch: Branch,
+        _draws: &Draws,
+    ) -> DeviceSlice<f32> {
+        s.dres
+    }
+
+    /// Computes that gradient, of rows from `first` on, from the gradient `dy` of a branch. Called if a
+    /// branch has dropout.
+    fn drop_gradient(
+        &self,
+        _branch: Branch,
+        dx: &mut [f32],
+        dy: &[f32],
+        _first: usize,
+        _p: &Flat<'_>,
+    ) {
+        dx.copy_from_slice(dy);
+    }
 
     /// One part of a block's backward. Adds to `grad`, the unit's gradient. `s.dres` is the gradient
-    /// of the output before the first part and of the input after the last. May overwrite the
-    /// block's activations.
+    /// of the output before [`Backward::Mlp`] and of the input after [`Backward::Norm1`]. May overwrite
+    /// the block's activations except for the norms' outputs.
     fn backward(
         &self,
         part: Backward,
@@ -156,11 +202,18 @@ pub(crate) trait HostArch: Send + Sync + 'static {
     /// `h.out`, the head's norm of `x`.
     fn final_norm(&self, h: &mut HeadView<'_>, x: &[f32], p: &Flat<'_>);
 
-    /// Adds the gradient of `x` to `dx`, and those of the norm to `grad`, that of the head's unit.
+    /// Elements of the parameters of the head's norm.
+    fn final_norm_elems(&self) -> usize;
+
+    /// The gradient of the head's norm, a part of that of the head's unit.
+    fn final_norm_grad<'g>(&self, grad: &'g mut [f32], p: &Flat<'_>) -> &'g mut [f32];
+
+    /// Adds the gradient of `x` to `dx`, and those of the norm to `dnorm`, as in
+    /// [`Self::final_norm_grad`].
     fn final_norm_backward(
         &self,
         dx: &mut [f32],
-        grad: &mut [f32],
+        dnorm: &mut [f32],
         dout: &[f32],
         x: &[f32],
         h: &HeadView<'_>,
@@ -229,7 +282,7 @@ impl<A: HostArch> Decoder<A> {
             widest_pass(&passes, &units)
         };
 
-        let buffers = Buffers::new(&arch.sizes(), A::cut, upcast, pool, stream)?;
+        let buffers = Buffers::new::<A>(&arch.sizes(), upcast, pool, stream)?;
         let part = SequencePart::new(&options, ranks)?;
         let group = ranks.sequence.as_ref().zip(buffers.exchange.clone());
         let exchanges = arch.sizes().exchanges;
@@ -238,7 +291,7 @@ impl<A: HostArch> Decoder<A> {
         let tensor = ranks
             .tensor
             .as_ref()
-            .map(|comm| TensorGroup::new(comm, rank, buffers.stats, arch.vocab()));
+            .map(|comm| TensorGroup::new(comm, rank, buffers.stats, arch.vocab(), &options));
         let erase = |slices: &[DeviceSlice<f32>]| slices.iter().map(|s| s.erase()).collect();
         let ring = &buffers.layers.residual[..RING.min(buffers.layers.residual.len())];
         let rows = ranks
@@ -524,68 +577,25 @@ impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         if let (Some(rows), Some(row)) = (&mut self.rows, pass.checked_sub(1)) {
             rows.before_read(stream, row)?;
         }
-        let arch = Arc::clone(&self.arch);
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let scratch = self.buffers.scratch;
         let grads = &grads
             .iter()
             .map(|grad| grad.sums(A::NAME))
             .collect::<Result<Vec<_>, _>>()?;
-
-        // SAFETY of the views below: the buffers are this model's, and the stream orders its
-        // passes.
-        if pass == 0 {
-            let layout = Arc::clone(&self.params);
-            return self.enqueue(
-                stream,
-                "backward embedding",
-                pass,
-                params,
-                grads,
-                move |flat, grads| {
-                    for grad in grads {
-                        arch.embed_backward(grad, &layout[0], scratch.view().dres, &flat);
-                    }
-                },
-            );
-        }
-
         if pass + 1 == self.passes.len() {
             return self.backward_of_head(stream, params, grads, loss_scale);
         }
 
-        let again = self.options.activation_checkpointing;
-        if let Some(group) = &self.sequence {
-            if again {
-                self.shared_forward(group, stream, pass, params, None)?;
-            }
-            return self.shared_backward(group, stream, pass, params, grads);
+        if pass == 0 {
+            let mut steps = Steps::new(self, stream, "backward embedding", pass, params, grads);
+            return steps.embed_backward();
         }
-        if let Some(group) = &self.tensor {
-            if again {
-                self.cut_forward(group, stream, pass, params, None)?;
-            }
-            return self.cut_backward(group, stream, pass, params, grads);
+
+        let mut steps = Steps::new(self, stream, "backward block", pass, params, grads);
+        if self.options.activation_checkpointing {
+            steps.forward_block(None)?;
         }
-        self.enqueue(
-            stream,
-            "backward block",
-            pass,
-            params,
-            grads,
-            move |flat, grads| {
-                // SAFETY: as above.
-                let x = unsafe { input.as_host() };
-                for part in again.then_some(Forward::ALL).into_iter().flatten() {
-                    arch.forward(part, block, x, &flat);
-                }
-                for grad in grads {
-                    for part in Backward::ALL {
-                        arch.backward(part, scratch.view(), block, x, &flat, grad);
-                    }
-                }
-            },
-        )
+        steps.backward_block()?;
+        steps.enqueue()
     }
 
     fn add_losses(
@@ -662,64 +672,17 @@ impl<A: HostArch> Decoder<A> {
         pass: usize,
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
-        let arch = Arc::clone(&self.arch);
-        let Activations {
-            input,
-            output,
-            block,
-        } = self.buffers.layers.of_pass(pass);
-
         if pass == 0 {
-            self.enqueue(
-                stream,
-                "forward embedding",
-                pass,
-                params,
-                &[],
-                move |flat, _| {
-                    // SAFETY: the buffer is this model's, and the stream orders its passes.
-                    let x = unsafe { output.as_host_mut() };
-                    arch.embed(x, &flat);
-                },
-            )?;
-            let tensor = self.tensor.as_ref();
-            return tensor.map_or(Ok(()), |group| group.sum(stream, output));
+            return Steps::new(self, stream, "forward embedding", pass, params, &[]).embed();
         }
-
-        // SAFETY of the views below: the buffers are this model's, and the stream orders its
-        // passes.
         if pass + 1 == self.passes.len() {
-            let head = self.buffers.head;
-            return self.enqueue(stream, "forward head", pass, params, &[], move |flat, _| {
-                // SAFETY: as above.
-                let x = unsafe { input.as_host() };
-                arch.final_norm(&mut head.view(), x, &flat);
-            });
+            return Steps::new(self, stream, "forward head", pass, params, &[]).final_norm();
         }
 
-        if let Some(group) = &self.sequence {
-            return self.shared_forward(group, stream, pass, params, Some(output));
-        }
-        if let Some(group) = &self.tensor {
-            return self.cut_forward(group, stream, pass, params, Some(output));
-        }
-        self.enqueue(
-            stream,
-            "forward block",
-            pass,
-            params,
-            &[],
-            move |flat, _| {
-                // SAFETY: as above.
-                let x = unsafe { input.as_host() };
-                // SAFETY: as above; input and output are different buffers.
-                let out = unsafe { output.as_host_mut() };
-                for part in Forward::ALL {
-                    arch.forward(part, block, x, &flat);
-                }
-                arch.output(out, block, &flat);
-            },
-        )
+        let out = self.buffers.layers.of_pass(pass).output;
+        let mut steps = Steps::new(self, stream, "forward block", pass, params, &[]);
+        steps.forward_block(Some(out))?;
+        steps.enqueue()
     }
 
     fn backward_of_head(

@@ -14,14 +14,15 @@
 
 use std::sync::Arc;
 
-use zero_alloc::device::{AnySlice, Device, DeviceSlice};
-use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::device::{Device, DeviceSlice};
+use zero_alloc::host::HostDevice;
 use zero_comm::Communicator;
 use zero_trainer::{Batch, ModelError, ModelRanks};
 
-use super::buffers::{Activations, ExchangeSlices};
+use super::buffers::ExchangeSlices;
 use super::params::Flat;
-use super::{Backward, Decoder, Forward, HostArch};
+use super::steps::Steps;
+use super::{Backward, Forward, HostArch};
 use crate::ops::Span;
 use crate::ops::sequence::Exchange;
 use crate::options::ModelOptions;
@@ -160,28 +161,6 @@ pub(super) struct SequenceGroup {
     slices: ExchangeSlices,
 }
 
-/// One way of an exchange: `from`, in tokens or in heads, to `to`, in the other.
-#[derive(Clone, Copy)]
-struct Way {
-    exchange: Exchange,
-    from: DeviceSlice<f32>,
-    to: DeviceSlice<f32>,
-}
-
-/// A pack or an unpack: writes a slice from another.
-type Rearrange = fn(Exchange, &mut [f32], &[f32]);
-
-impl Way {
-    /// Runs `rearrange`, as an operation of the model's stream.
-    fn run(self, rearrange: Rearrange, to: DeviceSlice<f32>, from: DeviceSlice<f32>) {
-        // SAFETY: the buffers are the model's, and the stream orders its passes.
-        let from = unsafe { from.as_host() };
-        // SAFETY: as above; it is another buffer than `from`.
-        let to = unsafe { to.as_host_mut() };
-        rearrange(self.exchange, to, from);
-    }
-}
-
 impl SequenceGroup {
     pub(super) fn new(
         comm: &Arc<dyn Communicator<HostDevice>>,
@@ -206,190 +185,98 @@ impl SequenceGroup {
         *A::attention(&mut in_heads)[1] = self.slices.attended[layer];
         [in_tokens, in_heads]
     }
-
-    /// The part of `send` or `recv` that a way uses.
-    fn segments(&self, buffer: DeviceSlice<f32>, way: Way) -> DeviceSlice<f32> {
-        buffer.slice(0..way.exchange.elems())
-    }
-
-    fn all_to_all(&self, stream: &HostStream, way: Way) -> Result<(), ModelError> {
-        let [send, recv] = [self.slices.send, self.slices.recv].map(|b| self.segments(b, way));
-        Ok(self.comm.all_to_all(stream, send.erase(), recv.erase())?)
-    }
 }
 
-impl<A: HostArch> Decoder<A> {
-    /// Enqueues a block's forward, with its output if `out` is set.
-    pub(super) fn shared_forward(
-        &self,
-        group: &SequenceGroup,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        out: Option<DeviceSlice<f32>>,
-    ) -> Result<(), ModelError> {
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let [mut in_tokens, mut in_heads] = group.blocks::<A>(block, pass);
-        let [tokens_qkv, tokens_attended] = A::attention(&mut in_tokens).map(|slice| *slice);
-        let [heads_qkv, heads_attended] = A::attention(&mut in_heads).map(|slice| *slice);
-        let there = Way {
-            exchange: group.exchanges.qkv,
-            from: tokens_qkv,
-            to: heads_qkv,
-        };
-        let back = Way {
-            exchange: group.exchanges.attended,
-            from: heads_attended,
-            to: tokens_attended,
-        };
+/// Writes one slice from another.
+type Rearrange = fn(Exchange, &mut [f32], &[f32]);
 
-        let part = |parts: &'static [Forward], block: A::Block, out: Option<DeviceSlice<f32>>| {
-            let arch = Arc::clone(&self.arch);
-            move |flat: Flat<'_>, _: Vec<&mut [f32]>| {
-                // SAFETY: the buffer is this model's, and the stream orders its passes.
-                let x = unsafe { input.as_host() };
-                for &part in parts {
-                    arch.forward(part, block, x, &flat);
-                }
-                if let Some(out) = out {
-                    // SAFETY: as above; input and output are different buffers.
-                    arch.output(unsafe { out.as_host_mut() }, block, &flat);
-                }
-            }
-        };
-        let [qkv, attention, rest @ ..] = &Forward::ALL;
-        // Ranks of tensor parallelism sum between the last two parts.
-        let (mid, mlp) = rest.split_at(1);
-        let (after, out_after) = match &self.tensor {
-            Some(_) => (mid, None),
-            None => (&rest[..], out),
-        };
-        self.around_attention(
-            group,
-            stream,
-            "forward block",
-            pass,
-            params,
-            &[],
-            [there, back],
-            part(std::slice::from_ref(qkv), in_tokens, None),
-            part(std::slice::from_ref(attention), in_heads, None),
-            part(after, in_tokens, out_after),
-        )?;
-        let Some(tensor) = &self.tensor else {
+/// One way of an exchange: how it packs what it sends, and unpacks what it has received.
+struct Way {
+    pack: Rearrange,
+    unpack: Rearrange,
+}
+
+const TO_HEADS: Way = Way {
+    pack: Exchange::pack_tokens,
+    unpack: Exchange::unpack_heads,
+};
+
+const TO_TOKENS: Way = Way {
+    pack: Exchange::pack_heads,
+    unpack: Exchange::unpack_tokens,
+};
+
+impl<A: HostArch> Steps<'_, A> {
+    /// Queries, keys and values, and what the heads attend to.
+    pub(super) fn attend(&mut self) -> Result<(), ModelError> {
+        let block = self.activations().block;
+        let Some(group) = &self.model.sequence else {
+            self.forward(Forward::Qkv, block);
+            self.forward(Forward::Attention, block);
             return Ok(());
         };
-        tensor.sum(stream, A::mid(block))?;
-        self.enqueue_forward(stream, pass, params, mlp, out)?;
-        out.map_or(Ok(()), |out| tensor.sum(stream, out))
+        let [mut in_tokens, mut in_heads] = group.blocks::<A>(block, self.pass());
+        let [tokens_qkv, tokens_attended] = A::attention(&mut in_tokens).map(|slice| *slice);
+        let [heads_qkv, heads_attended] = A::attention(&mut in_heads).map(|slice| *slice);
+        let Exchanges { qkv, attended } = group.exchanges;
+
+        self.forward(Forward::Qkv, in_tokens);
+        self.exchange(group, qkv, TO_HEADS, [heads_qkv, tokens_qkv])?;
+        self.forward(Forward::Attention, in_heads);
+        self.exchange(
+            group,
+            attended,
+            TO_TOKENS,
+            [tokens_attended, heads_attended],
+        )
     }
 
-    /// Enqueues a block's backward.
-    pub(super) fn shared_backward(
-        &self,
-        group: &SequenceGroup,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
-    ) -> Result<(), ModelError> {
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let scratch = self.buffers.scratch;
-        let [in_tokens, in_heads] = group.blocks::<A>(block, pass);
-        let [tokens_attended, tokens_qkv] = A::attention_grads(scratch, in_tokens);
-        let [heads_attended, heads_qkv] = A::attention_grads(scratch, in_heads);
-        let there = Way {
-            exchange: group.exchanges.attended,
-            from: tokens_attended,
-            to: heads_attended,
+    /// The backward of attention: to `scratch.narrow`, the gradient of the first norm's output.
+    pub(super) fn attend_backward(&mut self) -> Result<(), ModelError> {
+        let block = self.activations().block;
+        let s = self.scratch();
+        let Some(group) = &self.model.sequence else {
+            for part in [Backward::Attended, Backward::Attention, Backward::Qkv] {
+                self.backward(part, block, s);
+            }
+            return Ok(());
         };
-        let back = Way {
-            exchange: group.exchanges.qkv,
-            from: heads_qkv,
-            to: tokens_qkv,
-        };
+        let [in_tokens, in_heads] = group.blocks::<A>(block, self.pass());
+        let [tokens_attended, tokens_qkv] = A::attention_grads(s, in_tokens);
+        let [heads_attended, heads_qkv] = A::attention_grads(s, in_heads);
+        let Exchanges { qkv, attended } = group.exchanges;
 
-        let part = |parts: &'static [Backward], block: A::Block| {
-            let arch = Arc::clone(&self.arch);
-            move |flat: Flat<'_>, grads: Vec<&mut [f32]>| {
-                // SAFETY: the buffer is this model's, and the stream orders its passes.
-                let x = unsafe { input.as_host() };
-                for grad in grads {
-                    for &part in parts {
-                        arch.backward(part, scratch.view(), block, x, &flat, grad);
-                    }
-                }
+        self.backward(Backward::Attended, in_tokens, s);
+        self.exchange(group, attended, TO_HEADS, [heads_attended, tokens_attended])?;
+        self.backward(Backward::Attention, in_heads, s);
+        self.exchange(group, qkv, TO_TOKENS, [tokens_qkv, heads_qkv])?;
+        self.backward(Backward::Qkv, in_tokens, s);
+        Ok(())
+    }
+
+    /// Exchanges `from`, in tokens or in heads, for `to`, in the other.
+    fn exchange(
+        &mut self,
+        group: &SequenceGroup,
+        exchange: Exchange,
+        way: Way,
+        [to, from]: [DeviceSlice<f32>; 2],
+    ) -> Result<(), ModelError> {
+        let ExchangeSlices { send, recv, .. } = &group.slices;
+        let [send, recv] = [*send, *recv].map(|buffer| buffer.slice(0..exchange.elems()));
+        let run = |rearrange: Rearrange, to: DeviceSlice<f32>, from: DeviceSlice<f32>| {
+            move |_: &A, _: &Flat<'_>, _: &mut [f32]| {
+                // SAFETY: distinct buffers of the model, and the stream orders its passes.
+                let (to, from) = unsafe { (to.as_host_mut(), from.as_host()) };
+                rearrange(exchange, to, from);
             }
         };
-        let [mlp, mid, attention, qkv, _] = &Backward::ALL;
-        let [mlp_and_mid @ .., _, _, _] = &Backward::ALL;
-        let [_, _, _, qkv_and_input @ ..] = &Backward::ALL;
-        let (before, after) = match &self.tensor {
-            Some(_) => (std::slice::from_ref(mid), std::slice::from_ref(qkv)),
-            None => (&mlp_and_mid[..], &qkv_and_input[..]),
-        };
-        if let Some(tensor) = &self.tensor {
-            let mlp = std::slice::from_ref(mlp);
-            self.enqueue_backward(stream, pass, params, grads, mlp)?;
-            self.sum_narrow(tensor, stream, pass)?;
-        }
-        self.around_attention(
-            group,
-            stream,
-            "backward block",
-            pass,
-            params,
-            grads,
-            [there, back],
-            part(before, in_tokens),
-            part(std::slice::from_ref(attention), in_heads),
-            part(after, in_tokens),
-        )?;
-        match &self.tensor {
-            Some(tensor) => self.cut_backward_of_input(tensor, stream, pass, params, grads),
-            None => Ok(()),
-        }
-    }
-
-    /// Enqueues `before` in tokens, the way there, `attention` in heads, the way back, and `after`
-    /// in tokens.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one pass")]
-    fn around_attention(
-        &self,
-        group: &SequenceGroup,
-        stream: &HostStream,
-        label: &'static str,
-        pass: usize,
-        params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
-        [there, back]: [Way; 2],
-        before: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
-        attention: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
-        after: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
-    ) -> Result<(), ModelError> {
-        let ExchangeSlices { send, recv, .. } = group.slices;
-        let sent = |way| group.segments(send, way);
-        let received = |way| group.segments(recv, way);
-
-        let segments = sent(there);
-        self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-            before(flat, grads);
-            there.run(Exchange::pack_tokens, segments, there.from);
-        })?;
-        group.all_to_all(stream, there)?;
-
-        let segments = [received(there), sent(back)];
-        self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-            there.run(Exchange::unpack_heads, there.to, segments[0]);
-            attention(flat, grads);
-            back.run(Exchange::pack_heads, segments[1], back.from);
-        })?;
-        group.all_to_all(stream, back)?;
-
-        let segments = received(back);
-        self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-            back.run(Exchange::unpack_tokens, back.to, segments);
-            after(flat, grads);
-        })
+        self.add(run(way.pack, send, from));
+        self.enqueue()?;
+        group
+            .comm
+            .all_to_all(self.stream, send.erase(), recv.erase())?;
+        self.add(run(way.unpack, to, recv));
+        Ok(())
     }
 }

@@ -1,14 +1,19 @@
-//! Ranks of tensor parallelism on the host: what a block and the head sum over them.
+//! Ranks of tensor parallelism on the host: what they sum and gather.
 //!
-//! | after | summed |
-//! |---|---|
-//! | embedding | its output |
-//! | [`Forward::Mid`] | the residual stream behind attention |
-//! | output | the block's output |
-//! | [`Backward::Mlp`], [`Backward::Qkv`] | the gradient of a norm's output |
-//! | the head's backward | the same |
+//! Each rank has the *own rows* of the residual stream, of norms and of dropout: with sequence
+//! parallelism 1/M of them, otherwise all. Products have all rows.
 //!
-//! The first rank adds to a partial sum what is the same on all ranks. The head exchanges
+//! | point | all rows are own | with sequence parallelism |
+//! |---|---|---|
+//! | a norm's output | | all-gather |
+//! | a branch's product, the embedding | all-reduce | reduce-scatter |
+//! | backward: the gradient of a branch, of the embedding's output | | all-gather |
+//! | backward: the gradient of a norm's output | all-reduce | reduce-scatter |
+//! | backward: the partial sums of a block | all-reduce, if there are any | all-reduce |
+//!
+//! Bias, dropout and residual are added to own rows after the sum. The partial sums are the gradients
+//! of parameters that all ranks have, of which each rank has computed those of its heads (the norms
+//! of queries and keys) or of its rows (with sequence parallelism, all norms). The head exchanges
 //! [`STATISTICS`] numbers a token, in place of logits.
 
 use std::sync::Arc;
@@ -18,17 +23,23 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::{Communicator, ReduceOp};
 use zero_trainer::ModelError;
 
-use super::buffers::Activations;
+use super::buffers::{HeadSlices, ScratchSlices};
 use super::params::HEAD;
-use super::{Backward, Decoder, Forward, HostArch, head};
+use super::steps::Steps;
+use super::{Backward, Branch, Decoder, Forward, HostArch, head};
 use crate::ops::cross_entropy::{self, STATISTICS, VocabPart};
 use crate::ops::linear;
+use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
 
 /// The ranks of tensor parallelism of a model on the host.
 pub(super) struct TensorGroup {
     comm: Arc<dyn Communicator<HostDevice>>,
     rank: TensorRank,
+    /// Whether a rank's own rows are 1/M of all.
+    divides_rows: bool,
+    /// Tokens of the micro-batch.
+    tokens: usize,
     /// Of some rows of logits `[rows, STATISTICS]`: this rank's, and those of all ranks.
     stats: DeviceSlice<f32>,
     all_stats: DeviceSlice<f32>,
@@ -51,11 +62,14 @@ impl TensorGroup {
         rank: TensorRank,
         stats: DeviceSlice<f32>,
         vocab: usize,
+        options: &ModelOptions,
     ) -> Self {
         let own = stats.len() / (rank.ranks + 1);
         Self {
             comm: Arc::clone(comm),
             rank,
+            divides_rows: options.sequence_parallel,
+            tokens: options.tokens(),
             stats: stats.slice(0..own),
             all_stats: stats.slice(own..stats.len()),
             vocab,
@@ -66,12 +80,25 @@ impl TensorGroup {
         self.rank.vocab(self.vocab)
     }
 
+    /// The first of this rank's own rows.
+    fn first_row(&self) -> usize {
+        match self.divides_rows {
+            true => self.tokens / self.rank.ranks * self.rank.rank,
+            false => 0,
+        }
+    }
+
+    /// The own rows of `rows`.
+    fn own(&self, rows: DeviceSlice<f32>) -> DeviceSlice<f32> {
+        if !self.divides_rows {
+            return rows;
+        }
+        let len = rows.len() / self.rank.ranks;
+        rows.slice(self.rank.rank * len..(self.rank.rank + 1) * len)
+    }
+
     /// Sums `values` over the ranks, in place.
-    pub(super) fn sum(
-        &self,
-        stream: &HostStream,
-        values: DeviceSlice<f32>,
-    ) -> Result<(), ModelError> {
+    fn sum(&self, stream: &HostStream, values: DeviceSlice<f32>) -> Result<(), ModelError> {
         if values.is_empty() {
             return Ok(());
         }
@@ -79,6 +106,26 @@ impl TensorGroup {
         Ok(self
             .comm
             .all_reduce(stream, values, values, ReduceOp::Sum)?)
+    }
+
+    /// Sums `rows` over the ranks, in place; the own rows have the sums.
+    fn sum_rows(&self, stream: &HostStream, rows: DeviceSlice<f32>) -> Result<(), ModelError> {
+        if !self.divides_rows {
+            return self.sum(stream, rows);
+        }
+        let own = self.own(rows).erase();
+        Ok(self
+            .comm
+            .reduce_scatter(stream, rows.erase(), own, ReduceOp::Sum)?)
+    }
+
+    /// Gathers `rows` from the own rows of all ranks, in place.
+    fn gather_rows(&self, stream: &HostStream, rows: DeviceSlice<f32>) -> Result<(), ModelError> {
+        if !self.divides_rows {
+            return Ok(());
+        }
+        let own = self.own(rows).erase();
+        Ok(self.comm.all_gather(stream, own, rows.erase())?)
     }
 
     /// Gathers the statistics of `rows` rows.
@@ -89,118 +136,260 @@ impl TensorGroup {
     }
 }
 
+impl<A: HostArch> Steps<'_, A> {
+    /// The own rows of `rows`, and the first of them.
+    fn own(&self, rows: DeviceSlice<f32>) -> (DeviceSlice<f32>, usize) {
+        match &self.model.tensor {
+            Some(group) => (group.own(rows), group.first_row()),
+            None => (rows, 0),
+        }
+    }
+
+    /// Sums rows over the ranks, after the steps so far.
+    fn sum_rows(&mut self, rows: DeviceSlice<f32>) -> Result<(), ModelError> {
+        let Some(group) = &self.model.tensor else {
+            return Ok(());
+        };
+        self.enqueue()?;
+        group.sum_rows(self.stream, rows)
+    }
+
+    /// Gathers rows from the own rows, after the steps so far.
+    fn gather_rows(&mut self, rows: DeviceSlice<f32>) -> Result<(), ModelError> {
+        let Some(group) = self
+            .model
+            .tensor
+            .as_ref()
+            .filter(|group| group.divides_rows)
+        else {
+            return Ok(());
+        };
+        self.enqueue()?;
+        group.gather_rows(self.stream, rows)
+    }
+
+    /// All rows of a norm's output.
+    pub(super) fn norm(&mut self, norm: Forward) -> Result<(), ModelError> {
+        let mut block = self.activations().block;
+        let nth = usize::from(norm == Forward::Norm2);
+        let whole = *A::norms(&mut block)[nth];
+        *A::norms(&mut block)[nth] = self.own(whole).0;
+        self.forward(norm, block);
+        self.gather_rows(whole)
+    }
+
+    /// The same in backward, if the block's forward was not the last one: blocks share the whole rows
+    /// of norms if each rank has some of them.
+    pub(super) fn norm_again(&mut self, norm: Forward) -> Result<(), ModelError> {
+        let options = &self.model.options;
+        match options.sequence_parallel && !options.activation_checkpointing {
+            true => self.norm(norm),
+            false => Ok(()),
+        }
+    }
+
+    /// The own rows of the residual stream behind a branch.
+    pub(super) fn branch(
+        &mut self,
+        branch: Branch,
+        out: DeviceSlice<f32>,
+        residual: DeviceSlice<f32>,
+    ) -> Result<(), ModelError> {
+        let block = self.activations().block;
+        if self.model.tensor.is_none() {
+            self.add(move |arch, flat, _| {
+                // SAFETY: distinct buffers of the model, and the stream orders its passes.
+                let (out, residual) = unsafe { (out.as_host_mut(), residual.as_host()) };
+                arch.branch(branch, out, residual, block, flat);
+            });
+            return Ok(());
+        }
+        let sums = self.scratch().narrow.slice(0..self.whole_row());
+        self.add(move |arch, flat, _| {
+            // SAFETY: a buffer of the model, and the stream orders its passes.
+            arch.product(branch, unsafe { sums.as_host_mut() }, block, flat);
+        });
+        self.sum_rows(sums)?;
+        let (own, first) = self.own(sums);
+        self.add(move |arch, flat, _| {
+            // SAFETY: buffers of the model, and the stream orders its passes.
+            let rows = unsafe { [residual.as_host(), own.as_host()] };
+            // SAFETY: as above; it is another buffer.
+            let out = unsafe { out.as_host_mut() };
+            arch.add_branch(branch, out, rows, first, flat);
+        });
+        Ok(())
+    }
+
+    /// Elements of all rows of the residual stream.
+    fn whole_row(&self) -> usize {
+        self.scratch().dres.len()
+    }
+
+    /// All rows of the gradient that the backward of a branch reads.
+    pub(super) fn gradient_of_branch(&mut self, branch: Branch) -> Result<(), ModelError> {
+        let s = self.scratch();
+        let before = self.model.arch.before_dropout(s, branch, &self.model.draws);
+        let (from, first) = self.own(s.dres);
+        if before.as_ptr() != s.dres.as_ptr() {
+            let (to, _) = self.own(before);
+            self.add(move |arch, flat, _| {
+                // SAFETY: other buffers of the model, and the stream orders its passes.
+                let (to, from) = unsafe { (to.as_host_mut(), from.as_host()) };
+                arch.drop_gradient(branch, to, from, first, flat);
+            });
+        }
+        self.gather_rows(before)
+    }
+
+    /// Sums the gradient of a norm's output over the ranks, and computes the norm's backward for own
+    /// rows.
+    pub(super) fn norm_backward(&mut self, norm: Backward) -> Result<(), ModelError> {
+        let s = self.scratch();
+        let narrow = s.narrow.slice(0..self.whole_row());
+        self.sum_rows(narrow)?;
+        let own = ScratchSlices {
+            dres: self.own(s.dres).0,
+            narrow: self.own(narrow).0,
+            ..s
+        };
+        self.backward(norm, self.activations().block, own);
+        Ok(())
+    }
+
+    fn partial_sums(&self) -> DeviceSlice<f32> {
+        let elems = self.model.arch.partial_elems();
+        self.scratch().logits.slice(0..elems)
+    }
+
+    pub(super) fn begin_partial_sums(&mut self) {
+        let sums = self.partial_sums();
+        if !sums.is_empty() {
+            // SAFETY: a buffer of the model, and the stream orders its passes.
+            self.add(move |_, _, _| unsafe { sums.as_host_mut() }.fill(0.0));
+        }
+    }
+
+    pub(super) fn end_partial_sums(&mut self) -> Result<(), ModelError> {
+        let sums = self.partial_sums();
+        let Some(group) = self.model.tensor.as_ref().filter(|_| !sums.is_empty()) else {
+            return Ok(());
+        };
+        self.enqueue()?;
+        group.sum(self.stream, sums)?;
+        self.backward(
+            Backward::PartialSums,
+            self.activations().block,
+            self.scratch(),
+        );
+        Ok(())
+    }
+
+    /// The forward of the embedding.
+    pub(super) fn embed(&mut self) -> Result<(), ModelError> {
+        let out = self.activations().output;
+        let sums = match &self.model.tensor {
+            Some(_) => self.scratch().narrow.slice(0..self.whole_row()),
+            None => out,
+        };
+        self.add(move |arch, flat, _| {
+            // SAFETY: a buffer of the model, and the stream orders its passes.
+            arch.embed(unsafe { sums.as_host_mut() }, flat);
+        });
+        self.sum_rows(sums)?;
+        let (own, first) = self.own(sums);
+        let is_out = own.as_ptr() == out.as_ptr();
+        self.add(move |arch, flat, _| {
+            // SAFETY: as above.
+            let out = unsafe { out.as_host_mut() };
+            if !is_out {
+                // SAFETY: as above; it is another buffer.
+                out.copy_from_slice(unsafe { own.as_host() });
+            }
+            arch.drop_embedding(out, first, flat);
+        });
+        self.enqueue()
+    }
+
+    /// The backward of the embedding.
+    pub(super) fn embed_backward(&mut self) -> Result<(), ModelError> {
+        let dres = self.scratch().dres;
+        let (own, first) = self.own(dres);
+        self.add(move |arch, flat, _| {
+            // SAFETY: a buffer of the model, and the stream orders its passes.
+            arch.drop_embedding(unsafe { own.as_host_mut() }, first, flat);
+        });
+        self.gather_rows(dres)?;
+        self.add(move |arch, flat, grad| {
+            // SAFETY: as above.
+            arch.embed_backward(grad, flat.unit(0), unsafe { dres.as_host() }, flat);
+        });
+        self.enqueue()
+    }
+
+    /// The head's norm of own rows.
+    fn own_head(&self) -> HeadSlices {
+        let head = self.model.buffers.head;
+        HeadSlices {
+            out: self.own(head.out).0,
+            ..head
+        }
+    }
+
+    /// The forward of the head: all rows of its norm.
+    pub(super) fn final_norm(&mut self) -> Result<(), ModelError> {
+        let x = self.activations().input;
+        let head = self.own_head();
+        self.add(move |arch, flat, _| {
+            // SAFETY: a buffer of the model, and the stream orders its passes.
+            arch.final_norm(&mut head.view(), unsafe { x.as_host() }, flat);
+        });
+        self.gather_rows(self.model.buffers.head.out)?;
+        self.enqueue()
+    }
+
+    /// The backward of the head's norm from the gradient of its output, of which each rank has a part of
+    /// the sum in `scratch.narrow`.
+    fn final_norm_backward(&mut self) -> Result<(), ModelError> {
+        let s = self.scratch();
+        let x = self.activations().input;
+        let head = self.own_head();
+        let sums = s.narrow.slice(0..self.whole_row());
+        self.sum_rows(sums)?;
+        let [dout, dres] = [sums, s.dres].map(|rows| self.own(rows).0);
+        let group = self.model.tensor.as_ref();
+        let divided = group.filter(|group| group.divides_rows);
+        let elems = self.model.arch.final_norm_elems();
+        let partial = s.logits.slice(0..divided.map_or(0, |_| elems));
+
+        self.add(move |arch, flat, grad| {
+            // SAFETY: distinct buffers of the model, and the stream orders its passes.
+            let [dres, partial] = unsafe { [dres.as_host_mut(), partial.as_host_mut()] };
+            // SAFETY: as above.
+            let [dout, x] = unsafe { [dout.as_host(), x.as_host()] };
+            dres.fill(0.0);
+            partial.fill(0.0);
+            let dnorm = match partial.is_empty() {
+                true => arch.final_norm_grad(grad, flat),
+                false => partial,
+            };
+            arch.final_norm_backward(dres, dnorm, dout, x, &head.view(), flat);
+        });
+        if let Some(group) = divided {
+            self.enqueue()?;
+            group.sum(self.stream, partial)?;
+            self.add(move |arch, flat, grad| {
+                // SAFETY: as above.
+                let sums = unsafe { partial.as_host() };
+                let all = arch.final_norm_grad(grad, flat).iter_mut().zip(sums);
+                all.for_each(|(all, sum)| *all += sum);
+            });
+        }
+        self.enqueue()
+    }
+}
+
 impl<A: HostArch> Decoder<A> {
-    /// Enqueues parts of a block's forward, and its output if `out` is set.
-    pub(super) fn enqueue_forward(
-        &self,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        parts: &'static [Forward],
-        out: Option<DeviceSlice<f32>>,
-    ) -> Result<(), ModelError> {
-        let arch = Arc::clone(&self.arch);
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let label = "forward block";
-        self.enqueue(stream, label, pass, params, &[], move |flat, _| {
-            // SAFETY: the buffer is this model's, and the stream orders its passes.
-            let x = unsafe { input.as_host() };
-            for &part in parts {
-                arch.forward(part, block, x, &flat);
-            }
-            if let Some(out) = out {
-                // SAFETY: as above; input and output are different buffers.
-                arch.output(unsafe { out.as_host_mut() }, block, &flat);
-            }
-        })
-    }
-
-    /// Enqueues a block's forward, with its output if `out` is set.
-    pub(super) fn cut_forward(
-        &self,
-        group: &TensorGroup,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        out: Option<DeviceSlice<f32>>,
-    ) -> Result<(), ModelError> {
-        let block = self.buffers.layers.of_pass(pass).block;
-        let [to_mid @ .., _] = &Forward::ALL;
-        let [_, _, _, mlp @ ..] = &Forward::ALL;
-        self.enqueue_forward(stream, pass, params, to_mid, None)?;
-        group.sum(stream, A::mid(block))?;
-        self.enqueue_forward(stream, pass, params, mlp, out)?;
-        out.map_or(Ok(()), |out| group.sum(stream, out))
-    }
-
-    /// Enqueues parts of a block's backward.
-    pub(super) fn enqueue_backward(
-        &self,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
-        parts: &'static [Backward],
-    ) -> Result<(), ModelError> {
-        let Activations { input, block, .. } = self.buffers.layers.of_pass(pass);
-        let scratch = self.buffers.scratch;
-        let arch = Arc::clone(&self.arch);
-        let label = "backward block";
-        self.enqueue(stream, label, pass, params, grads, move |flat, grads| {
-            // SAFETY: the buffer is this model's, and the stream orders its passes.
-            let x = unsafe { input.as_host() };
-            for grad in grads {
-                for &part in parts {
-                    arch.backward(part, scratch.view(), block, x, &flat, grad);
-                }
-            }
-        })
-    }
-
-    /// Enqueues a block's backward.
-    pub(super) fn cut_backward(
-        &self,
-        group: &TensorGroup,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
-    ) -> Result<(), ModelError> {
-        let [mlp @ .., _, _, _, _] = &Backward::ALL;
-        let [_, to_qkv @ .., _] = &Backward::ALL;
-        self.enqueue_backward(stream, pass, params, grads, mlp)?;
-        self.sum_narrow(group, stream, pass)?;
-        self.enqueue_backward(stream, pass, params, grads, to_qkv)?;
-        self.cut_backward_of_input(group, stream, pass, params, grads)
-    }
-
-    /// Enqueues the end of a block's backward, after [`Backward::Qkv`].
-    pub(super) fn cut_backward_of_input(
-        &self,
-        group: &TensorGroup,
-        stream: &HostStream,
-        pass: usize,
-        params: &[AnySlice],
-        grads: &[DeviceSlice<f32>],
-    ) -> Result<(), ModelError> {
-        let [_, _, _, _, input @ ..] = &Backward::ALL;
-        self.sum_narrow(group, stream, pass)?;
-        let partial = self.arch.partial_elems();
-        group.sum(stream, self.buffers.scratch.logits.slice(0..partial))?;
-        self.enqueue_backward(stream, pass, params, grads, input)
-    }
-
-    /// Sums the gradient of a norm's output.
-    pub(super) fn sum_narrow(
-        &self,
-        group: &TensorGroup,
-        stream: &HostStream,
-        pass: usize,
-    ) -> Result<(), ModelError> {
-        let row = self.buffers.layers.of_pass(pass).input.len();
-        group.sum(stream, self.buffers.scratch.narrow.slice(0..row))
-    }
-
     /// Enqueues the head's backward.
     pub(super) fn cut_backward_of_head(
         &self,
@@ -210,38 +399,10 @@ impl<A: HostArch> Decoder<A> {
         grads: &[DeviceSlice<f32>],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
-        let arch = Arc::clone(&self.arch);
         let pass = self.passes.len() - 1;
-        let input = self.buffers.layers.of_pass(pass).input;
-        let scratch = self.buffers.scratch;
-        let head = self.buffers.head;
         let tokens = self.options.tokens();
         self.cut_losses(group, stream, params, tokens, Some((grads, loss_scale)))?;
-        group.sum(stream, scratch.narrow.slice(0..input.len()))?;
-        let label = "backward head";
-        self.enqueue(
-            stream,
-            label,
-            pass,
-            params,
-            grads,
-            move |flat, mut grads| {
-                // SAFETY: the buffer is this model's, and the stream orders its passes.
-                let x = unsafe { input.as_host() };
-                let s = scratch.view();
-                s.dres.fill(0.0);
-                if let Some(own) = grads.first_mut() {
-                    arch.final_norm_backward(
-                        s.dres,
-                        own,
-                        &s.narrow[..x.len()],
-                        x,
-                        &head.view(),
-                        &flat,
-                    );
-                }
-            },
-        )
+        Steps::new(self, stream, "backward head", pass, params, grads).final_norm_backward()
     }
 
     /// Enqueues the logits of this rank's token `token`, gathers them, and returns those of the whole

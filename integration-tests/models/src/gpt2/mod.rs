@@ -15,12 +15,15 @@ use self::config::GptConfig;
 use crate::decoder::buffers::{Extent, HeadView, ScratchSlices, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
 use crate::decoder::sequence::{Exchanges, SequencePart};
-use crate::decoder::{self, Backward, Decoder, Forward, HostArch, HostModel};
-use crate::ops::dropout::Dropout;
+use crate::decoder::{self, Backward, Branch, Decoder, Forward, HostArch, HostModel};
+use crate::ops::dropout::{Draws, Dropout};
 use crate::ops::{Span, Threads, attention, embedding, layer_norm};
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
 use block::BlockSlices;
+
+/// The head's norm.
+const FINAL_NORM: [&str; 2] = ["ln_f.weight", "ln_f.bias"];
 
 /// The passes of a GPT-2, one per unit: the embedding, each block, the head.
 pub fn passes(config: &GptConfig) -> Vec<Pass> {
@@ -71,7 +74,7 @@ impl Gpt2Arch {
             attention: self.attention(p.layer),
             tokens: span.tokens,
             width: config.n_embd,
-            tensor: self.tensor,
+            divides_rows: self.options.sequence_parallel,
             masks: attention::Masks {
                 starts: &p.whole.starts,
                 dropout: of_attention.map(|dropout| dropout.from_line(first_line)),
@@ -122,6 +125,14 @@ impl HostArch for Gpt2Arch {
         block.mid
     }
 
+    fn partial_elems(&self) -> usize {
+        partial_elems(&self.config, &self.options)
+    }
+
+    fn norms(block: &mut BlockSlices) -> [&mut DeviceSlice<f32>; 2] {
+        [&mut block.ln1, &mut block.ln2]
+    }
+
     fn sizes(&self) -> Sizes {
         sizes(&self.config, &self.options)
     }
@@ -153,17 +164,18 @@ impl HostArch for Gpt2Arch {
             // The first rank adds the positions.
             false => embedding::forward_tokens(x, &local, wte, c),
         }
+    }
+
+    fn drop_embedding(&self, x: &mut [f32], first: usize, p: &Flat<'_>) {
         if let Some(dropout) = self.embedding_dropout(p) {
-            dropout.apply(x, self.span().tokens, c);
+            let tokens = self.span().tokens;
+            dropout.from_row(first).apply(x, tokens, self.config.n_embd);
         }
     }
 
-    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>) {
+    fn embed_backward(&self, grad: &mut [f32], unit: &UnitParams, dx: &[f32], p: &Flat<'_>) {
         let [dwte, dwpe] = unit.split_mut(grad);
         let c = self.config.n_embd;
-        if let Some(dropout) = self.embedding_dropout(p) {
-            dropout.apply(dx, self.span().tokens, c);
-        }
         let local = self.tensor.of_batch(p.batch, self.config.vocab_size);
         embedding::backward(dwte, dwpe, self.rows(p, &local), dx, c);
     }
@@ -172,8 +184,57 @@ impl HostArch for Gpt2Arch {
         block::forward(part, &mut block.view(), x, p, self.block(p));
     }
 
-    fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
-        block::output(out, &block.view(), p, self.block(p));
+    fn branch(
+        &self,
+        branch: Branch,
+        out: &mut [f32],
+        residual: &[f32],
+        block: BlockSlices,
+        p: &Flat<'_>,
+    ) {
+        block::branch(branch, out, residual, &block.view(), p, self.block(p));
+    }
+
+    fn product(&self, branch: Branch, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
+        block::product(branch, out, &block.view(), p);
+    }
+
+    fn add_branch(
+        &self,
+        branch: Branch,
+        out: &mut [f32],
+        rows: [&[f32]; 2],
+        first: usize,
+        p: &Flat<'_>,
+    ) {
+        self.block(p).add_branch(branch, out, rows, first, p);
+    }
+
+    fn before_dropout(&self, s: ScratchSlices, branch: Branch, draws: &Draws) -> DeviceSlice<f32> {
+        match branch {
+            _ if draws.dropout(self.config.resid_pdrop, 1).is_none() => s.dres,
+            Branch::Attention => s.wide.slice(0..s.dres.len()),
+            Branch::Mlp => s.narrow.slice(0..s.dres.len()),
+        }
+    }
+
+    fn drop_gradient(
+        &self,
+        branch: Branch,
+        dx: &mut [f32],
+        dy: &[f32],
+        first: usize,
+        p: &Flat<'_>,
+    ) {
+        match self.block(p).dropout(branch) {
+            Some(dropout) => {
+                let tokens = self.span().tokens;
+                dropout
+                    .from_row(first)
+                    .of(dx, dy, tokens, self.config.n_embd);
+            }
+            None => dx.copy_from_slice(dy),
+        }
     }
 
     fn backward(
@@ -199,17 +260,36 @@ impl HostArch for Gpt2Arch {
         );
     }
 
+    fn final_norm_elems(&self) -> usize {
+        2 * self.config.n_embd
+    }
+
+    fn final_norm_grad<'g>(&self, grad: &'g mut [f32], p: &Flat<'_>) -> &'g mut [f32] {
+        // The bias is behind the gain.
+        let [gain, bias] = FINAL_NORM.map(|name| p.unit(0).range(name));
+        &mut grad[gain.start..bias.end]
+    }
+
     fn final_norm_backward(
         &self,
         dx: &mut [f32],
-        grad: &mut [f32],
+        dnorm: &mut [f32],
         dout: &[f32],
         x: &[f32],
         h: &HeadView<'_>,
         p: &Flat<'_>,
     ) {
-        let [dgain, dbias] = p.unit(0).of_names(grad, ["ln_f.weight", "ln_f.bias"]);
+        let (dgain, dbias) = dnorm.split_at_mut(self.config.n_embd);
         layer_norm::backward(dx, dgain, dbias, dout, x, h.stats, p.get(0, "ln_f.weight"));
+    }
+}
+
+/// Elements of the gradients of which each rank of tensor parallelism has a part of the sum: with
+/// sequence parallelism those of the norms.
+pub(crate) fn partial_elems(config: &GptConfig, options: &ModelOptions) -> usize {
+    match options.sequence_parallel {
+        true => 4 * config.n_embd,
+        false => 0,
     }
 }
 
@@ -220,8 +300,14 @@ fn sizes(config: &GptConfig, options: &ModelOptions) -> Sizes {
     let heads = config.n_head / options.tensor_ranks;
     let attended = heads * config.head_dim();
     let tokens = options.tokens();
-    let row = tokens * c;
-    let stats = 2 * tokens;
+    let rows = options.rows();
+    let own = rows * c;
+    // Blocks share the outputs of norms if each rank has some rows of them.
+    let norm = match options.sequence_parallel {
+        true => 0,
+        false => own,
+    };
+    let stats = 2 * rows;
     let lse = tokens * heads;
     let wide = tokens * f;
     let exchanges = Exchanges::new(options, [heads; 2], config.head_dim());
@@ -235,19 +321,19 @@ fn sizes(config: &GptConfig, options: &ModelOptions) -> Sizes {
         wide: f
             .max(3 * attended)
             .max(if options.tensor_ranks > 1 { c } else { 0 }),
-        partial: 0,
+        partial: partial_elems(config, options),
         table: 0,
     };
 
     let attended = tokens * attended;
     let block = vec![
-        row,
+        norm,
         stats,
         3 * attended,
         attended,
         lse,
-        row,
-        row,
+        own,
+        norm,
         stats,
         wide,
         wide,

@@ -7,7 +7,7 @@ use zero_alloc::device::DeviceSlice;
 use super::config::LlamaConfig;
 use crate::decoder::buffers::{ScratchView, views};
 use crate::decoder::params::{Flat, split_ranges};
-use crate::decoder::{Backward, Forward};
+use crate::decoder::{Backward, Branch, Forward};
 use crate::ops::{Span, attention, linear, rms_norm, rope, swiglu};
 use crate::tensor::TensorRank;
 
@@ -39,6 +39,8 @@ pub(super) struct Shape {
     /// The ranges of the parameters, as in [`super::config::BlockElems::places`].
     params: [Range<usize>; 11],
     tensor: TensorRank,
+    /// Whether the ranks of tensor parallelism divide the rows of norms.
+    divides_rows: bool,
 }
 
 impl Shape {
@@ -49,6 +51,7 @@ impl Shape {
         span: Span,
         first_line: usize,
         tensor: TensorRank,
+        divides_rows: bool,
     ) -> Self {
         Self {
             attention,
@@ -66,6 +69,7 @@ impl Shape {
             attention_dropout: config.attention_dropout,
             params: config.block_elems().places(tensor.ranks > 1),
             tensor,
+            divides_rows,
         }
     }
 
@@ -79,13 +83,32 @@ impl Shape {
         Params::new(split_ranges(flat, &self.params))
     }
 
-    /// `y = residual + bias + x w^T`, or of the ranks but the first of tensor parallelism `x w^T`.
-    fn add_to_residual(&self, y: &mut [f32], residual: &[f32], x: &[f32], [w, bias]: [&[f32]; 2]) {
-        let c = self.width;
-        match self.tensor.is_first() {
-            true => linear::forward_residual_transposed(y, residual, x, w, bias, c),
-            false => linear::product_transposed(y, x, w, c),
+    /// The bias of a branch; empty if it has none.
+    pub(super) fn bias<'a>(&self, branch: Branch, flat: &'a [f32]) -> &'a [f32] {
+        let p = self.params(flat);
+        match branch {
+            Branch::Attention => p.output_bias,
+            Branch::Mlp => p.down_bias,
         }
+    }
+
+    /// Places in the partial sums of the gains of the norms of heads, and of the two norms; empty
+    /// where the gradient itself is added to.
+    pub(super) fn partial(&self) -> [Range<usize>; 3] {
+        let [_, _, _, qk_norm, ..] = &self.params;
+        let heads = match self.tensor.ranks {
+            1 => 0,
+            _ => qk_norm.len(),
+        };
+        let norm = match self.divides_rows {
+            true => self.width,
+            false => 0,
+        };
+        [
+            0..heads,
+            heads..heads + norm,
+            heads + norm..heads + 2 * norm,
+        ]
     }
 
     fn masks<'a>(&self, flat: &Flat<'a>) -> attention::Masks<'a> {
@@ -164,8 +187,8 @@ pub(super) fn forward(
     let p = shape.params(flat.flats[0]);
     let masks = shape.masks(flat);
     match part {
+        Forward::Norm1 => rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps),
         Forward::Qkv => {
-            rms_norm::forward(a.norm1, a.stats1, x, p.norm1, shape.eps);
             let heads = shape.heads;
             linear::forward_transposed(a.qkv, a.norm1, p.qkv, p.qkv_bias, heads.width);
             if !p.qk_norm.is_empty() {
@@ -178,11 +201,8 @@ pub(super) fn forward(
         Forward::Attention => {
             attention::forward(a.attended, a.lse, a.qkv, masks, shape.attention);
         }
-        Forward::Mid => {
-            shape.add_to_residual(a.mid, x, a.attended, [p.output, p.output_bias]);
-        }
+        Forward::Norm2 => rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps),
         Forward::Mlp => {
-            rms_norm::forward(a.norm2, a.stats2, a.mid, p.norm2, shape.eps);
             let n = 2 * shape.inner;
             linear::forward_transposed(a.gate_up, a.norm2, p.gate_up, p.gate_up_bias, n);
             swiglu::forward(a.act, a.gate_up, shape.inner);
@@ -190,16 +210,48 @@ pub(super) fn forward(
     }
 }
 
-/// Computes the block's output `[M, C]`.
-pub(super) fn output(out: &mut [f32], a: &BlockView<'_>, flat: &[f32], shape: &Shape) {
+/// The input of a branch's product, its matrix and its bias.
+fn operands<'a>(
+    branch: Branch,
+    a: &'a BlockView<'_>,
+    flat: &'a [f32],
+    shape: &Shape,
+) -> [&'a [f32]; 3] {
     let p = shape.params(flat);
-    shape.add_to_residual(out, a.mid, a.act, [p.down, p.down_bias]);
+    match branch {
+        Branch::Attention => [a.attended, p.output, p.output_bias],
+        Branch::Mlp => [a.act, p.down, p.down_bias],
+    }
+}
+
+/// `out = residual + x w^T + bias` of a branch.
+pub(super) fn branch(
+    branch: Branch,
+    out: &mut [f32],
+    residual: &[f32],
+    a: &BlockView<'_>,
+    flat: &[f32],
+    shape: &Shape,
+) {
+    let [x, w, bias] = operands(branch, a, flat, shape);
+    linear::forward_residual_transposed(out, residual, x, w, bias, shape.width);
+}
+
+/// `out = x w^T` of a branch.
+pub(super) fn product(
+    branch: Branch,
+    out: &mut [f32],
+    a: &BlockView<'_>,
+    flat: &[f32],
+    shape: &Shape,
+) {
+    let [x, w, _] = operands(branch, a, flat, shape);
+    linear::product_transposed(out, x, w, shape.width);
 }
 
 /// Computes a part of the block's backward and adds to `grad`, the unit's gradient. `a.gate_up` is
-/// overwritten by its gradient. With tensor parallelism [`Backward::Qkv`] writes the part of this rank
-/// of the gradient of the norms of heads to `s.logits`, and [`Backward::Input`] adds the sum. From [`Backward::Mid`] on, `s.wide` has the gradient of `attended`,
-/// and behind it that of `qkv`.
+/// overwritten by its gradient. From [`Backward::Attended`] on, `s.wide` has the gradient of
+/// `attended`, and behind it that of `qkv`.
 pub(super) fn backward(
     part: Backward,
     s: ScratchView<'_>,
@@ -213,6 +265,24 @@ pub(super) fn backward(
     let masks = shape.masks(flat);
     let g = shape.grads(grad);
     let c = shape.width;
+    let partial = split_ranges(s.logits, &shape.partial());
+    let gains = [g.qk_norm, g.norm1, g.norm2];
+    if part == Backward::PartialSums {
+        for (gain, sums) in gains.into_iter().zip(partial) {
+            gain.iter_mut()
+                .zip(sums)
+                .for_each(|(gain, sum)| *gain += *sum);
+        }
+        return;
+    }
+
+    let mut gains =
+        gains.into_iter().zip(partial).map(
+            |(gain, partial)| {
+                if partial.is_empty() { gain } else { partial }
+            },
+        );
+    let [dqk_norm, dnorm1, dnorm2] = std::array::from_fn(|_| gains.next().unwrap_or_default());
     if part == Backward::Mlp {
         let f = shape.inner;
         let dact = &mut s.wide[..a.act.len()];
@@ -227,9 +297,11 @@ pub(super) fn backward(
     let (dattended, dqkv) = s.wide.split_at_mut(a.attended.len());
     let dqkv = &mut dqkv[..a.qkv.len()];
     match part {
-        Backward::Mlp => {}
-        Backward::Mid => {
-            rms_norm::backward(s.dres, g.norm2, s.narrow, a.mid, a.stats2, p.norm2);
+        Backward::Mlp | Backward::PartialSums => {}
+        Backward::Norm2 => {
+            rms_norm::backward(s.dres, dnorm2, s.narrow, a.mid, a.stats2, p.norm2);
+        }
+        Backward::Attended => {
             let q_width = shape.heads.queries * shape.heads.d;
             let bias = g.output_bias;
             linear::backward_weight_transposed(g.output, bias, a.attended, s.dres, q_width);
@@ -244,25 +316,13 @@ pub(super) fn backward(
             rope::backward(dqkv, flat.table, starts, shape.span, shape.rows());
             if !p.qk_norm.is_empty() {
                 let heads = shape.heads;
-                let gain = match shape.tensor.ranks {
-                    1 => g.qk_norm,
-                    _ => {
-                        let part = &mut s.logits[..p.qk_norm.len()];
-                        part.fill(0.0);
-                        part
-                    }
-                };
-                rms_norm::backward_heads(dqkv, gain, a.raw, a.raw_stats, p.qk_norm, heads);
+                rms_norm::backward_heads(dqkv, dqk_norm, a.raw, a.raw_stats, p.qk_norm, heads);
             }
             linear::backward_weight_transposed(g.qkv, g.qkv_bias, a.norm1, dqkv, c);
             linear::product(s.narrow, dqkv, p.qkv, c);
         }
-        Backward::Input => {
-            if shape.tensor.ranks > 1 {
-                let sums = g.qk_norm.iter_mut().zip(&*s.logits);
-                sums.for_each(|(sum, part)| *sum += part);
-            }
-            rms_norm::backward(s.dres, g.norm1, s.narrow, x, a.stats1, p.norm1);
+        Backward::Norm1 => {
+            rms_norm::backward(s.dres, dnorm1, s.narrow, x, a.stats1, p.norm1);
         }
     }
 }

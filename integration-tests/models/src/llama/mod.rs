@@ -17,8 +17,8 @@ use self::config::LlamaConfig;
 use crate::decoder::buffers::{Extent, HeadView, ScratchSlices, ScratchView, Sizes};
 use crate::decoder::params::{Flat, UnitParams};
 use crate::decoder::sequence::{Exchanges, SequencePart};
-use crate::decoder::{Backward, Decoder, Forward, HostArch, HostModel};
-use crate::ops::{Threads, attention, embedding, rms_norm};
+use crate::decoder::{Backward, Branch, Decoder, Forward, HostArch, HostModel};
+use crate::ops::{Threads, attention, embedding, linear, rms_norm};
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
 use block::{BlockSlices, Shape};
@@ -54,7 +54,15 @@ impl LlamaArch {
         let before = self.tensor.rank * config.heads * seq;
         let first_line = before + self.part.first_line(config.heads, seq);
         let span = self.part.span(seq);
-        Shape::new(config, attention, span, first_line, self.tensor)
+        let divides_rows = self.options.sequence_parallel;
+        Shape::new(
+            config,
+            attention,
+            span,
+            first_line,
+            self.tensor,
+            divides_rows,
+        )
     }
 }
 
@@ -81,6 +89,10 @@ impl HostArch for LlamaArch {
 
     fn partial_elems(&self) -> usize {
         partial_elems(&self.config, &self.options)
+    }
+
+    fn norms(block: &mut BlockSlices) -> [&mut DeviceSlice<f32>; 2] {
+        [&mut block.norm1, &mut block.norm2]
     }
 
     fn sizes(&self) -> Sizes {
@@ -112,7 +124,7 @@ impl HostArch for LlamaArch {
         embedding::forward_tokens(x, &local, p.flats[0], self.config.hidden);
     }
 
-    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, dx: &mut [f32], p: &Flat<'_>) {
+    fn embed_backward(&self, grad: &mut [f32], _unit: &UnitParams, dx: &[f32], p: &Flat<'_>) {
         let vocab = self.config.vocab_size;
         let padding = self.config.padding_token().map(|token| token as u32);
         let padding = padding.map(|token| self.tensor.vocab(vocab).local(token));
@@ -125,8 +137,33 @@ impl HostArch for LlamaArch {
         block::forward(part, &mut block.view(), x, p, &shape);
     }
 
-    fn output(&self, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
-        block::output(out, &block.view(), p.flats[0], &self.shape(p.layer));
+    fn branch(
+        &self,
+        branch: Branch,
+        out: &mut [f32],
+        residual: &[f32],
+        block: BlockSlices,
+        p: &Flat<'_>,
+    ) {
+        let shape = self.shape(p.layer);
+        block::branch(branch, out, residual, &block.view(), p.flats[0], &shape);
+    }
+
+    fn product(&self, branch: Branch, out: &mut [f32], block: BlockSlices, p: &Flat<'_>) {
+        let shape = self.shape(p.layer);
+        block::product(branch, out, &block.view(), p.flats[0], &shape);
+    }
+
+    fn add_branch(
+        &self,
+        branch: Branch,
+        out: &mut [f32],
+        [residual, sum]: [&[f32]; 2],
+        _first: usize,
+        p: &Flat<'_>,
+    ) {
+        let bias = self.shape(p.layer).bias(branch, p.flats[0]);
+        linear::add_residual(out, residual, sum, bias, self.config.hidden);
     }
 
     fn backward(
@@ -147,18 +184,26 @@ impl HostArch for LlamaArch {
         rms_norm::forward(h.out, h.stats, x, gain, self.config.rms_norm_eps);
     }
 
+    fn final_norm_elems(&self) -> usize {
+        self.config.hidden
+    }
+
+    fn final_norm_grad<'g>(&self, grad: &'g mut [f32], p: &Flat<'_>) -> &'g mut [f32] {
+        let [gain] = p.unit(0).of_names(grad, [NORM]);
+        gain
+    }
+
     fn final_norm_backward(
         &self,
         dx: &mut [f32],
-        grad: &mut [f32],
+        dnorm: &mut [f32],
         dout: &[f32],
         x: &[f32],
         h: &HeadView<'_>,
         p: &Flat<'_>,
     ) {
         let gain = p.get(0, NORM);
-        let [dgain] = p.unit(0).of_names(grad, [NORM]);
-        rms_norm::backward(dx, dgain, dout, x, h.stats, gain);
+        rms_norm::backward(dx, dnorm, dout, x, h.stats, gain);
     }
 }
 
@@ -166,20 +211,31 @@ fn exchanges(config: &LlamaConfig, options: &ModelOptions) -> Exchanges {
     Exchanges::new(options, [config.heads, config.kv_heads], config.head_dim)
 }
 
-/// Elements of the gradient of the norms of heads, of which each rank of tensor parallelism has a
-/// part of the sum.
-fn partial_elems(config: &LlamaConfig, options: &ModelOptions) -> usize {
-    match config.has_qk_norm() && options.tensor_ranks > 1 {
+/// Elements of the gradients of which each rank of tensor parallelism has a part of the sum: those of
+/// the norms of heads, and with sequence parallelism of all norms.
+pub(crate) fn partial_elems(config: &LlamaConfig, options: &ModelOptions) -> usize {
+    let heads = match config.has_qk_norm() && options.tensor_ranks > 1 {
         true => 2 * config.head_dim,
         false => 0,
-    }
+    };
+    let norms = match options.sequence_parallel {
+        true => 2 * config.hidden,
+        false => 0,
+    };
+    heads + norms
 }
 
 /// Elements of the activations on the host, with the sizes of a rank's part of a block. The options
 /// must be valid for the configuration.
 fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
     let tokens = options.tokens();
-    let row = tokens * config.hidden;
+    let rows = options.rows();
+    let own = rows * config.hidden;
+    // Blocks share the outputs of norms if each rank has some rows of them.
+    let norm = match options.sequence_parallel {
+        true => 0,
+        false => own,
+    };
     let exchanges = exchanges(config, options);
     let qkv = exchanges.qkv.elems();
     let queries = config.q_width();
@@ -201,16 +257,16 @@ fn sizes(config: &LlamaConfig, options: &ModelOptions) -> Sizes {
     };
 
     let block = vec![
-        row,
-        tokens,
+        norm,
+        rows,
         qkv,
         tokens * heads * config.head_dim,
         tokens * heads,
         tokens * queries,
         tokens * config.heads,
-        row,
-        row,
-        tokens,
+        own,
+        norm,
+        rows,
         tokens * 2 * inner,
         tokens * inner,
     ];

@@ -37,6 +37,7 @@ impl Draws {
             limits: Limits::new(probability)?,
             site,
             first: 0,
+            row: 0,
         })
     }
 
@@ -74,6 +75,8 @@ pub struct Dropout<'a> {
     site: u32,
     /// The first line.
     first: usize,
+    /// The first row of all sequences' rows.
+    row: usize,
 }
 
 impl Dropout<'_> {
@@ -81,6 +84,12 @@ impl Dropout<'_> {
     #[must_use]
     pub fn from_line(self, first: usize) -> Self {
         Self { first, ..self }
+    }
+
+    /// The same dropout of rows of all sequences from row `row` on.
+    #[must_use]
+    pub(crate) fn from_row(self, row: usize) -> Self {
+        Self { row, ..self }
     }
 
     /// Writes the factors of elements `first..` of a line of a sequence.
@@ -102,12 +111,12 @@ impl Dropout<'_> {
         factors_from(rest, stream, [high, low + 1], limits);
     }
 
-    /// `x *= factors`: x `[batch, seq, c]`.
+    /// `x *= factors`: x `[batch, seq, c]`, or some of its rows.
     pub fn apply(self, x: &mut [f32], seq: usize, c: usize) {
         let rows = rows_per_thread(x.len() / c);
         x.par_chunks_mut(rows * c).enumerate().for_each(|(i, x)| {
             with_scratch(c, |factors| {
-                for (row, x) in (i * rows..).zip(x.chunks_exact_mut(c)) {
+                for (row, x) in (self.row + i * rows..).zip(x.chunks_exact_mut(c)) {
                     self.factors(factors, row / seq, row % seq, 0);
                     multiply(x, factors);
                 }
@@ -130,7 +139,7 @@ impl Dropout<'_> {
             .for_each(|(i, (y, residual))| {
                 let parts = y.chunks_exact_mut(c).zip(residual.chunks_exact(c));
                 with_scratch(c, |factors| {
-                    for (row, (y, residual)) in (i * rows..).zip(parts) {
+                    for (row, (y, residual)) in (self.row + i * rows..).zip(parts) {
                         self.factors(factors, row / seq, row % seq, 0);
                         multiply_and_add(y, factors, residual);
                     }

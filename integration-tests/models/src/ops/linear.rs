@@ -90,6 +90,26 @@ pub fn forward_residual(y: &mut [f32], residual: &[f32], x: &[f32], w: &[f32], b
         });
 }
 
+/// `y = residual + (sum + bias)`; without a bias if that is empty.
+pub(crate) fn add_residual(y: &mut [f32], residual: &[f32], sum: &[f32], bias: &[f32], n: usize) {
+    let rows = rows_per_thread(y.len() / n);
+    (
+        y.par_chunks_mut(rows * n),
+        residual.par_chunks(rows * n),
+        sum.par_chunks(rows * n),
+    )
+        .into_par_iter()
+        .for_each(|(y, residual, sum)| {
+            y.copy_from_slice(sum);
+            if !bias.is_empty() {
+                add_rows(y, bias);
+            }
+            for (y, residual) in y.iter_mut().zip(residual) {
+                *y += residual;
+            }
+        });
+}
+
 /// `y = x w^T + bias`: w `[n, k]`; without a bias if that is empty.
 pub fn forward_transposed(y: &mut [f32], x: &[f32], w: &[f32], bias: &[f32], n: usize) {
     let w = mat(w, n, w.len() / n).transpose();
@@ -227,7 +247,7 @@ fn add_column_sums_from(out: &mut [f32], x: &[f32], n: usize, first: usize) {
 
 /// `y += bias`.
 #[multiversion(targets = "simd")]
-fn add_rows(y: &mut [f32], bias: &[f32]) {
+pub(crate) fn add_rows(y: &mut [f32], bias: &[f32]) {
     for row in y.chunks_exact_mut(bias.len()) {
         for (v, &b) in row.iter_mut().zip(bias) {
             *v += b;

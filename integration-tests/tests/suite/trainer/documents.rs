@@ -62,6 +62,7 @@ impl Tiny {
             sequence_ranks: 1,
             tensor_ranks: 1,
             partition_activations: false,
+            sequence_parallel: false,
             dtype: DType::F32,
             activation_checkpointing: false,
             offload_activations: false,

@@ -43,6 +43,7 @@ fn check(oracle: Oracle, threads: usize, activation_checkpointing: bool) {
         sequence_ranks: 1,
         tensor_ranks: 1,
         partition_activations: false,
+        sequence_parallel: false,
         dtype: DType::F32,
         activation_checkpointing,
         offload_activations: activation_checkpointing,

@@ -55,15 +55,26 @@ fn whole(case: &Case) -> Outcome {
         ranks: case.ranks / case.mesh.ranks_of_batch(),
         mesh: MeshSettings::default(),
         partition_activations: false,
+        sequence_parallel: false,
         ..case.clone()
     };
     case.run_tiny()
 }
 
-/// Every stage has the same bits, and the numbers of whole parameters.
+/// Every stage has the same bits, and the numbers of whole parameters; so have they with sequence
+/// parallelism.
 fn stages_agree(oracle: Oracle, data_ranks: usize, ranks: usize) {
-    let base = case(oracle, data_ranks, ranks);
-    let want = whole(&base);
+    for sequence_parallel in [false, true] {
+        let base = Case {
+            sequence_parallel,
+            ..case(oracle, data_ranks, ranks)
+        };
+        stages_of(&base);
+    }
+}
+
+fn stages_of(base: &Case) {
+    let want = whole(base);
     let mut first: Option<Outcome> = None;
     for stage in 0..4 {
         let case = Case {
@@ -110,6 +121,21 @@ fn switches_keep_the_bits() {
             activation_checkpointing: true,
             ..base.clone()
         };
+        let dividing = Case {
+            sequence_parallel: true,
+            ..base.clone()
+        };
+        let divided = dividing.run_tiny();
+        close(&divided, &whole(&base), 1e-6, "dividing tokens");
+        let checkpointing_too = Case {
+            activation_checkpointing: true,
+            ..dividing
+        };
+        same(
+            &divided,
+            &checkpointing_too.run_tiny(),
+            "dividing tokens, checkpointing",
+        );
         let partitioning = Case {
             partition_activations: true,
             ..checkpointing.clone()
@@ -226,21 +252,31 @@ fn with_other_axes() {
             },
         ),
     ] {
-        let case = Case {
-            mesh,
-            activation_checkpointing: true,
-            partition_activations: true,
-            ..case(oracle, 4, 2)
-        };
-        close(&case.run_tiny(), &whole(&case), 1e-6, &format!("{case:?}"));
+        for sequence_parallel in [false, true] {
+            let case = Case {
+                mesh,
+                activation_checkpointing: true,
+                partition_activations: !sequence_parallel,
+                sequence_parallel,
+                ..case(oracle, 4, 2)
+            };
+            close(&case.run_tiny(), &whole(&case), 1e-6, &format!("{case:?}"));
+        }
     }
 }
 
 /// Dropout with both axes that share micro-batches, whose ranks draw the masks of the whole rows.
 #[test]
 fn dropout_is_that_of_whole_parameters() {
-    for (oracle, sequence_ranks) in [(GPT2, 2), (GPT2, 1), (LLAMA, 2)] {
+    for (oracle, sequence_ranks, sequence_parallel) in [
+        (GPT2, 2, false),
+        (GPT2, 1, false),
+        (GPT2, 2, true),
+        (GPT2, 1, true),
+        (LLAMA, 2, false),
+    ] {
         let case = Case {
+            sequence_parallel,
             mesh: MeshSettings {
                 sequence_ranks: Some(sequence_ranks),
                 ..parts(2)
@@ -255,6 +291,7 @@ fn dropout_is_that_of_whole_parameters() {
         let flat = Case {
             ranks: 1,
             mesh: MeshSettings::default(),
+            sequence_parallel: false,
             ..case.clone()
         };
         close(&run(&case), &run(&flat), 1e-6, &format!("{case:?}"));
@@ -316,10 +353,17 @@ fn checkpoints_load_at_any_number_of_parts() {
 #[test]
 fn bytes_held_and_sent() {
     for (oracle, ranks) in [(GPT2, 4), (LLAMA, 2)] {
-        for (checkpoints, partitions) in [(false, false), (true, false), (true, true)] {
+        for (checkpoints, partitions, divides) in [
+            (false, false, false),
+            (true, false, false),
+            (true, true, false),
+            (false, false, true),
+            (true, false, true),
+        ] {
             let case = Case {
                 activation_checkpointing: checkpoints,
                 partition_activations: partitions,
+                sequence_parallel: divides,
                 ..case(oracle, 2, ranks)
             };
             let workload = case.tiny();
@@ -333,16 +377,18 @@ fn bytes_held_and_sent() {
         activation_checkpointing: true,
         ..case(GPT2, 1, 4)
     };
-    let of = |partition_activations| {
+    let of = |partition_activations, sequence_parallel| {
         let case = Case {
             partition_activations,
+            sequence_parallel,
             ..base.clone()
         };
         let last = case.run_tiny().summaries[0].last.clone().unwrap();
         (last.memory.activations_bytes, last.comm_bytes)
     };
-    let (all_held, all_sent) = of(false);
-    let (part_held, part_sent) = of(true);
+    let (all_held, all_sent) = of(false, false);
+    let (part_held, part_sent) = of(true, false);
+    let (divided_held, divided_sent) = of(false, true);
     let row = 4 * 2 * 32 * 64;
     assert_eq!(all_held - part_held, 4 * row - (2 * row + 4 * row / 4));
     // Two sums in each forward of a block, of which one is not repeated in its backward; two in its
@@ -350,6 +396,18 @@ fn bytes_held_and_sent() {
     // whole: those in the ring.
     assert_eq!(all_sent.all_reduce, row * 2 * 3 / 4 * (5 * 3 + 2));
     assert_eq!(part_sent.all_gather - all_sent.all_gather, 2 * row * 3 / 4);
+    // A quarter of the inputs, of the stream behind attention, and of the statistics of two norms of
+    // a block and one of the head, each two numbers a token. The norms' outputs are whole.
+    let stats = 4 * 2 * 32 * 2;
+    assert_eq!(all_held - divided_held, (5 * row + 3 * stats) * 3 / 4);
+    // Each sum above is a reduce-scatter; a block's forward has two gathers, which are repeated, and
+    // its backward two of gradients; one each of the embedding and the head.
+    let sums = divided_sent.reduce_scatter - all_sent.reduce_scatter;
+    assert_eq!(sums, row * 3 / 4 * (5 * 3 + 2));
+    let gathers = divided_sent.all_gather - all_sent.all_gather;
+    assert_eq!(gathers, row * 3 / 4 * (6 * 3 + 2));
+    // The gradients of two norms a block, and of the head's: gain and bias of 64 elements each.
+    assert_eq!(divided_sent.all_reduce, 4 * 2 * 3 / 4 * (3 * 4 + 2) * 64);
 }
 
 /// Compares the bytes that ranks exchange in a step, and those of their activations, with the
@@ -370,11 +428,11 @@ fn held_and_exchanged_are_the_formulas(workload: &ModelWorkload, case: &Case, ou
             ModelConfig::Llama(config) => 2 * config.head_dim,
             ModelConfig::Gpt2(_) => 0,
         };
-        let is_exact = row.is_multiple_of(ranks) && partial.is_multiple_of(options.tensor_ranks);
-        if case.stage > 0 && is_exact {
-            let elems = config.tensor_elems(options, false);
-            let [all_reduce, _] = elems.bytes(4);
-            assert_eq!(last.comm_bytes.all_reduce, all_reduce, "{case:?}");
+        let sizes = [partial, config.hidden()];
+        let divides = |size: &usize| size.is_multiple_of(options.tensor_ranks);
+        if case.stage > 0 && row.is_multiple_of(ranks) && sizes.iter().all(divides) {
+            let sent = config.tensor_elems(options, false).bytes(4);
+            assert_eq!(last.comm_bytes.all_reduce, sent.all_reduce, "{case:?}");
         }
     }
 }
@@ -389,6 +447,7 @@ struct Shape {
     stage: u64,
     checkpoints: bool,
     partitions: bool,
+    divides: bool,
     documents: bool,
 }
 
@@ -439,9 +498,11 @@ fn shapes() -> impl Strategy<Value = Shape> {
     let model = prop_oneof![gpt2(), llama()];
     let dropout = prop_oneof![Just(0.0f32), 0.05f32..0.4];
     let switches = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let mesh = (1usize..3, 0u64..4);
+    let mesh = (1usize..3, 0u64..4, any::<bool>());
     (model, dropout, mesh, switches).prop_map(|((config, ranks), dropout, mesh, switches)| {
-        let (data_ranks, stage) = mesh;
+        let (data_ranks, stage, divides) = mesh;
+        // Two rows of 12 tokens.
+        let divides = divides && ranks > 1;
         let (checkpoints, partitions, documents, shares) = switches;
         let config = config.with_dropout(dropout).with_initializer_range(0.2);
         let heads = match &config {
@@ -455,7 +516,8 @@ fn shapes() -> impl Strategy<Value = Shape> {
             sequence_ranks: if shares && heads % 2 == 0 { 2 } else { 1 },
             stage,
             checkpoints,
-            partitions: partitions && checkpoints && ranks > 1,
+            partitions: partitions && checkpoints && ranks > 1 && !divides,
+            divides,
             documents,
         }
     })
@@ -470,6 +532,7 @@ impl Shape {
             steps: 1,
             activation_checkpointing: self.checkpoints,
             partition_activations: self.partitions && mesh.tensor_ranks.is_some(),
+            sequence_parallel: self.divides && mesh.tensor_ranks.is_some(),
             mesh,
             ..case(GPT2, 1, 1)
         };
@@ -522,6 +585,18 @@ fn refusals_say_what_to_change() {
         workload.options.partition_activations = true;
     });
     assert!(error.contains("set activation checkpointing"), "{error}");
+    let error = refused(GPT2, 2, &|workload| {
+        workload.options.activation_checkpointing = true;
+        workload.options.partition_activations = true;
+        workload.options.sequence_parallel = true;
+    });
+    assert!(error.contains("set one of the two"), "{error}");
+    let error = refused(GPT2, 2, &|workload| {
+        workload.options.micro_batch = 1;
+        workload.options.seq_len = 31;
+        workload.options.sequence_parallel = true;
+    });
+    assert!(error.contains("do not divide the 31 tokens"), "{error}");
 
     let case = Case {
         ranks: 3,

@@ -100,6 +100,9 @@ pub struct PlanArgs {
     /// Keep 1/M of the input of each checkpointed block on each of the M GPUs of --tensor-parallel
     #[arg(long)]
     pub partition_activations: bool,
+    /// Divide the tokens among the M GPUs of --tensor-parallel where each would compute the same
+    #[arg(long)]
+    pub sequence_parallel: bool,
     /// Recompute GELU's output in backward in place of keeping it, on GPUs
     /// [default: where it does not fit otherwise, with 1 GiB left for the CUDA context]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]

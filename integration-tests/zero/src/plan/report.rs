@@ -25,6 +25,7 @@ pub(crate) struct Report {
     /// Ranks that have a part of each parameter.
     pub(crate) tensor_parallel: usize,
     pub(crate) partition_activations: bool,
+    pub(crate) sequence_parallel: bool,
     pub(crate) activation_checkpointing: bool,
     /// As requested; each stage has what it plans with.
     pub(crate) recompute_gelu: Option<bool>,
@@ -105,6 +106,7 @@ impl Report {
             ulysses: request.mesh.sequence_ranks(),
             tensor_parallel: request.tensor_ranks(),
             partition_activations: request.partition_activations,
+            sequence_parallel: request.sequence_parallel,
             activation_checkpointing: request.checkpointing,
             recompute_gelu: request.recompute_gelu,
             offload: request.offload.clone(),

@@ -54,6 +54,8 @@ pub(crate) struct Request {
     pub(crate) checkpointing: bool,
     /// Whether each rank of tensor parallelism keeps a part of the inputs of blocks.
     pub(crate) partition_activations: bool,
+    /// Whether the ranks of tensor parallelism divide the tokens between their products.
+    pub(crate) sequence_parallel: bool,
     /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
     pub(crate) recompute_gelu: Option<bool>,
     /// Groups of ranks, at the stages that they fit.
@@ -117,6 +119,13 @@ impl Request {
                     .to_owned(),
             ));
         }
+        if args.sequence_parallel && mesh.tensor_ranks.is_none() {
+            return Err(CliError::Usage(
+                "--sequence-parallel divides tokens among the GPUs of tensor parallelism: \
+                 use --tensor-parallel M, too"
+                    .to_owned(),
+            ));
+        }
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batches = args.gpus / mesh.ranks_of_batch() as u64;
         let batch = batch
@@ -154,6 +163,7 @@ impl Request {
             partition_activations: mesh.tensor_ranks.is_some()
                 && (args.partition_activations
                     || blocks.is_some_and(|blocks| blocks.partition_activations)),
+            sequence_parallel: args.sequence_parallel,
             recompute_gelu: args.recompute_gelu,
             sub_group_elems: sub_group,
             mesh,
@@ -187,7 +197,7 @@ impl Request {
                 config.check(&options).map_err(CliError::usage)?;
                 match self.tensor_ranks() {
                     1 => Ok(()),
-                    _ => config.check_on_gpu(&options).map_err(CliError::usage),
+                    _ => config.check_on_gpu().map_err(CliError::usage),
                 }
             }
             _ => Ok(()),
@@ -264,6 +274,7 @@ impl Request {
             seq_len: options.seq_len as u64,
             checkpointing: options.activation_checkpointing,
             partition_activations: options.partition_activations,
+            sequence_parallel: options.sequence_parallel,
             recompute_gelu: None,
             mesh: settings.mesh,
             offload: settings.offload.clone(),
@@ -300,6 +311,7 @@ impl Request {
             sequence_ranks: self.mesh.sequence_ranks(),
             tensor_ranks: self.tensor_ranks(),
             partition_activations: self.partition_activations,
+            sequence_parallel: self.sequence_parallel,
             dtype: self.dtype,
             activation_checkpointing: self.checkpointing,
             offload_activations: self.offload.activations,

@@ -14,8 +14,8 @@ use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
 use crate::settings::communication::BUCKET_ELEMS;
 use zero_models::GpuBytes;
-use zero_models::TensorElems;
 use zero_models::cuda::matmul;
+use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
     OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
     wide_moments,
@@ -216,7 +216,7 @@ fn evaluate_with(
     );
     let (sent, node_egress_bytes) = sent(layout, &over_groups, &settings)?;
     let all_to_all_bytes = all_to_all_bytes(request);
-    let [of_parts, gathered] = tensor_bytes(request);
+    let of_parts = tensor_bytes(request);
     // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
     let cut = request.tensor_ranks() as u64;
     let node_egress_bytes = node_egress_bytes.saturating_mul(cut);
@@ -260,14 +260,16 @@ fn evaluate_with(
         on_cores,
         process_bytes: on_cores.and_then(|rank| process_bytes(request, &rank)),
         sent: Sent {
-            reduce_scatter_bytes: sent.reduce_scatter_bytes,
-            all_gather_bytes: sent.all_gather_bytes.saturating_add(gathered),
-            all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts),
+            reduce_scatter_bytes: sent
+                .reduce_scatter_bytes
+                .saturating_add(of_parts.reduce_scatter),
+            all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
+            all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
             all_to_all_bytes,
             total_bytes: sent
                 .total_bytes()
                 .saturating_add(all_to_all_bytes)
-                .saturating_add(of_parts.saturating_add(gathered)),
+                .saturating_add(of_parts.total()),
             node_egress_bytes: node_egress_bytes.saturating_add(
                 settings
                     .mesh
@@ -291,15 +293,20 @@ fn all_to_all_bytes(request: &Request) -> u64 {
     bytes.saturating_mul(request.grad_accum)
 }
 
-/// The bytes that a rank sends in the all-reduces and all-gathers of tensor parallelism in a step.
-fn tensor_bytes(request: &Request) -> [u64; 2] {
+/// The bytes that a rank sends in the collectives of tensor parallelism in a step.
+fn tensor_bytes(request: &Request) -> TensorBytes {
     let elems = request
         .model_options(false)
         .map_or_else(TensorElems::default, |(config, options)| {
             config.tensor_elems(&options, true)
         });
     let of_micro_batch = elems.bytes(request.dtype.size_bytes() as u64);
-    of_micro_batch.map(|bytes| bytes.saturating_mul(request.grad_accum))
+    let of_step = |bytes: u64| bytes.saturating_mul(request.grad_accum);
+    TensorBytes {
+        all_reduce: of_step(of_micro_batch.all_reduce),
+        reduce_scatter: of_step(of_micro_batch.reduce_scatter),
+        all_gather: of_step(of_micro_batch.all_gather),
+    }
 }
 
 /// Upper bounds of the bytes that a rank sends in a step, and that leave a node. `layout` has the

@@ -82,6 +82,9 @@ fn heading(report: &Report) -> String {
     if report.partition_activations {
         text += ", partitioned activations";
     }
+    if report.sequence_parallel {
+        text += ", sequence parallelism";
+    }
     if report.activation_checkpointing {
         text += ", activation checkpointing";
     }

@@ -155,6 +155,27 @@ fn parts_of_parameters() {
     let gathered = sent(&partitioned, "all_gather_bytes") - sent(&cut, "all_gather_bytes");
     assert_eq!(gathered as f64, 31.0 * row * 7.0 / 8.0);
 
+    // With sequence parallelism a GPU has an eighth of those rows, of the stream behind attention and of
+    // the statistics of three norms; and sums of a block's two norms.
+    let divided = of("--tensor-parallel 8 --sequence-parallel");
+    let saved = gpu(&cut, "activations_bytes") - gpu(&divided, "activations_bytes");
+    let statistics = 3.0 * 8192.0 * 4.0;
+    let expected = (34.0 * row + statistics) * 7.0 / 8.0 - 2.0 * 4096.0 * 4.0;
+    assert!((saved - expected).abs() < 4096.0, "{saved} for {expected}");
+    // Its sums are reduce-scatters. A block gathers the inputs of its first products in forward, again
+    // and in backward, and the gradients of its second ones; one each of the embedding and the head.
+    let scattered = sent(&divided, "reduce_scatter_bytes") - sent(&cut, "reduce_scatter_bytes");
+    assert_eq!(scattered as f64, summed / 2.0);
+    let gathered = sent(&divided, "all_gather_bytes") - sent(&cut, "all_gather_bytes");
+    assert_eq!(gathered as f64, row * (8.0 * 32.0 + 2.0) * 7.0 / 8.0);
+    let norms = 4.0 * 4096.0 * (2.0 * 32.0 + 1.0) * 2.0 * 7.0 / 8.0;
+    assert_eq!(sent(&divided, "all_reduce_bytes") as f64, norms);
+
+    let error = usage_error("--model gpt2-124m --gpus 8 --sequence-parallel");
+    assert!(error.contains("use --tensor-parallel M"), "{error}");
+    let flags = "--tensor-parallel 2 --sequence-parallel --activation-checkpointing --partition-activations";
+    let error = usage_error(&format!("--model gpt2-124m --gpus 8 {flags}"));
+    assert!(error.contains("set one of the two"), "{error}");
     let error = usage_error("--params 7e9 --gpus 8 --tensor-parallel 2");
     assert!(error.contains("pass --model"), "{error}");
     let error = usage_error("--model gpt2-124m --gpus 16 --nodes 2 --tensor-parallel 16");

@@ -14,6 +14,9 @@ pub(crate) struct ActivationRecord {
     /// Whether the ranks of tensor parallelism divide the inputs of blocks.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) partition_activations: bool,
+    /// Whether the ranks of tensor parallelism divide the tokens between their products.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) sequence_parallel: bool,
 }
 
 /// Whether activations are recomputed in backward.
@@ -55,6 +58,15 @@ pub(crate) const PARTITION_ACTIVATIONS: Setting<bool, ActivationRecord> = Settin
     )
 };
 
+/// Whether the ranks of tensor parallelism divide the tokens between their products.
+pub(crate) const SEQUENCE_PARALLEL: Setting<bool, ActivationRecord> = Setting {
+    of_flags: |args| args.sequence_parallel,
+    of_run: |run| Some(run.sequence_parallel),
+    ..Setting::new(Row::new("sequence_parallel", "--sequence-parallel"), || {
+        false
+    })
+};
+
 /// Flags of GPUs only, which no record has.
 pub(crate) const SHARE_GPUS: Setting<bool, ()> = only_on_gpus("--share-gpus");
 pub(crate) const NO_MATMUL_TIMING: Setting<bool, ()> = only_on_gpus("--no-matmul-timing");
@@ -79,4 +91,5 @@ pub(crate) const ROWS: &[Row] = &[
     ACTIVATION_CHECKPOINTING.row,
     RECOMPUTE_GELU.row,
     PARTITION_ACTIVATIONS.row,
+    SEQUENCE_PARALLEL.row,
 ];

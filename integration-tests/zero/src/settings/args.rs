@@ -149,6 +149,11 @@ pub struct TrainArgs {
     /// --tensor-parallel, and gather it in backward (ZeRO-R's Pa) [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub partition_activations: Option<bool>,
+    /// Divide the tokens among the ranks of --tensor-parallel where each would compute the same: the
+    /// residual stream, norms and dropout (sequence parallelism). Less memory for about a quarter
+    /// more bytes between them [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub sequence_parallel: Option<bool>,
     /// Probability with which training drops an element, at all places of the model that have
     /// dropout: attention's probabilities and, in a GPT-2, the embedding and what is added to the
     /// residual stream. Masks depend only on the seed, the step and the row of the global batch

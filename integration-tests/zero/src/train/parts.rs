@@ -19,7 +19,8 @@ use crate::files::absolute;
 use crate::flags::check_seq_len;
 use crate::plan;
 use crate::settings::activations::{
-    ActivationRecord, NO_MATMUL_TIMING, PARTITION_ACTIVATIONS, RECOMPUTE_GELU, SHARE_GPUS,
+    ActivationRecord, NO_MATMUL_TIMING, PARTITION_ACTIVATIONS, RECOMPUTE_GELU, SEQUENCE_PARALLEL,
+    SHARE_GPUS,
 };
 use crate::settings::agreement::{self, Unrecorded};
 use crate::settings::args::TrainArgs;
@@ -175,6 +176,7 @@ impl<'a> Parts<'a> {
                 activation_checkpointing: self.options.activation_checkpointing,
                 recompute_gelu: self.options.recompute_gelu,
                 partition_activations: self.options.partition_activations,
+                sequence_parallel: self.options.sequence_parallel,
             },
             communication: CommunicationRecord::of(&self.settings),
             mesh: MeshRecord::of(&self.settings.mesh),
@@ -349,6 +351,15 @@ fn model_options(
                 .to_owned(),
         ));
     }
+    if tensor_ranks == 1 && from.args.sequence_parallel == Some(true) {
+        return Err(CliError::Usage(
+            "--sequence-parallel divides tokens among the ranks of tensor parallelism: \
+             use --tensor-parallel M, too"
+                .to_owned(),
+        ));
+    }
+    // A recorded setting ends with tensor parallelism.
+    let sequence_parallel = tensor_ranks > 1 && from_activations.value(&SEQUENCE_PARALLEL);
     // A key of the file does nothing without tensor parallelism, as in DeepSpeed.
     let recorded = from_activations.recorded(&PARTITION_ACTIVATIONS);
     let partition_activations = tensor_ranks > 1 && given.or(recorded).unwrap_or(false);
@@ -358,6 +369,7 @@ fn model_options(
         sequence_ranks: settings.mesh.sequence_ranks(),
         tensor_ranks,
         partition_activations,
+        sequence_parallel,
         dtype: settings.dtype,
         activation_checkpointing: from.checkpoints_activations(),
         offload_activations: settings.offload.activations,
@@ -366,10 +378,7 @@ fn model_options(
     };
     model.config.check(&options).map_err(CliError::usage)?;
     if on_gpus {
-        model
-            .config
-            .check_on_gpu(&options)
-            .map_err(CliError::usage)?;
+        model.config.check_on_gpu().map_err(CliError::usage)?;
     }
     Ok(options)
 }

@@ -279,8 +279,8 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
     let micro_batches = settings.grad_accum_steps as u64;
     let all_to_all = config.sequence_elems(options) * of_activation * micro_batches;
     let of_parts = config.tensor_elems(options, setup.device.is_some());
-    let [all_reduce, all_gather] = of_parts.bytes(of_activation);
-    let of_model = (all_reduce + all_gather) * micro_batches + all_to_all;
+    let of_parts = of_parts.bytes(of_activation);
+    let of_model = of_parts.total() * micro_batches + all_to_all;
 
     let most = if settings.stage.shards_params() {
         "formula (at most)"
@@ -298,17 +298,17 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
         (
             "reduce-scatter",
             sent.reduce_scatter,
-            formula.reduce_scatter_bytes,
+            formula.reduce_scatter_bytes + of_parts.reduce_scatter * micro_batches,
         ),
         (
             "all-gather",
             sent.all_gather,
-            formula.all_gather_bytes + all_gather * micro_batches,
+            formula.all_gather_bytes + of_parts.all_gather * micro_batches,
         ),
         (
             "all-reduce",
             sent.all_reduce,
-            formula.all_reduce_bytes + all_reduce * micro_batches,
+            formula.all_reduce_bytes + of_parts.all_reduce * micro_batches,
         ),
         ("all-to-all", sent.all_to_all, all_to_all),
         ("all", sent.total(), formula.total_bytes() + of_model),

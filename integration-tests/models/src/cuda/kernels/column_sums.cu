@@ -3,8 +3,8 @@
 // column_sums: sums x [rows, n] in T into partials [gridDim.y, n] in fp32. A block owns 32 W neighbouring columns of
 // a chunk of rows, a lane W of them, a warp every WARPS-th row. Grid: (ceil(n / (32 W)), chunks). Reads rows n
 // sizeof(T) bytes.
-// dropout_sums: multiplies x by the factors of a dropout first, for rows of [batch * seq, n], and writes that to y:
-// reads x and writes y, 2 rows n sizeof(T) bytes.
+// dropout_sums: multiplies x by the factors of a dropout first, for rows of [batch * seq, n] from `first_row` on, and
+// writes that to y: reads x and writes y, 2 rows n sizeof(T) bytes.
 // sum_partials: sums partials [blocks, outputs n] over the blocks; the sums of columns i n..i n + n go to output i [n].
 // A lane owns a column, a warp every WARPS-th partial. Grid: ceil(outputs n / 32) blocks of WARPS warps.
 
@@ -56,10 +56,11 @@ __device__ __forceinline__ void sum_columns(float *partials, u32 rows, u32 n, Lo
         });                                                                                                   \
     }                                                                                                         \
     extern "C" __global__ __launch_bounds__(32 * WARPS) void dropout_sums_##W(                                \
-        float *partials, T *y, const T *x, const u32 *keys, Dropout dropout, u32 rows, u32 seq, u32 n) {      \
+        float *partials, T *y, const T *x, const u32 *keys, Dropout dropout, u32 rows, u32 first_row,         \
+        u32 seq, u32 n) {                                                                                     \
         sum_columns<W, 1>(partials, rows, n, [&](u32 row, u32 col, float (&v)[W]) {                           \
             load_columns<W>(x + (u64)row * n + col, v);                                                       \
-            drop_columns<W>(v, keys, dropout, row, seq, col);                                                 \
+            drop_columns<W>(v, keys, dropout, first_row + row, seq, col);                                     \
             store_columns<W>(y + (u64)row * n + col, v);                                                      \
         });                                                                                                   \
     }

@@ -51,6 +51,8 @@ pub(crate) struct ScratchSlices {
     pub(crate) delta: DeviceSlice<f32>,
     pub(crate) losses: DeviceSlice<f32>,
     pub(crate) partials: DeviceSlice<f32>,
+    /// Gradients that are sums over the ranks of tensor parallelism.
+    pub(crate) sums: DeviceSlice<f32>,
 }
 
 /// All buffers of the model; `B` are a block's activations.
@@ -92,6 +94,8 @@ pub(crate) struct Extent {
     pub(crate) wide: usize,
     /// The sums of a block's backward.
     pub(crate) partials: usize,
+    /// Elements of [`ScratchSlices::sums`].
+    pub(crate) sums: usize,
     /// Elements of the largest matrix of a block.
     pub(crate) matrix: usize,
     /// The architecture's constants.
@@ -105,8 +109,10 @@ pub(crate) struct Extent {
 
 /// Elements and bytes of the allocations. M is the number of tokens.
 struct Sizes {
-    /// `[M, C]`.
+    /// Of the rank's rows of the residual stream.
     row: usize,
+    /// `[M, C]`.
+    whole: usize,
     narrow: usize,
     wide: usize,
     /// `[batch, heads, seq]`.
@@ -114,6 +120,7 @@ struct Sizes {
     head_stats: usize,
     logits: usize,
     partials: usize,
+    sums: usize,
     table: usize,
     /// Inputs of blocks and of the head, and those of them on the device.
     rows: usize,
@@ -142,11 +149,12 @@ impl Sizes {
     fn new(extent: Extent, options: &ModelOptions, logits_rows: usize) -> Self {
         let act = options.dtype;
         let tokens = options.tokens();
-        let row = tokens * extent.width;
+        let whole = tokens * extent.width;
+        let row = options.rows() * extent.width;
         let narrow = tokens * extent.narrow;
         let wide = tokens * extent.wide;
         let heads = tokens * extent.heads;
-        let head_stats = tokens * extent.head_stats;
+        let head_stats = options.rows() * extent.head_stats;
         let ranks = options.tensor_ranks;
         let vocab = extent.vocab.div_ceil(ranks);
         let stride = cross_entropy::stride_elems(vocab);
@@ -160,10 +168,11 @@ impl Sizes {
         let logits = (stride * logits_rows).max(gathered);
         let stats = tensor::stats_elems(ranks, logits_rows);
         let partials = extent.partials;
+        let sums = extent.sums;
         let rows = extent.layers + 1;
         let scratch = [
-            (2 * row + narrow + wide + logits, act),
-            (heads + tokens + partials + stats, DType::F32),
+            (2 * whole + narrow + wide + logits, act),
+            (heads + tokens + partials + sums + stats, DType::F32),
         ];
         let ring = match (options.offload_activations, options.partition_activations) {
             (true, _) => RING.min(rows),
@@ -189,12 +198,14 @@ impl Sizes {
         };
         Self {
             row,
+            whole,
             narrow,
             wide,
             heads,
             head_stats,
             logits,
             partials,
+            sums,
             table: extent.table,
             rows,
             ring,
@@ -206,8 +217,8 @@ impl Sizes {
             exchange_bytes,
             row_bytes: row * act.size_bytes(),
             block_bytes: bytes(&extent.block, extent.block.len()),
-            head_bytes: bytes(&[(row, act), (head_stats, DType::F32)], 2),
-            scratch_bytes: bytes(&scratch, 9),
+            head_bytes: bytes(&[(whole, act), (head_stats, DType::F32)], 2),
+            scratch_bytes: bytes(&scratch, 10),
             batch_bytes: Layout::new(options, extent.dropout).bytes(),
             matmul_bytes: matmul::workspace_bytes(extent.matrix as u64) as usize,
             block: extent.block,
@@ -296,7 +307,9 @@ impl<B> Buffers<B> {
     ) -> Result<Self, ModelError> {
         let act = options.dtype;
         let sizes = Sizes::new(extent, options, logits_rows);
-        let Sizes { row, rows, .. } = sizes;
+        let Sizes {
+            row, whole, rows, ..
+        } = sizes;
         let mut held = Held::new(pool, stream);
         let loss = held
             .allocate(1, DType::F64, Purpose::Workspace)?
@@ -312,14 +325,15 @@ impl<B> Buffers<B> {
 
         let mut all = Parts::new(allocate(sizes.scratch_bytes, Purpose::Activations)?);
         let scratch = ScratchSlices {
-            normed: all.take(row, act),
-            dres: all.take(row, act),
+            normed: all.take(whole, act),
+            dres: all.take(whole, act),
             narrow: all.take(sizes.narrow, act),
             wide: all.take(sizes.wide, act),
             logits: all.take(sizes.logits, act),
             delta: all.floats(sizes.heads),
             losses: all.floats(options.tokens()),
             partials: all.floats(sizes.partials),
+            sums: all.floats(sizes.sums),
         };
         let stats = all.floats(sizes.stats);
 
@@ -357,7 +371,7 @@ impl<B> Buffers<B> {
 
         let mut all = Parts::new(allocate(sizes.head_bytes, Purpose::Activations)?);
         let head = HeadSlices {
-            out: all.take(row, act),
+            out: all.take(whole, act),
             stats: all.floats(sizes.head_stats),
         };
 
@@ -477,6 +491,7 @@ mod tests {
                 sequence_ranks: 1,
                 tensor_ranks: 1,
                 partition_activations: false,
+                sequence_parallel: false,
                 dtype: DType::Bf16,
                 activation_checkpointing: false,
                 offload_activations: false,

@@ -146,7 +146,7 @@ pub(super) fn backward<A: GpuArch>(
     } = *cx;
     let kernels = &ops.kernels;
     let vocab = cx.tensor.map_or(arch.vocab(), |tensor| tensor.part().len);
-    let c = x.len() / targets.len().max(1);
+    let c = h.out.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range.clone());
     let dw = p.grads[read].slice(range).sums(A::NAME)?;
@@ -191,8 +191,22 @@ pub(super) fn backward<A: GpuArch>(
         ops.matmul.run(stream, &product)?;
     }
 
-    ops.device.fill_zero(stream, s.dres)?;
-    let dout = s.narrow.slice(0..x.len());
-    cx.sum(dout)?;
-    Ok(arch.final_norm_backward(cx, h, x, dout)?)
+    let dout = s.narrow.slice(0..h.out.len());
+    cx.sum_rows(dout)?;
+    let [dx, dout] = [s.dres, dout].map(|rows| cx.own(rows));
+    ops.device.fill_zero(stream, dx)?;
+
+    let outs = arch.final_norm_sums(cx);
+    let elems = if cx.divides_rows() { outs.len() * c } else { 0 };
+    let places = (0..outs.len()).map(|i| match elems {
+        0 => outs[i],
+        _ => cx.partial(i * c..(i + 1) * c),
+    });
+    let places: Vec<_> = places.collect();
+    arch.final_norm_backward(cx, &cx.own_head(h), x, [dx, dout], &places)?;
+    cx.sum_partials(elems)?;
+    match elems {
+        0 => Ok(()),
+        _ => Ok(cx.finish_sums(&outs, 0..elems)?),
+    }
 }

@@ -126,13 +126,18 @@ pub(crate) trait GpuArch: Send + 'static {
     /// Computes `h.out`, the head's norm of `x`.
     fn final_norm(&self, cx: &PassContext<'_>, h: &HeadSlices, x: AnySlice) -> Result<(), OpError>;
 
-    /// Adds the gradient of `x` to `cx.s.dres`, and those of the norm to the head's unit.
+    /// The gradients of the head's norm, of C elements each.
+    fn final_norm_sums(&self, cx: &PassContext<'_>) -> Vec<SumOut>;
+
+    /// Adds the gradient of `x` to `dx`, and those of the norm to `sums`, as in
+    /// [`Self::final_norm_sums`].
     fn final_norm_backward(
         &self,
         cx: &PassContext<'_>,
         h: &HeadSlices,
         x: AnySlice,
-        dout: AnySlice,
+        dx_and_dout: [AnySlice; 2],
+        sums: &[SumOut],
     ) -> Result<(), OpError>;
 }
 
@@ -172,6 +177,14 @@ impl PassContext<'_> {
         match self.tensor {
             Some(tensor) => tensor.sum(self.stream, values),
             None => Ok(()),
+        }
+    }
+
+    /// The head's norm of the own rows.
+    fn own_head(&self, head: &HeadSlices) -> HeadSlices {
+        HeadSlices {
+            out: self.own(head.out),
+            stats: head.stats,
         }
     }
 
@@ -286,8 +299,8 @@ impl<A: GpuArch> GpuDecoder<A> {
         let exchanges = extent.exchanges;
         let comm = ranks.tensor.as_ref();
         let mut buffers = Buffers::new(&arch, extent, options, rows, pool, stream, comm)?;
-        let tensor =
-            comm.map(|comm| TensorGroup::new(comm, tensor_rank, arch.vocab(), buffers.stats));
+        let tensor = comm
+            .map(|comm| TensorGroup::new(comm, tensor_rank, arch.vocab(), buffers.stats, options));
         let group = ranks.sequence.as_ref().zip(buffers.exchange.take());
         let group = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
 
@@ -363,10 +376,12 @@ impl<A: GpuArch> GpuDecoder<A> {
         } = self.buffers.layers.of_pass(pass);
 
         if pass == 0 {
-            self.arch.embed(&cx, output)?;
-            cx.sum(output)?;
+            self.arch.embed(&cx, cx.before_sum(output))?;
+            cx.sum_to(output)?;
         } else if pass + 1 == self.passes.len() {
-            self.arch.final_norm(&cx, &self.buffers.head, input)?;
+            let head = &self.buffers.head;
+            self.arch.final_norm(&cx, &cx.own_head(head), input)?;
+            cx.gather_rows(head.out)?;
         } else {
             self.arch.forward(&cx, &block, input, output)?;
         }
@@ -387,6 +402,7 @@ impl<A: GpuArch> GpuDecoder<A> {
         let scratch = &self.buffers.scratch;
 
         if pass == 0 {
+            cx.gather_rows(scratch.dres)?;
             self.arch.embed_backward(&cx, scratch.dres)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();

@@ -9,7 +9,7 @@ use crate::cuda::attention::Masks;
 use crate::cuda::dropout::{self, Dropout};
 use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
-use crate::cuda::{OpError, column_sums, gelu};
+use crate::cuda::{OpError, SumOut, column_sums, gelu};
 use crate::decoder::gpu::buffers::ScratchSlices;
 use crate::decoder::gpu::sequence::{AttentionGrads, AttentionSlices};
 use crate::decoder::gpu::{Ops, PassContext};
@@ -67,7 +67,8 @@ impl Dropouts {
 }
 
 /// Computes `y = residual + dropout(x w + bias)`. Without dropout, the product adds the residual. With
-/// tensor parallelism the first rank does, the others compute `dropout(x w)`, and all are summed.
+/// tensor parallelism the first rank does, the others compute `dropout(x w)`, and all are summed; with
+/// sequence parallelism the sum of products comes first, and the rest is for own rows.
 fn add_to_residual(
     cx: &PassContext<'_>,
     y: AnySlice,
@@ -77,12 +78,14 @@ fn add_to_residual(
     dropout: Option<Dropout>,
 ) -> Result<(), OpError> {
     let PassContext { ops, stream, .. } = *cx;
+    let kernels = &ops.kernels;
     let n = bias.len();
-    let residual = cx.is_first().then_some(residual);
-    let product = linear(y, x, w, None, Epilogue::Bias(bias));
+    let divides = cx.divides_rows();
+    let rest = cx.is_first().then_some(residual);
+    let product = linear(cx.before_sum(y), x, w, None, Epilogue::Bias(bias));
     let product = Product {
-        add: residual
-            .filter(|_| dropout.is_none())
+        add: rest
+            .filter(|_| dropout.is_none() && !divides)
             .map(|add| Matrix::new(add, n)),
         epilogue: match cx.is_first() {
             true => product.epilogue,
@@ -91,28 +94,35 @@ fn add_to_residual(
         ..product
     };
     ops.matmul.run(stream, &product)?;
-    if let Some(dropout) = dropout {
-        dropout::add_residual(&ops.kernels, stream, y, residual, n, dropout)?;
+    if divides {
+        cx.sum_to(y)?;
+        let dropout = cx.of_own_rows(dropout);
+        return dropout::add_residual(kernels, stream, y, Some(residual), n, dropout);
+    }
+    if dropout.is_some() {
+        dropout::add_residual(kernels, stream, y, rest, n, dropout)?;
     }
     cx.sum(y)
 }
 
-/// Returns the gradient of what the dropout was applied to: `s.dres`, or its copy in `copy` with the
-/// gradient of the bias before the dropout.
+/// Returns all rows of the gradient of what the dropout was applied to: `s.dres`, or its copy in `copy`
+/// with the gradient of the bias before the dropout.
 fn gradient_before(
     cx: &PassContext<'_>,
     copy: AnySlice,
-    bias: Grad,
+    bias: SumOut,
     dropout: Option<Dropout>,
 ) -> Result<AnySlice, OpError> {
     let PassContext { ops, stream, s, .. } = *cx;
-    let Some(dropout) = dropout else {
+    let Some(dropout) = cx.of_own_rows(dropout) else {
+        cx.gather_rows(s.dres)?;
         return Ok(s.dres);
     };
     let copy = copy.slice(0..s.dres.len());
     let kernels = &ops.kernels;
-    let sums = bias.into();
-    column_sums::drop_and_sum_rows(kernels, stream, sums, copy, s.dres, dropout, s.partials)?;
+    let [own, dres] = [copy, s.dres].map(|rows| cx.own(rows));
+    column_sums::drop_and_sum_rows(kernels, stream, bias, own, dres, dropout, s.partials)?;
+    cx.gather_rows(copy)?;
     Ok(copy)
 }
 
@@ -130,16 +140,18 @@ pub(super) fn forward(
     let dropouts = Dropouts::new(arch, cx);
     let kernels = &ops.kernels;
     let get = |part| p.get(0, part);
+    let own = cx.own(s.normed);
     layer_norm::forward(
         kernels,
         stream,
-        s.normed,
+        own,
         a.ln1_stats,
         x,
         get("ln_1.weight"),
         get("ln_1.bias"),
         eps,
     )?;
+    cx.gather_rows(s.normed)?;
 
     let bias = Epilogue::Bias(get("c_attn.bias"));
     ops.matmul.run(
@@ -159,13 +171,14 @@ pub(super) fn forward(
     layer_norm::forward(
         kernels,
         stream,
-        s.normed,
+        own,
         a.ln2_stats,
         a.mid,
         get("ln_2.weight"),
         get("ln_2.bias"),
         eps,
     )?;
+    cx.gather_rows(s.normed)?;
 
     let epilogue = Epilogue::BiasGelu {
         bias: get("c_fc.bias"),
@@ -223,39 +236,55 @@ pub(super) fn backward(
             .run(stream, &weight_gradient(grad(name), x, dy, n))
     };
 
+    let c = get("ln_1.weight").len();
+    let own = |rows| cx.own(rows);
+    // The gradients of the second norm and of the bias before it, and those of the first norm.
+    let gradients = [
+        ["ln_2.weight", "ln_2.bias", "mlp.c_proj.bias"],
+        ["ln_1.weight", "ln_1.bias", "attn.c_proj.bias"],
+    ]
+    .map(|names| names.map(|name| SumOut::from(grad(name))));
+    let divides = cx.divides_rows();
+    let place = |norm: usize, i: usize| match divides {
+        true => cx.partial((3 * norm + i) * c..(3 * norm + i + 1) * c),
+        false => gradients[norm][i],
+    };
+    let places = [0, 1].map(|norm| [0, 1, 2].map(|i| place(norm, i)));
+
     // Reads the gradient of the norm's output from `s.narrow` and writes the output to `s.normed`.
-    let norm = |[gain, bias]: [&'static str; 2], residual: Option<Grad>, x, stats| {
-        let residual = residual.map(Into::into);
+    let norm = |[gain, bias]: [&'static str; 2], places: [SumOut; 3], drops: bool, x, stats| {
+        let [dgain, dbias, residual] = places;
         let sums = Sums {
-            gain: grad(gain).into(),
-            bias: grad(bias).into(),
-            residual,
+            gain: dgain,
+            bias: dbias,
+            residual: (!drops).then_some(residual),
         };
         let output = Some(Output {
-            y: s.normed,
+            y: own(s.normed),
             bias: get(bias),
         });
+        cx.sum_rows(s.narrow)?;
         layer_norm::backward(
             kernels,
             stream,
-            s.dres,
+            own(s.dres),
             sums,
             output,
-            s.narrow,
+            own(s.narrow),
             x,
             stats,
             get(gain),
             s.partials,
-        )
+        )?;
+        cx.gather_rows(s.normed)
     };
 
-    let c = get("ln_1.weight").len();
     let f = get("c_fc.bias").len();
     let width = get("c_attn.bias").len();
     let dfc = s.wide.slice(0..a.fc.len());
     let [in_attention, in_mlp] = dropouts.residual;
-    let bias = grad("mlp.c_proj.bias");
-    let dout = gradient_before(cx, s.narrow, bias, in_mlp)?;
+    let [of_mlp, of_attention] = places;
+    let dout = gradient_before(cx, s.narrow, of_mlp[2], in_mlp)?;
     weights("mlp.c_proj.weight", a.act, dout, c)?;
     let product = input_gradient(dfc, dout, get("mlp.c_proj.weight"), c);
     let fused = Product {
@@ -274,10 +303,10 @@ pub(super) fn backward(
         stream,
         &input_gradient(s.narrow, dfc, get("c_fc.weight"), f),
     )?;
-    cx.sum(s.narrow)?;
     norm(
         ["ln_2.weight", "ln_2.bias"],
-        in_mlp.is_none().then_some(bias),
+        of_mlp,
+        in_mlp.is_some(),
         a.mid,
         a.ln2_stats,
     )?;
@@ -291,8 +320,7 @@ pub(super) fn backward(
     )?;
 
     // The gradient of qkv is in the same buffer, and is written after the last use of this one.
-    let bias = grad("attn.c_proj.bias");
-    let dout = gradient_before(cx, s.wide, bias, in_attention)?;
+    let dout = gradient_before(cx, s.wide, of_attention[2], in_attention)?;
     weights("attn.c_proj.weight", a.attended, dout, c)?;
     let dattended = s.narrow.slice(0..a.attended.len());
     ops.matmul.run(
@@ -309,15 +337,21 @@ pub(super) fn backward(
         stream,
         &input_gradient(s.narrow, dqkv, get("c_attn.weight"), width),
     )?;
-    cx.sum(s.narrow)?;
     norm(
         ["ln_1.weight", "ln_1.bias"],
-        in_attention.is_none().then_some(bias),
+        of_attention,
+        in_attention.is_some(),
         x,
         a.ln1_stats,
     )?;
 
-    Ok(weights("c_attn.weight", s.normed, dqkv, width)?)
+    weights("c_attn.weight", s.normed, dqkv, width)?;
+    if divides {
+        cx.sum_partials(6 * c)?;
+        cx.finish_sums(&gradients[0], 0..3 * c)?;
+        cx.finish_sums(&gradients[1], 3 * c..6 * c)?;
+    }
+    Ok(())
 }
 
 /// Computes the gradients of the MLP's first weight and bias from `s.normed` and the gradient of

@@ -16,7 +16,7 @@ use zero_trainer::{ModelError, ModelRanks};
 
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::layer_norm::Sums;
-use crate::cuda::{OpError, OpKernels, column_sums, embedding, gelu, layer_norm};
+use crate::cuda::{OpError, OpKernels, SumOut, column_sums, embedding, gelu, layer_norm};
 use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
 use crate::decoder::gpu::sequence::workspace_elems;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
@@ -83,6 +83,10 @@ fn keeps_act(options: &ModelOptions) -> bool {
     !options.activation_checkpointing && !options.recompute_gelu
 }
 
+/// With sequence parallelism the gradients of which each rank has a part of the sum, of C elements each:
+/// of the gains and biases of a block's norms, and of the biases before them.
+pub(crate) const PARTIAL_SUMS: usize = 6;
+
 fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
     let c = config.n_embd;
     let f = config.n_inner / options.tensor_ranks;
@@ -90,10 +94,10 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
     let attended = heads * config.head_dim();
     let dtype = options.dtype;
     let tokens = options.tokens();
-    let row = tokens * c;
+    let row = options.rows() * c;
     // With dropout, the gradient before it is in the same buffer.
     let wide = f.max(3 * attended).max(if config.drops() { c } else { 0 });
-    let stats = (2 * tokens, DType::F32);
+    let stats = (2 * options.rows(), DType::F32);
     let act = if keeps_act(options) { tokens * f } else { 0 };
     let dropped = match config.resid_pdrop {
         0.0 => 0,
@@ -112,6 +116,10 @@ fn extent(config: &GptConfig, options: &ModelOptions) -> Extent {
             .max(attention)
             .max(column_sums::workspace_elems(tokens, f))
             .max(dropped),
+        sums: match options.sequence_parallel {
+            true => PARTIAL_SUMS * c,
+            false => 0,
+        },
         matrix: c * wide,
         table: 0,
         dropout: config.drops(),
@@ -247,22 +255,28 @@ impl GpuArch for Gpt2Gpu {
         layer_norm::forward(kernels, cx.stream, h.out, h.stats, x, gain, bias, eps)
     }
 
+    fn final_norm_sums(&self, cx: &PassContext<'_>) -> Vec<SumOut> {
+        let names = ["ln_f.weight", "ln_f.bias"];
+        names.map(|name| cx.p.grad(0, name).into()).to_vec()
+    }
+
     fn final_norm_backward(
         &self,
         cx: &PassContext<'_>,
         h: &HeadSlices,
         x: AnySlice,
-        dout: AnySlice,
+        [dx, dout]: [AnySlice; 2],
+        sums: &[SumOut],
     ) -> Result<(), OpError> {
         let sums = Sums {
-            gain: cx.p.grad(0, "ln_f.weight").into(),
-            bias: cx.p.grad(0, "ln_f.bias").into(),
+            gain: sums[0],
+            bias: sums[1],
             residual: None,
         };
         layer_norm::backward(
             &cx.ops.kernels,
             cx.stream,
-            cx.s.dres,
+            dx,
             sums,
             None,
             dout,

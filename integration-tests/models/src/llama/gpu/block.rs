@@ -8,7 +8,7 @@ use super::{LlamaGpu, heads};
 use crate::cuda::attention::Masks;
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::rope;
-use crate::cuda::{OpError, column_sums, rms_norm, swiglu};
+use crate::cuda::{OpError, SumOut, column_sums, dropout, rms_norm, swiglu};
 use crate::decoder::gpu::PassContext;
 use crate::decoder::gpu::sequence::{AttentionGrads, AttentionSlices};
 use crate::llama::block::Params;
@@ -72,7 +72,9 @@ pub(super) fn forward(
     let c = arch.config.hidden;
     let eps = arch.config.rms_norm_eps;
 
-    rms_norm::forward(kernels, stream, s.normed, a.stats1, x, p.norm1, eps)?;
+    let own = cx.own(s.normed);
+    rms_norm::forward(kernels, stream, own, a.stats1, x, p.norm1, eps)?;
+    cx.gather_rows(s.normed)?;
     let qkv = cx.qkv(a.attention());
     let product = linear(qkv, s.normed, [p.qkv, p.qkv_bias], c, None);
     ops.matmul.run(stream, &product)?;
@@ -97,10 +99,11 @@ pub(super) fn forward(
     let attention = &arch.attention[cx.layer];
     cx.attend(attention, a.attention(), arch.masks(cx))?;
     let width = arch.config.q_width();
-    let product = linear(a.mid, a.attended, [p.output, p.output_bias], width, Some(x));
-    sum_with_residual(cx, product, a.mid)?;
+    let operands = [a.attended, p.output, p.output_bias];
+    add_to_residual(cx, a.mid, x, operands, width)?;
 
-    rms_norm::forward(kernels, stream, s.normed, a.stats2, a.mid, p.norm2, eps)?;
+    rms_norm::forward(kernels, stream, own, a.stats2, a.mid, p.norm2, eps)?;
+    cx.gather_rows(s.normed)?;
     let product = linear(a.gate_up, s.normed, [p.gate_up, p.gate_up_bias], c, None);
     Ok(ops.matmul.run(stream, &product)?)
 }
@@ -117,24 +120,37 @@ pub(super) fn output(
     let f = arch.config.intermediate;
     let act = s.wide.slice(0..a.gate_up.len() / 2);
     swiglu::forward(&ops.kernels, stream, act, a.gate_up, f)?;
-    let product = linear(out, act, [p.down, p.down_bias], f, Some(a.mid));
-    sum_with_residual(cx, product, out)
+    add_to_residual(cx, out, a.mid, [act, p.down, p.down_bias], f)
 }
 
-/// Runs a product to `out` that adds to the residual stream. With tensor parallelism only the first rank adds
-/// residual and bias, and the ranks' products are summed.
-fn sum_with_residual(cx: &PassContext<'_>, product: Product, out: AnySlice) -> Result<(), OpError> {
+/// `y = residual + x w^T + bias`. With tensor parallelism the ranks' products are summed; only the first
+/// rank adds the bias and, to all rows, the residual. With sequence parallelism each rank adds it to its
+/// rows.
+fn add_to_residual(
+    cx: &PassContext<'_>,
+    y: AnySlice,
+    residual: AnySlice,
+    [x, w, bias]: [AnySlice; 3],
+    k: usize,
+) -> Result<(), OpError> {
     let PassContext { ops, stream, .. } = *cx;
+    let divides = cx.divides_rows();
+    let add = (cx.is_first() && !divides).then_some(residual);
+    let product = linear(cx.before_sum(y), x, [w, bias], k, add);
     let product = match cx.is_first() {
         true => product,
         false => Product {
-            add: None,
             epilogue: Epilogue::None,
             ..product
         },
     };
     ops.matmul.run(stream, &product)?;
-    cx.sum(out)
+    cx.sum_to(y)?;
+    if !divides {
+        return Ok(());
+    }
+    let c = w.len() / k.max(1);
+    dropout::add_residual(&ops.kernels, stream, y, Some(residual), c, None)
 }
 
 /// Computes the block's backward, which adds to or writes the unit's gradient. `s.dres` is the
@@ -153,8 +169,11 @@ pub(super) fn backward(
     let g = arch.grads(cx);
     let c = arch.config.hidden;
     let f = arch.config.intermediate;
-    let narrow = s.narrow.slice(0..x.len());
+    let narrow = s.narrow.slice(0..s.dres.len());
+    let places = SumPlaces::new(arch, cx);
+    let [dres, normed] = [s.dres, s.normed].map(|rows| cx.own(rows));
 
+    cx.gather_rows(s.dres)?;
     // The MLP. `act` is its gradient until SwiGLU's backward.
     let act = s.wide.slice(0..a.gate_up.len() / 2);
     let product = input_gradient(act, s.dres, p.down, f);
@@ -163,41 +182,99 @@ pub(super) fn backward(
     weight_gradient(cx, [g.down, g.down_bias], act, s.dres, f)?;
     let product = input_gradient(narrow, a.gate_up, p.gate_up, c);
     ops.matmul.run(stream, &product)?;
-    cx.sum(narrow)?;
+    cx.sum_rows(narrow)?;
     rms_norm::backward(
         kernels,
         stream,
-        s.dres,
-        g.norm2.into(),
-        Some(s.normed),
-        narrow,
+        dres,
+        places.of_norm(cx, 1, g.norm2),
+        Some(normed),
+        cx.own(narrow),
         a.mid,
         a.stats2,
         p.norm2,
         s.partials,
     )?;
+    cx.gather_rows(s.normed)?;
     let gate_up = [g.gate_up, g.gate_up_bias];
     weight_gradient(cx, gate_up, s.normed, a.gate_up, c)?;
 
-    let dqkv = attention_backward(arch, cx, a)?;
+    cx.gather_rows(s.dres)?;
+    let dqkv = attention_backward(arch, cx, a, &places)?;
     let product = input_gradient(narrow, dqkv, p.qkv, c);
     ops.matmul.run(stream, &product)?;
-    cx.sum(narrow)?;
+    cx.sum_rows(narrow)?;
     rms_norm::backward(
         kernels,
         stream,
-        s.dres,
-        g.norm1.into(),
-        Some(s.normed),
-        narrow,
+        dres,
+        places.of_norm(cx, 0, g.norm1),
+        Some(normed),
+        cx.own(narrow),
         x,
         a.stats1,
         p.norm1,
         s.partials,
     )?;
+    cx.gather_rows(s.normed)?;
     // Attention's backward has summed the gradient of the bias.
     let product = weight_product(g.qkv, s.normed, dqkv, c);
-    Ok(ops.matmul.run(stream, &product)?)
+    ops.matmul.run(stream, &product)?;
+    Ok(places.finish(cx, g.qk_norm, [g.norm1, g.norm2])?)
+}
+
+/// The places of the gradients of norms: elements of the partial sums where ranks of tensor parallelism
+/// sum them, otherwise the gradients themselves.
+struct SumPlaces {
+    /// Elements of the partial sums of the norms of heads; 0 if they are not partial.
+    of_heads: usize,
+    /// Elements of each of the two norms; 0 if they are not partial.
+    of_norm: usize,
+}
+
+impl SumPlaces {
+    fn new(arch: &LlamaGpu, cx: &PassContext<'_>) -> Self {
+        let config = &arch.config;
+        Self {
+            of_heads: match config.has_qk_norm() && cx.tensor.is_some() {
+                true => 2 * config.head_dim,
+                false => 0,
+            },
+            of_norm: match cx.divides_rows() {
+                true => config.hidden,
+                false => 0,
+            },
+        }
+    }
+
+    fn of_heads(&self, cx: &PassContext<'_>, grad: Grad) -> SumOut {
+        match self.of_heads {
+            0 => grad.into(),
+            len => cx.partial(0..len),
+        }
+    }
+
+    /// The place of the gradient of norm `nth`, 0 or 1.
+    fn of_norm(&self, cx: &PassContext<'_>, nth: usize, grad: Grad) -> SumOut {
+        let start = self.of_heads + nth * self.of_norm;
+        match self.of_norm {
+            0 => grad.into(),
+            len => cx.partial(start..start + len),
+        }
+    }
+
+    /// Sums the partial sums over the ranks, and adds them to the gradients.
+    fn finish(&self, cx: &PassContext<'_>, heads: Grad, norms: [Grad; 2]) -> Result<(), OpError> {
+        let all = self.of_heads + 2 * self.of_norm;
+        cx.sum_partials(all)?;
+        if self.of_heads > 0 {
+            cx.finish_sums(&[heads.into()], 0..self.of_heads)?;
+        }
+        if self.of_norm > 0 {
+            cx.finish_sums(&norms.map(SumOut::from), self.of_heads..all)?;
+        }
+        Ok(())
+    }
 }
 
 /// Computes the gradients of attention's parameters except for the first matrix, and returns the
@@ -206,6 +283,7 @@ fn attention_backward(
     arch: &LlamaGpu,
     cx: &PassContext<'_>,
     a: &BlockSlices,
+    places: &SumPlaces,
 ) -> Result<AnySlice, ModelError> {
     let PassContext { ops, stream, s, .. } = *cx;
     let kernels = &ops.kernels;
@@ -235,7 +313,7 @@ fn attention_backward(
             kernels,
             stream,
             dqkv,
-            g.qk_norm.into(),
+            places.of_heads(cx, g.qk_norm),
             a.raw,
             a.raw_stats,
             p.qk_norm,

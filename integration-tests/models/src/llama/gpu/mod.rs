@@ -16,11 +16,11 @@ use zero_trainer::{ModelError, ModelRanks};
 use super::config::LlamaConfig;
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::rope::{self, Heads};
-use crate::cuda::{OpError, OpKernels, column_sums, embedding, rms_norm};
+use crate::cuda::{OpError, OpKernels, SumOut, column_sums, embedding, rms_norm};
 use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
 use crate::decoder::gpu::sequence::workspace_elems;
 use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
-use crate::llama::exchanges;
+use crate::llama::{exchanges, partial_elems};
 use crate::options::{GpuBytes, ModelOptions};
 use crate::tensor::TensorRank;
 use block::BlockSlices;
@@ -120,11 +120,11 @@ fn partials(config: &LlamaConfig, options: &ModelOptions) -> usize {
 fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
     let dtype = options.dtype;
     let tokens = options.tokens();
-    let row = tokens * config.hidden;
+    let row = options.rows() * config.hidden;
     let width = config.qkv_width();
     let exchanges = exchanges(config, options);
     let qkv = exchanges.qkv.elems();
-    let stats = (tokens, DType::F32);
+    let stats = (options.rows(), DType::F32);
     let normed = match config.has_qk_norm() {
         true => tokens * heads(config).turned(),
         false => 0,
@@ -138,6 +138,7 @@ fn extent(config: &LlamaConfig, options: &ModelOptions) -> Extent {
         narrow: config.hidden.max(config.q_width()),
         wide: config.intermediate.max(qkv / tokens),
         partials: partials(config, options),
+        sums: partial_elems(config, options),
         matrix: config.hidden * width.max(2 * config.intermediate),
         table: options.seq_len * config.head_dim,
         dropout: config.attention_dropout != 0.0,
@@ -286,18 +287,23 @@ impl GpuArch for LlamaGpu {
         rms_norm::forward(&cx.ops.kernels, cx.stream, h.out, h.stats, x, gain, eps)
     }
 
+    fn final_norm_sums(&self, cx: &PassContext<'_>) -> Vec<SumOut> {
+        vec![cx.p.grad(0, "model.norm.weight").into()]
+    }
+
     fn final_norm_backward(
         &self,
         cx: &PassContext<'_>,
         h: &HeadSlices,
         x: AnySlice,
-        dout: AnySlice,
+        [dx, dout]: [AnySlice; 2],
+        sums: &[SumOut],
     ) -> Result<(), OpError> {
         rms_norm::backward(
             &cx.ops.kernels,
             cx.stream,
-            cx.s.dres,
-            cx.p.grad(0, "model.norm.weight").into(),
+            dx,
+            sums[0],
             None,
             dout,
             x,

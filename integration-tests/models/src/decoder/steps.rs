@@ -1,0 +1,143 @@
+//! The passes of blocks, as steps in the order of the computation.
+//!
+//! A rank may share a block with others: the tokens of attention ([`super::sequence`]) and the
+//! parameters ([`super::tensor`]). What it computes between two exchanges with them is one operation
+//! of the stream; without other ranks a pass is one.
+
+use std::sync::Arc;
+
+use zero_alloc::device::{AnySlice, DeviceSlice};
+use zero_alloc::host::HostStream;
+use zero_trainer::ModelError;
+
+use super::buffers::{Activations, ScratchSlices};
+use super::params::Flat;
+use super::{Backward, Branch, Decoder, Forward, HostArch};
+
+/// A step. It has the parameters of the pass, and the gradient of its unit in backward.
+type Step = Box<dyn FnOnce(&Flat<'_>, &mut [f32]) + Send>;
+
+/// The steps of a pass.
+pub(super) struct Steps<'a, A: HostArch> {
+    pub(super) model: &'a Decoder<A>,
+    pub(super) stream: &'a HostStream,
+    label: &'static str,
+    pass: usize,
+    params: &'a [AnySlice],
+    grads: &'a [DeviceSlice<f32>],
+    /// Those that are not enqueued yet.
+    steps: Vec<Step>,
+}
+
+impl<'a, A: HostArch> Steps<'a, A> {
+    /// `grads` is empty in forward.
+    pub(super) fn new(
+        model: &'a Decoder<A>,
+        stream: &'a HostStream,
+        label: &'static str,
+        pass: usize,
+        params: &'a [AnySlice],
+        grads: &'a [DeviceSlice<f32>],
+    ) -> Self {
+        Self {
+            model,
+            stream,
+            label,
+            pass,
+            params,
+            grads,
+            steps: Vec::new(),
+        }
+    }
+
+    pub(super) fn pass(&self) -> usize {
+        self.pass
+    }
+
+    pub(super) fn activations(&self) -> Activations<DeviceSlice<f32>, A::Block> {
+        self.model.buffers.layers.of_pass(self.pass)
+    }
+
+    pub(super) fn scratch(&self) -> ScratchSlices {
+        self.model.buffers.scratch
+    }
+
+    /// Adds a step.
+    pub(super) fn add(&mut self, step: impl FnOnce(&A, &Flat<'_>, &mut [f32]) + Send + 'static) {
+        let arch = Arc::clone(&self.model.arch);
+        self.steps
+            .push(Box::new(move |flat, grad| step(&arch, flat, grad)));
+    }
+
+    /// Enqueues the steps, before an exchange or at the end.
+    pub(super) fn enqueue(&mut self) -> Result<(), ModelError> {
+        let steps = std::mem::take(&mut self.steps);
+        if steps.is_empty() {
+            return Ok(());
+        }
+        self.model.enqueue(
+            self.stream,
+            self.label,
+            self.pass,
+            self.params,
+            self.grads,
+            move |flat, mut grads| {
+                let grad = grads.first_mut().map_or(&mut [][..], |grad| &mut **grad);
+                for step in steps {
+                    step(&flat, grad);
+                }
+            },
+        )
+    }
+
+    /// Adds a part of a block's forward.
+    pub(super) fn forward(&mut self, part: Forward, block: A::Block) {
+        let x = self.activations().input;
+        self.add(move |arch, flat, _| {
+            // SAFETY: the buffer is the model's, and the stream orders its passes.
+            arch.forward(part, block, unsafe { x.as_host() }, flat);
+        });
+    }
+
+    /// Adds a part of a block's backward.
+    pub(super) fn backward(&mut self, part: Backward, block: A::Block, scratch: ScratchSlices) {
+        let x = self.activations().input;
+        self.add(move |arch, flat, grad| {
+            // SAFETY: the buffer is the model's, and the stream orders its passes.
+            let x = unsafe { x.as_host() };
+            arch.backward(part, scratch.view(), block, x, flat, grad);
+        });
+    }
+
+    /// A block's forward, with its output if `out` is set.
+    pub(super) fn forward_block(
+        &mut self,
+        out: Option<DeviceSlice<f32>>,
+    ) -> Result<(), ModelError> {
+        let Activations { input, block, .. } = self.activations();
+        self.norm(Forward::Norm1)?;
+        self.attend()?;
+        self.branch(Branch::Attention, A::mid(block), input)?;
+        self.norm(Forward::Norm2)?;
+        self.forward(Forward::Mlp, block);
+        out.map_or(Ok(()), |out| self.branch(Branch::Mlp, out, A::mid(block)))
+    }
+
+    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input.
+    pub(super) fn backward_block(&mut self) -> Result<(), ModelError> {
+        let block = self.activations().block;
+        let s = self.scratch();
+        self.begin_partial_sums();
+
+        self.norm_again(Forward::Norm2)?;
+        self.gradient_of_branch(Branch::Mlp)?;
+        self.backward(Backward::Mlp, block, s);
+        self.norm_backward(Backward::Norm2)?;
+
+        self.gradient_of_branch(Branch::Attention)?;
+        self.norm_again(Forward::Norm1)?;
+        self.attend_backward()?;
+        self.norm_backward(Backward::Norm1)?;
+        self.end_partial_sums()
+    }
+}
