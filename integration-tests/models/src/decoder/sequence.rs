@@ -266,9 +266,10 @@ impl<A: HostArch> Steps<'_, A> {
         let [send, recv] = [*send, *recv].map(|buffer| buffer.slice(0..exchange.elems()));
         let run = |rearrange: Rearrange, to: DeviceSlice<f32>, from: DeviceSlice<f32>| {
             move |_: &A, _: &Flat<'_>, _: &mut [f32]| {
-                // SAFETY: distinct buffers of the model, and the stream orders its passes.
-                let (to, from) = unsafe { (to.as_host_mut(), from.as_host()) };
-                rearrange(exchange, to, from);
+                // SAFETY: a buffer of the model, and the stream orders its passes.
+                let from = unsafe { from.as_host() };
+                // SAFETY: as above; it is another buffer.
+                rearrange(exchange, unsafe { to.as_host_mut() }, from);
             }
         };
         self.add(run(way.pack, send, from));

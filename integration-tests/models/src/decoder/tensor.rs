@@ -198,8 +198,10 @@ impl<A: HostArch> Steps<'_, A> {
         let block = self.activations().block;
         if self.model.tensor.is_none() {
             self.add(move |arch, flat, _| {
-                // SAFETY: distinct buffers of the model, and the stream orders its passes.
-                let (out, residual) = unsafe { (out.as_host_mut(), residual.as_host()) };
+                // SAFETY: a buffer of the model, and the stream orders its passes.
+                let residual = unsafe { residual.as_host() };
+                // SAFETY: as above; it is another buffer.
+                let out = unsafe { out.as_host_mut() };
                 arch.branch(branch, out, residual, block, flat);
             });
             return Ok(());
@@ -212,8 +214,10 @@ impl<A: HostArch> Steps<'_, A> {
         self.sum_rows(sums)?;
         let (own, first) = self.own(sums);
         self.add(move |arch, flat, _| {
-            // SAFETY: buffers of the model, and the stream orders its passes.
-            let rows = unsafe { [residual.as_host(), own.as_host()] };
+            let rows = [residual, own].map(|rows| {
+                // SAFETY: a buffer of the model, and the stream orders its passes.
+                unsafe { rows.as_host() }
+            });
             // SAFETY: as above; it is another buffer.
             let out = unsafe { out.as_host_mut() };
             arch.add_branch(branch, out, rows, first, flat);
@@ -234,8 +238,10 @@ impl<A: HostArch> Steps<'_, A> {
         if before.as_ptr() != s.dres.as_ptr() {
             let (to, _) = self.own(before);
             self.add(move |arch, flat, _| {
-                // SAFETY: other buffers of the model, and the stream orders its passes.
-                let (to, from) = unsafe { (to.as_host_mut(), from.as_host()) };
+                // SAFETY: a buffer of the model, and the stream orders its passes.
+                let from = unsafe { from.as_host() };
+                // SAFETY: as above; it is another buffer.
+                let to = unsafe { to.as_host_mut() };
                 arch.drop_gradient(branch, to, from, first, flat);
             });
         }
@@ -363,10 +369,14 @@ impl<A: HostArch> Steps<'_, A> {
         let partial = s.logits.slice(0..divided.map_or(0, |_| elems));
 
         self.add(move |arch, flat, grad| {
-            // SAFETY: distinct buffers of the model, and the stream orders its passes.
-            let [dres, partial] = unsafe { [dres.as_host_mut(), partial.as_host_mut()] };
-            // SAFETY: as above.
-            let [dout, x] = unsafe { [dout.as_host(), x.as_host()] };
+            let [dres, partial] = [dres, partial].map(|slice| {
+                // SAFETY: distinct buffers of the model, and the stream orders its passes.
+                unsafe { slice.as_host_mut() }
+            });
+            let [dout, x] = [dout, x].map(|slice| {
+                // SAFETY: as above.
+                unsafe { slice.as_host() }
+            });
             dres.fill(0.0);
             partial.fill(0.0);
             let dnorm = match partial.is_empty() {

@@ -74,7 +74,7 @@ impl Shape<'_> {
         y.copy_from_slice(sum);
         linear::add_rows(y, bias);
         dropout
-            .from_row(first)
+            .of_rows_from(first)
             .apply_and_add(y, residual, self.tokens, n);
     }
 

@@ -169,7 +169,9 @@ impl HostArch for Gpt2Arch {
     fn drop_embedding(&self, x: &mut [f32], first: usize, p: &Flat<'_>) {
         if let Some(dropout) = self.embedding_dropout(p) {
             let tokens = self.span().tokens;
-            dropout.from_row(first).apply(x, tokens, self.config.n_embd);
+            dropout
+                .of_rows_from(first)
+                .apply(x, tokens, self.config.n_embd);
         }
     }
 
@@ -230,7 +232,7 @@ impl HostArch for Gpt2Arch {
             Some(dropout) => {
                 let tokens = self.span().tokens;
                 dropout
-                    .from_row(first)
+                    .of_rows_from(first)
                     .of(dx, dy, tokens, self.config.n_embd);
             }
             None => dx.copy_from_slice(dy),

@@ -88,7 +88,7 @@ impl Dropout<'_> {
 
     /// The same dropout of rows of all sequences from row `row` on.
     #[must_use]
-    pub(crate) fn from_row(self, row: usize) -> Self {
+    pub(crate) fn of_rows_from(self, row: usize) -> Self {
         Self { row, ..self }
     }
 
