@@ -234,6 +234,26 @@ fn cuda_nccl_faults_in_a_group_end_all_ranks() {
     }
 }
 
+/// Ranks that call two communicators in another order are named, though nothing waits forever here.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_nccl_order_of_communicators_is_checked() {
+    if !stand_in("cuda_nccl_order_of_communicators_is_checked") {
+        return;
+    }
+    let (outputs, _) = launch(4, "communicators", &[]);
+    let named = outputs.iter().any(|output| {
+        let text = String::from_utf8_lossy(&output.stderr);
+        text.contains("have enqueued different numbers of operations on")
+    });
+    let failed = |o: &Output| prints(o, "saw:") && prints(o, "invalid usage");
+    expect(
+        named && outputs[2..].iter().all(failed),
+        "communicators",
+        &outputs,
+    );
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_nccl_library_errors_end_all_ranks() {

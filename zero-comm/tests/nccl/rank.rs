@@ -90,6 +90,12 @@ pub(crate) fn main(case: &str) {
             println!("rank {} conforms", ranks.rank);
         }
         "sums" => sums(&comm, &rank),
+        "communicators" => {
+            // The ranks of the other group may end before they hear of it.
+            if let Err(error) = other_order(&comm, &rank) {
+                println!("rank {} saw: {error}", ranks.rank);
+            }
+        }
         kind if kind.starts_with("group-") => {
             let error = fault_in_a_group(kind, &comm, &rank).expect_err("the world fails");
             println!("rank {} saw: {error}", ranks.rank);
@@ -99,6 +105,36 @@ pub(crate) fn main(case: &str) {
             println!("rank {} saw: {error}", ranks.rank);
         }
     }
+}
+
+/// Rank 3 calls all ranks before its group, on another stream, and the others their group first.
+fn other_order(comm: &NcclCommunicator, rank: &Rank) -> Result<(), CommError> {
+    let streams = [&rank.stream, &rank.pool.device().create_stream("other")?];
+    let (a, _a) = rank.buffer(4096, DType::F32);
+    let (b, _b) = rank.buffer(4096, DType::F32);
+    let group = comm.split(Some(comm.rank() as u64 / 2), comm.rank() as u64)?;
+    let group = group.unwrap();
+    let before = streams[0].record()?;
+    streams[1].wait(&before)?;
+
+    let of_all = || comm.all_reduce(streams[0], a, a, ReduceOp::Sum);
+    let of_group = || group.all_reduce(streams[1], b, b, ReduceOp::Sum);
+    // The first calls connect the ranks.
+    of_all()?;
+    of_group()?;
+    if comm.rank() == 3 {
+        of_all()?;
+        of_group()?;
+    } else {
+        of_group()?;
+        of_all()?;
+    }
+    let ended = streams.map(|stream| stream.synchronize(LIMIT));
+    comm.failure().map_or(Ok(()), Err)?;
+    for end in ended {
+        end?;
+    }
+    Ok(())
 }
 
 /// Calls on two streams.

@@ -1,6 +1,6 @@
 //! Communicators: their state, and their operations in order.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -60,6 +60,44 @@ impl Order {
     }
 }
 
+/// The operations that a rank had enqueued on each of its other communicators, by their names, when it
+/// enqueued one. Without operations in graphs, whose order is that of their launches.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Enqueued(BTreeMap<String, u64>);
+
+impl Enqueued {
+    fn to_bytes(&self) -> Vec<u8> {
+        let lines: String = self
+            .0
+            .iter()
+            .map(|(name, count)| format!("{name} {count}\n"))
+            .collect();
+        let len = lines.len() as u64;
+        [&len.to_le_bytes(), lines.as_bytes()].concat()
+    }
+
+    /// Those at the start of a message, and its rest.
+    fn split(message: &[u8]) -> Option<(Self, &[u8])> {
+        let (len, rest) = message.split_first_chunk::<8>()?;
+        let (lines, rest) = rest.split_at_checked(u64::from_le_bytes(*len) as usize)?;
+        let counts = std::str::from_utf8(lines).ok()?.lines().map(|line| {
+            let (name, count) = line.split_once(' ')?;
+            Some((name.to_owned(), count.parse().ok()?))
+        });
+        Some((Self(counts.collect::<Option<_>>()?), rest))
+    }
+
+    /// A communicator of both ranks on which they have enqueued different numbers.
+    fn differs(&self, other: &Self) -> Option<&str> {
+        let mut both = self
+            .0
+            .iter()
+            .filter_map(|(name, count)| Some((name, count, other.0.get(name)?)));
+        both.find(|(_, own, theirs)| own != theirs)
+            .map(|(name, ..)| &**name)
+    }
+}
+
 /// A communicator of this process.
 pub(crate) struct Comm {
     exchange: Exchange,
@@ -69,8 +107,9 @@ pub(crate) struct Comm {
     failed: AtomicI32,
     order: Mutex<Order>,
     changed: Condvar,
-    /// Whether it was initialized, not split from another.
-    is_world: bool,
+    /// The name and the rank of the communicator that this one was split from at first, or its own:
+    /// the communicators of one rank have the same.
+    root: (String, usize),
     /// Registered memory, by handle.
     registered: Mutex<HashMap<usize, Range<u64>>>,
 }
@@ -92,14 +131,15 @@ fn insert(comm: Arc<Comm>) -> usize {
 }
 
 impl Comm {
-    fn start(exchange: Exchange, is_world: bool) -> Arc<Self> {
+    fn start(exchange: Exchange, root: Option<(String, usize)>) -> Arc<Self> {
+        let own = (exchange.name(), exchange.rank);
         let comm = Arc::new(Self {
             exchange,
             state: AtomicI32::new(IN_PROGRESS),
             failed: AtomicI32::new(SUCCESS),
             order: Mutex::default(),
             changed: Condvar::new(),
-            is_world,
+            root: root.unwrap_or(own),
             registered: Mutex::default(),
         });
         let meeting = Arc::clone(&comm);
@@ -113,7 +153,7 @@ impl Comm {
 
     /// Starts the communicator `name` of `n` ranks; returns its handle.
     pub(crate) fn init(name: &str, rank: usize, n: usize) -> usize {
-        insert(Self::start(Exchange::new(name, rank, n), true))
+        insert(Self::start(Exchange::new(name, rank, n), None))
     }
 
     fn background(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
@@ -192,6 +232,7 @@ impl Comm {
         if stream.is_capturing() {
             return self.record(stream, parts);
         }
+        let before = self.enqueued_on_others();
         let mut order = lock(&self.order);
         let sequence = order.enqueued;
         order.enqueued += 1;
@@ -214,7 +255,7 @@ impl Comm {
                     .meet(&format!("connect-{sequence}"), &[])
                     .is_ok()
             {
-                let taken = context.make() && comm.submit(stream, sequence, parts);
+                let taken = context.make() && comm.submit(stream, sequence, parts, before);
                 comm.set(if taken { SUCCESS } else { CUDA_ERROR });
             }
         });
@@ -222,11 +263,26 @@ impl Comm {
         IN_PROGRESS
     }
 
-    fn submit(self: &Arc<Self>, stream: Stream, sequence: u64, parts: Vec<Part>) -> bool {
+    /// The operations that this rank has enqueued on each of its other communicators.
+    fn enqueued_on_others(&self) -> Enqueued {
+        let others = LIVE.select(|comm| comm.root == self.root && !std::ptr::eq(comm, self));
+        let counts = others
+            .into_iter()
+            .map(|(_, comm)| (comm.exchange.name(), lock(&comm.order).enqueued));
+        Enqueued(counts.collect())
+    }
+
+    fn submit(
+        self: &Arc<Self>,
+        stream: Stream,
+        sequence: u64,
+        parts: Vec<Part>,
+        before: Enqueued,
+    ) -> bool {
         let comm = Arc::clone(self);
         self.change(|order| order.launched += 1);
         let taken = launch(stream, move || {
-            let _ = comm.run(sequence, &parts);
+            let _ = comm.run(sequence, &parts, &before);
             comm.change(|order| {
                 order.ended = sequence + 1;
                 order.passed += 1;
@@ -288,13 +344,14 @@ impl Comm {
             }
             order.working = true;
             drop(order);
-            let _ = comm.work(&name(run), run.checked_sub(1).map(name), &parts);
+            let before = run.checked_sub(1).map(name);
+            let _ = comm.work(&name(run), before, &parts, &Enqueued::default());
             comm.change(|order| order.working = false);
         })
     }
 
     /// Runs an operation after all earlier ones have ended.
-    fn run(&self, sequence: u64, parts: &[Part]) -> Result<(), Aborted> {
+    fn run(&self, sequence: u64, parts: &[Part], before: &Enqueued) -> Result<(), Aborted> {
         let mut order = lock(&self.order);
         while order.ended != sequence && !self.exchange.aborted.load(Ordering::Acquire) {
             order = self
@@ -311,7 +368,8 @@ impl Comm {
         drop(order);
         let (rank, _) = self.rank_and_size();
 
-        if self.is_world && error_at() == Some((rank, sequence)) {
+        let is_world = self.root == (self.exchange.name(), rank);
+        if is_world && error_at() == Some((rank, sequence)) {
             self.failed.store(SYSTEM_ERROR, Ordering::Release);
             return Err(self.exchange.hang());
         }
@@ -320,15 +378,40 @@ impl Comm {
             &sequence.to_string(),
             sequence.checked_sub(1).map(|before| before.to_string()),
             parts,
+            before,
         )
     }
 
     /// Exchanges the parts with all ranks under `name` and runs them. All ranks have ended
     /// operation `before`.
-    fn work(&self, name: &str, before: Option<String>, parts: &[Part]) -> Result<(), Aborted> {
+    fn work(
+        &self,
+        name: &str,
+        before: Option<String>,
+        parts: &[Part],
+        enqueued: &Enqueued,
+    ) -> Result<(), Aborted> {
         let (rank, n) = self.rank_and_size();
-        let all = self.exchange.meet(name, &serialize(parts, rank, n))?;
-        if finish(parts, rank, &all).is_none() {
+        let message = [enqueued.to_bytes(), serialize(parts, rank, n)].concat();
+        let all = self.exchange.meet(name, &message)?;
+        let all = all.iter().map(|bytes| Enqueued::split(bytes));
+        let Some(all) = all.collect::<Option<Vec<_>>>() else {
+            return Err(self.exchange.hang());
+        };
+        for (peer, (theirs, _)) in all.iter().enumerate() {
+            if let Some(other) = enqueued.differs(theirs) {
+                let own = self.exchange.name();
+                eprintln!(
+                    "nccl stand-in: operation {name} of communicator {own}: ranks {rank} and {peer} of it have enqueued \
+                     different numbers of operations on {other} before; NCCL may wait forever if ranks call \
+                     communicators in another order"
+                );
+                self.failed.store(INVALID_USAGE, Ordering::Release);
+                return Err(self.exchange.hang());
+            }
+        }
+        let of_parts: Vec<&[u8]> = all.iter().map(|(_, parts)| *parts).collect();
+        if finish(parts, rank, &of_parts).is_none() {
             return Err(self.exchange.hang());
         }
         if let Some(before) = before {
@@ -387,7 +470,7 @@ impl Comm {
                 let part = comm
                     .exchange
                     .part(&format!("{name}-{color}"), rank, members.len());
-                out(insert(Self::start(part, false)));
+                out(insert(Self::start(part, Some(comm.root.clone()))));
             }
             comm.set(SUCCESS);
         });

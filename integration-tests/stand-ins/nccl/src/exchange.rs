@@ -48,6 +48,12 @@ impl Exchange {
         }
     }
 
+    /// The name of the communicator, the same on its ranks.
+    pub(crate) fn name(&self) -> String {
+        let name = self.folder.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    }
+
     fn file(&self, name: &str, rank: usize) -> PathBuf {
         self.folder.join(format!("{name}.{rank}"))
     }

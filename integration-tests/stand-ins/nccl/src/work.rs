@@ -185,7 +185,7 @@ fn parse(mut bytes: &[u8]) -> Option<Vec<Received<'_>>> {
 
 /// Runs the parts of rank `rank` on the parts of all ranks. `None` if the ranks' calls differ; then
 /// nothing is written.
-pub(crate) fn finish(parts: &[Part], rank: usize, all: &[Vec<u8>]) -> Option<()> {
+pub(crate) fn finish(parts: &[Part], rank: usize, all: &[&[u8]]) -> Option<()> {
     let all: Vec<Vec<Received<'_>>> = all
         .iter()
         .map(|bytes| parse(bytes))
@@ -349,6 +349,7 @@ mod tests {
         let all: Vec<Vec<u8>> = (0..n)
             .map(|rank| serialize(&parts(rank), rank, n))
             .collect();
+        let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
         (0..n).try_for_each(|rank| finish(&parts(rank), rank, &all))
     }
 
