@@ -56,8 +56,8 @@ pub fn raw_context(device: &CudaDevice) -> *mut c_void {
 /// Makes a stream of a framework's stream. Dropping it does not destroy the framework's.
 ///
 /// # Errors
-/// The stream is a default stream, which orders itself against other streams of the context; or it
-/// belongs to another context.
+/// The stream is a default stream, which orders itself against other streams of the context
+/// ([`pool_stream_from_raw`] accepts it); or it belongs to another context.
 ///
 /// # Safety
 /// `stream` is a stream that outlives all handles of the result.
@@ -80,6 +80,67 @@ pub unsafe fn stream_from_raw(
         unsafe { Queue::foreign(device.context(), stream.cast()) }?,
         name,
     )
+}
+
+/// Makes a stream for the blocks of a pool of a framework's stream, which may be a default stream,
+/// and which the framework may destroy: a pool only records events on it and waits on it. What is
+/// freed with its uses recorded is not affected by the stream's end; nothing else may use the
+/// result after it.
+///
+/// The handle 2 is a different stream in every thread, so its result is for one thread.
+///
+/// # Errors
+/// The stream belongs to another context.
+///
+/// # Safety
+/// `stream` is a stream now, and while operations are enqueued on the result, blocks are allocated
+/// on it, or blocks of it are freed without an event of it among their uses.
+pub unsafe fn pool_stream_from_raw(
+    device: &CudaDevice,
+    stream: *mut c_void,
+    name: &str,
+) -> Result<CudaStream, DeviceError> {
+    // SAFETY: the caller's promise; the result lives longer, but then records and waits no more.
+    let queue = unsafe { Queue::foreign(device.context(), stream.cast()) }?;
+    let may_end = !matches!(stream.addr(), 0 | 1);
+    Ok(CudaStream::with_owner(name, queue, may_end, None))
+}
+
+/// The driver's id of a stream, which no other stream of the process ever has, even one with the
+/// handle of a destroyed stream; `None` if the driver is older than CUDA 12.
+///
+/// # Errors
+/// The driver failed, or noticed that the stream is destroyed.
+///
+/// # Safety
+/// `stream` is a stream.
+pub unsafe fn unique_stream_id(
+    device: &CudaDevice,
+    stream: *mut c_void,
+) -> Result<Option<u64>, DeviceError> {
+    // SAFETY: the caller's promise.
+    unsafe { Queue::unique_id(device.context(), stream.cast()) }
+}
+
+/// Blocks the host until everything in the device's context has run, also in default and destroyed
+/// streams. It has no time limit, so it is only for what no event can express.
+///
+/// # Errors
+/// The driver failed.
+pub fn synchronize_context(device: &CudaDevice) -> Result<(), DeviceError> {
+    device.context().synchronize()
+}
+
+/// Runs `f`, in which this thread may allocate although it or another thread records a graph in
+/// CUDA's global mode, which PyTorch uses.
+///
+/// # Errors
+/// The driver failed.
+pub fn with_relaxed_captures<R>(
+    device: &CudaDevice,
+    f: impl FnOnce() -> R,
+) -> Result<R, DeviceError> {
+    device.context().with_relaxed_captures(f)
 }
 
 /// The stream's raw handle; valid while a [`CudaStream`] handle of it lives.

@@ -65,6 +65,8 @@ pub(super) struct Inner {
     name: Arc<str>,
     id: u64,
     queue: Queue,
+    /// Whether a framework may destroy the stream while handles of it live.
+    may_end: bool,
     clock: Option<Arc<Clock>>,
     sticky: Arc<Sticky>,
     /// The recording that this stream is in, if any.
@@ -87,12 +89,23 @@ impl std::fmt::Debug for CudaStream {
 
 impl CudaStream {
     pub(super) fn new(name: &str, queue: Queue, clock: Option<Arc<Clock>>) -> Self {
+        Self::with_owner(name, queue, false, clock)
+    }
+
+    /// A stream that a framework may destroy while handles of it live, if `may_end`.
+    pub(super) fn with_owner(
+        name: &str,
+        queue: Queue,
+        may_end: bool,
+        clock: Option<Arc<Clock>>,
+    ) -> Self {
         let sticky = Arc::default();
         let capture = Mutex::default();
         Self(Arc::new(Inner {
             name: name.into(),
             id: next_stream_id(),
             queue,
+            may_end,
             clock,
             sticky,
             capture,
@@ -277,6 +290,10 @@ unsafe impl Stream for CudaStream {
 
     fn id(&self) -> u64 {
         self.0.id
+    }
+
+    fn may_end(&self) -> bool {
+        self.0.may_end
     }
 
     fn record(&self) -> Result<CudaEvent, DeviceError> {

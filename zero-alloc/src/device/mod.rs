@@ -253,6 +253,13 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// process.
     fn id(&self) -> u64;
 
+    /// Whether the stream may be destroyed although handles of it live, as a framework's own
+    /// streams may. A pool then records the end of a block's uses when the block is freed, and does
+    /// not touch the stream afterwards.
+    fn may_end(&self) -> bool {
+        false
+    }
+
     /// Records the point after everything enqueued so far.
     ///
     /// # Errors

@@ -61,6 +61,11 @@ impl<D: Device> Block<D> {
         }
     }
 
+    /// The address of the first byte; null if the block is empty.
+    pub(super) fn address(&self) -> *mut u8 {
+        self.ptr
+    }
+
     /// The number of elements.
     pub fn len(&self) -> usize {
         self.len
@@ -116,6 +121,13 @@ impl<D: Device> Block<D> {
             None => self.uses.push((stream.id(), event)),
         }
         Ok(())
+    }
+
+    /// Records that uses of the block on `stream` have ended when `event` is reached, which may be
+    /// an event of another stream: for streams that can no longer record one.
+    pub fn record_end_of_use(&mut self, stream: &D::Stream, event: D::Event) {
+        self.uses.retain(|(id, _)| *id != stream.id());
+        self.uses.push((stream.id(), event));
     }
 }
 

@@ -2,7 +2,9 @@
 //!
 //! A hazard has the home stream of the freed block (everything enqueued there up to the time of
 //! reuse counts) and the recorded uses on other streams. The home stream needs no wait for its own
-//! operations; any other stream waits for events. Allocating bytes enqueues these waits and removes
+//! operations; any other stream waits for events. If the home stream may be destroyed before the
+//! bytes are allocated again ([`Stream::may_end`]), its event is recorded when the hazard is made.
+//! Allocating bytes enqueues these waits and removes
 //! the hazards, because every later user is ordered after the allocation.
 
 use std::collections::BTreeMap;
@@ -62,8 +64,11 @@ impl<D: Device> Hazards<D> {
         &mut self,
         range: Range<u64>,
         home: &D::Stream,
-        uses: Vec<(u64, D::Event)>,
+        mut uses: Vec<(u64, D::Event)>,
     ) {
+        if home.may_end() {
+            record_end(home, &mut uses);
+        }
         let below = self.0.range(..range.end).next_back();
         debug_assert!(
             below.is_none_or(|(_, other)| other.end <= range.start),
@@ -216,6 +221,14 @@ impl<D: Device> Hazards<D> {
             }
             true
         })
+    }
+}
+
+/// Adds the event of a stream's end to `uses`, unless they have one. If recording it fails, later
+/// users of the memory record it again.
+pub(super) fn record_end<S: Stream>(stream: &S, uses: &mut Vec<(u64, S::Event)>) {
+    if uses.iter().all(|(id, _)| *id != stream.id()) {
+        uses.extend(stream.record().ok().map(|end| (stream.id(), end)));
     }
 }
 

@@ -13,11 +13,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::hazards::{Hazards, RECORD_ATTEMPTS};
+use super::hazards::{Hazards, RECORD_ATTEMPTS, record_end};
 use super::report::Account;
 use super::state::{Allocation, LANE_TAG};
 use super::{Central, Purpose};
-use crate::device::{BlockNote, Device, DeviceError};
+use crate::device::{BlockNote, Device, DeviceError, Stream};
 use crate::planner::{Lifetime, Offsets, Pick, RangeId, Request, Side};
 use crate::primitive::{Mutex, MutexGuard};
 
@@ -47,8 +47,9 @@ struct Chunk<D: Device> {
     ptr: *mut u8,
     /// The number of live blocks in it.
     blocks: usize,
-    /// The stream that it was allocated on.
+    /// The stream that it was allocated on, and its end at that time if it may be destroyed.
     home: D::Stream,
+    home_end: Vec<(u64, D::Event)>,
 }
 
 // SAFETY: the chunk owns its memory; the address is not tied to a thread.
@@ -232,8 +233,12 @@ impl<D: Device> Lane<D> {
         drop(state);
         let start = lane.space.add_segment(bytes);
         // `stream` waits for the earlier users of the whole chunk; other streams wait for `stream`.
+        let mut home_end = Vec::new();
+        if stream.may_end() {
+            record_end(stream, &mut home_end);
+        }
         lane.hazards
-            .insert(start..start + bytes, stream, Vec::new());
+            .insert(start..start + bytes, stream, home_end.clone());
 
         lane.chunks.push(Chunk {
             start,
@@ -243,6 +248,7 @@ impl<D: Device> Lane<D> {
             ptr,
             blocks: 0,
             home: stream.clone(),
+            home_end,
         });
 
         true
@@ -272,7 +278,9 @@ impl<D: Device> Lane<D> {
         lane.chunks.len() < before
     }
 
-    fn free_chunk(&self, chunk: &Chunk<D>, uses: Vec<(u64, D::Event)>) {
+    fn free_chunk(&self, chunk: &Chunk<D>, mut uses: Vec<(u64, D::Event)>) {
+        // Later uses on the home stream are among `uses`.
+        uses.extend(chunk.home_end.iter().cloned());
         let mut state = self.central.state.lock();
         state.free(Allocation::Range(chunk.range), &chunk.home, uses);
         state.lane_bytes -= chunk.bytes as usize;

@@ -12,6 +12,7 @@
 
 mod backings;
 mod block;
+mod block_map;
 mod error;
 #[cfg(all(test, not(any(loom, miri))))]
 mod fault_tests;
@@ -46,6 +47,7 @@ use crate::planner::{Planner, PlannerConfig, Request};
 use crate::primitive::{Mutex, MutexGuard, thread_number};
 
 pub use block::Block;
+pub use block_map::BlockMap;
 pub use error::AllocError;
 pub use map::{MemoryMap, Span};
 pub use movable::Movable;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::Purpose;
-use super::hazards::{Hazards, wait_unless_done};
+use super::hazards::{Hazards, record_end, wait_unless_done};
 use super::report::Account;
 use super::source::Source;
 use super::stitched::{ViewId, Views};
@@ -241,6 +241,10 @@ impl<D: Device> State<D> {
                 self.hazards.insert(start..start + bytes, home, uses);
             }
             Allocation::View(view) => {
+                let mut uses = uses;
+                if home.may_end() {
+                    record_end(home, &mut uses);
+                }
                 self.views.free(view, &mut self.planner, home, &uses);
                 for piece in self.views.pieces(view) {
                     self.hazards.insert(piece, home, uses.clone());

@@ -8,6 +8,7 @@
 use std::ops::Range;
 use std::ptr::NonNull;
 
+use super::hazards::record_end;
 use super::source::Arena;
 use crate::device::{Device, DeviceError, Event, Stream, VirtualMemory};
 use crate::planner::{Planner, RangeId, Stitch};
@@ -168,8 +169,11 @@ impl<D: Device> Views<D> {
         let Some(view) = &mut self.slots[id.0] else {
             return;
         };
-        let uses = uses.iter().map(|(_, event)| event.clone());
-        view.last_uses = home.record().ok().map(|last| uses.chain([last]).collect());
+        let mut last_uses = uses.to_vec();
+        record_end(home, &mut last_uses);
+        let complete = last_uses.iter().any(|(id, _)| *id == home.id());
+        let events = last_uses.into_iter().map(|(_, event)| event);
+        view.last_uses = complete.then(|| events.collect());
     }
 
     /// Frees the pieces of a view that was allocated and not used.

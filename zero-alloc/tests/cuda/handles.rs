@@ -1,7 +1,7 @@
 //! Conversion of a framework's handles.
 
 use zero_alloc::cuda::interop;
-use zero_alloc::device::{DType, Device, DeviceError, Event, Stream};
+use zero_alloc::device::{DType, Device, DeviceError, Event, Memory, Stream};
 use zero_alloc::{Pool, Purpose};
 
 use crate::kernels::{launch, scale_add};
@@ -42,6 +42,55 @@ fn cuda_default_streams_are_refused() {
         let error = refused.expect_err("a default stream").to_string();
         assert!(error.contains("default is a default stream"), "{error}");
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_streams_of_pools_may_end() {
+    let device = open();
+    let theirs = device.create_stream("theirs").expect("a stream");
+    let other = device.create_stream("other").expect("a stream");
+    let raw = interop::raw_stream(&theirs);
+    // SAFETY: `theirs` lives while `ours` allocates.
+    let ours = unsafe { interop::pool_stream_from_raw(&device, raw, "ours") }.expect("a stream");
+    assert!(ours.may_end() && !theirs.may_end());
+    let pool = Pool::new(device.clone(), 64 << 20);
+    let allocate = |bytes, stream| {
+        let block = pool.allocate(bytes, DType::U8, Purpose::Workspace, stream);
+        block.expect("room")
+    };
+
+    // A block of two pages is stitched from those of the first and the third block.
+    let page = device.virtual_memory().map_or(2 << 20, |m| m.page_bytes());
+    let [first, second, third] = [(); 3].map(|()| allocate(page, &ours));
+    drop((first, third));
+    let stitched = allocate(2 * page, &ours);
+    drop((second, stitched));
+    drop(theirs);
+
+    // A use of the destroyed stream would fail these.
+    let again = allocate(8 * page, &other);
+    drop(again);
+    other.synchronize(LIMIT).expect("sound");
+    assert!(pool.trim(LIMIT) >= 8 * page);
+    drop(pool);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_streams_have_unique_ids() {
+    let device = open();
+    let id = |stream| {
+        // SAFETY: the stream lives.
+        unsafe { interop::unique_stream_id(&device, interop::raw_stream(stream)) }
+    };
+    let [a, b] = ["a", "b"].map(|name| device.create_stream(name).expect("a stream"));
+    let Some(of_a) = id(&a).expect("a live stream") else {
+        println!("SKIPPED: the driver is older than CUDA 12");
+        return;
+    };
+    assert_eq!(id(&a), Ok(Some(of_a)));
+    assert_ne!(id(&b), Ok(Some(of_a)));
 }
 
 #[test]

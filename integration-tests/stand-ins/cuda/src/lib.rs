@@ -4,7 +4,8 @@
 //! Device memory is host memory at the same address; a registry of live ranges decides which
 //! accesses are legal. A stream is a thread with a queue, so only events order two streams. A
 //! kernel is PTX, decoded at load and interpreted warp by warp. New memory is filled with one bits
-//! (NaN in every float format), the default stream is rejected, and an access outside live memory
+//! (NaN in every float format), the default stream is rejected (unless a test calls
+//! `standInAcceptDefaultStreams`), and an access outside live memory
 //! fails the context permanently, as on a GPU.
 //!
 //! | variable | meaning |

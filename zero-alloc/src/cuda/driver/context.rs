@@ -157,6 +157,26 @@ impl Context {
         Ok(self.attribute(which)? == 1)
     }
 
+    /// Waits until everything in the context has run, also in destroyed streams. Has no limit.
+    pub(crate) fn synchronize(&self) -> Result<(), DeviceError> {
+        let driver = self.bind()?;
+        // SAFETY: the context is current.
+        unsafe { call!(driver, cuCtxSynchronize()) }
+    }
+
+    /// Runs `f` while this thread may make calls that other threads' recordings of graphs refuse in
+    /// CUDA's global mode, such as mapping memory.
+    pub(crate) fn with_relaxed_captures<R>(&self, f: impl FnOnce() -> R) -> Result<R, DeviceError> {
+        let driver = self.bind()?;
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges the mode of this thread, one of the three values of the enum.
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        let result = f();
+        // SAFETY: as above; restores the thread's mode, which the first exchange returned.
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        Ok(result)
+    }
+
     /// Free and total bytes of the device.
     pub(crate) fn memory_bytes(&self) -> Result<(usize, usize), DeviceError> {
         let driver = self.bind()?;

@@ -84,6 +84,25 @@ impl Queue {
         })
     }
 
+    /// The driver's id of a stream, which no other stream of the process ever has; `None` before
+    /// CUDA 12.
+    ///
+    /// # Safety
+    /// `raw` is a stream.
+    pub(crate) unsafe fn unique_id(
+        context: &Context,
+        raw: sys::CUstream,
+    ) -> Result<Option<u64>, DeviceError> {
+        let driver = context.bind()?;
+        let Some(get) = driver.table.cuStreamGetId else {
+            return Ok(None);
+        };
+        let mut id = 0;
+        // SAFETY: a stream, by the caller's promise; writes one number.
+        let code = unsafe { get(raw, &raw mut id) };
+        driver.check("cuStreamGetId", code).map(|()| Some(id))
+    }
+
     /// The id of its context's memory.
     pub(crate) fn device(&self) -> DeviceId {
         self.context.id()

@@ -22,6 +22,8 @@ macro_rules! table {
             $(pub(super) $symbol: unsafe extern "C" fn($($arg),*) -> c_int,)*
             /// Every driver exports it, but the newest headers declare only its successor.
             pub(super) cuEventElapsedTime: unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> c_int,
+            /// Drivers before CUDA 12 lack it.
+            pub(super) cuStreamGetId: Option<unsafe extern "C" fn(sys::CUstream, *mut u64) -> c_int>,
             /// These two accept any code, not only values of cudarc's enum.
             pub(super) cuGetErrorName: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
             pub(super) cuGetErrorString: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
@@ -41,6 +43,7 @@ macro_rules! table {
                     Ok(Self {
                         $($symbol: library.function(stringify!($symbol))?,)*
                         cuEventElapsedTime: library.function("cuEventElapsedTime")?,
+                        cuStreamGetId: library.function("cuStreamGetId").ok(),
                         cuGetErrorName: library.function("cuGetErrorName")?,
                         cuGetErrorString: library.function("cuGetErrorString")?,
                     })
@@ -63,6 +66,7 @@ table! {
     cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
     cuCtxSetCurrent(sys::CUcontext);
     cuCtxGetDevice(*mut sys::CUdevice);
+    cuCtxSynchronize();
 
     cuMemGetInfo_v2(*mut usize, *mut usize);
     cuMemAlloc_v2(*mut sys::CUdeviceptr, usize);

@@ -3,6 +3,7 @@
 use super::{Out, driver};
 use crate::driver::device::{self, Device, current, current_even_failed, of_context, with_stack};
 use crate::driver::memory;
+use crate::driver::queue::wait_for_all;
 use crate::driver::stream::{destroy_all, of_device};
 use crate::error::{Failure, Outcome};
 
@@ -94,8 +95,11 @@ driver! {
 pub(super) const LEAST_PRIORITY: i32 = 0;
 pub(super) const GREATEST_PRIORITY: i32 = -5;
 
+/// Waits for all streams, also for what destroyed ones still run.
 fn synchronize(device: &'static Device) -> Outcome {
     of_device(device)
         .into_iter()
-        .try_for_each(|stream| stream.synchronize())
+        .try_for_each(|stream| stream.synchronize())?;
+    wait_for_all(device.ordinal);
+    device.check()
 }

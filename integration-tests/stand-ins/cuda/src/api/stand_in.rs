@@ -1,7 +1,8 @@
-//! Functions for the other stand-ins, which the driver does not have.
+//! Functions for the other stand-ins and for tests, which the driver does not have.
 
 use super::{Text, guard};
 use crate::counts::Work;
+use crate::driver::device::current;
 use crate::driver::op::{HostFunction, Op};
 use crate::driver::stream::stream;
 use crate::settings::settings;
@@ -11,6 +12,16 @@ use crate::settings::settings;
 #[unsafe(no_mangle)]
 pub extern "C" fn standInIsDry() -> u32 {
     u32::from(settings().dry)
+}
+
+/// Makes the current device accept the default streams from now on, for tests of memory that a
+/// framework uses on them.
+#[allow(non_snake_case)]
+#[unsafe(no_mangle)]
+pub extern "C" fn standInAcceptDefaultStreams() -> u32 {
+    guard("standInAcceptDefaultStreams", || {
+        current().map(|device| device.accept_default_streams())
+    })
 }
 
 /// Counts one call of a library when the stream gets there.

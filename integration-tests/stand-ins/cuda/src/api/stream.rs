@@ -52,6 +52,10 @@ driver! {
         context.put(stream(on)?.device.context)
     }
 
+    cuStreamGetId(on: usize, id: Out<u64>) {
+        id.put(stream(on)?.number as u64)
+    }
+
     cuStreamGetFlags(on: usize, flags: Out<u32>) {
         flags.put(stream(on)?.flags)
     }

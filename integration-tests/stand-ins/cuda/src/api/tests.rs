@@ -318,6 +318,50 @@ fn events_order_concurrent_streams() {
 }
 
 #[test]
+fn accepted_default_streams_are_streams() {
+    own_device();
+    assert_eq!(standInAcceptDefaultStreams(), 0);
+    let id_of = |on| {
+        let mut id = 0;
+        ok!(cuStreamGetId(on, (&mut id).into()));
+        id
+    };
+    let stream = new_stream();
+    assert_eq!(id_of(0), id_of(1));
+    assert!(id_of(0) != id_of(2) && id_of(stream) != id_of(0));
+
+    // A thread has a default stream of its own.
+    let mut context = 0;
+    ok!(cuCtxGetCurrent((&mut context).into()));
+    let [legacy, of_thread] = std::thread::scope(|scope| {
+        let ids = || {
+            ok!(cuCtxSetCurrent(context));
+            [1, 2].map(id_of)
+        };
+        scope.spawn(ids).join().expect("no panic")
+    });
+    assert!(legacy == id_of(0) && of_thread != id_of(2));
+
+    let address = upload(0, &[5; 64]);
+    assert_eq!(download(1, address, 64), [5; 64]);
+}
+
+#[test]
+fn synchronized_context_includes_destroyed_streams() {
+    own_device();
+    let stream = new_stream();
+    let event = new_event();
+    let latch = Latch::default();
+    latch.block(stream);
+    ok!(cuEventRecord(event, stream));
+    ok!(cuStreamDestroy_v2(stream));
+    fails!(NotReady, cuEventQuery(event));
+    latch.open();
+    ok!(cuCtxSynchronize());
+    ok!(cuEventQuery(event));
+}
+
+#[test]
 fn unrecorded_event_is_complete_and_untimed() {
     own_device();
     let stream = new_stream();

@@ -1,7 +1,7 @@
 //! Devices, each with one primary context, and the current context of a thread.
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use crate::error::{Failure, Outcome, describe, say};
@@ -17,6 +17,8 @@ pub(crate) struct Device {
     retained: Mutex<u32>,
     /// The code that every call returns after an operation failed; 0 before that.
     failed: AtomicU32,
+    /// Whether a test uses the default streams.
+    default_streams: AtomicBool,
 }
 
 static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
@@ -50,6 +52,7 @@ impl Device {
             used_bytes,
             retained: Mutex::new(0),
             failed,
+            default_streams: AtomicBool::new(false),
         }
     }
 
@@ -102,6 +105,16 @@ impl Device {
     /// The failure of an earlier operation, if there was one.
     pub(crate) fn check(&self) -> Outcome {
         Failure::from_code(self.failed.load(Ordering::Acquire)).map_or(Ok(()), Err)
+    }
+
+    /// Accepts the default streams from now on, as streams that are ordered by events only: CUDA
+    /// orders them against blocking streams, too.
+    pub(crate) fn accept_default_streams(&self) {
+        self.default_streams.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn accepts_default_streams(&self) -> bool {
+        self.default_streams.load(Ordering::Relaxed)
     }
 
     pub(crate) fn retain(&self) {

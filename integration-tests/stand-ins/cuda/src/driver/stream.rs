@@ -1,5 +1,7 @@
 //! Streams. A stream is a queue or, during a capture, a position in a graph.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use super::capture::Capture;
@@ -28,12 +30,46 @@ pub(crate) struct Stream {
 
 static STREAMS: Handles<Stream> = Handles::new();
 
-/// The stream of a handle. The default streams are rejected, since this workspace never uses them.
+/// The handle of the calling thread's own default stream; 0 and 1 are the legacy default stream.
+const PER_THREAD: usize = 2;
+
+/// The numbers of the legacy default streams, by device.
+static LEGACY: Mutex<Option<HashMap<u32, usize>>> = Mutex::new(None);
+
+thread_local! {
+    /// The numbers of this thread's default streams, by device.
+    static OF_THREAD: RefCell<HashMap<u32, usize>> = RefCell::default();
+}
+
+/// The stream of a handle. The default streams are rejected unless a test accepts them, since this
+/// workspace uses them only where a framework does.
 pub(crate) fn stream(number: usize) -> Outcome<Arc<Stream>> {
-    if number <= 2 {
+    if number > PER_THREAD {
+        return Ok(STREAMS.get(number)?);
+    }
+    let device = device::current().ok();
+    let Some(device) = device.filter(|device| device.accepts_default_streams()) else {
         say!("the default stream (handle {number}) is refused");
         return Err(Failure::InvalidHandle);
+    };
+    if number == PER_THREAD {
+        OF_THREAD.with(|numbers| default_stream(device, &mut numbers.borrow_mut()))
+    } else {
+        default_stream(device, lock(&LEGACY).get_or_insert_default())
     }
+}
+
+/// The default stream of a device among `numbers`, made anew for a new context.
+fn default_stream(
+    device: &'static Device,
+    numbers: &mut HashMap<u32, usize>,
+) -> Outcome<Arc<Stream>> {
+    let known = numbers.get(&device.ordinal);
+    if let Some(stream) = known.and_then(|number| STREAMS.get(*number).ok()) {
+        return Ok(stream);
+    }
+    let number = create(device, 0, 0)?;
+    numbers.insert(device.ordinal, number);
     Ok(STREAMS.get(number)?)
 }
 
