@@ -1,6 +1,6 @@
 """Reads cargo's JSON messages and prints KIND, NAME and PATH of each program: kind test, bench or bin.
 
-A test's name is CRATE.TARGET, since several crates have a test of one name.
+A test's name is CRATE.TARGET, since several crates have a test of one name. The kind `library` is zero-alloc-torch for PyTorch.
 """
 
 import json
@@ -10,9 +10,15 @@ for line in sys.stdin:
     if not line.startswith("{"):
         continue
     message = json.loads(line)
-    if message["reason"] != "compiler-artifact" or not message.get("executable"):
+    if message["reason"] != "compiler-artifact":
         continue
     target = message["target"]
+    if target["name"] == "zero_alloc_torch" and "cdylib" in target["kind"] and not message["profile"]["test"]:
+        for path in message["filenames"]:
+            if path.endswith(".so"):
+                print("library", "libzero_alloc_torch.so", path, sep="\t")
+    if not message.get("executable"):
+        continue
     kind = target["kind"][0]
     name = target["name"]
     if message["profile"]["test"] and kind != "bench":
