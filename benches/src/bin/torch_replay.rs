@@ -7,15 +7,15 @@
 //! `ZERO_STANDIN_DRY=1 integration-tests/stand-ins/with-stand-ins target/release/torch_replay
 //! benches/traces/*.csv.gz`
 //!
-//! A cold round starts with nothing reserved, so its time has the driver's for mapping pages. A
-//! warm round repeats the trace on the reserved memory. On the stand-in both have its time for
-//! events and pages instead of a driver's: they compare the interfaces, and say nothing of a GPU.
+//! Times are processor time of the calling thread. A cold round starts with nothing reserved, so
+//! its time has the driver's for mapping pages. A warm round repeats the trace on the reserved
+//! memory. On the stand-in both have its time for events and pages instead of a driver's: they
+//! compare the interfaces, and say nothing of a GPU.
 
 use std::ffi::c_void;
 use std::hint::black_box;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use benches::replay::{Op, Trace};
 use serde_json::json;
@@ -143,11 +143,20 @@ impl Outcome {
     }
 }
 
+/// Processor time of the calling thread, in nanoseconds (Linux): other programs do not change it.
+fn cpu_ns() -> Result<u64, String> {
+    let path = "/proc/thread-self/schedstat";
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?;
+    let first = text.split_whitespace().next();
+    let number = first.and_then(|number| number.parse().ok());
+    number.ok_or(format!("{path}: {text}"))
+}
+
 /// Replays a trace, frees what it left, and returns the nanoseconds a pair.
 fn round<I: Interface>(trace: &Trace, interface: &I) -> Result<f64, String> {
     let mut held: Vec<Option<I::Held>> = Vec::new();
     held.resize_with(trace.slots, || None);
-    let start = Instant::now();
+    let start = cpu_ns()?;
     for op in &trace.ops {
         match *op {
             Op::Allocate { slot, bytes } => {
@@ -160,7 +169,7 @@ fn round<I: Interface>(trace: &Trace, interface: &I) -> Result<f64, String> {
             }
         }
     }
-    let ns = start.elapsed().as_nanos() as f64 / trace.allocations.max(1) as f64;
+    let ns = (cpu_ns()? - start) as f64 / trace.allocations.max(1) as f64;
 
     for block in held.into_iter().flatten() {
         interface.free(block);
@@ -175,11 +184,19 @@ fn replay(trace: &Trace, device: &CudaDevice, repeats: usize) -> Result<(), Stri
     let other = CFunctions::new(interop::raw_stream(&stream));
     let [mut on_default, mut on_other, mut in_rust] = [Outcome::WORST; 3];
 
+    // Returns everything, because nothing uses it any more.
+    let empty = || -> Result<(), String> {
+        let synchronized = interop::synchronize_context(device);
+        synchronized.map_err(|error| error.to_string())?;
+        zero_torch_empty_cache();
+        Ok(())
+    };
+
     for _ in 0..repeats {
         on_default.add(trace, &default)?;
-        zero_torch_empty_cache();
+        empty()?;
         on_other.add(trace, &other)?;
-        zero_torch_empty_cache();
+        empty()?;
         let rust = RustPool {
             pool: Pool::new(device.clone(), budget_bytes),
             stream: stream.clone(),

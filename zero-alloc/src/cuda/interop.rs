@@ -22,7 +22,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::driver::{Context, Point, Queue};
+use super::driver::{Context, Driver, Point, Queue};
 use super::sticky::Sticky;
 use super::{CudaDevice, CudaEvent, CudaStream};
 use crate::device::DeviceError;
@@ -141,6 +141,16 @@ pub fn with_relaxed_captures<R>(
     f: impl FnOnce() -> R,
 ) -> Result<R, DeviceError> {
     device.context().with_relaxed_captures(f)
+}
+
+/// Runs `f`, and makes the context current again that was current on this thread before. Methods of
+/// this crate make their device's context current, which changes the current device of CUDA's
+/// runtime.
+///
+/// # Errors
+/// There is no driver, or it failed.
+pub fn with_context_kept<R>(f: impl FnOnce() -> R) -> Result<R, DeviceError> {
+    Driver::with_context_kept(f)
 }
 
 /// The stream's raw handle; valid while a [`CudaStream`] handle of it lives.

@@ -27,7 +27,7 @@ void zero_torch_free(void *ptr, ssize_t size, int device, void *stream);
 /* `stream` uses the block, up to the moment when it is freed. */
 void zero_torch_record_stream(void *ptr, void *stream);
 
-/* To be called before a stream is destroyed on which blocks are live. PyTorch never destroys the streams of its own pool.
+/* To be called before a stream is destroyed on which blocks are live. PyTorch never destroys the streams of its pool.
  * Without this call zero_torch_free hands the driver a destroyed handle, which CUDA leaves undefined; where the driver
  * reports it, or has reused the handle (CUDA 12 and later), zero_torch_free waits for the whole device. Returns 0. */
 int zero_torch_forget_stream(int device, void *stream);

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 
 PATH = os.environ.get("ZERO_ALLOC_TORCH", "libzero_alloc_torch.so")
@@ -19,8 +20,9 @@ HOOKS = {
 }
 
 
+@functools.cache
 def allocator():
-    """The arena as a torch.cuda.memory.CUDAPluggableAllocator."""
+    """The arena as a torch.cuda.memory.CUDAPluggableAllocator, which must outlive all of its memory."""
     import torch
 
     made = torch.cuda.memory.CUDAPluggableAllocator(PATH, "zero_torch_malloc", "zero_torch_free")
@@ -60,4 +62,4 @@ def statistics(device=0):
 def write_svg(path, device=0):
     """Writes a map of the arena's memory."""
     if ctypes.CDLL(PATH).zero_torch_write_svg(device, os.fsencode(path)) != 0:
-        raise RuntimeError(f"the map was not written to {path}; stderr says why")
+        raise RuntimeError(f"the map was not written to {path}; see stderr")

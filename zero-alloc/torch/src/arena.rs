@@ -189,17 +189,17 @@ impl Arena {
             recording,
         };
         match self.blocks.allocate(bytes, PURPOSE, stream, tag) {
-            Err(source @ AllocError::OutOfMemory { .. }) => {
+            Err(cause @ AllocError::OutOfMemory { .. }) => {
                 self.counts.out_of_memory.fetch_add(1, Ordering::Relaxed);
                 let held = self.held();
-                let source = Box::new(source);
-                Err(ArenaError::OutOfMemory { source, held })
+                let cause = Box::new(cause);
+                Err(ArenaError::OutOfMemory { cause, held })
             }
             allocated => Ok(allocated?),
         }
     }
 
-    /// Who holds the arena's memory, in one line.
+    /// The holders of the arena's memory, in one line.
     fn held(&self) -> String {
         let mut by_stream: BTreeMap<String, (usize, usize)> = BTreeMap::new();
         let mut largest = Vec::new();

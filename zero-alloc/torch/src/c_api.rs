@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
+use zero_alloc::cuda::{CudaDevice, interop};
+
 use crate::arena::Arena;
 use crate::error::{ArenaError, guard, with_last_error};
 use crate::graphs::GraphPoolId;
@@ -28,8 +30,27 @@ static BUDGETS: Mutex<Option<HashMap<usize, usize>>> = Mutex::new(None);
 /// Whether an allocation that fails ends the process.
 static ABORT_ON_FAILURE: AtomicBool = AtomicBool::new(false);
 
+/// Runs `body` without changing PyTorch's current device, which matters if there are several.
+fn on_any_device<R>(body: impl FnOnce() -> Result<R, ArenaError>) -> Result<R, ArenaError> {
+    static DEVICES: OnceLock<usize> = OnceLock::new();
+    if *DEVICES.get_or_init(|| CudaDevice::count().unwrap_or(0)) > 1 {
+        interop::with_context_kept(body)?
+    } else {
+        body()
+    }
+}
+
 const OK: c_int = 0;
 const FAILED: c_int = -1;
+
+/// As [`guard`], for calls that use a device.
+fn guard_device<R>(
+    call: &'static str,
+    failed: R,
+    body: impl FnOnce() -> Result<R, ArenaError>,
+) -> R {
+    guard(call, failed, || on_any_device(body))
+}
 
 fn place(device: c_int) -> Result<(usize, &'static OnceLock<Arena>), ArenaError> {
     let ordinal = usize::try_from(device).ok();
@@ -74,7 +95,7 @@ pub unsafe extern "C" fn zero_torch_malloc(
     if size == 0 {
         return null_mut();
     }
-    let ptr: *mut c_void = guard("malloc", null_mut(), || {
+    let ptr: *mut c_void = guard_device("malloc", null_mut(), || {
         let bytes = usize::try_from(size).map_err(|_| ArenaError::NegativeSize(size))?;
         let ptr = arena_or_new(device)?.allocate(bytes, stream)?;
         Ok(ptr.as_ptr().cast())
@@ -105,7 +126,7 @@ pub unsafe extern "C" fn zero_torch_free(
     if ptr.is_null() {
         return;
     }
-    guard("free", (), || {
+    guard_device("free", (), || {
         if arena(device)?.free(ptr.cast())? {
             Ok(())
         } else {
@@ -123,7 +144,7 @@ pub unsafe extern "C" fn zero_torch_record_stream(ptr: *mut c_void, stream: *mut
     if ptr.is_null() {
         return;
     }
-    guard("record_stream", (), || {
+    guard_device("record_stream", (), || {
         for arena in arenas() {
             if arena.record_stream(ptr.cast(), stream)? {
                 return Ok(());
@@ -139,7 +160,7 @@ pub unsafe extern "C" fn zero_torch_record_stream(ptr: *mut c_void, stream: *mut
 /// `stream` is a stream of the device, which lives during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn zero_torch_forget_stream(device: c_int, stream: *mut c_void) -> c_int {
-    guard("forget_stream", FAILED, || {
+    guard_device("forget_stream", FAILED, || {
         // Without an arena no block has used the stream.
         if let Some(arena) = place(device)?.1.get() {
             arena.forget_stream(stream)?;
@@ -151,7 +172,7 @@ pub unsafe extern "C" fn zero_torch_forget_stream(device: c_int, stream: *mut c_
 /// Returns free memory to the devices, for `set_reset_fn`, which is `torch.cuda.empty_cache`.
 #[unsafe(no_mangle)]
 pub extern "C" fn zero_torch_empty_cache() {
-    guard("empty_cache", (), || {
+    guard_device("empty_cache", (), || {
         for arena in arenas() {
             // Keeps the peak of the reserved bytes.
             arena.statistics();
@@ -172,14 +193,12 @@ pub extern "C" fn zero_torch_set_budget(device: c_int, bytes: u64) -> c_int {
 /// Sets the limit as a fraction of the device's memory, for `set_memory_fraction_fn`.
 #[unsafe(no_mangle)]
 pub extern "C" fn zero_torch_set_memory_fraction(fraction: c_double, device: c_int) {
-    guard("set_memory_fraction", (), || {
+    guard_device("set_memory_fraction", (), || {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(ArenaError::NoFraction(fraction));
         }
         let (ordinal, _) = place(device)?;
-        let total_bytes = zero_alloc::cuda::CudaDevice::open(ordinal)?
-            .memory_bytes()?
-            .1;
+        let total_bytes = CudaDevice::open(ordinal)?.memory_bytes()?.1;
         set_budget(device, (total_bytes as f64 * fraction) as usize)?;
         Ok(())
     });
@@ -213,7 +232,7 @@ pub extern "C" fn zero_torch_begin_graph_pool(
     id: GraphPoolId,
     _filter: *mut c_void,
 ) {
-    guard("begin_graph_pool", (), || {
+    guard_device("begin_graph_pool", (), || {
         arena_or_new(device)?.begin_graph_pool(id);
         Ok(())
     });
@@ -222,7 +241,7 @@ pub extern "C" fn zero_torch_begin_graph_pool(
 /// Closes a graph pool, for `set_end_allocate_to_pool_fn`.
 #[unsafe(no_mangle)]
 pub extern "C" fn zero_torch_end_graph_pool(device: c_int, id: GraphPoolId) {
-    guard("end_graph_pool", (), || {
+    guard_device("end_graph_pool", (), || {
         arena_or_new(device)?.end_graph_pool(id);
         Ok(())
     });
@@ -234,7 +253,7 @@ pub extern "C" fn zero_torch_end_graph_pool(device: c_int, id: GraphPoolId) {
 /// The graphs of the pool are not launched any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn zero_torch_release_graph_pool(device: c_int, id: GraphPoolId) {
-    guard("release_graph_pool", (), || {
+    guard_device("release_graph_pool", (), || {
         arena_or_new(device)?.release_graph_pool(id)
     });
 }
@@ -282,10 +301,10 @@ pub unsafe extern "C" fn zero_torch_write_svg(device: c_int, path: *const c_char
         let path = unsafe { CStr::from_ptr(path) };
         let path = path.to_str().map_err(|_| ArenaError::BadArgument)?;
         let pool = arena(device)?.pool();
-        std::fs::write(path, svg(&pool.map(), &pool.report())).map_err(|source| {
+        std::fs::write(path, svg(&pool.map(), &pool.report())).map_err(|cause| {
             ArenaError::File {
                 path: path.to_owned(),
-                source,
+                cause,
             }
         })?;
         Ok(OK)

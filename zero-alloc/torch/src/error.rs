@@ -25,18 +25,15 @@ pub(crate) enum ArenaError {
     ArenaExists { device: i32, budget_bytes: usize },
     #[error("the fraction {0} is not between 0 and 1")]
     NoFraction(f64),
-    #[error("{source}; {held}")]
+    #[error("{cause}; {held}")]
     OutOfMemory {
-        source: Box<AllocError>,
+        cause: Box<AllocError>,
         held: String,
     },
     #[error("a null pointer, or a string that is not UTF-8")]
     BadArgument,
-    #[error("{path}: {source}")]
-    File {
-        path: String,
-        source: std::io::Error,
-    },
+    #[error("{path}: {cause}")]
+    File { path: String, cause: std::io::Error },
     #[error(transparent)]
     Alloc(Box<AllocError>),
     #[error(transparent)]

@@ -18,7 +18,7 @@ pub struct GraphPoolId {
     pub second: u64,
 }
 
-/// Who owns a block that was allocated while its stream was recorded.
+/// The owner of a block that was allocated while its stream was recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Recording {
     /// The graph pool that was open.

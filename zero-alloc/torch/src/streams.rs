@@ -13,7 +13,7 @@ use parking_lot::RwLock;
 use zero_alloc::cuda::{CudaDevice, CudaEvent, CudaStream, interop};
 use zero_alloc::device::DeviceError;
 
-/// Which stream a handle means.
+/// The stream that a handle means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Which {
     /// The legacy default stream, which is never destroyed: handles 0 and 1.

@@ -114,6 +114,18 @@ impl Driver {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
+    /// Runs `f`, and makes the context current again that was current on this thread before.
+    pub(super) fn with_context_kept<R>(f: impl FnOnce() -> R) -> Result<R, DeviceError> {
+        let driver = Self::started()?;
+        let mut before = std::ptr::null_mut();
+        // SAFETY: writes one handle, null if no context is current.
+        unsafe { call!(driver, cuCtxGetCurrent(&raw mut before)) }?;
+        let result = f();
+        // SAFETY: it was current when the call began, so its owner keeps it.
+        unsafe { call!(driver, cuCtxSetCurrent(before)) }?;
+        Ok(result)
+    }
+
     /// The address of a device on the PCI bus, such as `0000:3b:00.0`. Needs no context.
     pub(super) fn pci_address(ordinal: usize) -> Result<String, DeviceError> {
         let driver = Self::started()?;

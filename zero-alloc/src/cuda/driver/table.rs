@@ -65,6 +65,7 @@ table! {
     cuDevicePrimaryCtxRetain(*mut sys::CUcontext, sys::CUdevice);
     cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
     cuCtxSetCurrent(sys::CUcontext);
+    cuCtxGetCurrent(*mut sys::CUcontext);
     cuCtxGetDevice(*mut sys::CUdevice);
     cuCtxSynchronize();
 

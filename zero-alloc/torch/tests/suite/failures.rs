@@ -1,12 +1,12 @@
 //! Wrong arguments, and an exhausted arena.
 
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
-
 use zero_alloc_torch::c_api::*;
 
 use crate::statistics::statistics;
-use crate::{BLOCK_BYTES, BUDGET_BYTES, error_of, free, last_error, malloc, open, record_stream};
+use crate::{
+    BLOCK_BYTES, BUDGET_BYTES, error_of, free, last_error, malloc, open, record_stream, run_alone,
+};
 
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -126,7 +126,7 @@ const ABORTS: &str = "ZERO_ALLOC_TORCH_TEST_ABORTS";
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_torch_failed_allocation_ends_the_process_on_request() {
+fn cuda_torch_failure_ends_the_process_on_request() {
     let fixture = open();
     if std::env::var_os(ABORTS).is_some() {
         zero_torch_abort_on_failure(1);
@@ -134,12 +134,11 @@ fn cuda_torch_failed_allocation_ends_the_process_on_request() {
         unreachable!("aborted");
     }
 
-    let test = "failures::cuda_torch_failed_allocation_ends_the_process_on_request";
-    let output = Command::new(std::env::current_exe().expect("a path"))
-        .args(["--exact", "--ignored", "--nocapture", test])
-        .env(ABORTS, "1")
-        .output()
-        .expect("started");
+    let output = run_alone(
+        "failures::cuda_torch_failure_ends_the_process_on_request",
+        ABORTS,
+        "1",
+    );
     let text = String::from_utf8_lossy(&output.stderr);
     const SIGABRT: i32 = 6;
     assert_eq!(output.status.signal(), Some(SIGABRT), "{text}");

@@ -61,7 +61,7 @@ fn cuda_torch_graph_keeps_its_memory() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_torch_block_freed_while_recorded_is_free_afterwards() {
+fn cuda_torch_free_while_recorded_is_deferred() {
     let fixture = open();
     let stream = fixture.stream("recorded");
     let before = statistics().live_bytes;

@@ -3,6 +3,7 @@
 //! All tests of this process use the arena of device 0, so they run one at a time.
 
 mod c_program;
+mod devices;
 mod failures;
 mod graphs;
 mod python;
@@ -10,6 +11,7 @@ mod statistics;
 mod streams;
 
 use std::ffi::{c_char, c_void};
+use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,7 +23,7 @@ use zero_alloc_torch::c_api::*;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Small enough to be exhausted by a test.
 const BUDGET_BYTES: usize = 64 << 20;
-/// Pages of their own, so that a freed block is the first choice for the next one.
+/// Blocks of whole pages: a freed one is reused by the next of its size.
 const BLOCK_BYTES: usize = 4 << 20;
 
 /// The device, with the arena to itself.
@@ -82,7 +84,7 @@ impl Fixture {
 
     /// Whether a block on `stream` is used only after `opened` is open, by a reuse of its memory:
     /// allocates a block of the same size, checks the address, and enqueues a write.
-    fn assert_waits(&self, stream: &CudaStream, freed: *mut u8, gate: &Gate) {
+    fn assert_waits(&self, stream: &CudaStream, freed: *mut u8, latch: &Latch) {
         let again = malloc(BLOCK_BYTES, stream);
         assert_eq!(again, freed, "freed memory is the first choice");
         let bytes = self.slice(again, BLOCK_BYTES);
@@ -90,7 +92,7 @@ impl Fixture {
         let written = stream.record().expect("recorded");
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(written.is_done(), Ok(false), "does not wait");
-        gate.open();
+        latch.open();
         written.synchronize(LIMIT).expect("reached");
         free(again);
     }
@@ -125,6 +127,15 @@ fn last_error() -> String {
     String::from_utf8(bytes.collect()).expect("UTF-8")
 }
 
+/// Runs one test in a process of its own, with a variable set.
+fn run_alone(test: &str, variable: &str, value: &str) -> Output {
+    Command::new(std::env::current_exe().expect("a path"))
+        .args(["--exact", "--ignored", "--nocapture", test])
+        .env(variable, value)
+        .output()
+        .expect("started")
+}
+
 /// Calls `f`, and returns the error that it caused; empty if it caused none.
 fn error_of(f: impl FnOnce()) -> String {
     let before = last_error();
@@ -138,9 +149,9 @@ fn error_of(f: impl FnOnce()) -> String {
 }
 
 /// Keeps a stream from running what is enqueued later.
-struct Gate(Arc<AtomicBool>);
+struct Latch(Arc<AtomicBool>);
 
-impl Gate {
+impl Latch {
     fn close(stream: &CudaStream) -> Self {
         let opened = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&opened);
@@ -151,7 +162,7 @@ impl Gate {
             }
             Ok(())
         };
-        stream.enqueue_host("gate", wait).expect("enqueued");
+        stream.enqueue_host("latch", wait).expect("enqueued");
         Self(opened)
     }
 
@@ -160,7 +171,7 @@ impl Gate {
     }
 }
 
-impl Drop for Gate {
+impl Drop for Latch {
     fn drop(&mut self) {
         self.open();
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use zero_alloc::device::{Event, Stream};
 use zero_alloc_torch::c_api::zero_torch_forget_stream;
 
-use crate::{BLOCK_BYTES, Gate, LIMIT, error_of, free, malloc, open, raw, record_stream};
+use crate::{BLOCK_BYTES, LIMIT, Latch, error_of, free, malloc, open, raw, record_stream};
 
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -15,9 +15,9 @@ fn cuda_torch_default_streams_are_ordered() {
     for handle in [0, 1, 2] {
         let default = fixture.default_stream(handle);
         let block = malloc(BLOCK_BYTES, &default);
-        let gate = Gate::close(&default);
+        let latch = Latch::close(&default);
         free(block);
-        fixture.assert_waits(&other, block, &gate);
+        fixture.assert_waits(&other, block, &latch);
     }
 }
 
@@ -28,24 +28,24 @@ fn cuda_torch_default_handles_0_and_1_are_one_stream() {
     let [zero, one] = [0, 1].map(|handle| fixture.default_stream(handle));
     let block = malloc(BLOCK_BYTES, &zero);
     free(block);
-    let gate = Gate::close(&zero);
+    let latch = Latch::close(&zero);
     let again = malloc(BLOCK_BYTES, &one);
-    gate.open();
+    latch.open();
     assert_eq!(again, block);
     free(again);
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_torch_default_stream_of_another_thread_is_waited_for() {
+fn cuda_torch_stream_of_another_thread_is_waited_for() {
     let fixture = open();
     let other = fixture.stream("other");
     // The block's home is the default stream of a thread, and this thread frees it.
-    let (block, gate) = std::thread::scope(|scope| {
+    let (block, latch) = std::thread::scope(|scope| {
         let allocate = || {
             let default = fixture.default_stream(2);
             let block = malloc(BLOCK_BYTES, &default);
-            (block.expose_provenance(), Gate::close(&default))
+            (block.expose_provenance(), Latch::close(&default))
         };
         scope.spawn(allocate).join().expect("no panic")
     });
@@ -53,7 +53,7 @@ fn cuda_torch_default_stream_of_another_thread_is_waited_for() {
 
     let opens_later = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(30));
-        gate.open();
+        latch.open();
         std::time::Instant::now()
     });
     assert_eq!(error_of(|| free(block)), "");
@@ -76,26 +76,26 @@ fn cuda_torch_recorded_stream_is_waited_for() {
     let block = malloc(BLOCK_BYTES, &home);
     record_stream(block, &user);
     // Uses count up to the free, not to the call above.
-    let gate = Gate::close(&user);
+    let latch = Latch::close(&user);
     free(block);
-    fixture.assert_waits(&home, block, &gate);
+    fixture.assert_waits(&home, block, &latch);
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_torch_later_work_of_a_recorded_stream_is_not_waited_for() {
+fn cuda_torch_uses_after_free_do_not_count() {
     let fixture = open();
     let home = fixture.stream("home");
     let user = fixture.stream("user");
     let block = malloc(BLOCK_BYTES, &home);
     record_stream(block, &user);
     free(block);
-    let gate = Gate::close(&user);
+    let latch = Latch::close(&user);
     let again = malloc(BLOCK_BYTES, &home);
     assert_eq!(again, block);
     let reached = home.record().expect("recorded");
     reached.synchronize(LIMIT).expect("does not wait");
-    gate.open();
+    latch.open();
     free(again);
 }
 
@@ -107,13 +107,13 @@ fn cuda_torch_stream_destroyed_after_free_is_waited_for() {
     let [home, user] = ["home", "user"].map(|name| fixture.stream(name));
     let block = malloc(BLOCK_BYTES, &home);
     record_stream(block, &user);
-    let [gate, _user_gate] = [Gate::close(&home), Gate::close(&user)];
+    let [latch, user_latch] = [Latch::close(&home), Latch::close(&user)];
     free(block);
     // The last handles: the driver destroys the streams, whose operations still run.
     drop((home, user));
-    _user_gate.open();
+    user_latch.open();
     // A use of a destroyed handle fails the allocation.
-    assert_eq!(error_of(|| fixture.assert_waits(&other, block, &gate)), "");
+    assert_eq!(error_of(|| fixture.assert_waits(&other, block, &latch)), "");
 }
 
 #[test]
@@ -123,20 +123,20 @@ fn cuda_torch_stream_destroyed_before_free_is_announced() {
     let other = fixture.stream("other");
     let home = fixture.stream("home");
     let block = malloc(BLOCK_BYTES, &home);
-    let gate = Gate::close(&home);
+    let latch = Latch::close(&home);
     // SAFETY: the stream lives.
     assert_eq!(unsafe { zero_torch_forget_stream(0, raw(&home)) }, 0);
     drop(home);
     let waits = || {
         free(block);
-        fixture.assert_waits(&other, block, &gate);
+        fixture.assert_waits(&other, block, &latch);
     };
     assert_eq!(error_of(waits), "");
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn cuda_torch_destroyed_stream_that_the_driver_reports_is_waited_for() {
+fn cuda_torch_unannounced_end_is_waited_for() {
     let fixture = open();
     if !fixture.is_stand_in() {
         println!("SKIPPED: CUDA leaves the use of a destroyed stream undefined");
@@ -145,13 +145,13 @@ fn cuda_torch_destroyed_stream_that_the_driver_reports_is_waited_for() {
     let other = fixture.stream("other");
     let home = fixture.stream("home");
     let block = malloc(BLOCK_BYTES, &home);
-    let gate = Gate::close(&home);
+    let latch = Latch::close(&home);
     let end = home.record().expect("recorded");
     drop(home);
 
     let opens_later = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(30));
-        gate.open();
+        latch.open();
     });
     assert_eq!(error_of(|| free(block)), "");
     assert_eq!(end.is_done(), Ok(true), "the host waited for the device");
@@ -166,11 +166,11 @@ fn cuda_torch_destroyed_stream_that_the_driver_reports_is_waited_for() {
 fn cuda_torch_one_stream_does_not_wait_for_itself() {
     let fixture = open();
     let home = fixture.stream("home");
-    let gate = Gate::close(&home);
+    let latch = Latch::close(&home);
     let block = malloc(BLOCK_BYTES, &home);
     free(block);
     let again = malloc(BLOCK_BYTES, &home);
     assert_eq!(again, block);
-    gate.open();
+    latch.open();
     free(again);
 }
