@@ -5,10 +5,11 @@ use std::process::Command;
 
 use crate::open;
 
-/// The folder of the library that cargo built with this test.
+/// The folder of the library: that of `ZERO_ALLOC_TORCH`, or the one that cargo built with this test.
 pub(crate) fn library_folder() -> PathBuf {
-    let test = std::env::current_exe().expect("a path");
-    test.parent().expect("a folder").to_owned()
+    let library = std::env::var_os("ZERO_ALLOC_TORCH").map(PathBuf::from);
+    let beside = library.unwrap_or_else(|| std::env::current_exe().expect("a path"));
+    beside.parent().expect("a folder").to_owned()
 }
 
 /// This crate's folder; `None`, with a message, on a machine that has only the built tests.

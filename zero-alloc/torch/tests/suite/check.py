@@ -49,4 +49,7 @@ if not hasattr(torch._C, "_cuda_customAllocator"):
     sys.exit()
 made = arena.allocator()
 print(f"ok: torch {torch.__version__} made {type(made.allocator()).__name__}")
+arena.use_for_process()
+assert torch.cuda.memory._get_current_allocator().allocator() is made.allocator()
+print("ok: the allocator of the process")
 print("SKIPPED: the part that trains, which is benches/peers/torch_arena.py")
