@@ -127,7 +127,7 @@ fn last_error() -> String {
     String::from_utf8(bytes.collect()).expect("UTF-8")
 }
 
-/// Runs one test in a process of its own, with a variable set.
+/// Runs one test in a separate process, with a variable set.
 fn run_alone(test: &str, variable: &str, value: &str) -> Output {
     Command::new(std::env::current_exe().expect("a path"))
         .args(["--exact", "--ignored", "--nocapture", test])
