@@ -131,7 +131,7 @@ impl Streams {
 
 /// The driver's id of a stream.
 fn unique_id(device: &CudaDevice, handle: usize) -> Result<Option<u64>, DeviceError> {
-    let handle = std::ptr::with_exposed_provenance_mut(handle);
+    let handle = std::ptr::without_provenance_mut(handle);
     // SAFETY: by the contract of the C functions the handle is a live stream, or its end was
     // announced, and then it is not passed here.
     unsafe { interop::unique_stream_id(device, handle) }
