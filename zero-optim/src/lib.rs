@@ -12,6 +12,8 @@ mod controller;
 mod device_steps;
 mod error;
 mod format;
+#[cfg(feature = "framework")]
+pub mod framework;
 mod groups;
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
