@@ -1,5 +1,5 @@
-//! `own_framework` at stage 3 without the facade, with the crates beneath it: for a framework that
-//! owns the memory of its parameters, or has an order of its own.
+//! `own_framework` at stage 3 without the facade, with the crates beneath it: for a framework
+//! whose parameters stay in its own memory, or that orders its work otherwise.
 
 use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};
 

@@ -15,6 +15,7 @@ mod format;
 #[cfg(feature = "framework")]
 pub mod framework;
 mod groups;
+#[cfg(feature = "framework")]
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
 mod loss_scale;

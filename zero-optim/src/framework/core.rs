@@ -230,6 +230,7 @@ impl<D: Device> Core<D> {
             ..
         } = self;
 
+        let order = gradients.order();
         let sums = gradients.sums(rank)?;
         // A gather of the last step reads what the update writes.
         for unit in &*params {
@@ -244,7 +245,7 @@ impl<D: Device> Core<D> {
             })
             .collect();
 
-        let inputs = StepInputs::new(loss / divisor, Divisor::Sum(divisor));
+        let inputs = StepInputs::new(loss / divisor, Divisor::Sum(divisor)).flags(order);
         let outcome = optim.step_with(
             &rank.compute,
             &units,
@@ -252,6 +253,9 @@ impl<D: Device> Core<D> {
             |message| rank.exchange(message),
             rank.limit,
         )?;
+        if outcome.flags().any != outcome.flags().all {
+            return Err(FrameworkError::Order);
+        }
         if !outcome.is_skipped() {
             self.gather()?;
         }

@@ -46,6 +46,11 @@ pub enum FrameworkError {
     /// Another number of micro-batches than that of the run.
     #[error("the step has {got} micro-batches, expected {expected}; set Builder::micro_batches")]
     MicroBatches { got: usize, expected: usize },
+    /// Ranks gathered or reduced units in different orders.
+    #[error(
+        "ranks used the units of this step in different orders; all ranks must call forward and backward alike"
+    )]
+    Order,
     /// Parameters are whole within forward and backward only.
     #[error(
         "parameter {name} at stage 3, where parameters are whole within Step::forward and Step::backward only"

@@ -51,6 +51,8 @@ pub(super) struct Gradients<D: Device> {
     sums: Vec<Option<Reduced<D>>>,
     buckets: Buckets<D>,
     failure: Option<String>,
+    /// A hash of the collectives of the step, in order.
+    order: u64,
     /// Owners of packed gradients, until the event.
     packed: VecDeque<(D::Event, Vec<Owner>)>,
     _memory: Vec<Block<D>>,
@@ -101,6 +103,7 @@ impl<D: Device> Gradients<D> {
             units,
             buckets,
             failure: None,
+            order: 0,
             packed: VecDeque::new(),
             _memory: memory,
         })
@@ -198,6 +201,7 @@ impl<D: Device> Gradients<D> {
 
         if let Some(reduced) = packed {
             self.sums[index] = Some(reduced);
+            self.note(false, index);
         }
         self.packed.push_back((rank.compute.record()?, owners));
         while let Some((event, _)) = self.packed.front()
@@ -229,6 +233,7 @@ impl<D: Device> Gradients<D> {
     /// Begins a step.
     pub(super) fn begin(&mut self) {
         self.micro = 0;
+        self.order = 0;
         self.begin_micro_batch();
     }
 
@@ -236,6 +241,19 @@ impl<D: Device> Gradients<D> {
         for unit in &mut self.units {
             unit.arrived.fill(false);
         }
+    }
+
+    /// Notes a collective of a unit: two ranks that gather units of equal lengths in different
+    /// orders have no other sign of it.
+    pub(super) fn note(&mut self, is_gather: bool, unit: usize) {
+        const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
+        let collective = 2 * unit as u64 + u64::from(is_gather) + 1;
+        self.order = (self.order ^ collective).wrapping_mul(PRIME);
+    }
+
+    /// The hash of the collectives of the step.
+    pub(super) fn order(&self) -> u64 {
+        self.order
     }
 
     /// Ends a micro-batch that is not the last.

@@ -270,6 +270,7 @@ impl<D: Device> Step<'_, D> {
             return Ok(Held::Whole(unit.held, Arc::clone(&unit.memory)));
         };
 
+        core.gradients.note(true, index);
         let limit = core.rank.limit;
         let is_host = core.rank.pool.device().kind() == DeviceKind::Host;
         let gathered = gathers.unshard(index).map_err(FrameworkError::from);
