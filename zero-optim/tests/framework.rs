@@ -180,7 +180,7 @@ fn reference_has_the_default_settings() {
 #[test]
 fn all_stages_train_as_one_machine() {
     let steps = if cfg!(miri) { 2 } else { 50 };
-    for (ranks, micro_batches) in [(1, 1), (2, 2), (4, 1), (3, 3)] {
+    for (ranks, micro_batches) in [(1, 1), (1, 2), (2, 2), (4, 1), (3, 3)] {
         let (expected, expected_weights) = reference(steps, ranks * micro_batches);
         let mut first: Option<(Vec<f64>, Vec<f32>)> = None;
         for stage in ZeroStage::ALL {
@@ -449,6 +449,96 @@ fn seeds_change_no_bit() {
             let weights = on_ranks(2, run).remove(0).unwrap();
             assert_eq!(device.violations().len(), 0, "{:?}", device.violations());
             assert_eq!(*first.get_or_insert_with(|| weights.clone()), weights);
+        }
+    }
+}
+
+/// In modelled time, on a link on which a step's communication takes as long as its compute, most of
+/// the communication of stages 2 and 3 is inside forward and backward.
+#[test]
+#[cfg_attr(miri, ignore = "many operations")]
+fn communication_is_inside_compute() {
+    const BLOCKS: usize = 8;
+    let ms = Duration::from_millis;
+    let name = |block: usize| format!("block {block}");
+    for stage in [ZeroStage::Two, ZeroStage::Three] {
+        // A forward takes 1 ms, a backward 2 ms a block: 3 ms. At stage 2 a block's gradients are
+        // reduced and its parameters gathered once, at stage 3 they are gathered twice.
+        let of_collective = if stage == ZeroStage::Two { 1500 } else { 1000 };
+        let cost = move |_: &str, label: &str| match label {
+            "forward" => ms(1),
+            "backward" => ms(2),
+            "all_gather" | "reduce_scatter" => Duration::from_micros(of_collective),
+            _ => Duration::ZERO,
+        };
+        let run = |comm: ThreadsComm| -> Result<_, Error> {
+            let device = HostDevice::modelled(cost);
+            let pool = Pool::new(device.clone(), usize::MAX);
+            let rank = Rank::new(Arc::new(comm), pool, Arc::new(HostKernels::new(1)?))?;
+            let compute = rank.compute().clone();
+            let mut zero = Zero::builder(rank).stage(stage);
+            for block in 0..BLOCKS {
+                zero = zero.unit(name(block), [("w", [64])]);
+            }
+            let mut zero = zero.build(|_, _| {})?;
+            for _step in 0..16 {
+                let mut step = zero.begin()?;
+                for block in 0..BLOCKS {
+                    step.forward(&name(block), |_| compute.enqueue("forward", || Ok(())))??;
+                }
+                for block in (0..BLOCKS).rev() {
+                    step.backward(&name(block), |_, grads| -> Result<(), Error> {
+                        compute.enqueue("backward", || Ok(()))?;
+                        Ok(grads.set("w", [1.0_f32; 64])?)
+                    })??;
+                }
+                step.end(0.0)?;
+            }
+            drop(zero);
+            Ok(device.modelled_spans())
+        };
+        let spans = on_ranks(2, run).remove(0).unwrap();
+        let overlap = zero_comm::overlap::Overlap::of(&spans, "rank 0 comm");
+        let inside = 1.0 - overlap.exposed.as_secs_f64() / overlap.comm.as_secs_f64();
+        println!(
+            "stage {stage}: {:.0}% inside compute, {overlap:?}",
+            100.0 * inside
+        );
+        assert!(overlap.comm >= overlap.compute * 9 / 10, "{overlap:?}");
+        assert!(inside >= 0.7, "{inside}: {overlap:?}");
+    }
+}
+
+/// At stage 3 no more is whole at a time than the unit in use and the one ahead, however many there
+/// are.
+#[test]
+fn gathered_parameters_are_bounded() {
+    for blocks in [3, 30] {
+        let run = |comm: ThreadsComm| -> Result<_, Error> {
+            let mut zero = Zero::builder(Rank::on_host(comm)?).stage(ZeroStage::Three);
+            for block in 0..blocks {
+                zero = zero.unit(format!("{block}"), [("w", [40])]);
+            }
+            let mut zero = zero.build(|_, _| {})?;
+            for _step in 0..2 {
+                let mut step = zero.begin()?;
+                for block in 0..blocks {
+                    step.forward(&format!("{block}"), |_| ())?;
+                }
+                for block in (0..blocks).rev() {
+                    let set = step.backward(&format!("{block}"), |_, grads| {
+                        grads.set("w", [1.0_f32; 40])
+                    });
+                    set??;
+                }
+                step.end(0.0)?;
+            }
+            Ok(zero.gathers())
+        };
+        for report in on_ranks(4, run) {
+            let report = report.unwrap();
+            assert_eq!((report.peak_live_elems, report.wasted), (80, 0));
+            assert_eq!(report.on_demand, 0);
         }
     }
 }
@@ -814,5 +904,110 @@ proptest! {
     ) {
         let stage = ZeroStage::ALL[stage];
         check_misuse(stage, (ranks, rank % ranks), micro_batches, (ALL[misuse], unit));
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use zero_alloc::cuda::CudaDevice;
+    use zero_alloc::device::Device;
+    use zero_comm::Solo;
+    use zero_kernels::Kernels;
+    use zero_kernels::cuda::CudaKernels;
+
+    use super::*;
+
+    /// Steps on one rank of a device: losses and weights. Parameters are read through views.
+    fn run<D: Device>(
+        device: &D,
+        kernels: Arc<dyn Kernels<D>>,
+        stage: ZeroStage,
+    ) -> Result<(Vec<f64>, Vec<f32>), Error> {
+        let pool = Pool::new(device.clone(), 1 << 28);
+        let comm = Arc::new(Solo::new(device.clone()));
+        let rank = Rank::new(comm, pool, kernels)?;
+        let compute = rank.compute().clone();
+        let mut zero = Zero::builder(rank)
+            .stage(stage)
+            .adamw(config())
+            .micro_batches(2);
+        for (unit, params) in UNITS {
+            zero = zero.unit(unit, params.iter().map(|(name, len)| (*name, [*len])));
+        }
+        let mut zero = zero.build(init)?;
+
+        let mut losses = Vec::new();
+        for at in 0..4 {
+            let mut step = zero.begin()?;
+            for micro in 0..2 {
+                let mut loss = 0.0;
+                for (unit, params) in UNITS {
+                    step.backward(unit, |values, grads| -> Result<(), Error> {
+                        for (name, len) in params {
+                            let view = values.view(name)?;
+                            let mut w = vec![0.0_f32; *len as usize];
+                            // SAFETY: within the call, and before the view is dropped.
+                            let slice = unsafe { view.slice() };
+                            let bytes = bytemuck::cast_slice_mut(&mut w);
+                            device.download(&compute, slice, bytes, LIMIT)?;
+                            let (grad, of_param) = grad(&w, 2 * at + micro);
+                            loss += of_param;
+                            grads.set(name, grad)?;
+                        }
+                        Ok(())
+                    })??;
+                }
+                match micro {
+                    0 => step.next_micro_batch(loss)?,
+                    _ => {
+                        losses.push(step.end(loss)?.loss());
+                        break;
+                    }
+                }
+            }
+        }
+        let mut weights = Vec::new();
+        zero.for_each_param(|_, _, values| weights.extend(values))?;
+        Ok((losses, weights))
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn cuda_stages_train_as_the_host() {
+        let device = CudaDevice::open(0).unwrap();
+        let kernels: Arc<dyn Kernels<CudaDevice>> = Arc::new(CudaKernels::new(&device).unwrap());
+        for stage in ZeroStage::ALL {
+            let on_host = Arc::new(HostKernels::new(1).unwrap());
+            let (losses, weights) = run(&HostDevice::new(), on_host, stage).unwrap();
+            let on_cuda = run(&device, Arc::clone(&kernels), stage).unwrap();
+            for (got, expected) in on_cuda.0.iter().zip(&losses) {
+                assert!(
+                    (got - expected).abs() < 1e-6 * expected,
+                    "{stage}: {got} {expected}"
+                );
+            }
+            for (got, expected) in on_cuda.1.iter().zip(&weights) {
+                assert!((got - expected).abs() < 1e-6, "{stage}: {got} {expected}");
+            }
+        }
+    }
+
+    /// The host cannot read memory of a device.
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn cuda_parameters_are_not_read_by_the_host() {
+        let device = CudaDevice::open(0).unwrap();
+        let comm = Arc::new(Solo::new(device.clone()));
+        let kernels = Arc::new(CudaKernels::new(&device).unwrap());
+        let rank = Rank::new(comm, Pool::new(device, 1 << 28), kernels).unwrap();
+        let zero = Zero::builder(rank).unit("u", [("w", [4])]);
+        let mut zero = zero.build(|_, _| {}).unwrap();
+        let mut step = zero.begin().unwrap();
+        let read = |params: &zero_optim::framework::Params<'_>| {
+            params.get::<f32>("w").map(drop).unwrap_err().to_string()
+        };
+        let error = step.forward("u", read).unwrap();
+        assert!(error.starts_with("w is in memory of a device"), "{error}");
+        step.end_without_update().unwrap();
     }
 }

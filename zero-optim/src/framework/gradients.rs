@@ -187,15 +187,15 @@ impl<D: Device> Gradients<D> {
             }
             match is_last {
                 false => None,
-                true => {
-                    let whole = [(sum, 0)];
-                    let parts = if self.micro_batches > 1 {
-                        &whole
-                    } else {
-                        &*parts
-                    };
-                    Some(self.reduce_whole(rank, parts, sum)?)
+                true if self.micro_batches == 1 => Some(self.reduce_whole(rank, &parts, sum)?),
+                // The sum of one rank's micro-batches.
+                true if rank.comm.world_size() == 1 => {
+                    let done = compute.record()?;
+                    // SAFETY: only the compute stream writes the sum, before the event; the next
+                    // step's writes wait for its readers.
+                    Some(unsafe { Reduced::new(sum, done) })
                 }
+                true => Some(self.reduce_whole(rank, &[(sum, 0)], sum)?),
             }
         };
 
