@@ -636,7 +636,7 @@ fn failed_saves_and_resumes_change_nothing() {
     }
 }
 
-/// What a rank does otherwise than the others, once.
+/// A deviation of one rank, in one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Misuse {
     /// Errors that leave the step as it was.

@@ -1,4 +1,4 @@
-//! A framework of its own trains an MLP in bf16, with parameter groups, at any stage of ZeRO; four
+//! A small framework trains an MLP in bf16, with parameter groups, at any stage of ZeRO; four
 //! ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue" and "end of
 //! glue". `own_framework_crates` is the same without the facade.
 

@@ -31,7 +31,7 @@ fn two_ranks_resume_what_four_saved() {
         assert!((a - b).abs() < 0.02 * a, "{a} {b}");
     }
     assert!(whole[39] < whole[0] / 10.0, "{whole:?}");
-    // What the crates saved loads in the facade.
+    // A checkpoint of the crates loads in the facade.
     facade::on_ranks(3, ZeroStage::Three, parts, 40..42).unwrap();
 }
 

@@ -170,7 +170,7 @@ impl<D: Device> Builder<D> {
     }
 
     /// Makes the run. `init` writes the initial values of a parameter, by its full name; a rank
-    /// uses those of its own shard, so all ranks pass the same. All ranks call it.
+    /// uses those of its shard, so all ranks pass the same. All ranks call it.
     ///
     /// # Errors
     /// A rank has other settings, or could not start: all ranks have the error.
@@ -325,7 +325,7 @@ fn check(units: &[UnitSpec], micro_batches: usize) -> Result<(), FrameworkError>
     Ok(())
 }
 
-/// What all ranks must have alike, besides the optimizer.
+/// The settings, besides the optimizer's, that are equal on all ranks.
 fn settings(units: &[UnitSpec], stage: ZeroStage, micro_batches: usize) -> RankSettings {
     let mut settings = RankSettings::new();
     settings.push("stage", stage);

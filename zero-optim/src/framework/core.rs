@@ -1,4 +1,4 @@
-//! What a [`Zero`](super::Zero) has besides the gathers of stage 3.
+//! The parts of a [`Zero`](super::Zero) besides the gathers of stage 3.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -22,7 +22,7 @@ use super::values::{Memory, some};
 pub(super) struct UnitParams<D: Device> {
     /// The whole unit at stages 0 to 2, this rank's shard at stage 3.
     pub(super) held: AnySlice,
-    /// What the optimizer updates: the whole unit at stage 0, else this rank's shard.
+    /// The optimizer's part: the whole unit at stage 0, else this rank's shard.
     pub(super) own: [(AnySlice, usize); 1],
     /// The parameters are whole after it, at stages 0 to 2.
     pub(super) ready: D::Event,
@@ -59,7 +59,7 @@ impl<D: Device> Core<D> {
         }
     }
 
-    /// No step can follow; the other ranks are told so.
+    /// Ends the run: no step can follow, and the other ranks get `why` as their error.
     pub(super) fn fail(&mut self, why: &str) {
         if self.broken.is_none() {
             self.broken = Some(why.to_owned());

@@ -1,6 +1,6 @@
 //! Gradients, from the framework to the sums over ranks.
 //!
-//! The gradients of a unit are parts, each in memory of its own. The last of them starts the
+//! The gradients of a unit are parts, each in another allocation. The last of them starts the
 //! reduction: the compute stream packs the parts into buckets, and an event behind the packing
 //! tells when their owners may be dropped.
 
@@ -30,7 +30,7 @@ struct UnitGrads {
     arrived: Vec<bool>,
     parts: Vec<(AnySlice, usize)>,
     owners: Vec<Owner>,
-    /// Where the sum is: the whole unit at stages 0 and 1, else this rank's shard.
+    /// The place of the sum: the whole unit at stages 0 and 1, else this rank's shard.
     sum: AnySlice,
 }
 

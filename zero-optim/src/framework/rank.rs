@@ -42,8 +42,8 @@ impl Rank<HostDevice> {
 }
 
 impl<D: Device> Rank<D> {
-    /// A rank on the pool's device, with streams of its own. Several ranks may share a device, each
-    /// with its own pool.
+    /// A rank on the pool's device, with new streams. Several ranks may share a device, each with
+    /// another pool.
     ///
     /// # Errors
     /// A stream could not be made.

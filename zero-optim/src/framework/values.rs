@@ -10,7 +10,7 @@ use zero_shard::UnitLayout;
 
 use super::FrameworkError;
 
-/// What keeps the memory of a slice.
+/// The owner of a slice's memory.
 pub(super) type Memory = Arc<dyn Any + Send + Sync>;
 
 /// The elements of parameter `param` in the unit.
