@@ -52,7 +52,6 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
 
     let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
     let units = layout.units();
-    let range = |range: Range<u64>| range.start as usize..range.end as usize;
     // end of glue
 
     // This rank's shards of the parameters and of the sums of gradients, and the padded gradients
@@ -101,15 +100,11 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     ]; // of weights, of biases
     let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let config = OptimizerConfig::default().lr(0.02);
-    let segments = units
-        .iter()
-        .map(|u| Segment::shard(&u.name, range(u.shard_range())))
-        .collect();
     let mut optim = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
         .config(config)
         .param_dtype(DType::Bf16)
         .groups(&groups)
-        .build(segments)?;
+        .build(Segment::shards(&layout))?;
     let own_params = RankParams {
         layout: &layout,
         rank: id,

@@ -132,15 +132,10 @@ impl<D: Device> Builder<D> {
         params: impl IntoIterator<Item = (P, S)>,
         unit_of: impl Fn(&str) -> String,
     ) -> Self {
-        for (name, shape) in params {
-            let name: String = name.into();
-            let unit = unit_of(&name);
-            let param = ParamSpec::new(name, shape);
-            match self.units.iter_mut().find(|known| known.name == unit) {
-                Some(known) => known.params.push(param),
-                None => self.units.push(UnitSpec::new(unit, [param])),
-            }
-        }
+        let params = params
+            .into_iter()
+            .map(|(name, shape)| ParamSpec::new(name, shape));
+        self.units.extend(UnitSpec::by_name(params, unit_of));
         self
     }
 
@@ -233,11 +228,11 @@ impl<D: Device> Builder<D> {
 
         let (segments, runs) = match stage.shards_optimizer() {
             true => (
-                shard_segments(&layout),
+                Segment::shards(&layout),
                 layout.group_runs(rank.id(), group)?,
             ),
             false => (
-                whole_segments(&layout, rank.id()),
+                Segment::wholes(&layout, rank.id()),
                 layout.whole_group_runs(group),
             ),
         };
@@ -341,25 +336,6 @@ fn settings(units: &[UnitSpec], stage: ZeroStage, micro_batches: usize) -> RankS
 
 fn index(range: Range<u64>) -> Range<usize> {
     range.start as usize..range.end as usize
-}
-
-fn shard_segments(layout: &Layout) -> Vec<Segment> {
-    let units = layout.units().iter();
-    units
-        .map(|unit| Segment::shard(&unit.name, index(unit.shard_range())))
-        .collect()
-}
-
-fn whole_segments(layout: &Layout, rank: u64) -> Vec<Segment> {
-    let units = layout.units().iter();
-    let segment = |unit: &zero_shard::UnitLayout| {
-        Segment::whole(
-            &unit.name,
-            index(unit.whole_range()),
-            index(unit.shard(rank)),
-        )
-    };
-    units.map(segment).collect()
 }
 
 /// Allocates the parameters of all units.
