@@ -13,7 +13,7 @@ use zero_alloc::host::HostDevice;
 use zero_comm::CommOptions;
 use zero_comm::threads::{ThreadsComm, World};
 use zero_kernels::host::HostKernels;
-use zero_optim::framework::{Builder, FrameworkError, Rank, Step, Zero};
+use zero_optim::framework::{Builder, FrameworkError, Params, Rank, Step, Zero};
 use zero_optim::{GroupRules, LossScaling, OffloadOptions, OptimizerConfig, StepOutcome};
 use zero_shard::ZeroStage;
 
@@ -65,7 +65,7 @@ fn initial(name: &str, i: usize) -> f32 {
     ((i * 7 + seed) % 11) as f32 / 8.0 - 0.5
 }
 
-fn init(name: &str, values: &mut [f32]) {
+fn init(name: &str, _shape: &[u64], values: &mut [f32]) {
     (0..)
         .zip(values)
         .for_each(|(i, value)| *value = initial(name, i));
@@ -89,7 +89,9 @@ fn grad(params: &[f32], batch: usize) -> (Vec<f32>, f64) {
 /// Forward and backward of a micro-batch; returns its loss.
 fn micro_batch(step: &mut Step<'_, Host>, batch: usize) -> Result<f64, Error> {
     for (unit, _) in UNITS {
-        step.forward(unit, |params| params.get::<f32>("w").map(<[f32]>::len).ok())?;
+        let of_unit =
+            |params: &Params<'_>| params.get::<f32>(params.names().next().unwrap()).map(drop);
+        step.forward(unit, of_unit)?;
     }
     let mut loss = 0.0;
     for (unit, params) in UNITS.iter().rev() {
@@ -101,7 +103,7 @@ fn micro_batch(step: &mut Step<'_, Host>, batch: usize) -> Result<f64, Error> {
                 loss += of_param;
             }
             Ok(loss)
-        })??;
+        })?;
     }
     Ok(loss)
 }
@@ -126,7 +128,10 @@ fn step(
 
 fn weights(zero: &mut Zero<Host>) -> Result<Vec<f32>, FrameworkError> {
     let mut all = Vec::new();
-    zero.for_each_param(|_, _, values| all.extend(values))?;
+    zero.for_each_param(|_, _, values| {
+        all.extend(values);
+        Ok::<_, FrameworkError>(())
+    })?;
     Ok(all)
 }
 
@@ -250,7 +255,7 @@ fn checkpoint_loads_at_any_stage_and_number_of_ranks() {
 
         let resume = |comm: ThreadsComm| -> Result<_, Error> {
             let place = (comm.rank(), comm.world_size());
-            let mut zero = builder(comm, to).micro_batches(2).build(|_, _| {})?;
+            let mut zero = builder(comm, to).micro_batches(2).build(|_, _, _| {})?;
             zero.resume(dir.path())?;
             let loaded = weights(&mut zero)?;
             let losses = (0..4).map(|_| Ok(step(&mut zero, place, 2)?.loss()));
@@ -305,7 +310,7 @@ fn smaller_formats_train_and_overflow_is_skipped() {
                             grads.set(name, grad)?;
                         }
                         Ok(())
-                    })??;
+                    })?;
                 }
                 let outcome = step.end(loss)?;
                 losses.push((outcome.loss(), outcome.is_skipped()));
@@ -337,7 +342,7 @@ fn weights_of_all_ranks_divide_once() {
     let run = |comm: ThreadsComm| -> Result<_, Error> {
         let rank = comm.rank();
         let zero = Zero::builder(Rank::on_host(comm)?).unit("u", [("w", [1])]);
-        let mut zero = zero.micro_batches(2).build(|_, w| w.fill(1.0))?;
+        let mut zero = zero.micro_batches(2).build(|_, _, w| w.fill(1.0))?;
         let mut step = zero.begin()?;
         // 1, 2 tokens on rank 0, and 3, 4 on rank 1, each with a loss of 3 and a gradient of 2.
         let tokens = [[1.0, 2.0], [3.0, 4.0]][rank];
@@ -480,17 +485,17 @@ fn communication_is_inside_compute() {
             for block in 0..BLOCKS {
                 zero = zero.unit(name(block), [("w", [64])]);
             }
-            let mut zero = zero.build(|_, _| {})?;
+            let mut zero = zero.build(|_, _, _| {})?;
             for _step in 0..16 {
                 let mut step = zero.begin()?;
                 for block in 0..BLOCKS {
-                    step.forward(&name(block), |_| compute.enqueue("forward", || Ok(())))??;
+                    step.forward(&name(block), |_| compute.enqueue("forward", || Ok(())))?;
                 }
                 for block in (0..BLOCKS).rev() {
                     step.backward(&name(block), |_, grads| -> Result<(), Error> {
                         compute.enqueue("backward", || Ok(()))?;
                         Ok(grads.set("w", [1.0_f32; 64])?)
-                    })??;
+                    })?;
                 }
                 step.end(0.0)?;
             }
@@ -519,17 +524,17 @@ fn gathered_parameters_are_bounded() {
             for block in 0..blocks {
                 zero = zero.unit(format!("{block}"), [("w", [40])]);
             }
-            let mut zero = zero.build(|_, _| {})?;
+            let mut zero = zero.build(|_, _, _| {})?;
             for _step in 0..2 {
                 let mut step = zero.begin()?;
                 for block in 0..blocks {
-                    step.forward(&format!("{block}"), |_| ())?;
+                    step.forward(&format!("{block}"), |_| Ok::<_, FrameworkError>(()))?;
                 }
                 for block in (0..blocks).rev() {
                     let set = step.backward(&format!("{block}"), |_, grads| {
                         grads.set("w", [1.0_f32; 40])
                     });
-                    set??;
+                    set?;
                 }
                 step.end(0.0)?;
             }
@@ -552,7 +557,10 @@ fn ranks_must_agree() {
         (|b| b.stage(ZeroStage::Three), "stage is 3 on rank 1 and 2"),
         (|b| b.micro_batches(2), "micro_batches"),
         (|b| b.unit("g", [("w", [2])]), "shape of g.w"),
-        (|b| b.adamw(config().lr(0.1)), "optimizer"),
+        (
+            |b| b.adamw(config().lr(0.1)),
+            "lr is 0.1 on rank 1 and 0.05",
+        ),
         (|b| b.bucket_elems(5), "buckets"),
         (|b| b.unit("a", [("w", [2])]), "rank 1: "),
     ];
@@ -594,6 +602,100 @@ fn bad_settings_are_refused() {
     };
     let error = on_ranks(1, none).remove(0).unwrap_err().to_string();
     assert!(error.contains("no parameters"), "{error}");
+}
+
+/// What differs on one rank without a collective that differs: learning rates that are set, and
+/// initial values.
+#[test]
+fn silent_differences_are_found() {
+    use zero_comm::Communicator;
+    for stage in ZeroStage::ALL {
+        let run = |comm: ThreadsComm| -> Result<(), Error> {
+            let place = (comm.rank(), comm.world_size());
+            let mut zero = builder(comm, stage).build(init)?;
+            zero.set_lr(if place.0 == 1 { 0.02 } else { 0.01 })?;
+            step(&mut zero, place, 1).map(drop)
+        };
+        for rank in on_ranks(3, run) {
+            let error = rank.unwrap_err().to_string();
+            assert!(error.contains("different learning rates"), "{error}");
+        }
+        let run = |comm: ThreadsComm| -> Result<(), Error> {
+            let seed = if comm.rank() == 1 { 0.1 } else { 0.2 };
+            let of_rank = |name: &str, _: &[u64], values: &mut [f32]| {
+                values.fill(if name == "c.w" { seed } else { 0.0 });
+            };
+            Ok(builder(comm, stage).build(of_rank).map(drop)?)
+        };
+        for rank in on_ranks(3, run) {
+            let error = rank.unwrap_err().to_string();
+            let named =
+                "rank 1 has other settings than rank 0: hash of the initial values of c.w is";
+            assert!(error.starts_with(named), "{error}");
+        }
+    }
+}
+
+/// The framework's errors leave the step as it was, reach the caller, and are the reason where the
+/// step is then dropped.
+#[test]
+fn errors_of_closures_have_their_reason() {
+    use zero_comm::Communicator;
+    let run = |comm: ThreadsComm| -> Result<(), Error> {
+        let place = (comm.rank(), comm.world_size());
+        let mut zero = builder(comm, ZeroStage::Two).build(init)?;
+        step(&mut zero, place, 1)?;
+        if place.0 == 0 {
+            return step(&mut zero, place, 1).map(drop);
+        }
+        let mut step = zero.begin()?;
+        let error = step.forward("a", |_| Err::<(), _>("no rows")).unwrap_err();
+        assert_eq!(error.to_string(), "no rows");
+        let error = step.forward("a", |params| params.get::<bf16>("w").map(drop));
+        let error = error.unwrap_err().to_string();
+        assert_eq!(error, "a.w is fp32 in this run, not bf16");
+        step.grad("a.w", [1.0_f32; 4])?;
+        Ok(())
+    };
+    let mut errors = on_ranks(2, run)
+        .into_iter()
+        .map(|rank| rank.unwrap_err().to_string());
+    let why = "the gradient of a.w has 4 elements, expected 5";
+    let [other, own] = [errors.next().unwrap(), errors.next().unwrap()];
+    assert_eq!(own, why);
+    let all = format!("rank 1 dropped a step before its end, after: {why}");
+    assert!(other.contains(&all), "{other}");
+}
+
+/// Validation has no update, and its mean over ranks; the framework's state is in a checkpoint.
+#[test]
+fn validation_and_state() {
+    use zero_comm::Communicator;
+    let dir = tempfile::tempdir().unwrap();
+    let run = |comm: ThreadsComm| -> Result<(), Error> {
+        let place = (comm.rank(), comm.world_size());
+        let mut zero = builder(comm, ZeroStage::Three).build(init)?;
+        step(&mut zero, place, 1)?;
+        let before = weights(&mut zero)?;
+        let mut valid = zero.begin()?;
+        valid.forward("a", |_| Ok::<_, Error>(()))?;
+        assert_eq!(valid.end_validation(1.0 + place.0 as f64)?, 1.5);
+        assert_eq!((weights(&mut zero)?, zero.steps()), (before, 1));
+        assert!(zero.state().is_null());
+        zero.set_state(serde_json::json!({ "epoch": 3 }));
+        zero.save(dir.path())?;
+
+        zero.set_state(serde_json::Value::Null);
+        zero.resume(dir.path())?;
+        assert_eq!(zero.state()["epoch"], 3);
+        let refused = zero.for_each_param(|_, _, _| Err("disk full"));
+        assert_eq!(refused.unwrap_err().to_string(), "disk full");
+        step(&mut zero, place, 1)?;
+        Ok(())
+    };
+    for rank in on_ranks(2, run) {
+        rank.unwrap();
+    }
 }
 
 /// A save or a resume that cannot be done is an error on all ranks, which go on.
@@ -736,6 +838,7 @@ fn misused(
                 if misuse == KeptView && is_here {
                     kept = params.view("w").or(params.view("e")).ok();
                 }
+                Ok::<_, Error>(())
             })?;
         }
         drop(kept);
@@ -756,7 +859,7 @@ fn misused(
                     return Ok(());
                 }
                 UnknownUnit if is_here => {
-                    let error = step.forward("x", |_| ()).unwrap_err();
+                    let error = step.forward("x", |_| Ok::<_, Error>(())).unwrap_err();
                     assert!(error.to_string().contains(r#"unit "x""#), "{error}");
                 }
                 EarlyMicroBatch if is_here => {
@@ -793,7 +896,7 @@ fn misused(
                     grads.set(name, grad)?;
                 }
                 Ok(())
-            })??;
+            })?;
         }
         match misuse {
             NoUpdate => step.end_without_update()?,
@@ -876,9 +979,13 @@ fn missing_gradients_are_named() {
             (ended, zero.begin().unwrap_err().to_string())
         };
         for (ended, next) in on_ranks(2, run) {
-            let missing = "3 of 6 parameters have no gradient: a.b, c.w, d.none; pass zeros";
+            let missing =
+                "end of the step: 3 of 6 parameters have no gradient: a.b, c.w, d.none; pass zeros";
             assert!(ended.starts_with(missing), "{ended}");
-            assert!(next.contains("did not end: 3 of 6"), "{next}");
+            assert!(
+                next.contains("did not end: end of the step: 3 of 6"),
+                "{next}"
+            );
         }
     }
 }
@@ -955,7 +1062,7 @@ mod on_cuda {
                             grads.set(name, grad)?;
                         }
                         Ok(())
-                    })??;
+                    })?;
                 }
                 match micro {
                     0 => step.next_micro_batch(loss)?,
@@ -967,7 +1074,10 @@ mod on_cuda {
             }
         }
         let mut weights = Vec::new();
-        zero.for_each_param(|_, _, values| weights.extend(values))?;
+        zero.for_each_param(|_, _, values| {
+            weights.extend(values);
+            Ok::<_, FrameworkError>(())
+        })?;
         Ok((losses, weights))
     }
 
@@ -1001,10 +1111,10 @@ mod on_cuda {
         let kernels = Arc::new(CudaKernels::new(&device).unwrap());
         let rank = Rank::new(comm, Pool::new(device, 1 << 28), kernels).unwrap();
         let zero = Zero::builder(rank).unit("u", [("w", [4])]);
-        let mut zero = zero.build(|_, _| {}).unwrap();
+        let mut zero = zero.build(|_, _, _| {}).unwrap();
         let mut step = zero.begin().unwrap();
         let read = |params: &zero_optim::framework::Params<'_>| {
-            params.get::<f32>("w").map(drop).unwrap_err().to_string()
+            Ok::<_, Error>(params.get::<f32>("w").map(drop).unwrap_err().to_string())
         };
         let error = step.forward("u", read).unwrap();
         assert!(error.starts_with("w is in memory of a device"), "{error}");

@@ -55,7 +55,7 @@ fn train(comm: ThreadsComm, stage: ZeroStage, dir: &Path, steps: Range<u64>) -> 
             let y = step.forward(&format!("layer {layer}"), |params| -> Result<_> {
                 let params = [params.get("weight")?, params.get::<bf16>("bias")?];
                 Ok(forward(layer, params, x))
-            })??;
+            })?;
             // end of glue
             outputs.push(y);
         }
@@ -71,7 +71,7 @@ fn train(comm: ThreadsComm, stage: ZeroStage, dir: &Path, steps: Range<u64>) -> 
                 let (dx, dw) = backward(params.get("weight")?);
                 grads.set_all(dw)?;
                 Ok(dx)
-            })??;
+            })?;
             // end of glue
         }
         // glue: the update; loss and gradients are means over the rows of all ranks

@@ -164,12 +164,15 @@ impl<D: Device> Builder<D> {
         self
     }
 
-    /// Makes the run. `init` writes the initial values of a parameter, by its full name; a rank
-    /// uses those of its shard, so all ranks pass the same. All ranks call it.
+    /// Makes the run. `init` writes the initial values of a parameter, by its full name and shape:
+    /// the same on all ranks, so do not seed by rank. All ranks call it.
     ///
     /// # Errors
-    /// A rank has other settings, or could not start: all ranks have the error.
-    pub fn build(self, init: impl FnMut(&str, &mut [f32])) -> Result<Zero<D>, FrameworkError> {
+    /// A rank has other settings or initial values, or could not start: all ranks have the error.
+    pub fn build(
+        self,
+        init: impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<Zero<D>, FrameworkError> {
         let rank = self.rank.comm.rank();
         let comm = Arc::clone(&self.rank.comm);
         let exchange = self.rank.exchanger();
@@ -187,7 +190,7 @@ impl<D: Device> Builder<D> {
     /// Makes the run without communication.
     fn make(
         self,
-        mut init: impl FnMut(&str, &mut [f32]),
+        mut init: impl FnMut(&str, &[u64], &mut [f32]),
     ) -> Result<(Zero<D>, RankSettings), FrameworkError> {
         let Self {
             rank,
@@ -246,8 +249,12 @@ impl<D: Device> Builder<D> {
             None => optim,
         };
         let mut optim = optim.build(segments)?;
-        initialise(&rank, &layout, &params, &mut optim, &mut init)?;
-        settings.push("optimizer", format!("{:?}", optim.settings()));
+        for (name, value) in optim.settings().iter() {
+            settings.push(name, value);
+        }
+        for (name, hash) in initialise(&rank, &layout, &params, &mut optim, &mut init)? {
+            settings.push(format!("hash of the initial values of {name}"), hash);
+        }
 
         let largest = layout.units().iter().map(|unit| unit.padded_elems as usize);
         let largest = largest
@@ -291,6 +298,7 @@ impl<D: Device> Builder<D> {
                 gradients,
                 optim,
                 steps: 0,
+                state: serde_json::Value::Null,
                 has_views: false,
                 in_step: false,
                 broken: None,
@@ -372,18 +380,21 @@ fn units_params<D: Device>(
     Ok(params)
 }
 
-/// Writes the initial values to parameters and masters.
+/// Writes the initial values to parameters and masters. Returns the hash of each parameter's.
 fn initialise<D: Device>(
     rank: &Rank<D>,
     layout: &Layout,
     params: &[UnitParams<D>],
     optim: &mut ShardedAdamW<D>,
-    init: &mut impl FnMut(&str, &mut [f32]),
-) -> Result<(), FrameworkError> {
+    init: &mut impl FnMut(&str, &[u64], &mut [f32]),
+) -> Result<Vec<(String, u64)>, FrameworkError> {
+    let mut hashes = Vec::new();
     for (index, unit) in layout.units().iter().enumerate() {
         let mut values = vec![0.0; unit.padded_elems as usize];
         for (param, placed) in unit.params.iter().enumerate() {
-            init(&placed.name, &mut values[range_of(unit, param)]);
+            let values = &mut values[range_of(unit, param)];
+            init(&placed.name, &placed.shape, values);
+            hashes.push((placed.name.clone(), hash(values)));
         }
 
         let own = &params[index].own;
@@ -401,5 +412,12 @@ fn initialise<D: Device>(
         optim.write_state(&rank.compute, &range, own, values, rank.limit)?;
         optim.write_unit_params(&rank.compute, index, own)?;
     }
-    Ok(())
+    Ok(hashes)
+}
+
+/// A hash of the bits of `values`, in order.
+fn hash(values: &[f32]) -> u64 {
+    const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
+    let next = |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(PRIME);
+    values.iter().fold(0xcbf2_9ce4_8422_2325, next)
 }

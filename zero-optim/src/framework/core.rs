@@ -29,6 +29,9 @@ pub(super) struct UnitParams<D: Device> {
     pub(super) memory: Memory,
 }
 
+/// The key of the framework's part in the checkpoint's trainer document.
+const STATE: &str = "framework";
+
 pub(super) struct Core<D: Device> {
     pub(super) rank: Rank<D>,
     pub(super) stage: ZeroStage,
@@ -39,6 +42,8 @@ pub(super) struct Core<D: Device> {
     pub(super) optim: ShardedAdamW<D>,
     /// Steps that ended.
     pub(super) steps: u64,
+    /// The framework's part of a checkpoint.
+    pub(super) state: serde_json::Value,
     /// Whether the framework has views of parameters between steps.
     pub(super) has_views: bool,
     pub(super) in_step: bool,
@@ -73,6 +78,24 @@ impl<D: Device> Core<D> {
         result: Result<R, FrameworkError>,
     ) -> Result<R, FrameworkError> {
         result.inspect_err(|error| self.fail(&error.to_string()))
+    }
+
+    /// The mean of `value` over ranks.
+    pub(super) fn mean(&self, value: f64) -> Result<f64, FrameworkError> {
+        let all = self.sum(value)?;
+        Ok(all / self.rank.comm.world_size() as f64)
+    }
+
+    /// The sum of `value` over ranks.
+    pub(super) fn sum(&self, value: f64) -> Result<f64, FrameworkError> {
+        let all = self.rank.exchange(&value.to_le_bytes())?;
+        let one = |bytes: &Vec<u8>| {
+            let bytes = bytes.as_slice().try_into();
+            bytes
+                .map(f64::from_le_bytes)
+                .map_err(|_| FrameworkError::Order)
+        };
+        all.iter().map(one).sum()
     }
 
     pub(super) fn unit(&self, name: &str) -> Result<usize, FrameworkError> {
@@ -181,7 +204,8 @@ impl<D: Device> Core<D> {
             rank: rank.id(),
             params: &own,
         };
-        let meta = SaveMeta::default().step(self.steps).stage(self.stage);
+        let mut meta = SaveMeta::default().step(self.steps).stage(self.stage);
+        meta.trainer = serde_json::json!({ STATE: self.state });
         optim.save(&rank.compute, &store, meta, &own, &mut exchange, rank.limit)?;
         Ok(())
     }
@@ -213,6 +237,7 @@ impl<D: Device> Core<D> {
         let Rank { compute, limit, .. } = &self.rank;
         self.optim.load(compute, reader, &own, *limit)?;
         self.steps = reader.manifest().step;
+        self.state = reader.manifest().trainer[STATE].clone();
         self.gather()
     }
 
@@ -245,7 +270,11 @@ impl<D: Device> Core<D> {
             })
             .collect();
 
-        let inputs = StepInputs::new(loss / divisor, Divisor::Sum(divisor)).flags(order);
+        // Ranks compare both halves.
+        let rate = optim.config().lr.to_bits();
+        let rate = rate ^ rate >> 32;
+        let flags = u64::from(order) | rate << 32;
+        let inputs = StepInputs::new(loss / divisor, Divisor::Sum(divisor)).flags(flags);
         let outcome = optim.step_with(
             &rank.compute,
             &units,
@@ -253,8 +282,12 @@ impl<D: Device> Core<D> {
             |message| rank.exchange(message),
             rank.limit,
         )?;
-        if outcome.flags().any != outcome.flags().all {
+        let differing = outcome.flags().any ^ outcome.flags().all;
+        if differing as u32 != 0 {
             return Err(FrameworkError::Order);
+        }
+        if differing != 0 {
+            return Err(FrameworkError::LearningRate);
         }
         if !outcome.is_skipped() {
             self.gather()?;

@@ -2,13 +2,28 @@
 
 use thiserror::Error;
 use zero_alloc::AllocError;
-use zero_alloc::device::DeviceError;
+use zero_alloc::device::{DType, DeviceError};
 use zero_ckpt::CkptError;
 use zero_comm::{BucketError, CommError, PrefetchError};
 use zero_kernels::KernelError;
 use zero_shard::ShardError;
 
 use crate::{AgreementError, CheckpointError, OptimError};
+
+impl FrameworkError {
+    /// The error of a closure.
+    pub(super) fn of_closure(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        match error.into().downcast() {
+            Ok(own) => *own,
+            Err(other) => Self::Framework(other),
+        }
+    }
+
+    pub(super) fn at(self, at: impl FnOnce() -> String) -> Self {
+        let error = Box::new(self);
+        Self::At { at: at(), error }
+    }
+}
 
 /// An error of a [`Zero`](super::Zero).
 #[derive(Debug, Error)]
@@ -51,6 +66,28 @@ pub enum FrameworkError {
         "ranks used the units of this step in different orders; all ranks must call forward and backward alike"
     )]
     Order,
+    /// Ranks have different learning rates.
+    #[error(
+        "ranks have different learning rates in this step; call set_lr with the same rate on all ranks"
+    )]
+    LearningRate,
+    /// Elements of another type than those of the run.
+    #[error("{name} is {run} in this run, not {asked}")]
+    Type {
+        name: String,
+        run: DType,
+        asked: DType,
+    },
+    /// An error in a call.
+    #[error("{at}: {error}")]
+    At {
+        at: String,
+        #[source]
+        error: Box<Self>,
+    },
+    /// An error of the framework, in a closure.
+    #[error(transparent)]
+    Framework(Box<dyn std::error::Error + Send + Sync>),
     /// Parameters are whole within forward and backward only.
     #[error(
         "parameter {name} at stage 3, where parameters are whole within Step::forward and Step::backward only"

@@ -138,9 +138,11 @@ impl<D: Device> Gradients<D> {
             grads.parts.push((slice, range_of(unit, param).start));
             grads.owners.push(owner);
             if grads.is_complete() {
-                self.unit_is_complete(rank, index).inspect_err(|error| {
+                self.unit_is_complete(rank, index).map_err(|error| {
+                    let error = error.at(|| format!("reduction of {}", unit.name));
                     self.failure = Some(error.to_string());
                     rank.comm.abort(&error.to_string());
+                    error
                 })?;
             }
         }
@@ -252,8 +254,8 @@ impl<D: Device> Gradients<D> {
     }
 
     /// The hash of the collectives of the step.
-    pub(super) fn order(&self) -> u64 {
-        self.order
+    pub(super) fn order(&self) -> u32 {
+        (self.order ^ self.order >> 32) as u32
     }
 
     /// Ends a micro-batch that is not the last.

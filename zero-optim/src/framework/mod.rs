@@ -27,7 +27,8 @@
 //! |---|---|
 //! | a parameter without a gradient at the end, or with two | an error that names it |
 //! | a name or a length that does not exist | an error that names both; the step may go on |
-//! | ranks with other parameters, settings or stages | an error of [`Builder::build`] on all ranks |
+//! | ranks with other parameters, settings, stages or initial values | an error of [`Builder::build`] on all ranks |
+//! | a learning rate that is set on one rank | an error at the end of the step, on all ranks |
 //! | a step that fails, is dropped, or panics | the other ranks get an error at once |
 //! | units in another order than on other ranks | an error on all ranks |
 //! | tensors that keep parameters at stage 3 | an error that names the unit |
@@ -46,6 +47,7 @@ mod zero;
 pub use build::Builder;
 pub use error::FrameworkError;
 pub use gradients::Grads;
+pub use half::{bf16, f16};
 pub use rank::Rank;
 pub use step::Step;
 pub use values::{ParamView, Params};

@@ -75,11 +75,12 @@ impl<D: Device> Rank<D> {
             compute,
             comm_stream,
             kernels,
-            limit: Duration::from_secs(300),
+            limit: Duration::from_secs(900),
         })
     }
 
-    /// Sets the limit of each wait of the host. Default: 5 minutes.
+    /// Sets the limit of each wait of the host. Default: 15 minutes. Set it above the communicator's
+    /// (default 10), whose error names the rank that is late.
     #[must_use]
     pub fn limit(self, limit: Duration) -> Self {
         Self { limit, ..self }

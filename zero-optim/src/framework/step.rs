@@ -1,6 +1,7 @@
 //! A step.
 
 use std::any::Any;
+use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
@@ -25,7 +26,12 @@ pub struct Step<'a, D: Device> {
     pub(super) report: &'a mut PrefetchReport,
     pub(super) loss: f64,
     pub(super) weight: f64,
+    /// The last error of a call that left the step as it was.
+    pub(super) last_error: Option<String>,
 }
+
+/// An error of any type.
+type Failure = Box<dyn Error + Send + Sync>;
 
 impl<D: Device> fmt::Debug for Step<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -56,19 +62,16 @@ impl<D: Device> Step<'_, D> {
     /// and meanwhile the next unit's. May also be called in backward, to read them again.
     ///
     /// # Errors
-    /// There is no such unit; a gather or a stream failed; or tensors outside of the call keep
-    /// parameters at stage 3.
-    pub fn forward<R>(
+    /// There is no such unit; `forward` returned the error, after which the step may go on; a gather
+    /// or a stream failed; or tensors outside of the call keep parameters at stage 3.
+    pub fn forward<R, E: Into<Failure>>(
         &mut self,
         unit: &str,
-        forward: impl FnOnce(&Params<'_>) -> R,
+        forward: impl FnOnce(&Params<'_>) -> Result<R, E>,
     ) -> Result<R, FrameworkError> {
-        self.core.check()?;
-        let index = self.core.unit(unit)?;
-        let held = self.hold(index)?;
+        let (index, held) = self.hold_for("forward", unit)?;
         let result = forward(&held.params(&self.core.layout.units()[index]));
-        self.release(index, held)?;
-        Ok(result)
+        self.release(index, held, result)
     }
 
     /// Calls `backward` with the parameters of a unit and the sink of its gradients. Gradients that
@@ -76,14 +79,12 @@ impl<D: Device> Step<'_, D> {
     ///
     /// # Errors
     /// As [`Self::forward`].
-    pub fn backward<R>(
+    pub fn backward<R, E: Into<Failure>>(
         &mut self,
         unit: &str,
-        backward: impl FnOnce(&Params<'_>, &mut Grads<'_, D>) -> R,
+        backward: impl FnOnce(&Params<'_>, &mut Grads<'_, D>) -> Result<R, E>,
     ) -> Result<R, FrameworkError> {
-        self.core.check()?;
-        let index = self.core.unit(unit)?;
-        let held = self.hold(index)?;
+        let (index, held) = self.hold_for("backward", unit)?;
         let Core {
             rank,
             layout,
@@ -99,8 +100,7 @@ impl<D: Device> Step<'_, D> {
             gradients,
         };
         let result = backward(&held.params(unit), &mut grads);
-        self.release(index, held)?;
-        Ok(result)
+        self.release(index, held, result)
     }
 
     /// Takes the gradient of a parameter by its full name, outside of [`Self::backward`]: for tapes
@@ -113,7 +113,8 @@ impl<D: Device> Step<'_, D> {
         name: &str,
         values: impl Into<Vec<T>>,
     ) -> Result<(), FrameworkError> {
-        self.sink(name)?.set(name, values)
+        let set = self.sink(name).and_then(|mut sink| sink.set(name, values));
+        set.inspect_err(|error| self.last_error = Some(error.to_string()))
     }
 
     /// As [`Self::grad`], in memory of the framework, without a copy.
@@ -129,9 +130,10 @@ impl<D: Device> Step<'_, D> {
         slice: AnySlice,
         owner: impl Any + Send,
     ) -> Result<(), FrameworkError> {
-        let mut sink = self.sink(name)?;
         // SAFETY: the caller's promise.
-        unsafe { sink.set_slice(name, slice, owner) }
+        let set = |mut sink: Grads<'_, D>| unsafe { sink.set_slice(name, slice, owner) };
+        let set = self.sink(name).and_then(set);
+        set.inspect_err(|error| self.last_error = Some(error.to_string()))
     }
 
     fn sink(&mut self, name: &str) -> Result<Grads<'_, D>, FrameworkError> {
@@ -199,16 +201,7 @@ impl<D: Device> Step<'_, D> {
     pub fn end_of(self, loss: f64, weight: f64) -> Result<StepOutcome, FrameworkError> {
         let weight = self.weight + weight;
         let loss = self.loss + loss;
-        self.end_with(loss, |core| {
-            let all = core.rank.exchange(&weight.to_le_bytes())?;
-            let one = |bytes: &Vec<u8>| {
-                let bytes = bytes.as_slice().try_into();
-                bytes.map(f64::from_le_bytes).map_err(|_| {
-                    FrameworkError::Setting("ranks end a step in different ways".into())
-                })
-            };
-            all.iter().map(one).sum()
-        })
+        self.end_with(loss, |core| core.sum(weight))
     }
 
     fn end_with(
@@ -225,18 +218,34 @@ impl<D: Device> Step<'_, D> {
             .gradients
             .check_end(&self.core.layout)
             .and_then(|()| divisor(self.core))
-            .and_then(|divisor| self.core.update(loss, divisor));
+            .and_then(|divisor| self.core.update(loss, divisor))
+            .map_err(|error| error.at(|| "end of the step".to_owned()));
         let outcome = self.core.or_fail(outcome);
         self.core.in_step = false;
         outcome
     }
 
-    /// Ends a step without gradients, such as one of validation.
+    /// Ends a step of validation, without gradients, and returns the mean of `loss` over ranks. It
+    /// does not count as a step.
+    ///
+    /// # Errors
+    /// As [`Self::end_without_update`], or a rank failed.
+    pub fn end_validation(mut self, loss: f64) -> Result<f64, FrameworkError> {
+        self.end_unused()?;
+        let mean = self.core.mean(loss);
+        self.core.or_fail(mean)
+    }
+
+    /// Ends a step without gradients. It does not count as a step.
     ///
     /// # Errors
     /// A gradient has arrived, so that the other ranks wait for an update: the run has then ended
     /// on all ranks.
     pub fn end_without_update(mut self) -> Result<(), FrameworkError> {
+        self.end_unused()
+    }
+
+    fn end_unused(&mut self) -> Result<(), FrameworkError> {
         self.core.check()?;
         // The order of use stays that of the steps with an update.
         self.gathers = None;
@@ -256,9 +265,20 @@ impl<D: Device> Step<'_, D> {
         let held = self.hold(index)?;
         let flat = held.params(&self.core.layout.units()[index]).flat;
         let values = self.core.read(flat);
-        let values = self.core.or_fail(values)?;
-        self.release(index, held)?;
-        Ok(values)
+        let values = self.core.or_fail(values);
+        self.release(index, held, values)
+    }
+
+    fn hold_for(
+        &mut self,
+        call: &'static str,
+        unit: &str,
+    ) -> Result<(usize, Held<D>), FrameworkError> {
+        self.core.check()?;
+        let index = self.core.unit(unit)?;
+        let held = self.hold(index);
+        let held = held.map_err(|error| error.at(|| format!("{call} of {unit}")))?;
+        Ok((index, held))
     }
 
     fn hold(&mut self, index: usize) -> Result<Held<D>, FrameworkError> {
@@ -283,19 +303,27 @@ impl<D: Device> Step<'_, D> {
         core.or_fail(gathered)
     }
 
-    /// Ends a use; at stage 3 nothing may keep the unit.
-    fn release(&mut self, index: usize, held: Held<D>) -> Result<(), FrameworkError> {
+    /// Ends a use; at stage 3 nothing may keep the unit. Returns `result`, the closure's.
+    fn release<R, E: Into<Failure>>(
+        &mut self,
+        index: usize,
+        held: Held<D>,
+        result: Result<R, E>,
+    ) -> Result<R, FrameworkError> {
+        let result = result.map_err(FrameworkError::of_closure);
+        let result = result.inspect_err(|error| self.last_error = Some(error.to_string()));
         let (Held::Gathered(unit), Some(gathers)) = (held, &mut self.gathers) else {
-            return Ok(());
+            return result;
         };
         match Arc::try_unwrap(unit) {
             Ok(unit) => {
                 gathers.reshard(unit);
-                Ok(())
+                result
             }
             Err(_) => {
                 let unit = self.core.layout.units()[index].name.clone();
-                self.core.or_fail(Err(FrameworkError::Kept { unit }))
+                let kept = self.core.or_fail(Err(FrameworkError::Kept { unit }));
+                result.and(kept)
             }
         }
     }
@@ -309,7 +337,9 @@ impl<D: Device> Drop for Step<'_, D> {
                 true => "panicked in a step",
                 false => "dropped a step before its end",
             };
-            self.core.fail(&format!("rank {rank} {why}"));
+            let after = self.last_error.take();
+            let after = after.map_or(String::new(), |error| format!(", after: {error}"));
+            self.core.fail(&format!("rank {rank} {why}{after}"));
         }
     }
 }

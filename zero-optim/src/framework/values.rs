@@ -65,7 +65,15 @@ impl Params<'_> {
     /// # Errors
     /// There is no such parameter, the run has another dtype, or the memory is that of a device.
     pub fn get<T: Element>(&self, name: &str) -> Result<&[T], FrameworkError> {
-        let slice = self.flat.slice(range_of(self.unit, find(self.unit, name)?));
+        let param = find(self.unit, name)?;
+        let slice = self.flat.slice(range_of(self.unit, param));
+        if slice.dtype() != T::DTYPE {
+            return Err(FrameworkError::Type {
+                name: self.unit.params[param].name.clone(),
+                run: slice.dtype(),
+                asked: T::DTYPE,
+            });
+        }
         if slice.device() != DeviceId::HOST {
             let name = name.to_owned();
             return Err(FrameworkError::OnDevice { name });

@@ -1,11 +1,12 @@
 //! One rank of a run.
 
+use std::error::Error;
 use std::fmt;
 use std::path::Path;
 
 use zero_alloc::device::Device;
 use zero_comm::{PrefetchReport, Prefetcher, WaitOnDrop};
-use zero_shard::Layout;
+use zero_shard::{Layout, ZeroStage};
 
 use crate::ShardedAdamW;
 
@@ -87,6 +88,7 @@ impl<D: Device> Zero<D> {
             report,
             loss: 0.0,
             weight: 0.0,
+            last_error: None,
         })
     }
 
@@ -111,24 +113,31 @@ impl<D: Device> Zero<D> {
         })
     }
 
-    /// Calls `take` with name, shape and elements in fp32 of every parameter, in order: for the
-    /// framework's own format. All ranks call it; a unit at a time is whole in memory.
+    /// Calls `take` with name, shape and elements (those of the run's dtype, as fp32) of every
+    /// parameter, in order: for the framework's own format. All ranks call it; a unit at a time is
+    /// whole in memory.
     ///
     /// # Errors
-    /// A rank failed, or an earlier step did not end.
-    pub fn for_each_param(
+    /// A rank failed, an earlier step did not end, or the first error of `take`, which is not
+    /// called again; the run then goes on.
+    pub fn for_each_param<E: Into<Box<dyn Error + Send + Sync>>>(
         &mut self,
-        mut take: impl FnMut(&str, &[u64], &[f32]),
+        mut take: impl FnMut(&str, &[u64], &[f32]) -> Result<(), E>,
     ) -> Result<(), FrameworkError> {
+        let mut taken = Ok(());
         let mut step = self.begin()?;
         for index in 0..step.core.layout.units().len() {
             let whole = step.read_unit(index)?;
             let unit = &step.core.layout.units()[index];
             for (param, placed) in unit.params.iter().enumerate() {
-                take(&placed.name, &placed.shape, &whole[range_of(unit, param)]);
+                if taken.is_ok() {
+                    let values = &whole[range_of(unit, param)];
+                    taken = take(&placed.name, &placed.shape, values);
+                }
             }
         }
-        step.end_without_update()
+        step.end_without_update()?;
+        taken.map_err(FrameworkError::of_closure)
     }
 
     /// Saves weights, moments and progress as a checkpoint in `folder`, with the other ranks. All
@@ -155,7 +164,19 @@ impl<D: Device> Zero<D> {
         self.core.or_fail(loaded)
     }
 
-    /// Steps that ended, also before a resume.
+    /// Sets the framework's part of the next checkpoints, such as the position in the data. Rank 0's
+    /// is saved.
+    pub fn set_state(&mut self, state: serde_json::Value) {
+        self.core.state = state;
+    }
+
+    /// The framework's part of the checkpoint that was resumed, or the last that was set; at first
+    /// null.
+    pub fn state(&self) -> &serde_json::Value {
+        &self.core.state
+    }
+
+    /// Steps that ended, also before a resume, and skipped ones.
     pub fn steps(&self) -> u64 {
         self.core.steps
     }
@@ -165,7 +186,8 @@ impl<D: Device> Zero<D> {
         &self.core.optim
     }
 
-    /// Sets the base learning rate of the next steps.
+    /// Sets the base learning rate of the next steps, the same on all ranks: they compare it at the
+    /// end of a step.
     ///
     /// # Errors
     /// The rate is negative or not finite.
@@ -176,6 +198,11 @@ impl<D: Device> Zero<D> {
     /// Units, parameters and their distribution over ranks.
     pub fn layout(&self) -> &Layout {
         &self.core.layout
+    }
+
+    /// The stage.
+    pub fn stage(&self) -> ZeroStage {
+        self.core.stage
     }
 
     /// The rank's context.
