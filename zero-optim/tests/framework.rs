@@ -604,7 +604,7 @@ fn bad_settings_are_refused() {
     assert!(error.contains("no parameters"), "{error}");
 }
 
-/// What differs on one rank without a collective that differs: learning rates that are set, and
+/// Differences of one rank that no collective shows: learning rates that are set, and
 /// initial values.
 #[test]
 fn silent_differences_are_found() {

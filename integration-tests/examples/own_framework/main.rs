@@ -36,8 +36,9 @@ fn train(comm: ThreadsComm, stage: ZeroStage, dir: &Path, steps: Range<u64>) -> 
         let params = [("weight", vec![outs, ins]), ("bias", vec![outs])];
         zero = zero.unit(format!("layer {layer}"), params);
     }
-    let mut zero =
-        zero.build(|_name, values| (0..).zip(values).for_each(|(i, value)| *value = initial(i)))?;
+    let mut zero = zero.build(|_name, _shape, values| {
+        (0..).zip(values).for_each(|(i, value)| *value = initial(i))
+    })?;
     if steps.start > 0 {
         zero.resume(dir)?;
     }
