@@ -23,6 +23,10 @@ const MAX_ERROR_CHARS: usize = 600;
 
 /// The exchange between the ranks, over the caller's communicator. All ranks make the same calls in
 /// the same order.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not exchange messages between ranks",
+    note = "wrap a function, such as `Communicator::exchange` of zero-comm, in zero_ckpt::ExchangeFn; SingleRank is for one rank"
+)]
 pub trait Exchange {
     /// A failure of the communicator.
     type Error: Display;

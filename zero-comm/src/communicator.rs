@@ -157,6 +157,10 @@ impl std::ops::Add for Traffic {
 /// `group` never changes. `enqueue` uses the call's buffers only in operations that it enqueues on
 /// `stream`, which end before later operations of the stream begin: callers free or reuse the
 /// buffers behind that point.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no communicator of `{D}`",
+    note = "zero_comm has threads::ThreadsComm and Solo for the host, mpi::MpiComm with the feature `mpi`, and nccl::NcclCommunicator for CudaDevice with the feature `cuda`"
+)]
 pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// This rank and the number of ranks.
     fn group(&self) -> Group;

@@ -280,6 +280,10 @@ impl Segments {
 /// # Safety
 /// An operation uses its arguments' memory only on the stream, and reads and writes as documented:
 /// callers free or reuse the memory behind that point.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` has no kernels for `{D}`",
+    note = "use zero_kernels::host::HostKernels for HostDevice, zero_kernels::cuda::CudaKernels for CudaDevice"
+)]
 pub unsafe trait Kernels<D: Device>: Send + Sync {
     /// One fused Adam step over a flat range.
     ///

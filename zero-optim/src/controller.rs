@@ -70,6 +70,28 @@ setters!(OptimizerConfig {
 });
 
 impl OptimizerConfig {
+    /// Sets the weight decay of `hyper`, decoupled unless it says otherwise.
+    #[must_use]
+    pub const fn weight_decay(mut self, weight_decay: f64) -> Self {
+        self.hyper.weight_decay = weight_decay;
+        self
+    }
+
+    /// Sets the betas of `hyper`.
+    #[must_use]
+    pub const fn betas(mut self, [beta1, beta2]: [f64; 2]) -> Self {
+        self.hyper.beta1 = beta1;
+        self.hyper.beta2 = beta2;
+        self
+    }
+
+    /// Sets the epsilon of `hyper`.
+    #[must_use]
+    pub const fn eps(mut self, eps: f64) -> Self {
+        self.hyper.eps = eps;
+        self
+    }
+
     /// Checks every setting against its range.
     ///
     /// # Errors

@@ -12,7 +12,10 @@ mod controller;
 mod device_steps;
 mod error;
 mod format;
+#[cfg(feature = "framework")]
+pub mod framework;
 mod groups;
+#[cfg(feature = "framework")]
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
 mod loss_scale;

@@ -49,6 +49,31 @@ impl Segment {
         }
     }
 
+    /// The segments of a rank's shards of all units (stages 1 to 3).
+    #[cfg(feature = "ckpt")]
+    pub fn shards(layout: &zero_shard::Layout) -> Vec<Self> {
+        let units = layout.units().iter();
+        units
+            .map(|unit| {
+                let shard = unit.shard_range();
+                Self::shard(&unit.name, shard.start as usize..shard.end as usize)
+            })
+            .collect()
+    }
+
+    /// The segments of all units, whole, of rank `rank` (stage 0).
+    #[cfg(feature = "ckpt")]
+    pub fn wholes(layout: &zero_shard::Layout, rank: u64) -> Vec<Self> {
+        let units = layout.units().iter();
+        units
+            .map(|unit| {
+                let [whole, shard] = [unit.whole_range(), unit.shard(rank)]
+                    .map(|range| range.start as usize..range.end as usize);
+                Self::whole(&unit.name, whole, shard)
+            })
+            .collect()
+    }
+
     /// Gradient statistics cover only these elements of the shard, relative to the segment's start.
     #[must_use]
     pub fn with_counted(self, counted: Range<usize>) -> Self {

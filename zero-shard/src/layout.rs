@@ -86,6 +86,40 @@ impl UnitSpec {
     }
 }
 
+impl UnitSpec {
+    /// The units of parameters with names such as `blocks.3.mlp.weight`: `unit_of` returns the name
+    /// of a parameter's unit, such as `blocks.3`. Units are in the order of their first parameters.
+    ///
+    /// ```
+    /// use zero_shard::{ParamSpec, UnitSpec};
+    ///
+    /// let names = ["wte", "blocks.0.w", "blocks.0.b", "blocks.1.w", "norm"];
+    /// let params = names.map(|name| ParamSpec::new(name, [4]));
+    /// let units = UnitSpec::by_name(params, |name| match name.rsplit_once('.') {
+    ///     Some((block, _)) => block.to_owned(),
+    ///     None => name.to_owned(),
+    /// });
+    /// let units: Vec<_> = units.iter().map(|unit| (&*unit.name, unit.params.len())).collect();
+    /// assert_eq!(units, [("wte", 1), ("blocks.0", 2), ("blocks.1", 1), ("norm", 1)]);
+    /// ```
+    pub fn by_name(
+        params: impl IntoIterator<Item = ParamSpec>,
+        unit_of: impl Fn(&str) -> String,
+    ) -> Vec<Self> {
+        let mut units: Vec<Self> = Vec::new();
+        let mut places = HashMap::new();
+        for param in params {
+            let name = unit_of(&param.name);
+            let place = *places.entry(name).or_insert_with_key(|name| {
+                units.push(Self::new(name, []));
+                units.len() - 1
+            });
+            units[place].params.push(param);
+        }
+        units
+    }
+}
+
 /// A second name of a parameter, for example of tied embeddings. It owns no elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]

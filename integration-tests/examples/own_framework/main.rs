@@ -1,197 +1,100 @@
-//! A framework that allocates its own memory trains an MLP at stage 2 in bf16, with parameter
-//! groups; four ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue"
-//! and "end of glue".
+//! A small framework trains an MLP in bf16, with parameter groups, at any stage of ZeRO; four
+//! ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue" and "end of
+//! glue". `own_framework_crates` is the same without the facade.
 
-use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};
+use std::{error::Error, ops::Range, path::Path};
 
 use half::bf16;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element, Stream};
-use zero_alloc::{Pool, host::HostDevice};
-use zero_ckpt::{ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
+use zero_alloc::device::DType;
 use zero_comm::threads::{ThreadsComm, World};
-use zero_comm::{BucketOptions, Buckets, CommOptions, Communicator, SumInto, WaitOnDrop};
-use zero_kernels::host::HostKernels;
-use zero_optim::{Divisor, GroupRules, OptimizerConfig, ParamGroups, RankParams};
-use zero_optim::{Segment, ShardedAdamW, StepInputs, UnitSlices};
-use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
+use zero_comm::{CommOptions, Communicator};
+use zero_optim::framework::{Rank, Zero};
+use zero_optim::{GroupRules, OptimizerConfig};
+use zero_shard::ZeroStage;
 
 mod mlp;
-use mlp::{LAYERS, ROWS, WIDTHS, backward, data, forward};
+use mlp::{LAYERS, WIDTHS, backward, data, forward, initial};
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
-const LIMIT: Duration = Duration::from_secs(60);
-
-// glue
-/// The framework's memory, for the crates.
-fn view<T: Element>(memory: &mut [T]) -> AnySlice {
-    // SAFETY: the memory outlives `WaitOnDrop`; within a step, streams and events order the
-    // accesses.
-    unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }
-        .erase()
-}
-// end of glue
 
 /// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the
 /// losses.
-fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
-    // glue: what each rank owns
-    let (ranks, rank, id) = (comm.world_size(), comm.rank(), comm.rank() as u64);
-    let param = |name: String, elems: usize| ParamSpec::new(name, [elems as u64]);
-    let unit = |i: usize| {
-        let weight = param(format!("{i}.weight"), WIDTHS[i] * WIDTHS[i + 1]);
-        UnitSpec::new(
-            format!("layer {i}"),
-            [weight, param(format!("{i}.bias"), WIDTHS[i + 1])],
-        )
-    };
+fn train(comm: ThreadsComm, stage: ZeroStage, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
+    let (inputs, targets) = data(comm.rank(), comm.world_size());
 
-    let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
-    let units = layout.units();
-    let range = |range: Range<u64>| range.start as usize..range.end as usize;
-    // end of glue
-
-    // The padded parameters and gradients of each layer, and this rank's sums of gradients.
-    let initial = |i: u64| bf16::from_f32(((i * 37) % 19) as f32 / 19.0 - 0.5);
-    let mut params: Vec<Vec<bf16>> = units
-        .iter()
-        .map(|u| (0..u.padded_elems).map(initial).collect())
-        .collect();
-    let mut grads: Vec<Vec<f32>> = params
-        .iter()
-        .map(|params| vec![0.0; params.len()])
-        .collect();
-    let mut sums: Vec<Vec<f32>> = params
-        .iter()
-        .map(|params| vec![0.0; params.len() / ranks])
-        .collect();
-
-    // glue: streams, buckets, and the optimizer of this rank's shards
-    let whole: Vec<_> = params.iter_mut().map(|params| view(params)).collect();
-    let own: Vec<_> = units
-        .iter()
-        .zip(&whole)
-        .map(|(u, p)| [(p.slice(range(u.shard(id))), 0)])
-        .collect();
-    let sums: Vec<_> = sums.iter_mut().map(|sum| view(sum)).collect();
-    let device = HostDevice::new();
-    let comm = Arc::new(comm) as Arc<dyn Communicator<HostDevice>>;
-    let compute = device.create_stream("compute")?;
-    let comm_stream = device.create_stream("comm")?;
-    let _wait = WaitOnDrop::new(comm.clone(), [compute.clone(), comm_stream.clone()], LIMIT);
-    let pool = Pool::new(device, 1 << 20);
-    let kernels = Arc::new(HostKernels::new(1)?);
-    let options = BucketOptions::new(64, DType::Bf16);
-
-    let buckets = Buckets::new(
-        &pool,
-        comm.clone(),
-        compute.clone(),
-        comm_stream.clone(),
-        options,
-    )?;
-
-    let exchange =
-        |message: &[u8]| -> Result<_> { Ok(comm.exchange(&pool, &compute, message, LIMIT)?) };
-    let rules = vec![
-        GroupRules::default(),
-        GroupRules::default().weight_decay(0.0),
-    ]; // of weights, of biases
-    let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
-    let config = OptimizerConfig::default().lr(0.02);
-    let segments = units
-        .iter()
-        .map(|u| Segment::shard(&u.name, range(u.shard_range())))
-        .collect();
-    let mut optim = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
-        .config(config)
-        .param_dtype(DType::Bf16)
-        .groups(&groups)
-        .build(segments)?;
-    let own_params = RankParams {
-        layout: &layout,
-        rank: id,
-        params: &own,
-    };
-
-    match steps.start {
-        0 => optim.init_masters(&compute, &own)?,
-        _ => optim.load(&compute, &Reader::open(dir)?, &own_params, LIMIT)?,
+    // glue: the parameters, by layer
+    let decayed = GroupRules::default();
+    let mut zero = Zero::builder(Rank::on_host(comm)?)
+        .stage(stage)
+        .dtype(DType::Bf16)
+        .adamw(OptimizerConfig::default().lr(0.02))
+        .groups([decayed, decayed.weight_decay(0.0)], |name| {
+            usize::from(name.ends_with("bias"))
+        });
+    for layer in 0..LAYERS {
+        let [ins, outs] = [WIDTHS[layer], WIDTHS[layer + 1]].map(|width| width as u64);
+        let params = [("weight", vec![outs, ins]), ("bias", vec![outs])];
+        zero = zero.unit(format!("layer {layer}"), params);
     }
-
-    let gather = || -> Result<()> {
-        comm_stream.wait(&compute.record()?)?;
-        own.iter()
-            .zip(&whole)
-            .try_for_each(|([(own, _)], whole)| comm.all_gather(&comm_stream, *own, *whole))?;
-        Ok(comm_stream.synchronize(LIMIT)?)
-    };
-
-    gather()?;
+    let mut zero = zero.build(|_name, _shape, values| {
+        (0..).zip(values).for_each(|(i, value)| *value = initial(i))
+    })?;
+    if steps.start > 0 {
+        zero.resume(dir)?;
+    }
     // end of glue
 
-    let ((inputs, targets), mut losses) = (data(rank, ranks), Vec::new());
-    for _step in steps.clone() {
+    let mut losses = Vec::new();
+    for _step in steps {
+        // glue
+        let mut step = zero.begin()?;
+        // end of glue
         let mut outputs = vec![inputs.clone()];
         for layer in 0..LAYERS {
-            outputs.push(forward(layer, &params[layer], &outputs[layer]));
+            let x = &outputs[layer];
+            // glue: while a layer is used, stage 3 gathers the next one
+            let y = step.forward(&format!("layer {layer}"), |params| -> Result<_> {
+                let params = [params.get("weight")?, params.get::<bf16>("bias")?];
+                Ok(forward(layer, params, x))
+            })?;
+            // end of glue
+            outputs.push(y);
         }
-        let mut dy: Vec<f32> = outputs[LAYERS]
-            .iter()
-            .zip(&targets)
-            .map(|(y, target)| 2.0 * (y - target))
-            .collect();
-        let loss = dy.iter().map(|dy| f64::from(dy * dy) / 4.0).sum::<f64>() / ROWS as f64;
-        let mut reduced = Vec::new();
-        for (layer, grads) in grads.iter_mut().enumerate().rev() {
-            dy = backward(
-                layer,
-                &params[layer],
-                [&outputs[layer], &outputs[layer + 1], &dy],
-                grads,
-            );
+
+        let y = outputs[LAYERS].iter().zip(&targets);
+        let mut dy: Vec<f32> = y.map(|(y, target)| 2.0 * (y - target)).collect();
+        let loss = dy.iter().map(|dy| f64::from(dy * dy) / 4.0).sum();
+        for layer in (0..LAYERS).rev() {
+            let of_layer = [&*outputs[layer], &outputs[layer + 1], &dy];
             // glue: the layer is summed over ranks while backward goes on
-            reduced.insert(
-                0,
-                buckets.reduce_unit(&*kernels, &[(view(grads), 0)], SumInto::Write(sums[layer]))?,
-            );
+            let backward = |weight: &[bf16]| backward(layer, weight, of_layer);
+            dy = step.backward(&format!("layer {layer}"), |params, grads| -> Result<_> {
+                let (dx, dw) = backward(params.get("weight")?);
+                grads.set_all(dw)?;
+                Ok(dx)
+            })?;
             // end of glue
         }
-        // glue: the step
-        let slices: Vec<_> = reduced
-            .iter()
-            .zip(&own)
-            .map(|(grad, param)| UnitSlices { grad, param })
-            .collect();
-        let inputs = StepInputs::new(loss, Divisor::Sum(ROWS as f64));
-        losses.push(
-            optim
-                .step_with(&compute, &slices, inputs, exchange, LIMIT)?
-                .loss(),
-        );
-        gather()?;
+        // glue: the update; loss and gradients are means over the rows of all ranks
+        losses.push(step.end_of(loss, targets.len() as f64)?.loss());
         // end of glue
     }
 
-    // glue: the checkpoint
-    let meta = SaveMeta::default().step(steps.end).stage(ZeroStage::Two);
-    let store = Store::create(dir, id, StoreOptions::default())?;
-    optim.save(
-        &compute,
-        &store,
-        meta,
-        &own_params,
-        &mut ExchangeFn::new(id, exchange),
-        LIMIT,
-    )?;
-
+    // glue
+    zero.save(dir)?;
     // end of glue
     Ok(losses)
 }
 
 /// Trains on `ranks` threads.
-pub(crate) fn on_ranks(ranks: usize, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
+pub(crate) fn on_ranks(
+    ranks: usize,
+    stage: ZeroStage,
+    dir: &Path,
+    steps: Range<u64>,
+) -> Result<Vec<f64>> {
     let comms = World::new(ranks, CommOptions::default())?;
-    let train = |comm| train(comm, dir, steps.clone());
+    let train = |comm| train(comm, stage, dir, steps.clone());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = comms
             .into_iter()
@@ -207,7 +110,9 @@ pub(crate) fn on_ranks(ranks: usize, dir: &Path, steps: Range<u64>) -> Result<Ve
 
 fn main() -> Result<()> {
     let dir = tempfile::tempdir()?;
-    println!("four ranks: {:?}", on_ranks(4, dir.path(), 0..50)?);
-    println!("two ranks resume: {:?}", on_ranks(2, dir.path(), 50..60)?);
+    let four = on_ranks(4, ZeroStage::Two, dir.path(), 0..50)?;
+    println!("four ranks, stage 2: {four:?}");
+    let two = on_ranks(2, ZeroStage::Three, dir.path(), 50..60)?;
+    println!("two ranks resume, stage 3: {two:?}");
     Ok(())
 }

@@ -8,16 +8,19 @@ pub(crate) const LAYERS: usize = WIDTHS.len() - 1;
 /// Rows of all ranks together.
 pub(crate) const ROWS: usize = 16;
 
+/// The initial value of element `i` of a parameter.
+pub(crate) fn initial(i: usize) -> f32 {
+    bf16::from_f32(((i * 37) % 19) as f32 / 19.0 - 0.5).to_f32()
+}
+
 /// A layer over some rows: tanh(W x + b); the last layer has no tanh.
-pub(crate) fn forward(layer: usize, params: &[bf16], inputs: &[f32]) -> Vec<f32> {
+pub(crate) fn forward(layer: usize, [weight, bias]: [&[bf16]; 2], inputs: &[f32]) -> Vec<f32> {
     let ins = WIDTHS[layer];
-    let outs = WIDTHS[layer + 1];
-    let (weights, biases) = params.split_at(ins * outs);
     let dot = |x: &[f32], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x * w.to_f32()).sum::<f32>();
     let row = |x| {
-        weights
+        weight
             .chunks(ins)
-            .zip(biases)
+            .zip(bias)
             .map(move |(w, b)| dot(x, w) + b.to_f32())
     };
     let sums = inputs.chunks(ins).flat_map(row);
@@ -28,17 +31,16 @@ pub(crate) fn forward(layer: usize, params: &[bf16], inputs: &[f32]) -> Vec<f32>
     }
 }
 
-/// Writes a layer's gradients; returns those of its inputs.
+/// Returns the gradients of a layer's inputs, and those of its weight and bias.
 pub(crate) fn backward(
     layer: usize,
-    params: &[bf16],
+    weight: &[bf16],
     [x, y, dy]: [&[f32]; 3],
-    grads: &mut [f32],
-) -> Vec<f32> {
+) -> (Vec<f32>, Vec<f32>) {
     let ins = WIDTHS[layer];
     let outs = WIDTHS[layer + 1];
     let mut dx = vec![0.0; x.len()];
-    grads.fill(0.0);
+    let mut grads = vec![0.0; ins * outs + outs];
     for (i, (y, dy)) in y.iter().zip(dy).enumerate() {
         let row = i / outs * ins;
         let out = i % outs;
@@ -50,10 +52,10 @@ pub(crate) fn backward(
         grads[ins * outs + out] += before_tanh;
         for k in 0..ins {
             grads[out * ins + k] += before_tanh * x[row + k];
-            dx[row + k] += before_tanh * params[out * ins + k].to_f32();
+            dx[row + k] += before_tanh * weight[out * ins + k].to_f32();
         }
     }
-    dx
+    (dx, grads)
 }
 
 /// A rank's rows of the data: four numbers, and the square of their sum.

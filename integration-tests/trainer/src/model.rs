@@ -137,6 +137,10 @@ impl<D: Device> Default for ModelRanks<D> {
 }
 
 /// A model on a device. All calls enqueue on `stream` and return.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no model on `{D}`",
+    note = "the crate documentation of zero_trainer shows a model of 60 lines"
+)]
 pub trait Model<D: Device>: Send {
     /// Sets the next micro-batch: that of all ranks with which this one computes it.
     ///

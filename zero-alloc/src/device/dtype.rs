@@ -66,6 +66,10 @@ mod sealed {
 ///     const DTYPE: DType = DType::F32;
 /// }
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no element of device memory",
+    note = "elements are u8, half::f16, half::bf16, f32 and f64"
+)]
 pub trait Element: bytemuck::Pod + Send + Sync + sealed::Sealed {
     /// The dtype of the Rust type.
     const DTYPE: DType;

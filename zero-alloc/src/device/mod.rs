@@ -128,6 +128,10 @@ pub enum BlockNote<'a, S, E> {
 /// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; they
 /// refuse slices of memory that the device cannot access. Slices of a device of kind
 /// [`DeviceKind::Host`] can be read as Rust slices.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no device",
+    note = "use zero_alloc::host::HostDevice, or zero_alloc::cuda::CudaDevice with the feature `cuda`"
+)]
 pub unsafe trait Device: Memory + Clone + 'static {
     /// An ordered queue of operations; a clone is a handle of the same queue.
     type Stream: Stream<Event = Self::Event>;

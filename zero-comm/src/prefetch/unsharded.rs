@@ -112,10 +112,19 @@ impl<D: Device> Unsharded<D> {
     /// The whole unit: the concatenated shards of all ranks.
     ///
     /// # Safety
-    /// The slice is used only by operations enqueued on the prefetcher's compute stream, before
-    /// this value is dropped or resharded; nothing writes to it.
+    /// The slice is used only by operations enqueued on the prefetcher's compute stream, or by the
+    /// host after [`Self::synchronize`], before this value is dropped or resharded; nothing writes
+    /// to it.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
+    }
+
+    /// Waits at most `limit` for the gather, for a host that then reads the slice in host memory.
+    ///
+    /// # Errors
+    /// The gather failed, or the limit passed.
+    pub fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        self.gathered.synchronize(limit)
     }
 
     /// Waits at most `limit` for the gather and calls `read` with the whole unit in host memory:

@@ -1,6 +1,5 @@
-//! A framework that allocates its own memory trains an MLP at stage 3 in bf16, with parameter
-//! groups; four ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue"
-//! and "end of glue".
+//! `own_framework` at stage 3 without the facade, with the crates beneath it: for a framework
+//! whose parameters stay in its own memory, or that orders its work otherwise.
 
 use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};
 
@@ -18,7 +17,7 @@ use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 #[path = "own_framework/mlp.rs"]
 mod mlp;
-use mlp::{LAYERS, ROWS, WIDTHS, backward, data, forward};
+use mlp::{LAYERS, ROWS, WIDTHS, backward, data, forward, initial};
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 const LIMIT: Duration = Duration::from_secs(60);
@@ -31,6 +30,12 @@ fn view<T: Element>(memory: &mut [T]) -> AnySlice {
     unsafe { DeviceSlice::from_raw_parts(memory.as_mut_ptr(), memory.len(), DeviceId::HOST) }
         .erase()
 }
+
+/// Weight and bias of a layer.
+fn split(layer: usize, params: &[bf16]) -> [&[bf16]; 2] {
+    let (weight, rest) = params.split_at(WIDTHS[layer] * WIDTHS[layer + 1]);
+    [weight, &rest[..WIDTHS[layer + 1]]]
+}
 // end of glue
 
 /// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the
@@ -38,26 +43,27 @@ fn view<T: Element>(memory: &mut [T]) -> AnySlice {
 fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     // glue: what each rank owns
     let (ranks, rank, id) = (comm.world_size(), comm.rank(), comm.rank() as u64);
-    let param = |name: String, elems: usize| ParamSpec::new(name, [elems as u64]);
     let unit = |i: usize| {
-        let weight = param(format!("{i}.weight"), WIDTHS[i] * WIDTHS[i + 1]);
-        UnitSpec::new(
-            format!("layer {i}"),
-            [weight, param(format!("{i}.bias"), WIDTHS[i + 1])],
-        )
+        let [ins, outs] = [WIDTHS[i], WIDTHS[i + 1]].map(|width| width as u64);
+        let weight = ParamSpec::new(format!("layer {i}.weight"), [outs, ins]);
+        let bias = ParamSpec::new(format!("layer {i}.bias"), [outs]);
+        UnitSpec::new(format!("layer {i}"), [weight, bias])
     };
 
     let layout = Layout::new(&(0..LAYERS).map(unit).collect::<Vec<_>>(), ranks as u64, 1)?;
     let units = layout.units();
-    let range = |range: Range<u64>| range.start as usize..range.end as usize;
     // end of glue
 
     // This rank's shards of the parameters and of the sums of gradients, and the padded gradients
     // of each layer.
-    let initial = |i: u64| bf16::from_f32(((i * 37) % 19) as f32 / 19.0 - 0.5);
+    let initial = |layer: usize, i: u64| {
+        let in_bias = (i as usize).checked_sub(WIDTHS[layer] * WIDTHS[layer + 1]);
+        bf16::from_f32(initial(in_bias.unwrap_or(i as usize)))
+    };
     let mut shards: Vec<Vec<bf16>> = units
         .iter()
-        .map(|u| u.shard(id).map(initial).collect())
+        .enumerate()
+        .map(|(layer, u)| u.shard(id).map(|i| initial(layer, i)).collect())
         .collect();
     let mut grads: Vec<Vec<f32>> = units
         .iter()
@@ -94,15 +100,11 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     ]; // of weights, of biases
     let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let config = OptimizerConfig::default().lr(0.02);
-    let segments = units
-        .iter()
-        .map(|u| Segment::shard(&u.name, range(u.shard_range())))
-        .collect();
     let mut optim = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
         .config(config)
         .param_dtype(DType::Bf16)
         .groups(&groups)
-        .build(segments)?;
+        .build(Segment::shards(&layout))?;
     let own_params = RankParams {
         layout: &layout,
         rank: id,
@@ -134,7 +136,8 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
         let mut gathered = prefetcher.step()?;
         for layer in 0..LAYERS {
             let unit = gathered.unshard(layer)?;
-            outputs.push(unit.read(LIMIT, |params| forward(layer, params, &outputs[layer]))?);
+            let forward = |params: &[bf16]| forward(layer, split(layer, params), &outputs[layer]);
+            outputs.push(unit.read(LIMIT, forward)?);
             gathered.reshard(unit);
         }
         // end of glue
@@ -143,13 +146,16 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
             .zip(&targets)
             .map(|(y, target)| 2.0 * (y - target))
             .collect();
-        let loss = dy.iter().map(|dy| f64::from(dy * dy) / 4.0).sum::<f64>() / ROWS as f64;
+        let loss = dy.iter().map(|dy| f64::from(dy * dy) / 4.0).sum::<f64>();
         let mut reduced = Vec::new();
         for (layer, grads) in grads.iter_mut().enumerate().rev() {
             // glue: the layer is summed over ranks while backward goes on
             let unit = gathered.unshard(layer)?;
             let outputs = [&*outputs[layer], &outputs[layer + 1], &dy];
-            dy = unit.read(LIMIT, |params| backward(layer, params, outputs, grads))?;
+            let backward = |params: &[bf16]| backward(layer, split(layer, params)[0], outputs);
+            let dw;
+            (dy, dw) = unit.read(LIMIT, backward)?;
+            grads[..dw.len()].copy_from_slice(&dw);
             gathered.reshard(unit);
             reduced.insert(
                 0,
@@ -164,7 +170,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
             .zip(&own)
             .map(|(grad, param)| UnitSlices { grad, param })
             .collect();
-        let inputs = StepInputs::new(loss, Divisor::Sum(ROWS as f64));
+        let inputs = StepInputs::new(loss / ROWS as f64, Divisor::Sum(ROWS as f64));
         losses.push(
             optim
                 .step_with(&compute, &slices, inputs, exchange, LIMIT)?

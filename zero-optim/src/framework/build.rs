@@ -1,0 +1,423 @@
+//! Making a [`Zero`].
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use zero_alloc::Purpose;
+use zero_alloc::device::{DType, Device, Stream};
+use zero_alloc::host::HostDevice;
+use zero_comm::{BucketOptions, Buckets, PrefetchOptions, PrefetchReport, Prefetcher, WaitOnDrop};
+use zero_shard::{Layout, ParamId, ParamSpec, UnitSpec, ZeroStage};
+
+use crate::{
+    AdamWBuilder, GroupRules, OffloadOptions, OptimizerConfig, ParamGroups, RankSettings, Segment,
+    ShardedAdamW, StateKind, StateRange, agree,
+};
+
+use super::FrameworkError;
+use super::core::{Core, UnitParams, kept};
+use super::gradients::Gradients;
+use super::rank::Rank;
+use super::values::range_of;
+use super::zero::Zero;
+
+/// Elements of the largest bucket by default: 64 MiB in bf16.
+const MAX_BUCKET_ELEMS: usize = 32 << 20;
+
+/// Returns the position of the rules of a parameter, by its full name.
+type GroupOf = Box<dyn Fn(&str) -> usize>;
+
+/// Sets the place of the optimizer's state.
+type Offload<D> = Box<dyn for<'a> FnOnce(AdamWBuilder<'a, D>) -> AdamWBuilder<'a, D>>;
+
+/// The settings of a [`Zero`] to be, the same on all ranks.
+#[must_use = "`build` makes the run"]
+pub struct Builder<D: Device> {
+    rank: Rank<D>,
+    stage: ZeroStage,
+    dtype: DType,
+    reduce_dtype: Option<DType>,
+    config: OptimizerConfig,
+    micro_batches: usize,
+    units: Vec<UnitSpec>,
+    rules: Vec<GroupRules>,
+    group_of: GroupOf,
+    bucket_elems: Option<usize>,
+    prefetch: PrefetchOptions,
+    offload: Option<Offload<D>>,
+}
+
+impl<D: Device> fmt::Debug for Builder<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder")
+            .field("rank", &self.rank)
+            .field("stage", &self.stage)
+            .field("dtype", &self.dtype)
+            .field("units", &self.units.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: Device> Builder<D> {
+    pub(super) fn new(rank: Rank<D>) -> Self {
+        Self {
+            rank,
+            stage: ZeroStage::Two,
+            dtype: DType::F32,
+            reduce_dtype: None,
+            config: OptimizerConfig::default(),
+            micro_batches: 1,
+            units: Vec::new(),
+            rules: vec![GroupRules::default()],
+            group_of: Box::new(|_| 0),
+            bucket_elems: None,
+            prefetch: PrefetchOptions::default(),
+            offload: None,
+        }
+    }
+
+    /// Sets the stage. Default: 2.
+    pub fn stage(mut self, stage: ZeroStage) -> Self {
+        self.stage = stage;
+        self
+    }
+
+    /// Sets the dtype of the parameters: fp32 (default), bf16 or fp16. The optimizer has fp32
+    /// masters of 16-bit parameters.
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Sets the dtype in which gradients travel. Default: that of the parameters.
+    pub fn reduce_dtype(mut self, dtype: DType) -> Self {
+        self.reduce_dtype = Some(dtype);
+        self
+    }
+
+    /// Sets AdamW, its schedule, clipping and loss scale.
+    pub fn adamw(mut self, config: OptimizerConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Sets the number of micro-batches of a step. Default: 1.
+    pub fn micro_batches(mut self, micro_batches: usize) -> Self {
+        self.micro_batches = micro_batches;
+        self
+    }
+
+    /// Adds a unit, such as a layer, in the order of forward: its parameters, with names and
+    /// shapes, are gathered and reduced together. Their full names begin with `UNIT.`.
+    pub fn unit<P: Into<String>, S: Into<Vec<u64>>>(
+        mut self,
+        name: impl Into<String>,
+        params: impl IntoIterator<Item = (P, S)>,
+    ) -> Self {
+        let name = name.into();
+        let scoped = |(param, shape): (P, S)| {
+            let param: String = param.into();
+            ParamSpec::new(format!("{name}.{param}"), shape)
+        };
+        let params: Vec<_> = params.into_iter().map(scoped).collect();
+        self.units.push(UnitSpec::new(name, params));
+        self
+    }
+
+    /// Adds parameters with full names, in the order of forward; `unit_of` returns the unit of a
+    /// name, such as `blocks.3` of `blocks.3.mlp.weight`.
+    pub fn params<P: Into<String>, S: Into<Vec<u64>>>(
+        mut self,
+        params: impl IntoIterator<Item = (P, S)>,
+        unit_of: impl Fn(&str) -> String,
+    ) -> Self {
+        let params = params
+            .into_iter()
+            .map(|(name, shape)| ParamSpec::new(name, shape));
+        self.units.extend(UnitSpec::by_name(params, unit_of));
+        self
+    }
+
+    /// Sets parameter groups: `group_of` returns the position in `rules` for the full name of a
+    /// parameter.
+    pub fn groups(
+        mut self,
+        rules: impl Into<Vec<GroupRules>>,
+        group_of: impl Fn(&str) -> usize + 'static,
+    ) -> Self {
+        self.rules = rules.into();
+        self.group_of = Box::new(group_of);
+        self
+    }
+
+    /// Sets the elements of a bucket; there are two. Default: the largest unit, at most 32 Mi
+    /// elements. A larger unit is reduced in pieces.
+    pub fn bucket_elems(mut self, elems: usize) -> Self {
+        self.bucket_elems = Some(elems);
+        self
+    }
+
+    /// Sets the limits of gathers at stage 3. Default: one unit ahead.
+    pub fn prefetch(mut self, options: PrefetchOptions) -> Self {
+        self.prefetch = options;
+        self
+    }
+
+    /// Makes the run. `init` writes the initial values of a parameter, by its full name and shape:
+    /// the same on all ranks, so do not seed by rank. All ranks call it.
+    ///
+    /// # Errors
+    /// A rank has other settings or initial values, or could not start: all ranks have the error.
+    pub fn build(
+        self,
+        init: impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<Zero<D>, FrameworkError> {
+        let rank = self.rank.comm.rank();
+        let comm = Arc::clone(&self.rank.comm);
+        let exchange = self.rank.exchanger();
+        let made = self.make(init);
+
+        let settings = made.as_ref().map(|(_, settings)| settings);
+        let settings = settings.map_err(|error| error as &dyn fmt::Display);
+        agree(rank, settings, exchange)?;
+        let (mut zero, _) = made?;
+        let gathered = zero.core.gather();
+        gathered.inspect_err(|error| comm.abort(&error.to_string()))?;
+        Ok(zero)
+    }
+
+    /// Makes the run without communication.
+    fn make(
+        self,
+        mut init: impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<(Zero<D>, RankSettings), FrameworkError> {
+        let Self {
+            rank,
+            stage,
+            dtype,
+            config,
+            micro_batches,
+            units,
+            rules,
+            group_of,
+            ..
+        } = self;
+
+        let ranks = rank.comm.world_size();
+        let layout = Layout::new(&units, ranks as u64, 1)?;
+        check(&units, micro_batches)?;
+        let mut settings = settings(&units, stage, micro_batches);
+
+        let name_of = |id: ParamId| &*layout.units()[id.unit].params[id.param].name;
+        let group = |id: ParamId| group_of(name_of(id));
+        for (id, placed) in layout.params() {
+            if group(id) >= rules.len() {
+                return Err(FrameworkError::Setting(format!(
+                    "{} is in group {} of {}",
+                    placed.name,
+                    group(id),
+                    rules.len()
+                )));
+            }
+        }
+
+        let wait = WaitOnDrop::new(
+            Arc::clone(&rank.comm),
+            [rank.compute.clone(), rank.comm_stream.clone()],
+            rank.limit,
+        );
+        let params = units_params(&rank, &layout, stage, dtype)?;
+
+        let (segments, runs) = match stage.shards_optimizer() {
+            true => (
+                Segment::shards(&layout),
+                layout.group_runs(rank.id(), group)?,
+            ),
+            false => (
+                Segment::wholes(&layout, rank.id()),
+                layout.whole_group_runs(group),
+            ),
+        };
+        let groups = ParamGroups::new(rules.clone(), runs);
+        let optim = ShardedAdamW::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
+            .config(config)
+            .param_dtype(dtype)
+            .groups(&groups);
+        let optim = match self.offload {
+            Some(offload) => offload(optim),
+            None => optim,
+        };
+        let mut optim = optim.build(segments)?;
+        for (name, value) in optim.settings().iter() {
+            settings.push(name, value);
+        }
+        for (name, hash) in initialise(&rank, &layout, &params, &mut optim, &mut init)? {
+            settings.push(format!("hash of the initial values of {name}"), hash);
+        }
+
+        let largest = layout.units().iter().map(|unit| unit.padded_elems as usize);
+        let largest = largest
+            .max()
+            .unwrap_or(0)
+            .clamp(ranks, MAX_BUCKET_ELEMS.max(ranks));
+        let capacity = self.bucket_elems.unwrap_or(largest);
+        let options = BucketOptions::new(capacity, self.reduce_dtype.unwrap_or(dtype));
+        settings.push("buckets", format!("{options:?}"));
+        let buckets = Buckets::new(
+            &rank.pool,
+            Arc::clone(&rank.comm),
+            rank.compute.clone(),
+            rank.comm_stream.clone(),
+            options,
+        )?;
+        let trained = |unit, param| rules[group(ParamId { unit, param })].trainable;
+        let gradients = Gradients::new(&rank, &layout, (stage, micro_batches), buckets, trained)?;
+
+        settings.push("prefetch", format!("{:?}", self.prefetch));
+        let prefetcher = stage.shards_params().then(|| {
+            Prefetcher::new(
+                rank.pool.clone(),
+                Arc::clone(&rank.comm),
+                rank.compute.clone(),
+                rank.comm_stream.clone(),
+                params.iter().map(|unit| unit.held).collect(),
+                self.prefetch,
+            )
+        });
+
+        let zero = Zero {
+            _wait: wait,
+            prefetcher,
+            core: Core {
+                rank,
+                stage,
+                micro_batches,
+                layout,
+                params,
+                gradients,
+                optim,
+                steps: 0,
+                state: serde_json::Value::Null,
+                has_views: false,
+                in_step: false,
+                broken: None,
+            },
+            report: PrefetchReport::default(),
+        };
+        Ok((zero, settings))
+    }
+}
+
+impl Builder<HostDevice> {
+    /// Keeps the optimizer's state in another format, or on NVMe.
+    pub fn offload(mut self, options: OffloadOptions) -> Self {
+        self.offload = Some(Box::new(move |optim| optim.offload(options)));
+        self
+    }
+}
+
+fn check(units: &[UnitSpec], micro_batches: usize) -> Result<(), FrameworkError> {
+    let refuse = |why: &str| Err(FrameworkError::Setting(why.to_owned()));
+    if units.iter().all(|unit| unit.params.is_empty()) {
+        return refuse("there are no parameters; add units");
+    }
+    if micro_batches == 0 {
+        return refuse("micro_batches is 0; it must be at least 1");
+    }
+    Ok(())
+}
+
+/// The settings, besides the optimizer's, that are equal on all ranks.
+fn settings(units: &[UnitSpec], stage: ZeroStage, micro_batches: usize) -> RankSettings {
+    let mut settings = RankSettings::new();
+    settings.push("stage", stage);
+    settings.push("micro_batches", micro_batches);
+    for unit in units {
+        for param in &unit.params {
+            let shape = format!("{:?} in {}", param.shape, unit.name);
+            settings.push(format!("shape of {}", param.name), shape);
+        }
+    }
+    settings
+}
+
+fn index(range: Range<u64>) -> Range<usize> {
+    range.start as usize..range.end as usize
+}
+
+/// Allocates the parameters of all units.
+fn units_params<D: Device>(
+    rank: &Rank<D>,
+    layout: &Layout,
+    stage: ZeroStage,
+    dtype: DType,
+) -> Result<Vec<UnitParams<D>>, FrameworkError> {
+    let mut params = Vec::new();
+    for unit in layout.units() {
+        let elems = match stage.shards_params() {
+            true => unit.shard_elems,
+            false => unit.padded_elems,
+        };
+        let block = rank
+            .pool
+            .allocate(elems as usize, dtype, Purpose::Params, &rank.compute)?;
+        // SAFETY: `memory` keeps the block beside the slice, and with every view of it; `Zero`
+        // waits for the streams that use it before it drops both.
+        let held = unsafe { block.slice() };
+        rank.pool.device().fill_zero(&rank.compute, held)?;
+        let own = match stage {
+            ZeroStage::One | ZeroStage::Two => held.slice(index(unit.shard(rank.id()))),
+            ZeroStage::Zero | ZeroStage::Three => held,
+        };
+        params.push(UnitParams {
+            held,
+            own: [(own, 0)],
+            ready: rank.compute.record()?,
+            memory: kept(block),
+        });
+    }
+    Ok(params)
+}
+
+/// Writes the initial values to parameters and masters. Returns the hash of each parameter's.
+fn initialise<D: Device>(
+    rank: &Rank<D>,
+    layout: &Layout,
+    params: &[UnitParams<D>],
+    optim: &mut ShardedAdamW<D>,
+    init: &mut impl FnMut(&str, &[u64], &mut [f32]),
+) -> Result<Vec<(String, u64)>, FrameworkError> {
+    let mut hashes = Vec::new();
+    for (index, unit) in layout.units().iter().enumerate() {
+        let mut values = vec![0.0; unit.padded_elems as usize];
+        for (param, placed) in unit.params.iter().enumerate() {
+            let values = &mut values[range_of(unit, param)];
+            init(&placed.name, &placed.shape, values);
+            hashes.push((placed.name.clone(), hash(values)));
+        }
+
+        let own = &params[index].own;
+        let elems = own[0].0.len();
+        let start = match elems == values.len() {
+            true => 0,
+            false => unit.shard(rank.id()).start as usize,
+        };
+        let range = StateRange {
+            kind: StateKind::Master,
+            unit: index,
+            elems: 0..elems,
+        };
+        let values = &values[start..start + elems];
+        optim.write_state(&rank.compute, &range, own, values, rank.limit)?;
+        optim.write_unit_params(&rank.compute, index, own)?;
+    }
+    Ok(hashes)
+}
+
+/// A hash of the bits of `values`, in order.
+fn hash(values: &[f32]) -> u64 {
+    const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
+    let next = |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(PRIME);
+    values.iter().fold(0xcbf2_9ce4_8422_2325, next)
+}

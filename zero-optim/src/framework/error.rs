@@ -1,0 +1,143 @@
+//! Errors of the facade.
+
+use thiserror::Error;
+use zero_alloc::AllocError;
+use zero_alloc::device::{DType, DeviceError};
+use zero_ckpt::CkptError;
+use zero_comm::{BucketError, CommError, PrefetchError};
+use zero_kernels::KernelError;
+use zero_shard::ShardError;
+
+use crate::{AgreementError, CheckpointError, OptimError};
+
+impl FrameworkError {
+    /// The error of a closure.
+    pub(super) fn of_closure(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        match error.into().downcast() {
+            Ok(own) => *own,
+            Err(other) => Self::Framework(other),
+        }
+    }
+
+    pub(super) fn at(self, at: impl FnOnce() -> String) -> Self {
+        let error = Box::new(self);
+        Self::At { at: at(), error }
+    }
+}
+
+/// An error of a [`Zero`](super::Zero).
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum FrameworkError {
+    /// No parameter, or unit, has this name.
+    #[error("there is no {what} {name:?}; there are {known}")]
+    Unknown {
+        what: &'static str,
+        name: String,
+        known: String,
+    },
+    /// A gradient of another length than its parameter.
+    #[error("the gradient of {name} has {got} elements, expected {expected}")]
+    Length {
+        name: String,
+        got: usize,
+        expected: usize,
+    },
+    /// A second gradient in one micro-batch.
+    #[error(
+        "{name} has a gradient already; sum its uses, or call next_micro_batch before the next backward pass"
+    )]
+    Twice { name: String },
+    /// Parameters without a gradient at the end of a micro-batch.
+    #[error(
+        "{count} of {all} parameters have no gradient: {names}; pass zeros for one that the loss does not depend on"
+    )]
+    Missing {
+        count: usize,
+        all: usize,
+        names: String,
+    },
+    /// Another number of micro-batches than that of the run.
+    #[error("the step has {got} micro-batches, expected {expected}; set Builder::micro_batches")]
+    MicroBatches { got: usize, expected: usize },
+    /// Ranks gathered or reduced units in different orders.
+    #[error(
+        "ranks used the units of this step in different orders; all ranks must call forward and backward alike"
+    )]
+    Order,
+    /// Ranks have different learning rates.
+    #[error(
+        "ranks have different learning rates in this step; call set_lr with the same rate on all ranks"
+    )]
+    LearningRate,
+    /// Elements of another type than those of the run.
+    #[error("{name} is {run} in this run, not {asked}")]
+    Type {
+        name: String,
+        run: DType,
+        asked: DType,
+    },
+    /// An error in a call.
+    #[error("{at}: {error}")]
+    At {
+        at: String,
+        #[source]
+        error: Box<Self>,
+    },
+    /// An error of the framework, in a closure.
+    #[error(transparent)]
+    Framework(Box<dyn std::error::Error + Send + Sync>),
+    /// Parameters are whole within forward and backward only.
+    #[error(
+        "parameter {name} at stage 3, where parameters are whole within Step::forward and Step::backward only"
+    )]
+    NotWhole { name: String },
+    /// A tensor outside of the call still uses gathered parameters.
+    #[error(
+        "parameters of {unit} are still in use after its forward or backward; drop every tensor that views them, or copy it"
+    )]
+    Kept { unit: String },
+    /// Memory that the host cannot read.
+    #[error("{name} is in memory of a device; use ParamView::slice on the compute stream")]
+    OnDevice { name: String },
+    /// A setting that does not fit.
+    #[error("{0}")]
+    Setting(String),
+    /// An earlier step failed, was dropped, or was not ended.
+    #[error("an earlier step did not end: {0}; make a new Zero and resume from a checkpoint")]
+    Broken(String),
+    /// The layout could not be made.
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    /// An allocation failed.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// A stream failed, or a type or device does not match.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A kernel was not enqueued.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A reduction was not enqueued.
+    #[error(transparent)]
+    Bucket(#[from] BucketError),
+    /// A unit could not be gathered.
+    #[error(transparent)]
+    Prefetch(#[from] PrefetchError),
+    /// The optimizer failed.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
+    /// Ranks differ, or one could not start.
+    #[error(transparent)]
+    Agreement(#[from] AgreementError),
+    /// The optimizer could not be saved or loaded.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A checkpoint could not be opened.
+    #[error(transparent)]
+    Ckpt(#[from] CkptError),
+}

@@ -1,0 +1,433 @@
+//! Gradients, from the framework to the sums over ranks.
+//!
+//! The gradients of a unit are parts, each in another allocation. The last of them starts the
+//! reduction: the compute stream packs the parts into buckets, and an event behind the packing
+//! tells when their owners may be dropped.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element, Event};
+use zero_alloc::device::{DeviceKind, Reduced, Stream};
+use zero_alloc::{Block, Purpose};
+use zero_comm::{Buckets, SumInto};
+use zero_kernels::Segments;
+use zero_shard::{Layout, UnitLayout, ZeroStage};
+
+use super::FrameworkError;
+use super::rank::Rank;
+use super::values::{Memory, find, range_of, some};
+
+/// Memory of a gradient.
+type Owner = Box<dyn Any + Send>;
+
+/// The gradients of one unit in a micro-batch.
+struct UnitGrads {
+    /// Whether each parameter takes part in the training, and whether its gradient has arrived.
+    trained: Vec<bool>,
+    arrived: Vec<bool>,
+    parts: Vec<(AnySlice, usize)>,
+    owners: Vec<Owner>,
+    /// The place of the sum: the whole unit at stages 0 and 1, else this rank's shard.
+    sum: AnySlice,
+}
+
+impl UnitGrads {
+    fn is_complete(&self) -> bool {
+        let mut params = self.trained.iter().zip(&self.arrived);
+        params.all(|(trained, arrived)| !trained || *arrived)
+    }
+}
+
+/// The gradients of all units.
+pub(super) struct Gradients<D: Device> {
+    stage: ZeroStage,
+    micro_batches: usize,
+    /// The micro-batch of the step, from 0.
+    micro: usize,
+    units: Vec<UnitGrads>,
+    sums: Vec<Option<Reduced<D>>>,
+    buckets: Buckets<D>,
+    failure: Option<String>,
+    /// A hash of the collectives of the step, in order.
+    order: u64,
+    /// Owners of packed gradients, until the event.
+    packed: VecDeque<(D::Event, Vec<Owner>)>,
+    _memory: Vec<Block<D>>,
+}
+
+impl<D: Device> Gradients<D> {
+    /// Allocates the sums of `layout`. `trained` says which parameters take part in the training.
+    pub(super) fn new(
+        rank: &Rank<D>,
+        layout: &Layout,
+        (stage, micro_batches): (ZeroStage, usize),
+        buckets: Buckets<D>,
+        trained: impl Fn(usize, usize) -> bool,
+    ) -> Result<Self, FrameworkError> {
+        let mut memory = Vec::new();
+        let mut units = Vec::new();
+        for (index, unit) in layout.units().iter().enumerate() {
+            let elems = match stage.shards_grads() {
+                true => unit.shard_elems,
+                false => unit.padded_elems,
+            };
+            let trained: Vec<bool> = (0..unit.params.len())
+                .map(|param| trained(index, param))
+                .collect();
+            let is_frozen = !trained.contains(&true);
+            let elems = if is_frozen { 0 } else { elems as usize };
+
+            let block = rank
+                .pool
+                .allocate(elems, DType::F32, Purpose::Grads, &rank.compute)?;
+            units.push(UnitGrads {
+                arrived: vec![false; trained.len()],
+                trained,
+                parts: Vec::new(),
+                owners: Vec::new(),
+                // SAFETY: the block lives as long as the unit; before both are dropped, the streams
+                // that use it have ended, since `Zero` waits for them.
+                sum: unsafe { block.slice() },
+            });
+            memory.push(block);
+        }
+
+        Ok(Self {
+            stage,
+            micro_batches,
+            micro: 0,
+            sums: units.iter().map(|_| None).collect(),
+            units,
+            buckets,
+            failure: None,
+            order: 0,
+            packed: VecDeque::new(),
+            _memory: memory,
+        })
+    }
+
+    /// Takes the gradient of a parameter, of `slice`, which `owner` keeps.
+    fn take(
+        &mut self,
+        rank: &Rank<D>,
+        (index, unit): (usize, &UnitLayout),
+        param: usize,
+        slice: AnySlice,
+        owner: Owner,
+    ) -> Result<(), FrameworkError> {
+        let placed = &unit.params[param];
+        let grads = &mut self.units[index];
+        let expected = placed.numel_elems as usize;
+        if slice.len() != expected {
+            return Err(FrameworkError::Length {
+                name: placed.name.clone(),
+                got: slice.len(),
+                expected,
+            });
+        }
+        if grads.arrived[param] {
+            let name = placed.name.clone();
+            return Err(FrameworkError::Twice { name });
+        }
+
+        grads.arrived[param] = true;
+        if grads.trained[param] {
+            grads.parts.push((slice, range_of(unit, param).start));
+            grads.owners.push(owner);
+            if grads.is_complete() {
+                self.unit_is_complete(rank, index).map_err(|error| {
+                    let error = error.at(|| format!("reduction of {}", unit.name));
+                    self.failure = Some(error.to_string());
+                    rank.comm.abort(&error.to_string());
+                    error
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues the sum of a unit: over ranks, or over micro-batches until the last of them.
+    fn unit_is_complete(&mut self, rank: &Rank<D>, index: usize) -> Result<(), FrameworkError> {
+        let grads = &mut self.units[index];
+        let mut parts = std::mem::take(&mut grads.parts);
+        let owners = std::mem::take(&mut grads.owners);
+        parts.sort_by_key(|(_, at)| *at);
+
+        let kernels = &*rank.kernels;
+        let is_last = self.micro + 1 == self.micro_batches;
+        let earlier = self.sums[index].take();
+        let sum = grads.sum;
+        let whole = |sum: AnySlice| Segments {
+            start: 0,
+            len: sum.len(),
+            stride: sum.len(),
+            count: 1,
+        };
+
+        let packed = if self.stage.shards_grads() {
+            let into = match earlier {
+                Some(earlier) if self.micro > 0 => SumInto::Add(earlier),
+                _ => SumInto::Write(sum),
+            };
+            self.buckets.reduce_unit(kernels, &parts, into).map(Some)?
+        } else {
+            let compute = &rank.compute;
+            if self.micro == 0 && self.micro_batches > 1 {
+                if let Some(earlier) = earlier {
+                    earlier.wait_on(compute)?;
+                    earlier.wait_for_readers(compute)?;
+                }
+                kernels.pack(compute, &parts, whole(sum), sum)?;
+            } else if self.micro > 0 {
+                for (part, at) in &parts {
+                    let acc = sum.slice(*at..at + part.len()).typed()?;
+                    kernels.accumulate(compute, *part, acc)?;
+                }
+            }
+            match is_last {
+                false => None,
+                true if self.micro_batches == 1 => Some(self.reduce_whole(rank, &parts, sum)?),
+                // The sum of one rank's micro-batches.
+                true if rank.comm.world_size() == 1 => {
+                    let done = compute.record()?;
+                    // SAFETY: only the compute stream writes the sum, before the event; the next
+                    // step's writes wait for its readers.
+                    Some(unsafe { Reduced::new(sum, done) })
+                }
+                true => Some(self.reduce_whole(rank, &[(sum, 0)], sum)?),
+            }
+        };
+
+        if let Some(reduced) = packed {
+            self.sums[index] = Some(reduced);
+            self.note(false, index);
+        }
+        self.packed.push_back((rank.compute.record()?, owners));
+        while let Some((event, _)) = self.packed.front()
+            && event.is_done()?
+        {
+            self.packed.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Enqueues the sum over ranks at stages 0 and 1.
+    fn reduce_whole(
+        &self,
+        rank: &Rank<D>,
+        parts: &[(AnySlice, usize)],
+        sum: AnySlice,
+    ) -> Result<Reduced<D>, FrameworkError> {
+        let kernels = &*rank.kernels;
+        if self.stage == ZeroStage::Zero {
+            let into = SumInto::Write(sum);
+            return Ok(self.buckets.all_reduce_unit(kernels, parts, into)?);
+        }
+        let shard = sum.len() / rank.comm.world_size();
+        let own = rank.comm.rank() * shard;
+        let into = SumInto::Write(sum.slice(own..own + shard));
+        Ok(self.buckets.reduce_unit(kernels, parts, into)?)
+    }
+
+    /// Begins a step.
+    pub(super) fn begin(&mut self) {
+        self.micro = 0;
+        self.order = 0;
+        self.begin_micro_batch();
+    }
+
+    fn begin_micro_batch(&mut self) {
+        for unit in &mut self.units {
+            unit.arrived.fill(false);
+        }
+    }
+
+    /// Notes a collective of a unit: two ranks that gather units of equal lengths in different
+    /// orders have no other sign of it.
+    pub(super) fn note(&mut self, is_gather: bool, unit: usize) {
+        const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
+        let collective = 2 * unit as u64 + u64::from(is_gather) + 1;
+        self.order = (self.order ^ collective).wrapping_mul(PRIME);
+    }
+
+    /// The hash of the collectives of the step.
+    pub(super) fn order(&self) -> u32 {
+        (self.order ^ self.order >> 32) as u32
+    }
+
+    /// Ends a micro-batch that is not the last.
+    pub(super) fn next_micro_batch(&mut self, layout: &Layout) -> Result<(), FrameworkError> {
+        self.check_complete(layout)?;
+        if self.micro + 1 == self.micro_batches {
+            return Err(FrameworkError::MicroBatches {
+                got: self.micro + 2,
+                expected: self.micro_batches,
+            });
+        }
+        self.micro += 1;
+        self.begin_micro_batch();
+        Ok(())
+    }
+
+    /// Whether no gradient of the step has arrived.
+    pub(super) fn is_empty(&self) -> bool {
+        self.micro == 0 && self.units.iter().all(|unit| !unit.arrived.contains(&true))
+    }
+
+    /// Checks that all gradients have arrived.
+    fn check_complete(&self, layout: &Layout) -> Result<(), FrameworkError> {
+        let units = layout.units().iter().zip(&self.units);
+        let params = units.flat_map(|(unit, grads)| {
+            let state = grads.trained.iter().zip(&grads.arrived);
+            let names = unit.params.iter().map(|param| &*param.name);
+            names.zip(state.map(|(trained, arrived)| *trained && !arrived))
+        });
+        let missing: Vec<&str> = params
+            .clone()
+            .filter_map(|(name, missing)| missing.then_some(name))
+            .collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(FrameworkError::Missing {
+            count: missing.len(),
+            all: params.count(),
+            names: some(missing.into_iter()),
+        })
+    }
+
+    /// Checks that the step can end.
+    pub(super) fn check_end(&self, layout: &Layout) -> Result<(), FrameworkError> {
+        self.check_complete(layout)?;
+        if self.micro + 1 != self.micro_batches {
+            return Err(FrameworkError::MicroBatches {
+                got: self.micro + 1,
+                expected: self.micro_batches,
+            });
+        }
+        Ok(())
+    }
+
+    /// The sums over ranks of all units, at the end of the step.
+    pub(super) fn sums(&mut self, rank: &Rank<D>) -> Result<Vec<&Reduced<D>>, FrameworkError> {
+        let mut sums = Vec::new();
+        for (unit, sum) in self.units.iter().zip(&mut self.sums) {
+            // A frozen unit has none.
+            if sum.is_none() {
+                let done = rank.compute.record()?;
+                // SAFETY: an empty slice, to which nothing is written.
+                *sum = Some(unsafe { Reduced::new(unit.sum.slice(0..0), done) });
+            }
+            sums.extend(sum.as_ref());
+        }
+        Ok(sums)
+    }
+
+    /// Why a gradient that was taken was not summed.
+    pub(super) fn failure(&self) -> Option<&String> {
+        self.failure.as_ref()
+    }
+}
+
+/// The sink of the gradients of a unit.
+pub struct Grads<'a, D: Device> {
+    pub(super) rank: &'a Rank<D>,
+    pub(super) index: usize,
+    pub(super) unit: &'a UnitLayout,
+    pub(super) gradients: &'a mut Gradients<D>,
+}
+
+impl<D: Device> fmt::Debug for Grads<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let arrived = &self.gradients.units[self.index].arrived;
+        write!(f, "Grads({}, arrived: {arrived:?})", self.unit.name)
+    }
+}
+
+impl<D: Device> Grads<'_, D> {
+    /// Takes the gradient of a parameter, by its name, with or without `UNIT.` before it: fp32,
+    /// bf16 or fp16. On the host a `Vec` is not copied.
+    ///
+    /// # Errors
+    /// The unit has no such parameter, it has a gradient already, or the length differs; then
+    /// nothing has changed. Or a stream failed.
+    pub fn set<T: Element>(
+        &mut self,
+        name: &str,
+        values: impl Into<Vec<T>>,
+    ) -> Result<(), FrameworkError> {
+        let param = find(self.unit, name)?;
+        let (slice, owner) = self.memory_of(values.into())?;
+        self.take(param, slice, Box::new(owner))
+    }
+
+    /// Takes the gradients of all parameters of the unit, one after the other.
+    ///
+    /// # Errors
+    /// As [`Self::set`].
+    pub fn set_all<T: Element>(&mut self, values: impl Into<Vec<T>>) -> Result<(), FrameworkError> {
+        let values = values.into();
+        let expected = self.unit.numel_elems as usize;
+        if values.len() != expected {
+            return Err(FrameworkError::Length {
+                name: self.unit.name.clone(),
+                got: values.len(),
+                expected,
+            });
+        }
+        let (all, owner) = self.memory_of(values)?;
+        let mut start = 0;
+        for param in 0..self.unit.params.len() {
+            let end = start + self.unit.params[param].numel_elems as usize;
+            self.take(param, all.slice(start..end), Box::new(Arc::clone(&owner)))?;
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// The elements of `values` in memory of the device, and their owner.
+    fn memory_of<T: Element>(&self, values: Vec<T>) -> Result<(AnySlice, Memory), FrameworkError> {
+        let Rank { pool, compute, .. } = self.rank;
+        if pool.device().kind() == DeviceKind::Host {
+            let at = values.as_ptr().cast_mut();
+            // SAFETY: the vector is the owner, which nobody changes; the slice is only read, before
+            // the owner is dropped.
+            let slice = unsafe { DeviceSlice::from_raw_parts(at, values.len(), DeviceId::HOST) };
+            return Ok((slice.erase(), Arc::new(values)));
+        }
+
+        let block = pool.allocate(values.len(), T::DTYPE, Purpose::Workspace, compute)?;
+        // SAFETY: the block is the owner, and is used on the compute stream only, which it was
+        // allocated for.
+        let slice = unsafe { block.slice() };
+        let bytes = bytemuck::cast_slice(&values);
+        pool.device()
+            .upload(compute, bytes, slice, self.rank.limit)?;
+        Ok((slice, Arc::new(Mutex::new(block))))
+    }
+
+    /// Takes the gradient of a parameter in memory of the framework, without a copy.
+    ///
+    /// # Safety
+    /// Its writers have ended, or are on the compute stream. `slice` stays valid and unchanged
+    /// until `owner` is dropped, which is after it is packed on the compute stream.
+    ///
+    /// # Errors
+    /// As [`Self::set`].
+    pub unsafe fn set_slice(
+        &mut self,
+        name: &str,
+        slice: AnySlice,
+        owner: impl Any + Send,
+    ) -> Result<(), FrameworkError> {
+        self.take(find(self.unit, name)?, slice, Box::new(owner))
+    }
+
+    fn take(&mut self, param: usize, slice: AnySlice, owner: Owner) -> Result<(), FrameworkError> {
+        let unit = (self.index, self.unit);
+        self.gradients.take(self.rank, unit, param, slice, owner)
+    }
+}
