@@ -7,65 +7,61 @@
 //! result. The argument of the operation, the **anchor**, is a variable of one element, which only
 //! makes candle track the result; the parameter's elements are those of the result, and no other
 //! copy exists.
-//!
-//! Parameters are written in place, under nested in-place operations: the only exclusive access
-//! that candle grants.
 
-use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::{self, ThreadId};
 
-use candle_core::{
-    CpuStorage, CustomOp1, DType, Device, InplaceOp1, Layout, Result, Shape, Tensor, Var, bail,
-};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType as ZeroDType, DeviceId};
 
-use crate::reducer::Reducer;
+use crate::values::take;
 
-/// The receiver of the gradients of a [`ShardedVars`].
-#[derive(Default)]
-pub(crate) enum Receiver {
-    /// There is no `ZeroAdamW`.
-    #[default]
-    None,
-    /// A `ZeroAdamW` is being created.
-    Claimed,
-    /// The reducer of the only `ZeroAdamW`, whose memory it writes to.
-    Reducer(Box<Reducer>),
+/// The gradient of a parameter.
+pub(crate) struct Gradient {
+    /// Position in the order of loading.
+    pub(crate) param: usize,
+    pub(crate) values: Vec<f32>,
+    /// Whether candle's gradient was not contiguous, so that it was copied.
+    pub(crate) was_copied: bool,
 }
 
-pub(crate) type Sink = Arc<Mutex<Receiver>>;
+/// Where the hooks of a [`ShardedVars`] send gradients.
+#[derive(Default)]
+pub(crate) struct Receiver {
+    has_optimizer: bool,
+    /// The backward that runs, and its thread, on which candle calls the hooks.
+    backward: Option<(ThreadId, Sender<Gradient>)>,
+}
 
-/// The right of a `ZeroAdamW` that is being created to set the receiver. Dropping it makes way for
-/// another.
+type Sink = Arc<Mutex<Receiver>>;
+
+/// The exclusive right to the gradients of a [`ShardedVars`].
 pub(crate) struct Claim(Sink);
 
 impl Claim {
-    /// `None` if there is another `ZeroAdamW`.
-    pub(crate) fn of(sink: &Sink) -> Option<Self> {
-        let mut receiver = sink.lock();
-        if !matches!(*receiver, Receiver::None) {
-            return None;
-        }
-        *receiver = Receiver::Claimed;
-        Some(Self(Arc::clone(sink)))
-    }
-
-    /// Sets the receiver, which its optimizer removes when it is dropped.
-    pub(crate) fn keep(self, reducer: Reducer) -> Sink {
-        *self.0.lock() = Receiver::Reducer(Box::new(reducer));
-        Arc::clone(&self.0)
+    /// Receives the gradients of a backward on this thread, until the result is dropped.
+    pub(crate) fn receive(&self, gradients: Sender<Gradient>) -> Backward<'_> {
+        self.0.lock().backward = Some((thread::current().id(), gradients));
+        Backward(&self.0)
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let mut receiver = self.0.lock();
-        if matches!(*receiver, Receiver::Claimed) {
-            *receiver = Receiver::None;
-        }
+        self.0.lock().has_optimizer = false;
+    }
+}
+
+/// A backward that runs.
+#[must_use = "dropping it ends the backward"]
+pub(crate) struct Backward<'a>(&'a Sink);
+
+impl Drop for Backward<'_> {
+    fn drop(&mut self) {
+        self.0.lock().backward = None;
     }
 }
 
@@ -128,11 +124,20 @@ impl ShardedVars {
             .collect()
     }
 
-    /// Ends loading: frees the source, and returns the trained parameters and the receiver of their
-    /// gradients.
-    pub(crate) fn finish_loading(&self) -> (Vec<Param>, Sink) {
+    /// Ends loading: frees the source, and returns the trained parameters.
+    pub(crate) fn finish_loading(&self) -> Vec<Param> {
         *self.0.source.lock() = None;
-        (self.0.params.lock().clone(), Arc::clone(&self.0.sink))
+        self.0.params.lock().clone()
+    }
+
+    /// Claims the gradients; `None` if there is another optimizer.
+    pub(crate) fn claim(&self) -> Option<Claim> {
+        let mut receiver = self.0.sink.lock();
+        if receiver.has_optimizer {
+            return None;
+        }
+        receiver.has_optimizer = true;
+        Some(Claim(Arc::clone(&self.0.sink)))
     }
 }
 
@@ -175,6 +180,7 @@ impl SimpleBackend for ShardedVars {
         let initial = CpuStorage::F32(values.flatten_all()?.to_vec1::<f32>()?);
         let hook = GradientHook {
             param: params.len(),
+            name: name.to_owned(),
             shape,
             initial: Mutex::new(Some(initial)),
             sink: self.0.sink.clone(),
@@ -209,6 +215,7 @@ impl SimpleBackend for ShardedVars {
 /// The operation whose result is a parameter, and whose `bwd` receives the parameter's gradient.
 struct GradientHook {
     param: usize,
+    name: String,
     shape: Shape,
     /// Moved into the result.
     initial: Mutex<Option<CpuStorage>>,
@@ -228,71 +235,29 @@ impl CustomOp1 for GradientHook {
     }
 
     fn bwd(&self, _anchor: &Tensor, _param: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        match &mut *self.sink.lock() {
-            Receiver::Reducer(reducer) => reducer.gradient(self.param, grad)?,
-            Receiver::None | Receiver::Claimed => {
-                bail!("backward of sharded parameters without a ZeroAdamW")
-            }
+        let receiver = self.sink.lock();
+        let gradients = match &receiver.backward {
+            Some((thread, gradients)) if *thread == thread::current().id() => gradients,
+            _ => bail!(
+                "a gradient of {} from a backward that its ZeroAdamW did not start: the loss of \
+                 another ZeroAdamW, of another thread or of a plain Tensor::backward depends on \
+                 it; call TrainStep::backward of the optimizer that has this parameter, with a \
+                 loss of no other",
+                self.name
+            ),
+        };
+
+        // Why it may be taken: candle has removed the gradient from its store, and computes each
+        // as a sum, in memory of its own.
+        let (values, was_copied) = take(grad)?;
+        let gradient = Gradient {
+            param: self.param,
+            values,
+            was_copied,
+        };
+        if gradients.send(gradient).is_err() {
+            bail!("the gradient of {} was not reduced", self.name);
         }
         Ok(None)
-    }
-}
-
-/// The function to run while all parameters are locked.
-type Run<'a> = Box<dyn FnOnce(&[AnySlice]) -> Result<()> + 'a>;
-
-/// Locks the elements of all `tensors` for writing, and calls `run` with a slice of each, in order.
-/// No other access to the tensors is possible until `run` returns. No two tensors share a storage.
-///
-/// # Safety
-/// When `run` returns or panics, no enqueued operation uses the slices any more.
-pub(crate) unsafe fn with_locked<'a>(tensors: &'a [Tensor], run: Run<'a>) -> Result<()> {
-    // SAFETY: the caller's promise.
-    unsafe { lock_next(tensors, Vec::with_capacity(tensors.len()), run) }
-}
-
-/// Locks `tensors`, after those of `slices`.
-///
-/// # Safety
-/// As for [`with_locked`].
-unsafe fn lock_next<'a>(tensors: &'a [Tensor], slices: Vec<AnySlice>, run: Run<'a>) -> Result<()> {
-    match tensors.split_first() {
-        Some((first, rest)) => first.inplace_op1(&Lock {
-            rest,
-            state: Cell::new(Some((slices, run))),
-        }),
-        None => run(&slices),
-    }
-}
-
-/// An in-place operation of candle has the storage of a tensor while it runs; this one locks the
-/// next tensor within.
-struct Lock<'a> {
-    rest: &'a [Tensor],
-    state: Cell<Option<(Vec<AnySlice>, Run<'a>)>>,
-}
-
-impl InplaceOp1 for Lock<'_> {
-    fn name(&self) -> &'static str {
-        "zero-lock"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        let (CpuStorage::F32(values), Some((mut slices, run))) = (storage, self.state.take())
-        else {
-            bail!("a parameter is not F32 any more");
-        };
-        // SAFETY: `values` is borrowed exclusively until `run` has returned, which leaves no
-        // operation behind; the elements are initialised.
-        slices.push(unsafe {
-            AnySlice::from_raw_parts(
-                values.as_mut_ptr().cast(),
-                values.len(),
-                ZeroDType::F32,
-                DeviceId::HOST,
-            )
-        });
-        // SAFETY: only `lock_next` makes a `Lock`; its caller's promise.
-        unsafe { lock_next(self.rest, slices, run) }
     }
 }

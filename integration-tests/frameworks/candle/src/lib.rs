@@ -1,9 +1,11 @@
 #![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
 
 mod hooks;
-mod reducer;
+mod step;
+mod values;
 mod zero;
 
 pub use hooks::ShardedVars;
-pub use reducer::{BackwardReport, UnitLaunch};
+pub use step::{BackwardReport, TrainStep, UnitLaunch};
 pub use zero::{ZeroAdamW, ZeroConfig, unit_of_block};

@@ -1,35 +1,51 @@
-//! The optimizer: stages 1 and 2 of ZeRO over candle's tensors.
+//! The optimizer: a run of `zero_optim::framework` over the parameters of a model of candle.
 //!
-//! Each rank updates its shard of every unit in candle's own memory (fp32 parameters are their own
-//! masters), and then the shards are gathered, unit by unit, through one block that a unit fits in.
-//! candle computes on the host's thread, so a step waits for its own work before it returns.
+//! | parameters | stages 0 to 2 | stage 3 |
+//! |---|---|---|
+//! | of the run, in its pool | whole | shards; a window of gathered units |
+//! | of candle's tensors | whole, written after each update | one block, while it runs |
 
 use std::collections::HashMap;
-use std::ops::Range;
+use std::error::Error;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::{Result, Tensor, bail};
-use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
-use zero_alloc::host::{HostDevice, HostStream};
-use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::{BucketOptions, Buckets, Communicator, WaitOnDrop};
+use candle_core::{CpuStorage, Device, Result, Storage, Tensor, bail, safetensors};
+use zero_alloc::Pool;
+use zero_alloc::host::HostDevice;
+use zero_comm::Communicator;
 use zero_kernels::host::HostKernels;
-use zero_optim::{
-    Divisor, OptimizerConfig, Segment, ShardedAdamW, StepInputs, StepOutcome, UnitSlices,
-};
-use zero_shard::{Layout, ParamId, ParamSpec, UnitSpec, ZeroStage};
+use zero_optim::framework::{FrameworkError, Params, Rank, Zero};
+use zero_optim::{OptimizerConfig, RankSettings, StepOutcome, agree};
+use zero_shard::ZeroStage;
 
-use crate::hooks::{Claim, Receiver, ShardedVars, Sink, with_locked};
-use crate::reducer::{BackwardReport, Failure, Reducer, candle_error};
+use crate::hooks::{Claim, Param, ShardedVars};
+use crate::step::{BackwardReport, Record, TrainStep, Unit, Units};
+use crate::values::{release, write};
 
-/// Address space of the pool; memory is used as it is needed.
-const POOL_BYTES: usize = 1 << 40;
+/// Elements of a message that initial values are sent in.
+const MESSAGE_ELEMS: usize = 1 << 20;
+
+/// A failure of the crates below, which becomes a candle error.
+type Failure = Box<dyn Error + Send + Sync>;
+
+pub(crate) fn candle_error(error: impl Into<Failure>) -> candle_core::Error {
+    let error: Failure = error.into();
+    match error.downcast_ref::<FrameworkError>() {
+        Some(FrameworkError::Missing { .. }) => candle_core::Error::msg(format!(
+            "{error}. candle's backward ends at operations without one, such as candle_nn's fused \
+             rms_norm, layer_norm, softmax_last_dim and rope: exclude these parameters by the \
+             filter of ShardedVars::new, or use a model without these operations"
+        )),
+        _ => candle_core::Error::wrap(error),
+    }
+}
 
 /// The settings of a [`ZeroAdamW`], equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct ZeroConfig {
-    /// Stage 1 or 2.
+    /// The stage. At stage 3 the model runs in blocks: [`TrainStep::block`].
     pub stage: ZeroStage,
     /// AdamW's settings; candle's are `ParamsAdamW`.
     pub optimizer: OptimizerConfig,
@@ -37,6 +53,8 @@ pub struct ZeroConfig {
     pub unit_of: fn(&str) -> &str,
     /// Elements of each of the two buckets.
     pub bucket_elems: usize,
+    /// Calls of [`TrainStep::backward`] in a step.
+    pub micro_batches: usize,
     /// Limit of each wait; longer than that of the communicator.
     pub limit: Duration,
     /// The device of the streams, such as one with a timeline.
@@ -51,6 +69,7 @@ impl ZeroConfig {
             optimizer: OptimizerConfig::default(),
             unit_of: unit_of_block,
             bucket_elems: 1 << 22,
+            micro_batches: 1,
             limit: Duration::from_secs(300),
             device: HostDevice::new(),
         }
@@ -71,473 +90,269 @@ pub fn unit_of_block(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(unit, _)| unit)
 }
 
-/// A range of a parameter's elements, and its offset in a unit or in a shard of it.
-struct PieceOfParam {
-    param: usize,
-    elems: Range<usize>,
-    at: usize,
-}
-
-impl PieceOfParam {
-    fn of(&self, params: &[AnySlice]) -> (AnySlice, usize) {
-        (params[self.param].slice(self.elems.clone()), self.at)
-    }
-}
-
-/// AdamW for the trained parameters of a [`ShardedVars`], with its state (and at stage 2 the
-/// gradients) sharded over the ranks of a communicator.
+/// AdamW for the trained parameters of a [`ShardedVars`] under ZeRO: state, gradients and
+/// parameters are sharded over the ranks of a communicator as the stage says.
 pub struct ZeroAdamW {
-    sink: Sink,
-    params: Vec<Tensor>,
-    layout: Arc<Layout>,
+    zero: Zero<HostDevice>,
     comm: Arc<dyn Communicator<HostDevice>>,
-    pool: Pool<HostDevice>,
-    compute: HostStream,
-    comm_stream: HostStream,
-    optimizer: ShardedAdamW<HostDevice>,
-    /// The sums of gradients; `sink` has slices of it.
-    grads: Block<HostDevice>,
-    /// Per unit: this rank's shard, with offsets in the shard, and the other ranks' with offsets in
-    /// the unit.
-    own: Vec<Vec<PieceOfParam>>,
-    others: Vec<Vec<PieceOfParam>>,
-    loss: f64,
-    copied_params: u64,
-    limit: Duration,
+    units: Units,
+    record: Record,
 }
 
 impl std::fmt::Debug for ZeroAdamW {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "ZeroAdamW(rank {} of {}, {} parameters)",
-            self.comm.rank(),
-            self.comm.world_size(),
-            self.params.len()
-        )
+        let params = self.units.params.len();
+        write!(f, "ZeroAdamW({:?}, {params} parameters)", self.zero)
     }
-}
-
-impl Drop for ZeroAdamW {
-    fn drop(&mut self) {
-        // The hooks in the model live on. The buckets record their uses themselves.
-        *self.sink.lock() = Receiver::None;
-        for stream in [&self.compute, &self.comm_stream] {
-            // Recording fails only on a closed stream, which no longer uses the block.
-            let _closed = self.grads.record_use(stream);
-        }
-    }
-}
-
-fn index(range: Range<u64>) -> Range<usize> {
-    range.start as usize..range.end as usize
-}
-
-/// The units in the order of their first parameter, and the place of each parameter.
-fn units_of(
-    params: &[crate::hooks::Param],
-    unit_of: fn(&str) -> &str,
-) -> (Vec<UnitSpec>, Vec<ParamId>) {
-    let (mut units, mut places) = (Vec::<UnitSpec>::new(), Vec::with_capacity(params.len()));
-    let mut known = HashMap::new();
-    for param in params {
-        let name = unit_of(&param.name);
-        let unit = *known.entry(name).or_insert(units.len());
-        if unit == units.len() {
-            units.push(UnitSpec::new(name, Vec::<ParamSpec>::new()));
-        }
-        places.push(ParamId {
-            unit,
-            param: units[unit].params.len(),
-        });
-        let shape: Vec<u64> = param.tensor.dims().iter().map(|&dim| dim as u64).collect();
-        units[unit]
-            .params
-            .push(ParamSpec::new(param.name.as_str(), shape));
-    }
-    (units, places)
 }
 
 impl ZeroAdamW {
-    /// Creates the optimizer of this rank, after the model is loaded. All ranks call it; rank 0's
-    /// parameters are copied to the others, because candle's initial values are random and differ.
+    /// Creates the optimizer of this rank, after the model is loaded. All ranks call it. The run
+    /// starts from rank 0's parameters, because candle's initial values are random and differ.
     ///
     /// # Errors
-    /// The stage is not 1 or 2, no parameter is trained, the parameters have another `ZeroAdamW`, a
-    /// setting is out of range, an allocation failed, or the ranks' models differ.
+    /// No parameter is trained, the parameters have another `ZeroAdamW`, a setting is out of range,
+    /// an allocation failed, or the ranks' models differ.
     pub fn new(
         comm: Arc<dyn Communicator<HostDevice>>,
         vars: &ShardedVars,
         config: ZeroConfig,
     ) -> Result<Self> {
-        Self::create(comm, vars, config).map_err(candle_error)
+        let params = vars.finish_loading();
+        let Some(first) = params.first() else {
+            bail!("no parameter is trained; load the model with ShardedVars::var_builder first");
+        };
+        let Some(claim) = vars.claim() else {
+            bail!(
+                "{} and {} other parameters already have a ZeroAdamW; drop it before another is made",
+                first.name,
+                params.len() - 1
+            );
+        };
+        let created = Self::create(Arc::clone(&comm), claim, params, config);
+        created.inspect_err(|error| comm.abort(&error.to_string()))
     }
 
     fn create(
         comm: Arc<dyn Communicator<HostDevice>>,
-        vars: &ShardedVars,
+        claim: Claim,
+        params: Vec<Param>,
         config: ZeroConfig,
-    ) -> std::result::Result<Self, Failure> {
-        let whole = match config.stage {
-            ZeroStage::One => true,
-            ZeroStage::Two => false,
-            stage => {
-                return Err(
-                    format!("stage {} is not supported, only 1 and 2", stage.number()).into(),
-                );
-            }
-        };
+    ) -> Result<Self> {
+        let kernels = HostKernels::new(1).map_err(candle_error)?;
+        let pool = Pool::new(config.device, usize::MAX);
+        let rank = Rank::new(Arc::clone(&comm), pool, Arc::new(kernels)).map_err(candle_error)?;
+        let rank = rank.limit(config.limit);
+        copy_from_rank_0(&rank, &params, config.limit)?;
 
-        let (params, sink) = vars.finish_loading();
-        let Some(first) = params.first() else {
-            return Err(
-                "no parameter is trained; load the model with ShardedVars::var_builder first"
-                    .into(),
-            );
-        };
+        let shape = |param: &Param| param.tensor.dims().iter().map(|&dim| dim as u64).collect();
+        let shapes = params.iter().map(|p| (p.name.clone(), shape(p)));
+        let shapes: Vec<(String, Vec<u64>)> = shapes.collect();
+        let by_name = params.iter().enumerate();
+        let by_name: HashMap<&str, usize> = by_name.map(|(i, param)| (&*param.name, i)).collect();
 
-        // Why before anything else: the other optimizer must stay as it is. Its reducer's sums are
-        // in its memory.
-        let claim = Claim::of(&sink).ok_or_else(|| {
-            let others = params.len() - 1;
-            format!(
-                "{} and {others} other parameters already have a ZeroAdamW; drop it before another is made",
-                first.name
-            )
-        })?;
+        let ranks = comm.world_size();
+        let zero = Zero::builder(rank)
+            .stage(config.stage)
+            .adamw(config.optimizer)
+            .micro_batches(config.micro_batches)
+            .bucket_elems(config.bucket_elems.max(ranks))
+            .params(shapes, |name| (config.unit_of)(name).to_owned())
+            .build(|name, values| initial(&params[by_name[name]].tensor, values))
+            .map_err(candle_error)?;
 
-        let (units, places) = units_of(&params, config.unit_of);
-        let layout = Arc::new(Layout::new(&units, comm.world_size() as u64, 1)?);
-        let rank = comm.rank() as u64;
-
-        let (device, kernels) = (config.device, Arc::new(HostKernels::new(1)?));
-        let pool = Pool::new(device.clone(), POOL_BYTES);
-        let (compute, comm_stream) = (
-            device.create_stream("compute")?,
-            device.create_stream("comm")?,
-        );
-        let options = BucketOptions::new(config.bucket_elems.max(comm.world_size()), DType::F32);
-
-        let buckets = Buckets::new(
-            &pool,
-            comm.clone(),
-            compute.clone(),
-            comm_stream.clone(),
-            options,
-        )?;
-
-        let elems = if whole {
-            layout.padded_elems()
-        } else {
-            layout.shard_elems()
-        };
-
-        let grads = pool.allocate(elems as usize, DType::F32, Purpose::Grads, &compute)?;
-        // SAFETY: used on the two streams, which the drop records; `Reduced` orders the reads after
-        // the sums, and the step before the next sums.
-        let all_sums = unsafe { grads.slice() };
-
-        let ids: HashMap<ParamId, usize> = places
-            .iter()
-            .enumerate()
-            .map(|(param, &id)| (id, param))
-            .collect();
-        let (mut own, mut others, mut segments, mut sums) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-
-        for (unit, placed) in layout.units().iter().enumerate() {
-            let shard = placed.shard(rank);
-            let pieces =
-                |range: Range<u64>, base: u64| -> std::result::Result<Vec<PieceOfParam>, Failure> {
-                    let pieces = placed.params_in(range)?.map(|piece| PieceOfParam {
-                        param: ids[&ParamId {
-                            unit,
-                            param: piece.param,
-                        }],
-                        elems: index(piece.in_param),
-                        at: (piece.in_flat.start - base) as usize,
-                    });
-                    Ok(pieces.collect())
-                };
-            own.push(pieces(shard.clone(), shard.start)?);
-            let mut of_others = pieces(0..shard.start, 0)?;
-            of_others.extend(pieces(shard.end..placed.padded_elems, 0)?);
-            others.push(of_others);
-            let padding = shard
-                .end
-                .saturating_sub(shard.start.max(placed.numel_elems));
-            segments.push(
-                Segment::shard(&placed.name, index(placed.shard_range()))
-                    .with_padding(padding as usize),
-            );
-            let sum = if whole {
-                layout.own_in_whole(unit, rank)?
-            } else {
-                placed.shard_range()
-            };
-            sums.push(all_sums.slice(index(sum)));
-        }
-
-        let optimizer = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
-            .config(config.optimizer)
-            .build(segments)?;
-        let reducer = Reducer {
-            layout: layout.clone(),
-            places,
-            buckets,
-            kernels,
-            compute: compute.clone(),
-            sums,
-            reduced: layout.units().iter().map(|_| None).collect(),
-            waiting: Vec::new(),
-            micro_batches: 0,
-            backward: None,
-            report: BackwardReport::default(),
-        };
-
-        let sink = claim.keep(reducer);
-        let params = params.into_iter().map(|param| param.tensor).collect();
-        let (loss, copied_params, limit) = (0.0, 0, config.limit);
-        let mut zero = Self {
-            sink,
-            params,
-            layout,
-            comm,
-            pool,
-            compute,
-            comm_stream,
-            optimizer,
-            grads,
-            own,
-            others,
-            loss,
-            copied_params,
-            limit,
-        };
-
-        zero.with_params(|zero, params| {
-            params
-                .iter()
-                .try_for_each(|&param| Ok(zero.comm.broadcast(&zero.comm_stream, param, 0)?))
-        })?;
-        Ok(zero)
-    }
-
-    /// Runs backward. The reduction of a unit starts when its last gradient is known, and runs
-    /// beside the rest of backward. Several calls before a step add up, as micro-batches.
-    ///
-    /// # Errors
-    /// candle failed, a parameter got no gradient, `loss` depends on parameters of another
-    /// `ZeroAdamW`, or a reduction was not enqueued; the other ranks then fail, too.
-    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        let result = self.try_backward(loss);
-        self.abort_on_error(&result);
-        result
-    }
-
-    fn try_backward(&mut self, loss: &Tensor) -> Result<()> {
-        self.loss += f64::from(loss.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
-        self.with_reducer(|reducer| {
-            reducer.begin();
-            Ok(())
-        })?;
-        // Not under the lock, which the hooks take.
-        let store = loss.backward();
-        self.with_reducer(|reducer| {
-            reducer.backward = None;
-            Ok(())
-        })?;
-        let store = store?;
-        let kept = self
-            .params
-            .iter()
-            .filter(|param| store.get(param).is_some())
-            .count();
-
-        self.with_reducer(|reducer| {
-            reducer.report.kept_by_candle = kept;
-            reducer.end()
-        })
-    }
-
-    /// Updates the parameters from the gradients since the last step. The outcome, equal on all
-    /// ranks, has the mean loss.
-    ///
-    /// # Errors
-    /// No backward precedes, a rank failed, or a wait exceeded the limit; the other ranks then
-    /// fail, too.
-    pub fn step(&mut self) -> Result<StepOutcome> {
-        let result = self.try_step().map_err(candle_error);
-        self.abort_on_error(&result);
-        result
-    }
-
-    fn try_step(&mut self) -> std::result::Result<StepOutcome, Failure> {
-        let (reduced, micro_batches) = self.with_reducer(|reducer| {
-            let reduced: Vec<_> = reducer
-                .reduced
-                .iter_mut()
-                .filter_map(Option::take)
-                .collect();
-            Ok((reduced, std::mem::take(&mut reducer.micro_batches)))
-        })?;
-        if micro_batches == 0 || reduced.len() != self.own.len() {
-            return Err("a step without a complete backward before it".into());
-        }
-        let loss = std::mem::take(&mut self.loss) / (micro_batches * self.comm.world_size()) as f64;
-        let inputs = StepInputs::new(loss, Divisor::MicroBatches(micro_batches));
-        self.with_params(|zero, params| {
-            let outcome = zero.update(params, &reduced, inputs)?;
-            if !outcome.is_skipped() {
-                zero.all_gather(params)?;
-            }
-            Ok(outcome)
-        })
-    }
-
-    /// Updates this rank's shards in candle's memory.
-    fn update(
-        &mut self,
-        params: &[AnySlice],
-        reduced: &[Reduced<HostDevice>],
-        inputs: StepInputs,
-    ) -> std::result::Result<StepOutcome, Failure> {
-        let own: Vec<Vec<_>> = self
-            .own
-            .iter()
-            .map(|unit| unit.iter().map(|piece| piece.of(params)).collect())
-            .collect();
-        let units: Vec<_> = reduced
-            .iter()
-            .zip(&own)
-            .map(|(grad, param)| UnitSlices { grad, param })
-            .collect();
-        let exchange = |message: &[u8]| {
-            Ok::<_, Failure>(
-                self.comm
-                    .exchange(&self.pool, &self.compute, message, self.limit)?,
-            )
-        };
-        self.optimizer
-            .step_with(&self.compute, &units, inputs, exchange, self.limit)
-    }
-
-    /// Copies the shards that the other ranks updated into candle's tensors.
-    fn all_gather(&mut self, params: &[AnySlice]) -> std::result::Result<(), Failure> {
-        self.comm_stream.wait(&self.compute.record()?)?;
-        let device = self.pool.device();
-        for (unit, (own, others)) in self
-            .layout
-            .units()
-            .iter()
-            .zip(self.own.iter().zip(&self.others))
-        {
-            // On one stream from the first use to the last: the next unit reuses the memory in its
-            // order.
-            let block = self.pool.allocate(
-                unit.padded_elems as usize,
-                DType::F32,
-                Purpose::Buckets,
-                &self.comm_stream,
-            )?;
-            // SAFETY: used on the block's own stream alone.
-            let whole = unsafe { block.slice() };
-            let shard = whole.slice(index(unit.shard(self.comm.rank() as u64)));
-            for (param, at) in own.iter().map(|piece| piece.of(params)) {
-                device.copy(&self.comm_stream, param, shard.slice(at..at + param.len()))?;
-                self.copied_params += param.len() as u64;
-            }
-            self.comm.all_gather(&self.comm_stream, shard, whole)?;
-            for (param, at) in others.iter().map(|piece| piece.of(params)) {
-                device.copy(&self.comm_stream, whole.slice(at..at + param.len()), param)?;
-                self.copied_params += param.len() as u64;
-            }
-        }
-
-        Ok(())
-    }
-
-    /// Locks candle's tensors, calls `run` with their elements, and waits until its operations have
-    /// ended.
-    fn with_params<R>(
-        &mut self,
-        run: impl FnOnce(&mut Self, &[AnySlice]) -> std::result::Result<R, Failure>,
-    ) -> std::result::Result<R, Failure> {
-        let (params, mut result) = (self.params.clone(), None);
-        let locked = Box::new(|slices: &[AnySlice]| {
-            let (comm, limit) = (self.comm.clone(), self.limit);
-            let streams = [self.compute.clone(), self.comm_stream.clone()];
-            // candle may use the memory again after this.
-            let _wait = WaitOnDrop::new(comm.clone(), streams.clone(), limit);
-            let ran = run(self, slices).and_then(|value| {
-                streams
-                    .iter()
-                    .try_for_each(|stream| stream.synchronize(limit))?;
-                Ok(value)
+        let mut unit_of = vec![0; params.len()];
+        let mut units = Vec::new();
+        for (index, unit) in zero.layout().units().iter().enumerate() {
+            let params = unit.params.iter().map(|param| by_name[&*param.name]);
+            let params: Vec<usize> = params.collect();
+            params.iter().for_each(|&param| unit_of[param] = index);
+            units.push(Unit {
+                name: unit.name.clone(),
+                params,
+                elems: unit.padded_elems,
             });
-            if let Err(error) = &ran {
-                // The collectives that this rank has enqueued end.
-                comm.abort(&error.to_string());
-            }
-            result = Some(ran);
-            Ok::<(), candle_core::Error>(())
-        });
-
-        // SAFETY: the slices are used on the two streams, and `WaitOnDrop` waits for both when it
-        // is dropped, also in a panic.
-        unsafe { with_locked(&params, locked) }?;
-        result.unwrap_or_else(|| Err("the parameters could not be locked".into()))
-    }
-
-    fn with_reducer<R>(&self, run: impl FnOnce(&mut Reducer) -> Result<R>) -> Result<R> {
-        match &mut *self.sink.lock() {
-            Receiver::Reducer(reducer) => run(reducer),
-            Receiver::None | Receiver::Claimed => {
-                bail!("the receiver of the gradients of these parameters is missing")
-            }
         }
-    }
 
-    fn abort_on_error<R>(&self, result: &Result<R>) {
-        if let Err(error) = result {
-            self.comm.abort(&error.to_string());
+        let are_sharded = config.stage == ZeroStage::Three;
+        if are_sharded {
+            params.iter().try_for_each(|param| release(&param.tensor))?;
         }
+        Ok(Self {
+            zero,
+            comm,
+            units: Units {
+                claim,
+                params,
+                units,
+                unit_of,
+                are_sharded,
+            },
+            record: Record::default(),
+        })
     }
 
-    /// [`Self::backward`] and [`Self::step`], as candle's `Optimizer::backward_step`.
+    /// Runs a step: `run` computes losses and calls [`TrainStep::backward`] with each; then the
+    /// parameters are updated. The outcome, equal on all ranks, has the mean loss.
     ///
     /// # Errors
-    /// Those of [`Self::backward`] and [`Self::step`].
+    /// `run` failed, a parameter has no gradient, a rank failed, or a wait exceeded the limit; the
+    /// other ranks then fail, too.
+    pub fn step<'m>(
+        &mut self,
+        run: impl for<'s> FnOnce(&mut TrainStep<'s, 'm>) -> Result<()>,
+    ) -> Result<StepOutcome> {
+        let step = self.zero.begin().map_err(candle_error)?;
+        let mut step = TrainStep::new(step, &self.units, &mut self.record);
+        let ran = run(&mut step);
+        // The other ranks get this cause, rather than that the step was dropped.
+        let ran = ran.inspect_err(|error| self.comm.abort(&error.to_string()));
+        ran?;
+
+        let outcome = step.end();
+        let outcome = outcome.inspect_err(|error| self.comm.abort(&error.to_string()))?;
+        if !outcome.is_skipped() {
+            self.read_params()?;
+        }
+        Ok(outcome)
+    }
+
+    /// A [step](Self::step) of one backward, as candle's `Optimizer::backward_step`.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
     pub fn backward_step(&mut self, loss: &Tensor) -> Result<StepOutcome> {
-        self.backward(loss)?;
-        self.step()
+        self.step(|step| step.backward(loss))
+    }
+
+    /// Copies the parameters into candle's tensors, at stages 0 to 2.
+    fn read_params(&mut self) -> Result<()> {
+        let Self {
+            zero,
+            units,
+            record,
+            ..
+        } = self;
+        if units.are_sharded {
+            return Ok(());
+        }
+
+        let mut step = zero.begin().map_err(candle_error)?;
+        for unit in &units.units {
+            let copy = |values: &Params<'_>| units.for_each_param(&unit.name, values, write);
+            let copied = step.forward(&unit.name, copy).map_err(candle_error)?;
+            record.copied_params += copied?;
+        }
+        step.end_without_update().map_err(candle_error)
+    }
+
+    /// Saves weights, moments and progress as a checkpoint in `folder`, with the other ranks.
+    ///
+    /// # Errors
+    /// A file could not be written, or a rank failed.
+    pub fn save(&mut self, folder: impl AsRef<Path>) -> Result<()> {
+        self.zero.save(folder).map_err(candle_error)
+    }
+
+    /// Loads the newest checkpoint in `folder`, of any number of ranks and any stage. All ranks
+    /// call it.
+    ///
+    /// # Errors
+    /// There is no checkpoint, it is of another model, or a file is damaged.
+    pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<()> {
+        self.zero.resume(folder).map_err(candle_error)?;
+        self.read_params()
+    }
+
+    /// Writes the parameters to a safetensors file, which candle loads. All ranks call it; rank 0
+    /// writes the file, and has the whole model in memory for it.
+    ///
+    /// # Errors
+    /// The file could not be written, or a rank failed.
+    pub fn save_safetensors(&mut self, file: impl AsRef<Path>) -> Result<()> {
+        let is_writer = self.comm.rank() == 0;
+        let mut tensors = HashMap::new();
+        let collect = |name: &str, shape: &[u64], values: &[f32]| {
+            if is_writer {
+                let shape: Vec<usize> = shape.iter().map(|&dim| dim as usize).collect();
+                let tensor = Tensor::from_slice(values, shape, &Device::Cpu);
+                tensors.insert(name.to_owned(), tensor);
+            }
+        };
+        self.zero.for_each_param(collect).map_err(candle_error)?;
+        if !is_writer {
+            return Ok(());
+        }
+
+        let tensors = tensors
+            .into_iter()
+            .map(|(name, tensor)| Ok((name, tensor?)));
+        let tensors: HashMap<String, Tensor> = tensors.collect::<Result<_>>()?;
+        safetensors::save(&tensors, file)
+    }
+
+    /// Sets the base learning rate of the next steps.
+    ///
+    /// # Errors
+    /// The rate is negative or not finite.
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        self.zero.set_lr(lr).map_err(candle_error)
+    }
+
+    /// The run: layout, pool, optimizer, steps, gathers.
+    pub fn zero(&self) -> &Zero<HostDevice> {
+        &self.zero
     }
 
     /// The record of the last backward.
-    ///
-    /// # Errors
-    /// Another optimizer of these parameters was created and dropped.
-    pub fn backward_report(&self) -> Result<BackwardReport> {
-        self.with_reducer(|reducer| Ok(reducer.report.clone()))
+    pub fn backward_report(&self) -> &BackwardReport {
+        &self.record.backward
     }
 
-    /// Parameter elements copied so far, to and from the gathered units.
+    /// Parameter elements copied into candle's tensors so far.
     pub fn copied_param_elems(&self) -> u64 {
-        self.copied_params
+        self.record.copied_params
     }
+}
 
-    /// The layout of the trained parameters.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+/// Copies the elements of a parameter, which [`copy_from_rank_0`] has checked.
+fn initial(tensor: &Tensor, values: &mut [f32]) {
+    let (storage, _) = tensor.storage_and_layout();
+    if let Storage::Cpu(CpuStorage::F32(elems)) = &*storage {
+        values.copy_from_slice(elems);
     }
+}
 
-    /// The pool of gradients, optimizer state and buckets.
-    pub fn pool(&self) -> &Pool<HostDevice> {
-        &self.pool
-    }
+/// Copies the elements of all parameters from rank 0 to the other ranks.
+fn copy_from_rank_0(rank: &Rank<HostDevice>, params: &[Param], limit: Duration) -> Result<()> {
+    let exchange = |message: &[u8]| {
+        let comm = rank.comm();
+        comm.exchange(rank.pool(), rank.compute(), message, limit)
+    };
+    let shape = |param: &Param| (param.name.clone(), format!("{:?}", param.tensor.dims()));
+    let shapes = RankSettings::from_iter(params.iter().map(shape));
+    agree(rank.comm().rank(), Ok(&shapes), exchange).map_err(candle_error)?;
 
-    /// The optimizer of this rank's shards, for a checkpoint or `set_lr`.
-    pub fn optimizer(&mut self) -> &mut ShardedAdamW<HostDevice> {
-        &mut self.optimizer
+    for param in params {
+        let values = param.tensor.flatten_all()?.to_vec1::<f32>();
+        let mut values = values.map_err(|error| {
+            candle_core::Error::msg(format!(
+                "{} has no elements, since an earlier ZeroAdamW sharded it; load the model again: {error}",
+                param.name
+            ))
+        })?;
+        for part in values.chunks_mut(MESSAGE_ELEMS) {
+            let message: Vec<u8> = match rank.comm().rank() {
+                0 => part.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                _ => Vec::new(),
+            };
+            let messages = exchange(&message).map_err(candle_error)?;
+            let (received, _) = messages[0].as_chunks();
+            for (value, bytes) in part.iter_mut().zip(received) {
+                *value = f32::from_le_bytes(*bytes);
+            }
+        }
+        write(&param.tensor, &values)?;
     }
+    Ok(())
 }

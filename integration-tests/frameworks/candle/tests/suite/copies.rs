@@ -16,7 +16,8 @@ fn check(stage: ZeroStage) {
             let loss = rank.loss(0)?;
             rank.zero.backward_step(&loss)?;
             let Rank { zero, vars, .. } = &rank;
-            let (layout, report) = (zero.layout(), zero.pool().report());
+            let layout = zero.zero().layout();
+            let report = zero.zero().rank().pool().report();
             let formula = layout.state_bytes(stage, &Widths::FP32_ADAM).unwrap();
             assert_eq!(
                 report.of(Purpose::Grads).live_bytes as u64,
@@ -26,15 +27,16 @@ fn check(stage: ZeroStage) {
                 report.of(Purpose::Optimizer).live_bytes as u64,
                 formula.optimizer_bytes
             );
-            // The parameters are candle's tensors, without padding; the pool has none.
+            // Parameters are twice in memory: whole in the pool, and as candle's tensors, which
+            // have no padding.
             let elems: u64 = vars
                 .trained()
                 .iter()
                 .map(|(_, tensor)| tensor.elem_count() as u64)
                 .sum();
             assert_eq!(
-                (report.of(Purpose::Params).live_bytes, elems),
-                (0, layout.numel_elems())
+                (report.of(Purpose::Params).live_bytes as u64, elems),
+                (formula.params_bytes, layout.numel_elems())
             );
             assert_eq!(
                 4 * elems,
@@ -44,7 +46,7 @@ fn check(stage: ZeroStage) {
                 layout.padded_elems() > layout.numel_elems(),
                 "no unit has padding"
             );
-            let backward = zero.backward_report()?;
+            let backward = zero.backward_report();
             assert_eq!((backward.copied_elems, backward.kept_by_candle), (elems, 0));
             assert_eq!(zero.copied_param_elems(), elems);
             Ok(())
@@ -62,4 +64,9 @@ fn bytes_and_copies_at_stage_1() {
 #[test]
 fn bytes_and_copies_at_stage_2() {
     check(ZeroStage::Two);
+}
+
+#[test]
+fn bytes_and_copies_at_stage_0() {
+    check(ZeroStage::Zero);
 }

@@ -1,6 +1,7 @@
 //! Losses and weights equal those of candle's own training.
 
 use candle_core::{Result, Tensor};
+use candle_zero::ZeroConfig;
 use zero_shard::ZeroStage;
 
 use crate::common::{Kind, RANKS, Rank, STEPS, batch, bits, candle_alone, config, on_ranks};
@@ -63,6 +64,11 @@ fn same_training(kind: Kind, stage: ZeroStage, trains: fn(&str) -> bool) {
 }
 
 #[test]
+fn modern_bert_at_stage_0() {
+    same_training(Kind::ModernBert { layers: 3 }, ZeroStage::Zero, |_| true);
+}
+
+#[test]
 fn modern_bert_at_stage_1() {
     same_training(Kind::ModernBert { layers: 3 }, ZeroStage::One, |_| true);
 }
@@ -93,20 +99,27 @@ fn llama2_c_trains_what_candle_trains() {
 fn micro_batches_equal_one_batch() {
     let kind = Kind::ModernBert { layers: 1 };
     let losses = |micro_batches: usize| {
+        let config = ZeroConfig {
+            micro_batches,
+            ..config(ZeroStage::Two)
+        };
         let ranks = on_ranks(
             kind,
-            &config(ZeroStage::Two),
+            &config,
             |_| true,
             |mut rank| {
+                let rows = rank.rows();
+                let Rank { model, zero, .. } = &mut rank;
                 let losses = (0..5).map(|step| {
-                    let rows = rank.rows();
-                    for part in 0..micro_batches {
-                        let len = rows.len() / micro_batches;
-                        let rows = rows.start + part * len..rows.start + (part + 1) * len;
-                        let loss = rank.model.loss(&batch(step, rows)?)?;
-                        rank.zero.backward(&loss)?;
-                    }
-                    Ok(rank.zero.step()?.loss())
+                    let outcome = zero.step(|train| {
+                        for part in 0..micro_batches {
+                            let len = rows.len() / micro_batches;
+                            let rows = rows.start + part * len..rows.start + (part + 1) * len;
+                            train.backward(&model.loss(&batch(step, rows)?)?)?;
+                        }
+                        Ok(())
+                    });
+                    Ok(outcome?.loss())
                 });
                 losses.collect::<Result<Vec<f64>>>()
             },

@@ -1,0 +1,319 @@
+//! A step: backward, and blocks whose parameters are whole only while they run.
+//!
+//! | tensor | lifetime |
+//! |---|---|
+//! | parameters of a block at stage 3 | one forward or backward of the block |
+//! | input of a block | from its forward to its backward |
+//! | gradient of a parameter | from the hook until its unit is packed into a bucket |
+
+use std::sync::mpsc;
+use std::thread;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Result, Tensor, Var, bail};
+use zero_alloc::host::HostDevice;
+use zero_optim::StepOutcome;
+use zero_optim::framework::{Params, Step};
+
+use crate::hooks::{Claim, Gradient, Param};
+use crate::values::{fill, release};
+use crate::zero::candle_error;
+
+/// The start of a unit's reduction in a backward.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnitLaunch {
+    /// The unit's name.
+    pub unit: String,
+    /// Parameters whose gradients had arrived: position of the launch in backward.
+    pub after_params: usize,
+    /// Elements of the unit, with padding.
+    pub elems: u64,
+}
+
+/// The record of a backward.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BackwardReport {
+    /// The names of the parameters in the order of their gradients.
+    pub arrivals: Vec<String>,
+    /// The reductions, in order.
+    pub launches: Vec<UnitLaunch>,
+    /// Gradient elements copied: into buckets, and before that if candle passed a gradient that is
+    /// not contiguous.
+    pub copied_elems: u64,
+    /// Trained parameters whose gradient candle's `GradStore` has after backward: none, because the
+    /// hook takes it.
+    pub kept_by_candle: usize,
+}
+
+/// The trained parameters, by unit.
+pub(crate) struct Units {
+    pub(crate) claim: Claim,
+    /// In the order of loading.
+    pub(crate) params: Vec<Param>,
+    pub(crate) units: Vec<Unit>,
+    /// Position in `units` of each parameter.
+    pub(crate) unit_of: Vec<usize>,
+    /// Whether the parameters have elements only while their block runs.
+    pub(crate) are_sharded: bool,
+}
+
+/// A unit of parameters.
+pub(crate) struct Unit {
+    pub(crate) name: String,
+    /// Positions in [`Units::params`].
+    pub(crate) params: Vec<usize>,
+    /// Elements, with padding.
+    pub(crate) elems: u64,
+}
+
+impl Units {
+    /// Calls `with` with the positions of a unit's parameters, and their elements in `values`.
+    pub(crate) fn for_each_param(
+        &self,
+        unit: &str,
+        values: &Params<'_>,
+        with: impl Fn(&Tensor, &[f32]) -> Result<()>,
+    ) -> Result<u64> {
+        let mut elems = 0;
+        for unit in self.units.iter().filter(|known| known.name == unit) {
+            for &param in &unit.params {
+                let Param { name, tensor } = &self.params[param];
+                let values = values.get(name).map_err(candle_error)?;
+                with(tensor, values)?;
+                elems += values.len() as u64;
+            }
+        }
+        Ok(elems)
+    }
+}
+
+/// The record of a [`ZeroAdamW`](crate::ZeroAdamW).
+#[derive(Default)]
+pub(crate) struct Record {
+    pub(crate) backward: BackwardReport,
+    /// Parameter elements copied into candle's tensors.
+    pub(crate) copied_params: u64,
+}
+
+/// A block that ran, to be run again in backward.
+struct Block<'m> {
+    unit: String,
+    input: Tensor,
+    /// A variable: candle's backward of what follows ends here.
+    output: Tensor,
+    run: Box<dyn Fn(&Tensor) -> Result<Tensor> + 'm>,
+}
+
+/// A step of a [`ZeroAdamW`](crate::ZeroAdamW). `'m` is the lifetime of the model.
+pub struct TrainStep<'s, 'm> {
+    step: Step<'s, HostDevice>,
+    units: &'s Units,
+    record: &'s mut Record,
+    blocks: Vec<Block<'m>>,
+    /// The loss of the last backward.
+    loss: Option<f64>,
+}
+
+impl std::fmt::Debug for TrainStep<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} with {} blocks", self.step, self.blocks.len())
+    }
+}
+
+impl<'s, 'm> TrainStep<'s, 'm> {
+    pub(crate) fn new(
+        step: Step<'s, HostDevice>,
+        units: &'s Units,
+        record: &'s mut Record,
+    ) -> Self {
+        Self {
+            step,
+            units,
+            record,
+            blocks: Vec::new(),
+            loss: None,
+        }
+    }
+
+    /// Runs a block of the model: a function of `input` that uses the parameters of `unit` and of
+    /// no other. At stage 3 the parameters are gathered for the call. Only the input is kept;
+    /// [`Self::backward`] runs the block again, so it must return the same values.
+    ///
+    /// # Errors
+    /// The block failed, there is no such unit, or a gather failed.
+    pub fn block(
+        &mut self,
+        unit: &str,
+        input: &Tensor,
+        run: impl Fn(&Tensor) -> Result<Tensor> + 'm,
+    ) -> Result<Tensor> {
+        let output = self.with_params(unit, || Ok(run(input)?.detach()))?;
+        let output = Var::from_tensor(&output)?.into_inner();
+        self.blocks.push(Block {
+            unit: unit.to_owned(),
+            input: input.clone(),
+            output: output.clone(),
+            run: Box::new(run),
+        });
+        Ok(output)
+    }
+
+    /// Runs backward from `loss`, of the model or of its last block. The reduction of a unit starts
+    /// when its last gradient is known, and runs beside the rest of backward. It is called once a
+    /// micro-batch; losses and gradients of micro-batches are averaged.
+    ///
+    /// # Errors
+    /// candle failed, `loss` depends on parameters of another `ZeroAdamW`, a parameter got no
+    /// gradient in the micro-batch before, or a reduction or a gather failed.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        if let Some(earlier) = self.loss.take() {
+            self.step.next_micro_batch(earlier).map_err(candle_error)?;
+        }
+        let scalar = loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        self.loss = Some(f64::from(scalar));
+        self.record.backward = BackwardReport::default();
+
+        let mut blocks = std::mem::take(&mut self.blocks);
+        let mut upstream: Vec<Option<Tensor>> = vec![None; blocks.len()];
+        let store = self.differentiate(|| loss.backward())?;
+        self.collect(store, &blocks, &mut upstream)?;
+
+        while let Some(block) = blocks.pop() {
+            // Without an upstream the loss does not depend on the block: its parameters have no
+            // gradient, which the end of the micro-batch finds.
+            let Some(Some(upstream_of_block)) = upstream.pop() else {
+                continue;
+            };
+            let store = self.with_params_of_step(&block.unit, |step| {
+                step.differentiate(|| {
+                    let output = (block.run)(&block.input)?;
+                    (output * upstream_of_block)?.sum_all()?.backward()
+                })
+            })?;
+            self.collect(store, &blocks, &mut upstream)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the step, and returns the outcome.
+    pub(crate) fn end(self) -> Result<StepOutcome> {
+        match self.loss {
+            Some(loss) if self.blocks.is_empty() => self.step.end(loss).map_err(candle_error),
+            _ => bail!("a step without a backward after its forward"),
+        }
+    }
+
+    fn with_params<R>(&mut self, unit: &str, run: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.with_params_of_step(unit, |_| run())
+    }
+
+    /// Calls `run` while the parameters of a unit have elements.
+    fn with_params_of_step<R>(
+        &mut self,
+        unit: &str,
+        run: impl FnOnce(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        let units = self.units;
+        let fill = |values: &Params<'_>| {
+            if !units.are_sharded {
+                return Ok(0);
+            }
+            units.for_each_param(unit, values, |tensor, values| fill(tensor, values.to_vec()))
+        };
+        self.record.copied_params += self.step.forward(unit, fill).map_err(candle_error)??;
+
+        let result = run(self);
+        if units.are_sharded {
+            for unit in units.units.iter().filter(|known| known.name == unit) {
+                unit.params
+                    .iter()
+                    .try_for_each(|&param| release(&units.params[param].tensor))?;
+            }
+        }
+        result
+    }
+
+    /// Adds the gradients of the outputs of `blocks` to `upstream`.
+    fn collect(
+        &mut self,
+        mut store: GradStore,
+        blocks: &[Block<'_>],
+        upstream: &mut [Option<Tensor>],
+    ) -> Result<()> {
+        let params = self.units.params.iter();
+        let kept = params.filter(|param| store.get(&param.tensor).is_some());
+        self.record.backward.kept_by_candle += kept.count();
+
+        for (block, sum) in blocks.iter().zip(upstream) {
+            let Some(grad) = store.remove(&block.output) else {
+                continue;
+            };
+            *sum = Some(match sum.take() {
+                Some(earlier) => (earlier + grad)?,
+                None => grad,
+            });
+        }
+        Ok(())
+    }
+
+    /// Runs a backward, and passes the gradients of parameters on while it runs.
+    ///
+    /// Why a thread: candle calls the hooks of parameters without a context, so they cannot borrow
+    /// the step; they send to the thread that does.
+    fn differentiate(&mut self, run: impl FnOnce() -> Result<GradStore>) -> Result<GradStore> {
+        let Self {
+            step,
+            units,
+            record,
+            ..
+        } = self;
+
+        let (sender, gradients) = mpsc::channel();
+        thread::scope(|scope| {
+            let backward = units.claim.receive(sender);
+            let reducing = scope.spawn(move || {
+                gradients
+                    .iter()
+                    .try_for_each(|gradient| reduce(gradient, step, units, record))
+            });
+            let store = run();
+            drop(backward);
+            match reducing.join() {
+                Ok(reduced) => reduced?,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+            store
+        })
+    }
+}
+
+/// Passes a gradient to the step, and records it.
+fn reduce(
+    gradient: Gradient,
+    step: &mut Step<'_, HostDevice>,
+    units: &Units,
+    record: &mut Record,
+) -> Result<()> {
+    let Gradient {
+        param,
+        values,
+        was_copied,
+    } = gradient;
+
+    let report = &mut record.backward;
+    let name = &units.params[param].name;
+    report.copied_elems += values.len() as u64 * (1 + u64::from(was_copied));
+    step.grad(name, values).map_err(candle_error)?;
+    report.arrivals.push(name.clone());
+
+    let unit = &units.units[units.unit_of[param]];
+    let arrived = |&param: &usize| report.arrivals.contains(&units.params[param].name);
+    if unit.params.iter().all(arrived) {
+        report.launches.push(UnitLaunch {
+            unit: unit.name.clone(),
+            after_params: report.arrivals.len(),
+            elems: unit.elems,
+        });
+    }
+    Ok(())
+}
