@@ -91,6 +91,8 @@ impl Units {
 #[derive(Default)]
 pub(crate) struct Record {
     pub(crate) backward: BackwardReport,
+    /// Gradients of the last backward, by unit.
+    pub(crate) arrived: Vec<usize>,
     /// Parameter elements copied into candle's tensors.
     pub(crate) copied_params: u64,
 }
@@ -172,6 +174,7 @@ impl<'s, 'm> TrainStep<'s, 'm> {
         let scalar = loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
         self.loss = Some(f64::from(scalar));
         self.record.backward = BackwardReport::default();
+        self.record.arrived = vec![0; self.units.units.len()];
 
         let mut blocks = std::mem::take(&mut self.blocks);
         let mut upstream: Vec<Option<Tensor>> = vec![None; blocks.len()];
@@ -306,9 +309,10 @@ fn reduce(
     step.grad(name, values).map_err(candle_error)?;
     report.arrivals.push(name.clone());
 
-    let unit = &units.units[units.unit_of[param]];
-    let arrived = |&param: &usize| report.arrivals.contains(&units.params[param].name);
-    if unit.params.iter().all(arrived) {
+    let index = units.unit_of[param];
+    let unit = &units.units[index];
+    record.arrived[index] += 1;
+    if record.arrived[index] == unit.params.len() {
         report.launches.push(UnitLaunch {
             unit: unit.name.clone(),
             after_params: report.arrivals.len(),

@@ -1,9 +1,11 @@
 //! The optimizer: a run of `zero_optim::framework` over the parameters of a model of candle.
 //!
-//! | parameters | stages 0 to 2 | stage 3 |
-//! |---|---|---|
-//! | of the run, in its pool | whole | shards; a window of gathered units |
-//! | of candle's tensors | whole, written after each update | one block, while it runs |
+//! | parameters | stages 0 and 1 | stage 2 | stage 3 |
+//! |---|---|---|---|
+//! | of the run, in its pool | whole | shards | shards; a window of gathered units |
+//! | of candle's tensors | whole | whole | of one block, while it runs |
+//!
+//! Whole tensors of candle are written after each update.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -152,8 +154,14 @@ impl ZeroAdamW {
         let by_name: HashMap<&str, usize> = by_name.map(|(i, param)| (&*param.name, i)).collect();
 
         let ranks = comm.world_size();
+        // Why: candle's tensors hold the whole parameters of stage 2, so the run needs its shards
+        // only. Gradients and optimizer are alike at both stages.
+        let stage_of_run = match config.stage {
+            ZeroStage::Two => ZeroStage::Three,
+            stage => stage,
+        };
         let zero = Zero::builder(rank)
-            .stage(config.stage)
+            .stage(stage_of_run)
             .adamw(config.optimizer)
             .micro_batches(config.micro_batches)
             .bucket_elems(config.bucket_elems.max(ranks))

@@ -35,7 +35,7 @@ impl Numbers {
         self.0 >> 33
     }
 
-    fn signed(&mut self) -> f32 {
+    pub(crate) fn signed(&mut self) -> f32 {
         self.next() as f32 / (1u64 << 30) as f32 - 1.0
     }
 }
@@ -56,7 +56,7 @@ pub(crate) fn batch(step: usize, rows: std::ops::Range<usize>) -> Result<(Tensor
     Ok((tensor(tokens)?, tensor(targets)?))
 }
 
-fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     candle_nn::loss::cross_entropy(&logits.reshape(((), VOCAB))?, &targets.flatten_all()?)
 }
 
@@ -154,7 +154,7 @@ impl Model {
     }
 }
 
-const ADAMW: ParamsAdamW = ParamsAdamW {
+pub(crate) const ADAMW: ParamsAdamW = ParamsAdamW {
     lr: 2e-3,
     beta1: 0.9,
     beta2: 0.99,
@@ -279,4 +279,12 @@ pub(crate) fn bits(vars: &ShardedVars) -> Result<Vec<(String, Vec<u32>)>> {
             Ok((name, values.into_iter().map(f32::to_bits).collect()))
         })
         .collect()
+}
+
+/// The largest relative error.
+pub(crate) fn largest_error(got: &[f64], expected: &[f64]) -> f64 {
+    got.iter()
+        .zip(expected)
+        .map(|(got, expected)| (got - expected).abs() / expected.abs())
+        .fold(0.0, f64::max)
 }

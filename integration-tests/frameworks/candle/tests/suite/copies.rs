@@ -27,8 +27,13 @@ fn check(stage: ZeroStage) {
                 report.of(Purpose::Optimizer).live_bytes as u64,
                 formula.optimizer_bytes
             );
-            // Parameters are twice in memory: whole in the pool, and as candle's tensors, which
-            // have no padding.
+            // Parameters of the run, which are shards from stage 2 on; and candle's tensors, which
+            // are whole and have no padding.
+            let of_run = match stage {
+                ZeroStage::Two => layout.state_bytes(ZeroStage::Three, &Widths::FP32_ADAM),
+                stage => layout.state_bytes(stage, &Widths::FP32_ADAM),
+            };
+            let of_run = of_run.unwrap().params_bytes;
             let elems: u64 = vars
                 .trained()
                 .iter()
@@ -36,7 +41,7 @@ fn check(stage: ZeroStage) {
                 .sum();
             assert_eq!(
                 (report.of(Purpose::Params).live_bytes as u64, elems),
-                (formula.params_bytes, layout.numel_elems())
+                (of_run, layout.numel_elems())
             );
             assert_eq!(
                 4 * elems,

@@ -4,7 +4,9 @@ use candle_core::{Result, Tensor};
 use candle_zero::ZeroConfig;
 use zero_shard::ZeroStage;
 
-use crate::common::{Kind, RANKS, Rank, STEPS, batch, bits, candle_alone, config, on_ranks};
+use crate::common::{
+    Kind, RANKS, Rank, STEPS, batch, bits, candle_alone, config, largest_error, on_ranks,
+};
 
 /// Trains all steps; the mean losses of the ranks.
 fn train(mut rank: Rank) -> Result<(Vec<f64>, Rank)> {
@@ -13,13 +15,6 @@ fn train(mut rank: Rank) -> Result<(Vec<f64>, Rank)> {
         Ok(rank.zero.backward_step(&loss)?.loss())
     });
     Ok((losses.collect::<Result<_>>()?, rank))
-}
-
-fn largest_error(got: &[f64], expected: &[f64]) -> f64 {
-    got.iter()
-        .zip(expected)
-        .map(|(got, expected)| (got - expected).abs() / expected.abs())
-        .fold(0.0, f64::max)
 }
 
 fn distance(a: &Tensor, b: &Tensor) -> f32 {

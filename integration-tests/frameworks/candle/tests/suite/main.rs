@@ -1,8 +1,10 @@
 //! Unmodified models of candle-transformers under ZeRO, beside candle's own training.
 
+mod blocks;
 mod common;
 mod copies;
 mod failures;
 mod losses;
+mod models;
 mod overlap;
 mod seeded;

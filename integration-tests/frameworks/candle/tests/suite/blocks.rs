@@ -1,0 +1,335 @@
+//! Models that run in blocks, whose parameters stage 3 gathers for each of them.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{AdamW, Optimizer, VarBuilder, VarMap};
+use candle_zero::{ShardedVars, ZeroAdamW, ZeroConfig};
+use zero_alloc::Purpose;
+use zero_alloc::host::HostDevice;
+use zero_comm::threads::World;
+use zero_comm::{CommOptions, Communicator, Solo};
+use zero_optim::StepOutcome;
+use zero_shard::{Widths, ZeroStage};
+
+use crate::common::{ADAMW, RANKS, ROWS, STEPS, batch, config, largest_error};
+use crate::models::{Lm, Parts, unit_of, weights};
+
+fn config_in_blocks(stage: ZeroStage) -> ZeroConfig {
+    ZeroConfig {
+        unit_of,
+        ..config(stage)
+    }
+}
+
+/// Losses and final weights of candle's own training over the whole batch, without ZeRO.
+fn candle_alone(
+    parts: Parts,
+    layers: usize,
+    steps: usize,
+) -> Result<(Vec<f64>, HashMap<String, Tensor>)> {
+    let mut vars = VarMap::new();
+    let builder = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let model = Lm::load(parts, layers, &builder)?;
+    vars.set(weights(parts, layers)?.iter())?;
+
+    let mut optimizer = AdamW::new(vars.all_vars(), ADAMW)?;
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let loss = model.loss(&batch(step, 0..ROWS)?)?;
+        losses.push(f64::from(loss.to_scalar::<f32>()?));
+        optimizer.backward_step(&loss)?;
+    }
+
+    let data = vars.data().lock().unwrap();
+    let weights = data.iter();
+    let weights = weights.map(|(name, var)| (name.clone(), var.as_tensor().clone()));
+    Ok((losses, weights.collect()))
+}
+
+struct Rank {
+    rows: std::ops::Range<usize>,
+    model: Lm,
+    zero: ZeroAdamW,
+}
+
+impl Rank {
+    fn new(
+        comm: Arc<dyn Communicator<HostDevice>>,
+        (parts, layers): (Parts, usize),
+        config: ZeroConfig,
+    ) -> Result<Self> {
+        let rows = ROWS / comm.world_size();
+        let rows = comm.rank() * rows..(comm.rank() + 1) * rows;
+        let vars = ShardedVars::new(weights(parts, layers)?, |_| true);
+        let model = Lm::load(parts, layers, &vars.var_builder(&Device::Cpu))?;
+        let zero = ZeroAdamW::new(comm, &vars, config)?;
+        Ok(Self { rows, model, zero })
+    }
+
+    /// A step, with `micro_batches` of the rank's rows.
+    fn step(&mut self, step: usize, micro_batches: usize) -> Result<StepOutcome> {
+        let rows = self.rows.len() / micro_batches;
+        let starts = self.rows.clone().step_by(rows);
+        let batches = starts.map(|start| batch(step, start..start + rows));
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+
+        self.zero.step(|step| {
+            for (tokens, targets) in &batches {
+                let mut x = tokens.clone();
+                for (unit, block) in self.model.blocks(targets) {
+                    x = step.block(&unit, &x, block)?;
+                }
+                step.backward(&x)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn losses(&mut self, steps: std::ops::Range<usize>) -> Result<Vec<f64>> {
+        steps.map(|step| Ok(self.step(step, 1)?.loss())).collect()
+    }
+}
+
+/// Runs `run` on each of `ranks` ranks, and returns the results in rank order.
+fn on_ranks<R: Send>(
+    ranks: usize,
+    model: (Parts, usize),
+    stage: ZeroStage,
+    run: impl Fn(Rank) -> Result<R> + Sync,
+) -> Vec<R> {
+    let comms = World::new(ranks, CommOptions::default()).unwrap();
+    let rank = |comm| run(Rank::new(comm, model, config_in_blocks(stage))?);
+    thread::scope(|scope| {
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(|| rank(Arc::new(comm))))
+            .collect();
+        let results = ranks.into_iter().map(|rank| rank.join().unwrap());
+        results.map(Result::unwrap).collect()
+    })
+}
+
+fn same_losses(parts: Parts, layers: usize, stage: ZeroStage, steps: usize) {
+    let (expected, _) = candle_alone(parts, layers, steps).unwrap();
+    assert!(
+        expected[steps - 1] < 0.95 * expected[0],
+        "candle's own training learns nothing: {expected:?}"
+    );
+    for losses in on_ranks(RANKS, (parts, layers), stage, |mut rank| {
+        rank.losses(0..steps)
+    }) {
+        let error = largest_error(&losses, &expected);
+        println!("stage {}: largest relative error {error:e}", stage.number());
+        assert!(error <= 1e-6, "stage {}: {error:e}", stage.number());
+    }
+}
+
+#[test]
+fn llama_at_stage_3() {
+    same_losses(Parts::Llama, 3, ZeroStage::Three, STEPS);
+}
+
+#[test]
+fn llama_in_blocks_at_stage_2() {
+    same_losses(Parts::Llama, 3, ZeroStage::Two, STEPS);
+}
+
+#[test]
+fn mamba_blocks_of_candle_transformers_at_stage_3() {
+    same_losses(Parts::Mamba, 1, ZeroStage::Three, 10);
+}
+
+/// Trains a few steps; the peak of gathered elements, and the limit: one unit ahead, one in use.
+fn peak_and_limit(layers: usize) -> (usize, usize) {
+    let ranks = on_ranks(
+        RANKS,
+        (Parts::Llama, layers),
+        ZeroStage::Three,
+        |mut rank| {
+            let steps = 3;
+            rank.losses(0..steps)?;
+            let zero = rank.zero.zero();
+            let layout = zero.layout();
+            let report = zero.rank().pool().report();
+            let formula = layout.state_bytes(ZeroStage::Three, &Widths::FP32_ADAM);
+            let formula = formula.unwrap();
+            let live = |purpose| report.of(purpose).live_bytes as u64;
+            assert_eq!(live(Purpose::Params), formula.params_bytes);
+            assert_eq!(live(Purpose::Grads), formula.grads_bytes);
+            assert_eq!(live(Purpose::Optimizer), formula.optimizer_bytes);
+
+            // Into candle's tensors: forward and backward.
+            let copied = rank.zero.copied_param_elems();
+            assert_eq!(copied, 2 * steps as u64 * layout.numel_elems());
+            // Into buckets.
+            let backward = rank.zero.backward_report();
+            assert_eq!(backward.kept_by_candle, 0);
+            let units = layout.units().iter();
+            Ok((
+                zero.gathers().peak_live_elems,
+                2 * units.map(|unit| unit.padded_elems).max().unwrap() as usize,
+            ))
+        },
+    );
+    println!("{layers} layers: peak and limit of gathered elements {ranks:?}");
+    ranks[0]
+}
+
+#[test]
+fn gathered_elements_do_not_grow_with_layers() {
+    let (few, limit) = peak_and_limit(3);
+    let (many, same_limit) = peak_and_limit(30);
+    assert_eq!(limit, same_limit);
+    assert_eq!(few, many);
+    assert!(few <= limit, "{few} > {limit}");
+}
+
+/// The bits of all parameters, by name.
+fn bits(file: &Path) -> Result<Vec<(String, Vec<u32>)>> {
+    let tensors = candle_core::safetensors::load(file, &Device::Cpu)?;
+    let bits = |(name, tensor): (String, Tensor)| {
+        let values = tensor.flatten_all()?.to_vec1::<f32>()?;
+        Ok((name, values.into_iter().map(f32::to_bits).collect()))
+    };
+    let mut all = tensors.into_iter().map(bits).collect::<Result<Vec<_>>>()?;
+    all.sort();
+    Ok(all)
+}
+
+#[test]
+fn any_order_gives_the_same_bits_at_stage_3() {
+    let folder = tempfile::tempdir().unwrap();
+    let train = |seed: u64| {
+        let device = HostDevice::seeded(seed);
+        let config = ZeroConfig {
+            device: device.clone(),
+            micro_batches: 2,
+            ..config_in_blocks(ZeroStage::Three)
+        };
+        let comm = Arc::new(Solo::new(device.clone()));
+        let mut rank = Rank::new(comm, (Parts::Llama, 2), config)?;
+        for step in 0..2 {
+            rank.step(step, 2)?;
+        }
+        let file = folder.path().join(seed.to_string());
+        rank.zero.save_safetensors(&file)?;
+        assert!(
+            device.violations().is_empty(),
+            "seed {seed}: {:?}",
+            device.violations()
+        );
+        bits(&file)
+    };
+    let expected = train(0).unwrap();
+    for seed in 1..20 {
+        assert!(train(seed).unwrap() == expected, "seed {seed}");
+    }
+}
+
+#[test]
+fn two_ranks_resume_four() {
+    const BEFORE: usize = 15;
+    const AFTER: usize = 15;
+    let model = (Parts::Llama, 2);
+    let (expected, weights) = candle_alone(model.0, model.1, BEFORE + AFTER).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = folder.path().join("checkpoint");
+    let file = folder.path().join("model.safetensors");
+
+    on_ranks(4, model, ZeroStage::Three, |mut rank| {
+        rank.losses(0..BEFORE)?;
+        rank.zero.save(&checkpoint)
+    });
+    let losses = on_ranks(2, model, ZeroStage::Three, |mut rank| {
+        rank.zero.resume(&checkpoint)?;
+        let losses = rank.losses(BEFORE..BEFORE + AFTER)?;
+        rank.zero.save_safetensors(&file)?;
+        Ok(losses)
+    });
+    let error = largest_error(&losses[0], &expected[BEFORE..]);
+    assert!(error <= 1e-6, "{error:e}");
+
+    // candle loads the file: as tensors, and as the same model.
+    let exported = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    assert_eq!(exported.len(), weights.len());
+    for (name, tensor) in &exported {
+        let distance = (tensor - &weights[name]).unwrap().abs().unwrap();
+        let distance = distance.flatten_all().unwrap().max(0).unwrap();
+        let distance: f32 = distance.to_scalar().unwrap();
+        assert!(distance <= 2e-5, "{name} differs by {distance:e}");
+    }
+    let builder = VarBuilder::from_tensors(exported, DType::F32, &Device::Cpu);
+    let model = Lm::load(model.0, model.1, &builder).unwrap();
+    let loss = model.loss(&batch(0, 0..ROWS).unwrap()).unwrap();
+    assert!(loss.to_scalar::<f32>().unwrap() < expected[0] as f32);
+}
+
+/// An optimizer of one rank.
+fn alone(stage: ZeroStage) -> Rank {
+    let comm = Arc::new(Solo::new(HostDevice::new()));
+    Rank::new(comm, (Parts::Llama, 2), config_in_blocks(stage)).unwrap()
+}
+
+#[test]
+fn parameters_outside_of_their_block_are_an_error() {
+    let data = batch(0, 0..ROWS).unwrap();
+    let whole = alone(ZeroStage::Three);
+    let error = whole.model.loss(&data).unwrap_err().to_string();
+    assert!(error.contains("F4"), "{error}");
+
+    let mut rank = alone(ZeroStage::Three);
+    let wrong_unit = rank.zero.step(|step| {
+        let (_, tokens) = rank.model.blocks(&data.1).remove(0);
+        step.block("layers.1", &data.0, tokens).map(drop)
+    });
+    let error = wrong_unit.unwrap_err().to_string();
+    assert!(error.contains("F4"), "{error}");
+
+    let mut rank = alone(ZeroStage::Three);
+    let no_unit = rank
+        .zero
+        .step(|step| step.block("layers.9", &data.0, |x| Ok(x.clone())).map(drop));
+    let error = no_unit.unwrap_err().to_string();
+    assert!(
+        error.contains("layers.9") && error.contains("layers.1"),
+        "{error}"
+    );
+}
+
+#[test]
+fn block_that_the_loss_does_not_use_is_an_error() {
+    let (tokens, targets) = batch(0, 0..ROWS).unwrap();
+    let mut rank = alone(ZeroStage::Three);
+    let outcome = rank.zero.step(|step| {
+        let mut x = tokens.clone();
+        for (unit, block) in rank.model.blocks(&targets) {
+            let output = step.block(&unit, &x, block)?;
+            if unit != "layers.1" {
+                x = output;
+            }
+        }
+        step.backward(&x)
+    });
+    let error = outcome.unwrap_err().to_string();
+    assert!(
+        error.contains("have no gradient") && error.contains("layers.1.query.weight"),
+        "{error}"
+    );
+}
+
+#[test]
+fn sharded_parameters_have_no_second_optimizer() {
+    let vars = ShardedVars::new(weights(Parts::Llama, 1).unwrap(), |_| true);
+    Lm::load(Parts::Llama, 1, &vars.var_builder(&Device::Cpu)).unwrap();
+    let zero = || {
+        let comm = Arc::new(Solo::new(HostDevice::new()));
+        ZeroAdamW::new(comm, &vars, config_in_blocks(ZeroStage::Three))
+    };
+    drop(zero().unwrap());
+    let error = zero().expect_err("parameters without elements").to_string();
+    assert!(error.contains("load the model again"), "{error}");
+}
