@@ -251,6 +251,8 @@ impl<'s, 'm> TrainStep<'s, 'm> {
             let Some(grad) = store.remove(&block.output) else {
                 continue;
             };
+            // Why: candle's gradient of a leaf is itself a function of parameters.
+            let grad = grad.detach();
             *sum = Some(match sum.take() {
                 Some(earlier) => (earlier + grad)?,
                 None => grad,
