@@ -67,7 +67,7 @@ pub(crate) struct Unit {
 }
 
 impl Units {
-    /// Calls `with` with the positions of a unit's parameters, and their elements in `values`.
+    /// Calls `with` with each parameter of a unit and its elements. Returns their number.
     pub(crate) fn for_each_param(
         &self,
         unit: &str,
@@ -97,13 +97,15 @@ pub(crate) struct Record {
     pub(crate) copied_params: u64,
 }
 
+type Run<'m> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'm>;
+
 /// A block that ran, to be run again in backward.
 struct Block<'m> {
     unit: String,
     input: Tensor,
     /// A variable: candle's backward of what follows ends here.
     output: Tensor,
-    run: Box<dyn Fn(&Tensor) -> Result<Tensor> + 'm>,
+    run: Run<'m>,
 }
 
 /// A step of a [`ZeroAdamW`](crate::ZeroAdamW). `'m` is the lifetime of the model.
@@ -149,7 +151,7 @@ impl<'s, 'm> TrainStep<'s, 'm> {
         input: &Tensor,
         run: impl Fn(&Tensor) -> Result<Tensor> + 'm,
     ) -> Result<Tensor> {
-        let output = self.with_params(unit, || Ok(run(input)?.detach()))?;
+        let output = self.with_params(unit, |_| Ok(run(input)?.detach()))?;
         let output = Var::from_tensor(&output)?.into_inner();
         self.blocks.push(Block {
             unit: unit.to_owned(),
@@ -187,7 +189,7 @@ impl<'s, 'm> TrainStep<'s, 'm> {
             let Some(Some(upstream_of_block)) = upstream.pop() else {
                 continue;
             };
-            let store = self.with_params_of_step(&block.unit, |step| {
+            let store = self.with_params(&block.unit, |step| {
                 step.differentiate(|| {
                     let output = (block.run)(&block.input)?;
                     (output * upstream_of_block)?.sum_all()?.backward()
@@ -206,12 +208,13 @@ impl<'s, 'm> TrainStep<'s, 'm> {
         }
     }
 
-    fn with_params<R>(&mut self, unit: &str, run: impl FnOnce() -> Result<R>) -> Result<R> {
-        self.with_params_of_step(unit, |_| run())
+    /// Ends a step of forward only.
+    pub(crate) fn end_without_update(self) -> Result<()> {
+        self.step.end_without_update().map_err(candle_error)
     }
 
     /// Calls `run` while the parameters of a unit have elements.
-    fn with_params_of_step<R>(
+    fn with_params<R>(
         &mut self,
         unit: &str,
         run: impl FnOnce(&mut Self) -> Result<R>,

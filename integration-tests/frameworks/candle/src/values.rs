@@ -55,7 +55,7 @@ pub(crate) fn write(tensor: &Tensor, values: &[f32]) -> Result<()> {
     })
 }
 
-/// Gives `values` to a tensor that was [released](release).
+/// Stores `values` in a tensor that was [released](release).
 pub(crate) fn fill(tensor: &Tensor, values: Vec<f32>) -> Result<()> {
     if values.len() != tensor.elem_count() {
         bail!(
@@ -79,8 +79,8 @@ pub(crate) fn release(tensor: &Tensor) -> Result<()> {
     })
 }
 
-/// Takes the elements of a tensor that nobody else reads. They are copied only if they are not
-/// contiguous; returns whether they were.
+/// Moves the elements out of a tensor that nobody else reads, or copies them if they are not
+/// contiguous. Returns whether they were copied.
 pub(crate) fn take(tensor: &Tensor) -> Result<(Vec<f32>, bool)> {
     let mut taken = None;
     access(tensor, |storage, layout| {

@@ -92,8 +92,8 @@ pub fn unit_of_block(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(unit, _)| unit)
 }
 
-/// AdamW for the trained parameters of a [`ShardedVars`] under ZeRO: state, gradients and
-/// parameters are sharded over the ranks of a communicator as the stage says.
+/// AdamW for the trained parameters of a [`ShardedVars`] under ZeRO: the stage determines which of
+/// state, gradients and parameters are sharded over the ranks of a communicator.
 pub struct ZeroAdamW {
     zero: Zero<HostDevice>,
     comm: Arc<dyn Communicator<HostDevice>>,
@@ -212,10 +212,8 @@ impl ZeroAdamW {
     ) -> Result<StepOutcome> {
         let step = self.zero.begin().map_err(candle_error)?;
         let mut step = TrainStep::new(step, &self.units, &mut self.record);
-        let ran = run(&mut step);
         // The other ranks get this cause, rather than that the step was dropped.
-        let ran = ran.inspect_err(|error| self.comm.abort(&error.to_string()));
-        ran?;
+        run(&mut step).inspect_err(|error| self.comm.abort(&error.to_string()))?;
 
         let outcome = step.end();
         let outcome = outcome.inspect_err(|error| self.comm.abort(&error.to_string()))?;
@@ -231,6 +229,24 @@ impl ZeroAdamW {
     /// As [`Self::step`].
     pub fn backward_step(&mut self, loss: &Tensor) -> Result<StepOutcome> {
         self.step(|step| step.backward(loss))
+    }
+
+    /// Runs blocks without a backward, such as those of a validation. All ranks call it.
+    ///
+    /// # Errors
+    /// `run` failed, or a rank failed; the other ranks then fail, too.
+    pub fn evaluate<'m, R>(
+        &mut self,
+        run: impl for<'s> FnOnce(&mut TrainStep<'s, 'm>) -> Result<R>,
+    ) -> Result<R> {
+        let step = self.zero.begin().map_err(candle_error)?;
+        let mut step = TrainStep::new(step, &self.units, &mut self.record);
+        // The other ranks get this cause, rather than that the step was dropped.
+        let result = run(&mut step).inspect_err(|error| self.comm.abort(&error.to_string()))?;
+
+        let ended = step.end_without_update();
+        ended.inspect_err(|error| self.comm.abort(&error.to_string()))?;
+        Ok(result)
     }
 
     /// Copies the parameters into candle's tensors, at stages 0 to 2.
