@@ -362,3 +362,45 @@ fn sharded_parameters_have_no_second_optimizer() {
     let error = zero().expect_err("parameters without elements").to_string();
     assert!(error.contains("load the model again"), "{error}");
 }
+
+/// Runs `run` on each of two ranks, and returns the errors in rank order.
+fn errors_on_two_ranks(
+    run: impl Fn(Arc<dyn Communicator<HostDevice>>) -> Result<()> + Sync,
+) -> [String; 2] {
+    let comms: [_; 2] = World::new(2, CommOptions::default())
+        .unwrap()
+        .try_into()
+        .unwrap();
+    thread::scope(|scope| {
+        let ranks = comms.map(|comm| scope.spawn(|| run(Arc::new(comm))));
+        ranks.map(|rank| rank.join().unwrap().unwrap_err().to_string())
+    })
+}
+
+#[test]
+fn different_models_are_an_error() {
+    let errors = errors_on_two_ranks(|comm| {
+        let layers = 1 + comm.rank();
+        let config = config_in_blocks(ZeroStage::Three);
+        Rank::new(comm, (Parts::Llama, layers), config).map(drop)
+    });
+    for error in errors {
+        assert!(error.contains("layers.1"), "{error}");
+    }
+}
+
+#[test]
+fn error_within_a_step_reaches_the_other_ranks() {
+    let errors = errors_on_two_ranks(|comm| {
+        let is_failing = comm.rank() == 1;
+        let config = config_in_blocks(ZeroStage::Three);
+        let mut rank = Rank::new(comm, (Parts::Llama, 1), config)?;
+        if is_failing {
+            rank.zero.step(|_| candle_core::bail!("the data is gone"))?;
+        }
+        rank.step(0, 1).map(drop)
+    });
+    for error in errors {
+        assert!(error.contains("the data is gone"), "{error}");
+    }
+}
