@@ -173,8 +173,7 @@ impl<'s, 'm> TrainStep<'s, 'm> {
         if let Some(earlier) = self.loss.take() {
             self.step.next_micro_batch(earlier).map_err(candle_error)?;
         }
-        let scalar = loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
-        self.loss = Some(f64::from(scalar));
+        self.loss = Some(scalar(loss)?);
         self.record.backward = BackwardReport::default();
         self.record.arrived = vec![0; self.units.units.len()];
 
@@ -208,9 +207,9 @@ impl<'s, 'm> TrainStep<'s, 'm> {
         }
     }
 
-    /// Ends a step of forward only.
-    pub(crate) fn end_without_update(self) -> Result<()> {
-        self.step.end_without_update().map_err(candle_error)
+    /// Ends a step of forward only, and returns the mean of `loss` over ranks.
+    pub(crate) fn end_validation(self, loss: f64) -> Result<f64> {
+        self.step.end_validation(loss).map_err(candle_error)
     }
 
     /// Calls `run` while the parameters of a unit have elements.
@@ -226,7 +225,7 @@ impl<'s, 'm> TrainStep<'s, 'm> {
             }
             units.for_each_param(unit, values, |tensor, values| fill(tensor, values.to_vec()))
         };
-        self.record.copied_params += self.step.forward(unit, fill).map_err(candle_error)??;
+        self.record.copied_params += self.step.forward(unit, fill).map_err(candle_error)?;
 
         let result = run(self);
         if units.are_sharded {
@@ -293,6 +292,11 @@ impl<'s, 'm> TrainStep<'s, 'm> {
             store
         })
     }
+}
+
+/// The value of a loss.
+pub(crate) fn scalar(loss: &Tensor) -> Result<f64> {
+    loss.to_dtype(DType::F64)?.to_scalar()
 }
 
 /// Passes a gradient to the step, and records it.

@@ -23,7 +23,7 @@ use zero_optim::{OptimizerConfig, RankSettings, StepOutcome, agree};
 use zero_shard::ZeroStage;
 
 use crate::hooks::{Claim, Param, ShardedVars};
-use crate::step::{BackwardReport, Record, TrainStep, Unit, Units};
+use crate::step::{BackwardReport, Record, TrainStep, Unit, Units, scalar};
 use crate::values::{release, write};
 
 /// Elements of a message that initial values are sent in.
@@ -34,13 +34,22 @@ type Failure = Box<dyn Error + Send + Sync>;
 
 pub(crate) fn candle_error(error: impl Into<Failure>) -> candle_core::Error {
     let error: Failure = error.into();
-    match error.downcast_ref::<FrameworkError>() {
-        Some(FrameworkError::Missing { .. }) => candle_core::Error::msg(format!(
+    match error.downcast_ref() {
+        Some(of_zero) if is_missing(of_zero) => candle_core::Error::msg(format!(
             "{error}. candle's backward ends at operations without one, such as candle_nn's fused \
              rms_norm, layer_norm, softmax_last_dim and rope: exclude these parameters by the \
              filter of ShardedVars::new, or use a model without these operations"
         )),
         _ => candle_core::Error::wrap(error),
+    }
+}
+
+/// Whether parameters have no gradient.
+fn is_missing(error: &FrameworkError) -> bool {
+    match error {
+        FrameworkError::Missing { .. } => true,
+        FrameworkError::At { error, .. } => is_missing(error),
+        _ => false,
     }
 }
 
@@ -166,7 +175,7 @@ impl ZeroAdamW {
             .micro_batches(config.micro_batches)
             .bucket_elems(config.bucket_elems.max(ranks))
             .params(shapes, |name| (config.unit_of)(name).to_owned())
-            .build(|name, values| initial(&params[by_name[name]].tensor, values))
+            .build(|name, _, values| initial(&params[by_name[name]].tensor, values))
             .map_err(candle_error)?;
 
         let mut unit_of = vec![0; params.len()];
@@ -231,22 +240,23 @@ impl ZeroAdamW {
         self.step(|step| step.backward(loss))
     }
 
-    /// Runs blocks without a backward, such as those of a validation. All ranks call it.
+    /// Runs blocks without a backward, such as for a validation: `run` returns this rank's loss.
+    /// Returns the mean over ranks. All ranks call it.
     ///
     /// # Errors
     /// `run` failed, or a rank failed; the other ranks then fail, too.
-    pub fn evaluate<'m, R>(
+    pub fn evaluate<'m>(
         &mut self,
-        run: impl for<'s> FnOnce(&mut TrainStep<'s, 'm>) -> Result<R>,
-    ) -> Result<R> {
+        run: impl for<'s> FnOnce(&mut TrainStep<'s, 'm>) -> Result<Tensor>,
+    ) -> Result<f64> {
         let step = self.zero.begin().map_err(candle_error)?;
         let mut step = TrainStep::new(step, &self.units, &mut self.record);
         // The other ranks get this cause, rather than that the step was dropped.
-        let result = run(&mut step).inspect_err(|error| self.comm.abort(&error.to_string()))?;
+        let loss = run(&mut step).and_then(|loss| scalar(&loss));
+        let loss = loss.inspect_err(|error| self.comm.abort(&error.to_string()))?;
 
-        let ended = step.end_without_update();
-        ended.inspect_err(|error| self.comm.abort(&error.to_string()))?;
-        Ok(result)
+        let mean = step.end_validation(loss);
+        mean.inspect_err(|error| self.comm.abort(&error.to_string()))
     }
 
     /// Copies the parameters into candle's tensors, at stages 0 to 2.
@@ -264,8 +274,7 @@ impl ZeroAdamW {
         let mut step = zero.begin().map_err(candle_error)?;
         for unit in &units.units {
             let copy = |values: &Params<'_>| units.for_each_param(&unit.name, values, write);
-            let copied = step.forward(&unit.name, copy).map_err(candle_error)?;
-            record.copied_params += copied?;
+            record.copied_params += step.forward(&unit.name, copy).map_err(candle_error)?;
         }
         step.end_without_update().map_err(candle_error)
     }
@@ -296,23 +305,19 @@ impl ZeroAdamW {
     pub fn save_safetensors(&mut self, file: impl AsRef<Path>) -> Result<()> {
         let is_writer = self.comm.rank() == 0;
         let mut tensors = HashMap::new();
-        let collect = |name: &str, shape: &[u64], values: &[f32]| {
+        let collect = |name: &str, shape: &[u64], values: &[f32]| -> Result<()> {
             if is_writer {
                 let shape: Vec<usize> = shape.iter().map(|&dim| dim as usize).collect();
-                let tensor = Tensor::from_slice(values, shape, &Device::Cpu);
+                let tensor = Tensor::from_slice(values, shape, &Device::Cpu)?;
                 tensors.insert(name.to_owned(), tensor);
             }
+            Ok(())
         };
         self.zero.for_each_param(collect).map_err(candle_error)?;
-        if !is_writer {
-            return Ok(());
+        match is_writer {
+            true => safetensors::save(&tensors, file),
+            false => Ok(()),
         }
-
-        let tensors = tensors
-            .into_iter()
-            .map(|(name, tensor)| Ok((name, tensor?)));
-        let tensors: HashMap<String, Tensor> = tensors.collect::<Result<_>>()?;
-        safetensors::save(&tensors, file)
     }
 
     /// Sets the base learning rate of the next steps.

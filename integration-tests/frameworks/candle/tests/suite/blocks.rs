@@ -89,7 +89,7 @@ impl Rank {
         })
     }
 
-    /// The loss of this rank's rows, without an update.
+    /// The mean loss of all ranks' rows, without an update.
     fn evaluate(&mut self, step: usize) -> Result<f64> {
         let (tokens, targets) = batch(step, self.rows.clone())?;
         self.zero.evaluate(|step| {
@@ -97,7 +97,7 @@ impl Rank {
             for (unit, block) in self.model.blocks(&targets) {
                 x = step.block(&unit, &x, block)?;
             }
-            Ok(f64::from(x.to_scalar::<f32>()?))
+            Ok(x)
         })
     }
 
@@ -274,12 +274,10 @@ fn two_ranks_resume_four() {
         rank.zero.save_safetensors(&file)?;
         Ok((losses, evaluated))
     });
-    let [(losses, evaluated), (_, of_other_rank)] = &losses[..] else {
-        panic!("two ranks");
-    };
+    let (losses, evaluated) = &losses[0];
     let error = largest_error(losses, &expected[BEFORE..]);
     assert!(error <= 1e-6, "{error:e}");
-    let error = largest_error(&[(evaluated + of_other_rank) / 2.0], &losses[..1]);
+    let error = largest_error(&[*evaluated], &losses[..1]);
     assert!(error <= 1e-6, "{error:e}");
 
     // candle loads the file: as tensors, and as the same model.
