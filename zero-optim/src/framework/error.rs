@@ -11,6 +11,14 @@ use zero_shard::ShardError;
 use crate::{AgreementError, CheckpointError, OptimError};
 
 impl FrameworkError {
+    /// The error without the calls that it occurred in.
+    pub fn cause(&self) -> &Self {
+        match self {
+            Self::At { error, .. } => error.cause(),
+            _ => self,
+        }
+    }
+
     /// The error of a closure.
     pub(super) fn of_closure(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         match error.into().downcast() {

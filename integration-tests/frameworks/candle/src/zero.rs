@@ -46,11 +46,7 @@ pub(crate) fn candle_error(error: impl Into<Failure>) -> candle_core::Error {
 
 /// Whether parameters have no gradient.
 fn is_missing(error: &FrameworkError) -> bool {
-    match error {
-        FrameworkError::Missing { .. } => true,
-        FrameworkError::At { error, .. } => is_missing(error),
-        _ => false,
-    }
+    matches!(error.cause(), FrameworkError::Missing { .. })
 }
 
 /// The settings of a [`ZeroAdamW`], equal on all ranks.
