@@ -5,7 +5,7 @@ use std::path::Path;
 
 use zero_alloc::device::Device;
 use zero_comm::{PrefetchReport, Prefetcher, WaitOnDrop};
-use zero_shard::Layout;
+use zero_shard::{Layout, ZeroStage};
 
 use crate::ShardedAdamW;
 
@@ -173,6 +173,11 @@ impl<D: Device> Zero<D> {
         Ok(self.core.optim.set_lr(lr)?)
     }
 
+    /// The stage.
+    pub fn stage(&self) -> ZeroStage {
+        self.core.stage
+    }
+
     /// Units, parameters and their distribution over ranks.
     pub fn layout(&self) -> &Layout {
         &self.core.layout
@@ -186,5 +191,22 @@ impl<D: Device> Zero<D> {
     /// The gathers of the last step that ended, at stage 3.
     pub fn gathers(&self) -> PrefetchReport {
         self.report
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zero_alloc::host::HostDevice;
+    use zero_comm::Solo;
+
+    use super::*;
+
+    #[test]
+    fn stage_is_that_of_the_builder() {
+        for stage in ZeroStage::ALL {
+            let rank = Rank::on_host(Solo::new(HostDevice::new())).unwrap();
+            let builder = Zero::builder(rank).stage(stage).unit("u", [("w", [2])]);
+            assert_eq!(builder.build(|_, _| ()).unwrap().stage(), stage);
+        }
     }
 }
