@@ -11,7 +11,7 @@ use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer,
 };
 use burn::nn::{Initializer, Linear, LinearConfig};
-use burn::tensor::{Device, Gradients, Tensor, TensorData};
+use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 use burn_zero::{Chain, TrainStep, ZeroBurn, unit_of_block};
 use zero_alloc::host::HostDevice;
 use zero_comm::CommOptions;
@@ -147,6 +147,13 @@ impl Batch {
         Self {
             input: tensor(input),
             targets: tensor(targets),
+        }
+    }
+
+    pub(crate) fn cast(self, dtype: DType) -> Self {
+        Self {
+            input: self.input.cast(dtype),
+            targets: self.targets.cast(dtype),
         }
     }
 

@@ -1,10 +1,13 @@
 //! Losses equal those of one AdamW over the whole batch.
 
+use burn::tensor::DType;
 use burn_zero::ZeroBurn;
+use zero_alloc::device::DType as ZeroDType;
 use zero_shard::ZeroStage;
 
 use crate::common::{
-    Batch, Form, Model, RANKS, Run, STEPS, backward_chain, bits, builder, on_ranks, unsharded,
+    Batch, Form, Model, RANKS, Run, STEPS, backward_chain, bits, builder, on_ranks, step_chain,
+    unsharded,
 };
 
 fn largest_error(got: &[f64], expected: &[f64]) -> f64 {
@@ -67,4 +70,23 @@ fn micro_batches_equal_one_batch() {
     };
     let error = largest_error(&losses(2), &losses(1));
     assert!(error <= 1e-6, "{error:e}");
+}
+
+/// Parameters and gradients in bf16, with fp32 masters in the shards.
+#[test]
+fn bf16_learns() {
+    let ranks = on_ranks(2, |comm, place| {
+        let builder = builder(comm, ZeroStage::Three)?.dtype(ZeroDType::Bf16);
+        let mut run = ZeroBurn::chain(Model::new(1).into_blocks(), builder)?;
+        let mut losses = Vec::new();
+        for step in 0..20 {
+            let batch = Batch::of_rank(step, place).cast(DType::BF16);
+            losses.push(step_chain(&mut run, &batch)?.loss());
+        }
+        Ok(losses)
+    });
+    let losses = ranks.into_iter().map(Result::unwrap).next().unwrap();
+    for (got, expected) in losses.iter().zip(unsharded(1, 20)) {
+        assert!((got - expected).abs() <= 0.02 * expected, "{losses:?}");
+    }
 }
