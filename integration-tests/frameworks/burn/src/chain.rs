@@ -130,13 +130,13 @@ trait Input: Clone {
     fn leaf(&self) -> Self;
 
     /// The gradient of a leaf.
-    fn gradient(&self, unit: &str, gradients: &mut Gradients) -> Result<Self>;
+    fn gradient(&self, unit: &str, gradients: Option<&mut Gradients>) -> Result<Self>;
 }
 
 impl Input for () {
     fn leaf(&self) {}
 
-    fn gradient(&self, _unit: &str, _gradients: &mut Gradients) -> Result<()> {
+    fn gradient(&self, _unit: &str, _gradients: Option<&mut Gradients>) -> Result<()> {
         Ok(())
     }
 }
@@ -146,8 +146,8 @@ impl<const D: usize> Input for Tensor<D> {
         self.clone().autodiff().detach().require_grad()
     }
 
-    fn gradient(&self, unit: &str, gradients: &mut Gradients) -> Result<Self> {
-        let gradient = self.grad_remove(gradients);
+    fn gradient(&self, unit: &str, gradients: Option<&mut Gradients>) -> Result<Self> {
+        let gradient = gradients.and_then(|gradients| self.grad_remove(gradients));
         gradient
             .ok_or_else(|| setting(format!("the output of {unit} does not depend on its input")))
     }
@@ -203,9 +203,16 @@ struct Recorded<M, I, const D: usize> {
 impl<M: Module, I: Input, const D: usize> Recorded<M, I, D> {
     /// Returns the gradients of the block and of its input.
     fn differentiate(self, unit: &str, upstream: Tensor<D>) -> Result<(Named, I)> {
-        let mut gradients = (self.output * upstream).sum().backward();
-        let named = collect(&self.block, unit, &mut gradients);
-        Ok((named, self.input.gradient(unit, &mut gradients)?))
+        // Nothing is recorded of a first block whose parameters are all frozen.
+        let mut gradients = match self.output.is_tracked() {
+            true => Some((self.output * upstream).sum().backward()),
+            false => None,
+        };
+        let named = gradients
+            .as_mut()
+            .map(|gradients| collect(&self.block, unit, gradients));
+        let of_input = self.input.gradient(unit, gradients.as_mut())?;
+        Ok((named.unwrap_or_default(), of_input))
     }
 }
 
@@ -268,7 +275,11 @@ impl Pass<'_, '_> {
             } = unit.record(params, hidden, &run)?;
             let (loss, mut gradients) = differentiate(output, scale);
             let named = collect(&block, &unit.name, &mut gradients);
-            Ok((loss, named, input.gradient(&unit.name, &mut gradients)?))
+            Ok((
+                loss,
+                named,
+                input.gradient(&unit.name, Some(&mut gradients))?,
+            ))
         })?;
 
         let (loss, named, of_input) = result?;

@@ -8,6 +8,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{AllocationProperty, Bytes, DType, Gradients, Tensor, TensorData};
@@ -124,10 +125,12 @@ impl Uses {
 
     /// Checks that no tensor is left.
     pub(crate) fn check(&self, unit: &str) -> Result<()> {
-        match Arc::strong_count(&self.0) {
-            1 => Ok(()),
-            _ => Err(FrameworkError::Kept { unit: unit.into() }),
+        if Arc::strong_count(&self.0) > 1 {
+            return Err(FrameworkError::Kept { unit: unit.into() });
         }
+        // Reads of tensors that other threads dropped come before the writes of the update.
+        fence(Ordering::Acquire);
+        Ok(())
     }
 }
 
@@ -192,16 +195,16 @@ struct Elements {
 
 impl AsRef<[u8]> for Elements {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: burn only reads memory that it shares, on this thread's time within the call or
-        // step that `fill` is called in. `TrainStep` ends with an error, and without an update, if a
-        // tensor is left when the update would begin; at stage 3 the call itself does.
+        // SAFETY: it is only read, since burn copies shared bytes before it writes. At stage 3 the
+        // call that returned the view fails if the view outlives it. At the other stages
+        // `Uses::check` fails, before the step can end, if a tensor still has it; then there is no
+        // update, and the run has ended.
         let slice = unsafe { self.view.slice() };
         let Ok(bytes) = slice.bytes().typed::<u8>() else {
             unreachable!("`bytes` has elements of u8")
         };
-        // SAFETY: a run of this crate is on a `HostDevice`, so it is memory of the host; it was
-        // written before it was handed out, and the next writer comes after the last reader, as
-        // above.
+        // SAFETY: runs of this crate are on a `HostDevice`. The facade has waited for the writers, and
+        // the next ones come after the last reader, as above.
         unsafe { bytes.as_host() }
     }
 }

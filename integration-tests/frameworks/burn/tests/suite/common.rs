@@ -28,6 +28,8 @@ const ROWS: usize = 8;
 const SEQ: usize = 6;
 const FEATURES: usize = 5;
 const WIDTH: usize = 32;
+/// Elements of the first block.
+pub(crate) const INPUT_ELEMS: usize = FEATURES * WIDTH + WIDTH;
 
 pub(crate) type Result<T> = std::result::Result<T, FrameworkError>;
 
@@ -58,6 +60,11 @@ impl Model {
         };
         // Tests run at the same time, and burn has one random generator for all of them.
         model.map(&mut Reproducible(Numbers(1)))
+    }
+
+    pub(crate) fn with_frozen_input(mut self) -> Self {
+        self.input = self.input.no_grad();
+        self
     }
 
     /// The output of the encoder.

@@ -3,11 +3,12 @@
 use burn::tensor::DType;
 use burn_zero::ZeroBurn;
 use zero_alloc::device::DType as ZeroDType;
+use zero_optim::GroupRules;
 use zero_shard::ZeroStage;
 
 use crate::common::{
-    Batch, Form, Model, RANKS, Run, STEPS, backward_chain, bits, builder, on_ranks, step_chain,
-    unsharded,
+    Batch, Form, INPUT_ELEMS, Model, RANKS, Run, STEPS, backward_chain, bits, builder, on_ranks,
+    step_chain, unsharded,
 };
 
 fn largest_error(got: &[f64], expected: &[f64]) -> f64 {
@@ -88,5 +89,30 @@ fn bf16_learns() {
     let losses = ranks.into_iter().map(Result::unwrap).next().unwrap();
     for (got, expected) in losses.iter().zip(unsharded(1, 20)) {
         assert!((got - expected).abs() <= 0.02 * expected, "{losses:?}");
+    }
+}
+
+#[test]
+fn frozen_block_stays() {
+    let runs = [
+        (Form::Model, ZeroStage::Two),
+        (Form::Chain, ZeroStage::Two),
+        (Form::Chain, ZeroStage::Three),
+    ];
+    for (form, stage) in runs {
+        let ranks = on_ranks(2, |comm, place| {
+            let frozen = GroupRules::default().trainable(false);
+            let builder = builder(comm, stage)?.groups([GroupRules::default(), frozen], |name| {
+                usize::from(name.starts_with("input") || name.starts_with("first"))
+            });
+            let model = Model::new(1).with_frozen_input();
+            let mut run = Run::new(form, model.clone(), builder)?;
+            run.step(&Batch::of_rank(0, place))?;
+            Ok((bits(&model), bits(&run.model(model)?)))
+        });
+        let (before, after) = ranks.into_iter().map(Result::unwrap).next().unwrap();
+        let frozen = INPUT_ELEMS;
+        assert!(before[..frozen] == after[..frozen], "{form:?}, {stage:?}");
+        assert!(before[frozen..] != after[frozen..], "{form:?}, {stage:?}");
     }
 }
