@@ -1,5 +1,6 @@
 //! At stage 3 a rank keeps its shards, and gathers as far as the window.
 
+use burn_zero::ZeroBurn;
 use zero_comm::PrefetchOptions;
 use zero_shard::ZeroStage;
 
@@ -36,6 +37,30 @@ fn gathered_elements_are_the_window_and_a_block() {
                 peak <= (ahead + 1) * block,
                 "{layers} layers: peak {peak}, block {block}"
             );
+        }
+    }
+}
+
+/// A graph that no loss depends on keeps no parameters.
+#[test]
+fn unused_output_is_freed() {
+    for stage in [ZeroStage::Two, ZeroStage::Three] {
+        let ranks = on_ranks(2, |comm, place| {
+            let chain = Model::new(1).into_blocks();
+            let mut run = ZeroBurn::chain(chain, builder(comm, stage)?)?;
+            let batch = Batch::of_rank(0, place);
+            let outcome = run.step_chain(
+                |first| {
+                    let _unused = first.forward(batch.input());
+                    first.forward(batch.input())
+                },
+                |layer, hidden| layer.forward(hidden, None, None),
+                |last, hidden| batch.mse(last.forward(hidden)),
+            );
+            outcome.map(drop)
+        });
+        for rank in ranks {
+            rank.unwrap();
         }
     }
 }
