@@ -219,7 +219,7 @@ impl<M: Module, I: Input, const D: usize> Recorded<M, I, D> {
 /// What forward keeps of a block for backward.
 enum Saved<M, I, const D: usize> {
     Input(I),
-    Graph(Recorded<M, I, D>),
+    Graph(Box<Recorded<M, I, D>>),
 }
 
 impl<M, I, const D: usize> Saved<M, I, D> {
@@ -255,7 +255,7 @@ impl Pass<'_, '_> {
             }
             let recorded = unit.record(params, &input, run)?;
             let output = recorded.output.clone().detach();
-            Ok((Saved::Graph(recorded), output))
+            Ok((Saved::Graph(Box::new(recorded)), output))
         })?
     }
 
@@ -299,7 +299,7 @@ impl Pass<'_, '_> {
     ) -> Result<I> {
         let result = self.step.forward(&unit.name, |params| -> Result<_> {
             let (recorded, is_same) = match saved {
-                Saved::Graph(recorded) => (recorded, Ok(())),
+                Saved::Graph(recorded) => (*recorded, Ok(())),
                 Saved::Input(input) => {
                     let recorded = unit.record(params, &input, run)?;
                     let is_same = check_same(&unit.name, &recorded.output, &output);
