@@ -3,7 +3,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use half::bf16;
 use proptest::prelude::*;
@@ -20,8 +20,8 @@ use zero_shard::ZeroStage;
 type Host = HostDevice;
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// No wait is as long: an abort ends it.
-const LIMIT: Duration = Duration::from_secs(60);
+/// No wait is as long, also under Miri on a busy machine: an abort ends it.
+const LIMIT: Duration = Duration::from_secs(1800);
 
 const UNITS: [(&str, &[(&str, u64)]); 4] = [
     ("a", &[("w", 5), ("b", 3)]),
@@ -921,7 +921,6 @@ fn check_misuse(
     (misuse, unit): (Misuse, usize),
 ) {
     use zero_comm::Communicator;
-    let begun = Instant::now();
     let run = |comm: ThreadsComm| -> Result<_, Error> {
         let place = (comm.rank(), comm.world_size());
         let zero = builder(comm, stage).micro_batches(micro_batches);
@@ -942,10 +941,12 @@ fn check_misuse(
         result.unwrap_or_else(|_| Err("panicked".into()))
     };
     let results = on_ranks(ranks, caught);
-    assert!(
-        begun.elapsed() < LIMIT / 2,
-        "{misuse:?} waited for the time limit"
-    );
+    // An abort ends every wait, not the limit.
+    let is_late = |result: &Result<Vec<f32>, Error>| {
+        let error = result.as_ref().err().map(ToString::to_string);
+        error.is_some_and(|error| error.contains("within 1") || error.contains("longer than"))
+    };
+    assert!(!results.iter().any(is_late), "{misuse:?}: {results:?}");
 
     if misuse.is_harmless(stage, micro_batches) {
         let (_, expected) = reference(3, ranks * micro_batches);

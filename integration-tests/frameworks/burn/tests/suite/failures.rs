@@ -109,5 +109,11 @@ fn other_initial_values_are_refused() {
         }
         ZeroBurn::new(model, builder(comm, ZeroStage::Zero)?, unit_of_block).map(drop)
     });
-    assert_all_contain(&errors, &["initial parameters", "rank 1"]);
+    assert_all_contain(
+        &errors,
+        &[
+            "rank 1 has other settings",
+            "initial values of input.weight",
+        ],
+    );
 }
