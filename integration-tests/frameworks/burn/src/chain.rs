@@ -216,7 +216,7 @@ impl<M: Module, I: Input, const D: usize> Recorded<M, I, D> {
     }
 }
 
-/// What forward keeps of a block for backward.
+/// The part of a block that forward keeps for backward.
 enum Saved<M, I, const D: usize> {
     Input(I),
     Graph(Box<Recorded<M, I, D>>),

@@ -28,7 +28,7 @@ pub(crate) struct Gradient {
     pub(crate) was_copied: bool,
 }
 
-/// Where the hooks of a [`ShardedVars`] send gradients.
+/// The destination of gradients of a [`ShardedVars`]'s hooks.
 #[derive(Default)]
 pub(crate) struct Receiver {
     has_optimizer: bool,
@@ -248,7 +248,7 @@ impl CustomOp1 for GradientHook {
         };
 
         // Why it may be taken: candle has removed the gradient from its store, and computes each
-        // as a sum, in memory of its own.
+        // as a sum, in other memory.
         let (values, was_copied) = take(grad)?;
         let gradient = Gradient {
             param: self.param,
