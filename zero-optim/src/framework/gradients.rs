@@ -55,6 +55,8 @@ pub(super) struct Gradients<D: Device> {
     order: u64,
     /// Owners of packed gradients, until the event.
     packed: VecDeque<(D::Event, Vec<Owner>)>,
+    /// Owners of gradients whose sum failed, until the streams have ended.
+    unpacked: Vec<Owner>,
     _memory: Vec<Block<D>>,
 }
 
@@ -105,6 +107,7 @@ impl<D: Device> Gradients<D> {
             failure: None,
             order: 0,
             packed: VecDeque::new(),
+            unpacked: Vec::new(),
             _memory: memory,
         })
     }
@@ -149,17 +152,41 @@ impl<D: Device> Gradients<D> {
         Ok(())
     }
 
-    /// Enqueues the sum of a unit: over ranks, or over micro-batches until the last of them.
+    /// Enqueues the sum of a unit, and keeps the gradients until they are packed.
     fn unit_is_complete(&mut self, rank: &Rank<D>, index: usize) -> Result<(), FrameworkError> {
         let grads = &mut self.units[index];
         let mut parts = std::mem::take(&mut grads.parts);
         let owners = std::mem::take(&mut grads.owners);
         parts.sort_by_key(|(_, at)| *at);
 
+        let summed = self.sum(rank, index, &parts);
+        match summed.and_then(|()| Ok(rank.compute.record()?)) {
+            Ok(packed) => self.packed.push_back((packed, owners)),
+            Err(error) => {
+                // Some of the work may be enqueued.
+                self.unpacked.extend(owners);
+                return Err(error);
+            }
+        }
+        while let Some((event, _)) = self.packed.front()
+            && event.is_done()?
+        {
+            self.packed.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Enqueues the sum of a unit: over ranks, or over micro-batches until the last of them.
+    fn sum(
+        &mut self,
+        rank: &Rank<D>,
+        index: usize,
+        parts: &[(AnySlice, usize)],
+    ) -> Result<(), FrameworkError> {
         let kernels = &*rank.kernels;
         let is_last = self.micro + 1 == self.micro_batches;
         let earlier = self.sums[index].take();
-        let sum = grads.sum;
+        let sum = self.units[index].sum;
         let whole = |sum: AnySlice| Segments {
             start: 0,
             len: sum.len(),
@@ -172,7 +199,7 @@ impl<D: Device> Gradients<D> {
                 Some(earlier) if self.micro > 0 => SumInto::Add(earlier),
                 _ => SumInto::Write(sum),
             };
-            self.buckets.reduce_unit(kernels, &parts, into).map(Some)?
+            self.buckets.reduce_unit(kernels, parts, into).map(Some)?
         } else {
             let compute = &rank.compute;
             if self.micro == 0 && self.micro_batches > 1 {
@@ -180,16 +207,16 @@ impl<D: Device> Gradients<D> {
                     earlier.wait_on(compute)?;
                     earlier.wait_for_readers(compute)?;
                 }
-                kernels.pack(compute, &parts, whole(sum), sum)?;
+                kernels.pack(compute, parts, whole(sum), sum)?;
             } else if self.micro > 0 {
-                for (part, at) in &parts {
+                for (part, at) in parts {
                     let acc = sum.slice(*at..at + part.len()).typed()?;
                     kernels.accumulate(compute, *part, acc)?;
                 }
             }
             match is_last {
                 false => None,
-                true if self.micro_batches == 1 => Some(self.reduce_whole(rank, &parts, sum)?),
+                true if self.micro_batches == 1 => Some(self.reduce_whole(rank, parts, sum)?),
                 // The sum of one rank's micro-batches.
                 true if rank.comm.world_size() == 1 => {
                     let done = compute.record()?;
@@ -204,12 +231,6 @@ impl<D: Device> Gradients<D> {
         if let Some(reduced) = packed {
             self.sums[index] = Some(reduced);
             self.note(false, index);
-        }
-        self.packed.push_back((rank.compute.record()?, owners));
-        while let Some((event, _)) = self.packed.front()
-            && event.is_done()?
-        {
-            self.packed.pop_front();
         }
         Ok(())
     }
