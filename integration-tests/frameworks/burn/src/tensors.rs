@@ -34,6 +34,16 @@ impl Path {
     fn name(&self) -> String {
         self.0.join(".")
     }
+
+    /// Whether `param` is a running statistic, such as those of `BatchNorm`: burn maps them like
+    /// parameters, but changes them in forward. They stay in the model.
+    fn is_running<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+        let named = self
+            .0
+            .last()
+            .is_some_and(|name| name.starts_with("running_"));
+        named && !param.base().is_require_grad()
+    }
 }
 
 /// Keeps the path of a traversal.
@@ -76,6 +86,9 @@ impl ModuleMapper for Initial {
     keep_path!();
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.path.is_running(&param) {
+            return param;
+        }
         let name = self.path.name();
         let (id, tensor, mapper) = param.consume();
         let placeholder = placeholder(&tensor);
@@ -162,6 +175,9 @@ impl<F: FnMut(&str) -> Result<ParamView>> ModuleMapper for Fill<'_, F> {
     keep_path!();
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.path.is_running(&param) {
+            return param;
+        }
         let view = match (self.view)(&self.path.name()) {
             Ok(view) => view,
             Err(error) => {

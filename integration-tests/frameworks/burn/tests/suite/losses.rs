@@ -1,7 +1,9 @@
 //! Losses equal those of one AdamW over the whole batch.
 
-use burn::tensor::DType;
-use burn_zero::ZeroBurn;
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{DType, Device, Tensor};
+use burn_zero::{ZeroBurn, unit_of_block};
 use zero_alloc::device::DType as ZeroDType;
 use zero_optim::GroupRules;
 use zero_shard::ZeroStage;
@@ -114,5 +116,45 @@ fn frozen_block_stays() {
         let frozen = INPUT_ELEMS;
         assert!(before[..frozen] == after[..frozen], "{form:?}, {stage:?}");
         assert!(before[frozen..] != after[frozen..], "{form:?}, {stage:?}");
+    }
+}
+
+/// A module that changes a statistic in forward, as burn's `BatchNorm` does.
+#[derive(Module, Debug)]
+struct WithStatistic {
+    linear: Linear,
+    running_mean: Param<Tensor<1>>,
+}
+
+/// The statistic is no parameter of the run, and keeps its value.
+#[test]
+fn running_statistics_stay_in_the_model() {
+    let device = Device::flex().autodiff();
+    let model = WithStatistic {
+        linear: LinearConfig::new(2, 1).init(&device),
+        running_mean: Param::from_tensor(Tensor::full([2], 0.5, &device)).no_grad(),
+    };
+    let ranks = on_ranks(2, |comm, _| {
+        let mut run = ZeroBurn::new(model.clone(), builder(comm, ZeroStage::Two)?, unit_of_block)?;
+        let loss = |model: &WithStatistic| {
+            let input =
+                Tensor::<2>::ones([3, 2], &Device::flex()) - model.running_mean.val().unsqueeze();
+            model.linear.forward(input).square().mean()
+        };
+        run.step(loss)?;
+        let names: Vec<String> = run
+            .zero()
+            .layout()
+            .params()
+            .map(|(_, p)| p.name.clone())
+            .collect();
+        let mean = run.model()?.running_mean.val().into_data();
+        Ok((names, mean.try_to_vec::<f32>().unwrap()))
+    });
+    for rank in ranks {
+        let (mut names, mean) = rank.unwrap();
+        names.sort();
+        assert_eq!(names, ["linear.bias", "linear.weight"]);
+        assert_eq!(mean, [0.5; 2]);
     }
 }
