@@ -90,7 +90,6 @@ pub enum FrameworkError {
     #[error("{at}: {error}")]
     At {
         at: String,
-        #[source]
         error: Box<Self>,
     },
     /// An error of the framework, in a closure.
