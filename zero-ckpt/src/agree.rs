@@ -200,7 +200,13 @@ fn failure_of(rank: u64, own: Option<&CkptError>, exchange: &mut impl Exchange) 
         Some(error) => Message::<()>::error(error),
         None => Message::Error("no error message".into()),
     };
-    match broadcast(&own, rank, exchange) {
+    let sent = broadcast(&own, rank, exchange);
+    if sent.is_ok() {
+        // A rank that has the error ends, which may abort the exchange: no rank ends before this
+        // second message, and so before all have the first.
+        let _ended = broadcast(&Message::<()>::Pending, rank, exchange);
+    }
+    match sent {
         Ok(Message::Error(message)) => CkptError::Rank { rank, message },
         Ok(Message::NotShared(message)) => CkptError::NotShared { rank, message },
         Ok(_) => CkptError::BadFrame {
@@ -309,7 +315,7 @@ mod tests {
         assert!(pend(&job, &mut watch, || 7, &mut exchange).unwrap());
     }
 
-    /// An error is one message; that of a failed rank is two.
+    /// An error is one message; that of a failed rank is two, and one behind which all have it.
     #[test]
     fn failure_is_broadcast() {
         let mut exchange = counted(usize::MAX);
@@ -321,7 +327,10 @@ mod tests {
 
         let error = fail(failed(0), Some(&own), &mut exchange);
         assert_eq!(error.to_string(), format!("rank 0: {own}"));
-        assert_eq!(exchange.sent, 3);
+        assert_eq!(exchange.sent, 4);
+        // Ranks that have ended do not hide the error.
+        let error = fail(failed(0), Some(&own), &mut counted(3));
+        assert_eq!(error.to_string(), format!("rank 0: {own}"));
     }
 
     #[test]

@@ -88,10 +88,7 @@ pub enum FrameworkError {
     },
     /// An error in a call.
     #[error("{at}: {error}")]
-    At {
-        at: String,
-        error: Box<Self>,
-    },
+    At { at: String, error: Box<Self> },
     /// An error of the framework, in a closure.
     #[error(transparent)]
     Framework(Box<dyn std::error::Error + Send + Sync>),
