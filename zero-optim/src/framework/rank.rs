@@ -25,7 +25,8 @@ pub struct Rank<D: Device> {
 
 impl<D: Device> fmt::Debug for Rank<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rank, ranks) = (self.comm.rank(), self.comm.world_size());
+        let rank = self.comm.rank();
+        let ranks = self.comm.world_size();
         write!(f, "Rank({rank} of {ranks})")
     }
 }

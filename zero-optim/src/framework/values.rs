@@ -21,11 +21,11 @@ pub(super) fn range_of(unit: &UnitLayout, param: usize) -> Range<usize> {
 
 /// The position of a parameter in a unit, by its name, with or without `UNIT.` before it.
 pub(super) fn find(unit: &UnitLayout, name: &str) -> Result<usize, FrameworkError> {
-    let short = |full: &str| {
-        let rest = full.strip_prefix(&unit.name)?;
-        rest.strip_prefix('.').map(str::to_owned)
+    let is_short = |full: &str| {
+        let rest = full.strip_prefix(&unit.name);
+        rest.and_then(|rest| rest.strip_prefix('.')) == Some(name)
     };
-    let is = |full: &str| full == name || short(full).as_deref() == Some(name);
+    let is = |full: &str| full == name || is_short(full);
 
     let found = unit.params.iter().position(|param| is(&param.name));
     found.ok_or_else(|| FrameworkError::Unknown {
