@@ -1,14 +1,14 @@
 //! `own_framework` at stage 3 without the facade, with the crates beneath it: for a framework
 //! whose parameters stay in its own memory, or that orders its work otherwise.
 
-use std::{error::Error, ops::Range, path::Path, sync::Arc, time::Duration};
+use std::{ops::Range, path::Path, sync::Arc, time::Duration};
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element};
 use zero_alloc::{Pool, host::HostDevice};
 use zero_ckpt::{ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
-use zero_comm::threads::{ThreadsComm, World};
-use zero_comm::{BucketOptions, Buckets, CommOptions, Communicator};
+use zero_comm::threads::ThreadsComm;
+use zero_comm::{BucketOptions, Buckets, Communicator};
 use zero_comm::{PrefetchOptions, Prefetcher, SumInto, WaitOnDrop};
 use zero_kernels::host::HostKernels;
 use zero_optim::{Divisor, GroupRules, OptimizerConfig, ParamGroups, RankParams};
@@ -17,9 +17,8 @@ use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 #[path = "own_framework/mlp.rs"]
 mod mlp;
-use mlp::{LAYERS, ROWS, WIDTHS, backward, data, forward, initial};
+use mlp::{LAYERS, ROWS, Result, WIDTHS, backward, data, forward, initial, on_threads};
 
-type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 const LIMIT: Duration = Duration::from_secs(60);
 
 // glue
@@ -197,19 +196,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
 
 /// Trains on `ranks` threads.
 pub(crate) fn on_ranks(ranks: usize, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
-    let comms = World::new(ranks, CommOptions::default())?;
-    let train = |comm| train(comm, dir, steps.clone());
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms
-            .into_iter()
-            .map(|comm| scope.spawn(|| train(comm)))
-            .collect();
-        ranks
-            .into_iter()
-            .map(|rank| rank.join().map_err(|_| "a rank panicked")?)
-            .next_back()
-            .ok_or("no ranks")?
-    })
+    on_threads(ranks, |comm| train(comm, dir, steps.clone()))
 }
 
 fn main() -> Result<()> {

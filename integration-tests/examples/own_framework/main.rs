@@ -2,20 +2,18 @@
 //! ranks save a checkpoint, two resume it. What it writes for ZeRO is between "glue" and "end of
 //! glue". `own_framework_crates` is the same without the facade.
 
-use std::{error::Error, ops::Range, path::Path};
+use std::{ops::Range, path::Path};
 
 use half::bf16;
 use zero_alloc::device::DType;
-use zero_comm::threads::{ThreadsComm, World};
-use zero_comm::{CommOptions, Communicator};
+use zero_comm::Communicator;
+use zero_comm::threads::ThreadsComm;
 use zero_optim::framework::{Rank, Zero};
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
 mod mlp;
-use mlp::{LAYERS, WIDTHS, backward, data, forward, initial};
-
-type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+use mlp::{LAYERS, Result, WIDTHS, backward, data, forward, initial, on_threads};
 
 /// Trains steps `steps`, and saves at their end. Resumes a checkpoint if there is one. Returns the
 /// losses.
@@ -93,19 +91,7 @@ pub(crate) fn on_ranks(
     dir: &Path,
     steps: Range<u64>,
 ) -> Result<Vec<f64>> {
-    let comms = World::new(ranks, CommOptions::default())?;
-    let train = |comm| train(comm, stage, dir, steps.clone());
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms
-            .into_iter()
-            .map(|comm| scope.spawn(|| train(comm)))
-            .collect();
-        ranks
-            .into_iter()
-            .map(|rank| rank.join().map_err(|_| "a rank panicked")?)
-            .next_back()
-            .ok_or("no ranks")?
-    })
+    on_threads(ranks, |comm| train(comm, stage, dir, steps.clone()))
 }
 
 fn main() -> Result<()> {

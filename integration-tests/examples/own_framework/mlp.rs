@@ -1,7 +1,13 @@
 //! The framework of the examples `own_framework`: layers that run one after the other, and their
 //! gradients.
 
+use std::error::Error;
+
 use half::bf16;
+use zero_comm::CommOptions;
+use zero_comm::threads::{ThreadsComm, World};
+
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 pub(crate) const WIDTHS: [usize; 4] = [4, 8, 8, 1];
 pub(crate) const LAYERS: usize = WIDTHS.len() - 1;
@@ -67,4 +73,24 @@ pub(crate) fn data(rank: usize, ranks: usize) -> (Vec<f32>, Vec<f32>) {
         .collect();
     let targets = x.chunks(4).map(|x| x.iter().sum::<f32>().powi(2)).collect();
     (x, targets)
+}
+
+/// Calls `train` on a thread a rank; returns the result of the last one.
+pub(crate) fn on_threads(
+    ranks: usize,
+    train: impl Fn(ThreadsComm) -> Result<Vec<f64>> + Sync,
+) -> Result<Vec<f64>> {
+    let comms = World::new(ranks, CommOptions::default())?;
+    let train = &train;
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(move || train(comm)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().map_err(|_| "a rank panicked")?)
+            .next_back()
+            .ok_or("no ranks")?
+    })
 }
