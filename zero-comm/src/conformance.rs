@@ -23,7 +23,9 @@ use crate::{Collective, CommError, Communicator, ReduceOp, Traffic};
 pub enum Sums {
     /// In rank order, fp32 for 16-bit types, rounded once: compared bit for bit on any values.
     RankOrder,
-    /// In any order: the values are small integers, whose sums are exact.
+    /// In any order: the values are small integers, whose sums are exact. An average may be the sum
+    /// of the products with 1/N, as NCCL computes it: with N ranks, and N no power of two, within
+    /// 8 (N + 1) roundings of a 1.
     AnyOrder,
 }
 
@@ -70,7 +72,12 @@ trait Case: Element + PartialEq + Debug {
     /// All ranks' values combined in rank order.
     fn combine(op: ReduceOp, values: &[Self]) -> Self;
     fn is_nan(self) -> bool;
+    /// Whether it is within `roundings` roundings of a 1 of `other`.
+    fn is_near(self, other: Self, roundings: f64) -> bool;
 }
+
+/// The greatest integer that [`draw_f32`] draws for sums in any order.
+const MAX_SMALL: f64 = 8.0;
 
 /// A float of varied size and sign, or a small integer.
 fn draw_f32(bits: u64, sums: Sums) -> f32 {
@@ -107,6 +114,10 @@ macro_rules! case_16_bit {
             fn is_nan(self) -> bool {
                 Self::is_nan(self)
             }
+            fn is_near(self, other: Self, roundings: f64) -> bool {
+                let off = self.to_f64() - other.to_f64();
+                off.abs() <= roundings * Self::EPSILON.to_f64() / 2.0
+            }
         }
     )*};
 }
@@ -126,6 +137,9 @@ impl Case for f32 {
     }
     fn is_nan(self) -> bool {
         Self::is_nan(self)
+    }
+    fn is_near(self, other: Self, roundings: f64) -> bool {
+        f64::from((self - other).abs()) <= roundings * f64::from(Self::EPSILON) / 2.0
     }
 }
 
@@ -148,6 +162,9 @@ impl Case for f64 {
     fn is_nan(self) -> bool {
         Self::is_nan(self)
     }
+    fn is_near(self, other: Self, roundings: f64) -> bool {
+        (self - other).abs() <= roundings * Self::EPSILON / 2.0
+    }
 }
 
 impl Case for u8 {
@@ -162,6 +179,9 @@ impl Case for u8 {
     }
     fn is_nan(self) -> bool {
         false
+    }
+    fn is_near(self, other: Self, _roundings: f64) -> bool {
+        self == other
     }
 }
 
@@ -303,6 +323,7 @@ impl<D: Device> Rank<'_, D> {
         what: &str,
         buffer: &Buffer<D>,
         expected: &[T],
+        roundings: f64,
         canaries: bool,
     ) -> Outcome {
         let mut bytes = vec![0u8; buffer.whole.len_bytes()];
@@ -327,7 +348,7 @@ impl<D: Device> Rank<'_, D> {
             let got = || bytemuck_read::<T>(bytes);
             if !(same
                 || want.is_nan() && got().is_nan()
-                || self.plan.sums == Sums::AnyOrder && got() == *want)
+                || self.plan.sums == Sums::AnyOrder && got().is_near(*want, roundings))
             {
                 return Err(format!("{what}[{i}]: got {:?}, expected {want:?}", got()));
             }
@@ -411,28 +432,40 @@ impl<D: Device> Rank<'_, D> {
         })?;
 
         self.expect_traffic::<T>(shape, before)?;
+        let averages = matches!(shape.collective, ReduceScatter | AllReduce)
+            && shape.op == ReduceOp::Avg
+            && !n.is_power_of_two();
+        let roundings = if averages {
+            MAX_SMALL * (n + 1) as f64
+        } else {
+            0.0
+        };
         let written = |mut values: Vec<T>, range: std::ops::Range<usize>| {
             values[range].copy_from_slice(&expected);
             values
         };
 
         match shape.collective {
-            Broadcast => self.expect("buffer", &send, &expected, true),
+            Broadcast => self.expect("buffer", &send, &expected, 0.0, true),
             ReduceScatter if shape.in_place => {
                 // The back end may overwrite the other segments of `send`.
                 let own_part = Buffer {
                     margin: send.margin + own.start,
                     ..send
                 };
-                self.expect("recv", &own_part, &expected, false)
+                self.expect("recv", &own_part, &expected, roundings, false)
             }
-            AllReduce if shape.in_place => {
-                self.expect("buffer", &send, &written(all[rank].clone(), 0..whole), true)
-            }
-            AllGather if shape.in_place => self.expect("recv", &recv, &expected, true),
+            AllReduce if shape.in_place => self.expect(
+                "buffer",
+                &send,
+                &written(all[rank].clone(), 0..whole),
+                roundings,
+                true,
+            ),
+            AllGather if shape.in_place => self.expect("recv", &recv, &expected, roundings, true),
             _ => {
-                self.expect("send", &send, &all[rank], true)?;
-                self.expect("recv", &recv, &expected, true)
+                self.expect("send", &send, &all[rank], 0.0, true)?;
+                self.expect("recv", &recv, &expected, roundings, true)
             }
         }
     }

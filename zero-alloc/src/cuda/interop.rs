@@ -107,7 +107,8 @@ pub unsafe fn pool_stream_from_raw(
 }
 
 /// The driver's id of a stream, which no other stream of the process ever has, even one with the
-/// handle of a destroyed stream; `None` if the driver is older than CUDA 12.
+/// handle of a destroyed stream; `None` if the driver is older than CUDA 12, or the stream is being
+/// recorded into a graph: then the driver refuses the question.
 ///
 /// # Errors
 /// The driver failed, or noticed that the stream is destroyed.

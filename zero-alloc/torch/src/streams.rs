@@ -1,8 +1,9 @@
 //! PyTorch's streams.
 //!
 //! A stream is known by its handle, and from CUDA 12 on by the driver's id, so that a new stream
-//! with the handle of a destroyed one is another stream. Handle 2 is a different stream in every
-//! thread.
+//! with the handle of a destroyed one is another stream. The driver tells no id while a stream is
+//! recorded into a graph: it is then the stream that had the handle before. Handle 2 is a different
+//! stream in every thread.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -38,8 +39,8 @@ impl Which {
 pub(crate) struct TorchStream {
     pub(crate) stream: CudaStream,
     pub(crate) which: Which,
-    /// The driver's id of a stream that can be destroyed; `None` before CUDA 12.
-    unique_id: Option<u64>,
+    /// The driver's id of a stream that can be destroyed, once the driver has told it.
+    unique_id: OnceLock<u64>,
     /// The end of the stream, once the program has announced that it destroys it.
     end: OnceLock<CudaEvent>,
 }
@@ -61,9 +62,15 @@ impl TorchStream {
             Which::Legacy => true,
             Which::OfThread(number) => number == thread_number(),
             Which::Other(handle) => {
-                self.end.get().is_none() && unique_id(device, handle) == Ok(self.unique_id)
+                let is_same = || unique_id(device, handle).is_ok_and(|id| self.has_id(id));
+                self.end.get().is_none() && is_same()
             }
         }
+    }
+
+    /// Whether the stream with its handle, whose id the driver gives as `id`, is this one.
+    fn has_id(&self, id: Option<u64>) -> bool {
+        id.is_none_or(|id| *self.unique_id.get_or_init(|| id) == id)
     }
 
     /// Whether operations are being recorded into a graph. The default streams cannot be recorded.
@@ -110,7 +117,7 @@ impl Streams {
         let stream = Arc::new(TorchStream {
             stream,
             which,
-            unique_id,
+            unique_id: unique_id.map(OnceLock::from).unwrap_or_default(),
             end: OnceLock::new(),
         });
         self.0.write().insert(which, Arc::clone(&stream));
@@ -120,7 +127,7 @@ impl Streams {
     fn known(&self, which: Which, unique_id: Option<u64>) -> Option<Arc<TorchStream>> {
         let known = self.0.read();
         let stream = known.get(&which)?;
-        (stream.unique_id == unique_id).then(|| Arc::clone(stream))
+        stream.has_id(unique_id).then(|| Arc::clone(stream))
     }
 
     /// Forgets the stream of a handle, and returns it if it was known.

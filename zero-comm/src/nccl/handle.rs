@@ -381,6 +381,12 @@ impl Handle {
             wait,
         )?;
 
+        // A split that NCCL has begun returns success (2.30.7): only the state says when it ends.
+        let code = match code {
+            // SAFETY: `with` holds the lock and passes an existing communicator.
+            SUCCESS => self.with(|raw| unsafe { self.state(raw) }, wait)?,
+            code => code,
+        };
         let settled = self.settle("ncclCommSplit", code, wait);
         let child = slot.load(Ordering::Acquire);
         let child = (!child.is_null()).then(|| Self::of(self.nccl, self.device.clone(), child));

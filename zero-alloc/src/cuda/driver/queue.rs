@@ -85,7 +85,7 @@ impl Queue {
     }
 
     /// The driver's id of a stream, which no other stream of the process ever has; `None` before
-    /// CUDA 12.
+    /// CUDA 12, and while the stream is recorded into a graph.
     ///
     /// # Safety
     /// `raw` is a stream.
@@ -100,6 +100,9 @@ impl Queue {
         let mut id = 0;
         // SAFETY: a stream, by the caller's promise; writes one number.
         let code = unsafe { get(raw, &raw mut id) };
+        if code == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as i32 {
+            return Ok(None);
+        }
         driver.check("cuStreamGetId", code).map(|()| Some(id))
     }
 

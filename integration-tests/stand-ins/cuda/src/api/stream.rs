@@ -53,7 +53,11 @@ driver! {
     }
 
     cuStreamGetId(on: usize, id: Out<u64>) {
-        id.put(stream(on)?.number as u64)
+        let stream = stream(on)?;
+        if stream.part().is_some() {
+            return Err(Failure::CaptureUnsupported);
+        }
+        id.put(stream.number as u64)
     }
 
     cuStreamGetFlags(on: usize, flags: Out<u32>) {

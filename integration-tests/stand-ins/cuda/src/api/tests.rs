@@ -607,6 +607,8 @@ fn a_captured_fork_and_join_replays() {
     let mut nodes = 0;
     let mut status = 9;
     ok!(cuStreamBeginCapture_v2(origin, 1));
+    let mut id = 0;
+    fails!(CaptureUnsupported, cuStreamGetId(origin, (&mut id).into()));
     ok!(cuStreamIsCapturing(origin, (&mut status).into()));
     assert_eq!(status, 1);
     ok!(cuMemsetD32Async(address, 1, 1, origin));
