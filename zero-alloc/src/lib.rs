@@ -9,6 +9,7 @@ pub mod library;
 pub mod planner;
 pub mod pool;
 mod primitive;
+pub mod schedule;
 #[cfg(target_os = "linux")]
 pub mod swap;
 #[cfg(any(test, feature = "testing"))]

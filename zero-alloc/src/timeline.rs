@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::schedule::Work;
+
 /// One operation on one stream, in time since the [`Timeline`] was created.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -64,6 +66,7 @@ pub(crate) struct Enqueued {
     pub(crate) label: &'static str,
     pub(crate) phase: &'static str,
     pub(crate) at: Duration,
+    pub(crate) work: Work,
 }
 
 impl Enqueued {
@@ -79,6 +82,7 @@ impl Enqueued {
             label,
             phase: *timeline.0.phase.lock(),
             at: timeline.now(),
+            work: Work::default(),
         }
     }
 
@@ -87,6 +91,7 @@ impl Enqueued {
             label,
             phase,
             at: enqueued,
+            work: _,
         } = self;
         OpSpan {
             label,

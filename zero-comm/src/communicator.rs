@@ -185,6 +185,24 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         key: u64,
     ) -> Result<Option<Arc<dyn Communicator<D>>>, CommError>;
 
+    /// [`split`](Self::split) by a rule that all ranks know: rank r passes the color and the key
+    /// `place(r)`. A communicator that has no other ranks needs the rule
+    /// ([`ScheduledComm`](crate::ScheduledComm)).
+    ///
+    /// # Errors
+    /// As [`split`](Self::split).
+    fn split_by(
+        &self,
+        place: &dyn Fn(usize) -> (usize, usize),
+    ) -> Result<Arc<dyn Communicator<D>>, CommError> {
+        let (color, key) = place(self.rank());
+        let of_color = self.split(Some(color as u64), key as u64)?;
+        of_color.ok_or_else(|| CommError::BackEnd {
+            back_end: "split",
+            message: "a split with a color returned no communicator".to_owned(),
+        })
+    }
+
     /// Bytes sent so far; a collective counts when it is enqueued.
     fn traffic(&self) -> Traffic;
 

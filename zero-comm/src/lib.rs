@@ -21,6 +21,7 @@ mod options;
 pub mod overlap;
 mod prefetch;
 mod reduce;
+mod scheduled;
 #[cfg(feature = "testing")]
 pub mod slow;
 mod solo;
@@ -39,6 +40,7 @@ pub use prefetch::{
     OrderCheck, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep,
     Prefetcher, ShardSource, Unsharded, plan_step,
 };
+pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
 pub use wait_on_drop::WaitOnDrop;

@@ -73,7 +73,7 @@ impl<D: Device> TwoLevel<D> {
     /// # Errors
     /// `group_size` does not divide the number of ranks, or as [`Communicator::split`].
     pub fn new(world: &dyn Communicator<D>, group_size: usize) -> Result<Self, CommError> {
-        let Group { rank, world_size } = world.group();
+        let world_size = world.world_size();
         if group_size == 0 || !world_size.is_multiple_of(group_size) {
             return Err(CommError::Groups {
                 world_size,
@@ -81,20 +81,12 @@ impl<D: Device> TwoLevel<D> {
             });
         }
         let groups = world_size / group_size;
-        let group = rank / group_size;
-        let position = rank % group_size;
-
-        let split = |color: usize, key: usize| {
-            let of_color = world.split(Some(color as u64), key as u64)?;
-            of_color.ok_or_else(|| CommError::BackEnd {
-                back_end: "two-level collectives",
-                message: "a split with a color returned no communicator".to_owned(),
-            })
-        };
+        let group = |rank: usize| rank / group_size;
+        let position = |rank: usize| rank % group_size;
         Ok(Self {
-            ring: split(0, position * groups + group)?,
-            within: split(group, position)?,
-            between: split(position, group)?,
+            ring: world.split_by(&|rank| (0, position(rank) * groups + group(rank)))?,
+            within: world.split_by(&|rank| (group(rank), position(rank)))?,
+            between: world.split_by(&|rank| (position(rank), group(rank)))?,
             traffic: Mutex::default(),
         })
     }
@@ -197,6 +189,13 @@ unsafe impl<D: Device> Communicator<D> for TwoLevel<D> {
         key: u64,
     ) -> Result<Option<Arc<dyn Communicator<D>>>, CommError> {
         self.ring.split(color, key)
+    }
+
+    fn split_by(
+        &self,
+        place: &dyn Fn(usize) -> (usize, usize),
+    ) -> Result<Arc<dyn Communicator<D>>, CommError> {
+        self.ring.split_by(place)
     }
 
     fn traffic(&self) -> Traffic {

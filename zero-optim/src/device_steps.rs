@@ -400,14 +400,29 @@ impl<D: Device> ShardedAdamW<D> {
     /// no rates were uploaded for it. Outcomes before the failure are returned first; the failure
     /// is returned by every later call. Or the limit passed.
     pub fn all_outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
+        let count = self.wait_for_all(limit)?;
+        self.read_outcomes(count, limit)
+    }
+
+    /// As [`Self::all_outcomes`], and forgets what it reads: for
+    /// [schedules](zero_alloc::schedule), in which no step runs.
+    ///
+    /// # Errors
+    /// A step failed, or the limit passed.
+    pub fn skip_outcomes(&mut self, limit: Duration) -> Result<(), OptimError> {
+        let count = self.wait_for_all(limit)?;
+        self.read_records(count, limit).map(drop)
+    }
+
+    /// Waits for all registered steps, and returns their number.
+    fn wait_for_all(&self, limit: Duration) -> Result<usize, OptimError> {
         let Some(steps) = &self.device_steps else {
-            return Ok(Vec::new());
+            return Ok(0);
         };
         if let Some((_, last)) = steps.expected.back() {
             last.synchronize(limit)?;
         }
-        let count = steps.expected.len();
-        self.read_outcomes(count, limit)
+        Ok(steps.expected.len())
     }
 
     /// Reads the first `count` registered records, whose steps have run.
@@ -416,6 +431,36 @@ impl<D: Device> ShardedAdamW<D> {
         count: usize,
         limit: Duration,
     ) -> Result<Vec<StepOutcome>, OptimError> {
+        let records = self.read_records(count, limit)?;
+        let mut outcomes = Vec::with_capacity(count);
+        for (iteration, record) in records {
+            let outcome = match record.filter(|record| record.iteration == iteration) {
+                Some(record) => self.controller.replay(&record, &self.names),
+                None => Err(OptimError::OutcomeLost { iteration }),
+            };
+            match outcome {
+                Ok(outcome) => outcomes.push(outcome),
+                Err(error) => {
+                    if let Some(steps) = &mut self.device_steps {
+                        steps.halted = Some(error.clone());
+                    }
+                    if outcomes.is_empty() {
+                        return Err(error);
+                    }
+                    break;
+                }
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// Takes the first `count` registered records, with the numbers of their steps; `None` for
+    /// records that are lost.
+    fn read_records(
+        &mut self,
+        count: usize,
+        limit: Duration,
+    ) -> Result<Vec<(u64, Option<StepRecord>)>, OptimError> {
         let steps = self.device_steps.as_mut().ok_or(OptimError::NotPrepared)?;
         if let Some(error) = &steps.halted {
             return Err(error.clone());
@@ -452,25 +497,11 @@ impl<D: Device> ShardedAdamW<D> {
             }
         }
 
-        let mut outcomes = Vec::with_capacity(count);
-        let mut read = read.iter();
-        for (iteration, _) in steps.expected.drain(..count) {
-            let outcome = match read.next().filter(|record| record.iteration == iteration) {
-                Some(record) => self.controller.replay(record, &self.names),
-                None => Err(OptimError::OutcomeLost { iteration }),
-            };
-            match outcome {
-                Ok(outcome) => outcomes.push(outcome),
-                Err(error) => {
-                    steps.halted = Some(error);
-                    break;
-                }
-            }
-        }
-
-        match &steps.halted {
-            Some(error) if outcomes.is_empty() => Err(error.clone()),
-            _ => Ok(outcomes),
-        }
+        let iterations = steps
+            .expected
+            .drain(..count)
+            .map(|(iteration, _)| iteration);
+        let read = read.into_iter().map(Some).chain(std::iter::repeat(None));
+        Ok(iterations.zip(read).collect())
     }
 }

@@ -30,6 +30,7 @@ mod rank_bytes;
 mod run;
 mod samples;
 mod saving;
+mod schedule;
 mod stages;
 mod step;
 mod telemetry;
@@ -52,6 +53,7 @@ pub use options::{
 pub use rank::Settings;
 pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
 pub use saving::state::TrainerState;
+pub use schedule::{StepSchedule, record_on_device, record_on_host};
 pub use stages::optimizer::device_steps;
 pub use step::recorder::AT_STAGE_3;
 pub use telemetry::breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};

@@ -194,7 +194,7 @@ impl<D: Device> Mesh<D> {
         }
         let data = match tensor {
             1 => Arc::clone(&world),
-            _ => split(&world, world.rank() % tensor, world.rank() / tensor)?,
+            _ => world.split_by(&|rank| (rank % tensor, rank / tensor))?,
         };
         let model = model_ranks(&world, &data, settings)?;
         if layouts.sharding() == Sharding::Flat || grid.groups() == 1 {
@@ -220,14 +220,14 @@ impl<D: Device> Mesh<D> {
             });
         }
 
-        let rank = data.rank() as u64;
-        let replica = grid.group_of(rank);
-        let position = grid.position_of(rank);
-        let [replica, position] = [replica, position].map(|n| n as usize);
-        let group = split(&data, replica, position)?;
-        let comm = split(&data, position, replica)?;
+        let replica = |rank: usize| grid.group_of(rank as u64) as usize;
+        let position = |rank: usize| grid.position_of(rank as u64) as usize;
+        let group = data.split_by(&|rank| (replica(rank), position(rank)))?;
+        let comm = data.split_by(&|rank| (position(rank), replica(rank)))?;
         let grads = match layouts.sharding() {
-            Sharding::Secondary => split(&data, 0, layouts.part_of(rank) as usize)?,
+            Sharding::Secondary => {
+                data.split_by(&|rank| (0, layouts.part_of(rank as u64) as usize))?
+            }
             _ => Arc::clone(&group),
         };
         let stream = match stream {
@@ -338,16 +338,6 @@ impl<D: Device> Mesh<D> {
     }
 }
 
-/// The ranks of `world` with the colour of this one, in the order of `key`.
-fn split<D: Device>(
-    world: &Arc<dyn Communicator<D>>,
-    color: usize,
-    key: usize,
-) -> Result<Arc<dyn Communicator<D>>, TrainError> {
-    let of_color = world.split(Some(color as u64), key as u64)?;
-    of_color.ok_or_else(|| TrainError::State("internal error: a split gave none".into()))
-}
-
 /// The ranks with this rank's micro-batches; all ranks of `world` call it.
 fn model_ranks<D: Device>(
     world: &Arc<dyn Communicator<D>>,
@@ -356,7 +346,7 @@ fn model_ranks<D: Device>(
 ) -> Result<ModelRanks<D>, TrainError> {
     let consecutive = |of: &Arc<dyn Communicator<D>>, ranks: Option<usize>| match ranks {
         None | Some(1) => Ok(None),
-        Some(ranks) => split(of, of.rank() / ranks, of.rank() % ranks).map(Some),
+        Some(ranks) => of.split_by(&|rank| (rank / ranks, rank % ranks)).map(Some),
     };
     Ok(ModelRanks {
         tensor: consecutive(world, settings.tensor_ranks)?,

@@ -191,10 +191,20 @@ impl<D: Device> HostSide<D> {
         record: Option<Record<D>>,
         threads: usize,
     ) -> Result<Self, TrainError> {
-        let kernels = Arc::new(HostKernels::new(threads)?);
+        let kernels: Arc<dyn Kernels<HostDevice>> = Arc::new(HostKernels::new(threads)?);
         // One thread updates as fast as several drives read and write; more take memory bandwidth
         // from the transfers.
         let nvme_kernels = Arc::new(HostKernels::new(threads.div_ceil(4))?);
+        Self::with_kernels(host, memory, record, [kernels, nvme_kernels])
+    }
+
+    /// [`Self::new`] with the kernels of operations of the host, and of the update of state on NVMe.
+    pub(crate) fn with_kernels(
+        host: &HostDevice,
+        memory: Arc<dyn Memory>,
+        record: Option<Record<D>>,
+        [kernels, nvme_kernels]: [Arc<dyn Kernels<HostDevice>>; 2],
+    ) -> Result<Self, TrainError> {
         let plain = Pool::new(host.clone(), usize::MAX);
         let pinned = Pool::new(host.clone().with_memory(Arc::clone(&memory))?, usize::MAX);
         Ok(Self {

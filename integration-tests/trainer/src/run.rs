@@ -25,7 +25,7 @@ use crate::stages::stage::{MicroBatches, Stage};
 use crate::stages::stage3::Stage3;
 use crate::stages::stages_1_and_2::Stages1And2;
 use crate::step::batch_loader::BatchLoader;
-use crate::step::flags::{self, Flags};
+use crate::step::flags::{self, Enqueued, Flags};
 use crate::step::inputs::StepInputs;
 use crate::step::recorder::{Part, Recorder};
 use crate::telemetry::metrics::Best;
@@ -111,6 +111,106 @@ struct Parts<'a, D: Device> {
     model: Phased<'a, D>,
     stage: &'a mut dyn Stage<D>,
     recorder: &'a mut Recorder<'a, D>,
+}
+
+impl<D: Device> Parts<'_, D> {
+    /// Enqueues the step after `done` steps, and loads the first batch of the next one. `ready` is
+    /// called behind backward: whether the rank is ready to advance the save in progress.
+    fn enqueue_step(
+        &mut self,
+        batches: &mut BatchLoader<'_, D>,
+        done: u64,
+        ready: impl FnOnce() -> bool,
+    ) -> Result<Enqueued<D::Event>, TrainError> {
+        let Self {
+            rank,
+            options,
+            flags,
+            model,
+            stage,
+            recorder,
+            ..
+        } = self;
+
+        let rank = *rank;
+        let on_host = stage.optimizer().on_host().is_some();
+
+        rank.timeline.set_phase(Phase::Gradients.name());
+        // SAFETY: used on the compute stream, that of the passes, which is drained before the model
+        // is dropped.
+        let loss = unsafe { model.loss() };
+        rank.pool.device().fill_zero(&rank.compute, loss.erase())?;
+        let load = &mut |model: &mut dyn Model<D>, micro| {
+            run_in(rank, Phase::Data, || batches.load(model, done, micro))
+        };
+        stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
+
+        rank.timeline.set_phase(Phase::Decision.name());
+        let enqueued = flags.enqueue(&options.cancel, ready())?;
+        if on_host {
+            // The host decides, so it waits for the flags here.
+            flags.watch(&options.cancel, &enqueued)?;
+        }
+        let inputs = StepInputs {
+            loss,
+            flags: enqueued.flags,
+        };
+
+        let optimizer = stage.optimizer();
+        recorder.run(Part::Decision, || optimizer.decide(rank, inputs))?;
+        optimizer.expect_outcome(rank)?;
+
+        rank.timeline.set_phase(Phase::Optimizer.name());
+        recorder.run(Part::Update, || stage.update(rank))?;
+        if done + 1 < options.steps {
+            // An error recurs when the batch is needed.
+            let _ignored = run_in(rank, Phase::Data, || batches.load(model, done + 1, 0));
+        }
+        Ok(enqueued)
+    }
+}
+
+/// Enqueues `steps` steps of a rank whose streams record, from weights that nobody sets. Calls
+/// `mark` before each step and after the last.
+///
+/// # Errors
+/// As the first steps of [`run_rank`].
+pub(crate) fn enqueue_steps<D: Device>(
+    rank: &Rank<D>,
+    workload: &dyn Workload<D>,
+    options: &RunOptions,
+    mark: &mut dyn FnMut(),
+) -> Result<(), TrainError> {
+    let mut recorder = Recorder::new(rank)?;
+    let mut model = workload.model(&rank.pool, &rank.compute, &rank.mesh.model)?;
+    let mut stage = create(rank, &*model)?;
+    let flags = Flags::new(rank)?;
+    let mut batches = BatchLoader::new(rank, workload, options);
+    let mut parts = Parts {
+        rank,
+        workload,
+        options,
+        flags: &flags,
+        model: Phased::new(&mut *model, rank),
+        stage: &mut *stage,
+        recorder: &mut recorder,
+    };
+    for unit in 0..rank.units() {
+        let no_elems = &mut |_, _: &mut Vec<f32>| Ok(());
+        let optimizer = parts.stage.optimizer();
+        optimizer.set_weights(rank, unit, 0, no_elems)?;
+    }
+    parts.stage.publish(rank)?;
+    parts.stage.synchronize(rank)?;
+    parts.stage.optimizer().prepare_steps(rank)?;
+    for done in 0..options.steps {
+        mark();
+        let enqueued = parts.enqueue_step(&mut batches, done, || false)?;
+        flags.watch(&options.cancel, &enqueued)?;
+        parts.stage.optimizer().skip_outcome(rank)?;
+    }
+    mark();
+    Ok(())
 }
 
 /// A run on one rank.
@@ -241,58 +341,23 @@ impl<'a, D: Device> Run<'a, D> {
     /// Enqueues the step after `done` steps, loads the next batch meanwhile, and waits for the
     /// decision.
     fn step(&mut self, done: u64) -> Result<Decided, TrainError> {
+        let saver = &mut self.saver;
+        let mut staging_bytes = 0;
+        let ready = || {
+            staging_bytes = saver.as_ref().map_or(0, Saver::staging_bytes);
+            saver.as_mut().is_some_and(Saver::ready)
+        };
+        let enqueued = self.parts.enqueue_step(&mut self.batches, done, ready)?;
+
+        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
+        // the gather after the update overlaps the next step's forward.
         let Parts {
             rank,
             options,
             flags,
-            model,
             stage,
-            recorder,
             ..
         } = &mut self.parts;
-
-        let rank = *rank;
-        let batches = &mut self.batches;
-        let on_host = stage.optimizer().on_host().is_some();
-
-        rank.timeline.set_phase(Phase::Gradients.name());
-        // SAFETY: used on the compute stream, that of the passes, which is drained before the model
-        // is dropped.
-        let loss = unsafe { model.loss() };
-        rank.pool.device().fill_zero(&rank.compute, loss.erase())?;
-        let load = &mut |model: &mut dyn Model<D>, micro| {
-            run_in(rank, Phase::Data, || batches.load(model, done, micro))
-        };
-        stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
-
-        rank.timeline.set_phase(Phase::Decision.name());
-        let staging_bytes = self.saver.as_ref().map_or(0, Saver::staging_bytes);
-        let ready = self.saver.as_mut().is_some_and(Saver::ready);
-        let enqueued = flags.enqueue(&options.cancel, ready)?;
-
-        if on_host {
-            // The host decides, so it waits for the flags here.
-            flags.watch(&options.cancel, &enqueued)?;
-        }
-
-        let inputs = StepInputs {
-            loss,
-            flags: enqueued.flags,
-        };
-
-        let optimizer = stage.optimizer();
-        recorder.run(Part::Decision, || optimizer.decide(rank, inputs))?;
-        optimizer.expect_outcome(rank)?;
-
-        rank.timeline.set_phase(Phase::Optimizer.name());
-        recorder.run(Part::Update, || stage.update(rank))?;
-        if done + 1 < options.steps {
-            // An error recurs when the batch is needed.
-            let _ignored = run_in(rank, Phase::Data, || batches.load(model, done + 1, 0));
-        }
-
-        // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
-        // the gather after the update overlaps the next step's forward.
         flags.watch(&options.cancel, &enqueued)?;
         let outcome = stage.optimizer().outcome(rank)?;
         // A collective of a graph does not fail its stream when it is aborted, so its failure is

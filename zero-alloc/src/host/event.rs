@@ -9,6 +9,7 @@ use super::seeded::Mark;
 use crate::device::{DeviceError, Event};
 #[cfg(feature = "cuda")]
 use crate::primitive::Mutex;
+use crate::schedule::{CausalPoint, RecordedPoint};
 
 struct Point {
     stream: Arc<str>,
@@ -18,6 +19,10 @@ struct Point {
     /// The event's place in the order of the seeded scheduler; `None` for a stream of a worker
     /// thread.
     mark: Option<Mark>,
+    /// The event's place in a schedule, if its stream records.
+    recorded: Option<RecordedPoint>,
+    /// What the program knows of it, if that counts and not the thread of its stream.
+    causal: Option<CausalPoint>,
     /// In modelled time, in nanoseconds.
     time: AtomicU64,
     #[cfg(feature = "cuda")]
@@ -40,11 +45,39 @@ impl std::fmt::Debug for HostEvent {
 
 impl HostEvent {
     pub(super) fn new(stream: Arc<str>, mark: Option<Mark>) -> Self {
+        Self::of(stream, mark, None, None)
+    }
+
+    /// A point in a stream of a worker thread.
+    pub(super) fn of_worker(stream: Arc<str>, causal: Option<CausalPoint>) -> Self {
+        Self::of(stream, None, None, causal)
+    }
+
+    /// A point in a stream that records. Whoever waits for it goes on at once.
+    pub(crate) fn of_recorder(
+        stream: Arc<str>,
+        point: RecordedPoint,
+        causal: Option<CausalPoint>,
+    ) -> Self {
+        Self::of(stream, None, Some(point), causal)
+    }
+
+    fn of(
+        stream: Arc<str>,
+        mark: Option<Mark>,
+        recorded: Option<RecordedPoint>,
+        causal: Option<CausalPoint>,
+    ) -> Self {
         Self(Arc::new(Point {
             stream,
-            result: OnceLock::new(),
+            result: match recorded {
+                Some(_) => Ok(()).into(),
+                None => OnceLock::new(),
+            },
             reached: Monitor::new(()),
             mark,
+            recorded,
+            causal,
             time: AtomicU64::new(0),
             #[cfg(feature = "cuda")]
             waiters: Mutex::default(),
@@ -54,6 +87,16 @@ impl HostEvent {
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn mark(&self) -> Option<&Mark> {
         self.0.mark.as_ref()
+    }
+
+    /// Its place in a schedule.
+    pub(crate) fn recorded(&self) -> Option<&RecordedPoint> {
+        self.0.recorded.as_ref()
+    }
+
+    /// What the program knows of it.
+    pub(super) fn causal(&self) -> Option<&CausalPoint> {
+        self.0.causal.as_ref()
     }
 
     /// Sets the modelled time of the point, before it is reached.
@@ -121,10 +164,20 @@ unsafe impl Event for HostEvent {
         if let Some(mark) = &self.0.mark {
             mark.poll(self);
         }
+        if let Some(causal) = &self.0.causal
+            && !causal.is_known()
+        {
+            return Ok(false);
+        }
         self.result().transpose().map(|reached| reached.is_some())
     }
 
     fn synchronize(&self, limit: Duration) -> Result<(), DeviceError> {
+        if let Some(point) = &self.0.recorded {
+            point.host_waits();
+            self.0.causal.iter().for_each(CausalPoint::program_waited);
+            return Ok(());
+        }
         let what = || format!("stream {}", self.0.stream);
         if let Some(mark) = &self.0.mark {
             mark.wait(self, limit);
@@ -139,6 +192,7 @@ unsafe impl Event for HostEvent {
             Some(result) => result,
             None => self.0.reached.wait_until(limit, what, |()| self.result())?,
         };
+        self.0.causal.iter().for_each(CausalPoint::program_waited);
         #[cfg(any(test, feature = "testing"))]
         super::model::passed(self.time());
         result

@@ -10,7 +10,7 @@ pub(crate) mod mapping;
 #[cfg(any(test, feature = "testing"))]
 mod model;
 mod monitor;
-mod queue;
+pub(crate) mod queue;
 #[cfg(any(test, feature = "testing"))]
 mod seeded;
 #[cfg(not(any(test, feature = "testing")))]
@@ -32,6 +32,7 @@ use crate::device::{
     next_stream_id, same_len,
 };
 use crate::planner::CostModel;
+use crate::schedule::{Causality, RecordedQueue, Recorder, Work};
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 #[cfg(target_os = "linux")]
@@ -53,6 +54,7 @@ pub struct HostDevice {
     scheduler: Option<seeded::Scheduler>,
     #[cfg(any(test, feature = "testing"))]
     model: Option<Arc<model::Model>>,
+    recorder: Option<Recorder>,
     #[cfg(target_os = "linux")]
     pages: Option<Arc<HostPages>>,
     memory: Option<Arc<dyn Memory>>,
@@ -62,6 +64,14 @@ impl HostDevice {
     /// A device whose streams are threads and whose memory is mapped from the system.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A host whose streams record and run nothing: [`Recorder::host`].
+    pub(crate) fn recorded(recorder: Recorder) -> Self {
+        Self {
+            recorder: Some(recorder),
+            ..Self::default()
+        }
     }
 
     /// The same device; streams made from now on record their operations in `timeline`.
@@ -156,6 +166,17 @@ impl HostDevice {
             .as_ref()
             .map(seeded::Scheduler::violations)
             .unwrap_or_default()
+    }
+}
+
+impl HostDevice {
+    /// The streams of the program, if their time is modelled or recorded.
+    fn causality(&self) -> Option<&Causality> {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(model) = &self.model {
+            return Some(model.causality());
+        }
+        self.recorder.as_ref().map(Recorder::causality)
     }
 }
 
@@ -255,12 +276,16 @@ unsafe impl Device for HostDevice {
             name: name.into(),
             id: next_stream_id(),
             timeline: self.timeline.clone(),
+            causal: self.causality().map(Causality::add_stream),
             #[cfg(any(test, feature = "testing"))]
             model: self.model.clone(),
         };
         #[cfg(any(test, feature = "testing"))]
         if let Some(scheduler) = &self.scheduler {
             return Ok(HostStream(Arc::new(scheduler.create_stream(info)?)));
+        }
+        if let Some(recorder) = &self.recorder {
+            return Ok(HostStream(Arc::new(RecordedQueue::new(recorder, info))));
         }
         Ok(HostStream(Arc::new(Worker::spawn(info)?)))
     }
@@ -278,7 +303,8 @@ unsafe impl Device for HostDevice {
         dst.check_device("copy, destination", DeviceId::HOST)?;
         let src = src.bytes().typed::<u8>()?;
         let dst = dst.bytes().typed::<u8>()?;
-        stream.enqueue("copy", move || {
+        let moved = Work::bytes(2 * src.len() as u64);
+        stream.enqueue_sized("copy", moved, move || {
             // SAFETY: checked above to be host memory; its maker promised validity and ordered
             // accesses.
             let src = unsafe { src.as_host() };
@@ -291,7 +317,8 @@ unsafe impl Device for HostDevice {
     fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
         dst.check_device("fill_zero", DeviceId::HOST)?;
         let dst = dst.bytes().typed::<u8>()?;
-        stream.enqueue("fill_zero", move || {
+        let written = Work::bytes(dst.len() as u64);
+        stream.enqueue_sized("fill_zero", written, move || {
             // SAFETY: checked above to be host memory; its maker promised validity and ordered
             // accesses.
             unsafe { dst.as_host_mut() }.fill(0);
@@ -310,7 +337,8 @@ unsafe impl Device for HostDevice {
         dst.check_device("upload", DeviceId::HOST)?;
         let src = src.to_vec();
         let dst = dst.bytes().typed::<u8>()?;
-        stream.enqueue("upload", move || {
+        let copied = Work::bytes(src.len() as u64);
+        stream.enqueue_sized("upload", copied, move || {
             // SAFETY: checked above to be host memory; its maker promised validity and ordered
             // accesses.
             unsafe { dst.as_host_mut() }.copy_from_slice(&src);
@@ -336,7 +364,8 @@ unsafe impl Device for HostDevice {
         let lent = Arc::clone(&destination.0);
 
         // A copy on the stream: other threads may enqueue writes of `src` behind it.
-        stream.enqueue("download", move || {
+        let copied = Work::bytes(src.len() as u64);
+        stream.enqueue_sized("download", copied, move || {
             if let Some(dst) = &mut *lent.lock() {
                 // SAFETY: checked above to be host memory; its maker promised validity and ordered
                 // accesses.

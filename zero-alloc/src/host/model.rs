@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use crate::schedule::Causality;
 use crate::timeline::{Enqueued, OpSpan};
 
 /// The cost of an operation, by the name of its stream and its label.
@@ -16,6 +17,7 @@ type Cost = dyn Fn(&str, &str) -> Duration + Send + Sync;
 pub(super) struct Model {
     cost: Box<Cost>,
     spans: Mutex<Vec<OpSpan>>,
+    causality: Causality,
 }
 
 impl Model {
@@ -23,6 +25,7 @@ impl Model {
         Self {
             cost: Box::new(cost),
             spans: Mutex::default(),
+            causality: Causality::default(),
         }
     }
 
@@ -41,6 +44,11 @@ impl Model {
         let result = work();
         self.spans.lock().push(enqueued.span(stream, start, *now));
         result
+    }
+
+    /// The order of the streams.
+    pub(super) fn causality(&self) -> &Causality {
+        &self.causality
     }
 
     pub(super) fn spans(&self) -> Vec<OpSpan> {

@@ -5,19 +5,20 @@ use std::time::Duration;
 
 use super::{HostEvent, Timeline};
 use crate::device::{DeviceError, run_named};
+use crate::schedule::{CausalPoint, CausalStream};
 use crate::timeline::Enqueued;
 
-pub(super) type Op = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
+pub(crate) type Op = Box<dyn FnOnce() -> Result<(), DeviceError> + Send>;
 
 /// One item of a queue.
-pub(super) enum Item {
+pub(crate) enum Item {
     Run(Enqueued, Op),
     Record(HostEvent),
     Wait(Enqueued, HostEvent),
 }
 
 /// A queue, run in order by a worker thread or by the seeded scheduler.
-pub(super) trait Queue: Send + Sync {
+pub(crate) trait Queue: Send + Sync {
     fn info(&self) -> &StreamInfo;
 
     /// Appends an item; an error if the queue is closed.
@@ -31,10 +32,12 @@ pub(super) trait Queue: Send + Sync {
 }
 
 /// The identity of a stream, and the timeline of its operations.
-pub(super) struct StreamInfo {
-    pub(super) name: Arc<str>,
+pub(crate) struct StreamInfo {
+    pub(crate) name: Arc<str>,
     pub(super) id: u64,
     pub(super) timeline: Option<Timeline>,
+    /// Its place among the streams of a program whose time is modelled or recorded.
+    pub(super) causal: Option<CausalStream>,
     #[cfg(any(test, feature = "testing"))]
     pub(super) model: Option<Arc<super::model::Model>>,
 }
@@ -62,6 +65,18 @@ impl StreamInfo {
             };
         }
         enqueued
+    }
+
+    /// The point behind everything that is enqueued so far, if the program's knowledge counts.
+    pub(crate) fn causal_point(&self) -> Option<CausalPoint> {
+        self.causal.as_ref().map(CausalStream::record)
+    }
+
+    /// What is enqueued from now on runs behind `event`.
+    pub(crate) fn waits_for(&self, event: &HostEvent) {
+        if let (Some(stream), Some(point)) = (&self.causal, event.causal()) {
+            stream.wait(point);
+        }
     }
 
     /// Whether times are modelled.

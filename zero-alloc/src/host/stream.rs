@@ -6,6 +6,8 @@ use std::time::Duration;
 use super::HostEvent;
 use super::queue::{Item, Queue};
 use crate::device::{DeviceError, Event, Stream};
+use crate::schedule::Work;
+use crate::timeline::Enqueued;
 
 /// A stream of the host: a queue that its own worker thread or the seeded scheduler runs in order.
 /// Items enqueued before the last handle is dropped still run.
@@ -32,8 +34,25 @@ impl HostStream {
         label: &'static str,
         op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
     ) -> Result<(), DeviceError> {
-        self.0
-            .push(Item::Run(self.0.info().enqueued(label), Box::new(op)))
+        self.enqueue_sized(label, Work::default(), op)
+    }
+
+    /// [`HostStream::enqueue`] of an operation whose size is known, for
+    /// [schedules](crate::schedule).
+    ///
+    /// # Errors
+    /// [`DeviceError::Closed`].
+    pub fn enqueue_sized(
+        &self,
+        label: &'static str,
+        work: Work,
+        op: impl FnOnce() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        let enqueued = Enqueued {
+            work,
+            ..self.0.info().enqueued(label)
+        };
+        self.0.push(Item::Run(enqueued, Box::new(op)))
     }
 
     /// Closes the queue for all handles: items in the queue still run, later operations and waits

@@ -44,7 +44,8 @@ impl Worker {
     }
 
     fn event(&self) -> HostEvent {
-        HostEvent::new(Arc::clone(&self.0.info.name), None)
+        let info = &self.0.info;
+        HostEvent::of_worker(Arc::clone(&info.name), info.causal_point())
     }
 }
 
@@ -74,6 +75,9 @@ impl Queue for Worker {
         }
         if skipped {
             return Ok(());
+        }
+        if let Item::Wait(_, event) = &item {
+            self.0.info.waits_for(event);
         }
         state.items.push_back(item);
         // The worker removes all items at once, so it sleeps only on an empty queue.
@@ -175,6 +179,7 @@ mod loom_tests {
             name: "model".into(),
             id: 0,
             timeline: None,
+            causal: None,
             model: None,
         };
         Arc::new(Shared {

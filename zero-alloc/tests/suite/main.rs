@@ -6,6 +6,7 @@ mod conformance;
 mod host_streams;
 mod planner_model;
 mod pool;
+mod schedule;
 mod seeded;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod swap;

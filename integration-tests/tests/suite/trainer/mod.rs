@@ -17,6 +17,7 @@ mod overlap;
 mod pytorch;
 mod replicas;
 mod resume;
+mod schedule;
 mod support;
 mod tensor;
 mod timeline;

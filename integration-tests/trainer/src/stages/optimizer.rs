@@ -278,6 +278,18 @@ impl<D: Device> Optimizer<D> {
         Ok(device.optimizer.enqueue_update(&rank.compute, &units)?)
     }
 
+    /// Waits for the decision of the enqueued step as [`Self::outcome`], and forgets it.
+    pub(crate) fn skip_outcome(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        match self {
+            Self::Device(device) => {
+                let limit = rank.settings.host_limit();
+                device.optimizer.skip_outcomes(limit)?;
+            }
+            Self::Host(host) => drop(host.optimizer.outcome()),
+        }
+        Ok(())
+    }
+
     /// Waits for the decision of the enqueued step and returns it.
     pub(crate) fn outcome(&mut self, rank: &Rank<D>) -> Result<StepOutcome, TrainError> {
         let outcome = match self {

@@ -1,0 +1,263 @@
+//! The times of a schedule.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Item, Operation, Schedule};
+use crate::timeline::OpSpan;
+
+/// What an operation costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Its time, where nothing slows it down. Whole nanoseconds keep the sums exact.
+    pub ns: f64,
+    /// The time that the program takes to enqueue it.
+    pub host_ns: f64,
+    /// The resource that it shares with the other operations that run and name it: of n, each runs
+    /// at 1/n of its speed. `None`: it shares nothing.
+    pub shares: Option<u8>,
+    /// Whether it slows others down.
+    pub slows: bool,
+    /// The part of its speed that it loses while an operation runs that slows others down, at least
+    /// 0 and below 1.
+    pub slowdown: f64,
+}
+
+impl Cost {
+    /// `time`, slowed down by nothing.
+    pub fn time(time: Duration) -> Self {
+        Self::ns(time.as_nanos() as f64)
+    }
+
+    /// `ns` nanoseconds, slowed down by nothing.
+    pub const fn ns(ns: f64) -> Self {
+        Self {
+            ns,
+            host_ns: 0.0,
+            shares: None,
+            slows: false,
+            slowdown: 0.0,
+        }
+    }
+}
+
+/// The times of a schedule's operations and marks, in nanoseconds since the program began.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Times {
+    /// Start and end of each operation, in the order of [`Schedule::operations`].
+    pub operations: Vec<[f64; 2]>,
+    /// When the program came to each mark.
+    pub marks: Vec<f64>,
+    /// When the program enqueued each operation.
+    pub enqueued: Vec<f64>,
+}
+
+/// An operation that runs.
+struct Running {
+    index: usize,
+    cost: Cost,
+    left_ns: f64,
+}
+
+/// A stream: what the program has enqueued, and what runs.
+#[derive(Default)]
+struct Stream {
+    queue: VecDeque<Queued>,
+    running: Option<Running>,
+}
+
+enum Queued {
+    Run(usize),
+    Record(usize),
+    Wait(usize),
+}
+
+struct Machine<'a> {
+    schedule: &'a Schedule,
+    costs: Vec<Cost>,
+    streams: Vec<Stream>,
+    reached: Vec<bool>,
+    /// The next item of the program.
+    next: usize,
+    /// Operations that the program has enqueued.
+    enqueued: usize,
+    /// When the program goes on.
+    host_ns: f64,
+    now_ns: f64,
+    times: Times,
+}
+
+impl Schedule {
+    /// The times if the operations cost what `cost` returns.
+    ///
+    /// Operations of a stream run in order, each as soon as it is enqueued and the events are
+    /// reached for which its stream waits. A program that waits for an event that nothing reaches
+    /// ends there: its later operations have the time infinity.
+    pub fn times(&self, cost: impl FnMut(&Operation) -> Cost) -> Times {
+        let costs: Vec<_> = self.operations().map(cost).collect();
+        let operations = costs.len();
+        let machine = Machine {
+            schedule: self,
+            costs,
+            streams: self.streams.iter().map(|_| Stream::default()).collect(),
+            reached: vec![false; self.events],
+            next: 0,
+            enqueued: 0,
+            host_ns: 0.0,
+            now_ns: 0.0,
+            times: Times {
+                operations: vec![[f64::INFINITY; 2]; operations],
+                enqueued: vec![f64::INFINITY; operations],
+                marks: Vec::new(),
+            },
+        };
+        machine.run()
+    }
+
+    /// The operations with `times`, for a timeline.
+    pub fn spans(&self, times: &Times) -> Vec<OpSpan> {
+        let span = |(index, operation): (usize, &Operation)| {
+            let [start, end] = times.operations[index].map(duration);
+            let stream = Arc::clone(&self.streams[operation.stream]);
+            OpSpan::new(operation.label, stream, start, end)
+                .phase(operation.phase)
+                .enqueued(duration(times.enqueued[index]))
+        };
+        self.operations().enumerate().map(span).collect()
+    }
+}
+
+fn duration(ns: f64) -> Duration {
+    // A cast of infinity is the greatest number.
+    Duration::from_nanos(ns.round() as u64)
+}
+
+impl Machine<'_> {
+    fn run(mut self) -> Times {
+        loop {
+            self.settle();
+            let Some(next_ns) = self.next_event_ns() else {
+                return self.times;
+            };
+            self.advance(next_ns);
+        }
+    }
+
+    /// Does all that takes no time.
+    fn settle(&mut self) {
+        loop {
+            let program = self.program();
+            let streams =
+                (0..self.streams.len()).fold(false, |any, stream| self.stream(stream) | any);
+            if !program && !streams {
+                return;
+            }
+        }
+    }
+
+    /// Runs the program up to its next wait. Returns whether it did anything.
+    fn program(&mut self) -> bool {
+        let began = self.next;
+        while self.host_ns <= self.now_ns
+            && let Some(item) = self.schedule.items.get(self.next)
+        {
+            match *item {
+                Item::Run(operation) => {
+                    let index = self.enqueued;
+                    self.enqueued += 1;
+                    self.times.enqueued[index] = self.now_ns;
+                    self.streams[operation.stream]
+                        .queue
+                        .push_back(Queued::Run(index));
+                    self.host_ns = self.now_ns + self.costs[index].host_ns;
+                }
+                Item::Record { stream, event } => {
+                    self.streams[stream].queue.push_back(Queued::Record(event));
+                }
+                Item::Wait { stream, event } => {
+                    self.streams[stream].queue.push_back(Queued::Wait(event));
+                }
+                Item::HostWait { event } if !self.reached[event] => break,
+                Item::HostWait { .. } => {}
+                Item::Mark => self.times.marks.push(self.now_ns),
+            }
+            self.next += 1;
+        }
+        self.next > began
+    }
+
+    /// Runs a stream up to its next wait or operation. Returns whether it did anything.
+    fn stream(&mut self, stream: usize) -> bool {
+        let mut any = false;
+        let Stream { queue, running } = &mut self.streams[stream];
+        while running.is_none()
+            && let Some(queued) = queue.front()
+        {
+            match *queued {
+                Queued::Wait(event) if !self.reached[event] => break,
+                Queued::Wait(_) => {}
+                Queued::Record(event) => self.reached[event] = true,
+                Queued::Run(index) => {
+                    let cost = self.costs[index];
+                    self.times.operations[index] = [self.now_ns; 2];
+                    if cost.ns > 0.0 {
+                        let left_ns = cost.ns;
+                        *running = Some(Running {
+                            index,
+                            cost,
+                            left_ns,
+                        });
+                    }
+                }
+            }
+            queue.pop_front();
+            any = true;
+        }
+        any
+    }
+
+    fn running(&self) -> impl Iterator<Item = &Running> {
+        self.streams
+            .iter()
+            .filter_map(|stream| stream.running.as_ref())
+    }
+
+    /// The speed of an operation beside the others that run.
+    fn speed(&self, cost: &Cost) -> f64 {
+        let share = match cost.shares {
+            None => 1,
+            shares => self.running().filter(|r| r.cost.shares == shares).count(),
+        };
+        let slowed = cost.slowdown > 0.0 && self.running().any(|r| r.cost.slows);
+        (if slowed { 1.0 - cost.slowdown } else { 1.0 }) / share as f64
+    }
+
+    /// When the next operation ends or the program goes on; `None`: nothing happens any more.
+    fn next_event_ns(&self) -> Option<f64> {
+        let ends = self
+            .running()
+            .map(|running| self.now_ns + running.left_ns / self.speed(&running.cost));
+        let host = (self.host_ns > self.now_ns).then_some(self.host_ns);
+        ends.chain(host).reduce(f64::min)
+    }
+
+    fn advance(&mut self, to_ns: f64) {
+        let elapsed = to_ns - self.now_ns;
+        let speeds: Vec<_> = self.running().map(|r| self.speed(&r.cost)).collect();
+        self.now_ns = to_ns;
+        let running = self.streams.iter_mut().filter(|s| s.running.is_some());
+        for (stream, speed) in running.zip(speeds) {
+            let Some(running) = &mut stream.running else {
+                continue;
+            };
+            // The one that ends now has nothing left, whatever rounding says.
+            let ends = running.left_ns / speed <= elapsed * (1.0 + 4.0 * f64::EPSILON);
+            running.left_ns -= elapsed * speed;
+            if ends {
+                self.times.operations[running.index][1] = to_ns;
+                stream.running = None;
+            }
+        }
+    }
+}
