@@ -1,0 +1,79 @@
+//! The six parameters of calibration.
+
+use serde::{Deserialize, Serialize};
+
+/// The parts of a machine's peaks that a software reaches: the six parameters of calibration.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Efficiencies {
+    /// Part of the peak that matrix products reach.
+    pub products: f64,
+    /// Part of the peak that flash attention reaches.
+    pub attention: f64,
+    /// Part of the memory's bandwidth that kernels reach.
+    pub memory: f64,
+    /// Part of the speed of computation that is lost while a collective runs.
+    pub slowdown: f64,
+    /// Microseconds in which the host launches one kernel.
+    pub launch_us: f64,
+    /// Part of .8 of the network's bandwidth between nodes that collectives reach.
+    pub network: f64,
+}
+
+impl Efficiencies {
+    /// Typical values of training software. Calibration starts here.
+    pub const PRIOR: Self = Self {
+        products: 0.70,
+        attention: 0.30,
+        memory: 0.70,
+        slowdown: 0.25,
+        launch_us: 20.0,
+        network: 1.0,
+    };
+
+    /// The lowest values that calibration accepts.
+    pub const LOW: Self = Self {
+        products: 0.2,
+        attention: 0.05,
+        memory: 0.15,
+        slowdown: 0.01,
+        launch_us: 1.0,
+        network: 0.2,
+    };
+
+    /// The highest values that calibration accepts. A part above 1 means that the
+    /// formulas count more work than is done.
+    pub const HIGH: Self = Self {
+        products: 1.1,
+        attention: 1.0,
+        memory: 1.2,
+        slowdown: 0.8,
+        launch_us: 200.0,
+        network: 1.5,
+    };
+
+    /// The fields in order.
+    pub(crate) fn to_array(self) -> [f64; 6] {
+        [
+            self.products,
+            self.attention,
+            self.memory,
+            self.slowdown,
+            self.launch_us,
+            self.network,
+        ]
+    }
+
+    /// The inverse of [`Efficiencies::to_array`].
+    pub(crate) fn from_array(values: [f64; 6]) -> Self {
+        let [products, attention, memory, slowdown, launch_us, network] = values;
+        Self {
+            products,
+            attention,
+            memory,
+            slowdown,
+            launch_us,
+            network,
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! Seconds of the passes of a transformer and of the collectives of its shards.
+//!
+//! Each formula is a roofline of the GPU's peaks times the [`Efficiencies`]. Elements have 2 bytes.
+//! The forms were compared on 431 published step times (`tests/published.rs`).
+
+use crate::{Efficiencies, Machine};
+
+/// Seconds of a kernel beyond its work: its ramp-up and its tail.
+const KERNEL_S: f64 = 4e-6;
+/// Rows and columns of the tile of a product that one streaming multiprocessor computes at a time.
+const TILE: f64 = 128.0;
+/// Bytes of an element of a product.
+const ELEMENT_BYTES: f64 = 2.0;
+
+/// Sizes of a transformer and its sequences.
+///
+/// Sizes of 0 are no error: the seconds computed from them may be infinite or not a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Blocks.
+    pub layers: u64,
+    /// Elements of a token's hidden state.
+    pub width: u64,
+    /// Heads of queries.
+    pub heads: u64,
+    /// Heads of keys and values.
+    pub kv_heads: u64,
+    /// Elements between the two products of the feed-forward part.
+    pub ffn: u64,
+    /// Whether the feed-forward part has a gate, as Llama's, and the output weights of their own.
+    pub gated: bool,
+    /// Tokens of the vocabulary.
+    pub vocab: u64,
+    /// Tokens of a sequence.
+    pub seq: u64,
+    /// Parameters of the whole model.
+    pub params: u64,
+}
+
+/// Facts about the training software. They are not fitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Software {
+    /// The attention kernels.
+    pub attention: Attention,
+    /// Whether sharded gradients are reduced in 32 bits instead of 16.
+    pub wide_reduce: bool,
+    /// Whether the products of the blocks are computed in 8 bits, at twice the peak.
+    pub fp8: bool,
+    /// Whether the backward pass of a block computes its forward pass again.
+    pub recompute: bool,
+}
+
+/// Attention kernels, and the rest of a block that comes with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// One causal kernel that keeps the scores on chip (FlashAttention-2).
+    Flash,
+    /// Products, a softmax and dropout over all scores, which are in memory
+    /// (Megatron-DeepSpeed).
+    Plain,
+}
+
+/// Seconds of the passes of one micro-batch: `[forward, backward]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PassSeconds {
+    /// The embedding.
+    pub embedding: [f64; 2],
+    /// One block.
+    pub block: [f64; 2],
+    /// The output product and the loss.
+    pub head: [f64; 2],
+}
+
+/// The inputs of pass times.
+#[derive(Clone, Copy, Debug)]
+pub struct Costs<'a> {
+    /// The GPU.
+    pub machine: &'a Machine,
+    /// The model.
+    pub shape: &'a Shape,
+    /// The software.
+    pub software: &'a Software,
+    /// The parts of the GPU's peaks that the software reaches.
+    pub efficiencies: &'a Efficiencies,
+}
+
+/// Figures of the kernels of an [`Attention`], each `[forward, backward]`.
+struct Kernels {
+    /// Bytes of a block's elementwise operations, per token and element of the width.
+    block_bytes: [f64; 2],
+    /// Launches of a block.
+    launches: [f64; 2],
+    /// Bytes of the loss, per token and logit.
+    loss_bytes: [f64; 2],
+}
+
+impl Attention {
+    fn kernels(self) -> Kernels {
+        match self {
+            // Forward: norms 2x4, residuals 2x6, GELU 16. Backward: norms 2x10, residuals 2x6,
+            // GELU 24, gradients of biases 18. Loss: cross entropy in 32 bits of 16-bit logits.
+            Self::Flash => Kernels {
+                block_bytes: [36.0, 74.0],
+                launches: [16.0, 32.0],
+                loss_bytes: [14.0, 14.0],
+            },
+            // And masks of dropout and permutations. Loss: Megatron's, of separate kernels.
+            Self::Plain => Kernels {
+                block_bytes: [42.0, 84.0],
+                launches: [24.0, 48.0],
+                loss_bytes: [38.0, 22.0],
+            },
+        }
+    }
+}
+
+impl Shape {
+    /// Parameters outside of the blocks: `vocab width` and `seq width` of positions, or with a gate
+    /// `2 vocab width`. They are one unit of the shards, the embedding's.
+    pub fn embedding_params(&self) -> f64 {
+        let width = self.width as f64;
+        let vocab = self.vocab as f64;
+        let others = if self.gated { vocab } else { self.seq as f64 };
+        width * (vocab + others)
+    }
+
+    /// Parameters of one block: an equal part of those that the embedding does not have.
+    pub fn block_params(&self) -> f64 {
+        (self.params as f64 - self.embedding_params()) / self.layers as f64
+    }
+
+    /// Columns and rows of the weights of a block's products: queries, keys and values in one,
+    /// attention's output, and the two of the feed-forward part.
+    fn weights(&self) -> [(f64, f64); 4] {
+        let width = self.width as f64;
+        let kv = (width * self.kv_heads as f64 / self.heads as f64).floor();
+        let ffn = self.ffn as f64;
+        let ffn_in = if self.gated { 2.0 * ffn } else { ffn };
+        [
+            (width + 2.0 * kv, width),
+            (width, width),
+            (ffn_in, width),
+            (width, ffn),
+        ]
+    }
+}
+
+impl Costs<'_> {
+    /// Seconds of the passes of a micro-batch of `micro_batch` sequences. `sharded`: gradients are
+    /// sharded (stages 1 to 3).
+    pub fn passes(&self, micro_batch: u64, sharded: bool) -> PassSeconds {
+        PassSeconds {
+            embedding: self.embedding(micro_batch),
+            block: self.block(micro_batch, sharded),
+            head: self.head(micro_batch),
+        }
+    }
+
+    /// Seconds of the embedding: 8 bytes of traffic per token and element of the width.
+    pub fn embedding(&self, micro_batch: u64) -> [f64; 2] {
+        let seconds = 8.0 * self.tokens(micro_batch) * self.shape.width as f64 / self.memory();
+        [seconds, seconds]
+    }
+
+    /// Seconds of a block: its products, attention and elementwise operations, and not less than
+    /// the host needs to launch them.
+    ///
+    /// - Each forward product `(T, n, k)` has two in the backward pass, `(T, k, n)` and `(n, k, T)`.
+    /// - A sharded gradient is copied into a flat buffer and divided before it is reduced (PyTorch's
+    ///   FSDP): 8 bytes per parameter, 18 if the reduction has 32 bits.
+    /// - The two bounds, GPU and host, are joined as `(gpu^4 + host^4)^(1/4)`. The host launches
+    ///   backward kernels in half the time, because C++ launches them.
+    /// - Recomputation adds the forward pass; with flash attention without its last product, whose
+    ///   output the backward pass does not read (PyTorch's early stop).
+    pub fn block(&self, micro_batch: u64, sharded: bool) -> [f64; 2] {
+        let tokens = self.tokens(micro_batch);
+        let weights = self.shape.weights();
+        let speedup = if self.software.fp8 { 2.0 } else { 1.0 };
+        let peak = speedup * self.machine.peak_flops;
+        let kernels = self.software.attention.kernels();
+        let elements = tokens * self.shape.width as f64;
+
+        let [mut forward, mut backward] = self.attention(micro_batch);
+        forward += kernels.block_bytes[0] * elements / self.memory();
+        backward += kernels.block_bytes[1] * elements / self.memory();
+        for (n, k) in weights {
+            forward += self.product(peak, [tokens, n, k], 1.0);
+            backward += self.product(peak, [tokens, k, n], 1.0);
+            backward += self.product(peak, [n, k, tokens], 1.0);
+        }
+        if sharded {
+            let bytes = if self.software.wide_reduce { 18.0 } else { 8.0 };
+            let params: f64 = weights.iter().map(|(n, k)| n * k).sum();
+            backward += bytes * params / self.memory();
+        }
+
+        let launch_s = self.efficiencies.launch_us * 1e-6;
+        let forward = smooth_max(forward, kernels.launches[0] * launch_s);
+        let mut backward = smooth_max(backward, kernels.launches[1] * 0.5 * launch_s);
+        if self.software.recompute {
+            let [.., (n, k)] = weights;
+            backward += match self.software.attention {
+                Attention::Flash => forward - self.product(peak, [tokens, n, k], 1.0),
+                Attention::Plain => forward,
+            };
+        }
+        [forward, backward]
+    }
+
+    /// Seconds of the output product, in 16 bits also where blocks use 8, and of the loss.
+    pub fn head(&self, micro_batch: u64) -> [f64; 2] {
+        let tokens = self.tokens(micro_batch);
+        let vocab = self.shape.vocab as f64;
+        let width = self.shape.width as f64;
+        let peak = self.machine.peak_flops;
+        let [forward_bytes, backward_bytes] = self.software.attention.kernels().loss_bytes;
+        let logits_s = tokens * vocab / self.memory();
+
+        let forward = self.product(peak, [tokens, vocab, width], 1.0);
+        let backward = self.product(peak, [tokens, width, vocab], 1.0)
+            + self.product(peak, [vocab, width, tokens], 1.0);
+        [
+            forward + forward_bytes * logits_s,
+            backward + backward_bytes * logits_s,
+        ]
+    }
+
+    /// Seconds of the optimizer on `elements` parameters, those of this rank's shard: 36 bytes of
+    /// each. It reads a parameter, a gradient and two moments of 32 bits and writes all but the
+    /// gradient; 8 bytes are for casts and for zeroing.
+    pub fn optimizer(&self, elements: f64) -> f64 {
+        36.0 * elements / self.memory()
+    }
+
+    /// Seconds of attention between its products with weights.
+    ///
+    /// - Flash: `2 T (seq + 128) width` operations of the causal half; the tile on the diagonal is
+    ///   computed whole. Backward 3 times: 2.5 times the operations at .83 of the rate.
+    /// - Plain: two batched products of all scores, and per score 9 bytes forward (softmax 2+2,
+    ///   dropout 2+2+1) and 11 backward (dropout 1+2+2, softmax 2+2+2).
+    fn attention(&self, micro_batch: u64) -> [f64; 2] {
+        let tokens = self.tokens(micro_batch);
+        let seq = self.shape.seq as f64;
+        let width = self.shape.width as f64;
+        let heads = self.shape.heads as f64;
+        let peak = self.machine.peak_flops;
+        match self.software.attention {
+            Attention::Flash => {
+                let flops = 2.0 * tokens * (seq + TILE) * width;
+                let seconds = flops / (peak * self.efficiencies.attention);
+                [seconds + KERNEL_S, 3.0 * seconds + KERNEL_S]
+            }
+            Attention::Plain => {
+                let head_width = (width / heads).floor();
+                let batch = micro_batch as f64 * heads;
+                let products = self.product(peak, [seq, seq, head_width], batch)
+                    + self.product(peak, [seq, head_width, seq], batch);
+                let scores_s = tokens * seq * heads / self.memory();
+                [products + 9.0 * scores_s, 2.0 * products + 11.0 * scores_s]
+            }
+        }
+    }
+
+    /// Seconds of `batch` products of `[m, k]` and `[k, n]`: `sqrt(compute^2 + memory^2) + 4 us`.
+    ///
+    /// Compute runs at the part of the peak that the last wave of tiles and the padded edges leave.
+    fn product(&self, peak: f64, [m, n, k]: [f64; 3], batch: f64) -> f64 {
+        let tiles_m = (m / TILE).ceil();
+        let tiles_n = (n / TILE).ceil();
+        let tiles = tiles_m * tiles_n * batch;
+        let waves = (tiles / self.machine.sms).ceil();
+        let useful =
+            tiles / (waves * self.machine.sms) * m / (tiles_m * TILE) * n / (tiles_n * TILE);
+
+        let flops = 2.0 * m * n * k * batch;
+        let bytes = ELEMENT_BYTES * (m * k + k * n + m * n) * batch;
+        let compute = flops / (peak * self.efficiencies.products * useful);
+        compute.hypot(bytes / self.memory()) + KERNEL_S
+    }
+
+    fn tokens(&self, micro_batch: u64) -> f64 {
+        micro_batch as f64 * self.shape.seq as f64
+    }
+
+    /// Bytes per second of the GPU's memory that kernels reach.
+    fn memory(&self) -> f64 {
+        self.machine.memory_bytes_per_s * self.efficiencies.memory
+    }
+}
+
+/// Seconds of a gather or a reduce-scatter of a buffer of `bytes` bytes, all shards together, by a
+/// ring over `ranks` ranks on `nodes` nodes. An all-reduce takes twice as long; one rank, 0.
+///
+/// `8.4 us + (ranks - nodes) 3.4 us + (nodes - 1) 14 us + bytes (ranks - 1) / ranks / bandwidth`:
+/// the latencies are NCCL's own constants of its ring with the Simple protocol. The bandwidth is .8
+/// of the link's, and between nodes not more than .8 of the network's of all GPUs of a node.
+pub fn ring(
+    bytes: f64,
+    ranks: u64,
+    nodes: u64,
+    machine: &Machine,
+    efficiencies: &Efficiencies,
+) -> f64 {
+    if ranks <= 1 {
+        return 0.0;
+    }
+    let nodes = nodes.clamp(1, ranks);
+    let gpus_per_node = (ranks / nodes) as f64;
+    let link = 0.8 * machine.link_bytes_per_s;
+    let bandwidth = match nodes {
+        1 => link,
+        _ => {
+            let network = machine.network_bytes_per_s * efficiencies.network;
+            link.min(0.8 * gpus_per_node * network)
+        }
+    };
+
+    let latency = 8.4e-6 + (ranks - nodes) as f64 * 3.4e-6 + (nodes - 1) as f64 * 14e-6;
+    latency + bytes * (ranks - 1) as f64 / ranks as f64 / bandwidth
+}
+
+/// A smooth maximum of two bounds of a time.
+fn smooth_max(gpu: f64, host: f64) -> f64 {
+    (gpu.powi(4) + host.powi(4)).powf(0.25)
+}
+
+#[cfg(test)]
+mod tests;
