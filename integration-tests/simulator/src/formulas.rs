@@ -283,7 +283,7 @@ impl Costs<'_> {
     }
 
     /// Bytes per second of the GPU's memory that kernels reach.
-    fn memory(&self) -> f64 {
+    pub(crate) fn memory(&self) -> f64 {
         self.machine.memory_bytes_per_s * self.efficiencies.memory
     }
 }

@@ -53,6 +53,8 @@ mod machine;
 mod presets;
 mod rows;
 mod rule;
+mod step;
+mod workload;
 
 pub use efficiencies::Efficiencies;
 pub use errors::{Errors, PairCount, Worst, errors_table};
@@ -61,3 +63,4 @@ pub use formulas::{Attention, Costs, PassSeconds, Shape, Software, ring};
 pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
 pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range};
+pub use step::{Run, Step, StepSchedules};

@@ -44,6 +44,7 @@ impl std::fmt::Debug for HostEvent {
 }
 
 impl HostEvent {
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn new(stream: Arc<str>, mark: Option<Mark>) -> Self {
         Self::of(stream, mark, None, None)
     }

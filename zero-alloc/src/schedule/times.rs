@@ -137,10 +137,10 @@ impl Machine<'_> {
     fn run(mut self) -> Times {
         loop {
             self.settle();
-            let Some(next_ns) = self.next_event_ns() else {
+            let Some(wait_ns) = self.next_event_ns() else {
                 return self.times;
             };
-            self.advance(next_ns);
+            self.advance(wait_ns);
         }
     }
 
@@ -233,30 +233,35 @@ impl Machine<'_> {
         (if slowed { 1.0 - cost.slowdown } else { 1.0 }) / share as f64
     }
 
-    /// When the next operation ends or the program goes on; `None`: nothing happens any more.
+    /// The time until the next operation ends or the program goes on; `None`: nothing happens any
+    /// more.
     fn next_event_ns(&self) -> Option<f64> {
         let ends = self
             .running()
-            .map(|running| self.now_ns + running.left_ns / self.speed(&running.cost));
-        let host = (self.host_ns > self.now_ns).then_some(self.host_ns);
+            .map(|running| running.left_ns / self.speed(&running.cost));
+        let host = (self.host_ns > self.now_ns).then(|| self.host_ns - self.now_ns);
         ends.chain(host).reduce(f64::min)
     }
 
-    fn advance(&mut self, to_ns: f64) {
-        let elapsed = to_ns - self.now_ns;
+    /// Lets `elapsed_ns` pass, at most the time until the next event.
+    fn advance(&mut self, elapsed_ns: f64) {
         let speeds: Vec<_> = self.running().map(|r| self.speed(&r.cost)).collect();
-        self.now_ns = to_ns;
+        // The program goes on at its own time, whatever rounding says.
+        let host_goes_on = self.host_ns > self.now_ns && self.host_ns - self.now_ns <= elapsed_ns;
+        self.now_ns = match host_goes_on {
+            true => self.host_ns,
+            false => self.now_ns + elapsed_ns,
+        };
         let running = self.streams.iter_mut().filter(|s| s.running.is_some());
         for (stream, speed) in running.zip(speeds) {
             let Some(running) = &mut stream.running else {
                 continue;
             };
-            // The one that ends now has nothing left, whatever rounding says.
-            let ends = running.left_ns / speed <= elapsed * (1.0 + 4.0 * f64::EPSILON);
-            running.left_ns -= elapsed * speed;
-            if ends {
-                self.times.operations[running.index][1] = to_ns;
+            if running.left_ns / speed <= elapsed_ns {
+                self.times.operations[running.index][1] = self.now_ns;
                 stream.running = None;
+            } else {
+                running.left_ns -= elapsed_ns * speed;
             }
         }
     }

@@ -1,0 +1,165 @@
+//! A model that computes nothing: its units, its passes, and what they enqueue.
+
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
+use zero_alloc::host::HostStream;
+use zero_alloc::schedule::{ScheduledDevice, Work};
+use zero_alloc::{Block, Pool, Purpose};
+use zero_shard::{ParamSpec, TensorCut, UnitSpec};
+use zero_trainer::{
+    Batch, BatchAt, Grad, InitialWeights, Model, ModelError, ModelRanks, Pass, Workload,
+};
+
+/// The label of a pass. Its [`Work::class`] is [`pass_class`].
+pub(crate) const PASS: &str = "pass";
+
+/// What a pass computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Embedding,
+    Block,
+    Head,
+}
+
+/// The class of a pass's operations.
+pub(crate) fn pass_class(kind: Kind, backward: bool) -> u32 {
+    2 * kind as u32 + u32::from(backward)
+}
+
+/// Units, passes and activations of a transformer, for schedules.
+#[derive(Clone, Debug)]
+pub(crate) struct ShapeWorkload {
+    pub(crate) units: Vec<UnitSpec>,
+    pub(crate) passes: Vec<Pass>,
+    /// Whether a parameter's name begins a tensor that tensor parallelism cuts.
+    pub(crate) cut: fn(&ParamSpec) -> TensorCut,
+    /// Elements of a block's output, which the ranks of tensor parallelism sum.
+    pub(crate) output_elems: usize,
+    /// Whether backward computes the forward of a block again, with its sums.
+    pub(crate) recompute: bool,
+}
+
+impl ShapeWorkload {
+    fn kind(&self, pass: usize) -> Kind {
+        match pass {
+            _ if pass + 1 == self.passes.len() => Kind::Head,
+            0 => Kind::Embedding,
+            _ => Kind::Block,
+        }
+    }
+
+    /// Whether only `pass` adds to the gradient of `unit`.
+    fn alone(&self, pass: usize, unit: usize) -> bool {
+        let mut passes = self.passes.iter().enumerate();
+        passes.all(|(other, p)| other == pass || !p.grads.contains(&unit))
+    }
+}
+
+impl Workload<ScheduledDevice> for ShapeWorkload {
+    fn units(&self) -> Vec<UnitSpec> {
+        self.units.clone()
+    }
+
+    fn passes(&self) -> Vec<Pass> {
+        self.passes.clone()
+    }
+
+    fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
+        (self.cut)(param)
+    }
+
+    fn model(
+        &self,
+        pool: &Pool<ScheduledDevice>,
+        compute: &HostStream,
+        ranks: &ModelRanks<ScheduledDevice>,
+    ) -> Result<Box<dyn Model<ScheduledDevice>>, ModelError> {
+        let allocate = |elems, dtype| pool.allocate(elems, dtype, Purpose::Activations, compute);
+        Ok(Box::new(ShapeModel {
+            loss: allocate(1, DType::F64)?,
+            output: allocate(self.output_elems, DType::Bf16)?,
+            ranks: ranks.clone(),
+            workload: self.clone(),
+        }))
+    }
+
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
+        Err("the model of a schedule has no weights".into())
+    }
+
+    fn batch(&self, _at: BatchAt, _batch: &mut Batch) -> Result<(), ModelError> {
+        Ok(())
+    }
+}
+
+struct ShapeModel<D: Device> {
+    loss: Block<D>,
+    output: Block<D>,
+    ranks: ModelRanks<D>,
+    workload: ShapeWorkload,
+}
+
+impl ShapeModel<ScheduledDevice> {
+    /// Enqueues a pass: one operation, or with tensor parallelism two for each forward and backward
+    /// of a block, each before a sum of its output.
+    fn enqueue(&self, stream: &HostStream, pass: usize, backward: bool) -> Result<(), ModelError> {
+        let kind = self.workload.kind(pass);
+        let class = pass_class(kind, backward);
+        let sums = match (&self.ranks.tensor, kind) {
+            (None, _) => 0,
+            (Some(_), Kind::Block) if backward && self.workload.recompute => 4,
+            (Some(_), Kind::Block) => 2,
+            (Some(_), Kind::Embedding | Kind::Head) => 1,
+        };
+        let parts = sums.max(1) as u64;
+        for _ in 0..parts {
+            let work = Work {
+                bytes: parts,
+                class,
+            };
+            stream.enqueue_sized(PASS, work, || Ok(()))?;
+            if let Some(tensor) = &self.ranks.tensor {
+                // SAFETY: no operation of a schedule accesses memory.
+                let output = unsafe { self.output.slice() };
+                tensor.all_reduce(stream, output, output, zero_comm::ReduceOp::Sum)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Model<ScheduledDevice> for ShapeModel<ScheduledDevice> {
+    fn set_batch(&mut self, _stream: &HostStream, _batch: &Batch) -> Result<(), ModelError> {
+        Ok(())
+    }
+
+    fn forward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        _params: &[AnySlice],
+    ) -> Result<(), ModelError> {
+        self.enqueue(stream, pass, false)
+    }
+
+    fn backward(
+        &mut self,
+        stream: &HostStream,
+        pass: usize,
+        _params: &[AnySlice],
+        _grads: &[Grad],
+        _loss_scale: DeviceSlice<f64>,
+    ) -> Result<(), ModelError> {
+        self.enqueue(stream, pass, true)
+    }
+
+    fn writes_grad(&self, pass: usize, unit: usize) -> bool {
+        self.workload.alone(pass, unit)
+    }
+
+    unsafe fn loss(&self) -> DeviceSlice<f64> {
+        // SAFETY: no operation of a schedule accesses memory.
+        let loss = unsafe { self.loss.slice() };
+        // SAFETY: the block has one element of this type.
+        unsafe { DeviceSlice::from_raw_parts(loss.as_ptr().cast(), 1, loss.device()) }
+    }
+}
