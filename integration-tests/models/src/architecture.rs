@@ -178,6 +178,12 @@ impl ModelConfig {
         }
     }
 
+    /// Heads of keys and values.
+    pub fn kv_heads(&self) -> usize {
+        let [_, keys] = self.heads();
+        keys
+    }
+
     /// Elements of a head.
     fn head_dim(&self) -> usize {
         match self {

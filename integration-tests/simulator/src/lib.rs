@@ -41,8 +41,9 @@
 //! # Ok::<(), zero_simulator::MachineError>(())
 //! ```
 //!
-//! This crate does not order the passes and collectives of a step in time: [`fit`] is generic over
-//! a function that predicts a row. It models data parallelism with shards; it knows no tensor or
+//! [`Run`] orders them in time: our trainer itself enqueues the step, on streams that record
+//! ([`zero_trainer::record_on_device`]), and [`StepSchedules::step`] gives the recorded operations
+//! these costs. So stages, prefetching, buckets and groups of ranks are those of a run. It knows no
 //! pipeline parallelism, and it does not check whether a run fits the memory.
 
 mod efficiencies;
@@ -63,4 +64,4 @@ pub use formulas::{Attention, Costs, PassSeconds, Shape, Software, ring};
 pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
 pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range};
-pub use step::{Run, Step, StepSchedules};
+pub use step::{Run, Step, StepSchedules, Units};

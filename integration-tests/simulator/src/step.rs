@@ -1,15 +1,16 @@
 //! A step: the trainer's own schedule, with the costs of the formulas.
 
+use std::sync::Arc;
+
 use zero_alloc::device::DType;
+use zero_alloc::host::OpSpan;
 use zero_alloc::schedule::{Cost, Operation, Times};
 use zero_shard::{ParamSpec, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::ParamKind;
-use zero_trainer::{
-    MeshSettings, Pass, RunOptions, Settings, StepSchedule, TrainError, record_on_device,
-};
+use zero_trainer::{Pass, RunOptions, Settings, StepSchedule, TrainError, record_on_device};
 
 use crate::workload::{Kind, PASS, ShapeWorkload, pass_class};
-use crate::{Costs, PassSeconds, Row, ring};
+use crate::{Costs, PassSeconds, Row, Shape, ring};
 
 /// Micro-batches that are simulated; more follow from the difference of the last two.
 const MICRO_BATCHES: usize = 3;
@@ -20,18 +21,24 @@ const NETWORK: u8 = 0;
 const LINKS: u8 = 1;
 
 /// A run whose step is simulated.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Run {
-    /// GPUs of the run, one rank each.
-    pub ranks: usize,
-    /// Consecutive ranks of a node.
-    pub node_ranks: usize,
-    /// Sequences of a micro-batch of a rank.
-    pub micro_batch: u64,
-    /// Micro-batches of a step.
-    pub micro_batches: usize,
+    ranks: usize,
+    node_ranks: usize,
+    micro_batch: u64,
     workload: ShapeWorkload,
     settings: Settings,
+}
+
+/// A model as the trainer sees it.
+#[derive(Clone)]
+pub struct Units {
+    /// The units, before tensor parallelism cuts them.
+    pub units: Vec<UnitSpec>,
+    /// The passes over them: an embedding, blocks, a head.
+    pub passes: Vec<Pass>,
+    /// How tensor parallelism cuts a parameter.
+    pub cut: Arc<dyn Fn(&ParamSpec) -> TensorCut + Send + Sync>,
 }
 
 /// The schedules of a run's steps, for any costs.
@@ -51,11 +58,66 @@ pub struct StepSchedules {
 pub struct Step {
     /// Seconds of a step.
     pub seconds: f64,
-    /// The times of the recorded steps.
-    pub times: Times,
+    /// Of them, those in which the compute stream of the GPU has no operation: it waits for
+    /// collectives, copies or the host.
+    pub idle_s: f64,
+    /// Seconds of collectives between nodes, hidden or not.
+    pub network_s: f64,
+    /// Seconds of collectives within nodes.
+    pub links_s: f64,
+    /// The operations of the recorded steps.
+    pub spans: Vec<OpSpan>,
+}
+
+/// Seconds of one recorded step.
+#[derive(Clone, Copy, Debug, Default)]
+struct Parts {
+    seconds: f64,
+    busy_s: f64,
+    network_s: f64,
+    links_s: f64,
+}
+
+impl Parts {
+    /// Parts of a step with `more` micro-batches than `self`, where `fewer` has one less.
+    fn extrapolated(self, fewer: Self, more: f64) -> Self {
+        let at = |own: f64, fewer: f64| own + more * (own - fewer);
+        Self {
+            seconds: at(self.seconds, fewer.seconds),
+            busy_s: at(self.busy_s, fewer.busy_s),
+            network_s: at(self.network_s, fewer.network_s),
+            links_s: at(self.links_s, fewer.links_s),
+        }
+    }
 }
 
 impl Run {
+    /// A run of `ranks` GPUs, `node_ranks` consecutive ones a node, with `settings` of our trainer
+    /// and micro-batches of `micro_batch` sequences of `shape`. `recompute`: backward computes the
+    /// forward of blocks again.
+    pub fn new(
+        [ranks, node_ranks]: [usize; 2],
+        settings: Settings,
+        units: Units,
+        shape: &Shape,
+        micro_batch: u64,
+        recompute: bool,
+    ) -> Self {
+        Self {
+            ranks,
+            node_ranks: node_ranks.max(1),
+            micro_batch,
+            workload: ShapeWorkload {
+                units: units.units,
+                passes: units.passes,
+                cut: units.cut,
+                output_elems: (micro_batch * shape.seq * shape.width) as usize,
+                recompute,
+            },
+            settings,
+        }
+    }
+
     /// The run of a row: one unit for the embedding, which is gathered once and kept, and one for
     /// each block, as PyTorch's FSDP wraps them.
     ///
@@ -87,23 +149,21 @@ impl Run {
         passes.push(Pass::default());
 
         let settings = Settings::new(stage, DType::Bf16, |_| ParamKind::Linear);
-        let micro_batches = row.micro_batches() as usize;
         Ok(Self {
             ranks: row.gpus as usize,
             node_ranks: (row.gpus / row.nodes.max(1)).max(1) as usize,
             micro_batch: row.micro_batch,
-            micro_batches,
             workload: ShapeWorkload {
                 units,
                 passes,
-                cut: |_| TensorCut::Replicated,
+                cut: Arc::new(|_| TensorCut::Replicated),
                 output_elems: (row.micro_batch * shape.seq * shape.width) as usize,
                 recompute: row.recompute,
             },
             settings: Settings {
                 bucket_capacity_elems: (root.max(block) as usize).next_multiple_of(1 << 20)
                     + (1 << 20),
-                mesh: MeshSettings::default(),
+                grad_accum_steps: row.micro_batches() as usize,
                 ..settings
             },
         })
@@ -114,7 +174,8 @@ impl Run {
     /// # Errors
     /// Settings that the trainer refuses.
     pub fn schedules(&self) -> Result<StepSchedules, TrainError> {
-        let counts = match self.micro_batches {
+        let micro_batches = self.settings.grad_accum_steps;
+        let counts = match micro_batches {
             few @ ..=MICRO_BATCHES => few..=few,
             _ => MICRO_BATCHES - 1..=MICRO_BATCHES,
         };
@@ -133,7 +194,7 @@ impl Run {
         };
         Ok(StepSchedules {
             by_micro_batches: counts.map(record).collect::<Result<_, _>>()?,
-            micro_batches: self.micro_batches,
+            micro_batches,
             node_ranks: self.node_ranks,
             micro_batch: self.micro_batch,
             sharded: self.settings.stage != ZeroStage::Zero,
@@ -146,20 +207,59 @@ impl StepSchedules {
     /// The step at these costs.
     pub fn step(&self, costs: &Costs<'_>) -> Step {
         let passes = costs.passes(self.micro_batch, self.sharded);
-        let mut times: Vec<_> = self
+        let all: Vec<_> = self
             .by_micro_batches
             .iter()
-            .map(|recorded| self.times(recorded, costs, &passes))
+            .map(|recorded| (recorded, self.times(recorded, costs, &passes)))
             .collect();
-        let seconds: Vec<_> = times.iter().map(last_step_s).collect();
-        let seconds = match seconds[..] {
-            [two, three] => three + (self.micro_batches - MICRO_BATCHES) as f64 * (three - two),
-            _ => seconds.first().copied().unwrap_or(f64::NAN),
+        let parts: Vec<_> = all
+            .iter()
+            .map(|(recorded, times)| self.parts(recorded, times))
+            .collect();
+        let of_step = match parts[..] {
+            [two, three] => three.extrapolated(two, (self.micro_batches - MICRO_BATCHES) as f64),
+            _ => parts.first().copied().unwrap_or_default(),
         };
+        let spans = all
+            .last()
+            .map(|(recorded, times)| recorded.schedule.spans(times));
         Step {
-            seconds,
-            times: times.pop().unwrap_or_default(),
+            seconds: of_step.seconds,
+            idle_s: (of_step.seconds - of_step.busy_s).max(0.0),
+            network_s: of_step.network_s,
+            links_s: of_step.links_s,
+            spans: spans.unwrap_or_default(),
         }
+    }
+
+    /// The parts of the last step: between the last two marks.
+    fn parts(&self, recorded: &StepSchedule, times: &Times) -> Parts {
+        let [.., before, after] = times.marks[..] else {
+            return Parts::default();
+        };
+        let mut parts = Parts {
+            seconds: (after - before) * 1e-9,
+            ..Parts::default()
+        };
+        let operations = recorded.schedule.operations();
+        for (operation, [start, end]) in operations.zip(&times.operations) {
+            let seconds = (end.min(after) - start.max(before)).max(0.0) * 1e-9;
+            match operation.label {
+                "all_gather" | "reduce_scatter" | "all_reduce" => {
+                    let class = operation.work.class as usize;
+                    let ranks = recorded.communicators.get(class);
+                    match ranks.map_or(1, |ranks| self.nodes(ranks)) {
+                        1 => parts.links_s += seconds,
+                        _ => parts.network_s += seconds,
+                    }
+                }
+                _ if recorded.schedule.streams[operation.stream].ends_with(" compute") => {
+                    parts.busy_s += seconds;
+                }
+                _ => {}
+            }
+        }
+        parts
     }
 
     fn times(&self, recorded: &StepSchedule, costs: &Costs<'_>, passes: &PassSeconds) -> Times {
@@ -196,7 +296,16 @@ impl StepSchedules {
             ..Cost::ns(seconds * 1e9)
         };
         let class = work.class as usize;
+        let machine = costs.machine;
+        let of_node = |bytes_per_s: f64| {
+            let seconds = work.bytes as f64 / bytes_per_s * self.node_ranks as f64;
+            Cost::ns(seconds * 1e9)
+        };
+        // The ranks of a node share its memory and its disks.
+        let on_host = recorded.schedule.streams[operation.stream].contains(" update");
         match operation.label {
+            "swap read" | "swap write" => of_node(machine.disk_bytes_per_s),
+            _ if on_host => of_node(machine.host_memory_bytes_per_s),
             PASS => computes(pass_s(passes, work.class) / work.bytes as f64 / self.tensor_ranks),
             "all_gather" | "reduce_scatter" | "all_reduce" => {
                 let ranks = recorded
@@ -212,7 +321,7 @@ impl StepSchedules {
                     bytes as f64,
                     ranks as u64,
                     nodes,
-                    costs.machine,
+                    machine,
                     costs.efficiencies,
                 );
                 let times = if operation.label == "all_reduce" {
@@ -228,7 +337,7 @@ impl StepSchedules {
             }
             "flags" | "upload" | "download" | "rank_stats" | "advance_step" => Cost::default(),
             "copy to or from the host" => {
-                Cost::ns(work.bytes as f64 / costs.machine.host_link_bytes_per_s * 1e9)
+                Cost::ns(work.bytes as f64 / machine.host_link_bytes_per_s * 1e9)
             }
             _ => computes(work.bytes as f64 / costs.memory()),
         }
@@ -251,12 +360,4 @@ fn pass_s(passes: &PassSeconds, class: u32) -> f64 {
     let mut all = kinds.into_iter().flat_map(of_kind);
     all.find(|(of, _)| *of == class)
         .map_or(0.0, |(_, seconds)| seconds)
-}
-
-/// Seconds of the last step: between the last two marks.
-fn last_step_s(times: &Times) -> f64 {
-    match times.marks[..] {
-        [.., before, after] => (after - before) * 1e-9,
-        _ => f64::NAN,
-    }
 }

@@ -1,5 +1,7 @@
 //! A model that computes nothing: its units, its passes, and what they enqueue.
 
+use std::sync::Arc;
+
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_alloc::schedule::{ScheduledDevice, Work};
@@ -25,13 +27,16 @@ pub(crate) fn pass_class(kind: Kind, backward: bool) -> u32 {
     2 * kind as u32 + u32::from(backward)
 }
 
+/// How tensor parallelism cuts a parameter.
+pub(crate) type Cut = Arc<dyn Fn(&ParamSpec) -> TensorCut + Send + Sync>;
+
 /// Units, passes and activations of a transformer, for schedules.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct ShapeWorkload {
     pub(crate) units: Vec<UnitSpec>,
     pub(crate) passes: Vec<Pass>,
-    /// Whether a parameter's name begins a tensor that tensor parallelism cuts.
-    pub(crate) cut: fn(&ParamSpec) -> TensorCut,
+    /// How tensor parallelism cuts a parameter.
+    pub(crate) cut: Cut,
     /// Elements of a block's output, which the ranks of tensor parallelism sum.
     pub(crate) output_elems: usize,
     /// Whether backward computes the forward of a block again, with its sums.

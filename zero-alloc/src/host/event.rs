@@ -153,6 +153,23 @@ impl HostEvent {
         &self.0.stream
     }
 
+    /// Waits for the point and returns its result; the outer error is that the limit passed. A wait
+    /// of a stream, of which the program knows nothing.
+    pub(super) fn wait(&self, limit: Duration) -> Result<Result<(), DeviceError>, DeviceError> {
+        let what = || format!("stream {}", self.0.stream);
+        if let Some(mark) = &self.0.mark {
+            mark.wait(self, limit);
+            return self.result().ok_or_else(|| DeviceError::TimedOut {
+                what: what(),
+                limit,
+            });
+        }
+        match self.result() {
+            Some(result) => Ok(result),
+            None => self.0.reached.wait_until(limit, what, |()| self.result()),
+        }
+    }
+
     /// The result, once the point is reached.
     pub(super) fn result(&self) -> Option<Result<(), DeviceError>> {
         self.0.result.get().cloned()
@@ -179,20 +196,7 @@ unsafe impl Event for HostEvent {
             self.0.causal.iter().for_each(CausalPoint::program_waited);
             return Ok(());
         }
-        let what = || format!("stream {}", self.0.stream);
-        if let Some(mark) = &self.0.mark {
-            mark.wait(self, limit);
-            return self.result().unwrap_or_else(|| {
-                Err(DeviceError::TimedOut {
-                    what: what(),
-                    limit,
-                })
-            });
-        }
-        let result = match self.result() {
-            Some(result) => result,
-            None => self.0.reached.wait_until(limit, what, |()| self.result())?,
-        };
+        let result = self.wait(limit)?;
         self.0.causal.iter().for_each(CausalPoint::program_waited);
         #[cfg(any(test, feature = "testing"))]
         super::model::passed(self.time());

@@ -6,9 +6,9 @@
 //! without `mmap` use that allocator.
 
 #[cfg(not(unix))]
-pub(crate) use allocation::{map, unmap};
+pub(crate) use allocation::{map, map as map_unbacked, unmap};
 #[cfg(unix)]
-pub(crate) use mmap::{map, unmap};
+pub(crate) use mmap::{map, map_unbacked, unmap};
 
 /// The size of the system's pages, at least [`ALIGN_BYTES`](super::ALIGN_BYTES).
 #[cfg(feature = "cuda")]
@@ -28,9 +28,18 @@ mod mmap {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
     pub(crate) fn map(bytes: usize) -> io::Result<NonNull<u8>> {
+        map_with(bytes, MapFlags::PRIVATE)
+    }
+
+    /// [`map`] of more memory than the machine has, of which little is touched.
+    pub(crate) fn map_unbacked(bytes: usize) -> io::Result<NonNull<u8>> {
+        map_with(bytes, MapFlags::PRIVATE | MapFlags::NORESERVE)
+    }
+
+    fn map_with(bytes: usize, flags: MapFlags) -> io::Result<NonNull<u8>> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: maps a new range; no existing mapping changes.
-        let base = unsafe { mmap_anonymous(null_mut(), bytes, access, MapFlags::PRIVATE) }?;
+        let base = unsafe { mmap_anonymous(null_mut(), bytes, access, flags) }?;
         NonNull::new(base.cast()).ok_or_else(|| io::Error::other("no address"))
     }
 

@@ -205,7 +205,12 @@ unsafe impl Memory for HostDevice {
         };
         let len =
             mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
-        mapping::map(len).map_err(|error| out_of_memory(error.to_string()))
+        let map = match self.recorder {
+            // What is recorded touches little of it.
+            Some(_) => mapping::map_unbacked,
+            None => mapping::map,
+        };
+        map(len).map_err(|error| out_of_memory(error.to_string()))
     }
 
     unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::HostEvent;
 use super::queue::{Item, Queue, StreamInfo, spawn};
-use crate::device::{DeviceError, Event};
+use crate::device::DeviceError;
 use crate::primitive::{Condvar, Mutex};
 
 #[derive(Default)]
@@ -153,9 +153,9 @@ fn run(shared: &Shared, item: Item, failed: &mut Option<DeviceError>, now: &mut 
         Item::Wait(enqueued, event) => {
             let result = event.result().unwrap_or_else(|| {
                 // This wait ends, because the waits of the operations before the event have limits.
-                shared
-                    .info
-                    .timed(enqueued, || event.synchronize(Duration::MAX))
+                shared.info.timed(enqueued, || {
+                    event.wait(Duration::MAX).and_then(|result| result)
+                })
             });
             *now = (*now).max(event.time());
             if let Err(e) = result {

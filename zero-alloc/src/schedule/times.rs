@@ -239,7 +239,7 @@ impl Machine<'_> {
         let ends = self
             .running()
             .map(|running| running.left_ns / self.speed(&running.cost));
-        let host = (self.host_ns > self.now_ns).then(|| self.host_ns - self.now_ns);
+        let host = (self.host_ns > self.now_ns).then_some(self.host_ns - self.now_ns);
         ends.chain(host).reduce(f64::min)
     }
 

@@ -6,6 +6,7 @@ mod advice;
 mod largest;
 mod report;
 mod request;
+mod simulate;
 mod stage;
 mod table;
 #[cfg(test)]
@@ -20,8 +21,9 @@ use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
 use crate::settings::args::{MeshArgs, OffloadArgs};
-use report::Report;
+pub(crate) use report::Report;
 pub(crate) use request::Request;
+use simulate::SimulateArgs;
 pub(crate) use stage::evaluate;
 
 /// The architectures that a shape can have.
@@ -35,7 +37,7 @@ pub enum Architecture {
 
 /// Show the memory and traffic of each ZeRO stage, and which stages fit
 #[derive(Args, Clone, Debug, Default)]
-#[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params", "layers"])))]
+#[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params", "layers", "predict"])))]
 pub struct PlanArgs {
     /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face folder
     #[arg(long, value_name = "PRESET|HF_DIR")]
@@ -70,8 +72,9 @@ pub struct PlanArgs {
         conflicts_with_all = ["model", "params"])]
     pub vocab: Option<u64>,
     /// GPUs of all nodes, one rank each
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>)]
-    pub gpus: u64,
+    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>,
+        required_unless_present_any = ["hardware", "predict"])]
+    pub gpus: Option<u64>,
     /// Memory of one GPU, such as 24GiB or 80GB (1 GB = 10^9 bytes; a card sold as 24 GB has about
     /// 24GiB)
     #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
@@ -130,9 +133,19 @@ pub struct PlanArgs {
     /// less than its transfers
     #[arg(long, value_name = "GB/S", default_value_t = 7.0, value_parser = parse_above_0)]
     pub drive_gb_per_s: f64,
+    /// Step times.
+    #[command(flatten)]
+    pub simulate: SimulateArgs,
     /// Print JSON, with exact bytes
     #[arg(long)]
     pub json: bool,
+}
+
+impl PlanArgs {
+    /// GPUs of all nodes; 0 if neither `--gpus` nor `--hardware` says them.
+    fn gpus(&self) -> u64 {
+        self.gpus.unwrap_or(0)
+    }
 }
 
 /// Parses a finite number above 0.
@@ -148,20 +161,33 @@ fn parse_above_0(text: &str) -> Result<f64, String> {
 /// # Errors
 /// A model, a configuration or sizes that cannot be used.
 pub fn run(args: &PlanArgs) -> Result<(), CliError> {
-    let (report, notices) = plan(args)?;
+    if args.simulate.predict.is_some() {
+        return simulate::predict(&args.simulate);
+    }
+    let args = &simulate::with_hardware(args)?;
+    let (request, report, notices) = plan_of(args)?;
     for notice in notices {
         print_note(format_args!("warning: {notice}"));
     }
     if args.json {
         print_text(serde_json::to_string_pretty(&report).map_err(CliError::failure)? + "\n")
     } else {
-        print_text(table::text(&report))
+        let extras = simulate::extras(args, &request, &report)?;
+        print_text(table::text(&report) + &extras)
     }
 }
 
-/// The report, and warnings for the user.
-fn plan(args: &PlanArgs) -> Result<(Report, Vec<String>), CliError> {
+/// The request, its report, and warnings for the user.
+fn plan_of(args: &PlanArgs) -> Result<(Request, Report, Vec<String>), CliError> {
     let (request, notices) = Request::new(args)?;
-    let report = Report::new(&request).map_err(CliError::usage)?;
+    let on = simulate::SimulatedOn::of(args)?;
+    let report = Report::with_times(&request, on.as_ref()).map_err(CliError::usage)?;
+    Ok((request, report, notices))
+}
+
+/// The report, and warnings for the user.
+#[cfg(test)]
+fn plan(args: &PlanArgs) -> Result<(Report, Vec<String>), CliError> {
+    let (_, report, notices) = plan_of(&simulate::with_hardware(args)?)?;
     Ok((report, notices))
 }

@@ -6,6 +6,7 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 use super::advice;
 use super::largest::{largest_model_params, longest_seq_len};
 use super::request::Request;
+use super::simulate::SimulatedOn;
 use super::stage::{Stage, evaluate_on, layout};
 use zero_trainer::{Home, OffloadSettings};
 
@@ -37,6 +38,11 @@ pub(crate) struct Report {
     pub(crate) drive_tbw: f64,
     /// The assumed speed of a drive.
     pub(crate) drive_gb_per_s: f64,
+    /// The machine of the simulated steps.
+    pub(crate) simulated_on: Option<SimulatedOn>,
+    /// Elements of the largest unit.
+    #[serde(skip)]
+    pub(crate) largest_unit_elems: u64,
     pub(crate) stages: Vec<Stage>,
     /// Distributions of stage 3 over several nodes; empty for one node.
     pub(crate) topologies: Vec<Topology>,
@@ -67,13 +73,22 @@ pub(crate) struct Topology {
 }
 
 impl Report {
-    pub(crate) fn new(request: &Request) -> Result<Self, ShardError> {
+    /// The report, with the times of steps on a machine.
+    pub(crate) fn with_times(
+        request: &Request,
+        on: Option<&SimulatedOn>,
+    ) -> Result<Self, ShardError> {
         let layout = layout(request, Sharding::Flat)?;
+        let units = layout.parts().units().iter();
+        let largest_unit_elems = units.map(|unit| unit.padded_elems).max().unwrap_or(0);
         let stage = |stage| {
             let largest_model_params = largest_model_params(request, stage);
+            let simulated = on.map(|on| on.stage(request, stage, largest_unit_elems));
+            let simulated = simulated.transpose()?.flatten();
             evaluate_on(request, &layout, stage).map(|figures| Stage {
                 largest_model_params,
                 longest_seq_len: longest_seq_len(request, stage),
+                simulated: simulated.map(|(simulated, _)| simulated),
                 ..figures
             })
         };
@@ -113,6 +128,8 @@ impl Report {
             peak_tflops: request.peak_tflops,
             drive_tbw: request.drive_tbw,
             drive_gb_per_s: request.drive_bytes_per_s / 1e9,
+            simulated_on: on.cloned(),
+            largest_unit_elems,
             topologies: topologies(request)?,
             recommended_stage: recommended,
             advice: advice::advice(request, &layout, &stages, recommended)?,

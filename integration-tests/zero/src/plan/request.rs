@@ -127,7 +127,7 @@ impl Request {
             ));
         }
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
-        let batches = args.gpus / mesh.ranks_of_batch() as u64;
+        let batches = args.gpus() / mesh.ranks_of_batch() as u64;
         let batch = batch
             .resolve(batches, args.micro_batch, args.grad_accum, 1)
             .map_err(CliError::usage)?;
@@ -151,7 +151,7 @@ impl Request {
 
         let request = Self {
             model: Arc::new(model),
-            gpus: args.gpus,
+            gpus: args.gpus(),
             nodes: args.nodes,
             gpu_memory_bytes: args.gpu_memory,
             dtype,
@@ -380,7 +380,7 @@ impl Request {
 
 /// Checks the GPUs and the nodes.
 fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
-    let gpus = args.gpus;
+    let gpus = args.gpus();
     let nodes = args.nodes;
     if gpus == 0 || nodes == 0 || !gpus.is_multiple_of(nodes) {
         return Err(CliError::Usage(format!(
@@ -413,8 +413,8 @@ fn mesh(
         zero,
         recorded: None,
     };
-    let mesh = mesh::planned(&from, args.gpus)?;
-    let of_node = args.gpus / args.nodes;
+    let mesh = mesh::planned(&from, args.gpus())?;
+    let of_node = args.gpus() / args.nodes;
     let tensor_ranks = mesh.tensor_ranks.unwrap_or(1) as u64;
     if !of_node.is_multiple_of(tensor_ranks) {
         return Err(CliError::Usage(format!(
@@ -441,7 +441,7 @@ fn mesh(
             ..mesh
         },
     };
-    let gpus = args.gpus as usize;
+    let gpus = args.gpus() as usize;
     let of_node = gpus / args.nodes as usize;
     let route = collectives::route(requested, &of_route, gpus, Some(of_node))?;
     Ok(MeshSettings {

@@ -10,6 +10,7 @@ use zero_shard::{
 };
 
 use super::request::Request;
+use super::simulate::Simulated;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
 use crate::settings::communication::BUCKET_ELEMS;
@@ -59,6 +60,10 @@ pub(crate) struct Stage {
     pub(crate) largest_model_params: Option<u64>,
     /// The longest sequence of this model that fits; `None` if the memory of a GPU is unknown.
     pub(crate) longest_seq_len: Option<u64>,
+    /// The simulated step; `None` without `--simulate`, for a model of assumed shape, or if groups of
+    /// ranks do not fit the stage.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) simulated: Option<Simulated>,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -280,6 +285,7 @@ fn evaluate_with(
         fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
         largest_model_params: None,
         longest_seq_len: None,
+        simulated: None,
     })
 }
 

@@ -30,6 +30,7 @@ pub(crate) fn text(report: &Report) -> String {
     }
 
     text += &offload(report);
+    text += &simulated(report);
     text += "\n";
     text += NOTES;
     if !report.advice.is_empty() {
@@ -37,6 +38,68 @@ pub(crate) fn text(report: &Report) -> String {
         text.extend(report.advice.iter().map(|sentence| format!("{sentence}\n")));
     }
 
+    text
+}
+
+/// The simulated steps; empty without any.
+fn simulated(report: &Report) -> String {
+    let Some(on) = &report.simulated_on else {
+        return String::new();
+    };
+    let stages = report.stages.iter();
+    let stages: Vec<_> = stages
+        .filter_map(|stage| Some((stage.stage, stage.fits, stage.simulated.as_ref()?)))
+        .collect();
+    if stages.is_empty() {
+        return match report.model.assumed_shape {
+            true => "\nNo step is simulated, because the shape of the model is assumed: pass --model or --layers\n",
+            false => "\nNo step is simulated\n",
+        }
+        .to_owned();
+    }
+    let head = [
+        "",
+        "step ms",
+        "likely",
+        "tokens/s",
+        "TFLOP/s a GPU",
+        "MFU",
+        "exposed ms",
+        "bound by",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for (stage, fits, step) in &stages {
+        let [low, high] = step.step_ms_range;
+        let note = if *fits == Some(false) {
+            " (does not fit)"
+        } else {
+            ""
+        };
+        rows.push(vec![
+            format!("stage {stage}{note}"),
+            format!("{:.1}", step.step_ms),
+            format!("{low:.1} to {high:.1}"),
+            format!("{:.0}", step.tokens_per_s),
+            format!("{:.1}", step.tflops_gpu),
+            format!("{:.1}%", 100.0 * step.mfu),
+            format!("{:.1}", step.exposed_ms),
+            step.bound.to_owned(),
+        ]);
+    }
+    let calibrated = match &on.calibrated_on {
+        Some(source) => format!("calibrated on {source}"),
+        None => "not calibrated: published runs differ from this by 6 to 23% on average".to_owned(),
+    };
+    let mut text = format!("\nSimulated steps on {}, {calibrated}:\n", on.machine.name);
+    text += &grid(&rows);
+    for (stage, _, step) in &stages {
+        if let (Some(days), Some(hours)) = (step.days, step.gpu_hours) {
+            text += &format!("stage {stage}: {days:.1} days, {hours:.0} GPU hours\n");
+        }
+    }
+    if stages.iter().any(|(.., step)| step.extrapolated) {
+        text += "Extrapolated: the formulas were compared with runs of up to 128 GPUs.\n";
+    }
     text
 }
 

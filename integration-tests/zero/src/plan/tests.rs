@@ -1,4 +1,5 @@
 mod llama_70b;
+mod simulate;
 
 use clap::{Parser, error::ErrorKind};
 use serde_json::Value;

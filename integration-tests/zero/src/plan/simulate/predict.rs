@@ -1,0 +1,175 @@
+//! `--calibrate A.csv --predict B.csv`: predictions of one table after a calibration on another.
+
+use std::path::Path;
+
+use clap::ValueEnum;
+use zero_simulator::{
+    Costs, Efficiencies, Errors, Fit, Machine, Row, Run, StepSchedules, Table, calibration_rows,
+    errors_table, fit,
+};
+
+use super::{Calibration, SimulateArgs};
+use crate::error::CliError;
+use crate::output::print_text;
+
+/// The rows of a calibration.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Rows {
+    /// All measured rows
+    #[default]
+    All,
+    /// At most eight, by a rule that does not look at their times
+    Rule,
+}
+
+/// A row with the schedules of its step.
+struct Simulated<'a> {
+    row: &'a Row,
+    machine: Machine,
+    schedules: StepSchedules,
+}
+
+impl<'a> Simulated<'a> {
+    fn new(row: &'a Row) -> Result<Self, CliError> {
+        let usage = |error: &dyn std::fmt::Display| {
+            CliError::Usage(format!("line {} ({}): {error}", row.line, row.model))
+        };
+        let run = Run::of_row(row).map_err(|error| usage(&error))?;
+        Ok(Self {
+            machine: row.machine().map_err(|error| usage(&error))?,
+            schedules: run.schedules().map_err(|error| usage(&error))?,
+            row,
+        })
+    }
+
+    /// Tokens per second and GPU.
+    fn speed(&self, efficiencies: &Efficiencies) -> f64 {
+        let step = self.schedules.step(&Costs {
+            machine: &self.machine,
+            shape: &self.row.shape,
+            software: &self.row.software(),
+            efficiencies,
+        });
+        self.row.tokens_per_s(step.seconds)
+    }
+}
+
+fn all(rows: &[Row]) -> Result<Vec<Simulated<'_>>, CliError> {
+    rows.iter().map(Simulated::new).collect()
+}
+
+/// The indices of the rows to fit: measured ones, all or by the rule.
+fn used(rows: &[Row], by: Rows) -> Result<Vec<usize>, CliError> {
+    let measured: Vec<usize> = (0..rows.len())
+        .filter(|&row| rows[row].measured.is_some())
+        .collect();
+    if by == Rows::All || measured.is_empty() {
+        return Ok(measured);
+    }
+    let of_rule: Vec<Row> = measured.iter().map(|&row| rows[row].clone()).collect();
+    let memory_bytes = of_rule[0].machine().map_err(CliError::usage)?.memory_bytes;
+    let chosen = calibration_rows(&of_rule, memory_bytes);
+    Ok(chosen.into_iter().map(|index| measured[index]).collect())
+}
+
+/// One machine and software, or an error that says how the rows differ.
+fn check_one_group(path: &Path, rows: &[Row]) -> Result<(), CliError> {
+    let Some(first) = rows.first() else {
+        return Err(CliError::Usage(format!(
+            "--calibrate {}: no rows",
+            path.display()
+        )));
+    };
+    let other = rows
+        .iter()
+        .find(|row| row.source != first.source || row.gpu != first.gpu);
+    match other {
+        None => Ok(()),
+        Some(other) => Err(CliError::Usage(format!(
+            "--calibrate {}: line {} is of {} on {}, line {} of {} on {}: calibrate on rows of one machine and software",
+            path.display(),
+            first.line,
+            first.source,
+            first.gpu,
+            other.line,
+            other.source,
+            other.gpu
+        ))),
+    }
+}
+
+fn fit_to(rows: &[Simulated<'_>], used: &[usize]) -> Result<Fit, CliError> {
+    let measured: Vec<f64> = used
+        .iter()
+        .filter_map(|&row| rows[row].row.measured)
+        .collect();
+    fit(&measured, |efficiencies, index| {
+        rows[used[index]].speed(efficiencies)
+    })
+    .map_err(CliError::usage)
+}
+
+/// Whether two rows are of the same configuration and measurement.
+fn same(a: &Row, b: &Row) -> bool {
+    let without_line = |row: &Row| Row {
+        line: 0,
+        ..row.clone()
+    };
+    without_line(a) == without_line(b)
+}
+
+/// Prints the predicted table, and the errors of its measured rows.
+pub(crate) fn run(args: &SimulateArgs) -> Result<(), CliError> {
+    let (Some(calibrate), Some(predict)) = (&args.calibrate, &args.predict) else {
+        return Ok(());
+    };
+    let known = Table::read(calibrate).map_err(CliError::usage)?;
+    let table = Table::read(predict).map_err(CliError::usage)?;
+    check_one_group(calibrate, &known.rows)?;
+    let simulated = all(&known.rows)?;
+    let used = used(&known.rows, args.rows)?;
+    let fitted = fit_to(&simulated, &used)?;
+    if let Some(path) = &args.save_efficiencies {
+        let first = &known.rows[0];
+        let calibration = Calibration {
+            source: format!("{} rows of {} on {}", used.len(), first.source, first.gpu),
+            efficiencies: fitted.efficiencies,
+            residuals: fitted.residuals.clone(),
+        };
+        let text = serde_json::to_string_pretty(&calibration).map_err(CliError::failure)?;
+        std::fs::write(path, text + "\n")
+            .map_err(|error| CliError::Failure(format!("{}: {error}", path.display())))?;
+    }
+
+    let predicted: Vec<f64> = all(&table.rows)?
+        .iter()
+        .map(|row| row.speed(&fitted.efficiencies))
+        .collect();
+    let is_used = |row: &Row| {
+        used.iter()
+            .any(|&known_row| same(&known.rows[known_row], row))
+    };
+    let used_here: Vec<usize> = (0..table.rows.len())
+        .filter(|&row| is_used(&table.rows[row]))
+        .collect();
+
+    let mut text = table.to_csv(&predicted);
+    let Efficiencies {
+        products,
+        attention,
+        memory,
+        slowdown,
+        launch_us,
+        network,
+    } = fitted.efficiencies;
+    text += &format!(
+        "\ncalibrated on {} rows: products {products:.3} of the peak, attention {attention:.3}, memory {memory:.3}, \
+         compute slows down by {slowdown:.3} beside collectives, {launch_us:.1} us a launch, network {network:.3}\n",
+        used.len()
+    );
+    text += &match Errors::of(&table.rows, &predicted, &used_here) {
+        Some(errors) => errors_table(&[(predict.display().to_string(), errors)]),
+        None => "no measured row is left to judge the predictions by\n".to_owned(),
+    };
+    print_text(text)
+}

@@ -1,0 +1,153 @@
+//! `--sweep gpus=FROM..TO`: the same run on other numbers of GPUs.
+
+use std::fmt::Write;
+use std::str::FromStr;
+
+use plotters::prelude::*;
+
+use super::{SimulatedOn, cluster};
+use crate::error::CliError;
+use crate::plan::{PlanArgs, Report, Request};
+
+/// Numbers of GPUs, doubling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gpus {
+    from: u64,
+    to: u64,
+}
+
+impl FromStr for Gpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let expected = || format!("{text}: expected gpus=FROM..TO, such as gpus=8..1024");
+        let (from, to) = text
+            .strip_prefix("gpus=")
+            .and_then(|range| range.split_once(".."))
+            .ok_or_else(expected)?;
+        let number = |text: &str| text.parse::<u64>().map_err(|_| expected());
+        let (from, to) = (number(from)?, number(to)?);
+        if from == 0 || from > to || to > 1 << 20 {
+            return Err(format!("{text}: expected 1 <= FROM <= TO <= 1048576"));
+        }
+        Ok(Self { from, to })
+    }
+}
+
+/// The speed of one stage on a number of GPUs.
+struct Point {
+    gpus: u64,
+    stage: u8,
+    step_ms: f64,
+    tokens_per_s: f64,
+    mfu: f64,
+    fits: Option<bool>,
+    extrapolated: bool,
+}
+
+/// The text of the sweep; draws it if asked to.
+pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<String, CliError> {
+    let of_node = match &args.simulate.hardware {
+        Some(hardware) => cluster(hardware)?.gpus_per_node as u64,
+        None => return Ok(String::new()),
+    };
+    let mut points = Vec::new();
+    let mut count = gpus.from;
+    while count <= gpus.to {
+        if count <= of_node || count.is_multiple_of(of_node) {
+            let nodes = count.div_ceil(of_node);
+            let of_count = PlanArgs {
+                gpus: Some(count),
+                nodes,
+                ..args.clone()
+            };
+            let (request, _) = Request::new(&of_count)?;
+            let report = Report::with_times(&request, Some(on)).map_err(CliError::usage)?;
+            for stage in report.stages {
+                let Some(simulated) = stage.simulated else {
+                    continue;
+                };
+                points.push(Point {
+                    gpus: count,
+                    stage: stage.stage,
+                    step_ms: simulated.step_ms,
+                    tokens_per_s: simulated.tokens_per_s,
+                    mfu: simulated.mfu,
+                    fits: stage.fits,
+                    extrapolated: simulated.extrapolated,
+                });
+            }
+        }
+        count *= 2;
+    }
+    if let Some(path) = &args.simulate.sweep_svg {
+        draw(path, &points).map_err(|error| {
+            CliError::Failure(format!("--sweep-svg {}: {error}", path.display()))
+        })?;
+    }
+    Ok(table(&points))
+}
+
+fn table(points: &[Point]) -> String {
+    let mut text = "\n   GPUs  stage     step ms      tokens/s    MFU\n".to_owned();
+    for point in points {
+        let note = match (point.fits, point.extrapolated) {
+            (Some(false), _) => "  does not fit",
+            (_, true) => "  extrapolated",
+            _ => "",
+        };
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "{:>7}  {:>5}  {:>10.1}  {:>12.0}  {:>4.1}%{note}",
+            point.gpus,
+            point.stage,
+            point.step_ms,
+            point.tokens_per_s,
+            100.0 * point.mfu
+        );
+    }
+    text
+}
+
+/// Tokens per second over GPUs, both in powers of ten; a line a stage.
+fn draw(path: &std::path::Path, points: &[Point]) -> Result<(), Box<dyn std::error::Error>> {
+    let (Some(first), Some(last)) = (points.first(), points.last()) else {
+        return Err("nothing was simulated".into());
+    };
+    let speeds = points.iter().map(|point| point.tokens_per_s);
+    let lowest = speeds.clone().fold(f64::INFINITY, f64::min);
+    let highest = speeds.fold(0.0, f64::max);
+    let root = SVGBackend::new(path, (900, 560)).into_drawing_area();
+    root.fill(&WHITE)?;
+    let x = (first.gpus as f64 / 1.1..last.gpus as f64 * 1.1).log_scale();
+    let y = (lowest / 1.3..highest * 1.3).log_scale();
+    let mut chart = ChartBuilder::on(&root)
+        .caption("Simulated tokens/s over GPUs", ("sans-serif", 20))
+        .margin(16)
+        .x_label_area_size(40)
+        .y_label_area_size(80)
+        .build_cartesian_2d(x, y)?;
+    chart
+        .configure_mesh()
+        .x_desc("GPUs")
+        .y_desc("tokens/s")
+        .draw()?;
+    for stage in 0..4u8 {
+        let color = Palette99::pick(stage.into()).to_rgba();
+        let line = points.iter().filter(|point| point.stage == stage);
+        let line = line.map(|point| (point.gpus as f64, point.tokens_per_s));
+        chart
+            .draw_series(LineSeries::new(line, color.stroke_width(2)))?
+            .label(format!("stage {stage}"))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .border_style(BLACK)
+        .background_style(WHITE)
+        .draw()?;
+    root.present()?;
+    Ok(())
+}

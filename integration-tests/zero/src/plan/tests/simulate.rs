@@ -1,0 +1,187 @@
+//! Simulated steps, sweeps, timelines and tables of predictions.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{args, json, text, usage_error};
+use crate::plan::run;
+
+const LINE: &str = "--model gpt2-124m --micro-batch 4 --seq-len 1024 --simulate --hardware";
+
+fn stage(report: &Value, stage: usize) -> &Value {
+    &report["stages"][stage]["simulated"]
+}
+
+#[test]
+fn a_simulated_step_has_its_rates() {
+    let report = json(&format!("{LINE} h100-80g:8x2 --tokens 1B"));
+    assert_eq!(report["gpus"], 16);
+    assert_eq!(report["nodes"], 2);
+    assert_eq!(report["simulated_on"]["machine"]["name"], "h100-80g");
+    let machine = &report["simulated_on"]["machine"];
+    let peak_flops = machine["peak_flops"].as_f64().unwrap();
+    for number in 0..4 {
+        let simulated = stage(&report, number);
+        let get = |key: &str| simulated[key].as_f64().unwrap();
+        let step_s = get("step_ms") / 1e3;
+        let tokens_per_s = 16.0 * 4.0 * 1024.0 / step_s;
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+        assert!(near(get("tokens_per_s"), tokens_per_s), "{simulated}");
+        assert!(near(get("tokens_per_s_gpu") * 16.0, tokens_per_s));
+        assert!(near(get("tflops_gpu") * 1e12, get("mfu") * peak_flops));
+        assert!(near(get("days") * 86_400.0 * tokens_per_s, 1e9));
+        assert!(near(get("gpu_hours"), get("days") * 24.0 * 16.0));
+        let range = [0, 1].map(|i| simulated["step_ms_range"][i].as_f64().unwrap());
+        assert!(range[0] < get("step_ms") && get("step_ms") < range[1]);
+        assert_eq!(simulated["extrapolated"], false);
+    }
+    let many = json(&format!("{LINE} h100-80g:8x32"));
+    assert_eq!(stage(&many, 3)["extrapolated"], true);
+    let text = text(&format!("{LINE} h100-80g:8x32"));
+    assert!(
+        text.contains("Simulated steps on h100-80g, not calibrated"),
+        "{text}"
+    );
+    assert!(text.contains("Extrapolated"), "{text}");
+
+    let without = json("--model gpt2-124m --gpus 8");
+    assert!(without["stages"][0].get("simulated").is_none());
+}
+
+/// More nodes and a slower network cost time; a GPU alone sends nothing.
+#[test]
+fn links_cost_time() {
+    let exposed = |hardware: &str, number: usize| {
+        let report = json(&format!("{LINE} {hardware}"));
+        stage(&report, number)["exposed_ms"].as_f64().unwrap()
+    };
+    let alone = json(&format!("{LINE} h100-80g:1x1"));
+    for number in 0..4 {
+        assert_eq!(stage(&alone, number)["network_ms"], 0.0);
+        assert_eq!(stage(&alone, number)["links_ms"], 0.0);
+    }
+    assert!(exposed("h100-80g:8x8", 3) > exposed("h100-80g:8x1", 3));
+    let of = |hardware| stage(&json(&format!("{LINE} {hardware}")), 2)["network_ms"].as_f64();
+    assert!(of("a100-80g:8x4") > Some(0.0));
+    assert_eq!(of("a100-80g:8x1"), Some(0.0));
+}
+
+/// Tensor parallelism divides the passes and sums their outputs; groups that do not fit a stage
+/// leave it out.
+#[test]
+fn meshes_are_simulated() {
+    let report = json(
+        "--model gpt2-774m --micro-batch 4 --simulate --hardware h100-80g:4x2 --tensor-parallel 2",
+    );
+    let links = |report: &Value| stage(report, 3)["links_ms"].as_f64().unwrap();
+    assert!(links(&report) > 0.0);
+    let hpz = json(&format!("{LINE} h100-80g:4x2 --hpz 4"));
+    assert!(stage(&hpz, 3)["step_ms"].as_f64().unwrap() > 0.0);
+    let offload = json(&format!("{LINE} h100-80g:4x1 --offload cpu"));
+    let slower = |report: &Value| stage(report, 2)["step_ms"].as_f64().unwrap();
+    assert!(slower(&offload) > slower(&json(&format!("{LINE} h100-80g:4x1"))));
+}
+
+#[test]
+fn wrong_simulations_are_refused() {
+    for (line, said) in [
+        (
+            "h100-80g:8x2 --gpus 8",
+            "--gpus and --hardware h100-80g:8x2 differ, which has 16",
+        ),
+        ("h100:8x2", "h100-80g"),
+        ("h100-80g:8", "NAME:GPUSxNODES"),
+        ("missing.json:8x1", "missing.json"),
+        (
+            "h100-80g:8x1 --efficiencies missing.json",
+            "--efficiencies missing.json",
+        ),
+    ] {
+        let error = usage_error(&format!("{LINE} {line}"));
+        assert!(error.contains(said), "{line}: {error}");
+    }
+    let assumed = text("--params 7e9 --simulate --hardware h100-80g:8x1");
+    assert!(
+        assumed.contains("the shape of the model is assumed"),
+        "{assumed}"
+    );
+}
+
+#[test]
+fn timelines_and_sweeps_are_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let [timeline, svg] = ["steps.json", "sweep.svg"].map(|name| dir.path().join(name));
+    let line = format!(
+        "{LINE} h100-80g:8x1 --timeline {} --sweep gpus=8..32 --sweep-svg {}",
+        timeline.display(),
+        svg.display()
+    );
+    run(&args(&line)).unwrap();
+    let events: Value = serde_json::from_str(&std::fs::read_to_string(timeline).unwrap()).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    let of = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    // Two steps and a half are recorded, of 14 passes forward and backward each.
+    assert_eq!(of("pass"), 3 * 2 * 14);
+    assert!(of("all_gather") + of("reduce_scatter") + of("all_reduce") > 0);
+    let drawn = std::fs::read_to_string(svg).unwrap();
+    assert!(drawn.contains("stage 3") && drawn.contains("tokens/s"));
+
+    for wrong in ["gpus=8", "gpus=32..8", "gpus=0..8", "nodes=1..2"] {
+        let line = format!("{LINE} h100-80g:8x1 --sweep {wrong}");
+        let words = ["plan"].into_iter().chain(line.split_whitespace());
+        let error = <super::Line as clap::Parser>::try_parse_from(words);
+        let text = error.err().unwrap().to_string();
+        assert!(text.contains("expected"), "{text}");
+    }
+}
+
+/// Rows of one machine and software, of which one has another micro-batch.
+const ROWS: &str = "source,gpu,nodes,gpus,model,params,layers,width,heads,kv_heads,ffn,vocab,seq,micro_batch,global_batch,stage,act_ckpt,dtype,intra_bw,inter_bw,tok_s_gpu,mfu,mem_gib
+ours,h100_80gb,1,8,small,124439808,12,768,12,12,3072,50304,1024,8,64,3,none,bf16,450,50,200000,,
+ours,h100_80gb,1,8,small,124439808,12,768,12,12,3072,50304,1024,16,128,3,none,bf16,450,50,230000,,
+";
+
+fn table(dir: &Path, name: &str, text: &str) -> String {
+    let path = dir.join(name);
+    std::fs::write(&path, text).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn tables_are_predicted() {
+    let dir = tempfile::tempdir().unwrap();
+    let known = table(dir.path(), "a.csv", ROWS);
+    let more = ROWS.replace(",8,64,", ",4,32,");
+    let more = table(dir.path(), "b.csv", &more);
+    let saved = dir.path().join("efficiencies.json").display().to_string();
+    run(&args(&format!(
+        "--calibrate {known} --predict {more} --rows rule --save-efficiencies {saved}"
+    )))
+    .unwrap();
+    // What was saved is read, and named.
+    let report = json(&format!("{LINE} h100-80g:8x1 --efficiencies {saved}"));
+    assert_eq!(
+        report["simulated_on"]["calibrated_on"],
+        "2 rows of ours on h100_80gb"
+    );
+
+    let other = ROWS.replacen("ours", "theirs", 1);
+    let two = table(dir.path(), "two.csv", &other);
+    let empty = table(dir.path(), "empty.csv", ROWS.lines().next().unwrap());
+    let unknown = table(
+        dir.path(),
+        "unknown.csv",
+        &ROWS.replace("h100_80gb", "abacus"),
+    );
+    for (calibrate, said) in [
+        (&two, "calibrate on rows of one machine and software"),
+        (&empty, "no rows"),
+        (&unknown, "abacus"),
+        (&saved, "line 2"),
+    ] {
+        let error = run(&args(&format!("--calibrate {calibrate} --predict {more}")));
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+}
