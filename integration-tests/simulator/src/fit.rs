@@ -223,7 +223,7 @@ impl<'a, P: Fn(&Efficiencies, usize) -> f64> Problem<'a, P> {
         self.logarithms(x).into_iter().map(huber).collect()
     }
 
-    /// Half of the sum of squares; infinite where a prediction is no number.
+    /// Half of the sum of squares; infinite where a prediction is NaN.
     fn cost(&self, residuals: &[f64], x: &Vector) -> f64 {
         let cost = 0.5 * (dot(residuals, residuals) + RIDGE * dot(x, x));
         if cost.is_finite() {
@@ -353,7 +353,7 @@ mod tests {
                 value: f64::INFINITY
             }
         );
-        // Beyond the priors, a prediction that is no number is a step that is not taken.
+        // Beyond the priors, a step to a NaN is refused.
         let partly = |efficiencies: &Efficiencies, row| match efficiencies.products {
             0.7 => speed(efficiencies, row),
             _ => f64::NAN,

@@ -27,7 +27,7 @@ pub struct Shape {
     pub kv_heads: u64,
     /// Elements between the two products of the feed-forward part.
     pub ffn: u64,
-    /// Whether the feed-forward part has a gate, as Llama's, and the output weights of their own.
+    /// Whether the feed-forward part has a gate, as Llama's, and separate output weights.
     pub gated: bool,
     /// Tokens of the vocabulary.
     pub vocab: u64,

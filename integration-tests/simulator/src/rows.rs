@@ -16,7 +16,7 @@ pub const PREDICTED: &str = "predicted_tok_s_gpu";
 pub struct Row {
     /// Line in the file, from 1.
     pub line: usize,
-    /// Where the figure was published. A name that begins with `vtrain` is of Megatron-DeepSpeed.
+    /// The publication of the figure. A name that begins with `vtrain` is of Megatron-DeepSpeed.
     pub source: String,
     /// The GPU; [`Machine::preset`] knows some of them.
     pub gpu: String,

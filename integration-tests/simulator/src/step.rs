@@ -14,8 +14,8 @@ use crate::{Costs, PassSeconds, Row, Shape, ring};
 
 /// Micro-batches that are simulated; more follow from the difference of the last two.
 const MICRO_BATCHES: usize = 3;
-/// Steps that are recorded. The last one has a whole step before it.
-const STEPS: u64 = 3;
+/// Steps that are recorded. The last one has a whole step before it, whose update it waits for.
+const STEPS: u64 = 2;
 /// The network, and the links within a node, which collectives share that run at the same time.
 const NETWORK: u8 = 0;
 const LINKS: u8 = 1;

@@ -14,7 +14,7 @@ use zero_trainer::{
 /// The label of a pass. Its [`Work::class`] is [`pass_class`].
 pub(crate) const PASS: &str = "pass";
 
-/// What a pass computes.
+/// The computation of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Embedding,

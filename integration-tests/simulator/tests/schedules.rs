@@ -119,7 +119,7 @@ fn schedules_are_near_the_two_queues() {
     }
 }
 
-/// What a rank enqueues, and so the time of a simulation, does not grow with the ranks.
+/// The operations of a rank, and so the time of a simulation, do not grow with the ranks.
 #[test]
 fn operations_do_not_grow_with_the_ranks() {
     let row = group("llm-foundry/h100-large").remove(0);

@@ -1,7 +1,7 @@
 //! The commands of the binary `zero`: training, planning and checkpoint tools.
 //!
 //! ```text
-//! train  plan  ckpt  generate  inspect   the commands; train asks plan
+//! train  plan  tune  ckpt  generate  inspect   the commands; train and tune ask plan
 //!  |      |
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json
@@ -26,6 +26,7 @@ mod output;
 pub mod plan;
 mod settings;
 pub mod train;
+pub mod tune;
 pub mod workload;
 
 pub use error::CliError;

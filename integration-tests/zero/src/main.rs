@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use zero::launcher::Report;
-use zero::{CliError, ckpt, generate, inspect, plan, train};
+use zero::{CliError, ckpt, generate, inspect, plan, train, tune};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -27,6 +27,8 @@ enum Command {
     Train(Box<train::TrainArgs>),
     /// Show the memory and traffic of each stage, and which stages fit
     Plan(Box<plan::PlanArgs>),
+    /// Find the fastest configurations of a training run that fit
+    Tune(Box<tune::TuneArgs>),
     /// Inspect, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
     /// Show training data as a run reads it
@@ -103,6 +105,7 @@ fn main() -> ExitCode {
     let result = std::panic::catch_unwind(|| match Cli::parse_from(arguments()).command {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::Tune(args) => tune::run(&args),
         Command::Ckpt(args) => ckpt::run(args),
         Command::Data(args) => inspect::run(&args),
         Command::Generate(args) => generate::run(&args),

@@ -21,7 +21,7 @@ struct Point {
     mark: Option<Mark>,
     /// The event's place in a schedule, if its stream records.
     recorded: Option<RecordedPoint>,
-    /// What the program knows of it, if that counts and not the thread of its stream.
+    /// The program's knowledge of it, if that counts and not the thread of its stream.
     causal: Option<CausalPoint>,
     /// In modelled time, in nanoseconds.
     time: AtomicU64,
@@ -95,7 +95,7 @@ impl HostEvent {
         self.0.recorded.as_ref()
     }
 
-    /// What the program knows of it.
+    /// The program's knowledge of it.
     pub(super) fn causal(&self) -> Option<&CausalPoint> {
         self.0.causal.as_ref()
     }

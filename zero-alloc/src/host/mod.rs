@@ -206,7 +206,7 @@ unsafe impl Memory for HostDevice {
         let len =
             mapped_bytes(bytes).ok_or_else(|| out_of_memory("beyond the address space".into()))?;
         let map = match self.recorder {
-            // What is recorded touches little of it.
+            // A recorded program touches little of it.
             Some(_) => mapping::map_unbacked,
             None => mapping::map,
         };

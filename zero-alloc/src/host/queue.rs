@@ -72,7 +72,7 @@ impl StreamInfo {
         self.causal.as_ref().map(CausalStream::record)
     }
 
-    /// What is enqueued from now on runs behind `event`.
+    /// Orders later operations behind `event`.
     pub(crate) fn waits_for(&self, event: &HostEvent) {
         if let (Some(stream), Some(point)) = (&self.causal, event.causal()) {
             stream.wait(point);

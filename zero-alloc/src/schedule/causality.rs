@@ -13,9 +13,9 @@ type Clock = Vec<u64>;
 
 #[derive(Debug, Default)]
 struct Clocks {
-    /// What is reached when all that is enqueued on a stream has run.
+    /// For each stream, the points that are reached when all that is enqueued on it has run.
     streams: Vec<Clock>,
-    /// What the program knows.
+    /// The points that the program knows to be reached.
     program: Clock,
 }
 
@@ -72,7 +72,7 @@ impl CausalStream {
         }
     }
 
-    /// What is enqueued from now on runs behind `point`.
+    /// Orders later operations behind `point`.
     pub(crate) fn wait(&self, point: &CausalPoint) {
         if Arc::ptr_eq(&self.program.0, &point.of.program.0) {
             join(

@@ -9,7 +9,7 @@ use crate::device::DeviceError;
 use crate::host::queue::{Item as QueueItem, Queue, StreamInfo};
 use crate::host::{HostDevice, HostEvent};
 
-/// What is known of an operation when it is enqueued, for its cost.
+/// The size of an operation, known when it is enqueued, for its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Work {
     /// Bytes that it reads and writes, or that it sends.
@@ -38,7 +38,7 @@ pub struct Operation {
     pub work: Work,
 }
 
-/// What a program did, in order.
+/// An action of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Item {
     /// It enqueued an operation.
@@ -71,7 +71,7 @@ pub enum Item {
 pub struct Schedule {
     /// The names of its streams.
     pub streams: Vec<Arc<str>>,
-    /// What it did, in order.
+    /// Its actions, in order.
     pub items: Vec<Item>,
     pub(super) events: usize,
 }
@@ -127,7 +127,7 @@ impl Recorder {
         &self.causality
     }
 
-    /// What was recorded so far. Streams and events remain valid.
+    /// The schedule so far. Streams and events remain valid.
     pub fn schedule(&self) -> Schedule {
         self.schedule.lock().clone()
     }

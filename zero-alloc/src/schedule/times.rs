@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{Item, Operation, Schedule};
 use crate::timeline::OpSpan;
 
-/// What an operation costs.
+/// The cost of an operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Its time, where nothing slows it down. Whole nanoseconds keep the sums exact.
@@ -85,6 +85,8 @@ struct Machine<'a> {
     /// When the program goes on.
     host_ns: f64,
     now_ns: f64,
+    /// Of the running operations, by stream.
+    speeds: Vec<f64>,
     times: Times,
 }
 
@@ -106,6 +108,7 @@ impl Schedule {
             enqueued: 0,
             host_ns: 0.0,
             now_ns: 0.0,
+            speeds: Vec::new(),
             times: Times {
                 operations: vec![[f64::INFINITY; 2]; operations],
                 enqueued: vec![f64::INFINITY; operations],
@@ -218,34 +221,36 @@ impl Machine<'_> {
     }
 
     fn running(&self) -> impl Iterator<Item = &Running> {
-        self.streams
-            .iter()
-            .filter_map(|stream| stream.running.as_ref())
-    }
-
-    /// The speed of an operation beside the others that run.
-    fn speed(&self, cost: &Cost) -> f64 {
-        let share = match cost.shares {
-            None => 1,
-            shares => self.running().filter(|r| r.cost.shares == shares).count(),
-        };
-        let slowed = cost.slowdown > 0.0 && self.running().any(|r| r.cost.slows);
-        (if slowed { 1.0 - cost.slowdown } else { 1.0 }) / share as f64
+        let streams = self.streams.iter();
+        streams.filter_map(|stream| stream.running.as_ref())
     }
 
     /// The time until the next operation ends or the program goes on; `None`: nothing happens any
-    /// more.
-    fn next_event_ns(&self) -> Option<f64> {
-        let ends = self
-            .running()
-            .map(|running| running.left_ns / self.speed(&running.cost));
-        let host = (self.host_ns > self.now_ns).then_some(self.host_ns - self.now_ns);
-        ends.chain(host).reduce(f64::min)
+    /// more. Sets the speeds of the running operations.
+    fn next_event_ns(&mut self) -> Option<f64> {
+        let mut speeds = std::mem::take(&mut self.speeds);
+        speeds.clear();
+        let slowed = self.running().any(|running| running.cost.slows);
+        let mut wait_ns = self.host_ns - self.now_ns;
+        if wait_ns <= 0.0 {
+            wait_ns = f64::INFINITY;
+        }
+        for Running { cost, left_ns, .. } in self.running() {
+            let shares = match cost.shares {
+                None => 1,
+                shares => self.running().filter(|r| r.cost.shares == shares).count(),
+            };
+            let alone = if slowed { 1.0 - cost.slowdown } else { 1.0 };
+            let speed = alone / shares as f64;
+            wait_ns = wait_ns.min(left_ns / speed);
+            speeds.push(speed);
+        }
+        self.speeds = speeds;
+        wait_ns.is_finite().then_some(wait_ns)
     }
 
-    /// Lets `elapsed_ns` pass, at most the time until the next event.
+    /// Lets `elapsed_ns` pass: the time until the next event.
     fn advance(&mut self, elapsed_ns: f64) {
-        let speeds: Vec<_> = self.running().map(|r| self.speed(&r.cost)).collect();
         // The program goes on at its own time, whatever rounding says.
         let host_goes_on = self.host_ns > self.now_ns && self.host_ns - self.now_ns <= elapsed_ns;
         self.now_ns = match host_goes_on {
@@ -253,7 +258,7 @@ impl Machine<'_> {
             false => self.now_ns + elapsed_ns,
         };
         let running = self.streams.iter_mut().filter(|s| s.running.is_some());
-        for (stream, speed) in running.zip(speeds) {
+        for (stream, speed) in running.zip(&self.speeds) {
             let Some(running) = &mut stream.running else {
                 continue;
             };

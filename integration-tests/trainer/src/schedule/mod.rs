@@ -15,6 +15,7 @@ use zero_alloc::schedule::{Recorder, Schedule, ScheduledDevice};
 use zero_comm::{ScheduledComm, ScheduledGroups};
 
 use crate::error::TrainError;
+use crate::offload::settings::Home;
 use crate::options::RunOptions;
 use crate::rank::{HostSide, Rank, Settings};
 use crate::run::enqueue_steps;
@@ -30,7 +31,7 @@ use kernels::ScheduledKernels;
 /// communicator.
 #[derive(Clone, Debug)]
 pub struct StepSchedule {
-    /// What the rank enqueues.
+    /// The operations of the rank.
     pub schedule: Schedule,
     /// The ranks of each communicator.
     pub communicators: Vec<Arc<[usize]>>,
@@ -39,7 +40,8 @@ pub struct StepSchedule {
 /// Records `options.steps` steps of rank `rank` of `ranks` ranks on the host.
 ///
 /// # Errors
-/// As a run: settings or a model that cannot be used.
+/// As a run: settings or a model that cannot be used. Also offload to NVMe, for which a run makes
+/// files.
 pub fn record_on_host(
     rank: usize,
     ranks: usize,
@@ -63,7 +65,7 @@ pub fn record_on_host(
 /// the host.
 ///
 /// # Errors
-/// As a run: settings or a model that cannot be used.
+/// As [`record_on_host`].
 pub fn record_on_device(
     rank: usize,
     ranks: usize,
@@ -83,7 +85,7 @@ pub fn record_on_device(
     of.steps(rank, ranks, settings, workload, options)
 }
 
-/// Where a rank's steps are recorded.
+/// The place where a rank's steps are recorded.
 struct Recorded<D> {
     recorder: Recorder,
     timeline: Timeline,
@@ -106,6 +108,14 @@ impl<D: Device<Stream = HostStream>> Recorded<D> {
             device,
             host,
         } = self;
+        let offload = &settings.offload;
+        let on_file = |home: &Home| matches!(home, Home::Nvme(_));
+        if on_file(&offload.optimizer) || on_file(&offload.params) {
+            return Err(TrainError::Usage(
+                "a schedule makes no scratch files: offload to host memory instead of NVMe"
+                    .to_owned(),
+            ));
+        }
         let groups = ScheduledGroups::default();
         let comm = Arc::new(ScheduledComm::new(&device, rank, ranks, &groups)?);
         let units = RunUnits::new(settings, workload, ranks)?;

@@ -23,6 +23,7 @@ use crate::output::{print_note, print_text};
 use crate::settings::args::{MeshArgs, OffloadArgs};
 pub(crate) use report::Report;
 pub(crate) use request::Request;
+pub(crate) use simulate::Machines;
 use simulate::SimulateArgs;
 pub(crate) use stage::evaluate;
 

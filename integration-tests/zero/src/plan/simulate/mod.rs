@@ -1,6 +1,7 @@
 //! `zero plan --simulate`: the time of a step of each stage, by the trainer's own schedule and the
 //! formulas of zero-simulator; and tables of predictions beside measurements.
 
+mod machines;
 mod predict;
 mod sweep;
 mod timeline;
@@ -21,6 +22,7 @@ use super::{PlanArgs, Report};
 use crate::error::CliError;
 use crate::flags::parse_params;
 
+pub(crate) use machines::Machines;
 pub(super) use predict::run as predict;
 
 /// GPUs of the largest published run that the formulas were compared with.
@@ -94,7 +96,7 @@ pub(crate) struct Simulated {
     /// Collectives between nodes, and within them.
     pub(crate) network_ms: f64,
     pub(crate) links_ms: f64,
-    /// What bounds the step.
+    /// The bottleneck of the step.
     pub(crate) bound: &'static str,
     /// Days and GPU hours of `--tokens`.
     pub(crate) days: Option<f64>,
@@ -108,7 +110,7 @@ pub(crate) struct Simulated {
 pub(crate) struct SimulatedOn {
     pub(crate) machine: Machine,
     pub(crate) efficiencies: Efficiencies,
-    /// Where the efficiencies are from.
+    /// The source of the efficiencies.
     pub(crate) calibrated_on: Option<String>,
     #[serde(skip)]
     tokens: Option<u64>,
@@ -260,7 +262,7 @@ impl SimulatedOn {
     }
 }
 
-/// What bounds a step: where less than a tenth of it is exposed, the GPU itself.
+/// The bottleneck of a step: where less than a tenth of it is exposed, the GPU itself.
 fn bound(step: &Step) -> &'static str {
     if step.idle_s < 0.1 * step.seconds {
         return "products and memory of the GPU";
@@ -302,7 +304,7 @@ fn read(path: &Path) -> Result<Calibration, CliError> {
     })
 }
 
-/// Writes what `--sweep` and `--timeline` ask for, and returns the text of the sweep.
+/// Writes the files of `--sweep` and `--timeline`, and returns the text of the sweep.
 pub(super) fn extras(
     args: &PlanArgs,
     request: &Request,

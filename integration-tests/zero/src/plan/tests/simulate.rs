@@ -2,10 +2,12 @@
 
 use std::path::Path;
 
+use clap::Parser;
 use serde_json::Value;
 
 use super::{args, json, text, usage_error};
 use crate::plan::run;
+use crate::tune::{TuneArgs, Tuned, tune};
 
 const LINE: &str = "--model gpt2-124m --micro-batch 4 --seq-len 1024 --simulate --hardware";
 
@@ -108,6 +110,19 @@ fn wrong_simulations_are_refused() {
     );
 }
 
+/// A plan of offload to NVMe makes no file, so its steps are not simulated.
+#[test]
+fn no_scratch_file_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let nvme = dir.path().display();
+    let report = json(&format!("{LINE} h100-80g:4x1 --offload nvme:{nvme}"));
+    // At stage 0, too, the host updates.
+    for number in 0..4 {
+        assert!(report["stages"][number].get("simulated").is_none());
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
 #[test]
 fn timelines_and_sweeps_are_written() {
     let dir = tempfile::tempdir().unwrap();
@@ -121,8 +136,8 @@ fn timelines_and_sweeps_are_written() {
     let events: Value = serde_json::from_str(&std::fs::read_to_string(timeline).unwrap()).unwrap();
     let events = events["traceEvents"].as_array().unwrap();
     let of = |name: &str| events.iter().filter(|event| event["name"] == name).count();
-    // Two steps and a half are recorded, of 14 passes forward and backward each.
-    assert_eq!(of("pass"), 3 * 2 * 14);
+    // Two steps are recorded, of 14 passes forward and backward each.
+    assert_eq!(of("pass"), 2 * 2 * 14);
     assert!(of("all_gather") + of("reduce_scatter") + of("all_reduce") > 0);
     let drawn = std::fs::read_to_string(svg).unwrap();
     assert!(drawn.contains("stage 3") && drawn.contains("tokens/s"));
@@ -130,9 +145,97 @@ fn timelines_and_sweeps_are_written() {
     for wrong in ["gpus=8", "gpus=32..8", "gpus=0..8", "nodes=1..2"] {
         let line = format!("{LINE} h100-80g:8x1 --sweep {wrong}");
         let words = ["plan"].into_iter().chain(line.split_whitespace());
-        let error = <super::Line as clap::Parser>::try_parse_from(words);
+        let error = super::Line::try_parse_from(words);
         let text = error.err().unwrap().to_string();
         assert!(text.contains("expected"), "{text}");
+    }
+}
+
+fn tuned(line: &str) -> Tuned {
+    let words = ["tune"].into_iter().chain(line.split_whitespace());
+    tune(&TuneLine::try_parse_from(words).unwrap().args).unwrap()
+}
+
+#[derive(Parser)]
+struct TuneLine {
+    #[command(flatten)]
+    args: TuneArgs,
+}
+
+/// The best configuration is the fastest of all that fit, fits by the plan, and has the plan's time.
+#[test]
+fn the_best_of_all_is_found() {
+    let batch = "--batch-tokens 131072 --seq-len 1024";
+    let best = tuned(&format!(
+        "--model gpt2-350m --hardware rtx4090-24g:4x2 {batch}"
+    ));
+    assert_eq!(best.best.len(), 5);
+    assert_eq!(best.gpus, 8);
+    for choice in &best.best {
+        assert!(choice.gpu_bytes <= best.gpu_memory_bytes);
+        let flags: Vec<_> = choice.flags.iter().map(String::as_str).collect();
+        let flags = flags.join(" ");
+        let stage: usize = choice.stage.into();
+        let flags = flags.replace(&format!("--stage {stage} "), "");
+        let line = format!(
+            "--model gpt2-350m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 {flags}"
+        );
+        let report = json(&line);
+        let simulated = &report["stages"][stage]["simulated"];
+        assert_eq!(
+            simulated["step_ms"].as_f64(),
+            Some(choice.step_ms),
+            "{line}"
+        );
+        let planned = &report["stages"][stage]["gpu"]["total_bytes"];
+        assert_eq!(planned.as_u64(), Some(choice.gpu_bytes), "{line}");
+        // The whole batch.
+        let sequences = choice.tokens_per_s * choice.step_ms / 1e3 / 1024.0;
+        assert!((sequences - 128.0).abs() < 1e-6, "{sequences}");
+    }
+    let speeds = best.best.iter().map(|choice| choice.tokens_per_s);
+    assert!(
+        speeds
+            .clone()
+            .zip(speeds.skip(1))
+            .all(|(a, b)| a * 1.003 > b)
+    );
+
+    // Every stage with micro-batches of 1 to 16, by hand: none is faster.
+    for micro in [1, 2, 4, 8, 16] {
+        let accum = 128 / 8 / micro;
+        for checkpointing in ["", "--activation-checkpointing"] {
+            let report = json(&format!(
+                "--model gpt2-350m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 \
+                 --micro-batch {micro} --grad-accum {accum} {checkpointing}"
+            ));
+            for stage in report["stages"].as_array().unwrap() {
+                if stage["fits"] == true {
+                    let speed = stage["simulated"]["tokens_per_s"].as_f64().unwrap();
+                    assert!(speed <= best.best[0].tokens_per_s * 1.003, "{stage}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_searches_are_refused() {
+    for (line, said) in [
+        ("--model nano --hardware abacus:8x1", "abacus"),
+        (
+            "--model nano --hardware h100-80g:8x1 --batch-tokens 1000",
+            "--batch-tokens 1000",
+        ),
+        (
+            "--model llama3-70b --hardware rtx4090-24g:1x1 --seq-len 8192",
+            "fits in no configuration",
+        ),
+    ] {
+        let words = ["tune"].into_iter().chain(line.split_whitespace());
+        let error = tune(&TuneLine::try_parse_from(words).unwrap().args);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(said), "{line}: {error}");
     }
 }
 
@@ -159,7 +262,7 @@ fn tables_are_predicted() {
         "--calibrate {known} --predict {more} --rows rule --save-efficiencies {saved}"
     )))
     .unwrap();
-    // What was saved is read, and named.
+    // The saved file is read, and its source named.
     let report = json(&format!("{LINE} h100-80g:8x1 --efficiencies {saved}"));
     assert_eq!(
         report["simulated_on"]["calibrated_on"],

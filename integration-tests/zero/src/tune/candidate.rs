@@ -1,0 +1,147 @@
+//! A configuration: what `zero tune` varies.
+
+use serde_json::{Value, json};
+use zero_trainer::Home;
+
+use crate::plan::PlanArgs;
+use crate::settings::args::{MeshArgs, OffloadArgs, OptimizerRanks};
+
+/// How the ranks of a run share its states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Groups {
+    /// Over all ranks.
+    All,
+    /// Over the ranks of a node, the nodes alike.
+    Node,
+    /// Over the ranks of a node, and the optimizer state over all.
+    NodeAndWorld,
+    /// Parameters over the ranks of a node, all else over all.
+    Hpz,
+}
+
+/// Where states are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Offload {
+    /// On the GPU.
+    None,
+    /// The optimizer state in host memory.
+    Optimizer,
+    /// And the parameters, at stage 3.
+    Params,
+}
+
+/// A configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Candidate {
+    pub(crate) stage: u8,
+    pub(crate) groups: Groups,
+    pub(crate) tensor_parallel: usize,
+    pub(crate) micro_batch: u64,
+    pub(crate) grad_accum: u64,
+    pub(crate) checkpointing: bool,
+    pub(crate) offload: Offload,
+    /// The gradient bucket's size: 1 / this of the largest unit.
+    pub(crate) bucket_part: u64,
+}
+
+impl Candidate {
+    /// The plan of this configuration. `group`: data ranks of a node; `largest_unit`: elements.
+    pub(crate) fn plan(&self, base: &PlanArgs, group: usize, largest_unit: u64) -> PlanArgs {
+        let with = |is: bool| is.then_some(group);
+        let mesh = MeshArgs {
+            shard_group: with(matches!(self.groups, Groups::Node | Groups::NodeAndWorld)),
+            shard_optimizer: (self.groups == Groups::NodeAndWorld).then_some(OptimizerRanks::World),
+            hpz: with(self.groups == Groups::Hpz),
+            tensor_parallel: (self.tensor_parallel > 1).then_some(self.tensor_parallel),
+            ..MeshArgs::default()
+        };
+        let host = |is: bool| is.then_some(Home::Host);
+        PlanArgs {
+            micro_batch: Some(self.micro_batch),
+            grad_accum: Some(self.grad_accum),
+            activation_checkpointing: self.checkpointing,
+            mesh,
+            offload: OffloadArgs {
+                offload: host(self.offload != Offload::None),
+                offload_params: host(self.offload == Offload::Params),
+                ..OffloadArgs::default()
+            },
+            bucket_elems: (self.bucket_part > 1).then_some(largest_unit / self.bucket_part),
+            ..base.clone()
+        }
+    }
+
+    /// The same configuration with the whole bucket: variants of one choice.
+    pub(crate) fn without_bucket(&self) -> Self {
+        Self {
+            bucket_part: 1,
+            ..*self
+        }
+    }
+
+    /// The flags of `zero train`.
+    pub(crate) fn flags(&self, group: usize, largest_unit: u64) -> Vec<String> {
+        let mut flags = vec![
+            format!("--stage {}", self.stage),
+            format!("--micro-batch {}", self.micro_batch),
+            format!("--grad-accum {}", self.grad_accum),
+        ];
+        let mut add = |is: bool, flag: String| {
+            if is {
+                flags.push(flag);
+            }
+        };
+        let tensor = self.tensor_parallel;
+        add(tensor > 1, format!("--tensor-parallel {tensor}"));
+        let grouped = matches!(self.groups, Groups::Node | Groups::NodeAndWorld);
+        add(grouped, format!("--shard-group {group}"));
+        add(
+            self.groups == Groups::NodeAndWorld,
+            "--shard-optimizer world".to_owned(),
+        );
+        add(self.groups == Groups::Hpz, format!("--hpz {group}"));
+        add(self.checkpointing, "--activation-checkpointing".to_owned());
+        add(self.offload != Offload::None, "--offload cpu".to_owned());
+        add(
+            self.offload == Offload::Params,
+            "--offload-params cpu".to_owned(),
+        );
+        let part = self.bucket_part;
+        add(part > 1, format!("--bucket-elems {}", largest_unit / part));
+        flags
+    }
+
+    /// The same in DeepSpeed's words; tensor parallelism is Megatron's there.
+    pub(crate) fn deepspeed(&self, dtype: &str, group: usize, largest_unit: u64) -> Value {
+        let mut zero = json!({
+            "stage": self.stage,
+            "overlap_comm": true,
+            "reduce_bucket_size": largest_unit / self.bucket_part,
+        });
+        match self.groups {
+            Groups::All => {}
+            Groups::Node | Groups::NodeAndWorld => zero["mics_shard_size"] = group.into(),
+            Groups::Hpz => zero["zero_hpz_partition_size"] = group.into(),
+        }
+        if self.offload != Offload::None {
+            zero["offload_optimizer"] = json!({"device": "cpu", "pin_memory": true});
+        }
+        if self.offload == Offload::Params {
+            zero["offload_param"] = json!({"device": "cpu", "pin_memory": true});
+        }
+        let mut config = json!({
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.grad_accum,
+            "zero_optimization": zero,
+        });
+        match dtype {
+            "bf16" => config["bf16"] = json!({"enabled": true}),
+            "fp16" => config["fp16"] = json!({"enabled": true}),
+            _ => {}
+        }
+        if self.checkpointing {
+            config["activation_checkpointing"] = json!({});
+        }
+        config
+    }
+}

@@ -1,0 +1,117 @@
+//! `zero tune`: the fastest configurations that fit, by the exact memory model and simulated steps.
+
+mod candidate;
+mod search;
+mod table;
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::error::CliError;
+use crate::flags::{DTypeFlag, parse_params, parse_whole};
+use crate::output::print_text;
+use crate::plan::{Machines, PlanArgs};
+pub(crate) use candidate::Candidate;
+
+/// Find the fastest configurations of a training run that fit
+#[derive(Args, Clone, Debug, Default)]
+pub struct TuneArgs {
+    /// A preset (gpt2-1.5b, llama3-8b, ...) or a Hugging Face folder
+    #[arg(long, value_name = "PRESET|HF_DIR")]
+    pub model: String,
+    /// GPUs and nodes, as of zero plan: h100-80g:8x64, or a JSON file with its own figures
+    #[arg(long, value_name = "NAME:GPUSxNODES")]
+    pub hardware: String,
+    /// Tokens of a step of all GPUs, such as 4M: what micro-batches and GPUs do not have,
+    /// accumulation does [default: one micro-batch a step]
+    #[arg(long, value_name = "COUNT", value_parser = parse_params)]
+    pub batch_tokens: Option<u64>,
+    /// Tokens per sequence [default: 1024, or the model's positions]
+    #[arg(long, value_name = "T", value_parser = parse_whole::<u64>)]
+    pub seq_len: Option<u64>,
+    /// Type of parameters and of gradients in communication [default: bf16]
+    #[arg(long, value_enum)]
+    pub dtype: Option<DTypeFlag>,
+    /// The parts of the machine's figures that a program reaches, as of zero plan
+    #[arg(long, value_name = "FILE.json")]
+    pub efficiencies: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A configuration that fits, with its simulated step.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Choice {
+    pub(crate) stage: u8,
+    pub(crate) step_ms: f64,
+    pub(crate) step_ms_range: [f64; 2],
+    pub(crate) tokens_per_s: f64,
+    pub(crate) mfu: f64,
+    pub(crate) exposed_ms: f64,
+    pub(crate) bound: &'static str,
+    pub(crate) gpu_bytes: u64,
+    pub(crate) host_bytes: u64,
+    /// The flags of `zero train`.
+    pub(crate) flags: Vec<String>,
+    /// The same for DeepSpeed, as far as it has it.
+    pub(crate) deepspeed: serde_json::Value,
+    #[serde(skip)]
+    pub(crate) candidate: Candidate,
+}
+
+/// The best configurations.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Tuned {
+    pub(crate) model: String,
+    pub(crate) gpus: u64,
+    pub(crate) nodes: u64,
+    pub(crate) gpu_memory_bytes: u64,
+    /// Configurations that were considered; some are slower than the best even without their
+    /// communication, and were not simulated.
+    pub(crate) candidates: usize,
+    pub(crate) simulated: usize,
+    pub(crate) did_not_fit: usize,
+    pub(crate) calibrated_on: Option<String>,
+    pub(crate) extrapolated: bool,
+    /// Fastest first.
+    pub(crate) best: Vec<Choice>,
+}
+
+/// Runs `zero tune`.
+///
+/// # Errors
+/// A model, a machine or a batch that cannot be used, or nothing fits.
+pub fn run(args: &TuneArgs) -> Result<(), CliError> {
+    let tuned = tune(args)?;
+    if args.json {
+        print_text(serde_json::to_string_pretty(&tuned).map_err(CliError::failure)? + "\n")
+    } else {
+        print_text(table::text(&tuned, &args.model))
+    }
+}
+
+/// The best configurations.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn tune(args: &TuneArgs) -> Result<Tuned, CliError> {
+    let base = PlanArgs::of_tune(
+        &args.model,
+        &args.hardware,
+        args.seq_len,
+        args.dtype,
+        args.efficiencies.clone(),
+    );
+    let machines = Machines::new(&base)?;
+    let tuned = search::run(&machines, args.batch_tokens)?;
+    if tuned.best.is_empty() {
+        return Err(CliError::Usage(format!(
+            "{} fits in no configuration on {}: {} were tried; use more GPUs or shorter sequences, or see zero plan for what the memory goes to",
+            args.model, args.hardware, tuned.candidates
+        )));
+    }
+    Ok(tuned)
+}

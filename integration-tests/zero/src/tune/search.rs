@@ -1,0 +1,174 @@
+//! The search over configurations.
+//!
+//! A step takes no less than its passes, whatever is sent: so candidates are tried in the order of
+//! that bound, and the search ends at the first whose bound is slower than the fifth best. What it
+//! leaves out is slower, and no heuristic decides.
+
+use super::candidate::{Candidate, Groups, Offload};
+use super::{Choice, Tuned};
+use crate::error::CliError;
+use crate::plan::Machines;
+
+/// Configurations that are printed.
+const BEST: usize = 5;
+/// The largest micro-batch.
+const MAX_MICRO_BATCH: u64 = 256;
+/// Candidates that are simulated at a time, on all cores: the same on every machine.
+const BATCH: usize = 32;
+/// Speeds closer than this part are equal: the one that needs less memory is better.
+const TIE: f64 = 0.002;
+
+/// A candidate with the tokens per second that it cannot exceed.
+struct Bounded {
+    candidate: Candidate,
+    tokens_per_s: f64,
+}
+
+pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tuned, CliError> {
+    let mut bounded: Vec<_> = candidates(machines, batch_tokens)?
+        .into_iter()
+        .map(|candidate| Bounded {
+            tokens_per_s: machines.most_tokens_per_s(&candidate),
+            candidate,
+        })
+        .collect();
+    // Stable: of equal bounds, the simpler candidate is tried first.
+    bounded.sort_by(|a, b| b.tokens_per_s.total_cmp(&a.tokens_per_s));
+
+    let mut best: Vec<Choice> = Vec::new();
+    let mut simulated = 0;
+    let mut did_not_fit = 0;
+    for batch in bounded.chunks(BATCH) {
+        let slowest = best.get(BEST - 1).map_or(0.0, |choice| choice.tokens_per_s);
+        if batch[0].tokens_per_s < slowest * (1.0 - TIE) {
+            break;
+        }
+        for choice in choices(machines, batch) {
+            match choice {
+                Ok(Some(choice)) => {
+                    simulated += 1;
+                    insert(&mut best, choice);
+                }
+                Ok(None) => did_not_fit += 1,
+                // A combination that the trainer refuses.
+                Err(_) => {}
+            }
+        }
+    }
+    Ok(machines.tuned(bounded.len(), simulated, did_not_fit, best))
+}
+
+/// The choices of a batch, in order, on all cores.
+fn choices(machines: &Machines, batch: &[Bounded]) -> Vec<Result<Option<Choice>, CliError>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let parts = batch.chunks(batch.len().div_ceil(cores));
+    std::thread::scope(|scope| {
+        let of_part = |part: &'_ [Bounded]| {
+            let choices = part
+                .iter()
+                .map(|bounded| machines.choice(&bounded.candidate));
+            choices.collect::<Vec<_>>()
+        };
+        let threads: Vec<_> = parts
+            .map(|part| scope.spawn(move || of_part(part)))
+            .collect();
+        let ended = threads.into_iter().map(|thread| {
+            let failed = || Err(CliError::Failure("a thread of the search ended".to_owned()));
+            thread.join().unwrap_or_else(|_| vec![failed()])
+        });
+        ended.flatten().collect()
+    })
+}
+
+/// Whether `a` is the better choice.
+fn is_better(a: &Choice, b: &Choice) -> bool {
+    let ratio = a.tokens_per_s / b.tokens_per_s;
+    match () {
+        () if ratio > 1.0 + TIE => true,
+        () if ratio < 1.0 - TIE => false,
+        () => (a.host_bytes, a.gpu_bytes) < (b.host_bytes, b.gpu_bytes),
+    }
+}
+
+/// Adds a choice, of which only the best bucket counts.
+fn insert(best: &mut Vec<Choice>, choice: Choice) {
+    let same =
+        |other: &Choice| other.candidate.without_bucket() == choice.candidate.without_bucket();
+    if let Some(other) = best.iter().position(same) {
+        if !is_better(&choice, &best[other]) {
+            return;
+        }
+        best.remove(other);
+    }
+    let at = best
+        .iter()
+        .take_while(|other| !is_better(&choice, other))
+        .count();
+    best.insert(at, choice);
+    best.truncate(BEST);
+}
+
+/// All combinations, of which the trainer refuses some.
+fn candidates(machines: &Machines, batch_tokens: Option<u64>) -> Result<Vec<Candidate>, CliError> {
+    let (gpus, node, seq_len) = machines.sizes();
+    let several_nodes = gpus > node;
+    let mut all = Vec::new();
+    for tensor_parallel in machines.tensor_ranks() {
+        let batches = gpus / tensor_parallel as u64;
+        let sequences = match batch_tokens {
+            None => None,
+            Some(tokens) if tokens % (batches * seq_len) == 0 => Some(tokens / (batches * seq_len)),
+            Some(_) => continue,
+        };
+        let micro_batches = (0..)
+            .map(|power| 1u64 << power)
+            .take_while(|&micro| micro <= sequences.unwrap_or(u64::MAX).min(MAX_MICRO_BATCH))
+            .filter(|micro| sequences.is_none_or(|sequences| sequences.is_multiple_of(*micro)));
+        for micro_batch in micro_batches {
+            for (stage, groups) in meshes(several_nodes) {
+                for (checkpointing, offload) in memory(stage) {
+                    for bucket_part in [1, 4] {
+                        all.push(Candidate {
+                            stage,
+                            groups,
+                            tensor_parallel,
+                            micro_batch,
+                            grad_accum: sequences.map_or(1, |all| all / micro_batch),
+                            checkpointing,
+                            offload,
+                            bucket_part,
+                        });
+                    }
+                }
+            }
+        }
+    }
+    match (all.is_empty(), batch_tokens) {
+        (true, Some(tokens)) => Err(CliError::Usage(format!(
+            "--batch-tokens {tokens}: expected a multiple of {gpus} GPUs x {seq_len} tokens, or of fewer GPUs with tensor parallelism"
+        ))),
+        _ => Ok(all),
+    }
+}
+
+fn meshes(several_nodes: bool) -> Vec<(u8, Groups)> {
+    let mut meshes: Vec<_> = [2, 1, 3, 0].map(|stage| (stage, Groups::All)).into();
+    if several_nodes {
+        for stage in [2, 3] {
+            meshes.extend([(stage, Groups::Node), (stage, Groups::NodeAndWorld)]);
+        }
+        meshes.push((3, Groups::Hpz));
+    }
+    meshes
+}
+
+fn memory(stage: u8) -> Vec<(bool, Offload)> {
+    let mut memory = Vec::new();
+    for checkpointing in [false, true] {
+        memory.extend([Offload::None, Offload::Optimizer].map(|to| (checkpointing, to)));
+        if stage == 3 {
+            memory.push((checkpointing, Offload::Params));
+        }
+    }
+    memory
+}

@@ -1,0 +1,65 @@
+//! The best configurations as text.
+
+use std::fmt::Write;
+
+use indicatif::HumanCount;
+
+use super::{Choice, Tuned};
+use crate::output::{bytes, counted};
+
+pub(super) fn text(tuned: &Tuned, model: &str) -> String {
+    let calibrated = match &tuned.calibrated_on {
+        Some(source) => format!("calibrated on {source}"),
+        None => "not calibrated: published runs differ from this by 6 to 23% on average".to_owned(),
+    };
+    let mut text = format!(
+        "{} on {}, {}: {} configurations, {} simulated, {} did not fit {}; {calibrated}\n",
+        tuned.model,
+        counted(tuned.gpus, "GPU"),
+        counted(tuned.nodes, "node"),
+        HumanCount(tuned.candidates as u64),
+        HumanCount(tuned.simulated as u64),
+        HumanCount(tuned.did_not_fit as u64),
+        bytes(tuned.gpu_memory_bytes),
+    );
+    if tuned.extrapolated {
+        text += "Extrapolated: the formulas were compared with runs of up to 128 GPUs.\n";
+    }
+    for (number, choice) in tuned.best.iter().enumerate() {
+        text += &of_choice(number + 1, choice, tuned, model);
+    }
+    text
+}
+
+fn of_choice(number: usize, choice: &Choice, tuned: &Tuned, model: &str) -> String {
+    let [low, high] = choice.step_ms_range;
+    let mut text = format!(
+        "\n{number}. {:.1} ms a step ({low:.1} to {high:.1}), {} tokens/s, MFU {:.1}%, {} of a GPU",
+        choice.step_ms,
+        HumanCount(choice.tokens_per_s as u64),
+        100.0 * choice.mfu,
+        bytes(choice.gpu_bytes)
+    );
+    if choice.host_bytes > 0 {
+        // Writing to a string does not fail.
+        let _ = write!(text, ", {} of the host a GPU", bytes(choice.host_bytes));
+    }
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        text,
+        "\n   bound by {}; communication and the host expose {:.1} ms",
+        choice.bound, choice.exposed_ms
+    );
+    // On several nodes a launcher starts the ranks.
+    let ranks = match tuned.nodes {
+        1 => format!(" --ranks {}", tuned.gpus),
+        _ => String::new(),
+    };
+    let flags = choice.flags.join(" ");
+    let _ = writeln!(
+        text,
+        "   zero train --model {model} --device cuda{ranks} {flags}"
+    );
+    let _ = writeln!(text, "   DeepSpeed: {}", choice.deepspeed);
+    text
+}
