@@ -131,6 +131,11 @@ impl Recorder {
     pub fn schedule(&self) -> Schedule {
         self.schedule.lock().clone()
     }
+
+    /// The schedule, without a copy: for the end of the program. Later items are of another one.
+    pub fn take(&self) -> Schedule {
+        std::mem::take(&mut *self.schedule.lock())
+    }
 }
 
 /// A point in a recorded stream.

@@ -129,7 +129,7 @@ impl<D: Device<Stream = HostStream>> Recorded<D> {
         })?;
         enqueue_steps(&rank, workload, options, &mut || recorder.mark())?;
         Ok(StepSchedule {
-            schedule: recorder.schedule(),
+            schedule: recorder.take(),
             communicators: groups.all(),
         })
     }

@@ -62,6 +62,14 @@ pub(crate) struct Choice {
     pub(crate) candidate: Candidate,
 }
 
+/// The result of a candidate.
+pub(crate) enum Tried {
+    DoesNotFit,
+    /// It fits, and is slower than the best.
+    Slower,
+    Fits(Box<Choice>),
+}
+
 /// The best configurations.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Tuned {

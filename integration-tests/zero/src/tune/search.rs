@@ -5,7 +5,7 @@
 //! leaves out is slower, and no heuristic decides.
 
 use super::candidate::{Candidate, Groups, Offload};
-use super::{Choice, Tuned};
+use super::{Choice, Tried, Tuned};
 use crate::error::CliError;
 use crate::plan::Machines;
 
@@ -13,8 +13,6 @@ use crate::plan::Machines;
 const BEST: usize = 5;
 /// The largest micro-batch.
 const MAX_MICRO_BATCH: u64 = 256;
-/// Candidates that are simulated at a time, on all cores: the same on every machine.
-const BATCH: usize = 32;
 /// Speeds closer than this part are equal: the one that needs less memory is better.
 const TIE: f64 = 0.002;
 
@@ -38,46 +36,31 @@ pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tune
     let mut best: Vec<Choice> = Vec::new();
     let mut simulated = 0;
     let mut did_not_fit = 0;
-    for batch in bounded.chunks(BATCH) {
-        let slowest = best.get(BEST - 1).map_or(0.0, |choice| choice.tokens_per_s);
-        if batch[0].tokens_per_s < slowest * (1.0 - TIE) {
+    for Bounded {
+        candidate,
+        tokens_per_s,
+    } in &bounded
+    {
+        let speeds = best.iter().map(|choice| choice.tokens_per_s);
+        let slowest = match best.len() {
+            BEST => speeds.fold(f64::INFINITY, f64::min) * (1.0 - TIE),
+            _ => 0.0,
+        };
+        if *tokens_per_s < slowest {
             break;
         }
-        for choice in choices(machines, batch) {
-            match choice {
-                Ok(Some(choice)) => {
-                    simulated += 1;
-                    insert(&mut best, choice);
-                }
-                Ok(None) => did_not_fit += 1,
-                // A combination that the trainer refuses.
-                Err(_) => {}
+        match machines.choice(candidate, slowest) {
+            Ok(Tried::Fits(choice)) => {
+                simulated += 1;
+                insert(&mut best, *choice);
             }
+            Ok(Tried::Slower) => simulated += 1,
+            Ok(Tried::DoesNotFit) => did_not_fit += 1,
+            // A combination that the trainer refuses.
+            Err(_) => {}
         }
     }
     Ok(machines.tuned(bounded.len(), simulated, did_not_fit, best))
-}
-
-/// The choices of a batch, in order, on all cores.
-fn choices(machines: &Machines, batch: &[Bounded]) -> Vec<Result<Option<Choice>, CliError>> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let parts = batch.chunks(batch.len().div_ceil(cores));
-    std::thread::scope(|scope| {
-        let of_part = |part: &'_ [Bounded]| {
-            let choices = part
-                .iter()
-                .map(|bounded| machines.choice(&bounded.candidate));
-            choices.collect::<Vec<_>>()
-        };
-        let threads: Vec<_> = parts
-            .map(|part| scope.spawn(move || of_part(part)))
-            .collect();
-        let ended = threads.into_iter().map(|thread| {
-            let failed = || Err(CliError::Failure("a thread of the search ended".to_owned()));
-            thread.join().unwrap_or_else(|_| vec![failed()])
-        });
-        ended.flatten().collect()
-    })
 }
 
 /// Whether `a` is the better choice.

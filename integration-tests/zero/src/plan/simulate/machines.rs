@@ -8,9 +8,9 @@ use zero_simulator::{Attention, Cluster, Costs, Software};
 use super::{MEASURED_GPUS, SimulateArgs, SimulatedOn, cluster, shape, with_hardware};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
-use crate::plan::stage::evaluate;
+use crate::plan::stage::{evaluate, fits};
 use crate::plan::{PlanArgs, Request};
-use crate::tune::{Candidate, Choice, Tuned};
+use crate::tune::{Candidate, Choice, Tried, Tuned};
 
 /// A model on a machine.
 pub(crate) struct Machines {
@@ -124,26 +124,34 @@ impl Machines {
         sequences * seq_len as f64 / (of_batch / tensor_ranks)
     }
 
-    /// The candidate with its simulated step; `None` if it does not fit.
+    /// The candidate with its simulated step. Its memory is computed in full only if it has at least
+    /// `tokens_per_s`.
     ///
     /// # Errors
     /// The trainer refuses it.
-    pub(crate) fn choice(&self, candidate: &Candidate) -> Result<Option<Choice>, CliError> {
+    pub(crate) fn choice(
+        &self,
+        candidate: &Candidate,
+        tokens_per_s: f64,
+    ) -> Result<Tried, CliError> {
         let group = self.group(candidate);
         let plan = candidate.plan(&self.base, group, self.largest_unit);
         let (request, _) = Request::new(&plan)?;
         let stage = ZeroStage::from_number(candidate.stage.into())
             .ok_or_else(|| CliError::Usage("no such stage".to_owned()))?;
-        let memory = evaluate(&request, stage).map_err(CliError::usage)?;
-        if memory.fits != Some(true) {
-            return Ok(None);
+        if !fits(&request, stage).map_err(CliError::usage)? {
+            return Ok(Tried::DoesNotFit);
         }
         let simulated = self.on.stage(&request, stage, self.largest_unit);
         let Some((simulated, _)) = simulated.map_err(CliError::usage)? else {
             return Err(CliError::Usage("it cannot be simulated".to_owned()));
         };
+        if simulated.tokens_per_s < tokens_per_s {
+            return Ok(Tried::Slower);
+        }
+        let memory = evaluate(&request, stage).map_err(CliError::usage)?;
         let dtype = request.dtype.to_string();
-        Ok(Some(Choice {
+        Ok(Tried::Fits(Box::new(Choice {
             stage: candidate.stage,
             step_ms: simulated.step_ms,
             step_ms_range: simulated.step_ms_range,
@@ -156,7 +164,7 @@ impl Machines {
             flags: candidate.flags(group, self.largest_unit),
             deepspeed: candidate.deepspeed(&dtype, group, self.largest_unit),
             candidate: *candidate,
-        }))
+        })))
     }
 
     /// The result of a search.
