@@ -58,6 +58,9 @@ pub enum Attention {
     /// Products, a softmax and dropout over all scores, which are in memory
     /// (Megatron-DeepSpeed).
     Plain,
+    /// One causal kernel; biases, residuals and GELU in the products' own kernels; gradients written
+    /// into the buffers that are reduced (our trainer).
+    Fused,
 }
 
 /// Seconds of the passes of one micro-batch: `[forward, backward]`.
@@ -103,6 +106,13 @@ impl Attention {
                 block_bytes: [36.0, 74.0],
                 launches: [16.0, 32.0],
                 loss_bytes: [14.0, 14.0],
+            },
+            // Forward: norms 2x4, the addends of two products 2x2, GELU's input 8. Backward: norms
+            // 2x8, gradients of biases 18, GELU's input 8. Loss: logits read and overwritten once.
+            Self::Fused => Kernels {
+                block_bytes: [20.0, 42.0],
+                launches: [7.0, 14.0],
+                loss_bytes: [4.0, 0.0],
             },
             // And masks of dropout and permutations. Loss: Megatron's, of separate kernels.
             Self::Plain => Kernels {
@@ -188,7 +198,7 @@ impl Costs<'_> {
             backward += self.product(peak, [tokens, k, n], 1.0);
             backward += self.product(peak, [n, k, tokens], 1.0);
         }
-        if sharded {
+        if sharded && self.software.attention != Attention::Fused {
             let bytes = if self.software.wide_reduce { 18.0 } else { 8.0 };
             let params: f64 = weights.iter().map(|(n, k)| n * k).sum();
             backward += bytes * params / self.memory();
@@ -201,7 +211,7 @@ impl Costs<'_> {
             let [.., (n, k)] = weights;
             backward += match self.software.attention {
                 Attention::Flash => forward - self.product(peak, [tokens, n, k], 1.0),
-                Attention::Plain => forward,
+                Attention::Plain | Attention::Fused => forward,
             };
         }
         [forward, backward]
@@ -245,7 +255,7 @@ impl Costs<'_> {
         let heads = self.shape.heads as f64;
         let peak = self.machine.peak_flops;
         match self.software.attention {
-            Attention::Flash => {
+            Attention::Flash | Attention::Fused => {
                 let flops = 2.0 * tokens * (seq + TILE) * width;
                 let seconds = flops / (peak * self.efficiencies.attention);
                 [seconds + KERNEL_S, 3.0 * seconds + KERNEL_S]

@@ -16,7 +16,7 @@ pub const PREDICTED: &str = "predicted_tok_s_gpu";
 pub struct Row {
     /// Line in the file, from 1.
     pub line: usize,
-    /// The publication of the figure. A name that begins with `vtrain` is of Megatron-DeepSpeed.
+    /// The publication of the figure. A name that begins with `vtrain` is of Megatron-DeepSpeed, one that begins with `zero` of our trainer.
     pub source: String,
     /// The GPU; [`Machine::preset`] knows some of them.
     pub gpu: String,
@@ -115,13 +115,13 @@ impl Row {
     /// The facts about the software that follow from the columns.
     pub fn software(&self) -> Software {
         let dtype = self.dtype.to_ascii_lowercase();
-        let plain = self.source.starts_with("vtrain");
+        let attention = match &self.source {
+            source if source.starts_with("vtrain") => Attention::Plain,
+            source if source.starts_with("zero") => Attention::Fused,
+            _ => Attention::Flash,
+        };
         Software {
-            attention: if plain {
-                Attention::Plain
-            } else {
-                Attention::Flash
-            },
+            attention,
             wide_reduce: dtype.starts_with("amp"),
             fp8: dtype.contains("fp8"),
             recompute: self.recompute,

@@ -104,6 +104,26 @@ fn small_runs_predict_larger_ones() {
     }
 }
 
+/// Our trainer on one H200: two rows, one of each model, predict the others within 5%, and the
+/// efficiencies that `zero plan` uses by default are as near.
+#[test]
+fn our_own_steps_are_predicted() {
+    let table = Table::parse(include_str!("data/ours.csv"), "ours.csv").unwrap();
+    let all = all(&table.rows);
+    let used = [3, 4];
+    let measured = used.map(|row| table.rows[row].measured.unwrap());
+    let fitted = fit(&measured, |efficiencies, row| {
+        all[used[row]].speed(efficiencies)
+    });
+    for efficiencies in [fitted.unwrap().efficiencies, Efficiencies::OURS] {
+        println!("{efficiencies:?}");
+        for simulated in &all {
+            let ratio = simulated.speed(&efficiencies) / simulated.row.measured.unwrap();
+            assert!((ratio - 1.0).abs() < 0.05, "{:?}: {ratio}", simulated.row);
+        }
+    }
+}
+
 /// The trainer's schedule of a row is within a tenth of the two queues of the prototype, which have
 /// no buckets, statistics and exchanges.
 #[test]

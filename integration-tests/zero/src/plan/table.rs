@@ -88,7 +88,8 @@ fn simulated(report: &Report) -> String {
     }
     let calibrated = match &on.calibrated_on {
         Some(source) => format!("calibrated on {source}"),
-        None => "not calibrated: published runs differ from this by 6 to 23% on average".to_owned(),
+        None => "not calibrated: as our trainer on one H200, with the links of other software"
+            .to_owned(),
     };
     let mut text = format!("\nSimulated steps on {}, {calibrated}:\n", on.machine.name);
     text += &grid(&rows);

@@ -10,7 +10,8 @@ use crate::output::{bytes, counted};
 pub(super) fn text(tuned: &Tuned, model: &str) -> String {
     let calibrated = match &tuned.calibrated_on {
         Some(source) => format!("calibrated on {source}"),
-        None => "not calibrated: published runs differ from this by 6 to 23% on average".to_owned(),
+        None => "not calibrated: as our trainer on one H200, with the links of other software"
+            .to_owned(),
     };
     let mut text = format!(
         "{} on {}, {}: {} configurations, {} simulated, {} did not fit {}; {calibrated}\n",

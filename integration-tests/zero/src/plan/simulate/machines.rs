@@ -107,7 +107,7 @@ impl Machines {
             machine: &self.on.machine,
             shape: &shape,
             software: &Software {
-                attention: Attention::Flash,
+                attention: Attention::Fused,
                 wide_reduce: false,
                 fp8: false,
                 recompute: candidate.checkpointing,

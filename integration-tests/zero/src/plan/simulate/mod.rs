@@ -39,7 +39,7 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "NAME:GPUSxNODES")]
     pub hardware: Option<String>,
     /// The parts of the machine's figures that a program reaches, from --save-efficiencies; without
-    /// it those that published runs have on average
+    /// it those of our trainer on one H200
     #[arg(long, value_name = "FILE.json", requires = "simulate")]
     pub efficiencies: Option<PathBuf>,
     /// Tokens of the whole training, such as 1.4T: days and GPU hours are printed
@@ -161,7 +161,7 @@ impl SimulatedOn {
         let calibration = simulate.efficiencies.as_deref().map(read).transpose()?;
         let (efficiencies, calibrated_on) = match calibration {
             Some(calibration) => (calibration.efficiencies, Some(calibration.source)),
-            None => (Efficiencies::PRIOR, None),
+            None => (Efficiencies::OURS, None),
         };
         Ok(Some(Self {
             machine: cluster(hardware)?.machine,
@@ -183,7 +183,7 @@ impl SimulatedOn {
         };
         let shape = shape(request, config.parameter_count());
         let software = Software {
-            attention: Attention::Flash,
+            attention: Attention::Fused,
             wide_reduce: false,
             fp8: false,
             recompute: request.checkpointing,

@@ -167,7 +167,7 @@ struct TuneLine {
 fn the_best_of_all_is_found() {
     let batch = "--batch-tokens 131072 --seq-len 1024";
     let best = tuned(&format!(
-        "--model gpt2-350m --hardware rtx4090-24g:4x2 {batch}"
+        "--model gpt2-124m --hardware rtx4090-24g:4x2 {batch}"
     ));
     assert_eq!(best.best.len(), 5);
     assert_eq!(best.gpus, 8);
@@ -178,7 +178,7 @@ fn the_best_of_all_is_found() {
         let stage: usize = choice.stage.into();
         let flags = flags.replace(&format!("--stage {stage} "), "");
         let line = format!(
-            "--model gpt2-350m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 {flags}"
+            "--model gpt2-124m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 {flags}"
         );
         let report = json(&line);
         let simulated = &report["stages"][stage]["simulated"];
@@ -201,12 +201,12 @@ fn the_best_of_all_is_found() {
             .all(|(a, b)| a * 1.003 > b)
     );
 
-    // Every stage with micro-batches of 1 to 16, by hand: none is faster.
-    for micro in [1, 2, 4, 8, 16] {
+    // Every stage with three micro-batches, by hand: none is faster.
+    for micro in [1, 4, 16] {
         let accum = 128 / 8 / micro;
         for checkpointing in ["", "--activation-checkpointing"] {
             let report = json(&format!(
-                "--model gpt2-350m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 \
+                "--model gpt2-124m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 \
                  --micro-batch {micro} --grad-accum {accum} {checkpointing}"
             ));
             for stage in report["stages"].as_array().unwrap() {
