@@ -127,10 +127,8 @@ unsafe impl<D: Device<Stream = HostStream>> Communicator<D> for ScheduledComm<D>
         let call = checked.call();
         self.group.count(call, &mut self.traffic.lock());
         let elems = call.segments.total(self.group.world_size);
-        let work = Work {
-            bytes: (elems * call.dtype.size_bytes()) as u64,
-            class: self.class,
-        };
+        let bytes = (elems * call.dtype.size_bytes()) as u64;
+        let work = Work::bytes(bytes).class(self.class);
         Ok(stream.enqueue_sized(call.collective.name(), work, || Ok(()))?)
     }
 

@@ -291,10 +291,7 @@ impl StepSchedules {
     ) -> Cost {
         let slowdown = costs.efficiencies.slowdown;
         let work = operation.work;
-        let computes = |seconds: f64| Cost {
-            slowdown,
-            ..Cost::ns(seconds * 1e9)
-        };
+        let computes = |seconds: f64| Cost::ns(seconds * 1e9).slowdown(slowdown);
         let class = work.class as usize;
         let machine = costs.machine;
         let of_node = |bytes_per_s: f64| {
@@ -329,11 +326,8 @@ impl StepSchedules {
                 } else {
                     1.0
                 };
-                Cost {
-                    slows: ranks > 1,
-                    shares: Some(if nodes > 1 { NETWORK } else { LINKS }),
-                    ..Cost::ns(times * once * 1e9)
-                }
+                let link = if nodes > 1 { NETWORK } else { LINKS };
+                Cost::ns(times * once * 1e9).slows(ranks > 1).shares(link)
             }
             "flags" | "upload" | "download" | "rank_stats" | "advance_step" => Cost::default(),
             "copy to or from the host" => {

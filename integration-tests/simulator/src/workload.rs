@@ -117,10 +117,7 @@ impl ShapeModel<ScheduledDevice> {
         };
         let parts = sums.max(1) as u64;
         for _ in 0..parts {
-            let work = Work {
-                bytes: parts,
-                class,
-            };
+            let work = Work::bytes(parts).class(class);
             stream.enqueue_sized(PASS, work, || Ok(()))?;
             if let Some(tensor) = &self.ranks.tensor {
                 // SAFETY: no operation of a schedule accesses memory.

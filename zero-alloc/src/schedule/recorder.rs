@@ -11,6 +11,7 @@ use crate::host::{HostDevice, HostEvent};
 
 /// The size of an operation, known when it is enqueued, for its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Work {
     /// Bytes that it reads and writes, or that it sends.
     pub bytes: u64,
@@ -23,10 +24,18 @@ impl Work {
     pub const fn bytes(bytes: u64) -> Self {
         Self { bytes, class: 0 }
     }
+
+    /// Sets [`Work::class`].
+    #[must_use]
+    pub const fn class(mut self, class: u32) -> Self {
+        self.class = class;
+        self
+    }
 }
 
 /// An enqueued operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Operation {
     /// Its stream, an index of [`Schedule::streams`].
     pub stream: usize,
@@ -40,6 +49,7 @@ pub struct Operation {
 
 /// An action of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Item {
     /// It enqueued an operation.
     Run(Operation),

@@ -9,6 +9,7 @@ use crate::timeline::OpSpan;
 
 /// The cost of an operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Cost {
     /// Its time, where nothing slows it down. Whole nanoseconds keep the sums exact.
     pub ns: f64,
@@ -40,10 +41,39 @@ impl Cost {
             slowdown: 0.0,
         }
     }
+
+    /// Sets [`Cost::host_ns`].
+    #[must_use]
+    pub const fn host_ns(mut self, host_ns: f64) -> Self {
+        self.host_ns = host_ns;
+        self
+    }
+
+    /// Sets [`Cost::shares`].
+    #[must_use]
+    pub const fn shares(mut self, resource: u8) -> Self {
+        self.shares = Some(resource);
+        self
+    }
+
+    /// Sets [`Cost::slows`].
+    #[must_use]
+    pub const fn slows(mut self, slows: bool) -> Self {
+        self.slows = slows;
+        self
+    }
+
+    /// Sets [`Cost::slowdown`].
+    #[must_use]
+    pub const fn slowdown(mut self, slowdown: f64) -> Self {
+        self.slowdown = slowdown;
+        self
+    }
 }
 
 /// The times of a schedule's operations and marks, in nanoseconds since the program began.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Times {
     /// Start and end of each operation, in the order of [`Schedule::operations`].
     pub operations: Vec<[f64; 2]>,

@@ -114,10 +114,7 @@ fn two_queues(slowdown: f64) -> f64 {
     let gathers = [5, 5, 5, 0, 5, 0];
     let passes = [10, 10, 10, 20, 20, 20];
     let enqueue = |stream: &zero_alloc::host::HostStream, class, tenths: u64| {
-        let work = Work {
-            bytes: tenths,
-            class,
-        };
+        let work = Work::bytes(tenths).class(class);
         stream.enqueue_sized("work", work, || Ok(())).unwrap();
         stream.record().unwrap()
     };
@@ -141,14 +138,12 @@ fn two_queues(slowdown: f64) -> f64 {
     comm.wait(&done.unwrap()).unwrap();
     enqueue(&comm, 1, 5);
 
-    let times = recorder.schedule().times(|operation| Cost {
-        slows: operation.work.class == 1,
-        slowdown: if operation.work.class == 0 {
-            slowdown
-        } else {
-            0.0
-        },
-        ..Cost::ns(operation.work.bytes as f64)
+    let times = recorder.schedule().times(|operation| {
+        let cost = Cost::ns(operation.work.bytes as f64);
+        match operation.work.class {
+            0 => cost.slowdown(slowdown),
+            _ => cost.slows(true),
+        }
     });
     let last = times.operations.iter().map(|[_, end]| *end);
     last.fold(0.0, f64::max) / 10.0
@@ -173,13 +168,13 @@ fn operations_share_a_resource() {
             .unwrap();
     }
     let schedule = recorder.schedule();
-    let times = |shares| {
-        schedule
-            .times(|operation| Cost {
-                shares,
-                ..Cost::ns(operation.work.bytes as f64)
-            })
-            .operations
+    let times = |shares: Option<u8>| {
+        let cost = |bytes: u64| match shares {
+            Some(resource) => Cost::ns(bytes as f64).shares(resource),
+            None => Cost::ns(bytes as f64),
+        };
+        let times = schedule.times(|operation| cost(operation.work.bytes));
+        times.operations
     };
     assert_eq!(times(None), [[0.0, 10.0], [0.0, 30.0]]);
     assert_eq!(times(Some(0)), [[0.0, 20.0], [0.0, 40.0]]);
@@ -197,12 +192,7 @@ fn the_program_takes_time_to_enqueue() {
     recorder.mark();
     stream.synchronize(LIMIT).unwrap();
     recorder.mark();
-    let times = |ns| {
-        recorder.schedule().times(|_| Cost {
-            host_ns: 7.0,
-            ..Cost::ns(ns)
-        })
-    };
+    let times = |ns| recorder.schedule().times(|_| Cost::ns(ns).host_ns(7.0));
     let fast = times(2.0);
     assert_eq!(fast.operations, [[0.0, 2.0], [7.0, 9.0]]);
     assert_eq!(fast.marks, [0.0, 14.0, 14.0]);
