@@ -188,3 +188,84 @@ unsafe impl<D: Device<Stream = HostStream>> Communicator<D> for ScheduledComm<D>
         self.failure.lock().clone()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use zero_alloc::schedule::{Recorder, ScheduledDevice};
+
+    use super::*;
+    use crate::ReduceOp;
+
+    fn world(rank: usize, ranks: usize) -> (Recorder, ScheduledDevice, ScheduledGroups) {
+        let recorder = Recorder::new();
+        let device = recorder.device();
+        let groups = ScheduledGroups::default();
+        ScheduledComm::new(&device, rank, ranks, &groups).unwrap();
+        (recorder, device, groups)
+    }
+
+    /// Ranks in the order of their keys, and among equal keys of their numbers.
+    #[test]
+    fn a_split_has_the_ranks_of_its_color() {
+        let (_, device, groups) = world(0, 12);
+        let comm = ScheduledComm::new(&device, 5, 12, &groups).unwrap();
+        // The rows of 3 x 4 ranks, backwards.
+        let row = comm.split_by(&|rank| (rank / 4, 3 - rank % 4)).unwrap();
+        assert_eq!((row.rank(), row.world_size()), (2, 4));
+        assert_eq!(*groups.ranks(2).unwrap(), [7, 6, 5, 4]);
+        // Of that the ranks with even places.
+        let even = row.split_by(&|rank| (rank % 2, 0)).unwrap();
+        assert_eq!((even.rank(), even.world_size()), (1, 2));
+        assert_eq!(*groups.ranks(3).unwrap(), [7, 5]);
+        assert_eq!(groups.all().len(), 4);
+        assert_eq!(groups.ranks(4), None);
+    }
+
+    #[test]
+    fn calls_are_recorded_with_their_whole_buffer() {
+        let (recorder, device, groups) = world(0, 4);
+        let comm = ScheduledComm::new(&device, 1, 4, &groups).unwrap();
+        let stream = device.create_stream("comm").unwrap();
+        let slice = |elems| {
+            // SAFETY: nothing accesses the memory of a scheduled device.
+            unsafe {
+                zero_alloc::device::AnySlice::from_raw_parts(
+                    std::ptr::without_provenance_mut(elems * 4096),
+                    elems,
+                    zero_alloc::device::DType::F32,
+                    zero_alloc::device::Memory::id(&device),
+                )
+            }
+        };
+        let op = ReduceOp::Sum;
+        comm.reduce_scatter(&stream, slice(64), slice(16), op)
+            .unwrap();
+        comm.all_gather(&stream, slice(16), slice(64)).unwrap();
+        let schedule = recorder.schedule();
+        let recorded: Vec<_> = schedule
+            .operations()
+            .map(|operation| (operation.label, operation.work))
+            .collect();
+        let work = Work::bytes(256).class(1);
+        assert_eq!(recorded, [("reduce_scatter", work), ("all_gather", work)]);
+        assert_eq!(
+            Communicator::<ScheduledDevice>::traffic(&comm).reduce_scatter_bytes,
+            192
+        );
+
+        Communicator::<ScheduledDevice>::abort(&comm, "on purpose");
+        let refused = comm.all_gather(&stream, slice(16), slice(64)).unwrap_err();
+        assert_eq!(refused.to_string(), "rank 1 aborted: on purpose");
+    }
+
+    #[test]
+    fn ranks_that_do_not_exist_are_not_asked() {
+        let (_, device, groups) = world(0, 2);
+        let wrong = ScheduledComm::new(&device, 2, 2, &groups).unwrap_err();
+        assert!(wrong.to_string().contains("rank 2 of 2"), "{wrong}");
+        let comm = ScheduledComm::new(&device, 0, 2, &groups).unwrap();
+        let refused = Communicator::<ScheduledDevice>::split(&comm, Some(0), 0);
+        let error = refused.err().unwrap().to_string();
+        assert!(error.contains("use split_by"), "{error}");
+    }
+}

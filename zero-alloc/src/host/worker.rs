@@ -172,6 +172,7 @@ mod loom_tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+    use crate::device::Event;
     use crate::timeline::Enqueued;
 
     fn shared() -> Arc<Shared> {
