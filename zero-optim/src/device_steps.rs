@@ -400,8 +400,10 @@ impl<D: Device> ShardedAdamW<D> {
     /// no rates were uploaded for it. Outcomes before the failure are returned first; the failure
     /// is returned by every later call. Or the limit passed.
     pub fn all_outcomes(&mut self, limit: Duration) -> Result<Vec<StepOutcome>, OptimError> {
-        let count = self.wait_for_all(limit)?;
-        self.read_outcomes(count, limit)
+        match self.wait_for_all(limit)? {
+            Some(count) => self.read_outcomes(count, limit),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// As [`Self::all_outcomes`], and forgets what it reads: for
@@ -410,19 +412,21 @@ impl<D: Device> ShardedAdamW<D> {
     /// # Errors
     /// A step failed, or the limit passed.
     pub fn skip_outcomes(&mut self, limit: Duration) -> Result<(), OptimError> {
-        let count = self.wait_for_all(limit)?;
-        self.read_records(count, limit).map(drop)
+        match self.wait_for_all(limit)? {
+            Some(count) => self.read_records(count, limit).map(drop),
+            None => Ok(()),
+        }
     }
 
-    /// Waits for all registered steps, and returns their number.
-    fn wait_for_all(&self, limit: Duration) -> Result<usize, OptimError> {
+    /// Waits for all registered steps, and returns their number; `None` if no steps are prepared.
+    fn wait_for_all(&self, limit: Duration) -> Result<Option<usize>, OptimError> {
         let Some(steps) = &self.device_steps else {
-            return Ok(0);
+            return Ok(None);
         };
         if let Some((_, last)) = steps.expected.back() {
             last.synchronize(limit)?;
         }
-        Ok(steps.expected.len())
+        Ok(Some(steps.expected.len()))
     }
 
     /// Reads the first `count` registered records, whose steps have run.
