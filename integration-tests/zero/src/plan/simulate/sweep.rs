@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::str::FromStr;
 
+use indicatif::HumanCount;
 use plotters::prelude::*;
 
 use super::{SimulatedOn, cluster};
@@ -110,41 +111,45 @@ fn table(points: &[Point]) -> String {
     text
 }
 
-/// Tokens per second over GPUs, both in powers of ten; a line a stage.
+/// Tokens per second and GPU over GPUs in powers of ten; a line a stage.
 fn draw(path: &std::path::Path, points: &[Point]) -> Result<(), Box<dyn std::error::Error>> {
     let (Some(first), Some(last)) = (points.first(), points.last()) else {
         return Err("nothing was simulated".into());
     };
-    let speeds = points.iter().map(|point| point.tokens_per_s);
-    let lowest = speeds.clone().fold(f64::INFINITY, f64::min);
-    let highest = speeds.fold(0.0, f64::max);
+    let of_gpu = |point: &Point| point.tokens_per_s / point.gpus as f64;
+    let highest = points.iter().map(of_gpu).fold(0.0, f64::max);
+    let number = |value: &f64| HumanCount(*value as u64).to_string();
+
     let root = SVGBackend::new(path, (900, 560)).into_drawing_area();
     root.fill(&WHITE)?;
     let x = (first.gpus as f64 / 1.1..last.gpus as f64 * 1.1).log_scale();
-    let y = (lowest / 1.3..highest * 1.3).log_scale();
     let mut chart = ChartBuilder::on(&root)
-        .caption("Simulated tokens/s over GPUs", ("sans-serif", 20))
+        .caption("Simulated tokens/s of a GPU", ("sans-serif", 20))
         .margin(16)
         .x_label_area_size(40)
         .y_label_area_size(80)
-        .build_cartesian_2d(x, y)?;
+        .build_cartesian_2d(x, 0.0..highest * 1.1)?;
     chart
         .configure_mesh()
         .x_desc("GPUs")
-        .y_desc("tokens/s")
+        .y_desc("tokens/s of a GPU")
+        .x_label_formatter(&number)
+        .y_label_formatter(&number)
         .draw()?;
+    // Stages 1 and 2 often have the same times: the later line is thinner.
     for stage in 0..4u8 {
         let color = Palette99::pick(stage.into()).to_rgba();
+        let style = color.stroke_width(u32::from(5 - stage));
         let line = points.iter().filter(|point| point.stage == stage);
-        let line = line.map(|point| (point.gpus as f64, point.tokens_per_s));
+        let line = line.map(|point| (point.gpus as f64, of_gpu(point)));
         chart
-            .draw_series(LineSeries::new(line, color.stroke_width(2)))?
+            .draw_series(LineSeries::new(line, style))?
             .label(format!("stage {stage}"))
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
+        .position(SeriesLabelPosition::LowerLeft)
         .border_style(BLACK)
         .background_style(WHITE)
         .draw()?;
