@@ -64,4 +64,4 @@ pub use formulas::{Attention, Costs, PassSeconds, Shape, Software, ring};
 pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
 pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range};
-pub use step::{Run, Step, StepSchedules, Units};
+pub use step::{Run, SimulatedRow, Step, StepSchedules, Units};

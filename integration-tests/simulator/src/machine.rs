@@ -76,6 +76,12 @@ pub enum MachineError {
         gpus: usize,
         nodes: usize,
     },
+    /// A file that cannot be read.
+    #[error("failed to read {file}: {source}")]
+    Read {
+        file: String,
+        source: std::io::Error,
+    },
     /// A description that is not JSON, or has missing or unknown keys.
     #[error(
         "{file}: {source}; a machine has the keys name, peak_flops, memory_bytes_per_s, \

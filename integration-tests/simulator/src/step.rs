@@ -10,12 +10,15 @@ use zero_trainer::param_groups::ParamKind;
 use zero_trainer::{Pass, RunOptions, Settings, StepSchedule, TrainError, record_on_device};
 
 use crate::workload::{Kind, PASS, ShapeWorkload, pass_class};
-use crate::{Costs, PassSeconds, Row, Shape, ring};
+use crate::{Costs, Efficiencies, Machine, PassSeconds, Row, Shape, ring};
 
 /// Micro-batches that are simulated; more follow from the difference of the last two.
 const MICRO_BATCHES: usize = 3;
 /// Steps that are recorded. The last one has a whole step before it, whose update it waits for.
 const STEPS: u64 = 2;
+/// More layers than any model has, and more GPUs than any run.
+const MAX_LAYERS: u64 = 1 << 16;
+const MAX_GPUS: u64 = 1 << 20;
 /// The network, and the links within a node, which collectives share that run at the same time.
 const NETWORK: u8 = 0;
 const LINKS: u8 = 1;
@@ -51,6 +54,46 @@ pub struct StepSchedules {
     micro_batch: u64,
     sharded: bool,
     tensor_ranks: f64,
+}
+
+/// A row with the schedules of its step.
+#[derive(Clone, Debug)]
+pub struct SimulatedRow {
+    /// The row.
+    pub row: Row,
+    /// Its machine.
+    pub machine: Machine,
+    schedules: StepSchedules,
+}
+
+impl SimulatedRow {
+    /// Records the steps of `row`.
+    ///
+    /// # Errors
+    /// A GPU that no preset has, or sizes that no model has.
+    pub fn new(row: &Row) -> Result<Self, TrainError> {
+        let line = |error: &dyn std::fmt::Display| {
+            TrainError::Usage(format!("line {} ({}): {error}", row.line, row.model))
+        };
+        Ok(Self {
+            machine: row.machine().map_err(|error| line(&error))?,
+            schedules: Run::of_row(row)
+                .and_then(|run| run.schedules())
+                .map_err(|error| line(&error))?,
+            row: row.clone(),
+        })
+    }
+
+    /// Tokens per second and GPU.
+    pub fn speed(&self, efficiencies: &Efficiencies) -> f64 {
+        let step = self.schedules.step(&Costs {
+            machine: &self.machine,
+            shape: &self.row.shape,
+            software: &self.row.software(),
+            efficiencies,
+        });
+        self.row.tokens_per_s(step.seconds)
+    }
 }
 
 /// A simulated step.
@@ -111,7 +154,7 @@ impl Run {
                 units: units.units,
                 passes: units.passes,
                 cut: units.cut,
-                output_elems: (micro_batch * shape.seq * shape.width) as usize,
+                output_elems: output_elems(shape, micro_batch),
                 recompute,
             },
             settings,
@@ -125,7 +168,12 @@ impl Run {
     /// Sizes that no model has.
     pub fn of_row(row: &Row) -> Result<Self, TrainError> {
         let shape = &row.shape;
-        let usage = |what: &str| TrainError::Usage(format!("line {}: {what}", row.line));
+        let usage = |what: &str| TrainError::Usage(what.to_owned());
+        if shape.layers > MAX_LAYERS || row.gpus > MAX_GPUS {
+            return Err(usage(
+                "more than 65,536 layers or 1,048,576 GPUs; check the columns",
+            ));
+        }
         let stage = ZeroStage::from_number(row.stage.into())
             .ok_or_else(|| usage("no such stage; expected 0 to 3"))?;
         let root = shape.embedding_params();
@@ -157,7 +205,7 @@ impl Run {
                 units,
                 passes,
                 cut: Arc::new(|_| TensorCut::Replicated),
-                output_elems: (row.micro_batch * shape.seq * shape.width) as usize,
+                output_elems: output_elems(shape, row.micro_batch),
                 recompute: row.recompute,
             },
             settings: Settings {
@@ -336,6 +384,14 @@ impl StepSchedules {
             _ => computes(work.bytes as f64 / costs.memory()),
         }
     }
+}
+
+/// Elements of a block's output.
+fn output_elems(shape: &Shape, micro_batch: u64) -> usize {
+    let elems = micro_batch
+        .saturating_mul(shape.seq)
+        .saturating_mul(shape.width);
+    usize::try_from(elems).unwrap_or(usize::MAX)
 }
 
 /// Seconds of a pass.

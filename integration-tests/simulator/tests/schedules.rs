@@ -5,8 +5,7 @@ mod queues;
 use std::time::Instant;
 
 use zero_simulator::{
-    Costs, Efficiencies, Errors, Machine, Row, Run, StepSchedules, Table, calibration_rows,
-    errors_table, fit,
+    Costs, Efficiencies, Errors, Row, Run, SimulatedRow, Table, calibration_rows, errors_table, fit,
 };
 
 fn group(source: &str) -> Vec<Row> {
@@ -15,47 +14,22 @@ fn group(source: &str) -> Vec<Row> {
     rows.filter(|row| row.source == source).collect()
 }
 
-struct Simulated {
-    row: Row,
-    machine: Machine,
-    schedules: StepSchedules,
-}
-
-impl Simulated {
-    fn new(row: Row) -> Self {
-        Self {
-            machine: row.machine().unwrap(),
-            schedules: Run::of_row(&row).unwrap().schedules().unwrap(),
-            row,
-        }
-    }
-
-    fn speed(&self, efficiencies: &Efficiencies) -> f64 {
-        let step = self.schedules.step(&Costs {
-            machine: &self.machine,
-            shape: &self.row.shape,
-            software: &self.row.software(),
-            efficiencies,
-        });
-        self.row.tokens_per_s(step.seconds)
-    }
-}
-
 /// Errors that the goals allow, in percent, and the part of pairs that is ordered right at least.
 const MEAN: f64 = 6.0;
 const P90: f64 = 12.0;
 const PAIRS: f64 = 90.0;
 
-fn all(rows: &[Row]) -> Vec<Simulated> {
-    rows.iter().cloned().map(Simulated::new).collect()
+fn all(rows: &[Row]) -> Vec<SimulatedRow> {
+    let rows = rows.iter().map(|row| SimulatedRow::new(row).unwrap());
+    rows.collect()
 }
 
-fn speeds(rows: &[Simulated], efficiencies: &Efficiencies) -> Vec<f64> {
+fn speeds(rows: &[SimulatedRow], efficiencies: &Efficiencies) -> Vec<f64> {
     rows.iter().map(|row| row.speed(efficiencies)).collect()
 }
 
 /// The efficiencies by the rule, and the rows that it uses.
-fn calibrate(rows: &[Row], all: &[Simulated]) -> (Efficiencies, Vec<usize>) {
+fn calibrate(rows: &[Row], all: &[SimulatedRow]) -> (Efficiencies, Vec<usize>) {
     let used = calibration_rows(rows, all[0].machine.memory_bytes);
     let measured: Vec<_> = used
         .iter()
@@ -151,16 +125,42 @@ fn operations_do_not_grow_with_the_ranks() {
             ..row.clone()
         };
         let began = Instant::now();
-        let simulated = Simulated::new(row);
+        let software = row.software();
+        let machine = row.machine().unwrap();
         let costs = Costs {
-            machine: &simulated.machine,
-            shape: &simulated.row.shape,
-            software: &simulated.row.software(),
+            machine: &machine,
+            shape: &row.shape,
+            software: &software,
             efficiencies: &Efficiencies::PRIOR,
         };
-        let step = simulated.schedules.step(&costs);
+        let step = Run::of_row(&row).unwrap().schedules().unwrap().step(&costs);
         println!("{gpus} ranks: {:?}", began.elapsed());
         step.spans.len()
     });
     assert_eq!(counts[0], counts[1]);
+}
+
+/// Sizes that would take all memory, and a GPU that nobody knows, name their line.
+#[test]
+fn impossible_rows_are_refused() {
+    let row = group("llm-foundry/h100").remove(0);
+    let of = |change: fn(&mut Row)| {
+        let mut row = row.clone();
+        change(&mut row);
+        SimulatedRow::new(&row).unwrap_err().to_string()
+    };
+    for (error, said) in [
+        (
+            of(|row| row.shape.layers = u64::MAX),
+            "more than 65,536 layers",
+        ),
+        (of(|row| row.gpus = u64::MAX), "1,048,576 GPUs"),
+        (
+            of(|row| row.shape.params = 1),
+            "fewer parameters than the embedding",
+        ),
+        (of(|row| row.gpu = "abacus".to_owned()), "abacus"),
+    ] {
+        assert!(error.contains(said) && error.contains("line "), "{error}");
+    }
 }

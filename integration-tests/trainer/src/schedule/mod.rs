@@ -49,16 +49,7 @@ pub fn record_on_host(
     workload: &dyn Workload<HostDevice>,
     options: &RunOptions,
 ) -> Result<StepSchedule, TrainError> {
-    let recorder = Recorder::new();
-    let timeline = Timeline::new();
-    let host = recorder.host().with_timeline(timeline.clone());
-    let of = Recorded {
-        recorder,
-        timeline,
-        host: host.clone(),
-        device: host,
-    };
-    of.steps(rank, ranks, settings, workload, options)
+    Recorded::new(HostDevice::clone).steps(rank, ranks, settings, workload, options)
 }
 
 /// Records `options.steps` steps of rank `rank` of `ranks` ranks, each with a device that is not
@@ -73,16 +64,8 @@ pub fn record_on_device(
     workload: &dyn Workload<ScheduledDevice>,
     options: &RunOptions,
 ) -> Result<StepSchedule, TrainError> {
-    let recorder = Recorder::new();
-    let timeline = Timeline::new();
-    let host = recorder.host().with_timeline(timeline.clone());
-    let of = Recorded {
-        recorder,
-        timeline,
-        device: ScheduledDevice::with_streams_of(host.clone()),
-        host,
-    };
-    of.steps(rank, ranks, settings, workload, options)
+    let device = |host: &HostDevice| ScheduledDevice::with_streams_of(host.clone());
+    Recorded::new(device).steps(rank, ranks, settings, workload, options)
 }
 
 /// The place where a rank's steps are recorded.
@@ -94,6 +77,19 @@ struct Recorded<D> {
 }
 
 impl<D: Device<Stream = HostStream>> Recorded<D> {
+    /// With the device that `device` makes of a host that records.
+    fn new(device: impl FnOnce(&HostDevice) -> D) -> Self {
+        let recorder = Recorder::new();
+        let timeline = Timeline::new();
+        let host = recorder.host().with_timeline(timeline.clone());
+        Self {
+            recorder,
+            timeline,
+            device: device(&host),
+            host,
+        }
+    }
+
     fn steps(
         self,
         rank: usize,

@@ -82,6 +82,8 @@ pub(crate) struct Tuned {
     pub(crate) candidates: usize,
     pub(crate) simulated: usize,
     pub(crate) did_not_fit: usize,
+    /// Combinations that the trainer refuses.
+    pub(crate) refused: usize,
     pub(crate) calibrated_on: Option<String>,
     pub(crate) extrapolated: bool,
     /// Fastest first.

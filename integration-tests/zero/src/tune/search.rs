@@ -36,6 +36,7 @@ pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tune
     let mut best: Vec<Choice> = Vec::new();
     let mut simulated = 0;
     let mut did_not_fit = 0;
+    let mut refused = 0;
     for Bounded {
         candidate,
         tokens_per_s,
@@ -57,10 +58,10 @@ pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tune
             Ok(Tried::Slower) => simulated += 1,
             Ok(Tried::DoesNotFit) => did_not_fit += 1,
             // A combination that the trainer refuses.
-            Err(_) => {}
+            Err(_) => refused += 1,
         }
     }
-    Ok(machines.tuned(bounded.len(), simulated, did_not_fit, best))
+    Ok(machines.tuned(bounded.len(), [simulated, did_not_fit, refused], best))
 }
 
 /// Whether `a` is the better choice.

@@ -14,7 +14,7 @@ pub(super) fn text(tuned: &Tuned, model: &str) -> String {
             .to_owned(),
     };
     let mut text = format!(
-        "{} on {}, {}: {} configurations, {} simulated, {} did not fit {}; {calibrated}\n",
+        "{} on {}, {}: {} configurations, {} simulated, {} did not fit {}, {} are refused; {calibrated}\n",
         tuned.model,
         counted(tuned.gpus, "GPU"),
         counted(tuned.nodes, "node"),
@@ -22,6 +22,7 @@ pub(super) fn text(tuned: &Tuned, model: &str) -> String {
         HumanCount(tuned.simulated as u64),
         HumanCount(tuned.did_not_fit as u64),
         bytes(tuned.gpu_memory_bytes),
+        HumanCount(tuned.refused as u64),
     );
     if tuned.extrapolated {
         text += "Extrapolated: the formulas were compared with runs of up to 128 GPUs.\n";

@@ -171,8 +171,7 @@ impl Machines {
     pub(crate) fn tuned(
         &self,
         candidates: usize,
-        simulated: usize,
-        did_not_fit: usize,
+        [simulated, did_not_fit, refused]: [usize; 3],
         best: Vec<Choice>,
     ) -> Tuned {
         let request = &self.request;
@@ -184,6 +183,7 @@ impl Machines {
             candidates,
             simulated,
             did_not_fit,
+            refused,
             calibrated_on: self.on.calibrated_on.clone(),
             extrapolated: request.gpus > MEASURED_GPUS,
             best,

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
+use zero_alloc::device::DType;
 use zero_shard::{ShardError, ZeroStage};
 use zero_simulator::{
     Attention, Cluster, Costs, Efficiencies, Machine, MachineError, Run, Shape, Software, Step,
@@ -118,15 +119,15 @@ pub(crate) struct SimulatedOn {
 
 /// The GPUs of `--hardware`.
 pub(crate) fn cluster(value: &str) -> Result<Cluster, CliError> {
-    let find = |name: &str| match Path::new(name).extension() {
-        Some(_) if name.ends_with(".json") => {
-            let text =
-                std::fs::read_to_string(name).map_err(|error| MachineError::UnknownName {
-                    name: format!("{name} ({error})"),
-                })?;
+    let find = |name: &str| match name.ends_with(".json") {
+        true => {
+            let text = std::fs::read_to_string(name).map_err(|source| MachineError::Read {
+                file: name.to_owned(),
+                source,
+            })?;
             Machine::from_json(&text, name)
         }
-        _ => Machine::preset(name),
+        false => Machine::preset(name),
     };
     Cluster::parse(value, find).map_err(CliError::usage)
 }
@@ -181,6 +182,10 @@ impl SimulatedOn {
         let Some(config) = request.model.config.clone() else {
             return Ok(None);
         };
+        if let Some(what) = unknown(request) {
+            tracing::warn!("{stage} is not simulated: the formulas do not know {what}");
+            return Ok(None);
+        }
         let shape = shape(request, config.parameter_count());
         let software = Software {
             attention: Attention::Fused,
@@ -237,16 +242,11 @@ impl SimulatedOn {
         let sequences = batches * (request.micro_batch * request.grad_accum) as f64;
         let tokens_per_s = sequences * request.seq_len as f64 / step.seconds;
         let flops = tokens_per_s / gpus * flops_per_token;
+        let [slowest, fastest] = likely_range(1.0, false);
         let seconds = self.tokens.map(|tokens| tokens as f64 / tokens_per_s);
         Simulated {
             step_ms: step.seconds * 1e3,
-            step_ms_range: likely_range(1.0, false)
-                .map(|of_speed| step.seconds * 1e3 / of_speed)
-                .into_iter()
-                .rev()
-                .collect::<Vec<_>>()
-                .try_into()
-                .unwrap_or([f64::NAN; 2]),
+            step_ms_range: [fastest, slowest].map(|of_speed| step.seconds * 1e3 / of_speed),
             tokens_per_s,
             tokens_per_s_gpu: tokens_per_s / gpus,
             mfu: flops / self.machine.peak_flops,
@@ -259,6 +259,16 @@ impl SimulatedOn {
             gpu_hours: seconds.map(|seconds| seconds / 3_600.0 * gpus),
             extrapolated: request.gpus > MEASURED_GPUS,
         }
+    }
+}
+
+/// A setting whose cost the formulas do not know.
+fn unknown(request: &Request) -> Option<&'static str> {
+    match request {
+        _ if request.mesh.sequence_ranks() > 1 => Some("ranks that share sequences (--ulysses)"),
+        _ if request.dtype == DType::F32 => Some("products in fp32; use --dtype bf16 or fp16"),
+        _ if request.offload.activations => Some("--offload-activations"),
+        _ => None,
     }
 }
 

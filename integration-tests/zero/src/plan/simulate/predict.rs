@@ -4,8 +4,7 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use zero_simulator::{
-    Costs, Efficiencies, Errors, Fit, Machine, Row, Run, StepSchedules, Table, calibration_rows,
-    errors_table, fit,
+    Efficiencies, Errors, Fit, Row, SimulatedRow, Table, calibration_rows, errors_table, fit,
 };
 
 use super::{Calibration, SimulateArgs};
@@ -22,40 +21,11 @@ pub enum Rows {
     Rule,
 }
 
-/// A row with the schedules of its step.
-struct Simulated<'a> {
-    row: &'a Row,
-    machine: Machine,
-    schedules: StepSchedules,
-}
-
-impl<'a> Simulated<'a> {
-    fn new(row: &'a Row) -> Result<Self, CliError> {
-        let usage = |error: &dyn std::fmt::Display| {
-            CliError::Usage(format!("line {} ({}): {error}", row.line, row.model))
-        };
-        let run = Run::of_row(row).map_err(|error| usage(&error))?;
-        Ok(Self {
-            machine: row.machine().map_err(|error| usage(&error))?,
-            schedules: run.schedules().map_err(|error| usage(&error))?,
-            row,
-        })
-    }
-
-    /// Tokens per second and GPU.
-    fn speed(&self, efficiencies: &Efficiencies) -> f64 {
-        let step = self.schedules.step(&Costs {
-            machine: &self.machine,
-            shape: &self.row.shape,
-            software: &self.row.software(),
-            efficiencies,
-        });
-        self.row.tokens_per_s(step.seconds)
-    }
-}
-
-fn all(rows: &[Row]) -> Result<Vec<Simulated<'_>>, CliError> {
-    rows.iter().map(Simulated::new).collect()
+fn all(rows: &[Row]) -> Result<Vec<SimulatedRow>, CliError> {
+    let rows = rows
+        .iter()
+        .map(|row| SimulatedRow::new(row).map_err(CliError::usage));
+    rows.collect()
 }
 
 /// The indices of the rows to fit: measured ones, all or by the rule.
@@ -98,7 +68,7 @@ fn check_one_group(path: &Path, rows: &[Row]) -> Result<(), CliError> {
     }
 }
 
-fn fit_to(rows: &[Simulated<'_>], used: &[usize]) -> Result<Fit, CliError> {
+fn fit_to(rows: &[SimulatedRow], used: &[usize]) -> Result<Fit, CliError> {
     let measured: Vec<f64> = used
         .iter()
         .filter_map(|&row| rows[row].row.measured)

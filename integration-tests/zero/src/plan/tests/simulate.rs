@@ -123,6 +123,15 @@ fn no_scratch_file_is_made() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// No time is better than a wrong one.
+#[test]
+fn unknown_costs_are_not_simulated() {
+    for flags in ["--ulysses 2", "--dtype fp32"] {
+        let report = json(&format!("{LINE} h100-80g:4x1 {flags}"));
+        assert!(report["stages"][3].get("simulated").is_none(), "{flags}");
+    }
+}
+
 #[test]
 fn timelines_and_sweeps_are_written() {
     let dir = tempfile::tempdir().unwrap();
